@@ -1,0 +1,70 @@
+// rope.cuh - rotary position embedding, with Llama-3's scaling - arXiv:2104.09864, arXiv:2407.21783
+//   Pairs (i, i + HS/2) of a head turn by the angle position * f_i, f_i = theta^(-2i/HS)   (Hugging Face's order)
+//   Llama 3.1 scales f by wavelength w = 2 pi / f against the original context P0: w < P0/high: f as it is;
+//   w > P0/low: f / factor; between: (1-s) f/factor + s f,  s = (P0/w - low) / (high - low)
+//   x, dx rows n of heads (NH,HS), row n at n * row_stride   positions (N)   table (P, HS/2, 2): cos, sin
+//   Contract: in place. backward turns the other way: the inverse, and so the gradient.  Bitwise repeatable.
+//   Cost: memory-bound: reads and writes x.
+//   To copy: this file and common.h.
+#pragma once
+#include "common.h"
+
+struct RopeScaling {
+    float factor = 1; // 1: none
+    float low_freq_factor = 1, high_freq_factor = 4;
+    int original_positions = 8192;
+};
+
+inline double rope_frequency(size_t i, size_t HS, double theta, const RopeScaling& s) {
+    double f = std::pow(theta, -2.0 * double(i) / double(HS));
+    if (s.factor == 1) return f;
+    double wavelength = 2 * M_PI / f, P0 = s.original_positions;
+    if (wavelength < P0 / s.high_freq_factor) return f;
+    if (wavelength > P0 / s.low_freq_factor) return f / s.factor;
+    double smooth = (P0 / wavelength - s.low_freq_factor) / (double(s.high_freq_factor) - s.low_freq_factor);
+    return (1 - smooth) * f / s.factor + smooth * f;
+}
+
+template <typename A>
+void rope_table(A* table /*(P, HS/2, 2)*/, size_t P, size_t HS, double theta, RopeScaling scaling) {
+    for (size_t i = 0; i < HS / 2; i++) {
+        double f = rope_frequency(i, HS, theta, scaling);
+        for (size_t p = 0; p < P; p++) {
+            table[(p * (HS / 2) + i) * 2] = A(std::cos(double(p) * f));
+            table[(p * (HS / 2) + i) * 2 + 1] = A(std::sin(double(p) * f));
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// CPU
+
+template <typename T>
+void rope_rotate(T* x, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
+                 size_t row_stride, acc_t<T> direction) {
+    size_t half = HS / 2;
+    #pragma omp parallel for
+    for (size_t n = 0; n < N; n++) {
+        const acc_t<T>* turn = table + size_t(positions[n]) * HS;
+        for (size_t h = 0; h < NH; h++) {
+            T* head = x + n * row_stride + h * HS;
+            for (size_t i = 0; i < half; i++) {
+                acc_t<T> a = to_acc(head[i]), b = to_acc(head[i + half]), c = turn[2 * i], s = direction * turn[2 * i + 1];
+                head[i] = from_acc<T>(a * c - b * s);
+                head[i + half] = from_acc<T>(b * c + a * s);
+            }
+        }
+    }
+}
+
+template <typename T>
+void rope_forward(T* x, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
+                  size_t row_stride, Cpu) {
+    rope_rotate(x, positions, table, N, NH, HS, row_stride, acc_t<T>(1));
+}
+
+template <typename T>
+void rope_backward(T* dx, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
+                   size_t row_stride, Cpu) {
+    rope_rotate(dx, positions, table, N, NH, HS, row_stride, acc_t<T>(-1));
+}

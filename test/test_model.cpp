@@ -1,0 +1,343 @@
+// test_model.cpp - the whole step against things independent of it: finite differences in double, train_gpt_min,
+// golden files from PyTorch, trained checkpoints; and what must not change a bit: recomputation, halves apart, threads
+#include <gtest/gtest.h>
+#include <fstream>
+#define main train_gpt_min_main
+#include "../train_gpt_min.cpp"
+#undef main
+#include "../llmc/dataloader.h"
+#include "../llmc/generate.h"
+
+static const std::string ROOT = REPO_ROOT, FIXTURES = ROOT + "/../shared/fixtures";
+#define NEEDS_FIXTURES() \
+    if (!std::ifstream(FIXTURES + "/README.md")) GTEST_SKIP() << "skipped: no fixtures"
+
+// ----------------------------------------------------------------------------
+// a small run
+
+static Shape small_gpt2(bool tied = true) {
+    Shape s = gpt2_shape(3, 3, 24, 61, 32);
+    s.tied = tied;
+    return s;
+}
+static Shape small_llama(bool tied = false, bool bias = false) {
+    Shape s = llama_shape(3, 4, 2, 32, 44, 53, 64, 10000);
+    s.tied = tied, s.qkv_bias = bias, s.rope_scaling = {8, 1, 4, 16};
+    return s;
+}
+
+static Plan small_plan(size_t B, size_t T, int micro_batches, Recompute level = Recompute::NONE, bool split = false) {
+    Plan p;
+    p.B = B, p.T = T, p.micro_batches = micro_batches, p.recompute = level, p.split_backward = split;
+    return p;
+}
+
+// Random tokens by sample number; about one target in five is ignored, unequally.
+static Window random_window(const Shape& s, size_t T) {
+    return [V = s.V, T](uint64_t sample, int* tokens, int* targets) {
+        for (size_t i = 0; i < T; i++) {
+            tokens[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i)[0] % V);
+            targets[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i + 1)[0] % V);
+            if (random_block(7, fnv1a("test.ignored"), sample * T + i)[0] % (3 + sample % 4) == 0) targets[i] = -1;
+        }
+        return std::string();
+    };
+}
+
+template <typename T> struct Fixture {
+    Trainer<T, Cpu> t;
+    Fixture(const Shape& s, const std::vector<Plan>& plans, uint64_t seed = 5) {
+        trainer_place(t, s, plans);
+        arena_allocate(t.arena);
+        init_constants(t);
+        init_weights(t, seed);
+        perturb(seed);
+        t.hyper = {true, 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
+        t.window = random_window(s, plans[0].T);
+    }
+    ~Fixture() { arena_free(t.arena); }
+    // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by accident
+    void perturb(uint64_t seed) {
+        for (const Parameter& p : t.model.parameters) {
+            std::vector<float> v(p.elements());
+            for (size_t i = 0; i < p.file_elements(); i++)
+                v[i] = p.init.value + float(p.shape.size() == 2 ? 0.2 : 0.1) * float(normal(seed, fnv1a(p.name), i));
+            set_weight(t, p, v.data());
+        }
+    }
+    double step(int plan = 0) {
+        run_plan(t, plan);
+        t.cursor += t.plans[plan].B * size_t(t.plans[plan].micro_batches);
+        return plan_loss(t).mean();
+    }
+    T* weight(const Parameter& p) { return address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset; }
+    acc_t<T>* grad(const Parameter& p) { return address<acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset; }
+    // all persistent bytes but the clipping scale's padding: weights, masters, moments, gradients
+    std::vector<unsigned char> state() { return {t.arena.base, t.arena.base + t.arena.persistent_bytes}; }
+};
+
+static std::vector<Shape> all_shapes() {
+    Shape alibi = small_gpt2(), qwen = small_llama(true, true), rope = small_gpt2();
+    alibi.position = Position::ALIBI, rope.position = Position::ROPE;
+    return {small_gpt2(), small_gpt2(false), small_llama(), qwen, alibi, rope};
+}
+
+// ----------------------------------------------------------------------------
+// finite differences through the whole model, in double
+
+TEST(Gradients, WholeModelAgainstFiniteDifferences) {
+    for (const Shape& s : all_shapes()) {
+        Plan evaluate = small_plan(2, 9, 1), train = small_plan(2, 9, 2);
+        evaluate.mode = Mode::EVALUATE;
+        evaluate.B = 4; // both micro-batches at once
+        Fixture<double> f(s, {train, evaluate});
+        f.t.hyper.lr = 0, f.t.hyper.clip = 0;
+        run_plan(f.t, 0);
+        double loss = plan_loss(f.t).mean();
+        std::vector<unsigned char> saved = f.state();
+        for (const Parameter& p : f.t.model.parameters)
+            for (int k = 0; k < 3; k++) {
+                size_t i = random_block(11, fnv1a(p.name), uint64_t(k))[0] % p.file_elements();
+                f.t.plan = 0, f.t.at = 0;
+                double expected = f.grad(p)[i], h = 1e-5, w = f.weight(p)[i], side[2];
+                for (int sign : {0, 1}) {
+                    f.weight(p)[i] = w + (sign ? h : -h);
+                    run_plan(f.t, 1);
+                    side[sign] = plan_loss(f.t).mean();
+                }
+                f.weight(p)[i] = w;
+                // central differences: error h^2 * third derivative + rounding eps * loss / h
+                EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected, 2e-7 * std::max(1.0, std::abs(expected))) << p.name << "[" << i << "]";
+            }
+        EXPECT_GT(loss, 1);
+    }
+}
+
+// The padding of the vocabulary has zero weights and zero gradients, before and after a step.
+TEST(Gradients, PaddingStaysZero) {
+    for (const Shape& s : all_shapes()) {
+        Fixture<float> f(s, {small_plan(2, 16, 2)});
+        f.step();
+        f.step();
+        for (const Parameter& p : f.t.model.parameters)
+            for (size_t i = p.file_elements(); i < p.elements(); i++) {
+                ASSERT_EQ(f.weight(p)[i], 0) << p.name;
+                ASSERT_EQ(f.grad(p)[i], 0) << p.name;
+            }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// what must not change a bit
+
+template <typename T> static std::vector<unsigned char> state_after(const Shape& s, Plan p, int steps, bool adamw = true) {
+    Fixture<T> f(s, {p});
+    f.t.hyper.adamw = adamw;
+    for (int i = 0; i < steps; i++) f.step();
+    return f.state();
+}
+
+template <typename T> static void expect_same_bits() {
+    for (const Shape& s : {small_gpt2(), small_llama(), small_llama(true, true)}) {
+        std::vector<unsigned char> reference = state_after<T>(s, small_plan(2, 16, 3), 3);
+        for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+            for (bool split : {false, true})
+                EXPECT_EQ(reference, state_after<T>(s, small_plan(2, 16, 3, level, split), 3))
+                    << "recompute " << int(level) << ", halves " << (split ? "apart" : "together");
+    }
+}
+TEST(Bits, RecomputationAndHalvesApartChangeNothingInFloat) { expect_same_bits<float>(); }
+TEST(Bits, RecomputationAndHalvesApartChangeNothingInBf16) { expect_same_bits<bf16>(); }
+
+// ----------------------------------------------------------------------------
+// accumulation
+
+// ||g - g'|| / ||g|| <= 4 * 1.03^layers * eps (arXiv:2506.09280), times 8: a sum of 8 micro-batches in other orders
+TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
+    for (const Shape& s : all_shapes()) {
+        auto gradients = [&](size_t B, int micro_batches) {
+            auto f = std::make_unique<Fixture<float>>(s, std::vector<Plan>{small_plan(B, 16, micro_batches)});
+            f->step();
+            return f;
+        };
+        auto reference = gradients(8, 1);
+        for (int m : {2, 4, 8}) {
+            auto other = gradients(size_t(8 / m), m);
+            for (const Parameter& p : reference->t.model.parameters) {
+                double difference = 0, norm = 0;
+                for (size_t i = 0; i < p.elements(); i++) {
+                    double a = reference->grad(p)[i], b = other->grad(p)[i];
+                    difference += (a - b) * (a - b), norm += a * a;
+                }
+                double bound = 8 * 4 * std::pow(1.03, double(s.L)) * 5.96e-8;
+                EXPECT_LE(std::sqrt(difference), bound * std::sqrt(norm)) << p.name << ", " << m << " micro-batches";
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// access() tells the truth: an action changes no byte it does not declare, and depends on none it does not declare
+
+template <typename T> static void expect_honest_access(const Shape& s, Plan options) {
+    Fixture<T> f(s, {options});
+    f.step(); // a step before, so that persistent state is in use
+    const Plan& p = f.t.plans[0];
+    Arena& arena = f.t.arena;
+    std::vector<unsigned char> memory(arena.bytes);
+    for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
+        Action a = p.actions[size_t(f.t.at)];
+        Access x = access(p, f.t.model, a);
+        std::vector<char> reads(arena.bytes), writes(arena.bytes);
+        auto mark = [&](std::vector<char>& map, const std::vector<Data>& data) {
+            for (Data d : data)
+                if (const Place* place = arena_find(arena, 0, f.t.at, d))
+                    std::fill_n(map.begin() + long(place->offset), place->bytes, 1);
+        };
+        mark(reads, x.reads);
+        mark(writes, x.writes);
+        // Run it once as it is, and once with every byte that it does not read poisoned.
+        memory.assign(arena.base, arena.base + arena.bytes);
+        run_action(f.t, a);
+        std::vector<unsigned char> after(arena.base, arena.base + arena.bytes);
+        for (size_t i = 0; i < arena.bytes; i++) arena.base[i] = reads[i] ? memory[i] : 0xff;
+        run_action(f.t, a);
+        size_t undeclared = 0, dependent = 0;
+        bool scratch_only = a.kind == Do::F && a.layer == f.t.model.head();
+        for (size_t i = 0; i < arena.bytes; i++) {
+            undeclared += !writes[i] && after[i] != memory[i];
+            undeclared += !writes[i] && arena.base[i] != (reads[i] ? memory[i] : 0xff);
+            bool result = writes[i] && arena.base[i] != 0xff && after[i] != memory[i];
+            dependent += result && arena.base[i] != after[i];
+        }
+        (void)scratch_only;
+        EXPECT_EQ(undeclared, 0u) << action_text(a, f.t.model) << " writes bytes that it does not declare";
+        EXPECT_EQ(dependent, 0u) << action_text(a, f.t.model) << " depends on bytes that it does not declare";
+        memcpy(arena.base, after.data(), after.size());
+    }
+}
+TEST(Access, IsTheTruthForGpt2) {
+    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+        for (bool split : {false, true}) expect_honest_access<float>(small_gpt2(), small_plan(2, 8, 2, level, split));
+}
+TEST(Access, IsTheTruthForLlama) {
+    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+        for (bool split : {false, true}) expect_honest_access<bf16>(small_llama(), small_plan(2, 8, 2, level, split));
+}
+
+// Every planned buffer is written in a step: none is planned in vain.
+TEST(Access, EveryPlannedBufferIsWritten) {
+    for (const Shape& s : all_shapes()) {
+        Fixture<float> f(s, {small_plan(2, 16, 2)});
+        const Plan& p = f.t.plans[0];
+        f.t.plan = 0;
+        for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
+            Action a = p.actions[size_t(f.t.at)];
+            Access x = access(p, f.t.model, a);
+            auto read_too = [&](Data d) { return std::count(x.reads.begin(), x.reads.end(), d) > 0; };
+            for (Data d : x.writes)
+                if (const Place* place = arena_find(f.t.arena, 0, f.t.at, d); place && !read_too(d) && !persistent(d.kind))
+                    memset(f.t.arena.base + place->offset, 0xa5, place->bytes);
+            run_action(f.t, a);
+            for (Data d : x.writes) {
+                const Place* place = arena_find(f.t.arena, 0, f.t.at, d);
+                if (!place || read_too(d) || persistent(d.kind) || d.kind == Kind::SCRATCH) continue;
+                size_t untouched = 0; // rows end on 256 bytes, so up to 255 a row stay as they were
+                for (size_t i = 0; i < place->bytes; i++) untouched += f.t.arena.base[place->offset + i] == 0xa5;
+                EXPECT_LT(untouched, place->bytes / 20 + 20 * 256) << action_text(a, f.t.model) << " leaves " << data_text(d, f.t.model);
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// learning
+
+// bf16 holds 8 bits: its loss follows float's within 2% at each of 100 steps of the same run.
+TEST(Learning, Bf16FollowsFloat) {
+    Shape s = gpt2_shape(2, 2, 32, 61, 32);
+    auto curve = [&](auto zero) {
+        typedef decltype(zero) T;
+        Trainer<T, Cpu> t;
+        trainer_place(t, s, {small_plan(4, 32, 1)});
+        arena_allocate(t.arena);
+        init_weights(t, 3);
+        t.hyper = {true, 3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
+        t.window = [&](uint64_t sample, int* tokens, int* targets) { // a sequence that can be learned
+            for (int i = 0; i < 32; i++) tokens[i] = int((sample * 7 + uint64_t(i) * (1 + sample % 3)) % 61);
+            for (int i = 0; i < 31; i++) targets[i] = tokens[i + 1];
+            targets[31] = -1;
+            return std::string();
+        };
+        std::vector<double> losses;
+        for (int i = 0; i < 100; i++, t.cursor += 4) run_plan(t, 0), losses.push_back(plan_loss(t).mean());
+        arena_free(t.arena);
+        return losses;
+    };
+    std::vector<double> a = curve(float()), b = curve(bf16());
+    for (size_t i = 0; i < 100; i++) EXPECT_NEAR(b[i], a[i], 0.02 * a[0]) << "step " << i;
+    EXPECT_LT(a[99], 0.5 * a[0]);
+    EXPECT_LT(b[99], 0.5 * b[0]);
+}
+
+// A gradient that is not finite changes nothing, and the step does not count.
+TEST(Learning, NonFiniteGradientsUpdateNothing) {
+    Fixture<float> f(small_gpt2(), {small_plan(2, 16, 1)});
+    f.step();
+    const Parameter& p = f.t.model.parameters[5];
+    float before = f.weight(f.t.model.parameters[0])[1];
+    f.weight(p)[0] = NAN;
+    f.step();
+    const StepScale* scale = address<const StepScale>(f.t, {Kind::SCALE});
+    EXPECT_EQ(scale->finite, 0);
+    EXPECT_EQ(scale->step, 1);
+    EXPECT_EQ(f.weight(f.t.model.parameters[0])[1], before);
+}
+
+// ----------------------------------------------------------------------------
+// train_gpt_min.cpp: written separately, shares no code
+
+TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
+    std::string text_path = ROOT + "/llmc/plan.h";
+    std::ifstream in(text_path);
+    std::string text((std::istreambuf_iterator<char>(in)), {});
+    const int B = 4, T = 32, STEPS = 20;
+    min_gpt::Model m = {};
+    m.V = 256, m.T = T, m.L = 2, m.NH = 4, m.C = 32;
+    min_gpt::model_init(m, 1337);
+
+    std::string copy = testing::TempDir() + "/parity.txt";
+    std::ofstream(copy) << text;
+    Tokenizer tokenizer;
+    ASSERT_EQ(tokenizer_open(&tokenizer, "byte"), "");
+    DataLoader loader;
+    ASSERT_EQ(data_open(&loader, copy, Part::TRAIN, false, tokenizer, T, 256, 1337), "");
+    Shape s = gpt2_shape(2, 4, 32, 256, T);
+    Trainer<float, Cpu> t;
+    trainer_place(t, s, {small_plan(B, T, 1)});
+    arena_allocate(t.arena);
+    init_weights(t, 1337);
+    t.window = [&](uint64_t sample, int* tokens, int* targets) { return load_window(loader, sample, tokens, targets); };
+    size_t trained = text.size() - text.size() / 10;
+    for (int step = 0; step < STEPS; step++) {
+        std::vector<int> tokens(B * T), targets(B * T);
+        for (int b = 0; b < B; b++) {
+            size_t start = min_gpt::shuffled_window(uint64_t(step * B + b), (trained - 1) / T, 1337) * T;
+            for (int i = 0; i < T; i++) {
+                tokens[size_t(b * T + i)] = (unsigned char)text[start + size_t(i)];
+                targets[size_t(b * T + i)] = (unsigned char)text[start + size_t(i) + 1];
+            }
+        }
+        float lr = min_gpt::learning_rate(step);
+        float expected = min_gpt::model_forward(m, tokens.data(), targets.data(), B, T);
+        min_gpt::model_backward(m);
+        double norm = min_gpt::clip_gradients(m, 1.0);
+        min_gpt::adamw_step(m, step, lr);
+        t.hyper = {true, lr, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
+        run_plan(t, 0);
+        t.cursor += B;
+        EXPECT_NEAR(plan_loss(t).mean(), expected, 1e-5) << "step " << step;
+        EXPECT_NEAR(address<const StepScale>(t, {Kind::SCALE})->norm, norm, 1e-4 * norm) << "step " << step;
+    }
+    arena_free(t.arena);
+}

@@ -1,0 +1,585 @@
+// train_gpt_min.cpp - GPT-2 trained on one CPU core, whole, in one file: read this first
+//   The model of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+//   No options, no libraries, plain loops. It learns the bytes of its own source, then writes some.
+//
+//       g++ -std=c++20 -O3 -march=native train_gpt_min.cpp -o train_gpt_min && ./train_gpt_min
+//
+//   From top to bottom: random numbers, the model, each operator with its gradient, the block, the
+//   whole model, the optimizer, the data, and main: the life of a run. Nothing here is shared with
+//   the real trainer, whose tests compare it with this file.
+//
+//   B batch   T tokens of a sequence   C channels     NH heads   HS = C/NH channels of a head
+//   L blocks  V vocabulary             N = B*T rows   IC, OC inputs and outputs of a product
+//   dx is the gradient of the loss with respect to x. Operators size and overwrite (=) what they
+//   return first; weight gradients, and the residual stream's in layernorm_backward, add up (+=).
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <numbers>
+#include <string>
+#include <vector>
+
+namespace min_gpt {
+
+// ---- Random numbers: functions of (seed, stream, index), so the order of calls does not matter
+
+// Name a stream of random numbers: FNV-1a, 64 bits.
+uint64_t fnv1a(const std::string& name) {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (unsigned char byte : name) hash = (hash ^ byte) * 0x100000001b3;
+    return hash;
+}
+
+// Turn a counter into four random words: Philox4x32-10, Salmon et al. SC'11.
+std::array<uint32_t, 4> philox(uint64_t seed, uint64_t stream, uint64_t index) {
+    uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+    std::array<uint32_t, 4> x = {uint32_t(index), uint32_t(index >> 32), uint32_t(stream),
+                                 uint32_t(stream >> 32)};
+    for (int round = 0; round < 10; round++) {
+        const uint64_t a = uint64_t(0xD2511F53) * x[0], b = uint64_t(0xCD9E8D57) * x[2];
+        x = {uint32_t(b >> 32) ^ x[1] ^ key0, uint32_t(b),
+             uint32_t(a >> 32) ^ x[3] ^ key1, uint32_t(a)};
+        key0 += 0x9E3779B9;
+        key1 += 0xBB67AE85;
+    }
+    return x;
+}
+
+// Draw one normal number: of every two words Box and Muller's rule makes two.
+double normal(uint64_t seed, uint64_t stream, uint64_t index) {
+    const std::array<uint32_t, 4> x = philox(seed, stream, index / 4);
+    const size_t pair = index % 4 / 2 * 2;
+    const double u = (x[pair] + 1.0) * 0x1p-32;  // in (0, 1], so that its logarithm is finite
+    const double angle = 2 * std::numbers::pi * (x[pair + 1] * 0x1p-32);
+    return std::sqrt(-2 * std::log(u)) * (index % 2 == 0 ? std::cos(angle) : std::sin(angle));
+}
+
+// ---- The model: a table of parameters, and what forward keeps for backward
+
+using Tensor = std::vector<float>;  // row-major; a comment gives the shape
+
+struct Parameter {
+    std::string name;           // Hugging Face's
+    std::vector<size_t> shape;  // (OC, IC) for the weight of a product
+    bool decay;                 // matrices and tables decay towards 0, vectors do not
+    Tensor data, grad, m, v;    // (shape) each; m and v are AdamW's moments
+};
+
+// Where parameters stand in the table: two tables, L times the block's twelve, then ln_f's two.
+enum { WTE, WPE, BLOCKS };
+enum { LN_1_WEIGHT, LN_1_BIAS, ATTN_WEIGHT, ATTN_BIAS, ATTN_PROJ_WEIGHT, ATTN_PROJ_BIAS,
+       LN_2_WEIGHT, LN_2_BIAS, FC_WEIGHT, FC_BIAS, FC_PROJ_WEIGHT, FC_PROJ_BIAS, PER_BLOCK };
+
+struct BlockActivations {
+    Tensor ln_1, ln_1_mean, ln_1_rstd;  // (B,T,C), (B,T), (B,T)
+    Tensor qkv;                         // (B,T,3,NH,HS)  queries, keys, values
+    Tensor probs;                       // (B,NH,T,T)     [t][s]: how much t takes from s <= t
+    Tensor attention;                   // (B,T,NH,HS)
+    Tensor middle;                      // (B,T,C)        the residual stream after attention
+    Tensor ln_2, ln_2_mean, ln_2_rstd;  // (B,T,C), (B,T), (B,T)
+    Tensor fc, gelu;                    // (B,T,4C)
+    Tensor out;                         // (B,T,C)        the residual stream after the block
+};
+
+struct Activations {
+    size_t B = 0, T = 0;
+    std::vector<int> tokens, targets;   // (B,T)
+    Tensor embedded;                    // (B,T,C)
+    std::vector<BlockActivations> h;    // (L)
+    Tensor ln_f, ln_f_mean, ln_f_rstd;  // (B,T,C), (B,T), (B,T)
+    Tensor probs;                       // (B,T,V)        softmax of the logits
+};
+
+struct Model {
+    int V, T, L, NH, C;  // T counts the learned positions; a batch may be shorter
+    std::vector<Parameter> parameters = {};
+    Activations acts = {};
+};
+
+void add_vector(Model& model, const std::string& name, size_t n, float value) {
+    model.parameters.push_back({name, {n}, false, Tensor(n, value), Tensor(n), Tensor(n), Tensor(n)});
+}
+
+void add_matrix(Model& model, const std::string& name, size_t rows, size_t cols, double std,
+                uint64_t seed) {
+    const size_t n = rows * cols;
+    Parameter p = {name, {rows, cols}, true, Tensor(n), Tensor(n), Tensor(n), Tensor(n)};
+    for (size_t i = 0; i < n; i++) p.data[i] = float(std * normal(seed, fnv1a(name), i));
+    model.parameters.push_back(p);
+}
+
+// Make every parameter. 2L products add to the residual stream: they start smaller by sqrt(2L).
+void model_init(Model& model, uint64_t seed) {
+    const size_t C = model.C;
+    const double std = 0.02, std_proj = 0.02 / std::sqrt(2.0 * model.L);
+    model.parameters.clear();
+    add_matrix(model, "wte.weight", model.V, C, std, seed);
+    add_matrix(model, "wpe.weight", model.T, C, std, seed);
+    for (int l = 0; l < model.L; l++) {
+        const std::string h = "h." + std::to_string(l) + ".";
+        add_vector(model, h + "ln_1.weight", C, 1);
+        add_vector(model, h + "ln_1.bias", C, 0);
+        add_matrix(model, h + "attn.c_attn.weight", 3 * C, C, std, seed);
+        add_vector(model, h + "attn.c_attn.bias", 3 * C, 0);
+        add_matrix(model, h + "attn.c_proj.weight", C, C, std_proj, seed);
+        add_vector(model, h + "attn.c_proj.bias", C, 0);
+        add_vector(model, h + "ln_2.weight", C, 1);
+        add_vector(model, h + "ln_2.bias", C, 0);
+        add_matrix(model, h + "mlp.c_fc.weight", 4 * C, C, std, seed);
+        add_vector(model, h + "mlp.c_fc.bias", 4 * C, 0);
+        add_matrix(model, h + "mlp.c_proj.weight", C, 4 * C, std_proj, seed);
+        add_vector(model, h + "mlp.c_proj.bias", C, 0);
+    }
+    add_vector(model, "ln_f.weight", C, 1);
+    add_vector(model, "ln_f.bias", C, 0);
+}
+
+// ---- Two loops do nearly all the work
+
+float dot(const float* a /*(n)*/, const float* b /*(n)*/, size_t n) {
+    float sum = 0;
+    for (size_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+// Prefer this one: its sums do not wait for each other, so the compiler takes many at a time.
+void add_scaled(float* out /*(n) +=*/, float scale, const float* x /*(n)*/, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] += scale * x[i];
+}
+
+// ---- Embedding: out = wte[token] + wpe[position]
+
+void embedding_forward(Tensor& out /*(B,T,C)*/, const std::vector<int>& tokens /*(B,T)*/,
+                       const Parameter& wte /*(V,C)*/, const Parameter& wpe /*(T,C)*/, size_t T) {
+    const size_t C = wte.shape[1];
+    out.assign(tokens.size() * C, 0);
+    for (size_t n = 0; n < tokens.size(); n++) {
+        add_scaled(&out[n * C], 1, &wte.data[tokens[n] * C], C);
+        add_scaled(&out[n * C], 1, &wpe.data[n % T * C], C);
+    }
+}
+
+void embedding_backward(Parameter& wte /*(V,C)*/, Parameter& wpe /*(T,C)*/,
+                        const Tensor& dout /*(B,T,C)*/, const std::vector<int>& tokens, size_t T) {
+    const size_t C = wte.shape[1];
+    for (size_t n = 0; n < tokens.size(); n++) {
+        add_scaled(&wte.grad[tokens[n] * C], 1, &dout[n * C], C);
+        add_scaled(&wpe.grad[n % T * C], 1, &dout[n * C], C);
+    }
+}
+
+// ---- LayerNorm, arXiv:1607.06450: out = (x - mean) * rstd * weight + bias, for each row of C
+
+void layernorm_forward(Tensor& out /*(N,C)*/, Tensor& mean /*(N)*/, Tensor& rstd /*(N)*/,
+                       const Tensor& inp /*(N,C)*/, const Parameter& weight, const Parameter& bias) {
+    const size_t C = weight.shape[0], N = inp.size() / C;
+    out.resize(N * C), mean.resize(N), rstd.resize(N);
+    for (size_t n = 0; n < N; n++) {
+        // Measure the row's mean, then its variance about the mean.
+        const float* x = &inp[n * C];  // (C)
+        double sum = 0, squares = 0;
+        for (size_t c = 0; c < C; c++) sum += x[c];
+        for (size_t c = 0; c < C; c++) squares += (x[c] - sum / C) * (x[c] - sum / C);
+        mean[n] = float(sum / C);
+        rstd[n] = float(1 / std::sqrt(squares / C + 1e-5));
+
+        // Normalise it, then give each channel its own scale and shift.
+        for (size_t c = 0; c < C; c++)
+            out[n * C + c] = (x[c] - mean[n]) * rstd[n] * weight.data[c] + bias.data[c];
+    }
+}
+
+void layernorm_backward(Tensor& dinp /*(N,C) +=*/, Parameter& weight, Parameter& bias,
+                        const Tensor& dout /*(N,C)*/, const Tensor& inp /*(N,C)*/,
+                        const Tensor& mean /*(N)*/, const Tensor& rstd /*(N)*/) {
+    const size_t C = weight.shape[0], N = inp.size() / C;
+    Tensor norm(C), dnorm(C);
+    for (size_t n = 0; n < N; n++) {
+        // Give weight and bias their share.
+        double mean_dnorm = 0, mean_dnorm_norm = 0;
+        for (size_t c = 0; c < C; c++) {
+            norm[c] = (inp[n * C + c] - mean[n]) * rstd[n];
+            dnorm[c] = dout[n * C + c] * weight.data[c];
+            weight.grad[c] += dout[n * C + c] * norm[c];
+            bias.grad[c] += dout[n * C + c];
+            mean_dnorm += dnorm[c] / C;
+            mean_dnorm_norm += dnorm[c] * norm[c] / C;
+        }
+
+        // Pass on what shifting or scaling the whole row does not undo: norm is blind to both.
+        for (size_t c = 0; c < C; c++)
+            dinp[n * C + c] += float((dnorm[c] - mean_dnorm - norm[c] * mean_dnorm_norm) * rstd[n]);
+    }
+}
+
+// ---- Linear: out = inp * weight^T + bias + residual, each of the last two where there is one
+
+void linear_forward(Tensor& out /*(N,OC)*/, const Tensor& inp /*(N,IC)*/,
+                    const Parameter& weight /*(OC,IC)*/, const Parameter* bias /*(OC)*/,
+                    const Tensor* residual /*(N,OC)*/) {
+    const size_t OC = weight.shape[0], IC = weight.shape[1], N = inp.size() / IC;
+
+    // Transpose the weight, so that what one input gives to all outputs lies in a row.
+    Tensor transposed(IC * OC);  // (IC,OC)
+    for (size_t o = 0; o < OC; o++)
+        for (size_t i = 0; i < IC; i++) transposed[i * OC + o] = weight.data[o * IC + i];
+
+    // Start from residual and bias, then add input after input.
+    out.assign(N * OC, 0);
+    for (size_t n = 0; n < N; n++) {
+        float* y = &out[n * OC];  // (OC)
+        if (residual) add_scaled(y, 1, &(*residual)[n * OC], OC);
+        if (bias) add_scaled(y, 1, &bias->data[0], OC);
+        for (size_t i = 0; i < IC; i++) add_scaled(y, inp[n * IC + i], &transposed[i * OC], OC);
+    }
+}
+
+void linear_backward(Tensor& dinp /*(N,IC)*/, Parameter& weight /*(OC,IC)*/, Parameter* bias,
+                     const Tensor& dout /*(N,OC)*/, const Tensor& inp /*(N,IC)*/) {
+    const size_t OC = weight.shape[0], IC = weight.shape[1], N = inp.size() / IC;
+    dinp.assign(N * IC, 0);
+    for (size_t n = 0; n < N; n++) {
+        // Hand each output's gradient to its inputs, its weights and its bias.
+        for (size_t o = 0; o < OC; o++) {
+            const float dy = dout[n * OC + o];
+            add_scaled(&dinp[n * IC], dy, &weight.data[o * IC], IC);
+            add_scaled(&weight.grad[o * IC], dy, &inp[n * IC], IC);
+            if (bias) bias->grad[o] += dy;
+        }
+    }
+}
+
+// ---- Causal attention, arXiv:1706.03762: out[t] = sum of softmax(q[t].k[s] / sqrt(HS)) v[s], s <= t
+
+void attention_forward(Tensor& out /*(B,T,NH,HS)*/, Tensor& probs /*(B,NH,T,T)*/,
+                       const Tensor& qkv /*(B,T,3,NH,HS)*/, size_t B, size_t T, size_t NH, size_t HS) {
+    const size_t C = NH * HS, next = 3 * C;  // next: from one token to the next in qkv
+    out.assign(B * T * C, 0), probs.assign(B * NH * T * T, 0);
+    for (size_t row = 0; row < B * NH * T; row++) {
+        const size_t b = row / T / NH, h = row / T % NH, t = row % T;
+        const float* q = &qkv[(b * T + t) * next + h * HS];  // (HS)       this token's
+        const float* k = &qkv[b * T * next + C + h * HS];    // (T: HS)    the whole sequence's
+        const float* v = k + C;                              // (T: HS)
+        float* p = &probs[row * T];                          // (T)
+
+        // Score the keys up to this token, and find the highest score.
+        for (size_t s = 0; s <= t; s++) p[s] = dot(q, k + s * next, HS) / std::sqrt(float(HS));
+        const float highest = *std::max_element(p, p + t + 1);
+
+        // Turn scores into probabilities; less the highest, no exponential overflows.
+        float sum = 0;
+        for (size_t s = 0; s <= t; s++) sum += p[s] = std::exp(p[s] - highest);
+        for (size_t s = 0; s <= t; s++) p[s] /= sum;
+
+        // Mix the values.
+        for (size_t s = 0; s <= t; s++)
+            add_scaled(&out[(b * T + t) * C + h * HS], p[s], v + s * next, HS);
+    }
+}
+
+void attention_backward(Tensor& dqkv /*(B,T,3,NH,HS)*/, const Tensor& dout /*(B,T,NH,HS)*/,
+                        const Tensor& qkv, const Tensor& probs, size_t B, size_t T, size_t NH, size_t HS) {
+    const size_t C = NH * HS, next = 3 * C;
+    dqkv.assign(B * T * 3 * C, 0);
+    Tensor dp(T);
+    for (size_t row = 0; row < B * NH * T; row++) {
+        const size_t b = row / T / NH, h = row / T % NH, t = row % T;
+        const size_t q = (b * T + t) * next + h * HS;           // where in qkv and dqkv: as above
+        const size_t k = b * T * next + C + h * HS, v = k + C;
+        const float* dy = &dout[(b * T + t) * C + h * HS];      // (HS)
+        const float* p = &probs[row * T];                       // (T)
+
+        // Send the gradient to the values and to the probabilities.
+        for (size_t s = 0; s <= t; s++) add_scaled(&dqkv[v + s * next], p[s], dy, HS);
+        for (size_t s = 0; s <= t; s++) dp[s] = dot(dy, &qkv[v + s * next], HS);
+
+        // Go back through the softmax to the scores, and on to the query and its keys.
+        const float mean = dot(p, dp.data(), t + 1);
+        for (size_t s = 0; s <= t; s++) {
+            const float dscore = p[s] * (dp[s] - mean) / std::sqrt(float(HS));
+            add_scaled(&dqkv[q], dscore, &qkv[k + s * next], HS);
+            add_scaled(&dqkv[k + s * next], dscore, &qkv[q], HS);
+        }
+    }
+}
+
+// ---- GELU, arXiv:1606.08415, tanh form: out = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))
+
+constexpr float GELU_SCALE = 0.7978845608028654f, GELU_CUBIC = 0.044715f;  // sqrt(2/pi), ...
+
+void gelu_forward(Tensor& out /*(N,4C)*/, const Tensor& inp /*(N,4C)*/) {
+    out.resize(inp.size());
+    for (size_t i = 0; i < inp.size(); i++) {
+        const float x = inp[i];
+        out[i] = 0.5f * x * (1 + std::tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x)));
+    }
+}
+
+void gelu_backward(Tensor& dinp /*(N,4C)*/, const Tensor& dout /*(N,4C)*/, const Tensor& inp) {
+    dinp.resize(inp.size());
+    for (size_t i = 0; i < inp.size(); i++) {
+        const float x = inp[i], tanh = std::tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x));
+        const float dtanh = (1 - tanh * tanh) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x);
+        dinp[i] = dout[i] * 0.5f * (1 + tanh + x * dtanh);
+    }
+}
+
+// ---- Softmax and cross-entropy: loss = mean over rows of -log softmax(logits)[target]
+
+// Turn logits into probabilities, in place; return the mean loss, or 0 where targets is empty.
+double crossentropy_forward(Tensor& probs /*(N,V), logits at first*/,
+                            const std::vector<int>& targets /*(N)*/, size_t V) {
+    const size_t N = probs.size() / V;
+    double loss = 0;
+    for (size_t n = 0; n < N; n++) {
+        float* p = &probs[n * V];  // (V)
+        const float highest = *std::max_element(p, p + V);
+        const float target_logit = targets.empty() ? 0 : p[targets[n]];
+        float sum = 0;
+        for (size_t i = 0; i < V; i++) sum += p[i] = std::exp(p[i] - highest);
+        for (size_t i = 0; i < V; i++) p[i] /= sum;
+        if (!targets.empty()) loss += (std::log(sum) + highest - target_logit) / N;
+    }
+    return loss;
+}
+
+void crossentropy_backward(Tensor& dlogits /*(N,V)*/, const Tensor& probs /*(N,V)*/,
+                           const std::vector<int>& targets /*(N)*/, size_t V) {
+    const size_t N = targets.size();
+    dlogits.resize(N * V);
+    for (size_t i = 0; i < N * V; i++) dlogits[i] = probs[i] / N;
+    for (size_t n = 0; n < N; n++) dlogits[n * V + targets[n]] -= 1.0f / N;
+}
+
+// ---- The block: two branches that read the residual stream and add to it
+
+// Find what enters block l, and its parameters. l = L is what comes after the last: ln_f.
+const Tensor& block_input(const Model& model, int l) {  // (B,T,C)
+    return l == 0 ? model.acts.embedded : model.acts.h[l - 1].out;
+}
+Parameter* block_parameters(Model& model, int l) {  // (PER_BLOCK)
+    return &model.parameters[BLOCKS + l * PER_BLOCK];
+}
+
+void block_forward(Model& model, int l) {
+    const Tensor& inp = block_input(model, l);  // (B,T,C)
+    const Parameter* p = block_parameters(model, l);
+    BlockActivations& a = model.acts.h[l];
+
+    // Let tokens look at those before them.
+    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, p[LN_1_WEIGHT], p[LN_1_BIAS]);
+    linear_forward(a.qkv, a.ln_1, p[ATTN_WEIGHT], &p[ATTN_BIAS], nullptr);
+    attention_forward(a.attention, a.probs, a.qkv, model.acts.B, model.acts.T, model.NH,
+                      model.C / model.NH);
+    linear_forward(a.middle, a.attention, p[ATTN_PROJ_WEIGHT], &p[ATTN_PROJ_BIAS], &inp);
+
+    // Let each token work on what it saw.
+    layernorm_forward(a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.middle, p[LN_2_WEIGHT], p[LN_2_BIAS]);
+    linear_forward(a.fc, a.ln_2, p[FC_WEIGHT], &p[FC_BIAS], nullptr);
+    gelu_forward(a.gelu, a.fc);
+    linear_forward(a.out, a.gelu, p[FC_PROJ_WEIGHT], &p[FC_PROJ_BIAS], &a.middle);
+}
+
+// Take dresidual from the block's output to its input; what skips a branch stays as it is.
+void block_backward(Tensor& dresidual /*(B,T,C)*/, Model& model, int l) {
+    const Tensor& inp = block_input(model, l);  // (B,T,C)
+    Parameter* p = block_parameters(model, l);
+    const BlockActivations& a = model.acts.h[l];
+    Tensor dgelu, dfc, dln_2, dattention, dqkv, dln_1;  // shaped like what they are gradients of
+
+    // Walk back through the second branch.
+    linear_backward(dgelu, p[FC_PROJ_WEIGHT], &p[FC_PROJ_BIAS], dresidual, a.gelu);
+    gelu_backward(dfc, dgelu, a.fc);
+    linear_backward(dln_2, p[FC_WEIGHT], &p[FC_BIAS], dfc, a.ln_2);
+    layernorm_backward(dresidual, p[LN_2_WEIGHT], p[LN_2_BIAS], dln_2, a.middle, a.ln_2_mean,
+                       a.ln_2_rstd);
+
+    // Walk back through the first.
+    linear_backward(dattention, p[ATTN_PROJ_WEIGHT], &p[ATTN_PROJ_BIAS], dresidual, a.attention);
+    attention_backward(dqkv, dattention, a.qkv, a.probs, model.acts.B, model.acts.T, model.NH,
+                       model.C / model.NH);
+    linear_backward(dln_1, p[ATTN_WEIGHT], &p[ATTN_BIAS], dqkv, a.ln_1);
+    layernorm_backward(dresidual, p[LN_1_WEIGHT], p[LN_1_BIAS], dln_1, inp, a.ln_1_mean, a.ln_1_rstd);
+}
+
+// ---- The whole model
+
+// Predict the token after each; return the mean loss, or 0 where targets is null.
+float model_forward(Model& model, const int* tokens /*(B,T)*/, const int* targets /*(B,T) or null*/,
+                    size_t B, size_t T) {
+    Activations& a = model.acts;
+    a.B = B, a.T = T;
+    a.tokens.assign(tokens, tokens + B * T);
+    a.targets.assign(targets, targets ? targets + B * T : targets);
+    a.h.resize(model.L);
+
+    // Embed the tokens, let the blocks work on them, and compare the result with every token.
+    const Parameter &wte = model.parameters[WTE], &wpe = model.parameters[WPE];
+    const Parameter* ln_f = block_parameters(model, model.L);  // weight, bias
+    embedding_forward(a.embedded, a.tokens, wte, wpe, T);
+    for (int l = 0; l < model.L; l++) block_forward(model, l);
+    layernorm_forward(a.ln_f, a.ln_f_mean, a.ln_f_rstd, block_input(model, model.L), ln_f[0], ln_f[1]);
+    linear_forward(a.probs, a.ln_f, wte, nullptr, nullptr);
+    return float(crossentropy_forward(a.probs, a.targets, model.V));
+}
+
+// Make every gradient anew, for the batch that model_forward saw last.
+void model_backward(Model& model) {
+    for (Parameter& p : model.parameters) p.grad.assign(p.grad.size(), 0);
+
+    // Do in reverse what model_forward did. The token table has gradients from both its ends.
+    const Activations& a = model.acts;
+    Parameter &wte = model.parameters[WTE], &wpe = model.parameters[WPE];
+    Parameter* ln_f = block_parameters(model, model.L);          // weight, bias
+    Tensor dlogits, dln_f, dresidual(a.ln_f.size());  // (B,T,V), (B,T,C), (B,T,C)
+    crossentropy_backward(dlogits, a.probs, a.targets, model.V);
+    linear_backward(dln_f, wte, nullptr, dlogits, a.ln_f);
+    layernorm_backward(dresidual, ln_f[0], ln_f[1], dln_f, block_input(model, model.L), a.ln_f_mean,
+                       a.ln_f_rstd);
+    for (int l = model.L - 1; l >= 0; l--) block_backward(dresidual, model, l);
+    embedding_backward(wte, wpe, dresidual, a.tokens, a.T);
+}
+
+// ---- The optimizer
+
+// Shorten the gradient of all parameters together to length `clip`; return its length before.
+double clip_gradients(Model& model, double clip) {
+    double squares = 0;
+    for (const Parameter& p : model.parameters)
+        for (float g : p.grad) squares += double(g) * g;
+    const float scale = float(std::min(1.0, clip / std::sqrt(squares)));
+    for (Parameter& p : model.parameters)
+        for (float& g : p.grad) g *= scale;
+    return std::sqrt(squares);
+}
+
+// Warm up over the first 10 steps: AdamW's moments are rough estimates at first.
+float learning_rate(int step) { return 1e-3f * std::min(step + 1, 10) / 10; }
+
+// Update every parameter: AdamW, arXiv:1711.05101. Steps count from 0.
+void adamw_step(Model& model, int step, float lr) {
+    const float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
+    const float correction1 = float(1 - std::pow(0.9, step + 1));  // the moments started at 0:
+    const float correction2 = float(1 - std::pow(0.95, step + 1));  // undo what that biases
+    for (Parameter& p : model.parameters) {
+        const float decay = p.decay ? 0.1f : 0.0f;
+        for (size_t i = 0; i < p.data.size(); i++) {
+            p.m[i] = beta1 * p.m[i] + (1 - beta1) * p.grad[i];
+            p.v[i] = beta2 * p.v[i] + (1 - beta2) * p.grad[i] * p.grad[i];
+            const float mhat = p.m[i] / correction1, vhat = p.v[i] / correction2;
+            p.data[i] -= lr * (mhat / (std::sqrt(vhat) + eps) + decay * p.data[i]);
+        }
+    }
+}
+
+// ---- The data: a text's bytes are its tokens, cut in windows; window i is bytes [i*T, i*T + T]
+
+// Shuffle without a list: permute [0, 4^h) by four rounds of a Feistel network, keyed by the epoch,
+// and follow the permutation until it falls on one of the `count` windows.
+size_t shuffled_window(uint64_t sample, uint64_t count, uint64_t seed) {
+    const uint64_t stream = fnv1a("windows." + std::to_string(sample / count));
+    int h = 0;
+    while (uint64_t(1) << 2 * h < count) h++;
+    const uint64_t mask = (uint64_t(1) << h) - 1;
+    uint64_t x = sample % count;
+    do {
+        uint64_t left = x >> h, right = x & mask;
+        for (uint64_t round = 0; round < 4; round++) {
+            left ^= philox(seed, stream, right + (round << 32))[0] & mask;
+            std::swap(left, right);
+        }
+        x = left << h | right;
+    } while (x >= count);
+    return x;
+}
+
+// Fill the batch of a step: samples step*B ... step*B + B-1. The text has at least T+1 bytes.
+void load_batch(int* tokens /*(B,T)*/, int* targets /*(B,T)*/, const std::string& text, size_t step,
+                size_t B, size_t T, uint64_t seed) {
+    const size_t count = (text.size() - 1) / T;
+    for (size_t b = 0; b < B; b++) {
+        const size_t start = shuffled_window(step * B + b, count, seed) * T;
+        for (size_t t = 0; t < T; t++) {
+            tokens[b * T + t] = (unsigned char)text[start + t];
+            targets[b * T + t] = (unsigned char)text[start + t + 1];
+        }
+    }
+}
+
+// Find this very file: where the compiler saw it, or beside the program.
+std::string read_own_source(const std::filesystem::path& program) {
+    const std::filesystem::path source = __FILE__;
+    for (const auto& path : {source, program.parent_path() / source.filename()}) {
+        std::ifstream file(path, std::ios::binary);
+        if (file) return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    }
+    std::fprintf(stderr, "train_gpt_min: cannot read %s, the text to train on; "
+                 "copy it beside the program or run where it was compiled\n", __FILE__);
+    std::exit(1);
+}
+
+// Write: predict the next byte from the last T, draw it, and go on.
+void print_sample(Model& model, int count, uint64_t seed) {
+    std::vector<int> text = {'\n'};
+    for (int i = 0; i < count; i++) {
+        const size_t T = std::min(text.size(), size_t(model.T));
+        model_forward(model, text.data() + text.size() - T, nullptr, 1, T);
+        const float* p = &model.acts.probs[(T - 1) * model.V];  // (V)
+
+        // Walk along the probabilities until a random share of them is spent.
+        double share = philox(seed, fnv1a("sample"), i)[0] * 0x1p-32;
+        int next = 0;
+        while (next + 1 < model.V && (share -= p[next]) >= 0) next++;
+        text.push_back(next);
+        std::putchar(std::isprint(next) || next == '\n' ? next : '?');
+    }
+    std::putchar('\n');
+}
+
+}  // namespace min_gpt
+
+int main(int, char** argv) {
+    using namespace min_gpt;
+    const int B = 8, T = 64, steps = 300;
+    const uint64_t seed = 1337;
+
+    // Read the text, and keep its last tenth to test on.
+    const std::string text = read_own_source(argv[0]);
+    const std::string train = text.substr(0, text.size() * 9 / 10), val = text.substr(train.size());
+
+    // Make the model.
+    Model model = {.V = 256, .T = T, .L = 2, .NH = 4, .C = 64};
+    model_init(model, seed);
+
+    // Train it.
+    std::vector<int> tokens(B * T), targets(B * T);  // (B,T)
+    for (int step = 0; step < steps; step++) {
+        const auto start = std::chrono::steady_clock::now();
+        load_batch(tokens.data(), targets.data(), train, step, B, T, seed);
+        const float loss = model_forward(model, tokens.data(), targets.data(), B, T);
+        model_backward(model);
+        const double norm = clip_gradients(model, 1.0);
+        adamw_step(model, step, learning_rate(step));
+
+        const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
+        if (step == 0 || (step + 1) % 10 == 0)
+            std::printf("step %4d/%d | loss %.4f | norm %.2f | lr %.1e | %.1f ms\n", step + 1, steps,
+                        loss, norm, learning_rate(step), ms.count());
+        std::fflush(stdout);
+    }
+
+    // Test it on text it has not seen, and let it write.
+    load_batch(tokens.data(), targets.data(), val, 0, B, T, seed);
+    std::printf("val loss %.4f\n\n", model_forward(model, tokens.data(), targets.data(), B, T));
+    print_sample(model, 200, seed);
+    return 0;
+}
