@@ -6,7 +6,7 @@ BUILD ?= build
 WARN = -Wall -Wextra
 OPT ?= -O3 -march=native
 # -fno-math-errno lets sqrt be one instruction; -ffast-math is never used: it changes results
-CXXFLAGS = -std=c++20 $(OPT) -fno-math-errno $(WARN) $(OPENMP) $(EXTRA)
+CXXFLAGS = -std=c++20 $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
 OPENMP ?= -fopenmp
 LIBS = -lz -lpthread
 

@@ -97,6 +97,7 @@ static std::vector<Plan> choose_plans(Run& run) {
     if (c.steps > 0 && !c.eval) run.train_plan = add(p);
     p.mode = Mode::EVALUATE, p.recompute = Recompute::NONE, p.micro_batches = 1;
     if (c.steps > 0 || c.eval) run.evaluate_plan = add(p);
+    else if (c.sample_tokens == 0) add(p); // only to export: never run, but its weights have a place
     p.mode = Mode::GENERATE, p.B = 1, p.T = run.prompt.size();
     p.cache = std::min(run.shape.P, run.prompt.size() + size_t(c.sample_tokens));
     if (c.sample_tokens > 0 && !c.eval) run.generate_plan = add(p);
@@ -204,7 +205,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
         else printf("actions of a step, kind(micro-batch,layer)\n%s", plan_text(t.plans[plan], t.model).c_str());
         return;
     }
-    open_data(run);
+    if (run.evaluate_plan >= 0) open_data(run);
     if (run.train_plan >= 0) printf("data: %s\n", data_text(run.train).c_str());
     arena_allocate(t.arena);
     t.hyper = {c.optimizer == "adamw", 0, float(c.beta1), float(c.beta2), float(c.eps), float(c.weight_decay), float(c.clip)};
@@ -234,13 +235,14 @@ template <typename T, typename S> void run_training(Run& run, S where) {
 }
 
 int main(int argc, char** argv) {
+    setvbuf(stdout, nullptr, _IOLBF, 0);
     Run run;
     Config& c = run.config;
     or_die(parse_arguments(c, argc, argv));
     if (c.help) return fputs(help_text().c_str(), stdout), 0;
     run.shape = choose_shape(c);
     or_die(config_check(c, run.shape));
-    if (!c.export_dir.empty()) or_die(hf_export_check(run.shape));
+    if (!c.export_dir.empty()) or_die(hf_export_check(run.shape, c.export_dir));
     or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
     choose_prompt(run);
     printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(), c.precision.c_str(), threads_here(Cpu{}), matmul_backend());

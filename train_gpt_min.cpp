@@ -10,8 +10,9 @@
 //
 //   B batch   T tokens of a sequence   C channels     NH heads   HS = C/NH channels of a head
 //   L blocks  V vocabulary             N = B*T rows   IC, OC inputs and outputs of a product
-//   dx is the gradient of the loss with respect to x. Operators size and overwrite (=) what they
-//   return first; weight gradients, and the residual stream's in layernorm_backward, add up (+=).
+//   dx is the gradient of the loss with respect to x, and has the shape of x. An operator sizes and
+//   overwrites (=) its first arguments, the results; but weight gradients, and in
+//   layernorm_backward the residual stream's, add up (+=).
 
 #include <algorithm>
 #include <array>
@@ -91,7 +92,7 @@ struct BlockActivations {
 };
 
 struct Activations {
-    size_t B = 0, T = 0;
+    size_t T = 0;                       // tokens of a sequence in this batch
     std::vector<int> tokens, targets;   // (B,T)
     Tensor embedded;                    // (B,T,C)
     std::vector<BlockActivations> h;    // (L)
@@ -105,42 +106,41 @@ struct Model {
     Activations acts = {};
 };
 
-void add_vector(Model& model, const std::string& name, size_t n, float value) {
-    model.parameters.push_back({name, {n}, false, Tensor(n, value), Tensor(n), Tensor(n), Tensor(n)});
-}
-
-void add_matrix(Model& model, const std::string& name, size_t rows, size_t cols, double std,
-                uint64_t seed) {
-    const size_t n = rows * cols;
-    Parameter p = {name, {rows, cols}, true, Tensor(n), Tensor(n), Tensor(n), Tensor(n)};
-    for (size_t i = 0; i < n; i++) p.data[i] = float(std * normal(seed, fnv1a(name), i));
-    model.parameters.push_back(p);
-}
-
 // Make every parameter. 2L products add to the residual stream: they start smaller by sqrt(2L).
 void model_init(Model& model, uint64_t seed) {
-    const size_t C = model.C;
+    const size_t V = model.V, T = model.T, C = model.C;
     const double std = 0.02, std_proj = 0.02 / std::sqrt(2.0 * model.L);
     model.parameters.clear();
-    add_matrix(model, "wte.weight", model.V, C, std, seed);
-    add_matrix(model, "wpe.weight", model.T, C, std, seed);
+
+    // Fill a matrix with normal numbers times `value`, a vector with `value`.
+    auto add = [&](const std::string& name, const std::vector<size_t>& shape, double value) {
+        const bool matrix = shape.size() == 2;
+        const size_t n = matrix ? shape[0] * shape[1] : shape[0];
+        Parameter p = {name, shape, matrix, Tensor(n), Tensor(n), Tensor(n), Tensor(n)};
+        for (size_t i = 0; i < n; i++)
+            p.data[i] = float(matrix ? value * normal(seed, fnv1a(name), i) : value);
+        model.parameters.push_back(p);
+    };
+
+    add("wte.weight", {V, C}, std);
+    add("wpe.weight", {T, C}, std);
     for (int l = 0; l < model.L; l++) {
         const std::string h = "h." + std::to_string(l) + ".";
-        add_vector(model, h + "ln_1.weight", C, 1);
-        add_vector(model, h + "ln_1.bias", C, 0);
-        add_matrix(model, h + "attn.c_attn.weight", 3 * C, C, std, seed);
-        add_vector(model, h + "attn.c_attn.bias", 3 * C, 0);
-        add_matrix(model, h + "attn.c_proj.weight", C, C, std_proj, seed);
-        add_vector(model, h + "attn.c_proj.bias", C, 0);
-        add_vector(model, h + "ln_2.weight", C, 1);
-        add_vector(model, h + "ln_2.bias", C, 0);
-        add_matrix(model, h + "mlp.c_fc.weight", 4 * C, C, std, seed);
-        add_vector(model, h + "mlp.c_fc.bias", 4 * C, 0);
-        add_matrix(model, h + "mlp.c_proj.weight", C, 4 * C, std_proj, seed);
-        add_vector(model, h + "mlp.c_proj.bias", C, 0);
+        add(h + "ln_1.weight", {C}, 1);
+        add(h + "ln_1.bias", {C}, 0);
+        add(h + "attn.c_attn.weight", {3 * C, C}, std);
+        add(h + "attn.c_attn.bias", {3 * C}, 0);
+        add(h + "attn.c_proj.weight", {C, C}, std_proj);
+        add(h + "attn.c_proj.bias", {C}, 0);
+        add(h + "ln_2.weight", {C}, 1);
+        add(h + "ln_2.bias", {C}, 0);
+        add(h + "mlp.c_fc.weight", {4 * C, C}, std);
+        add(h + "mlp.c_fc.bias", {4 * C}, 0);
+        add(h + "mlp.c_proj.weight", {C, 4 * C}, std_proj);
+        add(h + "mlp.c_proj.bias", {C}, 0);
     }
-    add_vector(model, "ln_f.weight", C, 1);
-    add_vector(model, "ln_f.bias", C, 0);
+    add("ln_f.weight", {C}, 1);
+    add("ln_f.bias", {C}, 0);
 }
 
 // ---- Two loops do nearly all the work
@@ -157,9 +157,10 @@ void add_scaled(float* out /*(n) +=*/, float scale, const float* x /*(n)*/, size
 }
 
 // ---- Embedding: out = wte[token] + wpe[position]
+//      out (B,T,C)   tokens (B,T)   wte (V,C)   wpe (T,C)
 
-void embedding_forward(Tensor& out /*(B,T,C)*/, const std::vector<int>& tokens /*(B,T)*/,
-                       const Parameter& wte /*(V,C)*/, const Parameter& wpe /*(T,C)*/, size_t T) {
+void embedding_forward(Tensor& out, const std::vector<int>& tokens, const Parameter& wte,
+                       const Parameter& wpe, size_t T) {
     const size_t C = wte.shape[1];
     out.assign(tokens.size() * C, 0);
     for (size_t n = 0; n < tokens.size(); n++) {
@@ -168,8 +169,8 @@ void embedding_forward(Tensor& out /*(B,T,C)*/, const std::vector<int>& tokens /
     }
 }
 
-void embedding_backward(Parameter& wte /*(V,C)*/, Parameter& wpe /*(T,C)*/,
-                        const Tensor& dout /*(B,T,C)*/, const std::vector<int>& tokens, size_t T) {
+void embedding_backward(Parameter& wte, Parameter& wpe, const Tensor& dout,
+                        const std::vector<int>& tokens, size_t T) {
     const size_t C = wte.shape[1];
     for (size_t n = 0; n < tokens.size(); n++) {
         add_scaled(&wte.grad[tokens[n] * C], 1, &dout[n * C], C);
@@ -177,10 +178,11 @@ void embedding_backward(Parameter& wte /*(V,C)*/, Parameter& wpe /*(T,C)*/,
     }
 }
 
-// ---- LayerNorm, arXiv:1607.06450: out = (x - mean) * rstd * weight + bias, for each row of C
+// ---- LayerNorm, arXiv:1607.06450: out = (x - mean) * rstd * weight + bias, for each row x of inp
+//      inp, out (N,C)   mean, rstd (N)   weight, bias (C)
 
-void layernorm_forward(Tensor& out /*(N,C)*/, Tensor& mean /*(N)*/, Tensor& rstd /*(N)*/,
-                       const Tensor& inp /*(N,C)*/, const Parameter& weight, const Parameter& bias) {
+void layernorm_forward(Tensor& out, Tensor& mean, Tensor& rstd, const Tensor& inp,
+                       const Parameter& weight, const Parameter& bias) {
     const size_t C = weight.shape[0], N = inp.size() / C;
     out.resize(N * C), mean.resize(N), rstd.resize(N);
     for (size_t n = 0; n < N; n++) {
@@ -198,11 +200,11 @@ void layernorm_forward(Tensor& out /*(N,C)*/, Tensor& mean /*(N)*/, Tensor& rstd
     }
 }
 
-void layernorm_backward(Tensor& dinp /*(N,C) +=*/, Parameter& weight, Parameter& bias,
-                        const Tensor& dout /*(N,C)*/, const Tensor& inp /*(N,C)*/,
-                        const Tensor& mean /*(N)*/, const Tensor& rstd /*(N)*/) {
+void layernorm_backward(Tensor& dinp /* += */, Parameter& weight, Parameter& bias,
+                        const Tensor& dout, const Tensor& inp, const Tensor& mean,
+                        const Tensor& rstd) {
     const size_t C = weight.shape[0], N = inp.size() / C;
-    Tensor norm(C), dnorm(C);
+    Tensor norm(C), dnorm(C);  // (C)
     for (size_t n = 0; n < N; n++) {
         // Give weight and bias their share.
         double mean_dnorm = 0, mean_dnorm_norm = 0;
@@ -215,17 +217,17 @@ void layernorm_backward(Tensor& dinp /*(N,C) +=*/, Parameter& weight, Parameter&
             mean_dnorm_norm += dnorm[c] * norm[c] / C;
         }
 
-        // Pass on what shifting or scaling the whole row does not undo: norm is blind to both.
+        // Leave out what would shift or scale the whole row: norm is blind to both.
         for (size_t c = 0; c < C; c++)
             dinp[n * C + c] += float((dnorm[c] - mean_dnorm - norm[c] * mean_dnorm_norm) * rstd[n]);
     }
 }
 
-// ---- Linear: out = inp * weight^T + bias + residual, each of the last two where there is one
+// ---- Linear: out = inp * weight^T + bias + residual, where the last two may be null
+//      inp (N,IC)   weight (OC,IC)   bias (OC)   residual, out (N,OC)
 
-void linear_forward(Tensor& out /*(N,OC)*/, const Tensor& inp /*(N,IC)*/,
-                    const Parameter& weight /*(OC,IC)*/, const Parameter* bias /*(OC)*/,
-                    const Tensor* residual /*(N,OC)*/) {
+void linear_forward(Tensor& out, const Tensor& inp, const Parameter& weight, const Parameter* bias,
+                    const Tensor* residual) {
     const size_t OC = weight.shape[0], IC = weight.shape[1], N = inp.size() / IC;
 
     // Transpose the weight, so that what one input gives to all outputs lies in a row.
@@ -238,63 +240,63 @@ void linear_forward(Tensor& out /*(N,OC)*/, const Tensor& inp /*(N,IC)*/,
     for (size_t n = 0; n < N; n++) {
         float* y = &out[n * OC];  // (OC)
         if (residual) add_scaled(y, 1, &(*residual)[n * OC], OC);
-        if (bias) add_scaled(y, 1, &bias->data[0], OC);
+        if (bias) add_scaled(y, 1, bias->data.data(), OC);
         for (size_t i = 0; i < IC; i++) add_scaled(y, inp[n * IC + i], &transposed[i * OC], OC);
     }
 }
 
-void linear_backward(Tensor& dinp /*(N,IC)*/, Parameter& weight /*(OC,IC)*/, Parameter* bias,
-                     const Tensor& dout /*(N,OC)*/, const Tensor& inp /*(N,IC)*/) {
+// Hand each output's gradient to its inputs, its weights and its bias.
+void linear_backward(Tensor& dinp, Parameter& weight, Parameter* bias, const Tensor& dout,
+                     const Tensor& inp) {
     const size_t OC = weight.shape[0], IC = weight.shape[1], N = inp.size() / IC;
     dinp.assign(N * IC, 0);
-    for (size_t n = 0; n < N; n++) {
-        // Hand each output's gradient to its inputs, its weights and its bias.
+    for (size_t n = 0; n < N; n++)
         for (size_t o = 0; o < OC; o++) {
             const float dy = dout[n * OC + o];
             add_scaled(&dinp[n * IC], dy, &weight.data[o * IC], IC);
             add_scaled(&weight.grad[o * IC], dy, &inp[n * IC], IC);
             if (bias) bias->grad[o] += dy;
         }
-    }
 }
 
-// ---- Causal attention, arXiv:1706.03762: out[t] = sum of softmax(q[t].k[s] / sqrt(HS)) v[s], s <= t
+// ---- Attention, arXiv:1706.03762: out[t] = sum over s <= t of softmax(q[t].k[s] / sqrt(HS)) v[s]
+//      qkv (B,T,3,NH,HS)   probs (B,NH,T,T), 0 where s > t   out (B,T,NH,HS)
 
-void attention_forward(Tensor& out /*(B,T,NH,HS)*/, Tensor& probs /*(B,NH,T,T)*/,
-                       const Tensor& qkv /*(B,T,3,NH,HS)*/, size_t B, size_t T, size_t NH, size_t HS) {
-    const size_t C = NH * HS, next = 3 * C;  // next: from one token to the next in qkv
+void attention_forward(Tensor& out, Tensor& probs, const Tensor& qkv, size_t T, size_t NH,
+                       size_t C) {
+    const size_t B = qkv.size() / (T * 3 * C), HS = C / NH, next = 3 * C;  // next token in qkv
     out.assign(B * T * C, 0), probs.assign(B * NH * T * T, 0);
     for (size_t row = 0; row < B * NH * T; row++) {
         const size_t b = row / T / NH, h = row / T % NH, t = row % T;
-        const float* q = &qkv[(b * T + t) * next + h * HS];  // (HS)       this token's
-        const float* k = &qkv[b * T * next + C + h * HS];    // (T: HS)    the whole sequence's
-        const float* v = k + C;                              // (T: HS)
+        const float* q = &qkv[(b * T + t) * next + h * HS];  // (HS)
+        const float* k = &qkv[b * T * next + C + h * HS];    // (T,HS), rows `next` apart
+        const float* v = k + C;                              // (T,HS), rows `next` apart
         float* p = &probs[row * T];                          // (T)
 
-        // Score the keys up to this token, and find the highest score.
+        // Score the keys up to this token.
         for (size_t s = 0; s <= t; s++) p[s] = dot(q, k + s * next, HS) / std::sqrt(float(HS));
-        const float highest = *std::max_element(p, p + t + 1);
 
         // Turn scores into probabilities; less the highest, no exponential overflows.
+        const float highest = *std::max_element(p, p + t + 1);
         float sum = 0;
         for (size_t s = 0; s <= t; s++) sum += p[s] = std::exp(p[s] - highest);
         for (size_t s = 0; s <= t; s++) p[s] /= sum;
 
         // Mix the values.
-        for (size_t s = 0; s <= t; s++)
-            add_scaled(&out[(b * T + t) * C + h * HS], p[s], v + s * next, HS);
+        float* y = &out[(b * T + t) * C + h * HS];  // (HS)
+        for (size_t s = 0; s <= t; s++) add_scaled(y, p[s], v + s * next, HS);
     }
 }
 
-void attention_backward(Tensor& dqkv /*(B,T,3,NH,HS)*/, const Tensor& dout /*(B,T,NH,HS)*/,
-                        const Tensor& qkv, const Tensor& probs, size_t B, size_t T, size_t NH, size_t HS) {
-    const size_t C = NH * HS, next = 3 * C;
-    dqkv.assign(B * T * 3 * C, 0);
-    Tensor dp(T);
+void attention_backward(Tensor& dqkv, const Tensor& dout, const Tensor& qkv, const Tensor& probs,
+                        size_t T, size_t NH, size_t C) {
+    const size_t B = qkv.size() / (T * 3 * C), HS = C / NH, next = 3 * C;
+    Tensor dp(T);  // (T)
+    dqkv.assign(qkv.size(), 0);
     for (size_t row = 0; row < B * NH * T; row++) {
         const size_t b = row / T / NH, h = row / T % NH, t = row % T;
-        const size_t q = (b * T + t) * next + h * HS;           // where in qkv and dqkv: as above
-        const size_t k = b * T * next + C + h * HS, v = k + C;
+        const size_t q = (b * T + t) * next + h * HS;           // where q, k and v stand in qkv,
+        const size_t k = b * T * next + C + h * HS, v = k + C;  // and their gradients in dqkv
         const float* dy = &dout[(b * T + t) * C + h * HS];      // (HS)
         const float* p = &probs[row * T];                       // (T)
 
@@ -313,18 +315,19 @@ void attention_backward(Tensor& dqkv /*(B,T,3,NH,HS)*/, const Tensor& dout /*(B,
 }
 
 // ---- GELU, arXiv:1606.08415, tanh form: out = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))
+//      inp, out (B,T,4C)
 
-constexpr float GELU_SCALE = 0.7978845608028654f, GELU_CUBIC = 0.044715f;  // sqrt(2/pi), ...
+constexpr float GELU_SCALE = 0.7978845608028654f, GELU_CUBIC = 0.044715f;
 
-void gelu_forward(Tensor& out /*(N,4C)*/, const Tensor& inp /*(N,4C)*/) {
+void gelu_forward(Tensor& out, const Tensor& inp) {
     out.resize(inp.size());
     for (size_t i = 0; i < inp.size(); i++) {
-        const float x = inp[i];
-        out[i] = 0.5f * x * (1 + std::tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x)));
+        const float x = inp[i], tanh = std::tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x));
+        out[i] = 0.5f * x * (1 + tanh);
     }
 }
 
-void gelu_backward(Tensor& dinp /*(N,4C)*/, const Tensor& dout /*(N,4C)*/, const Tensor& inp) {
+void gelu_backward(Tensor& dinp, const Tensor& dout, const Tensor& inp) {
     dinp.resize(inp.size());
     for (size_t i = 0; i < inp.size(); i++) {
         const float x = inp[i], tanh = std::tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x));
@@ -334,10 +337,9 @@ void gelu_backward(Tensor& dinp /*(N,4C)*/, const Tensor& dout /*(N,4C)*/, const
 }
 
 // ---- Softmax and cross-entropy: loss = mean over rows of -log softmax(logits)[target]
+//      probs, which holds the logits at first, dlogits (N,V)   targets (N), or empty: the loss is 0
 
-// Turn logits into probabilities, in place; return the mean loss, or 0 where targets is empty.
-double crossentropy_forward(Tensor& probs /*(N,V), logits at first*/,
-                            const std::vector<int>& targets /*(N)*/, size_t V) {
+double crossentropy_forward(Tensor& probs, const std::vector<int>& targets, size_t V) {
     const size_t N = probs.size() / V;
     double loss = 0;
     for (size_t n = 0; n < N; n++) {
@@ -352,8 +354,8 @@ double crossentropy_forward(Tensor& probs /*(N,V), logits at first*/,
     return loss;
 }
 
-void crossentropy_backward(Tensor& dlogits /*(N,V)*/, const Tensor& probs /*(N,V)*/,
-                           const std::vector<int>& targets /*(N)*/, size_t V) {
+void crossentropy_backward(Tensor& dlogits, const Tensor& probs, const std::vector<int>& targets,
+                           size_t V) {
     const size_t N = targets.size();
     dlogits.resize(N * V);
     for (size_t i = 0; i < N * V; i++) dlogits[i] = probs[i] / N;
@@ -362,7 +364,7 @@ void crossentropy_backward(Tensor& dlogits /*(N,V)*/, const Tensor& probs /*(N,V
 
 // ---- The block: two branches that read the residual stream and add to it
 
-// Find what enters block l, and its parameters. l = L is what comes after the last: ln_f.
+// Find what enters block l, and its parameters; l = L stands for what follows the blocks: ln_f.
 const Tensor& block_input(const Model& model, int l) {  // (B,T,C)
     return l == 0 ? model.acts.embedded : model.acts.h[l - 1].out;
 }
@@ -371,15 +373,14 @@ Parameter* block_parameters(Model& model, int l) {  // (PER_BLOCK)
 }
 
 void block_forward(Model& model, int l) {
-    const Tensor& inp = block_input(model, l);  // (B,T,C)
-    const Parameter* p = block_parameters(model, l);
+    const Tensor& inp = block_input(model, l);        // (B,T,C)
+    const Parameter* p = block_parameters(model, l);  // (PER_BLOCK)
     BlockActivations& a = model.acts.h[l];
 
     // Let tokens look at those before them.
     layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, p[LN_1_WEIGHT], p[LN_1_BIAS]);
     linear_forward(a.qkv, a.ln_1, p[ATTN_WEIGHT], &p[ATTN_BIAS], nullptr);
-    attention_forward(a.attention, a.probs, a.qkv, model.acts.B, model.acts.T, model.NH,
-                      model.C / model.NH);
+    attention_forward(a.attention, a.probs, a.qkv, model.acts.T, model.NH, model.C);
     linear_forward(a.middle, a.attention, p[ATTN_PROJ_WEIGHT], &p[ATTN_PROJ_BIAS], &inp);
 
     // Let each token work on what it saw.
@@ -389,26 +390,24 @@ void block_forward(Model& model, int l) {
     linear_forward(a.out, a.gelu, p[FC_PROJ_WEIGHT], &p[FC_PROJ_BIAS], &a.middle);
 }
 
-// Take dresidual from the block's output to its input; what skips a branch stays as it is.
-void block_backward(Tensor& dresidual /*(B,T,C)*/, Model& model, int l) {
+// Take d, the residual stream's gradient, from the block's output to its input.
+void block_backward(Tensor& d /*(B,T,C)*/, Model& model, int l) {
     const Tensor& inp = block_input(model, l);  // (B,T,C)
-    Parameter* p = block_parameters(model, l);
+    Parameter* p = block_parameters(model, l);  // (PER_BLOCK)
     const BlockActivations& a = model.acts.h[l];
     Tensor dgelu, dfc, dln_2, dattention, dqkv, dln_1;  // shaped like what they are gradients of
 
     // Walk back through the second branch.
-    linear_backward(dgelu, p[FC_PROJ_WEIGHT], &p[FC_PROJ_BIAS], dresidual, a.gelu);
+    linear_backward(dgelu, p[FC_PROJ_WEIGHT], &p[FC_PROJ_BIAS], d, a.gelu);
     gelu_backward(dfc, dgelu, a.fc);
     linear_backward(dln_2, p[FC_WEIGHT], &p[FC_BIAS], dfc, a.ln_2);
-    layernorm_backward(dresidual, p[LN_2_WEIGHT], p[LN_2_BIAS], dln_2, a.middle, a.ln_2_mean,
-                       a.ln_2_rstd);
+    layernorm_backward(d, p[LN_2_WEIGHT], p[LN_2_BIAS], dln_2, a.middle, a.ln_2_mean, a.ln_2_rstd);
 
     // Walk back through the first.
-    linear_backward(dattention, p[ATTN_PROJ_WEIGHT], &p[ATTN_PROJ_BIAS], dresidual, a.attention);
-    attention_backward(dqkv, dattention, a.qkv, a.probs, model.acts.B, model.acts.T, model.NH,
-                       model.C / model.NH);
+    linear_backward(dattention, p[ATTN_PROJ_WEIGHT], &p[ATTN_PROJ_BIAS], d, a.attention);
+    attention_backward(dqkv, dattention, a.qkv, a.probs, model.acts.T, model.NH, model.C);
     linear_backward(dln_1, p[ATTN_WEIGHT], &p[ATTN_BIAS], dqkv, a.ln_1);
-    layernorm_backward(dresidual, p[LN_1_WEIGHT], p[LN_1_BIAS], dln_1, inp, a.ln_1_mean, a.ln_1_rstd);
+    layernorm_backward(d, p[LN_1_WEIGHT], p[LN_1_BIAS], dln_1, inp, a.ln_1_mean, a.ln_1_rstd);
 }
 
 // ---- The whole model
@@ -417,7 +416,7 @@ void block_backward(Tensor& dresidual /*(B,T,C)*/, Model& model, int l) {
 float model_forward(Model& model, const int* tokens /*(B,T)*/, const int* targets /*(B,T) or null*/,
                     size_t B, size_t T) {
     Activations& a = model.acts;
-    a.B = B, a.T = T;
+    a.T = T;
     a.tokens.assign(tokens, tokens + B * T);
     a.targets.assign(targets, targets ? targets + B * T : targets);
     a.h.resize(model.L);
@@ -425,9 +424,10 @@ float model_forward(Model& model, const int* tokens /*(B,T)*/, const int* target
     // Embed the tokens, let the blocks work on them, and compare the result with every token.
     const Parameter &wte = model.parameters[WTE], &wpe = model.parameters[WPE];
     const Parameter* ln_f = block_parameters(model, model.L);  // weight, bias
+    const Tensor& last = block_input(model, model.L);          // (B,T,C)
     embedding_forward(a.embedded, a.tokens, wte, wpe, T);
     for (int l = 0; l < model.L; l++) block_forward(model, l);
-    layernorm_forward(a.ln_f, a.ln_f_mean, a.ln_f_rstd, block_input(model, model.L), ln_f[0], ln_f[1]);
+    layernorm_forward(a.ln_f, a.ln_f_mean, a.ln_f_rstd, last, ln_f[0], ln_f[1]);
     linear_forward(a.probs, a.ln_f, wte, nullptr, nullptr);
     return float(crossentropy_forward(a.probs, a.targets, model.V));
 }
@@ -439,12 +439,12 @@ void model_backward(Model& model) {
     // Do in reverse what model_forward did. The token table has gradients from both its ends.
     const Activations& a = model.acts;
     Parameter &wte = model.parameters[WTE], &wpe = model.parameters[WPE];
-    Parameter* ln_f = block_parameters(model, model.L);          // weight, bias
-    Tensor dlogits, dln_f, dresidual(a.ln_f.size());  // (B,T,V), (B,T,C), (B,T,C)
+    Parameter* ln_f = block_parameters(model, model.L);  // weight, bias
+    const Tensor& last = block_input(model, model.L);    // (B,T,C)
+    Tensor dlogits, dln_f, dresidual(a.ln_f.size());     // (B,T,V), (B,T,C), (B,T,C)
     crossentropy_backward(dlogits, a.probs, a.targets, model.V);
     linear_backward(dln_f, wte, nullptr, dlogits, a.ln_f);
-    layernorm_backward(dresidual, ln_f[0], ln_f[1], dln_f, block_input(model, model.L), a.ln_f_mean,
-                       a.ln_f_rstd);
+    layernorm_backward(dresidual, ln_f[0], ln_f[1], dln_f, last, a.ln_f_mean, a.ln_f_rstd);
     for (int l = model.L - 1; l >= 0; l--) block_backward(dresidual, model, l);
     embedding_backward(wte, wpe, dresidual, a.tokens, a.T);
 }
@@ -468,7 +468,7 @@ float learning_rate(int step) { return 1e-3f * std::min(step + 1, 10) / 10; }
 // Update every parameter: AdamW, arXiv:1711.05101. Steps count from 0.
 void adamw_step(Model& model, int step, float lr) {
     const float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
-    const float correction1 = float(1 - std::pow(0.9, step + 1));  // the moments started at 0:
+    const float correction1 = float(1 - std::pow(0.9, step + 1));   // the moments started at 0:
     const float correction2 = float(1 - std::pow(0.95, step + 1));  // undo what that biases
     for (Parameter& p : model.parameters) {
         const float decay = p.decay ? 0.1f : 0.0f;
@@ -554,7 +554,8 @@ int main(int, char** argv) {
 
     // Read the text, and keep its last tenth to test on.
     const std::string text = read_own_source(argv[0]);
-    const std::string train = text.substr(0, text.size() * 9 / 10), val = text.substr(train.size());
+    const std::string train = text.substr(0, text.size() * 9 / 10);
+    const std::string val = text.substr(train.size());
 
     // Make the model.
     Model model = {.V = 256, .T = T, .L = 2, .NH = 4, .C = 64};
@@ -570,10 +571,10 @@ int main(int, char** argv) {
         const double norm = clip_gradients(model, 1.0);
         adamw_step(model, step, learning_rate(step));
 
-        const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start;
+        const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
         if (step == 0 || (step + 1) % 10 == 0)
-            std::printf("step %4d/%d | loss %.4f | norm %.2f | lr %.1e | %.1f ms\n", step + 1, steps,
-                        loss, norm, learning_rate(step), ms.count());
+            std::printf("step %4d/%d | loss %.4f | norm %.2f | lr %.1e | %.1f ms\n", step + 1,
+                        steps, loss, norm, learning_rate(step), 1000 * time.count());
         std::fflush(stdout);
     }
 

@@ -93,7 +93,9 @@ template <typename T, typename S> void run_head_backward(Trainer<T, S>& t, Actio
 template <typename T, typename S> void run_forward(Trainer<T, S>& t, Action a) {
     if (a.layer == 0) return run_embedding_forward(t, a);
     if (a.layer == t.model.head()) return run_head_forward(t, a);
-    T *out = address<T>(t, {Kind::STREAM, a.layer + 1, a.micro}), *cache = address<T>(t, {Kind::CACHE, a.layer});
+    bool generates = t.plans[t.plan].mode == Mode::GENERATE;
+    T* cache = generates ? address<T>(t, {Kind::CACHE, a.layer}) : nullptr;
+    T* out = address<T>(t, {Kind::STREAM, a.layer + 1, a.micro});
     const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
     switch (t.model.shape.family) {
     case Family::GPT2: return gpt2_block_forward(t.ctx, out, inp, gpt2_block(t, a.layer), gpt2_acts(t, a), cache);

@@ -192,12 +192,15 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
     });
 }
 
-// Store a parameter's values (as trained: float, padded) into its weight and master.
-template <typename T, typename S> void set_weight(Trainer<T, S>& t, const Parameter& p, const float* values) {
+// Store a parameter's values (as trained: float or wider, padded) into its weight and master.
+template <typename T, typename S, typename A> void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     T* weight = address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
-    for (size_t i = 0; i < p.elements(); i++) weight[i] = from_acc<T>(values[i]);
     float* master = address<float>(t, {Kind::MASTER, p.bucket});
-    if (master) memcpy(master + p.offset, values, p.elements() * sizeof(float));
+    #pragma omp parallel for
+    for (size_t i = 0; i < p.elements(); i++) {
+        weight[i] = from_acc<T>(acc_t<T>(values[i]));
+        if (master) master[p.offset + i] = float(values[i]);
+    }
 }
 
 // Weights as --seed says: counter-based, keyed by name and global element, so no layout changes them.

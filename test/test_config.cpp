@@ -1,0 +1,136 @@
+// test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a fix
+#include <gtest/gtest.h>
+#include <fstream>
+#include "../llmc/config.h"
+#include "../llmc/lr_schedule.h"
+
+static std::string parse(Config& c, std::vector<std::string> words) {
+    std::vector<char*> argv = {(char*)"train_gpt"};
+    for (std::string& w : words) argv.push_back(w.data());
+    return parse_arguments(c, int(argv.size()), argv.data());
+}
+static std::string parse(std::vector<std::string> words) {
+    Config c;
+    return parse(c, words);
+}
+static std::string check(std::vector<std::string> words, Shape s = gpt2_shape(4, 4, 128, 256, 1024)) {
+    Config c;
+    std::string wrong = parse(c, words);
+    if (wrong.empty()) wrong = override_shape(c, s);
+    return wrong.empty() ? config_check(c, s) : wrong;
+}
+#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
+
+TEST(Config, EveryFlagRoundTripsThroughText) {
+    for (const Flag& f : config_table()) {
+        if (!*f.name) continue;
+        Config c;
+        std::string value = field_text(c, f.field);
+        if (value.empty()) continue;
+        EXPECT_EQ(set_flag(c, f.name, value), "") << f.name;
+        EXPECT_EQ(field_text(c, f.field), value) << f.name;
+    }
+}
+
+TEST(Config, HelpNamesEveryFlagAndPreset) {
+    std::string help = help_text();
+    for (const Flag& f : config_table()) EXPECT_HAS(help, (*f.name ? "--" : "") + std::string(*f.name ? f.name : f.help));
+    for (const Preset& p : model_presets()) EXPECT_HAS(help, p.name);
+}
+
+TEST(Config, ReadsFlagsAndSwitches) {
+    Config c;
+    EXPECT_EQ(parse(c, {"--steps", "7", "--lr", "3e-4", "--resume", "--explain", "false", "--model", "gpt2"}), "");
+    EXPECT_EQ(c.steps, 7);
+    EXPECT_EQ(c.lr, 3e-4);
+    EXPECT_TRUE(c.resume);
+    EXPECT_FALSE(c.explain);
+    EXPECT_EQ(c.model, "gpt2");
+}
+
+TEST(Config, FilesHoldTheSameNames) {
+    std::string path = testing::TempDir() + "/run.conf";
+    std::ofstream(path) << "# a run\nsteps = 12   # few\n\n  lr=0.5\nmodel = gpt2-xl\nresume = true\n";
+    Config c;
+    EXPECT_EQ(parse(c, {"--config", path, "--steps", "13"}), "");
+    EXPECT_EQ(c.steps, 13); // later flags win
+    EXPECT_EQ(c.lr, 0.5);
+    EXPECT_EQ(c.model, "gpt2-xl");
+    EXPECT_TRUE(c.resume);
+    std::ofstream(path) << "steps = 12\nstepz = 4\n";
+    EXPECT_HAS(parse({"--config", path}), ":2: unknown flag --stepz: did you mean --steps?");
+    std::ofstream(path) << "steps 12\n";
+    EXPECT_HAS(parse({"--config", path}), "wants `name = value`");
+    EXPECT_HAS(parse({"--config", "/no/such"}), "no such file");
+}
+
+TEST(Config, RefusesWhatItCannotRead) {
+    EXPECT_HAS(parse({"--stpes", "3"}), "did you mean --steps?");
+    EXPECT_EQ(parse({"--completely-unknown", "3"}).find("did you mean"), std::string::npos);
+    EXPECT_HAS(parse({"--steps"}), "wants a value");
+    EXPECT_HAS(parse({"steps"}), "is no flag");
+    EXPECT_HAS(parse({"--steps", "ten"}), "wants a whole number from 0");
+    EXPECT_HAS(parse({"--steps", "1.5"}), "wants a whole number");
+    EXPECT_HAS(parse({"--steps", "-1"}), "wants a whole number from 0");
+    EXPECT_HAS(parse({"--lr", "nan"}), "wants a number");
+    EXPECT_HAS(parse({"--lr", "1e-3x"}), "wants a number");
+    EXPECT_HAS(parse({"--optimizer", "adam"}), "adamw|sgd");
+    EXPECT_HAS(parse({"--seq", "99999999999999"}), "wants a whole number");
+}
+
+TEST(Config, RefusesWhatIsNotBuiltByName) {
+    for (const char* flag : {"--tp", "--dp", "--pp", "--cp", "--ep", "--zero", "--local-ranks", "--chunks"}) {
+        std::string wrong = check({flag, "2"});
+        EXPECT_HAS(wrong, flag);
+        EXPECT_HAS(wrong, "not built yet");
+    }
+    EXPECT_HAS(check({"--fp8"}), "--fp8 true: not built yet");
+    EXPECT_HAS(check({"--precision", "fp16"}), "use bf16 or fp32");
+    EXPECT_HAS(check({"--offload", "optimizer"}), "not built yet");
+    EXPECT_HAS(check({"--pipeline", "gpipe"}), "not built yet");
+    EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
+    EXPECT_HAS(check({"--timeline", "x.svg"}), "not built yet");
+    EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
+}
+
+TEST(Config, RefusesShapesThatDoNotFit) {
+    EXPECT_HAS(check({"--heads", "3"}), "--heads 3 does not divide --channels 128: heads that do, near it: 1 2 4 8");
+    EXPECT_HAS(check({"--seq", "2000"}), "beyond the model's 1024 positions: use --seq 1024 or less");
+    EXPECT_HAS(check({"--batch-tokens", "3000"}), "8 x 256 x 1 = 2048: try 2048 or 4096");
+    EXPECT_HAS(check({"--lr", "1e-4", "--min-lr", "1e-3"}), "--min-lr 0.001 is above --lr");
+    EXPECT_HAS(check({"--resume"}), "--out DIR");
+    EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
+    Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
+    EXPECT_HAS(check({"--kv-heads", "3"}, llama), "--kv-heads 3 does not divide --heads 4");
+    EXPECT_HAS(check({"--position", "learned"}, llama), "Llama has no table of positions");
+    EXPECT_HAS(check({"--heads", "64", "--kv-heads", "64", "--position", "rope"}, llama), "a head size of 1 is odd");
+    EXPECT_HAS(check({"--kv-heads", "2"}), "leave --kv-heads out");
+    EXPECT_EQ(check({"--heads", "8", "--batch-tokens", "4096"}), "");
+}
+
+TEST(Config, TheCopyInTheLogHoldsEveryFlag) {
+    Config c;
+    c.lr = 0.25;
+    nlohmann::json j = config_json(c);
+    EXPECT_EQ(j["lr"], 0.25);
+    for (const Flag& f : config_table()) EXPECT_TRUE(!*f.name || j.contains(f.name)) << f.name;
+}
+
+// ----------------------------------------------------------------------------
+
+TEST(Schedule, FormulasAtTheirEdges) {
+    for (const char* s : {"cosine", "linear", "wsd", "constant"}) {
+        EXPECT_DOUBLE_EQ(lr_at(0, 100, 10, 1.0, 0.1, s), 0.1) << s;  // first step of the warm-up
+        EXPECT_DOUBLE_EQ(lr_at(9, 100, 10, 1.0, 0.1, s), 1.0) << s;  // its last
+        EXPECT_DOUBLE_EQ(lr_at(10, 100, 10, 1.0, 0.1, s), 1.0) << s;
+        EXPECT_DOUBLE_EQ(lr_at(0, 1, 0, 1.0, 0.1, s), 1.0) << s;     // a run of one step
+        EXPECT_DOUBLE_EQ(lr_at(4, 5, 10, 1.0, 0.1, s), 0.5) << s;    // a run that is all warm-up
+        double end = lr_at(100, 100, 10, 1.0, 0.1, s);
+        EXPECT_DOUBLE_EQ(end, std::string(s) == "constant" ? 1.0 : 0.1) << s;
+        for (int i = 11; i <= 100; i++) EXPECT_LE(lr_at(i, 100, 10, 1.0, 0.1, s), lr_at(i - 1, 100, 10, 1.0, 0.1, s)) << s;
+    }
+    EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "cosine"), 0.55); // half way
+    EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "linear"), 0.55);
+    EXPECT_DOUBLE_EQ(lr_at(80, 100, 10, 1.0, 0.1, "wsd"), 1.0);
+    EXPECT_DOUBLE_EQ(lr_at(90, 100, 10, 1.0, 0.1, "wsd"), 0.55);
+}

@@ -1,0 +1,270 @@
+// test_run.cpp - the program as a user runs it: what it prints, what it refuses, what survives a kill
+//   Runs $TRAIN_GPT (default build/train_gpt) as a child process in a scratch folder.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <regex>
+#include <nlohmann/json.hpp>
+
+namespace fs = std::filesystem;
+
+struct Result {
+    int status;
+    std::string text; // stdout and stderr
+};
+
+static std::string program() {
+    const char* given = getenv("TRAIN_GPT");
+    return fs::absolute(given ? given : std::string(REPO_ROOT) + "/build/train_gpt").string();
+}
+
+static Result run(const std::string& arguments, const std::string& before = "") {
+    std::string command = "(" + before + " " + program() + " " + arguments + ") 2>&1 </dev/null";
+    FILE* pipe = popen(command.c_str(), "r");
+    Result r = {-1, ""};
+    char buffer[4096];
+    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) r.text.append(buffer, n);
+    r.status = WEXITSTATUS(pclose(pipe));
+    return r;
+}
+
+static std::string read_file(const fs::path& p) {
+    std::ifstream in(p, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+}
+
+struct Run : testing::Test {
+    fs::path dir;
+    std::string text, small; // a text file, and the flags of a run of a second
+    void SetUp() override {
+        dir = fs::path(testing::TempDir()) / ("train_gpt_" + std::to_string(getpid()) + testing::UnitTest::GetInstance()->current_test_info()->name());
+        fs::remove_all(dir);
+        fs::create_directories(dir);
+        text = (dir / "text.txt").string();
+        std::ofstream out(text);
+        for (int i = 0; i < 4000; i++) out << "line " << i * 7919 % 1000 << " of a text that repeats itself\n";
+        out.close();
+        small = "--layers 2 --heads 2 --channels 32 --seq 32 --micro-batch 4 --sample-tokens 8 --eval-tokens 256 --data " + text + " ";
+    }
+    void TearDown() override { fs::remove_all(dir); }
+    std::string path(const std::string& name) { return (dir / name).string(); }
+    std::string write(const std::string& name, const std::string& bytes) {
+        std::ofstream(path(name), std::ios::binary) << bytes;
+        return path(name);
+    }
+    // one line that begins like all errors, holds `part`, and a status that is not zero
+    void refuses(const std::string& arguments, const std::string& part, const std::string& before = "") {
+        Result r = run(arguments, before);
+        EXPECT_EQ(r.status, 1) << arguments << "\n" << r.text;
+        size_t at = r.text.find("train_gpt: error: ");
+        ASSERT_NE(at, std::string::npos) << arguments << "\n" << r.text;
+        std::string line = r.text.substr(at);
+        EXPECT_EQ(std::count(line.begin(), line.end(), '\n'), 1) << line;
+        EXPECT_NE(line.find(part), std::string::npos) << line << "does not say: " << part;
+    }
+};
+
+// ----------------------------------------------------------------------------
+// what it prints
+
+TEST_F(Run, TrainsEvaluatesAndSamples) {
+    Result r = run(small + "--steps 30 --lr 3e-3 --warmup 5 --out " + path("out"));
+    EXPECT_EQ(r.status, 0) << r.text;
+    std::regex step("step +30/30 \\| loss [0-9.]+ \\| norm [0-9.]+ \\| lr [0-9.e+-]+ \\| [0-9.]+ ms \\| [0-9.kM]+ tok/s \\| mfu [0-9.]+% \\| eta 0s");
+    EXPECT_TRUE(std::regex_search(r.text, step)) << r.text;
+    EXPECT_TRUE(std::regex_search(r.text, std::regex("val loss [0-9.]+\n---\n"))) << r.text;
+    // the log: the configuration, an object a step, and the validation
+    std::ifstream log(path("out") + "/log.jsonl");
+    std::vector<nlohmann::json> lines;
+    for (std::string line; std::getline(log, line);) lines.push_back(nlohmann::json::parse(line));
+    ASSERT_EQ(lines.size(), 32u);
+    EXPECT_EQ(lines[0]["config"]["lr"], 3e-3);
+    for (const char* key : {"step", "loss", "grad_norm", "lr", "tokens", "ms", "tokens_per_second", "mfu"}) EXPECT_TRUE(lines[30].contains(key)) << key;
+    EXPECT_EQ(lines[30]["tokens"], 30 * 4 * 32);
+    EXPECT_TRUE(lines[31].contains("val_loss"));
+    EXPECT_LT(lines[30]["loss"].get<double>(), 0.8 * lines[1]["loss"].get<double>());
+}
+
+TEST_F(Run, EveryPresetExplainsItself) {
+    for (const char* model : {"tiny", "tiny-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b", "llama2-7b", "llama3-8b", "llama3-70b",
+                              "llama3-405b", "qwen2.5-0.5b"}) {
+        Result r = run(std::string("--explain --precision bf16 --micro-batch 1 --recompute full --model ") + model);
+        EXPECT_EQ(r.status, 0) << r.text;
+        for (const char* part : {"parameters ", "weights", "gradients", "optimizer moments", "workspace", "total", "LOAD COUNT", "UPDATE(head)"})
+            EXPECT_NE(r.text.find(part), std::string::npos) << model << ": " << part;
+    }
+    Result r = run("--explain --layer 2");
+    EXPECT_NE(r.text.find("B(0,2)\n  reads"), std::string::npos) << r.text;
+}
+
+TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
+    Result trained = run(small + "--steps 5 --out " + path("out"));
+    Result evaluated = run(small + "--eval --resume --out " + path("out"));
+    std::regex val("val loss ([0-9.]+)");
+    std::smatch a, b;
+    ASSERT_TRUE(std::regex_search(trained.text, a, val)) << trained.text;
+    ASSERT_TRUE(std::regex_search(evaluated.text, b, val)) << evaluated.text;
+    EXPECT_EQ(a[1], b[1]);
+    EXPECT_EQ(evaluated.text.find("| loss"), std::string::npos);
+}
+
+TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
+    std::string generate = small + "--steps 0 --prompt line --sample-tokens 20 ";
+    EXPECT_EQ(run(generate + "--seed 4").text, run(generate + "--seed 4").text);
+    EXPECT_NE(run(generate + "--seed 4 --temperature 2").text, run(generate + "--seed 4 --temperature 0.5").text);
+    EXPECT_EQ(run(generate + "--temperature 0").text, run(generate + "--top-k 1").text);
+}
+
+// ----------------------------------------------------------------------------
+// kill and resume
+
+// What training leaves: the tensors of the last checkpoint. The manifest differs in nothing but the configuration.
+static std::string final_state(const std::string& out) { return read_file(fs::path(out) / "step_00000012/rank_00000.safetensors"); }
+
+TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
+    for (const char* precision : {"fp32", "bf16"}) {
+        std::string flags = small + "--batch-tokens 256 --sample-tokens 0 --save-every 1 --keep 20 --precision " + precision + " --steps ", whole = path(std::string("whole") + precision);
+        ASSERT_EQ(run(flags + "12 --out " + whole).status, 0);
+        std::string parts = path(std::string("parts") + precision);
+        ASSERT_EQ(run(flags + "12 --out " + parts).status, 0);
+        for (int step = 6; step <= 12; step++) { // go back to step 5
+            char name[32];
+            snprintf(name, sizeof(name), "/step_%08d", step);
+            fs::remove_all(parts + name);
+        }
+        Result resumed = run(flags + "12 --resume --out " + parts);
+        ASSERT_EQ(resumed.status, 0) << resumed.text;
+        EXPECT_NE(resumed.text.find("resumed at step 5"), std::string::npos) << resumed.text;
+        EXPECT_EQ(final_state(whole), final_state(parts)) << precision;
+        EXPECT_GT(final_state(whole).size(), 10000u);
+    }
+}
+
+TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
+    std::string flags = small + "--sample-tokens 0 --channels 64 --save-every 1 --keep 3 --steps 12 --out ", whole = path("whole"), killed = path("killed");
+    auto start = std::chrono::steady_clock::now();
+    ASSERT_EQ(run(flags + whole).status, 0);
+    double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    std::mt19937 random(17);
+    int kills = 0;
+    for (int attempt = 0; attempt < 60; attempt++) {
+        bool resume = fs::exists(killed) && std::any_of(fs::directory_iterator(killed), fs::directory_iterator(), [](const fs::directory_entry& e) {
+                          return e.path().filename().string().find("step_") == 0 && e.path().extension() != ".tmp";
+                      });
+        char limit[32];
+        snprintf(limit, sizeof(limit), "%.3f", seconds * (0.25 + 0.65 * double(random() % 1000) / 1000));
+        Result r = run(flags + killed + (resume ? " --resume" : ""), std::string("timeout -s KILL ") + limit);
+        if (r.status == 0) break;
+        ASSERT_EQ(r.status, 137) << r.text;
+        kills++;
+    }
+    run(flags + killed + " --resume");
+    EXPECT_GT(kills, 2);
+    EXPECT_EQ(final_state(whole), final_state(killed));
+}
+
+TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
+    std::string flags = small + "--sample-tokens 0 --save-every 4 --keep 3 --steps 12 --out " + path("out");
+    ASSERT_EQ(run(flags).status, 0);
+    std::string whole = final_state(path("out")), file = path("out") + "/step_00000012/rank_00000.safetensors";
+    fs::resize_file(file, whole.size() / 2);
+    Result r = run(flags + " --resume");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_NE(r.text.find("step_00000012/rank_00000.safetensors: is "), std::string::npos) << r.text;
+    EXPECT_NE(r.text.find("resumed at step 8"), std::string::npos) << r.text;
+    EXPECT_EQ(final_state(path("out")), whole);
+    std::string flipped = whole;
+    flipped[flipped.size() / 2] ^= 1;
+    write("out/step_00000012/rank_00000.safetensors", flipped);
+    EXPECT_NE(run(flags + " --resume").text.find("its checksum is"), std::string::npos);
+}
+
+// ----------------------------------------------------------------------------
+// what it refuses
+
+TEST_F(Run, RefusesFlagsAndShapes) {
+    refuses("--stpes 3", "did you mean --steps?");
+    refuses("--model gpt3", "presets: tiny");
+    refuses("--model gtp2", "did you mean gpt2?");
+    refuses("--heads 3", "does not divide --channels 128");
+    refuses("--seq 5000", "beyond the model's 1024 positions");
+    refuses("--batch-tokens 1000", "try 2048");
+    refuses("--tp 2", "--tp 2: not built yet");
+    refuses("--device cuda", "no CUDA");
+    refuses("--tokenizer gpt2", "--tokenizer byte");
+    refuses("--model gpt2 --steps 0 --prompt hello", "give the model's tokenizer");
+}
+
+static std::string shard(int32_t magic, int32_t version, int32_t count, size_t bytes, uint16_t token = 1) {
+    std::string s(1024, '\0');
+    int32_t header[3] = {magic, version, count};
+    memcpy(s.data(), header, sizeof(header));
+    for (size_t i = 0; i < bytes; i += 2) s.append((const char*)&token, std::min(size_t(2), bytes - i));
+    return s;
+}
+
+TEST_F(Run, RefusesBadData) {
+    std::string tiny = "--layers 1 --heads 1 --channels 8 --steps 1 --sample-tokens 0 --seq 32 --data ";
+    refuses(tiny + path("none.txt"), "No such file");
+    refuses(tiny + write("empty.txt", ""), "is empty");
+    refuses(tiny + write("short.txt", "few words"), "a sequence takes 33");
+    refuses(tiny + path("*.nothing"), "no file matches");
+    refuses(tiny + dir.string(), "is no file");
+    refuses(tiny + write("magic.bin", shard(1234, 1, 1000, 2000)), "magic number 1234");
+    refuses(tiny + write("version.bin", shard(20240520, 9, 1000, 2000)), "version 9");
+    refuses(tiny + write("cut.bin", shard(20240520, 1, 1000, 1990)), "promises 1000 tokens");
+    refuses(tiny + write("odd.bin", shard(20240520, 1, 1000, 2001)), "holds 2001 bytes");
+    refuses(tiny + write("header.bin", "123"), "its header alone");
+    refuses(tiny + write("beyond.bin", shard(20240520, 1, 1000, 2000, 999)), "token 999 at position");
+    refuses(tiny + text + " --val " + text, "is in --data and in --val");
+    EXPECT_EQ(run(tiny + write("good.bin", shard(20240520, 1, 1000, 2000))).status, 0);
+}
+
+TEST_F(Run, RefusesBadFolders) {
+    refuses("--model " + dir.string(), "has no config.json");
+    write("config.json", "{\"model_type\": \"bert\"}");
+    refuses("--model " + dir.string(), "model_type 'bert' is not supported");
+    write("config.json", "not json");
+    refuses("--model " + dir.string(), "is no JSON object");
+    refuses(small + "--steps 1 --out /proc/none", "--out /proc/none");
+    refuses(small + "--steps 1 --resume --out " + path("empty"), "holds no whole checkpoint");
+    ASSERT_EQ(run(small + "--steps 1 --out " + path("out")).status, 0);
+    refuses(small + "--layers 3 --steps 2 --resume --out " + path("out"), "its layers is 2, this run's 3");
+    refuses(small + "--seed 5 --steps 2 --resume --out " + path("out"), "--seed 1337, not 5");
+    refuses(small + "--steps 1 --export " + dir.string(), "which is no export of ours");
+}
+
+// No room: the error names the file, and what was there before is as it was.
+TEST_F(Run, AFullDiskLosesNothing) {
+    std::string flags = small + "--sample-tokens 0 --steps 2 --out " + path("out");
+    ASSERT_EQ(run(flags + " --save-every 1").status, 0);
+    std::string before = read_file(path("out") + "/step_00000002/rank_00000.safetensors");
+    refuses(flags + " --steps 3 --resume", "the checkpoints before it are as they were", "trap '' XFSZ; ulimit -f 100;");
+    EXPECT_EQ(read_file(path("out") + "/step_00000002/rank_00000.safetensors"), before);
+    for (const fs::directory_entry& e : fs::directory_iterator(path("out"))) EXPECT_EQ(e.path().extension(), e.path().filename() == "log.jsonl" ? ".jsonl" : "") << e.path();
+    EXPECT_EQ(run(flags + " --steps 3 --resume").status, 0);
+}
+
+TEST_F(Run, ALossThatIsNotFiniteStopsTheRun) { refuses(small + "--steps 50 --warmup 0 --lr 1000 --min-lr 1000 --schedule constant --clip 0 --optimizer sgd", "the weights are those of the step before"); }
+
+// Exported, loaded, exported again: the same bytes. And the export evaluates like the run that wrote it.
+TEST_F(Run, ExportsLoadAgainToTheSameBits) {
+    for (const char* model : {"tiny", "tiny-llama"}) {
+        std::string a = path(std::string(model) + "_a"), b = path(std::string(model) + "_b"), shape = std::string("--scratch ");
+        Result r = run("--model " + std::string(model) + " --layers 2 --seq 32 --sample-tokens 0 --eval-tokens 512 --steps 3 --data " + text + " --export " + a);
+        ASSERT_EQ(r.status, 0) << r.text;
+        ASSERT_EQ(run("--model " + a + " --steps 0 --sample-tokens 0 --export " + b).status, 0);
+        EXPECT_EQ(read_file(a + "/model.safetensors"), read_file(b + "/model.safetensors"));
+        EXPECT_EQ(read_file(a + "/config.json"), read_file(b + "/config.json"));
+        Result e = run("--model " + a + " --eval --seq 32 --eval-tokens 512 --data " + text);
+        std::smatch x, y;
+        ASSERT_TRUE(std::regex_search(r.text, x, std::regex("val loss ([0-9.]+)")));
+        ASSERT_TRUE(std::regex_search(e.text, y, std::regex("val loss ([0-9.]+)"))) << e.text;
+        EXPECT_EQ(x[1], y[1]);
+    }
+}
