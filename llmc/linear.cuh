@@ -2,41 +2,70 @@
 //   out = inp W^T + bias (+ residual),   dinp = dout W,   dW = dout^T inp,   dbias = sum over rows of dout
 //   inp, dinp (N,IC)   out, dout, residual (N,OC)   W (OC,IC)   bias (OC)   dW, dbias acc
 //   Contract: out =   dinp, dW, dbias = or += (accumulate).  A Weight whose grad is null is frozen: skipped.
-//   Cost: 2 N OC IC FLOPs each.
+//             Bitwise repeatable for equal threads.
+//   Cost: 2 N OC IC FLOPs each; the bias gradient reads dout once more.
 //   To copy: this file, matmul.cuh and common.h.
 #pragma once
 #include "matmul.cuh"
 
+// A parameter as the layers see it. How it is stored (type, scales, adapters) concerns this file alone.
 struct Weight {
     void* data = nullptr;
     Type type = Type::F32;
-    size_t rows = 0, cols = 0; // (OC, IC)
-    void* grad = nullptr;      // acc_t; null: frozen
+    size_t rows = 0, cols = 0;    // (OC, IC)
+    void* grad = nullptr;         // acc; null: frozen
     const void* extras = nullptr; // scales, adapters
     template <typename T> T* as() const { return static_cast<T*>(data); }
 };
 
+// ----------------------------------------------------------------------------
+// the three products of a weight (OC, IC) with N rows
+
+inline Product linear_forward_product(size_t N, size_t OC, size_t IC) { return {N, OC, IC, {IC, 1}, {1, IC}, OC}; }
+inline Product linear_input_product(size_t N, size_t OC, size_t IC, bool accumulate) { return {N, IC, OC, {OC, 1}, {IC, 1}, IC, accumulate}; }
+inline Product linear_weight_product(size_t N, size_t OC, size_t IC, bool accumulate) { return {OC, IC, N, {1, OC}, {IC, 1}, IC, accumulate}; }
+
+// The largest scratch that any of them needs.
+template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
+    Type t = type_of<T>(), a = type_of<acc_t<T>>();
+    int threads = threads_here(where);
+    size_t most = 0;
+    for (int extra = 0; extra < 4; extra++)
+        most = std::max(most, matmul_scratch_bytes(linear_forward_product(N, OC, IC), t, t, extra & 1, extra & 2, threads));
+    for (bool accumulate : {false, true}) {
+        most = std::max(most, matmul_scratch_bytes(linear_input_product(N, OC, IC, accumulate), t, t, false, false, threads));
+        most = std::max(most, matmul_scratch_bytes(linear_weight_product(N, OC, IC, accumulate), t, a, false, false, threads));
+    }
+    return most;
+}
+
+// ----------------------------------------------------------------------------
+// CPU
+
 template <typename T>
 void linear_forward(T* out, const T* inp, const Weight& w, const Weight* bias, const T* residual, size_t N, Blas& blas, Cpu where) {
-    MatmulKey k = {N, w.rows, w.cols, {w.cols, 1}, {1, w.cols}, {w.rows, 1}, {}, {}, false, false, false};
-    matmul(out, inp, (const T*)w.as<T>(), bias ? (const T*)bias->as<T>() : nullptr, residual, k, blas, where);
+    const T* b = bias ? bias->as<const T>() : nullptr;
+    matmul(out, inp, w.as<const T>(), b, residual, linear_forward_product(N, w.rows, w.cols), blas, where);
 }
 
 template <typename T>
 void linear_backward_input(T* dinp, const T* dout, const Weight& w, size_t N, bool accumulate, Blas& blas, Cpu where) {
-    MatmulKey k = {N, w.cols, w.rows, {w.rows, 1}, {w.cols, 1}, {w.cols, 1}, {}, {}, accumulate, false, false};
-    matmul(dinp, dout, (const T*)w.as<T>(), (const T*)nullptr, (const T*)nullptr, k, blas, where);
+    const T* nothing = nullptr;
+    matmul(dinp, dout, w.as<const T>(), nothing, nothing, linear_input_product(N, w.rows, w.cols, accumulate), blas, where);
 }
 
-template <typename T> void column_sums(acc_t<T>* out, const T* x, size_t N, size_t C, bool accumulate) {
-    typedef acc_t<T> A;
-    constexpr size_t COLUMNS = 64;
+// Sums over rows; a thread owns columns, so the order of its sums is the rows'.
+template <typename T> void column_sums(acc_t<T>* out, const T* x, size_t N, size_t C, bool accumulate, Cpu) {
+    constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
-        size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
-        A sum[COLUMNS] = {};
-        for (size_t n = 0; n < N; n++)
-            for (size_t c = 0; c < count; c++) sum[c] += to_acc(x[n * C + c0 + c]);
+        size_t count = std::min(COLUMNS, C - c0);
+        acc_t<T> sum[COLUMNS] = {};
+        for (size_t n = 0; n < N; n++) {
+            const T* row = x + n * C + c0;
+            #pragma omp simd
+            for (size_t c = 0; c < count; c++) sum[c] += to_acc(row[c]);
+        }
         for (size_t c = 0; c < count; c++) out[c0 + c] = accumulate ? out[c0 + c] + sum[c] : sum[c];
     }
 }
@@ -44,22 +73,7 @@ template <typename T> void column_sums(acc_t<T>* out, const T* x, size_t N, size
 template <typename T>
 void linear_backward_weight(const Weight& w, const Weight* bias, const T* dout, const T* inp, size_t N, bool accumulate, Blas& blas, Cpu where) {
     typedef acc_t<T> A;
-    MatmulKey k = {w.rows, w.cols, N, {1, w.rows}, {w.cols, 1}, {w.cols, 1}, {}, {}, accumulate, false, false};
-    if (w.grad) matmul((A*)w.grad, dout, inp, (const T*)nullptr, (const A*)nullptr, k, blas, where);
-    if (bias && bias->grad) column_sums((A*)bias->grad, dout, N, w.rows, accumulate);
-}
-
-template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
-    Type t = type_of<T>(), a = type_of<acc_t<T>>();
-    size_t most = 0;
-    for (int extra = 0; extra < 4; extra++) {
-        MatmulKey f = {N, OC, IC, {IC, 1}, {1, IC}, {OC, 1}, t, t, false, bool(extra & 1), bool(extra & 2)};
-        most = std::max(most, matmul_scratch_bytes(f, where));
-    }
-    for (bool accumulate : {false, true}) {
-        MatmulKey i = {N, IC, OC, {OC, 1}, {IC, 1}, {IC, 1}, t, t, accumulate, false, false};
-        MatmulKey w = {OC, IC, N, {1, OC}, {IC, 1}, {IC, 1}, t, a, accumulate, false, false};
-        most = std::max({most, matmul_scratch_bytes(i, where), matmul_scratch_bytes(w, where)});
-    }
-    return most;
+    if (w.grad)
+        matmul(static_cast<A*>(w.grad), dout, inp, (const T*)nullptr, (const A*)nullptr, linear_weight_product(N, w.rows, w.cols, accumulate), blas, where);
+    if (bias && bias->grad) column_sums(static_cast<A*>(bias->grad), dout, N, w.rows, accumulate, where);
 }
