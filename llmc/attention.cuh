@@ -11,6 +11,7 @@
 //         that no query sees are skipped. Memory beside the operands: tiles, and (Tk,HS) twice a thread in backward.
 //   To copy: this file, matmul.cuh and common.h.
 #pragma once
+#include <algorithm>
 #include "matmul.cuh"
 
 struct AttentionDims {
