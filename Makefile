@@ -22,8 +22,8 @@ LIBS += -ldnnl
 endif
 
 HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h)
-TESTS = test_plan test_config test_data test_files test_model test_run
-.PHONY: run test check bench clean setup setup-test found all mutate
+TESTS = test_plan test_config test_data test_files test_model test_memory test_run
+.PHONY: run test check bench mutate clean setup found all tests-built
 
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
 
@@ -33,12 +33,12 @@ found:
 # `make run` and `make test` set the machine up first, then look again at what is there
 run:
 	@scripts/setup.sh
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory found $(BUILD)/train_gpt
 	$(BUILD)/train_gpt
 
 test:
 	@scripts/setup.sh test
-	@$(MAKE) --no-print-directory found tests-built
+	@$(MAKE) --no-print-directory -j2 found tests-built
 	@test/run.sh $(BUILD)
 
 check:
@@ -51,12 +51,13 @@ bench:
 	$(BUILD)/test_ops perf
 	$(BUILD)/bench_step
 
+mutate:
+	@scripts/setup.sh test
+	test/mutate
+
 setup:
-	@scripts/setup.sh
-setup-test:
 	@scripts/setup.sh test
 
-.PHONY: tests-built
 tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%)
 
 $(BUILD)/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)

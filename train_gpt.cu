@@ -100,6 +100,9 @@ static std::vector<Plan> choose_plans(Run& run) {
     else if (c.sample_tokens == 0) add(p); // only to export: never run, but its weights have a place
     p.mode = Mode::GENERATE, p.B = 1, p.T = run.prompt.size();
     p.cache = std::min(run.shape.P, run.prompt.size() + size_t(c.sample_tokens));
+    USER_CHECK(!run.shape.sliding_window || p.cache <= run.shape.sliding_window || c.sample_tokens == 0 || c.eval,
+               "a sample of %zu tokens is longer than the model's sliding window of %zu, and windowed attention is not built yet: lower --sample-tokens",
+               p.cache, run.shape.sliding_window);
     if (c.sample_tokens > 0 && !c.eval) run.generate_plan = add(p);
     return plans;
 }

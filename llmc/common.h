@@ -96,6 +96,13 @@ template <> inline bf16 from_acc<bf16>(float f) {
 inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 inline size_t round_up(size_t a, size_t b) { return ceil_div(a, b) * b; }
 
+// Llama-3's scaling of rotary frequencies: a part of a model's shape, used by rope.cuh
+struct RopeScaling {
+    float factor = 1; // 1: none
+    float low_freq_factor = 1, high_freq_factor = 4;
+    int original_positions = 8192;
+};
+
 // ----------------------------------------------------------------------------
 // exp and tanh as polynomials: g++ vectorises libm only under -ffast-math, which the project does not use
 

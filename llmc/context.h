@@ -4,6 +4,7 @@
 #include "attention.cuh"
 #include "linear.cuh"
 #include "model.h"
+#include "rope.cuh"
 
 // One micro-batch. A position is the place in the whole sequence; doc_start is the place where the token's document
 // starts: keys before it are not seen, and learned positions count from it.

@@ -15,7 +15,6 @@
 #include <vector>
 #include "common.h"
 #include "grid.h"
-#include "rope.cuh"
 
 // ----------------------------------------------------------------------------
 // shape

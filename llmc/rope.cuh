@@ -9,12 +9,6 @@
 #pragma once
 #include "common.h"
 
-struct RopeScaling {
-    float factor = 1; // 1: none
-    float low_freq_factor = 1, high_freq_factor = 4;
-    int original_positions = 8192;
-};
-
 inline double rope_frequency(size_t i, size_t HS, double theta, const RopeScaling& s) {
     double f = std::pow(theta, -2.0 * double(i) / double(HS));
     if (s.factor == 1) return f;

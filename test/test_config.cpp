@@ -105,6 +105,9 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--position", "learned"}, llama), "Llama has no table of positions");
     EXPECT_HAS(check({"--heads", "64", "--kv-heads", "64", "--position", "rope"}, llama), "a head size of 1 is odd");
     EXPECT_HAS(check({"--kv-heads", "2"}), "leave --kv-heads out");
+    llama.sliding_window = 64;
+    EXPECT_HAS(check({"--seq", "100"}, llama), "sliding window of 64");
+    EXPECT_EQ(check({"--seq", "64"}, llama), "");
     EXPECT_EQ(check({"--heads", "8", "--batch-tokens", "4096"}), "");
 }
 

@@ -1,6 +1,8 @@
 // test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
 #include <gtest/gtest.h>
+#include <filesystem>
 #include <fstream>
+#include <regex>
 #include "../llmc/trainer.h"
 
 static Model small_model(size_t L, bool tied = true, bool llama = false) {
@@ -50,6 +52,31 @@ TEST(Plan, TheCommentInPlanHIsTheProgramsPrint) {
         if (line.rfind("//     ", 0) == 0) comment += line.substr(7) + "\n";
     Model model = small_model(2);
     EXPECT_EQ(comment, plan_text(make_plan(options(2, Recompute::SELECTIVE), model), model));
+}
+
+// ----------------------------------------------------------------------------
+// the tree
+
+// Operators include common.h and operators; what stands above them never reaches down the other way.
+TEST(Tree, WhoMayIncludeWhom) {
+    namespace fs = std::filesystem;
+    int files = 0;
+    for (const fs::directory_entry& e : fs::directory_iterator(std::string(REPO_ROOT) + "/llmc")) {
+        std::string file = e.path().filename().string(), line;
+        bool op = e.path().extension() == ".cuh", host = file == "plan.h" || file == "arena.h" || file == "model.h" || file == "config.h" || file == "grid.h";
+        std::ifstream in(e.path());
+        std::getline(in, line);
+        EXPECT_EQ(line.rfind("// " + file + " - ", 0), 0u) << file << " does not open with its name and what it is";
+        for (files++; std::getline(in, line);) {
+            std::smatch m;
+            if (!std::regex_search(line, m, std::regex("^#include \"([^\"]+)\""))) continue;
+            std::string target = m[1];
+            bool target_op = target.size() > 4 && target.substr(target.size() - 4) == ".cuh";
+            EXPECT_TRUE(!op || target_op || target == "common.h") << file << " includes " << target;
+            EXPECT_FALSE(host && target_op) << file << " includes " << target;
+        }
+    }
+    EXPECT_GT(files, 20);
 }
 
 // ----------------------------------------------------------------------------

@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Make the golden files: tiny models with random weights, and what PyTorch says of them.
+
+usage: make_golden.py     (needs torch; compares with transformers where it can be imported)
+
+Each folder NAME/ holds a Hugging Face model (config.json, model.safetensors, float32) and golden.safetensors:
+tokens, targets (B,T) int32 with ignored targets -100, logits, loss (mean over valid targets), grad.TENSOR for every
+tensor of the model, grad_norm, step_losses (3), after.TENSOR: the weights after 3 AdamW steps on the same batch.
+All is computed in float64 from the float32 weights, and stored rounded to float32.
+"""
+import json, math, os, struct
+import torch
+import torch.nn.functional as F
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+B, T, STEPS = 3, 24, 3
+LR, BETA1, BETA2, EPS, DECAY, CLIP = 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5
+
+
+def write_safetensors(path, tensors, metadata):
+    header, blobs, offset = {"__metadata__": metadata}, [], 0
+    for name, x in tensors.items():
+        dtype = {torch.float32: "F32", torch.int32: "I32"}[x.dtype]
+        blob = x.contiguous().numpy().tobytes()
+        header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": [offset, offset + len(blob)]}
+        blobs.append(blob)
+        offset += len(blob)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+
+
+# ---- GPT-2, with the names and the [in, out] matrices of Hugging Face
+
+def gpt2_config():
+    return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=97, n_positions=40, n_ctx=40, n_embd=48,
+                n_layer=2, n_head=3, n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=True, torch_dtype="float32",
+                bos_token_id=96, eos_token_id=96)
+
+
+def gpt2_shapes(c):
+    C = c["n_embd"]
+    shapes = {"transformer.wte.weight": (c["vocab_size"], C), "transformer.wpe.weight": (c["n_positions"], C)}
+    for l in range(c["n_layer"]):
+        p = f"transformer.h.{l}."
+        shapes.update({p + "ln_1.weight": (C,), p + "ln_1.bias": (C,), p + "attn.c_attn.weight": (C, 3 * C),
+                       p + "attn.c_attn.bias": (3 * C,), p + "attn.c_proj.weight": (C, C), p + "attn.c_proj.bias": (C,),
+                       p + "ln_2.weight": (C,), p + "ln_2.bias": (C,), p + "mlp.c_fc.weight": (C, 4 * C),
+                       p + "mlp.c_fc.bias": (4 * C,), p + "mlp.c_proj.weight": (4 * C, C), p + "mlp.c_proj.bias": (C,)})
+    shapes.update({"transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)})
+    return shapes
+
+
+def attention(q, k, v):  # (B, heads, T, HS)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+def gpt2_logits(w, tokens, c):
+    C, NH = c["n_embd"], c["n_head"]
+    split = lambda x: x.view(*x.shape[:2], NH, C // NH).transpose(1, 2)
+    x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: tokens.shape[1]]
+    for l in range(c["n_layer"]):
+        p = f"transformer.h.{l}."
+        norm = lambda x, n: F.layer_norm(x, (C,), w[p + n + ".weight"], w[p + n + ".bias"], c["layer_norm_epsilon"])
+        linear = lambda x, n: x @ w[p + n + ".weight"] + w[p + n + ".bias"]
+        q, k, v = linear(norm(x, "ln_1"), "attn.c_attn").split(C, -1)
+        x = x + linear(attention(split(q), split(k), split(v)).transpose(1, 2).reshape(x.shape), "attn.c_proj")
+        u = linear(norm(x, "ln_2"), "mlp.c_fc")
+        gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+        x = x + linear(gelu, "mlp.c_proj")
+    x = F.layer_norm(x, (C,), w["transformer.ln_f.weight"], w["transformer.ln_f.bias"], c["layer_norm_epsilon"])
+    return x @ w["transformer.wte.weight"].T
+
+
+# ---- Llama and Qwen2
+
+def llama_config(**more):
+    c = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=101, hidden_size=32, intermediate_size=56,
+             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+             rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, attention_bias=False,
+             rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                               original_max_position_embeddings=16),
+             torch_dtype="float32", bos_token_id=1, eos_token_id=2)
+    c.update(more)
+    return c
+
+
+def qwen2_config():
+    return llama_config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=89, intermediate_size=48,
+                        tie_word_embeddings=True, rope_scaling=None, use_sliding_window=False, sliding_window=None)
+
+
+def llama_shapes(c):
+    C, I, HS = c["hidden_size"], c["intermediate_size"], c["hidden_size"] // c["num_attention_heads"]
+    KV = c["num_key_value_heads"] * HS
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], C)}
+    for l in range(c["num_hidden_layers"]):
+        p = f"model.layers.{l}."
+        shapes[p + "input_layernorm.weight"] = (C,)
+        for name, rows in (("q", C), ("k", KV), ("v", KV)):
+            shapes[p + f"self_attn.{name}_proj.weight"] = (rows, C)
+            if c["model_type"] == "qwen2":
+                shapes[p + f"self_attn.{name}_proj.bias"] = (rows,)
+        shapes.update({p + "self_attn.o_proj.weight": (C, C), p + "post_attention_layernorm.weight": (C,),
+                       p + "mlp.gate_proj.weight": (I, C), p + "mlp.up_proj.weight": (I, C), p + "mlp.down_proj.weight": (C, I)})
+    shapes["model.norm.weight"] = (C,)
+    if not c["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (c["vocab_size"], C)
+    return shapes
+
+
+def rope_frequencies(c, HS):
+    f = c["rope_theta"] ** (-torch.arange(0, HS, 2, dtype=torch.float64) / HS)
+    s = c.get("rope_scaling")
+    if not s:
+        return f
+    wavelength, original = 2 * math.pi / f, s["original_max_position_embeddings"]
+    smooth = (original / wavelength - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    middle = (1 - smooth) * f / s["factor"] + smooth * f
+    middle = torch.where(wavelength > original / s["low_freq_factor"], f / s["factor"], middle)
+    return torch.where(wavelength < original / s["high_freq_factor"], f, middle)
+
+
+def rotate(x, frequencies):  # (B, heads, T, HS): pairs (i, i + HS/2)
+    angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * frequencies
+    cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def llama_logits(w, tokens, c):
+    C, NH, NKV = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    HS = C // NH
+    norm = lambda x, weight: x * (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).rsqrt() * weight
+    split = lambda x, heads: x.view(*x.shape[:2], heads, HS).transpose(1, 2)
+    frequencies = rope_frequencies(c, HS)
+    x = w["model.embed_tokens.weight"][tokens]
+    for l in range(c["num_hidden_layers"]):
+        p = f"model.layers.{l}."
+        linear = lambda x, n: F.linear(x, w[p + n + ".weight"], w.get(p + n + ".bias"))
+        h = norm(x, w[p + "input_layernorm.weight"])
+        q, k, v = (split(linear(h, f"self_attn.{n}_proj"), heads) for n, heads in (("q", NH), ("k", NKV), ("v", NKV)))
+        q, k = rotate(q, frequencies), rotate(k, frequencies)
+        k, v = (y.repeat_interleave(NH // NKV, 1) for y in (k, v))
+        x = x + linear(attention(q, k, v).transpose(1, 2).reshape(x.shape), "self_attn.o_proj")
+        h = norm(x, w[p + "post_attention_layernorm.weight"])
+        x = x + linear(F.silu(linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj"), "mlp.down_proj")
+    head = w["model.embed_tokens.weight"] if c["tie_word_embeddings"] else w["lm_head.weight"]
+    return norm(x, w["model.norm.weight"]) @ head.T
+
+
+# ---- the numbers
+
+def random_weights(shapes):
+    w = {}
+    for name, shape in shapes.items():
+        norm = "norm.weight" in name or "layernorm.weight" in name or "ln_" in name and name.endswith("weight")
+        w[name] = (torch.randn(shape) * 0.2 + (1.0 if norm else 0.0)).float()
+    return w
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1).long(), ignore_index=-100)
+
+
+def golden(weights, logits_of, tokens, targets):
+    w = {n: x.double().requires_grad_() for n, x in weights.items()}
+    m, v = ({n: torch.zeros_like(x) for n, x in w.items()} for _ in range(2))
+    out = {"tokens": tokens.int(), "targets": targets.int()}
+    losses = []
+    for step in range(1, STEPS + 1):
+        logits = logits_of(w, tokens)
+        loss = cross_entropy(logits, targets)
+        grads = dict(zip(w, torch.autograd.grad(loss, list(w.values()))))
+        norm = torch.sqrt(sum(g.pow(2).sum() for g in grads.values()))
+        losses.append(loss.item())
+        if step == 1:
+            out.update({"logits": logits.detach(), "loss": loss.detach().view(1), "grad_norm": norm.view(1)})
+            out.update({"grad." + n: g for n, g in grads.items()})
+        scale = min(1.0, CLIP / norm.item())
+        with torch.no_grad():
+            for n, g in grads.items():
+                m[n] = BETA1 * m[n] + (1 - BETA1) * g * scale
+                v[n] = BETA2 * v[n] + (1 - BETA2) * (g * scale) ** 2
+                step_size = (m[n] / (1 - BETA1**step)) / ((v[n] / (1 - BETA2**step)).sqrt() + EPS)
+                w[n] -= LR * (step_size + (DECAY if w[n].dim() == 2 else 0.0) * w[n])
+    out["step_losses"] = torch.tensor(losses, dtype=torch.float64)
+    out.update({"after." + n: x.detach() for n, x in w.items()})
+    return {n: x if x.dtype == torch.int32 else x.float() for n, x in out.items()}
+
+
+def compare_with_transformers(folder, config, logits, tokens):
+    try:
+        import transformers
+    except ImportError:
+        return "transformers cannot be imported: not compared"
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval()
+        with torch.no_grad():
+            difference = (model(tokens.long()).logits - logits).abs().max().item()
+        return f"transformers {transformers.__version__}: logits differ by at most {difference:.1e}"
+    except Exception as error:
+        return f"transformers {transformers.__version__} cannot load it: {error}"
+
+
+def main():
+    torch.manual_seed(1234)
+    for name, config, shapes_of, logits_of in (("gpt2-tiny", gpt2_config(), gpt2_shapes, gpt2_logits),
+                                               ("llama-tiny", llama_config(), llama_shapes, llama_logits),
+                                               ("qwen2-tiny", qwen2_config(), llama_shapes, llama_logits)):
+        folder = os.path.join(HERE, name)
+        os.makedirs(folder, exist_ok=True)
+        weights = random_weights(shapes_of(config))
+        tokens = torch.randint(config["vocab_size"], (B, T + 1))
+        targets = tokens[:, 1:].clone()
+        for row in range(B):  # a different number of ignored targets in each row
+            targets[row, torch.randperm(T)[: 2 + 5 * row]] = -100
+        tokens = tokens[:, :-1]
+        json.dump(config, open(os.path.join(folder, "config.json"), "w"), indent=1)
+        write_safetensors(os.path.join(folder, "model.safetensors"), weights, {"format": "pt"})
+        numbers = golden(weights, lambda w, t: logits_of(w, t.long(), config), tokens, targets)
+        write_safetensors(os.path.join(folder, "golden.safetensors"), numbers, {"made_by": "make_golden.py"})
+        exact = logits_of({n: x.double() for n, x in weights.items()}, tokens.long(), config)
+        print(f"{name}: loss {numbers['loss'].item():.6f}, norm {numbers['grad_norm'].item():.4f};", compare_with_transformers(folder, config, exact, tokens))
+
+
+main()

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# The longer checks, about twenty minutes on two cores: the suite under AddressSanitizer and UBSan, the operators and
+# the step under ThreadSanitizer, without oneDNN, with one and three threads, a bounded fuzz, a sample of mutants.
+# Last line: N passed, N failed.
+set -u
+cd "$(dirname "$0")/.."
+passed=0 failed=0
+step() { # a name, then a command whose exit status is the verdict
+    local name=$1 start=$SECONDS log
+    shift
+    log=$(mktemp)
+    if "$@" >"$log" 2>&1; then
+        passed=$((passed + 1)) verdict=ok
+    else
+        failed=$((failed + 1)) verdict=FAIL
+    fi
+    printf '%-4s %-58s (%d s)\n' "$verdict" "$name" $((SECONDS - start))
+    [ $verdict = FAIL ] && tail -n 40 "$log"
+    [ "${3:-}" = show ] && tail -n 8 "$log"
+    rm -f "$log"
+}
+make_quiet() { make --no-print-directory "$@"; }
+
+# AddressSanitizer and UBSan. oneDNN's JIT code is not instrumented; leaks of its global caches are not ours.
+asan="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
+export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
+step "build with AddressSanitizer and UBSan" make_quiet BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" \
+    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_files build/asan/train_gpt build/asan/fuzz_readers
+step "operators, AddressSanitizer" build/asan/test_ops --seed 11
+step "the step, AddressSanitizer" build/asan/test_model
+step "data readers, AddressSanitizer" build/asan/test_data
+step "files and checkpoints, AddressSanitizer" build/asan/test_files
+step "hostile files for 60 s, AddressSanitizer" build/asan/fuzz_readers --seconds 60 --seed 3
+
+# ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
+step "build with ThreadSanitizer" make_quiet BUILD=build/tsan ONEDNN=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g" \
+    build/tsan/test_model build/tsan/test_ops
+step "the step, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_model
+step "operators, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_ops --seed 12
+
+# Without oneDNN; with other numbers of threads.
+step "build without oneDNN" make_quiet BUILD=build/plain ONEDNN=0 all build/plain/test_ops build/plain/test_model
+step "operators without oneDNN" build/plain/test_ops --seed 13
+step "the step without oneDNN" build/plain/test_model
+for threads in 1 3; do
+    step "the step with $threads threads" env OMP_NUM_THREADS=$threads build/test_model
+    step "operators with $threads threads" env OMP_NUM_THREADS=$threads build/test_ops --seed $threads
+done
+for seed in 21 22 23 24 25; do step "operators, seed $seed" build/test_ops --seed $seed; done
+
+# A seeded sample of mutants; `make mutate` runs all.
+step "a sample of 8 mutants turns the suite red" test/mutate 8 1
+
+echo "$passed passed, $failed failed"
+[ $failed -eq 0 ]
