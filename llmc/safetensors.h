@@ -129,7 +129,8 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
     if (!width) return "has the unknown dtype " + t->dtype;
     if (!shape.is_array()) return "has a shape that is no list";
     for (const nlohmann::json& d : shape) {
-        if (!d.is_number_unsigned()) return "has a shape with " + d.dump() + ", which is no size";
+        // a list is not printed: printing recurses, and a header of brackets would end the stack
+        if (!d.is_number_unsigned()) return "has a shape with " + (d.is_structured() ? d.type_name() : d.dump()) + ", which is no size";
         t->shape.push_back(d.get<size_t>());
         if (__builtin_mul_overflow(elements, t->shape.back(), &elements)) return "has a shape too large for any file";
     }
@@ -259,7 +260,8 @@ inline std::string writer_open(SafeTensorsWriter* w, const std::string& path, co
         header[t.name] = {{"dtype", type_name(t.type)}, {"shape", t.shape}, {"data_offsets", {offset, offset + t.bytes()}}};
         offset += t.bytes();
     }
-    std::string text = specs.empty() && metadata.empty() ? "{}" : header.dump();
+    // text that is not UTF-8 (a path in the metadata, say) gets replacement characters, where plain dump() throws
+    std::string text = specs.empty() && metadata.empty() ? "{}" : header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     text.resize(round_up(text.size(), 8), ' ');
     w->fd = open((path + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
     if (w->fd < 0) return w->wrong = path + ": cannot be written: " + strerror(errno);
