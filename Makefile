@@ -69,6 +69,8 @@ $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 $(BUILD)/test_ops: test/test_ops.cpp $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
 
+# the tests but the op table: at -O1 they build in half the time
+$(TESTS:%=$(BUILD)/%): OPT = -O1 -march=native
 $(BUILD)/test_%: test/test_%.cpp $(HEADERS) train_gpt_min.cpp | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ -lgtest -lgtest_main $(LIBS)
 

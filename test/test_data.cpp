@@ -366,8 +366,9 @@ static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count
 
 TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
     // 41 tokens make 10 windows of 4 + 1, 17 make 4 exactly, 4 make none, 16 make 3
-    std::string value = shard("u16.bin", positions(1000, 41), 2) + "," + shard("short.bin", positions(900, 4), 2) + "," +
-                        text_file("text.txt", 200, 30) + "," + shard("u32.bin", positions(100000, 17), 4) + "," +
+    std::string value = shard("u16.bin", positions(1000, 41), 2) + "," +
+                        shard("short.bin", positions(900, 4), 2) + "," + text_file("text.txt", 200, 30) + "," +
+                        shard("u32.bin", positions(100000, 17), 4) + "," +
                         shard("none.bin", {}, 4) + "," + shard("last.bin", positions(5000, 16), 2);
     std::multiset<int> want;
     for (int i = 0; i < 10; i++) want.insert(1000 + 4 * i);
@@ -525,7 +526,9 @@ TEST(Data, ProjectSourcesAreFoundFromTheProgramsFolder) {
     for (const char* folder : {"/", "/scripts/"}) { // itself, and one below it as a build folder is
         std::vector<std::string> found = project_sources(std::string(REPO_ROOT) + folder);
         auto has = [&](const std::string& end) {
-            return std::any_of(found.begin(), found.end(), [&](const std::string& f) { return f.ends_with("/" + end); });
+            for (const std::string& f : found)
+                if (f.ends_with("/" + end)) return true;
+            return false;
         };
         EXPECT_TRUE(has("llmc/common.h") && has("test/test_data.cpp") && has("train_gpt.cu")) << folder;
     }
@@ -623,7 +626,8 @@ TEST(Sampler, FrequenciesFollowTheProbabilities) {
     const int N = 200000;
     std::vector<float> logits = {0.3f, -1.0f, 2.0f, 1.1f, 0.0f, 1.9f, -0.4f, 0.7f};
     struct Case { float temperature; int top_k; float top_p; size_t kept; };
-    std::vector<Case> cases = {{1, 0, 1, 8}, {0.5f, 0, 1, 8}, {3, 0, 1, 8}, {1, 4, 1, 4}, {1, 0, 0.7f, 3}, {2, 6, 0.8f, 5}};
+    std::vector<Case> cases = {{1, 0, 1, 8}, {0.5f, 0, 1, 8}, {3, 0, 1, 8},
+                               {1, 4, 1, 4}, {1, 0, 0.7f, 3}, {2, 6, 0.8f, 5}};
     for (Case c : cases) {
         std::vector<std::pair<double, int>> p; // likeliest first
         for (size_t v = 0; v < 8; v++) p.push_back({-std::exp(double(logits[v]) / c.temperature), int(v)});
@@ -766,7 +770,8 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
              {deep + closed, 0, "no JSON object"},
              {"{" + good + "," + good + "}", 8, "names a twice"},
              {"{" + good + "," + entry("a", "F32", "[1]", "[8,12]") + "}", 12, "names a twice"},
-             {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "names dtype twice"},
+             {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8,
+              "names dtype twice"},
              {"{\"a\":3}", 0, "tensor a has no dtype, shape and data_offsets"},
              {"{\"a\":null}", 0, "has no dtype, shape"},
              {"{\"a\":[\"F32\",[2],[0,8]]}", 8, "has no dtype, shape"},

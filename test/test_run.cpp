@@ -156,7 +156,8 @@ TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
         fs::remove_all(killed);
         for (int attempt = 0; attempt < 30; attempt++) {
             bool resume = false;
-            for (const fs::directory_entry& e : fs::directory_iterator(dir / "killed", std::error_code()))
+            std::error_code none_yet;
+            for (const fs::directory_entry& e : fs::directory_iterator(killed, none_yet))
                 resume |= e.path().filename().string().find("step_") == 0 && e.path().extension() != ".tmp";
             char limit[32];
             snprintf(limit, sizeof(limit), "%.3f", seconds * (0.25 + 0.65 * double(random() % 1000) / 1000));
