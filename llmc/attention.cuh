@@ -32,7 +32,9 @@ inline void alibi_slopes(float* slopes, size_t NH) {
 // ----------------------------------------------------------------------------
 // CPU: tiles
 
-constexpr size_t ATTENTION_Q = 128, ATTENTION_K = 256; // rows of queries and of keys in a block
+// Rows of queries and of keys in a block: the largest with which what oneDNN allocates for itself in a bf16 product
+// stays below 64 KiB (float products of any size take 72 KiB).
+constexpr size_t ATTENTION_Q = 64, ATTENTION_K = 80;
 
 // A thread's share of the scratch.
 template <typename T> struct AttentionTile {

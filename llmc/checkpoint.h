@@ -153,7 +153,7 @@ inline std::string verify_checkpoint(const std::string& folder, nlohmann::json* 
     bool good = m.is_object();
     for (const char* key : {"step", "cursor", "seed", "optimizer_step", "threads"}) good = good && m.contains(key) && m[key].is_number_integer();
     for (const char* key : {"optimizer", "precision", "cpu"}) good = good && m.contains(key) && m[key].is_string();
-    good = good && m.contains("files") && m["files"].is_array() && m.contains("model") && m["model"].is_object();
+    good = good && m.contains("files") && m["files"].is_array() && !m["files"].empty() && m.contains("model") && m["model"].is_object();
     if (!good) return folder + ": manifest.json is broken";
     for (const nlohmann::json& f : m["files"]) {
         if (!f.is_object() || !f.contains("file") || !f["file"].is_string() || !f.contains("bytes") || !f.contains("crc32")) return folder + ": manifest.json is broken";

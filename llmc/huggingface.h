@@ -19,21 +19,24 @@ struct HfConfig {
     bool has(const char* key) const { return j.contains(key) && !j[key].is_null(); }
 };
 
+// A value as a message shows it: lists are not printed, for printing recurses, and brackets in brackets end the stack.
+inline std::string hf_text(const nlohmann::json& j) { return j.is_structured() ? j.type_name() : j.dump(); }
+
 inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
     if (!c.has(key) && otherwise) return otherwise;
     bool good = c.has(key) && c.j[key].is_number_unsigned() && c.j[key].get<uint64_t>() > 0 && c.j[key].get<uint64_t>() < (1u << 30);
-    if (!good && c.wrong.empty()) c.wrong = c.path + ": " + key + (c.has(key) ? " is " + c.j[key].dump() + ", which is no size" : " is missing");
+    if (!good && c.wrong.empty()) c.wrong = c.path + ": " + key + (c.has(key) ? " is " + hf_text(c.j[key]) + ", which is no size" : " is missing");
     return good ? c.j[key].get<size_t>() : 1;
 }
 
 inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
     if (!j.contains(key) || j[key].is_null()) return otherwise;
-    if (!j[key].is_number() && c.wrong.empty()) c.wrong = c.path + ": " + key + " is " + j[key].dump() + ", which is no number";
+    if (!j[key].is_number() && c.wrong.empty()) c.wrong = c.path + ": " + key + " is " + hf_text(j[key]) + ", which is no number";
     return j[key].is_number() ? j[key].get<double>() : otherwise;
 }
 
 inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json& only) {
-    if (c.has(key) && c.j[key] != only && c.wrong.empty()) c.wrong = c.path + ": " + key + " " + c.j[key].dump() + " is not built yet, only " + only.dump() + " is";
+    if (c.has(key) && c.j[key] != only && c.wrong.empty()) c.wrong = c.path + ": " + key + " " + hf_text(c.j[key]) + " is not built yet, only " + only.dump() + " is";
 }
 
 inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) { return c.has(key) && c.j[key].is_boolean() ? c.j[key].get<bool>() : otherwise; }
@@ -59,7 +62,8 @@ inline void hf_rope(HfConfig& c, Shape& s) {
         const nlohmann::json& r = c.j[key];
         if (!r.is_object()) return (void)(c.wrong = c.path + ": " + key + " is no object");
         s.rope_theta = hf_number(c, r, "rope_theta", s.rope_theta);
-        std::string type = r.value("rope_type", r.value("type", std::string("default")));
+        nlohmann::json named = r.value("rope_type", r.value("type", nlohmann::json())); // of any type, or null
+        std::string type = named.is_string() ? named.get<std::string>() : named.is_null() ? "default" : hf_text(named);
         if (type == "default") continue;
         if (type != "llama3") return (void)(c.wrong = c.path + ": rope scaling " + type + " is not built yet, only llama3 is");
         s.rope_scaling = {float(hf_number(c, r, "factor", 8)), float(hf_number(c, r, "low_freq_factor", 1)), float(hf_number(c, r, "high_freq_factor", 4)),
@@ -80,6 +84,7 @@ inline Shape hf_llama_shape(HfConfig& c, const std::string& type) {
     hf_refuse_unless(c, "hidden_act", "silu");
     hf_refuse_unless(c, "attention_bias", false);
     hf_refuse_unless(c, "mlp_bias", false);
+    if (type == "qwen2") hf_refuse_unless(c, "use_sliding_window", false); // of its upper layers only
     bool window = c.has("sliding_window") && hf_flag(c, "use_sliding_window", type == "mistral");
     if (window) s.sliding_window = hf_size(c, "sliding_window");
     if (!c.has("head_dim") && C % NH && c.wrong.empty()) c.wrong = c.path + ": num_attention_heads " + std::to_string(NH) + " does not divide hidden_size " + std::to_string(C);

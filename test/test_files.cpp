@@ -1,38 +1,43 @@
-// test_files.cpp - models and checkpoints in files: golden numbers from PyTorch, trained checkpoints, round trips to the
-// bit, and every malformed input with its one line
+// test_files.cpp - models and checkpoints in files: golden numbers from PyTorch, trained checkpoints, round trips to
+// the bit, and every malformed input with its one line
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include "../llmc/checkpoint.h"
 #include "../llmc/generate.h"
 
 namespace fs = std::filesystem;
+using nlohmann::json;
 static const std::string ROOT = REPO_ROOT, FIXTURES = ROOT + "/../shared/fixtures";
 #define NEEDS_FIXTURES() \
     if (!std::ifstream(FIXTURES + "/README.md")) GTEST_SKIP() << "skipped: no fixtures"
-#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << "'" << (text) << "'"
+#define EXPECT_HAS(text, part) EXPECT_PRED2(has, text, part)
+static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// The models are tiny: a team of threads would only wait, and a forked child has none.
+static const int one_thread = (omp_set_num_threads(1), 1);
 
 static std::string read_file(const std::string& path) {
     std::ifstream in(path, std::ios::binary);
     return {std::istreambuf_iterator<char>(in), {}};
 }
-static nlohmann::json read_json(const std::string& path) { return nlohmann::json::parse(read_file(path)); }
+static void put_file(const std::string& path, const std::string& bytes) {
+    std::ofstream(path, std::ios::binary) << bytes;
+}
+static json read_json(const std::string& path) { return json::parse(read_file(path)); }
 
 struct Files : testing::Test {
     std::string dir;
     void SetUp() override {
-        dir = testing::TempDir() + "/files_" + std::to_string(getpid()) + testing::UnitTest::GetInstance()->current_test_info()->name();
+        std::string test = testing::UnitTest::GetInstance()->current_test_info()->name();
+        dir = testing::TempDir() + "/files_" + std::to_string(getpid()) + test;
         fs::remove_all(dir);
         fs::create_directories(dir);
     }
     void TearDown() override { fs::remove_all(dir); }
-    std::string write(const std::string& name, const std::string& bytes) {
-        fs::create_directories(fs::path(dir + "/" + name).parent_path());
-        std::ofstream(dir + "/" + name, std::ios::binary) << bytes;
-        return dir + "/" + name;
-    }
 };
 
 // A trainer with memory, ready for weights.
@@ -45,11 +50,6 @@ template <typename T> struct Small {
         t.hyper = {true, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
     }
     ~Small() { arena_free(t.arena); }
-    std::vector<float> weight(const std::string& name) {
-        for (const Parameter& p : t.model.parameters)
-            if (p.name == name) return get_weight(t, p);
-        return {};
-    }
 };
 
 static Plan plan_of(Mode mode, size_t B, size_t T, size_t cache = 0) {
@@ -86,78 +86,109 @@ struct Golden {
         if (t) tensor_to_float(x.data(), *t, 0, x.size());
         return x;
     }
-    const int* ints(const std::string& name) const { return reinterpret_cast<const int*>(safetensors_find(file, name)->data); }
+    std::vector<int> ints(const std::string& name) const {
+        const SafeTensor* t = safetensors_find(file, name);
+        EXPECT_TRUE(t && t->dtype == "I32") << name;
+        std::vector<int> x(t ? t->elements() : 0);
+        if (t) memcpy(x.data(), t->data, t->bytes);
+        return x;
+    }
+    // a tensor of this parameter as the trainer holds it, [out, in]
+    std::vector<float> of(const std::string& kind, const Parameter& p, const Shape& s) const {
+        std::string name = kind + p.name;
+        if (!safetensors_find(file, name)) name = kind + export_name(p, s);
+        std::vector<float> x = floats(name);
+        EXPECT_EQ(x.size(), p.file_elements()) << name;
+        return p.transposed ? turned(x, p.cols(), p.rows()) : x;
+    }
 };
 
-// got (as the trainer holds it, padded) against want (as the file does); relative to the largest
-template <typename A> double worst_error(const A* got, std::vector<float> want, const Parameter& p) {
-    if (p.transposed) want = turned(want, p.cols(), p.rows());
-    double most = 1e-12, worst = 0;
-    for (float w : want) most = std::max(most, double(std::fabs(w)));
-    for (size_t i = 0; i < want.size(); i++) worst = std::max(worst, std::fabs(double(got[i]) - want[i]) / most);
-    return worst;
+static double largest(const std::vector<float>& x) {
+    double most = 0;
+    for (float f : x) most = std::max(most, double(std::fabs(f)));
+    return most;
 }
 
-// `eps`: what the arithmetic is off by, relative: 2e-5 for float sums of a few hundred terms through two blocks; in double
-// the golden files' own rounding to float, 6e-8
-template <typename T> void compare_with_golden(const std::string& name, double eps) {
+// The bounds. In double only the golden files' own rounding to float is left, 6e-8 of a value.
+struct Bounds {
+    double loss;      // absolute
+    double logits;    // of the largest
+    double gradients; // of the tensor's largest, and of the norm
+    double weights;   // absolute, after three steps
+    double near_zero; // Adam divides a gradient by its size. Where it is smaller than this, relative to its tensor's
+                      // largest, rounding in float may turn its sign: such a weight may be off by the steps it took
+    double steps;
+};
+static const Bounds IN_FLOAT = {1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3}, IN_DOUBLE = {1e-6, 1e-6, 1e-6, 1e-6, 0, 0};
+
+template <typename T> void compare_with_golden(const std::string& name, Bounds bounds) {
     std::string folder = ROOT + "/dev/golden/" + name;
     Shape s;
     ASSERT_EQ(hf_read_config(&s, folder), "");
     Golden golden(folder + "/golden.safetensors");
-    const size_t B = 3, T_ = 24;
-    Small<T> m(s, {plan_of(Mode::TRAIN, B, T_), plan_of(Mode::GENERATE, 1, T_, T_)});
+    std::vector<int> golden_tokens = golden.ints("tokens"), golden_targets = golden.ints("targets");
+    const size_t B = 3, N = 24;
+    ASSERT_EQ(golden_tokens.size(), B * N);
+    ASSERT_EQ(golden_targets.size(), B * N);
+    Small<T> m(s, {plan_of(Mode::TRAIN, B, N), plan_of(Mode::GENERATE, 1, N, N)});
     ASSERT_EQ(hf_load_weights(m.t, folder), "");
 
     std::vector<float> logits = golden.floats("logits");
-    double largest = 0, worst = 0;
-    for (float x : logits) largest = std::max(largest, double(std::fabs(x)));
+    ASSERT_EQ(logits.size(), B * N * s.V);
+    double worst = 0;
     for (size_t b = 0; b < B; b++)
-        for (size_t length : {size_t(1), size_t(7), T_}) {
-            std::vector<int> prompt(golden.ints("tokens") + b * T_, golden.ints("tokens") + b * T_ + length);
-            std::vector<float> got = logits_after(m.t, 1, prompt);
-            for (size_t v = 0; v < s.V; v++) worst = std::max(worst, std::fabs(double(got[v]) - logits[(b * T_ + length - 1) * s.V + v]) / largest);
+        for (size_t length = 1; length <= N; length++) {
+            const int* row = golden_tokens.data() + b * N;
+            const float* want = logits.data() + (b * N + length - 1) * s.V;
+            std::vector<float> got = logits_after(m.t, 1, {row, row + length});
+            for (size_t v = 0; v < s.V; v++) worst = std::max(worst, std::fabs(double(got[v]) - want[v]));
         }
-    EXPECT_LE(worst, eps) << "logits";
+    EXPECT_LE(worst, bounds.logits * largest(logits)) << "logits";
 
     m.t.window = [&](uint64_t sample, int* tokens, int* targets) {
-        memcpy(tokens, golden.ints("tokens") + sample * T_, T_ * sizeof(int));
-        memcpy(targets, golden.ints("targets") + sample * T_, T_ * sizeof(int));
+        memcpy(tokens, golden_tokens.data() + sample * N, N * sizeof(int));
+        memcpy(targets, golden_targets.data() + sample * N, N * sizeof(int));
         return std::string();
     };
     std::vector<float> losses = golden.floats("step_losses");
+    ASSERT_EQ(losses.size(), 3u);
+    EXPECT_EQ(losses[0], golden.floats("loss")[0]);
     for (size_t step = 0; step < 3; step++) {
         run_plan(m.t, 0);
-        EXPECT_NEAR(plan_loss(m.t).mean(), losses[step], eps * losses[step]) << "step " << step;
+        EXPECT_NEAR(plan_loss(m.t).mean(), losses[step], bounds.loss) << "step " << step;
         if (step > 0) continue;
-        EXPECT_NEAR(address<const StepScale>(m.t, {Kind::SCALE})->norm, golden.floats("grad_norm")[0], 2 * eps * golden.floats("grad_norm")[0]);
+        double norm = golden.floats("grad_norm")[0];
+        EXPECT_GT(norm, 0.5) << "nothing would be clipped";
+        EXPECT_NEAR(address<const StepScale>(m.t, {Kind::SCALE})->norm, norm, bounds.gradients * norm);
         for (const Parameter& p : m.t.model.parameters) {
-            const acc_t<T>* grad = address<const acc_t<T>>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
-            EXPECT_LE(worst_error(grad, golden.floats("grad." + export_name(p, s)), p), 5 * eps) << p.name;
+            const acc_t<T>* got = address<const acc_t<T>>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
+            std::vector<float> want = golden.of("grad.", p, s);
+            worst = 0;
+            for (size_t i = 0; i < want.size(); i++) worst = std::max(worst, std::fabs(double(got[i]) - want[i]));
+            EXPECT_LE(worst, bounds.gradients * largest(want)) << p.name;
         }
     }
-    // A step moves a weight by about lr = 1e-3 whatever the size of its gradient: Adam divides by it. Where the
-    // gradient is as small as its rounding (GPT-2's key biases have none at all) the sign is chance: those may differ
-    // by the three steps, 3e-3; nearly all must not.
     for (const Parameter& p : m.t.model.parameters) {
-        std::vector<float> want = golden.floats("after." + export_name(p, s)), got = get_weight(m.t, p);
-        if (p.transposed) want = turned(want, p.cols(), p.rows());
-        size_t off = 0;
+        std::vector<float> want = golden.of("after.", p, s), grad = golden.of("grad.", p, s), got = get_weight(m.t, p);
+        size_t excused = 0;
         for (size_t i = 0; i < want.size(); i++) {
-            EXPECT_NEAR(got[i], want[i], 6.1e-3) << p.name;
-            off += std::fabs(got[i] - want[i]) > 1e-5;
+            double miss = std::fabs(double(got[i]) - want[i]);
+            bool excuse = std::fabs(grad[i]) < bounds.near_zero * largest(grad);
+            EXPECT_LE(miss, excuse ? bounds.steps : bounds.weights) << p.name << "[" << i << "], gradient " << grad[i];
+            excused += excuse && miss > bounds.weights;
         }
-        bool key_bias = p.name.find("c_attn.bias") != std::string::npos || p.name.find("k_proj.bias") != std::string::npos;
-        EXPECT_LE(off, key_bias ? want.size() / 2 : want.size() / 50) << p.name;
+        // GPT-2's key biases, a third of c_attn's, have no gradient at all: softmax does not see them
+        bool key_bias = has(p.name, "c_attn.bias");
+        EXPECT_LE(excused, want.size() / (key_bias ? 3 : 50)) << p.name;
     }
 }
 
-TEST(Golden, Gpt2InFloat) { compare_with_golden<float>("gpt2-tiny", 2e-5); }
-TEST(Golden, Gpt2InDouble) { compare_with_golden<double>("gpt2-tiny", 3e-7); }
-TEST(Golden, LlamaInFloat) { compare_with_golden<float>("llama-tiny", 2e-5); }
-TEST(Golden, LlamaInDouble) { compare_with_golden<double>("llama-tiny", 3e-7); }
-TEST(Golden, Qwen2InFloat) { compare_with_golden<float>("qwen2-tiny", 2e-5); }
-TEST(Golden, Qwen2InDouble) { compare_with_golden<double>("qwen2-tiny", 3e-7); }
+TEST(Golden, Gpt2InFloat) { compare_with_golden<float>("gpt2-tiny", IN_FLOAT); }
+TEST(Golden, Gpt2InDouble) { compare_with_golden<double>("gpt2-tiny", IN_DOUBLE); }
+TEST(Golden, LlamaInFloat) { compare_with_golden<float>("llama-tiny", IN_FLOAT); }
+TEST(Golden, LlamaInDouble) { compare_with_golden<double>("llama-tiny", IN_DOUBLE); }
+TEST(Golden, Qwen2InFloat) { compare_with_golden<float>("qwen2-tiny", IN_FLOAT); }
+TEST(Golden, Qwen2InDouble) { compare_with_golden<double>("qwen2-tiny", IN_DOUBLE); }
 
 // ----------------------------------------------------------------------------
 // trained checkpoints of others
@@ -193,14 +224,12 @@ struct Llama2Tokens {
     std::vector<int> encode(const std::string& text) const {
         std::vector<int> t = {1};
         std::string all = " " + text;
-        for (size_t i = 0; i < all.size();) { // characters, or their bytes
-            size_t n = 1;
-            while (i + n < all.size() && (all[i + n] & 0xc0) == 0x80) n++;
+        for (size_t i = 0, n; i < all.size(); i += n) { // characters, or their bytes
+            for (n = 1; i + n < all.size() && (all[i + n] & 0xc0) == 0x80;) n++;
             auto it = ids.find(all.substr(i, n));
             if (it != ids.end()) t.push_back(it->second);
             else
                 for (size_t k = 0; k < n; k++) t.push_back(int((unsigned char)all[i + k]) + 3);
-            i += n;
         }
         for (;;) {
             float best = -1e10f;
@@ -208,7 +237,8 @@ struct Llama2Tokens {
             int merged = -1;
             for (size_t i = 0; i + 1 < t.size(); i++) {
                 auto it = ids.find(pieces[size_t(t[i])] + pieces[size_t(t[i + 1])]);
-                if (it != ids.end() && scores[size_t(it->second)] > best) best = scores[size_t(it->second)], at = i, merged = it->second;
+                if (it == ids.end() || scores[size_t(it->second)] <= best) continue;
+                best = scores[size_t(it->second)], at = i, merged = it->second;
             }
             if (merged < 0) return t;
             t[at] = merged;
@@ -219,9 +249,11 @@ struct Llama2Tokens {
 
 TEST(Fixtures, Stories260kHasItsExpectedLoss) {
     NEEDS_FIXTURES();
-    nlohmann::json reference = read_json(FIXTURES + "/checkpoints/stories260K/helper_reference/tinystories_loss.json");
+    json reference = read_json(FIXTURES + "/checkpoints/stories260K/helper_reference/tinystories_loss.json");
+    ASSERT_EQ(reference["per_story"].size(), 40u);
     Llama2Tokens tokenizer(FIXTURES + "/tokenizers/tinystories512/tok512.bin");
     std::string text = read_file(FIXTURES + "/text/tinystories_v2_gpt4_sample_2MiB.txt"), mark = "<|endoftext|>";
+    const char* blank = " \n\r\t";
     Shape s;
     ASSERT_EQ(hf_read_config(&s, FIXTURES + "/checkpoints/stories260K/hf"), "");
     Small<float> m(s, {plan_of(Mode::EVALUATE, 1, 512)});
@@ -230,12 +262,16 @@ TEST(Fixtures, Stories260kHasItsExpectedLoss) {
     int64_t count = 0;
     size_t at = 0;
     for (size_t story = 0; story < reference["per_story"].size(); story++) {
-        size_t end = text.find(mark, at), a = text.find_first_not_of(" \n\r\t", at), b = text.find_last_not_of(" \n\r\t", end - 1);
+        size_t end = text.find(mark, at), a = text.find_first_not_of(blank, at);
+        size_t b = text.find_last_not_of(blank, end - 1);
         std::vector<int> ids = tokenizer.encode(text.substr(a, b + 1 - a));
         EXPECT_TRUE(story > 0 || ids == reference["ids_of_story_0"].get<std::vector<int>>());
         at = end + mark.size();
         m.t.window = [&](uint64_t, int* tokens, int* targets) {
-            for (size_t i = 0; i < 512; i++) tokens[i] = i < ids.size() ? ids[i] : 0, targets[i] = i + 1 < ids.size() ? ids[i + 1] : -1;
+            for (size_t i = 0; i < 512; i++) {
+                tokens[i] = i < ids.size() ? ids[i] : 0;
+                targets[i] = i + 1 < ids.size() ? ids[i + 1] : -1;
+            }
             return std::string();
         };
         run_plan(m.t, 0);
@@ -250,8 +286,8 @@ TEST(Fixtures, Stories260kHasItsExpectedLoss) {
 TEST_F(Files, TinyRandomGpt2GivesItsExpectedLogits) {
     NEEDS_FIXTURES();
     std::string folder = FIXTURES + "/checkpoints/tiny-random-gpt2";
-    nlohmann::json e = read_json(folder + "/expected.json");
-    write("config.json", e["config"].dump());
+    json e = read_json(folder + "/expected.json");
+    put_file(dir + "/config.json", e["config"].dump());
     fs::copy(folder + "/model.safetensors", dir + "/model.safetensors");
     Shape s;
     ASSERT_EQ(hf_read_config(&s, dir), "");
@@ -267,256 +303,778 @@ TEST_F(Files, TinyRandomGpt2GivesItsExpectedLogits) {
         EXPECT_EQ(greedy(m.t, 0, ids, 6), e["greedy_sequences_len10"][size_t(b)].get<std::vector<int>>());
     }
     std::vector<float> sampled = e["sampled_logits_prompt"].get<std::vector<float>>();
-    for (size_t i = 0; i < sampled.size(); i++) EXPECT_NEAR(all[i * 200], sampled[i], 1e-5);
+    ASSERT_EQ(sampled.size() * 200, all.size());
+    for (size_t i = 0; i < sampled.size(); i++) EXPECT_NEAR(all[i * 200], sampled[i], 1e-5) << i;
 }
 
 // ----------------------------------------------------------------------------
 // config.json
 
-static std::string config_error(const std::string& dir, const std::string& json) {
-    std::ofstream(dir + "/config.json") << json;
-    Shape s;
-    return hf_read_config(&s, dir);
+static json gpt2_json() {
+    return {{"model_type", "gpt2"}, {"n_embd", 12}, {"n_head", 3}, {"n_layer", 2}, {"vocab_size", 61},
+            {"n_positions", 16}};
+}
+static json llama_json(const char* type = "llama") {
+    return {{"model_type", type}, {"hidden_size", 16}, {"num_attention_heads", 4}, {"num_hidden_layers", 2},
+            {"intermediate_size", 20}, {"vocab_size", 61}};
+}
+static json llama3_scaling() {
+    return {{"rope_type", "llama3"}, {"factor", 4.0}, {"low_freq_factor", 2.0}, {"high_freq_factor", 8.0},
+            {"original_max_position_embeddings", 64}};
 }
 
-TEST_F(Files, ConfigsOfAllFamiliesAreRead) {
+// What config.json says of a shape, or what is wrong with it; `more` replaces and adds keys.
+static std::string config_error(const std::string& dir, json config, const json& more = json::object(),
+                                Shape* s = nullptr) {
+    config.update(more);
+    put_file(dir + "/config.json", config.dump());
+    Shape unused;
+    return hf_read_config(s ? s : &unused, dir);
+}
+static Shape config_shape(const std::string& dir, const json& config, const json& more = json::object()) {
     Shape s;
-    EXPECT_EQ(config_error(dir, R"({"model_type":"gpt2","n_embd":12,"n_head":3,"n_layer":2,"vocab_size":7,"n_positions":9,"n_inner":null})"), "");
-    hf_read_config(&s, dir);
-    EXPECT_EQ(s.F, 48u); EXPECT_EQ(s.P, 9u); EXPECT_TRUE(s.tied);
-    std::string llama = R"("hidden_size":16,"num_attention_heads":4,"num_hidden_layers":2,"intermediate_size":20,"vocab_size":9)";
-    EXPECT_EQ(config_error(dir, "{\"model_type\":\"llama\"," + llama + R"(,"head_dim":6,"num_key_value_heads":2,"rope_parameters":{"rope_theta":7.0,"rope_type":"default"}})"), "");
-    hf_read_config(&s, dir);
-    EXPECT_EQ(s.HS, 6u); EXPECT_EQ(s.NKV, 2u); EXPECT_EQ(s.rope_theta, 7.0); EXPECT_FALSE(s.tied);
-    EXPECT_EQ(config_error(dir, "{\"model_type\":\"mistral\"," + llama + ",\"sliding_window\":32}"), "");
-    hf_read_config(&s, dir);
-    EXPECT_EQ(s.sliding_window, 32u); EXPECT_EQ(s.NKV, 4u);
-    EXPECT_EQ(config_error(dir, "{\"model_type\":\"qwen2\"," + llama + ",\"sliding_window\":32,\"use_sliding_window\":false}"), "");
-    hf_read_config(&s, dir);
-    EXPECT_EQ(s.sliding_window, 0u); EXPECT_TRUE(s.qkv_bias);
-    auto wrong = [&](const std::string& more) { return config_error(dir, "{\"model_type\":\"llama\"," + llama + more + "}"); };
-    EXPECT_HAS(wrong(R"(,"rope_scaling":{"rope_type":"yarn"})"), "rope scaling yarn is not built yet");
-    EXPECT_HAS(wrong(R"(,"hidden_act":"gelu")"), "hidden_act \"gelu\" is not built yet");
-    EXPECT_HAS(wrong(R"(,"attention_bias":true)"), "attention_bias");
-    EXPECT_HAS(wrong(R"(,"num_key_value_heads":3)"), "num_key_value_heads 3 does not divide");
-    EXPECT_HAS(wrong(R"(,"num_key_value_heads":0)"), "is 0, which is no size");
-    EXPECT_HAS(wrong(R"(,"vocab_size":"many")"), "vocab_size");
-    EXPECT_HAS(wrong(R"(,"rope_theta":"x")"), "which is no number");
-    EXPECT_HAS(config_error(dir, R"({"model_type":"gpt2","n_embd":10,"n_head":3,"n_layer":2,"vocab_size":7,"n_positions":9})"), "n_head 3 does not divide n_embd 10");
-    EXPECT_HAS(config_error(dir, R"({"model_type":"gpt2"})"), "n_embd is missing");
-    EXPECT_HAS(config_error(dir, R"({"model_type":"gpt2","n_embd":12,"n_head":3,"n_layer":2,"vocab_size":7,"n_positions":9,"activation_function":"relu"})"), "activation_function");
-    EXPECT_HAS(config_error(dir, "[1,2]"), "is no JSON object");
+    EXPECT_EQ(config_error(dir, config, more, &s), "");
+    return s;
+}
+
+TEST_F(Files, ConfigOfGpt2) {
+    Shape s = config_shape(dir, gpt2_json());
+    EXPECT_EQ(s.family, Family::GPT2);
+    EXPECT_EQ(s.position, Position::LEARNED);
+    EXPECT_EQ((std::vector<size_t>{s.L, s.NH, s.NKV, s.HS, s.C, s.F, s.V, s.P}),
+              (std::vector<size_t>{2, 3, 3, 4, 12, 48, 61, 16}));
+    EXPECT_TRUE(s.tied && s.qkv_bias);
+    EXPECT_EQ(s.norm_eps, 1e-5f);
+    s = config_shape(dir, gpt2_json(), {{"n_inner", 20}, {"layer_norm_epsilon", 1e-3}, {"tie_word_embeddings", false},
+                                        {"activation_function", "gelu_new"}, {"scale_attn_weights", true}});
+    EXPECT_EQ(s.F, 20u);
+    EXPECT_EQ(s.norm_eps, 1e-3f);
+    EXPECT_FALSE(s.tied);
+    EXPECT_EQ(config_shape(dir, gpt2_json(), {{"n_inner", nullptr}}).F, 48u);
+    json older = gpt2_json();
+    older.erase("n_positions");
+    EXPECT_EQ(config_shape(dir, older, {{"n_ctx", 24}}).P, 24u);
+}
+
+TEST_F(Files, ConfigOfLlama) {
+    Shape s = config_shape(dir, llama_json());
+    EXPECT_EQ(s.family, Family::LLAMA);
+    EXPECT_EQ(s.position, Position::ROPE);
+    EXPECT_EQ((std::vector<size_t>{s.L, s.NH, s.NKV, s.HS, s.C, s.F, s.V, s.P}),
+              (std::vector<size_t>{2, 4, 4, 4, 16, 20, 61, 2048}));
+    EXPECT_EQ(s.rope_theta, 10000);
+    EXPECT_EQ(s.rope_scaling.factor, 1);
+    EXPECT_EQ(s.norm_eps, 1e-6f);
+    EXPECT_FALSE(s.tied || s.qkv_bias);
+    s = config_shape(dir, llama_json(), {{"num_key_value_heads", 2}, {"head_dim", 6}, {"max_position_embeddings", 99},
+                                         {"rms_norm_eps", 1e-3}, {"rope_theta", 7}, {"tie_word_embeddings", true}});
+    EXPECT_EQ((std::vector<size_t>{s.NKV, s.HS, s.P}), (std::vector<size_t>{2, 6, 99}));
+    EXPECT_EQ(s.norm_eps, 1e-3f);
+    EXPECT_EQ(s.rope_theta, 7);
+    EXPECT_TRUE(s.tied);
+    EXPECT_EQ(config_shape(dir, llama_json(), {{"hidden_size", 18}, {"head_dim", 4}}).HS, 4u); // heads need not divide
+    EXPECT_EQ(config_shape(dir, llama_json(), {{"sliding_window", 9}}).sliding_window, 0u);    // Llama has none
+}
+
+TEST_F(Files, ConfigOfRope) {
+    auto expect_scaled = [](const Shape& s) {
+        EXPECT_EQ(s.rope_scaling.factor, 4);
+        EXPECT_EQ(s.rope_scaling.low_freq_factor, 2);
+        EXPECT_EQ(s.rope_scaling.high_freq_factor, 8);
+        EXPECT_EQ(s.rope_scaling.original_positions, 64);
+    };
+    Shape s = config_shape(dir, llama_json(), {{"rope_theta", 500000.0}, {"rope_scaling", llama3_scaling()}});
+    expect_scaled(s);
+    EXPECT_EQ(s.rope_theta, 500000);
+    json parameters = llama3_scaling(), older = llama3_scaling();
+    parameters["rope_theta"] = 3.5;
+    s = config_shape(dir, llama_json(), {{"rope_parameters", parameters}}); // of newer files
+    expect_scaled(s);
+    EXPECT_EQ(s.rope_theta, 3.5);
+    older.erase("rope_type");
+    older["type"] = "llama3";
+    expect_scaled(config_shape(dir, llama_json(), {{"rope_scaling", older}}));
+    for (json none : {json(nullptr), json::object(), json{{"rope_type", "default"}}, json{{"rope_type", nullptr}}})
+        EXPECT_EQ(config_shape(dir, llama_json(), {{"rope_scaling", none}}).rope_scaling.factor, 1) << none;
+    auto wrong = [&](const json& scaling) { return config_error(dir, llama_json(), {{"rope_scaling", scaling}}); };
+    for (const char* key : {"rope_type", "type"})
+        for (const char* kind : {"yarn", "linear", "dynamic", "longrope"})
+            EXPECT_HAS(wrong({{key, kind}}), std::string("rope scaling ") + kind + " is not built yet, only llama3 is");
+    EXPECT_HAS(wrong({{"rope_type", 3}}), "rope scaling 3 is not built yet");
+    EXPECT_HAS(wrong({{"rope_type", {1}}}), "rope scaling");
+    EXPECT_HAS(wrong("llama3"), "rope_scaling is no object");
+    EXPECT_HAS(wrong({{"rope_type", "llama3"}, {"factor", "x"}}), "factor is \"x\", which is no number");
+}
+
+TEST_F(Files, ConfigOfMistralAndQwen2) {
+    Shape s = config_shape(dir, llama_json("mistral"), {{"sliding_window", 32}, {"num_key_value_heads", 2}});
+    EXPECT_EQ(s.hf_type, "mistral");
+    EXPECT_EQ(s.sliding_window, 32u);
+    EXPECT_EQ(s.NKV, 2u);
+    EXPECT_FALSE(s.qkv_bias || s.tied);
+    EXPECT_EQ(config_shape(dir, llama_json("mistral"), {{"sliding_window", nullptr}}).sliding_window, 0u);
+    EXPECT_EQ(config_shape(dir, llama_json("mistral")).sliding_window, 0u);
+    EXPECT_HAS(config_error(dir, llama_json("mistral"), {{"sliding_window", 0}}), "sliding_window is 0, which is no");
+    s = config_shape(dir, llama_json("qwen2"), {{"sliding_window", 32}, {"use_sliding_window", false},
+                                                {"tie_word_embeddings", true}});
+    EXPECT_EQ(s.hf_type, "qwen2");
+    EXPECT_EQ(s.sliding_window, 0u);
+    EXPECT_TRUE(s.qkv_bias && s.tied);
+    EXPECT_EQ(config_shape(dir, llama_json("qwen2"), {{"sliding_window", 32}}).sliding_window, 0u);
+    // its window begins at layer max_window_layers, ours at the first
+    EXPECT_HAS(config_error(dir, llama_json("qwen2"), {{"sliding_window", 32}, {"use_sliding_window", true}}),
+               "use_sliding_window true is not built yet");
+}
+
+TEST_F(Files, ConfigErrorsAreNamed) {
+    Shape s;
+    EXPECT_HAS(hf_read_config(&s, dir), "has no config.json");
+    EXPECT_HAS(hf_read_config(&s, dir + "/nowhere"), "has no config.json");
+    for (const char* text : {"", "{", "no", "[1,2]", "3", "\"gpt2\"", "{\"model_type\":\"gpt2\",}", "\xff\xfe{}"}) {
+        put_file(dir + "/config.json", text);
+        EXPECT_HAS(hf_read_config(&s, dir), "config.json: is no JSON object") << text;
+    }
+    for (json type : {json("bert"), json(""), json(3), json(nullptr), json("GPT2")})
+        EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", type}}), "is not supported: gpt2, llama, mistral");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", "bert"}}), "model_type 'bert'");
+
+    for (const json& whole : {gpt2_json(), llama_json(), llama_json("mistral"), llama_json("qwen2")})
+        for (auto& [key, value] : whole.items()) {
+            if (key == "model_type") continue;
+            json lacking = whole;
+            lacking.erase(key);
+            EXPECT_HAS(config_error(dir, lacking), ": " + key + " is missing");
+            EXPECT_HAS(config_error(dir, whole, {{key, nullptr}}), ": " + key + " is missing");
+            for (json bad : {json("12"), json(0), json(-12), json(12.5), json(true), json({12}), json(1u << 30)})
+                EXPECT_TRUE(has(config_error(dir, whole, {{key, bad}}), ": " + key + " is ") &&
+                            has(config_error(dir, whole, {{key, bad}}), ", which is no size")) << key << bad;
+        }
+    for (const char* key : {"num_key_value_heads", "head_dim", "max_position_embeddings"})
+        EXPECT_HAS(config_error(dir, llama_json(), {{key, 0}}), std::string(key) + " is 0, which is no size");
+    for (const char* key : {"rope_theta", "rms_norm_eps"})
+        EXPECT_HAS(config_error(dir, llama_json(), {{key, "x"}}), std::string(key) + " is \"x\", which is no number");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_inner", "x"}}), "n_inner is \"x\", which is no size");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"layer_norm_epsilon", "x"}}), "which is no number");
+
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_head", 5}}), "n_head 5 does not divide n_embd 12");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 3}}), "num_attention_heads 3 does not divide");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 32}}), "num_attention_heads 32 does not");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 3}}), "num_key_value_heads 3 does not divide");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 8}}), "num_key_value_heads 8 does not divide");
+
+    auto refused = [&](const json& whole, const char* key, const json& value) {
+        std::string expected = std::string(key) + " " + value.dump() + " is not built yet";
+        EXPECT_HAS(config_error(dir, whole, {{key, value}}), expected);
+    };
+    refused(gpt2_json(), "activation_function", "relu");
+    refused(gpt2_json(), "activation_function", "gelu");
+    refused(gpt2_json(), "scale_attn_weights", false);
+    refused(gpt2_json(), "scale_attn_by_inverse_layer_idx", true);
+    for (const char* type : {"llama", "mistral", "qwen2"}) {
+        refused(llama_json(type), "hidden_act", "gelu");
+        refused(llama_json(type), "attention_bias", true);
+        refused(llama_json(type), "mlp_bias", true);
+    }
+    // brackets in brackets: printing them would end the stack
+    std::string deep(1 << 20, '['), config = gpt2_json().dump();
+    for (const char* key : {"\"n_embd\":12", "\"n_layer\":2"}) {
+        std::string text = config, nested = std::string(key).substr(0, std::string(key).find(':') + 1) + deep;
+        text.replace(text.find(key), strlen(key), nested + std::string(deep.size(), ']'));
+        put_file(dir + "/config.json", text);
+        EXPECT_HAS(hf_read_config(&s, dir), " is array, which is no size");
+    }
+    std::string text = config;
+    text.insert(1, "\"activation_function\":" + deep + std::string(deep.size(), ']') + ",");
+    put_file(dir + "/config.json", text);
+    EXPECT_HAS(hf_read_config(&s, dir), "activation_function array is not built yet");
 }
 
 // ----------------------------------------------------------------------------
 // exports
 
-static Shape shape_of(int i) {
-    Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000), qwen = llama;
-    qwen.hf_type = "qwen2", qwen.qkv_bias = true, qwen.tied = true, llama.rope_scaling = {8, 1, 4, 16};
-    Shape untied = gpt2;
-    untied.tied = false;
-    return std::vector<Shape>{gpt2, untied, llama, qwen}[size_t(i)];
+// Every family, tied and not; 61 words, which the trainer pads to 128.
+static std::vector<Shape> all_shapes() {
+    Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), gpt2_untied = gpt2;
+    Shape llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000), llama_tied = llama, mistral = llama, qwen2 = llama;
+    gpt2_untied.tied = false;
+    llama.rope_scaling = {8, 1, 4, 16}, llama_tied.tied = true, llama_tied.HS = 6, llama_tied.norm_eps = 1e-3f;
+    mistral.hf_type = "mistral", mistral.sliding_window = 7;
+    qwen2.hf_type = "qwen2", qwen2.qkv_bias = true, qwen2.rope_theta = 1e6;
+    Shape mistral_endless = mistral, qwen2_tied = qwen2;
+    mistral_endless.sliding_window = 0, qwen2_tied.tied = true;
+    return {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless, qwen2, qwen2_tied};
+}
+
+static std::string shape_name(const Shape& s) { return s.hf_type + (s.tied ? ", tied" : ", untied"); }
+
+template <typename T> static void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) { // norms and biases too
+    for (const Parameter& p : t.model.parameters) {
+        std::vector<float> v(p.elements());
+        for (size_t i = 0; i < p.file_elements(); i++) v[i] = float(normal(seed, fnv1a(p.name), i)) * 0.2f;
+        set_weight(t, p, v.data());
+    }
 }
 
 template <typename T> std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool adamw = true) {
-    Plan p = plan_of(Mode::TRAIN, 2, 16);
-    p.adamw = adamw;
-    auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{p});
+    Plan plan = plan_of(Mode::TRAIN, 2, 16);
+    plan.adamw = adamw;
+    auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
     m->t.hyper.adamw = adamw;
-    init_weights(m->t, seed);
-    for (const Parameter& p : m->t.model.parameters) { // vectors too
-        std::vector<float> v(p.elements());
-        for (size_t i = 0; i < p.file_elements(); i++) v[i] = float(normal(seed, fnv1a(p.name), i));
-        set_weight(m->t, p, v.data());
-    }
+    fill_weights(m->t, seed);
     m->t.window = [V = s.V](uint64_t sample, int* tokens, int* targets) {
-        for (int i = 0; i < 16; i++) tokens[i] = int((sample * 5 + uint64_t(i)) % V), targets[i] = int((sample * 5 + uint64_t(i) + 1) % V);
+        for (uint64_t i = 0; i < 16; i++) {
+            tokens[i] = int((sample * 5 + i * i) % V);
+            targets[i] = int((sample * 5 + (i + 1) * (i + 1)) % V);
+        }
         return std::string();
     };
     return m;
 }
 
-TEST_F(Files, ExportsLoadToTheSameBits) {
-    for (int i = 0; i < 4; i++)
-        for (size_t shard_bytes : {size_t(5) << 30, size_t(3000)}) {
-            std::string folder = dir + "/export" + std::to_string(i);
-            auto a = random_model<bf16>(shape_of(i)), b = random_model<bf16>(shape_of(i), 4);
+template <typename A, typename B> static void expect_same_weights(const Small<A>& a, const Small<B>& b) {
+    for (const Parameter& p : a.t.model.parameters)
+        EXPECT_EQ(get_weight(a.t, p), get_weight(b.t, p)) << p.name << " of " << shape_name(a.t.model.shape);
+}
+
+// All bytes of a folder's files.
+static std::map<std::string, std::string> folder_bytes(const std::string& folder) {
+    std::map<std::string, std::string> files;
+    for (const fs::directory_entry& e : fs::directory_iterator(folder))
+        files[e.path().filename().string()] = read_file(e.path().string());
+    return files;
+}
+
+static void expect_same_shape(const Shape& a, const Shape& b) {
+    EXPECT_EQ(model_identity(a), model_identity(b));
+    EXPECT_EQ(a.norm_eps, b.norm_eps);
+    EXPECT_EQ(a.sliding_window, b.sliding_window);
+    EXPECT_EQ(a.rope_scaling.low_freq_factor, b.rope_scaling.low_freq_factor);
+    EXPECT_EQ(a.rope_scaling.high_freq_factor, b.rope_scaling.high_freq_factor);
+    EXPECT_EQ(a.rope_scaling.original_positions, b.rope_scaling.original_positions);
+}
+
+template <typename T> static void export_round_trip(const std::string& dir) {
+    for (const Shape& s : all_shapes())
+        for (size_t shard_bytes : {size_t(5) << 30, size_t(3000), size_t(1)}) {
+            // a file a tensor, each synced, takes its time
+            if (shard_bytes == 1 && s.family == Family::LLAMA && !s.qkv_bias) continue;
+            std::string folder = dir + "/export"; // over the one before
+            auto a = random_model<T>(s), b = random_model<T>(s, 4);
             ASSERT_EQ(hf_export(a->t, folder, Type::F32, shard_bytes), "");
-            EXPECT_EQ(fs::exists(folder + "/model.safetensors.index.json"), shard_bytes == 3000);
-            Shape s;
-            ASSERT_EQ(hf_read_config(&s, folder), "");
-            EXPECT_EQ(model_identity(s), model_identity(shape_of(i)));
-            ASSERT_EQ(hf_load_weights(b->t, folder), "");
-            for (const Parameter& p : a->t.model.parameters) EXPECT_EQ(get_weight(a->t, p), get_weight(b->t, p)) << p.name;
-            HfFiles files; // the vocabulary's padding is not in the file
-            ASSERT_EQ(hf_open_files(&files, folder), "");
-            for (const SafeTensors& f : files.files)
-                for (const SafeTensor& t : f.tensors) EXPECT_NE(t.shape[0], 128u) << t.name;
+            auto files = folder_bytes(folder);
+            size_t shards = files.size() - 1 - files.count("model.safetensors.index.json");
+            EXPECT_EQ(files.count("config.json"), 1u);
+            EXPECT_EQ(files.count("model.safetensors.index.json"), shards > 1);
+            if (shard_bytes > 3000) EXPECT_EQ(shards, 1u);
+            else if (shard_bytes == 1) EXPECT_EQ(shards, a->t.model.parameters.size());
+            else EXPECT_GT(shards, 2u);
+            EXPECT_FALSE(fs::exists(folder + ".tmp") || fs::exists(folder + ".old"));
+            Shape read;
+            ASSERT_EQ(hf_read_config(&read, folder), "");
+            expect_same_shape(read, s);
+            ASSERT_EQ(hf_load_weights(b->t, folder), "") << shape_name(s);
+            expect_same_weights(*a, *b);
+        }
+}
+TEST_F(Files, ExportsLoadToTheSameBits) {
+    export_round_trip<float>(dir);
+    export_round_trip<bf16>(dir); // of its masters
+}
+
+// Half of the last place at most; and what has been rounded once stays as it is.
+TEST_F(Files, NarrowExportsRoundToNearestOnce) {
+    for (const Shape& s : all_shapes())
+        for (Type type : {Type::BF16, Type::F16}) {
+            auto a = random_model<float>(s), b = random_model<float>(s, 4), c = random_model<float>(s, 5);
+            ASSERT_EQ(hf_export(a->t, dir + "/once", type), "");
+            ASSERT_EQ(hf_load_weights(b->t, dir + "/once"), "");
+            for (const Parameter& p : a->t.model.parameters) {
+                std::vector<float> x = get_weight(a->t, p), y = get_weight(b->t, p);
+                for (size_t i = 0; i < x.size(); i++) {
+                    double half = type == Type::BF16 ? std::fabs(x[i]) * 0x1p-8 : std::fabs(x[i]) * 0x1p-11 + 0x1p-25;
+                    ASSERT_NEAR(x[i], y[i], half) << p.name;
+                }
+            }
+            ASSERT_EQ(hf_export(b->t, dir + "/twice", type, 2000), "");
+            ASSERT_EQ(hf_load_weights(c->t, dir + "/twice"), "");
+            expect_same_weights(*b, *c);
+            ASSERT_EQ(hf_export(c->t, dir + "/thrice", type), "");
+            EXPECT_TRUE(folder_bytes(dir + "/once") == folder_bytes(dir + "/thrice"));
         }
 }
 
-TEST_F(Files, NarrowExportsRoundToNearest) {
-    auto a = random_model<float>(shape_of(0)), b = random_model<float>(shape_of(0), 4);
-    for (Type type : {Type::BF16, Type::F16}) {
-        ASSERT_EQ(hf_export(a->t, dir + "/narrow", type), "");
-        ASSERT_EQ(hf_load_weights(b->t, dir + "/narrow"), "");
-        for (const Parameter& p : a->t.model.parameters) {
-            std::vector<float> x = get_weight(a->t, p), y = get_weight(b->t, p);
-            for (size_t i = 0; i < x.size(); i++) EXPECT_NEAR(x[i], y[i], std::fabs(x[i]) * (type == Type::BF16 ? 0x1p-8 : 0x1p-11) + 1e-7);
+// Names, shapes and order of elements as Hugging Face has them, and no row of padding.
+TEST_F(Files, ExportsHoldWhatHuggingFaceExpects) {
+    typedef std::map<std::string, std::vector<size_t>> Table;
+    Table gpt2 = {{"transformer.wte.weight", {61, 12}}, {"transformer.wpe.weight", {16, 12}},
+                  {"transformer.ln_f.weight", {12}}, {"transformer.ln_f.bias", {12}}};
+    Table llama = {{"model.embed_tokens.weight", {61, 16}}, {"model.norm.weight", {16}}, {"lm_head.weight", {61, 16}}};
+    Table gpt2_block = {{"ln_1.weight", {12}}, {"ln_1.bias", {12}}, {"attn.c_attn.weight", {12, 36}},
+                        {"attn.c_attn.bias", {36}}, {"attn.c_proj.weight", {12, 12}}, {"attn.c_proj.bias", {12}},
+                        {"ln_2.weight", {12}}, {"ln_2.bias", {12}}, {"mlp.c_fc.weight", {12, 48}},
+                        {"mlp.c_fc.bias", {48}}, {"mlp.c_proj.weight", {48, 12}}, {"mlp.c_proj.bias", {12}}};
+    Table llama_block = {{"input_layernorm.weight", {16}}, {"self_attn.q_proj.weight", {16, 16}},
+                         {"self_attn.k_proj.weight", {8, 16}}, {"self_attn.v_proj.weight", {8, 16}},
+                         {"self_attn.o_proj.weight", {16, 16}}, {"post_attention_layernorm.weight", {16}},
+                         {"mlp.gate_proj.weight", {20, 16}}, {"mlp.up_proj.weight", {20, 16}},
+                         {"mlp.down_proj.weight", {16, 20}}};
+    for (std::string l : {"0.", "1."}) {
+        for (auto& [name, shape] : gpt2_block) gpt2["transformer.h." + l + name] = shape;
+        for (auto& [name, shape] : llama_block) llama["model.layers." + l + name] = shape;
+    }
+    Table gpt2_untied = gpt2, qwen2 = llama;
+    gpt2_untied["lm_head.weight"] = {61, 12};
+    for (std::string l : {"0.", "1."})
+        for (std::string n : {"q", "k", "v"})
+            qwen2["model.layers." + l + "self_attn." + n + "_proj.bias"] = {n == "q" ? 16u : 8u};
+    Table qwen2_tied = qwen2;
+    qwen2_tied.erase("lm_head.weight");
+
+    std::vector<Shape> shapes = all_shapes();
+    std::map<size_t, Table> tables = {{0, gpt2}, {1, gpt2_untied}, {2, llama}, {4, llama}, {6, qwen2}, {7, qwen2_tied}};
+    for (auto& [i, table] : tables) {
+        auto m = random_model<float>(shapes[i]);
+        ASSERT_EQ(hf_export(m->t, dir + "/export", Type::F32), "");
+        Golden file(dir + "/export/model.safetensors");
+        Table found;
+        for (const SafeTensor& t : file.file.tensors) found[t.name] = t.shape;
+        EXPECT_EQ(found, table) << shape_name(shapes[i]);
+        EXPECT_EQ(file.file.metadata["format"], "pt");
+        if (i > 0) continue;
+        for (const Parameter& p : m->t.model.parameters) { // Conv1D's are [in, out]
+            std::vector<float> in_file = file.floats("transformer." + p.name), own = get_weight(m->t, p);
+            bool conv = p.name.rfind("h.", 0) == 0 && p.shape.size() == 2;
+            for (size_t i = 0; i < in_file.size(); i++) {
+                size_t row = i / p.rows(), col = i % p.rows();
+                ASSERT_EQ(in_file[i], own[conv ? col * p.cols() + row : i]) << p.name;
+            }
         }
     }
+    json config = read_json(dir + "/export/config.json");
+    EXPECT_EQ(config["architectures"][0], "Qwen2ForCausalLM");
+    EXPECT_EQ(config["torch_dtype"], "float32");
 }
 
-// Write a file of zeros with these tensors.
+// A folder is replaced whole or not at all; nothing of others' is replaced.
+TEST_F(Files, ExportsThatFailLeaveTheOlderOne) {
+    std::vector<Shape> shapes = all_shapes();
+    auto a = random_model<float>(shapes[2]), b = random_model<float>(shapes[2], 4);
+    std::string folder = dir + "/export";
+    ASSERT_EQ(hf_export(a->t, folder, Type::F32), "");
+    auto before = folder_bytes(folder);
+    EXPECT_HAS(hf_export(a->t, dir + "/no/such/export", Type::F32), "No such file or directory");
+    rlimit saved, small;
+    getrlimit(RLIMIT_FSIZE, &saved);
+    small = saved, small.rlim_cur = before["model.safetensors"].size() / 2; // a full disk
+    auto handler = signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &small);
+    std::string wrong = hf_export(b->t, folder, Type::F32);
+    setrlimit(RLIMIT_FSIZE, &saved);
+    signal(SIGXFSZ, handler);
+    EXPECT_HAS(wrong, "cannot be written: File too large");
+    EXPECT_TRUE(folder_bytes(folder) == before);
+    EXPECT_FALSE(fs::exists(folder + ".tmp"));
+
+    EXPECT_EQ(hf_export_check(shapes[2], folder), "");
+    EXPECT_EQ(hf_export_check(shapes[2], dir + "/new"), "");
+    put_file(folder + "/thesis.txt", "");
+    EXPECT_HAS(hf_export_check(shapes[2], folder), "holds thesis.txt, which is no export of ours");
+    Shape alibi = shapes[0], learned = shapes[2];
+    alibi.position = Position::ALIBI, learned.position = Position::LEARNED;
+    EXPECT_HAS(hf_export_check(alibi, dir + "/new"), "learned positions only");
+    EXPECT_HAS(hf_export_check(learned, dir + "/new"), "RoPE only");
+}
+
+// ----------------------------------------------------------------------------
+// weights of others
+
+// Write a file of these tensors, all of different floats.
 static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs) {
     SafeTensorsWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, {}), "");
+    float next = 0;
     for (const TensorSpec& s : specs) {
-        std::vector<char> zeros(s.bytes());
-        writer_put(w, zeros.data(), zeros.size());
+        std::vector<float> numbers(s.bytes() / 4);
+        for (float& x : numbers) x = ++next;
+        writer_put(w, numbers.data(), s.bytes());
     }
     ASSERT_EQ(writer_close(&w), "");
 }
 
-TEST_F(Files, WrongTensorsAreNamed) {
-    auto m = random_model<float>(shape_of(0));
-    std::vector<TensorSpec> good;
-    for (const Parameter& p : m->t.model.parameters) good.push_back({p.name, Type::F32, file_shape(p)});
-    std::string file = dir + "/model.safetensors";
-    auto load = [&](std::vector<TensorSpec> specs) {
-        write_tensors(file, specs);
-        return hf_load_weights(m->t, dir);
-    };
-    EXPECT_EQ(load(good), ""); // names without "transformer." as well
-    auto specs = good;
-    specs.pop_back();
-    EXPECT_HAS(load(specs), "tensor ln_f.bias is missing");
-    specs = good, specs[0].shape = {61, 13};
-    EXPECT_HAS(load(specs), "tensor wte.weight has the shape (61, 13), config.json asks for (61, 12)");
-    specs = good, specs.push_back({"h.7.ln_1.weight", Type::F32, {12}});
-    EXPECT_HAS(load(specs), "tensor h.7.ln_1.weight belongs to nothing");
-    specs = good, specs.push_back({"h.0.attn.bias", Type::F32, {4}}), specs.push_back({"lm_head.weight", Type::F32, {61, 12}});
-    EXPECT_EQ(load(specs), "");
-    load(good);
-    std::string bytes = read_file(file);
-    for (size_t at; (at = bytes.find("\"F32\"")) != std::string::npos;) bytes.replace(at, 5, "\"I32\"");
-    std::ofstream(file, std::ios::binary) << bytes;
-    EXPECT_HAS(hf_load_weights(m->t, dir), "is I32; F32, F16, BF16 and F64 can be read");
+static std::vector<TensorSpec> specs_of(const Model& model, const std::string& prefix = "") {
+    std::vector<TensorSpec> specs;
+    for (const Parameter& p : model.parameters)
+        specs.push_back({p.name == "lm_head.weight" ? p.name : prefix + p.name, Type::F32, file_shape(p)});
+    return specs;
+}
 
-    fs::remove(file); // shards
+// GPT2Model's names, GPT2LMHeadModel's names, and tensors that older files carry beside the parameters.
+TEST_F(Files, Gpt2LoadsWithAndWithoutItsPrefix) {
+    for (size_t i : {0, 1}) {
+        auto a = random_model<float>(all_shapes()[i]), b = random_model<float>(all_shapes()[i], 4);
+        write_tensors(dir + "/model.safetensors", specs_of(a->t.model));
+        ASSERT_EQ(hf_load_weights(a->t, dir), "");
+        auto specs = specs_of(b->t.model, "transformer.");
+        specs.push_back({"transformer.h.0.attn.bias", Type::F32, {1, 1, 4, 4}});
+        specs.push_back({"transformer.h.1.attn.masked_bias", Type::F32, {1}});
+        if (i == 0) specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: the table again
+        write_tensors(dir + "/model.safetensors", specs);
+        ASSERT_EQ(hf_load_weights(b->t, dir), "");
+        expect_same_weights(*a, *b);
+        EXPECT_EQ(get_weight(a->t, a->t.model.parameters[0])[13], 14);
+    }
+}
+
+TEST_F(Files, WrongTensorsAreNamed) {
+    std::string file = dir + "/model.safetensors";
+    for (size_t which : {0, 1, 2, 7}) {
+        Shape s = all_shapes()[which];
+        auto m = random_model<float>(s);
+        const Model& model = m->t.model;
+        auto load = [&](const std::vector<TensorSpec>& specs) {
+            write_tensors(file, specs);
+            return hf_load_weights(m->t, dir);
+        };
+        const std::vector<TensorSpec> good = specs_of(model);
+        EXPECT_EQ(load(good), "");
+        for (const Parameter& p : model.parameters) { // the padding stays zero
+            std::vector<float> x = get_weight(m->t, p);
+            EXPECT_EQ(std::count(x.begin() + long(p.file_elements()), x.end(), 0.0f),
+                      long(p.elements() - p.file_elements())) << p.name;
+        }
+        for (size_t i = 0; i < good.size(); i += i < 4 || i + 3 > good.size() ? 1 : 5) {
+            auto specs = good;
+            specs.erase(specs.begin() + long(i));
+            EXPECT_HAS(load(specs), "tensor " + good[i].name + " is missing");
+            specs = good, specs[i].shape.back()++;
+            EXPECT_HAS(load(specs), "tensor " + good[i].name + " has the shape " + shape_text(specs[i].shape) +
+                                        ", config.json asks for " + shape_text(good[i].shape));
+            specs = good, specs[i].shape.push_back(1);
+            EXPECT_HAS(load(specs), " has the shape " + shape_text(specs[i].shape) + ", config.json asks for ");
+            write_tensors(file, good);
+            std::string bytes = read_file(file), entry = "\"" + good[i].name + "\":{\"dtype\":\"";
+            put_file(file, bytes.replace(bytes.find(entry) + entry.size(), 3, "I32"));
+            EXPECT_HAS(hf_load_weights(m->t, dir), "tensor " + good[i].name + " is I32; F32, F16, BF16 and F64 can");
+        }
+        auto specs = good;
+        specs[0].shape[0] = 128; // our padding in their file
+        EXPECT_HAS(load(specs), "has the shape (128, ");
+        specs = good, specs.push_back({"h.7.ln_1.weight", Type::F32, {12}});
+        EXPECT_HAS(load(specs), "tensor h.7.ln_1.weight belongs to nothing in this model");
+        specs = good, specs.push_back({"transformer." + good[0].name, Type::F32, good[0].shape});
+        EXPECT_HAS(load(specs), "belongs to nothing");
+        specs = good, specs.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", Type::F32, {2}});
+        EXPECT_EQ(load(specs), "");
+        if (s.tied) {
+            specs.push_back({"lm_head.weight", Type::F32, good[0].shape});
+            EXPECT_EQ(load(specs), "");
+        }
+    }
+    Shape turned_shape = gpt2_shape(2, 3, 12, 61, 16); // [out, in] where [in, out] is asked for
+    auto m = random_model<float>(turned_shape);
+    auto specs = specs_of(m->t.model);
+    for (TensorSpec& s : specs)
+        if (s.name == "h.0.mlp.c_fc.weight") std::swap(s.shape[0], s.shape[1]);
+    write_tensors(file, specs);
+    EXPECT_HAS(hf_load_weights(m->t, dir), "h.0.mlp.c_fc.weight has the shape (48, 12), config.json asks for (12, 48)");
+    fs::resize_file(file, 999);
+    EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors: ");
+    fs::remove(file);
     EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors: No such file");
-    write_tensors(dir + "/a.safetensors", good);
-    write_tensors(dir + "/b.safetensors", {good[0]});
-    nlohmann::json map;
-    for (const TensorSpec& t : good) map[t.name] = "a.safetensors";
-    auto index = [&] {
-        std::ofstream(dir + "/model.safetensors.index.json") << nlohmann::json{{"weight_map", map}};
+}
+
+TEST_F(Files, WrongShardsAreNamed) {
+    auto m = random_model<float>(all_shapes()[0]);
+    const std::vector<TensorSpec> all = specs_of(m->t.model);
+    std::vector<TensorSpec> first(all.begin(), all.begin() + 5), rest(all.begin() + 5, all.end());
+    json map;
+    auto index = [&](const json& map) {
+        put_file(dir + "/model.safetensors.index.json", json{{"weight_map", map}}.dump());
         return hf_load_weights(m->t, dir);
     };
-    EXPECT_EQ(index(), "");
-    map["ln_f.bias"] = "b.safetensors";
-    EXPECT_HAS(index(), "is in a.safetensors and again in b.safetensors");
-    map["ln_f.bias"] = "c.safetensors";
-    EXPECT_HAS(index(), "c.safetensors: No such file");
-    map["ln_f.bias"] = "../a.safetensors";
-    EXPECT_HAS(index(), "is in no file of this folder");
-    map["ln_f.bias"] = "a.safetensors", map["nothing"] = "a.safetensors";
-    EXPECT_HAS(index(), "nothing is not in a.safetensors");
+    auto with = [&](const char* tensor, const json& file) {
+        json changed = map;
+        changed[tensor] = file;
+        return index(changed);
+    };
+    for (const TensorSpec& t : first) map[t.name] = "a.safetensors";
+    for (const TensorSpec& t : rest) map[t.name] = "b.safetensors";
+    write_tensors(dir + "/a.safetensors", first);
+    write_tensors(dir + "/b.safetensors", rest);
+    EXPECT_EQ(index(map), "");
+    EXPECT_HAS(with("ln_f.bias", "c.safetensors"), "c.safetensors: No such file");
+    EXPECT_HAS(with("ln_f.bias", "a.safetensors"), "ln_f.bias is not in a.safetensors");
+    EXPECT_HAS(with("nothing", "a.safetensors"), "nothing is not in a.safetensors");
+    for (json file : {json("../a.safetensors"), json("/a.safetensors"), json(3), json(), json({"a.safetensors"})})
+        EXPECT_HAS(with("ln_f.bias", file), "ln_f.bias is in no file of this folder");
+    for (const char* text : {"", "{", "[]", "{}", "{\"weight_map\":[]}", "{\"weight_map\":null}"}) {
+        put_file(dir + "/model.safetensors.index.json", text);
+        EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors.index.json: has no weight_map");
+    }
+    rest.push_back(first[0]); // twice
+    write_tensors(dir + "/b.safetensors", rest);
+    EXPECT_HAS(index(map), "tensor wte.weight is in a.safetensors and again in b.safetensors");
+    rest.pop_back(), rest.pop_back();
+    write_tensors(dir + "/b.safetensors", rest);
+    EXPECT_HAS(index(map), "ln_f.bias is not in b.safetensors");
+    map.erase("ln_f.bias");
+    EXPECT_HAS(index(map), "tensor ln_f.bias is missing");
+    fs::resize_file(dir + "/b.safetensors", 500);
+    EXPECT_HAS(index(map), "b.safetensors: ");
+    fs::remove(dir + "/a.safetensors");
+    EXPECT_HAS(index(map), "a.safetensors: No such file");
 }
 
 // ----------------------------------------------------------------------------
 // checkpoints
 
-template <typename T> std::string state_of(Small<T>& m) {
+// Weights, masters, moments, and the optimizer's count of steps.
+template <typename T> std::string state_of(const Small<T>& m) {
     std::string state;
-    for (const StateTensor& s : state_tensors(m.t, m.t.hyper.adamw)) state.append((const char*)state_address(m.t, s), s.p->elements() * sizeof(acc_t<T>));
-    for (const Parameter& p : m.t.model.parameters) state.append((const char*)(address<T>(m.t, {Kind::WEIGHT, p.bucket}) + p.offset), p.elements() * sizeof(T));
-    return state;
+    for (const StateTensor& s : state_tensors(m.t, m.t.hyper.adamw))
+        state.append((const char*)state_address(m.t, s), s.p->elements() * sizeof(acc_t<T>));
+    for (const Parameter& p : m.t.model.parameters)
+        state.append((const char*)(address<T>(m.t, {Kind::WEIGHT, p.bucket}) + p.offset), p.elements() * sizeof(T));
+    return state + std::to_string(address<const StepScale>(m.t, {Kind::SCALE})->step);
 }
 
-template <typename T> void checkpoint_round_trip(const std::string& dir, int shape, bool adamw) {
-    auto a = random_model<T>(shape_of(shape), 3, adamw), b = random_model<T>(shape_of(shape), 4, adamw);
-    for (int i = 0; i < 3; i++) run_plan(a->t, 0), a->t.cursor += 2;
-    std::string out = dir + "/" + std::to_string(sizeof(T)) + std::to_string(shape) + std::to_string(adamw);
-    fs::create_directories(out + "/step_00000001.tmp"); // what a crash left
-    ASSERT_EQ(checkpoint_save(a->t, {3, 6, 77, {{"lr", 1}}}, out, 2), "");
-    EXPECT_FALSE(fs::exists(out + "/step_00000001.tmp"));
+struct Loaded {
+    std::string wrong;
     CheckpointInfo info;
     std::vector<std::string> notes;
-    ASSERT_EQ(checkpoint_load(b->t, &info, out, &notes), "");
-    EXPECT_EQ(notes.size(), 0u);
-    EXPECT_EQ(info.step, 3); EXPECT_EQ(info.cursor, 6u); EXPECT_EQ(info.seed, 77u); EXPECT_EQ(info.config["lr"], 1);
-    EXPECT_EQ(state_of(*a), state_of(*b));
-    b->t.cursor = info.cursor; // and both go on alike
-    run_plan(a->t, 0), run_plan(b->t, 0);
-    EXPECT_EQ(state_of(*a), state_of(*b));
+};
+template <typename T> Loaded load_checkpoint(Small<T>& m, const std::string& out) {
+    Loaded l;
+    l.wrong = checkpoint_load(m.t, &l.info, out, &l.notes);
+    return l;
+}
+
+template <typename T> void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
+    SCOPED_TRACE(shape_name(s) + (adamw ? ", adamw" : ", sgd"));
+    auto a = random_model<T>(s, 3, adamw), b = random_model<T>(s, 4, adamw);
+    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 2; };
+    std::string out = dir + "/out", stale = out + "/step_00000001.tmp";
+    fs::remove_all(out);
+    fs::create_directories(stale); // what a crash left
+    put_file(stale + "/rank_00000.safetensors", "half");
+    for (int i = 0; i < 3; i++) step(*a);
+    if (adamw) step(*b); // its own moments and count of steps are to go
+    ASSERT_TRUE(state_of(*a) != state_of(*b));
+    ASSERT_EQ(checkpoint_save(a->t, {3, a->t.cursor, ~0ull, {{"lr", 1}}}, out, 2), "");
+    EXPECT_FALSE(fs::exists(stale));
+    Loaded l = load_checkpoint(*b, out);
+    ASSERT_EQ(l.wrong, "");
+    EXPECT_EQ(l.notes, std::vector<std::string>());
+    EXPECT_EQ(l.info.step, 3);
+    EXPECT_EQ(l.info.cursor, 6u);
+    EXPECT_EQ(l.info.seed, ~0ull);
+    EXPECT_EQ(l.info.config, (json{{"lr", 1}}));
+    EXPECT_TRUE(state_of(*a) == state_of(*b));
+    Golden g(out + "/step_00000003/rank_00000.safetensors");
+    for (const SafeTensor& t : g.file.tensors) EXPECT_NE(t.shape[0], 128u) << t.name; // no padding
+    EXPECT_EQ(g.file.tensors.size(), a->t.model.parameters.size() * (adamw ? 3 : 1));
+    b->t.cursor = l.info.cursor; // and both go on alike
+    step(*a), step(*b);
+    EXPECT_TRUE(state_of(*a) == state_of(*b));
 }
 
 TEST_F(Files, CheckpointsLoadToTheSameBits) {
-    for (int shape = 0; shape < 4; shape++) checkpoint_round_trip<float>(dir, shape, true), checkpoint_round_trip<bf16>(dir, shape, true);
-    checkpoint_round_trip<bf16>(dir, 2, false);
+    for (const Shape& s : all_shapes())
+        for (bool adamw : {true, false}) {
+            checkpoint_round_trip<float>(dir, s, adamw);
+            checkpoint_round_trip<bf16>(dir, s, adamw);
+        }
+    checkpoint_round_trip<double>(dir, all_shapes()[0], true);
+}
+
+TEST_F(Files, CheckpointsOfOtherPrecisionAreNoted) {
+    auto a = random_model<bf16>(all_shapes()[0]);
+    auto b = random_model<float>(all_shapes()[0], 4);
+    ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 1), "");
+    Loaded l = load_checkpoint(*b, dir);
+    EXPECT_EQ(l.wrong, "");
+    EXPECT_EQ(l.notes, (std::vector<std::string>{"the checkpoint was trained in BF16"}));
+    expect_same_weights(*a, *b); // float takes the masters
+    auto c = random_model<double>(all_shapes()[0]);
+    EXPECT_HAS(load_checkpoint(*c, dir).wrong, "is F32(61, 12), not F64");
+    std::string manifest = dir + "/step_00000001/manifest.json";
+    json m = read_json(manifest);
+    m["threads"] = 99, m["cpu"] = "Another";
+    put_file(manifest, m.dump());
+    l = load_checkpoint(*a, dir);
+    EXPECT_EQ(l.wrong, "");
+    ASSERT_EQ(l.notes.size(), 1u);
+    EXPECT_HAS(l.notes[0], "99 threads on Another");
 }
 
 TEST_F(Files, KeepRemovesOlderCheckpoints) {
-    auto m = random_model<float>(shape_of(0));
-    for (int64_t step : {1, 2, 3, 4}) ASSERT_EQ(checkpoint_save(m->t, {step, 0, 0, {}}, dir, 2), "");
+    auto m = random_model<float>(all_shapes()[0]);
+    for (int64_t step : {1, 2, 3, 4}) {
+        m->t.cursor = uint64_t(step);
+        ASSERT_EQ(checkpoint_save(m->t, {step, uint64_t(step), 0, {}}, dir, 2), "");
+    }
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
+    for (const char* other : {"/step_1", "/step_00000009x", "/step_00000007.tmp.tmp", "/notes"}) // no checkpoints
+        fs::create_directories(dir + other);
+    EXPECT_EQ(load_checkpoint(*m, dir).info.step, 4);
+    ASSERT_EQ(checkpoint_save(m->t, {4, 44, 0, {}}, dir, 2), ""); // again
+    EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
+    EXPECT_EQ(load_checkpoint(*m, dir).info.cursor, 44u);
+    ASSERT_EQ(checkpoint_save(m->t, {3, 33, 0, {}}, dir, 1), ""); // a run that went back: what is newer stays
+    EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
+    ASSERT_EQ(checkpoint_save(m->t, {10, 10, 0, {}}, dir, 1), "");
+    EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{10}));
+    EXPECT_TRUE(fs::exists(dir + "/notes") && fs::exists(dir + "/step_1"));
+    EXPECT_HAS(checkpoint_save(m->t, {11, 0, 0, {}}, dir + "/nowhere", 1), "cannot be made: No such file");
 }
 
 TEST_F(Files, BrokenCheckpointsAreSkippedAndNamed) {
-    auto m = random_model<float>(shape_of(0));
-    for (int64_t step : {1, 2}) ASSERT_EQ(checkpoint_save(m->t, {step, uint64_t(step), 0, {}}, dir, 5), "");
-    std::string file = dir + "/step_00000002/rank_00000.safetensors", manifest = dir + "/step_00000002/manifest.json", whole = read_file(file), list = read_file(manifest);
-    auto load = [&](const char* part) {
-        CheckpointInfo info;
-        std::vector<std::string> notes;
-        EXPECT_EQ(checkpoint_load(m->t, &info, dir, &notes), "");
-        EXPECT_EQ(info.step, 1);
-        EXPECT_HAS(notes.empty() ? std::string() : notes[0], part);
+    auto m = random_model<float>(all_shapes()[0]), saved = random_model<float>(all_shapes()[0], 4);
+    run_plan(saved->t, 0);
+    ASSERT_EQ(checkpoint_save(saved->t, {1, 1, 0, {}}, dir, 5), "");
+    std::string older = state_of(*saved);
+    run_plan(saved->t, 0);
+    ASSERT_EQ(checkpoint_save(saved->t, {2, 2, 0, {}}, dir, 5), "");
+    std::string newest = dir + "/step_00000002", file = newest + "/rank_00000.safetensors";
+    std::string manifest = newest + "/manifest.json", whole = read_file(file), list = read_file(manifest);
+    auto falls_back = [&](const std::string& part) {
+        SCOPED_TRACE("manifest " + read_file(manifest).substr(0, 2000));
+        fill_weights(m->t, 9);
+        Loaded l = load_checkpoint(*m, dir);
+        EXPECT_EQ(l.wrong, "");
+        EXPECT_EQ(l.info.step, 1);
+        EXPECT_TRUE(state_of(*m) == older);
+        ASSERT_EQ(l.notes.size(), 1u);
+        EXPECT_HAS(l.notes[0], newest);
+        EXPECT_HAS(l.notes[0], part);
+        EXPECT_HAS(l.notes[0], ": skipped");
     };
-    auto put = [](const std::string& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; };
-    put(file, whole.substr(0, 1000)), load("is 1000 bytes, the manifest says");
-    for (size_t at : {size_t(3), whole.size() / 2, whole.size() - 1}) {
-        std::string flipped = whole;
-        flipped[at] ^= 4;
-        put(file, flipped), load("its checksum is");
+    for (size_t size : {size_t(0), size_t(7), size_t(1000), whole.size() - 1}) {
+        put_file(file, whole.substr(0, size));
+        falls_back("is " + std::to_string(size) + " bytes, the manifest says " + std::to_string(whole.size()));
     }
-    fs::remove(file), load("rank_00000.safetensors: No such file");
-    put(file, whole), put(manifest, list.substr(0, list.size() / 2)), load("manifest.json is broken");
-    put(manifest, "{}"), load("manifest.json is broken");
-    fs::remove(manifest), load("has no manifest.json");
-    fs::remove_all(dir + "/step_00000001");
-    CheckpointInfo info;
-    std::vector<std::string> notes;
-    EXPECT_HAS(checkpoint_load(m->t, &info, dir, &notes), "holds no whole checkpoint");
+    put_file(file, whole + "x");
+    falls_back("is " + std::to_string(whole.size() + 1) + " bytes, the manifest says");
+    for (size_t at = 0; at < whole.size(); at += at < 16 ? 1 : whole.size() / 9) {
+        std::string flipped = whole;
+        flipped[at] ^= char(1 << at % 8);
+        put_file(file, flipped), falls_back("its checksum is");
+    }
+    fs::remove(file), falls_back("rank_00000.safetensors: No such file");
+    put_file(file, whole);
+    fs::remove(manifest), falls_back("has no manifest.json");
+    for (size_t size : {size_t(0), size_t(1), list.size() / 2, list.size() - 3})
+        put_file(manifest, list.substr(0, size)), falls_back("manifest.json is broken");
+    for (const char* text : {"{}", "[]", "3", "null"}) put_file(manifest, text), falls_back("manifest.json is broken");
+    for (const char* key : {"step", "cursor", "seed", "model", "optimizer", "optimizer_step", "precision", "threads", "cpu",
+                            "files"})
+        for (json bad : {json(), json(2.5), json({1}), json({{"file", 1}}), json(true)}) {
+            json changed = json::parse(list);
+            changed[key] = bad;
+            if (key == std::string("model") && bad.is_object()) continue; // of another model
+            put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
+            changed.erase(key);
+            put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
+        }
+    json changed = json::parse(list);
+    changed["files"] = json::array(); // nothing to check is nothing whole
+    put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
+    put_file(manifest, list);
+    EXPECT_EQ(load_checkpoint(*m, dir).info.step, 2);
+    EXPECT_TRUE(state_of(*m) == state_of(*saved));
+
+    fs::resize_file(file, 10); // all of them
+    fs::resize_file(dir + "/step_00000001/rank_00000.safetensors", 10);
+    Loaded l = load_checkpoint(*m, dir);
+    EXPECT_HAS(l.wrong, dir + ": holds no whole checkpoint (the broken ones are named above)");
+    EXPECT_EQ(l.notes.size(), 2u);
+    fs::remove_all(newest), fs::remove_all(dir + "/step_00000001");
+    EXPECT_HAS(load_checkpoint(*m, dir).wrong, "holds no whole checkpoint: start without --resume");
+    EXPECT_HAS(load_checkpoint(*m, dir + "/nowhere").wrong, "holds no whole checkpoint");
 }
 
 TEST_F(Files, ACheckpointOfAnotherModelIsRefusedByName) {
-    auto a = random_model<float>(shape_of(0));
+    Shape base = all_shapes()[2];
+    auto a = random_model<float>(base);
     ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 2), "");
-    Shape other = shape_of(0);
-    other.L = 1;
-    auto b = random_model<float>(other);
-    CheckpointInfo info;
-    std::vector<std::string> notes;
-    EXPECT_HAS(checkpoint_load(b->t, &info, dir, &notes), "its layers is 2, this run's 1");
-    a->t.hyper.adamw = false;
-    ASSERT_EQ(checkpoint_save(a->t, {2, 0, 0, {}}, dir, 2), "");
-    EXPECT_HAS(checkpoint_load(a->t, &info, dir, &notes), "go on with --optimizer sgd");
-    // an evaluation has no moments, and takes the weights alone
-    Small<float> e(shape_of(0), {plan_of(Mode::EVALUATE, 1, 16)});
-    ASSERT_EQ(checkpoint_load(e.t, &info, dir, &notes), "");
-    EXPECT_EQ(e.weight("wte.weight"), a->weight("wte.weight"));
+    auto refused = [&](const char* key, const char* theirs, const char* ours, auto change) {
+        Shape other = base;
+        change(other);
+        auto b = random_model<float>(other);
+        Loaded l = load_checkpoint(*b, dir);
+        EXPECT_HAS(l.wrong, "step_00000001: is of another model");
+        EXPECT_HAS(l.wrong, std::string("its ") + key + " is " + theirs + ", this run's " + ours);
+        EXPECT_EQ(l.notes.size(), 0u);
+    };
+    refused("layers", "2", "1", [](Shape& s) { s.L = 1; });
+    refused("heads", "4", "2", [](Shape& s) { s.NH = 2; });
+    refused("kv_heads", "2", "1", [](Shape& s) { s.NKV = 1; });
+    refused("head_size", "4", "6", [](Shape& s) { s.HS = 6; });
+    refused("channels", "16", "24", [](Shape& s) { s.C = 24; });
+    refused("ffn", "20", "24", [](Shape& s) { s.F = 24; });
+    refused("vocab", "61", "62", [](Shape& s) { s.V = 62; });
+    refused("positions", "32", "64", [](Shape& s) { s.P = 64; });
+    refused("tied", "false", "true", [](Shape& s) { s.tied = true; });
+    refused("family", "\"llama\"", "\"mistral\"", [](Shape& s) { s.hf_type = "mistral"; });
+    refused("qkv_bias", "false", "true", [](Shape& s) { s.qkv_bias = true; });
+    refused("rope_theta", "10000.0", "20000.0", [](Shape& s) { s.rope_theta = 20000; });
+    refused("rope_factor", "8.0", "2.0", [](Shape& s) { s.rope_scaling.factor = 2; });
+    refused("position", "\"rope\"", "\"alibi\"", [](Shape& s) { s.position = Position::ALIBI; });
+
+    auto sgd = random_model<float>(base, 3, false);
+    EXPECT_EQ(load_checkpoint(*sgd, dir).wrong, ""); // leaves the moments
+    expect_same_weights(*a, *sgd);
+    ASSERT_EQ(checkpoint_save(sgd->t, {2, 0, 0, {}}, dir, 2), "");
+    EXPECT_HAS(load_checkpoint(*a, dir).wrong, "was trained with sgd and has no moments: go on with --optimizer sgd");
+}
+
+// An evaluation has no moments, and takes the weights alone.
+TEST_F(Files, AnEvaluationLoadsACheckpointOfTraining) {
+    for (bool adamw : {true, false}) {
+        auto a = random_model<bf16>(all_shapes()[7], 3, adamw);
+        run_plan(a->t, 0);
+        ASSERT_EQ(checkpoint_save(a->t, {1, 2, 0, {}}, dir, 2), "");
+        Small<bf16> e(all_shapes()[7], {plan_of(Mode::EVALUATE, 1, 16)});
+        ASSERT_EQ(address<float>(e.t, {Kind::MOMENTS, 0}), nullptr);
+        Loaded l = load_checkpoint(e, dir);
+        EXPECT_EQ(l.wrong, "");
+        EXPECT_EQ(l.info.cursor, 2u);
+        for (const Parameter& p : a->t.model.parameters) {
+            const bf16* x = address<bf16>(a->t, {Kind::WEIGHT, p.bucket}) + p.offset;
+            const bf16* y = address<bf16>(e.t, {Kind::WEIGHT, p.bucket}) + p.offset;
+            EXPECT_EQ(memcmp(x, y, p.elements() * sizeof(bf16)), 0) << p.name;
+        }
+    }
+}
+
+// A full disk: one line, and the checkpoints before it are as they were.
+TEST_F(Files, ASaveThatFailsLosesNothing) {
+    auto m = random_model<float>(all_shapes()[0]);
+    ASSERT_EQ(checkpoint_save(m->t, {1, 1, 0, {}}, dir, 1), "");
+    auto before = folder_bytes(dir + "/step_00000001");
+    rlimit saved, small;
+    getrlimit(RLIMIT_FSIZE, &saved);
+    auto handler = signal(SIGXFSZ, SIG_IGN);
+    for (size_t bytes : {size_t(0), size_t(100), size_t(20000)}) {
+        small = saved, small.rlim_cur = bytes;
+        setrlimit(RLIMIT_FSIZE, &small);
+        std::string wrong = checkpoint_save(m->t, {2, 2, 0, {}}, dir, 1);
+        setrlimit(RLIMIT_FSIZE, &saved);
+        EXPECT_HAS(wrong, "cannot be written: File too large; the checkpoints before it are as they were");
+        EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{1}));
+        EXPECT_EQ(checkpoint_steps(dir, ".tmp"), std::vector<int64_t>());
+        EXPECT_TRUE(folder_bytes(dir + "/step_00000001") == before);
+    }
+    signal(SIGXFSZ, handler);
 }
 
 // A child is killed at each of its writes in turn: what is there afterwards loads to an older or the new state.
 TEST_F(Files, KilledAtAnyWriteNothingIsLost) {
-    auto m = random_model<float>(shape_of(0));
+    auto m = random_model<float>(all_shapes()[0]);
     ASSERT_EQ(checkpoint_save(m->t, {1, 1, 0, {}}, dir, 5), "");
     size_t total = 0;
     for (const fs::directory_entry& e : fs::directory_iterator(dir + "/step_00000001")) total += e.file_size();
-    omp_set_num_threads(1); // a forked child has no OpenMP team
+    int killed = 0, whole = 0;
     for (size_t limit = 0; limit <= total; limit += total / 23) {
         pid_t child = fork();
         if (child == 0) {
@@ -527,10 +1085,12 @@ TEST_F(Files, KilledAtAnyWriteNothingIsLost) {
         }
         int status;
         waitpid(child, &status, 0);
-        CheckpointInfo info;
-        std::vector<std::string> notes;
-        ASSERT_EQ(checkpoint_load(m->t, &info, dir, &notes), "") << limit;
-        EXPECT_EQ(info.step, WIFEXITED(status) ? 2 : 1) << limit;
+        Loaded l = load_checkpoint(*m, dir);
+        ASSERT_EQ(l.wrong, "") << limit;
+        EXPECT_EQ(l.info.step, WIFEXITED(status) ? 2 : 1) << limit;
+        (WIFEXITED(status) ? whole : killed)++;
         fs::remove_all(dir + "/step_00000002");
     }
+    EXPECT_GT(killed, 15);
+    EXPECT_GT(whole, 0);
 }

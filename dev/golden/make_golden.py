@@ -5,16 +5,20 @@ usage: make_golden.py     (needs torch; compares with transformers where it can 
 
 Each folder NAME/ holds a Hugging Face model (config.json, model.safetensors, float32) and golden.safetensors:
 tokens, targets (B,T) int32 with ignored targets -100, logits, loss (mean over valid targets), grad.TENSOR for every
-tensor of the model, grad_norm, step_losses (3), after.TENSOR: the weights after 3 AdamW steps on the same batch.
-All is computed in float64 from the float32 weights, and stored rounded to float32.
+tensor of the model, grad_norm, and for 3 clipped AdamW steps on this batch: step.K.loss (the loss before step K, from 0;
+step_losses has the three in one tensor) and after.TENSOR, the weights at the end. The metadata holds the steps'
+settings. All is computed in float64 from the float32 weights, and stored rounded to float32.
 """
-import json, math, os, shutil, struct, tempfile
+import json, math, os, struct
+from unittest import mock
 import torch
 import torch.nn.functional as F
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 B, T, STEPS = 3, 24, 3
 LR, BETA1, BETA2, EPS, DECAY, CLIP = 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5
+ADAMW = dict(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY, decays="parameters of 2 or more dims",
+             clip_norm=CLIP, clip_scale="min(1, clip_norm / norm)", steps=STEPS)
 
 
 def write_safetensors(path, tensors, metadata):
@@ -27,14 +31,15 @@ def write_safetensors(path, tensors, metadata):
         offset += len(blob)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as f:
+    with open(path + ".part", "wb") as f:
         f.write(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+    os.replace(path + ".part", path)  # a test that reads it meanwhile sees the old or the new, whole
 
 
 # ---- GPT-2, with the names and the [in, out] matrices of Hugging Face
 
 def gpt2_config():
-    return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=97, n_positions=40, n_ctx=40, n_embd=48,
+    return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=97, n_positions=40, n_ctx=40, n_embd=24,
                 n_layer=2, n_head=3, n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5,
                 resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=True, torch_dtype="float32",
                 bos_token_id=96, eos_token_id=96)
@@ -80,7 +85,7 @@ def gpt2_logits(w, tokens, c):
 
 def llama_config(**more):
     c = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=101, hidden_size=32, intermediate_size=56,
-             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
              rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, attention_bias=False,
              rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                original_max_position_embeddings=16),
@@ -90,8 +95,10 @@ def llama_config(**more):
 
 
 def qwen2_config():
-    return llama_config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=89, intermediate_size=48,
-                        tie_word_embeddings=True, rope_scaling=None, use_sliding_window=False, sliding_window=None)
+    c = llama_config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=89, intermediate_size=48,
+                     tie_word_embeddings=True, rope_scaling=None, use_sliding_window=False, sliding_window=None)
+    del c["attention_bias"], c["head_dim"]  # Qwen2 has neither: biases always, heads that fill the hidden size
+    return c
 
 
 def llama_shapes(c):
@@ -167,50 +174,87 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1).long(), ignore_index=-100)
 
 
+def clip_scale(grads):
+    norm = torch.sqrt(sum(g.pow(2).sum() for g in grads))
+    assert norm > CLIP, "clipping must be active"
+    return norm, min(1.0, CLIP / norm.item())
+
+
 def golden(weights, logits_of, tokens, targets):
+    """All numbers of golden.safetensors, in float64."""
     w = {n: x.double().requires_grad_() for n, x in weights.items()}
     m, v = ({n: torch.zeros_like(x) for n, x in w.items()} for _ in range(2))
-    out = {"tokens": tokens.int(), "targets": targets.int()}
-    losses = []
+    out, losses = {"tokens": tokens.int(), "targets": targets.int()}, []
     for step in range(1, STEPS + 1):
         logits = logits_of(w, tokens)
         loss = cross_entropy(logits, targets)
         grads = dict(zip(w, torch.autograd.grad(loss, list(w.values()))))
-        norm = torch.sqrt(sum(g.pow(2).sum() for g in grads.values()))
-        losses.append(loss.item())
+        norm, scale = clip_scale(grads.values())
+        losses.append(loss.detach().view(1))
+        out[f"step.{step - 1}.loss"] = losses[-1]
         if step == 1:
-            out.update({"logits": logits.detach(), "loss": loss.detach().view(1), "grad_norm": norm.view(1)})
+            out.update({"logits": logits.detach(), "loss": losses[0], "grad_norm": norm.view(1)})
             out.update({"grad." + n: g for n, g in grads.items()})
-        scale = min(1.0, CLIP / norm.item())
         with torch.no_grad():
             for n, g in grads.items():
                 m[n] = BETA1 * m[n] + (1 - BETA1) * g * scale
                 v[n] = BETA2 * v[n] + (1 - BETA2) * (g * scale) ** 2
                 step_size = (m[n] / (1 - BETA1**step)) / ((v[n] / (1 - BETA2**step)).sqrt() + EPS)
-                w[n] -= LR * (step_size + (DECAY if w[n].dim() == 2 else 0.0) * w[n])
-    out["step_losses"] = torch.tensor(losses, dtype=torch.float64)
+                w[n] -= LR * (step_size + (DECAY if w[n].dim() >= 2 else 0.0) * w[n])
+    out["step_losses"] = torch.cat(losses)
     out.update({"after." + n: x.detach() for n, x in w.items()})
-    return {n: x if x.dtype == torch.int32 else x.float() for n, x in out.items()}
+    return out
 
 
-def compare_with_transformers(folder, config, weights, logits_of, tokens):
-    """In float, so to about 1e-5. Versions before 4.43 do not know Llama-3 scaling: they are compared without it."""
+# ---- the same from transformers' models and torch's AdamW
+
+def transformers_golden(folder, tokens, targets):
+    """golden() again. The norms, softmax and rotary tables of transformers are float32 whatever the model's type; here
+    the name torch.float32 and the method float() mean float64 while its model is built and run, so that all is float64."""
+    from transformers import AutoModelForCausalLM
+    loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        model = type(loaded)(loaded.config).double().eval()
+        model.load_state_dict(loaded.state_dict())
+        w = dict(model.named_parameters())
+        groups = [dict(params=[x for x in w.values() if x.dim() >= 2], weight_decay=DECAY),
+                  dict(params=[x for x in w.values() if x.dim() < 2], weight_decay=0.0)]
+        adamw, out = torch.optim.AdamW(groups, lr=LR, betas=(BETA1, BETA2), eps=EPS), {}
+        for step in range(STEPS):
+            adamw.zero_grad()
+            logits = model(tokens.long()).logits
+            loss = cross_entropy(logits, targets)
+            loss.backward()
+            out[f"step.{step}.loss"] = loss.detach().view(1)
+            norm, scale = clip_scale([x.grad for x in w.values()])
+            if step == 0:
+                out.update({"logits": logits.detach(), "loss": loss.detach().view(1), "grad_norm": norm.view(1)})
+                out.update({"grad." + n: x.grad.clone() for n, x in w.items()})
+            for x in w.values():
+                x.grad *= scale
+            adamw.step()
+    out.update({"after." + n: x.detach() for n, x in w.items()})
+    return out
+
+
+def compare_with_transformers(folder, numbers, tokens, targets):
     try:
         import transformers
     except ImportError:
         return "transformers cannot be imported: not compared"
-    version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
-    note = ""
-    if config.get("rope_scaling") and version < (4, 43):
-        config, note = {**config, "rope_scaling": None}, ", without rope_scaling"
-    with tempfile.TemporaryDirectory() as scratch:
-        shutil.copy(os.path.join(folder, "model.safetensors"), scratch)
-        json.dump(config, open(os.path.join(scratch, "config.json"), "w"))
-        model = transformers.AutoModelForCausalLM.from_pretrained(scratch).eval()
-    with torch.no_grad():
-        exact = logits_of({n: x.double() for n, x in weights.items()}, tokens.long(), config)
-        difference = (model(tokens.long()).logits - exact).abs().max().item() / exact.abs().max().item()
-    return f"transformers {transformers.__version__}{note}: logits differ by {difference:.1e} of the largest"
+    if tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (4, 43):
+        return f"transformers {transformers.__version__} does not know Llama-3 rotary scaling (4.43 does): not compared"
+    theirs = transformers_golden(folder, tokens, targets)
+    assert set(theirs) == set(numbers) - {"tokens", "targets", "step_losses"}
+    worst = {}  # kind of number: largest difference over the largest number
+    for n, x in theirs.items():
+        assert x.dtype == torch.float64, n
+        kind = n.split(".")[0]
+        size = 1.0 if kind == "grad" else max(numbers[n].abs().max().item(), 1e-12)  # a key bias has a gradient of 0
+        worst[kind] = max(worst.get(kind, 0.0), (x - numbers[n]).abs().max().item() / size)
+    text = ", ".join(f"{kind} {x:.0e}" for kind, x in worst.items())
+    assert max(worst.values()) < 1e-10, text
+    return f"transformers {transformers.__version__} differs by {text}"
 
 
 def main():
@@ -229,8 +273,11 @@ def main():
         json.dump(config, open(os.path.join(folder, "config.json"), "w"), indent=1)
         write_safetensors(os.path.join(folder, "model.safetensors"), weights, {"format": "pt"})
         numbers = golden(weights, lambda w, t: logits_of(w, t.long(), config), tokens, targets)
-        write_safetensors(os.path.join(folder, "golden.safetensors"), numbers, {"made_by": "make_golden.py"})
-        print(f"{name}: loss {numbers['loss'].item():.6f}, norm {numbers['grad_norm'].item():.4f};", compare_with_transformers(folder, config, weights, logits_of, tokens))
+        stored = {n: x if x.dtype == torch.int32 else x.float() for n, x in numbers.items()}
+        write_safetensors(os.path.join(folder, "golden.safetensors"), stored,
+                          {"made_by": "make_golden.py", "computed_in": "float64", "adamw": json.dumps(ADAMW)})
+        print(f"{name}: loss {numbers['loss'].item():.6f}, norm {numbers['grad_norm'].item():.4f};",
+              compare_with_transformers(folder, numbers, tokens, targets))
 
 
 main()

@@ -1,0 +1,255 @@
+// fuzz_readers.cpp - damaged safetensors files and token shards, given to their readers until the time is up
+//   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
+//   Inputs begin as whole files made here; each is damaged one to four times: bits, bytes, lengths, cuts, splices,
+//   numbers of the JSON header, brackets. A reader must return a message or a file that can be read whole: no crash,
+//   no throw, and no tensor of a size other than its shape's.
+//   Batches run in child processes: the data reader's mappings end with them, and the input of a crash is kept.
+#include <inttypes.h>
+#include <sys/wait.h>
+#include <chrono>
+#include <fstream>
+#include "../llmc/dataloader.h"
+#include "../llmc/safetensors.h"
+
+// the sanitizer of undefined behaviour only prints unless told
+extern "C" const char* __ubsan_default_options() { return "halt_on_error=1:print_stacktrace=1"; }
+
+struct Random {
+    uint64_t seed, next;
+    uint64_t below(uint64_t n) { return random_block(seed, fnv1a("fuzz"), next++)[0] % n; }
+    bool one_in(uint64_t n) { return below(n) == 0; }
+};
+
+// ----------------------------------------------------------------------------
+// whole files
+
+static std::string valid_safetensors(Random& r) {
+    static const char* dtypes[] = {"F32", "BF16", "F16", "F64", "I64", "U8", "BOOL", "I32"};
+    std::string header = "{", body;
+    if (r.one_in(2)) header += "\"__metadata__\":{\"format\":\"pt\",\"step\":\"12\"},";
+    for (uint64_t i = 0, count = r.below(6); i < count; i++) {
+        std::string dtype = dtypes[r.below(8)], shape;
+        size_t bytes = dtype_bytes(dtype);
+        for (uint64_t d = r.below(4); d > 0; d--) {
+            size_t size = r.one_in(8) ? 0 : 1 + r.below(9);
+            bytes *= size;
+            shape += (shape.empty() ? "" : ",") + std::to_string(size);
+        }
+        std::string begin = std::to_string(body.size()), end = std::to_string(body.size() + bytes);
+        header += "\"h." + std::to_string(i) + ".weight\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + shape +
+                  "],\"data_offsets\":[" + begin + "," + end + "]},";
+        for (size_t b = 0; b < bytes; b++) body += char(r.below(256));
+    }
+    if (header.back() == ',') header.pop_back();
+    header += "}";
+    header.resize(round_up(header.size(), 8), ' ');
+    uint64_t length = header.size();
+    return std::string(reinterpret_cast<char*>(&length), 8) + header + body;
+}
+
+static std::string valid_shard(Random& r) {
+    bool narrow = r.one_in(2);
+    int32_t words[256] = {narrow ? 20240520 : 20240801, narrow ? 1 : 7, int32_t(r.below(200))};
+    std::string bytes(reinterpret_cast<char*>(words), sizeof(words));
+    for (int i = 0; i < words[2]; i++) {
+        uint32_t token = uint32_t(r.below(300));
+        bytes.append(reinterpret_cast<char*>(&token), narrow ? 2 : 4);
+    }
+    return bytes;
+}
+
+// ----------------------------------------------------------------------------
+// damage
+
+// Another number in the place of one of the text's; the header's length word is set right again, so that what
+// follows it is read.
+static void edit_header(std::string& s, Random& r) {
+    static const char* numbers[] = {"0", "1", "7", "-1", "8", "255", "4294967296", "4294967295", "9223372036854775807",
+                                    "9223372036854775808", "18446744073709551615", "18446744073709551616", "2.0", "1e3",
+                                    "1e999", "-0", "4611686018427387904", "null", "[]", "{}", "\"3\"", "true", "",
+                                    "3,3", "\"F32\"", "\"\\ud800\""};
+    static const char* words[] = {"{", "}", "[", "]", ",", ":", "\"", "\\", "\\u0000", "\xff", "F64", "I64", "dtype",
+                                  "__metadata__"};
+    uint64_t length = 0;
+    if (s.size() < 8) return;
+    memcpy(&length, s.data(), 8);
+    if (length > s.size() - 8) return;
+    std::string header = s.substr(8, length), body = s.substr(8 + length);
+    std::vector<size_t> at;
+    for (size_t i = 1; i < header.size(); i++)
+        if (isdigit((unsigned char)header[i]) && !isdigit((unsigned char)header[i - 1])) at.push_back(i);
+    if (r.one_in(4)) { // a word, a sign, or a whole piece of it in another place
+        size_t place = r.below(header.size() + 1);
+        if (r.one_in(3)) header.insert(place, header.substr(r.below(header.size() + 1), r.below(80)));
+        else header.insert(place, words[r.below(std::size(words))]);
+    } else if (r.one_in(300)) { // brackets deep enough to end the stack of a reader that recurses
+        size_t depth = 1000 + r.below(100000), place = at.empty() ? 0 : at[r.below(at.size())];
+        header.insert(place, std::string(depth, '[') + (r.one_in(4) ? "" : std::string(depth, ']') + ","));
+    } else if (!at.empty()) {
+        size_t from = at[r.below(at.size())], to = from;
+        while (to < header.size() && isdigit((unsigned char)header[to])) to++;
+        std::string number = numbers[r.below(std::size(numbers))];
+        if (r.one_in(3)) number = std::to_string(std::strtoull(header.c_str() + from, nullptr, 10) + r.below(9) - 4);
+        header.replace(from, to - from, number);
+    }
+    length = header.size();
+    s = std::string(reinterpret_cast<char*>(&length), 8) + header + body;
+}
+
+// `other`: a second file to splice with
+static void damage(std::string& s, const std::string& other, bool json, Random& r) {
+    if (s.empty()) return;
+    size_t place = r.one_in(2) ? r.below(std::min(s.size(), size_t(16))) : r.below(s.size());
+    switch (r.below(json ? 12 : 7)) {
+    case 0: s[place] = char(s[place] ^ 1 << r.below(8)); break;
+    case 1: s[place] = char(r.below(256)); break;
+    case 2: s.resize(place); break;
+    case 3: s.append(1 + r.below(9), char(r.below(256))); break;
+    case 4: {
+        size_t from = r.one_in(2) ? place : r.below(other.size() + 1);
+        s = s.substr(0, place) + other.substr(std::min(other.size(), from));
+        break;
+    }
+    case 5: { // a word of eight or four bytes with a meaning, at the front or anywhere
+        uint64_t words[] = {0, 1, 7, 8, s.size(), s.size() - 8, 255, 1ull << 31, 1ull << 32, 1ull << 63, ~0ull, ~7ull,
+                            100000000, 20240520, 20240801};
+        uint64_t word = words[r.below(std::size(words))] + (r.one_in(4) ? r.below(5) - 2 : 0);
+        size_t width = r.one_in(2) ? 8 : 4, at = r.one_in(2) ? r.below(3) * 4 : place;
+        if (at + width <= s.size()) memcpy(s.data() + at, &word, width);
+        break;
+    }
+    case 6: s.erase(place, 1 + r.below(9)); break;
+    default: edit_header(s, r);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// readers
+
+static volatile double sink; // what is read must be used
+
+// "" or what a reader did that it must not
+static std::string read_safetensors(const std::string& path, size_t* whole) {
+    SafeTensors s;
+    std::string wrong = safetensors_open(&s, path);
+    if (!wrong.empty()) return s.map || !s.tensors.empty() ? "a refused file is left open" : "";
+    *whole += 1;
+    uint64_t length;
+    memcpy(&length, s.map, 8);
+    size_t rest = s.bytes - 8 - length;
+    for (const SafeTensor& t : s.tensors) {
+        size_t n = t.elements();
+        double exact = double(dtype_bytes(t.dtype)); // products that wrap around do not here
+        for (size_t d : t.shape) exact *= double(d);
+        rest -= t.bytes;
+        if (double(t.bytes) != exact || t.bytes != n * dtype_bytes(t.dtype)) return "a tensor's size is not its shape's";
+        // the rest of a mapping's last page can be read without a fault
+        const unsigned char* file = static_cast<const unsigned char*>(s.map);
+        if (t.data < file + 8 || t.bytes > s.bytes || t.data - file > std::ptrdiff_t(s.bytes - t.bytes))
+            return "a tensor lies outside its file";
+        if (safetensors_find(s, t.name) != &t) return "a tensor is not found by its name";
+        unsigned all = 0;
+        for (size_t i = 0; i < t.bytes; i++) all += t.data[i];
+        sink = all;
+        if (!is_float_dtype(t.dtype)) continue;
+        std::vector<float> out(n);
+        tensor_to_float(out.data(), t, 0, n);
+        for (float f : out) sink = f;
+    }
+    safetensors_close(&s);
+    if (rest != 0) return "the tensors overlap or leave a hole";
+    return "";
+}
+
+static std::string read_data(const std::string& path, Random& r, size_t* whole) {
+    DataLoader d;
+    size_t T = 1 + r.below(9), V = r.one_in(2) ? 300 : 1 + r.below(70000);
+    bool own = r.one_in(2);
+    Part part = r.one_in(2) ? Part::TRAIN : Part::VAL;
+    if (!data_open(&d, path, part, own, {"byte", 256}, T, V, r.below(100)).empty()) return "";
+    *whole += 1;
+    for (const DataFile& f : d.files) {
+        struct stat st;
+        size_t header = f.width == 1 ? 0 : 1024, last = f.windows ? f.first + f.windows * T + 1 : 0;
+        if (stat(path.c_str(), &st) != 0 || header + last * f.width > size_t(st.st_size))
+            return "a window lies outside its file";
+    }
+    std::vector<int> tokens(T), targets(T);
+    for (uint64_t s : {uint64_t(0), uint64_t(1), d.windows - 1, d.windows, r.below(1u << 31) * 7919}) {
+        if (!load_window(d, s, tokens.data(), targets.data()).empty()) continue;
+        for (int token : tokens)
+            if (token < 0 || size_t(token) >= V) return "an input beyond the vocabulary";
+        for (int token : targets)
+            if (token < 0 || size_t(token) >= V) return "a target beyond the vocabulary";
+    }
+    return "";
+}
+
+// Inputs `first` to `first + count`, each a function of its number; how many were opened comes back by `counts`.
+static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count, const std::string& folder, size_t* counts) {
+    for (uint64_t i = first; i < first + count; i++) {
+        Random r = {seed, i << 24};
+        bool json = r.one_in(2);
+        std::string bytes = json ? valid_safetensors(r) : valid_shard(r);
+        std::string other = json ? valid_safetensors(r) : valid_shard(r);
+        // one in 32 stays whole: the inputs themselves must be accepted
+        bool damaged = !r.one_in(32);
+        for (uint64_t n = damaged ? 1 + r.below(4) : 0; n > 0; n--) damage(bytes, other, json, r);
+        const char* name = json ? "input.safetensors" : r.one_in(20) ? "input.txt" : "input.bin";
+        std::string path = folder + "/" + name, wrong;
+        size_t before = counts[json];
+        std::ofstream(path, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
+        try {
+            wrong = json ? read_safetensors(path, &counts[1]) : read_data(path, r, &counts[0]);
+        } catch (const std::exception& e) {
+            wrong = std::string("throws: ") + e.what();
+        }
+        if (wrong.empty() && json && !damaged && counts[1] == before) wrong = "a whole file is refused";
+        if (!wrong.empty()) return path + ": input " + std::to_string(i) + ": " + wrong;
+    }
+    return "";
+}
+
+int main(int argc, char** argv) {
+    double seconds = 10;
+    uint64_t seed = 1;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (!strcmp(argv[i], "--seconds")) seconds = atof(argv[i + 1]);
+        else if (!strcmp(argv[i], "--seed")) seed = strtoull(argv[i + 1], nullptr, 10);
+        else return fprintf(stderr, "usage: fuzz_readers [--seconds N] [--seed S]\n"), 2;
+    }
+    // memory-backed where there is such a folder: the disk is not what is tested
+    std::string folder = std::string(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp") + "/fuzz_readers.XXXXXX";
+    if (!mkdtemp(folder.data())) return perror(folder.c_str()), 1;
+    // the children count into memory that they share with their parent
+    void* shared = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (shared == MAP_FAILED) return perror("mmap"), 1;
+    size_t* counts = static_cast<size_t*>(shared);
+
+    const uint64_t batch = 2000;
+    uint64_t done = 0;
+    auto start = std::chrono::steady_clock::now();
+    while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds) {
+        fflush(stdout);
+        pid_t child = fork();
+        if (child < 0) return perror("fork"), 1;
+        if (child == 0) {
+            alarm(300); // a reader that does not end is a crash too
+            std::string wrong = run_batch(seed, done, batch, folder, counts);
+            if (!wrong.empty()) fprintf(stderr, "%s\n", wrong.c_str());
+            _exit(wrong.empty() ? 0 : 1);
+        }
+        int status = 0;
+        waitpid(child, &status, 0);
+        if (status != 0) {
+            printf("seed %" PRIu64 ", inputs %" PRIu64 " to %" PRIu64 ": failed, status %d; the last lies in %s\n", seed, done,
+                   done + batch - 1, status, folder.c_str());
+            return 1;
+        }
+        done += batch;
+    }
+    for (const char* name : {"input.safetensors", "input.bin", "input.txt"}) unlink((folder + "/" + name).c_str());
+    rmdir(folder.c_str());
+    printf("seed %" PRIu64 ": %zu safetensors files and %zu data files were accepted\n", seed, counts[1], counts[0]);
+    printf("%" PRIu64 " inputs, no crash\n", done);
+}
