@@ -23,7 +23,7 @@ struct Config {
     int seq = 0, micro_batch = 8;
     int64_t batch_tokens = 0;
     // optimizer
-    int64_t steps = 300;
+    int64_t steps = 600;
     std::string optimizer = "adamw", schedule = "cosine";
     double lr = 1e-3, min_lr = -1;
     int64_t warmup = 20;

@@ -83,7 +83,8 @@ static void edit_header(std::string& s, Random& r) {
         if (r.one_in(3)) header.insert(place, header.substr(r.below(header.size() + 1), r.below(80)));
         else header.insert(place, words[r.below(std::size(words))]);
     } else if (r.one_in(300)) { // brackets deep enough to end the stack of a reader that recurses
-        size_t depth = 1000 + r.below(100000), place = at.empty() ? 0 : at[r.below(at.size())];
+        size_t depth = 1000 + r.below(200000), shape = header.find(":[", r.below(header.size()));
+        size_t place = shape != std::string::npos ? shape + 2 : at.empty() ? 0 : at[r.below(at.size())];
         header.insert(place, std::string(depth, '[') + (r.one_in(4) ? "" : std::string(depth, ']') + ","));
     } else if (!at.empty()) {
         size_t from = at[r.below(at.size())], to = from;
@@ -142,7 +143,8 @@ static std::string read_safetensors(const std::string& path, size_t* whole) {
         double exact = double(dtype_bytes(t.dtype)); // products that wrap around do not here
         for (size_t d : t.shape) exact *= double(d);
         rest -= t.bytes;
-        if (double(t.bytes) != exact || t.bytes != n * dtype_bytes(t.dtype)) return "a tensor's size is not its shape's";
+        if (double(t.bytes) != exact || t.bytes != n * dtype_bytes(t.dtype))
+            return "a tensor's size is not its shape's";
         // the rest of a mapping's last page can be read without a fault
         const unsigned char* file = static_cast<const unsigned char*>(s.map);
         if (t.data < file + 8 || t.bytes > s.bytes || t.data - file > std::ptrdiff_t(s.bytes - t.bytes))
@@ -242,8 +244,8 @@ int main(int argc, char** argv) {
         int status = 0;
         waitpid(child, &status, 0);
         if (status != 0) {
-            printf("seed %" PRIu64 ", inputs %" PRIu64 " to %" PRIu64 ": failed, status %d; the last lies in %s\n", seed, done,
-                   done + batch - 1, status, folder.c_str());
+            printf("seed %" PRIu64 ", inputs %" PRIu64 " to %" PRIu64 ": failed, status %d; the last lies in %s\n",
+                   seed, done, done + batch - 1, status, folder.c_str());
             return 1;
         }
         done += batch;

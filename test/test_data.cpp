@@ -744,7 +744,8 @@ TEST(SafeTensors, TensorsMayComeInAnyOrderAndBeUnaligned) {
     EXPECT_EQ(open_bytes(whole("{" + entry("a", "F64", "[0]", "[0,0]") + "}", 0)), "");
     for (const char* dtype : {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}) {
         std::string n = std::to_string(3 * dtype_bytes(dtype));
-        EXPECT_EQ(open_bytes(whole("{" + entry("a", dtype, "[3]", "[0," + n + "]") + "}", 3 * dtype_bytes(dtype))), "");
+        std::string header = std::string("{") + entry("a", dtype, "[3]", "[0," + n + "]") + "}";
+        EXPECT_EQ(open_bytes(whole(header, 3 * dtype_bytes(dtype))), "");
     }
 }
 
