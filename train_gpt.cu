@@ -1,5 +1,6 @@
 // train_gpt.cu - train, evaluate and sample GPT-2 and Llama: main reads as the life of a run
-//   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). Compiles as plain C++ too:
+//   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). Compiles as plain C++
+//   too:
 //   g++ -x c++ train_gpt.cu.   Usage: train_gpt --help
 #include <sys/stat.h>
 #include "llmc/checkpoint.h"
@@ -39,8 +40,11 @@ static Shape choose_shape(const Config& c) {
     Shape s;
     if (is_folder(c.model)) {
         or_die(hf_read_config(&s, c.model));
-        USER_CHECK(c.scratch || !(c.layers || c.heads || c.kv_heads || c.channels || c.ffn || c.vocab || c.position.size()),
-                   "%s has weights of its own shape: to change the shape, start from new weights with --scratch", c.model.c_str());
+        USER_CHECK(c.scratch || !(c.layers || c.heads || c.kv_heads || c.channels || c.ffn ||
+                                  c.vocab || c.position.size()),
+                   "%s has weights of its own shape: to change the shape, start from new weights "
+                   "with --scratch",
+                   c.model.c_str());
     } else {
         std::vector<std::string> names;
         for (const Preset& p : model_presets()) {
@@ -48,8 +52,9 @@ static Shape choose_shape(const Config& c) {
             if (c.model == p.name) s = p.shape;
         }
         std::string close = nearest(c.model, names);
-        USER_CHECK(s.L > 0, "--model %s is neither a folder nor a preset%s%s%s; presets: %s", c.model.c_str(),
-                   close.empty() ? "" : ": did you mean ", close.c_str(), close.empty() ? "" : "?", preset_names().c_str());
+        USER_CHECK(s.L > 0, "--model %s is neither a folder nor a preset%s%s%s; presets: %s",
+                   c.model.c_str(), close.empty() ? "" : ": did you mean ", close.c_str(),
+                   close.empty() ? "" : "?", preset_names().c_str());
     }
     or_die(override_shape(c, s));
     return s;
@@ -66,42 +71,63 @@ static void open_data(Run& run) {
     Config& c = run.config;
     std::string files = c.data;
     if (files.empty()) {
-        for (const std::string& f : project_sources(program_folder())) files += (files.empty() ? "" : ",") + f;
-        USER_CHECK(!files.empty(), "no --data, and the project's own sources are not beside the program: give --data FILE");
+        for (const std::string& f : project_sources(program_folder()))
+            files += (files.empty() ? "" : ",") + f;
+        USER_CHECK(!files.empty(),
+                   "no --data, and the project's own sources are not beside the program: give "
+                   "--data FILE");
     }
     bool train = c.steps > 0 && !c.eval;
-    if (train) or_die(data_open(&run.train, files, Part::TRAIN, !c.val.empty(), run.tokenizer, c.seq, run.shape.V, c.seed));
-    or_die(data_open(&run.val, c.val.empty() ? files : c.val, Part::VAL, !c.val.empty(), run.tokenizer, c.seq, run.shape.V, c.seed));
+    if (train)
+        or_die(data_open(&run.train, files, Part::TRAIN, !c.val.empty(), run.tokenizer, c.seq,
+                         run.shape.V, c.seed));
+    or_die(data_open(&run.val, c.val.empty() ? files : c.val, Part::VAL, !c.val.empty(),
+                     run.tokenizer, c.seq, run.shape.V, c.seed));
     if (train && !c.val.empty()) or_die(data_disjoint(run.train, run.val));
 }
 
-// The text that a sample continues. A model whose tokens this tokenizer cannot write starts from its last token,
+// The text that a sample continues. A model whose tokens this tokenizer cannot write starts from
+// its last token,
 // GPT-2's end of text, and its samples are printed as numbers.
 static bool speaks(const Run& run) { return size_t(run.tokenizer.vocab_size) == run.shape.V; }
 static void choose_prompt(Run& run) {
     const Config& c = run.config;
-    USER_CHECK(c.prompt.empty() || speaks(run), "--prompt: the model has %zu tokens, --tokenizer %s writes %d: give the model's tokenizer",
-               run.shape.V, c.tokenizer.c_str(), int(run.tokenizer.vocab_size));
-    run.prompt = speaks(run) ? encode(run.tokenizer, c.prompt.empty() ? "\n" : c.prompt) : std::vector<int>{int(run.shape.V) - 1};
-    USER_CHECK(run.prompt.size() < run.shape.P, "--prompt has %zu tokens, the model %zu positions: shorten it", run.prompt.size(), run.shape.P);
+    USER_CHECK(
+        c.prompt.empty() || speaks(run),
+        "--prompt: the model has %zu tokens, --tokenizer %s writes %d: give the model's tokenizer",
+        run.shape.V, c.tokenizer.c_str(), int(run.tokenizer.vocab_size));
+    run.prompt = speaks(run) ? encode(run.tokenizer, c.prompt.empty() ? "\n" : c.prompt)
+                             : std::vector<int>{int(run.shape.V) - 1};
+    USER_CHECK(run.prompt.size() < run.shape.P,
+               "--prompt has %zu tokens, the model %zu positions: shorten it", run.prompt.size(),
+               run.shape.P);
 }
 
 static std::vector<Plan> choose_plans(Run& run) {
     const Config& c = run.config;
     std::vector<Plan> plans;
-    auto add = [&](Plan p) { plans.push_back(p); return int(plans.size()) - 1; };
+    auto add = [&](Plan p) {
+        plans.push_back(p);
+        return int(plans.size()) - 1;
+    };
     Plan p;
     p.B = size_t(c.micro_batch), p.T = size_t(c.seq), p.adamw = c.optimizer == "adamw";
-    p.recompute = c.recompute == "full" ? Recompute::FULL : c.recompute == "selective" ? Recompute::SELECTIVE : Recompute::NONE;
+    p.recompute = c.recompute == "full"        ? Recompute::FULL
+                  : c.recompute == "selective" ? Recompute::SELECTIVE
+                                               : Recompute::NONE;
     p.micro_batches = int(c.batch_tokens / (int64_t(c.micro_batch) * c.seq * c.dp));
     if (c.steps > 0 && !c.eval) run.train_plan = add(p);
     p.mode = Mode::EVALUATE, p.recompute = Recompute::NONE, p.micro_batches = 1;
-    if (c.steps > 0 || c.eval) run.evaluate_plan = add(p);
-    else if (c.sample_tokens == 0) add(p); // only to export: never run, but its weights have a place
+    if (c.steps > 0 || c.eval)
+        run.evaluate_plan = add(p);
+    else if (c.sample_tokens == 0)
+        add(p); // only to export: never run, but its weights have a place
     p.mode = Mode::GENERATE, p.B = 1, p.T = run.prompt.size();
     p.cache = std::min(run.shape.P, run.prompt.size() + size_t(c.sample_tokens));
-    USER_CHECK(!run.shape.sliding_window || p.cache <= run.shape.sliding_window || c.sample_tokens == 0 || c.eval,
-               "a sample of %zu tokens is longer than the model's sliding window of %zu, and windowed attention is not built yet: lower --sample-tokens",
+    USER_CHECK(!run.shape.sliding_window || p.cache <= run.shape.sliding_window ||
+                   c.sample_tokens == 0 || c.eval,
+               "a sample of %zu tokens is longer than the model's sliding window of %zu, and "
+               "windowed attention is not built yet: lower --sample-tokens",
                p.cache, run.shape.sliding_window);
     if (c.sample_tokens > 0 && !c.eval) run.generate_plan = add(p);
     return plans;
@@ -117,7 +143,9 @@ template <typename T, typename S> double evaluate(Run& run, Trainer<T, S>& t) {
     const Plan& p = t.plans[run.evaluate_plan];
     uint64_t samples = std::max<uint64_t>(1, uint64_t(run.config.eval_tokens) / p.T);
     e.samples_end = std::min<uint64_t>(samples, data_windows(run.val));
-    e.window = [&](uint64_t sample, int* tokens, int* targets) { return load_window(run.val, sample, tokens, targets); };
+    e.window = [&](uint64_t sample, int* tokens, int* targets) {
+        return load_window(run.val, sample, tokens, targets);
+    };
     double sum = 0;
     int64_t valid = 0;
     for (e.cursor = 0; e.cursor < e.samples_end; e.cursor += p.B * size_t(t.grid.dp)) {
@@ -139,7 +167,8 @@ template <typename T, typename S> void print_sample(Run& run, Trainer<T, S>& t) 
     const Config& c = run.config;
     bool text = speaks(run);
     auto emit = [&](int token) {
-        text ? (void)fputs(decode(run.tokenizer, token).c_str(), stdout) : (void)printf("%d ", token);
+        text ? (void)fputs(decode(run.tokenizer, token).c_str(), stdout)
+             : (void)printf("%d ", token);
         fflush(stdout);
     };
     printf("---\n");
@@ -151,7 +180,8 @@ template <typename T, typename S> void print_sample(Run& run, Trainer<T, S>& t) 
 
 template <typename T, typename S> void save(Run& run, Trainer<T, S>& t) {
     CheckpointInfo info;
-    info.step = run.step, info.cursor = t.cursor, info.seed = uint64_t(run.config.seed), info.config = config_json(run.config);
+    info.step = run.step, info.cursor = t.cursor, info.seed = uint64_t(run.config.seed),
+    info.config = config_json(run.config);
     or_die(checkpoint_save(t, info, run.config.out, run.config.keep));
 }
 
@@ -163,14 +193,17 @@ template <typename T, typename S> void train_step(Run& run, Trainer<T, S>& t) {
     double loss = plan_loss(t).mean(), seconds = seconds_now() - start;
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
     USER_CHECK(std::isfinite(loss) && scale->finite,
-               "step %lld: the loss is %g and the gradient norm %g: the weights are those of the step before. Lower --lr, "
-               "lengthen --warmup or set --clip 1%s", (long long)run.step + 1, loss, scale->norm,
+               "step %lld: the loss is %g and the gradient norm %g: the weights are those of the "
+               "step before. Lower --lr, "
+               "lengthen --warmup or set --clip 1%s",
+               (long long)run.step + 1, loss, scale->norm,
                c.out.empty() ? "" : "; --resume goes on from the last checkpoint");
     run.step++;
     t.cursor += uint64_t(c.batch_tokens / c.seq);
     double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
-    or_die(log_step(run.log, {run.step, c.steps, loss, scale->norm, t.hyper.lr, seconds, c.batch_tokens,
-                              run.step * c.batch_tokens, flops / seconds / run.peak}));
+    or_die(
+        log_step(run.log, {run.step, c.steps, loss, scale->norm, t.hyper.lr, seconds,
+                           c.batch_tokens, run.step * c.batch_tokens, flops / seconds / run.peak}));
 }
 
 // ----------------------------------------------------------------------------
@@ -186,11 +219,15 @@ template <typename T, typename S> void prepare_weights(Run& run, Trainer<T, S>& 
         for (const std::string& note : notes) fprintf(stderr, "note: %s\n", note.c_str());
         or_die(wrong);
         run.step = info.step, t.cursor = info.cursor;
-        USER_CHECK(info.seed == uint64_t(c.seed), "the checkpoint was made with --seed %llu, not %lld: the data order would change",
-                   (unsigned long long)info.seed, (long long)c.seed);
+        USER_CHECK(
+            info.seed == uint64_t(c.seed),
+            "the checkpoint was made with --seed %llu, not %lld: the data order would change",
+            (unsigned long long)info.seed, (long long)c.seed);
         printf("resumed at step %lld\n", (long long)run.step);
-    } else if (is_folder(c.model) && !c.scratch) or_die(hf_load_weights(t, c.model));
-    else init_weights(t, uint64_t(c.seed));
+    } else if (is_folder(c.model) && !c.scratch)
+        or_die(hf_load_weights(t, c.model));
+    else
+        init_weights(t, uint64_t(c.seed));
 }
 
 template <typename T, typename S> void run_training(Run& run, S where) {
@@ -202,37 +239,54 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     printf("%s", parameters_text(t.model).c_str());
     if (c.explain) {
         int plan = std::max(0, run.train_plan >= 0 ? run.train_plan : run.evaluate_plan);
-        USER_CHECK(c.layer < t.model.layers(), "--layer %d: the model has layers 0 to %d", c.layer, t.model.head());
+        USER_CHECK(c.layer < t.model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
+                   t.model.head());
         printf("%s", memory_text(t.arena, t.plans, t.model).c_str());
-        if (c.layer >= 0) printf("actions of layer %d, first micro-batch\n%s", c.layer, layer_text(t.arena, t.plans[plan], t.model, plan, c.layer).c_str());
-        else printf("actions of a step, kind(micro-batch,layer)\n%s", plan_text(t.plans[plan], t.model).c_str());
+        if (c.layer >= 0)
+            printf("actions of layer %d, first micro-batch\n%s", c.layer,
+                   layer_text(t.arena, t.plans[plan], t.model, plan, c.layer).c_str());
+        else
+            printf("actions of a step, kind(micro-batch,layer)\n%s",
+                   plan_text(t.plans[plan], t.model).c_str());
         return;
     }
     if (run.evaluate_plan >= 0) open_data(run);
     if (run.train_plan >= 0) printf("data: %s\n", data_text(run.train).c_str());
     arena_allocate(t.arena);
-    t.hyper = {c.optimizer == "adamw", 0, float(c.beta1), float(c.beta2), float(c.eps), float(c.weight_decay), float(c.clip)};
-    t.window = [&run](uint64_t sample, int* tokens, int* targets) { return load_window(run.train, sample, tokens, targets); };
+    t.hyper = {c.optimizer == "adamw", 0,
+               float(c.beta1),         float(c.beta2),
+               float(c.eps),           float(c.weight_decay),
+               float(c.clip)};
+    t.window = [&run](uint64_t sample, int* tokens, int* targets) {
+        return load_window(run.train, sample, tokens, targets);
+    };
     prepare_weights(run, t);
     if (!c.out.empty()) {
-        USER_CHECK(mkdir(c.out.c_str(), 0777) == 0 || errno == EEXIST, "--out %s: %s", c.out.c_str(), strerror(errno));
+        USER_CHECK(mkdir(c.out.c_str(), 0777) == 0 || errno == EEXIST, "--out %s: %s",
+                   c.out.c_str(), strerror(errno));
         or_die(log_open(run.log, c.out + "/log.jsonl", run.step, config_json(c)));
     }
     if (c.eval) return report_validation(run, t);
     if (run.train_plan >= 0) {
         run.peak = measure_peak<T>(where);
-        printf("mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s, a 1024^3 %s product measured now\n",
-               run.peak / 1e9, c.precision.c_str());
+        printf(
+            "mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s, a 1024^3 %s "
+            "product measured now\n",
+            run.peak / 1e9, c.precision.c_str());
     }
     while (run.step < c.steps) {
         train_step(run, t);
         bool last = run.step == c.steps;
         if (last || (c.eval_every && run.step % c.eval_every == 0)) report_validation(run, t);
-        if (run.generate_plan >= 0 && !last && c.sample_every && run.step % c.sample_every == 0) print_sample(run, t);
-        if (!c.out.empty() && (last || (c.save_every && run.step % c.save_every == 0))) save(run, t);
+        if (run.generate_plan >= 0 && !last && c.sample_every && run.step % c.sample_every == 0)
+            print_sample(run, t);
+        if (!c.out.empty() && (last || (c.save_every && run.step % c.save_every == 0)))
+            save(run, t);
     }
     if (run.generate_plan >= 0) print_sample(run, t);
-    Type dtype = c.export_dtype == "bf16" ? Type::BF16 : c.export_dtype == "fp16" ? Type::F16 : Type::F32;
+    Type dtype = c.export_dtype == "bf16"   ? Type::BF16
+                 : c.export_dtype == "fp16" ? Type::F16
+                                            : Type::F32;
     if (!c.export_dir.empty()) or_die(hf_export(t, c.export_dir, dtype));
     arena_free(t.arena);
 }
@@ -248,7 +302,8 @@ int main(int argc, char** argv) {
     if (!c.export_dir.empty()) or_die(hf_export_check(run.shape, c.export_dir));
     or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
     choose_prompt(run);
-    printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(), c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
+    printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
+           c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
     c.precision == "bf16" ? run_training<bf16>(run, Cpu{}) : run_training<float>(run, Cpu{});
     return 0;
 }

@@ -1,10 +1,14 @@
-// adamw.cuh - AdamW with decoupled decay over float master weights, and plain SGD - arXiv:1711.05101
+// adamw.cuh - AdamW with decoupled decay over float master weights, and plain SGD -
+// arXiv:1711.05101
 //   g = grad * scale;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
 //   w -= lr * ((m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w)
-//   weight (n) T   master (n) float, or null where the weight is its own master   grad, m, v (n) acc
-//   Contract: master, m, v updated, weight = the master rounded to nearest; nothing is written when !scale->finite.
+//   weight (n) T   master (n) float, or null where the weight is its own master   grad, m, v (n)
+//   acc
+//   Contract: master, m, v updated, weight = the master rounded to nearest; nothing is written when
+//   !scale->finite.
 //             Bitwise repeatable; an element depends on nothing but itself.
-//   Cost: memory-bound: reads grad, master, m, v; writes master, m, v, weight: 30 bytes a bf16 parameter.
+//   Cost: memory-bound: reads grad, master, m, v; writes master, m, v, weight: 30 bytes a bf16
+//   parameter.
 //   To copy: this file, grad_norm.cuh and common.h.
 #pragma once
 #include "common.h"
@@ -18,8 +22,8 @@ struct AdamW {
 // CPU
 
 template <typename T>
-void adamw_update(T* weight, float* master, const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v, size_t n, AdamW h,
-                  const StepScale* scale, Cpu) {
+void adamw_update(T* weight, float* master, const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v,
+                  size_t n, AdamW h, const StepScale* scale, Cpu) {
     typedef acc_t<T> A;
     if (!scale->finite) return;
     A s = scale->scale, b1 = h.beta1, b2 = h.beta2, lr = h.lr, eps = h.eps, decay = h.decay;

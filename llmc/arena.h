@@ -1,8 +1,13 @@
-// arena.h - every byte has its place before the run: one allocation, offsets from lifetimes read off the plan
-//   Persistent data (weights, gradients, moments, ...) lie first, each for the whole run. Everything else lives from
-//   the action that writes it to the last action that reads what was written; data that never live at the same time
-//   share bytes. Placing is a malloc run ahead of time: walk the plan, put each newborn into the lowest gap that
-//   fits, let go what nobody reads any more. Plans that take turns (train, evaluate, generate) share the same bytes.
+// arena.h - every byte has its place before the run: one allocation, offsets from lifetimes read
+// off the plan
+//   Persistent data (weights, gradients, moments, ...) lie first, each for the whole run.
+//   Everything else lives from
+//   the action that writes it to the last action that reads what was written; data that never live
+//   at the same time
+//   share bytes. Placing is a malloc run ahead of time: walk the plan, put each newborn into the
+//   lowest gap that
+//   fits, let go what nobody reads any more. Plans that take turns (train, evaluate, generate)
+//   share the same bytes.
 //   The memory table that --explain prints is this placement, so what it says is what the run uses.
 #pragma once
 #include <sys/mman.h>
@@ -19,26 +24,31 @@ struct Place {
 
 struct Arena {
     unsigned char* base = nullptr;
-    size_t bytes = 0;                                           // all of it
+    size_t bytes = 0; // all of it
     size_t persistent_bytes = 0;
-    std::map<Data, Place> lasting;                              // persistent data
-    std::vector<std::map<Data, std::vector<Place>>> passing;    // [plan]: each life of each datum, in order
-    std::vector<size_t> peak;                                   // [plan]: most bytes live at once, the least possible
+    std::map<Data, Place> lasting; // persistent data
+    std::vector<std::map<Data, std::vector<Place>>>
+        passing;              // [plan]: each life of each datum, in order
+    std::vector<size_t> peak; // [plan]: most bytes live at once, the least possible
 };
 
 typedef std::function<size_t(const Plan&, Data)> DataBytes;
 
 // What the caller reads when a plan is over lives to its end.
-inline bool outlives_plan(Kind k) { return k == Kind::VALID || k == Kind::LOSS || k == Kind::LOGITS; }
+inline bool outlives_plan(Kind k) {
+    return k == Kind::VALID || k == Kind::LOSS || k == Kind::LOGITS;
+}
 
-inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& model, const DataBytes& bytes_of) {
+inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& model,
+                                                    const DataBytes& bytes_of) {
     std::map<Data, std::vector<Place>> lives;
     int end = int(p.actions.size()) - 1;
     for (int i = 0; i <= end; i++) {
         Access x = access(p, model, p.actions[i]);
         for (Data d : x.reads) {
             if (persistent(d.kind)) continue;
-            if (!lives.count(d)) lives[d].push_back({0, i, 0, bytes_of(p, d)}); // given before the plan starts
+            if (!lives.count(d))
+                lives[d].push_back({0, i, 0, bytes_of(p, d)}); // given before the plan starts
             lives[d].back().last = std::max(lives[d].back().last, i);
         }
         for (Data d : x.writes) {
@@ -52,7 +62,8 @@ inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& 
 }
 
 // Give each life an offset; returns {end of the highest, most bytes live at once}.
-inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>& lives, size_t start, int actions) {
+inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>& lives,
+                                             size_t start, int actions) {
     std::vector<std::vector<Place*>> born(actions);
     for (auto& entry : lives)
         for (Place& life : entry.second)
@@ -80,14 +91,16 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
 }
 
 // Place everything that the plans touch. Nothing is allocated yet.
-inline Arena arena_place(const std::vector<Plan>& plans, const Model& model, const DataBytes& bytes_of) {
+inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
+                         const DataBytes& bytes_of) {
     Arena arena;
     for (const Plan& p : plans)
         for (Action a : p.actions) {
             Access x = access(p, model, a);
             x.reads.insert(x.reads.end(), x.writes.begin(), x.writes.end());
             for (Data d : x.reads)
-                if (persistent(d.kind)) arena.lasting[d].bytes = std::max(arena.lasting[d].bytes, bytes_of(p, d));
+                if (persistent(d.kind))
+                    arena.lasting[d].bytes = std::max(arena.lasting[d].bytes, bytes_of(p, d));
         }
     size_t offset = 0;
     for (auto& entry : arena.lasting) {
@@ -106,9 +119,12 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model, con
 
 // One allocation, zero-filled; pages take room when they are first touched.
 inline void arena_allocate(Arena& arena) {
-    void* p = mmap(nullptr, std::max(arena.bytes, size_t(1)), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    USER_CHECK(p != MAP_FAILED, "this run needs %.1f MiB and the machine refuses them: try a smaller --micro-batch, "
-               "--recompute full, or a smaller --model (--explain shows where they go)", arena.bytes / 1048576.0);
+    void* p = mmap(nullptr, std::max(arena.bytes, size_t(1)), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    USER_CHECK(p != MAP_FAILED,
+               "this run needs %.1f MiB and the machine refuses them: try a smaller --micro-batch, "
+               "--recompute full, or a smaller --model (--explain shows where they go)",
+               arena.bytes / 1048576.0);
     madvise(p, arena.bytes, MADV_HUGEPAGE);
     arena.base = (unsigned char*)p;
 }
@@ -118,7 +134,8 @@ inline void arena_free(Arena& arena) {
     arena.base = nullptr;
 }
 
-// Where a datum lies while action `at` of a plan runs; null where the action has nothing of that name.
+// Where a datum lies while action `at` of a plan runs; null where the action has nothing of that
+// name.
 inline const Place* arena_find(const Arena& arena, int plan, int at, Data d) {
     if (persistent(d.kind)) {
         auto it = arena.lasting.find(d);

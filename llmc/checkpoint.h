@@ -1,9 +1,13 @@
 // checkpoint.h - crash-safe checkpoints of named tensors, for any layout to load
-//   OUT/step_00000100/rank_00000.safetensors   "param.NAME" float masters, "m.NAME", "v.NAME" moments: a rank's share
-//   OUT/step_00000100/manifest.json            step, cursor, seed, model, each file's size and CRC-32, and where each
+//   OUT/step_00000100/rank_00000.safetensors   "param.NAME" float masters, "m.NAME", "v.NAME"
+//   moments: a rank's share
+//   OUT/step_00000100/manifest.json            step, cursor, seed, model, each file's size and
+//   CRC-32, and where each
 //                                              share lies in its whole parameter
-//   All is written into step_N.tmp, each file synced, the manifest last, then the folder is renamed: a folder of the
-//   final name is whole, whenever the machine stops. Loading believes sizes and checksums only, and falls back to
+//   All is written into step_N.tmp, each file synced, the manifest last, then the folder is
+//   renamed: a folder of the
+//   final name is whole, whenever the machine stops. Loading believes sizes and checksums only, and
+//   falls back to
 //   the checkpoint before. Vocabulary padding and rank-local layout never reach a file.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
@@ -26,9 +30,20 @@ inline std::string cpu_name() {
 // What must be equal for a checkpoint to fit.
 inline nlohmann::json model_identity(const Shape& s) {
     const char* positions[] = {"learned", "rope", "alibi"};
-    return {{"family", s.hf_type}, {"layers", s.L}, {"heads", s.NH}, {"kv_heads", s.NKV}, {"head_size", s.HS}, {"channels", s.C}, {"ffn", s.F},
-            {"vocab", s.V}, {"positions", s.P}, {"position", positions[int(s.position)]}, {"tied", s.tied}, {"qkv_bias", s.qkv_bias},
-            {"rope_theta", s.rope_theta}, {"rope_factor", s.rope_scaling.factor}};
+    return {{"family", s.hf_type},
+            {"layers", s.L},
+            {"heads", s.NH},
+            {"kv_heads", s.NKV},
+            {"head_size", s.HS},
+            {"channels", s.C},
+            {"ffn", s.F},
+            {"vocab", s.V},
+            {"positions", s.P},
+            {"position", positions[int(s.position)]},
+            {"tied", s.tied},
+            {"qkv_bias", s.qkv_bias},
+            {"rope_theta", s.rope_theta},
+            {"rope_factor", s.rope_scaling.factor}};
 }
 
 inline std::string step_folder(int64_t step) {
@@ -43,7 +58,9 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char*
     if (DIR* d = opendir(out.c_str())) {
         while (dirent* e = readdir(d)) {
             long long step = -1;
-            if (sscanf(e->d_name, "step_%8lld", &step) == 1 && step >= 0 && step_folder(step) + ending == e->d_name) steps.push_back(step);
+            if (sscanf(e->d_name, "step_%8lld", &step) == 1 && step >= 0 &&
+                step_folder(step) + ending == e->d_name)
+                steps.push_back(step);
         }
         closedir(d);
     }
@@ -61,7 +78,8 @@ struct StateTensor {
     const Parameter* p;
 };
 
-template <typename T, typename S> std::vector<StateTensor> state_tensors(const Trainer<T, S>& t, bool moments) {
+template <typename T, typename S>
+std::vector<StateTensor> state_tensors(const Trainer<T, S>& t, bool moments) {
     std::vector<StateTensor> list;
     Kind weights = sizeof(T) < sizeof(acc_t<T>) ? Kind::MASTER : Kind::WEIGHT;
     for (const Parameter& p : t.model.parameters) {
@@ -73,7 +91,8 @@ template <typename T, typename S> std::vector<StateTensor> state_tensors(const T
     return list;
 }
 
-template <typename T, typename S> acc_t<T>* state_address(const Trainer<T, S>& t, const StateTensor& s) {
+template <typename T, typename S>
+acc_t<T>* state_address(const Trainer<T, S>& t, const StateTensor& s) {
     return address<acc_t<T>>(t, {s.kind, s.p->bucket}) + s.p->offset + s.shift;
 }
 
@@ -81,7 +100,8 @@ template <typename T, typename S> acc_t<T>* state_address(const Trainer<T, S>& t
 // save
 
 template <typename T, typename S>
-std::string write_rank_file(const Trainer<T, S>& t, const std::string& path, nlohmann::json* entry) {
+std::string write_rank_file(const Trainer<T, S>& t, const std::string& path,
+                            nlohmann::json* entry) {
     std::vector<TensorSpec> specs;
     std::vector<StateTensor> state = state_tensors(t, t.hyper.adamw);
     nlohmann::json runs;
@@ -89,40 +109,60 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& path, nlo
         specs.push_back({s.name, type_of<acc_t<T>>(), {s.p->file_rows, s.p->cols()}});
         if (s.p->shape.size() == 1) specs.back().shape = {s.p->file_rows};
         for_each_run(*s.p, t.grid.tp_rank, t.grid.tp, [&](size_t, size_t global, size_t count) {
-            size_t real = std::min(count, s.p->file_elements() - std::min(global, s.p->file_elements()));
+            size_t real =
+                std::min(count, s.p->file_elements() - std::min(global, s.p->file_elements()));
             runs[s.name].push_back({global, real});
         });
     }
     SafeTensorsWriter w;
     writer_open(&w, path, specs, {});
-    for (const StateTensor& s : state) writer_put(w, state_address(t, s), s.p->file_elements() * sizeof(acc_t<T>));
+    for (const StateTensor& s : state)
+        writer_put(w, state_address(t, s), s.p->file_elements() * sizeof(acc_t<T>));
     std::string wrong = writer_close(&w);
-    *entry = {{"file", path.substr(path.rfind('/') + 1)}, {"bytes", w.bytes}, {"crc32", w.crc}, {"runs", runs}};
+    *entry = {{"file", path.substr(path.rfind('/') + 1)},
+              {"bytes", w.bytes},
+              {"crc32", w.crc},
+              {"runs", runs}};
     return wrong;
 }
 
 template <typename T, typename S>
-std::string write_checkpoint(const Trainer<T, S>& t, const CheckpointInfo& info, const std::string& folder) {
+std::string write_checkpoint(const Trainer<T, S>& t, const CheckpointInfo& info,
+                             const std::string& folder) {
     nlohmann::json file;
     std::string wrong = write_rank_file(t, folder + "/rank_00000.safetensors", &file);
     if (!wrong.empty()) return wrong;
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
-    nlohmann::json manifest = {{"format", 1}, {"step", info.step}, {"cursor", info.cursor}, {"seed", info.seed}, {"config", info.config},
-                               {"model", model_identity(t.model.shape)}, {"optimizer", t.hyper.adamw ? "adamw" : "sgd"}, {"optimizer_step", scale->step},
-                               {"precision", type_name(type_of<T>())}, {"threads", threads_here(t.ctx.where)}, {"cpu", cpu_name()}, {"files", {file}}};
+    nlohmann::json manifest = {{"format", 1},
+                               {"step", info.step},
+                               {"cursor", info.cursor},
+                               {"seed", info.seed},
+                               {"config", info.config},
+                               {"model", model_identity(t.model.shape)},
+                               {"optimizer", t.hyper.adamw ? "adamw" : "sgd"},
+                               {"optimizer_step", scale->step},
+                               {"precision", type_name(type_of<T>())},
+                               {"threads", threads_here(t.ctx.where)},
+                               {"cpu", cpu_name()},
+                               {"files", {file}}};
     wrong = write_text_file(folder + "/manifest.json", manifest.dump(1) + "\n");
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 
 template <typename T, typename S>
-std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info, const std::string& out, int keep) {
-    for (int64_t stale : checkpoint_steps(out, ".tmp")) remove_folder(out + "/" + step_folder(stale) + ".tmp");
+std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
+                            const std::string& out, int keep) {
+    for (int64_t stale : checkpoint_steps(out, ".tmp"))
+        remove_folder(out + "/" + step_folder(stale) + ".tmp");
     std::string folder = out + "/" + step_folder(info.step), temporary = folder + ".tmp";
-    if (mkdir(temporary.c_str(), 0777) != 0) return temporary + ": cannot be made: " + strerror(errno);
+    if (mkdir(temporary.c_str(), 0777) != 0)
+        return temporary + ": cannot be made: " + strerror(errno);
     std::string wrong = write_checkpoint(t, info, temporary);
-    if (!wrong.empty()) return remove_folder(temporary), wrong + "; the checkpoints before it are as they were";
+    if (!wrong.empty())
+        return remove_folder(temporary), wrong + "; the checkpoints before it are as they were";
     remove_folder(folder); // the same step, saved by the run that this one repeats
-    if (rename(temporary.c_str(), folder.c_str()) != 0) return folder + ": cannot be renamed: " + strerror(errno);
+    if (rename(temporary.c_str(), folder.c_str()) != 0)
+        return folder + ": cannot be renamed: " + strerror(errno);
     wrong = sync_folder(out);
     std::vector<int64_t> steps = checkpoint_steps(out);
     for (size_t i = size_t(keep); i < steps.size(); i++)
@@ -138,7 +178,8 @@ inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* cr
     if (!f) return path + ": " + strerror(errno);
     std::vector<unsigned char> buffer(size_t(1) << 20);
     *bytes = 0, *crc = 0;
-    for (size_t n; (n = fread(buffer.data(), 1, buffer.size(), f)) > 0;) *bytes += n, *crc = uint32_t(crc32(*crc, buffer.data(), uInt(n)));
+    for (size_t n; (n = fread(buffer.data(), 1, buffer.size(), f)) > 0;)
+        *bytes += n, *crc = uint32_t(crc32(*crc, buffer.data(), uInt(n)));
     bool good = !ferror(f);
     fclose(f);
     return good ? "" : path + ": cannot be read";
@@ -151,41 +192,58 @@ inline std::string verify_checkpoint(const std::string& folder, nlohmann::json* 
     *manifest = nlohmann::json::parse(in, nullptr, false);
     const nlohmann::json& m = *manifest;
     bool good = m.is_object();
-    for (const char* key : {"step", "cursor", "seed", "optimizer_step", "threads"}) good = good && m.contains(key) && m[key].is_number_integer();
-    for (const char* key : {"optimizer", "precision", "cpu"}) good = good && m.contains(key) && m[key].is_string();
-    good = good && m.contains("files") && m["files"].is_array() && !m["files"].empty() && m.contains("model") && m["model"].is_object();
+    for (const char* key : {"step", "cursor", "seed", "optimizer_step", "threads"})
+        good = good && m.contains(key) && m[key].is_number_integer();
+    for (const char* key : {"optimizer", "precision", "cpu"})
+        good = good && m.contains(key) && m[key].is_string();
+    good = good && m.contains("files") && m["files"].is_array() && !m["files"].empty() &&
+           m.contains("model") && m["model"].is_object();
     if (!good) return folder + ": manifest.json is broken";
     for (const nlohmann::json& f : m["files"]) {
-        if (!f.is_object() || !f.contains("file") || !f["file"].is_string() || !f.contains("bytes") || !f.contains("crc32")) return folder + ": manifest.json is broken";
+        if (!f.is_object() || !f.contains("file") || !f["file"].is_string() ||
+            !f.contains("bytes") || !f.contains("crc32"))
+            return folder + ": manifest.json is broken";
         std::string path = folder + "/" + f["file"].get<std::string>();
         size_t bytes = 0;
         uint32_t crc = 0;
         std::string wrong = file_crc(path, &bytes, &crc);
         if (!wrong.empty()) return wrong;
-        if (f["bytes"] != bytes) return path + ": is " + std::to_string(bytes) + " bytes, the manifest says " + f["bytes"].dump();
-        if (f["crc32"] != crc) return path + ": its checksum is " + std::to_string(crc) + ", the manifest says " + f["crc32"].dump();
+        if (f["bytes"] != bytes)
+            return path + ": is " + std::to_string(bytes) + " bytes, the manifest says " +
+                   f["bytes"].dump();
+        if (f["crc32"] != crc)
+            return path + ": its checksum is " + std::to_string(crc) + ", the manifest says " +
+                   f["crc32"].dump();
     }
     return "";
 }
 
-template <typename T, typename S> std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest, const std::string& folder, bool moments) {
+template <typename T, typename S>
+std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest,
+                           const std::string& folder, bool moments) {
     nlohmann::json own = model_identity(t.model.shape);
     for (auto& [key, value] : own.items())
         if (manifest["model"].value(key, nlohmann::json()) != value)
-            return folder + ": is of another model: its " + key + " is " + manifest["model"].value(key, nlohmann::json()).dump() + ", this run's " + value.dump();
-    if (moments && manifest["optimizer"] != "adamw") return folder + ": was trained with sgd and has no moments: go on with --optimizer sgd";
+            return folder + ": is of another model: its " + key + " is " +
+                   manifest["model"].value(key, nlohmann::json()).dump() + ", this run's " +
+                   value.dump();
+    if (moments && manifest["optimizer"] != "adamw")
+        return folder + ": was trained with sgd and has no moments: go on with --optimizer sgd";
     return "";
 }
 
-template <typename T, typename S> std::string read_rank_file(Trainer<T, S>& t, const std::string& path, bool moments) {
+template <typename T, typename S>
+std::string read_rank_file(Trainer<T, S>& t, const std::string& path, bool moments) {
     typedef acc_t<T> A;
     SafeTensors file;
     std::string wrong = safetensors_open(&file, path);
     for (const StateTensor& s : state_tensors(t, moments)) {
         const SafeTensor* x = wrong.empty() ? safetensors_find(file, s.name) : nullptr;
         if (wrong.empty() && !x) wrong = path + ": tensor " + s.name + " is missing";
-        if (wrong.empty() && (x->dtype != type_name(type_of<A>()) || x->elements() != s.p->file_elements()))
-            wrong = path + ": tensor " + s.name + " is " + x->dtype + shape_text(x->shape) + ", not " + type_name(type_of<A>()) + shape_text(s.p->shape);
+        if (wrong.empty() &&
+            (x->dtype != type_name(type_of<A>()) || x->elements() != s.p->file_elements()))
+            wrong = path + ": tensor " + s.name + " is " + x->dtype + shape_text(x->shape) +
+                    ", not " + type_name(type_of<A>()) + shape_text(s.p->shape);
         if (!wrong.empty()) break;
         if (s.kind == Kind::MOMENTS) {
             memcpy(state_address(t, s), x->data, x->bytes);
@@ -199,10 +257,12 @@ template <typename T, typename S> std::string read_rank_file(Trainer<T, S>& t, c
     return wrong;
 }
 
-// The newest whole checkpoint in `out`. Broken ones are skipped and named in `notes`; a whole one that does not fit is
+// The newest whole checkpoint in `out`. Broken ones are skipped and named in `notes`; a whole one
+// that does not fit is
 // an error: going back behind it silently would lose a run.
 template <typename T, typename S>
-std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::string& out, std::vector<std::string>* notes) {
+std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::string& out,
+                            std::vector<std::string>* notes) {
     bool moments = address<acc_t<T>>(t, {Kind::MOMENTS, 0}) != nullptr;
     for (int64_t step : checkpoint_steps(out)) {
         std::string folder = out + "/" + step_folder(step);
@@ -215,13 +275,20 @@ std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::s
         wrong = check_identity(t, m, folder, moments);
         if (wrong.empty()) wrong = read_rank_file(t, folder + "/rank_00000.safetensors", moments);
         if (!wrong.empty()) return wrong;
-        *info = {m["step"].get<int64_t>(), m["cursor"].get<uint64_t>(), m["seed"].get<uint64_t>(), m.value("config", nlohmann::json())};
-        if (StepScale* scale = address<StepScale>(t, {Kind::SCALE})) scale->step = m["optimizer_step"].get<int64_t>();
+        *info = {m["step"].get<int64_t>(), m["cursor"].get<uint64_t>(), m["seed"].get<uint64_t>(),
+                 m.value("config", nlohmann::json())};
+        if (StepScale* scale = address<StepScale>(t, {Kind::SCALE}))
+            scale->step = m["optimizer_step"].get<int64_t>();
         if (m["threads"] != threads_here(t.ctx.where) || m["cpu"] != cpu_name())
-            notes->push_back("the checkpoint was made by " + m["threads"].dump() + " threads on " + m["cpu"].get<std::string>() +
-                             "; this run has " + std::to_string(threads_here(t.ctx.where)) + " on " + cpu_name() + ": bits may differ from an uninterrupted run");
-        if (m["precision"] != type_name(type_of<T>())) notes->push_back("the checkpoint was trained in " + m["precision"].get<std::string>());
+            notes->push_back("the checkpoint was made by " + m["threads"].dump() + " threads on " +
+                             m["cpu"].get<std::string>() + "; this run has " +
+                             std::to_string(threads_here(t.ctx.where)) + " on " + cpu_name() +
+                             ": bits may differ from an uninterrupted run");
+        if (m["precision"] != type_name(type_of<T>()))
+            notes->push_back("the checkpoint was trained in " + m["precision"].get<std::string>());
         return "";
     }
-    return out + ": holds no whole checkpoint" + (notes->empty() ? "" : " (the broken ones are named above)") + ": start without --resume, or give the --out of the run to go on with";
+    return out + ": holds no whole checkpoint" +
+           (notes->empty() ? "" : " (the broken ones are named above)") +
+           ": start without --resume, or give the --out of the run to go on with";
 }

@@ -1,8 +1,12 @@
 // common.h - what every operator file needs: element types, checks, where code runs, vector maths
-//   Dims, one vocabulary everywhere:  B batch  T sequence  C channels  L layers  V vocabulary  Vp padded V
-//     N rows (B*T)  NH heads  NKV key/value heads  HS head size  F ffn width;  _tp _cp: my share of a sharded dim
-//   Where code runs is the last argument of every operator: Cpu{} (a cudaStream_t will be the other overload).
-//   CPU versions accumulate in acc_t<T>: double for double, float for everything narrower. Their reductions are split
+//   Dims, one vocabulary everywhere:  B batch  T sequence  C channels  L layers  V vocabulary  Vp
+//   padded V
+//     N rows (B*T)  NH heads  NKV key/value heads  HS head size  F ffn width;  _tp _cp: my share of
+//     a sharded dim
+//   Where code runs is the last argument of every operator: Cpu{} (a cudaStream_t will be the other
+//   overload).
+//   CPU versions accumulate in acc_t<T>: double for double, float for everything narrower. Their
+//   reductions are split
 //   by fixed chunks, never by thread, so that a result does not depend on the number of threads.
 #pragma once
 #include <cmath>
@@ -30,25 +34,25 @@ inline thread_local int this_rank = 0; // only ever read by the messages below
 }
 
 // A mistake in the program or the machine: file, line, rank, the condition, the values.
-#define CHECK(cond, ...)                                                                           \
-    do {                                                                                           \
-        if (!(cond)) {                                                                             \
-            char check_text_[1024], check_line_[1536];                                             \
-            snprintf(check_text_, sizeof(check_text_), __VA_ARGS__);                               \
-            snprintf(check_line_, sizeof(check_line_), "%s:%d: rank %d: %s: %s", __FILE__,         \
-                     __LINE__, this_rank, #cond, check_text_);                                     \
-            die(check_line_);                                                                      \
-        }                                                                                          \
+#define CHECK(cond, ...)                                                                   \
+    do {                                                                                   \
+        if (!(cond)) {                                                                     \
+            char check_text_[1024], check_line_[1536];                                     \
+            snprintf(check_text_, sizeof(check_text_), __VA_ARGS__);                       \
+            snprintf(check_line_, sizeof(check_line_), "%s:%d: rank %d: %s: %s", __FILE__, \
+                     __LINE__, this_rank, #cond, check_text_);                             \
+            die(check_line_);                                                              \
+        }                                                                                  \
     } while (0)
 
 // A mistake in what the user gave: one plain line with a fix.
-#define USER_CHECK(cond, ...)                                                                      \
-    do {                                                                                           \
-        if (!(cond)) {                                                                             \
-            char check_text_[1536];                                                                \
-            snprintf(check_text_, sizeof(check_text_), __VA_ARGS__);                               \
-            die(check_text_);                                                                      \
-        }                                                                                          \
+#define USER_CHECK(cond, ...)                                        \
+    do {                                                             \
+        if (!(cond)) {                                               \
+            char check_text_[1536];                                  \
+            snprintf(check_text_, sizeof(check_text_), __VA_ARGS__); \
+            die(check_text_);                                        \
+        }                                                            \
     } while (0)
 
 // ----------------------------------------------------------------------------
@@ -104,12 +108,14 @@ struct RopeScaling {
 };
 
 // ----------------------------------------------------------------------------
-// exp and tanh as polynomials: g++ vectorises libm only under -ffast-math, which the project does not use
+// exp and tanh as polynomials: g++ vectorises libm only under -ffast-math, which the project does
+// not use
 
 // exp(x), relative error below 2e-7; 0 below -87.3, +inf above 88.7, NaN stays NaN
 inline float fast_exp(float x) {
     float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x; // NaN fails both and passes
-    // x = n ln2 + r with |r| <= ln2 / 2: exp(x) = 2^n exp(r); adding 1.5 * 2^23 rounds to an integer
+    // x = n ln2 + r with |r| <= ln2 / 2: exp(x) = 2^n exp(r); adding 1.5 * 2^23 rounds to an
+    // integer
     float shifted = clamped * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
     float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

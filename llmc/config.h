@@ -1,6 +1,9 @@
-// config.h - one plain struct and one table: the flags, --help, --config files, and the copy in log and checkpoint
-//   A row of the table is a flag: its name, its field, what it accepts, a line of help. What is not built yet is a row
-//   too, and is refused by name. Checks that need more than one field are in config_check(), each with both numbers
+// config.h - one plain struct and one table: the flags, --help, --config files, and the copy in log
+// and checkpoint
+//   A row of the table is a flag: its name, its field, what it accepts, a line of help. What is not
+//   built yet is a row
+//   too, and is refused by name. Checks that need more than one field are in config_check(), each
+//   with both numbers
 //   and a fix; they run once, before anything is allocated.
 #pragma once
 #include <algorithm>
@@ -17,7 +20,8 @@ struct Config {
     // model
     std::string model = "tiny", position;
     bool scratch = false;
-    int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0, vocab = 0; // 0: as the model has it
+    int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0,
+        vocab = 0; // 0: as the model has it
     // data
     std::string data, val, tokenizer = "byte";
     int seq = 0, micro_batch = 8;
@@ -33,7 +37,8 @@ struct Config {
     std::string precision = "fp32";
     bool fp8 = false;
     // layout
-    int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1, zero = 0, zero_group = 0, chunks = 1, prefetch = 1, local_ranks = 1;
+    int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1, zero = 0, zero_group = 0, chunks = 1, prefetch = 1,
+        local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", comm = "local";
     // memory
@@ -55,20 +60,24 @@ struct Config {
     int layer = -1;
 };
 
-typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Config::*, std::string Config::*> Field;
+typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Config::*,
+                     std::string Config::*>
+    Field;
 
 struct Flag {
     const char* name;
     Field field;
-    const char* accepts; // "a|b|c": one of them; "low..high": a number; "= x (why)": only x yet; "": anything
-    const char* help;    // a row whose name is empty begins a group
+    const char*
+        accepts; // "a|b|c": one of them; "low..high": a number; "= x (why)": only x yet; "": anything
+    const char* help; // a row whose name is empty begins a group
 };
 
 inline const std::vector<Flag>& config_table() {
     typedef Config C;
     static const std::vector<Flag> table = {
         {"", &C::help, "", "Model"},
-        {"model", &C::model, "", "a preset (listed below) or a Hugging Face folder whose weights are loaded"},
+        {"model", &C::model, "",
+         "a preset (listed below) or a Hugging Face folder whose weights are loaded"},
         {"scratch", &C::scratch, "", "with a folder: take its shape, not its weights"},
         {"layers", &C::layers, "0..10000", "change the preset's number of blocks"},
         {"heads", &C::heads, "0..100000", "change the number of attention heads"},
@@ -78,14 +87,16 @@ inline const std::vector<Flag>& config_table() {
         {"vocab", &C::vocab, "0..100000000", "change the vocabulary"},
         {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
         {"", &C::help, "", "Data"},
-        {"data", &C::data, "", "training text (.txt) or token shards (.bin), commas or a pattern between files;"
-                               " without it: this project's own sources"},
+        {"data", &C::data, "",
+         "training text (.txt) or token shards (.bin), commas or a pattern between files;"
+         " without it: this project's own sources"},
         {"val", &C::val, "", "validation files; without it: the last tenth of each training file"},
         {"tokenizer", &C::tokenizer, "", "how .txt becomes tokens: byte"},
         {"seq", &C::seq, "0..16777216", "tokens a sequence, T (0: 256, or what the model allows)"},
         {"micro-batch", &C::micro_batch, "1..1000000", "sequences a micro-batch, B"},
-        {"batch-tokens", &C::batch_tokens, "0..1000000000000", "tokens an optimizer step, over all ranks; accumulation follows (0: one"
-                               " micro-batch)"},
+        {"batch-tokens", &C::batch_tokens, "0..1000000000000",
+         "tokens an optimizer step, over all ranks; accumulation follows (0: one"
+         " micro-batch)"},
         {"", &C::help, "", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
         {"optimizer", &C::optimizer, "adamw|sgd", "sgd has no momentum"},
@@ -100,11 +111,13 @@ inline const std::vector<Flag>& config_table() {
         {"clip", &C::clip, "0..1000000", "largest global gradient norm (0: no clipping)"},
         {"seed", &C::seed, "0..9007199254740991", "of initial weights, data order and sampling"},
         {"", &C::help, "", "Numbers and memory"},
-        {"precision", &C::precision, "fp32|bf16|fp16", "weights and activations; sums, gradients of weights, moments and masters"
-                               " stay float"},
+        {"precision", &C::precision, "fp32|bf16|fp16",
+         "weights and activations; sums, gradients of weights, moments and masters"
+         " stay float"},
         {"fp8", &C::fp8, "= false (fp8 products)", "fp8 matrix products"},
-        {"recompute", &C::recompute, "none|selective|full", "selective: norms and activation functions; full: keep a block's input"
-                               " only"},
+        {"recompute", &C::recompute, "none|selective|full",
+         "selective: norms and activation functions; full: keep a block's input"
+         " only"},
         {"offload", &C::offload, "= none (offload)", "keep optimizer state on the host"},
         {"", &C::help, "", "Layout"},
         {"dp", &C::dp, "= 1 (data parallelism)", "data-parallel ranks"},
@@ -112,27 +125,34 @@ inline const std::vector<Flag>& config_table() {
         {"pp", &C::pp, "= 1 (pipeline parallelism)", "pipeline stages"},
         {"cp", &C::cp, "= 1 (context parallelism)", "context-parallel ranks"},
         {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
-        {"sequence-parallel", &C::sequence_parallel, "= false (sequence parallelism)", "shard norms along the sequence"},
-        {"zero", &C::zero, "= 0 (ZeRO)", "what data-parallel ranks shard: 1 moments, 2 gradients, 3 weights"},
-        {"zero-group", &C::zero_group, "= 0 (hybrid sharding)", "ranks that shard; others replicate"},
+        {"sequence-parallel", &C::sequence_parallel, "= false (sequence parallelism)",
+         "shard norms along the sequence"},
+        {"zero", &C::zero, "= 0 (ZeRO)",
+         "what data-parallel ranks shard: 1 moments, 2 gradients, 3 weights"},
+        {"zero-group", &C::zero_group, "= 0 (hybrid sharding)",
+         "ranks that shard; others replicate"},
         {"pipeline", &C::pipeline, "= 1f1b (pipeline schedules)", "schedule"},
         {"chunks", &C::chunks, "= 1 (interleaved schedules)", "model chunks a stage"},
         {"prefetch", &C::prefetch, "= 1 (ZeRO-3)", "layers gathered ahead"},
-        {"local-ranks", &C::local_ranks, "= 1 (ranks as threads)", "ranks as threads of this process"},
+        {"local-ranks", &C::local_ranks, "= 1 (ranks as threads)",
+         "ranks as threads of this process"},
         {"comm", &C::comm, "= local (MPI and NCCL)", "communication backend"},
         {"fixed-order", &C::fixed_order, "", "add ranks in rank order (one rank always does)"},
         {"", &C::help, "", "Files"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
-        {"save-every", &C::save_every, "0..1000000000000", "steps between checkpoints (0: only at the end, where --out is given)"},
+        {"save-every", &C::save_every, "0..1000000000000",
+         "steps between checkpoints (0: only at the end, where --out is given)"},
         {"keep", &C::keep, "1..1000000", "newest checkpoints kept"},
         {"resume", &C::resume, "", "go on from the newest whole checkpoint in --out"},
         {"export", &C::export_dir, "", "at the end write a Hugging Face folder"},
         {"export-dtype", &C::export_dtype, "fp32|bf16|fp16", "its element type"},
         {"", &C::help, "", "Looking"},
-        {"eval-every", &C::eval_every, "0..1000000000000", "steps between validation losses (0: at the end only)"},
+        {"eval-every", &C::eval_every, "0..1000000000000",
+         "steps between validation losses (0: at the end only)"},
         {"eval-tokens", &C::eval_tokens, "1..1000000000000", "validation tokens at most"},
         {"eval", &C::eval, "", "only evaluate, print `val loss`, and leave"},
-        {"sample-every", &C::sample_every, "0..1000000000000", "steps between samples (0: at the end only)"},
+        {"sample-every", &C::sample_every, "0..1000000000000",
+         "steps between samples (0: at the end only)"},
         {"prompt", &C::prompt, "", "text that a sample continues"},
         {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens a sample"},
         {"temperature", &C::temperature, "0..1000", "0 is greedy"},
@@ -140,7 +160,8 @@ inline const std::vector<Flag>& config_table() {
         {"top-p", &C::top_p, "0..1", "sample from the likeliest that hold this share"},
         {"device", &C::device, "auto|cpu|cuda", "where it runs"},
         {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
-        {"layer", &C::layer, "-1..10000", "with --explain: one layer's actions, with what they read and write"},
+        {"layer", &C::layer, "-1..10000",
+         "with --explain: one layer's actions, with what they read and write"},
         {"timeline", &C::timeline, "= (timelines)", "draw a step"},
         {"help", &C::help, "", "this text"},
     };
@@ -151,19 +172,24 @@ inline const std::vector<Flag>& config_table() {
 // values
 
 inline std::string field_text(const Config& c, const Field& f) {
-    return std::visit([&](auto member) {
-        const auto& v = c.*member;
-        if constexpr (std::is_same_v<decltype(v), const std::string&>) return v;
-        else if constexpr (std::is_same_v<decltype(v), const bool&>) return std::string(v ? "true" : "false");
-        else {
-            std::ostringstream s;
-            s << v;
-            return s.str();
-        }
-    }, f);
+    return std::visit(
+        [&](auto member) {
+            const auto& v = c.*member;
+            if constexpr (std::is_same_v<decltype(v), const std::string&>)
+                return v;
+            else if constexpr (std::is_same_v<decltype(v), const bool&>)
+                return std::string(v ? "true" : "false");
+            else {
+                std::ostringstream s;
+                s << v;
+                return s.str();
+            }
+        },
+        f);
 }
 
-inline std::string parse_number(const std::string& text, double low, double high, bool whole, double* value) {
+inline std::string parse_number(const std::string& text, double low, double high, bool whole,
+                                double* value) {
     char* end = nullptr;
     double v = strtod(text.c_str(), &end);
     std::ostringstream range;
@@ -176,12 +202,12 @@ inline std::string parse_number(const std::string& text, double low, double high
 inline std::string set_field(Config& c, const Flag& f, const std::string& text) {
     if (auto b = std::get_if<bool Config::*>(&f.field)) {
         if (text != "true" && text != "false") return "wants true or false, not '" + text + "'";
-        c.**b = text == "true";
+        c.** b = text == "true";
         return "";
     }
     if (auto s = std::get_if<std::string Config::*>(&f.field)) {
         std::string accepts = f.accepts, choice;
-        c.**s = text;
+        c.** s = text;
         if (accepts.empty() || accepts[0] == '=') return "";
         for (std::istringstream in(accepts); std::getline(in, choice, '|');)
             if (choice == text) return "";
@@ -190,14 +216,15 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
     double low = -1e15, high = 1e15, v = 0;
     const char* dots = strstr(f.accepts, "..");
     if (f.accepts[0] != '=' && dots) low = atof(f.accepts), high = atof(dots + 2);
-    std::string wrong = parse_number(text, low, high, !std::holds_alternative<double Config::*>(f.field), &v);
+    std::string wrong =
+        parse_number(text, low, high, !std::holds_alternative<double Config::*>(f.field), &v);
     if (!wrong.empty()) return wrong;
     if (auto i = std::get_if<int Config::*>(&f.field)) {
         if (v < INT_MIN || v > INT_MAX) return "is too large: " + text;
-        c.**i = int(v);
+        c.** i = int(v);
     }
-    if (auto i = std::get_if<int64_t Config::*>(&f.field)) c.**i = int64_t(v);
-    if (auto d = std::get_if<double Config::*>(&f.field)) c.**d = v;
+    if (auto i = std::get_if<int64_t Config::*>(&f.field)) c.** i = int64_t(v);
+    if (auto d = std::get_if<double Config::*>(&f.field)) c.** d = v;
     return "";
 }
 
@@ -238,7 +265,8 @@ inline std::string unknown_flag(const std::string& name) {
     for (const Flag& f : config_table())
         if (*f.name) names.push_back(f.name);
     std::string close = nearest(name, names);
-    return "unknown flag --" + name + (close.empty() ? "" : ": did you mean --" + close + "?") + " (--help lists them all)";
+    return "unknown flag --" + name + (close.empty() ? "" : ": did you mean --" + close + "?") +
+           " (--help lists them all)";
 }
 
 // ----------------------------------------------------------------------------
@@ -265,7 +293,8 @@ inline std::string read_config_file(Config& c, const std::string& path) {
         size_t equals = line.find('=');
         std::string at = path + ":" + std::to_string(number) + ": ";
         if (equals == std::string::npos) return at + "wants `name = value`, not '" + line + "'";
-        std::string wrong = set_flag(c, trim(line.substr(0, equals)), trim(line.substr(equals + 1)));
+        std::string wrong =
+            set_flag(c, trim(line.substr(0, equals)), trim(line.substr(equals + 1)));
         if (!wrong.empty()) return at + wrong;
     }
     return "";
@@ -276,13 +305,15 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         std::string word = argv[i];
         if (word == "-h") word = "--help";
-        if (word.rfind("--", 0) != 0) return "'" + word + "' is no flag: flags look like --steps 100 (--help lists them all)";
+        if (word.rfind("--", 0) != 0)
+            return "'" + word + "' is no flag: flags look like --steps 100 (--help lists them all)";
         std::string name = word.substr(2), wrong;
         bool more = i + 1 < argc;
         const Flag* f = find_flag(name);
         if (!f && name != "config") return unknown_flag(name);
         bool is_switch = f && std::holds_alternative<bool Config::*>(f->field);
-        if (is_switch && !(more && (!strcmp(argv[i + 1], "true") || !strcmp(argv[i + 1], "false")))) {
+        if (is_switch &&
+            !(more && (!strcmp(argv[i + 1], "true") || !strcmp(argv[i + 1], "false")))) {
             wrong = set_flag(c, name, "true");
         } else {
             if (!more) return "--" + name + " wants a value";
@@ -298,14 +329,17 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
 // writing: help and the copy in log and checkpoint
 
 inline std::string help_text() {
-    std::string text = "train_gpt [--flag value ...]     --config FILE holds the same names as `name = value` lines\n";
+    std::string text =
+        "train_gpt [--flag value ...]     --config FILE holds the same names as `name = value` "
+        "lines\n";
     Config defaults;
     for (const Flag& f : config_table()) {
         if (!*f.name) {
             text += "\n" + std::string(f.help) + "\n";
             continue;
         }
-        std::string left = "  --" + std::string(f.name), value = field_text(defaults, f.field), accepts = f.accepts;
+        std::string left = "  --" + std::string(f.name), value = field_text(defaults, f.field),
+                    accepts = f.accepts;
         if (accepts.find('|') != std::string::npos) left += " " + accepts;
         left.resize(std::max(left.size() + 1, size_t(34)), ' ');
         text += left + f.help;
@@ -335,7 +369,8 @@ inline nlohmann::json config_json(const Config& c) {
 
 inline std::string preset_names() {
     std::string names;
-    for (const Preset& p : model_presets()) names += std::string(names.empty() ? "" : ", ") + p.name;
+    for (const Preset& p : model_presets())
+        names += std::string(names.empty() ? "" : ", ") + p.name;
     return names;
 }
 
@@ -352,14 +387,17 @@ inline std::string override_shape(const Config& c, Shape& s) {
     }
     if (c.ffn) s.F = size_t(c.ffn);
     if (c.vocab) s.V = size_t(c.vocab);
-    if (!c.position.empty()) s.position = c.position == "rope" ? Position::ROPE : c.position == "alibi" ? Position::ALIBI : Position::LEARNED;
+    if (!c.position.empty())
+        s.position = c.position == "rope"    ? Position::ROPE
+                     : c.position == "alibi" ? Position::ALIBI
+                                             : Position::LEARNED;
     if (!c.heads && !c.channels) return "";
     if (s.C % s.NH) {
         std::string fix;
         for (size_t d = 1; d <= s.C; d++)
             if (s.C % d == 0 && d + 8 > s.NH && d < s.NH + 8) fix += " " + std::to_string(d);
-        return "--heads " + std::to_string(s.NH) + " does not divide --channels " + std::to_string(s.C) +
-               (fix.empty() ? "" : ": heads that do, near it:" + fix);
+        return "--heads " + std::to_string(s.NH) + " does not divide --channels " +
+               std::to_string(s.C) + (fix.empty() ? "" : ": heads that do, near it:" + fix);
     }
     s.HS = s.C / s.NH;
     return "";
@@ -370,19 +408,26 @@ inline std::string check_built(const Config& c) {
     for (const Flag& f : config_table())
         if (f.accepts[0] == '=' && field_text(c, f.field) != field_text(defaults, f.field)) {
             const char* what = strchr(f.accepts, '(');
-            return "--" + std::string(f.name) + " " + field_text(c, f.field) + ": not built yet " + what;
+            return "--" + std::string(f.name) + " " + field_text(c, f.field) + ": not built yet " +
+                   what;
         }
     if (c.precision == "fp16") return "--precision fp16 is not built yet: use bf16 or fp32";
-    if (c.device == "cuda") return "--device cuda: this build has no CUDA kernels yet: use --device cpu";
+    if (c.device == "cuda")
+        return "--device cuda: this build has no CUDA kernels yet: use --device cpu";
     return "";
 }
 
 inline std::string check_shape(const Shape& s) {
     auto number = [](size_t n) { return std::to_string(n); };
-    if (s.NH % s.NKV) return "--kv-heads " + number(s.NKV) + " does not divide --heads " + number(s.NH);
-    if (s.position == Position::ROPE && s.HS % 2) return "RoPE turns pairs, and a head size of " + number(s.HS) + " is odd: change --heads or --channels";
-    if (s.family == Family::GPT2 && s.NKV != s.NH) return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
-    if (s.family == Family::LLAMA && s.position == Position::LEARNED) return "Llama has no table of positions: use --position rope or alibi";
+    if (s.NH % s.NKV)
+        return "--kv-heads " + number(s.NKV) + " does not divide --heads " + number(s.NH);
+    if (s.position == Position::ROPE && s.HS % 2)
+        return "RoPE turns pairs, and a head size of " + number(s.HS) +
+               " is odd: change --heads or --channels";
+    if (s.family == Family::GPT2 && s.NKV != s.NH)
+        return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
+    if (s.family == Family::LLAMA && s.position == Position::LEARNED)
+        return "Llama has no table of positions: use --position rope or alibi";
     return "";
 }
 
@@ -395,18 +440,26 @@ inline std::string config_check(Config& c, const Shape& s) {
     int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;
     if (c.batch_tokens == 0) c.batch_tokens = step_tokens;
     if (size_t(c.seq) > s.P)
-        return "--seq " + std::to_string(c.seq) + " is beyond the model's " + std::to_string(s.P) + " positions: use --seq " + std::to_string(s.P) + " or less";
+        return "--seq " + std::to_string(c.seq) + " is beyond the model's " + std::to_string(s.P) +
+               " positions: use --seq " + std::to_string(s.P) + " or less";
     if (s.sliding_window && s.sliding_window < size_t(c.seq))
-        return "--seq " + std::to_string(c.seq) + " is longer than the model's sliding window of " + std::to_string(s.sliding_window) +
-               ", and windowed attention is not built yet: use --seq " + std::to_string(s.sliding_window) + " or less";
+        return "--seq " + std::to_string(c.seq) + " is longer than the model's sliding window of " +
+               std::to_string(s.sliding_window) +
+               ", and windowed attention is not built yet: use --seq " +
+               std::to_string(s.sliding_window) + " or less";
     if (c.batch_tokens % step_tokens) {
         int64_t down = c.batch_tokens / step_tokens * step_tokens, up = down + step_tokens;
-        return "--batch-tokens " + std::to_string(c.batch_tokens) + " is no multiple of micro-batch x seq x dp = " + std::to_string(c.micro_batch) + " x " +
-               std::to_string(c.seq) + " x " + std::to_string(c.dp) + " = " + std::to_string(step_tokens) + ": try " +
+        return "--batch-tokens " + std::to_string(c.batch_tokens) +
+               " is no multiple of micro-batch x seq x dp = " + std::to_string(c.micro_batch) +
+               " x " + std::to_string(c.seq) + " x " + std::to_string(c.dp) + " = " +
+               std::to_string(step_tokens) + ": try " +
                (down ? std::to_string(down) + " or " : "") + std::to_string(up);
     }
-    if (c.min_lr > c.lr) return "--min-lr " + field_text(c, &Config::min_lr) + " is above --lr " + field_text(c, &Config::lr);
-    if (c.resume && c.out.empty()) return "--resume goes on from the newest checkpoint in --out: give --out DIR";
+    if (c.min_lr > c.lr)
+        return "--min-lr " + field_text(c, &Config::min_lr) + " is above --lr " +
+               field_text(c, &Config::lr);
+    if (c.resume && c.out.empty())
+        return "--resume goes on from the newest checkpoint in --out: give --out DIR";
     if (c.save_every && c.out.empty()) return "--save-every wants a folder: give --out DIR";
     return "";
 }

@@ -6,7 +6,8 @@
 #include "model.h"
 #include "rope.cuh"
 
-// One micro-batch. A position is the place in the whole sequence; doc_start is the place where the token's document
+// One micro-batch. A position is the place in the whole sequence; doc_start is the place where the
+// token's document
 // starts: keys before it are not seen, and learned positions count from it.
 struct Batch {
     size_t B = 0, T = 0;
@@ -25,8 +26,8 @@ template <typename S> struct Ctx {
     Shape shape;
     Batch batch;
     Blas blas;
-    const void* rope = nullptr;           // acc_t<T> (P, HS/2, 2): cos, sin
-    const float* slopes = nullptr;        // (NH) ALiBi, or null
+    const void* rope = nullptr;    // acc_t<T> (P, HS/2, 2): cos, sin
+    const float* slopes = nullptr; // (NH) ALiBi, or null
 };
 
 // ----------------------------------------------------------------------------
@@ -55,20 +56,24 @@ Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t st
 // a bias that a model does not have is a Weight without data
 inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
 
-template <typename S> AttentionDims attention_dims(const Ctx<S>& ctx, size_t Tk, size_t q_stride, size_t kv_stride) {
+template <typename S>
+AttentionDims attention_dims(const Ctx<S>& ctx, size_t Tk, size_t q_stride, size_t kv_stride) {
     const Shape& s = ctx.shape;
     return {ctx.batch.B, ctx.batch.T, Tk, s.NH, s.NKV, s.HS, q_stride, kv_stride};
 }
 
-// RoPE on the first `heads` heads of each row, in place; without a table (learned positions, ALiBi) nothing to do.
-template <typename T, typename S> void rotate_forward(const Ctx<S>& ctx, T* x, size_t heads, size_t stride) {
+// RoPE on the first `heads` heads of each row, in place; without a table (learned positions, ALiBi)
+// nothing to do.
+template <typename T, typename S>
+void rotate_forward(const Ctx<S>& ctx, T* x, size_t heads, size_t stride) {
     if (!ctx.rope) return;
-    rope_forward(x, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(), heads, ctx.shape.HS, stride,
-                 ctx.where);
+    rope_forward(x, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(), heads,
+                 ctx.shape.HS, stride, ctx.where);
 }
 
-template <typename T, typename S> void rotate_backward(const Ctx<S>& ctx, T* dx, size_t heads, size_t stride) {
+template <typename T, typename S>
+void rotate_backward(const Ctx<S>& ctx, T* dx, size_t heads, size_t stride) {
     if (!ctx.rope) return;
-    rope_backward(dx, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(), heads, ctx.shape.HS, stride,
-                  ctx.where);
+    rope_backward(dx, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(), heads,
+                  ctx.shape.HS, stride, ctx.where);
 }

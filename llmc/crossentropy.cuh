@@ -1,11 +1,14 @@
-// crossentropy.cuh - cross-entropy over rows of logits, in three functions - arXiv:1909.08053 section 3 for the split
+// crossentropy.cuh - cross-entropy over rows of logits, in three functions - arXiv:1909.08053
+// section 3 for the split
 //   loss = log(sum_v exp(l_v)) - l_target,   dl_v = (exp(l_v) / sum - [v = target]) * scale
 //   1. max     row maximum                      (vocabulary-parallel: all-reduce max)
 //   2. sum     sum of exp(l - max), target logit (all-reduce sum)
 //   3. loss, backward
-//   logits (N,Vp), columns from V on are padding   targets (N), negative: ignored, loss and gradient 0
+//   logits (N,Vp), columns from V on are padding   targets (N), negative: ignored, loss and
+//   gradient 0
 //   row_max, sum_exp, target_logit, losses (N) acc
-//   Contract: all =; backward writes the gradient over the logits, padding included.  Bitwise repeatable.
+//   Contract: all =; backward writes the gradient over the logits, padding included.  Bitwise
+//   repeatable.
 //   Cost: memory-bound: max and sum read the logits, backward reads and writes them.
 //   To copy: this file and common.h.
 #pragma once
@@ -14,7 +17,8 @@
 // ----------------------------------------------------------------------------
 // CPU
 
-template <typename T> void crossentropy_max(acc_t<T>* row_max, const T* logits, size_t N, size_t V, size_t Vp, Cpu) {
+template <typename T>
+void crossentropy_max(acc_t<T>* row_max, const T* logits, size_t N, size_t V, size_t Vp, Cpu) {
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const T* l = logits + n * Vp;
@@ -26,8 +30,9 @@ template <typename T> void crossentropy_max(acc_t<T>* row_max, const T* logits, 
 }
 
 template <typename T>
-void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, const T* logits, const int* targets,
-                      const acc_t<T>* row_max, size_t N, size_t V, size_t Vp, size_t vocab_start, Cpu) {
+void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, const T* logits,
+                      const int* targets, const acc_t<T>* row_max, size_t N, size_t V, size_t Vp,
+                      size_t vocab_start, Cpu) {
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const T* l = logits + n * Vp;
@@ -41,14 +46,16 @@ void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, const T* logits
 }
 
 template <typename A>
-void crossentropy_loss(A* losses, const A* row_max, const A* sum_exp, const A* target_logit, const int* targets,
-                       size_t N, Cpu) {
-    for (size_t n = 0; n < N; n++) losses[n] = targets[n] < 0 ? 0 : std::log(sum_exp[n]) + row_max[n] - target_logit[n];
+void crossentropy_loss(A* losses, const A* row_max, const A* sum_exp, const A* target_logit,
+                       const int* targets, size_t N, Cpu) {
+    for (size_t n = 0; n < N; n++)
+        losses[n] = targets[n] < 0 ? 0 : std::log(sum_exp[n]) + row_max[n] - target_logit[n];
 }
 
 template <typename T>
-void crossentropy_backward(T* logits, const int* targets, const acc_t<T>* row_max, const acc_t<T>* sum_exp,
-                           acc_t<T> scale, size_t N, size_t V, size_t Vp, size_t vocab_start, Cpu) {
+void crossentropy_backward(T* logits, const int* targets, const acc_t<T>* row_max,
+                           const acc_t<T>* sum_exp, acc_t<T> scale, size_t N, size_t V, size_t Vp,
+                           size_t vocab_start, Cpu) {
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         T* l = logits + n * Vp;

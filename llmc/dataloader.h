@@ -1,11 +1,16 @@
-// dataloader.h - windows of tokens from text and token shards: memory-mapped, many files, larger than memory
+// dataloader.h - windows of tokens from text and token shards: memory-mapped, many files, larger
+// than memory
 //   .txt   any text, tokenized on the fly (a byte is a token: nothing is copied)
 //   .bin   llm.c's shards: 256 int32 of header {magic, version, tokens}, then the tokens:
 //          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3)
-//   A file of n tokens has (n-1)/T windows; window i holds the tokens iT .. iT+T: T inputs, and as targets the same
-//   shifted by one. Sample s of a run is window permutation(s mod W) of epoch s / W: every window once an epoch, in
-//   an order keyed by seed and epoch, with no memory. The cursor of a run is one number: the samples taken so far.
-//   Without validation files the last tenth of each file is for validation; the parts share no token.
+//   A file of n tokens has (n-1)/T windows; window i holds the tokens iT .. iT+T: T inputs, and as
+//   targets the same
+//   shifted by one. Sample s of a run is window permutation(s mod W) of epoch s / W: every window
+//   once an epoch, in
+//   an order keyed by seed and epoch, with no memory. The cursor of a run is one number: the
+//   samples taken so far.
+//   Without validation files the last tenth of each file is for validation; the parts share no
+//   token.
 #pragma once
 #include <fcntl.h>
 #include <glob.h>
@@ -25,7 +30,7 @@ struct DataFile {
     size_t width = 1;                      // bytes a token
     size_t first = 0, count = 0;           // the part of the file that is ours
     size_t windows = 0;
-    size_t windows_before = 0;             // of the files before it
+    size_t windows_before = 0; // of the files before it
     uint64_t device = 0, inode = 0;
 };
 
@@ -52,26 +57,33 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
         if (pattern && glob(item.c_str(), 0, nullptr, &found) == 0) {
             paths->insert(paths->end(), found.gl_pathv, found.gl_pathv + found.gl_pathc);
             globfree(&found);
-        } else if (pattern) return item + ": no file matches";
-        else if (!item.empty()) paths->push_back(item);
+        } else if (pattern)
+            return item + ": no file matches";
+        else if (!item.empty())
+            paths->push_back(item);
     }
     return paths->empty() ? "no data file in '" + value + "'" : "";
 }
 
 inline std::string read_shard_header(DataFile* f, size_t bytes) {
     int32_t header[256];
-    if (bytes < sizeof(header)) return f->path + ": " + std::to_string(bytes) + " bytes are no token shard: its header alone has 1024";
+    if (bytes < sizeof(header))
+        return f->path + ": " + std::to_string(bytes) +
+               " bytes are no token shard: its header alone has 1024";
     memcpy(header, f->tokens, sizeof(header));
     if (header[0] != 20240520 && header[0] != 20240801)
-        return f->path + ": magic number " + std::to_string(header[0]) + " is not a token shard's (20240520 or 20240801); text files end in .txt";
+        return f->path + ": magic number " + std::to_string(header[0]) +
+               " is not a token shard's (20240520 or 20240801); text files end in .txt";
     int version = header[0] == 20240520 ? 1 : 7;
     if (header[1] != version)
-        return f->path + ": version " + std::to_string(header[1]) + " of magic " + std::to_string(header[0]) + " is unknown, only " + std::to_string(version) + " is";
+        return f->path + ": version " + std::to_string(header[1]) + " of magic " +
+               std::to_string(header[0]) + " is unknown, only " + std::to_string(version) + " is";
     f->width = version == 1 ? 2 : 4;
     size_t body = bytes - sizeof(header), promised = size_t(uint32_t(header[2]));
     if (body != promised * f->width)
-        return f->path + ": the header promises " + std::to_string(promised) + " tokens of " + std::to_string(f->width) + " bytes, the file holds " +
-               std::to_string(body) + " bytes of them: it is cut short or not whole; make it again";
+        return f->path + ": the header promises " + std::to_string(promised) + " tokens of " +
+               std::to_string(f->width) + " bytes, the file holds " + std::to_string(body) +
+               " bytes of them: it is cut short or not whole; make it again";
     f->tokens += sizeof(header);
     f->count = promised;
     return "";
@@ -83,8 +95,10 @@ inline std::string open_data_file(DataFile* f) {
     struct stat s;
     fstat(fd, &s);
     std::string wrong;
-    if (!S_ISREG(s.st_mode)) wrong = f->path + ": is no file";
-    else if (s.st_size == 0) wrong = f->path + ": is empty";
+    if (!S_ISREG(s.st_mode))
+        wrong = f->path + ": is no file";
+    else if (s.st_size == 0)
+        wrong = f->path + ": is empty";
     if (!wrong.empty()) return close(fd), wrong;
     void* p = mmap(nullptr, size_t(s.st_size), PROT_READ, MAP_PRIVATE, fd, 0);
     close(fd);
@@ -95,10 +109,12 @@ inline std::string open_data_file(DataFile* f) {
     return shard ? read_shard_header(f, size_t(s.st_size)) : "";
 }
 
-// Validation has its own files, or the last tenth of each: tokens from split + 1 on, so that not even a target is
+// Validation has its own files, or the last tenth of each: tokens from split + 1 on, so that not
+// even a target is
 // shared with the training part, [0, split].
-inline std::string data_open(DataLoader* d, const std::string& value, Part part, bool own_validation, const Tokenizer& tokenizer,
-                             size_t T, size_t V, uint64_t seed) {
+inline std::string data_open(DataLoader* d, const std::string& value, Part part,
+                             bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
+                             uint64_t seed) {
     std::vector<std::string> paths;
     std::string wrong = data_paths(value, &paths);
     if (!wrong.empty()) return wrong;
@@ -109,8 +125,9 @@ inline std::string data_open(DataLoader* d, const std::string& value, Part part,
         wrong = open_data_file(&f);
         if (!wrong.empty()) return wrong;
         if (f.width == 1 && size_t(tokenizer.vocab_size) > V)
-            return path + ": --tokenizer " + tokenizer.kind + " writes " + std::to_string(tokenizer.vocab_size) + " tokens, the model has " + std::to_string(V) +
-                   ": give the model's tokenizer, or --vocab with new weights";
+            return path + ": --tokenizer " + tokenizer.kind + " writes " +
+                   std::to_string(tokenizer.vocab_size) + " tokens, the model has " +
+                   std::to_string(V) + ": give the model's tokenizer, or --vocab with new weights";
         size_t split = f.count - f.count / 10;
         if (!own_validation && part == Part::TRAIN) f.count = split;
         if (!own_validation && part == Part::VAL) f.first = split, f.count -= split;
@@ -120,8 +137,10 @@ inline std::string data_open(DataLoader* d, const std::string& value, Part part,
         d->files.push_back(f);
     }
     if (d->windows == 0)
-        return std::string(part == Part::TRAIN ? "the training" : "the validation") + " text has " + std::to_string(d->tokens) + " tokens in " + paths[0] +
-               (paths.size() > 1 ? " and others" : "") + ": a sequence takes " + std::to_string(T + 1) + "; give more text or a smaller --seq" +
+        return std::string(part == Part::TRAIN ? "the training" : "the validation") + " text has " +
+               std::to_string(d->tokens) + " tokens in " + paths[0] +
+               (paths.size() > 1 ? " and others" : "") + ": a sequence takes " +
+               std::to_string(T + 1) + "; give more text or a smaller --seq" +
                (!own_validation && part == Part::VAL ? ", or validation files with --val" : "");
     return "";
 }
@@ -131,20 +150,24 @@ inline std::string data_disjoint(const DataLoader& train, const DataLoader& val)
     for (const DataFile& a : train.files)
         for (const DataFile& b : val.files)
             if (a.device == b.device && a.inode == b.inode)
-                return b.path + " is in --data and in --val: validation text must not be trained on; leave --val out to hold back a tenth of each file";
+                return b.path +
+                       " is in --data and in --val: validation text must not be trained on; leave "
+                       "--val out to hold back a tenth of each file";
     return "";
 }
 
 inline std::string data_text(const DataLoader& d) {
-    return std::to_string(d.files.size()) + (d.files.size() == 1 ? " file, " : " files, ") + std::to_string(d.tokens) + " tokens, " + std::to_string(d.windows) +
-           " windows of " + std::to_string(d.T);
+    return std::to_string(d.files.size()) + (d.files.size() == 1 ? " file, " : " files, ") +
+           std::to_string(d.tokens) + " tokens, " + std::to_string(d.windows) + " windows of " +
+           std::to_string(d.T);
 }
 
 // The project's own text, for a first run without a download.
 inline std::vector<std::string> project_sources(const std::string& folder) {
     std::vector<std::string> found;
     for (std::string root : {folder, folder + "../"}) {
-        for (const char* pattern : {"*.md", "*.cu", "*.cpp", "Makefile", "llmc/*", "test/*.h", "test/*.cpp", "scripts/*.sh", "dev/*/*.h", "dev/*/*.cpp"}) {
+        for (const char* pattern : {"*.md", "*.cu", "*.cpp", "Makefile", "llmc/*", "test/*.h",
+                                    "test/*.cpp", "scripts/*.sh", "dev/*/*.h", "dev/*/*.cpp"}) {
             glob_t g;
             if (glob((root + pattern).c_str(), 0, nullptr, &g)) continue;
             found.insert(found.end(), g.gl_pathv, g.gl_pathv + g.gl_pathc);
@@ -158,12 +181,14 @@ inline std::vector<std::string> project_sources(const std::string& folder) {
 // ----------------------------------------------------------------------------
 // windows
 
-// A permutation of [0, n) keyed by seed and epoch: a Feistel network over the next power of four, walked until it
+// A permutation of [0, n) keyed by seed and epoch: a Feistel network over the next power of four,
+// walked until it
 // lands inside.
 inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint64_t n) {
     int half = 0;
     while ((uint64_t(1) << (2 * half)) < n) half++;
-    uint64_t mask = (uint64_t(1) << half) - 1, stream = fnv1a("windows." + std::to_string(epoch)), x = place;
+    uint64_t mask = (uint64_t(1) << half) - 1, stream = fnv1a("windows." + std::to_string(epoch)),
+             x = place;
     do {
         uint64_t left = x >> half, right = x & mask;
         for (uint64_t r = 0; r < 4; r++) {
@@ -187,13 +212,16 @@ inline int64_t token_at(const DataFile& f, size_t i) {
 inline std::string load_window(const DataLoader& d, uint64_t sample, int* tokens, int* targets) {
     uint64_t window = sample % d.windows;
     if (d.shuffle) window = permutation(d.seed, sample / d.windows, window, d.windows);
-    auto after = std::upper_bound(d.files.begin(), d.files.end(), window, [](uint64_t w, const DataFile& f) { return w < f.windows_before + f.windows; });
+    auto after = std::upper_bound(
+        d.files.begin(), d.files.end(), window,
+        [](uint64_t w, const DataFile& f) { return w < f.windows_before + f.windows; });
     const DataFile& f = *after;
     size_t start = (window - f.windows_before) * d.T;
     for (size_t i = 0; i <= d.T; i++) {
         int64_t token = token_at(f, start + i);
         if (size_t(token) >= d.V)
-            return f.path + ": token " + std::to_string(token) + " at position " + std::to_string(f.first + start + i) + " is beyond the model's vocabulary of " +
+            return f.path + ": token " + std::to_string(token) + " at position " +
+                   std::to_string(f.first + start + i) + " is beyond the model's vocabulary of " +
                    std::to_string(d.V) + ": the text was tokenized for another model";
         if (i < d.T) tokens[i] = int(token);
         if (i > 0) targets[i - 1] = int(token);

@@ -3,7 +3,8 @@
 //   out, dout (N,C)   wte, dwte (Vp,C)   wpe, dwpe (P,C)   tokens, positions, doc_start (N)
 //   Contract: out =    dwte, dwpe = (tables zeroed first) or += (accumulate); null: frozen.
 //             Deterministic: a thread owns columns and adds rows in order.
-//   Cost: memory-bound. forward reads a row of each table, writes out; backward reads dout, adds into the tables,
+//   Cost: memory-bound. forward reads a row of each table, writes out; backward reads dout, adds
+//   into the tables,
 //         and writes them whole when it does not accumulate.
 //   To copy: this file and common.h.
 #pragma once
@@ -31,8 +32,8 @@ void embedding_forward(T* out, const int* tokens, const int* positions, const in
 
 template <typename T>
 void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe, const T* dout, const int* tokens,
-                               const int* positions, const int* doc_start, size_t N, size_t Vp, size_t P,
-                               size_t C, bool accumulate, Cpu) {
+                               const int* positions, const int* doc_start, size_t N, size_t Vp,
+                               size_t P, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
     auto zero = [](A* table, size_t rows, size_t C) {
         #pragma omp parallel for

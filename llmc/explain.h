@@ -1,4 +1,5 @@
-// explain.h - what --explain prints: parameters, the memory table, the actions; nothing is run or allocated
+// explain.h - what --explain prints: parameters, the memory table, the actions; nothing is run or
+// allocated
 #pragma once
 #include "trainer.h"
 
@@ -23,7 +24,9 @@ inline std::string parameters_text(const Model& model) {
         rows[p.shape.size() == 2] += p.file_elements();
         padding += p.elements() - p.file_elements();
     }
-    snprintf(line, sizeof(line), "parameters %zu (%.2fM): matrices and tables %zu, vectors %zu; in %zu buckets; padding %zu\n",
+    snprintf(line, sizeof(line),
+             "parameters %zu (%.2fM): matrices and tables %zu, vectors %zu; in %zu buckets; "
+             "padding %zu\n",
              total, double(total) / 1e6, rows[1], rows[0], model.buckets.size(), padding);
     return line;
 }
@@ -32,7 +35,8 @@ inline std::string parameters_text(const Model& model) {
 inline std::string peak_text(const Arena& arena, const Plan& p, const Model& model, int plan) {
     std::vector<int64_t> change(p.actions.size() + 1);
     for (auto& [d, lives] : arena.passing[plan])
-        for (const Place& l : lives) change[l.first] += int64_t(l.bytes), change[l.last + 1] -= int64_t(l.bytes);
+        for (const Place& l : lives)
+            change[l.first] += int64_t(l.bytes), change[l.last + 1] -= int64_t(l.bytes);
     int64_t now = 0, most = -1;
     int at = 0;
     for (size_t i = 0; i < p.actions.size(); i++) {
@@ -43,24 +47,35 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
     for (auto& [d, lives] : arena.passing[plan])
         for (const Place& l : lives) {
             if (at < l.first || at > l.last) continue;
-            bool kept = d.kind == Kind::KEPT_B || d.kind == Kind::KEPT_W, redo = d.kind == Kind::REDO_B || d.kind == Kind::REDO_W;
-            bool gradient = d.kind == Kind::GRADIENT_B || d.kind == Kind::GRADIENT_W || d.kind == Kind::DSTREAM;
-            sums[kept ? "  kept activations" : redo ? "  recomputed activations" : gradient ? "  gradients of activations"
-                 : d.kind == Kind::STREAM ? "  residual stream" : d.kind == Kind::SCRATCH ? "  workspace" : "  batch and losses"] += l.bytes;
+            bool kept = d.kind == Kind::KEPT_B || d.kind == Kind::KEPT_W,
+                 redo = d.kind == Kind::REDO_B || d.kind == Kind::REDO_W;
+            bool gradient =
+                d.kind == Kind::GRADIENT_B || d.kind == Kind::GRADIENT_W || d.kind == Kind::DSTREAM;
+            sums[kept                      ? "  kept activations"
+                 : redo                    ? "  recomputed activations"
+                 : gradient                ? "  gradients of activations"
+                 : d.kind == Kind::STREAM  ? "  residual stream"
+                 : d.kind == Kind::SCRATCH ? "  workspace"
+                                           : "  batch and losses"] += l.bytes;
         }
-    const char* modes[] = {"activations (train)", "activations (evaluate)", "activations (generate)"};
-    std::string text = memory_line(modes[int(p.mode)], size_t(most), "live at " + action_text(p.actions[at], model) + ", the fullest moment");
+    const char* modes[] = {"activations (train)", "activations (evaluate)",
+                           "activations (generate)"};
+    std::string text =
+        memory_line(modes[int(p.mode)], size_t(most),
+                    "live at " + action_text(p.actions[at], model) + ", the fullest moment");
     for (auto& [what, bytes] : sums) text += memory_line(what.c_str(), bytes);
     return text;
 }
 
-inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plans, const Model& model) {
+inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plans,
+                               const Model& model) {
     std::map<Kind, size_t> sums;
     for (auto& [d, place] : arena.lasting) sums[d.kind] += place.bytes;
     std::string text = "memory, in bytes\n";
     text += memory_line("weights", sums[Kind::WEIGHT]);
     text += memory_line("gradients", sums[Kind::GRAD]);
-    text += memory_line("gradient of the tied head", sums[Kind::GRAD_TIED], "added to the table's once a step");
+    text += memory_line("gradient of the tied head", sums[Kind::GRAD_TIED],
+                        "added to the table's once a step");
     text += memory_line("master weights", sums[Kind::MASTER], "float");
     text += memory_line("optimizer moments", sums[Kind::MOMENTS], "float");
     text += memory_line("constants", sums[Kind::CONSTANTS], "rotary tables, slopes");
@@ -70,7 +85,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     return text;
 }
 
-inline std::string layer_text(const Arena& arena, const Plan& p, const Model& model, int plan, int layer) {
+inline std::string layer_text(const Arena& arena, const Plan& p, const Model& model, int plan,
+                              int layer) {
     std::string text;
     for (size_t i = 0; i < p.actions.size(); i++) {
         Action a = p.actions[i];
@@ -82,7 +98,8 @@ inline std::string layer_text(const Arena& arena, const Plan& p, const Model& mo
                 const Place* place = arena_find(arena, plan, int(i), d);
                 if (!place) continue;
                 char line[160];
-                snprintf(line, sizeof(line), "  %-7s %-24s %14zu bytes at %zu\n", what, data_text(d, model).c_str(), place->bytes, place->offset);
+                snprintf(line, sizeof(line), "  %-7s %-24s %14zu bytes at %zu\n", what,
+                         data_text(d, model).c_str(), place->bytes, place->offset);
                 text += line;
             }
         };

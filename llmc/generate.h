@@ -1,6 +1,9 @@
-// generate.h - text from the model: the generate plan, run on the prompt and then on one token at a time
-//   The first run reads the whole prompt and fills the key/value cache; each later run reads the token just picked.
-//   Token i of a sample uses the uniform number i of the stream "sample.<step>", so a resumed run samples the same.
+// generate.h - text from the model: the generate plan, run on the prompt and then on one token at a
+// time
+//   The first run reads the whole prompt and fills the key/value cache; each later run reads the
+//   token just picked.
+//   Token i of a sample uses the uniform number i of the stream "sample.<step>", so a resumed run
+//   samples the same.
 #pragma once
 #include "sampler.h"
 #include "step.h"
@@ -13,19 +16,23 @@ struct Sampling {
 };
 
 // Put tokens at positions [past, past + n) before the plan.
-template <typename T, typename S> void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t n, size_t past) {
+template <typename T, typename S>
+void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t n, size_t past) {
     const Plan& p = t.plans[plan];
     t.plan = plan, t.at = 0;
     int* base = address<int>(t, {Kind::TOKENS, -1, 0});
     int *positions = base + 2 * p.T, *doc_start = base + 3 * p.T, *key_positions = base + 4 * p.T;
-    for (size_t i = 0; i < n; i++) base[i] = tokens[i], positions[i] = int(past + i), doc_start[i] = 0;
+    for (size_t i = 0; i < n; i++)
+        base[i] = tokens[i], positions[i] = int(past + i), doc_start[i] = 0;
     for (size_t i = 0; i < past + n; i++) key_positions[i] = int(i);
     t.ctx.batch = {1, n, base, nullptr, positions, doc_start, past, key_positions};
 }
 
-// Continue `prompt` (at most as long as the plan's T) by up to `count` tokens; each is given to `emit` as it is picked.
+// Continue `prompt` (at most as long as the plan's T) by up to `count` tokens; each is given to
+// `emit` as it is picked.
 template <typename T, typename S, typename Emit>
-void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t count, const Sampling& how, Emit emit) {
+void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t count,
+              const Sampling& how, Emit emit) {
     const Plan& p = t.plans[plan];
     size_t past = 0, n = prompt.size();
     std::vector<int> next = prompt;
@@ -36,7 +43,8 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
         run_plan(t, plan);
         const float* logits = address<const float>(t, {Kind::LOGITS, -1, 0});
         past += n, n = 1;
-        next = {sample_token(logits, t.model.shape.V, how.temperature, how.top_k, how.top_p, uniform(how.seed, stream, i), order)};
+        next = {sample_token(logits, t.model.shape.V, how.temperature, how.top_k, how.top_p,
+                             uniform(how.seed, stream, i), order)};
         emit(next[0]);
     }
 }

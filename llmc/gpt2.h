@@ -1,9 +1,12 @@
-// gpt2.h - GPT-2: its tables and its layers, forward and backward - openai.com/research/better-language-models
+// gpt2.h - GPT-2: its tables and its layers, forward and backward -
+// openai.com/research/better-language-models
 //   embedding   x = wte[token] + wpe[position]
 //   block       x = x + proj(attention(qkv(ln_1(x))));  x = x + proj(gelu(fc(ln_2(x))))
 //   head        logits = ln_f(x) wte^T
-//   A block's backward comes in two halves: _backward_input makes the gradient of its input and every gradient that
-//   its weights need; _backward_weight makes the weights' gradients. A pipeline schedule may place them apart.
+//   A block's backward comes in two halves: _backward_input makes the gradient of its input and
+//   every gradient that
+//   its weights need; _backward_weight makes the weights' gradients. A pipeline schedule may place
+//   them apart.
 #pragma once
 #include "context.h"
 #include "embedding.cuh"
@@ -14,12 +17,14 @@
 // ----------------------------------------------------------------------------
 // tables
 
+// clang-format off
 struct Gpt2Block { // [out, in]
     Weight ln_1, ln_1_bias, c_attn, c_attn_bias, c_proj, c_proj_bias;          // (C) (C) (3C,C) (3C) (C,C) (C)
     Weight ln_2, ln_2_bias, fc, fc_bias, fc_proj, fc_proj_bias;                // (C) (C) (F,C) (F) (C,F) (C)
 };
 struct Gpt2Embedding { Weight wte, wpe; };                                     // (Vp,C) (P,C)
 struct Gpt2Head { Weight ln_f, ln_f_bias, lm_head; };                          // (C) (C) (Vp,C)
+// clang-format on
 
 // row(where, name, shape, init, decay, shard, transposed)
 template <typename Row> void gpt2_block_parameters(Gpt2Block& w, const Shape& s, Row row) {
@@ -41,32 +46,32 @@ template <typename Row> void gpt2_block_parameters(Gpt2Block& w, const Shape& s,
 
 // what a block makes: kept or made again, and who reads it last
 template <typename T> struct Gpt2Acts {
-    T *ln_1, *qkv, *att, *resid, *ln_2, *fc, *gelu;                            // forward
-    acc_t<T> *ln_1_mean, *ln_1_rstd, *lse, *ln_2_mean, *ln_2_rstd;
-    T *dfc, *dln_2, *dresid, *datt, *dqkv, *dln_1;                             // backward
+    T *ln_1, *qkv, *att, *resid, *ln_2, *fc, *gelu; // forward
+    acc_t<T>*ln_1_mean, *ln_1_rstd, *lse, *ln_2_mean, *ln_2_rstd;
+    T *dfc, *dln_2, *dresid, *datt, *dqkv, *dln_1; // backward
 };
 
 template <typename T, typename Row>
 void gpt2_block_activations(Gpt2Acts<T>& a, const Shape& s, size_t N, Row row) {
     size_t QKV = (s.NH + 2 * s.NKV) * s.HS;
-    row(a.ln_1, "ln_1", N * s.C, Keep::CHEAP, Last::W);                        // (B,T,C)
-    row(a.ln_1_mean, "ln_1.mean", N, Keep::CHEAP, Last::W);                    // (B,T)
-    row(a.ln_1_rstd, "ln_1.rstd", N, Keep::CHEAP, Last::W);                    // (B,T)
-    row(a.qkv, "qkv", N * QKV, Keep::KEPT, Last::B);                           // (B,T,3,NH,HS)
-    row(a.att, "attention", N * s.C, Keep::KEPT, Last::W);                     // (B,T,NH,HS)
-    row(a.lse, "log-sum-exp", N * s.NH, Keep::KEPT, Last::B);                  // (B,NH,T)
-    row(a.resid, "residual", N * s.C, Keep::KEPT, Last::W);                    // (B,T,C)
-    row(a.ln_2, "ln_2", N * s.C, Keep::CHEAP, Last::W);                        // (B,T,C)
-    row(a.ln_2_mean, "ln_2.mean", N, Keep::CHEAP, Last::W);                    // (B,T)
-    row(a.ln_2_rstd, "ln_2.rstd", N, Keep::CHEAP, Last::W);                    // (B,T)
-    row(a.fc, "fc", N * s.F, Keep::KEPT, Last::B);                             // (B,T,F)
-    row(a.gelu, "gelu", N * s.F, Keep::CHEAP, Last::W);                        // (B,T,F)
-    row(a.dfc, "d fc", N * s.F, Keep::GRADIENT, Last::W);                      // (B,T,F)
-    row(a.dln_2, "d ln_2", N * s.C, Keep::GRADIENT, Last::W);                  // (B,T,C)
-    row(a.dresid, "d residual", N * s.C, Keep::GRADIENT, Last::W);             // (B,T,C)
-    row(a.datt, "d attention", N * s.C, Keep::GRADIENT, Last::B);              // (B,T,NH,HS)
-    row(a.dqkv, "d qkv", N * QKV, Keep::GRADIENT, Last::W);                    // (B,T,3,NH,HS)
-    row(a.dln_1, "d ln_1", N * s.C, Keep::GRADIENT, Last::W);                  // (B,T,C)
+    row(a.ln_1, "ln_1", N * s.C, Keep::CHEAP, Last::W);            // (B,T,C)
+    row(a.ln_1_mean, "ln_1.mean", N, Keep::CHEAP, Last::W);        // (B,T)
+    row(a.ln_1_rstd, "ln_1.rstd", N, Keep::CHEAP, Last::W);        // (B,T)
+    row(a.qkv, "qkv", N * QKV, Keep::KEPT, Last::B);               // (B,T,3,NH,HS)
+    row(a.att, "attention", N * s.C, Keep::KEPT, Last::W);         // (B,T,NH,HS)
+    row(a.lse, "log-sum-exp", N * s.NH, Keep::KEPT, Last::B);      // (B,NH,T)
+    row(a.resid, "residual", N * s.C, Keep::KEPT, Last::W);        // (B,T,C)
+    row(a.ln_2, "ln_2", N * s.C, Keep::CHEAP, Last::W);            // (B,T,C)
+    row(a.ln_2_mean, "ln_2.mean", N, Keep::CHEAP, Last::W);        // (B,T)
+    row(a.ln_2_rstd, "ln_2.rstd", N, Keep::CHEAP, Last::W);        // (B,T)
+    row(a.fc, "fc", N * s.F, Keep::KEPT, Last::B);                 // (B,T,F)
+    row(a.gelu, "gelu", N * s.F, Keep::CHEAP, Last::W);            // (B,T,F)
+    row(a.dfc, "d fc", N * s.F, Keep::GRADIENT, Last::W);          // (B,T,F)
+    row(a.dln_2, "d ln_2", N * s.C, Keep::GRADIENT, Last::W);      // (B,T,C)
+    row(a.dresid, "d residual", N * s.C, Keep::GRADIENT, Last::W); // (B,T,C)
+    row(a.datt, "d attention", N * s.C, Keep::GRADIENT, Last::B);  // (B,T,NH,HS)
+    row(a.dqkv, "d qkv", N * QKV, Keep::GRADIENT, Last::W);        // (B,T,3,NH,HS)
+    row(a.dln_1, "d ln_1", N * s.C, Keep::GRADIENT, Last::W);      // (B,T,C)
 }
 
 // ----------------------------------------------------------------------------
@@ -79,63 +84,70 @@ void gpt2_attention_forward(Ctx<S>& ctx, const Gpt2Acts<T>& a, T* cache) {
     size_t width = s.NH * s.HS, kv = s.NKV * s.HS, stride = width + 2 * kv;
     Keys<T> keys = keys_seen(ctx, cache, a.qkv + width, a.qkv + width + kv, stride);
     attention_forward(a.att, a.lse, a.qkv, keys.k, keys.v, ctx.batch.positions, keys.positions,
-                      ctx.batch.doc_start, ctx.slopes, attention_dims(ctx, keys.Tk, stride, keys.stride),
-                      ctx.blas, ctx.where);
+                      ctx.batch.doc_start, ctx.slopes,
+                      attention_dims(ctx, keys.Tk, stride, keys.stride), ctx.blas, ctx.where);
 }
 
-// Everything that the backward pass reads: the forward pass but its last product, and what full recomputation runs.
+// Everything that the backward pass reads: the forward pass but its last product, and what full
+// recomputation runs.
 template <typename T, typename S>
-void gpt2_block_activate(Ctx<S>& ctx, const T* inp, const Gpt2Block& w, const Gpt2Acts<T>& a, T* cache) {
+void gpt2_block_activate(Ctx<S>& ctx, const T* inp, const Gpt2Block& w, const Gpt2Acts<T>& a,
+                         T* cache) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1.as<T>(), w.ln_1_bias.as<T>(), N, s.C,
-                      s.norm_eps, ctx.where);
-    linear_forward(a.qkv, a.ln_1, w.c_attn, &w.c_attn_bias, (const T*)nullptr, N, ctx.blas, ctx.where);
+    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1.as<T>(), w.ln_1_bias.as<T>(), N,
+                      s.C, s.norm_eps, ctx.where);
+    linear_forward(a.qkv, a.ln_1, w.c_attn, &w.c_attn_bias, (const T*)nullptr, N, ctx.blas,
+                   ctx.where);
     rotate_forward(ctx, a.qkv, s.NH + s.NKV, (s.NH + 2 * s.NKV) * s.HS);
     gpt2_attention_forward(ctx, a, cache);
     linear_forward(a.resid, a.att, w.c_proj, &w.c_proj_bias, inp, N, ctx.blas, ctx.where);
-    layernorm_forward(a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.resid, w.ln_2.as<T>(), w.ln_2_bias.as<T>(), N, s.C,
-                      s.norm_eps, ctx.where);
+    layernorm_forward(a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.resid, w.ln_2.as<T>(),
+                      w.ln_2_bias.as<T>(), N, s.C, s.norm_eps, ctx.where);
     linear_forward(a.fc, a.ln_2, w.fc, &w.fc_bias, (const T*)nullptr, N, ctx.blas, ctx.where);
     gelu_forward(a.gelu, a.fc, N * s.F, ctx.where);
 }
 
 template <typename T, typename S>
-void gpt2_block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2Block& w, const Gpt2Acts<T>& a, T* cache) {
+void gpt2_block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2Block& w, const Gpt2Acts<T>& a,
+                        T* cache) {
     gpt2_block_activate(ctx, inp, w, a, cache);
-    linear_forward(out, a.gelu, w.fc_proj, &w.fc_proj_bias, a.resid, ctx.batch.rows(), ctx.blas, ctx.where);
+    linear_forward(out, a.gelu, w.fc_proj, &w.fc_proj_bias, a.resid, ctx.batch.rows(), ctx.blas,
+                   ctx.where);
 }
 
 // Selective recomputation: the norms and the activation function again, no product.
 template <typename T, typename S>
-void gpt2_block_activate_cheap(Ctx<S>& ctx, const T* inp, const Gpt2Block& w, const Gpt2Acts<T>& a) {
+void gpt2_block_activate_cheap(Ctx<S>& ctx, const T* inp, const Gpt2Block& w,
+                               const Gpt2Acts<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1.as<T>(), w.ln_1_bias.as<T>(), N, s.C,
-                      s.norm_eps, ctx.where);
-    layernorm_forward(a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.resid, w.ln_2.as<T>(), w.ln_2_bias.as<T>(), N, s.C,
-                      s.norm_eps, ctx.where);
+    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1.as<T>(), w.ln_1_bias.as<T>(), N,
+                      s.C, s.norm_eps, ctx.where);
+    layernorm_forward(a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.resid, w.ln_2.as<T>(),
+                      w.ln_2_bias.as<T>(), N, s.C, s.norm_eps, ctx.where);
     gelu_forward(a.gelu, a.fc, N * s.F, ctx.where);
 }
 
 template <typename T, typename S>
-void gpt2_block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp, const Gpt2Block& w,
-                               const Gpt2Acts<T>& a) {
+void gpt2_block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
+                               const Gpt2Block& w, const Gpt2Acts<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows(), width = s.NH * s.HS, kv = s.NKV * s.HS, stride = width + 2 * kv;
     linear_backward_input(a.dfc, dout, w.fc_proj, N, false, ctx.blas, ctx.where);
     gelu_backward(a.dfc, a.dfc, a.fc, N * s.F, ctx.where);
     linear_backward_input(a.dln_2, a.dfc, w.fc, N, false, ctx.blas, ctx.where);
-    layernorm_backward_input(a.dresid, dout, a.dln_2, a.resid, w.ln_2.as<T>(), a.ln_2_mean, a.ln_2_rstd, N, s.C,
-                             ctx.where);
+    layernorm_backward_input(a.dresid, dout, a.dln_2, a.resid, w.ln_2.as<T>(), a.ln_2_mean,
+                             a.ln_2_rstd, N, s.C, ctx.where);
     linear_backward_input(a.datt, a.dresid, w.c_proj, N, false, ctx.blas, ctx.where);
-    attention_backward(a.dqkv, a.dqkv + width, a.dqkv + width + kv, a.datt, a.att, a.lse, a.qkv, a.qkv + width,
-                       a.qkv + width + kv, ctx.batch.positions, ctx.batch.positions, ctx.batch.doc_start,
-                       ctx.slopes, attention_dims(ctx, ctx.batch.T, stride, stride), ctx.blas, ctx.where);
+    attention_backward(a.dqkv, a.dqkv + width, a.dqkv + width + kv, a.datt, a.att, a.lse, a.qkv,
+                       a.qkv + width, a.qkv + width + kv, ctx.batch.positions, ctx.batch.positions,
+                       ctx.batch.doc_start, ctx.slopes,
+                       attention_dims(ctx, ctx.batch.T, stride, stride), ctx.blas, ctx.where);
     rotate_backward(ctx, a.dqkv, s.NH + s.NKV, stride);
     linear_backward_input(a.dln_1, a.dqkv, w.c_attn, N, false, ctx.blas, ctx.where);
-    layernorm_backward_input(dinp, a.dresid, a.dln_1, inp, w.ln_1.as<T>(), a.ln_1_mean, a.ln_1_rstd, N, s.C,
-                             ctx.where);
+    layernorm_backward_input(dinp, a.dresid, a.dln_1, inp, w.ln_1.as<T>(), a.ln_1_mean, a.ln_1_rstd,
+                             N, s.C, ctx.where);
 }
 
 template <typename T, typename S>
@@ -143,14 +155,17 @@ void gpt2_block_backward_weight(Ctx<S>& ctx, const T* dout, const T* inp, const 
                                 const Gpt2Acts<T>& a, bool accumulate) {
     typedef acc_t<T> A;
     size_t N = ctx.batch.rows(), C = ctx.shape.C;
-    linear_backward_weight(w.fc_proj, &w.fc_proj_bias, dout, a.gelu, N, accumulate, ctx.blas, ctx.where);
+    linear_backward_weight(w.fc_proj, &w.fc_proj_bias, dout, a.gelu, N, accumulate, ctx.blas,
+                           ctx.where);
     linear_backward_weight(w.fc, &w.fc_bias, a.dfc, a.ln_2, N, accumulate, ctx.blas, ctx.where);
-    layernorm_backward_weight((A*)w.ln_2.grad, (A*)w.ln_2_bias.grad, a.dln_2, a.resid, a.ln_2_mean, a.ln_2_rstd,
-                              N, C, accumulate, ctx.where);
-    linear_backward_weight(w.c_proj, &w.c_proj_bias, a.dresid, a.att, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.c_attn, &w.c_attn_bias, a.dqkv, a.ln_1, N, accumulate, ctx.blas, ctx.where);
-    layernorm_backward_weight((A*)w.ln_1.grad, (A*)w.ln_1_bias.grad, a.dln_1, inp, a.ln_1_mean, a.ln_1_rstd, N,
-                              C, accumulate, ctx.where);
+    layernorm_backward_weight((A*)w.ln_2.grad, (A*)w.ln_2_bias.grad, a.dln_2, a.resid, a.ln_2_mean,
+                              a.ln_2_rstd, N, C, accumulate, ctx.where);
+    linear_backward_weight(w.c_proj, &w.c_proj_bias, a.dresid, a.att, N, accumulate, ctx.blas,
+                           ctx.where);
+    linear_backward_weight(w.c_attn, &w.c_attn_bias, a.dqkv, a.ln_1, N, accumulate, ctx.blas,
+                           ctx.where);
+    layernorm_backward_weight((A*)w.ln_1.grad, (A*)w.ln_1_bias.grad, a.dln_1, inp, a.ln_1_mean,
+                              a.ln_1_rstd, N, C, accumulate, ctx.where);
 }
 
 // ----------------------------------------------------------------------------
@@ -165,23 +180,25 @@ template <typename Row> void gpt2_position_parameters(Gpt2Embedding& w, const Sh
 template <typename Row> void gpt2_head_parameters(Gpt2Head& w, const Shape& s, Row row) {
     row(w.ln_f, "ln_f.weight", {s.C}, ONES, false, Shard{}, false);
     row(w.ln_f_bias, "ln_f.bias", {s.C}, ZEROS, false, Shard{}, false);
-    if (!s.tied) row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
-}
-
-template <typename T, typename S> void gpt2_head_norm(Ctx<S>& ctx, const T* inp, const Gpt2Head& w, const HeadActs<T>& a, size_t N) {
-    layernorm_forward(a.norm, a.mean, a.rstd, inp, w.ln_f.as<T>(), w.ln_f_bias.as<T>(), N, ctx.shape.C,
-                      ctx.shape.norm_eps, ctx.where);
+    if (!s.tied)
+        row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
 
 template <typename T, typename S>
-void gpt2_head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const Gpt2Head& w, const HeadActs<T>& a,
-                        acc_t<T> scale, bool accumulate) {
+void gpt2_head_norm(Ctx<S>& ctx, const T* inp, const Gpt2Head& w, const HeadActs<T>& a, size_t N) {
+    layernorm_forward(a.norm, a.mean, a.rstd, inp, w.ln_f.as<T>(), w.ln_f_bias.as<T>(), N,
+                      ctx.shape.C, ctx.shape.norm_eps, ctx.where);
+}
+
+template <typename T, typename S>
+void gpt2_head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const Gpt2Head& w,
+                        const HeadActs<T>& a, acc_t<T> scale, bool accumulate) {
     typedef acc_t<T> A;
     size_t N = ctx.batch.rows(), C = ctx.shape.C;
     gpt2_head_norm(ctx, inp, w, a, N);
     head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);
-    layernorm_backward_weight((A*)w.ln_f.grad, (A*)w.ln_f_bias.grad, a.dnorm, inp, a.mean, a.rstd, N, C,
-                              accumulate, ctx.where);
-    layernorm_backward_input(dinp, (const T*)nullptr, a.dnorm, inp, w.ln_f.as<T>(), a.mean, a.rstd, N, C,
-                             ctx.where);
+    layernorm_backward_weight((A*)w.ln_f.grad, (A*)w.ln_f_bias.grad, a.dnorm, inp, a.mean, a.rstd,
+                              N, C, accumulate, ctx.where);
+    layernorm_backward_input(dinp, (const T*)nullptr, a.dnorm, inp, w.ln_f.as<T>(), a.mean, a.rstd,
+                             N, C, ctx.where);
 }

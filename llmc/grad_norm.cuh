@@ -1,7 +1,9 @@
 // grad_norm.cuh - the global gradient norm, the clipping factor, and whether all is finite
 //   norm = sqrt(sum g^2),  scale = min(1, clip / norm)   - arXiv:1211.5063
-//   grad (n)   sums: one double per chunk of 4096 elements, so that the sum does not depend on how it is shared out
-//   Contract: sums =; finish adds them in order and writes {norm, scale, finite}; step counts finite steps.
+//   grad (n)   sums: one double per chunk of 4096 elements, so that the sum does not depend on how
+//   it is shared out
+//   Contract: sums =; finish adds them in order and writes {norm, scale, finite}; step counts
+//   finite steps.
 //   Cost: reads grad.
 //   To copy: this file and common.h.
 #pragma once
@@ -9,7 +11,8 @@
 
 constexpr size_t GRAD_NORM_CHUNK = 4096;
 
-// Written by the norm, read by the optimizer; stays where the gradients are, so that no step waits for the host.
+// Written by the norm, read by the optimizer; stays where the gradients are, so that no step waits
+// for the host.
 struct StepScale {
     double norm;
     float scale;  // what gradients are multiplied with
@@ -23,7 +26,8 @@ struct StepScale {
 template <typename A> void grad_squares(double* sums, const A* grad, size_t n, Cpu) {
     #pragma omp parallel for
     for (size_t chunk = 0; chunk < ceil_div(n, GRAD_NORM_CHUNK); chunk++) {
-        size_t from = chunk * GRAD_NORM_CHUNK, to = from + GRAD_NORM_CHUNK < n ? from + GRAD_NORM_CHUNK : n;
+        size_t from = chunk * GRAD_NORM_CHUNK,
+               to = from + GRAD_NORM_CHUNK < n ? from + GRAD_NORM_CHUNK : n;
         double sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t i = from; i < to; i++) sum += double(grad[i]) * double(grad[i]);

@@ -1,8 +1,12 @@
 // head.h - the language-model head: logits, loss and their gradients over chunks of rows
-//   Logits would take B*T*V. They never do: the head walks chunks of rows, and for each makes logits, loss, the
-//   gradient of the logits in their own place, and the gradients of its input and weight (arXiv:2411.09009 reports
-//   how much that saves). So the head's forward pass keeps nothing, and training runs all of it in the backward pass.
-//   loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the whole global batch).
+//   Logits would take B*T*V. They never do: the head walks chunks of rows, and for each makes
+//   logits, loss, the
+//   gradient of the logits in their own place, and the gradients of its input and weight
+//   (arXiv:2411.09009 reports
+//   how much that saves). So the head's forward pass keeps nothing, and training runs all of it in
+//   the backward pass.
+//   loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the whole global
+//   batch).
 #pragma once
 #include <algorithm>
 #include "context.h"
@@ -15,12 +19,14 @@ inline size_t head_chunk_rows(size_t N, size_t Vp, size_t element_bytes) {
 }
 
 template <typename T> struct HeadActs {
-    T *norm, *dnorm, *logits;                                                  // (N,C) (N,C) (chunk,Vp)
-    acc_t<T> *mean, *rstd, *losses, *row_max, *sum_exp, *target_logit;         // (N) (N) (N) (chunk) ..
+    T *norm, *dnorm, *logits;                                         // (N,C) (N,C) (chunk,Vp)
+    acc_t<T>*mean, *rstd, *losses, *row_max, *sum_exp, *target_logit; // (N) (N) (N) (chunk) ..
 };
 
-// All of it lives only while the head runs; rows: the head's, all of a micro-batch, or one when generating.
-template <typename T, typename Row> void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
+// All of it lives only while the head runs; rows: the head's, all of a micro-batch, or one when
+// generating.
+template <typename T, typename Row>
+void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t chunk = head_chunk_rows(N, s.Vp(), sizeof(T));
     row(a.norm, "norm", N * s.C, Keep::GRADIENT, Last::B);
     row(a.mean, "norm.mean", N, Keep::GRADIENT, Last::B);
@@ -33,38 +39,45 @@ template <typename T, typename Row> void head_activations(HeadActs<T>& a, const 
     row(a.losses, "losses", N, Keep::GRADIENT, Last::B);
 }
 
-// Logits and losses of rows [n, n + rows). Vocabulary-parallel reductions will stand between the three functions.
+// Logits and losses of rows [n, n + rows). Vocabulary-parallel reductions will stand between the
+// three functions.
 template <typename T, typename S>
-void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n, size_t rows) {
+void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n,
+                     size_t rows) {
     const Shape& s = ctx.shape;
     const int* targets = ctx.batch.targets + n;
-    linear_forward(a.logits, a.norm + n * s.C, lm_head, nullptr, (const T*)nullptr, rows, ctx.blas, ctx.where);
+    linear_forward(a.logits, a.norm + n * s.C, lm_head, nullptr, (const T*)nullptr, rows, ctx.blas,
+                   ctx.where);
     crossentropy_max(a.row_max, a.logits, rows, s.V, s.Vp(), ctx.where);
-    crossentropy_sum(a.sum_exp, a.target_logit, a.logits, targets, a.row_max, rows, s.V, s.Vp(), 0, ctx.where);
+    crossentropy_sum(a.sum_exp, a.target_logit, a.logits, targets, a.row_max, rows, s.V, s.Vp(), 0,
+                     ctx.where);
     crossentropy_loss(a.losses + n, a.row_max, a.sum_exp, a.target_logit, targets, rows, ctx.where);
 }
 
 template <typename T, typename S>
 void head_loss(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head) {
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(N, ctx.shape.Vp(), sizeof(T));
-    for (size_t n = 0; n < N; n += chunk) head_chunk_loss(ctx, a, lm_head, n, std::min(chunk, N - n));
+    for (size_t n = 0; n < N; n += chunk)
+        head_chunk_loss(ctx, a, lm_head, n, std::min(chunk, N - n));
     crossentropy_total(loss, a.losses, N, ctx.where);
 }
 
 // loss, dnorm and the weight's gradient; scale = 1 / valid targets of the global batch
 template <typename T, typename S>
-void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head, acc_t<T> scale,
-                        bool accumulate) {
+void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head,
+                        acc_t<T> scale, bool accumulate) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(N, s.Vp(), sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
         size_t rows = std::min(chunk, N - n);
         const T* norm = a.norm + n * s.C;
         head_chunk_loss(ctx, a, lm_head, n, rows);
-        crossentropy_backward(a.logits, ctx.batch.targets + n, a.row_max, a.sum_exp, scale, rows, s.V, s.Vp(), 0,
+        crossentropy_backward(a.logits, ctx.batch.targets + n, a.row_max, a.sum_exp, scale, rows,
+                              s.V, s.Vp(), 0, ctx.where);
+        linear_backward_input(a.dnorm + n * s.C, a.logits, lm_head, rows, false, ctx.blas,
                               ctx.where);
-        linear_backward_input(a.dnorm + n * s.C, a.logits, lm_head, rows, false, ctx.blas, ctx.where);
-        linear_backward_weight(lm_head, nullptr, a.logits, norm, rows, accumulate || n > 0, ctx.blas, ctx.where);
+        linear_backward_weight(lm_head, nullptr, a.logits, norm, rows, accumulate || n > 0,
+                               ctx.blas, ctx.where);
     }
     crossentropy_total(loss, a.losses, N, ctx.where);
 }

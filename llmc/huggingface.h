@@ -1,7 +1,11 @@
-// huggingface.h - Hugging Face folders in and out: config.json and safetensors of GPT-2, Llama, Mistral, Qwen2
-//   Reading: config.json becomes a Shape; model.safetensors, or the shards that model.safetensors.index.json names,
-//   become weights, tensor by tensor. GPT-2's matrices are stored [in, out] (Conv1D) and turned on the way.
-//   Writing: the same, from the float masters, without the vocabulary's padding, into a folder of another name that
+// huggingface.h - Hugging Face folders in and out: config.json and safetensors of GPT-2, Llama,
+// Mistral, Qwen2
+//   Reading: config.json becomes a Shape; model.safetensors, or the shards that
+//   model.safetensors.index.json names,
+//   become weights, tensor by tensor. GPT-2's matrices are stored [in, out] (Conv1D) and turned on
+//   the way.
+//   Writing: the same, from the float masters, without the vocabulary's padding, into a folder of
+//   another name that
 //   is renamed when it is whole. An export loads again to the same bits.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
@@ -19,38 +23,52 @@ struct HfConfig {
     bool has(const char* key) const { return j.contains(key) && !j[key].is_null(); }
 };
 
-// A value as a message shows it: lists are not printed, for printing recurses, and brackets in brackets end the stack.
-inline std::string hf_text(const nlohmann::json& j) { return j.is_structured() ? j.type_name() : j.dump(); }
+// A value as a message shows it: lists are not printed, for printing recurses, and brackets in
+// brackets end the stack.
+inline std::string hf_text(const nlohmann::json& j) {
+    return j.is_structured() ? j.type_name() : j.dump();
+}
 
 inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
     if (!c.has(key) && otherwise) return otherwise;
-    bool good = c.has(key) && c.j[key].is_number_unsigned() && c.j[key].get<uint64_t>() > 0 && c.j[key].get<uint64_t>() < (1u << 30);
-    if (!good && c.wrong.empty()) c.wrong = c.path + ": " + key + (c.has(key) ? " is " + hf_text(c.j[key]) + ", which is no size" : " is missing");
+    bool good = c.has(key) && c.j[key].is_number_unsigned() && c.j[key].get<uint64_t>() > 0 &&
+                c.j[key].get<uint64_t>() < (1u << 30);
+    if (!good && c.wrong.empty())
+        c.wrong = c.path + ": " + key +
+                  (c.has(key) ? " is " + hf_text(c.j[key]) + ", which is no size" : " is missing");
     return good ? c.j[key].get<size_t>() : 1;
 }
 
 inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
     if (!j.contains(key) || j[key].is_null()) return otherwise;
-    if (!j[key].is_number() && c.wrong.empty()) c.wrong = c.path + ": " + key + " is " + hf_text(j[key]) + ", which is no number";
+    if (!j[key].is_number() && c.wrong.empty())
+        c.wrong = c.path + ": " + key + " is " + hf_text(j[key]) + ", which is no number";
     return j[key].is_number() ? j[key].get<double>() : otherwise;
 }
 
 inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json& only) {
-    if (c.has(key) && c.j[key] != only && c.wrong.empty()) c.wrong = c.path + ": " + key + " " + hf_text(c.j[key]) + " is not built yet, only " + only.dump() + " is";
+    if (c.has(key) && c.j[key] != only && c.wrong.empty())
+        c.wrong = c.path + ": " + key + " " + hf_text(c.j[key]) + " is not built yet, only " +
+                  only.dump() + " is";
 }
 
-inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) { return c.has(key) && c.j[key].is_boolean() ? c.j[key].get<bool>() : otherwise; }
+inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) {
+    return c.has(key) && c.j[key].is_boolean() ? c.j[key].get<bool>() : otherwise;
+}
 
 inline Shape hf_gpt2_shape(HfConfig& c) {
     size_t C = hf_size(c, "n_embd");
-    Shape s = gpt2_shape(hf_size(c, "n_layer"), hf_size(c, "n_head"), C, hf_size(c, "vocab_size"), hf_size(c, "n_positions", c.has("n_ctx") ? hf_size(c, "n_ctx") : 0));
+    Shape s = gpt2_shape(hf_size(c, "n_layer"), hf_size(c, "n_head"), C, hf_size(c, "vocab_size"),
+                         hf_size(c, "n_positions", c.has("n_ctx") ? hf_size(c, "n_ctx") : 0));
     s.F = hf_size(c, "n_inner", 4 * C);
     s.norm_eps = float(hf_number(c, c.j, "layer_norm_epsilon", 1e-5));
     s.tied = hf_flag(c, "tie_word_embeddings", true);
     hf_refuse_unless(c, "activation_function", "gelu_new");
     hf_refuse_unless(c, "scale_attn_weights", true);
     hf_refuse_unless(c, "scale_attn_by_inverse_layer_idx", false);
-    if (C % s.NH && c.wrong.empty()) c.wrong = c.path + ": n_head " + std::to_string(s.NH) + " does not divide n_embd " + std::to_string(C);
+    if (C % s.NH && c.wrong.empty())
+        c.wrong = c.path + ": n_head " + std::to_string(s.NH) + " does not divide n_embd " +
+                  std::to_string(C);
     return s;
 }
 
@@ -62,19 +80,28 @@ inline void hf_rope(HfConfig& c, Shape& s) {
         const nlohmann::json& r = c.j[key];
         if (!r.is_object()) return (void)(c.wrong = c.path + ": " + key + " is no object");
         s.rope_theta = hf_number(c, r, "rope_theta", s.rope_theta);
-        nlohmann::json named = r.value("rope_type", r.value("type", nlohmann::json())); // of any type, or null
-        std::string type = named.is_string() ? named.get<std::string>() : named.is_null() ? "default" : hf_text(named);
+        nlohmann::json named =
+            r.value("rope_type", r.value("type", nlohmann::json())); // of any type, or null
+        std::string type = named.is_string() ? named.get<std::string>()
+                           : named.is_null() ? "default"
+                                             : hf_text(named);
         if (type == "default") continue;
-        if (type != "llama3") return (void)(c.wrong = c.path + ": rope scaling " + type + " is not built yet, only llama3 is");
-        s.rope_scaling = {float(hf_number(c, r, "factor", 8)), float(hf_number(c, r, "low_freq_factor", 1)), float(hf_number(c, r, "high_freq_factor", 4)),
+        if (type != "llama3")
+            return (void)(c.wrong = c.path + ": rope scaling " + type +
+                                    " is not built yet, only llama3 is");
+        s.rope_scaling = {float(hf_number(c, r, "factor", 8)),
+                          float(hf_number(c, r, "low_freq_factor", 1)),
+                          float(hf_number(c, r, "high_freq_factor", 4)),
                           int(hf_number(c, r, "original_max_position_embeddings", 8192))};
     }
 }
 
 inline Shape hf_llama_shape(HfConfig& c, const std::string& type) {
     size_t C = hf_size(c, "hidden_size"), NH = hf_size(c, "num_attention_heads");
-    Shape s = llama_shape(hf_size(c, "num_hidden_layers"), NH, hf_size(c, "num_key_value_heads", NH), C, hf_size(c, "intermediate_size"),
-                          hf_size(c, "vocab_size"), hf_size(c, "max_position_embeddings", 2048), 10000);
+    Shape s =
+        llama_shape(hf_size(c, "num_hidden_layers"), NH, hf_size(c, "num_key_value_heads", NH), C,
+                    hf_size(c, "intermediate_size"), hf_size(c, "vocab_size"),
+                    hf_size(c, "max_position_embeddings", 2048), 10000);
     s.hf_type = type;
     s.HS = hf_size(c, "head_dim", std::max(C / NH, size_t(1)));
     s.norm_eps = float(hf_number(c, c.j, "rms_norm_eps", 1e-6));
@@ -84,11 +111,16 @@ inline Shape hf_llama_shape(HfConfig& c, const std::string& type) {
     hf_refuse_unless(c, "hidden_act", "silu");
     hf_refuse_unless(c, "attention_bias", false);
     hf_refuse_unless(c, "mlp_bias", false);
-    if (type == "qwen2") hf_refuse_unless(c, "use_sliding_window", false); // of its upper layers only
+    if (type == "qwen2")
+        hf_refuse_unless(c, "use_sliding_window", false); // of its upper layers only
     bool window = c.has("sliding_window") && hf_flag(c, "use_sliding_window", type == "mistral");
     if (window) s.sliding_window = hf_size(c, "sliding_window");
-    if (!c.has("head_dim") && C % NH && c.wrong.empty()) c.wrong = c.path + ": num_attention_heads " + std::to_string(NH) + " does not divide hidden_size " + std::to_string(C);
-    if (NH % s.NKV && c.wrong.empty()) c.wrong = c.path + ": num_key_value_heads " + std::to_string(s.NKV) + " does not divide num_attention_heads " + std::to_string(NH);
+    if (!c.has("head_dim") && C % NH && c.wrong.empty())
+        c.wrong = c.path + ": num_attention_heads " + std::to_string(NH) +
+                  " does not divide hidden_size " + std::to_string(C);
+    if (NH % s.NKV && c.wrong.empty())
+        c.wrong = c.path + ": num_key_value_heads " + std::to_string(s.NKV) +
+                  " does not divide num_attention_heads " + std::to_string(NH);
     return s;
 }
 
@@ -96,13 +128,21 @@ inline std::string hf_read_config(Shape* shape, const std::string& folder) {
     HfConfig c;
     c.path = folder + "/config.json";
     std::ifstream in(c.path);
-    if (!in) return folder + ": has no config.json: a Hugging Face folder holds config.json and *.safetensors";
+    if (!in)
+        return folder +
+               ": has no config.json: a Hugging Face folder holds config.json and *.safetensors";
     c.j = nlohmann::json::parse(in, nullptr, false);
     if (!c.j.is_object()) return c.path + ": is no JSON object";
-    std::string type = c.has("model_type") && c.j["model_type"].is_string() ? c.j["model_type"].get<std::string>() : "";
-    if (type == "gpt2") *shape = hf_gpt2_shape(c);
-    else if (type == "llama" || type == "mistral" || type == "qwen2") *shape = hf_llama_shape(c, type);
-    else return c.path + ": model_type '" + type + "' is not supported: gpt2, llama, mistral and qwen2 are";
+    std::string type = c.has("model_type") && c.j["model_type"].is_string()
+                           ? c.j["model_type"].get<std::string>()
+                           : "";
+    if (type == "gpt2")
+        *shape = hf_gpt2_shape(c);
+    else if (type == "llama" || type == "mistral" || type == "qwen2")
+        *shape = hf_llama_shape(c, type);
+    else
+        return c.path + ": model_type '" + type +
+               "' is not supported: gpt2, llama, mistral and qwen2 are";
     return c.wrong;
 }
 
@@ -123,25 +163,31 @@ inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
     nlohmann::json index;
     if (in) {
         index = nlohmann::json::parse(in, nullptr, false);
-        if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) return index_path + ": has no weight_map";
+        if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object())
+            return index_path + ": has no weight_map";
         std::set<std::string> unique;
         for (auto& [tensor, file] : index["weight_map"].items()) {
-            if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos) return index_path + ": " + tensor + " is in no file of this folder";
+            if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos)
+                return index_path + ": " + tensor + " is in no file of this folder";
             unique.insert(file.get<std::string>());
         }
         names.assign(unique.begin(), unique.end());
-    } else names = {"model.safetensors"};
+    } else
+        names = {"model.safetensors"};
     std::map<std::string, std::string> seen;
     for (const std::string& name : names) {
         h->files.emplace_back();
         std::string wrong = safetensors_open(&h->files.back(), folder + "/" + name);
         if (!wrong.empty()) return wrong;
         for (const SafeTensor& t : h->files.back().tensors)
-            if (!seen.insert({t.name, name}).second) return folder + ": tensor " + t.name + " is in " + seen[t.name] + " and again in " + name;
+            if (!seen.insert({t.name, name}).second)
+                return folder + ": tensor " + t.name + " is in " + seen[t.name] + " and again in " +
+                       name;
     }
     if (in)
         for (auto& [tensor, file] : index["weight_map"].items())
-            if (!seen.count(tensor) || seen[tensor] != file.get<std::string>()) return index_path + ": " + tensor + " is not in " + file.get<std::string>();
+            if (!seen.count(tensor) || seen[tensor] != file.get<std::string>())
+                return index_path + ": " + tensor + " is not in " + file.get<std::string>();
     return "";
 }
 
@@ -174,20 +220,30 @@ inline std::vector<float> turned(const std::vector<float>& x, size_t rows, size_
     return y;
 }
 
-inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, const std::string& folder) {
+inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p,
+                                   const std::string& folder) {
     if (!t) return folder + ": tensor " + p.name + " is missing";
-    if (t->shape != file_shape(p)) return folder + ": tensor " + t->name + " has the shape " + shape_text(t->shape) + ", config.json asks for " + shape_text(file_shape(p));
-    if (!is_float_dtype(t->dtype)) return folder + ": tensor " + t->name + " is " + t->dtype + "; F32, F16, BF16 and F64 can be read";
+    if (t->shape != file_shape(p))
+        return folder + ": tensor " + t->name + " has the shape " + shape_text(t->shape) +
+               ", config.json asks for " + shape_text(file_shape(p));
+    if (!is_float_dtype(t->dtype))
+        return folder + ": tensor " + t->name + " is " + t->dtype +
+               "; F32, F16, BF16 and F64 can be read";
     return "";
 }
 
 // Tensors that older files carry although they are no parameters.
 inline bool hf_ignored(const std::string& name, const Shape& s) {
-    auto ends = [&](const char* end) { return name.size() >= strlen(end) && name.compare(name.size() - strlen(end), strlen(end), end) == 0; };
-    return ends(".attn.bias") || ends(".attn.masked_bias") || ends("rotary_emb.inv_freq") || (s.tied && name == "lm_head.weight");
+    auto ends = [&](const char* end) {
+        return name.size() >= strlen(end) &&
+               name.compare(name.size() - strlen(end), strlen(end), end) == 0;
+    };
+    return ends(".attn.bias") || ends(".attn.masked_bias") || ends("rotary_emb.inv_freq") ||
+           (s.tied && name == "lm_head.weight");
 }
 
-template <typename T, typename S> std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
+template <typename T, typename S>
+std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
     HfFiles h;
     std::string wrong = hf_open_files(&h, folder);
     if (!wrong.empty()) return wrong;
@@ -205,7 +261,9 @@ template <typename T, typename S> std::string hf_load_weights(Trainer<T, S>& t, 
     }
     for (const SafeTensors& f : h.files)
         for (const SafeTensor& x : f.tensors)
-            if (!used.count(x.name) && !hf_ignored(x.name, t.model.shape)) return folder + ": tensor " + x.name + " belongs to nothing in this model: config.json is another model's";
+            if (!used.count(x.name) && !hf_ignored(x.name, t.model.shape))
+                return folder + ": tensor " + x.name +
+                       " belongs to nothing in this model: config.json is another model's";
     return "";
 }
 
@@ -218,34 +276,71 @@ inline std::string hf_export_check(const Shape& s, const std::string& folder) {
         std::string stranger;
         while (dirent* e = readdir(d)) {
             std::string n = e->d_name;
-            bool ours = n == "." || n == ".." || n == "config.json" || (n.rfind("model", 0) == 0 && n.find(".safetensors") != std::string::npos);
+            bool ours = n == "." || n == ".." || n == "config.json" ||
+                        (n.rfind("model", 0) == 0 && n.find(".safetensors") != std::string::npos);
             if (!ours) stranger = n;
         }
         closedir(d);
-        if (!stranger.empty()) return "--export " + folder + ": holds " + stranger + ", which is no export of ours: choose a new folder";
+        if (!stranger.empty())
+            return "--export " + folder + ": holds " + stranger +
+                   ", which is no export of ours: choose a new folder";
     }
-    if (s.family == Family::GPT2 && s.position != Position::LEARNED) return "--export: Hugging Face's GPT-2 has learned positions only: drop --export, or use --position learned";
-    if (s.family == Family::LLAMA && s.position != Position::ROPE) return "--export: Hugging Face's Llama has RoPE only: drop --export, or use --position rope";
+    if (s.family == Family::GPT2 && s.position != Position::LEARNED)
+        return "--export: Hugging Face's GPT-2 has learned positions only: drop --export, or use "
+               "--position learned";
+    if (s.family == Family::LLAMA && s.position != Position::ROPE)
+        return "--export: Hugging Face's Llama has RoPE only: drop --export, or use --position "
+               "rope";
     return "";
 }
 
 inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
-    const char* torch_type = dtype == Type::BF16 ? "bfloat16" : dtype == Type::F16 ? "float16" : "float32";
+    const char* torch_type = dtype == Type::BF16  ? "bfloat16"
+                             : dtype == Type::F16 ? "float16"
+                                                  : "float32";
     nlohmann::ordered_json j;
     if (s.family == Family::GPT2) {
-        j = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}, {"vocab_size", s.V}, {"n_positions", s.P}, {"n_ctx", s.P}, {"n_embd", s.C},
-             {"n_layer", s.L}, {"n_head", s.NH}, {"n_inner", s.F}, {"activation_function", "gelu_new"}, {"layer_norm_epsilon", s.norm_eps},
-             {"bos_token_id", s.V - 1}, {"eos_token_id", s.V - 1}};
+        j = {{"architectures", {"GPT2LMHeadModel"}},
+             {"model_type", "gpt2"},
+             {"vocab_size", s.V},
+             {"n_positions", s.P},
+             {"n_ctx", s.P},
+             {"n_embd", s.C},
+             {"n_layer", s.L},
+             {"n_head", s.NH},
+             {"n_inner", s.F},
+             {"activation_function", "gelu_new"},
+             {"layer_norm_epsilon", s.norm_eps},
+             {"bos_token_id", s.V - 1},
+             {"eos_token_id", s.V - 1}};
     } else {
-        const char* architecture = s.hf_type == "qwen2" ? "Qwen2ForCausalLM" : s.hf_type == "mistral" ? "MistralForCausalLM" : "LlamaForCausalLM";
-        j = {{"architectures", {architecture}}, {"model_type", s.hf_type}, {"vocab_size", s.V}, {"max_position_embeddings", s.P}, {"hidden_size", s.C},
-             {"intermediate_size", s.F}, {"num_hidden_layers", s.L}, {"num_attention_heads", s.NH}, {"num_key_value_heads", s.NKV}, {"head_dim", s.HS},
-             {"hidden_act", "silu"}, {"rms_norm_eps", s.norm_eps}, {"rope_theta", s.rope_theta}};
+        const char* architecture = s.hf_type == "qwen2"     ? "Qwen2ForCausalLM"
+                                   : s.hf_type == "mistral" ? "MistralForCausalLM"
+                                                            : "LlamaForCausalLM";
+        j = {{"architectures", {architecture}},
+             {"model_type", s.hf_type},
+             {"vocab_size", s.V},
+             {"max_position_embeddings", s.P},
+             {"hidden_size", s.C},
+             {"intermediate_size", s.F},
+             {"num_hidden_layers", s.L},
+             {"num_attention_heads", s.NH},
+             {"num_key_value_heads", s.NKV},
+             {"head_dim", s.HS},
+             {"hidden_act", "silu"},
+             {"rms_norm_eps", s.norm_eps},
+             {"rope_theta", s.rope_theta}};
         if (s.rope_scaling.factor != 1)
-            j["rope_scaling"] = {{"rope_type", "llama3"}, {"factor", s.rope_scaling.factor}, {"low_freq_factor", s.rope_scaling.low_freq_factor},
-                                 {"high_freq_factor", s.rope_scaling.high_freq_factor}, {"original_max_position_embeddings", s.rope_scaling.original_positions}};
-        if (s.sliding_window) j["sliding_window"] = s.sliding_window;
-        else if (s.hf_type == "mistral") j["sliding_window"] = nullptr;
+            j["rope_scaling"] = {
+                {"rope_type", "llama3"},
+                {"factor", s.rope_scaling.factor},
+                {"low_freq_factor", s.rope_scaling.low_freq_factor},
+                {"high_freq_factor", s.rope_scaling.high_freq_factor},
+                {"original_max_position_embeddings", s.rope_scaling.original_positions}};
+        if (s.sliding_window)
+            j["sliding_window"] = s.sliding_window;
+        else if (s.hf_type == "mistral")
+            j["sliding_window"] = nullptr;
     }
     j["tie_word_embeddings"] = s.tied;
     j["torch_dtype"] = torch_type;
@@ -253,38 +348,49 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
 }
 
 // A parameter's float values as trained: the master where there is one.
-template <typename T, typename S> std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
+template <typename T, typename S>
+std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
     std::vector<float> values(p.elements());
     const float* master = address<const float>(t, {Kind::MASTER, p.bucket});
     const T* weight = address<const T>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
-    for (size_t i = 0; i < values.size(); i++) values[i] = master ? master[p.offset + i] : float(to_acc(weight[i]));
+    for (size_t i = 0; i < values.size(); i++)
+        values[i] = master ? master[p.offset + i] : float(to_acc(weight[i]));
     return values;
 }
 
 inline std::string write_text_file(const std::string& path, const std::string& text) {
     FILE* f = fopen(path.c_str(), "wb");
-    bool good = f && fwrite(text.data(), 1, text.size(), f) == text.size() && fflush(f) == 0 && fsync(fileno(f)) == 0;
+    bool good = f && fwrite(text.data(), 1, text.size(), f) == text.size() && fflush(f) == 0 &&
+                fsync(fileno(f)) == 0;
     std::string why = strerror(errno);
     if (f && fclose(f) != 0) good = false;
     return good ? "" : path + ": cannot be written: " + why;
 }
 
-inline void remove_folder(const std::string& folder) { // its files and itself; our folders hold no folders
+inline void remove_folder(
+    const std::string& folder) { // its files and itself; our folders hold no folders
     if (DIR* d = opendir(folder.c_str())) {
         while (dirent* e = readdir(d))
-            if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) unlink((folder + "/" + e->d_name).c_str());
+            if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
+                unlink((folder + "/" + e->d_name).c_str());
         closedir(d);
         rmdir(folder.c_str());
     }
 }
 
 // GPT2LMHeadModel keeps its body under "transformer.", its head beside it.
-inline std::string export_name(const Parameter& p, const Shape& s) { return s.family == Family::GPT2 && p.name != "lm_head.weight" ? "transformer." + p.name : p.name; }
+inline std::string export_name(const Parameter& p, const Shape& s) {
+    return s.family == Family::GPT2 && p.name != "lm_head.weight" ? "transformer." + p.name
+                                                                  : p.name;
+}
 
 template <typename T, typename S>
-std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first, size_t last, Type dtype) {
+std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first,
+                              size_t last, Type dtype) {
     std::vector<TensorSpec> specs;
-    for (size_t i = first; i < last; i++) specs.push_back({export_name(t.model.parameters[i], t.model.shape), dtype, file_shape(t.model.parameters[i])});
+    for (size_t i = first; i < last; i++)
+        specs.push_back({export_name(t.model.parameters[i], t.model.shape), dtype,
+                         file_shape(t.model.parameters[i])});
     SafeTensorsWriter w;
     writer_open(&w, path, specs, {{"format", "pt"}});
     for (size_t i = first; i < last && w.wrong.empty(); i++) {
@@ -300,7 +406,8 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
 }
 
 template <typename T, typename S>
-std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype, size_t shard_bytes) {
+std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
+                         size_t shard_bytes) {
     const std::vector<Parameter>& table = t.model.parameters;
     std::vector<size_t> starts = {0}; // the first parameter of each file
     size_t bytes = 0, total = 0;
@@ -312,7 +419,8 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     nlohmann::ordered_json map;
     for (size_t f = 0; f < starts.size(); f++) {
         char name[64] = "model.safetensors";
-        if (starts.size() > 1) snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", f + 1, starts.size());
+        if (starts.size() > 1)
+            snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", f + 1, starts.size());
         size_t last = f + 1 < starts.size() ? starts[f + 1] : table.size();
         std::string wrong = write_export_file(t, folder + "/" + name, starts[f], last, dtype);
         if (!wrong.empty()) return wrong;
@@ -320,21 +428,29 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     }
     std::string wrong;
     if (starts.size() > 1)
-        wrong = write_text_file(folder + "/model.safetensors.index.json", nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(2));
-    if (wrong.empty()) wrong = write_text_file(folder + "/config.json", hf_config_json(t.model.shape, dtype).dump(2) + "\n");
+        wrong = write_text_file(
+            folder + "/model.safetensors.index.json",
+            nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(
+                2));
+    if (wrong.empty())
+        wrong = write_text_file(folder + "/config.json",
+                                hf_config_json(t.model.shape, dtype).dump(2) + "\n");
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 
 template <typename T, typename S>
-std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype, size_t shard_bytes = size_t(5) << 30) {
+std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
+                      size_t shard_bytes = size_t(5) << 30) {
     std::string temporary = folder + ".tmp", old = folder + ".old";
     remove_folder(temporary);
     if (mkdir(temporary.c_str(), 0777) != 0) return "--export " + folder + ": " + strerror(errno);
     std::string wrong = write_export(t, temporary, dtype, shard_bytes);
     if (!wrong.empty()) return remove_folder(temporary), wrong;
     remove_folder(old);
-    bool replaced = rename(folder.c_str(), old.c_str()) == 0; // an export that stood here, or nothing
-    if (rename(temporary.c_str(), folder.c_str()) != 0) return folder + ": cannot be renamed: " + strerror(errno);
+    bool replaced =
+        rename(folder.c_str(), old.c_str()) == 0; // an export that stood here, or nothing
+    if (rename(temporary.c_str(), folder.c_str()) != 0)
+        return folder + ": cannot be renamed: " + strerror(errno);
     if (replaced) remove_folder(old);
     return "";
 }

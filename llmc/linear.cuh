@@ -1,14 +1,18 @@
-// linear.cuh - the linear layer, forward and its two backward halves; the one place that knows how weights are stored
-//   out = inp W^T + bias (+ residual),   dinp = dout W,   dW = dout^T inp,   dbias = sum over rows of dout
+// linear.cuh - the linear layer, forward and its two backward halves; the one place that knows how
+// weights are stored
+//   out = inp W^T + bias (+ residual),   dinp = dout W,   dW = dout^T inp,   dbias = sum over rows
+//   of dout
 //   inp, dinp (N,IC)   out, dout, residual (N,OC)   W (OC,IC)   bias (OC)   dW, dbias acc
-//   Contract: out =   dinp, dW, dbias = or += (accumulate).  A Weight whose grad is null is frozen: skipped.
+//   Contract: out =   dinp, dW, dbias = or += (accumulate).  A Weight whose grad is null is frozen:
+//   skipped.
 //             Bitwise repeatable for equal threads.
 //   Cost: 2 N OC IC FLOPs each; the bias gradient reads dout once more.
 //   To copy: this file, matmul.cuh and common.h.
 #pragma once
 #include "matmul.cuh"
 
-// A parameter as the layers see it. How it is stored (type, scales, adapters) concerns this file alone.
+// A parameter as the layers see it. How it is stored (type, scales, adapters) concerns this file
+// alone.
 struct Weight {
     void* data = nullptr;
     Type type = Type::F32;
@@ -21,9 +25,15 @@ struct Weight {
 // ----------------------------------------------------------------------------
 // the three products of a weight (OC, IC) with N rows
 
-inline Product linear_forward_product(size_t N, size_t OC, size_t IC) { return {N, OC, IC, {IC, 1}, {1, IC}, OC}; }
-inline Product linear_input_product(size_t N, size_t OC, size_t IC, bool accumulate) { return {N, IC, OC, {OC, 1}, {IC, 1}, IC, accumulate}; }
-inline Product linear_weight_product(size_t N, size_t OC, size_t IC, bool accumulate) { return {OC, IC, N, {1, OC}, {IC, 1}, IC, accumulate}; }
+inline Product linear_forward_product(size_t N, size_t OC, size_t IC) {
+    return {N, OC, IC, {IC, 1}, {1, IC}, OC};
+}
+inline Product linear_input_product(size_t N, size_t OC, size_t IC, bool accumulate) {
+    return {N, IC, OC, {OC, 1}, {IC, 1}, IC, accumulate};
+}
+inline Product linear_weight_product(size_t N, size_t OC, size_t IC, bool accumulate) {
+    return {OC, IC, N, {1, OC}, {IC, 1}, IC, accumulate};
+}
 
 // The largest scratch that any of them needs.
 template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
@@ -31,10 +41,13 @@ template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC
     int threads = threads_here(where);
     size_t most = 0;
     for (int extra = 0; extra < 4; extra++)
-        most = std::max(most, matmul_scratch_bytes(linear_forward_product(N, OC, IC), t, t, extra & 1, extra & 2, threads));
+        most = std::max(most, matmul_scratch_bytes(linear_forward_product(N, OC, IC), t, t,
+                                                   extra & 1, extra & 2, threads));
     for (bool accumulate : {false, true}) {
-        most = std::max(most, matmul_scratch_bytes(linear_input_product(N, OC, IC, accumulate), t, t, false, false, threads));
-        most = std::max(most, matmul_scratch_bytes(linear_weight_product(N, OC, IC, accumulate), t, a, false, false, threads));
+        most = std::max(most, matmul_scratch_bytes(linear_input_product(N, OC, IC, accumulate), t,
+                                                   t, false, false, threads));
+        most = std::max(most, matmul_scratch_bytes(linear_weight_product(N, OC, IC, accumulate), t,
+                                                   a, false, false, threads));
     }
     return most;
 }
@@ -43,19 +56,24 @@ template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC
 // CPU
 
 template <typename T>
-void linear_forward(T* out, const T* inp, const Weight& w, const Weight* bias, const T* residual, size_t N, Blas& blas, Cpu where) {
+void linear_forward(T* out, const T* inp, const Weight& w, const Weight* bias, const T* residual,
+                    size_t N, Blas& blas, Cpu where) {
     const T* b = bias ? bias->as<const T>() : nullptr;
-    matmul(out, inp, w.as<const T>(), b, residual, linear_forward_product(N, w.rows, w.cols), blas, where);
+    matmul(out, inp, w.as<const T>(), b, residual, linear_forward_product(N, w.rows, w.cols), blas,
+           where);
 }
 
 template <typename T>
-void linear_backward_input(T* dinp, const T* dout, const Weight& w, size_t N, bool accumulate, Blas& blas, Cpu where) {
+void linear_backward_input(T* dinp, const T* dout, const Weight& w, size_t N, bool accumulate,
+                           Blas& blas, Cpu where) {
     const T* nothing = nullptr;
-    matmul(dinp, dout, w.as<const T>(), nothing, nothing, linear_input_product(N, w.rows, w.cols, accumulate), blas, where);
+    matmul(dinp, dout, w.as<const T>(), nothing, nothing,
+           linear_input_product(N, w.rows, w.cols, accumulate), blas, where);
 }
 
 // Sums over rows; a thread owns columns, so the order of its sums is the rows'.
-template <typename T> void column_sums(acc_t<T>* out, const T* x, size_t N, size_t C, bool accumulate, Cpu) {
+template <typename T>
+void column_sums(acc_t<T>* out, const T* x, size_t N, size_t C, bool accumulate, Cpu) {
     constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
@@ -71,9 +89,12 @@ template <typename T> void column_sums(acc_t<T>* out, const T* x, size_t N, size
 }
 
 template <typename T>
-void linear_backward_weight(const Weight& w, const Weight* bias, const T* dout, const T* inp, size_t N, bool accumulate, Blas& blas, Cpu where) {
+void linear_backward_weight(const Weight& w, const Weight* bias, const T* dout, const T* inp,
+                            size_t N, bool accumulate, Blas& blas, Cpu where) {
     typedef acc_t<T> A;
     if (w.grad)
-        matmul(static_cast<A*>(w.grad), dout, inp, (const T*)nullptr, (const A*)nullptr, linear_weight_product(N, w.rows, w.cols, accumulate), blas, where);
-    if (bias && bias->grad) column_sums(static_cast<A*>(bias->grad), dout, N, w.rows, accumulate, where);
+        matmul(static_cast<A*>(w.grad), dout, inp, (const T*)nullptr, (const A*)nullptr,
+               linear_weight_product(N, w.rows, w.cols, accumulate), blas, where);
+    if (bias && bias->grad)
+        column_sums(static_cast<A*>(bias->grad), dout, N, w.rows, accumulate, where);
 }

@@ -1,4 +1,5 @@
-// llama.h - Llama, Mistral, Qwen2: tables and layers, forward and backward - arXiv:2302.13971, arXiv:2407.21783
+// llama.h - Llama, Mistral, Qwen2: tables and layers, forward and backward - arXiv:2302.13971,
+// arXiv:2407.21783
 //   embedding   x = embed_tokens[token]
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),  q, k, v = proj(norm(x))
 //               x = x + down_proj(silu(gate) * up),              gate, up = proj(norm(x))
@@ -14,12 +15,14 @@
 // ----------------------------------------------------------------------------
 // tables
 
+// clang-format off
 struct LlamaBlock { // [out, in]
     Weight norm_1, q, q_bias, k, k_bias, v, v_bias, o;                         // (C) (NH*HS,C) (NKV*HS,C) (C,NH*HS)
     Weight norm_2, gate, up, down;                                             // (C) (F,C) (F,C) (C,F)
 };
 struct LlamaEmbedding { Weight table; };                                       // (Vp,C)
 struct LlamaHead { Weight norm, lm_head; };                                    // (C) (Vp,C)
+// clang-format on
 
 template <typename Row> void llama_block_parameters(LlamaBlock& w, const Shape& s, Row row) {
     Init normal = normal_init(0.02), residual = normal_init(0.02 / std::sqrt(2.0 * s.L));
@@ -41,36 +44,36 @@ template <typename Row> void llama_block_parameters(LlamaBlock& w, const Shape& 
 }
 
 template <typename T> struct LlamaActs {
-    T *norm_1, *q, *k, *v, *att, *resid, *norm_2, *gate, *up, *swiglu;         // forward
-    acc_t<T> *rstd_1, *lse, *rstd_2;
-    T *dswiglu, *dup, *dnorm_2, *dresid, *datt, *dq, *dk, *dv, *dnorm_1;       // backward
+    T *norm_1, *q, *k, *v, *att, *resid, *norm_2, *gate, *up, *swiglu; // forward
+    acc_t<T>*rstd_1, *lse, *rstd_2;
+    T *dswiglu, *dup, *dnorm_2, *dresid, *datt, *dq, *dk, *dv, *dnorm_1; // backward
 };
 
 template <typename T, typename Row>
 void llama_block_activations(LlamaActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
-    row(a.norm_1, "norm_1", N * s.C, Keep::CHEAP, Last::W);                    // (B,T,C)
-    row(a.rstd_1, "norm_1.rstd", N, Keep::CHEAP, Last::W);                     // (B,T)
-    row(a.q, "q", N * Q, Keep::KEPT, Last::B);                                 // (B,T,NH,HS)
-    row(a.k, "k", N * KV, Keep::KEPT, Last::B);                                // (B,T,NKV,HS)
-    row(a.v, "v", N * KV, Keep::KEPT, Last::B);                                // (B,T,NKV,HS)
-    row(a.att, "attention", N * Q, Keep::KEPT, Last::W);                       // (B,T,NH,HS)
-    row(a.lse, "log-sum-exp", N * s.NH, Keep::KEPT, Last::B);                  // (B,NH,T)
-    row(a.resid, "residual", N * s.C, Keep::KEPT, Last::W);                    // (B,T,C)
-    row(a.norm_2, "norm_2", N * s.C, Keep::CHEAP, Last::W);                    // (B,T,C)
-    row(a.rstd_2, "norm_2.rstd", N, Keep::CHEAP, Last::W);                     // (B,T)
-    row(a.gate, "gate", N * s.F, Keep::KEPT, Last::B);                         // (B,T,F)
-    row(a.up, "up", N * s.F, Keep::KEPT, Last::B);                             // (B,T,F)
-    row(a.swiglu, "swiglu", N * s.F, Keep::CHEAP, Last::W);                    // (B,T,F)
-    row(a.dswiglu, "d swiglu, d gate", N * s.F, Keep::GRADIENT, Last::W);      // (B,T,F)
-    row(a.dup, "d up", N * s.F, Keep::GRADIENT, Last::W);                      // (B,T,F)
-    row(a.dnorm_2, "d norm_2", N * s.C, Keep::GRADIENT, Last::W);              // (B,T,C)
-    row(a.dresid, "d residual", N * s.C, Keep::GRADIENT, Last::W);             // (B,T,C)
-    row(a.datt, "d attention", N * Q, Keep::GRADIENT, Last::B);                // (B,T,NH,HS)
-    row(a.dq, "d q", N * Q, Keep::GRADIENT, Last::W);                          // (B,T,NH,HS)
-    row(a.dk, "d k", N * KV, Keep::GRADIENT, Last::W);                         // (B,T,NKV,HS)
-    row(a.dv, "d v", N * KV, Keep::GRADIENT, Last::W);                         // (B,T,NKV,HS)
-    row(a.dnorm_1, "d norm_1", N * s.C, Keep::GRADIENT, Last::W);              // (B,T,C)
+    row(a.norm_1, "norm_1", N * s.C, Keep::CHEAP, Last::W);               // (B,T,C)
+    row(a.rstd_1, "norm_1.rstd", N, Keep::CHEAP, Last::W);                // (B,T)
+    row(a.q, "q", N * Q, Keep::KEPT, Last::B);                            // (B,T,NH,HS)
+    row(a.k, "k", N * KV, Keep::KEPT, Last::B);                           // (B,T,NKV,HS)
+    row(a.v, "v", N * KV, Keep::KEPT, Last::B);                           // (B,T,NKV,HS)
+    row(a.att, "attention", N * Q, Keep::KEPT, Last::W);                  // (B,T,NH,HS)
+    row(a.lse, "log-sum-exp", N * s.NH, Keep::KEPT, Last::B);             // (B,NH,T)
+    row(a.resid, "residual", N * s.C, Keep::KEPT, Last::W);               // (B,T,C)
+    row(a.norm_2, "norm_2", N * s.C, Keep::CHEAP, Last::W);               // (B,T,C)
+    row(a.rstd_2, "norm_2.rstd", N, Keep::CHEAP, Last::W);                // (B,T)
+    row(a.gate, "gate", N * s.F, Keep::KEPT, Last::B);                    // (B,T,F)
+    row(a.up, "up", N * s.F, Keep::KEPT, Last::B);                        // (B,T,F)
+    row(a.swiglu, "swiglu", N * s.F, Keep::CHEAP, Last::W);               // (B,T,F)
+    row(a.dswiglu, "d swiglu, d gate", N * s.F, Keep::GRADIENT, Last::W); // (B,T,F)
+    row(a.dup, "d up", N * s.F, Keep::GRADIENT, Last::W);                 // (B,T,F)
+    row(a.dnorm_2, "d norm_2", N * s.C, Keep::GRADIENT, Last::W);         // (B,T,C)
+    row(a.dresid, "d residual", N * s.C, Keep::GRADIENT, Last::W);        // (B,T,C)
+    row(a.datt, "d attention", N * Q, Keep::GRADIENT, Last::B);           // (B,T,NH,HS)
+    row(a.dq, "d q", N * Q, Keep::GRADIENT, Last::W);                     // (B,T,NH,HS)
+    row(a.dk, "d k", N * KV, Keep::GRADIENT, Last::W);                    // (B,T,NKV,HS)
+    row(a.dv, "d v", N * KV, Keep::GRADIENT, Last::W);                    // (B,T,NKV,HS)
+    row(a.dnorm_1, "d norm_1", N * s.C, Keep::GRADIENT, Last::W);         // (B,T,C)
 }
 
 // ----------------------------------------------------------------------------
@@ -84,13 +87,15 @@ void llama_attention_forward(Ctx<S>& ctx, const LlamaActs<T>& a, T* cache) {
     rotate_forward(ctx, a.k, s.NKV, KV);
     Keys<T> keys = keys_seen(ctx, cache, a.k, a.v, KV);
     attention_forward(a.att, a.lse, a.q, keys.k, keys.v, ctx.batch.positions, keys.positions,
-                      ctx.batch.doc_start, ctx.slopes, attention_dims(ctx, keys.Tk, Q, keys.stride), ctx.blas,
-                      ctx.where);
+                      ctx.batch.doc_start, ctx.slopes, attention_dims(ctx, keys.Tk, Q, keys.stride),
+                      ctx.blas, ctx.where);
 }
 
-// Everything that the backward pass reads: the forward pass but its last product, and what full recomputation runs.
+// Everything that the backward pass reads: the forward pass but its last product, and what full
+// recomputation runs.
 template <typename T, typename S>
-void llama_block_activate(Ctx<S>& ctx, const T* inp, const LlamaBlock& w, const LlamaActs<T>& a, T* cache) {
+void llama_block_activate(Ctx<S>& ctx, const T* inp, const LlamaBlock& w, const LlamaActs<T>& a,
+                          T* cache) {
     const Shape& s = ctx.shape;
     const T* nothing = nullptr;
     size_t N = ctx.batch.rows();
@@ -107,14 +112,16 @@ void llama_block_activate(Ctx<S>& ctx, const T* inp, const LlamaBlock& w, const 
 }
 
 template <typename T, typename S>
-void llama_block_forward(Ctx<S>& ctx, T* out, const T* inp, const LlamaBlock& w, const LlamaActs<T>& a, T* cache) {
+void llama_block_forward(Ctx<S>& ctx, T* out, const T* inp, const LlamaBlock& w,
+                         const LlamaActs<T>& a, T* cache) {
     llama_block_activate(ctx, inp, w, a, cache);
     linear_forward(out, a.swiglu, w.down, nullptr, a.resid, ctx.batch.rows(), ctx.blas, ctx.where);
 }
 
 // Selective recomputation: the norms and the activation function again, no product.
 template <typename T, typename S>
-void llama_block_activate_cheap(Ctx<S>& ctx, const T* inp, const LlamaBlock& w, const LlamaActs<T>& a) {
+void llama_block_activate_cheap(Ctx<S>& ctx, const T* inp, const LlamaBlock& w,
+                                const LlamaActs<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
     rmsnorm_forward(a.norm_1, a.rstd_1, inp, w.norm_1.as<T>(), N, s.C, s.norm_eps, ctx.where);
@@ -123,15 +130,17 @@ void llama_block_activate_cheap(Ctx<S>& ctx, const T* inp, const LlamaBlock& w, 
 }
 
 template <typename T, typename S>
-void llama_block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp, const LlamaBlock& w,
-                                const LlamaActs<T>& a) {
+void llama_block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
+                                const LlamaBlock& w, const LlamaActs<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows(), Q = s.NH * s.HS, KV = s.NKV * s.HS;
     linear_backward_input(a.dswiglu, dout, w.down, N, false, ctx.blas, ctx.where);
-    swiglu_backward(a.dswiglu, a.dup, a.dswiglu, a.gate, a.up, N * s.F, ctx.where); // dswiglu becomes dgate
+    swiglu_backward(a.dswiglu, a.dup, a.dswiglu, a.gate, a.up, N * s.F,
+                    ctx.where); // dswiglu becomes dgate
     linear_backward_input(a.dnorm_2, a.dswiglu, w.gate, N, false, ctx.blas, ctx.where);
     linear_backward_input(a.dnorm_2, a.dup, w.up, N, true, ctx.blas, ctx.where);
-    rmsnorm_backward_input(a.dresid, dout, a.dnorm_2, a.resid, w.norm_2.as<T>(), a.rstd_2, N, s.C, ctx.where);
+    rmsnorm_backward_input(a.dresid, dout, a.dnorm_2, a.resid, w.norm_2.as<T>(), a.rstd_2, N, s.C,
+                           ctx.where);
     linear_backward_input(a.datt, a.dresid, w.o, N, false, ctx.blas, ctx.where);
     attention_backward(a.dq, a.dk, a.dv, a.datt, a.att, a.lse, a.q, a.k, a.v, ctx.batch.positions,
                        ctx.batch.positions, ctx.batch.doc_start, ctx.slopes,
@@ -141,7 +150,8 @@ void llama_block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* in
     linear_backward_input(a.dnorm_1, a.dq, w.q, N, false, ctx.blas, ctx.where);
     linear_backward_input(a.dnorm_1, a.dk, w.k, N, true, ctx.blas, ctx.where);
     linear_backward_input(a.dnorm_1, a.dv, w.v, N, true, ctx.blas, ctx.where);
-    rmsnorm_backward_input(dinp, a.dresid, a.dnorm_1, inp, w.norm_1.as<T>(), a.rstd_1, N, s.C, ctx.where);
+    rmsnorm_backward_input(dinp, a.dresid, a.dnorm_1, inp, w.norm_1.as<T>(), a.rstd_1, N, s.C,
+                           ctx.where);
 }
 
 template <typename T, typename S>
@@ -150,30 +160,41 @@ void llama_block_backward_weight(Ctx<S>& ctx, const T* dout, const T* inp, const
     typedef acc_t<T> A;
     size_t N = ctx.batch.rows(), C = ctx.shape.C;
     linear_backward_weight(w.down, nullptr, dout, a.swiglu, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.gate, nullptr, a.dswiglu, a.norm_2, N, accumulate, ctx.blas, ctx.where);
+    linear_backward_weight(w.gate, nullptr, a.dswiglu, a.norm_2, N, accumulate, ctx.blas,
+                           ctx.where);
     linear_backward_weight(w.up, nullptr, a.dup, a.norm_2, N, accumulate, ctx.blas, ctx.where);
-    rmsnorm_backward_weight((A*)w.norm_2.grad, a.dnorm_2, a.resid, a.rstd_2, N, C, accumulate, ctx.where);
+    rmsnorm_backward_weight((A*)w.norm_2.grad, a.dnorm_2, a.resid, a.rstd_2, N, C, accumulate,
+                            ctx.where);
     linear_backward_weight(w.o, nullptr, a.dresid, a.att, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.q, bias_of(w.q_bias), a.dq, a.norm_1, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.k, bias_of(w.k_bias), a.dk, a.norm_1, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.v, bias_of(w.v_bias), a.dv, a.norm_1, N, accumulate, ctx.blas, ctx.where);
-    rmsnorm_backward_weight((A*)w.norm_1.grad, a.dnorm_1, inp, a.rstd_1, N, C, accumulate, ctx.where);
+    linear_backward_weight(w.q, bias_of(w.q_bias), a.dq, a.norm_1, N, accumulate, ctx.blas,
+                           ctx.where);
+    linear_backward_weight(w.k, bias_of(w.k_bias), a.dk, a.norm_1, N, accumulate, ctx.blas,
+                           ctx.where);
+    linear_backward_weight(w.v, bias_of(w.v_bias), a.dv, a.norm_1, N, accumulate, ctx.blas,
+                           ctx.where);
+    rmsnorm_backward_weight((A*)w.norm_1.grad, a.dnorm_1, inp, a.rstd_1, N, C, accumulate,
+                            ctx.where);
 }
 
 // ----------------------------------------------------------------------------
 // embedding and head
 
-template <typename Row> void llama_embedding_parameters(LlamaEmbedding& w, const Shape& s, Row row) {
-    row(w.table, "model.embed_tokens.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+template <typename Row>
+void llama_embedding_parameters(LlamaEmbedding& w, const Shape& s, Row row) {
+    row(w.table, "model.embed_tokens.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0},
+        false);
 }
 template <typename Row> void llama_head_parameters(LlamaHead& w, const Shape& s, Row row) {
     row(w.norm, "model.norm.weight", {s.C}, ONES, false, Shard{}, false);
-    if (!s.tied) row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+    if (!s.tied)
+        row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
 
 template <typename T, typename S>
-void llama_head_norm(Ctx<S>& ctx, const T* inp, const LlamaHead& w, const HeadActs<T>& a, size_t N) {
-    rmsnorm_forward(a.norm, a.rstd, inp, w.norm.as<T>(), N, ctx.shape.C, ctx.shape.norm_eps, ctx.where);
+void llama_head_norm(Ctx<S>& ctx, const T* inp, const LlamaHead& w, const HeadActs<T>& a,
+                     size_t N) {
+    rmsnorm_forward(a.norm, a.rstd, inp, w.norm.as<T>(), N, ctx.shape.C, ctx.shape.norm_eps,
+                    ctx.where);
 }
 
 template <typename T, typename S>
@@ -184,5 +205,6 @@ void llama_head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const
     llama_head_norm(ctx, inp, w, a, N);
     head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);
     rmsnorm_backward_weight((A*)w.norm.grad, a.dnorm, inp, a.rstd, N, C, accumulate, ctx.where);
-    rmsnorm_backward_input(dinp, (const T*)nullptr, a.dnorm, inp, w.norm.as<T>(), a.rstd, N, C, ctx.where);
+    rmsnorm_backward_input(dinp, (const T*)nullptr, a.dnorm, inp, w.norm.as<T>(), a.rstd, N, C,
+                           ctx.where);
 }

@@ -11,14 +11,17 @@
 #include <cstdint>
 #include <string>
 
-inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, double min_lr, const std::string& schedule) {
+inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, double min_lr,
+                    const std::string& schedule) {
     if (step < warmup) return lr * double(step + 1) / double(warmup);
-    double t = total > warmup ? std::clamp(double(step - warmup) / double(total - warmup), 0.0, 1.0) : 0;
+    double t =
+        total > warmup ? std::clamp(double(step - warmup) / double(total - warmup), 0.0, 1.0) : 0;
     if (schedule == "cosine") return min_lr + (lr - min_lr) * 0.5 * (1 + std::cos(M_PI * t));
     if (schedule == "linear") return lr + (min_lr - lr) * t;
     if (schedule == "wsd") {
         double decay_from = 0.8 * double(total), left = double(step) - decay_from;
-        return left <= 0 ? lr : lr + (min_lr - lr) * std::min(1.0, left / (double(total) - decay_from));
+        return left <= 0 ? lr
+                         : lr + (min_lr - lr) * std::min(1.0, left / (double(total) - decay_from));
     }
     return lr;
 }

@@ -1,8 +1,12 @@
 // matmul.cuh - matrix products on raw pointers: out (M,N) = a (M,K) b (K,N), each with any strides
-//   Behind it: oneDNN where the build has it, blocked loops of our own otherwise, and always for double, the reference.
-//   Blas is a rank's handle: the products made so far, and the scratch that the caller planned. No hidden state.
-//   a, b (T) with strides {row, column} in elements   out T or acc_t<T>, rows contiguous   bias (N) T   residual as out
-//   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable for equal threads; our
+//   Behind it: oneDNN where the build has it, blocked loops of our own otherwise, and always for
+//   double, the reference.
+//   Blas is a rank's handle: the products made so far, and the scratch that the caller planned. No
+//   hidden state.
+//   a, b (T) with strides {row, column} in elements   out T or acc_t<T>, rows contiguous   bias (N)
+//   T   residual as out
+//   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable for
+//   equal threads; our
 //             own loops for any number of threads.
 //   Cost: 2 M N K FLOPs.
 //   To copy: this file and common.h.
@@ -60,12 +64,16 @@ struct Blas {
     size_t scratch_bytes = 0;
 #ifdef WITH_ONEDNN
     dnnl::engine engine = dnnl::engine(dnnl::engine::kind::cpu, 0);
-    // Products made so far: [0] by the whole rank, [1 + t] by thread t alone, inside a parallel region.
-    std::vector<std::map<ProductKey, MadeProduct>> made = std::vector<std::map<ProductKey, MadeProduct>>(1 + size_t(threads_here(Cpu{})));
+    // Products made so far: [0] by the whole rank, [1 + t] by thread t alone, inside a parallel
+    // region.
+    std::vector<std::map<ProductKey, MadeProduct>> made =
+        std::vector<std::map<ProductKey, MadeProduct>>(1 + size_t(threads_here(Cpu{})));
 #endif
 };
 
-inline void blas_scratch(Blas& blas, void* scratch, size_t bytes) { blas.scratch = scratch, blas.scratch_bytes = bytes; }
+inline void blas_scratch(Blas& blas, void* scratch, size_t bytes) {
+    blas.scratch = scratch, blas.scratch_bytes = bytes;
+}
 
 inline const char* matmul_backend() {
 #ifdef WITH_ONEDNN
@@ -76,14 +84,18 @@ inline const char* matmul_backend() {
 }
 
 // ----------------------------------------------------------------------------
-// CPU: our own loops. A thread packs a panel of b, columns side by side, and runs tiles of 4 rows over it.
+// CPU: our own loops. A thread packs a panel of b, columns side by side, and runs tiles of 4 rows
+// over it.
 
 constexpr size_t PANEL = 64; // columns
 
-inline size_t matmul_plain_scratch_bytes(size_t K, size_t acc_bytes, int threads) { return size_t(threads) * K * PANEL * acc_bytes; }
+inline size_t matmul_plain_scratch_bytes(size_t K, size_t acc_bytes, int threads) {
+    return size_t(threads) * K * PANEL * acc_bytes;
+}
 
 template <typename T, typename O>
-void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, const T* bias, const O* residual) {
+void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, const T* bias,
+                    const O* residual) {
     for (size_t j = 0; j < count; j++) {
         acc_t<T> x = accumulate ? to_acc(out[j]) + sum[j] : sum[j];
         if (bias) x += to_acc(bias[j]);
@@ -94,12 +106,15 @@ void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, 
 
 // Columns [j0, j0 + count) of out, all rows.
 template <typename T, typename O>
-void matmul_panel(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p, size_t j0, size_t count, acc_t<T>* panel) {
+void matmul_panel(O* out, const T* a, const T* b, const T* bias, const O* residual,
+                  const Product& p, size_t j0, size_t count, acc_t<T>* panel) {
     typedef acc_t<T> A;
     typedef A Vector __attribute__((vector_size(64), aligned(alignof(A))));
     constexpr size_t LANES = 64 / sizeof(A), VECTORS = PANEL / LANES;
     for (size_t k = 0; k < p.K; k++)
-        for (size_t j = 0; j < PANEL; j++) panel[k * PANEL + j] = j < count ? to_acc(b[k * p.b.row + (j0 + j) * p.b.column]) : A(0);
+        for (size_t j = 0; j < PANEL; j++)
+            panel[k * PANEL + j] =
+                j < count ? to_acc(b[k * p.b.row + (j0 + j) * p.b.column]) : A(0);
     for (size_t i0 = 0; i0 < p.M; i0 += 4) {
         size_t rows = std::min(p.M - i0, size_t(4));
         Vector sum[4][VECTORS] = {};
@@ -112,36 +127,45 @@ void matmul_panel(O* out, const T* a, const T* b, const T* bias, const O* residu
         }
         for (size_t r = 0; r < rows; r++) {
             size_t at = (i0 + r) * p.out_row + j0;
-            store_tile_row<T, O>(out + at, reinterpret_cast<const A*>(sum[r]), count, p.accumulate, bias ? bias + j0 : nullptr, residual ? residual + at : nullptr);
+            store_tile_row<T, O>(out + at, reinterpret_cast<const A*>(sum[r]), count, p.accumulate,
+                                 bias ? bias + j0 : nullptr, residual ? residual + at : nullptr);
         }
     }
 }
 
 template <typename T, typename O>
-void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p, void* scratch) {
+void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residual,
+                  const Product& p, void* scratch) {
     #pragma omp parallel for
     for (size_t j0 = 0; j0 < p.N; j0 += PANEL)
-        matmul_panel(out, a, b, bias, residual, p, j0, std::min(PANEL, p.N - j0), static_cast<acc_t<T>*>(scratch) + size_t(thread_here()) * p.K * PANEL);
+        matmul_panel(out, a, b, bias, residual, p, j0, std::min(PANEL, p.N - j0),
+                     static_cast<acc_t<T>*>(scratch) + size_t(thread_here()) * p.K * PANEL);
 }
 
 // ----------------------------------------------------------------------------
 // CPU: oneDNN
 
 #ifdef WITH_ONEDNN
-inline dnnl::memory::data_type dnnl_type(Type t) { return t == Type::BF16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32; }
+inline dnnl::memory::data_type dnnl_type(Type t) {
+    return t == Type::BF16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
+}
 
 // bit 0 bias, bit 1 residual, bit 2 accumulate, bit 3 bf16 in, bit 4 bf16 out
 inline int product_flags(const Product& p, Type in, Type out, bool bias, bool residual) {
-    return int(bias) | int(residual) << 1 | int(p.accumulate) << 2 | int(in == Type::BF16) << 3 | int(out == Type::BF16) << 4;
+    return int(bias) | int(residual) << 1 | int(p.accumulate) << 2 | int(in == Type::BF16) << 3 |
+           int(out == Type::BF16) << 4;
 }
 
-inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Type in, Type out, bool bias, bool residual) {
+inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Type in, Type out,
+                                bool bias, bool residual) {
     typedef dnnl::memory::dims dims;
     auto desc = [](size_t rows, size_t cols, Type t, Strides s) {
-        return dnnl::memory::desc(dims{long(rows), long(cols)}, dnnl_type(t), dims{long(s.row), long(s.column)});
+        return dnnl::memory::desc(dims{long(rows), long(cols)}, dnnl_type(t),
+                                  dims{long(s.row), long(s.column)});
     };
     MadeProduct m;
-    m.a = desc(p.M, p.K, in, p.a), m.b = desc(p.K, p.N, in, p.b), m.out = desc(p.M, p.N, out, {p.out_row, 1});
+    m.a = desc(p.M, p.K, in, p.a), m.b = desc(p.K, p.N, in, p.b),
+    m.out = desc(p.M, p.N, out, {p.out_row, 1});
     m.bias = bias ? desc(1, p.N, in, {p.N, 1}) : dnnl::memory::desc();
     dnnl::post_ops post;
     if (p.accumulate) post.append_sum(1.0f);
@@ -149,17 +173,24 @@ inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Ty
     dnnl::primitive_attr attr;
     attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
     attr.set_post_ops(post);
-    dnnl::matmul::desc d = bias ? dnnl::matmul::desc(m.a, m.b, m.bias, m.out) : dnnl::matmul::desc(m.a, m.b, m.out);
+    dnnl::matmul::desc d =
+        bias ? dnnl::matmul::desc(m.a, m.b, m.bias, m.out) : dnnl::matmul::desc(m.a, m.b, m.out);
     dnnl::matmul::primitive_desc pd(d, attr, engine);
     m.scratch = pd.scratchpad_desc();
     m.primitive = dnnl::matmul(pd);
     return m;
 }
 
-inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& p, Type in, Type out, bool bias, bool residual) {
-    ProductKey key = {p.M, p.N, p.K, p.a.row, p.a.column, p.b.row, p.b.column, p.out_row, product_flags(p, in, out, bias, residual)};
+inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& p, Type in,
+                                       Type out, bool bias, bool residual) {
+    ProductKey key = {p.M,        p.N,        p.K,
+                      p.a.row,    p.a.column, p.b.row,
+                      p.b.column, p.out_row,  product_flags(p, in, out, bias, residual)};
     auto it = blas.made[cache].find(key);
-    if (it == blas.made[cache].end()) it = blas.made[cache].insert({key, make_product(blas.engine, p, in, out, bias, residual)}).first;
+    if (it == blas.made[cache].end())
+        it = blas.made[cache]
+                 .insert({key, make_product(blas.engine, p, in, out, bias, residual)})
+                 .first;
     return it->second;
 }
 #endif
@@ -167,37 +198,53 @@ inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& 
 // ----------------------------------------------------------------------------
 // one function for both
 
-inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual, int threads) {
+inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
+                                   int threads) {
 #ifdef WITH_ONEDNN
-    if (in != Type::F64) return make_product(dnnl::engine(dnnl::engine::kind::cpu, 0), p, in, out, bias, residual).scratch.get_size();
+    if (in != Type::F64)
+        return make_product(dnnl::engine(dnnl::engine::kind::cpu, 0), p, in, out, bias, residual)
+            .scratch.get_size();
 #endif
     (void)out, (void)bias, (void)residual;
     return matmul_plain_scratch_bytes(p.K, in == Type::F64 ? 8 : 4, threads);
 }
 
-// `cache` 0: all threads of the rank work; 1 + t: thread t of a parallel region works alone. `scratch` is the caller's.
+// `cache` 0: all threads of the rank work; 1 + t: thread t of a parallel region works alone.
+// `scratch` is the caller's.
 template <typename T, typename O>
-void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p, Blas& blas, size_t cache, void* scratch, size_t scratch_bytes, Cpu) {
+void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
+            Blas& blas, size_t cache, void* scratch, size_t scratch_bytes, Cpu) {
 #ifdef WITH_ONEDNN
     if constexpr (!std::is_same_v<T, double>) {
-        const MadeProduct& m = find_product(blas, cache, p, type_of<T>(), type_of<O>(), bias, residual);
-        CHECK(m.scratch.get_size() <= scratch_bytes, "a product of %zu x %zu x %zu needs %zu bytes of scratch, the plan gave %zu", p.M, p.N, p.K, m.scratch.get_size(), scratch_bytes);
+        const MadeProduct& m =
+            find_product(blas, cache, p, type_of<T>(), type_of<O>(), bias, residual);
+        CHECK(m.scratch.get_size() <= scratch_bytes,
+              "a product of %zu x %zu x %zu needs %zu bytes of scratch, the plan gave %zu", p.M,
+              p.N, p.K, m.scratch.get_size(), scratch_bytes);
         dnnl::stream stream(blas.engine);
-        auto memory = [&](const dnnl::memory::desc& d, const void* data) { return dnnl::memory(d, blas.engine, const_cast<void*>(data)); };
-        std::unordered_map<int, dnnl::memory> args = {{DNNL_ARG_SRC, memory(m.a, a)}, {DNNL_ARG_WEIGHTS, memory(m.b, b)}, {DNNL_ARG_DST, memory(m.out, out)}};
+        auto memory = [&](const dnnl::memory::desc& d, const void* data) {
+            return dnnl::memory(d, blas.engine, const_cast<void*>(data));
+        };
+        std::unordered_map<int, dnnl::memory> args = {{DNNL_ARG_SRC, memory(m.a, a)},
+                                                      {DNNL_ARG_WEIGHTS, memory(m.b, b)},
+                                                      {DNNL_ARG_DST, memory(m.out, out)}};
         if (bias) args[DNNL_ARG_BIAS] = memory(m.bias, bias);
-        if (residual) args[DNNL_ARG_ATTR_MULTIPLE_POST_OP(p.accumulate ? 1 : 0) | DNNL_ARG_SRC_1] = memory(m.out, residual);
+        if (residual)
+            args[DNNL_ARG_ATTR_MULTIPLE_POST_OP(p.accumulate ? 1 : 0) | DNNL_ARG_SRC_1] =
+                memory(m.out, residual);
         if (m.scratch.get_size()) args[DNNL_ARG_SCRATCHPAD] = memory(m.scratch, scratch);
         m.primitive.execute(stream, args);
         return;
     }
 #endif
     (void)blas, (void)cache;
-    CHECK(matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), 1) <= scratch_bytes, "a product over %zu needs more scratch than %zu bytes", p.K, scratch_bytes);
+    CHECK(matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), 1) <= scratch_bytes,
+          "a product over %zu needs more scratch than %zu bytes", p.K, scratch_bytes);
     matmul_plain(out, a, b, bias, residual, p, scratch);
 }
 
 template <typename T, typename O>
-void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p, Blas& blas, Cpu where) {
+void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
+            Blas& blas, Cpu where) {
     matmul(out, a, b, bias, residual, p, blas, 0, blas.scratch, blas.scratch_bytes, where);
 }

@@ -1,8 +1,12 @@
-// mfu.h - model FLOPs utilisation: the share of the machine's matrix rate that the model's own arithmetic uses
-//   FLOPs a token = 6 * parameters + 6 * L * NH*HS * T        (arXiv:2204.02311, with causal attention counted once:
-//   6 a parameter for forward and backward; attention's two products of T/2 keys on average, forward and backward)
+// mfu.h - model FLOPs utilisation: the share of the machine's matrix rate that the model's own
+// arithmetic uses
+//   FLOPs a token = 6 * parameters + 6 * L * NH*HS * T        (arXiv:2204.02311, with causal
+//   attention counted once:
+//   6 a parameter for forward and backward; attention's two products of T/2 keys on average,
+//   forward and backward)
 //   mfu = tokens a second * FLOPs a token / peak.  Recomputation does not count.
-//   A CPU has no peak on its data sheet that its libraries reach: there it is the rate of one 1024^3 product in the
+//   A CPU has no peak on its data sheet that its libraries reach: there it is the rate of one
+//   1024^3 product in the
 //   training precision, measured at the start of the run.
 #pragma once
 #include <chrono>
@@ -16,7 +20,8 @@ inline double flops_per_token(const Model& model, size_t T) {
 }
 
 inline double seconds_now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
 
 // FLOP/s of a square product, the best of several

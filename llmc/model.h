@@ -1,14 +1,20 @@
-// model.h - what a model is: its shape, the presets, its parameters, buckets and activations as tables
-//   A model is a row of layers: layer 0 embeds, layers 1..L are blocks, layer L+1 is the head (final norm, logits, loss).
-//   Layers and buckets are two things. A layer is what runs; a bucket is one flat buffer of parameters, the unit that
-//   is updated (and, over many ranks, gathered, reduced and sharded). A layer uses one or more buckets:
+// model.h - what a model is: its shape, the presets, its parameters, buckets and activations as
+// tables
+//   A model is a row of layers: layer 0 embeds, layers 1..L are blocks, layer L+1 is the head
+//   (final norm, logits, loss).
+//   Layers and buckets are two things. A layer is what runs; a bucket is one flat buffer of
+//   parameters, the unit that
+//   is updated (and, over many ranks, gathered, reduced and sharded). A layer uses one or more
+//   buckets:
 //     "embedding"  the token table           layer 0, and layer L+1 too when the head is tied to it
 //     "positions"  the table of positions    layer 0 (learned positions only)
 //     "block.l"    a block's parameters      layer l + 1
 //     "head"       final norm, untied head   layer L+1
-//   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16): offsets are the same in
+//   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16):
+//   offsets are the same in
 //   the weight, gradient, master and moment buffers.
-//   Tables are written once, in gpt2.h and llama.h, as functions that visit their rows: one visitor makes the table,
+//   Tables are written once, in gpt2.h and llama.h, as functions that visit their rows: one visitor
+//   makes the table,
 //   another binds a block's pointers.
 #pragma once
 #include <string>
@@ -24,19 +30,19 @@ enum class Position { LEARNED, ROPE, ALIBI };
 
 struct Shape {
     Family family = Family::GPT2;
-    std::string hf_type = "gpt2";        // model_type in config.json: gpt2, llama, mistral, qwen2
-    size_t L = 0;                        // blocks
-    size_t NH = 0, NKV = 0, HS = 0;      // heads, key/value heads, head size
-    size_t C = 0, F = 0;                 // channels, ffn width
-    size_t V = 0;                        // vocabulary
-    size_t P = 0;                        // positions the model is made for: T and prompts stay below
+    std::string hf_type = "gpt2";   // model_type in config.json: gpt2, llama, mistral, qwen2
+    size_t L = 0;                   // blocks
+    size_t NH = 0, NKV = 0, HS = 0; // heads, key/value heads, head size
+    size_t C = 0, F = 0;            // channels, ffn width
+    size_t V = 0;                   // vocabulary
+    size_t P = 0;                   // positions the model is made for: T and prompts stay below
     Position position = Position::LEARNED;
-    bool qkv_bias = true;                // of GPT-2 and Qwen2
-    bool tied = true;                    // the head is the token table
+    bool qkv_bias = true; // of GPT-2 and Qwen2
+    bool tied = true;     // the head is the token table
     float norm_eps = 1e-5f;
     double rope_theta = 10000;
     RopeScaling rope_scaling;
-    size_t sliding_window = 0;           // Mistral: keys further back are not seen; 0: none
+    size_t sliding_window = 0; // Mistral: keys further back are not seen; 0: none
     size_t Vp() const { return round_up(V, 128); } // padded with zero rows that never reach a file
 };
 
@@ -46,7 +52,8 @@ inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t 
     return s;
 }
 
-inline Shape llama_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F, size_t V, size_t P, double theta) {
+inline Shape llama_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F, size_t V, size_t P,
+                         double theta) {
     Shape s;
     s.family = Family::LLAMA, s.hf_type = "llama", s.position = Position::ROPE;
     s.L = L, s.NH = NH, s.NKV = NKV, s.HS = C / NH, s.C = C, s.F = F, s.V = V, s.P = P;
@@ -75,12 +82,14 @@ struct Preset {
 inline std::vector<Preset> model_presets() {
     return {
         {"tiny", gpt2_shape(4, 4, 128, 256, 1024), "GPT-2 of 0.9M parameters over bytes"},
-        {"tiny-llama", llama_shape(4, 4, 2, 128, 352, 256, 1024, 10000), "Llama of 0.8M parameters over bytes"},
+        {"tiny-llama", llama_shape(4, 4, 2, 128, 352, 256, 1024, 10000),
+         "Llama of 0.8M parameters over bytes"},
         {"gpt2", gpt2_shape(12, 12, 768), "124M"},
         {"gpt2-medium", gpt2_shape(24, 16, 1024), "350M"},
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
         {"gpt2-xl", gpt2_shape(48, 25, 1600), "1558M"},
-        {"tinyllama-1.1b", llama_shape(22, 32, 4, 2048, 5632, 32000, 2048, 10000), "TinyLlama 1.1B"},
+        {"tinyllama-1.1b", llama_shape(22, 32, 4, 2048, 5632, 32000, 2048, 10000),
+         "TinyLlama 1.1B"},
         {"llama2-7b", llama_shape(32, 32, 32, 4096, 11008, 32000, 4096, 10000), "Llama 2 7B"},
         {"llama3-8b", llama_shape(32, 32, 8, 4096, 14336, 128256, 8192, 500000), "Llama 3 8B"},
         {"llama3-70b", llama_shape(80, 64, 8, 8192, 28672, 128256, 8192, 500000), "Llama 3 70B"},
@@ -99,8 +108,10 @@ struct Init {
 constexpr Init ZEROS = {0, 0}, ONES = {1, 0};
 inline Init normal_init(double std) { return {0, float(std)}; }
 
-// How tensor parallelism cuts a parameter: along `axis` of its shape, which holds `parts` equal pieces side by side
-// (3 for GPT-2's q, k, v in one matrix), each cut in tp. replication: how many ranks hold the same piece when heads
+// How tensor parallelism cuts a parameter: along `axis` of its shape, which holds `parts` equal
+// pieces side by side
+// (3 for GPT-2's q, k, v in one matrix), each cut in tp. replication: how many ranks hold the same
+// piece when heads
 // are fewer than ranks (1: none).
 struct Shard {
     int axis = -1; // -1: every rank holds the whole
@@ -116,9 +127,9 @@ struct Parameter {
     Shard shard;
     Init init;
     bool decay;
-    int layer;                 // the layer that defines it
+    int layer; // the layer that defines it
     int bucket;
-    size_t offset;             // elements from the start of its bucket
+    size_t offset; // elements from the start of its bucket
     size_t rows() const { return shape[0]; }
     size_t cols() const { return shape.size() == 2 ? shape[1] : 1; }
     size_t elements() const { return rows() * cols(); }
@@ -172,7 +183,8 @@ inline void add_parameter(Model& m, Parameter p) {
     m.parameters.push_back(p);
 }
 
-// Where a rank's elements lie in the whole parameter, as runs of consecutive elements: f(local, global, count).
+// Where a rank's elements lie in the whole parameter, as runs of consecutive elements: f(local,
+// global, count).
 // Initial weights, checkpoints and exports go through here, so that none depends on the layout.
 template <typename F> void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
     if (p.shard.axis < 0 || tp == 1) return f(size_t(0), size_t(0), p.elements());
@@ -194,7 +206,10 @@ enum class Recompute { NONE, SELECTIVE, FULL };
 //   CHEAP     norm and activation-function outputs: selective recomputation drops them too
 //   GRADIENT  born in the backward pass
 enum class Keep { KEPT, CHEAP, GRADIENT };
-enum class Last { B, W }; // who reads it last: the input half or the weight half of the backward pass
+enum class Last {
+    B,
+    W
+}; // who reads it last: the input half or the weight half of the backward pass
 
 struct Activation {
     const char* name;
@@ -205,5 +220,6 @@ struct Activation {
 };
 
 inline bool recomputed(Keep keep, Recompute level) {
-    return level == Recompute::FULL ? keep != Keep::GRADIENT : level == Recompute::SELECTIVE && keep == Keep::CHEAP;
+    return level == Recompute::FULL ? keep != Keep::GRADIENT
+                                    : level == Recompute::SELECTIVE && keep == Keep::CHEAP;
 }

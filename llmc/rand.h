@@ -1,6 +1,9 @@
-// rand.h - random numbers as functions of (seed, stream, index): Philox4x32-10 - Salmon et al., SC'11
-//   Counter-based: there is no state, so initial weights, data order and samples depend on neither rank nor history.
-//   key = the seed's two words; counter = {index low, index high, hash low, hash high}; hash = FNV-1a 64 of a name.
+// rand.h - random numbers as functions of (seed, stream, index): Philox4x32-10 - Salmon et al.,
+// SC'11
+//   Counter-based: there is no state, so initial weights, data order and samples depend on neither
+//   rank nor history.
+//   key = the seed's two words; counter = {index low, index high, hash low, hash high}; hash =
+//   FNV-1a 64 of a name.
 #pragma once
 #include <array>
 #include <string>
@@ -15,7 +18,8 @@ inline uint64_t fnv1a(const std::string& name) {
 // Four words for one counter.
 inline std::array<uint32_t, 4> random_block(uint64_t seed, uint64_t hash, uint64_t index) {
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-    uint32_t c0 = uint32_t(index), c1 = uint32_t(index >> 32), c2 = uint32_t(hash), c3 = uint32_t(hash >> 32);
+    uint32_t c0 = uint32_t(index), c1 = uint32_t(index >> 32), c2 = uint32_t(hash),
+             c3 = uint32_t(hash >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t p0 = uint64_t(0xD2511F53) * c0, p1 = uint64_t(0xCD9E8D57) * c2;
         c0 = uint32_t(p1 >> 32) ^ c1 ^ k0, c1 = uint32_t(p1);
@@ -26,13 +30,16 @@ inline std::array<uint32_t, 4> random_block(uint64_t seed, uint64_t hash, uint64
 }
 
 // in [0, 1)
-inline double uniform(uint64_t seed, uint64_t hash, uint64_t i) { return random_block(seed, hash, i)[0] * 0x1p-32; }
+inline double uniform(uint64_t seed, uint64_t hash, uint64_t i) {
+    return random_block(seed, hash, i)[0] * 0x1p-32;
+}
 
 // Box-Muller: a block makes the four elements 4k .. 4k+3
 inline void normal_block(double* out /*(4)*/, uint64_t seed, uint64_t hash, uint64_t block) {
     std::array<uint32_t, 4> x = random_block(seed, hash, block);
     for (int pair = 0; pair < 2; pair++) {
-        double r = std::sqrt(-2 * std::log((x[2 * pair] + 1.0) * 0x1p-32)), angle = 2 * M_PI * (x[2 * pair + 1] * 0x1p-32);
+        double r = std::sqrt(-2 * std::log((x[2 * pair] + 1.0) * 0x1p-32)),
+               angle = 2 * M_PI * (x[2 * pair + 1] * 0x1p-32);
         out[2 * pair] = r * std::cos(angle), out[2 * pair + 1] = r * std::sin(angle);
     }
 }
@@ -44,7 +51,8 @@ inline double normal(uint64_t seed, uint64_t hash, uint64_t i) {
 }
 
 // out[j] = std * normal number first + j
-inline void fill_normal(float* out, uint64_t seed, uint64_t hash, uint64_t first, size_t count, float std) {
+inline void fill_normal(float* out, uint64_t seed, uint64_t hash, uint64_t first, size_t count,
+                        float std) {
     if (count == 0) return;
     uint64_t from = first / 4, to = (first + count - 1) / 4;
     #pragma omp parallel for

@@ -1,9 +1,13 @@
 // rope.cuh - rotary position embedding, with Llama-3's scaling - arXiv:2104.09864, arXiv:2407.21783
-//   Pairs (i, i + HS/2) of a head turn by the angle position * f_i, f_i = theta^(-2i/HS)   (Hugging Face's order)
-//   Llama 3.1 scales f by wavelength w = 2 pi / f against the original context P0: w < P0/high: f as it is;
+//   Pairs (i, i + HS/2) of a head turn by the angle position * f_i, f_i = theta^(-2i/HS)   (Hugging
+//   Face's order)
+//   Llama 3.1 scales f by wavelength w = 2 pi / f against the original context P0: w < P0/high: f
+//   as it is;
 //   w > P0/low: f / factor; between: (1-s) f/factor + s f,  s = (P0/w - low) / (high - low)
-//   x, dx rows n of heads (NH,HS), row n at n * row_stride   positions (N)   table (P, HS/2, 2): cos, sin
-//   Contract: in place. backward turns the other way: the inverse, and so the gradient.  Bitwise repeatable.
+//   x, dx rows n of heads (NH,HS), row n at n * row_stride   positions (N)   table (P, HS/2, 2):
+//   cos, sin
+//   Contract: in place. backward turns the other way: the inverse, and so the gradient.  Bitwise
+//   repeatable.
 //   Cost: memory-bound: reads and writes x.
 //   To copy: this file and common.h.
 #pragma once
@@ -15,7 +19,8 @@ inline double rope_frequency(size_t i, size_t HS, double theta, const RopeScalin
     double wavelength = 2 * M_PI / f, P0 = s.original_positions;
     if (wavelength < P0 / s.high_freq_factor) return f;
     if (wavelength > P0 / s.low_freq_factor) return f / s.factor;
-    double smooth = (P0 / wavelength - s.low_freq_factor) / (double(s.high_freq_factor) - s.low_freq_factor);
+    double smooth =
+        (P0 / wavelength - s.low_freq_factor) / (double(s.high_freq_factor) - s.low_freq_factor);
     return (1 - smooth) * f / s.factor + smooth * f;
 }
 
@@ -43,7 +48,8 @@ void rope_rotate(T* x, const int* positions, const acc_t<T>* table, size_t N, si
         for (size_t h = 0; h < NH; h++) {
             T* head = x + n * row_stride + h * HS;
             for (size_t i = 0; i < half; i++) {
-                acc_t<T> a = to_acc(head[i]), b = to_acc(head[i + half]), c = turn[2 * i], s = direction * turn[2 * i + 1];
+                acc_t<T> a = to_acc(head[i]), b = to_acc(head[i + half]), c = turn[2 * i],
+                         s = direction * turn[2 * i + 1];
                 head[i] = from_acc<T>(a * c - b * s);
                 head[i + half] = from_acc<T>(b * c + a * s);
             }
@@ -58,7 +64,7 @@ void rope_forward(T* x, const int* positions, const acc_t<T>* table, size_t N, s
 }
 
 template <typename T>
-void rope_backward(T* dx, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
-                   size_t row_stride, Cpu) {
+void rope_backward(T* dx, const int* positions, const acc_t<T>* table, size_t N, size_t NH,
+                   size_t HS, size_t row_stride, Cpu) {
     rope_rotate(dx, positions, table, N, NH, HS, row_stride, acc_t<T>(-1));
 }

@@ -1,7 +1,10 @@
 // safetensors.h - reading and writing safetensors files - github.com/huggingface/safetensors
-//   A file: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors' bytes.
-//   Reading maps the file and believes nothing: lengths, JSON, duplicates, shapes, offsets, overlaps and holes are
-//   checked before a tensor is handed out. Writing streams into a temporary file, syncs it, and renames it: a file
+//   A file: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
+//   tensors' bytes.
+//   Reading maps the file and believes nothing: lengths, JSON, duplicates, shapes, offsets,
+//   overlaps and holes are
+//   checked before a tensor is handed out. Writing streams into a temporary file, syncs it, and
+//   renames it: a file
 //   of the final name is whole.
 //   Every function returns "" or one line that says what is wrong; nothing exits or throws.
 #pragma once
@@ -45,7 +48,9 @@ inline void safetensors_close(SafeTensors* s) {
 }
 
 inline const SafeTensor* safetensors_find(const SafeTensors& s, const std::string& name) {
-    auto it = std::lower_bound(s.tensors.begin(), s.tensors.end(), name, [](const SafeTensor& t, const std::string& n) { return t.name < n; });
+    auto it =
+        std::lower_bound(s.tensors.begin(), s.tensors.end(), name,
+                         [](const SafeTensor& t, const std::string& n) { return t.name < n; });
     return it != s.tensors.end() && it->name == name ? &*it : nullptr;
 }
 
@@ -54,8 +59,10 @@ inline const SafeTensor* safetensors_find(const SafeTensors& s, const std::strin
 
 // bytes of an element; 0: a type that the format does not have
 inline size_t dtype_bytes(const std::string& dtype) {
-    static const std::map<std::string, size_t> known = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"I16", 2}, {"I8", 1},
-                                                        {"U64", 8}, {"U32", 4}, {"U16", 2}, {"U8", 1}, {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
+    static const std::map<std::string, size_t> known = {
+        {"F64", 8}, {"F32", 4}, {"F16", 2},  {"BF16", 2},    {"I64", 8},
+        {"I32", 4}, {"I16", 2}, {"I8", 1},   {"U64", 8},     {"U32", 4},
+        {"U16", 2}, {"U8", 1},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
     auto it = known.find(dtype);
     return it == known.end() ? 0 : it->second;
 }
@@ -76,7 +83,7 @@ inline uint16_t float_to_half(float f) {
     uint32_t sign = u >> 16 & 0x8000, absolute = u & 0x7fffffff;
     if (absolute > 0x7f800000) return uint16_t(sign | 0x7e00);
     if (absolute >= 0x477ff000) return uint16_t(sign | 0x7c00); // from 65520 on
-    if (absolute < 0x38800000) {                                 // subnormal: a whole number of 2^-24
+    if (absolute < 0x38800000) { // subnormal: a whole number of 2^-24
         float scaled = std::fabs(f) * 0x1p24f;
         return uint16_t(sign | uint32_t(std::nearbyintf(scaled)));
     }
@@ -84,7 +91,9 @@ inline uint16_t float_to_half(float f) {
     return uint16_t(sign | (rounded - 0x38000000) >> 13);
 }
 
-inline bool is_float_dtype(const std::string& d) { return d == "F32" || d == "F16" || d == "BF16" || d == "F64"; }
+inline bool is_float_dtype(const std::string& d) {
+    return d == "F32" || d == "F16" || d == "BF16" || d == "F64";
+}
 
 // `count` elements from `first` on, as floats
 inline void tensor_to_float(float* out, const SafeTensor& t, size_t first, size_t count) {
@@ -93,36 +102,48 @@ inline void tensor_to_float(float* out, const SafeTensor& t, size_t first, size_
     for (size_t i = 0; i < count; i++) {
         double d;
         uint16_t h;
-        if (t.dtype == "F32") memcpy(out + i, p + 4 * i, 4);
-        else if (t.dtype == "F64") memcpy(&d, p + 8 * i, 8), out[i] = float(d);
-        else memcpy(&h, p + 2 * i, 2), out[i] = t.dtype == "BF16" ? to_float(bf16{h}) : half_to_float(h);
+        if (t.dtype == "F32")
+            memcpy(out + i, p + 4 * i, 4);
+        else if (t.dtype == "F64")
+            memcpy(&d, p + 8 * i, 8), out[i] = float(d);
+        else
+            memcpy(&h, p + 2 * i, 2),
+                out[i] = t.dtype == "BF16" ? to_float(bf16{h}) : half_to_float(h);
     }
 }
 
 inline void float_to_type(void* out, const float* in, size_t count, Type type) {
     if (type == Type::F32) memcpy(out, in, count * 4);
     for (size_t i = 0; type != Type::F32 && i < count; i++)
-        static_cast<uint16_t*>(out)[i] = type == Type::BF16 ? from_acc<bf16>(in[i]).bits : float_to_half(in[i]);
+        static_cast<uint16_t*>(out)[i] =
+            type == Type::BF16 ? from_acc<bf16>(in[i]).bits : float_to_half(in[i]);
 }
 
 // ----------------------------------------------------------------------------
 // reading
 
-// JSON objects keep the last of two equal names: a file with a tensor twice must be found while parsing.
+// JSON objects keep the last of two equal names: a file with a tensor twice must be found while
+// parsing.
 struct DuplicateKeys {
     std::vector<std::set<std::string>> open;
     std::string twice;
     bool operator()(int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
         if (event == nlohmann::json::parse_event_t::object_start) open.push_back({});
         if (event == nlohmann::json::parse_event_t::object_end) open.pop_back();
-        if (event == nlohmann::json::parse_event_t::key && !open.back().insert(value.get<std::string>()).second) twice = value.get<std::string>();
+        if (event == nlohmann::json::parse_event_t::key &&
+            !open.back().insert(value.get<std::string>()).second)
+            twice = value.get<std::string>();
         return true;
     }
 };
 
-inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry, size_t body, size_t* begin) {
-    if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") || !entry.contains("data_offsets")) return "has no dtype, shape and data_offsets";
-    const nlohmann::json &dtype = entry["dtype"], &shape = entry["shape"], &offsets = entry["data_offsets"];
+inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry, size_t body,
+                                     size_t* begin) {
+    if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") ||
+        !entry.contains("data_offsets"))
+        return "has no dtype, shape and data_offsets";
+    const nlohmann::json &dtype = entry["dtype"], &shape = entry["shape"],
+                         &offsets = entry["data_offsets"];
     if (!dtype.is_string()) return "has a dtype that is no text";
     t->dtype = dtype.get<std::string>();
     size_t width = dtype_bytes(t->dtype), elements = 1;
@@ -130,30 +151,42 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
     if (!shape.is_array()) return "has a shape that is no list";
     for (const nlohmann::json& d : shape) {
         // a list is not printed: printing recurses, and a header of brackets would end the stack
-        if (!d.is_number_unsigned()) return "has a shape with " + (d.is_structured() ? d.type_name() : d.dump()) + ", which is no size";
+        if (!d.is_number_unsigned())
+            return "has a shape with " + (d.is_structured() ? d.type_name() : d.dump()) +
+                   ", which is no size";
         t->shape.push_back(d.get<size_t>());
-        if (__builtin_mul_overflow(elements, t->shape.back(), &elements)) return "has a shape too large for any file";
+        if (__builtin_mul_overflow(elements, t->shape.back(), &elements))
+            return "has a shape too large for any file";
     }
-    bool numbers = offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() && offsets[1].is_number_unsigned();
+    bool numbers = offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
+                   offsets[1].is_number_unsigned();
     if (!numbers) return "has data_offsets that are not two positions";
     size_t end = offsets[1].get<size_t>();
     *begin = offsets[0].get<size_t>();
-    if (*begin > end || end > body) return "lies at " + std::to_string(*begin) + " to " + std::to_string(end) + " of " + std::to_string(body) + " bytes of data";
+    if (*begin > end || end > body)
+        return "lies at " + std::to_string(*begin) + " to " + std::to_string(end) + " of " +
+               std::to_string(body) + " bytes of data";
     t->bytes = end - *begin;
     if (elements > SIZE_MAX / width || t->bytes != elements * width)
-        return "has " + std::to_string(t->bytes) + " bytes, its shape and dtype " + t->dtype + " need " + (elements > SIZE_MAX / width ? "more than there are" : std::to_string(elements * width));
+        return "has " + std::to_string(t->bytes) + " bytes, its shape and dtype " + t->dtype +
+               " need " +
+               (elements > SIZE_MAX / width ? "more than there are"
+                                            : std::to_string(elements * width));
     return "";
 }
 
 inline std::string read_safetensors_header(SafeTensors* s) {
     const unsigned char* file = static_cast<const unsigned char*>(s->map);
-    if (s->bytes < 8) return "is " + std::to_string(s->bytes) + " bytes long, too short for a safetensors file";
+    if (s->bytes < 8)
+        return "is " + std::to_string(s->bytes) + " bytes long, too short for a safetensors file";
     uint64_t length;
     memcpy(&length, file, 8);
     if (length > s->bytes - 8 || length > 100000000)
-        return "its header is said to take " + std::to_string(length) + " bytes, the file has " + std::to_string(s->bytes) + ": truncated, or no safetensors file";
+        return "its header is said to take " + std::to_string(length) + " bytes, the file has " +
+               std::to_string(s->bytes) + ": truncated, or no safetensors file";
     DuplicateKeys keys;
-    nlohmann::json header = nlohmann::json::parse(file + 8, file + 8 + length, std::ref(keys), false);
+    nlohmann::json header =
+        nlohmann::json::parse(file + 8, file + 8 + length, std::ref(keys), false);
     if (header.is_discarded() || !header.is_object()) return "its header is no JSON object";
     if (!keys.twice.empty()) return "names " + keys.twice + " twice";
     size_t body = s->bytes - 8 - length;
@@ -176,11 +209,16 @@ inline std::string read_safetensors_header(SafeTensors* s) {
     std::sort(spans.begin(), spans.end());
     size_t reached = 0;
     for (auto [begin, end] : spans) {
-        if (begin < reached) return "two tensors overlap at byte " + std::to_string(begin) + " of the data";
-        if (begin > reached) return "bytes " + std::to_string(reached) + " to " + std::to_string(begin) + " of the data belong to no tensor";
+        if (begin < reached)
+            return "two tensors overlap at byte " + std::to_string(begin) + " of the data";
+        if (begin > reached)
+            return "bytes " + std::to_string(reached) + " to " + std::to_string(begin) +
+                   " of the data belong to no tensor";
         reached = end;
     }
-    if (reached != body) return "the tensors end at byte " + std::to_string(reached) + " of " + std::to_string(body) + " bytes of data";
+    if (reached != body)
+        return "the tensors end at byte " + std::to_string(reached) + " of " +
+               std::to_string(body) + " bytes of data";
     return "";
 }
 
@@ -191,12 +229,15 @@ inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
     if (fd < 0) return path + ": " + strerror(errno);
     struct stat st;
     bool good = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 0;
-    if (good) s->bytes = size_t(st.st_size), s->map = mmap(nullptr, s->bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (good)
+        s->bytes = size_t(st.st_size),
+        s->map = mmap(nullptr, s->bytes, PROT_READ, MAP_PRIVATE, fd, 0);
     close(fd);
     if (!good || s->map == MAP_FAILED) return s->map = nullptr, path + ": is empty or no file";
     std::string wrong = read_safetensors_header(s);
     if (!wrong.empty()) return safetensors_close(s), path + ": " + wrong;
-    std::sort(s->tensors.begin(), s->tensors.end(), [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
+    std::sort(s->tensors.begin(), s->tensors.end(),
+              [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
     return "";
 }
 
@@ -250,18 +291,25 @@ inline void writer_put(SafeTensorsWriter& w, const void* data, size_t bytes) {
     }
 }
 
-inline std::string writer_open(SafeTensorsWriter* w, const std::string& path, const std::vector<TensorSpec>& specs, const std::map<std::string, std::string>& metadata) {
+inline std::string writer_open(SafeTensorsWriter* w, const std::string& path,
+                               const std::vector<TensorSpec>& specs,
+                               const std::map<std::string, std::string>& metadata) {
     *w = {};
     w->path = path;
     nlohmann::ordered_json header;
     if (!metadata.empty()) header["__metadata__"] = metadata;
     size_t offset = 0;
     for (const TensorSpec& t : specs) {
-        header[t.name] = {{"dtype", type_name(t.type)}, {"shape", t.shape}, {"data_offsets", {offset, offset + t.bytes()}}};
+        header[t.name] = {{"dtype", type_name(t.type)},
+                          {"shape", t.shape},
+                          {"data_offsets", {offset, offset + t.bytes()}}};
         offset += t.bytes();
     }
-    // text that is not UTF-8 (a path in the metadata, say) gets replacement characters, where plain dump() throws
-    std::string text = specs.empty() && metadata.empty() ? "{}" : header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    // text that is not UTF-8 (a path in the metadata, say) gets replacement characters, where plain
+    // dump() throws
+    std::string text = specs.empty() && metadata.empty()
+                           ? "{}"
+                           : header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     text.resize(round_up(text.size(), 8), ' ');
     w->fd = open((path + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
     if (w->fd < 0) return w->wrong = path + ": cannot be written: " + strerror(errno);
@@ -272,14 +320,20 @@ inline std::string writer_open(SafeTensorsWriter* w, const std::string& path, co
     return w->wrong;
 }
 
-// Sync, rename to the final name; on any failure the temporary file is gone and the old file as it was.
+// Sync, rename to the final name; on any failure the temporary file is gone and the old file as it
+// was.
 inline std::string writer_close(SafeTensorsWriter* w) {
-    if (w->wrong.empty() && w->bytes != w->expected) w->wrong = w->path + ": " + std::to_string(w->bytes) + " bytes written, the header promises " + std::to_string(w->expected);
-    if (w->fd >= 0 && fsync(w->fd) != 0 && w->wrong.empty()) w->wrong = w->path + ": cannot be written: " + strerror(errno);
-    if (w->fd >= 0 && close(w->fd) != 0 && w->wrong.empty()) w->wrong = w->path + ": cannot be written: " + strerror(errno);
+    if (w->wrong.empty() && w->bytes != w->expected)
+        w->wrong = w->path + ": " + std::to_string(w->bytes) +
+                   " bytes written, the header promises " + std::to_string(w->expected);
+    if (w->fd >= 0 && fsync(w->fd) != 0 && w->wrong.empty())
+        w->wrong = w->path + ": cannot be written: " + strerror(errno);
+    if (w->fd >= 0 && close(w->fd) != 0 && w->wrong.empty())
+        w->wrong = w->path + ": cannot be written: " + strerror(errno);
     w->fd = -1;
     std::string temporary = w->path + ".tmp";
-    if (w->wrong.empty() && rename(temporary.c_str(), w->path.c_str()) != 0) w->wrong = w->path + ": cannot be renamed: " + strerror(errno);
+    if (w->wrong.empty() && rename(temporary.c_str(), w->path.c_str()) != 0)
+        w->wrong = w->path + ": cannot be renamed: " + strerror(errno);
     if (!w->wrong.empty()) unlink(temporary.c_str());
     return w->wrong;
 }

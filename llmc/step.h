@@ -5,18 +5,21 @@
 // ----------------------------------------------------------------------------
 // the input of a step
 
-// Samples of one global batch go round the data-parallel ranks: micro-batch m of rank r takes the samples from
+// Samples of one global batch go round the data-parallel ranks: micro-batch m of rank r takes the
+// samples from
 // cursor + (m * dp + r) * B on. Changing dp, B or the accumulation keeps the sequence of samples.
 template <typename T, typename S> void run_load(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     int64_t valid = 0;
     for (int m = 0; m < p.micro_batches; m++) {
         int* tokens = address<int>(t, {Kind::TOKENS, -1, m});
-        int *targets = tokens + p.B * p.T, *positions = targets + p.B * p.T, *doc_start = positions + p.B * p.T;
+        int *targets = tokens + p.B * p.T, *positions = targets + p.B * p.T,
+            *doc_start = positions + p.B * p.T;
         for (size_t b = 0; b < p.B; b++) {
             uint64_t sample = t.cursor + (uint64_t(m) * t.grid.dp + t.grid.dp_rank) * p.B + b;
             bool beyond = sample >= t.samples_end;
-            std::string wrong = t.window(beyond ? t.samples_end - 1 : sample, tokens + b * p.T, targets + b * p.T);
+            std::string wrong =
+                t.window(beyond ? t.samples_end - 1 : sample, tokens + b * p.T, targets + b * p.T);
             USER_CHECK(wrong.empty(), "%s", wrong.c_str());
             for (size_t i = b * p.T; i < (b + 1) * p.T; i++) {
                 if (beyond) targets[i] = -1;
@@ -43,21 +46,26 @@ template <typename T, typename S> void bind_batch(Trainer<T, S>& t, int micro) {
 
 template <typename T, typename S> void run_embedding_forward(Trainer<T, S>& t, Action a) {
     const Batch& b = t.ctx.batch;
-    const T* wpe = t.model.shape.position == Position::LEARNED ? address<T>(t, {Kind::WEIGHT, 1}) : nullptr;
+    const T* wpe =
+        t.model.shape.position == Position::LEARNED ? address<T>(t, {Kind::WEIGHT, 1}) : nullptr;
     embedding_forward(address<T>(t, {Kind::STREAM, 1, a.micro}), b.tokens, b.positions, b.doc_start,
-                      address<const T>(t, {Kind::WEIGHT, 0}), wpe, b.rows(), t.model.shape.C, t.ctx.where);
+                      address<const T>(t, {Kind::WEIGHT, 0}), wpe, b.rows(), t.model.shape.C,
+                      t.ctx.where);
 }
 
 template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, Action a) {
     const Batch& b = t.ctx.batch;
     const Shape& s = t.model.shape;
-    acc_t<T>* dwpe = s.position == Position::LEARNED ? address<acc_t<T>>(t, {Kind::GRAD, 1}) : nullptr;
+    acc_t<T>* dwpe =
+        s.position == Position::LEARNED ? address<acc_t<T>>(t, {Kind::GRAD, 1}) : nullptr;
     embedding_backward_weight(address<acc_t<T>>(t, {Kind::GRAD, 0}), dwpe,
-                              address<const T>(t, {Kind::DSTREAM, 1, a.micro}), b.tokens, b.positions, b.doc_start,
-                              b.rows(), s.Vp(), s.P, s.C, !a.first, t.ctx.where);
+                              address<const T>(t, {Kind::DSTREAM, 1, a.micro}), b.tokens,
+                              b.positions, b.doc_start, b.rows(), s.Vp(), s.P, s.C, !a.first,
+                              t.ctx.where);
 }
 
-// Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the loss. Generation: the
+// Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
+// loss. Generation: the
 // logits of the last row.
 template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action a) {
     const Plan& p = t.plans[t.plan];
@@ -68,10 +76,14 @@ template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action
     size_t rows = t.ctx.batch.rows();
     if (p.mode == Mode::GENERATE) inp += (rows - 1) * s.C, rows = 1;
     const Weight lm_head = s.family == Family::GPT2 ? gpt2_head(t).lm_head : llama_head(t).lm_head;
-    if (s.family == Family::GPT2) gpt2_head_norm(t.ctx, inp, gpt2_head(t), acts, rows);
-    else llama_head_norm(t.ctx, inp, llama_head(t), acts, rows);
-    if (p.mode == Mode::EVALUATE) return head_loss(t.ctx, address<double>(t, {Kind::LOSS, -1, a.micro}), acts, lm_head);
-    linear_forward(acts.logits, acts.norm, lm_head, nullptr, (const T*)nullptr, 1, t.ctx.blas, t.ctx.where);
+    if (s.family == Family::GPT2)
+        gpt2_head_norm(t.ctx, inp, gpt2_head(t), acts, rows);
+    else
+        llama_head_norm(t.ctx, inp, llama_head(t), acts, rows);
+    if (p.mode == Mode::EVALUATE)
+        return head_loss(t.ctx, address<double>(t, {Kind::LOSS, -1, a.micro}), acts, lm_head);
+    linear_forward(acts.logits, acts.norm, lm_head, nullptr, (const T*)nullptr, 1, t.ctx.blas,
+                   t.ctx.where);
     float* logits = address<float>(t, {Kind::LOGITS, -1, a.micro});
     for (size_t v = 0; v < s.V; v++) logits[v] = float(to_acc(acts.logits[v]));
 }
@@ -83,8 +95,10 @@ template <typename T, typename S> void run_head_backward(Trainer<T, S>& t, Actio
     int64_t valid = *address<int64_t>(t, {Kind::VALID});
     acc_t<T> scale = valid ? acc_t<T>(1) / valid : 0;
     HeadActs<T> acts = head_acts(t, a.layer);
-    if (t.model.shape.family == Family::GPT2) gpt2_head_backward(t.ctx, dinp, loss, inp, gpt2_head(t), acts, scale, !a.first);
-    else llama_head_backward(t.ctx, dinp, loss, inp, llama_head(t), acts, scale, !a.first);
+    if (t.model.shape.family == Family::GPT2)
+        gpt2_head_backward(t.ctx, dinp, loss, inp, gpt2_head(t), acts, scale, !a.first);
+    else
+        llama_head_backward(t.ctx, dinp, loss, inp, llama_head(t), acts, scale, !a.first);
 }
 
 // ----------------------------------------------------------------------------
@@ -98,8 +112,11 @@ template <typename T, typename S> void run_forward(Trainer<T, S>& t, Action a) {
     T* out = address<T>(t, {Kind::STREAM, a.layer + 1, a.micro});
     const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
     switch (t.model.shape.family) {
-    case Family::GPT2: return gpt2_block_forward(t.ctx, out, inp, gpt2_block(t, a.layer), gpt2_acts(t, a), cache);
-    case Family::LLAMA: return llama_block_forward(t.ctx, out, inp, llama_block(t, a.layer), llama_acts(t, a), cache);
+    case Family::GPT2:
+        return gpt2_block_forward(t.ctx, out, inp, gpt2_block(t, a.layer), gpt2_acts(t, a), cache);
+    case Family::LLAMA:
+        return llama_block_forward(t.ctx, out, inp, llama_block(t, a.layer), llama_acts(t, a),
+                                   cache);
     }
 }
 
@@ -123,8 +140,12 @@ template <typename T, typename S> void run_backward_input(Trainer<T, S>& t, Acti
     const T* dout = address<const T>(t, {Kind::DSTREAM, a.layer + 1, a.micro});
     const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
     switch (t.model.shape.family) {
-    case Family::GPT2: return gpt2_block_backward_input(t.ctx, dinp, dout, inp, gpt2_block(t, a.layer), gpt2_acts(t, a));
-    case Family::LLAMA: return llama_block_backward_input(t.ctx, dinp, dout, inp, llama_block(t, a.layer), llama_acts(t, a));
+    case Family::GPT2:
+        return gpt2_block_backward_input(t.ctx, dinp, dout, inp, gpt2_block(t, a.layer),
+                                         gpt2_acts(t, a));
+    case Family::LLAMA:
+        return llama_block_backward_input(t.ctx, dinp, dout, inp, llama_block(t, a.layer),
+                                          llama_acts(t, a));
     }
 }
 
@@ -133,8 +154,12 @@ template <typename T, typename S> void run_backward_weight(Trainer<T, S>& t, Act
     const T* dout = address<const T>(t, {Kind::DSTREAM, a.layer + 1, a.micro});
     const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
     switch (t.model.shape.family) {
-    case Family::GPT2: return gpt2_block_backward_weight(t.ctx, dout, inp, gpt2_block(t, a.layer), gpt2_acts(t, a), !a.first);
-    case Family::LLAMA: return llama_block_backward_weight(t.ctx, dout, inp, llama_block(t, a.layer), llama_acts(t, a), !a.first);
+    case Family::GPT2:
+        return gpt2_block_backward_weight(t.ctx, dout, inp, gpt2_block(t, a.layer), gpt2_acts(t, a),
+                                          !a.first);
+    case Family::LLAMA:
+        return llama_block_backward_weight(t.ctx, dout, inp, llama_block(t, a.layer),
+                                           llama_acts(t, a), !a.first);
     }
 }
 
@@ -148,17 +173,20 @@ template <typename T, typename S> void run_backward(Trainer<T, S>& t, Action a) 
 // the end of a step
 
 template <typename T, typename S> void run_tie(Trainer<T, S>& t, Action a) {
-    add_gradients(address<acc_t<T>>(t, {Kind::GRAD, a.bucket}), address<const acc_t<T>>(t, {Kind::GRAD_TIED, a.bucket}),
+    add_gradients(address<acc_t<T>>(t, {Kind::GRAD, a.bucket}),
+                  address<const acc_t<T>>(t, {Kind::GRAD_TIED, a.bucket}),
                   t.model.buckets[a.bucket].elements, t.ctx.where);
 }
 
-// Squares over fixed chunks of each parameter's global elements, added in the table's order whatever the layout.
+// Squares over fixed chunks of each parameter's global elements, added in the table's order
+// whatever the layout.
 template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
     double* sums = address<double>(t, {Kind::SCRATCH, -1});
     size_t chunks = 0;
     for (const Parameter& p : t.model.parameters) {
         if (!t.model.buckets[p.bucket].trainable) continue;
-        grad_squares(sums + chunks, address<const acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset, p.elements(), t.ctx.where);
+        grad_squares(sums + chunks, address<const acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset,
+                     p.elements(), t.ctx.where);
         chunks += ceil_div(p.elements(), GRAD_NORM_CHUNK);
     }
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip, t.ctx.where);
@@ -178,9 +206,11 @@ template <typename T, typename S> void run_update(Trainer<T, S>& t, Action a) {
         float decay = p.decay ? h.weight_decay : 0;
         float* master_p = master ? master + p.offset : nullptr;
         size_t o = p.offset, n = p.elements();
-        if (h.adamw) adamw_update(weight + o, master_p, grad + o, m + o, m + bucket.elements + o, n,
-                                  {h.lr, h.beta1, h.beta2, h.eps, decay}, scale, t.ctx.where);
-        else sgd_update(weight + o, master_p, grad + o, n, h.lr, decay, scale, t.ctx.where);
+        if (h.adamw)
+            adamw_update(weight + o, master_p, grad + o, m + o, m + bucket.elements + o, n,
+                         {h.lr, h.beta1, h.beta2, h.eps, decay}, scale, t.ctx.where);
+        else
+            sgd_update(weight + o, master_p, grad + o, n, h.lr, decay, scale, t.ctx.where);
     }
 }
 
@@ -190,7 +220,8 @@ template <typename T, typename S> void run_update(Trainer<T, S>& t, Action a) {
 template <typename T, typename S> void run_action(Trainer<T, S>& t, Action a) {
     if (a.micro >= 0) bind_batch(t, a.micro);
     const Place* scratch = arena_find(t.arena, t.plan, t.at, {Kind::SCRATCH, a.layer});
-    blas_scratch(t.ctx.blas, scratch ? t.arena.base + scratch->offset : nullptr, scratch ? scratch->bytes : 0);
+    blas_scratch(t.ctx.blas, scratch ? t.arena.base + scratch->offset : nullptr,
+                 scratch ? scratch->bytes : 0);
     switch (a.kind) {
     case Do::LOAD: return run_load(t);
     case Do::COUNT: return; // one data-parallel rank: its count is the sum
@@ -221,6 +252,7 @@ struct Loss {
 
 template <typename T, typename S> Loss plan_loss(const Trainer<T, S>& t) {
     Loss loss = {0, *address<int64_t>(t, {Kind::VALID})};
-    for (int m = 0; m < t.plans[t.plan].micro_batches; m++) loss.sum += *address<double>(t, {Kind::LOSS, -1, m});
+    for (int m = 0; m < t.plans[t.plan].micro_batches; m++)
+        loss.sum += *address<double>(t, {Kind::LOSS, -1, m});
     return loss;
 }

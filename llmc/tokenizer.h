@@ -13,7 +13,9 @@ struct Tokenizer {
 // "" or what is wrong
 inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     if (name != "byte")
-        return "--tokenizer " + name + ": tokenizer files are not built yet; use --tokenizer byte, or give token shards (.bin) as --data";
+        return "--tokenizer " + name +
+               ": tokenizer files are not built yet; use --tokenizer byte, or give token shards "
+               "(.bin) as --data";
     *t = {name, 256};
     return "";
 }

@@ -1,6 +1,9 @@
-// trainer.h - one rank's state: the model's tables, their bytes in the arena, and the pointers of a layer
-//   Tables are made and bound by visiting their rows (gpt2.h, llama.h): a parameter lies at its offset in its bucket,
-//   an activation in the arena's place of its group. Nothing here knows how many ranks there are; grid and plan do.
+// trainer.h - one rank's state: the model's tables, their bytes in the arena, and the pointers of a
+// layer
+//   Tables are made and bound by visiting their rows (gpt2.h, llama.h): a parameter lies at its
+//   offset in its bucket,
+//   an activation in the arena's place of its group. Nothing here knows how many ranks there are;
+//   grid and plan do.
 #pragma once
 #include <functional>
 #include <tuple>
@@ -19,10 +22,12 @@ inline Model make_model(const Shape& s) {
     model.shape = s;
     std::string prefix;
     int layer = 0;
-    auto row = [&](Weight&, const char* name, std::initializer_list<size_t> shape, Init init, bool decay, Shard shard,
-                   bool transposed) {
-        Parameter p = {prefix + name, shape, *shape.begin(), transposed, shard, init, decay, layer, 0, 0};
-        if (shape.size() == 2 && p.rows() == s.Vp()) p.file_rows = s.V; // a table over the vocabulary
+    auto row = [&](Weight&, const char* name, std::initializer_list<size_t> shape, Init init,
+                   bool decay, Shard shard, bool transposed) {
+        Parameter p = {prefix + name, shape, *shape.begin(), transposed, shard,
+                       init,          decay, layer,          0,          0};
+        if (shape.size() == 2 && p.rows() == s.Vp())
+            p.file_rows = s.V; // a table over the vocabulary
         add_parameter(model, p);
     };
     bool gpt2 = s.family == Family::GPT2;
@@ -68,7 +73,8 @@ template <typename T> std::vector<Activation> activation_table(const Shape& s, s
     };
     Gpt2Acts<T> gpt2;
     LlamaActs<T> llama;
-    s.family == Family::GPT2 ? gpt2_block_activations(gpt2, s, N, row) : llama_block_activations(llama, s, N, row);
+    s.family == Family::GPT2 ? gpt2_block_activations(gpt2, s, N, row)
+                             : llama_block_activations(llama, s, N, row);
     return rows;
 }
 
@@ -82,13 +88,16 @@ template <typename T> size_t head_bytes(const Shape& s, size_t N) {
 }
 
 // What the products and attention of a layer need beside their operands.
-template <typename T, typename S> size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
+template <typename T, typename S>
+size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
     const Shape& s = model.shape;
     size_t N = p.B * p.T, most = 0;
     if (layer == model.head()) {
-        size_t rows = p.mode == Mode::GENERATE ? 1 : N, chunk = head_chunk_rows(rows, s.Vp(), sizeof(T));
+        size_t rows = p.mode == Mode::GENERATE ? 1 : N,
+               chunk = head_chunk_rows(rows, s.Vp(), sizeof(T));
         most = linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where);
-        if (rows % chunk) most = std::max(most, linear_scratch_bytes<T>(rows % chunk, s.Vp(), s.C, where));
+        if (rows % chunk)
+            most = std::max(most, linear_scratch_bytes<T>(rows % chunk, s.Vp(), s.C, where));
         return most;
     }
     for (const Parameter& w : model.parameters)
@@ -109,7 +118,8 @@ inline size_t norm_chunks(const Model& model) {
     return n;
 }
 
-template <typename T, typename S> size_t scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
+template <typename T, typename S>
+size_t scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
     if (layer < 0) return norm_chunks(model) * sizeof(double);
     if (layer == 0) return 0;
     size_t blas = round_up(blas_scratch_bytes<T>(p, model, layer, where), ARENA_ALIGN);
@@ -118,29 +128,37 @@ template <typename T, typename S> size_t scratch_bytes(const Plan& p, const Mode
 }
 
 template <typename T> size_t rope_bytes(const Plan& p, const Shape& s) {
-    return s.position == Position::ROPE ? round_up(std::max(p.T, p.cache) * s.HS * sizeof(acc_t<T>), ARENA_ALIGN) : 0;
+    return s.position == Position::ROPE
+               ? round_up(std::max(p.T, p.cache) * s.HS * sizeof(acc_t<T>), ARENA_ALIGN)
+               : 0;
 }
 
-template <typename T, typename S> size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
+template <typename T, typename S>
+size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     const Shape& s = model.shape;
-    size_t N = p.B * p.T, elements = d.kind <= Kind::GRAD_TIED ? model.buckets[d.of].elements : 0, bytes = 0;
+    size_t N = p.B * p.T, elements = d.kind <= Kind::GRAD_TIED ? model.buckets[d.of].elements : 0,
+           bytes = 0;
     switch (d.kind) {
     case Kind::WEIGHT: return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(acc_t<T>) ? elements * sizeof(float) : 0;
     case Kind::MOMENTS: return elements * 2 * sizeof(acc_t<T>);
-    case Kind::GRAD: case Kind::GRAD_TIED: return elements * sizeof(acc_t<T>);
+    case Kind::GRAD:
+    case Kind::GRAD_TIED: return elements * sizeof(acc_t<T>);
     case Kind::SCALE: return sizeof(StepScale);
-    case Kind::CONSTANTS: return rope_bytes<T>(p, s) + (s.position == Position::ALIBI ? s.NH * sizeof(float) : 0);
+    case Kind::CONSTANTS:
+        return rope_bytes<T>(p, s) + (s.position == Position::ALIBI ? s.NH * sizeof(float) : 0);
     case Kind::CACHE: return p.cache * 2 * s.NKV * s.HS * sizeof(T);
     case Kind::VALID: return sizeof(int64_t);
     case Kind::TOKENS: return (4 * N + p.cache) * sizeof(int);
-    case Kind::STREAM: case Kind::DSTREAM: return N * s.C * sizeof(T);
+    case Kind::STREAM:
+    case Kind::DSTREAM: return N * s.C * sizeof(T);
     case Kind::LOSS: return sizeof(double);
     case Kind::LOGITS: return s.V * sizeof(float);
     case Kind::SCRATCH: return scratch_bytes<T>(p, model, d.of, where);
     default: // a group of the activation table
         for (const Activation& row : activation_table<T>(s, N))
-            if (activation_group(row.keep, row.last, p.recompute) == d.kind) bytes += round_up(row.bytes, ARENA_ALIGN);
+            if (activation_group(row.keep, row.last, p.recompute) == d.kind)
+                bytes += round_up(row.bytes, ARENA_ALIGN);
         return bytes;
     }
 }
@@ -162,10 +180,11 @@ template <typename T, typename S> struct Trainer {
     Model model;
     std::vector<Plan> plans;
     Arena arena;
-    Hyper hyper;       // of this step: the schedule has set lr
-    Window window;     // where LOAD takes samples from
+    Hyper hyper;         // of this step: the schedule has set lr
+    Window window;       // where LOAD takes samples from
     uint64_t cursor = 0; // samples taken so far, over all ranks: the first of this step
-    uint64_t samples_end = ~uint64_t(0); // LOAD leaves later samples out (their targets are ignored)
+    uint64_t samples_end =
+        ~uint64_t(0);     // LOAD leaves later samples out (their targets are ignored)
     int plan = 0, at = 0; // the action that runs
 };
 
@@ -184,7 +203,8 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
         std::string wrong = plan_check(t.plans.back(), t.model);
         CHECK(wrong.empty(), "the plan is wrong: %s", wrong.c_str());
     }
-    std::map<std::tuple<const Plan*, Kind, int>, size_t> known; // sizes do not depend on the micro-batch
+    std::map<std::tuple<const Plan*, Kind, int>, size_t>
+        known; // sizes do not depend on the micro-batch
     t.arena = arena_place(t.plans, t.model, [&](const Plan& p, Data d) {
         auto [it, fresh] = known.insert({{&p, d.kind, d.of}, 0});
         if (fresh) it->second = data_bytes<T>(p, t.model, d, t.ctx.where);
@@ -193,7 +213,8 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
 }
 
 // Store a parameter's values (as trained: float or wider, padded) into its weight and master.
-template <typename T, typename S, typename A> void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
+template <typename T, typename S, typename A>
+void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     T* weight = address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
     float* master = address<float>(t, {Kind::MASTER, p.bucket});
     #pragma omp parallel for
@@ -203,17 +224,21 @@ template <typename T, typename S, typename A> void set_weight(Trainer<T, S>& t, 
     }
 }
 
-// Weights as --seed says: counter-based, keyed by name and global element, so no layout changes them.
+// Weights as --seed says: counter-based, keyed by name and global element, so no layout changes
+// them.
 template <typename T, typename S> void init_weights(Trainer<T, S>& t, uint64_t seed) {
     for (const Parameter& p : t.model.parameters) {
         std::vector<float> values(p.elements(), p.init.value);
         uint64_t stream = fnv1a(p.name);
         if (p.init.std > 0)
-            for_each_run(p, t.grid.tp_rank, t.grid.tp, [&](size_t local, size_t global, size_t count) {
-                size_t real = global >= p.file_elements() ? 0 : std::min(count, p.file_elements() - global);
-                fill_normal(values.data() + local, seed, stream, global, real, p.init.std);
-                std::fill(values.begin() + local + real, values.begin() + local + count, 0.0f);
-            });
+            for_each_run(
+                p, t.grid.tp_rank, t.grid.tp, [&](size_t local, size_t global, size_t count) {
+                    size_t real = global >= p.file_elements()
+                                      ? 0
+                                      : std::min(count, p.file_elements() - global);
+                    fill_normal(values.data() + local, seed, stream, global, real, p.init.std);
+                    std::fill(values.begin() + local + real, values.begin() + local + count, 0.0f);
+                });
         set_weight(t, p, values.data());
     }
 }
@@ -238,17 +263,20 @@ template <typename T, typename S> void init_constants(Trainer<T, S>& t) {
 
 template <typename T, typename S> struct BindWeights {
     const Trainer<T, S>& t;
-    const Parameter* p;      // the next row
+    const Parameter* p; // the next row
     const T* weights;
     acc_t<T>* grads;
-    void operator()(Weight& w, const char*, std::initializer_list<size_t>, Init, bool, Shard, bool) {
-        w = {const_cast<T*>(weights) + p->offset, type_of<T>(), p->rows(), p->cols(), grads ? grads + p->offset : nullptr, nullptr};
+    void operator()(Weight& w, const char*, std::initializer_list<size_t>, Init, bool, Shard,
+                    bool) {
+        w = {const_cast<T*>(weights) + p->offset, type_of<T>(), p->rows(), p->cols(),
+             grads ? grads + p->offset : nullptr, nullptr};
         p++;
     }
 };
 
 // A bucket's rows; frozen buckets, and plans without gradients, have none.
-template <typename T, typename S> BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, int bucket, Kind grad) {
+template <typename T, typename S>
+BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, int bucket, Kind grad) {
     const Bucket& b = t.model.buckets[bucket];
     bool train = t.plans[t.plan].mode == Mode::TRAIN && b.trainable;
     return {t, &t.model.parameters[b.first], address<const T>(t, {Kind::WEIGHT, bucket}),
@@ -259,16 +287,19 @@ template <typename T, typename S> struct BindActs {
     Recompute level;
     unsigned char* group[6]; // by Kind - KEPT_B; null: the action has none of it
     BindActs(const Trainer<T, S>& t, Action a) : level(t.plans[t.plan].recompute) {
-        for (int k = 0; k < 6; k++) group[k] = address<unsigned char>(t, {Kind(int(Kind::KEPT_B) + k), a.layer, a.micro});
+        for (int k = 0; k < 6; k++)
+            group[k] = address<unsigned char>(t, {Kind(int(Kind::KEPT_B) + k), a.layer, a.micro});
     }
-    template <typename P> void operator()(P*& pointer, const char*, size_t n, Keep keep, Last last) {
+    template <typename P>
+    void operator()(P*& pointer, const char*, size_t n, Keep keep, Last last) {
         unsigned char*& next = group[int(activation_group(keep, last, level)) - int(Kind::KEPT_B)];
         pointer = reinterpret_cast<P*>(next);
         if (next) next += round_up(n * sizeof(P), ARENA_ALIGN);
     }
 };
 
-// The activations of a micro-batch lie as its plan sized them, also where a decoding step has fewer rows.
+// The activations of a micro-batch lie as its plan sized them, also where a decoding step has fewer
+// rows.
 template <typename T, typename S> Gpt2Acts<T> gpt2_acts(const Trainer<T, S>& t, Action a) {
     Gpt2Acts<T> acts = {};
     const Plan& p = t.plans[t.plan];
@@ -283,25 +314,31 @@ template <typename T, typename S> LlamaActs<T> llama_acts(const Trainer<T, S>& t
 }
 template <typename T, typename S> Gpt2Block gpt2_block(const Trainer<T, S>& t, int layer) {
     Gpt2Block w = {};
-    gpt2_block_parameters(w, t.model.shape, bind_bucket(t, buckets_of(t.model, layer)[0], Kind::GRAD));
+    gpt2_block_parameters(w, t.model.shape,
+                          bind_bucket(t, buckets_of(t.model, layer)[0], Kind::GRAD));
     return w;
 }
 template <typename T, typename S> LlamaBlock llama_block(const Trainer<T, S>& t, int layer) {
     LlamaBlock w = {};
-    llama_block_parameters(w, t.model.shape, bind_bucket(t, buckets_of(t.model, layer)[0], Kind::GRAD));
+    llama_block_parameters(w, t.model.shape,
+                           bind_bucket(t, buckets_of(t.model, layer)[0], Kind::GRAD));
     return w;
 }
 // A tied head is the token table, with a gradient buffer of its own.
 template <typename T, typename S> Gpt2Head gpt2_head(const Trainer<T, S>& t) {
     Gpt2Head w = {};
-    gpt2_head_parameters(w, t.model.shape, bind_bucket(t, int(t.model.buckets.size()) - 1, Kind::GRAD));
-    if (t.model.shape.tied) bind_bucket(t, 0, Kind::GRAD_TIED)(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
+    gpt2_head_parameters(w, t.model.shape,
+                         bind_bucket(t, int(t.model.buckets.size()) - 1, Kind::GRAD));
+    if (t.model.shape.tied)
+        bind_bucket(t, 0, Kind::GRAD_TIED)(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
     return w;
 }
 template <typename T, typename S> LlamaHead llama_head(const Trainer<T, S>& t) {
     LlamaHead w = {};
-    llama_head_parameters(w, t.model.shape, bind_bucket(t, int(t.model.buckets.size()) - 1, Kind::GRAD));
-    if (t.model.shape.tied) bind_bucket(t, 0, Kind::GRAD_TIED)(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
+    llama_head_parameters(w, t.model.shape,
+                          bind_bucket(t, int(t.model.buckets.size()) - 1, Kind::GRAD));
+    if (t.model.shape.tied)
+        bind_bucket(t, 0, Kind::GRAD_TIED)(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
     return w;
 }
 
@@ -311,10 +348,12 @@ template <typename T, typename S> HeadActs<T> head_acts(Trainer<T, S>& t, int la
     HeadActs<T> acts = {};
     const Place* scratch = arena_find(t.arena, t.plan, t.at, {Kind::SCRATCH, layer});
     size_t rows = p.mode == Mode::GENERATE ? 1 : p.B * p.T;
-    unsigned char* next = t.arena.base + scratch->offset + scratch->bytes - head_bytes<T>(t.model.shape, rows);
-    head_activations(acts, t.model.shape, rows, [&](auto*& pointer, const char*, size_t n, Keep, Last) {
-        pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(next);
-        next += round_up(n * sizeof(*pointer), ARENA_ALIGN);
-    });
+    unsigned char* next =
+        t.arena.base + scratch->offset + scratch->bytes - head_bytes<T>(t.model.shape, rows);
+    head_activations(
+        acts, t.model.shape, rows, [&](auto*& pointer, const char*, size_t n, Keep, Last) {
+            pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(next);
+            next += round_up(n * sizeof(*pointer), ARENA_ALIGN);
+        });
     return acts;
 }

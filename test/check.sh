@@ -24,6 +24,7 @@ make_quiet() { make --no-print-directory "$@"; }
 # AddressSanitizer and UBSan. oneDNN's JIT code is not instrumented; leaks of its global caches are not ours.
 asan="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
 export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
+step "the README's table of files is current" scripts/readme_table.sh --check
 step "build with AddressSanitizer and UBSan" make_quiet BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" \
     build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_files build/asan/train_gpt build/asan/fuzz_readers
 step "operators, AddressSanitizer" build/asan/test_ops --seed 11

@@ -1,9 +1,13 @@
-// fuzz_readers.cpp - damaged safetensors files and token shards, given to their readers until the time is up
+// fuzz_readers.cpp - damaged safetensors files and token shards, given to their readers until the
+// time is up
 //   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
-//   Inputs begin as whole files made here; each is damaged one to four times: bits, bytes, lengths, cuts, splices,
-//   numbers of the JSON header, brackets. A reader must return a message or a file that can be read whole: no crash,
+//   Inputs begin as whole files made here; each is damaged one to four times: bits, bytes, lengths,
+//   cuts, splices,
+//   numbers of the JSON header, brackets. A reader must return a message or a file that can be read
+//   whole: no crash,
 //   no throw, and no tensor of a size other than its shape's.
-//   Batches run in child processes: the data reader's mappings end with them, and the input of a crash is kept.
+//   Batches run in child processes: the data reader's mappings end with them, and the input of a
+//   crash is kept.
 #include <inttypes.h>
 #include <sys/wait.h>
 #include <chrono>
@@ -36,8 +40,8 @@ static std::string valid_safetensors(Random& r) {
             shape += (shape.empty() ? "" : ",") + std::to_string(size);
         }
         std::string begin = std::to_string(body.size()), end = std::to_string(body.size() + bytes);
-        header += "\"h." + std::to_string(i) + ".weight\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + shape +
-                  "],\"data_offsets\":[" + begin + "," + end + "]},";
+        header += "\"h." + std::to_string(i) + ".weight\":{\"dtype\":\"" + dtype +
+                  "\",\"shape\":[" + shape + "],\"data_offsets\":[" + begin + "," + end + "]},";
         for (size_t b = 0; b < bytes; b++) body += char(r.below(256));
     }
     if (header.back() == ',') header.pop_back();
@@ -61,15 +65,38 @@ static std::string valid_shard(Random& r) {
 // ----------------------------------------------------------------------------
 // damage
 
-// Another number in the place of one of the text's; the header's length word is set right again, so that what
+// Another number in the place of one of the text's; the header's length word is set right again, so
+// that what
 // follows it is read.
 static void edit_header(std::string& s, Random& r) {
-    static const char* numbers[] = {"0", "1", "7", "-1", "8", "255", "4294967296", "4294967295", "9223372036854775807",
-                                    "9223372036854775808", "18446744073709551615", "18446744073709551616", "2.0", "1e3",
-                                    "1e999", "-0", "4611686018427387904", "null", "[]", "{}", "\"3\"", "true", "",
-                                    "3,3", "\"F32\"", "\"\\ud800\""};
-    static const char* words[] = {"{", "}", "[", "]", ",", ":", "\"", "\\", "\\u0000", "\xff", "F64", "I64", "dtype",
-                                  "__metadata__"};
+    static const char* numbers[] = {"0",
+                                    "1",
+                                    "7",
+                                    "-1",
+                                    "8",
+                                    "255",
+                                    "4294967296",
+                                    "4294967295",
+                                    "9223372036854775807",
+                                    "9223372036854775808",
+                                    "18446744073709551615",
+                                    "18446744073709551616",
+                                    "2.0",
+                                    "1e3",
+                                    "1e999",
+                                    "-0",
+                                    "4611686018427387904",
+                                    "null",
+                                    "[]",
+                                    "{}",
+                                    "\"3\"",
+                                    "true",
+                                    "",
+                                    "3,3",
+                                    "\"F32\"",
+                                    "\"\\ud800\""};
+    static const char* words[] = {"{",  "}",       "[",    "]",   ",",   ":",     "\"",
+                                  "\\", "\\u0000", "\xff", "F64", "I64", "dtype", "__metadata__"};
     uint64_t length = 0;
     if (s.size() < 8) return;
     memcpy(&length, s.data(), 8);
@@ -77,20 +104,28 @@ static void edit_header(std::string& s, Random& r) {
     std::string header = s.substr(8, length), body = s.substr(8 + length);
     std::vector<size_t> at;
     for (size_t i = 1; i < header.size(); i++)
-        if (isdigit((unsigned char)header[i]) && !isdigit((unsigned char)header[i - 1])) at.push_back(i);
+        if (isdigit((unsigned char)header[i]) && !isdigit((unsigned char)header[i - 1]))
+            at.push_back(i);
     if (r.one_in(4)) { // a word, a sign, or a whole piece of it in another place
         size_t place = r.below(header.size() + 1);
-        if (r.one_in(3)) header.insert(place, header.substr(r.below(header.size() + 1), r.below(80)));
-        else header.insert(place, words[r.below(std::size(words))]);
+        if (r.one_in(3))
+            header.insert(place, header.substr(r.below(header.size() + 1), r.below(80)));
+        else
+            header.insert(place, words[r.below(std::size(words))]);
     } else if (r.one_in(300)) { // brackets deep enough to end the stack of a reader that recurses
         size_t depth = 1000 + r.below(200000), shape = header.find(":[", r.below(header.size()));
-        size_t place = shape != std::string::npos ? shape + 2 : at.empty() ? 0 : at[r.below(at.size())];
-        header.insert(place, std::string(depth, '[') + (r.one_in(4) ? "" : std::string(depth, ']') + ","));
+        size_t place = shape != std::string::npos ? shape + 2
+                       : at.empty()               ? 0
+                                                  : at[r.below(at.size())];
+        header.insert(place,
+                      std::string(depth, '[') + (r.one_in(4) ? "" : std::string(depth, ']') + ","));
     } else if (!at.empty()) {
         size_t from = at[r.below(at.size())], to = from;
         while (to < header.size() && isdigit((unsigned char)header[to])) to++;
         std::string number = numbers[r.below(std::size(numbers))];
-        if (r.one_in(3)) number = std::to_string(std::strtoull(header.c_str() + from, nullptr, 10) + r.below(9) - 4);
+        if (r.one_in(3))
+            number =
+                std::to_string(std::strtoull(header.c_str() + from, nullptr, 10) + r.below(9) - 4);
         header.replace(from, to - from, number);
     }
     length = header.size();
@@ -112,8 +147,9 @@ static void damage(std::string& s, const std::string& other, bool json, Random& 
         break;
     }
     case 5: { // a word of eight or four bytes with a meaning, at the front or anywhere
-        uint64_t words[] = {0, 1, 7, 8, s.size(), s.size() - 8, 255, 1ull << 31, 1ull << 32, 1ull << 63, ~0ull, ~7ull,
-                            100000000, 20240520, 20240801};
+        uint64_t words[] = {0,         1,          7,          8,          s.size(), s.size() - 8,
+                            255,       1ull << 31, 1ull << 32, 1ull << 63, ~0ull,    ~7ull,
+                            100000000, 20240520,   20240801};
         uint64_t word = words[r.below(std::size(words))] + (r.one_in(4) ? r.below(5) - 2 : 0);
         size_t width = r.one_in(2) ? 8 : 4, at = r.one_in(2) ? r.below(3) * 4 : place;
         if (at + width <= s.size()) memcpy(s.data() + at, &word, width);
@@ -147,7 +183,8 @@ static std::string read_safetensors(const std::string& path, size_t* whole) {
             return "a tensor's size is not its shape's";
         // the rest of a mapping's last page can be read without a fault
         const unsigned char* file = static_cast<const unsigned char*>(s.map);
-        if (t.data < file + 8 || t.bytes > s.bytes || t.data - file > std::ptrdiff_t(s.bytes - t.bytes))
+        if (t.data < file + 8 || t.bytes > s.bytes ||
+            t.data - file > std::ptrdiff_t(s.bytes - t.bytes))
             return "a tensor lies outside its file";
         if (safetensors_find(s, t.name) != &t) return "a tensor is not found by its name";
         unsigned all = 0;
@@ -177,7 +214,8 @@ static std::string read_data(const std::string& path, Random& r, size_t* whole) 
             return "a window lies outside its file";
     }
     std::vector<int> tokens(T), targets(T);
-    for (uint64_t s : {uint64_t(0), uint64_t(1), d.windows - 1, d.windows, r.below(1u << 31) * 7919}) {
+    for (uint64_t s :
+         {uint64_t(0), uint64_t(1), d.windows - 1, d.windows, r.below(1u << 31) * 7919}) {
         if (!load_window(d, s, tokens.data(), targets.data()).empty()) continue;
         for (int token : tokens)
             if (token < 0 || size_t(token) >= V) return "an input beyond the vocabulary";
@@ -187,8 +225,10 @@ static std::string read_data(const std::string& path, Random& r, size_t* whole) 
     return "";
 }
 
-// Inputs `first` to `first + count`, each a function of its number; how many were opened comes back by `counts`.
-static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count, const std::string& folder, size_t* counts) {
+// Inputs `first` to `first + count`, each a function of its number; how many were opened comes back
+// by `counts`.
+static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
+                             const std::string& folder, size_t* counts) {
     for (uint64_t i = first; i < first + count; i++) {
         Random r = {seed, i << 24};
         bool json = r.one_in(2);
@@ -206,7 +246,8 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count, cons
         } catch (const std::exception& e) {
             wrong = std::string("throws: ") + e.what();
         }
-        if (wrong.empty() && json && !damaged && counts[1] == before) wrong = "a whole file is refused";
+        if (wrong.empty() && json && !damaged && counts[1] == before)
+            wrong = "a whole file is refused";
         if (!wrong.empty()) return path + ": input " + std::to_string(i) + ": " + wrong;
     }
     return "";
@@ -216,12 +257,16 @@ int main(int argc, char** argv) {
     double seconds = 10;
     uint64_t seed = 1;
     for (int i = 1; i + 1 < argc; i += 2) {
-        if (!strcmp(argv[i], "--seconds")) seconds = atof(argv[i + 1]);
-        else if (!strcmp(argv[i], "--seed")) seed = strtoull(argv[i + 1], nullptr, 10);
-        else return fprintf(stderr, "usage: fuzz_readers [--seconds N] [--seed S]\n"), 2;
+        if (!strcmp(argv[i], "--seconds"))
+            seconds = atof(argv[i + 1]);
+        else if (!strcmp(argv[i], "--seed"))
+            seed = strtoull(argv[i + 1], nullptr, 10);
+        else
+            return fprintf(stderr, "usage: fuzz_readers [--seconds N] [--seed S]\n"), 2;
     }
     // memory-backed where there is such a folder: the disk is not what is tested
-    std::string folder = std::string(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp") + "/fuzz_readers.XXXXXX";
+    std::string folder =
+        std::string(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp") + "/fuzz_readers.XXXXXX";
     if (!mkdtemp(folder.data())) return perror(folder.c_str()), 1;
     // the children count into memory that they share with their parent
     void* shared = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -231,7 +276,8 @@ int main(int argc, char** argv) {
     const uint64_t batch = 2000;
     uint64_t done = 0;
     auto start = std::chrono::steady_clock::now();
-    while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds) {
+    while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() <
+           seconds) {
         fflush(stdout);
         pid_t child = fork();
         if (child < 0) return perror("fork"), 1;
@@ -244,14 +290,17 @@ int main(int argc, char** argv) {
         int status = 0;
         waitpid(child, &status, 0);
         if (status != 0) {
-            printf("seed %" PRIu64 ", inputs %" PRIu64 " to %" PRIu64 ": failed, status %d; the last lies in %s\n",
+            printf("seed %" PRIu64 ", inputs %" PRIu64 " to %" PRIu64
+                   ": failed, status %d; the last lies in %s\n",
                    seed, done, done + batch - 1, status, folder.c_str());
             return 1;
         }
         done += batch;
     }
-    for (const char* name : {"input.safetensors", "input.bin", "input.txt"}) unlink((folder + "/" + name).c_str());
+    for (const char* name : {"input.safetensors", "input.bin", "input.txt"})
+        unlink((folder + "/" + name).c_str());
     rmdir(folder.c_str());
-    printf("seed %" PRIu64 ": %zu safetensors files and %zu data files were accepted\n", seed, counts[1], counts[0]);
+    printf("seed %" PRIu64 ": %zu safetensors files and %zu data files were accepted\n", seed,
+           counts[1], counts[0]);
     printf("%" PRIu64 " inputs, no crash\n", done);
 }

@@ -1,6 +1,8 @@
 // op_table.h - the harness of the op table: random inputs, comparisons, finite differences, rates
-//   A row is an operator: test (float and bf16 against the same operator in double, known answers), grad (backward
-//   against central finite differences in double), perf (share of the ceiling measured in the same run).
+//   A row is an operator: test (float and bf16 against the same operator in double, known answers),
+//   grad (backward
+//   against central finite differences in double), perf (share of the ceiling measured in the same
+//   run).
 #pragma once
 #include <chrono>
 #include <cstring>
@@ -57,7 +59,9 @@ template <typename T> std::vector<double> as_double(const std::vector<T>& x) {
     return y;
 }
 // inputs that T holds exactly, so that both sides of a comparison read the same numbers
-template <typename T> std::vector<double> rounded(const std::vector<double>& x) { return as_double(as<T>(x)); }
+template <typename T> std::vector<double> rounded(const std::vector<double>& x) {
+    return as_double(as<T>(x));
+}
 
 // ----------------------------------------------------------------------------
 // comparisons
@@ -69,9 +73,12 @@ inline void expect(Check& c, bool good, const std::string& what) {
     if (c.failures <= 5) printf("  %s: %s\n", c.row, what.c_str());
 }
 
-// |got - want| <= tolerance * max|want| at each element; NaN never passes. Where large terms cancel, `terms` is how
+// |got - want| <= tolerance * max|want| at each element; NaN never passes. Where large terms
+// cancel, `terms` is how
 // large they are.
-template <typename T> void close(Check& c, const char* what, const std::vector<T>& got, const std::vector<double>& want, double tolerance, double terms = 0) {
+template <typename T>
+void close(Check& c, const char* what, const std::vector<T>& got, const std::vector<double>& want,
+           double tolerance, double terms = 0) {
     double most = std::max(terms, 1e-30), worst = 0;
     size_t at = 0;
     for (double w : want) most = std::max(most, std::isfinite(w) ? std::fabs(w) : 0);
@@ -80,20 +87,26 @@ template <typename T> void close(Check& c, const char* what, const std::vector<T
         if (!(error <= worst)) worst = error, at = i;
     }
     char text[200];
-    snprintf(text, sizeof(text), "%s[%zu] is %g, should be %g: off by %.1e of the largest, %.1e allowed", what, at, double(to_acc(got[at])), want[at], worst, tolerance);
+    snprintf(text, sizeof(text),
+             "%s[%zu] is %g, should be %g: off by %.1e of the largest, %.1e allowed", what, at,
+             double(to_acc(got[at])), want[at], worst, tolerance);
     expect(c, got.size() == want.size() && worst <= tolerance, text);
 }
 
-// What a sum of `length` terms in float, stored as T, may be off by: a random walk of roundings of 2^-24 each (and a
-// margin of 8), polynomials of exp and tanh at 3e-7, and for bf16, of 8 significant bits, `roundings` times 2^-8.
+// What a sum of `length` terms in float, stored as T, may be off by: a random walk of roundings of
+// 2^-24 each (and a
+// margin of 8), polynomials of exp and tanh at 3e-7, and for bf16, of 8 significant bits,
+// `roundings` times 2^-8.
 template <typename T> double tolerance(size_t length, int roundings = 1) {
     double f = 8 * 5.96e-8 * std::sqrt(double(length)) + 6e-7;
     return f + (sizeof(T) == 2 ? roundings * 1.01 / 256 : 0);
 }
 
-// dx against central differences of `loss` at up to 24 elements of x. Truncation h^2/6 f''' and rounding eps |f| / h
+// dx against central differences of `loss` at up to 24 elements of x. Truncation h^2/6 f''' and
+// rounding eps |f| / h
 // balance near h = 1e-5; both stay below 1e-7 of the largest gradient and the loss.
-inline void gradient(Check& c, const char* what, const std::function<double()>& loss, std::vector<double>& x, const std::vector<double>& dx) {
+inline void gradient(Check& c, const char* what, const std::function<double()>& loss,
+                     std::vector<double>& x, const std::vector<double>& dx) {
     const double h = 1e-5;
     double most = 1e-30, size = std::fabs(loss());
     for (double d : dx) most = std::max(most, std::fabs(d));
@@ -108,7 +121,8 @@ inline void gradient(Check& c, const char* what, const std::function<double()>& 
         x[i] = keep;
         double numeric = (up - down) / (2 * h), error = std::fabs(numeric - dx[i]);
         char text[200];
-        snprintf(text, sizeof(text), "d %s[%zu] is %.10g, finite differences say %.10g", what, i, dx[i], numeric);
+        snprintf(text, sizeof(text), "d %s[%zu] is %.10g, finite differences say %.10g", what, i,
+                 dx[i], numeric);
         expect(c, error <= 1e-6 * most + 1e-9 * std::max(size, 1.0), text);
     }
 }
@@ -137,14 +151,17 @@ inline double seconds_of(const std::function<void()>& f, int runs = 7) {
     return best;
 }
 
-inline void memory_rate(const Perf& p, const char* what, double bytes, const std::function<void()>& f) {
+inline void memory_rate(const Perf& p, const char* what, double bytes,
+                        const std::function<void()>& f) {
     double rate = bytes / seconds_of(f);
     printf("  %-58s %8.1f GB/s  %5.1f%% of copy\n", what, rate / 1e9, 100 * rate / p.copy_bytes);
 }
 
-inline void product_rate(const char* what, double ceiling, double flops, const std::function<void()>& f) {
+inline void product_rate(const char* what, double ceiling, double flops,
+                         const std::function<void()>& f) {
     double rate = flops / seconds_of(f, 4);
-    printf("  %-58s %8.1f GFLOP/s  %5.1f%% of a 1024^3 product\n", what, rate / 1e9, 100 * rate / ceiling);
+    printf("  %-58s %8.1f GFLOP/s  %5.1f%% of a 1024^3 product\n", what, rate / 1e9,
+           100 * rate / ceiling);
 }
 
 // A copy of 256 MiB by all threads: the ceiling of what only moves memory.
@@ -152,7 +169,7 @@ inline double copy_rate() {
     size_t n = size_t(32) << 20;
     std::vector<double> a(n, 1.0), b(n, 2.0);
     return 16.0 * double(n) / seconds_of([&] {
-        #pragma omp parallel for simd
-        for (size_t i = 0; i < n; i++) b[i] = a[i];
-    });
+               #pragma omp parallel for simd
+               for (size_t i = 0; i < n; i++) b[i] = a[i];
+           });
 }

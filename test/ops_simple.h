@@ -1,4 +1,5 @@
-// ops_simple.h - rows of the op table: embedding, norms, RoPE, activations, cross-entropy, optimizer, gradient norm
+// ops_simple.h - rows of the op table: embedding, norms, RoPE, activations, cross-entropy,
+// optimizer, gradient norm
 #pragma once
 #include "../llmc/adamw.cuh"
 #include "../llmc/crossentropy.cuh"
@@ -21,27 +22,34 @@ typedef std::vector<double> Doubles;
 template <typename T> struct EmbeddingRun {
     std::vector<T> out;
     std::vector<acc_t<T>> dwte, dwpe;
-    EmbeddingRun(const Doubles& wte, const Doubles& wpe, const Doubles& dout, const std::vector<int>& tokens, const std::vector<int>& positions,
+    EmbeddingRun(const Doubles& wte, const Doubles& wpe, const Doubles& dout,
+                 const std::vector<int>& tokens, const std::vector<int>& positions,
                  const std::vector<int>& starts, size_t C, bool accumulate) {
         size_t N = tokens.size(), V = wte.size() / C, P = wpe.size() / C;
         out.resize(N * C), dwte.assign(V * C, 3), dwpe.assign(P * C, 3);
         std::vector<T> a = as<T>(wte), b = as<T>(wpe), d = as<T>(dout);
-        embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), a.data(), P ? b.data() : nullptr, N, C, CPU);
-        embedding_backward_weight(dwte.data(), P ? dwpe.data() : nullptr, d.data(), tokens.data(), positions.data(), starts.data(), N, V, P, C, accumulate, CPU);
+        embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), a.data(),
+                          P ? b.data() : nullptr, N, C, CPU);
+        embedding_backward_weight(dwte.data(), P ? dwpe.data() : nullptr, d.data(), tokens.data(),
+                                  positions.data(), starts.data(), N, V, P, C, accumulate, CPU);
     }
 };
 
 inline void embedding_test(Check& c) {
     for (size_t C : {size_t(1), odd(c, 2, 300)}) {
         size_t N = odd(c, 1, 40), V = odd(c, 2, 30), P = odd(c, 5, 20);
-        std::vector<int> tokens = integers(c, N, 0, int(V) - 1), positions = integers(c, N, 3, int(P) - 1), starts = integers(c, N, 0, 3);
-        Doubles wte = rounded<bf16>(normals(c, V * C)), wpe = rounded<bf16>(normals(c, P * C)), dout = rounded<bf16>(normals(c, N * C));
+        std::vector<int> tokens = integers(c, N, 0, int(V) - 1),
+                         positions = integers(c, N, 3, int(P) - 1), starts = integers(c, N, 0, 3);
+        Doubles wte = rounded<bf16>(normals(c, V * C)), wpe = rounded<bf16>(normals(c, P * C)),
+                dout = rounded<bf16>(normals(c, N * C));
         for (bool accumulate : {false, true}) {
             EmbeddingRun<double> d(wte, wpe, dout, tokens, positions, starts, C, accumulate);
             EmbeddingRun<float> f(wte, wpe, dout, tokens, positions, starts, C, accumulate);
             EmbeddingRun<bf16> b(wte, wpe, dout, tokens, positions, starts, C, accumulate);
-            close(c, "out float", f.out, d.out, tolerance<float>(1)), close(c, "out bf16", b.out, d.out, tolerance<bf16>(1));
-            close(c, "dwte float", f.dwte, d.dwte, tolerance<float>(N)), close(c, "dwte bf16", b.dwte, d.dwte, tolerance<float>(N));
+            close(c, "out float", f.out, d.out, tolerance<float>(1)),
+                close(c, "out bf16", b.out, d.out, tolerance<bf16>(1));
+            close(c, "dwte float", f.dwte, d.dwte, tolerance<float>(N)),
+                close(c, "dwte bf16", b.dwte, d.dwte, tolerance<float>(N));
             close(c, "dwpe bf16", b.dwpe, d.dwpe, tolerance<float>(N));
         }
         Doubles sum(C), all(C); // every row of dout lands in the table once
@@ -54,10 +62,15 @@ inline void embedding_test(Check& c) {
 
 inline void embedding_grad(Check& c) {
     size_t N = 7, V = 5, P = 9, C = 6;
-    std::vector<int> tokens = integers(c, N, 0, 4), positions = integers(c, N, 2, 8), starts = integers(c, N, 0, 2);
+    std::vector<int> tokens = integers(c, N, 0, 4), positions = integers(c, N, 2, 8),
+                     starts = integers(c, N, 0, 2);
     Doubles wte = normals(c, V * C), wpe = normals(c, P * C), dout = normals(c, N * C);
-    auto loss = [&] { return dot(EmbeddingRun<double>(wte, wpe, dout, tokens, positions, starts, C, false).out, dout); };
-    EmbeddingRun<double> run(wte, wpe, dout, tokens, positions, starts, C, false), again(wte, wpe, dout, tokens, positions, starts, C, true);
+    auto loss = [&] {
+        return dot(EmbeddingRun<double>(wte, wpe, dout, tokens, positions, starts, C, false).out,
+                   dout);
+    };
+    EmbeddingRun<double> run(wte, wpe, dout, tokens, positions, starts, C, false),
+        again(wte, wpe, dout, tokens, positions, starts, C, true);
     gradient(c, "wte", loss, wte, run.dwte);
     gradient(c, "wpe", loss, wpe, run.dwpe);
     close(c, "accumulated", again.dwte, plus(run.dwte, Doubles(V * C, 3)), 1e-14);
@@ -69,10 +82,12 @@ inline void embedding_perf(Perf& p) {
     std::vector<int> tokens(N), positions(N), starts(N);
     for (size_t n = 0; n < N; n++) tokens[n] = int(n * 7919 % V), positions[n] = int(n % 1024);
     memory_rate(p, "forward float (4096,768) of 50304", 12.0 * N * C, [&] {
-        embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), wte.data(), wpe.data(), N, C, CPU);
+        embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), wte.data(),
+                          wpe.data(), N, C, CPU);
     });
     memory_rate(p, "backward float, writing the table", 4.0 * (V + 5 * N) * C, [&] {
-        embedding_backward_weight(dwte.data(), dwpe.data(), out.data(), tokens.data(), positions.data(), starts.data(), N, V, 1024, C, false, CPU);
+        embedding_backward_weight(dwte.data(), dwpe.data(), out.data(), tokens.data(),
+                                  positions.data(), starts.data(), N, V, 1024, C, false, CPU);
     });
 }
 
@@ -89,26 +104,51 @@ template <typename T> struct NormRun {
     typedef acc_t<T> A;
     std::vector<T> out, dinp;
     std::vector<A> mean, rstd, dweight, dbias;
-    explicit NormRun(const NormInputs& x) : out(x.N * x.C), dinp(x.N * x.C), mean(x.N), rstd(x.N), dweight(x.C, A(2)), dbias(x.C, A(2)) {
-        std::vector<T> inp = as<T>(x.inp), weight = as<T>(x.weight), bias = as<T>(x.bias), dout = as<T>(x.dout), dresidual = as<T>(x.dresidual);
+    explicit NormRun(const NormInputs& x)
+        : out(x.N * x.C),
+          dinp(x.N * x.C),
+          mean(x.N),
+          rstd(x.N),
+          dweight(x.C, A(2)),
+          dbias(x.C, A(2)) {
+        std::vector<T> inp = as<T>(x.inp), weight = as<T>(x.weight), bias = as<T>(x.bias),
+                       dout = as<T>(x.dout), dresidual = as<T>(x.dresidual);
         if (x.in_place) dinp = dresidual;
         const T* r = x.in_place ? dinp.data() : x.residual ? dresidual.data() : nullptr;
         if (x.rms) {
-            rmsnorm_forward(out.data(), rstd.data(), inp.data(), weight.data(), x.N, x.C, 1e-5f, CPU);
-            rmsnorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(), rstd.data(), x.N, x.C, CPU);
-            rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
-            rmsnorm_backward_weight((A*)nullptr, dout.data(), inp.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+            rmsnorm_forward(out.data(), rstd.data(), inp.data(), weight.data(), x.N, x.C, 1e-5f,
+                            CPU);
+            rmsnorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
+                                   rstd.data(), x.N, x.C, CPU);
+            rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), x.N, x.C,
+                                    x.accumulate, CPU);
+            rmsnorm_backward_weight((A*)nullptr, dout.data(), inp.data(), rstd.data(), x.N, x.C,
+                                    x.accumulate, CPU);
         } else {
-            layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(), bias.data(), x.N, x.C, 1e-5f, CPU);
-            layernorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(), mean.data(), rstd.data(), x.N, x.C, CPU);
-            layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(), mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
-            layernorm_backward_weight((A*)nullptr, (A*)nullptr, dout.data(), inp.data(), mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+            layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
+                              bias.data(), x.N, x.C, 1e-5f, CPU);
+            layernorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
+                                     mean.data(), rstd.data(), x.N, x.C, CPU);
+            layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
+                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+            layernorm_backward_weight((A*)nullptr, (A*)nullptr, dout.data(), inp.data(),
+                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
         }
     }
 };
 
 inline NormInputs norm_inputs(Check& c, size_t N, size_t C, bool rms) {
-    NormInputs x = {N, C, normals(c, N * C), normals(c, C), normals(c, C), normals(c, N * C), normals(c, N * C), rms, true, false, false};
+    NormInputs x = {N,
+                    C,
+                    normals(c, N * C),
+                    normals(c, C),
+                    normals(c, C),
+                    normals(c, N * C),
+                    normals(c, N * C),
+                    rms,
+                    true,
+                    false,
+                    false};
     for (size_t i = 0; i < N * C; i++) x.inp[i] += 1.5; // a mean that must be taken out
     for (Doubles* d : {&x.inp, &x.weight, &x.bias, &x.dout, &x.dresidual}) *d = rounded<bf16>(*d);
     return x;
@@ -122,12 +162,16 @@ inline void norm_test(Check& c, bool rms) {
             NormRun<double> d(x);
             NormRun<float> f(x);
             NormRun<bf16> b(x);
-            close(c, "out float", f.out, d.out, tolerance<float>(C)), close(c, "out bf16", b.out, d.out, tolerance<bf16>(C));
+            close(c, "out float", f.out, d.out, tolerance<float>(C)),
+                close(c, "out bf16", b.out, d.out, tolerance<bf16>(C));
             close(c, "rstd", f.rstd, d.rstd, tolerance<float>(C));
             double terms = 0; // the gradient is what is left of these: for C = 2 nothing
-            for (size_t i = 0; i < x.N * C; i++) terms = std::max(terms, std::fabs(x.dout[i] * x.weight[i % C] * d.rstd[i / C]));
-            close(c, "dinp float", f.dinp, d.dinp, 4 * tolerance<float>(C), terms), close(c, "dinp bf16", b.dinp, d.dinp, tolerance<bf16>(C), terms);
-            close(c, "dweight float", f.dweight, d.dweight, 4 * tolerance<float>(x.N)), close(c, "dbias float", f.dbias, d.dbias, tolerance<float>(x.N));
+            for (size_t i = 0; i < x.N * C; i++)
+                terms = std::max(terms, std::fabs(x.dout[i] * x.weight[i % C] * d.rstd[i / C]));
+            close(c, "dinp float", f.dinp, d.dinp, 4 * tolerance<float>(C), terms),
+                close(c, "dinp bf16", b.dinp, d.dinp, tolerance<bf16>(C), terms);
+            close(c, "dweight float", f.dweight, d.dweight, 4 * tolerance<float>(x.N)),
+                close(c, "dbias float", f.dbias, d.dbias, tolerance<float>(x.N));
         }
     // known answer: the row (1, 3) has mean 2, deviation 1
     NormInputs x = {1, 2, {1, 3}, {1, 1}, {0, 0}, {0, 0}, {0, 0}, rms, false, false, false};
@@ -140,7 +184,10 @@ inline void norm_grad(Check& c, bool rms) {
         for (int variant = 0; variant < 4; variant++) {
             NormInputs x = norm_inputs(c, 3, C, rms);
             x.residual = variant & 1, x.in_place = variant == 3, x.accumulate = variant & 2;
-            auto loss = [&] { return dot(NormRun<double>(x).out, x.dout) + (x.residual ? dot(x.inp, x.dresidual) : 0); };
+            auto loss = [&] {
+                return dot(NormRun<double>(x).out, x.dout) +
+                       (x.residual ? dot(x.inp, x.dresidual) : 0);
+            };
             NormRun<double> run(x);
             Doubles dweight = run.dweight, dbias = run.dbias;
             if (x.accumulate)
@@ -153,34 +200,48 @@ inline void norm_grad(Check& c, bool rms) {
 
 template <typename T> void norm_rates(Perf& p, bool rms, const char* type) {
     size_t N = 4096 * 4, C = 768, s = sizeof(T);
-    std::vector<T> inp(N * C, from_acc<T>(1)), out(N * C), weight(C), bias(C), dout(N * C, from_acc<T>(1)), dinp(N * C);
+    std::vector<T> inp(N * C, from_acc<T>(1)), out(N * C), weight(C), bias(C),
+        dout(N * C, from_acc<T>(1)), dinp(N * C);
     std::vector<float> mean(N), rstd(N), dweight(C), dbias(C);
     double bytes = double(N * C * s);
     std::string name = type;
     memory_rate(p, (name + " forward (16384,768)").c_str(), 2 * bytes, [&] {
         rms ? rmsnorm_forward(out.data(), rstd.data(), inp.data(), weight.data(), N, C, 1e-5f, CPU)
-            : layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(), bias.data(), N, C, 1e-5f, CPU);
+            : layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
+                                bias.data(), N, C, 1e-5f, CPU);
     });
     memory_rate(p, (name + " backward_input, with residual").c_str(), 4 * bytes, [&] {
-        rms ? rmsnorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(), weight.data(), rstd.data(), N, C, CPU)
-            : layernorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(), weight.data(), mean.data(), rstd.data(), N, C, CPU);
+        rms ? rmsnorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(),
+                                     weight.data(), rstd.data(), N, C, CPU)
+            : layernorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(),
+                                       weight.data(), mean.data(), rstd.data(), N, C, CPU);
     });
     memory_rate(p, (name + " backward_weight").c_str(), 2 * bytes, [&] {
-        rms ? rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), N, C, false, CPU)
-            : layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(), mean.data(), rstd.data(), N, C, false, CPU);
+        rms ? rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), N, C,
+                                      false, CPU)
+            : layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
+                                        mean.data(), rstd.data(), N, C, false, CPU);
     });
 }
-inline void norm_perf(Perf& p, bool rms) { norm_rates<float>(p, rms, "float"), norm_rates<bf16>(p, rms, "bf16"); }
+inline void norm_perf(Perf& p, bool rms) {
+    norm_rates<float>(p, rms, "float"), norm_rates<bf16>(p, rms, "bf16");
+}
 
 // ----------------------------------------------------------------------------
 // RoPE
 
-template <typename T> std::vector<T> rope_run(const Doubles& x, const std::vector<int>& positions, size_t NH, size_t HS, size_t stride, bool backward) {
+template <typename T>
+std::vector<T> rope_run(const Doubles& x, const std::vector<int>& positions, size_t NH, size_t HS,
+                        size_t stride, bool backward) {
     std::vector<T> y = as<T>(x);
     std::vector<acc_t<T>> table(64 * HS);
     rope_table(table.data(), 64, HS, 10000.0, {8, 1, 4, 16});
-    if (backward) rope_backward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride, CPU);
-    else rope_forward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride, CPU);
+    if (backward)
+        rope_backward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride,
+                      CPU);
+    else
+        rope_forward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride,
+                     CPU);
     return y;
 }
 
@@ -188,24 +249,33 @@ inline void rope_test(Check& c) {
     for (size_t HS : {size_t(2), size_t(10), size_t(64)}) {
         size_t N = odd(c, 1, 30), NH = odd(c, 1, 5), stride = NH * HS + odd(c, 0, 7);
         std::vector<int> positions = integers(c, N, 0, 63);
-        Doubles x = rounded<bf16>(normals(c, N * stride)), d = rope_run<double>(x, positions, NH, HS, stride, false);
-        close(c, "float", rope_run<float>(x, positions, NH, HS, stride, false), d, tolerance<float>(1));
-        close(c, "bf16", rope_run<bf16>(x, positions, NH, HS, stride, false), d, tolerance<bf16>(1));
+        Doubles x = rounded<bf16>(normals(c, N * stride)),
+                d = rope_run<double>(x, positions, NH, HS, stride, false);
+        close(c, "float", rope_run<float>(x, positions, NH, HS, stride, false), d,
+              tolerance<float>(1));
+        close(c, "bf16", rope_run<bf16>(x, positions, NH, HS, stride, false), d,
+              tolerance<bf16>(1));
         close(c, "turned back", rope_run<double>(d, positions, NH, HS, stride, true), x, 1e-13);
         // a pair (i, i + HS/2) turns by the angle position * theta^(-2i/HS), here without scaling
         size_t i = odd(c, 0, HS / 2 - 1);
         Doubles table(64 * HS);
         rope_table(table.data(), 64, HS, 500.0, {});
-        close(c, "angle", Doubles{table[(5 * (HS / 2) + i) * 2 + 1]}, Doubles{std::sin(5 * std::pow(500.0, -2.0 * double(i) / double(HS)))}, 1e-12);
+        close(c, "angle", Doubles{table[(5 * (HS / 2) + i) * 2 + 1]},
+              Doubles{std::sin(5 * std::pow(500.0, -2.0 * double(i) / double(HS)))}, 1e-12);
     }
-    // Llama 3.1: factor 8, low 1, high 4, original 8192, theta 500000, HS 128. Wavelengths below 2048 stay, above 8192
+    // Llama 3.1: factor 8, low 1, high 4, original 8192, theta 500000, HS 128. Wavelengths below
+    // 2048 stay, above 8192
     // are stretched by 8.
     RopeScaling s = {8, 1, 4, 8192};
     for (size_t i = 0; i < 64; i++) {
-        double f = std::pow(500000.0, -double(i) / 64), w = 2 * M_PI / f, got = rope_frequency(i, 128, 500000, s);
-        if (w < 2048) expect(c, got == f, "a short wavelength was scaled");
-        else if (w > 8192) expect(c, std::fabs(got * 8 / f - 1) < 1e-12, "a long wavelength was not divided by 8");
-        else expect(c, got < f && got > f / 8, "a middle wavelength is not between");
+        double f = std::pow(500000.0, -double(i) / 64), w = 2 * M_PI / f,
+               got = rope_frequency(i, 128, 500000, s);
+        if (w < 2048)
+            expect(c, got == f, "a short wavelength was scaled");
+        else if (w > 8192)
+            expect(c, std::fabs(got * 8 / f - 1) < 1e-12, "a long wavelength was not divided by 8");
+        else
+            expect(c, got < f && got > f / 8, "a middle wavelength is not between");
     }
 }
 
@@ -223,16 +293,20 @@ inline void rope_perf(Perf& p) {
     std::vector<float> table(1024 * HS);
     std::vector<int> positions(N);
     for (size_t n = 0; n < N; n++) positions[n] = int(n % 1024);
-    memory_rate(p, "bf16 (4096,24,64)", 4.0 * double(x.size()), [&] { rope_forward(x.data(), positions.data(), table.data(), N, NH, HS, NH * HS, CPU); });
+    memory_rate(p, "bf16 (4096,24,64)", 4.0 * double(x.size()), [&] {
+        rope_forward(x.data(), positions.data(), table.data(), N, NH, HS, NH * HS, CPU);
+    });
 }
 
 // ----------------------------------------------------------------------------
 // activations
 
-template <typename T> void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Doubles& dout) {
+template <typename T>
+void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Doubles& dout) {
     size_t n = x.size();
     double terms = 0; // x/2 * (1 + tanh): for a negative x next to nothing is left
-    for (size_t i = 0; i < n; i++) terms = std::max(terms, std::fabs(x[i]) * std::max(1.0, std::fabs(dout[i])) * 0.5);
+    for (size_t i = 0; i < n; i++)
+        terms = std::max(terms, std::fabs(x[i]) * std::max(1.0, std::fabs(dout[i])) * 0.5);
     std::vector<T> X = as<T>(x), U = as<T>(u), D = as<T>(dout), y(n), dx(n), dg(n), du(n);
     Doubles y0(n), dx0(n), dg0(n), du0(n);
     gelu_forward(y0.data(), x.data(), n, CPU), gelu_forward(y.data(), X.data(), n, CPU);
@@ -241,17 +315,20 @@ template <typename T> void activation_type_test(Check& c, const Doubles& x, cons
     dx = D;
     gelu_backward(dx.data(), dx.data(), X.data(), n, CPU); // in place
     close(c, "gelu backward", dx, dx0, tolerance<T>(4), terms);
-    swiglu_forward(y0.data(), x.data(), u.data(), n, CPU), swiglu_forward(y.data(), X.data(), U.data(), n, CPU);
+    swiglu_forward(y0.data(), x.data(), u.data(), n, CPU),
+        swiglu_forward(y.data(), X.data(), U.data(), n, CPU);
     close(c, "swiglu", y, y0, tolerance<T>(1));
     swiglu_backward(dg0.data(), du0.data(), dout.data(), x.data(), u.data(), n, CPU);
     dg = D, du = U;
     swiglu_backward(dg.data(), du.data(), dg.data(), X.data(), du.data(), n, CPU); // in place
-    close(c, "swiglu dgate", dg, dg0, tolerance<T>(4)), close(c, "swiglu dup", du, du0, tolerance<T>(4));
+    close(c, "swiglu dgate", dg, dg0, tolerance<T>(4)),
+        close(c, "swiglu dup", du, du0, tolerance<T>(4));
 }
 
 inline void activation_test(Check& c) {
     for (size_t n : {size_t(1), odd(c, 2, 5000)}) {
-        Doubles x = rounded<bf16>(normals(c, n, 3)), u = rounded<bf16>(normals(c, n)), dout = rounded<bf16>(normals(c, n));
+        Doubles x = rounded<bf16>(normals(c, n, 3)), u = rounded<bf16>(normals(c, n)),
+                dout = rounded<bf16>(normals(c, n));
         if (n > 4) x[0] = 0, x[1] = 40, x[2] = -40, x[3] = 100;
         activation_type_test<float>(c, x, u, dout);
         activation_type_test<bf16>(c, x, u, dout);
@@ -288,12 +365,18 @@ template <typename T> void activation_rates(Perf& p, const char* type) {
     std::vector<T> x(n, from_acc<T>(1)), u(n, from_acc<T>(1)), y(n), d(n);
     std::string name = type;
     double bytes = double(n * sizeof(T));
-    memory_rate(p, (name + " gelu forward (4096,3072)").c_str(), 2 * bytes, [&] { gelu_forward(y.data(), x.data(), n, CPU); });
-    memory_rate(p, (name + " gelu backward").c_str(), 3 * bytes, [&] { gelu_backward(d.data(), y.data(), x.data(), n, CPU); });
-    memory_rate(p, (name + " swiglu forward").c_str(), 3 * bytes, [&] { swiglu_forward(y.data(), x.data(), u.data(), n, CPU); });
-    memory_rate(p, (name + " swiglu backward, in place").c_str(), 5 * bytes, [&] { swiglu_backward(d.data(), u.data(), y.data(), x.data(), u.data(), n, CPU); });
+    memory_rate(p, (name + " gelu forward (4096,3072)").c_str(), 2 * bytes,
+                [&] { gelu_forward(y.data(), x.data(), n, CPU); });
+    memory_rate(p, (name + " gelu backward").c_str(), 3 * bytes,
+                [&] { gelu_backward(d.data(), y.data(), x.data(), n, CPU); });
+    memory_rate(p, (name + " swiglu forward").c_str(), 3 * bytes,
+                [&] { swiglu_forward(y.data(), x.data(), u.data(), n, CPU); });
+    memory_rate(p, (name + " swiglu backward, in place").c_str(), 5 * bytes,
+                [&] { swiglu_backward(d.data(), u.data(), y.data(), x.data(), u.data(), n, CPU); });
 }
-inline void activation_perf(Perf& p) { activation_rates<float>(p, "float"), activation_rates<bf16>(p, "bf16"); }
+inline void activation_perf(Perf& p) {
+    activation_rates<float>(p, "float"), activation_rates<bf16>(p, "bf16");
+}
 
 // ----------------------------------------------------------------------------
 // cross-entropy
@@ -303,13 +386,21 @@ template <typename T> struct CrossentropyRun {
     std::vector<A> row_max, sum_exp, target_logit, losses;
     std::vector<T> dlogits;
     double total = 0;
-    CrossentropyRun(const Doubles& logits, const std::vector<int>& targets, size_t V, size_t Vp, double scale)
-        : row_max(targets.size()), sum_exp(targets.size()), target_logit(targets.size()), losses(targets.size()), dlogits(as<T>(logits)) {
+    CrossentropyRun(const Doubles& logits, const std::vector<int>& targets, size_t V, size_t Vp,
+                    double scale)
+        : row_max(targets.size()),
+          sum_exp(targets.size()),
+          target_logit(targets.size()),
+          losses(targets.size()),
+          dlogits(as<T>(logits)) {
         size_t N = targets.size();
         crossentropy_max(row_max.data(), dlogits.data(), N, V, Vp, CPU);
-        crossentropy_sum(sum_exp.data(), target_logit.data(), dlogits.data(), targets.data(), row_max.data(), N, V, Vp, 0, CPU);
-        crossentropy_loss(losses.data(), row_max.data(), sum_exp.data(), target_logit.data(), targets.data(), N, CPU);
-        crossentropy_backward(dlogits.data(), targets.data(), row_max.data(), sum_exp.data(), A(scale), N, V, Vp, 0, CPU);
+        crossentropy_sum(sum_exp.data(), target_logit.data(), dlogits.data(), targets.data(),
+                         row_max.data(), N, V, Vp, 0, CPU);
+        crossentropy_loss(losses.data(), row_max.data(), sum_exp.data(), target_logit.data(),
+                          targets.data(), N, CPU);
+        crossentropy_backward(dlogits.data(), targets.data(), row_max.data(), sum_exp.data(),
+                              A(scale), N, V, Vp, 0, CPU);
         crossentropy_total(&total, losses.data(), N, CPU);
     }
 };
@@ -319,18 +410,24 @@ inline void crossentropy_test(Check& c) {
         size_t N = odd(c, 1, 20), Vp = V + odd(c, 0, 9);
         Doubles logits = rounded<bf16>(normals(c, N * Vp, 4));
         for (size_t n = 0; n < N; n++)
-            for (size_t v = V; v < Vp; v++) logits[n * Vp + v] = 1000; // padding must not be looked at
+            for (size_t v = V; v < Vp; v++)
+                logits[n * Vp + v] = 1000; // padding must not be looked at
         std::vector<int> targets = integers(c, N, -1, int(V) - 1);
         CrossentropyRun<double> d(logits, targets, V, Vp, 0.1);
         CrossentropyRun<float> f(logits, targets, V, Vp, 0.1);
         CrossentropyRun<bf16> b(logits, targets, V, Vp, 0.1);
         double terms = 0; // a loss is what is left of a logit and the maximum
         for (double m : d.row_max) terms = std::max(terms, std::fabs(m));
-        close(c, "losses float", f.losses, d.losses, tolerance<float>(V), terms), close(c, "losses bf16", b.losses, d.losses, tolerance<float>(V), terms);
-        close(c, "dlogits float", f.dlogits, d.dlogits, tolerance<float>(V), 0.1), close(c, "dlogits bf16", b.dlogits, d.dlogits, tolerance<bf16>(V), 0.1);
-        for (size_t n = 0; n < N; n++) { // a row's gradient adds up to 0, and is 0 where ignored and in the padding
+        close(c, "losses float", f.losses, d.losses, tolerance<float>(V), terms),
+            close(c, "losses bf16", b.losses, d.losses, tolerance<float>(V), terms);
+        close(c, "dlogits float", f.dlogits, d.dlogits, tolerance<float>(V), 0.1),
+            close(c, "dlogits bf16", b.dlogits, d.dlogits, tolerance<bf16>(V), 0.1);
+        for (size_t n = 0; n < N;
+             n++) { // a row's gradient adds up to 0, and is 0 where ignored and in the padding
             double sum = 0, size = 0;
-            for (size_t v = 0; v < Vp; v++) sum += d.dlogits[n * Vp + v], size += v >= V || targets[n] < 0 ? std::fabs(d.dlogits[n * Vp + v]) : 0;
+            for (size_t v = 0; v < Vp; v++)
+                sum += d.dlogits[n * Vp + v],
+                    size += v >= V || targets[n] < 0 ? std::fabs(d.dlogits[n * Vp + v]) : 0;
             expect(c, std::fabs(sum) < 1e-12 && size == 0, "a row's gradient does not add up to 0");
         }
         // two halves of the vocabulary, put together as ranks do, give the whole
@@ -338,16 +435,22 @@ inline void crossentropy_test(Check& c) {
         size_t H = V / 2;
         Doubles left, right, m(N), s(N), t(N), m2(N), s2(N), t2(N);
         for (size_t n = 0; n < N; n++) {
-            left.insert(left.end(), logits.begin() + long(n * Vp), logits.begin() + long(n * Vp + H));
-            right.insert(right.end(), logits.begin() + long(n * Vp + H), logits.begin() + long(n * Vp + V));
+            left.insert(left.end(), logits.begin() + long(n * Vp),
+                        logits.begin() + long(n * Vp + H));
+            right.insert(right.end(), logits.begin() + long(n * Vp + H),
+                         logits.begin() + long(n * Vp + V));
         }
-        crossentropy_max(m.data(), left.data(), N, H, H, CPU), crossentropy_max(m2.data(), right.data(), N, V - H, V - H, CPU);
+        crossentropy_max(m.data(), left.data(), N, H, H, CPU),
+            crossentropy_max(m2.data(), right.data(), N, V - H, V - H, CPU);
         for (size_t n = 0; n < N; n++) m[n] = std::max(m[n], m2[n]);
-        crossentropy_sum(s.data(), t.data(), left.data(), targets.data(), m.data(), N, H, H, 0, CPU);
-        crossentropy_sum(s2.data(), t2.data(), right.data(), targets.data(), m.data(), N, V - H, V - H, H, CPU);
+        crossentropy_sum(s.data(), t.data(), left.data(), targets.data(), m.data(), N, H, H, 0,
+                         CPU);
+        crossentropy_sum(s2.data(), t2.data(), right.data(), targets.data(), m.data(), N, V - H,
+                         V - H, H, CPU);
         Doubles losses(N);
         Doubles sum = plus(s, s2), target = plus(t, t2);
-        crossentropy_loss(losses.data(), m.data(), sum.data(), target.data(), targets.data(), N, CPU);
+        crossentropy_loss(losses.data(), m.data(), sum.data(), target.data(), targets.data(), N,
+                          CPU);
         close(c, "losses of two shards", losses, d.losses, 1e-12);
     }
     CrossentropyRun<double> uniform(Doubles(10, 3.0), {4}, 10, 10, 1); // equal logits: log V
@@ -361,7 +464,8 @@ inline void crossentropy_grad(Check& c) {
     Doubles logits = normals(c, N * Vp);
     std::vector<int> targets = {3, -1, 0, 6};
     auto loss = [&] { return 0.3 * CrossentropyRun<double>(logits, targets, V, Vp, 0.3).total; };
-    gradient(c, "logits", loss, logits, CrossentropyRun<double>(logits, targets, V, Vp, 0.3).dlogits);
+    gradient(c, "logits", loss, logits,
+             CrossentropyRun<double>(logits, targets, V, Vp, 0.3).dlogits);
 }
 
 template <typename T> void crossentropy_rates(Perf& p, const char* type) {
@@ -370,14 +474,20 @@ template <typename T> void crossentropy_rates(Perf& p, const char* type) {
     std::vector<float> m(N), s(N), t(N), l(N);
     std::vector<int> targets(N, 5);
     double bytes = double(N * Vp * sizeof(T));
-    memory_rate(p, (std::string(type) + " max, sum, loss and backward (1024,50257)").c_str(), 4 * bytes, [&] {
-        crossentropy_max(m.data(), logits.data(), N, V, Vp, CPU);
-        crossentropy_sum(s.data(), t.data(), logits.data(), targets.data(), m.data(), N, V, Vp, 0, CPU);
-        crossentropy_loss(l.data(), m.data(), s.data(), t.data(), targets.data(), N, CPU);
-        crossentropy_backward(logits.data(), targets.data(), m.data(), s.data(), 1e-3f, N, V, Vp, 0, CPU);
-    });
+    memory_rate(p, (std::string(type) + " max, sum, loss and backward (1024,50257)").c_str(),
+                4 * bytes, [&] {
+                    crossentropy_max(m.data(), logits.data(), N, V, Vp, CPU);
+                    crossentropy_sum(s.data(), t.data(), logits.data(), targets.data(), m.data(), N,
+                                     V, Vp, 0, CPU);
+                    crossentropy_loss(l.data(), m.data(), s.data(), t.data(), targets.data(), N,
+                                      CPU);
+                    crossentropy_backward(logits.data(), targets.data(), m.data(), s.data(), 1e-3f,
+                                          N, V, Vp, 0, CPU);
+                });
 }
-inline void crossentropy_perf(Perf& p) { crossentropy_rates<float>(p, "float"), crossentropy_rates<bf16>(p, "bf16"); }
+inline void crossentropy_perf(Perf& p) {
+    crossentropy_rates<float>(p, "float"), crossentropy_rates<bf16>(p, "bf16");
+}
 
 // ----------------------------------------------------------------------------
 // optimizer and gradient norm
@@ -396,15 +506,21 @@ inline void adamw_test(Check& c) {
         adamw_update(wb.data(), master.data(), gf.data(), mb.data(), vb.data(), n, h, &scale, CPU);
         for (size_t i = 0; i < n; i++) { // the paper's text, in double
             double x = g[i] * 0.5;
-            m[i] = double(h.beta1) * m[i] + (1 - double(h.beta1)) * x, v[i] = double(h.beta2) * v[i] + (1 - double(h.beta2)) * x * x;
-            double mhat = m[i] / (1 - std::pow(double(h.beta1), double(step))), vhat = v[i] / (1 - std::pow(double(h.beta2), double(step)));
-            reference[i] -= double(h.lr) * (mhat / (std::sqrt(vhat) + double(h.eps)) + double(h.decay) * reference[i]);
+            m[i] = double(h.beta1) * m[i] + (1 - double(h.beta1)) * x,
+            v[i] = double(h.beta2) * v[i] + (1 - double(h.beta2)) * x * x;
+            double mhat = m[i] / (1 - std::pow(double(h.beta1), double(step))),
+                   vhat = v[i] / (1 - std::pow(double(h.beta2), double(step)));
+            reference[i] -= double(h.lr) * (mhat / (std::sqrt(vhat) + double(h.eps)) +
+                                            double(h.decay) * reference[i]);
         }
     }
-    close(c, "float", wf, reference, tolerance<float>(9)), close(c, "master", master, reference, tolerance<float>(9));
-    close(c, "bf16", wb, reference, tolerance<bf16>(1)), close(c, "second moments", vf, v, tolerance<float>(9));
+    close(c, "float", wf, reference, tolerance<float>(9)),
+        close(c, "master", master, reference, tolerance<float>(9));
+    close(c, "bf16", wb, reference, tolerance<bf16>(1)),
+        close(c, "second moments", vf, v, tolerance<float>(9));
     std::vector<bf16> of_master = as<bf16>(as_double(master));
-    expect(c, !memcmp(of_master.data(), wb.data(), n * 2), "the weight is not the master rounded to nearest");
+    expect(c, !memcmp(of_master.data(), wb.data(), n * 2),
+           "the weight is not the master rounded to nearest");
     StepScale broken = {0, 1, 0, 4};
     std::vector<float> before = wf, g(n, 1.0f);
     adamw_update(wf.data(), nullptr, g.data(), mf.data(), vf.data(), n, h, &broken, CPU);
@@ -422,8 +538,14 @@ inline void adamw_perf(Perf& p) {
     std::vector<float> master(n), g(n, 1e-3f), m(n), v(n);
     std::vector<bf16> w(n);
     StepScale scale = {0, 1, 1, 3};
-    memory_rate(p, "bf16 with masters, 32M parameters", 30.0 * double(n), [&] { adamw_update(w.data(), master.data(), g.data(), m.data(), v.data(), n, {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU); });
-    memory_rate(p, "float, 32M parameters", 28.0 * double(n), [&] { adamw_update(master.data(), nullptr, g.data(), m.data(), v.data(), n, {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU); });
+    memory_rate(p, "bf16 with masters, 32M parameters", 30.0 * double(n), [&] {
+        adamw_update(w.data(), master.data(), g.data(), m.data(), v.data(), n,
+                     {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
+    });
+    memory_rate(p, "float, 32M parameters", 28.0 * double(n), [&] {
+        adamw_update(master.data(), nullptr, g.data(), m.data(), v.data(), n,
+                     {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
+    });
 }
 
 inline void norm_of_gradients_test(Check& c) {
@@ -445,7 +567,8 @@ inline void norm_of_gradients_test(Check& c) {
     int64_t steps = scale.step;
     grad_squares(sums.data(), gf.data(), n, CPU);
     grad_norm_finish(&scale, sums.data(), chunks, 0.5f, CPU);
-    expect(c, scale.finite == 0 && scale.step == steps, "a gradient that is not finite goes unnoticed");
+    expect(c, scale.finite == 0 && scale.step == steps,
+           "a gradient that is not finite goes unnoticed");
     std::vector<float> a = as<float>(g), b = a;
     add_gradients(a.data(), b.data(), n, CPU);
     close(c, "sum of two gradients", a, plus(g, g), 1e-7);
@@ -455,15 +578,18 @@ inline void norm_of_gradients_perf(Perf& p) {
     size_t n = size_t(32) << 20;
     std::vector<float> g(n, 1e-3f);
     std::vector<double> sums(ceil_div(n, GRAD_NORM_CHUNK));
-    memory_rate(p, "32M gradients", 4.0 * double(n), [&] { grad_squares(sums.data(), g.data(), n, CPU); });
+    memory_rate(p, "32M gradients", 4.0 * double(n),
+                [&] { grad_squares(sums.data(), g.data(), n, CPU); });
 }
 
 // ----------------------------------------------------------------------------
 
 inline void add_simple_rows(std::vector<Row>& rows) {
     rows.push_back({"embedding", embedding_test, embedding_grad, embedding_perf});
-    rows.push_back({"layernorm", [](Check& c) { norm_test(c, false); }, [](Check& c) { norm_grad(c, false); }, [](Perf& p) { norm_perf(p, false); }});
-    rows.push_back({"rmsnorm", [](Check& c) { norm_test(c, true); }, [](Check& c) { norm_grad(c, true); }, [](Perf& p) { norm_perf(p, true); }});
+    rows.push_back({"layernorm", [](Check& c) { norm_test(c, false); },
+                    [](Check& c) { norm_grad(c, false); }, [](Perf& p) { norm_perf(p, false); }});
+    rows.push_back({"rmsnorm", [](Check& c) { norm_test(c, true); },
+                    [](Check& c) { norm_grad(c, true); }, [](Perf& p) { norm_perf(p, true); }});
     rows.push_back({"rope", rope_test, rope_grad, rope_perf});
     rows.push_back({"gelu, swiglu", activation_test, activation_grad, activation_perf});
     rows.push_back({"crossentropy", crossentropy_test, crossentropy_grad, crossentropy_perf});

@@ -1,4 +1,5 @@
-// test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a fix
+// test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a
+// fix
 #include <gtest/gtest.h>
 #include <fstream>
 #include "../llmc/config.h"
@@ -13,7 +14,8 @@ static std::string parse(std::vector<std::string> words) {
     Config c;
     return parse(c, words);
 }
-static std::string check(std::vector<std::string> words, Shape s = gpt2_shape(4, 4, 128, 256, 1024)) {
+static std::string check(std::vector<std::string> words,
+                         Shape s = gpt2_shape(4, 4, 128, 256, 1024)) {
     Config c;
     std::string wrong = parse(c, words);
     if (wrong.empty()) wrong = override_shape(c, s);
@@ -34,13 +36,16 @@ TEST(Config, EveryFlagRoundTripsThroughText) {
 
 TEST(Config, HelpNamesEveryFlagAndPreset) {
     std::string help = help_text();
-    for (const Flag& f : config_table()) EXPECT_HAS(help, (*f.name ? "--" : "") + std::string(*f.name ? f.name : f.help));
+    for (const Flag& f : config_table())
+        EXPECT_HAS(help, (*f.name ? "--" : "") + std::string(*f.name ? f.name : f.help));
     for (const Preset& p : model_presets()) EXPECT_HAS(help, p.name);
 }
 
 TEST(Config, ReadsFlagsAndSwitches) {
     Config c;
-    EXPECT_EQ(parse(c, {"--steps", "7", "--lr", "3e-4", "--resume", "--explain", "false", "--model", "gpt2"}), "");
+    EXPECT_EQ(parse(c, {"--steps", "7", "--lr", "3e-4", "--resume", "--explain", "false", "--model",
+                        "gpt2"}),
+              "");
     EXPECT_EQ(c.steps, 7);
     EXPECT_EQ(c.lr, 3e-4);
     EXPECT_TRUE(c.resume);
@@ -50,7 +55,8 @@ TEST(Config, ReadsFlagsAndSwitches) {
 
 TEST(Config, FilesHoldTheSameNames) {
     std::string path = testing::TempDir() + "/run.conf";
-    std::ofstream(path) << "# a run\nsteps = 12   # few\n\n  lr=0.5\nmodel = gpt2-xl\nresume = true\n";
+    std::ofstream(path)
+        << "# a run\nsteps = 12   # few\n\n  lr=0.5\nmodel = gpt2-xl\nresume = true\n";
     Config c;
     EXPECT_EQ(parse(c, {"--config", path, "--steps", "13"}), "");
     EXPECT_EQ(c.steps, 13); // later flags win
@@ -79,7 +85,8 @@ TEST(Config, RefusesWhatItCannotRead) {
 }
 
 TEST(Config, RefusesWhatIsNotBuiltByName) {
-    for (const char* flag : {"--tp", "--dp", "--pp", "--cp", "--ep", "--zero", "--local-ranks", "--chunks"}) {
+    for (const char* flag :
+         {"--tp", "--dp", "--pp", "--cp", "--ep", "--zero", "--local-ranks", "--chunks"}) {
         std::string wrong = check({flag, "2"});
         EXPECT_HAS(wrong, flag);
         EXPECT_HAS(wrong, "not built yet");
@@ -94,8 +101,10 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
 }
 
 TEST(Config, RefusesShapesThatDoNotFit) {
-    EXPECT_HAS(check({"--heads", "3"}), "--heads 3 does not divide --channels 128: heads that do, near it: 1 2 4 8");
-    EXPECT_HAS(check({"--seq", "2000"}), "beyond the model's 1024 positions: use --seq 1024 or less");
+    EXPECT_HAS(check({"--heads", "3"}),
+               "--heads 3 does not divide --channels 128: heads that do, near it: 1 2 4 8");
+    EXPECT_HAS(check({"--seq", "2000"}),
+               "beyond the model's 1024 positions: use --seq 1024 or less");
     EXPECT_HAS(check({"--batch-tokens", "3000"}), "8 x 256 x 1 = 2048: try 2048 or 4096");
     EXPECT_HAS(check({"--lr", "1e-4", "--min-lr", "1e-3"}), "--min-lr 0.001 is above --lr");
     EXPECT_HAS(check({"--resume"}), "--out DIR");
@@ -103,7 +112,8 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
     EXPECT_HAS(check({"--kv-heads", "3"}, llama), "--kv-heads 3 does not divide --heads 4");
     EXPECT_HAS(check({"--position", "learned"}, llama), "Llama has no table of positions");
-    EXPECT_HAS(check({"--heads", "64", "--kv-heads", "64", "--position", "rope"}, llama), "a head size of 1 is odd");
+    EXPECT_HAS(check({"--heads", "64", "--kv-heads", "64", "--position", "rope"}, llama),
+               "a head size of 1 is odd");
     EXPECT_HAS(check({"--kv-heads", "2"}), "leave --kv-heads out");
     llama.sliding_window = 64;
     EXPECT_HAS(check({"--seq", "100"}, llama), "sliding window of 64");
@@ -123,14 +133,15 @@ TEST(Config, TheCopyInTheLogHoldsEveryFlag) {
 
 TEST(Schedule, FormulasAtTheirEdges) {
     for (const char* s : {"cosine", "linear", "wsd", "constant"}) {
-        EXPECT_DOUBLE_EQ(lr_at(0, 100, 10, 1.0, 0.1, s), 0.1) << s;  // first step of the warm-up
-        EXPECT_DOUBLE_EQ(lr_at(9, 100, 10, 1.0, 0.1, s), 1.0) << s;  // its last
+        EXPECT_DOUBLE_EQ(lr_at(0, 100, 10, 1.0, 0.1, s), 0.1) << s; // first step of the warm-up
+        EXPECT_DOUBLE_EQ(lr_at(9, 100, 10, 1.0, 0.1, s), 1.0) << s; // its last
         EXPECT_DOUBLE_EQ(lr_at(10, 100, 10, 1.0, 0.1, s), 1.0) << s;
-        EXPECT_DOUBLE_EQ(lr_at(0, 1, 0, 1.0, 0.1, s), 1.0) << s;     // a run of one step
-        EXPECT_DOUBLE_EQ(lr_at(4, 5, 10, 1.0, 0.1, s), 0.5) << s;    // a run that is all warm-up
+        EXPECT_DOUBLE_EQ(lr_at(0, 1, 0, 1.0, 0.1, s), 1.0) << s;  // a run of one step
+        EXPECT_DOUBLE_EQ(lr_at(4, 5, 10, 1.0, 0.1, s), 0.5) << s; // a run that is all warm-up
         double end = lr_at(100, 100, 10, 1.0, 0.1, s);
         EXPECT_DOUBLE_EQ(end, std::string(s) == "constant" ? 1.0 : 0.1) << s;
-        for (int i = 11; i <= 100; i++) EXPECT_LE(lr_at(i, 100, 10, 1.0, 0.1, s), lr_at(i - 1, 100, 10, 1.0, 0.1, s)) << s;
+        for (int i = 11; i <= 100; i++)
+            EXPECT_LE(lr_at(i, 100, 10, 1.0, 0.1, s), lr_at(i - 1, 100, 10, 1.0, 0.1, s)) << s;
     }
     EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "cosine"), 0.55); // half way
     EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "linear"), 0.55);

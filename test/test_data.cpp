@@ -1,5 +1,7 @@
-// test_data.cpp - random numbers, vector maths, narrow types, data windows, samplers, safetensors files
-//   Expected values come from elsewhere: published known answers, libm in double, neighbours of a rounded number,
+// test_data.cpp - random numbers, vector maths, narrow types, data windows, samplers, safetensors
+// files
+//   Expected values come from elsewhere: published known answers, libm in double, neighbours of a
+//   rounded number,
 //   and tokens that are their own positions.
 #include <gtest/gtest.h>
 #include <omp.h>
@@ -43,12 +45,17 @@ static testing::Environment* cleaner = testing::AddGlobalTestEnvironment(new Cle
 // random numbers
 
 TEST(Random, PhiloxKnownAnswers) {
-    struct Case { uint64_t seed, hash, index; std::array<uint32_t, 4> words; };
-    for (const Case& c : std::vector<Case>{
-             {0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-             {~0ull, ~0ull, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-             {0x299f31d0a4093822, 0x0370734413198a2e, 0x85a308d3243f6a88,
-              {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}})
+    struct Case {
+        uint64_t seed, hash, index;
+        std::array<uint32_t, 4> words;
+    };
+    for (const Case& c :
+         std::vector<Case>{{0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+                           {~0ull, ~0ull, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+                           {0x299f31d0a4093822,
+                            0x0370734413198a2e,
+                            0x85a308d3243f6a88,
+                            {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}})
         EXPECT_EQ(random_block(c.seed, c.hash, c.index), c.words) << std::hex << c.seed;
 }
 
@@ -56,7 +63,8 @@ TEST(Random, Fnv1aKnownAnswers) {
     EXPECT_EQ(fnv1a(""), 0xcbf29ce484222325u);
     EXPECT_EQ(fnv1a("a"), 0xaf63dc4c8601ec8cu);
     EXPECT_EQ(fnv1a("foobar"), 0x85944171f73967e8u);
-    EXPECT_NE(fnv1a("\x80"), fnv1a(std::string("\xff\xff\xff\x80"))); // bytes, not signed characters
+    EXPECT_NE(fnv1a("\x80"),
+              fnv1a(std::string("\xff\xff\xff\x80"))); // bytes, not signed characters
 }
 
 TEST(Random, UniformIsTheFirstWordAndFillsTheUnitInterval) {
@@ -114,12 +122,14 @@ TEST(Random, StreamsSeedsAndLargeIndicesDiffer) {
 
 TEST(Random, FillNormalIsNormalElementByElement) {
     uint64_t stream = fnv1a("fill");
-    for (uint64_t first : {0ull, 1ull, 2ull, 3ull, 4ull, 5ull, 1023ull, (1ull << 32) + 3, (1ull << 40) + 1})
+    for (uint64_t first :
+         {0ull, 1ull, 2ull, 3ull, 4ull, 5ull, 1023ull, (1ull << 32) + 3, (1ull << 40) + 1})
         for (size_t count : {0, 1, 2, 3, 4, 5, 7, 8, 9, 1001}) {
             std::vector<float> out(count + 2, -7.0f);
             fill_normal(out.data() + 1, 42, stream, first, count, 0.02f);
             for (size_t j = 0; j < count; j++)
-                ASSERT_EQ(out[j + 1], float(0.02f * normal(42, stream, first + j))) << first << "+" << j;
+                ASSERT_EQ(out[j + 1], float(0.02f * normal(42, stream, first + j)))
+                    << first << "+" << j;
             EXPECT_EQ(out.front(), -7.0f); // and nothing beside it
             EXPECT_EQ(out.back(), -7.0f);
         }
@@ -169,17 +179,20 @@ static double worst_of_all(double (*miss)(float)) {
     return worst;
 }
 
-static const std::vector<float> special = {0.0f, -0.0f, 1.0f, -1.0f, 0x1p-149f, -0x1p-149f, 0x1.fffffcp-127f, 0x1p-126f,
-                                           FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, NAN, -NAN};
+static const std::vector<float> special = {
+    0.0f,      -0.0f,   1.0f,     -1.0f,    0x1p-149f, -0x1p-149f, 0x1.fffffcp-127f,
+    0x1p-126f, FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, NAN,        -NAN};
 
 TEST(Maths, FastExpIsWithinItsBound) {
     EXPECT_EQ(worst_of_all(exp_miss), 0);
     for (float x : special) EXPECT_EQ(exp_miss(x), 0) << x;
     // where the cases meet, and where the rounding to a multiple of ln 2 turns over
     for (float edge : {-87.3f, 88.7f})
-        for (int n = -1000; n <= 1000; n++) ASSERT_EQ(exp_miss(ulps(edge, n)), 0) << edge << " " << n;
+        for (int n = -1000; n <= 1000; n++)
+            ASSERT_EQ(exp_miss(ulps(edge, n)), 0) << edge << " " << n;
     for (int k = -125; k <= 127; k++)
-        for (int n = -200; n <= 200; n++) ASSERT_EQ(exp_miss(ulps(float((k + 0.5) * M_LN2), n)), 0) << k << " " << n;
+        for (int n = -200; n <= 200; n++)
+            ASSERT_EQ(exp_miss(ulps(float((k + 0.5) * M_LN2), n)), 0) << k << " " << n;
     EXPECT_EQ(fast_exp(0.0f), 1.0f);
     EXPECT_EQ(fast_exp(-INFINITY), 0.0f);
     EXPECT_EQ(fast_exp(INFINITY), INFINITY);
@@ -193,7 +206,8 @@ TEST(Maths, FastTanhIsWithinItsBound) {
     EXPECT_EQ(worst_of_all(tanh_miss), 0);
     for (float x : special) EXPECT_EQ(tanh_miss(x), 0) << x;
     for (float edge : {-9.0f, 9.0f})
-        for (int n = -1000; n <= 1000; n++) ASSERT_EQ(tanh_miss(ulps(edge, n)), 0) << edge << " " << n;
+        for (int n = -1000; n <= 1000; n++)
+            ASSERT_EQ(tanh_miss(ulps(edge, n)), 0) << edge << " " << n;
     EXPECT_EQ(fast_tanh(0.0f), 0.0f);
     EXPECT_NEAR(fast_tanh(INFINITY), 1, 1e-7);
     EXPECT_NEAR(fast_tanh(-INFINITY), -1, 1e-7);
@@ -207,25 +221,31 @@ TEST(Maths, FastTanhIsWithinItsBound) {
 static uint16_t bf16_bits(float f) { return from_acc<bf16>(f).bits; }
 static float bf16_value(uint16_t h) { return to_float(bf16{h}); }
 
-// Rounding is monotonic between neighbours a < b of a narrow type: right at a, just below, at and just above the
-// middle, and at b is right everywhere. Sixteen-bit patterns of one sign are in order, and the odd one of two
+// Rounding is monotonic between neighbours a < b of a narrow type: right at a, just below, at and
+// just above the
+// middle, and at b is right everywhere. Sixteen-bit patterns of one sign are in order, and the odd
+// one of two
 // neighbours has the last bit set.
-static void expect_nearest_even(uint16_t (*narrow)(float), float (*wide)(uint16_t), uint16_t infinity) {
+static void expect_nearest_even(uint16_t (*narrow)(float), float (*wide)(uint16_t),
+                                uint16_t infinity) {
     for (uint32_t h = 0; h < infinity; h++)
         for (uint16_t sign : {0, 0x8000}) {
             uint16_t a = uint16_t(h | sign), b = uint16_t(a + 1), even = a & 1 ? b : a;
             // the neighbour of the largest number is where the next exponent would begin
-            double low = wide(a), high = h + 1u == infinity ? 2 * low - wide(uint16_t(a - 1)) : wide(b);
+            double low = wide(a),
+                   high = h + 1u == infinity ? 2 * low - wide(uint16_t(a - 1)) : wide(b);
             float middle = float((low + high) / 2);
             ASSERT_EQ((low + high) / 2, double(middle));
             ASSERT_EQ(narrow(float(low)), a) << std::hex << a;
             ASSERT_EQ(narrow(middle), even) << std::hex << a;
-            ASSERT_EQ(narrow(ulps(middle, -1)), a) << std::hex << a; // -1: towards zero, for both signs
+            ASSERT_EQ(narrow(ulps(middle, -1)), a)
+                << std::hex << a; // -1: towards zero, for both signs
             ASSERT_EQ(narrow(ulps(middle, 1)), b) << std::hex << a;
         }
 }
 
-static void expect_round_trips(uint16_t (*narrow)(float), float (*wide)(uint16_t), uint16_t infinity) {
+static void expect_round_trips(uint16_t (*narrow)(float), float (*wide)(uint16_t),
+                               uint16_t infinity) {
     int nans = 0;
     for (uint32_t h = 0; h < 65536; h++) {
         float f = wide(uint16_t(h));
@@ -238,7 +258,8 @@ static void expect_round_trips(uint16_t (*narrow)(float), float (*wide)(uint16_t
     }
     EXPECT_EQ(nans, 2 * (0x7fff - infinity));
     // NaNs of floats whose set bits would all be cut off
-    for (uint32_t u : {0x7f800001u, 0xff800001u, 0x7f80ffffu, 0x7fffffffu, 0xffffffffu, 0x7fc00000u})
+    for (uint32_t u :
+         {0x7f800001u, 0xff800001u, 0x7f80ffffu, 0x7fffffffu, 0xffffffffu, 0x7fc00000u})
         EXPECT_GT(narrow(std::bit_cast<float>(u)) & 0x7fff, infinity) << std::hex << u;
 }
 
@@ -256,10 +277,12 @@ TEST(Types, HalfRoundTripsAndRoundsToEven) {
     expect_nearest_even(float_to_half, half_to_float, 0x7c00);
     for (uint32_t h = 0; h < 65536; h++) { // the value of every half, from its definition
         int exponent = h >> 10 & 31, mantissa = h & 1023;
-        double want = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+        double want =
+            exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
         if (exponent == 31) want = mantissa ? NAN : INFINITY;
         float got = half_to_float(uint16_t(h));
-        ASSERT_TRUE(want != want ? got != got : got == (h & 0x8000 ? -want : want)) << std::hex << h;
+        ASSERT_TRUE(want != want ? got != got : got == (h & 0x8000 ? -want : want))
+            << std::hex << h;
     }
     EXPECT_EQ(float_to_half(65504), 0x7bff);
     EXPECT_EQ(float_to_half(ulps(65520, -1)), 0x7bff);
@@ -300,7 +323,8 @@ TEST(Permutation, IsABijectionAndEpochsDiffer) {
                 hit[a[i]]++;
             }
             EXPECT_EQ(std::count(hit.begin(), hit.end(), 1), std::ptrdiff_t(n)) << n;
-            EXPECT_TRUE(n < 20 || (a != b && a != c && b != c)) << n; // of so many orders no two agree by chance
+            EXPECT_TRUE(n < 20 || (a != b && a != c && b != c))
+                << n; // of so many orders no two agree by chance
         }
     for (uint64_t n : {65535u, 65536u, 65537u, 1000003u, 1u << 20, (1u << 20) + 1}) {
         std::vector<char> hit(n);
@@ -315,7 +339,8 @@ TEST(Permutation, IsABijectionAndEpochsDiffer) {
         EXPECT_LT(same, 20u) << n; // one by chance
         EXPECT_LT(in_place, 20u) << n;
     }
-    for (uint64_t i = 0; i < 1000; i++) EXPECT_LT(permutation(5, 2, i, (1ull << 40) + 1), (1ull << 40) + 1);
+    for (uint64_t i = 0; i < 1000; i++)
+        EXPECT_LT(permutation(5, 2, i, (1ull << 40) + 1), (1ull << 40) + 1);
 }
 
 static const Tokenizer bytes_tokenizer = {"byte", 256};
@@ -324,7 +349,8 @@ static const Tokenizer bytes_tokenizer = {"byte", 256};
 static std::string shard(const std::string& name, const std::vector<uint32_t>& tokens, size_t width,
                          std::vector<uint32_t> header = {}) {
     std::string bytes(1024, '\0');
-    uint32_t words[3] = {width == 2 ? 20240520u : 20240801u, width == 2 ? 1u : 7u, uint32_t(tokens.size())};
+    uint32_t words[3] = {width == 2 ? 20240520u : 20240801u, width == 2 ? 1u : 7u,
+                         uint32_t(tokens.size())};
     std::copy(header.begin(), header.end(), words);
     memcpy(bytes.data(), words, sizeof(words));
     for (uint32_t t : tokens) bytes.append(reinterpret_cast<const char*>(&t), width);
@@ -346,13 +372,14 @@ static std::string text_file(const std::string& name, uint32_t first, size_t cou
     return scratch(name);
 }
 
-static std::string open_error(const std::string& value, size_t T = 4, size_t V = 1 << 20, Part part = Part::TRAIN,
-                              bool own = true) {
+static std::string open_error(const std::string& value, size_t T = 4, size_t V = 1 << 20,
+                              Part part = Part::TRAIN, bool own = true) {
     DataLoader d;
     return data_open(&d, value, part, own, bytes_tokenizer, T, V, 1);
 }
 
-// the first tokens of windows number `first` to `first + count`; every window is checked to be consecutive
+// the first tokens of windows number `first` to `first + count`; every window is checked to be
+// consecutive
 static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count) {
     std::vector<int> out, tokens(d.T), targets(d.T);
     for (uint64_t s = first; s < first + count; s++) {
@@ -366,10 +393,10 @@ static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count
 
 TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
     // 41 tokens make 10 windows of 4 + 1, 17 make 4 exactly, 4 make none, 16 make 3
-    std::string value = shard("u16.bin", positions(1000, 41), 2) + "," +
-                        shard("short.bin", positions(900, 4), 2) + "," + text_file("text.txt", 200, 30) + "," +
-                        shard("u32.bin", positions(100000, 17), 4) + "," +
-                        shard("none.bin", {}, 4) + "," + shard("last.bin", positions(5000, 16), 2);
+    std::string value =
+        shard("u16.bin", positions(1000, 41), 2) + "," + shard("short.bin", positions(900, 4), 2) +
+        "," + text_file("text.txt", 200, 30) + "," + shard("u32.bin", positions(100000, 17), 4) +
+        "," + shard("none.bin", {}, 4) + "," + shard("last.bin", positions(5000, 16), 2);
     std::multiset<int> want;
     for (int i = 0; i < 10; i++) want.insert(1000 + 4 * i);
     for (int i = 0; i < 7; i++) want.insert(200 + 4 * i);
@@ -391,7 +418,8 @@ TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
             orders.insert(order);
         }
     EXPECT_EQ(orders.size(), 10u);
-    std::vector<int> first = starts(val, 0, 24); // validation: every window in the files' order, always
+    std::vector<int> first =
+        starts(val, 0, 24); // validation: every window in the files' order, always
     EXPECT_EQ(first, starts(val, 24, 24));
     EXPECT_EQ((std::vector<int>(first.begin(), first.begin() + 2)), (std::vector<int>{1000, 1004}));
     EXPECT_EQ((std::vector<int>(first.end() - 2, first.end())), (std::vector<int>{5004, 5008}));
@@ -401,32 +429,38 @@ TEST(Data, TrainingAndValidationShareNoToken) {
     for (size_t n = 20; n <= 260; n += n < 80 ? 1 : 9)
         for (size_t T : {1, 2, 3, 7}) {
             if (n / 10 < T + 1) continue;
-            std::string a = shard("a.bin", positions(1000, n), 2), b = shard("b.bin", positions(90000, n + 3), 4);
+            std::string a = shard("a.bin", positions(1000, n), 2),
+                        b = shard("b.bin", positions(90000, n + 3), 4);
             std::string value = a + "," + b;
             DataLoader parts[2];
             std::set<int> seen[2];
             for (int p : {0, 1}) {
                 Part part = p ? Part::VAL : Part::TRAIN;
-                ASSERT_EQ(data_open(&parts[p], value, part, false, bytes_tokenizer, T, 1 << 20, 1), "");
+                ASSERT_EQ(data_open(&parts[p], value, part, false, bytes_tokenizer, T, 1 << 20, 1),
+                          "");
                 std::vector<int> tokens(T), targets(T);
                 for (size_t s = 0; s < parts[p].windows; s++) {
                     ASSERT_EQ(load_window(parts[p], s, tokens.data(), targets.data()), "");
-                    seen[p].insert(tokens.begin(), tokens.end()), seen[p].insert(targets.begin(), targets.end());
+                    seen[p].insert(tokens.begin(), tokens.end()),
+                        seen[p].insert(targets.begin(), targets.end());
                 }
             }
-            for (int t : seen[0]) ASSERT_FALSE(seen[1].count(t)) << "n " << n << " T " << T << " token " << t;
+            for (int t : seen[0])
+                ASSERT_FALSE(seen[1].count(t)) << "n " << n << " T " << T << " token " << t;
             // the last tenth, rounded down, and all windows that fit into the parts
             EXPECT_EQ(*seen[1].begin(), int(1000 + n - n / 10));
             EXPECT_EQ(parts[0].windows, (n - n / 10 - 1) / T + (n + 3 - (n + 3) / 10 - 1) / T);
             EXPECT_EQ(parts[1].windows, (n / 10 - 1) / T + ((n + 3) / 10 - 1) / T);
             EXPECT_EQ(parts[0].tokens + parts[1].tokens, 2 * n + 3);
             for (DataLoader& d : parts)
-                for (DataFile& f : d.files) munmap(const_cast<unsigned char*>(f.tokens) - 1024, 1024 + n); // many files
+                for (DataFile& f : d.files)
+                    munmap(const_cast<unsigned char*>(f.tokens) - 1024, 1024 + n); // many files
         }
 }
 
 TEST(Data, OwnValidationFilesAreUsedWholeAndMayNotBeTrainedOn) {
-    std::string a = text_file("own_a.txt", 0, 50), b = text_file("own_b.txt", 100, 50), link = scratch("own_link.txt");
+    std::string a = text_file("own_a.txt", 0, 50), b = text_file("own_b.txt", 100, 50),
+                link = scratch("own_link.txt");
     fs::create_hard_link(a, link);
     DataLoader train, val, same;
     ASSERT_EQ(data_open(&train, a, Part::TRAIN, true, bytes_tokenizer, 7, 256, 1), "");
@@ -435,7 +469,8 @@ TEST(Data, OwnValidationFilesAreUsedWholeAndMayNotBeTrainedOn) {
     EXPECT_EQ(train.tokens, 50u);
     EXPECT_EQ(val.tokens, 50u);
     EXPECT_EQ(data_disjoint(train, val), "");
-    EXPECT_HAS(data_disjoint(train, same), link + " is in --data and in --val"); // under another name too
+    EXPECT_HAS(data_disjoint(train, same),
+               link + " is in --data and in --val"); // under another name too
     fs::remove(link);
 }
 
@@ -443,11 +478,15 @@ TEST(Data, PatternsAndCommas) {
     for (int i : {3, 1, 2}) text_file("pattern" + std::to_string(i) + ".txt", uint32_t(10 * i), 9);
     std::string one = text_file("single.txt", 100, 9);
     std::vector<std::string> paths;
-    EXPECT_EQ(data_paths(one + "," + scratch("pattern?.txt") + ",," + scratch("pattern[3].txt"), &paths), "");
-    std::string p1 = scratch("pattern1.txt"), p2 = scratch("pattern2.txt"), p3 = scratch("pattern3.txt");
+    EXPECT_EQ(
+        data_paths(one + "," + scratch("pattern?.txt") + ",," + scratch("pattern[3].txt"), &paths),
+        "");
+    std::string p1 = scratch("pattern1.txt"), p2 = scratch("pattern2.txt"),
+                p3 = scratch("pattern3.txt");
     EXPECT_EQ(paths, (std::vector<std::string>{one, p1, p2, p3, p3}));
     DataLoader d;
-    ASSERT_EQ(data_open(&d, scratch("pattern*.txt"), Part::VAL, true, bytes_tokenizer, 4, 256, 1), "");
+    ASSERT_EQ(data_open(&d, scratch("pattern*.txt"), Part::VAL, true, bytes_tokenizer, 4, 256, 1),
+              "");
     EXPECT_EQ(starts(d, 0, d.windows), (std::vector<int>{10, 14, 20, 24, 30, 34}));
     EXPECT_HAS(open_error(one + "," + scratch("nothing*.txt")), "nothing*.txt: no file matches");
     EXPECT_HAS(open_error(""), "no data file in ''");
@@ -458,10 +497,12 @@ TEST(Data, FilesShorterThanAWindow) {
     std::string four = text_file("four.txt", 0, 4), five = text_file("five.txt", 10, 5);
     EXPECT_EQ(open_error(four), "the training text has 4 tokens in " + four +
                                     ": a sequence takes 5; give more text or a smaller --seq");
-    EXPECT_HAS(open_error(four + "," + four), "has 8 tokens in " + four + " and others: a sequence takes 5");
+    EXPECT_HAS(open_error(four + "," + four),
+               "has 8 tokens in " + four + " and others: a sequence takes 5");
     EXPECT_EQ(open_error(four + "," + five), "");
     EXPECT_EQ(open_error(five), "");
-    // the tenth of 40 tokens has 4; a file that is long enough for training needs not be for validation
+    // the tenth of 40 tokens has 4; a file that is long enough for training needs not be for
+    // validation
     std::string forty = text_file("forty.txt", 0, 40);
     EXPECT_EQ(open_error(forty, 4, 256, Part::TRAIN, false), "");
     std::string wrong = open_error(forty, 4, 256, Part::VAL, false);
@@ -479,18 +520,25 @@ TEST(Data, RefusesFilesThatAreNotWhatTheySay) {
     EXPECT_HAS(open_error(scratch("empty.txt")), "is empty");
     EXPECT_HAS(open_error(scratch("empty.bin")), "is empty");
     put(scratch("small.bin"), std::string(1023, 'x'));
-    EXPECT_HAS(open_error(scratch("small.bin")), "1023 bytes are no token shard: its header alone has 1024");
+    EXPECT_HAS(open_error(scratch("small.bin")),
+               "1023 bytes are no token shard: its header alone has 1024");
     std::vector<uint32_t> t = positions(0, 20);
-    EXPECT_HAS(open_error(shard("bad.bin", t, 2, {7})),
-               "magic number 7 is not a token shard's (20240520 or 20240801); text files end in .txt");
-    EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240520, 7})), "version 7 of magic 20240520 is unknown, only 1 is");
-    EXPECT_HAS(open_error(shard("bad.bin", t, 4, {20240801, 1})), "version 1 of magic 20240801 is unknown, only 7 is");
+    EXPECT_HAS(
+        open_error(shard("bad.bin", t, 2, {7})),
+        "magic number 7 is not a token shard's (20240520 or 20240801); text files end in .txt");
+    EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240520, 7})),
+               "version 7 of magic 20240520 is unknown, only 1 is");
+    EXPECT_HAS(open_error(shard("bad.bin", t, 4, {20240801, 1})),
+               "version 1 of magic 20240801 is unknown, only 7 is");
     for (uint32_t promised : {0u, 19u, 21u, 0x7fffffffu, 0x80000000u, 0xffffffffu}) {
         std::string says = "promises " + std::to_string(promised) + " tokens of ";
-        EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240520, 1, promised})), says + "2 bytes, the file holds 40");
-        EXPECT_HAS(open_error(shard("bad.bin", t, 4, {20240801, 7, promised})), says + "4 bytes, the file holds 80");
+        EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240520, 1, promised})),
+                   says + "2 bytes, the file holds 40");
+        EXPECT_HAS(open_error(shard("bad.bin", t, 4, {20240801, 7, promised})),
+                   says + "4 bytes, the file holds 80");
     }
-    EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240801, 7})), "cut short"); // the other form's header
+    EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240801, 7})),
+               "cut short"); // the other form's header
     std::string odd = get(shard("odd.bin", t, 2));
     put(scratch("odd.bin"), odd + "x");
     EXPECT_HAS(open_error(scratch("odd.bin")), "the file holds 41 bytes");
@@ -503,10 +551,13 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
     int tokens[4], targets[4];
     for (size_t width : {2, 4}) {
         std::vector<uint32_t> t = positions(0, 29);
-        t[12] = width == 2 ? 65535 : 0xffffffff; // the target that ends window 2, the first input of window 3
+        t[12] = width == 2
+                    ? 65535
+                    : 0xffffffff; // the target that ends window 2, the first input of window 3
         std::string path = shard("beyond.bin", t, width);
         DataLoader d;
-        ASSERT_EQ(data_open(&d, path, Part::VAL, true, bytes_tokenizer, 4, 100, 1), ""); // a shard needs no tokenizer
+        ASSERT_EQ(data_open(&d, path, Part::VAL, true, bytes_tokenizer, 4, 100, 1),
+                  ""); // a shard needs no tokenizer
         for (uint64_t s = 0; s < 7; s++) {
             std::string wrong = load_window(d, s, tokens, targets);
             std::string says = path + ": token " + std::to_string(t[12]) +
@@ -515,9 +566,13 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
         }
         // the position in a held-back part is the file's
         t = positions(0, 100), t[93] = 300;
-        ASSERT_EQ(data_open(&d, shard("beyond2.bin", t, width), Part::VAL, false, bytes_tokenizer, 4, 300, 1), "");
+        ASSERT_EQ(data_open(&d, shard("beyond2.bin", t, width), Part::VAL, false, bytes_tokenizer,
+                            4, 300, 1),
+                  "");
         EXPECT_HAS(load_window(d, 0, tokens, targets), "token 300 at position 93");
-        ASSERT_EQ(data_open(&d, scratch("beyond2.bin"), Part::VAL, false, bytes_tokenizer, 4, 301, 1), "");
+        ASSERT_EQ(
+            data_open(&d, scratch("beyond2.bin"), Part::VAL, false, bytes_tokenizer, 4, 301, 1),
+            "");
         EXPECT_EQ(load_window(d, 0, tokens, targets), "");
     }
 }
@@ -530,7 +585,8 @@ TEST(Data, ProjectSourcesAreFoundFromTheProgramsFolder) {
                 if (f.ends_with("/" + end)) return true;
             return false;
         };
-        EXPECT_TRUE(has("llmc/common.h") && has("test/test_data.cpp") && has("train_gpt.cu")) << folder;
+        EXPECT_TRUE(has("llmc/common.h") && has("test/test_data.cpp") && has("train_gpt.cu"))
+            << folder;
     }
     EXPECT_TRUE(project_sources("/no/such/folder/").empty());
 }
@@ -553,14 +609,17 @@ TEST(Tokenizer, BytesThereAndBack) {
 
 static std::vector<std::pair<float, int>> order;
 
-static int sample(const std::vector<float>& logits, float temperature, int top_k, float top_p, double u) {
+static int sample(const std::vector<float>& logits, float temperature, int top_k, float top_p,
+                  double u) {
     return sample_token(logits.data(), logits.size(), temperature, top_k, top_p, u, order);
 }
 
 // all tokens that any number in [0,1) gives
-static std::set<int> reachable(const std::vector<float>& logits, float temperature, int top_k, float top_p) {
+static std::set<int> reachable(const std::vector<float>& logits, float temperature, int top_k,
+                               float top_p) {
     std::set<int> out;
-    for (int i = 0; i < 20000; i++) out.insert(sample(logits, temperature, top_k, top_p, i / 20000.0));
+    for (int i = 0; i < 20000; i++)
+        out.insert(sample(logits, temperature, top_k, top_p, i / 20000.0));
     out.insert(sample(logits, temperature, top_k, top_p, 1 - 0x1p-32));
     return out;
 }
@@ -583,7 +642,8 @@ TEST(Sampler, TopKKeepsTheLikeliest) {
     EXPECT_EQ(reachable(logits, 1, 2, 1), (Ints{1, 3}));
     EXPECT_EQ(reachable(logits, 1, 3, 1), (Ints{1, 3, 5}));
     EXPECT_EQ(reachable(logits, 1, 4, 1), (Ints{1, 2, 3, 5}));
-    for (int k : {0, 6, 7, 1000000}) EXPECT_EQ(reachable(logits, 1, k, 1), (Ints{0, 1, 2, 3, 4, 5})) << k;
+    for (int k : {0, 6, 7, 1000000})
+        EXPECT_EQ(reachable(logits, 1, k, 1), (Ints{0, 1, 2, 3, 4, 5})) << k;
     EXPECT_EQ(reachable({2, 2, 2, 2}, 1, 2, 1), (Ints{0, 1})); // lower tokens first among equals
 }
 
@@ -625,12 +685,18 @@ TEST(Sampler, LargeAndImpossibleLogits) {
 TEST(Sampler, FrequenciesFollowTheProbabilities) {
     const int N = 200000;
     std::vector<float> logits = {0.3f, -1.0f, 2.0f, 1.1f, 0.0f, 1.9f, -0.4f, 0.7f};
-    struct Case { float temperature; int top_k; float top_p; size_t kept; };
+    struct Case {
+        float temperature;
+        int top_k;
+        float top_p;
+        size_t kept;
+    };
     std::vector<Case> cases = {{1, 0, 1, 8}, {0.5f, 0, 1, 8}, {3, 0, 1, 8},
                                {1, 4, 1, 4}, {1, 0, 0.7f, 3}, {2, 6, 0.8f, 5}};
     for (Case c : cases) {
         std::vector<std::pair<double, int>> p; // likeliest first
-        for (size_t v = 0; v < 8; v++) p.push_back({-std::exp(double(logits[v]) / c.temperature), int(v)});
+        for (size_t v = 0; v < 8; v++)
+            p.push_back({-std::exp(double(logits[v]) / c.temperature), int(v)});
         std::sort(p.begin(), p.end());
         std::map<int, double> expected;
         double sum = 0;
@@ -646,7 +712,8 @@ TEST(Sampler, FrequenciesFollowTheProbabilities) {
             chi2 += (hits[token] - want) * (hits[token] - want) / want;
         }
         EXPECT_EQ(hits.size(), c.kept) << c.temperature << " " << c.top_k << " " << c.top_p;
-        EXPECT_LT(chi2, 24.3) << c.temperature << " " << c.top_k << " " << c.top_p; // 7 degrees of freedom: 1 in 1000
+        EXPECT_LT(chi2, 24.3) << c.temperature << " " << c.top_k << " "
+                              << c.top_p; // 7 degrees of freedom: 1 in 1000
     }
 }
 
@@ -668,9 +735,10 @@ static std::string open_bytes(const std::string& bytes) {
 }
 
 // A tensor's entry.
-static std::string entry(const std::string& name, const std::string& dtype, const std::string& shape,
-                         const std::string& offsets) {
-    return "\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";
+static std::string entry(const std::string& name, const std::string& dtype,
+                         const std::string& shape, const std::string& offsets) {
+    return "\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":" + shape +
+           ",\"data_offsets\":" + offsets + "}";
 }
 
 TEST(SafeTensors, WhatIsWrittenIsReadBack) {
@@ -680,22 +748,25 @@ TEST(SafeTensors, WhatIsWrittenIsReadBack) {
     std::vector<double> doubles = {1e-3, -2e5, 1e300, -INFINITY, 0x1p-149};
     uint16_t half[15], brain[15];
     float_to_type(half, f.data(), 15, Type::F16), float_to_type(brain, f.data(), 15, Type::BF16);
-    std::map<std::string, std::string> metadata = {{"format", "pt"},
-                                                   {"a \"quoted\"\nline", "\xc3\xa9 \\ \t"}, {"", ""}};
-    std::vector<TensorSpec> specs = {{"z.weight", Type::F32, {3, 5}}, {"scalar", Type::F32, {}},
-                                     {"a \"b\"\xc3\xa9", Type::BF16, {15}}, {"empty", Type::F32, {0, 4}},
-                                     {"half", Type::F16, {5, 1, 3}}, {"doubles", Type::F64, {5}}};
+    std::map<std::string, std::string> metadata = {
+        {"format", "pt"}, {"a \"quoted\"\nline", "\xc3\xa9 \\ \t"}, {"", ""}};
+    std::vector<TensorSpec> specs = {
+        {"z.weight", Type::F32, {3, 5}},       {"scalar", Type::F32, {}},
+        {"a \"b\"\xc3\xa9", Type::BF16, {15}}, {"empty", Type::F32, {0, 4}},
+        {"half", Type::F16, {5, 1, 3}},        {"doubles", Type::F64, {5}}};
     SafeTensorsWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, metadata), "");
     EXPECT_FALSE(fs::exists(path)); // not before it is whole
     writer_put(w, f.data(), 60), writer_put(w, f.data(), 4);
-    writer_put(w, brain, 7), writer_put(w, reinterpret_cast<char*>(brain) + 7, 23); // pieces of any size
+    writer_put(w, brain, 7),
+        writer_put(w, reinterpret_cast<char*>(brain) + 7, 23); // pieces of any size
     writer_put(w, nullptr, 0), writer_put(w, half, 30), writer_put(w, doubles.data(), 40);
     ASSERT_EQ(writer_close(&w), "");
     EXPECT_FALSE(fs::exists(path + ".tmp"));
     std::string bytes = get(path);
     EXPECT_EQ(w.bytes, bytes.size());
-    EXPECT_EQ(w.crc, uint32_t(crc32(0, reinterpret_cast<const Bytef*>(bytes.data()), uInt(bytes.size()))));
+    EXPECT_EQ(w.crc,
+              uint32_t(crc32(0, reinterpret_cast<const Bytef*>(bytes.data()), uInt(bytes.size()))));
     uint64_t header;
     memcpy(&header, bytes.data(), 8);
     EXPECT_EQ(header % 8, 0u); // the data begins aligned
@@ -742,7 +813,8 @@ TEST(SafeTensors, TensorsMayComeInAnyOrderAndBeUnaligned) {
     std::string b = entry("b", "F32", "[1]", "[3,7]"), a = entry("a", "U8", "[3]", "[0,3]");
     EXPECT_EQ(open_bytes(whole("{" + b + "," + a + "}  ", 7)), "");
     EXPECT_EQ(open_bytes(whole("{" + entry("a", "F64", "[0]", "[0,0]") + "}", 0)), "");
-    for (const char* dtype : {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}) {
+    for (const char* dtype :
+         {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}) {
         std::string n = std::to_string(3 * dtype_bytes(dtype));
         std::string header = std::string("{") + entry("a", dtype, "[3]", "[0," + n + "]") + "}";
         EXPECT_EQ(open_bytes(whole(header, 3 * dtype_bytes(dtype))), "");
@@ -752,8 +824,13 @@ TEST(SafeTensors, TensorsMayComeInAnyOrderAndBeUnaligned) {
 TEST(SafeTensors, RefusesEveryMalformedHeader) {
     const std::string good = entry("a", "F32", "[2]", "[0,8]");
     ASSERT_EQ(open_bytes(whole("{" + good + "}", 8)), "");
-    struct Case { std::string header; size_t body; const char* wrong; };
-    std::string huge = "18446744073709551615", big = "4294967296", deep(300000, '['), closed(300000, ']');
+    struct Case {
+        std::string header;
+        size_t body;
+        const char* wrong;
+    };
+    std::string huge = "18446744073709551615", big = "4294967296", deep(300000, '['),
+                closed(300000, ']');
     for (const Case& c : std::vector<Case>{
              {"", 0, "no JSON object"},
              {"{", 0, "no JSON object"},
@@ -771,15 +848,16 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
              {deep + closed, 0, "no JSON object"},
              {"{" + good + "," + good + "}", 8, "names a twice"},
              {"{" + good + "," + entry("a", "F32", "[1]", "[8,12]") + "}", 12, "names a twice"},
-             {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8,
-              "names dtype twice"},
+             {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}",
+              8, "names dtype twice"},
              {"{\"a\":3}", 0, "tensor a has no dtype, shape and data_offsets"},
              {"{\"a\":null}", 0, "has no dtype, shape"},
              {"{\"a\":[\"F32\",[2],[0,8]]}", 8, "has no dtype, shape"},
              {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", 8, "has no dtype, shape"},
              {"{\"a\":{\"dtype\":\"F32\",\"data_offsets\":[0,8]}}", 8, "has no dtype, shape"},
              {"{\"a\":{\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "has no dtype, shape"},
-             {"{\"a\":{\"dtype\":32,\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "dtype that is no text"},
+             {"{\"a\":{\"dtype\":32,\"shape\":[2],\"data_offsets\":[0,8]}}", 8,
+              "dtype that is no text"},
              {"{" + entry("a", "F33", "[2]", "[0,8]") + "}", 8, "unknown dtype F33"},
              {"{" + entry("a", "f32", "[2]", "[0,8]") + "}", 8, "unknown dtype f32"},
              {"{" + entry("a", "F32", "2", "[0,8]") + "}", 8, "shape that is no list"},
@@ -792,15 +870,23 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
              {"{" + entry("a", "F32", "[true]", "[0,8]") + "}", 8, "which is no size"},
              {"{" + entry("a", "F32", "[null]", "[0,8]") + "}", 8, "which is no size"},
              {"{" + entry("a", "F32", "[[2]]", "[0,8]") + "}", 8, "which is no size"},
-             {"{" + entry("a", "F32", "[" + deep + closed + "]", "[0,8]") + "}", 8, "which is no size"},
-             {"{" + entry("a", "F32", "[18446744073709551616]", "[0,8]") + "}", 8, "which is no size"},
-             {"{" + entry("a", "F32", "[" + big + "," + big + "]", "[0,0]") + "}", 0, "shape too large"},
+             {"{" + entry("a", "F32", "[" + deep + closed + "]", "[0,8]") + "}", 8,
+              "which is no size"},
+             {"{" + entry("a", "F32", "[18446744073709551616]", "[0,8]") + "}", 8,
+              "which is no size"},
+             {"{" + entry("a", "F32", "[" + big + "," + big + "]", "[0,0]") + "}", 0,
+              "shape too large"},
              {"{" + entry("a", "F32", "[" + huge + ",2]", "[0,8]") + "}", 8, "shape too large"},
-             {"{" + entry("a", "F32", "[" + huge + "]", "[0,8]") + "}", 8, "need more than there are"},
-             {"{" + entry("a", "F32", "[4611686018427387904]", "[0,0]") + "}", 0, "need more than there are"},
-             {"{" + entry("a", "F32", "[4611686018427387906]", "[0,8]") + "}", 8, "need more than there are"},
-             {"{" + entry("a", "F32", "[3]", "[0,8]") + "}", 8, "has 8 bytes, its shape and dtype F32 need 12"},
-             {"{" + entry("a", "F32", "[1]", "[0,8]") + "}", 8, "has 8 bytes, its shape and dtype F32 need 4"},
+             {"{" + entry("a", "F32", "[" + huge + "]", "[0,8]") + "}", 8,
+              "need more than there are"},
+             {"{" + entry("a", "F32", "[4611686018427387904]", "[0,0]") + "}", 0,
+              "need more than there are"},
+             {"{" + entry("a", "F32", "[4611686018427387906]", "[0,8]") + "}", 8,
+              "need more than there are"},
+             {"{" + entry("a", "F32", "[3]", "[0,8]") + "}", 8,
+              "has 8 bytes, its shape and dtype F32 need 12"},
+             {"{" + entry("a", "F32", "[1]", "[0,8]") + "}", 8,
+              "has 8 bytes, its shape and dtype F32 need 4"},
              {"{" + entry("a", "F32", "[]", "[0,8]") + "}", 8, "need 4"},
              {"{" + entry("a", "F32", "[0]", "[0,8]") + "}", 8, "need 0"},
              {"{" + entry("a", "F32", "[2]", "8") + "}", 8, "are not two positions"},
@@ -813,13 +899,17 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
              {"{" + entry("a", "F32", "[2]", "[8,0]") + "}", 8, "lies at 8 to 0 of 8"},
              {"{" + entry("a", "F32", "[2]", "[0,8]") + "}", 7, "lies at 0 to 8 of 7 bytes"},
              {"{" + entry("a", "F32", "[2]", "[8,16]") + "}", 8, "lies at 8 to 16 of 8"},
-             {"{" + entry("a", "F32", "[2]", "[18446744073709551608," + huge + "]") + "}", 8, "lies at"},
+             {"{" + entry("a", "F32", "[2]", "[18446744073709551608," + huge + "]") + "}", 8,
+              "lies at"},
              {"{" + entry("a", "F32", "[2]", "[0," + huge + "]") + "}", 8, "lies at"},
-             {"{" + good + "," + entry("b", "F32", "[2]", "[4,12]") + "}", 12, "two tensors overlap at byte 4"},
-             {"{" + good + "," + entry("b", "F32", "[2]", "[0,8]") + "}", 8, "two tensors overlap at byte 0"},
+             {"{" + good + "," + entry("b", "F32", "[2]", "[4,12]") + "}", 12,
+              "two tensors overlap at byte 4"},
+             {"{" + good + "," + entry("b", "F32", "[2]", "[0,8]") + "}", 8,
+              "two tensors overlap at byte 0"},
              {"{" + good + "," + entry("b", "F32", "[2]", "[12,20]") + "}", 20,
               "bytes 8 to 12 of the data belong to no tensor"},
-             {"{" + entry("a", "F32", "[2]", "[4,12]") + "}", 12, "bytes 0 to 4 of the data belong to no tensor"},
+             {"{" + entry("a", "F32", "[2]", "[4,12]") + "}", 12,
+              "bytes 0 to 4 of the data belong to no tensor"},
              {"{" + good + "}", 9, "the tensors end at byte 8 of 9"},
              {"{}", 1, "the tensors end at byte 0 of 1"},
          }) {
@@ -831,12 +921,14 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
 
 TEST(SafeTensors, RefusesLengthsThatDoNotFit) {
     std::string good = whole("{" + entry("a", "F32", "[2]", "[0,8]") + "}", 8);
-    for (size_t n = 0; n < good.size(); n++) EXPECT_NE(open_bytes(good.substr(0, n)), "") << n; // cut anywhere
+    for (size_t n = 0; n < good.size(); n++)
+        EXPECT_NE(open_bytes(good.substr(0, n)), "") << n; // cut anywhere
     EXPECT_NE(open_bytes(good + "x"), "");
     EXPECT_HAS(open_bytes(good.substr(0, 5)), "is 5 bytes long, too short");
     EXPECT_HAS(open_bytes(good.substr(0, 30)), "truncated, or no safetensors file");
     for (uint64_t length : {good.size() - 7, good.size(), 1ul << 32, 1ul << 63, ~0ul, ~7ul})
-        EXPECT_HAS(open_bytes(bytes_of(length) + good.substr(8)), "said to take " + std::to_string(length) + " bytes");
+        EXPECT_HAS(open_bytes(bytes_of(length) + good.substr(8)),
+                   "said to take " + std::to_string(length) + " bytes");
     SafeTensors s;
     EXPECT_HAS(safetensors_open(&s, scratch("absent.safetensors")), "No such file");
     EXPECT_HAS(safetensors_open(&s, testing::TempDir()), "is empty or no file");
@@ -844,13 +936,16 @@ TEST(SafeTensors, RefusesLengthsThatDoNotFit) {
 }
 
 TEST(SafeTensors, MetadataIsText) {
-    put(scratch("meta.safetensors"), whole("{\"__metadata__\":{\"a\":\"b\",\"n\":7,\"l\":[\"c\"]}}", 0));
+    put(scratch("meta.safetensors"),
+        whole("{\"__metadata__\":{\"a\":\"b\",\"n\":7,\"l\":[\"c\"]}}", 0));
     SafeTensors s;
     ASSERT_EQ(safetensors_open(&s, scratch("meta.safetensors")), "");
-    EXPECT_EQ(s.metadata, (std::map<std::string, std::string>{{"a", "b"}})); // what is no text is left out
+    EXPECT_EQ(s.metadata,
+              (std::map<std::string, std::string>{{"a", "b"}})); // what is no text is left out
     safetensors_close(&s);
     for (const char* value : {"null", "7", "[]", "[1,2]", "{}", "true"}) // odd, but no harm
-        EXPECT_EQ(open_bytes(whole(std::string("{\"__metadata__\":") + value + "}", 0)), "") << value;
+        EXPECT_EQ(open_bytes(whole(std::string("{\"__metadata__\":") + value + "}", 0)), "")
+            << value;
 }
 
 // Write `bytes` of data where the header promises 64 KB; the message.
@@ -905,11 +1000,14 @@ TEST(SafeTensors, AFailedWriteLeavesTheOldFile) {
 }
 
 TEST(SafeTensors, AFolderThatCannotBeWritten) {
-    EXPECT_HAS(write_over(scratch("no/folder/x.safetensors"), 65536), "cannot be written: No such file");
+    EXPECT_HAS(write_over(scratch("no/folder/x.safetensors"), 65536),
+               "cannot be written: No such file");
     put(scratch("file"), "old");
-    EXPECT_HAS(write_over(scratch("file/x.safetensors"), 65536), "cannot be written: Not a directory");
+    EXPECT_HAS(write_over(scratch("file/x.safetensors"), 65536),
+               "cannot be written: Not a directory");
     EXPECT_EQ(get(scratch("file")), "old");
-    EXPECT_HAS(write_over("/proc/self/x.safetensors", 65536), "cannot be written"); // root may not write there either
+    EXPECT_HAS(write_over("/proc/self/x.safetensors", 65536),
+               "cannot be written"); // root may not write there either
     // the final name is a folder
     fs::create_directories(scratch("taken.safetensors/inside"));
     EXPECT_HAS(write_over(scratch("taken.safetensors"), 65536), "cannot be renamed");
@@ -920,7 +1018,8 @@ TEST(SafeTensors, AFolderThatCannotBeWritten) {
     std::string path = scratch("locked/old.safetensors");
     put(path, "old");
     fs::permissions(scratch("locked"), fs::perms::owner_read | fs::perms::owner_exec);
-    std::string wrong = geteuid() == 0 ? "Permission denied" : write_over(path, 65536); // root may write all the same
+    std::string wrong = geteuid() == 0 ? "Permission denied"
+                                       : write_over(path, 65536); // root may write all the same
     EXPECT_HAS(wrong, "Permission denied");
     fs::permissions(scratch("locked"), fs::perms::owner_all);
     expect_untouched(path);

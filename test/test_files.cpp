@@ -1,4 +1,5 @@
-// test_files.cpp - models and checkpoints in files: golden numbers from PyTorch, trained checkpoints, round trips to
+// test_files.cpp - models and checkpoints in files: golden numbers from PyTorch, trained
+// checkpoints, round trips to
 // the bit, and every malformed input with its one line
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -15,7 +16,9 @@ static const std::string ROOT = REPO_ROOT, FIXTURES = ROOT + "/../shared/fixture
 #define NEEDS_FIXTURES() \
     if (!std::ifstream(FIXTURES + "/README.md")) GTEST_SKIP() << "skipped: no fixtures"
 #define EXPECT_HAS(text, part) EXPECT_PRED2(has, text, part)
-static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+static bool has(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
 
 // The models are tiny: a team of threads would only wait, and a forked child has none.
 static const int one_thread = (omp_set_num_threads(1), 1);
@@ -59,14 +62,16 @@ static Plan plan_of(Mode mode, size_t B, size_t T, size_t cache = 0) {
 }
 
 // The logits behind a prompt.
-template <typename T> std::vector<float> logits_after(Trainer<T, Cpu>& t, int plan, const std::vector<int>& prompt) {
+template <typename T>
+std::vector<float> logits_after(Trainer<T, Cpu>& t, int plan, const std::vector<int>& prompt) {
     generate_batch(t, plan, prompt.data(), prompt.size(), 0);
     run_plan(t, plan);
     const float* logits = address<const float>(t, {Kind::LOGITS, -1, 0});
     return {logits, logits + t.model.shape.V};
 }
 
-template <typename T> std::vector<int> greedy(Trainer<T, Cpu>& t, int plan, std::vector<int> prompt, size_t count) {
+template <typename T>
+std::vector<int> greedy(Trainer<T, Cpu>& t, int plan, std::vector<int> prompt, size_t count) {
     std::vector<int> ids = prompt;
     generate(t, plan, prompt, count, Sampling{0}, [&](int token) { ids.push_back(token); });
     return ids;
@@ -115,11 +120,14 @@ struct Bounds {
     double logits;    // of the largest
     double gradients; // of the tensor's largest, and of the norm
     double weights;   // absolute, after three steps
-    double near_zero; // Adam divides a gradient by its size. Where it is smaller than this, relative to its tensor's
-                      // largest, rounding in float may turn its sign: such a weight may be off by the steps it took
+    double
+        near_zero; // Adam divides a gradient by its size. Where it is smaller than this, relative to its tensor's
+        // largest, rounding in float may turn its sign: such a weight may be off by the steps it
+        // took
     double steps;
 };
-static const Bounds IN_FLOAT = {1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3}, IN_DOUBLE = {1e-6, 1e-6, 1e-6, 1e-6, 0, 0};
+static const Bounds IN_FLOAT = {1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3},
+                    IN_DOUBLE = {1e-6, 1e-6, 1e-6, 1e-6, 0, 0};
 
 template <typename T> void compare_with_golden(const std::string& name, Bounds bounds) {
     std::string folder = ROOT + "/dev/golden/" + name;
@@ -141,7 +149,8 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
             const int* row = golden_tokens.data() + b * N;
             const float* want = logits.data() + (b * N + length - 1) * s.V;
             std::vector<float> got = logits_after(m.t, 1, {row, row + length});
-            for (size_t v = 0; v < s.V; v++) worst = std::max(worst, std::fabs(double(got[v]) - want[v]));
+            for (size_t v = 0; v < s.V; v++)
+                worst = std::max(worst, std::fabs(double(got[v]) - want[v]));
         }
     EXPECT_LE(worst, bounds.logits * largest(logits)) << "logits";
 
@@ -159,25 +168,30 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
         if (step > 0) continue;
         double norm = golden.floats("grad_norm")[0];
         EXPECT_GT(norm, 0.5) << "nothing would be clipped";
-        EXPECT_NEAR(address<const StepScale>(m.t, {Kind::SCALE})->norm, norm, bounds.gradients * norm);
+        EXPECT_NEAR(address<const StepScale>(m.t, {Kind::SCALE})->norm, norm,
+                    bounds.gradients * norm);
         for (const Parameter& p : m.t.model.parameters) {
             const acc_t<T>* got = address<const acc_t<T>>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
             std::vector<float> want = golden.of("grad.", p, s);
             worst = 0;
-            for (size_t i = 0; i < want.size(); i++) worst = std::max(worst, std::fabs(double(got[i]) - want[i]));
+            for (size_t i = 0; i < want.size(); i++)
+                worst = std::max(worst, std::fabs(double(got[i]) - want[i]));
             EXPECT_LE(worst, bounds.gradients * largest(want)) << p.name;
         }
     }
     for (const Parameter& p : m.t.model.parameters) {
-        std::vector<float> want = golden.of("after.", p, s), grad = golden.of("grad.", p, s), got = get_weight(m.t, p);
+        std::vector<float> want = golden.of("after.", p, s), grad = golden.of("grad.", p, s),
+                           got = get_weight(m.t, p);
         size_t excused = 0;
         for (size_t i = 0; i < want.size(); i++) {
             double miss = std::fabs(double(got[i]) - want[i]);
             bool excuse = std::fabs(grad[i]) < bounds.near_zero * largest(grad);
-            EXPECT_LE(miss, excuse ? bounds.steps : bounds.weights) << p.name << "[" << i << "], gradient " << grad[i];
+            EXPECT_LE(miss, excuse ? bounds.steps : bounds.weights)
+                << p.name << "[" << i << "], gradient " << grad[i];
             excused += excuse && miss > bounds.weights;
         }
-        // GPT-2's key biases, a third of c_attn's, have no gradient at all: softmax does not see them
+        // GPT-2's key biases, a third of c_attn's, have no gradient at all: softmax does not see
+        // them
         bool key_bias = has(p.name, "c_attn.bias");
         EXPECT_LE(excused, want.size() / (key_bias ? 3 : 50)) << p.name;
     }
@@ -200,7 +214,8 @@ TEST(Fixtures, Stories260kSpeaksItsExpectedText) {
     ASSERT_EQ(hf_read_config(&s, folder + "/hf"), "");
     Small<float> m(s, {plan_of(Mode::GENERATE, 1, 1, 256)});
     ASSERT_EQ(hf_load_weights(m.t, folder + "/hf"), "");
-    std::vector<int> expected = read_json(folder + "/expected_greedy_ids.json")["ids"].get<std::vector<int>>();
+    std::vector<int> expected =
+        read_json(folder + "/expected_greedy_ids.json")["ids"].get<std::vector<int>>();
     EXPECT_EQ(greedy(m.t, 0, {1}, expected.size() - 1), expected);
     EXPECT_GE(expected.size(), 200u);
 }
@@ -227,7 +242,8 @@ struct Llama2Tokens {
         for (size_t i = 0, n; i < all.size(); i += n) { // characters, or their bytes
             for (n = 1; i + n < all.size() && (all[i + n] & 0xc0) == 0x80;) n++;
             auto it = ids.find(all.substr(i, n));
-            if (it != ids.end()) t.push_back(it->second);
+            if (it != ids.end())
+                t.push_back(it->second);
             else
                 for (size_t k = 0; k < n; k++) t.push_back(int((unsigned char)all[i + k]) + 3);
         }
@@ -249,10 +265,12 @@ struct Llama2Tokens {
 
 TEST(Fixtures, Stories260kHasItsExpectedLoss) {
     NEEDS_FIXTURES();
-    json reference = read_json(FIXTURES + "/checkpoints/stories260K/helper_reference/tinystories_loss.json");
+    json reference =
+        read_json(FIXTURES + "/checkpoints/stories260K/helper_reference/tinystories_loss.json");
     ASSERT_EQ(reference["per_story"].size(), 40u);
     Llama2Tokens tokenizer(FIXTURES + "/tokenizers/tinystories512/tok512.bin");
-    std::string text = read_file(FIXTURES + "/text/tinystories_v2_gpt4_sample_2MiB.txt"), mark = "<|endoftext|>";
+    std::string text = read_file(FIXTURES + "/text/tinystories_v2_gpt4_sample_2MiB.txt"),
+                mark = "<|endoftext|>";
     const char* blank = " \n\r\t";
     Shape s;
     ASSERT_EQ(hf_read_config(&s, FIXTURES + "/checkpoints/stories260K/hf"), "");
@@ -276,7 +294,8 @@ TEST(Fixtures, Stories260kHasItsExpectedLoss) {
         };
         run_plan(m.t, 0);
         Loss loss = plan_loss(m.t);
-        EXPECT_NEAR(loss.mean(), reference["per_story"][story]["mean_nll"].get<double>(), 1e-5) << "story " << story;
+        EXPECT_NEAR(loss.mean(), reference["per_story"][story]["mean_nll"].get<double>(), 1e-5)
+            << "story " << story;
         sum += loss.sum, count += loss.valid;
     }
     EXPECT_EQ(count, reference["total_predictions"].get<int64_t>());
@@ -297,10 +316,12 @@ TEST_F(Files, TinyRandomGpt2GivesItsExpectedLogits) {
     for (int b = 0; b < 2; b++) {
         std::vector<int> ids = e["input_ids"][size_t(b)].get<std::vector<int>>();
         for (size_t length = 1; length <= 4; length++) {
-            std::vector<float> logits = logits_after(m.t, 0, {ids.begin(), ids.begin() + long(length)});
+            std::vector<float> logits =
+                logits_after(m.t, 0, {ids.begin(), ids.begin() + long(length)});
             all.insert(all.end(), logits.begin(), logits.end());
         }
-        EXPECT_EQ(greedy(m.t, 0, ids, 6), e["greedy_sequences_len10"][size_t(b)].get<std::vector<int>>());
+        EXPECT_EQ(greedy(m.t, 0, ids, 6),
+                  e["greedy_sequences_len10"][size_t(b)].get<std::vector<int>>());
     }
     std::vector<float> sampled = e["sampled_logits_prompt"].get<std::vector<float>>();
     ASSERT_EQ(sampled.size() * 200, all.size());
@@ -311,27 +332,31 @@ TEST_F(Files, TinyRandomGpt2GivesItsExpectedLogits) {
 // config.json
 
 static json gpt2_json() {
-    return {{"model_type", "gpt2"}, {"n_embd", 12}, {"n_head", 3}, {"n_layer", 2}, {"vocab_size", 61},
-            {"n_positions", 16}};
+    return {{"model_type", "gpt2"}, {"n_embd", 12},     {"n_head", 3},
+            {"n_layer", 2},         {"vocab_size", 61}, {"n_positions", 16}};
 }
 static json llama_json(const char* type = "llama") {
-    return {{"model_type", type}, {"hidden_size", 16}, {"num_attention_heads", 4}, {"num_hidden_layers", 2},
-            {"intermediate_size", 20}, {"vocab_size", 61}};
+    return {{"model_type", type},     {"hidden_size", 16},       {"num_attention_heads", 4},
+            {"num_hidden_layers", 2}, {"intermediate_size", 20}, {"vocab_size", 61}};
 }
 static json llama3_scaling() {
-    return {{"rope_type", "llama3"}, {"factor", 4.0}, {"low_freq_factor", 2.0}, {"high_freq_factor", 8.0},
+    return {{"rope_type", "llama3"},
+            {"factor", 4.0},
+            {"low_freq_factor", 2.0},
+            {"high_freq_factor", 8.0},
             {"original_max_position_embeddings", 64}};
 }
 
 // What config.json says of a shape, or what is wrong with it; `more` replaces and adds keys.
-static std::string config_error(const std::string& dir, json config, const json& more = json::object(),
-                                Shape* s = nullptr) {
+static std::string config_error(const std::string& dir, json config,
+                                const json& more = json::object(), Shape* s = nullptr) {
     config.update(more);
     put_file(dir + "/config.json", config.dump());
     Shape unused;
     return hf_read_config(s ? s : &unused, dir);
 }
-static Shape config_shape(const std::string& dir, const json& config, const json& more = json::object()) {
+static Shape config_shape(const std::string& dir, const json& config,
+                          const json& more = json::object()) {
     Shape s;
     EXPECT_EQ(config_error(dir, config, more, &s), "");
     return s;
@@ -345,8 +370,12 @@ TEST_F(Files, ConfigOfGpt2) {
               (std::vector<size_t>{2, 3, 3, 4, 12, 48, 61, 16}));
     EXPECT_TRUE(s.tied && s.qkv_bias);
     EXPECT_EQ(s.norm_eps, 1e-5f);
-    s = config_shape(dir, gpt2_json(), {{"n_inner", 20}, {"layer_norm_epsilon", 1e-3}, {"tie_word_embeddings", false},
-                                        {"activation_function", "gelu_new"}, {"scale_attn_weights", true}});
+    s = config_shape(dir, gpt2_json(),
+                     {{"n_inner", 20},
+                      {"layer_norm_epsilon", 1e-3},
+                      {"tie_word_embeddings", false},
+                      {"activation_function", "gelu_new"},
+                      {"scale_attn_weights", true}});
     EXPECT_EQ(s.F, 20u);
     EXPECT_EQ(s.norm_eps, 1e-3f);
     EXPECT_FALSE(s.tied);
@@ -366,14 +395,21 @@ TEST_F(Files, ConfigOfLlama) {
     EXPECT_EQ(s.rope_scaling.factor, 1);
     EXPECT_EQ(s.norm_eps, 1e-6f);
     EXPECT_FALSE(s.tied || s.qkv_bias);
-    s = config_shape(dir, llama_json(), {{"num_key_value_heads", 2}, {"head_dim", 6}, {"max_position_embeddings", 99},
-                                         {"rms_norm_eps", 1e-3}, {"rope_theta", 7}, {"tie_word_embeddings", true}});
+    s = config_shape(dir, llama_json(),
+                     {{"num_key_value_heads", 2},
+                      {"head_dim", 6},
+                      {"max_position_embeddings", 99},
+                      {"rms_norm_eps", 1e-3},
+                      {"rope_theta", 7},
+                      {"tie_word_embeddings", true}});
     EXPECT_EQ((std::vector<size_t>{s.NKV, s.HS, s.P}), (std::vector<size_t>{2, 6, 99}));
     EXPECT_EQ(s.norm_eps, 1e-3f);
     EXPECT_EQ(s.rope_theta, 7);
     EXPECT_TRUE(s.tied);
-    EXPECT_EQ(config_shape(dir, llama_json(), {{"hidden_size", 18}, {"head_dim", 4}}).HS, 4u); // heads need not divide
-    EXPECT_EQ(config_shape(dir, llama_json(), {{"sliding_window", 9}}).sliding_window, 0u);    // Llama has none
+    EXPECT_EQ(config_shape(dir, llama_json(), {{"hidden_size", 18}, {"head_dim", 4}}).HS,
+              4u); // heads need not divide
+    EXPECT_EQ(config_shape(dir, llama_json(), {{"sliding_window", 9}}).sliding_window,
+              0u); // Llama has none
 }
 
 TEST_F(Files, ConfigOfRope) {
@@ -383,7 +419,8 @@ TEST_F(Files, ConfigOfRope) {
         EXPECT_EQ(s.rope_scaling.high_freq_factor, 8);
         EXPECT_EQ(s.rope_scaling.original_positions, 64);
     };
-    Shape s = config_shape(dir, llama_json(), {{"rope_theta", 500000.0}, {"rope_scaling", llama3_scaling()}});
+    Shape s = config_shape(dir, llama_json(),
+                           {{"rope_theta", 500000.0}, {"rope_scaling", llama3_scaling()}});
     expect_scaled(s);
     EXPECT_EQ(s.rope_theta, 500000);
     json parameters = llama3_scaling(), older = llama3_scaling();
@@ -394,35 +431,46 @@ TEST_F(Files, ConfigOfRope) {
     older.erase("rope_type");
     older["type"] = "llama3";
     expect_scaled(config_shape(dir, llama_json(), {{"rope_scaling", older}}));
-    for (json none : {json(nullptr), json::object(), json{{"rope_type", "default"}}, json{{"rope_type", nullptr}}})
-        EXPECT_EQ(config_shape(dir, llama_json(), {{"rope_scaling", none}}).rope_scaling.factor, 1) << none;
-    auto wrong = [&](const json& scaling) { return config_error(dir, llama_json(), {{"rope_scaling", scaling}}); };
+    for (json none : {json(nullptr), json::object(), json{{"rope_type", "default"}},
+                      json{{"rope_type", nullptr}}})
+        EXPECT_EQ(config_shape(dir, llama_json(), {{"rope_scaling", none}}).rope_scaling.factor, 1)
+            << none;
+    auto wrong = [&](const json& scaling) {
+        return config_error(dir, llama_json(), {{"rope_scaling", scaling}});
+    };
     for (const char* key : {"rope_type", "type"})
         for (const char* kind : {"yarn", "linear", "dynamic", "longrope"})
-            EXPECT_HAS(wrong({{key, kind}}), std::string("rope scaling ") + kind + " is not built yet, only llama3 is");
+            EXPECT_HAS(wrong({{key, kind}}),
+                       std::string("rope scaling ") + kind + " is not built yet, only llama3 is");
     EXPECT_HAS(wrong({{"rope_type", 3}}), "rope scaling 3 is not built yet");
     EXPECT_HAS(wrong({{"rope_type", {1}}}), "rope scaling");
     EXPECT_HAS(wrong("llama3"), "rope_scaling is no object");
-    EXPECT_HAS(wrong({{"rope_type", "llama3"}, {"factor", "x"}}), "factor is \"x\", which is no number");
+    EXPECT_HAS(wrong({{"rope_type", "llama3"}, {"factor", "x"}}),
+               "factor is \"x\", which is no number");
 }
 
 TEST_F(Files, ConfigOfMistralAndQwen2) {
-    Shape s = config_shape(dir, llama_json("mistral"), {{"sliding_window", 32}, {"num_key_value_heads", 2}});
+    Shape s = config_shape(dir, llama_json("mistral"),
+                           {{"sliding_window", 32}, {"num_key_value_heads", 2}});
     EXPECT_EQ(s.hf_type, "mistral");
     EXPECT_EQ(s.sliding_window, 32u);
     EXPECT_EQ(s.NKV, 2u);
     EXPECT_FALSE(s.qkv_bias || s.tied);
-    EXPECT_EQ(config_shape(dir, llama_json("mistral"), {{"sliding_window", nullptr}}).sliding_window, 0u);
+    EXPECT_EQ(
+        config_shape(dir, llama_json("mistral"), {{"sliding_window", nullptr}}).sliding_window, 0u);
     EXPECT_EQ(config_shape(dir, llama_json("mistral")).sliding_window, 0u);
-    EXPECT_HAS(config_error(dir, llama_json("mistral"), {{"sliding_window", 0}}), "sliding_window is 0, which is no");
-    s = config_shape(dir, llama_json("qwen2"), {{"sliding_window", 32}, {"use_sliding_window", false},
-                                                {"tie_word_embeddings", true}});
+    EXPECT_HAS(config_error(dir, llama_json("mistral"), {{"sliding_window", 0}}),
+               "sliding_window is 0, which is no");
+    s = config_shape(
+        dir, llama_json("qwen2"),
+        {{"sliding_window", 32}, {"use_sliding_window", false}, {"tie_word_embeddings", true}});
     EXPECT_EQ(s.hf_type, "qwen2");
     EXPECT_EQ(s.sliding_window, 0u);
     EXPECT_TRUE(s.qkv_bias && s.tied);
     EXPECT_EQ(config_shape(dir, llama_json("qwen2"), {{"sliding_window", 32}}).sliding_window, 0u);
     // its window begins at layer max_window_layers, ours at the first
-    EXPECT_HAS(config_error(dir, llama_json("qwen2"), {{"sliding_window", 32}, {"use_sliding_window", true}}),
+    EXPECT_HAS(config_error(dir, llama_json("qwen2"),
+                            {{"sliding_window", 32}, {"use_sliding_window", true}}),
                "use_sliding_window true is not built yet");
 }
 
@@ -430,37 +478,50 @@ TEST_F(Files, ConfigErrorsAreNamed) {
     Shape s;
     EXPECT_HAS(hf_read_config(&s, dir), "has no config.json");
     EXPECT_HAS(hf_read_config(&s, dir + "/nowhere"), "has no config.json");
-    for (const char* text : {"", "{", "no", "[1,2]", "3", "\"gpt2\"", "{\"model_type\":\"gpt2\",}", "\xff\xfe{}"}) {
+    for (const char* text :
+         {"", "{", "no", "[1,2]", "3", "\"gpt2\"", "{\"model_type\":\"gpt2\",}", "\xff\xfe{}"}) {
         put_file(dir + "/config.json", text);
         EXPECT_HAS(hf_read_config(&s, dir), "config.json: is no JSON object") << text;
     }
     for (json type : {json("bert"), json(""), json(3), json(nullptr), json("GPT2")})
-        EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", type}}), "is not supported: gpt2, llama, mistral");
+        EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", type}}),
+                   "is not supported: gpt2, llama, mistral");
     EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", "bert"}}), "model_type 'bert'");
 
-    for (const json& whole : {gpt2_json(), llama_json(), llama_json("mistral"), llama_json("qwen2")})
+    for (const json& whole :
+         {gpt2_json(), llama_json(), llama_json("mistral"), llama_json("qwen2")})
         for (auto& [key, value] : whole.items()) {
             if (key == "model_type") continue;
             json lacking = whole;
             lacking.erase(key);
             EXPECT_HAS(config_error(dir, lacking), ": " + key + " is missing");
             EXPECT_HAS(config_error(dir, whole, {{key, nullptr}}), ": " + key + " is missing");
-            for (json bad : {json("12"), json(0), json(-12), json(12.5), json(true), json({12}), json(1u << 30)})
+            for (json bad : {json("12"), json(0), json(-12), json(12.5), json(true), json({12}),
+                             json(1u << 30)})
                 EXPECT_TRUE(has(config_error(dir, whole, {{key, bad}}), ": " + key + " is ") &&
-                            has(config_error(dir, whole, {{key, bad}}), ", which is no size")) << key << bad;
+                            has(config_error(dir, whole, {{key, bad}}), ", which is no size"))
+                    << key << bad;
         }
     for (const char* key : {"num_key_value_heads", "head_dim", "max_position_embeddings"})
-        EXPECT_HAS(config_error(dir, llama_json(), {{key, 0}}), std::string(key) + " is 0, which is no size");
+        EXPECT_HAS(config_error(dir, llama_json(), {{key, 0}}),
+                   std::string(key) + " is 0, which is no size");
     for (const char* key : {"rope_theta", "rms_norm_eps"})
-        EXPECT_HAS(config_error(dir, llama_json(), {{key, "x"}}), std::string(key) + " is \"x\", which is no number");
-    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_inner", "x"}}), "n_inner is \"x\", which is no size");
+        EXPECT_HAS(config_error(dir, llama_json(), {{key, "x"}}),
+                   std::string(key) + " is \"x\", which is no number");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_inner", "x"}}),
+               "n_inner is \"x\", which is no size");
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"layer_norm_epsilon", "x"}}), "which is no number");
 
-    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_head", 5}}), "n_head 5 does not divide n_embd 12");
-    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 3}}), "num_attention_heads 3 does not divide");
-    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 32}}), "num_attention_heads 32 does not");
-    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 3}}), "num_key_value_heads 3 does not divide");
-    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 8}}), "num_key_value_heads 8 does not divide");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_head", 5}}),
+               "n_head 5 does not divide n_embd 12");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 3}}),
+               "num_attention_heads 3 does not divide");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 32}}),
+               "num_attention_heads 32 does not");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 3}}),
+               "num_key_value_heads 3 does not divide");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 8}}),
+               "num_key_value_heads 8 does not divide");
 
     auto refused = [&](const json& whole, const char* key, const json& value) {
         std::string expected = std::string(key) + " " + value.dump() + " is not built yet";
@@ -478,7 +539,8 @@ TEST_F(Files, ConfigErrorsAreNamed) {
     // brackets in brackets: printing them would end the stack
     std::string deep(1 << 20, '['), config = gpt2_json().dump();
     for (const char* key : {"\"n_embd\":12", "\"n_layer\":2"}) {
-        std::string text = config, nested = std::string(key).substr(0, std::string(key).find(':') + 1) + deep;
+        std::string text = config,
+                    nested = std::string(key).substr(0, std::string(key).find(':') + 1) + deep;
         text.replace(text.find(key), strlen(key), nested + std::string(deep.size(), ']'));
         put_file(dir + "/config.json", text);
         EXPECT_HAS(hf_read_config(&s, dir), " is array, which is no size");
@@ -495,9 +557,11 @@ TEST_F(Files, ConfigErrorsAreNamed) {
 // Every family, tied and not; 61 words, which the trainer pads to 128.
 static std::vector<Shape> all_shapes() {
     Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), gpt2_untied = gpt2;
-    Shape llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000), llama_tied = llama, mistral = llama, qwen2 = llama;
+    Shape llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000), llama_tied = llama, mistral = llama,
+          qwen2 = llama;
     gpt2_untied.tied = false;
-    llama.rope_scaling = {8, 1, 4, 16}, llama_tied.tied = true, llama_tied.HS = 6, llama_tied.norm_eps = 1e-3f;
+    llama.rope_scaling = {8, 1, 4, 16}, llama_tied.tied = true, llama_tied.HS = 6,
+    llama_tied.norm_eps = 1e-3f;
     mistral.hf_type = "mistral", mistral.sliding_window = 7;
     qwen2.hf_type = "qwen2", qwen2.qkv_bias = true, qwen2.rope_theta = 1e6;
     Shape mistral_endless = mistral, qwen2_tied = qwen2;
@@ -505,17 +569,22 @@ static std::vector<Shape> all_shapes() {
     return {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless, qwen2, qwen2_tied};
 }
 
-static std::string shape_name(const Shape& s) { return s.hf_type + (s.tied ? ", tied" : ", untied"); }
+static std::string shape_name(const Shape& s) {
+    return s.hf_type + (s.tied ? ", tied" : ", untied");
+}
 
-template <typename T> static void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) { // norms and biases too
+template <typename T>
+static void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) { // norms and biases too
     for (const Parameter& p : t.model.parameters) {
         std::vector<float> v(p.elements());
-        for (size_t i = 0; i < p.file_elements(); i++) v[i] = float(normal(seed, fnv1a(p.name), i)) * 0.2f;
+        for (size_t i = 0; i < p.file_elements(); i++)
+            v[i] = float(normal(seed, fnv1a(p.name), i)) * 0.2f;
         set_weight(t, p, v.data());
     }
 }
 
-template <typename T> std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool adamw = true) {
+template <typename T>
+std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool adamw = true) {
     Plan plan = plan_of(Mode::TRAIN, 2, 16);
     plan.adamw = adamw;
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
@@ -531,9 +600,11 @@ template <typename T> std::unique_ptr<Small<T>> random_model(const Shape& s, uin
     return m;
 }
 
-template <typename A, typename B> static void expect_same_weights(const Small<A>& a, const Small<B>& b) {
+template <typename A, typename B>
+static void expect_same_weights(const Small<A>& a, const Small<B>& b) {
     for (const Parameter& p : a.t.model.parameters)
-        EXPECT_EQ(get_weight(a.t, p), get_weight(b.t, p)) << p.name << " of " << shape_name(a.t.model.shape);
+        EXPECT_EQ(get_weight(a.t, p), get_weight(b.t, p))
+            << p.name << " of " << shape_name(a.t.model.shape);
 }
 
 // All bytes of a folder's files.
@@ -565,9 +636,12 @@ template <typename T> static void export_round_trip(const std::string& dir) {
             size_t shards = files.size() - 1 - files.count("model.safetensors.index.json");
             EXPECT_EQ(files.count("config.json"), 1u);
             EXPECT_EQ(files.count("model.safetensors.index.json"), shards > 1);
-            if (shard_bytes > 3000) EXPECT_EQ(shards, 1u);
-            else if (shard_bytes == 1) EXPECT_EQ(shards, a->t.model.parameters.size());
-            else EXPECT_GT(shards, 2u);
+            if (shard_bytes > 3000)
+                EXPECT_EQ(shards, 1u);
+            else if (shard_bytes == 1)
+                EXPECT_EQ(shards, a->t.model.parameters.size());
+            else
+                EXPECT_GT(shards, 2u);
             EXPECT_FALSE(fs::exists(folder + ".tmp") || fs::exists(folder + ".old"));
             Shape read;
             ASSERT_EQ(hf_read_config(&read, folder), "");
@@ -585,13 +659,15 @@ TEST_F(Files, ExportsLoadToTheSameBits) {
 TEST_F(Files, NarrowExportsRoundToNearestOnce) {
     for (const Shape& s : all_shapes())
         for (Type type : {Type::BF16, Type::F16}) {
-            auto a = random_model<float>(s), b = random_model<float>(s, 4), c = random_model<float>(s, 5);
+            auto a = random_model<float>(s), b = random_model<float>(s, 4),
+                 c = random_model<float>(s, 5);
             ASSERT_EQ(hf_export(a->t, dir + "/once", type), "");
             ASSERT_EQ(hf_load_weights(b->t, dir + "/once"), "");
             for (const Parameter& p : a->t.model.parameters) {
                 std::vector<float> x = get_weight(a->t, p), y = get_weight(b->t, p);
                 for (size_t i = 0; i < x.size(); i++) {
-                    double half = type == Type::BF16 ? std::fabs(x[i]) * 0x1p-8 : std::fabs(x[i]) * 0x1p-11 + 0x1p-25;
+                    double half = type == Type::BF16 ? std::fabs(x[i]) * 0x1p-8
+                                                     : std::fabs(x[i]) * 0x1p-11 + 0x1p-25;
                     ASSERT_NEAR(x[i], y[i], half) << p.name;
                 }
             }
@@ -606,18 +682,31 @@ TEST_F(Files, NarrowExportsRoundToNearestOnce) {
 // Names, shapes and order of elements as Hugging Face has them, and no row of padding.
 TEST_F(Files, ExportsHoldWhatHuggingFaceExpects) {
     typedef std::map<std::string, std::vector<size_t>> Table;
-    Table gpt2 = {{"transformer.wte.weight", {61, 12}}, {"transformer.wpe.weight", {16, 12}},
-                  {"transformer.ln_f.weight", {12}}, {"transformer.ln_f.bias", {12}}};
-    Table llama = {{"model.embed_tokens.weight", {61, 16}}, {"model.norm.weight", {16}}, {"lm_head.weight", {61, 16}}};
-    Table gpt2_block = {{"ln_1.weight", {12}}, {"ln_1.bias", {12}}, {"attn.c_attn.weight", {12, 36}},
-                        {"attn.c_attn.bias", {36}}, {"attn.c_proj.weight", {12, 12}}, {"attn.c_proj.bias", {12}},
-                        {"ln_2.weight", {12}}, {"ln_2.bias", {12}}, {"mlp.c_fc.weight", {12, 48}},
-                        {"mlp.c_fc.bias", {48}}, {"mlp.c_proj.weight", {48, 12}}, {"mlp.c_proj.bias", {12}}};
-    Table llama_block = {{"input_layernorm.weight", {16}}, {"self_attn.q_proj.weight", {16, 16}},
-                         {"self_attn.k_proj.weight", {8, 16}}, {"self_attn.v_proj.weight", {8, 16}},
-                         {"self_attn.o_proj.weight", {16, 16}}, {"post_attention_layernorm.weight", {16}},
-                         {"mlp.gate_proj.weight", {20, 16}}, {"mlp.up_proj.weight", {20, 16}},
-                         {"mlp.down_proj.weight", {16, 20}}};
+    Table gpt2 = {{"transformer.wte.weight", {61, 12}},
+                  {"transformer.wpe.weight", {16, 12}},
+                  {"transformer.ln_f.weight", {12}},
+                  {"transformer.ln_f.bias", {12}}};
+    Table llama = {{"model.embed_tokens.weight", {61, 16}},
+                   {"model.norm.weight", {16}},
+                   {"lm_head.weight", {61, 16}}};
+    Table gpt2_block = {{"ln_1.weight", {12}},
+                        {"ln_1.bias", {12}},
+                        {"attn.c_attn.weight", {12, 36}},
+                        {"attn.c_attn.bias", {36}},
+                        {"attn.c_proj.weight", {12, 12}},
+                        {"attn.c_proj.bias", {12}},
+                        {"ln_2.weight", {12}},
+                        {"ln_2.bias", {12}},
+                        {"mlp.c_fc.weight", {12, 48}},
+                        {"mlp.c_fc.bias", {48}},
+                        {"mlp.c_proj.weight", {48, 12}},
+                        {"mlp.c_proj.bias", {12}}};
+    Table llama_block = {
+        {"input_layernorm.weight", {16}},      {"self_attn.q_proj.weight", {16, 16}},
+        {"self_attn.k_proj.weight", {8, 16}},  {"self_attn.v_proj.weight", {8, 16}},
+        {"self_attn.o_proj.weight", {16, 16}}, {"post_attention_layernorm.weight", {16}},
+        {"mlp.gate_proj.weight", {20, 16}},    {"mlp.up_proj.weight", {20, 16}},
+        {"mlp.down_proj.weight", {16, 20}}};
     for (std::string l : {"0.", "1."}) {
         for (auto& [name, shape] : gpt2_block) gpt2["transformer.h." + l + name] = shape;
         for (auto& [name, shape] : llama_block) llama["model.layers." + l + name] = shape;
@@ -631,7 +720,8 @@ TEST_F(Files, ExportsHoldWhatHuggingFaceExpects) {
     qwen2_tied.erase("lm_head.weight");
 
     std::vector<Shape> shapes = all_shapes();
-    std::map<size_t, Table> tables = {{0, gpt2}, {1, gpt2_untied}, {2, llama}, {4, llama}, {6, qwen2}, {7, qwen2_tied}};
+    std::map<size_t, Table> tables = {{0, gpt2},  {1, gpt2_untied}, {2, llama},
+                                      {4, llama}, {6, qwen2},       {7, qwen2_tied}};
     for (auto& [i, table] : tables) {
         auto m = random_model<float>(shapes[i]);
         ASSERT_EQ(hf_export(m->t, dir + "/export", Type::F32), "");
@@ -642,7 +732,8 @@ TEST_F(Files, ExportsHoldWhatHuggingFaceExpects) {
         EXPECT_EQ(file.file.metadata["format"], "pt");
         if (i > 0) continue;
         for (const Parameter& p : m->t.model.parameters) { // Conv1D's are [in, out]
-            std::vector<float> in_file = file.floats("transformer." + p.name), own = get_weight(m->t, p);
+            std::vector<float> in_file = file.floats("transformer." + p.name),
+                               own = get_weight(m->t, p);
             bool conv = p.name.rfind("h.", 0) == 0 && p.shape.size() == 2;
             for (size_t i = 0; i < in_file.size(); i++) {
                 size_t row = i / p.rows(), col = i % p.rows();
@@ -704,11 +795,13 @@ static void write_tensors(const std::string& path, const std::vector<TensorSpec>
 static std::vector<TensorSpec> specs_of(const Model& model, const std::string& prefix = "") {
     std::vector<TensorSpec> specs;
     for (const Parameter& p : model.parameters)
-        specs.push_back({p.name == "lm_head.weight" ? p.name : prefix + p.name, Type::F32, file_shape(p)});
+        specs.push_back(
+            {p.name == "lm_head.weight" ? p.name : prefix + p.name, Type::F32, file_shape(p)});
     return specs;
 }
 
-// GPT2Model's names, GPT2LMHeadModel's names, and tensors that older files carry beside the parameters.
+// GPT2Model's names, GPT2LMHeadModel's names, and tensors that older files carry beside the
+// parameters.
 TEST_F(Files, Gpt2LoadsWithAndWithoutItsPrefix) {
     for (size_t i : {0, 1}) {
         auto a = random_model<float>(all_shapes()[i]), b = random_model<float>(all_shapes()[i], 4);
@@ -717,7 +810,8 @@ TEST_F(Files, Gpt2LoadsWithAndWithoutItsPrefix) {
         auto specs = specs_of(b->t.model, "transformer.");
         specs.push_back({"transformer.h.0.attn.bias", Type::F32, {1, 1, 4, 4}});
         specs.push_back({"transformer.h.1.attn.masked_bias", Type::F32, {1}});
-        if (i == 0) specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: the table again
+        if (i == 0)
+            specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: the table again
         write_tensors(dir + "/model.safetensors", specs);
         ASSERT_EQ(hf_load_weights(b->t, dir), "");
         expect_same_weights(*a, *b);
@@ -740,21 +834,25 @@ TEST_F(Files, WrongTensorsAreNamed) {
         for (const Parameter& p : model.parameters) { // the padding stays zero
             std::vector<float> x = get_weight(m->t, p);
             EXPECT_EQ(std::count(x.begin() + long(p.file_elements()), x.end(), 0.0f),
-                      long(p.elements() - p.file_elements())) << p.name;
+                      long(p.elements() - p.file_elements()))
+                << p.name;
         }
         for (size_t i = 0; i < good.size(); i += i < 4 || i + 3 > good.size() ? 1 : 5) {
             auto specs = good;
             specs.erase(specs.begin() + long(i));
             EXPECT_HAS(load(specs), "tensor " + good[i].name + " is missing");
             specs = good, specs[i].shape.back()++;
-            EXPECT_HAS(load(specs), "tensor " + good[i].name + " has the shape " + shape_text(specs[i].shape) +
-                                        ", config.json asks for " + shape_text(good[i].shape));
+            EXPECT_HAS(load(specs), "tensor " + good[i].name + " has the shape " +
+                                        shape_text(specs[i].shape) + ", config.json asks for " +
+                                        shape_text(good[i].shape));
             specs = good, specs[i].shape.push_back(1);
-            EXPECT_HAS(load(specs), " has the shape " + shape_text(specs[i].shape) + ", config.json asks for ");
+            EXPECT_HAS(load(specs),
+                       " has the shape " + shape_text(specs[i].shape) + ", config.json asks for ");
             write_tensors(file, good);
             std::string bytes = read_file(file), entry = "\"" + good[i].name + "\":{\"dtype\":\"";
             put_file(file, bytes.replace(bytes.find(entry) + entry.size(), 3, "I32"));
-            EXPECT_HAS(hf_load_weights(m->t, dir), "tensor " + good[i].name + " is I32; F32, F16, BF16 and F64 can");
+            EXPECT_HAS(hf_load_weights(m->t, dir),
+                       "tensor " + good[i].name + " is I32; F32, F16, BF16 and F64 can");
         }
         auto specs = good;
         specs[0].shape[0] = 128; // our padding in their file
@@ -763,7 +861,8 @@ TEST_F(Files, WrongTensorsAreNamed) {
         EXPECT_HAS(load(specs), "tensor h.7.ln_1.weight belongs to nothing in this model");
         specs = good, specs.push_back({"transformer." + good[0].name, Type::F32, good[0].shape});
         EXPECT_HAS(load(specs), "belongs to nothing");
-        specs = good, specs.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", Type::F32, {2}});
+        specs = good,
+        specs.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", Type::F32, {2}});
         EXPECT_EQ(load(specs), "");
         if (s.tied) {
             specs.push_back({"lm_head.weight", Type::F32, good[0].shape});
@@ -776,7 +875,8 @@ TEST_F(Files, WrongTensorsAreNamed) {
     for (TensorSpec& s : specs)
         if (s.name == "h.0.mlp.c_fc.weight") std::swap(s.shape[0], s.shape[1]);
     write_tensors(file, specs);
-    EXPECT_HAS(hf_load_weights(m->t, dir), "h.0.mlp.c_fc.weight has the shape (48, 12), config.json asks for (12, 48)");
+    EXPECT_HAS(hf_load_weights(m->t, dir),
+               "h.0.mlp.c_fc.weight has the shape (48, 12), config.json asks for (12, 48)");
     fs::resize_file(file, 999);
     EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors: ");
     fs::remove(file);
@@ -805,7 +905,8 @@ TEST_F(Files, WrongShardsAreNamed) {
     EXPECT_HAS(with("ln_f.bias", "c.safetensors"), "c.safetensors: No such file");
     EXPECT_HAS(with("ln_f.bias", "a.safetensors"), "ln_f.bias is not in a.safetensors");
     EXPECT_HAS(with("nothing", "a.safetensors"), "nothing is not in a.safetensors");
-    for (json file : {json("../a.safetensors"), json("/a.safetensors"), json(3), json(), json({"a.safetensors"})})
+    for (json file : {json("../a.safetensors"), json("/a.safetensors"), json(3), json(),
+                      json({"a.safetensors"})})
         EXPECT_HAS(with("ln_f.bias", file), "ln_f.bias is in no file of this folder");
     for (const char* text : {"", "{", "[]", "{}", "{\"weight_map\":[]}", "{\"weight_map\":null}"}) {
         put_file(dir + "/model.safetensors.index.json", text);
@@ -834,7 +935,8 @@ template <typename T> std::string state_of(const Small<T>& m) {
     for (const StateTensor& s : state_tensors(m.t, m.t.hyper.adamw))
         state.append((const char*)state_address(m.t, s), s.p->elements() * sizeof(acc_t<T>));
     for (const Parameter& p : m.t.model.parameters)
-        state.append((const char*)(address<T>(m.t, {Kind::WEIGHT, p.bucket}) + p.offset), p.elements() * sizeof(T));
+        state.append((const char*)(address<T>(m.t, {Kind::WEIGHT, p.bucket}) + p.offset),
+                     p.elements() * sizeof(T));
     return state + std::to_string(address<const StepScale>(m.t, {Kind::SCALE})->step);
 }
 
@@ -849,7 +951,8 @@ template <typename T> Loaded load_checkpoint(Small<T>& m, const std::string& out
     return l;
 }
 
-template <typename T> void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
+template <typename T>
+void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
     SCOPED_TRACE(shape_name(s) + (adamw ? ", adamw" : ", sgd"));
     auto a = random_model<T>(s, 3, adamw), b = random_model<T>(s, 4, adamw);
     auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 2; };
@@ -914,18 +1017,21 @@ TEST_F(Files, KeepRemovesOlderCheckpoints) {
         ASSERT_EQ(checkpoint_save(m->t, {step, uint64_t(step), 0, {}}, dir, 2), "");
     }
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
-    for (const char* other : {"/step_1", "/step_00000009x", "/step_00000007.tmp.tmp", "/notes"}) // no checkpoints
+    for (const char* other :
+         {"/step_1", "/step_00000009x", "/step_00000007.tmp.tmp", "/notes"}) // no checkpoints
         fs::create_directories(dir + other);
     EXPECT_EQ(load_checkpoint(*m, dir).info.step, 4);
     ASSERT_EQ(checkpoint_save(m->t, {4, 44, 0, {}}, dir, 2), ""); // again
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
     EXPECT_EQ(load_checkpoint(*m, dir).info.cursor, 44u);
-    ASSERT_EQ(checkpoint_save(m->t, {3, 33, 0, {}}, dir, 1), ""); // a run that went back: what is newer stays
+    ASSERT_EQ(checkpoint_save(m->t, {3, 33, 0, {}}, dir, 1),
+              ""); // a run that went back: what is newer stays
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
     ASSERT_EQ(checkpoint_save(m->t, {10, 10, 0, {}}, dir, 1), "");
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{10}));
     EXPECT_TRUE(fs::exists(dir + "/notes") && fs::exists(dir + "/step_1"));
-    EXPECT_HAS(checkpoint_save(m->t, {11, 0, 0, {}}, dir + "/nowhere", 1), "cannot be made: No such file");
+    EXPECT_HAS(checkpoint_save(m->t, {11, 0, 0, {}}, dir + "/nowhere", 1),
+               "cannot be made: No such file");
 }
 
 TEST_F(Files, BrokenCheckpointsAreSkippedAndNamed) {
@@ -936,7 +1042,8 @@ TEST_F(Files, BrokenCheckpointsAreSkippedAndNamed) {
     run_plan(saved->t, 0);
     ASSERT_EQ(checkpoint_save(saved->t, {2, 2, 0, {}}, dir, 5), "");
     std::string newest = dir + "/step_00000002", file = newest + "/rank_00000.safetensors";
-    std::string manifest = newest + "/manifest.json", whole = read_file(file), list = read_file(manifest);
+    std::string manifest = newest + "/manifest.json", whole = read_file(file),
+                list = read_file(manifest);
     auto falls_back = [&](const std::string& part) {
         SCOPED_TRACE("manifest " + read_file(manifest).substr(0, 2000));
         fill_weights(m->t, 9);
@@ -951,7 +1058,8 @@ TEST_F(Files, BrokenCheckpointsAreSkippedAndNamed) {
     };
     for (size_t size : {size_t(0), size_t(7), size_t(1000), whole.size() - 1}) {
         put_file(file, whole.substr(0, size));
-        falls_back("is " + std::to_string(size) + " bytes, the manifest says " + std::to_string(whole.size()));
+        falls_back("is " + std::to_string(size) + " bytes, the manifest says " +
+                   std::to_string(whole.size()));
     }
     put_file(file, whole + "x");
     falls_back("is " + std::to_string(whole.size() + 1) + " bytes, the manifest says");
@@ -965,9 +1073,10 @@ TEST_F(Files, BrokenCheckpointsAreSkippedAndNamed) {
     fs::remove(manifest), falls_back("has no manifest.json");
     for (size_t size : {size_t(0), size_t(1), list.size() / 2, list.size() - 3})
         put_file(manifest, list.substr(0, size)), falls_back("manifest.json is broken");
-    for (const char* text : {"{}", "[]", "3", "null"}) put_file(manifest, text), falls_back("manifest.json is broken");
-    for (const char* key : {"step", "cursor", "seed", "model", "optimizer", "optimizer_step", "precision", "threads", "cpu",
-                            "files"})
+    for (const char* text : {"{}", "[]", "3", "null"})
+        put_file(manifest, text), falls_back("manifest.json is broken");
+    for (const char* key : {"step", "cursor", "seed", "model", "optimizer", "optimizer_step",
+                            "precision", "threads", "cpu", "files"})
         for (json bad : {json(), json(2.5), json({1}), json({{"file", 1}}), json(true)}) {
             json changed = json::parse(list);
             changed[key] = bad;
@@ -1025,7 +1134,8 @@ TEST_F(Files, ACheckpointOfAnotherModelIsRefusedByName) {
     EXPECT_EQ(load_checkpoint(*sgd, dir).wrong, ""); // leaves the moments
     expect_same_weights(*a, *sgd);
     ASSERT_EQ(checkpoint_save(sgd->t, {2, 0, 0, {}}, dir, 2), "");
-    EXPECT_HAS(load_checkpoint(*a, dir).wrong, "was trained with sgd and has no moments: go on with --optimizer sgd");
+    EXPECT_HAS(load_checkpoint(*a, dir).wrong,
+               "was trained with sgd and has no moments: go on with --optimizer sgd");
 }
 
 // An evaluation has no moments, and takes the weights alone.
@@ -1060,7 +1170,8 @@ TEST_F(Files, ASaveThatFailsLosesNothing) {
         setrlimit(RLIMIT_FSIZE, &small);
         std::string wrong = checkpoint_save(m->t, {2, 2, 0, {}}, dir, 1);
         setrlimit(RLIMIT_FSIZE, &saved);
-        EXPECT_HAS(wrong, "cannot be written: File too large; the checkpoints before it are as they were");
+        EXPECT_HAS(wrong,
+                   "cannot be written: File too large; the checkpoints before it are as they were");
         EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{1}));
         EXPECT_EQ(checkpoint_steps(dir, ".tmp"), std::vector<int64_t>());
         EXPECT_TRUE(folder_bytes(dir + "/step_00000001") == before);
@@ -1068,12 +1179,14 @@ TEST_F(Files, ASaveThatFailsLosesNothing) {
     signal(SIGXFSZ, handler);
 }
 
-// A child is killed at each of its writes in turn: what is there afterwards loads to an older or the new state.
+// A child is killed at each of its writes in turn: what is there afterwards loads to an older or
+// the new state.
 TEST_F(Files, KilledAtAnyWriteNothingIsLost) {
     auto m = random_model<float>(all_shapes()[0]);
     ASSERT_EQ(checkpoint_save(m->t, {1, 1, 0, {}}, dir, 5), "");
     size_t total = 0;
-    for (const fs::directory_entry& e : fs::directory_iterator(dir + "/step_00000001")) total += e.file_size();
+    for (const fs::directory_entry& e : fs::directory_iterator(dir + "/step_00000001"))
+        total += e.file_size();
     int killed = 0, whole = 0;
     for (size_t limit = 0; limit <= total; limit += total / 23) {
         pid_t child = fork();

@@ -1,5 +1,7 @@
-// test_model.cpp - the whole step against things independent of it: finite differences in double, train_gpt_min,
-// golden files from PyTorch, trained checkpoints; and what must not change a bit: recomputation, halves apart, threads
+// test_model.cpp - the whole step against things independent of it: finite differences in double,
+// train_gpt_min,
+// golden files from PyTorch, trained checkpoints; and what must not change a bit: recomputation,
+// halves apart, threads
 #include <gtest/gtest.h>
 #include <fstream>
 #define main train_gpt_min_main
@@ -26,9 +28,11 @@ static Shape small_llama(bool tied = false, bool bias = false) {
     return s;
 }
 
-static Plan small_plan(size_t B, size_t T, int micro_batches, Recompute level = Recompute::NONE, bool split = false) {
+static Plan small_plan(size_t B, size_t T, int micro_batches, Recompute level = Recompute::NONE,
+                       bool split = false) {
     Plan p;
-    p.B = B, p.T = T, p.micro_batches = micro_batches, p.recompute = level, p.split_backward = split;
+    p.B = B, p.T = T, p.micro_batches = micro_batches, p.recompute = level,
+    p.split_backward = split;
     return p;
 }
 
@@ -38,7 +42,8 @@ static Window random_window(const Shape& s, size_t T) {
         for (size_t i = 0; i < T; i++) {
             tokens[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i)[0] % V);
             targets[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i + 1)[0] % V);
-            if (random_block(7, fnv1a("test.ignored"), sample * T + i)[0] % (3 + sample % 4) == 0) targets[i] = -1;
+            if (random_block(7, fnv1a("test.ignored"), sample * T + i)[0] % (3 + sample % 4) == 0)
+                targets[i] = -1;
         }
         return std::string();
     };
@@ -56,12 +61,14 @@ template <typename T> struct Fixture {
         t.window = random_window(s, plans[0].T);
     }
     ~Fixture() { arena_free(t.arena); }
-    // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by accident
+    // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by
+    // accident
     void perturb(uint64_t seed) {
         for (const Parameter& p : t.model.parameters) {
             std::vector<float> v(p.elements());
             for (size_t i = 0; i < p.file_elements(); i++)
-                v[i] = p.init.value + float(p.shape.size() == 2 ? 0.2 : 0.1) * float(normal(seed, fnv1a(p.name), i));
+                v[i] = p.init.value + float(p.shape.size() == 2 ? 0.2 : 0.1) *
+                                          float(normal(seed, fnv1a(p.name), i));
             set_weight(t, p, v.data());
         }
     }
@@ -71,9 +78,13 @@ template <typename T> struct Fixture {
         return plan_loss(t).mean();
     }
     T* weight(const Parameter& p) { return address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset; }
-    acc_t<T>* grad(const Parameter& p) { return address<acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset; }
+    acc_t<T>* grad(const Parameter& p) {
+        return address<acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset;
+    }
     // all persistent bytes but the clipping scale's padding: weights, masters, moments, gradients
-    std::vector<unsigned char> state() { return {t.arena.base, t.arena.base + t.arena.persistent_bytes}; }
+    std::vector<unsigned char> state() {
+        return {t.arena.base, t.arena.base + t.arena.persistent_bytes};
+    }
 };
 
 static std::vector<Shape> all_shapes() {
@@ -107,7 +118,9 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
                 }
                 f.weight(p)[i] = w;
                 // central differences: error h^2 * third derivative + rounding eps * loss / h
-                EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected, 2e-7 * std::max(1.0, std::abs(expected))) << p.name << "[" << i << "]";
+                EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected,
+                            2e-7 * std::max(1.0, std::abs(expected)))
+                    << p.name << "[" << i << "]";
             }
         EXPECT_GT(loss, 1);
     }
@@ -130,7 +143,9 @@ TEST(Gradients, PaddingStaysZero) {
 // ----------------------------------------------------------------------------
 // what must not change a bit
 
-template <typename T> static std::vector<unsigned char> state_after(const Shape& s, Plan p, int steps, bool adamw = true) {
+template <typename T>
+static std::vector<unsigned char> state_after(const Shape& s, Plan p, int steps,
+                                              bool adamw = true) {
     Fixture<T> f(s, {p});
     f.t.hyper.adamw = adamw;
     for (int i = 0; i < steps; i++) f.step();
@@ -152,11 +167,13 @@ TEST(Bits, RecomputationAndHalvesApartChangeNothingInBf16) { expect_same_bits<bf
 // ----------------------------------------------------------------------------
 // accumulation
 
-// ||g - g'|| / ||g|| <= 4 * 1.03^layers * eps (arXiv:2506.09280), times 8: a sum of 8 micro-batches in other orders
+// ||g - g'|| / ||g|| <= 4 * 1.03^layers * eps (arXiv:2506.09280), times 8: a sum of 8 micro-batches
+// in other orders
 TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
     for (const Shape& s : all_shapes()) {
         auto gradients = [&](size_t B, int micro_batches) {
-            auto f = std::make_unique<Fixture<float>>(s, std::vector<Plan>{small_plan(B, 16, micro_batches)});
+            auto f = std::make_unique<Fixture<float>>(
+                s, std::vector<Plan>{small_plan(B, 16, micro_batches)});
             f->step();
             return f;
         };
@@ -170,14 +187,16 @@ TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
                     difference += (a - b) * (a - b), norm += a * a;
                 }
                 double bound = 8 * 4 * std::pow(1.03, double(s.L)) * 5.96e-8;
-                EXPECT_LE(std::sqrt(difference), bound * std::sqrt(norm)) << p.name << ", " << m << " micro-batches";
+                EXPECT_LE(std::sqrt(difference), bound * std::sqrt(norm))
+                    << p.name << ", " << m << " micro-batches";
             }
         }
     }
 }
 
 // ----------------------------------------------------------------------------
-// access() tells the truth: an action changes no byte it does not declare, and depends on none it does not declare
+// access() tells the truth: an action changes no byte it does not declare, and depends on none it
+// does not declare
 
 template <typename T> static void expect_honest_access(const Shape& s, Plan options) {
     Fixture<T> f(s, {options});
@@ -196,7 +215,8 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
         };
         mark(reads, x.reads);
         mark(writes, x.writes);
-        mark(scratch, {{Kind::SCRATCH, a.layer}}); // what it leaves there depends on which thread took what
+        mark(scratch,
+             {{Kind::SCRATCH, a.layer}}); // what it leaves there depends on which thread took what
         // Run it once as it is, and once with every byte that it does not read poisoned.
         memory.assign(arena.base, arena.base + arena.bytes);
         run_action(f.t, a);
@@ -207,21 +227,26 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
         for (size_t i = 0; i < arena.bytes; i++) {
             undeclared += !writes[i] && after[i] != memory[i];
             undeclared += !writes[i] && arena.base[i] != (reads[i] ? memory[i] : 0xff);
-            bool result = writes[i] && !scratch[i] && arena.base[i] != 0xff && after[i] != memory[i];
+            bool result =
+                writes[i] && !scratch[i] && arena.base[i] != 0xff && after[i] != memory[i];
             dependent += result && arena.base[i] != after[i];
         }
-        EXPECT_EQ(undeclared, 0u) << action_text(a, f.t.model) << " writes bytes that it does not declare";
-        EXPECT_EQ(dependent, 0u) << action_text(a, f.t.model) << " depends on bytes that it does not declare";
+        EXPECT_EQ(undeclared, 0u) << action_text(a, f.t.model)
+                                  << " writes bytes that it does not declare";
+        EXPECT_EQ(dependent, 0u) << action_text(a, f.t.model)
+                                 << " depends on bytes that it does not declare";
         memcpy(arena.base, after.data(), after.size());
     }
 }
 TEST(Access, IsTheTruthForGpt2) {
     for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
-        for (bool split : {false, true}) expect_honest_access<float>(small_gpt2(), small_plan(2, 8, 2, level, split));
+        for (bool split : {false, true})
+            expect_honest_access<float>(small_gpt2(), small_plan(2, 8, 2, level, split));
 }
 TEST(Access, IsTheTruthForLlama) {
     for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
-        for (bool split : {false, true}) expect_honest_access<bf16>(small_llama(), small_plan(2, 8, 2, level, split));
+        for (bool split : {false, true})
+            expect_honest_access<bf16>(small_llama(), small_plan(2, 8, 2, level, split));
 }
 
 // Every planned buffer is written in a step: none is planned in vain.
@@ -233,17 +258,23 @@ TEST(Access, EveryPlannedBufferIsWritten) {
         for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
             Action a = p.actions[size_t(f.t.at)];
             Access x = access(p, f.t.model, a);
-            auto read_too = [&](Data d) { return std::count(x.reads.begin(), x.reads.end(), d) > 0; };
+            auto read_too = [&](Data d) {
+                return std::count(x.reads.begin(), x.reads.end(), d) > 0;
+            };
             for (Data d : x.writes)
-                if (const Place* place = arena_find(f.t.arena, 0, f.t.at, d); place && !read_too(d) && !persistent(d.kind))
+                if (const Place* place = arena_find(f.t.arena, 0, f.t.at, d);
+                    place && !read_too(d) && !persistent(d.kind))
                     memset(f.t.arena.base + place->offset, 0xa5, place->bytes);
             run_action(f.t, a);
             for (Data d : x.writes) {
                 const Place* place = arena_find(f.t.arena, 0, f.t.at, d);
-                if (!place || read_too(d) || persistent(d.kind) || d.kind == Kind::SCRATCH) continue;
+                if (!place || read_too(d) || persistent(d.kind) || d.kind == Kind::SCRATCH)
+                    continue;
                 size_t untouched = 0; // rows end on 256 bytes, so up to 255 a row stay as they were
-                for (size_t i = 0; i < place->bytes; i++) untouched += f.t.arena.base[place->offset + i] == 0xa5;
-                EXPECT_LT(untouched, place->bytes / 20 + 20 * 256) << action_text(a, f.t.model) << " leaves " << data_text(d, f.t.model);
+                for (size_t i = 0; i < place->bytes; i++)
+                    untouched += f.t.arena.base[place->offset + i] == 0xa5;
+                EXPECT_LT(untouched, place->bytes / 20 + 20 * 256)
+                    << action_text(a, f.t.model) << " leaves " << data_text(d, f.t.model);
             }
         }
     }
@@ -262,14 +293,17 @@ TEST(Learning, Bf16FollowsFloat) {
         arena_allocate(t.arena);
         init_weights(t, 3);
         t.hyper = {true, 3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
-        t.window = [&](uint64_t sample, int* tokens, int* targets) { // a sequence that can be learned
-            for (int i = 0; i < 32; i++) tokens[i] = int((sample * 7 + uint64_t(i) * (1 + sample % 3)) % 61);
+        t.window = [&](uint64_t sample, int* tokens,
+                       int* targets) { // a sequence that can be learned
+            for (int i = 0; i < 32; i++)
+                tokens[i] = int((sample * 7 + uint64_t(i) * (1 + sample % 3)) % 61);
             for (int i = 0; i < 31; i++) targets[i] = tokens[i + 1];
             targets[31] = -1;
             return std::string();
         };
         std::vector<double> losses;
-        for (int i = 0; i < 100; i++, t.cursor += 4) run_plan(t, 0), losses.push_back(plan_loss(t).mean());
+        for (int i = 0; i < 100; i++, t.cursor += 4)
+            run_plan(t, 0), losses.push_back(plan_loss(t).mean());
         arena_free(t.arena);
         return losses;
     };
@@ -316,12 +350,15 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     trainer_place(t, s, {small_plan(B, T, 1)});
     arena_allocate(t.arena);
     init_weights(t, 1337);
-    t.window = [&](uint64_t sample, int* tokens, int* targets) { return load_window(loader, sample, tokens, targets); };
+    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        return load_window(loader, sample, tokens, targets);
+    };
     size_t trained = text.size() - text.size() / 10;
     for (int step = 0; step < STEPS; step++) {
         std::vector<int> tokens(B * T), targets(B * T);
         for (int b = 0; b < B; b++) {
-            size_t start = min_gpt::shuffled_window(uint64_t(step * B + b), (trained - 1) / T, 1337) * T;
+            size_t start =
+                min_gpt::shuffled_window(uint64_t(step * B + b), (trained - 1) / T, 1337) * T;
             for (int i = 0; i < T; i++) {
                 tokens[size_t(b * T + i)] = (unsigned char)text[start + size_t(i)];
                 targets[size_t(b * T + i)] = (unsigned char)text[start + size_t(i) + 1];
@@ -336,7 +373,8 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
         run_plan(t, 0);
         t.cursor += B;
         EXPECT_NEAR(plan_loss(t).mean(), expected, 1e-5) << "step " << step;
-        EXPECT_NEAR(address<const StepScale>(t, {Kind::SCALE})->norm, norm, 1e-4 * norm) << "step " << step;
+        EXPECT_NEAR(address<const StepScale>(t, {Kind::SCALE})->norm, norm, 1e-4 * norm)
+            << "step " << step;
     }
     arena_free(t.arena);
 }

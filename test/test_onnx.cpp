@@ -1,6 +1,8 @@
 // test_onnx.cpp - the operators against the ONNX operator tests, where the fixtures are at hand
-//   Each case is a safetensors file: in.NAME, out.NAME, and its attributes in the metadata. What our operators cannot
-//   express (masks other than causal, softcap, other scales, past keys, float16) is counted and left out.
+//   Each case is a safetensors file: in.NAME, out.NAME, and its attributes in the metadata. What
+//   our operators cannot
+//   express (masks other than causal, softcap, other scales, past keys, float16) is counted and
+//   left out.
 #include <gtest/gtest.h>
 #include <dirent.h>
 #include <fstream>
@@ -11,22 +13,27 @@
 #include "../llmc/safetensors.h"
 
 static const std::string CASES = std::string(REPO_ROOT) + "/../shared/fixtures/kernels_onnx/";
-#define NEEDS_FIXTURES() \
-    if (!std::ifstream(CASES + "gelu/test_gelu_tanh_1.safetensors")) GTEST_SKIP() << "skipped: no fixtures"
+#define NEEDS_FIXTURES()                                             \
+    if (!std::ifstream(CASES + "gelu/test_gelu_tanh_1.safetensors")) \
+    GTEST_SKIP() << "skipped: no fixtures"
 
 struct Case {
     std::string name;
     SafeTensors file;
     nlohmann::json attributes;
     bool has(const std::string& name) const { return safetensors_find(file, name) != nullptr; }
-    std::vector<size_t> shape(const std::string& name) const { return safetensors_find(file, name)->shape; }
+    std::vector<size_t> shape(const std::string& name) const {
+        return safetensors_find(file, name)->shape;
+    }
     std::vector<float> get(const std::string& name) const {
         const SafeTensor* t = safetensors_find(file, name);
         std::vector<float> x(t ? t->elements() : 0);
         if (t) tensor_to_float(x.data(), *t, 0, x.size());
         return x;
     }
-    double number(const char* key, double otherwise) const { return attributes.value(key, otherwise); }
+    double number(const char* key, double otherwise) const {
+        return attributes.value(key, otherwise);
+    }
 };
 
 // Run `use` on each case of a folder; it says whether it could. Returns how many it could.
@@ -49,11 +56,13 @@ template <typename F> int each_case(const std::string& folder, F use) {
 }
 
 // The cases were computed in float: 1e-5 of the largest.
-static void expect_close(const Case& c, const std::vector<float>& got, const std::vector<float>& want) {
+static void expect_close(const Case& c, const std::vector<float>& got,
+                         const std::vector<float>& want) {
     ASSERT_EQ(got.size(), want.size()) << c.name;
     float most = 1;
     for (float w : want) most = std::max(most, std::fabs(w));
-    for (size_t i = 0; i < got.size(); i++) ASSERT_NEAR(got[i], want[i], 1e-5f * most) << c.name << "[" << i << "]";
+    for (size_t i = 0; i < got.size(); i++)
+        ASSERT_NEAR(got[i], want[i], 1e-5f * most) << c.name << "[" << i << "]";
 }
 
 // Rows are the axes before `axis`, channels those from it on.
@@ -70,8 +79,10 @@ TEST(Onnx, LayerNormalization) {
     int used = each_case("layer_normalization", [](const Case& c) {
         size_t N, C;
         rows_and_channels(c, &N, &C);
-        std::vector<float> x = c.get("in.X"), w = c.get("in.W"), b = c.get("in.B"), y(N * C), mean(N), rstd(N);
-        layernorm_forward(y.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N, C, float(c.number("epsilon", 1e-5)), Cpu{});
+        std::vector<float> x = c.get("in.X"), w = c.get("in.W"), b = c.get("in.B"), y(N * C),
+                           mean(N), rstd(N);
+        layernorm_forward(y.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N, C,
+                          float(c.number("epsilon", 1e-5)), Cpu{});
         expect_close(c, y, c.get("out.Y"));
         if (c.has("out.Mean")) expect_close(c, mean, c.get("out.Mean"));
         if (c.has("out.InvStdDev")) expect_close(c, rstd, c.get("out.InvStdDev"));
@@ -86,7 +97,8 @@ TEST(Onnx, RmsNormalization) {
         size_t N, C;
         rows_and_channels(c, &N, &C);
         std::vector<float> x = c.get("in.X"), w = c.get("in.W"), y(N * C), rstd(N);
-        rmsnorm_forward(y.data(), rstd.data(), x.data(), w.data(), N, C, float(c.number("epsilon", 1e-5)), Cpu{});
+        rmsnorm_forward(y.data(), rstd.data(), x.data(), w.data(), N, C,
+                        float(c.number("epsilon", 1e-5)), Cpu{});
         expect_close(c, y, c.get("out.Y"));
         return true;
     });
@@ -106,13 +118,15 @@ TEST(Onnx, Gelu) {
 }
 
 // (B,heads,T,HS) as the cases of rank 4 have it, to rows (B,T,heads,HS)
-static std::vector<float> rows_of(const std::vector<float>& x, size_t B, size_t heads, size_t T, size_t HS, bool back) {
+static std::vector<float> rows_of(const std::vector<float>& x, size_t B, size_t heads, size_t T,
+                                  size_t HS, bool back) {
     std::vector<float> y(x.size());
     for (size_t b = 0; b < B; b++)
         for (size_t h = 0; h < heads; h++)
             for (size_t t = 0; t < T; t++)
                 for (size_t e = 0; e < HS; e++) {
-                    size_t ours = ((b * T + t) * heads + h) * HS + e, theirs = ((b * heads + h) * T + t) * HS + e;
+                    size_t ours = ((b * T + t) * heads + h) * HS + e,
+                           theirs = ((b * heads + h) * T + t) * HS + e;
                     y[back ? theirs : ours] = x[back ? ours : theirs];
                 }
     return y;
@@ -127,20 +141,31 @@ TEST(Onnx, Attention) {
             if (c.attributes.contains(other)) return false;
         std::vector<size_t> q = c.shape("in.Q"), k = c.shape("in.K");
         bool rank4 = q.size() == 4;
-        size_t NH = rank4 ? q[1] : size_t(c.number("q_num_heads", 1)), NKV = rank4 ? k[1] : size_t(c.number("kv_num_heads", 1));
-        size_t B = q[0], Tq = rank4 ? q[2] : q[1], Tk = rank4 ? k[2] : k[1], HS = rank4 ? q[3] : q[2] / NH;
-        bool good = safetensors_find(c.file, "in.Q")->dtype == "F32" && c.shape("in.V") == k && NH % NKV == 0 && c.attributes.value("softmax_precision", 1) == 1;
+        size_t NH = rank4 ? q[1] : size_t(c.number("q_num_heads", 1)),
+               NKV = rank4 ? k[1] : size_t(c.number("kv_num_heads", 1));
+        size_t B = q[0], Tq = rank4 ? q[2] : q[1], Tk = rank4 ? k[2] : k[1],
+               HS = rank4 ? q[3] : q[2] / NH;
+        bool good = safetensors_find(c.file, "in.Q")->dtype == "F32" && c.shape("in.V") == k &&
+                    NH % NKV == 0 && c.attributes.value("softmax_precision", 1) == 1;
         if (!good) return false;
-        std::vector<float> Q = c.get("in.Q"), K = c.get("in.K"), V = c.get("in.V"), out(Q.size()), lse(B * NH * Tq);
-        if (rank4) Q = rows_of(Q, B, NH, Tq, HS, false), K = rows_of(K, B, NKV, Tk, HS, false), V = rows_of(V, B, NKV, Tk, HS, false);
+        std::vector<float> Q = c.get("in.Q"), K = c.get("in.K"), V = c.get("in.V"), out(Q.size()),
+                           lse(B * NH * Tq);
+        if (rank4)
+            Q = rows_of(Q, B, NH, Tq, HS, false), K = rows_of(K, B, NKV, Tk, HS, false),
+            V = rows_of(V, B, NKV, Tk, HS, false);
         std::vector<int> q_positions(B * Tq), k_positions(B * Tk), starts(B * Tq, 0);
-        for (size_t i = 0; i < B * Tq; i++) q_positions[i] = c.number("is_causal", 0) ? int(i % Tq) : int(Tk); // not causal: behind all keys
+        for (size_t i = 0; i < B * Tq; i++)
+            q_positions[i] =
+                c.number("is_causal", 0) ? int(i % Tq) : int(Tk); // not causal: behind all keys
         for (size_t j = 0; j < B * Tk; j++) k_positions[j] = int(j % Tk);
         AttentionDims d = {B, Tq, Tk, NH, NKV, HS, NH * HS, NKV * HS};
-        std::vector<unsigned char> scratch(attention_scratch_bytes<float>(d, threads_here(Cpu{}), Cpu{}) + 256);
+        std::vector<unsigned char> scratch(
+            attention_scratch_bytes<float>(d, threads_here(Cpu{}), Cpu{}) + 256);
         Blas blas;
-        blas_scratch(blas, scratch.data() + (256 - uintptr_t(scratch.data()) % 256) % 256, scratch.size() - 256);
-        attention_forward(out.data(), lse.data(), Q.data(), K.data(), V.data(), q_positions.data(), k_positions.data(), starts.data(), nullptr, d, blas, Cpu{});
+        blas_scratch(blas, scratch.data() + (256 - uintptr_t(scratch.data()) % 256) % 256,
+                     scratch.size() - 256);
+        attention_forward(out.data(), lse.data(), Q.data(), K.data(), V.data(), q_positions.data(),
+                          k_positions.data(), starts.data(), nullptr, d, blas, Cpu{});
         expect_close(c, rank4 ? rows_of(out, B, NH, Tq, HS, true) : out, c.get("out.Y"));
         return true;
     });

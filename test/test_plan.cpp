@@ -1,4 +1,5 @@
-// test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
+// test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes
+// and places
 #include <gtest/gtest.h>
 #include <filesystem>
 #include <fstream>
@@ -13,11 +14,14 @@ static Model small_model(size_t L, bool tied = true, bool llama = false) {
 
 static Plan options(int micro_batches, Recompute level = Recompute::NONE, bool split = false) {
     Plan p;
-    p.B = 2, p.T = 16, p.micro_batches = micro_batches, p.recompute = level, p.split_backward = split;
+    p.B = 2, p.T = 16, p.micro_batches = micro_batches, p.recompute = level,
+    p.split_backward = split;
     return p;
 }
 
-static size_t bytes_of(const Plan& p, const Model& m, Data d) { return data_bytes<float>(p, m, d, Cpu{}); }
+static size_t bytes_of(const Plan& p, const Model& m, Data d) {
+    return data_bytes<float>(p, m, d, Cpu{});
+}
 
 // Every schedule x pass x size: legal, and its places do not overlap while both live.
 TEST(Plan, EveryPlanIsLegal) {
@@ -39,7 +43,8 @@ TEST(Plan, ModesWithoutTrainingHaveNoBackward) {
         o.mode = mode, o.cache = 32;
         Plan p = make_plan(o, model);
         EXPECT_EQ(plan_check(p, model), "");
-        for (Action a : p.actions) EXPECT_TRUE(a.kind == Do::LOAD || a.kind == Do::COUNT || a.kind == Do::F);
+        for (Action a : p.actions)
+            EXPECT_TRUE(a.kind == Do::LOAD || a.kind == Do::COUNT || a.kind == Do::F);
     }
 }
 
@@ -57,16 +62,20 @@ TEST(Plan, TheCommentInPlanHIsTheProgramsPrint) {
 // ----------------------------------------------------------------------------
 // the tree
 
-// Operators include common.h and operators; what stands above them never reaches down the other way.
+// Operators include common.h and operators; what stands above them never reaches down the other
+// way.
 TEST(Tree, WhoMayIncludeWhom) {
     namespace fs = std::filesystem;
     int files = 0;
     for (const fs::directory_entry& e : fs::directory_iterator(std::string(REPO_ROOT) + "/llmc")) {
         std::string file = e.path().filename().string(), line;
-        bool op = e.path().extension() == ".cuh", host = file == "plan.h" || file == "arena.h" || file == "model.h" || file == "config.h" || file == "grid.h";
+        bool op = e.path().extension() == ".cuh", host = file == "plan.h" || file == "arena.h" ||
+                                                         file == "model.h" || file == "config.h" ||
+                                                         file == "grid.h";
         std::ifstream in(e.path());
         std::getline(in, line);
-        EXPECT_EQ(line.rfind("// " + file + " - ", 0), 0u) << file << " does not open with its name and what it is";
+        EXPECT_EQ(line.rfind("// " + file + " - ", 0), 0u)
+            << file << " does not open with its name and what it is";
         for (files++; std::getline(in, line);) {
             std::smatch m;
             if (!std::regex_search(line, m, std::regex("^#include \"([^\"]+)\""))) continue;
@@ -94,7 +103,8 @@ TEST(Plan, DroppingAnyActionIsFound) {
             Model model = small_model(2);
             Plan p = make_plan(options(2, level, split), model);
             for (size_t i = 0; i < p.actions.size(); i++)
-                EXPECT_NE(check_without(p, model, i), "") << action_text(p.actions[i], model) << " dropped";
+                EXPECT_NE(check_without(p, model, i), "")
+                    << action_text(p.actions[i], model) << " dropped";
         }
 }
 
@@ -111,7 +121,8 @@ TEST(Plan, SwappingNeighboursIsFoundWhereTheyDepend) {
         if (!depends) continue;
         Plan q = p;
         std::swap(q.actions[i], q.actions[i + 1]);
-        EXPECT_NE(plan_check(q, model), "") << action_text(p.actions[i], model) << " swapped with " << action_text(p.actions[i + 1], model);
+        EXPECT_NE(plan_check(q, model), "") << action_text(p.actions[i], model) << " swapped with "
+                                            << action_text(p.actions[i + 1], model);
     }
 }
 
@@ -120,7 +131,8 @@ TEST(Plan, MessagesNameActionAndDatum) {
     Plan p = make_plan(options(1, Recompute::FULL), model);
     for (size_t i = 0; i < p.actions.size(); i++)
         if (p.actions[i].kind == Do::R && p.actions[i].layer == 1) {
-            EXPECT_EQ(check_without(p, model, i), "B(0,1) reads redo.b(0,1), which nothing before it wrote");
+            EXPECT_EQ(check_without(p, model, i),
+                      "B(0,1) reads redo.b(0,1), which nothing before it wrote");
         }
 }
 
@@ -134,23 +146,30 @@ TEST(Arena, LivingDataNeverShareBytes) {
                 for (bool split : {false, true}) {
                     Model model = small_model(L);
                     Plan p = make_plan(options(m, level, split), model);
-                    Arena arena = arena_place({p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+                    Arena arena = arena_place(
+                        {p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
                     std::vector<Place> all;
-                    for (auto& [d, lives] : arena.passing[0]) all.insert(all.end(), lives.begin(), lives.end());
+                    for (auto& [d, lives] : arena.passing[0])
+                        all.insert(all.end(), lives.begin(), lives.end());
                     for (size_t i = 0; i < all.size(); i++)
                         for (size_t j = i + 1; j < all.size(); j++) {
                             const Place &a = all[i], &b = all[j];
-                            if (!a.bytes || !b.bytes || a.last < b.first || b.last < a.first) continue;
-                            EXPECT_TRUE(a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset);
+                            if (!a.bytes || !b.bytes || a.last < b.first || b.last < a.first)
+                                continue;
+                            EXPECT_TRUE(a.offset + a.bytes <= b.offset ||
+                                        b.offset + b.bytes <= a.offset);
                         }
                     for (const Place& a : all) EXPECT_LE(a.offset + a.bytes, arena.bytes);
                     // first fit stays close to the least that any placement needs
-                    EXPECT_LE(double(arena.bytes - arena.persistent_bytes), 1.15 * double(arena.peak[0]));
+                    EXPECT_LE(double(arena.bytes - arena.persistent_bytes),
+                              1.15 * double(arena.peak[0]));
                 }
 }
 
-// Papers' byte counts: bf16 with float gradients, masters and moments is 18 bytes a parameter; selective
-// recomputation drops a block's two norms and its activation function, full recomputation all but its input.
+// Papers' byte counts: bf16 with float gradients, masters and moments is 18 bytes a parameter;
+// selective
+// recomputation drops a block's two norms and its activation function, full recomputation all but
+// its input.
 TEST(Arena, MemoryIsTheTextbooks) {
     Shape s = gpt2_shape(12, 12, 768);
     Model model = make_model(s);
@@ -159,13 +178,15 @@ TEST(Arena, MemoryIsTheTextbooks) {
     size_t P = 0, bytes = 0;
     for (const Bucket& b : model.buckets) P += b.elements;
     for (size_t b = 0; b < model.buckets.size(); b++)
-        for (Kind k : {Kind::WEIGHT, Kind::GRAD, Kind::MASTER, Kind::MOMENTS}) bytes += data_bytes<bf16>(p, model, {k, int(b)}, Cpu{});
+        for (Kind k : {Kind::WEIGHT, Kind::GRAD, Kind::MASTER, Kind::MOMENTS})
+            bytes += data_bytes<bf16>(p, model, {k, int(b)}, Cpu{});
     EXPECT_EQ(bytes, 18 * P);
     EXPECT_EQ(parameter_count(model), 124439808u); // GPT-2 124M
     size_t N = p.B * p.T, C = s.C;
     auto kept = [&](Recompute level) {
         p.recompute = level;
-        return data_bytes<bf16>(p, model, {Kind::KEPT_B, 1}, Cpu{}) + data_bytes<bf16>(p, model, {Kind::KEPT_W, 1}, Cpu{});
+        return data_bytes<bf16>(p, model, {Kind::KEPT_B, 1}, Cpu{}) +
+               data_bytes<bf16>(p, model, {Kind::KEPT_W, 1}, Cpu{});
     };
     size_t statistics = 4 * 4 * N, lse = 4 * N * s.NH;
     EXPECT_EQ(kept(Recompute::NONE), 2 * N * C * (1 + 3 + 1 + 1 + 1 + 4 + 4) + statistics + lse);
@@ -175,9 +196,10 @@ TEST(Arena, MemoryIsTheTextbooks) {
 
 TEST(Model, PublishedParameterCounts) {
     std::map<std::string, size_t> published = {
-        {"gpt2", 124439808}, {"gpt2-medium", 354823168}, {"gpt2-large", 774030080}, {"gpt2-xl", 1557611200},
-        {"llama2-7b", 6738415616}, {"llama3-8b", 8030261248}, {"llama3-70b", 70553706496},
-        {"llama3-405b", 405853388800}, {"tinyllama-1.1b", 1100048384}, {"qwen2.5-0.5b", 494032768}};
+        {"gpt2", 124439808},         {"gpt2-medium", 354823168},    {"gpt2-large", 774030080},
+        {"gpt2-xl", 1557611200},     {"llama2-7b", 6738415616},     {"llama3-8b", 8030261248},
+        {"llama3-70b", 70553706496}, {"llama3-405b", 405853388800}, {"tinyllama-1.1b", 1100048384},
+        {"qwen2.5-0.5b", 494032768}};
     for (const Preset& p : model_presets())
         if (published.count(p.name)) {
             EXPECT_EQ(parameter_count(make_model(p.shape)), published[p.name]) << p.name;

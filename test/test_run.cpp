@@ -1,4 +1,5 @@
-// test_run.cpp - the program as a user runs it: what it prints, what it refuses, what survives a kill
+// test_run.cpp - the program as a user runs it: what it prints, what it refuses, what survives a
+// kill
 //   Runs $TRAIN_GPT (default build/train_gpt) as a child process in a scratch folder.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -42,14 +43,20 @@ struct Run : testing::Test {
     fs::path dir;
     std::string text, small; // a text file, and the flags of a run of a second
     void SetUp() override {
-        dir = fs::path(testing::TempDir()) / ("train_gpt_" + std::to_string(getpid()) + testing::UnitTest::GetInstance()->current_test_info()->name());
+        dir = fs::path(testing::TempDir()) /
+              ("train_gpt_" + std::to_string(getpid()) +
+               testing::UnitTest::GetInstance()->current_test_info()->name());
         fs::remove_all(dir);
         fs::create_directories(dir);
         text = (dir / "text.txt").string();
         std::ofstream out(text);
-        for (int i = 0; i < 4000; i++) out << "line " << i * 7919 % 1000 << " of a text that repeats itself\n";
+        for (int i = 0; i < 4000; i++)
+            out << "line " << i * 7919 % 1000 << " of a text that repeats itself\n";
         out.close();
-        small = "--layers 2 --heads 2 --channels 32 --seq 32 --micro-batch 4 --sample-tokens 8 --eval-tokens 256 --data " + text + " ";
+        small =
+            "--layers 2 --heads 2 --channels 32 --seq 32 --micro-batch 4 --sample-tokens 8 "
+            "--eval-tokens 256 --data " +
+            text + " ";
     }
     void TearDown() override { fs::remove_all(dir); }
     std::string path(const std::string& name) { return (dir / name).string(); }
@@ -58,7 +65,8 @@ struct Run : testing::Test {
         return path(name);
     }
     // one line that begins like all errors, holds `part`, and a status that is not zero
-    void refuses(const std::string& arguments, const std::string& part, const std::string& before = "") {
+    void refuses(const std::string& arguments, const std::string& part,
+                 const std::string& before = "") {
         Result r = run(arguments, before);
         EXPECT_EQ(r.status, 1) << arguments << "\n" << r.text;
         size_t at = r.text.find("train_gpt: error: ");
@@ -75,7 +83,9 @@ struct Run : testing::Test {
 TEST_F(Run, TrainsEvaluatesAndSamples) {
     Result r = run(small + "--steps 30 --lr 3e-3 --warmup 5 --out " + path("out"));
     EXPECT_EQ(r.status, 0) << r.text;
-    std::regex step("step +30/30 \\| loss [0-9.]+ \\| norm [0-9.]+ \\| lr [0-9.e+-]+ \\| [0-9.]+ ms \\| [0-9.kM]+ tok/s \\| mfu [0-9.]+% \\| eta 0s");
+    std::regex step(
+        "step +30/30 \\| loss [0-9.]+ \\| norm [0-9.]+ \\| lr [0-9.e+-]+ \\| [0-9.]+ ms \\| "
+        "[0-9.kM]+ tok/s \\| mfu [0-9.]+% \\| eta 0s");
     EXPECT_TRUE(std::regex_search(r.text, step)) << r.text;
     EXPECT_TRUE(std::regex_search(r.text, std::regex("val loss [0-9.]+\n---\n"))) << r.text;
     // the log: the configuration, an object a step, and the validation
@@ -84,18 +94,24 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     for (std::string line; std::getline(log, line);) lines.push_back(nlohmann::json::parse(line));
     ASSERT_EQ(lines.size(), 32u);
     EXPECT_EQ(lines[0]["config"]["lr"], 3e-3);
-    for (const char* key : {"step", "loss", "grad_norm", "lr", "tokens", "ms", "tokens_per_second", "mfu"}) EXPECT_TRUE(lines[30].contains(key)) << key;
+    for (const char* key :
+         {"step", "loss", "grad_norm", "lr", "tokens", "ms", "tokens_per_second", "mfu"})
+        EXPECT_TRUE(lines[30].contains(key)) << key;
     EXPECT_EQ(lines[30]["tokens"], 30 * 4 * 32);
     EXPECT_TRUE(lines[31].contains("val_loss"));
     EXPECT_LT(lines[30]["loss"].get<double>(), 0.8 * lines[1]["loss"].get<double>());
 }
 
 TEST_F(Run, EveryPresetExplainsItself) {
-    for (const char* model : {"tiny", "tiny-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b", "llama2-7b", "llama3-8b", "llama3-70b",
-                              "llama3-405b", "qwen2.5-0.5b"}) {
-        Result r = run(std::string("--explain --precision bf16 --micro-batch 1 --recompute full --model ") + model);
+    for (const char* model :
+         {"tiny", "tiny-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b",
+          "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-0.5b"}) {
+        Result r = run(
+            std::string("--explain --precision bf16 --micro-batch 1 --recompute full --model ") +
+            model);
         EXPECT_EQ(r.status, 0) << r.text;
-        for (const char* part : {"parameters ", "weights", "gradients", "optimizer moments", "workspace", "total", "LOAD COUNT", "UPDATE(head)"})
+        for (const char* part : {"parameters ", "weights", "gradients", "optimizer moments",
+                                 "workspace", "total", "LOAD COUNT", "UPDATE(head)"})
             EXPECT_NE(r.text.find(part), std::string::npos) << model << ": " << part;
     }
     Result r = run("--explain --layer 2");
@@ -116,19 +132,27 @@ TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
 TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
     std::string generate = small + "--steps 0 --prompt line --sample-tokens 20 ";
     EXPECT_EQ(run(generate + "--seed 4").text, run(generate + "--seed 4").text);
-    EXPECT_NE(run(generate + "--seed 4 --temperature 2").text, run(generate + "--seed 4 --temperature 0.5").text);
+    EXPECT_NE(run(generate + "--seed 4 --temperature 2").text,
+              run(generate + "--seed 4 --temperature 0.5").text);
     EXPECT_EQ(run(generate + "--temperature 0").text, run(generate + "--top-k 1").text);
 }
 
 // ----------------------------------------------------------------------------
 // kill and resume
 
-// What training leaves: the tensors of the last checkpoint. The manifest differs in nothing but the configuration.
-static std::string final_state(const std::string& out) { return read_file(fs::path(out) / "step_00000012/rank_00000.safetensors"); }
+// What training leaves: the tensors of the last checkpoint. The manifest differs in nothing but the
+// configuration.
+static std::string final_state(const std::string& out) {
+    return read_file(fs::path(out) / "step_00000012/rank_00000.safetensors");
+}
 
 TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
     for (const char* precision : {"fp32", "bf16"}) {
-        std::string flags = small + "--batch-tokens 256 --sample-tokens 0 --save-every 1 --keep 20 --precision " + precision + " --steps ", whole = path(std::string("whole") + precision);
+        std::string
+            flags = small +
+                    "--batch-tokens 256 --sample-tokens 0 --save-every 1 --keep 20 --precision " +
+                    precision + " --steps ",
+            whole = path(std::string("whole") + precision);
         ASSERT_EQ(run(flags + "12 --out " + whole).status, 0);
         std::string parts = path(std::string("parts") + precision);
         ASSERT_EQ(run(flags + "12 --out " + parts).status, 0);
@@ -146,10 +170,13 @@ TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
 }
 
 TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
-    std::string flags = small + "--sample-tokens 0 --channels 64 --save-every 1 --keep 3 --steps 12 --out ", whole = path("whole"), killed = path("killed");
+    std::string flags = small +
+                        "--sample-tokens 0 --channels 64 --save-every 1 --keep 3 --steps 12 --out ",
+                whole = path("whole"), killed = path("killed");
     auto start = std::chrono::steady_clock::now();
     ASSERT_EQ(run(flags + whole).status, 0);
-    double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     std::mt19937 random(17);
     int kills = 0;
     for (int round = 0; round < 4; round++) {
@@ -158,10 +185,13 @@ TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
             bool resume = false;
             std::error_code none_yet;
             for (const fs::directory_entry& e : fs::directory_iterator(killed, none_yet))
-                resume |= e.path().filename().string().find("step_") == 0 && e.path().extension() != ".tmp";
+                resume |= e.path().filename().string().find("step_") == 0 &&
+                          e.path().extension() != ".tmp";
             char limit[32];
-            snprintf(limit, sizeof(limit), "%.3f", seconds * (0.25 + 0.65 * double(random() % 1000) / 1000));
-            Result r = run(flags + killed + (resume ? " --resume" : ""), std::string("timeout -s KILL ") + limit);
+            snprintf(limit, sizeof(limit), "%.3f",
+                     seconds * (0.25 + 0.65 * double(random() % 1000) / 1000));
+            Result r = run(flags + killed + (resume ? " --resume" : ""),
+                           std::string("timeout -s KILL ") + limit);
             if (r.status == 0) break;
             ASSERT_EQ(r.status, 137) << r.text;
             kills++;
@@ -174,13 +204,16 @@ TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
 }
 
 TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
-    std::string flags = small + "--sample-tokens 0 --save-every 4 --keep 3 --steps 12 --out " + path("out");
+    std::string flags =
+        small + "--sample-tokens 0 --save-every 4 --keep 3 --steps 12 --out " + path("out");
     ASSERT_EQ(run(flags).status, 0);
-    std::string whole = final_state(path("out")), file = path("out") + "/step_00000012/rank_00000.safetensors";
+    std::string whole = final_state(path("out")),
+                file = path("out") + "/step_00000012/rank_00000.safetensors";
     fs::resize_file(file, whole.size() / 2);
     Result r = run(flags + " --resume");
     EXPECT_EQ(r.status, 0) << r.text;
-    EXPECT_NE(r.text.find("step_00000012/rank_00000.safetensors: is "), std::string::npos) << r.text;
+    EXPECT_NE(r.text.find("step_00000012/rank_00000.safetensors: is "), std::string::npos)
+        << r.text;
     EXPECT_NE(r.text.find("resumed at step 8"), std::string::npos) << r.text;
     EXPECT_EQ(final_state(path("out")), whole);
     std::string flipped = whole;
@@ -205,16 +238,19 @@ TEST_F(Run, RefusesFlagsAndShapes) {
     refuses("--model gpt2 --steps 0 --prompt hello", "give the model's tokenizer");
 }
 
-static std::string shard(int32_t magic, int32_t version, int32_t count, size_t bytes, uint16_t token = 1) {
+static std::string shard(int32_t magic, int32_t version, int32_t count, size_t bytes,
+                         uint16_t token = 1) {
     std::string s(1024, '\0');
     int32_t header[3] = {magic, version, count};
     memcpy(s.data(), header, sizeof(header));
-    for (size_t i = 0; i < bytes; i += 2) s.append((const char*)&token, std::min(size_t(2), bytes - i));
+    for (size_t i = 0; i < bytes; i += 2)
+        s.append((const char*)&token, std::min(size_t(2), bytes - i));
     return s;
 }
 
 TEST_F(Run, RefusesBadData) {
-    std::string tiny = "--layers 1 --heads 1 --channels 8 --steps 1 --sample-tokens 0 --seq 32 --data ";
+    std::string tiny =
+        "--layers 1 --heads 1 --channels 8 --steps 1 --sample-tokens 0 --seq 32 --data ";
     refuses(tiny + path("none.txt"), "No such file");
     refuses(tiny + write("empty.txt", ""), "is empty");
     refuses(tiny + write("short.txt", "few words"), "a sequence takes 33");
@@ -225,7 +261,8 @@ TEST_F(Run, RefusesBadData) {
     refuses(tiny + write("cut.bin", shard(20240520, 1, 1000, 1990)), "promises 1000 tokens");
     refuses(tiny + write("odd.bin", shard(20240520, 1, 1000, 2001)), "holds 2001 bytes");
     refuses(tiny + write("header.bin", "123"), "its header alone");
-    refuses(tiny + write("beyond.bin", shard(20240520, 1, 1000, 2000, 999)), "token 999 at position");
+    refuses(tiny + write("beyond.bin", shard(20240520, 1, 1000, 2000, 999)),
+            "token 999 at position");
     refuses(tiny + text + " --val " + text, "is in --data and in --val");
     EXPECT_EQ(run(tiny + write("good.bin", shard(20240520, 1, 1000, 2000))).status, 0);
 }
@@ -239,7 +276,8 @@ TEST_F(Run, RefusesBadFolders) {
     refuses(small + "--steps 1 --out /proc/none", "--out /proc/none");
     refuses(small + "--steps 1 --resume --out " + path("empty"), "holds no whole checkpoint");
     ASSERT_EQ(run(small + "--steps 1 --out " + path("out")).status, 0);
-    refuses(small + "--layers 3 --steps 2 --resume --out " + path("out"), "its layers is 2, this run's 3");
+    refuses(small + "--layers 3 --steps 2 --resume --out " + path("out"),
+            "its layers is 2, this run's 3");
     refuses(small + "--seed 5 --steps 2 --resume --out " + path("out"), "--seed 1337, not 5");
     refuses(small + "--steps 1 --export " + dir.string(), "which is no export of ours");
 }
@@ -249,19 +287,32 @@ TEST_F(Run, AFullDiskLosesNothing) {
     std::string flags = small + "--sample-tokens 0 --steps 2 --out " + path("out");
     ASSERT_EQ(run(flags + " --save-every 1").status, 0);
     std::string before = read_file(path("out") + "/step_00000002/rank_00000.safetensors");
-    refuses(flags + " --steps 3 --resume", "the checkpoints before it are as they were", "trap '' XFSZ; ulimit -f 100;");
+    refuses(flags + " --steps 3 --resume", "the checkpoints before it are as they were",
+            "trap '' XFSZ; ulimit -f 100;");
     EXPECT_EQ(read_file(path("out") + "/step_00000002/rank_00000.safetensors"), before);
-    for (const fs::directory_entry& e : fs::directory_iterator(path("out"))) EXPECT_EQ(e.path().extension(), e.path().filename() == "log.jsonl" ? ".jsonl" : "") << e.path();
+    for (const fs::directory_entry& e : fs::directory_iterator(path("out")))
+        EXPECT_EQ(e.path().extension(), e.path().filename() == "log.jsonl" ? ".jsonl" : "")
+            << e.path();
     EXPECT_EQ(run(flags + " --steps 3 --resume").status, 0);
 }
 
-TEST_F(Run, ALossThatIsNotFiniteStopsTheRun) { refuses(small + "--steps 50 --warmup 0 --lr 1000 --min-lr 1000 --schedule constant --clip 0 --optimizer sgd", "the weights are those of the step before"); }
+TEST_F(Run, ALossThatIsNotFiniteStopsTheRun) {
+    refuses(small +
+                "--steps 50 --warmup 0 --lr 1000 --min-lr 1000 --schedule constant --clip 0 "
+                "--optimizer sgd",
+            "the weights are those of the step before");
+}
 
-// Exported, loaded, exported again: the same bytes. And the export evaluates like the run that wrote it.
+// Exported, loaded, exported again: the same bytes. And the export evaluates like the run that
+// wrote it.
 TEST_F(Run, ExportsLoadAgainToTheSameBits) {
     for (const char* model : {"tiny", "tiny-llama"}) {
-        std::string a = path(std::string(model) + "_a"), b = path(std::string(model) + "_b"), shape = std::string("--scratch ");
-        Result r = run("--model " + std::string(model) + " --layers 2 --seq 32 --sample-tokens 0 --eval-tokens 512 --steps 3 --data " + text + " --export " + a);
+        std::string a = path(std::string(model) + "_a"), b = path(std::string(model) + "_b"),
+                    shape = std::string("--scratch ");
+        Result r =
+            run("--model " + std::string(model) +
+                " --layers 2 --seq 32 --sample-tokens 0 --eval-tokens 512 --steps 3 --data " +
+                text + " --export " + a);
         ASSERT_EQ(r.status, 0) << r.text;
         ASSERT_EQ(run("--model " + a + " --steps 0 --sample-tokens 0 --export " + b).status, 0);
         EXPECT_EQ(read_file(a + "/model.safetensors"), read_file(b + "/model.safetensors"));

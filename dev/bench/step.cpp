@@ -1,6 +1,9 @@
-// step.cpp - a whole GPT-2 124M training step against the rate of its own products, on this machine, in this run
-//   ceiling: the FLOP-weighted rate of the step's products in their three forms (out = x W^T, dx = dout W,
-//   dW = dout^T x), each by the fastest of oneDNN's layouts: plain strides, layouts of oneDNN's own choice with the
+// step.cpp - a whole GPT-2 124M training step against the rate of its own products, on this
+// machine, in this run
+//   ceiling: the FLOP-weighted rate of the step's products in their three forms (out = x W^T, dx =
+//   dout W,
+//   dW = dout^T x), each by the fastest of oneDNN's layouts: plain strides, layouts of oneDNN's own
+//   choice with the
 //   packing left out, and the inner-product primitives.
 //   share = (6 parameters + 6 L C T) FLOPs a token * tokens a second / ceiling
 //   usage: bench_step [fp32|bf16] [T] ...
@@ -30,34 +33,57 @@ static memory filled(const memory::desc& d, const engine& e) {
     return m;
 }
 
-static double time_primitive(const primitive& p, const std::unordered_map<int, memory>& args, const engine& e) {
+static double time_primitive(const primitive& p, const std::unordered_map<int, memory>& args,
+                             const engine& e) {
     stream s(e);
     return best_seconds([&] { p.execute(s, args); });
 }
 
 // out (M,N) = a (M,K) b (K,N): with given tags, or oneDNN's own (any)
-static double matmul_seconds(long M, long N, long K, DataType in, DataType out, Tag a, Tag b, const engine& e) {
+static double matmul_seconds(long M, long N, long K, DataType in, DataType out, Tag a, Tag b,
+                             const engine& e) {
     dnnl::matmul::desc d({{M, K}, in, a}, {{K, N}, in, b}, {{M, N}, out, Tag::ab});
     dnnl::matmul::primitive_desc pd(d, e);
-    return time_primitive(dnnl::matmul(pd), {{DNNL_ARG_SRC, filled(pd.src_desc(), e)}, {DNNL_ARG_WEIGHTS, filled(pd.weights_desc(), e)}, {DNNL_ARG_DST, filled(pd.dst_desc(), e)}}, e);
+    return time_primitive(dnnl::matmul(pd),
+                          {{DNNL_ARG_SRC, filled(pd.src_desc(), e)},
+                           {DNNL_ARG_WEIGHTS, filled(pd.weights_desc(), e)},
+                           {DNNL_ARG_DST, filled(pd.dst_desc(), e)}},
+                          e);
 }
 
 // form 0: forward, 1: dx, 2: dW, of a layer (OC,IC) on N rows
-static double inner_product_seconds(int form, long N, long OC, long IC, DataType in, const engine& e) {
-    memory::desc x({N, IC}, in, Tag::any), w({OC, IC}, in, Tag::any), y({N, OC}, in, Tag::any), dw({OC, IC}, DataType::f32, Tag::any);
+static double inner_product_seconds(int form, long N, long OC, long IC, DataType in,
+                                    const engine& e) {
+    memory::desc x({N, IC}, in, Tag::any), w({OC, IC}, in, Tag::any), y({N, OC}, in, Tag::any),
+        dw({OC, IC}, DataType::f32, Tag::any);
     inner_product_forward::primitive_desc f({prop_kind::forward_training, x, w, y}, e);
     auto room = [&](const memory::desc& d) { return filled(d, e); };
-    if (form == 0) return time_primitive(inner_product_forward(f), {{DNNL_ARG_SRC, room(f.src_desc())}, {DNNL_ARG_WEIGHTS, room(f.weights_desc())}, {DNNL_ARG_DST, room(f.dst_desc())}}, e);
+    if (form == 0)
+        return time_primitive(inner_product_forward(f),
+                              {{DNNL_ARG_SRC, room(f.src_desc())},
+                               {DNNL_ARG_WEIGHTS, room(f.weights_desc())},
+                               {DNNL_ARG_DST, room(f.dst_desc())}},
+                              e);
     if (form == 1) {
         inner_product_backward_data::primitive_desc b({x, w, y}, e, f);
-        return time_primitive(inner_product_backward_data(b), {{DNNL_ARG_DIFF_SRC, room(b.diff_src_desc())}, {DNNL_ARG_WEIGHTS, room(b.weights_desc())}, {DNNL_ARG_DIFF_DST, room(b.diff_dst_desc())}}, e);
+        return time_primitive(inner_product_backward_data(b),
+                              {{DNNL_ARG_DIFF_SRC, room(b.diff_src_desc())},
+                               {DNNL_ARG_WEIGHTS, room(b.weights_desc())},
+                               {DNNL_ARG_DIFF_DST, room(b.diff_dst_desc())}},
+                              e);
     }
     inner_product_backward_weights::primitive_desc b({x, dw, y}, e, f);
-    return time_primitive(inner_product_backward_weights(b), {{DNNL_ARG_SRC, room(b.src_desc())}, {DNNL_ARG_DIFF_WEIGHTS, room(b.diff_weights_desc())}, {DNNL_ARG_DIFF_DST, room(b.diff_dst_desc())}}, e);
+    return time_primitive(inner_product_backward_weights(b),
+                          {{DNNL_ARG_SRC, room(b.src_desc())},
+                           {DNNL_ARG_DIFF_WEIGHTS, room(b.diff_weights_desc())},
+                           {DNNL_ARG_DIFF_DST, room(b.diff_dst_desc())}},
+                          e);
 }
 
 // A layer's three products in the step: our linear, and the fastest layout of oneDNN.
-template <typename T> static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int times, double* flops, double* fastest, double* ours) {
+template <typename T>
+static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int times, double* flops,
+                        double* fastest, double* ours) {
     engine e(engine::kind::cpu, 0);
     DataType in = dnnl_type(type_of<T>());
     long n = long(N), oc = long(OC), ic = long(IC);
@@ -69,15 +95,21 @@ template <typename T> static void layer_rates(const char* name, size_t N, size_t
     Weight W = {w.data(), type_of<T>(), OC, IC, dw.data(), nullptr};
     for (int form = 0; form < 3; form++) {
         double own = best_seconds([&] {
-            if (form == 0) linear_forward(y.data(), x.data(), W, nullptr, (const T*)nullptr, N, blas, Cpu{});
+            if (form == 0)
+                linear_forward(y.data(), x.data(), W, nullptr, (const T*)nullptr, N, blas, Cpu{});
             if (form == 1) linear_backward_input(x.data(), y.data(), W, N, false, blas, Cpu{});
-            if (form == 2) linear_backward_weight(W, nullptr, y.data(), x.data(), N, false, blas, Cpu{});
+            if (form == 2)
+                linear_backward_weight(W, nullptr, y.data(), x.data(), N, false, blas, Cpu{});
         });
-        double packed = form == 0 ? matmul_seconds(n, oc, ic, in, in, Tag::any, Tag::any, e) : form == 1 ? matmul_seconds(n, ic, oc, in, in, Tag::any, Tag::any, e)
-                                                                                                        : matmul_seconds(oc, ic, n, in, DataType::f32, Tag::any, Tag::any, e);
-        double inner = inner_product_seconds(form, n, oc, ic, in, e), best = std::min({own, packed, inner}), f = 2.0 * double(N) * double(OC) * double(IC);
+        double packed = form == 0 ? matmul_seconds(n, oc, ic, in, in, Tag::any, Tag::any, e)
+                        : form == 1
+                            ? matmul_seconds(n, ic, oc, in, in, Tag::any, Tag::any, e)
+                            : matmul_seconds(oc, ic, n, in, DataType::f32, Tag::any, Tag::any, e);
+        double inner = inner_product_seconds(form, n, oc, ic, in, e),
+               best = std::min({own, packed, inner}), f = 2.0 * double(N) * double(OC) * double(IC);
         const char* forms[] = {"forward", "dx", "dW"};
-        printf("  %-8s %-8s ours %7.1f  packed %7.1f  inner product %7.1f GFLOP/s\n", name, forms[form], f / own / 1e9, f / packed / 1e9, f / inner / 1e9);
+        printf("  %-8s %-8s ours %7.1f  packed %7.1f  inner product %7.1f GFLOP/s\n", name,
+               forms[form], f / own / 1e9, f / packed / 1e9, f / inner / 1e9);
         *flops += times * f, *fastest += times * best, *ours += times * own;
     }
 }
@@ -86,13 +118,15 @@ template <typename T> static void bench(size_t B, size_t T_) {
     Shape s = gpt2_shape(12, 12, 768);
     size_t N = B * T_, chunk = head_chunk_rows(N, s.Vp(), sizeof(T));
     double flops = 0, fastest = 0, ours = 0;
-    printf("GPT-2 124M, B %zu, T %zu, %s, %d threads\n", B, T_, type_name(type_of<T>()), threads_here(Cpu{}));
+    printf("GPT-2 124M, B %zu, T %zu, %s, %d threads\n", B, T_, type_name(type_of<T>()),
+           threads_here(Cpu{}));
     layer_rates<T>("qkv", N, 3 * s.C, s.C, 12, &flops, &fastest, &ours);
     layer_rates<T>("att proj", N, s.C, s.C, 12, &flops, &fastest, &ours);
     layer_rates<T>("fc", N, s.F, s.C, 12, &flops, &fastest, &ours);
     layer_rates<T>("fc proj", N, s.C, s.F, 12, &flops, &fastest, &ours);
     layer_rates<T>("head", chunk, s.Vp(), s.C, int(N / chunk), &flops, &fastest, &ours);
-    printf("  ceiling %.1f GFLOP/s; our products alone %.1f%% of it\n", flops / fastest / 1e9, 100 * fastest / ours);
+    printf("  ceiling %.1f GFLOP/s; our products alone %.1f%% of it\n", flops / fastest / 1e9,
+           100 * fastest / ours);
 
     Trainer<T, Cpu> t;
     Plan p;
@@ -103,7 +137,9 @@ template <typename T> static void bench(size_t B, size_t T_) {
     init_weights(t, 1);
     t.hyper = {true, 1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
     t.window = [&](uint64_t sample, int* tokens, int* targets) {
-        for (size_t i = 0; i < T_; i++) tokens[i] = int((sample * 31 + i * 7) % s.V), targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
+        for (size_t i = 0; i < T_; i++)
+            tokens[i] = int((sample * 31 + i * 7) % s.V),
+            targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
         return std::string();
     };
     int runs = T_ > 256 ? 3 : 8;
@@ -118,13 +154,19 @@ template <typename T> static void bench(size_t B, size_t T_) {
             double before = seconds_now();
             run_action(t, a);
             bool head = a.layer == t.model.head();
-            now[std::string(do_name(a.kind)) + (a.layer == 0 ? " embedding" : head ? " head" : a.layer > 0 ? " blocks" : "")] += seconds_now() - before;
+            now[std::string(do_name(a.kind)) + (a.layer == 0  ? " embedding"
+                                                : head        ? " head"
+                                                : a.layer > 0 ? " blocks"
+                                                              : "")] += seconds_now() - before;
         }
         if (i > 0 && seconds_now() - start < best) best = seconds_now() - start, times = now;
     }
-    double model_flops = (6.0 * double(parameter_count(t.model)) + 6.0 * double(s.L * s.C * T_)) * double(N);
-    printf("  step %.1f ms, %.1f GFLOP/s of the model's own: %.1f%% of the ceiling\n", best * 1e3, model_flops / best / 1e9, 100 * model_flops / best / (flops / fastest));
-    for (auto& [what, seconds] : times) printf("    %-14s %8.1f ms  %4.1f%%\n", what.c_str(), seconds * 1e3, 100 * seconds / best);
+    double model_flops =
+        (6.0 * double(parameter_count(t.model)) + 6.0 * double(s.L * s.C * T_)) * double(N);
+    printf("  step %.1f ms, %.1f GFLOP/s of the model's own: %.1f%% of the ceiling\n", best * 1e3,
+           model_flops / best / 1e9, 100 * model_flops / best / (flops / fastest));
+    for (auto& [what, seconds] : times)
+        printf("    %-14s %8.1f ms  %4.1f%%\n", what.c_str(), seconds * 1e3, 100 * seconds / best);
     arena_free(t.arena);
 }
 
@@ -132,7 +174,8 @@ int main(int argc, char** argv) {
     for (const char* type : {"bf16", "fp32"})
         for (size_t T : {1024, 64}) {
             bool wanted = argc == 1;
-            for (int i = 1; i + 1 < argc; i += 2) wanted |= !strcmp(argv[i], type) && strtoul(argv[i + 1], nullptr, 10) == T;
+            for (int i = 1; i + 1 < argc; i += 2)
+                wanted |= !strcmp(argv[i], type) && strtoul(argv[i + 1], nullptr, 10) == T;
             if (wanted) !strcmp(type, "bf16") ? bench<bf16>(4, T) : bench<float>(4, T);
         }
     return 0;
