@@ -3,8 +3,8 @@
 //   double, the reference.
 //   Blas is a rank's handle: the products made so far, and the scratch that the caller planned. No
 //   hidden state.
-//   a, b (T) with strides {row, column} in elements   out T or acc_t<T>, rows contiguous   bias (N)
-//   T   residual as out
+//   a, b (T) with strides {row, column} in elements   out T or acc_t<T>, rows contiguous   bias
+//   (N) T   residual as out
 //   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable for
 //   equal threads; our
 //             own loops for any number of threads.
@@ -49,12 +49,18 @@ struct Product { // what a product is, but for its pointers
     Strides a, b;
     size_t out_row; // elements between rows of out
     bool accumulate = false;
+    bool pack_b = false; // oneDNN first copies b to the scratch in the layout it likes best
 };
 
 #ifdef WITH_ONEDNN
 struct MadeProduct {
+    dnnl::stream stream;
     dnnl::matmul primitive;
-    dnnl::memory::desc a, b, out, bias, scratch;
+    std::unordered_map<int, dnnl::memory> args; // pointed at the operands before each run
+    size_t scratch_bytes = 0;                   // the primitive's own, or the packing's
+    dnnl::reorder pack;                         // with pack_b alone, as what follows
+    std::unordered_map<int, dnnl::memory> pack_args;
+    size_t packed_bytes = 0; // of b, at the end of the scratch
 };
 typedef std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t, size_t, int> ProductKey;
 #endif
@@ -66,8 +72,8 @@ struct Blas {
     dnnl::engine engine = dnnl::engine(dnnl::engine::kind::cpu, 0);
     // Products made so far: [0] by the whole rank, [1 + t] by thread t alone, inside a parallel
     // region.
-    std::vector<std::map<ProductKey, MadeProduct>> made =
-        std::vector<std::map<ProductKey, MadeProduct>>(1 + size_t(threads_here(Cpu{})));
+    typedef std::map<ProductKey, MadeProduct> Products;
+    std::vector<Products> made = std::vector<Products>(1 + size_t(threads_here(Cpu{})));
 #endif
 };
 
@@ -150,48 +156,103 @@ inline dnnl::memory::data_type dnnl_type(Type t) {
     return t == Type::BF16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
 }
 
-// bit 0 bias, bit 1 residual, bit 2 accumulate, bit 3 bf16 in, bit 4 bf16 out
+// bit 0 bias, bit 1 residual, bit 2 accumulate, bit 3 bf16 in, bit 4 bf16 out, bit 5 b packed
 inline int product_flags(const Product& p, Type in, Type out, bool bias, bool residual) {
     return int(bias) | int(residual) << 1 | int(p.accumulate) << 2 | int(in == Type::BF16) << 3 |
-           int(out == Type::BF16) << 4;
+           int(out == Type::BF16) << 4 | int(p.pack_b) << 5;
+}
+
+inline dnnl::memory::desc matrix_desc(size_t rows, size_t cols, Type t, Strides s) {
+    typedef dnnl::memory::dims dims;
+    return dnnl::memory::desc(dims{long(rows), long(cols)}, dnnl_type(t),
+                              dims{long(s.row), long(s.column)});
+}
+
+inline dnnl::primitive_attr product_attr() {
+    dnnl::primitive_attr attr;
+    attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+    return attr;
+}
+
+inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine, const Product& p,
+                                                     Type in, Type out, bool bias, bool residual) {
+    auto a = matrix_desc(p.M, p.K, in, p.a), b = matrix_desc(p.K, p.N, in, p.b);
+    auto o = matrix_desc(p.M, p.N, out, {p.out_row, 1});
+    if (p.pack_b)
+        b = dnnl::memory::desc({long(p.K), long(p.N)}, dnnl_type(in),
+                               dnnl::memory::format_tag::any);
+    dnnl::post_ops post;
+    if (p.accumulate) post.append_sum(1.0f);
+    if (residual) post.append_binary(dnnl::algorithm::binary_add, o);
+    dnnl::primitive_attr attr = product_attr();
+    attr.set_post_ops(post);
+    if (!bias) return {dnnl::matmul::desc(a, b, o), attr, engine};
+    return {dnnl::matmul::desc(a, b, matrix_desc(1, p.N, in, {p.N, 1}), o), attr, engine};
+}
+
+// The argument of the residual, a post-op, which is numbered in their order.
+inline int residual_arg(const Product& p) {
+    return DNNL_ARG_ATTR_MULTIPLE_POST_OP(p.accumulate ? 1 : 0) | DNNL_ARG_SRC_1;
 }
 
 inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Type in, Type out,
                                 bool bias, bool residual) {
-    typedef dnnl::memory::dims dims;
-    auto desc = [](size_t rows, size_t cols, Type t, Strides s) {
-        return dnnl::memory::desc(dims{long(rows), long(cols)}, dnnl_type(t),
-                                  dims{long(s.row), long(s.column)});
+    auto d = describe_product(engine, p, in, out, bias, residual);
+    auto unbound = [&](const dnnl::memory::desc& x) {
+        return dnnl::memory(x, engine, DNNL_MEMORY_NONE);
     };
     MadeProduct m;
-    m.a = desc(p.M, p.K, in, p.a), m.b = desc(p.K, p.N, in, p.b),
-    m.out = desc(p.M, p.N, out, {p.out_row, 1});
-    m.bias = bias ? desc(1, p.N, in, {p.N, 1}) : dnnl::memory::desc();
-    dnnl::post_ops post;
-    if (p.accumulate) post.append_sum(1.0f);
-    if (residual) post.append_binary(dnnl::algorithm::binary_add, m.out);
-    dnnl::primitive_attr attr;
-    attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
-    attr.set_post_ops(post);
-    dnnl::matmul::desc d =
-        bias ? dnnl::matmul::desc(m.a, m.b, m.bias, m.out) : dnnl::matmul::desc(m.a, m.b, m.out);
-    dnnl::matmul::primitive_desc pd(d, attr, engine);
-    m.scratch = pd.scratchpad_desc();
-    m.primitive = dnnl::matmul(pd);
+    m.stream = dnnl::stream(engine), m.primitive = dnnl::matmul(d);
+    m.args = {{DNNL_ARG_SRC, unbound(d.src_desc())},
+              {DNNL_ARG_WEIGHTS, unbound(d.weights_desc())},
+              {DNNL_ARG_DST, unbound(d.dst_desc())},
+              {DNNL_ARG_SCRATCHPAD, unbound(d.scratchpad_desc())}};
+    if (bias) m.args[DNNL_ARG_BIAS] = unbound(d.bias_desc());
+    if (residual) m.args[residual_arg(p)] = unbound(d.dst_desc());
+    m.scratch_bytes = round_up(d.scratchpad_desc().get_size(), 64);
+    if (!p.pack_b) return m;
+
+    auto b = matrix_desc(p.K, p.N, in, p.b);
+    dnnl::reorder::primitive_desc pack(engine, b, engine, d.weights_desc(), product_attr());
+    m.pack = dnnl::reorder(pack);
+    m.pack_args = {{DNNL_ARG_FROM, unbound(b)},
+                   {DNNL_ARG_TO, m.args[DNNL_ARG_WEIGHTS]},
+                   {DNNL_ARG_SCRATCHPAD, unbound(pack.scratchpad_desc())}};
+    m.scratch_bytes = std::max(m.scratch_bytes, round_up(pack.scratchpad_desc().get_size(), 64));
+    m.packed_bytes = d.weights_desc().get_size();
     return m;
 }
 
 inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& p, Type in,
                                        Type out, bool bias, bool residual) {
-    ProductKey key = {p.M,        p.N,        p.K,
-                      p.a.row,    p.a.column, p.b.row,
-                      p.b.column, p.out_row,  product_flags(p, in, out, bias, residual)};
-    auto it = blas.made[cache].find(key);
-    if (it == blas.made[cache].end())
-        it = blas.made[cache]
-                 .insert({key, make_product(blas.engine, p, in, out, bias, residual)})
-                 .first;
+    int flags = product_flags(p, in, out, bias, residual);
+    ProductKey key = {p.M, p.N, p.K, p.a.row, p.a.column, p.b.row, p.b.column, p.out_row, flags};
+    Blas::Products& made = blas.made[cache];
+    auto it = made.find(key);
+    if (it == made.end())
+        it = made.insert({key, make_product(blas.engine, p, in, out, bias, residual)}).first;
     return it->second;
+}
+
+inline void point(const std::unordered_map<int, dnnl::memory>& args, int arg, const void* data) {
+    args.at(arg).set_data_handle(const_cast<void*>(data));
+}
+
+inline void run_product(const MadeProduct& m, void* out, const void* a, const void* b,
+                        const void* bias, const void* residual, const Product& p, void* scratch) {
+    if (m.packed_bytes) {
+        void* packed = static_cast<unsigned char*>(scratch) + m.scratch_bytes;
+        point(m.pack_args, DNNL_ARG_FROM, b), point(m.pack_args, DNNL_ARG_TO, packed);
+        point(m.pack_args, DNNL_ARG_SCRATCHPAD, scratch);
+        m.pack.execute(m.stream, m.pack_args);
+        b = packed;
+    }
+    point(m.args, DNNL_ARG_SRC, a), point(m.args, DNNL_ARG_WEIGHTS, b),
+        point(m.args, DNNL_ARG_DST, out);
+    if (bias) point(m.args, DNNL_ARG_BIAS, bias);
+    if (residual) point(m.args, residual_arg(p), residual);
+    point(m.args, DNNL_ARG_SCRATCHPAD, scratch);
+    m.primitive.execute(m.stream, m.args);
 }
 #endif
 
@@ -201,9 +262,11 @@ inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& 
 inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
                                    int threads) {
 #ifdef WITH_ONEDNN
-    if (in != Type::F64)
-        return make_product(dnnl::engine(dnnl::engine::kind::cpu, 0), p, in, out, bias, residual)
-            .scratch.get_size();
+    if (in != Type::F64) {
+        MadeProduct m =
+            make_product(dnnl::engine(dnnl::engine::kind::cpu, 0), p, in, out, bias, residual);
+        return m.scratch_bytes + m.packed_bytes;
+    }
 #endif
     (void)out, (void)bias, (void)residual;
     return matmul_plain_scratch_bytes(p.K, in == Type::F64 ? 8 : 4, threads);
@@ -218,22 +281,10 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
     if constexpr (!std::is_same_v<T, double>) {
         const MadeProduct& m =
             find_product(blas, cache, p, type_of<T>(), type_of<O>(), bias, residual);
-        CHECK(m.scratch.get_size() <= scratch_bytes,
+        CHECK(m.scratch_bytes + m.packed_bytes <= scratch_bytes,
               "a product of %zu x %zu x %zu needs %zu bytes of scratch, the plan gave %zu", p.M,
-              p.N, p.K, m.scratch.get_size(), scratch_bytes);
-        dnnl::stream stream(blas.engine);
-        auto memory = [&](const dnnl::memory::desc& d, const void* data) {
-            return dnnl::memory(d, blas.engine, const_cast<void*>(data));
-        };
-        std::unordered_map<int, dnnl::memory> args = {{DNNL_ARG_SRC, memory(m.a, a)},
-                                                      {DNNL_ARG_WEIGHTS, memory(m.b, b)},
-                                                      {DNNL_ARG_DST, memory(m.out, out)}};
-        if (bias) args[DNNL_ARG_BIAS] = memory(m.bias, bias);
-        if (residual)
-            args[DNNL_ARG_ATTR_MULTIPLE_POST_OP(p.accumulate ? 1 : 0) | DNNL_ARG_SRC_1] =
-                memory(m.out, residual);
-        if (m.scratch.get_size()) args[DNNL_ARG_SCRATCHPAD] = memory(m.scratch, scratch);
-        m.primitive.execute(stream, args);
+              p.N, p.K, m.scratch_bytes + m.packed_bytes, scratch_bytes);
+        run_product(m, out, a, b, bias, residual, p, scratch);
         return;
     }
 #endif

@@ -1,6 +1,5 @@
 // test_files.cpp - models and checkpoints in files: golden numbers from PyTorch, trained
-// checkpoints, round trips to
-// the bit, and every malformed input with its one line
+// checkpoints, round trips to the bit, and every malformed input with its one line
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -120,10 +119,9 @@ struct Bounds {
     double logits;    // of the largest
     double gradients; // of the tensor's largest, and of the norm
     double weights;   // absolute, after three steps
-    double
-        near_zero; // Adam divides a gradient by its size. Where it is smaller than this, relative to its tensor's
-        // largest, rounding in float may turn its sign: such a weight may be off by the steps it
-        // took
+    // Adam divides a gradient by its size. Where it is smaller than this, relative to its tensor's
+    // largest, rounding in float may turn its sign: such a weight may be off by `steps`, lr.
+    double near_zero;
     double steps;
 };
 static const Bounds IN_FLOAT = {1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3},
