@@ -244,10 +244,10 @@ void online_softmax(AttentionTile<T>& t, const Sight& s, size_t HS, acc_t<T> fac
         #pragma omp simd reduction(max : most)
         for (size_t j = 0; j < s.keys; j++) most = row[j] > most ? row[j] : most;
         most = std::max(t.row_max[i], most * factor);
-        A base = most == A(-INFINITY) ? 0 : most, rescale = fast_exp(t.row_max[i] - base);
+        A base = most == A(-INFINITY) ? 0 : most, rescale = fast_exp_low(t.row_max[i] - base);
         #pragma omp simd reduction(+ : sum)
         for (size_t j = 0; j < s.keys; j++) {
-            A e = fast_exp(row[j] * factor - base);
+            A e = fast_exp_low(row[j] * factor - base);
             p[j] = from_acc<T>(e);
             sum += e;
         }
@@ -344,7 +344,7 @@ void backward_scores(AttentionTile<T>& t, const acc_t<T>* lse, const Sight& s, a
         A base = lse[i] == A(-INFINITY) ? 0 : lse[i], D = t.D[i];
         #pragma omp simd
         for (size_t j = 0; j < s.keys; j++) {
-            A e = fast_exp(row[j] * factor - base);
+            A e = fast_exp_low(row[j] * factor - base);
             p[j] = from_acc<T>(e);
             ds[j] = from_acc<T>(e * (dp[j] - D) * scale);
         }

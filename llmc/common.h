@@ -140,6 +140,27 @@ inline float fast_exp(float x) {
 }
 inline double fast_exp(double x) { return std::exp(x); }
 
+// exp(x) for x <= 88, as softmax has it below its maximum: a third fewer instructions
+inline float fast_exp_low(float x) {
+    float clamped = x < -87.3f ? -87.3f : x; // NaN passes
+    float shifted = clamped * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t bits; // 2^n: the exponent of p grows by n
+    memcpy(&bits, &shifted, 4);
+    bits = (bits << 23) + 0x3f800000;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -87.3f ? 0.0f : p * power;
+}
+inline double fast_exp_low(double x) { return std::exp(x); }
+
 // tanh(x), absolute error below 3e-7
 inline float fast_tanh(float x) {
     float a = x < -9.0f ? -9.0f : x > 9.0f ? 9.0f : x;

@@ -38,7 +38,7 @@ void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, const T* logits
         const T* l = logits + n * Vp;
         acc_t<T> sum = 0, m = row_max[n];
         #pragma omp simd reduction(+ : sum)
-        for (size_t v = 0; v < V; v++) sum += fast_exp(to_acc(l[v]) - m);
+        for (size_t v = 0; v < V; v++) sum += fast_exp_low(to_acc(l[v]) - m);
         sum_exp[n] = sum;
         int64_t own = int64_t(targets[n]) - int64_t(vocab_start);
         target_logit[n] = targets[n] >= 0 && own >= 0 && own < int64_t(V) ? to_acc(l[own]) : 0;
@@ -68,9 +68,9 @@ void crossentropy_backward(T* logits, const int* targets, const acc_t<T>* row_ma
         bool here = own >= 0 && own < int64_t(V);
         acc_t<T> target = here ? to_acc(l[own]) : 0;
         #pragma omp simd
-        for (size_t v = 0; v < V; v++) l[v] = from_acc<T>(fast_exp(to_acc(l[v]) - m) * factor);
+        for (size_t v = 0; v < V; v++) l[v] = from_acc<T>(fast_exp_low(to_acc(l[v]) - m) * factor);
         for (size_t v = V; v < Vp; v++) l[v] = from_acc<T>(0);
-        if (here) l[own] = from_acc<T>(fast_exp(target - m) * factor - scale);
+        if (here) l[own] = from_acc<T>(fast_exp_low(target - m) * factor - scale);
     }
 }
 

@@ -13,6 +13,7 @@
 //         backward_weight reads inp, dout.
 //   To copy: this file and common.h.
 #pragma once
+#include <type_traits>
 #include "common.h"
 
 // ----------------------------------------------------------------------------
@@ -87,15 +88,19 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias, // (C) (C), =
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
         size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
         A dw[COLUMNS] = {}, db[COLUMNS] = {};
-        for (size_t n = 0; n < N; n++) {
-            const T *d = dout + n * C + c0, *x = inp + n * C + c0;
-            A m = mean[n], r = rstd[n];
-            #pragma omp simd
-            for (size_t c = 0; c < count; c++) {
-                dw[c] += to_acc(d[c]) * ((to_acc(x[c]) - m) * r);
-                db[c] += to_acc(d[c]);
+        auto add_rows = [&](auto columns) { // whole blocks have a constant width: sums in registers
+            for (size_t n = 0; n < N; n++) {
+                const T *d = dout + n * C + c0, *x = inp + n * C + c0;
+                A m = mean[n], r = rstd[n];
+                #pragma omp simd
+                for (size_t c = 0; c < columns; c++) {
+                    dw[c] += to_acc(d[c]) * ((to_acc(x[c]) - m) * r);
+                    db[c] += to_acc(d[c]);
+                }
             }
-        }
+        };
+        if (count == COLUMNS) add_rows(std::integral_constant<size_t, COLUMNS>());
+        else add_rows(count);
         for (size_t c = 0; c < count; c++) {
             if (dweight) dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
             if (dbias) dbias[c0 + c] = accumulate ? dbias[c0 + c] + db[c] : db[c];

@@ -163,6 +163,13 @@ static double exp_miss(float x) {
     double want = std::exp(double(x)), error = std::fabs(y - want) / want;
     return error < 2e-7 ? 0 : error;
 }
+static double exp_low_miss(float x) {
+    return x > 88.0f ? 0
+           : x != x  ? (fast_exp_low(x) != fast_exp_low(x) ? 0 : 1)
+           : x < -87.3f
+               ? fast_exp_low(x) != 0
+               : std::fabs(fast_exp_low(x) - std::exp(double(x))) >= 2e-7 * std::exp(double(x));
+}
 static double tanh_miss(float x) {
     float y = fast_tanh(x);
     if (x != x) return y != y ? 0 : 1;
@@ -183,6 +190,7 @@ static const std::vector<float> special = {
     0.0f,      -0.0f,   1.0f,     -1.0f,    0x1p-149f, -0x1p-149f, 0x1.fffffcp-127f,
     0x1p-126f, FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, NAN,        -NAN};
 
+TEST(Maths, FastExpLowIsWithinItsBound) { EXPECT_EQ(worst_of_all(exp_low_miss), 0); }
 TEST(Maths, FastExpIsWithinItsBound) {
     EXPECT_EQ(worst_of_all(exp_miss), 0);
     for (float x : special) EXPECT_EQ(exp_miss(x), 0) << x;
