@@ -22,7 +22,7 @@ LIBS += -ldnnl
 endif
 
 HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h)
-TESTS = test_plan test_config test_data test_onnx test_files test_model test_memory test_run
+TESTS = test_plan test_config test_data test_onnx test_files test_faults test_model test_memory test_run
 .PHONY: run test check bench mutate clean setup found all tests-built
 
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min

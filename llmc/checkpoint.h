@@ -6,8 +6,8 @@
 //                                              share lies in its whole parameter
 //   All is written into step_N.tmp, each file synced, the manifest last, then the folder is
 //   renamed: a folder of the
-//   final name is whole, whenever the machine stops. Loading believes sizes and checksums only, and
-//   falls back to
+//   final name is whole, whenever the machine stops. Loading believes sizes and checksums only,
+//   the manifest's own too, and falls back to
 //   the checkpoint before. Vocabulary padding and rank-local layout never reach a file.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
@@ -23,7 +23,8 @@ struct CheckpointInfo {
 inline std::string cpu_name() {
     std::ifstream in("/proc/cpuinfo");
     for (std::string line; std::getline(in, line);)
-        if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
+        if (line.rfind("model name", 0) == 0)
+            return line.substr(std::min(line.find(':') + 2, line.size()));
     return "unknown";
 }
 
@@ -42,8 +43,13 @@ inline nlohmann::json model_identity(const Shape& s) {
             {"position", positions[int(s.position)]},
             {"tied", s.tied},
             {"qkv_bias", s.qkv_bias},
+            {"norm_eps", s.norm_eps},
+            {"sliding_window", s.sliding_window},
             {"rope_theta", s.rope_theta},
-            {"rope_factor", s.rope_scaling.factor}};
+            {"rope_factor", s.rope_scaling.factor},
+            {"rope_low_freq_factor", s.rope_scaling.low_freq_factor},
+            {"rope_high_freq_factor", s.rope_scaling.high_freq_factor},
+            {"rope_original_positions", s.rope_scaling.original_positions}};
 }
 
 inline std::string step_folder(int64_t step) {
@@ -58,7 +64,7 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char*
     if (DIR* d = opendir(out.c_str())) {
         while (dirent* e = readdir(d)) {
             long long step = -1;
-            if (sscanf(e->d_name, "step_%8lld", &step) == 1 && step >= 0 &&
+            if (sscanf(e->d_name, "step_%lld", &step) == 1 && step >= 0 &&
                 step_folder(step) + ending == e->d_name)
                 steps.push_back(step);
         }
@@ -84,7 +90,7 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t, bool moments) {
     Kind weights = sizeof(T) < sizeof(acc_t<T>) ? Kind::MASTER : Kind::WEIGHT;
     for (const Parameter& p : t.model.parameters) {
         list.push_back({"param." + p.name, weights, 0, &p});
-        if (!moments) continue;
+        if (!moments || !address<acc_t<T>>(t, {Kind::MOMENTS, p.bucket})) continue;
         list.push_back({"m." + p.name, Kind::MOMENTS, 0, &p});
         list.push_back({"v." + p.name, Kind::MOMENTS, t.model.buckets[p.bucket].elements, &p});
     }
@@ -126,6 +132,19 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& path,
     return wrong;
 }
 
+// The manifest's checksum is that of its text without the checksum; parsed and printed again a JSON text is the same.
+// Text that is no UTF-8 (a path in the configuration) is stored with its bad bytes replaced.
+inline std::string manifest_text(const nlohmann::json& manifest) {
+    return manifest.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+inline uint32_t manifest_crc(nlohmann::json manifest) {
+    manifest.erase("crc32");
+    std::string text = manifest_text(manifest);
+    return uint32_t(
+        crc32(0, reinterpret_cast<const unsigned char*>(text.data()), uInt(text.size())));
+}
+
 template <typename T, typename S>
 std::string write_checkpoint(const Trainer<T, S>& t, const CheckpointInfo& info,
                              const std::string& folder) {
@@ -140,13 +159,20 @@ std::string write_checkpoint(const Trainer<T, S>& t, const CheckpointInfo& info,
                                {"config", info.config},
                                {"model", model_identity(t.model.shape)},
                                {"optimizer", t.hyper.adamw ? "adamw" : "sgd"},
-                               {"optimizer_step", scale->step},
+                               {"optimizer_step", scale ? scale->step : 0},
                                {"precision", type_name(type_of<T>())},
                                {"threads", threads_here(t.ctx.where)},
                                {"cpu", cpu_name()},
                                {"files", {file}}};
-    wrong = write_text_file(folder + "/manifest.json", manifest.dump(1) + "\n");
+    manifest["crc32"] = manifest_crc(manifest);
+    wrong = write_text_file(folder + "/manifest.json", manifest_text(manifest));
     return wrong.empty() ? sync_folder(folder) : wrong;
+}
+
+// A folder that is going away gives up its name first: half of a checkpoint never looks like one.
+inline void remove_checkpoint(const std::string& folder) {
+    std::string going = folder + ".tmp";
+    remove_folder(rename(folder.c_str(), going.c_str()) == 0 ? going : folder);
 }
 
 template <typename T, typename S>
@@ -158,16 +184,15 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
     if (mkdir(temporary.c_str(), 0777) != 0)
         return temporary + ": cannot be made: " + strerror(errno);
     std::string wrong = write_checkpoint(t, info, temporary);
+    if (wrong.empty())
+        wrong = replace_folder(
+            temporary, folder); // an old one: the same step, of the run that this one repeats
     if (!wrong.empty())
         return remove_folder(temporary), wrong + "; the checkpoints before it are as they were";
-    remove_folder(folder); // the same step, saved by the run that this one repeats
-    if (rename(temporary.c_str(), folder.c_str()) != 0)
-        return folder + ": cannot be renamed: " + strerror(errno);
-    wrong = sync_folder(out);
     std::vector<int64_t> steps = checkpoint_steps(out);
     for (size_t i = size_t(keep); i < steps.size(); i++)
-        if (steps[i] < info.step) remove_folder(out + "/" + step_folder(steps[i]));
-    return wrong;
+        if (steps[i] < info.step) remove_checkpoint(out + "/" + step_folder(steps[i]));
+    return "";
 }
 
 // ----------------------------------------------------------------------------
@@ -191,7 +216,10 @@ inline std::string verify_checkpoint(const std::string& folder, nlohmann::json* 
     if (!in) return folder + ": has no manifest.json";
     *manifest = nlohmann::json::parse(in, nullptr, false);
     const nlohmann::json& m = *manifest;
-    bool good = m.is_object();
+    bool good = m.is_object() && m.contains("crc32") && m["crc32"] == manifest_crc(m);
+    if (!good) return folder + ": manifest.json is broken";
+    if (!m.contains("format") || m["format"] != 1)
+        return ""; // whole, and of another program: check_identity says so
     for (const char* key : {"step", "cursor", "seed", "optimizer_step", "threads"})
         good = good && m.contains(key) && m[key].is_number_integer();
     for (const char* key : {"optimizer", "precision", "cpu"})
@@ -221,6 +249,9 @@ inline std::string verify_checkpoint(const std::string& folder, nlohmann::json* 
 template <typename T, typename S>
 std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest,
                            const std::string& folder, bool moments) {
+    if (manifest.value("format", nlohmann::json()) != 1)
+        return folder + ": is of format " + manifest.value("format", nlohmann::json()).dump() +
+               ", this program reads 1";
     nlohmann::json own = model_identity(t.model.shape);
     for (auto& [key, value] : own.items())
         if (manifest["model"].value(key, nlohmann::json()) != value)
@@ -229,22 +260,30 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
                    value.dump();
     if (moments && manifest["optimizer"] != "adamw")
         return folder + ": was trained with sgd and has no moments: go on with --optimizer sgd";
+    if (manifest["files"].size() != 1 || manifest["files"][0]["file"] != "rank_00000.safetensors")
+        return folder + ": is of " + std::to_string(manifest["files"].size()) +
+               " ranks; one rank's can be read";
     return "";
 }
 
+// First all is looked at, then all is taken: a file that does not fit changes nothing.
 template <typename T, typename S>
 std::string read_rank_file(Trainer<T, S>& t, const std::string& path, bool moments) {
     typedef acc_t<T> A;
     SafeTensors file;
     std::string wrong = safetensors_open(&file, path);
-    for (const StateTensor& s : state_tensors(t, moments)) {
+    std::vector<StateTensor> state = state_tensors(t, moments);
+    for (const StateTensor& s : state) {
         const SafeTensor* x = wrong.empty() ? safetensors_find(file, s.name) : nullptr;
         if (wrong.empty() && !x) wrong = path + ": tensor " + s.name + " is missing";
         if (wrong.empty() &&
             (x->dtype != type_name(type_of<A>()) || x->elements() != s.p->file_elements()))
             wrong = path + ": tensor " + s.name + " is " + x->dtype + shape_text(x->shape) +
                     ", not " + type_name(type_of<A>()) + shape_text(s.p->shape);
-        if (!wrong.empty()) break;
+    }
+    for (size_t i = 0; wrong.empty() && i < state.size(); i++) {
+        const StateTensor& s = state[i];
+        const SafeTensor* x = safetensors_find(file, s.name);
         if (s.kind == Kind::MOMENTS) {
             memcpy(state_address(t, s), x->data, x->bytes);
             continue;

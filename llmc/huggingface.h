@@ -32,7 +32,7 @@ inline std::string hf_text(const nlohmann::json& j) {
 inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
     if (!c.has(key) && otherwise) return otherwise;
     bool good = c.has(key) && c.j[key].is_number_unsigned() && c.j[key].get<uint64_t>() > 0 &&
-                c.j[key].get<uint64_t>() < (1u << 30);
+                c.j[key].get<uint64_t>() <= (1u << 24);
     if (!good && c.wrong.empty())
         c.wrong = c.path + ": " + key +
                   (c.has(key) ? " is " + hf_text(c.j[key]) + ", which is no size" : " is missing");
@@ -52,8 +52,18 @@ inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json&
                   only.dump() + " is";
 }
 
+inline double hf_positive(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
+    double x = hf_number(c, j, key, otherwise);
+    if (!(x > 0) && c.wrong.empty())
+        c.wrong = c.path + ": " + key + " is " + hf_text(j[key]) + ", not above zero";
+    return x > 0 ? x : otherwise;
+}
+
 inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) {
-    return c.has(key) && c.j[key].is_boolean() ? c.j[key].get<bool>() : otherwise;
+    if (!c.has(key)) return otherwise;
+    if (!c.j[key].is_boolean() && c.wrong.empty())
+        c.wrong = c.path + ": " + key + " is " + hf_text(c.j[key]) + ", neither true nor false";
+    return c.j[key].is_boolean() ? c.j[key].get<bool>() : otherwise;
 }
 
 inline Shape hf_gpt2_shape(HfConfig& c) {
@@ -61,7 +71,7 @@ inline Shape hf_gpt2_shape(HfConfig& c) {
     Shape s = gpt2_shape(hf_size(c, "n_layer"), hf_size(c, "n_head"), C, hf_size(c, "vocab_size"),
                          hf_size(c, "n_positions", c.has("n_ctx") ? hf_size(c, "n_ctx") : 0));
     s.F = hf_size(c, "n_inner", 4 * C);
-    s.norm_eps = float(hf_number(c, c.j, "layer_norm_epsilon", 1e-5));
+    s.norm_eps = float(hf_positive(c, c.j, "layer_norm_epsilon", 1e-5));
     s.tied = hf_flag(c, "tie_word_embeddings", true);
     hf_refuse_unless(c, "activation_function", "gelu_new");
     hf_refuse_unless(c, "scale_attn_weights", true);
@@ -72,14 +82,14 @@ inline Shape hf_gpt2_shape(HfConfig& c) {
     return s;
 }
 
-// rope_scaling of older files, rope_parameters of newer ones
+// rope_scaling of older files, rope_parameters of newer ones; rope_type was called type before
 inline void hf_rope(HfConfig& c, Shape& s) {
-    s.rope_theta = hf_number(c, c.j, "rope_theta", 10000);
+    s.rope_theta = hf_positive(c, c.j, "rope_theta", 10000);
     for (const char* key : {"rope_scaling", "rope_parameters"}) {
         if (!c.has(key)) continue;
         const nlohmann::json& r = c.j[key];
         if (!r.is_object()) return (void)(c.wrong = c.path + ": " + key + " is no object");
-        s.rope_theta = hf_number(c, r, "rope_theta", s.rope_theta);
+        s.rope_theta = hf_positive(c, r, "rope_theta", s.rope_theta);
         nlohmann::json named =
             r.value("rope_type", r.value("type", nlohmann::json())); // of any type, or null
         std::string type = named.is_string() ? named.get<std::string>()
@@ -89,10 +99,15 @@ inline void hf_rope(HfConfig& c, Shape& s) {
         if (type != "llama3")
             return (void)(c.wrong = c.path + ": rope scaling " + type +
                                     " is not built yet, only llama3 is");
-        s.rope_scaling = {float(hf_number(c, r, "factor", 8)),
-                          float(hf_number(c, r, "low_freq_factor", 1)),
-                          float(hf_number(c, r, "high_freq_factor", 4)),
-                          int(hf_number(c, r, "original_max_position_embeddings", 8192))};
+        RopeScaling& x = s.rope_scaling;
+        x = {float(hf_positive(c, r, "factor", 8)), float(hf_positive(c, r, "low_freq_factor", 1)),
+             float(hf_positive(c, r, "high_freq_factor", 4)), 0};
+        double original = hf_positive(c, r, "original_max_position_embeddings", 8192);
+        x.original_positions = int(std::min(original, double(1 << 24)));
+        if (x.low_freq_factor >= x.high_freq_factor && c.wrong.empty())
+            c.wrong = c.path + ": " + key + " has low_freq_factor " +
+                      nlohmann::json(x.low_freq_factor).dump() + ", not below high_freq_factor " +
+                      nlohmann::json(x.high_freq_factor).dump();
     }
 }
 
@@ -104,7 +119,7 @@ inline Shape hf_llama_shape(HfConfig& c, const std::string& type) {
                     hf_size(c, "max_position_embeddings", 2048), 10000);
     s.hf_type = type;
     s.HS = hf_size(c, "head_dim", std::max(C / NH, size_t(1)));
-    s.norm_eps = float(hf_number(c, c.j, "rms_norm_eps", 1e-6));
+    s.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", 1e-6));
     s.qkv_bias = type == "qwen2";
     s.tied = hf_flag(c, "tie_word_embeddings", false);
     hf_rope(c, s);
@@ -122,6 +137,15 @@ inline Shape hf_llama_shape(HfConfig& c, const std::string& type) {
         c.wrong = c.path + ": num_key_value_heads " + std::to_string(s.NKV) +
                   " does not divide num_attention_heads " + std::to_string(NH);
     return s;
+}
+
+// Sizes whose products could not be counted are some other file's, or a broken one's.
+inline void hf_check_sizes(HfConfig& c, const Shape& s) {
+    size_t widest = std::max({s.C, s.F, s.NH * s.HS});
+    bool sane = s.L <= 10000 && widest <= (1u << 20);
+    if (!sane && c.wrong.empty())
+        c.wrong = c.path + ": " + std::to_string(s.L) + " layers, up to " + std::to_string(widest) +
+                  " wide: models of up to 10000 layers and 1048576 channels can be read";
 }
 
 inline std::string hf_read_config(Shape* shape, const std::string& folder) {
@@ -143,6 +167,7 @@ inline std::string hf_read_config(Shape* shape, const std::string& folder) {
     else
         return c.path + ": model_type '" + type +
                "' is not supported: gpt2, llama, mistral and qwen2 are";
+    hf_check_sizes(c, *shape);
     return c.wrong;
 }
 
@@ -156,12 +181,19 @@ struct HfFiles {
     }
 };
 
+// One file, or else the shards of an index: a folder with both is read as transformers reads it.
 inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
     std::vector<std::string> names;
     std::string index_path = folder + "/model.safetensors.index.json";
-    std::ifstream in(index_path);
+    bool one = access((folder + "/model.safetensors").c_str(), F_OK) == 0,
+         sharded = !one && access(index_path.c_str(), F_OK) == 0;
+    if (!one && !sharded)
+        return folder +
+               "/model.safetensors: No such file, and no model.safetensors.index.json: weights in "
+               "another format must be converted first";
     nlohmann::json index;
-    if (in) {
+    if (sharded) {
+        std::ifstream in(index_path);
         index = nlohmann::json::parse(in, nullptr, false);
         if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object())
             return index_path + ": has no weight_map";
@@ -184,7 +216,7 @@ inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
                 return folder + ": tensor " + t.name + " is in " + seen[t.name] + " and again in " +
                        name;
     }
-    if (in)
+    if (sharded)
         for (auto& [tensor, file] : index["weight_map"].items())
             if (!seen.count(tensor) || seen[tensor] != file.get<std::string>())
                 return index_path + ": " + tensor + " is not in " + file.get<std::string>();
@@ -233,13 +265,12 @@ inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p,
 }
 
 // Tensors that older files carry although they are no parameters.
-inline bool hf_ignored(const std::string& name, const Shape& s) {
+inline bool hf_ignored(const std::string& name) {
     auto ends = [&](const char* end) {
         return name.size() >= strlen(end) &&
                name.compare(name.size() - strlen(end), strlen(end), end) == 0;
     };
-    return ends(".attn.bias") || ends(".attn.masked_bias") || ends("rotary_emb.inv_freq") ||
-           (s.tied && name == "lm_head.weight");
+    return ends(".attn.bias") || ends(".attn.masked_bias") || ends("rotary_emb.inv_freq");
 }
 
 template <typename T, typename S>
@@ -248,6 +279,7 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
     std::string wrong = hf_open_files(&h, folder);
     if (!wrong.empty()) return wrong;
     std::set<std::string> used;
+    if (t.model.shape.tied) used.insert("lm_head.weight");
     for (const Parameter& p : t.model.parameters) {
         const SafeTensor* tensor = hf_find(h, p.name);
         wrong = hf_check_tensor(tensor, p, folder);
@@ -261,7 +293,7 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
     }
     for (const SafeTensors& f : h.files)
         for (const SafeTensor& x : f.tensors)
-            if (!used.count(x.name) && !hf_ignored(x.name, t.model.shape))
+            if (!used.count(x.name) && !hf_ignored(x.name))
                 return folder + ": tensor " + x.name +
                        " belongs to nothing in this model: config.json is another model's";
     return "";
@@ -270,8 +302,20 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
 // ----------------------------------------------------------------------------
 // weights -> a folder
 
-// Nothing but an older export may be replaced; checked when the run starts.
+// "exports/new/" is "exports/new": the folder it is written into stands beside it, never inside.
+inline std::string without_slashes(std::string path) {
+    while (path.size() > 1 && path.back() == '/') path.pop_back();
+    return path;
+}
+
+// What config.json can say of a shape; and nothing but an older export may be replaced. Checked when the run starts.
 inline std::string hf_export_check(const Shape& s, const std::string& folder) {
+    std::string path = without_slashes(folder), parent = folder_of(path);
+    if (access(parent.c_str(), W_OK | X_OK) != 0)
+        return "--export " + folder + ": cannot be written: " + parent + ": " + strerror(errno);
+    struct stat st;
+    if (stat(path.c_str(), &st) == 0 && !S_ISDIR(st.st_mode))
+        return "--export " + folder + ": is a file, an export is a folder: choose another name";
     if (DIR* d = opendir(folder.c_str())) {
         std::string stranger;
         while (dirent* e = readdir(d)) {
@@ -288,10 +332,25 @@ inline std::string hf_export_check(const Shape& s, const std::string& folder) {
     if (s.family == Family::GPT2 && s.position != Position::LEARNED)
         return "--export: Hugging Face's GPT-2 has learned positions only: drop --export, or use "
                "--position learned";
+    if (s.family == Family::GPT2 && (s.NKV != s.NH || s.NH * s.HS != s.C))
+        return "--export: Hugging Face's GPT-2 has as many key/value heads as heads, and heads as "
+               "wide as its channels together: drop --export";
+    if (s.family == Family::LLAMA && s.qkv_bias != (s.hf_type == "qwen2"))
+        return "--export: biases on q, k and v are Qwen2's, always and alone: drop --export";
     if (s.family == Family::LLAMA && s.position != Position::ROPE)
         return "--export: Hugging Face's Llama has RoPE only: drop --export, or use --position "
                "rope";
     return "";
+}
+
+// The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
+inline double decimal(float x) {
+    char text[32];
+    for (int digits = 1; digits <= 9; digits++) {
+        snprintf(text, sizeof(text), "%.*g", digits, double(x));
+        if (strtof(text, nullptr) == x) break;
+    }
+    return strtod(text, nullptr);
 }
 
 inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
@@ -310,7 +369,7 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
              {"n_head", s.NH},
              {"n_inner", s.F},
              {"activation_function", "gelu_new"},
-             {"layer_norm_epsilon", s.norm_eps},
+             {"layer_norm_epsilon", decimal(s.norm_eps)},
              {"bos_token_id", s.V - 1},
              {"eos_token_id", s.V - 1}};
     } else {
@@ -328,7 +387,7 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
              {"num_key_value_heads", s.NKV},
              {"head_dim", s.HS},
              {"hidden_act", "silu"},
-             {"rms_norm_eps", s.norm_eps},
+             {"rms_norm_eps", decimal(s.norm_eps)},
              {"rope_theta", s.rope_theta}};
         if (s.rope_scaling.factor != 1)
             j["rope_scaling"] = {
@@ -359,23 +418,48 @@ std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
 }
 
 inline std::string write_text_file(const std::string& path, const std::string& text) {
-    FILE* f = fopen(path.c_str(), "wb");
-    bool good = f && fwrite(text.data(), 1, text.size(), f) == text.size() && fflush(f) == 0 &&
-                fsync(fileno(f)) == 0;
-    std::string why = strerror(errno);
-    if (f && fclose(f) != 0) good = false;
-    return good ? "" : path + ": cannot be written: " + why;
+    SafeTensorsWriter w; // whole and synced, or not there, like any other file
+    w.path = path, w.expected = text.size();
+    w.fd = open((path + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (w.fd < 0) return path + ": cannot be written: " + strerror(errno);
+    writer_put(w, text.data(), text.size());
+    return writer_close(&w);
+}
+
+// What exports and checkpoints are made of. Nothing else is ever removed, whatever a folder is called.
+inline bool own_file(const std::string& name) {
+    bool tensors = name.rfind("model", 0) == 0 || name.rfind("rank_", 0) == 0;
+    return name.rfind("config.json", 0) == 0 || name.rfind("manifest.json", 0) == 0 ||
+           (tensors && name.find(".safetensors") != std::string::npos);
 }
 
 inline void remove_folder(
-    const std::string& folder) { // its files and itself; our folders hold no folders
+    const std::string& folder) { // our files in it, and itself when nothing is left
     if (DIR* d = opendir(folder.c_str())) {
         while (dirent* e = readdir(d))
-            if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
-                unlink((folder + "/" + e->d_name).c_str());
+            if (own_file(e->d_name)) unlink((folder + "/" + e->d_name).c_str());
         closedir(d);
         rmdir(folder.c_str());
     }
+}
+
+// Put a whole new folder in the place of an old one or of nothing: at every moment one of the two is there.
+inline std::string replace_folder(const std::string& fresh, const std::string& folder) {
+    bool old = access(folder.c_str(), F_OK) == 0;
+    bool good = renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, folder.c_str(),
+                          old ? RENAME_EXCHANGE : 0) == 0;
+    if (!good && old &&
+        (errno == EINVAL || errno == ENOSYS)) { // a file system that cannot exchange two names
+        std::string aside = folder + ".old";
+        if (rename(folder.c_str(), aside.c_str()) == 0) {
+            good = rename(fresh.c_str(), folder.c_str()) == 0;
+            rename(aside.c_str(), good ? fresh.c_str() : folder.c_str());
+        }
+    }
+    if (!good) return folder + ": cannot be renamed: " + strerror(errno);
+    std::string wrong = sync_folder(folder_of(folder));
+    if (old) remove_folder(fresh);
+    return wrong;
 }
 
 // GPT2LMHeadModel keeps its body under "transformer.", its head beside it.
@@ -441,16 +525,12 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
 template <typename T, typename S>
 std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                       size_t shard_bytes = size_t(5) << 30) {
-    std::string temporary = folder + ".tmp", old = folder + ".old";
+    std::string path = without_slashes(folder), temporary = path + ".exporting";
     remove_folder(temporary);
-    if (mkdir(temporary.c_str(), 0777) != 0) return "--export " + folder + ": " + strerror(errno);
+    if (mkdir(temporary.c_str(), 0777) != 0)
+        return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
     std::string wrong = write_export(t, temporary, dtype, shard_bytes);
-    if (!wrong.empty()) return remove_folder(temporary), wrong;
-    remove_folder(old);
-    bool replaced =
-        rename(folder.c_str(), old.c_str()) == 0; // an export that stood here, or nothing
-    if (rename(temporary.c_str(), folder.c_str()) != 0)
-        return folder + ": cannot be renamed: " + strerror(errno);
-    if (replaced) remove_folder(old);
-    return "";
+    if (wrong.empty()) wrong = replace_folder(temporary, path);
+    if (!wrong.empty()) remove_folder(temporary);
+    return wrong;
 }

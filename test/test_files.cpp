@@ -1001,6 +1001,7 @@ TEST_F(Files, CheckpointsOfOtherPrecisionAreNoted) {
     std::string manifest = dir + "/step_00000001/manifest.json";
     json m = read_json(manifest);
     m["threads"] = 99, m["cpu"] = "Another";
+    m["crc32"] = manifest_crc(m);
     put_file(manifest, m.dump());
     l = load_checkpoint(*a, dir);
     EXPECT_EQ(l.wrong, "");
