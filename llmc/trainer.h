@@ -228,7 +228,7 @@ void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
 // them.
 template <typename T, typename S> void init_weights(Trainer<T, S>& t, uint64_t seed) {
     for (const Parameter& p : t.model.parameters) {
-        std::vector<float> values(p.elements(), p.init.value);
+        std::vector<float> values(p.elements(), p.init.value); // padding stays 0
         uint64_t stream = fnv1a(p.name);
         if (p.init.std > 0)
             for_each_run(
@@ -237,7 +237,6 @@ template <typename T, typename S> void init_weights(Trainer<T, S>& t, uint64_t s
                                       ? 0
                                       : std::min(count, p.file_elements() - global);
                     fill_normal(values.data() + local, seed, stream, global, real, p.init.std);
-                    std::fill(values.begin() + local + real, values.begin() + local + count, 0.0f);
                 });
         set_weight(t, p, values.data());
     }

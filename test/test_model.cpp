@@ -140,6 +140,23 @@ TEST(Gradients, PaddingStaysZero) {
     }
 }
 
+// Initial weights: the numbers of the parameter's own name, zero where the vocabulary is padded.
+TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
+    Trainer<float, Cpu> t;
+    trainer_place(t, small_gpt2(false), {small_plan(1, 8, 1)});
+    arena_allocate(t.arena);
+    init_weights(t, 9);
+    for (const Parameter& p : t.model.parameters) {
+        const float* w = address<const float>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
+        for (size_t i = 0; i < p.elements(); i++) {
+            float drawn = float(double(p.init.std) * normal(9, fnv1a(p.name), i));
+            ASSERT_EQ(w[i], i >= p.file_elements() ? 0 : p.init.std > 0 ? drawn : p.init.value)
+                << p.name << "[" << i << "]";
+        }
+    }
+    arena_free(t.arena);
+}
+
 // ----------------------------------------------------------------------------
 // what must not change a bit
 
