@@ -2,10 +2,8 @@
 // time is up
 //   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
 //   Inputs begin as whole files made here; each is damaged one to four times: bits, bytes, lengths,
-//   cuts, splices,
-//   numbers of the JSON header, brackets. A reader must return a message or a file that can be read
-//   whole: no crash,
-//   no throw, and no tensor of a size other than its shape's.
+//   cuts, splices, numbers of the JSON header, brackets. A reader must return a message or a file
+//   that can be read whole: no crash, no throw, and no tensor of a size other than its shape's.
 //   Batches run in child processes: the data reader's mappings end with them, and the input of a
 //   crash is kept.
 #include <inttypes.h>
@@ -102,6 +100,7 @@ static void edit_header(std::string& s, Random& r) {
     memcpy(&length, s.data(), 8);
     if (length > s.size() - 8) return;
     std::string header = s.substr(8, length), body = s.substr(8 + length);
+    if (header.empty()) return; // an earlier damage may have left none
     std::vector<size_t> at;
     for (size_t i = 1; i < header.size(); i++)
         if (isdigit((unsigned char)header[i]) && !isdigit((unsigned char)header[i - 1]))

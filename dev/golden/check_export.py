@@ -3,8 +3,9 @@
 
 usage: check_export.py FOLDER [--tokens 1,2,3] [--greedy 16] [--same-as FOLDER [--tolerance 1e-5]]
 
-Prints the greedy continuation of the tokens. With --same-as also the largest difference of the logits, over the largest
-logit; the exit status is 1 above the tolerance, and whenever a tensor is missing, unknown or of another shape.
+Prints the greedy continuation of the tokens. With --same-as also the largest difference of the
+logits, over the largest logit; the exit status is 1 above the tolerance, and whenever a tensor is
+missing, unknown or of another shape.
 """
 import argparse, sys
 import torch
@@ -19,7 +20,8 @@ parser.add_argument("--tolerance", type=float, default=1e-5)
 arguments = parser.parse_args()
 
 
-def load(folder):  # transformers only warns about these, and fills what is missing with random numbers
+def load(folder):
+    # transformers only warns about these, and fills what is missing with random numbers
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if wrong:
@@ -34,7 +36,8 @@ def logits(model, tokens):
 
 tokens = torch.tensor([[int(t) for t in arguments.tokens.split(",")]])
 model, grown = load(arguments.folder), tokens
-for _ in range(arguments.greedy):  # no generate(): it may stop at an end token and read settings of its own
+# no generate(): it may stop at an end token and read settings of its own
+for _ in range(arguments.greedy):
     grown = torch.cat([grown, logits(model, grown)[:, -1:].argmax(-1)], 1)
 print("greedy:", ",".join(map(str, grown[0].tolist())))
 if arguments.same_as:

@@ -3,11 +3,12 @@
 
 usage: make_golden.py     (needs torch; compares with transformers where it can be imported)
 
-Each folder NAME/ holds a Hugging Face model (config.json, model.safetensors, float32) and golden.safetensors:
-tokens, targets (B,T) int32 with ignored targets -100, logits, loss (mean over valid targets), grad.TENSOR for every
-tensor of the model, grad_norm, and for 3 clipped AdamW steps on this batch: step.K.loss (the loss before step K, from 0;
-step_losses has the three in one tensor) and after.TENSOR, the weights at the end. The metadata holds the steps'
-settings. All is computed in float64 from the float32 weights, and stored rounded to float32.
+Each folder NAME/ holds a Hugging Face model (config.json, model.safetensors, float32) and
+golden.safetensors: tokens, targets (B,T) int32 with ignored targets -100, logits, loss (mean over
+valid targets), grad.TENSOR for every tensor of the model, grad_norm, and for 3 clipped AdamW steps
+on this batch: step.K.loss (the loss before step K, from 0; step_losses has the three in one tensor)
+and after.TENSOR, the weights at the end. The metadata holds the steps' settings. All is computed in
+float64 from the float32 weights, and stored rounded to float32.
 """
 import json, math, os, struct
 from unittest import mock
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 HERE = os.path.dirname(os.path.abspath(__file__))
 B, T, STEPS = 3, 24, 3
 LR, BETA1, BETA2, EPS, DECAY, CLIP = 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5
-ADAMW = dict(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY, decays="parameters of 2 or more dims",
-             clip_norm=CLIP, clip_scale="min(1, clip_norm / norm)", steps=STEPS)
+ADAMW = dict(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY,
+             decays="parameters of 2 or more dims", clip_norm=CLIP,
+             clip_scale="min(1, clip_norm / norm)", steps=STEPS)
 
 
 def write_safetensors(path, tensors, metadata):
@@ -26,34 +28,39 @@ def write_safetensors(path, tensors, metadata):
     for name, x in tensors.items():
         dtype = {torch.float32: "F32", torch.int32: "I32"}[x.dtype]
         blob = x.contiguous().numpy().tobytes()
-        header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": [offset, offset + len(blob)]}
+        header[name] = {"dtype": dtype, "shape": list(x.shape),
+                        "data_offsets": [offset, offset + len(blob)]}
         blobs.append(blob)
         offset += len(blob)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path + ".part", "wb") as f:
         f.write(struct.pack("<Q", len(text)) + text + b"".join(blobs))
-    os.replace(path + ".part", path)  # a test that reads it meanwhile sees the old or the new, whole
+    os.replace(path + ".part", path)  # who reads it meanwhile sees the old or the new, whole
 
 
 # ---- GPT-2, with the names and the [in, out] matrices of Hugging Face
 
 def gpt2_config():
-    return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=97, n_positions=40, n_ctx=40, n_embd=24,
-                n_layer=2, n_head=3, n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5,
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=True, torch_dtype="float32",
+    return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=97, n_positions=40,
+                n_ctx=40, n_embd=24, n_layer=2, n_head=3, n_inner=None,
+                activation_function="gelu_new", layer_norm_epsilon=1e-5, resid_pdrop=0.0,
+                embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=True, torch_dtype="float32",
                 bos_token_id=96, eos_token_id=96)
 
 
 def gpt2_shapes(c):
     C = c["n_embd"]
-    shapes = {"transformer.wte.weight": (c["vocab_size"], C), "transformer.wpe.weight": (c["n_positions"], C)}
+    shapes = {"transformer.wte.weight": (c["vocab_size"], C),
+              "transformer.wpe.weight": (c["n_positions"], C)}
     for l in range(c["n_layer"]):
         p = f"transformer.h.{l}."
-        shapes.update({p + "ln_1.weight": (C,), p + "ln_1.bias": (C,), p + "attn.c_attn.weight": (C, 3 * C),
-                       p + "attn.c_attn.bias": (3 * C,), p + "attn.c_proj.weight": (C, C), p + "attn.c_proj.bias": (C,),
-                       p + "ln_2.weight": (C,), p + "ln_2.bias": (C,), p + "mlp.c_fc.weight": (C, 4 * C),
-                       p + "mlp.c_fc.bias": (4 * C,), p + "mlp.c_proj.weight": (4 * C, C), p + "mlp.c_proj.bias": (C,)})
+        shapes.update({p + "ln_1.weight": (C,), p + "ln_1.bias": (C,),
+                       p + "attn.c_attn.weight": (C, 3 * C), p + "attn.c_attn.bias": (3 * C,),
+                       p + "attn.c_proj.weight": (C, C), p + "attn.c_proj.bias": (C,),
+                       p + "ln_2.weight": (C,), p + "ln_2.bias": (C,),
+                       p + "mlp.c_fc.weight": (C, 4 * C), p + "mlp.c_fc.bias": (4 * C,),
+                       p + "mlp.c_proj.weight": (4 * C, C), p + "mlp.c_proj.bias": (C,)})
     shapes.update({"transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)})
     return shapes
 
@@ -70,39 +77,46 @@ def gpt2_logits(w, tokens, c):
     x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: tokens.shape[1]]
     for l in range(c["n_layer"]):
         p = f"transformer.h.{l}."
-        norm = lambda x, n: F.layer_norm(x, (C,), w[p + n + ".weight"], w[p + n + ".bias"], c["layer_norm_epsilon"])
+        norm = lambda x, n: F.layer_norm(x, (C,), w[p + n + ".weight"], w[p + n + ".bias"],
+                                         c["layer_norm_epsilon"])
         linear = lambda x, n: x @ w[p + n + ".weight"] + w[p + n + ".bias"]
         q, k, v = linear(norm(x, "ln_1"), "attn.c_attn").split(C, -1)
-        x = x + linear(attention(split(q), split(k), split(v)).transpose(1, 2).reshape(x.shape), "attn.c_proj")
+        x = x + linear(attention(split(q), split(k), split(v)).transpose(1, 2).reshape(x.shape),
+                       "attn.c_proj")
         u = linear(norm(x, "ln_2"), "mlp.c_fc")
         gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
         x = x + linear(gelu, "mlp.c_proj")
-    x = F.layer_norm(x, (C,), w["transformer.ln_f.weight"], w["transformer.ln_f.bias"], c["layer_norm_epsilon"])
+    x = F.layer_norm(x, (C,), w["transformer.ln_f.weight"], w["transformer.ln_f.bias"],
+                     c["layer_norm_epsilon"])
     return x @ w["transformer.wte.weight"].T
 
 
 # ---- Llama and Qwen2
 
 def llama_config(**more):
-    c = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=101, hidden_size=32, intermediate_size=56,
-             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-             rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, attention_bias=False,
-             rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                               original_max_position_embeddings=16),
+    c = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=101, hidden_size=32,
+             intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-5,
+             rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False, attention_bias=False,
+             rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
+                               high_freq_factor=4.0, original_max_position_embeddings=16),
              torch_dtype="float32", bos_token_id=1, eos_token_id=2)
     c.update(more)
     return c
 
 
 def qwen2_config():
-    c = llama_config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=89, intermediate_size=48,
-                     tie_word_embeddings=True, rope_scaling=None, use_sliding_window=False, sliding_window=None)
-    del c["attention_bias"], c["head_dim"]  # Qwen2 has neither: biases always, heads that fill the hidden size
+    c = llama_config(architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=89,
+                     intermediate_size=48, tie_word_embeddings=True, rope_scaling=None,
+                     use_sliding_window=False, sliding_window=None)
+    # Qwen2 has neither: biases always, heads that fill the hidden size
+    del c["attention_bias"], c["head_dim"]
     return c
 
 
 def llama_shapes(c):
-    C, I, HS = c["hidden_size"], c["intermediate_size"], c["hidden_size"] // c["num_attention_heads"]
+    C, I = c["hidden_size"], c["intermediate_size"]
+    HS = C // c["num_attention_heads"]
     KV = c["num_key_value_heads"] * HS
     shapes = {"model.embed_tokens.weight": (c["vocab_size"], C)}
     for l in range(c["num_hidden_layers"]):
@@ -112,8 +126,10 @@ def llama_shapes(c):
             shapes[p + f"self_attn.{name}_proj.weight"] = (rows, C)
             if c["model_type"] == "qwen2":
                 shapes[p + f"self_attn.{name}_proj.bias"] = (rows,)
-        shapes.update({p + "self_attn.o_proj.weight": (C, C), p + "post_attention_layernorm.weight": (C,),
-                       p + "mlp.gate_proj.weight": (I, C), p + "mlp.up_proj.weight": (I, C), p + "mlp.down_proj.weight": (C, I)})
+        shapes.update({p + "self_attn.o_proj.weight": (C, C),
+                       p + "post_attention_layernorm.weight": (C,),
+                       p + "mlp.gate_proj.weight": (I, C), p + "mlp.up_proj.weight": (I, C),
+                       p + "mlp.down_proj.weight": (C, I)})
     shapes["model.norm.weight"] = (C,)
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (c["vocab_size"], C)
@@ -126,10 +142,11 @@ def rope_frequencies(c, HS):
     if not s:
         return f
     wavelength, original = 2 * math.pi / f, s["original_max_position_embeddings"]
-    smooth = (original / wavelength - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    smooth = (original / wavelength - low) / (high - low)
     middle = (1 - smooth) * f / s["factor"] + smooth * f
-    middle = torch.where(wavelength > original / s["low_freq_factor"], f / s["factor"], middle)
-    return torch.where(wavelength < original / s["high_freq_factor"], f, middle)
+    middle = torch.where(wavelength > original / low, f / s["factor"], middle)
+    return torch.where(wavelength < original / high, f, middle)
 
 
 def rotate(x, frequencies):  # (B, heads, T, HS): pairs (i, i + HS/2)
@@ -142,7 +159,8 @@ def rotate(x, frequencies):  # (B, heads, T, HS): pairs (i, i + HS/2)
 def llama_logits(w, tokens, c):
     C, NH, NKV = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
     HS = C // NH
-    norm = lambda x, weight: x * (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).rsqrt() * weight
+    scale = lambda x: (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).rsqrt()
+    norm = lambda x, weight: x * scale(x) * weight
     split = lambda x, heads: x.view(*x.shape[:2], heads, HS).transpose(1, 2)
     frequencies = rope_frequencies(c, HS)
     x = w["model.embed_tokens.weight"][tokens]
@@ -150,12 +168,14 @@ def llama_logits(w, tokens, c):
         p = f"model.layers.{l}."
         linear = lambda x, n: F.linear(x, w[p + n + ".weight"], w.get(p + n + ".bias"))
         h = norm(x, w[p + "input_layernorm.weight"])
-        q, k, v = (split(linear(h, f"self_attn.{n}_proj"), heads) for n, heads in (("q", NH), ("k", NKV), ("v", NKV)))
+        q, k, v = (split(linear(h, f"self_attn.{n}_proj"), heads)
+                   for n, heads in (("q", NH), ("k", NKV), ("v", NKV)))
         q, k = rotate(q, frequencies), rotate(k, frequencies)
         k, v = (y.repeat_interleave(NH // NKV, 1) for y in (k, v))
         x = x + linear(attention(q, k, v).transpose(1, 2).reshape(x.shape), "self_attn.o_proj")
         h = norm(x, w[p + "post_attention_layernorm.weight"])
-        x = x + linear(F.silu(linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj"), "mlp.down_proj")
+        gated = F.silu(linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj")
+        x = x + linear(gated, "mlp.down_proj")
     head = w["model.embed_tokens.weight"] if c["tie_word_embeddings"] else w["lm_head.weight"]
     return norm(x, w["model.norm.weight"]) @ head.T
 
@@ -165,13 +185,14 @@ def llama_logits(w, tokens, c):
 def random_weights(shapes):
     w = {}
     for name, shape in shapes.items():
-        norm = "norm.weight" in name or "layernorm.weight" in name or "ln_" in name and name.endswith("weight")
+        norm = "norm.weight" in name or "ln_" in name and name.endswith("weight")
         w[name] = (torch.randn(shape) * 0.2 + (1.0 if norm else 0.0)).float()
     return w
 
 
 def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1).long(), ignore_index=-100)
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1).long(),
+                           ignore_index=-100)
 
 
 def clip_scale(grads):
@@ -209,11 +230,13 @@ def golden(weights, logits_of, tokens, targets):
 # ---- the same from transformers' models and torch's AdamW
 
 def transformers_golden(folder, tokens, targets):
-    """golden() again. The norms, softmax and rotary tables of transformers are float32 whatever the model's type; here
-    the name torch.float32 and the method float() mean float64 while its model is built and run, so that all is float64."""
+    """golden() again. The norms, softmax and rotary tables of transformers are float32 whatever the
+    model's type; here the name torch.float32 and the method float() mean float64 while its model is
+    built and run, so that all is float64."""
     from transformers import AutoModelForCausalLM
     loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    with mock.patch.object(torch, "float32", torch.float64), \
+         mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         model = type(loaded)(loaded.config).double().eval()
         model.load_state_dict(loaded.state_dict())
         w = dict(model.named_parameters())
@@ -228,7 +251,8 @@ def transformers_golden(folder, tokens, targets):
             out[f"step.{step}.loss"] = loss.detach().view(1)
             norm, scale = clip_scale([x.grad for x in w.values()])
             if step == 0:
-                out.update({"logits": logits.detach(), "loss": loss.detach().view(1), "grad_norm": norm.view(1)})
+                out.update({"logits": logits.detach(), "loss": loss.detach().view(1),
+                            "grad_norm": norm.view(1)})
                 out.update({"grad." + n: x.grad.clone() for n, x in w.items()})
             for x in w.values():
                 x.grad *= scale
@@ -243,14 +267,16 @@ def compare_with_transformers(folder, numbers, tokens, targets):
     except ImportError:
         return "transformers cannot be imported: not compared"
     if tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (4, 43):
-        return f"transformers {transformers.__version__} does not know Llama-3 rotary scaling (4.43 does): not compared"
+        return (f"transformers {transformers.__version__} does not know Llama-3 rotary scaling "
+                "(4.43 does): not compared")
     theirs = transformers_golden(folder, tokens, targets)
     assert set(theirs) == set(numbers) - {"tokens", "targets", "step_losses"}
     worst = {}  # kind of number: largest difference over the largest number
     for n, x in theirs.items():
         assert x.dtype == torch.float64, n
         kind = n.split(".")[0]
-        size = 1.0 if kind == "grad" else max(numbers[n].abs().max().item(), 1e-12)  # a key bias has a gradient of 0
+        # a key bias has a gradient of 0
+        size = 1.0 if kind == "grad" else max(numbers[n].abs().max().item(), 1e-12)
         worst[kind] = max(worst.get(kind, 0.0), (x - numbers[n]).abs().max().item() / size)
     text = ", ".join(f"{kind} {x:.0e}" for kind, x in worst.items())
     assert max(worst.values()) < 1e-10, text
@@ -258,9 +284,10 @@ def compare_with_transformers(folder, numbers, tokens, targets):
 
 
 def main():
-    for name, config, shapes_of, logits_of in (("gpt2-tiny", gpt2_config(), gpt2_shapes, gpt2_logits),
-                                               ("llama-tiny", llama_config(), llama_shapes, llama_logits),
-                                               ("qwen2-tiny", qwen2_config(), llama_shapes, llama_logits)):
+    for name, config, shapes_of, logits_of in (
+            ("gpt2-tiny", gpt2_config(), gpt2_shapes, gpt2_logits),
+            ("llama-tiny", llama_config(), llama_shapes, llama_logits),
+            ("qwen2-tiny", qwen2_config(), llama_shapes, llama_logits)):
         folder = os.path.join(HERE, name)
         os.makedirs(folder, exist_ok=True)
         torch.manual_seed(1234)
@@ -275,7 +302,8 @@ def main():
         numbers = golden(weights, lambda w, t: logits_of(w, t.long(), config), tokens, targets)
         stored = {n: x if x.dtype == torch.int32 else x.float() for n, x in numbers.items()}
         write_safetensors(os.path.join(folder, "golden.safetensors"), stored,
-                          {"made_by": "make_golden.py", "computed_in": "float64", "adamw": json.dumps(ADAMW)})
+                          {"made_by": "make_golden.py", "computed_in": "float64",
+                           "adamw": json.dumps(ADAMW)})
         print(f"{name}: loss {numbers['loss'].item():.6f}, norm {numbers['grad_norm'].item():.4f};",
               compare_with_transformers(folder, numbers, tokens, targets))
 
