@@ -1,13 +1,13 @@
-// common.h - what every operator file needs: element types, checks, where code runs, vector maths
-//   Dims, one vocabulary everywhere:  B batch  T sequence  C channels  L layers  V vocabulary  Vp
-//   padded V
-//     N rows (B*T)  NH heads  NKV key/value heads  HS head size  F ffn width;  _tp _cp: my share of
-//     a sharded dim
-//   Where code runs is the last argument of every operator: Cpu{} (a cudaStream_t will be the other
-//   overload).
+// common.h - what every operator file needs: element types, checks, where code runs, launching
+//   Dims, one vocabulary everywhere:  B batch  T sequence  C channels  L layers  V vocabulary
+//     Vp padded V  N rows (B*T)  NH heads  NKV key/value heads  HS head size  F ffn width;
+//     _tp _cp: my share of a sharded dim
+//   Where code runs is the last argument of every operator: Cpu{} or a cudaStream_t. Both overloads
+//   live in one binary. Built three ways: nvcc (GPU), g++ -DEMULATE (kernels run on the CPU, for
+//   tests), g++ (no kernels).
 //   CPU versions accumulate in acc_t<T>: double for double, float for everything narrower. Their
-//   reductions are split
-//   by fixed chunks, never by thread, so that a result does not depend on the number of threads.
+//   reductions are split by fixed chunks, never by thread, so that a result does not depend on the
+//   number of threads.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -15,6 +15,24 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+// ----------------------------------------------------------------------------
+// which build
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define KERNELS 1
+#elif defined(EMULATE)
+#include "../test/emulator.h"
+#define KERNELS 1
+#else
+#define KERNELS 0
+#define __host__
+#define __device__
+#endif
+#define HD __host__ __device__
 
 struct Cpu {};
 
@@ -58,8 +76,11 @@ inline thread_local int this_rank = 0; // only ever read by the messages below
 // ----------------------------------------------------------------------------
 // element types
 
-// bf16: the upper half of a float; arithmetic happens in float
+// bf16: the upper half of a float; fp16: IEEE half precision; arithmetic happens in float
 struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
     uint16_t bits;
 };
 
@@ -72,33 +93,63 @@ template <typename T> constexpr Type type_of();
 template <> constexpr Type type_of<float>() { return Type::F32; }
 template <> constexpr Type type_of<double>() { return Type::F64; }
 template <> constexpr Type type_of<bf16>() { return Type::BF16; }
+template <> constexpr Type type_of<fp16>() { return Type::F16; }
 
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-    uint32_t u = uint32_t(x.bits) << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
+template <typename To, typename From> HD inline To bits_as(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    memcpy(&y, &x, sizeof(To));
+    return y;
+}
+
+HD inline float to_float(float x) { return x; }
+HD inline float to_float(bf16 x) { return bits_as<float>(uint32_t(x.bits) << 16); }
+HD inline float to_float(fp16 x) {
+#if defined(__CUDA_ARCH__)
+    return __half2float(__ushort_as_half(x.bits));
+#else
+    // exponent and mantissa in a float's place are 2^-112 of the value, subnormal numbers too
+    uint32_t u = (x.bits & 0x7fffu) << 13, sign = uint32_t(x.bits & 0x8000u) << 16;
+    float f = bits_as<float>(u) * 0x1p112f;
+    bool finite = (x.bits & 0x7c00) != 0x7c00;
+    return bits_as<float>((finite ? bits_as<uint32_t>(f) : u | 0x7f800000u) | sign);
+#endif
 }
 
 // what sums of T are kept in; to_acc never narrows
 template <typename T> struct Accumulator { typedef float type; };
 template <> struct Accumulator<double> { typedef double type; };
 template <typename T> using acc_t = typename Accumulator<T>::type;
-template <typename T> inline acc_t<T> to_acc(T x) { return to_float(x); }
-template <> inline double to_acc<double>(double x) { return x; }
+template <typename T> HD inline acc_t<T> to_acc(T x) { return to_float(x); }
+template <> HD inline double to_acc<double>(double x) { return x; }
 
-template <typename T> inline T from_acc(acc_t<T> x) { return T(x); }
 // round to nearest, ties to even; a NaN stays a NaN
-template <> inline bf16 from_acc<bf16>(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
+template <typename T> HD inline T from_acc(acc_t<T> x) { return T(x); }
+template <> HD inline bf16 from_acc<bf16>(float f) {
+#if defined(__CUDA_ARCH__)
+    return {__bfloat16_as_ushort(__float2bfloat16_rn(f))};
+#else
+    uint32_t u = bits_as<uint32_t>(f);
     uint32_t rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16, nan = u >> 16 | 0x40;
     return {uint16_t(f != f ? nan : rounded)};
+#endif
+}
+template <> HD inline fp16 from_acc<fp16>(float f) {
+#if defined(__CUDA_ARCH__)
+    return {__half_as_ushort(__float2half_rn(f))};
+#else
+    uint32_t u = bits_as<uint32_t>(f), sign = u >> 16 & 0x8000;
+    u &= 0x7fffffff;
+    if (u > 0x7f800000) return {uint16_t(sign | 0x7e00)};  // NaN
+    if (u >= 0x477ff000) return {uint16_t(sign | 0x7c00)}; // 65520 and more round to infinity
+    if (u < 0x38800000) // subnormal: in a sum with 0.5 a unit in the last place is 2^-24
+        return {uint16_t(sign | (bits_as<uint32_t>(bits_as<float>(u) + 0.5f) - 0x3f000000))};
+    return {uint16_t(sign | ((u + 0xfff + (u >> 13 & 1) - 0x38000000) >> 13))};
+#endif
 }
 
-inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
-inline size_t round_up(size_t a, size_t b) { return ceil_div(a, b) * b; }
+HD inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+HD inline size_t round_up(size_t a, size_t b) { return ceil_div(a, b) * b; }
 
 // Llama-3's scaling of rotary frequencies: a part of a model's shape, used by rope.cuh
 struct RopeScaling {
@@ -168,3 +219,144 @@ inline float fast_tanh(float x) {
     return (e - 1.0f) / (e + 1.0f);
 }
 inline double fast_tanh(double x) { return std::tanh(x); }
+
+// ----------------------------------------------------------------------------
+// device code shared by kernels
+
+#if KERNELS
+
+// N elements of T in one load or store: 16 bytes where pointers and row length allow, else one
+template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T v[N]; };
+template <int N, typename T> __device__ inline Pack<T, N> load(const T* p) {
+    return *reinterpret_cast<const Pack<T, N>*>(p);
+}
+template <typename T, int N> __device__ inline void store(T* p, Pack<T, N> x) {
+    *reinterpret_cast<Pack<T, N>*>(p) = x;
+}
+
+template <typename T> constexpr int VECTOR = 16 / sizeof(T);
+// whether rows of `row` elements at these addresses (null: none) can be read 16 bytes at a time
+template <typename T, typename... Ps> bool can_vectorize(size_t row, const Ps*... ps) {
+    return row % VECTOR<T> == 0 && ((uintptr_t(ps) % 16 == 0) && ...);
+}
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// in the order of a butterfly: the same bits in every lane, and in every run
+__device__ inline float warp_sum(float x) {
+    for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(ALL_LANES, x, mask);
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        float y = __shfl_xor_sync(ALL_LANES, x, mask);
+        x = y > x ? y : x;
+    }
+    return x;
+}
+
+// Shared memory has one spelling, so that the emulator can own and poison it:
+//   SHARED(float, sums, 8 * 32);  declares float* or float[256]; dynamic_shared() is what launch()
+//   was asked for, 1024-byte aligned.
+#if defined(__CUDACC__)
+#define SHARED(type, name, count) __shared__ __align__(128) type name[count]
+extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
+__device__ inline unsigned char* dynamic_shared() { return dynamic_shared_bytes; }
+#else
+#define SHARED(type, name, count) \
+    type* name = emulator::shared_array<type>(count, emulator::Site::current())
+inline unsigned char* dynamic_shared() { return emulator::dynamic_shared_memory(); }
+#endif
+
+// The sum over a block of WARPS warps, for every thread; all of them must call it.
+template <int WARPS> __device__ float block_sum(float x) {
+    SHARED(float, sums, WARPS);
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads(); // the sums of all warps are there
+    float sum = 0;
+    for (int w = 0; w < WARPS; w++) sum += sums[w];
+    __syncthreads(); // and read: the next call may write
+    return sum;
+}
+
+#if defined(__CUDACC__)
+#define CUDA_CHECK(call)                                                                     \
+    do {                                                                                     \
+        cudaError_t cuda_error_ = (call);                                                    \
+        CHECK(cuda_error_ == cudaSuccess, "CUDA says: %s", cudaGetErrorString(cuda_error_)); \
+    } while (0)
+#endif
+
+// One way to start a kernel, in every build: nothing can forget the stream or the error check.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, Args... args) {
+#if defined(__CUDACC__)
+    if (shared_bytes > (size_t(48) << 10))
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        int(shared_bytes)));
+    kernel<<<grid, block, shared_bytes, stream>>>(Params(args)...);
+    CUDA_CHECK(cudaGetLastError());
+#else
+    (void)stream;
+    emulator::run_grid(grid, block, 1, shared_bytes, [=] { kernel(Params(args)...); });
+#endif
+}
+
+// ----------------------------------------------------------------------------
+// row operators: some warps share a row, as many as keep 64 bytes a thread, so that a block's rows
+// stay in L1 while they are read more than once
+
+template <int N> struct Int { // a constant that a generic lambda can take as an argument
+    constexpr operator int() const { return N; }
+};
+
+template <typename T, typename F> void pick_row_kernel(size_t C, bool vector, F f) {
+    auto pick = [&](auto P) {
+        size_t bytes = C * sizeof(T);
+        bytes <= 2048 ? f(P, Int<1>()) : bytes <= 8192 ? f(P, Int<4>()) : f(P, Int<16>());
+    };
+    vector ? pick(Int<VECTOR<T>>()) : pick(Int<1>());
+}
+
+template <int WARPS> constexpr unsigned row_block() { return WARPS < 4 ? 128 : WARPS * 32; }
+template <int WARPS> dim3 row_grid(size_t N) {
+    return dim3(unsigned(ceil_div(N, row_block<WARPS>() / (WARPS * 32))));
+}
+
+template <int WARPS> struct RowOfBlock {
+    static constexpr unsigned threads = WARPS * 32; // that share the row
+    unsigned thread = threadIdx.x % threads;
+    size_t n = size_t(blockIdx.x) * (row_block<WARPS>() / threads) + threadIdx.x / threads;
+    // over the row, for every thread of it; all of them must call it
+    __device__ float sum(float x) const {
+        if constexpr (WARPS == 1)
+            return warp_sum(x);
+        else
+            return block_sum<WARPS>(x);
+    }
+};
+
+// Sums over rows: blocks sum parts of the rows into scratch, and the parts are added in order. The
+// number of parts depends on N alone, and so do the bits.
+constexpr int COLUMN_WARPS = 8; // of a block that sums columns
+inline size_t column_parts(size_t N) { return N < 128 * 32 ? ceil_div(N, size_t(32)) : 128; }
+
+template <typename A>
+__global__ void add_parts_kernel(A* out, const A* partial, size_t parts, size_t stride, size_t C,
+                                 bool accumulate) {
+    size_t c = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (c >= C) return;
+    A sum = 0;
+    for (size_t part = 0; part < parts; part++) sum += partial[part * stride + c];
+    out[c] = accumulate ? out[c] + sum : sum;
+}
+
+// out (C) = or += the sum of partial's rows, which are `stride` elements apart
+inline void add_parts(float* out, const float* partial, size_t parts, size_t stride, size_t C,
+                      bool accumulate, cudaStream_t stream) {
+    launch(add_parts_kernel<float>, unsigned(ceil_div(C, size_t(256))), 256, 0, stream, out,
+           partial, parts, stride, C, accumulate);
+}
+#endif

@@ -159,13 +159,13 @@ void gpt2_block_backward_weight(Ctx<S>& ctx, const T* dout, const T* inp, const 
                            ctx.where);
     linear_backward_weight(w.fc, &w.fc_bias, a.dfc, a.ln_2, N, accumulate, ctx.blas, ctx.where);
     layernorm_backward_weight((A*)w.ln_2.grad, (A*)w.ln_2_bias.grad, a.dln_2, a.resid, a.ln_2_mean,
-                              a.ln_2_rstd, N, C, accumulate, ctx.where);
+                              a.ln_2_rstd, ctx.blas.scratch, N, C, accumulate, ctx.where);
     linear_backward_weight(w.c_proj, &w.c_proj_bias, a.dresid, a.att, N, accumulate, ctx.blas,
                            ctx.where);
     linear_backward_weight(w.c_attn, &w.c_attn_bias, a.dqkv, a.ln_1, N, accumulate, ctx.blas,
                            ctx.where);
     layernorm_backward_weight((A*)w.ln_1.grad, (A*)w.ln_1_bias.grad, a.dln_1, inp, a.ln_1_mean,
-                              a.ln_1_rstd, N, C, accumulate, ctx.where);
+                              a.ln_1_rstd, ctx.blas.scratch, N, C, accumulate, ctx.where);
 }
 
 // ----------------------------------------------------------------------------
@@ -198,7 +198,7 @@ void gpt2_head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const 
     gpt2_head_norm(ctx, inp, w, a, N);
     head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);
     layernorm_backward_weight((A*)w.ln_f.grad, (A*)w.ln_f_bias.grad, a.dnorm, inp, a.mean, a.rstd,
-                              N, C, accumulate, ctx.where);
+                              ctx.blas.scratch, N, C, accumulate, ctx.where);
     layernorm_backward_input(dinp, (const T*)nullptr, a.dnorm, inp, w.ln_f.as<T>(), a.mean, a.rstd,
                              N, C, ctx.where);
 }

@@ -1,16 +1,16 @@
 // layernorm.cuh - LayerNorm, forward and backward - arXiv:1607.06450
-//   out = (x - mean(x)) * rstd * weight + bias,   rstd = 1 / sqrt(var(x) + eps)              per
-//   row of C
-//   dx  = rstd * (g - mean(g) - xhat * mean(g * xhat)),   g = dout * weight,  xhat = (x - mean) *
-//   rstd
-//   inp, out, dinp, dout (N,C)   weight, bias (C)   dweight, dbias (C) acc   mean, rstd (N) acc,
-//   kept for backward
+//   out = (x - mean(x)) * rstd * weight + bias,   rstd = 1 / sqrt(var(x) + eps)      per row of C
+//   dx  = rstd * (g - mean(g) - xhat * mean(g * xhat)),
+//         g = dout * weight,  xhat = (x - mean) * rstd
+//   inp, out, dinp, dout (N,C)   weight, bias (C)   dweight, dbias (C) acc
+//   mean, rstd (N) acc, kept for backward
 //   Contract: out, mean, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
-//             dweight, dbias = or += (accumulate); null: frozen.  Bitwise repeatable for any number
-//             of threads.
+//             dweight, dbias = or += (accumulate); null: frozen.
+//             Bitwise repeatable, on the CPU for any number of threads: partial sums meet in a fixed
+//             order, no atomics.
 //   Cost: memory-bound. forward reads inp, writes out; backward_input reads inp, dout, dresidual,
-//   writes dinp;
-//         backward_weight reads inp, dout.
+//         writes dinp; backward_weight reads inp, dout, and on the GPU writes and reads a scratch
+//         of layernorm_scratch_bytes.
 //   To copy: this file and common.h.
 #pragma once
 #include <type_traits>
@@ -80,7 +80,8 @@ void layernorm_backward_input(T* dinp, const T* dresidual,
 template <typename T>
 void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias, // (C) (C), = or +=
                                const T* dout, const T* inp, const acc_t<T>* mean,
-                               const acc_t<T>* rstd, size_t N, size_t C, bool accumulate, Cpu) {
+                               const acc_t<T>* rstd, void* /*scratch*/, size_t N, size_t C,
+                               bool accumulate, Cpu) {
     typedef acc_t<T> A;
     constexpr size_t COLUMNS =
         64; // a thread owns so many columns: the order of its sums is the rows'
@@ -99,11 +100,161 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias, // (C) (C), =
                 }
             }
         };
-        if (count == COLUMNS) add_rows(std::integral_constant<size_t, COLUMNS>());
-        else add_rows(count);
+        if (count == COLUMNS)
+            add_rows(std::integral_constant<size_t, COLUMNS>());
+        else
+            add_rows(count);
         for (size_t c = 0; c < count; c++) {
             if (dweight) dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
             if (dbias) dbias[c0 + c] = accumulate ? dbias[c0 + c] + db[c] : db[c];
         }
     }
 }
+
+inline size_t layernorm_scratch_bytes(size_t, size_t, Cpu) { return 0; }
+
+// ----------------------------------------------------------------------------
+// CUDA kernels
+
+#if KERNELS
+
+// WARPS warps share a row; P elements a load. Second and third readings of a row come from L1.
+template <typename T, int P, int WARPS>
+__global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const T* inp,
+                                         const T* weight, const T* bias, size_t N, size_t C,
+                                         float eps) {
+    RowOfBlock<WARPS> row;
+    if (row.n >= N) return; // all threads of a row leave together
+    const T* x = inp + row.n * C;
+    T* y = out + row.n * C;
+
+    // Mean, then the variance around it: exact where one pass over x*x would cancel.
+    float sum = 0, square = 0;
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> p = load<P>(x + c);
+        for (int i = 0; i < P; i++) sum += to_float(p.v[i]);
+    }
+    float m = row.sum(sum) / float(C);
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> p = load<P>(x + c);
+        for (int i = 0; i < P; i++) square += (to_float(p.v[i]) - m) * (to_float(p.v[i]) - m);
+    }
+    float r = 1 / sqrtf(row.sum(square) / float(C) + eps);
+
+    // Normalise, scale, shift.
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> p = load<P>(x + c), w = load<P>(weight + c), b = load<P>(bias + c), o;
+        for (int i = 0; i < P; i++)
+            o.v[i] = from_acc<T>((to_float(p.v[i]) - m) * r * to_float(w.v[i]) + to_float(b.v[i]));
+        store(y + c, o);
+    }
+    if (row.thread == 0) mean[row.n] = m, rstd[row.n] = r;
+}
+
+template <typename T, int P, int WARPS>
+__global__ void layernorm_backward_input_kernel(T* dinp, const T* dresidual, const T* dout,
+                                                const T* inp, const T* weight, const float* mean,
+                                                const float* rstd, size_t N, size_t C) {
+    RowOfBlock<WARPS> row;
+    if (row.n >= N) return;
+    const T *d = dout + row.n * C, *x = inp + row.n * C;
+    float m = mean[row.n], r = rstd[row.n], sum_g = 0, sum_gx = 0;
+
+    // The two row means of the gradient.
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c);
+        for (int i = 0; i < P; i++) {
+            float g = to_float(pd.v[i]) * to_float(pw.v[i]);
+            sum_g += g;
+            sum_gx += g * ((to_float(px.v[i]) - m) * r);
+        }
+    }
+    float mean_g = row.sum(sum_g) / float(C), mean_gx = row.sum(sum_gx) / float(C);
+
+    // The input gradient joins the residual stream.
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c), o = {};
+        if (dresidual) o = load<P>(dresidual + row.n * C + c);
+        for (int i = 0; i < P; i++) {
+            float g = to_float(pd.v[i]) * to_float(pw.v[i]), xhat = (to_float(px.v[i]) - m) * r;
+            o.v[i] = from_acc<T>(to_float(o.v[i]) + r * (g - mean_g - xhat * mean_gx));
+        }
+        store(dinp + row.n * C + c, o);
+    }
+}
+
+// Block (column block, part): a part of the rows, its sums to partial (parts, 2, C). A lane owns P
+// columns; the sums of the block's warps meet in shared memory in order.
+template <typename T, int P>
+__global__ void layernorm_backward_weight_kernel(float* partial, const T* dout, const T* inp,
+                                                 const float* mean, const float* rstd, size_t N,
+                                                 size_t C, size_t rows) {
+    SHARED(float, sums, COLUMN_WARPS * 2 * 32 * P); // (warp, 2, 32 * P)
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    size_t c = (size_t(blockIdx.x) * 32 + lane) * P, from = blockIdx.y * rows;
+    size_t to = from + rows < N ? from + rows : N;
+    float dw[P] = {}, db[P] = {};
+    if (c < C)
+        for (size_t n = from + warp; n < to; n += COLUMN_WARPS) {
+            Pack<T, P> pd = load<P>(dout + n * C + c), px = load<P>(inp + n * C + c);
+            float m = mean[n], r = rstd[n];
+            for (int i = 0; i < P; i++) {
+                dw[i] += to_float(pd.v[i]) * ((to_float(px.v[i]) - m) * r);
+                db[i] += to_float(pd.v[i]);
+            }
+        }
+    float* mine = sums + warp * 2 * 32 * P;
+    for (int i = 0; i < P; i++) mine[i * 32 + lane] = dw[i], mine[(P + i) * 32 + lane] = db[i];
+    __syncthreads(); // the sums of all warps are there
+    for (int k = threadIdx.x; k < 2 * 32 * P; k += COLUMN_WARPS * 32) {
+        float sum = 0;
+        for (int w = 0; w < COLUMN_WARPS; w++) sum += sums[w * 2 * 32 * P + k];
+        size_t column = (size_t(blockIdx.x) * 32 + k % 32) * P + k / 32 % P;
+        if (column < C) partial[(blockIdx.y * 2 + k / (32 * P)) * C + column] = sum;
+    }
+}
+
+// ----------------------------------------------------------------------------
+// launchers
+
+template <typename T>
+void layernorm_forward(T* out, float* mean, float* rstd, const T* inp, const T* weight,
+                       const T* bias, size_t N, size_t C, float eps, cudaStream_t stream) {
+    bool vector = can_vectorize<T>(C, out, inp, weight, bias);
+    pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
+        launch(layernorm_forward_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(), 0,
+               stream, out, mean, rstd, inp, weight, bias, N, C, eps);
+    });
+}
+
+template <typename T>
+void layernorm_backward_input(T* dinp, const T* dresidual, const T* dout, const T* inp,
+                              const T* weight, const float* mean, const float* rstd, size_t N,
+                              size_t C, cudaStream_t stream) {
+    bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
+    pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
+        launch(layernorm_backward_input_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(),
+               0, stream, dinp, dresidual, dout, inp, weight, mean, rstd, N, C);
+    });
+}
+
+inline size_t layernorm_scratch_bytes(size_t N, size_t C, cudaStream_t) {
+    return column_parts(N) * 2 * C * sizeof(float);
+}
+
+template <typename T>
+void layernorm_backward_weight(float* dweight, float* dbias, const T* dout, const T* inp,
+                               const float* mean, const float* rstd, void* scratch, size_t N,
+                               size_t C, bool accumulate, cudaStream_t stream) {
+    if (!dweight && !dbias) return;
+    float* partial = static_cast<float*>(scratch); // (parts, 2, C)
+    size_t parts = column_parts(N), rows = ceil_div(N, parts);
+    auto sum = [&](auto P) {
+        launch(layernorm_backward_weight_kernel<T, P>, dim3(ceil_div(C, 32 * P), parts),
+               COLUMN_WARPS * 32, 0, stream, partial, dout, inp, mean, rstd, N, C, rows);
+    };
+    can_vectorize<T>(C, dout, inp) ? sum(Int<VECTOR<T>>()) : sum(Int<1>());
+    if (dweight) add_parts(dweight, partial, parts, 2 * C, C, accumulate, stream);
+    if (dbias) add_parts(dbias, partial + C, parts, 2 * C, C, accumulate, stream);
+}
+#endif

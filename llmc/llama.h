@@ -163,7 +163,7 @@ void llama_block_backward_weight(Ctx<S>& ctx, const T* dout, const T* inp, const
     linear_backward_weight(w.gate, nullptr, a.dswiglu, a.norm_2, N, accumulate, ctx.blas,
                            ctx.where);
     linear_backward_weight(w.up, nullptr, a.dup, a.norm_2, N, accumulate, ctx.blas, ctx.where);
-    rmsnorm_backward_weight((A*)w.norm_2.grad, a.dnorm_2, a.resid, a.rstd_2, N, C, accumulate,
+    rmsnorm_backward_weight((A*)w.norm_2.grad, a.dnorm_2, a.resid, a.rstd_2, ctx.blas.scratch, N, C, accumulate,
                             ctx.where);
     linear_backward_weight(w.o, nullptr, a.dresid, a.att, N, accumulate, ctx.blas, ctx.where);
     linear_backward_weight(w.q, bias_of(w.q_bias), a.dq, a.norm_1, N, accumulate, ctx.blas,
@@ -172,7 +172,7 @@ void llama_block_backward_weight(Ctx<S>& ctx, const T* dout, const T* inp, const
                            ctx.where);
     linear_backward_weight(w.v, bias_of(w.v_bias), a.dv, a.norm_1, N, accumulate, ctx.blas,
                            ctx.where);
-    rmsnorm_backward_weight((A*)w.norm_1.grad, a.dnorm_1, inp, a.rstd_1, N, C, accumulate,
+    rmsnorm_backward_weight((A*)w.norm_1.grad, a.dnorm_1, inp, a.rstd_1, ctx.blas.scratch, N, C, accumulate,
                             ctx.where);
 }
 
@@ -204,7 +204,8 @@ void llama_head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const
     size_t N = ctx.batch.rows(), C = ctx.shape.C;
     llama_head_norm(ctx, inp, w, a, N);
     head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);
-    rmsnorm_backward_weight((A*)w.norm.grad, a.dnorm, inp, a.rstd, N, C, accumulate, ctx.where);
+    rmsnorm_backward_weight((A*)w.norm.grad, a.dnorm, inp, a.rstd, ctx.blas.scratch, N, C, accumulate,
+                            ctx.where);
     rmsnorm_backward_input(dinp, (const T*)nullptr, a.dnorm, inp, w.norm.as<T>(), a.rstd, N, C,
                            ctx.where);
 }

@@ -64,7 +64,7 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,
 
 template <typename T>
 void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp,
-                             const acc_t<T>* rstd, // (C) = or +=
+                             const acc_t<T>* rstd, void* /*scratch*/, // (C) = or +=
                              size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
     if (!dweight) return;

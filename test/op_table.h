@@ -1,8 +1,7 @@
 // op_table.h - the harness of the op table: random inputs, comparisons, finite differences, rates
 //   A row is an operator: test (float and bf16 against the same operator in double, known answers),
-//   grad (backward
-//   against central finite differences in double), perf (share of the ceiling measured in the same
-//   run).
+//   grad (backward against central finite differences in double), perf (share of the ceiling
+//   measured in the same run).
 #pragma once
 #include <chrono>
 #include <cstring>
@@ -94,12 +93,12 @@ void close(Check& c, const char* what, const std::vector<T>& got, const std::vec
 }
 
 // What a sum of `length` terms in float, stored as T, may be off by: a random walk of roundings of
-// 2^-24 each (and a
-// margin of 8), polynomials of exp and tanh at 3e-7, and for bf16, of 8 significant bits,
-// `roundings` times 2^-8.
+// 2^-24 each (and a margin of 8), exp and tanh at 3e-7, and `roundings` times 2^-8 for bf16, of 8
+// significant bits, 2^-11 for fp16, of 11.
 template <typename T> double tolerance(size_t length, int roundings = 1) {
     double f = 8 * 5.96e-8 * std::sqrt(double(length)) + 6e-7;
-    return f + (sizeof(T) == 2 ? roundings * 1.01 / 256 : 0);
+    if (std::is_same_v<T, fp16>) return f + roundings * 1.01 / 2048;
+    return f + (std::is_same_v<T, bf16> ? roundings * 1.01 / 256 : 0);
 }
 
 // dx against central differences of `loss` at up to 24 elements of x. Truncation h^2/6 f''' and

@@ -120,19 +120,21 @@ template <typename T> struct NormRun {
                             CPU);
             rmsnorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
                                    rstd.data(), x.N, x.C, CPU);
-            rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), x.N, x.C,
-                                    x.accumulate, CPU);
-            rmsnorm_backward_weight((A*)nullptr, dout.data(), inp.data(), rstd.data(), x.N, x.C,
-                                    x.accumulate, CPU);
+            rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), nullptr,
+                                    x.N, x.C, x.accumulate, CPU);
+            rmsnorm_backward_weight((A*)nullptr, dout.data(), inp.data(), rstd.data(), nullptr, x.N,
+                                    x.C, x.accumulate, CPU);
         } else {
             layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
                               bias.data(), x.N, x.C, 1e-5f, CPU);
             layernorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
                                      mean.data(), rstd.data(), x.N, x.C, CPU);
             layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
-                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+                                      mean.data(), rstd.data(), nullptr, x.N, x.C, x.accumulate,
+                                      CPU);
             layernorm_backward_weight((A*)nullptr, (A*)nullptr, dout.data(), inp.data(),
-                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+                                      mean.data(), rstd.data(), nullptr, x.N, x.C, x.accumulate,
+                                      CPU);
         }
     }
 };
@@ -217,10 +219,10 @@ template <typename T> void norm_rates(Perf& p, bool rms, const char* type) {
                                        weight.data(), mean.data(), rstd.data(), N, C, CPU);
     });
     memory_rate(p, (name + " backward_weight").c_str(), 2 * bytes, [&] {
-        rms ? rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), N, C,
-                                      false, CPU)
+        rms ? rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), nullptr,
+                                      N, C, false, CPU)
             : layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
-                                        mean.data(), rstd.data(), N, C, false, CPU);
+                                        mean.data(), rstd.data(), nullptr, N, C, false, CPU);
     });
 }
 inline void norm_perf(Perf& p, bool rms) {

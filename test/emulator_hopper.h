@@ -1,0 +1,2 @@
+// emulator_hopper.h - (models to come)
+#pragma once

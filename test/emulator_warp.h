@@ -1,0 +1,2 @@
+// emulator_warp.h - (models to come)
+#pragma once

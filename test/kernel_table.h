@@ -1,0 +1,178 @@
+// kernel_table.h - the harness of the kernel table: an operator's CUDA kernels against its CPU
+// version in double
+//   The same rows run in the emulator (g++ -DEMULATE) and on a GPU (nvcc). In the emulator each case
+//   runs with its threads forward, in reverse and shuffled, and asynchronous operations at their
+//   earliest and at their latest: all must give the same bits. On a GPU each case runs twice.
+#pragma once
+#include "op_table.h"
+
+#if defined(__SANITIZE_THREAD__)
+constexpr bool SMALL = true; // 80 times slower: the smallest shapes that take every path
+#else
+constexpr bool SMALL = false;
+#endif
+
+// ----------------------------------------------------------------------------
+// memory where kernels run: on a GPU the device's; in the emulator of the exact size, so that
+// AddressSanitizer sees the first byte beyond
+
+template <typename T> struct Array {
+    size_t n = 0, shift = 0; // shift: elements by which the start is out of 16-byte alignment
+    T* start = nullptr;
+    T* data = nullptr;
+
+    explicit Array(size_t n, size_t shift = 0) : n(n), shift(shift) { // NaN, or -1
+        std::vector<unsigned char> poison(bytes(), 0xff);
+        take(poison.data());
+    }
+    explicit Array(const std::vector<double>& x, size_t shift = 0) : n(x.size()), shift(shift) {
+        std::vector<T> y(shift + n);
+        for (size_t i = 0; i < n; i++) {
+            if constexpr (std::is_integral_v<T>)
+                y[shift + i] = T(x[i]);
+            else
+                y[shift + i] = from_acc<T>(acc_t<T>(x[i]));
+        }
+        take(y.data());
+    }
+    explicit Array(const std::vector<int>& x) requires std::is_same_v<T, int> : n(x.size()) {
+        take(x.data());
+    }
+    Array(const Array&) = delete;
+    ~Array() {
+#if defined(__CUDACC__)
+        cudaFree(start);
+#else
+        free(start);
+#endif
+    }
+    size_t bytes() const { return (shift + n) * sizeof(T); }
+    void take(const void* from) {
+#if defined(__CUDACC__)
+        CUDA_CHECK(cudaMalloc(&start, bytes() + 16));
+        CUDA_CHECK(cudaMemcpy(start, from, bytes(), cudaMemcpyHostToDevice));
+#else
+        start = static_cast<T*>(malloc(bytes() ? bytes() : 1));
+        memcpy(start, from, bytes());
+#endif
+        data = start + shift;
+    }
+    std::vector<T> host() const {
+        std::vector<T> x(n);
+#if defined(__CUDACC__)
+        CUDA_CHECK(cudaMemcpy(x.data(), data, n * sizeof(T), cudaMemcpyDeviceToHost));
+#else
+        memcpy(x.data(), data, n * sizeof(T));
+#endif
+        return x;
+    }
+};
+
+// ----------------------------------------------------------------------------
+// running a case
+
+// What a case produced: compared with what is wanted in the first run, with the first run's bits in
+// the others.
+struct Outputs {
+    Check& c;
+    std::string mode;
+    size_t at = 0;
+    std::vector<std::vector<unsigned char>> bits;
+
+    template <typename T>
+    void add(const char* name, const Array<T>& got, const std::vector<double>& want,
+             double tolerance, double terms = 0) {
+        std::vector<T> host = got.host();
+        std::vector<unsigned char> these(host.size() * sizeof(T));
+        if (!these.empty()) memcpy(these.data(), host.data(), these.size());
+        if (at == bits.size()) {
+            bits.push_back(these);
+            std::vector<double> x(host.size());
+            for (size_t i = 0; i < x.size(); i++) x[i] = as_number(host[i]);
+            close(c, name, x, want, tolerance, terms);
+        } else {
+            expect(c, bits[at] == these, std::string(name) + ": other bits " + mode);
+        }
+        at++;
+    }
+    static double as_number(int x) { return x; }
+    template <typename T> static double as_number(T x) { return double(to_acc(x)); }
+};
+
+// body(Outputs&) makes its arrays, launches, and adds what came out.
+template <typename F> void every_order(Check& c, F body) {
+    Outputs out{c, "", 0, {}};
+#if defined(EMULATE)
+    const char* names[] = {"in forward order", "in reverse order", "in shuffled order"};
+    for (int order = 0; order < 3; order++)
+        for (bool latest : {false, true}) {
+            emulator::settings = {emulator::Order(order), c.random() | 1, latest};
+            out.mode =
+                std::string(names[order]) + (latest ? ", asynchronous as late as can be" : "");
+            out.at = 0;
+            body(out);
+            for (const std::string& message : emulator::take_messages())
+                expect(c, false, out.mode + ": " + message);
+        }
+    emulator::settings = {};
+#else
+    for (int run = 0; run < 2; run++) {
+        out.mode = "in a second run", out.at = 0;
+        body(out);
+        CUDA_CHECK(cudaDeviceSynchronize());
+    }
+#endif
+}
+
+inline const char* type_word(float) { return "float"; }
+inline const char* type_word(bf16) { return "bf16"; }
+inline const char* type_word(fp16) { return "fp16"; }
+
+// the word that a failing case starts with
+#define CASE(c, ...)                                         \
+    do {                                                     \
+        snprintf(case_text, sizeof(case_text), __VA_ARGS__); \
+        (c).row = case_text;                                 \
+    } while (0)
+inline char case_text[200];
+
+struct KernelRow {
+    const char* name;
+    void (*test)(Check&);
+};
+
+// test_kernels [name] [--seed N]
+inline int kernel_main(int argc, char** argv, const std::vector<KernelRow>& rows) {
+    std::string filter;
+    uint64_t seed = std::random_device()();
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--seed") && i + 1 < argc)
+            seed = strtoull(argv[++i], nullptr, 10);
+        else
+            filter = argv[i];
+    }
+    printf("seed %llu (--seed repeats it)\n", (unsigned long long)seed);
+#if defined(__CUDACC__)
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("skipped: no GPU answers\n0 passed, 0 failed, 1 skipped\n");
+        return 0;
+    }
+#endif
+    int passed = 0, failed = 0;
+    for (const KernelRow& row : rows) {
+        if (std::string(row.name).find(filter) == std::string::npos) continue;
+        Check c;
+        c.random.seed(seed), c.row = row.name;
+        auto start = std::chrono::steady_clock::now();
+        row.test(c);
+        double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        bool good = c.failures == 0 && c.checks > 0;
+        printf("%s %s: %d checks, %d failed (%.1f s)\n", good ? "ok" : "FAIL", row.name, c.checks,
+               c.failures, s);
+        fflush(stdout);
+        good ? passed++ : failed++;
+    }
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0 || passed == 0;
+}
