@@ -191,18 +191,18 @@ template <typename T, typename S> void train_step(Run& run, Trainer<T, S>& t) {
     t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));
     run_plan(t, run.train_plan);
     double loss = plan_loss(t).mean(), seconds = seconds_now() - start;
-    const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
-    USER_CHECK(std::isfinite(loss) && scale->finite,
+    StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
+    USER_CHECK(std::isfinite(loss) && scale.finite,
                "step %lld: the loss is %g and the gradient norm %g: the weights are those of the "
                "step before. Lower --lr, "
                "lengthen --warmup or set --clip 1%s",
-               (long long)run.step + 1, loss, scale->norm,
+               (long long)run.step + 1, loss, scale.norm,
                c.out.empty() ? "" : "; --resume goes on from the last checkpoint");
     run.step++;
     t.cursor += uint64_t(c.batch_tokens / c.seq);
     double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
     or_die(
-        log_step(run.log, {run.step, c.steps, loss, scale->norm, t.hyper.lr, seconds,
+        log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
                            c.batch_tokens, run.step * c.batch_tokens, flops / seconds / run.peak}));
 }
 
@@ -252,7 +252,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     }
     if (run.evaluate_plan >= 0) open_data(run);
     if (run.train_plan >= 0) printf("data: %s\n", data_text(run.train).c_str());
-    arena_allocate(t.arena);
+    trainer_allocate(t);
     t.hyper = {c.optimizer == "adamw", 0,
                float(c.beta1),         float(c.beta2),
                float(c.eps),           float(c.weight_decay),
@@ -288,7 +288,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
                  : c.export_dtype == "fp16" ? Type::F16
                                             : Type::F32;
     if (!c.export_dir.empty()) or_die(hf_export(t, c.export_dir, dtype));
-    arena_free(t.arena);
+    trainer_free(t);
 }
 
 int main(int argc, char** argv) {

@@ -10,7 +10,6 @@
 //   share the same bytes.
 //   The memory table that --explain prints is this placement, so what it says is what the run uses.
 #pragma once
-#include <sys/mman.h>
 #include <algorithm>
 #include <functional>
 #include "plan.h"
@@ -117,20 +116,17 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     return arena;
 }
 
-// One allocation, zero-filled; pages take room when they are first touched.
-inline void arena_allocate(Arena& arena) {
-    void* p = mmap(nullptr, std::max(arena.bytes, size_t(1)), PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    USER_CHECK(p != MAP_FAILED,
+// One allocation, zero-filled.
+template <typename S> void arena_allocate(Arena& arena, S where) {
+    arena.base = static_cast<unsigned char*>(device_memory(arena.bytes, where));
+    USER_CHECK(arena.base,
                "this run needs %.1f MiB and the machine refuses them: try a smaller --micro-batch, "
                "--recompute full, or a smaller --model (--explain shows where they go)",
                arena.bytes / 1048576.0);
-    madvise(p, arena.bytes, MADV_HUGEPAGE);
-    arena.base = (unsigned char*)p;
 }
 
-inline void arena_free(Arena& arena) {
-    if (arena.base) munmap(arena.base, std::max(arena.bytes, size_t(1)));
+template <typename S> void arena_free(Arena& arena, S where) {
+    if (arena.base) device_free(arena.base, arena.bytes, where);
     arena.base = nullptr;
 }
 

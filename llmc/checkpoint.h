@@ -122,8 +122,12 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& path,
     }
     SafeTensorsWriter w;
     writer_open(&w, path, specs, {});
-    for (const StateTensor& s : state)
-        writer_put(w, state_address(t, s), s.p->file_elements() * sizeof(acc_t<T>));
+    for (const StateTensor& s : state) {
+        std::vector<acc_t<T>> values(s.p->file_elements());
+        copy_out(values.data(), state_address(t, s), values.size() * sizeof(values[0]),
+                 t.ctx.where);
+        writer_put(w, values.data(), values.size() * sizeof(values[0]));
+    }
     std::string wrong = writer_close(&w);
     *entry = {{"file", path.substr(path.rfind('/') + 1)},
               {"bytes", w.bytes},
@@ -151,19 +155,20 @@ std::string write_checkpoint(const Trainer<T, S>& t, const CheckpointInfo& info,
     nlohmann::json file;
     std::string wrong = write_rank_file(t, folder + "/rank_00000.safetensors", &file);
     if (!wrong.empty()) return wrong;
-    const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
-    nlohmann::json manifest = {{"format", 1},
-                               {"step", info.step},
-                               {"cursor", info.cursor},
-                               {"seed", info.seed},
-                               {"config", info.config},
-                               {"model", model_identity(t.model.shape)},
-                               {"optimizer", t.hyper.adamw ? "adamw" : "sgd"},
-                               {"optimizer_step", scale ? scale->step : 0},
-                               {"precision", type_name(type_of<T>())},
-                               {"threads", threads_here(t.ctx.where)},
-                               {"cpu", cpu_name()},
-                               {"files", {file}}};
+    bool trained = address<StepScale>(t, {Kind::SCALE});
+    nlohmann::json manifest = {
+        {"format", 1},
+        {"step", info.step},
+        {"cursor", info.cursor},
+        {"seed", info.seed},
+        {"config", info.config},
+        {"model", model_identity(t.model.shape)},
+        {"optimizer", t.hyper.adamw ? "adamw" : "sgd"},
+        {"optimizer_step", trained ? read_value<StepScale>(t, {Kind::SCALE}).step : 0},
+        {"precision", type_name(type_of<T>())},
+        {"threads", threads_here(t.ctx.where)},
+        {"cpu", cpu_name()},
+        {"files", {file}}};
     manifest["crc32"] = manifest_crc(manifest);
     wrong = write_text_file(folder + "/manifest.json", manifest_text(manifest));
     return wrong.empty() ? sync_folder(folder) : wrong;
@@ -285,13 +290,14 @@ std::string read_rank_file(Trainer<T, S>& t, const std::string& path, bool momen
         const StateTensor& s = state[i];
         const SafeTensor* x = safetensors_find(file, s.name);
         if (s.kind == Kind::MOMENTS) {
-            memcpy(state_address(t, s), x->data, x->bytes);
+            copy_in(state_address(t, s), x->data, x->bytes, t.ctx.where);
             continue;
         }
         std::vector<A> values(s.p->elements(), A(0));
         memcpy(values.data(), x->data, x->bytes);
         set_weight(t, *s.p, values.data());
     }
+    wait_for(t.ctx.where);
     safetensors_close(&file);
     return wrong;
 }
@@ -316,8 +322,12 @@ std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::s
         if (!wrong.empty()) return wrong;
         *info = {m["step"].get<int64_t>(), m["cursor"].get<uint64_t>(), m["seed"].get<uint64_t>(),
                  m.value("config", nlohmann::json())};
-        if (StepScale* scale = address<StepScale>(t, {Kind::SCALE}))
-            scale->step = m["optimizer_step"].get<int64_t>();
+        if (StepScale* home = address<StepScale>(t, {Kind::SCALE})) {
+            StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
+            scale.step = m["optimizer_step"].get<int64_t>();
+            copy_in(home, &scale, sizeof(scale), t.ctx.where);
+            wait_for(t.ctx.where);
+        }
         if (m["threads"] != threads_here(t.ctx.where) || m["cpu"] != cpu_name())
             notes->push_back("the checkpoint was made by " + m["threads"].dump() + " threads on " +
                              m["cpu"].get<std::string>() + "; this run has " +

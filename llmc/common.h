@@ -15,6 +15,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sys/mman.h>
+#include <vector>
 
 // ----------------------------------------------------------------------------
 // which build
@@ -221,6 +223,43 @@ inline float fast_tanh(float x) {
 inline double fast_tanh(double x) { return std::tanh(x); }
 
 // ----------------------------------------------------------------------------
+// memory where things run, as the host reaches it
+
+// in: from the host, which must not touch `from` before wait_for(); out: to the host, and wait
+inline void copy_in(void* to, const void* from, size_t bytes, Cpu) {
+    if (to != from) memcpy(to, from, bytes);
+}
+inline void copy_out(void* to, const void* from, size_t bytes, Cpu) { memcpy(to, from, bytes); }
+inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
+                      size_t row_bytes, size_t rows, Cpu) { // strides in bytes
+    for (size_t r = 0; r < rows; r++)
+        memcpy(static_cast<char*>(to) + r * to_stride,
+               static_cast<const char*>(from) + r * from_stride, row_bytes);
+}
+inline void wait_for(Cpu) {}
+
+// Where the host prepares what copy_in() then sends: at home on the CPU, else in pinned memory.
+inline void* staging_memory(size_t, Cpu) { return nullptr; }
+inline void staging_free(void*, Cpu) {}
+template <typename T> T* host_side(T* home, T*, Cpu) { return home; }
+
+// Zero-filled memory where things run, or null when there is not enough.
+inline void* device_memory(size_t bytes, Cpu) { // pages take room when they are first touched
+    void* p = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return nullptr;
+    madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+inline void device_free(void* p, size_t bytes, Cpu) { munmap(p, bytes ? bytes : 1); }
+
+// to[i] = value(i), computed by the host
+template <typename T, typename F> void fill_memory(T* to, size_t n, F value, Cpu) {
+    #pragma omp parallel for
+    for (size_t i = 0; i < n; i++) to[i] = value(i);
+}
+
+// ----------------------------------------------------------------------------
 // device code shared by kernels
 
 #if KERNELS
@@ -280,13 +319,50 @@ template <int WARPS> __device__ float block_sum(float x) {
     return sum;
 }
 
-#if defined(__CUDACC__)
 #define CUDA_CHECK(call)                                                                     \
     do {                                                                                     \
         cudaError_t cuda_error_ = (call);                                                    \
         CHECK(cuda_error_ == cudaSuccess, "CUDA says: %s", cudaGetErrorString(cuda_error_)); \
     } while (0)
-#endif
+
+inline void copy_in(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
+}
+inline void wait_for(cudaStream_t stream) { CUDA_CHECK(cudaStreamSynchronize(stream)); }
+inline void copy_out(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
+    wait_for(stream);
+}
+inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
+                      size_t row_bytes, size_t rows, cudaStream_t stream) {
+    CUDA_CHECK(cudaMemcpy2DAsync(to, to_stride, from, from_stride, row_bytes, rows,
+                                 cudaMemcpyDeviceToDevice, stream));
+}
+inline void* staging_memory(size_t bytes, cudaStream_t) {
+    void* p = nullptr;
+    CUDA_CHECK(cudaMallocHost(&p, bytes));
+    return p;
+}
+inline void staging_free(void* p, cudaStream_t) { CUDA_CHECK(cudaFreeHost(p)); }
+template <typename T> T* host_side(T*, T* staged, cudaStream_t) { return staged; }
+inline void* device_memory(size_t bytes, cudaStream_t stream) {
+    void* p = nullptr;
+    if (cudaMalloc(&p, bytes ? bytes : 1) != cudaSuccess) return nullptr;
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
+    return p;
+}
+inline void device_free(void* p, size_t, cudaStream_t) { CUDA_CHECK(cudaFree(p)); }
+template <typename T, typename F> void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
+    constexpr size_t PART = size_t(1) << 22;
+    std::vector<T> part(n < PART ? n : PART);
+    for (size_t at = 0; at < n; at += PART) {
+        size_t count = n - at < PART ? n - at : PART;
+        fill_memory(
+            part.data(), count, [&](size_t i) { return value(at + i); }, Cpu{});
+        copy_in(to + at, part.data(), count * sizeof(T), stream);
+        wait_for(stream);
+    }
+}
 
 // One way to start a kernel, in every build: nothing can forget the stream or the error check.
 template <typename... Params, typename... Args>

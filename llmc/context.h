@@ -44,12 +44,11 @@ template <typename T, typename S>
 Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t stride) {
     const Batch& b = ctx.batch;
     if (!cache) return {k, v, b.positions, b.T, stride};
-    size_t width = ctx.shape.NKV * ctx.shape.HS;
-    for (size_t t = 0; t < b.T; t++) {
-        T* row = cache + (b.past + t) * 2 * width;
-        memcpy(row, k + t * stride, width * sizeof(T));
-        memcpy(row + width, v + t * stride, width * sizeof(T));
-    }
+    size_t width = ctx.shape.NKV * ctx.shape.HS, from = stride * sizeof(T),
+           to = 2 * width * sizeof(T);
+    T* row = cache + b.past * 2 * width;
+    copy_rows(row, to, k, from, width * sizeof(T), b.T, ctx.where);
+    copy_rows(row + width, to, v, from, width * sizeof(T), b.T, ctx.where);
     return {cache, cache + width, b.key_positions, b.past + b.T, 2 * width};
 }
 

@@ -20,12 +20,13 @@ template <typename T, typename S>
 void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t n, size_t past) {
     const Plan& p = t.plans[plan];
     t.plan = plan, t.at = 0;
-    int* base = address<int>(t, {Kind::TOKENS, -1, 0});
-    int *positions = base + 2 * p.T, *doc_start = base + 3 * p.T, *key_positions = base + 4 * p.T;
+    int* home = address<int>(t, {Kind::TOKENS, -1, 0});
+    int* host = host_side(home, t.staging, t.ctx.where);
     for (size_t i = 0; i < n; i++)
-        base[i] = tokens[i], positions[i] = int(past + i), doc_start[i] = 0;
-    for (size_t i = 0; i < past + n; i++) key_positions[i] = int(i);
-    t.ctx.batch = {1, n, base, nullptr, positions, doc_start, past, key_positions};
+        host[i] = tokens[i], host[2 * p.T + i] = int(past + i), host[3 * p.T + i] = 0;
+    for (size_t i = 0; i < past + n; i++) host[4 * p.T + i] = int(i);
+    copy_in(home, host, (4 * p.T + past + n) * sizeof(int), t.ctx.where);
+    t.ctx.batch = {1, n, home, nullptr, home + 2 * p.T, home + 3 * p.T, past, home + 4 * p.T};
 }
 
 // Continue `prompt` (at most as long as the plan's T) by up to `count` tokens; each is given to
@@ -37,13 +38,17 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
     size_t past = 0, n = prompt.size();
     std::vector<int> next = prompt;
     std::vector<std::pair<float, int>> order;
+    std::vector<T> stored(t.model.shape.V);
+    std::vector<float> logits(t.model.shape.V);
     uint64_t stream = fnv1a("sample." + std::to_string(how.step));
     for (size_t i = 0; i < count && past + n <= p.cache; i++) {
         generate_batch(t, plan, next.data(), n, past);
         run_plan(t, plan);
-        const float* logits = address<const float>(t, {Kind::LOGITS, -1, 0});
+        copy_out(stored.data(), address<const T>(t, {Kind::LOGITS, -1, 0}),
+                 stored.size() * sizeof(T), t.ctx.where);
+        for (size_t v = 0; v < logits.size(); v++) logits[v] = float(to_acc(stored[v]));
         past += n, n = 1;
-        next = {sample_token(logits, t.model.shape.V, how.temperature, how.top_k, how.top_p,
+        next = {sample_token(logits.data(), t.model.shape.V, how.temperature, how.top_k, how.top_p,
                              uniform(how.seed, stream, i), order)};
         emit(next[0]);
     }

@@ -410,10 +410,14 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
 template <typename T, typename S>
 std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
     std::vector<float> values(p.elements());
-    const float* master = address<const float>(t, {Kind::MASTER, p.bucket});
-    const T* weight = address<const T>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
-    for (size_t i = 0; i < values.size(); i++)
-        values[i] = master ? master[p.offset + i] : float(to_acc(weight[i]));
+    if (const float* master = address<const float>(t, {Kind::MASTER, p.bucket})) {
+        copy_out(values.data(), master + p.offset, values.size() * sizeof(float), t.ctx.where);
+        return values;
+    }
+    std::vector<T> weight(p.elements());
+    copy_out(weight.data(), address<const T>(t, {Kind::WEIGHT, p.bucket}) + p.offset,
+             weight.size() * sizeof(T), t.ctx.where);
+    for (size_t i = 0; i < values.size(); i++) values[i] = float(to_acc(weight[i]));
     return values;
 }
 

@@ -69,17 +69,17 @@ template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC
 // ----------------------------------------------------------------------------
 // CPU
 
-template <typename T>
+template <typename T, typename S>
 void linear_forward(T* out, const T* inp, const Weight& w, const Weight* bias, const T* residual,
-                    size_t N, Blas& blas, Cpu where) {
+                    size_t N, Blas& blas, S where) {
     const T* b = bias ? bias->as<const T>() : nullptr;
     Product p = linear_forward_product(N, w.rows, w.cols, type_of<T>());
     matmul(out, inp, w.as<const T>(), b, residual, p, blas, where);
 }
 
-template <typename T>
+template <typename T, typename S>
 void linear_backward_input(T* dinp, const T* dout, const Weight& w, size_t N, bool accumulate,
-                           Blas& blas, Cpu where) {
+                           Blas& blas, S where) {
     const T* nothing = nullptr;
     Product p = linear_input_product(N, w.rows, w.cols, type_of<T>(), accumulate);
     matmul(dinp, dout, w.as<const T>(), nothing, nothing, p, blas, where);
@@ -102,9 +102,9 @@ void column_sums(acc_t<T>* out, const T* x, size_t N, size_t C, bool accumulate,
     }
 }
 
-template <typename T>
+template <typename T, typename S>
 void linear_backward_weight(const Weight& w, const Weight* bias, const T* dout, const T* inp,
-                            size_t N, bool accumulate, Blas& blas, Cpu where) {
+                            size_t N, bool accumulate, Blas& blas, S where) {
     typedef acc_t<T> A;
     const T* no_bias = nullptr;
     const A* no_residual = nullptr;

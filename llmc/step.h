@@ -10,11 +10,12 @@
 // cursor + (m * dp + r) * B on. Changing dp, B or the accumulation keeps the sequence of samples.
 template <typename T, typename S> void run_load(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
-    int64_t valid = 0;
+    size_t N = p.B * p.T;
+    t.valid = 0;
     for (int m = 0; m < p.micro_batches; m++) {
-        int* tokens = address<int>(t, {Kind::TOKENS, -1, m});
-        int *targets = tokens + p.B * p.T, *positions = targets + p.B * p.T,
-            *doc_start = positions + p.B * p.T;
+        int* home = address<int>(t, {Kind::TOKENS, -1, m});
+        int *tokens = host_side(home, t.staging + size_t(m) * 4 * N, t.ctx.where),
+            *targets = tokens + N, *positions = targets + N, *doc_start = positions + N;
         for (size_t b = 0; b < p.B; b++) {
             uint64_t sample = t.cursor + (uint64_t(m) * t.grid.dp + t.grid.dp_rank) * p.B + b;
             bool beyond = sample >= t.samples_end;
@@ -24,11 +25,11 @@ template <typename T, typename S> void run_load(Trainer<T, S>& t) {
             for (size_t i = b * p.T; i < (b + 1) * p.T; i++) {
                 if (beyond) targets[i] = -1;
                 positions[i] = int(i - b * p.T), doc_start[i] = 0;
-                valid += targets[i] >= 0;
+                t.valid += targets[i] >= 0;
             }
         }
+        copy_in(home, tokens, 4 * N * sizeof(int), t.ctx.where);
     }
-    *address<int64_t>(t, {Kind::VALID}) = valid;
 }
 
 // The micro-batch as the blocks see it.
@@ -82,18 +83,15 @@ template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action
         llama_head_norm(t.ctx, inp, llama_head(t), acts, rows);
     if (p.mode == Mode::EVALUATE)
         return head_loss(t.ctx, address<double>(t, {Kind::LOSS, -1, a.micro}), acts, lm_head);
-    linear_forward(acts.logits, acts.norm, lm_head, nullptr, (const T*)nullptr, 1, t.ctx.blas,
-                   t.ctx.where);
-    float* logits = address<float>(t, {Kind::LOGITS, -1, a.micro});
-    for (size_t v = 0; v < s.V; v++) logits[v] = float(to_acc(acts.logits[v]));
+    linear_forward(address<T>(t, {Kind::LOGITS, -1, a.micro}), acts.norm, lm_head, nullptr,
+                   (const T*)nullptr, 1, t.ctx.blas, t.ctx.where);
 }
 
 template <typename T, typename S> void run_head_backward(Trainer<T, S>& t, Action a) {
     T* dinp = address<T>(t, {Kind::DSTREAM, a.layer, a.micro});
     const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
     double* loss = address<double>(t, {Kind::LOSS, -1, a.micro});
-    int64_t valid = *address<int64_t>(t, {Kind::VALID});
-    acc_t<T> scale = valid ? acc_t<T>(1) / valid : 0;
+    acc_t<T> scale = t.valid ? acc_t<T>(1) / acc_t<T>(t.valid) : 0;
     HeadActs<T> acts = head_acts(t, a.layer);
     if (t.model.shape.family == Family::GPT2)
         gpt2_head_backward(t.ctx, dinp, loss, inp, gpt2_head(t), acts, scale, !a.first);
@@ -251,8 +249,8 @@ struct Loss {
 };
 
 template <typename T, typename S> Loss plan_loss(const Trainer<T, S>& t) {
-    Loss loss = {0, *address<int64_t>(t, {Kind::VALID})};
+    Loss loss = {0, t.valid};
     for (int m = 0; m < t.plans[t.plan].micro_batches; m++)
-        loss.sum += *address<double>(t, {Kind::LOSS, -1, m});
+        loss.sum += read_value<double>(t, {Kind::LOSS, -1, m});
     return loss;
 }

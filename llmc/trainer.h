@@ -148,12 +148,12 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::CONSTANTS:
         return rope_bytes<T>(p, s) + (s.position == Position::ALIBI ? s.NH * sizeof(float) : 0);
     case Kind::CACHE: return p.cache * 2 * s.NKV * s.HS * sizeof(T);
-    case Kind::VALID: return sizeof(int64_t);
+    case Kind::VALID: return 0; // a number of the trainer's
     case Kind::TOKENS: return (4 * N + p.cache) * sizeof(int);
     case Kind::STREAM:
     case Kind::DSTREAM: return N * s.C * sizeof(T);
     case Kind::LOSS: return sizeof(double);
-    case Kind::LOGITS: return s.V * sizeof(float);
+    case Kind::LOGITS: return s.Vp() * sizeof(T);
     case Kind::SCRATCH: return scratch_bytes<T>(p, model, d.of, where);
     default: // a group of the activation table
         for (const Activation& row : activation_table<T>(s, N))
@@ -184,14 +184,37 @@ template <typename T, typename S> struct Trainer {
     Window window;       // where LOAD takes samples from
     uint64_t cursor = 0; // samples taken so far, over all ranks: the first of this step
     uint64_t samples_end =
-        ~uint64_t(0);     // LOAD leaves later samples out (their targets are ignored)
-    int plan = 0, at = 0; // the action that runs
+        ~uint64_t(0);       // LOAD leaves later samples out (their targets are ignored)
+    int64_t valid = 0;      // targets of this global batch that count
+    int* staging = nullptr; // where LOAD prepares the batch for a device
+    int plan = 0, at = 0;   // the action that runs
 };
 
 // The address of a datum while the current action runs; null where there is none.
 template <typename P, typename T, typename S> P* address(const Trainer<T, S>& t, Data d) {
     const Place* place = arena_find(t.arena, t.plan, t.at, d);
     return place ? reinterpret_cast<P*>(t.arena.base + place->offset) : nullptr;
+}
+
+// The value of a datum, for the host; waits for it.
+template <typename P, typename T, typename S> P read_value(const Trainer<T, S>& t, Data d) {
+    P value = {};
+    copy_out(&value, address<P>(t, d), sizeof(P), t.ctx.where);
+    return value;
+}
+
+// The bytes of the arena, and what LOAD prepares batches in.
+template <typename T, typename S> void trainer_allocate(Trainer<T, S>& t) {
+    arena_allocate(t.arena, t.ctx.where);
+    size_t ints = 0;
+    for (const Plan& p : t.plans)
+        ints = std::max(ints, size_t(p.micro_batches) * (4 * p.B * p.T + p.cache));
+    t.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
+}
+
+template <typename T, typename S> void trainer_free(Trainer<T, S>& t) {
+    arena_free(t.arena, t.ctx.where);
+    staging_free(t.staging, t.ctx.where);
 }
 
 template <typename T, typename S>
@@ -215,13 +238,14 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
 // Store a parameter's values (as trained: float or wider, padded) into its weight and master.
 template <typename T, typename S, typename A>
 void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
-    T* weight = address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
     float* master = address<float>(t, {Kind::MASTER, p.bucket});
-    #pragma omp parallel for
-    for (size_t i = 0; i < p.elements(); i++) {
-        weight[i] = from_acc<T>(acc_t<T>(values[i]));
-        if (master) master[p.offset + i] = float(values[i]);
-    }
+    fill_memory(
+        address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset, p.elements(),
+        [=](size_t i) { return from_acc<T>(acc_t<T>(values[i])); }, t.ctx.where);
+    if (master)
+        fill_memory(
+            master + p.offset, p.elements(), [=](size_t i) { return float(values[i]); },
+            t.ctx.where);
 }
 
 // Weights as --seed says: counter-based, keyed by name and global element, so no layout changes
@@ -248,13 +272,18 @@ template <typename T, typename S> void init_constants(Trainer<T, S>& t) {
     size_t rows = 0;
     for (const Plan& p : t.plans) rows = std::max({rows, p.T, p.cache});
     if (s.position == Position::ROPE) {
-        rope_table((acc_t<T>*)base, rows, s.HS, s.rope_theta, s.rope_scaling);
+        std::vector<acc_t<T>> table(rows * s.HS);
+        rope_table(table.data(), rows, s.HS, s.rope_theta, s.rope_scaling);
+        copy_in(base, table.data(), table.size() * sizeof(table[0]), t.ctx.where);
         t.ctx.rope = base;
     }
     if (s.position == Position::ALIBI) {
-        alibi_slopes((float*)base, s.NH);
+        std::vector<float> slopes(s.NH);
+        alibi_slopes(slopes.data(), s.NH);
+        copy_in(base, slopes.data(), s.NH * sizeof(float), t.ctx.where);
         t.ctx.slopes = (const float*)base;
     }
+    wait_for(t.ctx.where);
 }
 
 // ----------------------------------------------------------------------------

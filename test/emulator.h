@@ -742,3 +742,5 @@ inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+
+#include "emulator_runtime.h"

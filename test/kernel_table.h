@@ -39,33 +39,20 @@ template <typename T> struct Array {
         take(x.data());
     }
     Array(const Array&) = delete;
-    ~Array() {
-#if defined(__CUDACC__)
-        cudaFree(start);
-#else
-        free(start);
-#endif
-    }
+    ~Array() { cudaFree(start); }
     size_t bytes() const { return (shift + n) * sizeof(T); }
     void take(const void* from) {
-#if defined(__CUDACC__)
-        CUDA_CHECK(cudaMalloc(&start, bytes() + 16));
-        CUDA_CHECK(cudaMemcpy(start, from, bytes(), cudaMemcpyHostToDevice));
-#else
-        start = static_cast<T*>(malloc(bytes() ? bytes() : 1));
-        memcpy(start, from, bytes());
-#endif
+        CUDA_CHECK(cudaMalloc(&start, bytes()));
+        copy_in(start, from, bytes(), no_stream());
+        wait_for(no_stream());
         data = start + shift;
     }
     std::vector<T> host() const {
         std::vector<T> x(n);
-#if defined(__CUDACC__)
-        CUDA_CHECK(cudaMemcpy(x.data(), data, n * sizeof(T), cudaMemcpyDeviceToHost));
-#else
-        memcpy(x.data(), data, n * sizeof(T));
-#endif
+        copy_out(x.data(), data, n * sizeof(T), no_stream());
         return x;
     }
+    static cudaStream_t no_stream() { return nullptr; }
 };
 
 // ----------------------------------------------------------------------------
@@ -119,7 +106,7 @@ template <typename F> void every_order(Check& c, F body) {
     for (int run = 0; run < 2; run++) {
         out.mode = "in a second run", out.at = 0;
         body(out);
-        CUDA_CHECK(cudaDeviceSynchronize());
+        wait_for(cudaStream_t(nullptr));
     }
 #endif
 }

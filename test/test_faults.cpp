@@ -42,11 +42,11 @@ template <typename T> struct Small {
     Trainer<T, Cpu> t;
     Small(const Shape& s, const std::vector<Plan>& plans) {
         trainer_place(t, s, plans);
-        arena_allocate(t.arena);
+        trainer_allocate(t);
         init_constants(t);
         t.hyper = {true, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
     }
-    ~Small() { arena_free(t.arena); }
+    ~Small() { trainer_free(t); }
     std::vector<float> weight(const std::string& name) {
         for (const Parameter& p : t.model.parameters)
             if (p.name == name) return get_weight(t, p);

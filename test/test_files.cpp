@@ -47,11 +47,11 @@ template <typename T> struct Small {
     Trainer<T, Cpu> t;
     Small(const Shape& s, const std::vector<Plan>& plans) {
         trainer_place(t, s, plans);
-        arena_allocate(t.arena);
+        trainer_allocate(t);
         init_constants(t);
         t.hyper = {true, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
     }
-    ~Small() { arena_free(t.arena); }
+    ~Small() { trainer_free(t); }
 };
 
 static Plan plan_of(Mode mode, size_t B, size_t T, size_t cache = 0) {
@@ -65,8 +65,8 @@ template <typename T>
 std::vector<float> logits_after(Trainer<T, Cpu>& t, int plan, const std::vector<int>& prompt) {
     generate_batch(t, plan, prompt.data(), prompt.size(), 0);
     run_plan(t, plan);
-    const float* logits = address<const float>(t, {Kind::LOGITS, -1, 0});
-    return {logits, logits + t.model.shape.V};
+    const T* logits = address<const T>(t, {Kind::LOGITS, -1, 0});
+    return std::vector<float>(logits, logits + t.model.shape.V);
 }
 
 template <typename T>

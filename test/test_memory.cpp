@@ -50,7 +50,7 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
     Trainer<bf16, Cpu> t;
     trainer_place(t, s, {p});
     size_t before = status_bytes("VmRSS:");
-    arena_allocate(t.arena);
+    trainer_allocate(t);
     init_constants(t);
     init_weights(t, 1);
     t.hyper = {true, 1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
@@ -86,7 +86,7 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
            double(t.arena.bytes) / 1048576, double(grown) / 1048576,
            100.0 * double(grown) / double(t.arena.bytes));
     EXPECT_NEAR(double(grown), double(t.arena.bytes), 0.05 * double(t.arena.bytes));
-    arena_free(t.arena);
+    trainer_free(t);
 }
 
 // The other presets that fit a laptop run a step as well.
@@ -97,7 +97,7 @@ TEST(Memory, SmallPresetsRunAStep) {
         p.B = 2, p.T = 64;
         Trainer<float, Cpu> t;
         trainer_place(t, preset.shape, {p});
-        arena_allocate(t.arena);
+        trainer_allocate(t);
         init_constants(t);
         init_weights(t, 1);
         t.hyper.lr = 1e-3f;
@@ -108,6 +108,6 @@ TEST(Memory, SmallPresetsRunAStep) {
         };
         run_plan(t, 0);
         EXPECT_NEAR(plan_loss(t).mean(), std::log(256.0), 0.3) << preset.name;
-        arena_free(t.arena);
+        trainer_free(t);
     }
 }

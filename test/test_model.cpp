@@ -53,14 +53,14 @@ template <typename T> struct Fixture {
     Trainer<T, Cpu> t;
     Fixture(const Shape& s, const std::vector<Plan>& plans, uint64_t seed = 5) {
         trainer_place(t, s, plans);
-        arena_allocate(t.arena);
+        trainer_allocate(t);
         init_constants(t);
         init_weights(t, seed);
         perturb(seed);
         t.hyper = {true, 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
         t.window = random_window(s, plans[0].T);
     }
-    ~Fixture() { arena_free(t.arena); }
+    ~Fixture() { trainer_free(t); }
     // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by
     // accident
     void perturb(uint64_t seed) {
@@ -144,7 +144,7 @@ TEST(Gradients, PaddingStaysZero) {
 TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
     Trainer<float, Cpu> t;
     trainer_place(t, small_gpt2(false), {small_plan(1, 8, 1)});
-    arena_allocate(t.arena);
+    trainer_allocate(t);
     init_weights(t, 9);
     for (const Parameter& p : t.model.parameters) {
         const float* w = address<const float>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
@@ -154,7 +154,7 @@ TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
                 << p.name << "[" << i << "]";
         }
     }
-    arena_free(t.arena);
+    trainer_free(t);
 }
 
 // ----------------------------------------------------------------------------
@@ -307,7 +307,7 @@ TEST(Learning, Bf16FollowsFloat) {
         typedef decltype(zero) T;
         Trainer<T, Cpu> t;
         trainer_place(t, s, {small_plan(4, 32, 1)});
-        arena_allocate(t.arena);
+        trainer_allocate(t);
         init_weights(t, 3);
         t.hyper = {true, 3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
         t.window = [&](uint64_t sample, int* tokens,
@@ -321,7 +321,7 @@ TEST(Learning, Bf16FollowsFloat) {
         std::vector<double> losses;
         for (int i = 0; i < 100; i++, t.cursor += 4)
             run_plan(t, 0), losses.push_back(plan_loss(t).mean());
-        arena_free(t.arena);
+        trainer_free(t);
         return losses;
     };
     std::vector<double> a = curve(float()), b = curve(bf16());
@@ -365,7 +365,7 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     Shape s = gpt2_shape(2, 4, 32, 256, T);
     Trainer<float, Cpu> t;
     trainer_place(t, s, {small_plan(B, T, 1)});
-    arena_allocate(t.arena);
+    trainer_allocate(t);
     init_weights(t, 1337);
     t.window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(loader, sample, tokens, targets);
@@ -393,5 +393,5 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
         EXPECT_NEAR(address<const StepScale>(t, {Kind::SCALE})->norm, norm, 1e-4 * norm)
             << "step " << step;
     }
-    arena_free(t.arena);
+    trainer_free(t);
 }

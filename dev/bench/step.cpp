@@ -132,7 +132,7 @@ template <typename T> static void bench(size_t B, size_t T_) {
     Plan p;
     p.B = B, p.T = T_;
     trainer_place(t, s, {p});
-    arena_allocate(t.arena);
+    trainer_allocate(t);
     init_constants(t);
     init_weights(t, 1);
     t.hyper = {true, 1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
@@ -167,7 +167,7 @@ template <typename T> static void bench(size_t B, size_t T_) {
            model_flops / best / 1e9, 100 * model_flops / best / (flops / fastest));
     for (auto& [what, seconds] : times)
         printf("    %-14s %8.1f ms  %4.1f%%\n", what.c_str(), seconds * 1e3, 100 * seconds / best);
-    arena_free(t.arena);
+    trainer_free(t);
 }
 
 int main(int argc, char** argv) {
