@@ -1,7 +1,9 @@
-# train_gpt - make run | test | check | bench | clean | setup;  build/train_gpt, build/train_gpt_min, build/test_*
-#   Says what it found. DEVICE=cpu is what is built today; the CUDA kernels come later.
+# train_gpt - make run | test | check | bench | gpu | clean | setup;  build/train_gpt, build/test_*
+#   Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs
+#   no CUDA toolkit. Without the word: cuda where a GPU answers.
 CXX ?= g++
-DEVICE ?= cpu
+NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
+DEVICE ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 BUILD ?= build
 WARN = -Wall -Wextra
 OPT ?= -O3 -march=native
@@ -10,10 +12,6 @@ CXXFLAGS = -std=c++20 $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(C
 OPENMP ?= -fopenmp
 LIBS = -lz -lpthread
 
-ifneq ($(DEVICE),cpu)
-$(error DEVICE=$(DEVICE): only DEVICE=cpu is built today)
-endif
-
 # oneDNN: matrix products on the CPU; without it plain blocked loops
 ONEDNN ?= $(if $(wildcard /usr/include/oneapi/dnnl/dnnl.hpp /usr/local/include/oneapi/dnnl/dnnl.hpp),1,0)
 ifeq ($(ONEDNN),1)
@@ -21,9 +19,20 @@ CXXFLAGS += -DWITH_ONEDNN
 LIBS += -ldnnl
 endif
 
+# GPUs: Ampere and what follows it, Hopper with its own instructions. `make GPUS=90a` for one alone.
+GPUS ?= 80 90a
+NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-fno-math-errno,$(OPENMP) \
+    $(foreach gpu,$(GPUS),-gencode=arch=compute_$(gpu),code=sm_$(gpu)) \
+    $(filter -D%,$(CXXFLAGS))
+CUDA_LIBS = $(LIBS) -lcublasLt
+# the kernels' own source on the CPU, by g++ alone
+EMULATE = -DEMULATE
+
 HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h)
-TESTS = test_plan test_config test_data test_onnx test_files test_faults test_model test_memory test_run
-.PHONY: run test check bench mutate clean setup found all tests-built
+TESTS = test_plan test_config test_data test_onnx test_files test_faults test_model test_memory test_run \
+    test_device
+KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90 test_emulator
+.PHONY: run test check bench gpu mutate clean setup found all tests-built
 
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
 
@@ -58,10 +67,26 @@ mutate:
 setup:
 	@scripts/setup.sh test
 
-tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%)
+tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%) $(KERNEL_TESTS:%=$(BUILD)/%)
 
+# everything that a machine with a GPU runs
+gpu: $(BUILD)/gpu/train_gpt $(KERNEL_TESTS:%=$(BUILD)/gpu/%) $(BUILD)/gpu/test_device
+
+ifeq ($(DEVICE),cuda)
+$(BUILD)/train_gpt: $(BUILD)/gpu/train_gpt
+	cp $< $@
+else
 $(BUILD)/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LIBS)
+endif
+
+$(BUILD)/gpu/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)/gpu
+	$(NVCC) $(NVCCFLAGS) $< -o $@ $(CUDA_LIBS)
+$(BUILD)/gpu/test_device: test/test_device.cpp $(HEADERS) | $(BUILD)/gpu
+	$(NVCC) $(NVCCFLAGS) $< -o $@ -lgtest -lgtest_main $(CUDA_LIBS)
+# the kernel table needs no library but CUDA's
+$(BUILD)/gpu/test_%: test/test_%.cpp $(HEADERS) | $(BUILD)/gpu
+	$(NVCC) $(NVCCFLAGS) -UWITH_ONEDNN $< -o $@ -lcublasLt
 
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@
@@ -70,7 +95,10 @@ $(BUILD)/test_ops: test/test_ops.cpp $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
 
 # the tests but the op table: at -O1 they build in half the time
-$(TESTS:%=$(BUILD)/%): OPT = -O1 -march=native
+$(TESTS:%=$(BUILD)/%) $(KERNEL_TESTS:%=$(BUILD)/%): OPT = -O1 -march=native
+$(KERNEL_TESTS:%=$(BUILD)/%): $(BUILD)/%: test/%.cpp $(HEADERS) | $(BUILD)
+	$(CXX) $(CXXFLAGS) $(EMULATE) $< -o $@ $(LIBS)
+$(BUILD)/test_device: CXXFLAGS += $(EMULATE)
 $(BUILD)/test_%: test/test_%.cpp $(HEADERS) train_gpt_min.cpp | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ -lgtest -lgtest_main $(LIBS)
 
@@ -80,7 +108,7 @@ $(BUILD)/fuzz_readers: test/fuzz_readers.cpp $(HEADERS) | $(BUILD)
 $(BUILD)/bench_%: dev/bench/%.cpp $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
 
-$(BUILD):
+$(BUILD) $(BUILD)/gpu:
 	@mkdir -p $@
 
 clean:

@@ -202,8 +202,8 @@ template <typename T, typename S> void train_step(Run& run, Trainer<T, S>& t) {
     t.cursor += uint64_t(c.batch_tokens / c.seq);
     double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
     or_die(
-        log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
-                           c.batch_tokens, run.step * c.batch_tokens, flops / seconds / run.peak}));
+        log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds, c.batch_tokens,
+                           run.step * c.batch_tokens, flops / seconds / run.peak}));
 }
 
 // ----------------------------------------------------------------------------
@@ -228,6 +228,24 @@ template <typename T, typename S> void prepare_weights(Run& run, Trainer<T, S>& 
         or_die(hf_load_weights(t, c.model));
     else
         init_weights(t, uint64_t(c.seed));
+}
+
+// One step and one evaluation on zeros, before there is anything to lose: on a GPU each product
+// measures which algorithm is fastest.
+template <typename T, typename S> void rehearse(Run& run, Trainer<T, S>& t) {
+    if (!blas_rehearse(t.ctx.blas, true, t.ctx.where)) return;
+    Window window = t.window;
+    t.window = [&](uint64_t, int* tokens, int* targets) {
+        std::fill_n(tokens, run.config.seq, 0), std::fill_n(targets, run.config.seq, 0);
+        return std::string();
+    };
+    init_constants(t);
+    for (int plan : {run.train_plan, run.evaluate_plan})
+        if (plan >= 0) run_plan(t, plan);
+    wait_for(t.ctx.where);
+    blas_rehearse(t.ctx.blas, false, t.ctx.where);
+    device_zero(t.arena.base, t.arena.bytes, t.ctx.where);
+    t.window = window;
 }
 
 template <typename T, typename S> void run_training(Run& run, S where) {
@@ -260,6 +278,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     t.window = [&run](uint64_t sample, int* tokens, int* targets) {
         return load_window(run.train, sample, tokens, targets);
     };
+    rehearse(run, t);
     prepare_weights(run, t);
     if (!c.out.empty()) {
         USER_CHECK(mkdir(c.out.c_str(), 0777) == 0 || errno == EEXIST, "--out %s: %s",
@@ -268,11 +287,11 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     }
     if (c.eval) return report_validation(run, t);
     if (run.train_plan >= 0) {
-        run.peak = measure_peak<T>(where);
+        Peak peak = machine_peak<T>(where);
+        run.peak = peak.flops;
         printf(
-            "mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s, a 1024^3 %s "
-            "product measured now\n",
-            run.peak / 1e9, c.precision.c_str());
+            "mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s in %s: %s\n",
+            peak.flops / 1e9, c.precision.c_str(), peak.says.c_str());
     }
     while (run.step < c.steps) {
         train_step(run, t);
@@ -291,6 +310,39 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     trainer_free(t);
 }
 
+static bool run_on_cpu(Run& run) {
+    const Config& c = run.config;
+    printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
+           c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
+    c.precision == "bf16" ? run_training<bf16>(run, Cpu{}) : run_training<float>(run, Cpu{});
+    return true;
+}
+
+// False: there is none to run on, or the CPU is wanted.
+static bool run_on_gpu(Run& run) {
+#if KERNELS
+    const Config& c = run.config;
+    if (c.device == "cpu") return false;
+    int count = 0;
+    cudaError_t answer = cudaGetDeviceCount(&count);
+    const char* why = answer != cudaSuccess ? cudaGetErrorString(answer) : "there is none";
+    bool there = answer == cudaSuccess && count > 0;
+    bool plans_only = c.explain && c.device == "cuda"; // needs no GPU
+    USER_CHECK(there || plans_only || c.device == "auto",
+               "--device cuda: no GPU answers (%s): use --device cpu", why);
+    if (!there && !plans_only) return printf("no GPU answers (%s): on the CPU\n", why), false;
+    cudaStream_t stream = nullptr;
+    if (there) CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    printf("train_gpt: %s, %s, on %s\n", c.model.c_str(), c.precision.c_str(),
+           there ? device_name(stream).c_str() : "a GPU that is not here");
+    c.precision == "bf16" ? run_training<bf16>(run, stream) : run_training<float>(run, stream);
+    if (there) CUDA_CHECK(cudaStreamDestroy(stream));
+    return true;
+#else
+    return (void)run, false;
+#endif
+}
+
 int main(int argc, char** argv) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     Run run;
@@ -302,8 +354,5 @@ int main(int argc, char** argv) {
     if (!c.export_dir.empty()) or_die(hf_export_check(run.shape, c.export_dir));
     or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
     choose_prompt(run);
-    printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
-           c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
-    c.precision == "bf16" ? run_training<bf16>(run, Cpu{}) : run_training<float>(run, Cpu{});
-    return 0;
+    return run_on_gpu(run) || run_on_cpu(run) ? 0 : 1;
 }

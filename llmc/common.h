@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
+#include <string>
 #include <vector>
 
 // ----------------------------------------------------------------------------
@@ -252,6 +253,7 @@ inline void* device_memory(size_t bytes, Cpu) { // pages take room when they are
     return p;
 }
 inline void device_free(void* p, size_t bytes, Cpu) { munmap(p, bytes ? bytes : 1); }
+inline void device_zero(void* p, size_t bytes, Cpu) { memset(p, 0, bytes); }
 
 // to[i] = value(i), computed by the host
 template <typename T, typename F> void fill_memory(T* to, size_t n, F value, Cpu) {
@@ -352,6 +354,16 @@ inline void* device_memory(size_t bytes, cudaStream_t stream) {
     return p;
 }
 inline void device_free(void* p, size_t, cudaStream_t) { CUDA_CHECK(cudaFree(p)); }
+inline void device_zero(void* p, size_t bytes, cudaStream_t stream) {
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
+}
+inline std::string device_name(cudaStream_t) {
+    cudaDeviceProp properties;
+    int current = 0;
+    CUDA_CHECK(cudaGetDevice(&current));
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, current));
+    return properties.name;
+}
 template <typename T, typename F> void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
     constexpr size_t PART = size_t(1) << 22;
     std::vector<T> part(n < PART ? n : PART);

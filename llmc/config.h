@@ -412,8 +412,9 @@ inline std::string check_built(const Config& c) {
                    what;
         }
     if (c.precision == "fp16") return "--precision fp16 is not built yet: use bf16 or fp32";
-    if (c.device == "cuda")
-        return "--device cuda: this build has no CUDA kernels yet: use --device cpu";
+    if (c.device == "cuda" && !KERNELS)
+        return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
+               "--device cpu";
     return "";
 }
 

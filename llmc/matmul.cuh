@@ -329,7 +329,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
     matmul(out, a, b, bias, residual, p, blas, 0, blas.scratch, blas.scratch_bytes, where);
 }
 
-inline void blas_rehearse(Blas&, bool /*begin*/, Cpu) {} // the CPU has nothing to measure
+inline bool blas_rehearse(Blas&, bool /*begin*/, Cpu) { return false; } // nothing to measure
 
 // ----------------------------------------------------------------------------
 // GPU: cuBLASLt; in the emulator a plain product behind the same function
@@ -466,11 +466,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
 // one GPU and one version of the library, which the file's name says.
 inline std::string choices_file() {
     const char* home = getenv("HOME");
-    cudaDeviceProp device;
-    int current = 0;
-    CUDA_CHECK(cudaGetDevice(&current));
-    CUDA_CHECK(cudaGetDeviceProperties(&device, current));
-    std::string name = device.name;
+    std::string name = device_name(cudaStream_t{});
     for (char& c : name)
         if (!isalnum((unsigned char)c)) c = '-';
     return std::string(home ? home : "/tmp") + "/.cache/train_gpt-products-" + name + "-" +
@@ -511,9 +507,10 @@ inline void write_choices(const Blas& blas) {
 }
 
 // Between begin and end contents do not matter: products measure their algorithms.
-inline void blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
+inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
     blas.rehearsing = begin;
     begin ? read_choices(blas) : write_choices(blas);
+    return true;
 }
 
 #else // the emulator
@@ -531,6 +528,6 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
         matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), threads_here(Cpu{})));
     matmul_plain(out, a, b, bias, residual, p, panels.data());
 }
-inline void blas_rehearse(Blas&, bool, cudaStream_t) {}
+inline bool blas_rehearse(Blas&, bool, cudaStream_t) { return true; }
 #endif
 #endif

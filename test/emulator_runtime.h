@@ -19,6 +19,13 @@ inline const char* cudaGetErrorString(cudaError_t e) {
 }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+struct cudaDeviceProp {
+    char name[32];
+};
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
+    return strcpy(p->name, "the emulator"), cudaSuccess;
+}
 
 template <typename T> cudaError_t cudaMalloc(T** p, size_t bytes) {
     *p = static_cast<T*>(
