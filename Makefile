@@ -25,6 +25,13 @@ NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-fno-math-
     $(foreach gpu,$(GPUS),-gencode=arch=compute_$(gpu),code=sm_$(gpu)) \
     $(filter -D%,$(CXXFLAGS))
 CUDA_LIBS = $(LIBS) -lcublasLt
+# A GPU build fails on any warning, on registers spilled to memory, and where ptxas says (C75..) that
+# it had to serialise wgmma.
+define nvcc
+@echo "$(NVCC) $(NVCCFLAGS) $(1)"
+@$(NVCC) $(NVCCFLAGS) -Xptxas -warn-spills $(1) >$@.log 2>&1; status=$$?; cat $@.log; \
+    if grep -qE 'warning|spill|C75[0-9][0-9]' $@.log; then rm -f $@; exit 1; fi; exit $$status
+endef
 # the kernels' own source on the CPU, by g++ alone
 EMULATE = -DEMULATE
 
@@ -81,12 +88,12 @@ $(BUILD)/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)
 endif
 
 $(BUILD)/gpu/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)/gpu
-	$(NVCC) $(NVCCFLAGS) $< -o $@ $(CUDA_LIBS)
+	$(call nvcc,$< -o $@ $(CUDA_LIBS))
 $(BUILD)/gpu/test_device: test/test_device.cpp $(HEADERS) | $(BUILD)/gpu
-	$(NVCC) $(NVCCFLAGS) $< -o $@ -lgtest -lgtest_main $(CUDA_LIBS)
+	$(call nvcc,$< -o $@ -lgtest -lgtest_main $(CUDA_LIBS))
 # the kernel table needs no library but CUDA's
 $(BUILD)/gpu/test_%: test/test_%.cpp $(HEADERS) | $(BUILD)/gpu
-	$(NVCC) $(NVCCFLAGS) -UWITH_ONEDNN $< -o $@ -lcublasLt
+	$(call nvcc,-UWITH_ONEDNN $< -o $@ -lcublasLt)
 
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@

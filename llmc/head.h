@@ -12,9 +12,9 @@
 #include "context.h"
 #include "crossentropy.cuh"
 
-// Rows a chunk: enough for the products to run at full speed, logits of at most 64 MiB.
-inline size_t head_chunk_rows(size_t N, size_t Vp, size_t element_bytes) {
-    size_t fit = (size_t(64) << 20) / (Vp * element_bytes);
+// Rows a chunk: as many as the shape's logits_bytes hold, and enough for products at full speed.
+inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
+    size_t fit = s.logits_bytes / (s.Vp() * element_bytes);
     return std::min(N, std::max(fit / 64 * 64, size_t(64)));
 }
 
@@ -27,7 +27,7 @@ template <typename T> struct HeadActs {
 // generating.
 template <typename T, typename Row>
 void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
-    size_t chunk = head_chunk_rows(N, s.Vp(), sizeof(T));
+    size_t chunk = head_chunk_rows(s, N, sizeof(T));
     row(a.norm, "norm", N * s.C, Keep::GRADIENT, Last::B);
     row(a.mean, "norm.mean", N, Keep::GRADIENT, Last::B);
     row(a.rstd, "norm.rstd", N, Keep::GRADIENT, Last::B);
@@ -56,7 +56,7 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, s
 
 template <typename T, typename S>
 void head_loss(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head) {
-    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(N, ctx.shape.Vp(), sizeof(T));
+    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk)
         head_chunk_loss(ctx, a, lm_head, n, std::min(chunk, N - n));
     crossentropy_total(loss, a.losses, N, ctx.where);
@@ -67,7 +67,7 @@ template <typename T, typename S>
 void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head,
                         acc_t<T> scale, bool accumulate) {
     const Shape& s = ctx.shape;
-    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(N, s.Vp(), sizeof(T));
+    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(s, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
         size_t rows = std::min(chunk, N - n);
         const T* norm = a.norm + n * s.C;

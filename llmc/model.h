@@ -42,7 +42,8 @@ struct Shape {
     float norm_eps = 1e-5f;
     double rope_theta = 10000;
     RopeScaling rope_scaling;
-    size_t sliding_window = 0; // Mistral: keys further back are not seen; 0: none
+    size_t sliding_window = 0;              // Mistral: keys further back are not seen; 0: none
+    size_t logits_bytes = size_t(64) << 20; // the head's logits at a time: a chunk of rows
     size_t Vp() const { return round_up(V, 128); } // padded with zero rows that never reach a file
 };
 

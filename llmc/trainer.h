@@ -94,7 +94,7 @@ size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where)
     size_t N = p.B * p.T, most = 0;
     if (layer == model.head()) {
         size_t rows = p.mode == Mode::GENERATE ? 1 : N,
-               chunk = head_chunk_rows(rows, s.Vp(), sizeof(T));
+               chunk = head_chunk_rows(s, rows, sizeof(T));
         most = linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where);
         if (rows % chunk)
             most = std::max(most, linear_scratch_bytes<T>(rows % chunk, s.Vp(), s.C, where));

@@ -150,11 +150,32 @@ TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
         const float* w = address<const float>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
         for (size_t i = 0; i < p.elements(); i++) {
             float drawn = float(double(p.init.std) * normal(9, fnv1a(p.name), i));
-            ASSERT_EQ(w[i], i >= p.file_elements() ? 0 : p.init.std > 0 ? drawn : p.init.value)
+            ASSERT_EQ(w[i], i >= p.file_elements() ? 0
+                            : p.init.std > 0       ? drawn
+                                                   : p.init.value)
                 << p.name << "[" << i << "]";
         }
     }
     trainer_free(t);
+}
+
+// The head in chunks of 64, 64 and 22 rows, and at once: the same sums in another order.
+TEST(Gradients, HeadInChunks) {
+    for (Shape s : {small_gpt2(), small_llama()}) {
+        s.P = 80;
+        Fixture<float> whole(s, {small_plan(2, 75, 2)});
+        s.logits_bytes = 1;
+        Fixture<float> chunks(s, {small_plan(2, 75, 2)});
+        EXPECT_NEAR(whole.step(), chunks.step(), 1e-6);
+        for (const Parameter& p : whole.t.model.parameters) {
+            double off = 0, size = 0;
+            for (size_t i = 0; i < p.elements(); i++) {
+                off += std::pow(whole.grad(p)[i] - chunks.grad(p)[i], 2);
+                size += std::pow(whole.grad(p)[i], 2);
+            }
+            EXPECT_LE(std::sqrt(off), 1e-5 * std::sqrt(size) + 1e-9) << p.name;
+        }
+    }
 }
 
 // ----------------------------------------------------------------------------
