@@ -284,7 +284,7 @@ template <typename T, typename... Ps> bool can_vectorize(size_t row, const Ps*..
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
 // in the order of a butterfly: the same bits in every lane, and in every run
-__device__ inline float warp_sum(float x) {
+template <typename A> __device__ inline A warp_sum(A x) { // float or double
     for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(ALL_LANES, x, mask);
     return x;
 }
@@ -310,12 +310,12 @@ inline unsigned char* dynamic_shared() { return emulator::dynamic_shared_memory(
 #endif
 
 // The sum over a block of WARPS warps, for every thread; all of them must call it.
-template <int WARPS> __device__ float block_sum(float x) {
-    SHARED(float, sums, WARPS);
+template <int WARPS, typename A> __device__ A block_sum(A x) {
+    SHARED(A, sums, WARPS);
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
     __syncthreads(); // the sums of all warps are there
-    float sum = 0;
+    A sum = 0;
     for (int w = 0; w < WARPS; w++) sum += sums[w];
     __syncthreads(); // and read: the next call may write
     return sum;

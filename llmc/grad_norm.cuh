@@ -1,10 +1,12 @@
-// grad_norm.cuh - the global gradient norm, the clipping factor, and whether all is finite
-//   norm = sqrt(sum g^2),  scale = min(1, clip / norm)   - arXiv:1211.5063
-//   grad (n)   sums: one double per chunk of 4096 elements, so that the sum does not depend on how
-//   it is shared out
-//   Contract: sums =; finish adds them in order and writes {norm, scale, finite}; step counts
-//   finite steps.
-//   Cost: reads grad.
+// grad_norm.cuh - the global gradient norm, the clipping factor, is all finite - arXiv:1211.5063
+//   norm = sqrt(sum g^2),   scale = min(1, clip / norm)
+//   grad (n) acc   or a table of tensors in one bucket: a row says where each starts and its length
+//   sums: one double per chunk of 4096 elements of a tensor, so that the norm does not depend on
+//         how tensors are shared out; the last chunk of a tensor is shorter
+//   Contract: sums =;  finish adds them and writes {norm, scale, finite}, step counts finite steps.
+//             Bitwise repeatable. The two versions add a chunk's squares, and the sums, in orders
+//             of their own. Nothing waits for the host.
+//   Cost: memory-bound: reads grad.  A launch for 64 tensors.
 //   To copy: this file and common.h.
 #pragma once
 #include "common.h"
@@ -18,6 +20,15 @@ struct StepScale {
     float scale;  // what gradients are multiplied with
     int finite;   // 0: the optimizer writes nothing
     int64_t step; // optimizer steps done, this one included
+};
+
+// A tensor of a bucket: the bucket's pointers are shared, rows are what an operator walks.
+struct TensorRow {
+    size_t offset, n;   // elements from the bucket's start, its length
+    bool decay = true;  // AdamW, SGD: weight decay is for this tensor too
+    uint64_t hash = 0;  // of its name, and
+    uint64_t first = 0; // the whole tensor's index of its first element: for stochastic rounding
+    size_t chunk = 0;   // launchers: chunks of the rows before it
 };
 
 // ----------------------------------------------------------------------------
@@ -35,6 +46,17 @@ template <typename A> void grad_squares(double* sums, const A* grad, size_t n, C
     }
 }
 
+// sums: of the rows in order; returns how many
+template <typename A>
+size_t grad_squares(double* sums, const A* grad, const TensorRow* rows, size_t count, Cpu where) {
+    size_t chunks = 0;
+    for (size_t r = 0; r < count; r++) {
+        grad_squares(sums + chunks, grad + rows[r].offset, rows[r].n, where);
+        chunks += ceil_div(rows[r].n, GRAD_NORM_CHUNK);
+    }
+    return chunks;
+}
+
 inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, float clip, Cpu) {
     double sum = 0;
     for (size_t i = 0; i < count; i++) sum += sums[i];
@@ -49,3 +71,139 @@ template <typename A> void add_gradients(A* grad, const A* other, size_t n, Cpu)
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) grad[i] += other[i];
 }
+
+// ----------------------------------------------------------------------------
+// CUDA kernels
+
+#if KERNELS
+
+// Part of a bucket's table, passed to a kernel by value (4 KB is what a launch can carry).
+constexpr size_t TABLE_ROWS = 64;
+struct TensorTable {
+    TensorRow rows[TABLE_ROWS];
+    size_t count = 0, chunks = 0;
+};
+
+struct TensorChunk {
+    const TensorRow& row;
+    size_t from, to; // elements of the row
+};
+__device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk) {
+    size_t r = 0;
+    while (r + 1 < table.count && table.rows[r + 1].chunk <= chunk) r++;
+    const TensorRow& row = table.rows[r];
+    size_t from = (chunk - row.chunk) * GRAD_NORM_CHUNK, to = from + GRAD_NORM_CHUNK;
+    return {row, from, to < row.n ? to : row.n};
+}
+
+// The P elements at p, or the first `count` of them.
+template <int P, typename T> __device__ Pack<T, P> load_some(const T* p, size_t count) {
+    if (count >= P) return load<P>(p);
+    Pack<T, P> x = {};
+    for (int i = 0; i < P; i++)
+        if (size_t(i) < count) x.v[i] = p[i];
+    return x;
+}
+template <int P, typename T> __device__ void store_some(T* p, Pack<T, P> x, size_t count) {
+    if (count >= P) return store(p, x);
+    for (int i = 0; i < P; i++)
+        if (size_t(i) < count) p[i] = x.v[i];
+}
+
+constexpr int GRAD_NORM_WARPS = 8;
+
+// A block a chunk.
+template <int P>
+__global__ void grad_squares_kernel(double* sums, const float* grad,
+                                    __grid_constant__ const TensorTable table) {
+    TensorChunk chunk = find_chunk(table, blockIdx.x);
+    const float* g = grad + chunk.row.offset;
+    double sum = 0;
+    for (size_t i = chunk.from + threadIdx.x * P; i < chunk.to; i += GRAD_NORM_WARPS * 32 * P) {
+        Pack<float, P> p = load_some<P>(g + i, chunk.to - i);
+        for (int k = 0; k < P; k++) sum += double(p.v[k]) * double(p.v[k]);
+    }
+    sum = block_sum<GRAD_NORM_WARPS>(sum);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+constexpr int FINISH_WARPS = 32;
+
+// One block: the sums that a thread adds depend on the count alone.
+static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sums, size_t count,
+                                               float clip) {
+    double sum = 0;
+    for (size_t i = threadIdx.x; i < count; i += FINISH_WARPS * 32) sum += sums[i];
+    sum = block_sum<FINISH_WARPS>(sum);
+    if (threadIdx.x > 0) return;
+    double norm = sqrt(sum);
+    int finite = sum - sum == 0; // NaN and infinity have no such difference
+    out->norm = norm;
+    out->finite = finite;
+    out->scale = clip > 0 && norm > clip ? float(clip / norm) : 1.0f;
+    out->step += finite;
+}
+
+template <int P> __global__ void add_gradients_kernel(float* grad, const float* other, size_t n) {
+    size_t i = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * P;
+    if (i >= n) return;
+    Pack<float, P> a = load_some<P>(grad + i, n - i), b = load_some<P>(other + i, n - i);
+    for (int k = 0; k < P; k++) a.v[k] += b.v[k];
+    store_some(grad + i, a, n - i);
+}
+
+// ----------------------------------------------------------------------------
+// launchers
+
+// f(table, chunks before it) for up to 64 rows at a time, empty ones left out; returns all chunks
+template <typename F> size_t for_each_table(const TensorRow* rows, size_t count, F f) {
+    size_t done = 0;
+    TensorTable table;
+    for (size_t r = 0; r < count; r++) {
+        if (rows[r].n > 0) {
+            TensorRow& row = table.rows[table.count++];
+            row = rows[r], row.chunk = table.chunks;
+            table.chunks += ceil_div(row.n, GRAD_NORM_CHUNK);
+        }
+        if (table.count == TABLE_ROWS || (r + 1 == count && table.count > 0)) {
+            f(table, done);
+            done += table.chunks, table.count = 0, table.chunks = 0;
+        }
+    }
+    return done;
+}
+// whether the rows start at multiples of P elements
+template <int P> bool rows_aligned(const TensorTable& table) {
+    for (size_t r = 0; r < table.count; r++)
+        if (table.rows[r].offset % P) return false;
+    return true;
+}
+
+inline size_t grad_squares(double* sums, const float* grad, const TensorRow* rows, size_t count,
+                           cudaStream_t stream) {
+    return for_each_table(rows, count, [&](const TensorTable& table, size_t done) {
+        bool vector = can_vectorize<float>(0, grad) && rows_aligned<4>(table);
+        launch(vector ? grad_squares_kernel<4> : grad_squares_kernel<1>, unsigned(table.chunks),
+               GRAD_NORM_WARPS * 32, 0, stream, sums + done, grad, table);
+    });
+}
+
+inline void grad_squares(double* sums, const float* grad, size_t n, cudaStream_t stream) {
+    TensorRow row = {0, n};
+    grad_squares(sums, grad, &row, 1, stream);
+}
+
+inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, float clip,
+                             cudaStream_t stream) {
+    launch(grad_norm_finish_kernel, 1, FINISH_WARPS * 32, 0, stream, out, sums, count, clip);
+}
+
+inline void add_gradients(float* grad, const float* other, size_t n, cudaStream_t stream) {
+    if (n == 0) return;
+    auto add = [&](auto P) {
+        launch(add_gradients_kernel<P>, unsigned(ceil_div(n, size_t(256 * P))), 256, 0, stream,
+               grad, other, n);
+    };
+    can_vectorize<float>(0, grad, other) ? add(Int<4>()) : add(Int<1>());
+}
+#endif

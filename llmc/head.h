@@ -39,8 +39,7 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     row(a.losses, "losses", N, Keep::GRADIENT, Last::B);
 }
 
-// Logits and losses of rows [n, n + rows). Vocabulary-parallel reductions will stand between the
-// three functions.
+// Logits and losses of rows [n, n + rows).
 template <typename T, typename S>
 void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n,
                      size_t rows) {
@@ -48,9 +47,8 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, s
     const int* targets = ctx.batch.targets + n;
     linear_forward(a.logits, a.norm + n * s.C, lm_head, nullptr, (const T*)nullptr, rows, ctx.blas,
                    ctx.where);
-    crossentropy_max(a.row_max, a.logits, rows, s.V, s.Vp(), ctx.where);
-    crossentropy_sum(a.sum_exp, a.target_logit, a.logits, targets, a.row_max, rows, s.V, s.Vp(), 0,
-                     ctx.where);
+    crossentropy_max_sum(a.row_max, a.sum_exp, a.target_logit, a.logits, targets, rows, s.V, s.Vp(),
+                         ctx.where);
     crossentropy_loss(a.losses + n, a.row_max, a.sum_exp, a.target_logit, targets, rows, ctx.where);
 }
 

@@ -1,11 +1,9 @@
-// rand.h - random numbers as functions of (seed, stream, index): Philox4x32-10 - Salmon et al.,
-// SC'11
-//   Counter-based: there is no state, so initial weights, data order and samples depend on neither
-//   rank nor history.
-//   key = the seed's two words; counter = {index low, index high, hash low, hash high}; hash =
-//   FNV-1a 64 of a name.
+// rand.h - random numbers as functions of (seed, stream, index): Philox4x32-10 - Salmon, SC'11
+//   Counter-based: there is no state, so initial weights, data order, samples and stochastic
+//   rounding depend on neither rank nor history.
+//   key = the seed's two words
+//   counter = {index low, index high, hash low, hash high},   hash = FNV-1a 64 of a name
 #pragma once
-#include <array>
 #include <string>
 #include "common.h"
 
@@ -15,8 +13,13 @@ inline uint64_t fnv1a(const std::string& name) {
     return h;
 }
 
+struct RandomWords {
+    uint32_t v[4];
+    HD uint32_t operator[](int i) const { return v[i]; }
+};
+
 // Four words for one counter.
-inline std::array<uint32_t, 4> random_block(uint64_t seed, uint64_t hash, uint64_t index) {
+HD inline RandomWords random_block(uint64_t seed, uint64_t hash, uint64_t index) {
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
     uint32_t c0 = uint32_t(index), c1 = uint32_t(index >> 32), c2 = uint32_t(hash),
              c3 = uint32_t(hash >> 32);
@@ -26,7 +29,7 @@ inline std::array<uint32_t, 4> random_block(uint64_t seed, uint64_t hash, uint64
         c2 = uint32_t(p0 >> 32) ^ c3 ^ k1, c3 = uint32_t(p0);
         k0 += 0x9E3779B9, k1 += 0xBB67AE85;
     }
-    return {c0, c1, c2, c3};
+    return {{c0, c1, c2, c3}};
 }
 
 // in [0, 1)
@@ -36,7 +39,7 @@ inline double uniform(uint64_t seed, uint64_t hash, uint64_t i) {
 
 // Box-Muller: a block makes the four elements 4k .. 4k+3
 inline void normal_block(double* out /*(4)*/, uint64_t seed, uint64_t hash, uint64_t block) {
-    std::array<uint32_t, 4> x = random_block(seed, hash, block);
+    RandomWords x = random_block(seed, hash, block);
     for (int pair = 0; pair < 2; pair++) {
         double r = std::sqrt(-2 * std::log((x[2 * pair] + 1.0) * 0x1p-32)),
                angle = 2 * M_PI * (x[2 * pair + 1] * 0x1p-32);

@@ -61,8 +61,8 @@ template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, 
         s.position == Position::LEARNED ? address<acc_t<T>>(t, {Kind::GRAD, 1}) : nullptr;
     embedding_backward_weight(address<acc_t<T>>(t, {Kind::GRAD, 0}), dwpe,
                               address<const T>(t, {Kind::DSTREAM, 1, a.micro}), b.tokens,
-                              b.positions, b.doc_start, b.rows(), s.Vp(), s.P, s.C, !a.first,
-                              t.ctx.where);
+                              b.positions, b.doc_start, t.ctx.blas.scratch, b.rows(), s.Vp(), s.P,
+                              s.C, !a.first, t.ctx.where);
 }
 
 // Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
@@ -176,16 +176,26 @@ template <typename T, typename S> void run_tie(Trainer<T, S>& t, Action a) {
                   t.model.buckets[a.bucket].elements, t.ctx.where);
 }
 
+// The parameters of a bucket, as the norm and the optimizer walk them.
+inline std::vector<TensorRow> tensor_rows(const Model& model, const Bucket& bucket) {
+    std::vector<TensorRow> rows;
+    for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
+        const Parameter& p = model.parameters[i];
+        rows.push_back({p.offset, p.elements(), p.decay, fnv1a(p.name)});
+    }
+    return rows;
+}
+
 // Squares over fixed chunks of each parameter's global elements, added in the table's order
 // whatever the layout.
 template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
     double* sums = address<double>(t, {Kind::SCRATCH, -1});
     size_t chunks = 0;
-    for (const Parameter& p : t.model.parameters) {
-        if (!t.model.buckets[p.bucket].trainable) continue;
-        grad_squares(sums + chunks, address<const acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset,
-                     p.elements(), t.ctx.where);
-        chunks += ceil_div(p.elements(), GRAD_NORM_CHUNK);
+    for (size_t b = 0; b < t.model.buckets.size(); b++) {
+        if (!t.model.buckets[b].trainable) continue;
+        std::vector<TensorRow> rows = tensor_rows(t.model, t.model.buckets[b]);
+        chunks += grad_squares(sums + chunks, address<const acc_t<T>>(t, {Kind::GRAD, int(b)}),
+                               rows.data(), rows.size(), t.ctx.where);
     }
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip, t.ctx.where);
 }
@@ -199,17 +209,13 @@ template <typename T, typename S> void run_update(Trainer<T, S>& t, Action a) {
     const A* grad = address<const A>(t, {Kind::GRAD, a.bucket});
     A* m = address<A>(t, {Kind::MOMENTS, a.bucket}); // first moments, then second moments
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
-    for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
-        const Parameter& p = t.model.parameters[i];
-        float decay = p.decay ? h.weight_decay : 0;
-        float* master_p = master ? master + p.offset : nullptr;
-        size_t o = p.offset, n = p.elements();
-        if (h.adamw)
-            adamw_update(weight + o, master_p, grad + o, m + o, m + bucket.elements + o, n,
-                         {h.lr, h.beta1, h.beta2, h.eps, decay}, scale, t.ctx.where);
-        else
-            sgd_update(weight + o, master_p, grad + o, n, h.lr, decay, scale, t.ctx.where);
-    }
+    std::vector<TensorRow> rows = tensor_rows(t.model, bucket);
+    if (h.adamw)
+        adamw_update(weight, master, grad, m, m + bucket.elements, rows.data(), rows.size(),
+                     {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay}, scale, t.ctx.where);
+    else
+        sgd_update(weight, master, grad, rows.data(), rows.size(), h.lr, h.weight_decay, scale,
+                   t.ctx.where);
 }
 
 // ----------------------------------------------------------------------------

@@ -121,7 +121,7 @@ inline size_t norm_chunks(const Model& model) {
 template <typename T, typename S>
 size_t scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
     if (layer < 0) return norm_chunks(model) * sizeof(double);
-    if (layer == 0) return 0;
+    if (layer == 0) return embedding_scratch_bytes(p.B * p.T, where);
     size_t blas = round_up(blas_scratch_bytes<T>(p, model, layer, where), ARENA_ALIGN);
     if (layer < model.head()) return blas;
     return blas + head_bytes<T>(model.shape, p.mode == Mode::GENERATE ? 1 : p.B * p.T);

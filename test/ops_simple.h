@@ -31,7 +31,8 @@ template <typename T> struct EmbeddingRun {
         embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), a.data(),
                           P ? b.data() : nullptr, N, C, CPU);
         embedding_backward_weight(dwte.data(), P ? dwpe.data() : nullptr, d.data(), tokens.data(),
-                                  positions.data(), starts.data(), N, V, P, C, accumulate, CPU);
+                                  positions.data(), starts.data(), nullptr, N, V, P, C, accumulate,
+                                  CPU);
     }
 };
 
@@ -87,7 +88,8 @@ inline void embedding_perf(Perf& p) {
     });
     memory_rate(p, "backward float, writing the table", 4.0 * (V + 5 * N) * C, [&] {
         embedding_backward_weight(dwte.data(), dwpe.data(), out.data(), tokens.data(),
-                                  positions.data(), starts.data(), N, V, 1024, C, false, CPU);
+                                  positions.data(), starts.data(), nullptr, N, V, 1024, C, false,
+                                  CPU);
     });
 }
 

@@ -47,16 +47,17 @@ static testing::Environment* cleaner = testing::AddGlobalTestEnvironment(new Cle
 TEST(Random, PhiloxKnownAnswers) {
     struct Case {
         uint64_t seed, hash, index;
-        std::array<uint32_t, 4> words;
+        RandomWords words;
     };
-    for (const Case& c :
-         std::vector<Case>{{0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-                           {~0ull, ~0ull, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-                           {0x299f31d0a4093822,
-                            0x0370734413198a2e,
-                            0x85a308d3243f6a88,
-                            {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}})
-        EXPECT_EQ(random_block(c.seed, c.hash, c.index), c.words) << std::hex << c.seed;
+    for (const Case& c : std::vector<Case>{
+             {0, 0, 0, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
+             {~0ull, ~0ull, ~0ull, {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
+             {0x299f31d0a4093822,
+              0x0370734413198a2e,
+              0x85a308d3243f6a88,
+              {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}}})
+        for (int i = 0; i < 4; i++)
+            EXPECT_EQ(random_block(c.seed, c.hash, c.index)[i], c.words[i]) << std::hex << c.seed;
 }
 
 TEST(Random, Fnv1aKnownAnswers) {

@@ -1,0 +1,309 @@
+// kernels_training.h - rows of the kernel table: embedding, cross-entropy, optimizer, gradient norm
+#pragma once
+#include "../llmc/adamw.cuh"
+#include "../llmc/crossentropy.cuh"
+#include "../llmc/embedding.cuh"
+#include "kernel_table.h"
+
+inline std::vector<double> numbers_of(const std::vector<int>& x) { return {x.begin(), x.end()}; }
+
+// ----------------------------------------------------------------------------
+// embedding
+
+// one row; rows of more than one tile; one key for all; keys of two and three digits of the sort;
+// one, four and sixteen warps a row; shift: not 16-byte aligned
+struct EmbeddingCase {
+    size_t N, V, C, shift;
+    int tokens; // different ones
+};
+inline std::vector<EmbeddingCase> embedding_cases() {
+    if (SMALL) return {{3, 5, 33, 0, 5}, {70, 600, 8, 0, 3}, {1030, 2, 1, 0, 2}};
+    return {{1, 1, 1, 0, 1},       {9, 5, 33, 0, 5},       {200, 700, 96, 0, 700},
+            {150, 700, 768, 0, 4}, {40, 30, 768, 1, 9},    {2500, 1100, 8, 0, 1100},
+            {2100, 3, 8, 0, 1},    {50, 270000, 1, 0, 40}, {6, 7, 4160, 0, 3}};
+}
+
+template <typename T> void embedding_kernels(Check& c) {
+    for (EmbeddingCase s : embedding_cases())
+        for (bool accumulate : {false, true}) {
+            size_t N = s.N, V = s.V, C = s.C, P = 7 + (N > 1000 ? 600 : 0), cells = V * C;
+            CASE(c, "embedding %s N=%zu V=%zu C=%zu shift=%zu accumulate=%d", type_word(T()), N, V,
+                 C, s.shift, accumulate);
+            std::vector<int> names = integers(c, size_t(s.tokens), 0, int(V) - 1),
+                             which = integers(c, N, 0, s.tokens - 1), tokens(N),
+                             positions = integers(c, N, 3, int(P) - 1),
+                             starts = integers(c, N, 0, 3);
+            names[0] = int(V) - 1; // the last row of the table too
+            for (size_t n = 0; n < N; n++) tokens[n] = names[size_t(which[n])];
+            auto wte = rounded<T>(normals(c, cells)), wpe = rounded<T>(normals(c, P * C)),
+                 dout = rounded<T>(normals(c, N * C)),
+                 wte_before = rounded<float>(normals(c, cells)),
+                 wpe_before = rounded<float>(normals(c, P * C));
+            std::vector<double> out(N * C), alone(N * C), dwte = wte_before, dwpe = wpe_before;
+            embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(),
+                              wte.data(), wpe.data(), N, C, Cpu{});
+            embedding_forward(alone.data(), tokens.data(), positions.data(), starts.data(),
+                              wte.data(), (double*)nullptr, N, C, Cpu{});
+            embedding_backward_weight(dwte.data(), dwpe.data(), dout.data(), tokens.data(),
+                                      positions.data(), starts.data(), nullptr, N, V, P, C,
+                                      accumulate, Cpu{});
+            // rows are added in the same order: the CPU's version in T has the same bits
+            std::vector<T> dout_t = as<T>(dout);
+            std::vector<float> dwte_f = as<float>(wte_before), dwpe_f = as<float>(wpe_before);
+            embedding_backward_weight(dwte_f.data(), dwpe_f.data(), dout_t.data(), tokens.data(),
+                                      positions.data(), starts.data(), nullptr, N, V, P, C,
+                                      accumulate, Cpu{});
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<int> t(tokens), p(positions), d0(starts);
+                Array<T> a(wte, s.shift), b(wpe, s.shift), y(N * C, s.shift), y0(N * C, s.shift),
+                    d(dout, s.shift);
+                Array<float> da(wte_before), db(wpe_before), frozen(wpe_before);
+                Array<unsigned char> scratch(embedding_scratch_bytes(N, stream));
+                embedding_forward(y.data, t.data, p.data, d0.data, a.data, b.data, N, C, stream);
+                embedding_forward(y0.data, t.data, p.data, d0.data, a.data, (T*)nullptr, N, C,
+                                  stream);
+                embedding_backward_weight(da.data, db.data, d.data, t.data, p.data, d0.data,
+                                          scratch.data, N, V, P, C, accumulate, stream);
+                embedding_backward_weight((float*)nullptr, frozen.data, d.data, t.data, p.data,
+                                          d0.data, scratch.data, N, V, P, C, accumulate, stream);
+                o.add("out", y, out, tolerance<T>(1));
+                o.add("tokens alone", y0, alone, 0);
+                o.add("dwte", da, dwte, tolerance<float>(N));
+                o.add("dwpe", db, dwpe, tolerance<float>(N));
+                o.add("dwte, bits", da, as_double(dwte_f), 0);
+                o.add("dwpe, bits", db, as_double(dwpe_f), 0);
+                o.add("dwpe, tokens frozen", frozen, as_double(dwpe_f), 0);
+            });
+        }
+}
+
+// ----------------------------------------------------------------------------
+// cross-entropy
+
+struct CrossentropyCase {
+    size_t N, V, Vp, shift;
+};
+inline std::vector<CrossentropyCase> crossentropy_cases() {
+    if (SMALL) return {{2, 5, 8, 0}, {3, 4100, 4104, 0}};
+    return {{1, 1, 1, 0},       {5, 3, 8, 0},     {4, 1000, 1024, 0},  {3, 4097, 4160, 0},
+            {3, 4099, 4104, 1}, {2, 700, 701, 0}, {2, 10000, 10112, 0}};
+}
+
+template <typename T> void crossentropy_kernels(Check& c) {
+    for (CrossentropyCase s : crossentropy_cases())
+        for (bool impossible : {false, true}) {
+            size_t N = s.N, V = s.V, Vp = s.Vp, H = V / 2;
+            const float scale = 0.1f;
+            CASE(c, "crossentropy %s N=%zu V=%zu Vp=%zu shift=%zu -inf=%d", type_word(T()), N, V,
+                 Vp, s.shift, impossible);
+            auto logits = rounded<T>(normals(c, N * Vp, 4));
+            std::vector<int> targets = integers(c, N, -1, int(V) - 1);
+            if (N > 2) targets[1] = -1, targets[2] = int(V) - 1;
+            for (size_t n = 0; n < N; n++) {
+                for (size_t v = V; v < Vp; v++) logits[n * Vp + v] = 1000; // must not be looked at
+                // no chance for most tokens: whole threads see nothing else
+                for (size_t v = 0; impossible && v < V; v++)
+                    if (v % 64 != 63 && int(v) != targets[n] && v + 1 < V)
+                        logits[n * Vp + v] = -INFINITY;
+            }
+            std::vector<double> m(N), sum(N), target(N), losses(N), d = logits;
+            crossentropy_max_sum(m.data(), sum.data(), target.data(), logits.data(), targets.data(),
+                                 N, V, Vp, Cpu{});
+            crossentropy_loss(losses.data(), m.data(), sum.data(), target.data(), targets.data(), N,
+                              Cpu{});
+            crossentropy_backward(d.data(), targets.data(), m.data(), sum.data(), double(scale), N,
+                                  V, Vp, 0, Cpu{});
+            double terms = 0; // a loss is what is left of a logit and the maximum
+            for (double x : m) terms = std::max(terms, std::fabs(x));
+            // the shard from H on, below the whole row's maximum
+            std::vector<double> right_max(N), right_sum(N), right_target(N), right, right_d;
+            size_t R = V - H, Rp = Vp - H;
+            for (size_t n = 0; n < N; n++)
+                right.insert(right.end(), logits.begin() + ptrdiff_t(n * Vp + H),
+                             logits.begin() + ptrdiff_t((n + 1) * Vp));
+            right_d = right;
+            crossentropy_max(right_max.data(), right.data(), N, R, Rp, Cpu{});
+            crossentropy_sum(right_sum.data(), right_target.data(), right.data(), targets.data(),
+                             m.data(), N, R, Rp, H, Cpu{});
+            crossentropy_backward(right_d.data(), targets.data(), m.data(), sum.data(),
+                                  double(scale), N, R, Rp, H, Cpu{});
+            auto sum_f = rounded<float>(sum);
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> l(logits, s.shift), r(right);
+                Array<int> t(targets);
+                Array<float> gm(N), gs(N), gt(N), loss(N), rm(N), rs(N), rt(N), m_in(m),
+                    s_in(sum_f);
+                crossentropy_max_sum(gm.data, gs.data, gt.data, l.data, t.data, N, V, Vp, stream);
+                crossentropy_loss(loss.data, gm.data, gs.data, gt.data, t.data, N, stream);
+                crossentropy_backward(l.data, t.data, gm.data, gs.data, scale, N, V, Vp, 0, stream);
+                crossentropy_max(rm.data, r.data, N, R, Rp, stream);
+                crossentropy_sum(rs.data, rt.data, r.data, t.data, m_in.data, N, R, Rp, H, stream);
+                crossentropy_backward(r.data, t.data, m_in.data, s_in.data, scale, N, R, Rp, H,
+                                      stream);
+                o.add("max", gm, m, 0);
+                o.add("sum", gs, sum, tolerance<float>(V));
+                o.add("target", gt, target, 0);
+                o.add("loss", loss, losses, tolerance<float>(V), terms);
+                o.add("dlogits", l, d, tolerance<T>(V), scale);
+                o.add("a shard's max", rm, right_max, 0);
+                o.add("a shard's sum", rs, right_sum, tolerance<float>(V), 1);
+                o.add("a shard's target", rt, right_target, 0);
+                o.add("a shard's dlogits", r, right_d, tolerance<T>(V), scale);
+            });
+        }
+}
+
+inline void crossentropy_total_kernels(Check& c) {
+    for (size_t N : {size_t(1), size_t(33), size_t(4096), size_t(9000), size_t(32 * 4096 + 5)}) {
+        if (SMALL && N > 9000) continue;
+        CASE(c, "crossentropy_total N=%zu", N);
+        std::vector<float> losses = as<float>(normals(c, N));
+        double total = 0;
+        crossentropy_total(&total, losses.data(), N, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            Array<float> l(as_double(losses));
+            Array<double> sum(1);
+            crossentropy_total(sum.data, l.data, N, cudaStream_t{});
+            o.add("total, bits", sum, {total}, 0);
+        });
+    }
+}
+
+// ----------------------------------------------------------------------------
+// the gradient norm, AdamW and SGD over a bucket: tensors with gaps between them, some empty, one
+// of several chunks, more than a launch takes
+
+inline std::vector<TensorRow> bucket_rows(Check& c, bool aligned, size_t tensors,
+                                          size_t* elements) {
+    std::vector<TensorRow> rows;
+    size_t at = aligned ? 8 : 3;
+    for (size_t r = 0; r < tensors; r++) {
+        size_t n = r == 1   ? GRAD_NORM_CHUNK * 2 + 5
+                   : r == 2 ? 0
+                            : odd(c, 1, tensors > 9 ? 20 : 300);
+        rows.push_back({at, n, r % 2 == 0, fnv1a(std::to_string(r)), r * 1001});
+        at += aligned ? round_up(n + 1, 8) : n + 1;
+    }
+    *elements = at;
+    return rows;
+}
+
+inline void grad_norm_kernels(Check& c) {
+    for (size_t tensors : {1, 5, 70})
+        for (int kind : {0, 1, 2, 3}) { // clipped, not clipped, NaN, infinity
+            if (SMALL && (tensors == 70) != (kind == 2)) continue;
+            size_t n, chunks = 0;
+            auto rows = bucket_rows(c, kind != 1, tensors, &n);
+            CASE(c, "grad_norm %zu tensors, kind %d", tensors, kind);
+            auto grad = rounded<float>(normals(c, n));
+            for (size_t i = 0; i < n; i++) { // gaps are not part of it
+                bool inside = false;
+                for (const TensorRow& r : rows) inside |= i >= r.offset && i < r.offset + r.n;
+                if (!inside) grad[i] = 1e6;
+            }
+            for (const TensorRow& r : rows) chunks += ceil_div(r.n, GRAD_NORM_CHUNK);
+            if (kind > 1) grad[rows[0].offset] = kind == 2 ? NAN : -INFINITY;
+            std::vector<double> sums(chunks);
+            float clip = kind == 1 ? 1e9f : 0.5f;
+            StepScale scale = {0, 0, 0, 4};
+            size_t count = grad_squares(sums.data(), grad.data(), rows.data(), tensors, Cpu{});
+            grad_norm_finish(&scale, sums.data(), chunks, clip, Cpu{});
+            expect(c, count == chunks && scale.finite == (kind < 2), "the CPU's version");
+            std::vector<double> other = rounded<float>(normals(c, n)), added = plus(grad, other);
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<float> g(grad), b(other);
+                Array<double> s(chunks);
+                Array<unsigned char> out(numbers_of(std::vector<int>(sizeof(StepScale))));
+                StepScale* result = reinterpret_cast<StepScale*>(out.data);
+                size_t done = grad_squares(s.data, g.data, rows.data(), tensors, stream);
+                expect(c, done == chunks, "another number of chunks");
+                grad_norm_finish(result, s.data, chunks, clip, stream);
+                StepScale got;
+                memcpy(&got, out.host().data(), sizeof(got));
+                std::vector<double> three = {double(got.finite), double(got.step)};
+                Array<double> exact(three), near(std::vector<double>{got.norm, got.scale});
+                o.add("finite, step", exact, {double(scale.finite), kind < 2 ? 1.0 : 0.0}, 0);
+                if (kind < 2) {
+                    o.add("sums", s, sums, 1e-12);
+                    o.add("norm, scale", near, {scale.norm, scale.scale}, 1e-7);
+                    add_gradients(g.data, b.data, n, stream);
+                    o.add("sum of two gradients", g, added, 1e-7);
+                }
+            });
+        }
+}
+
+template <typename T> void update_kernels(Check& c) {
+    for (size_t tensors : {1, 5, 70})
+        for (int kind : {0, 1, 2, 3}) { // a master, none, none and stochastic, not finite
+            if (SMALL && (tensors == 70) != (kind == 2)) continue;
+            size_t n;
+            auto rows = bucket_rows(c, kind != 1 && tensors > 1, tensors, &n);
+            CASE(c, "update %s %zu tensors, kind %d", type_word(T()), tensors, kind);
+            auto w = rounded<T>(normals(c, n)), g = rounded<float>(normals(c, n)),
+                 m0 = rounded<float>(normals(c, n)), v0 = rounded<float>(normals(c, n));
+            for (double& x : v0) x = std::fabs(x);
+            AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, kind == 2, 7};
+            StepScale scale = {0, 0.5f, kind != 3, 1000};
+            bool master = kind == 0;
+            // in double, and in T: every operation is spelled out, so the bits are the same
+            std::vector<double> wd = w, md = m0, vd = v0, sd = w;
+            std::vector<float> masters = as<float>(w), mf = as<float>(m0), vf = as<float>(v0),
+                               gf = as<float>(g), sgd_masters = masters;
+            std::vector<T> wt = as<T>(w), st = wt;
+            adamw_update(wd.data(), nullptr, g.data(), md.data(), vd.data(), rows.data(), tensors,
+                         h, &scale, Cpu{});
+            sgd_update(sd.data(), nullptr, g.data(), rows.data(), tensors, 0.1f, 0.2f, &scale,
+                       Cpu{});
+            adamw_update(wt.data(), master ? masters.data() : nullptr, gf.data(), mf.data(),
+                         vf.data(), rows.data(), tensors, h, &scale, Cpu{});
+            sgd_update(st.data(), master ? sgd_masters.data() : nullptr, gf.data(), rows.data(),
+                       tensors, 0.1f, 0.2f, &scale, Cpu{});
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> weight(w), sgd(w);
+                Array<float> gm(w), gm_sgd(w), grad(g), m(m0), v(v0);
+                Array<unsigned char> on_device([&] {
+                    std::vector<int> bytes(sizeof(scale));
+                    for (size_t i = 0; i < bytes.size(); i++)
+                        bytes[i] = reinterpret_cast<const unsigned char*>(&scale)[i];
+                    return numbers_of(bytes);
+                }());
+                const StepScale* where = reinterpret_cast<const StepScale*>(on_device.data);
+                adamw_update(weight.data, master ? gm.data : nullptr, grad.data, m.data, v.data,
+                             rows.data(), tensors, h, where, stream);
+                sgd_update(sgd.data, master ? gm_sgd.data : nullptr, grad.data, rows.data(),
+                           tensors, 0.1f, 0.2f, where, stream);
+                // stochastic: up to one unit in the last place away, twice a nearest rounding
+                o.add("weight", weight, wd, tolerance<T>(9, kind == 2 ? 2 : 1));
+                o.add("first moments", m, md, tolerance<float>(9));
+                o.add("second moments", v, vd, tolerance<float>(9));
+                o.add("sgd", sgd, sd, tolerance<T>(4));
+                o.add("weight, bits", weight, as_double(wt), 0);
+                o.add("master, bits", gm, as_double(masters), 0);
+                o.add("first moments, bits", m, as_double(mf), 0);
+                o.add("second moments, bits", v, as_double(vf), 0);
+                o.add("sgd, bits", sgd, as_double(st), 0);
+                o.add("sgd's master, bits", gm_sgd, as_double(sgd_masters), 0);
+            });
+        }
+}
+
+// ----------------------------------------------------------------------------
+
+inline void add_training_kernels(std::vector<KernelRow>& rows) {
+    rows.push_back({"embedding float", embedding_kernels<float>});
+    rows.push_back({"embedding bf16", embedding_kernels<bf16>});
+    rows.push_back({"embedding fp16", embedding_kernels<fp16>});
+    rows.push_back({"crossentropy float", crossentropy_kernels<float>});
+    rows.push_back({"crossentropy bf16", crossentropy_kernels<bf16>});
+    rows.push_back({"crossentropy fp16", crossentropy_kernels<fp16>});
+    rows.push_back({"crossentropy total", crossentropy_total_kernels});
+    rows.push_back({"grad_norm", grad_norm_kernels});
+    rows.push_back({"adamw, sgd float", update_kernels<float>});
+    rows.push_back({"adamw, sgd bf16", update_kernels<bf16>});
+    rows.push_back({"adamw, sgd fp16", update_kernels<fp16>});
+}
