@@ -275,6 +275,20 @@ template <typename T, int N> __device__ inline void store(T* p, Pack<T, N> x) {
     *reinterpret_cast<Pack<T, N>*>(p) = x;
 }
 
+// The P elements at p, or the first `count` of them.
+template <int P, typename T> __device__ Pack<T, P> load_some(const T* p, size_t count) {
+    if (count >= P) return load<P>(p);
+    Pack<T, P> x = {};
+    for (int i = 0; i < P; i++)
+        if (size_t(i) < count) x.v[i] = p[i];
+    return x;
+}
+template <int P, typename T> __device__ void store_some(T* p, Pack<T, P> x, size_t count) {
+    if (count >= P) return store(p, x);
+    for (int i = 0; i < P; i++)
+        if (size_t(i) < count) p[i] = x.v[i];
+}
+
 template <typename T> constexpr int VECTOR = 16 / sizeof(T);
 // whether rows of `row` elements at these addresses (null: none) can be read 16 bytes at a time
 template <typename T, typename... Ps> bool can_vectorize(size_t row, const Ps*... ps) {
@@ -392,13 +406,28 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
 #endif
 }
 
-// ----------------------------------------------------------------------------
-// row operators: some warps share a row, as many as keep 64 bytes a thread, so that a block's rows
-// stay in L1 while they are read more than once
-
 template <int N> struct Int { // a constant that a generic lambda can take as an argument
     constexpr operator int() const { return N; }
 };
+
+// ----------------------------------------------------------------------------
+// elementwise operators: P elements a thread, the last thread fewer
+
+constexpr unsigned ELEMENT_THREADS = 256;
+template <int P> __device__ size_t first_element() {
+    return (size_t(blockIdx.x) * ELEMENT_THREADS + threadIdx.x) * P;
+}
+
+// f(P, blocks) for n elements
+template <typename T, typename F> void pick_element_kernel(size_t n, bool vector, F f) {
+    if (n == 0) return;
+    auto pick = [&](auto P) { f(P, unsigned(ceil_div(n, size_t(ELEMENT_THREADS) * P))); };
+    vector ? pick(Int<VECTOR<T>>()) : pick(Int<1>());
+}
+
+// ----------------------------------------------------------------------------
+// row operators: some warps share a row, as many as keep 64 bytes a thread, so that a block's rows
+// stay in L1 while they are read more than once
 
 template <typename T, typename F> void pick_row_kernel(size_t C, bool vector, F f) {
     auto pick = [&](auto P) {
@@ -426,25 +455,62 @@ template <int WARPS> struct RowOfBlock {
     }
 };
 
-// Sums over rows: blocks sum parts of the rows into scratch, and the parts are added in order. The
-// number of parts depends on N alone, and so do the bits.
-constexpr int COLUMN_WARPS = 8; // of a block that sums columns
+// Sums over rows, K of them at once: blocks sum parts of the rows into scratch, and the parts are
+// added in order. The number of parts depends on N alone, and so do the bits.
+constexpr int COLUMN_WARPS = 8; // of a block
 inline size_t column_parts(size_t N) { return N < 128 * 32 ? ceil_div(N, size_t(32)) : 128; }
 
-template <typename A>
-__global__ void add_parts_kernel(A* out, const A* partial, size_t parts, size_t stride, size_t C,
-                                 bool accumulate) {
+// Block (column block, part), partial (parts, K, C): a lane owns P columns, the sums of the block's
+// warps meet in shared memory in order. term.add(sum, n, c) adds row n's columns c to c + P.
+template <int K, int P, typename Term>
+__global__ void sum_columns_kernel(float* partial, Term term, size_t N, size_t C, size_t rows) {
+    SHARED(float, sums, COLUMN_WARPS* K * 32 * P); // (warp, K, P, 32)
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    size_t c = (size_t(blockIdx.x) * 32 + lane) * P, from = blockIdx.y * rows;
+    size_t to = from + rows < N ? from + rows : N;
+    float sum[K][P] = {};
+    if (c < C)
+        for (size_t n = from + warp; n < to; n += COLUMN_WARPS) term.add(sum, n, c);
+    float* mine = sums + warp * K * 32 * P;
+    for (int k = 0; k < K; k++)
+        for (int i = 0; i < P; i++) mine[(k * P + i) * 32 + lane] = sum[k][i];
+    __syncthreads(); // the sums of all warps are there
+    for (int j = threadIdx.x; j < K * 32 * P; j += COLUMN_WARPS * 32) {
+        float total = 0;
+        for (int w = 0; w < COLUMN_WARPS; w++) total += sums[w * K * 32 * P + j];
+        size_t column = (size_t(blockIdx.x) * 32 + j % 32) * P + j / 32 % P;
+        if (column < C) partial[(blockIdx.y * K + j / (32 * P)) * C + column] = total;
+    }
+}
+
+static __global__ void add_parts_kernel(float* out, const float* partial, size_t parts,
+                                        size_t stride, size_t C, bool accumulate) {
     size_t c = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (c >= C) return;
-    A sum = 0;
+    float sum = 0;
     for (size_t part = 0; part < parts; part++) sum += partial[part * stride + c];
     out[c] = accumulate ? out[c] + sum : sum;
 }
 
-// out (C) = or += the sum of partial's rows, which are `stride` elements apart
-inline void add_parts(float* out, const float* partial, size_t parts, size_t stride, size_t C,
-                      bool accumulate, cudaStream_t stream) {
-    launch(add_parts_kernel<float>, unsigned(ceil_div(C, size_t(256))), 256, 0, stream, out,
-           partial, parts, stride, C, accumulate);
+inline size_t sum_columns_scratch_bytes(size_t N, size_t C, int K) {
+    return column_parts(N) * K * C * sizeof(float);
+}
+
+// out[k] (C) = or += the k-th sum; null: not wanted
+template <typename T, int K, typename Term>
+void sum_columns(float* const (&out)[K], Term term, void* scratch, size_t N, size_t C,
+                 bool accumulate, bool vector, cudaStream_t stream) {
+    float* partial = static_cast<float*>(scratch);
+    size_t parts = column_parts(N), rows = ceil_div(N, parts);
+    auto sum = [&](auto P) {
+        dim3 grid(unsigned(ceil_div(C, size_t(32 * P))), unsigned(parts));
+        launch(sum_columns_kernel<K, P, Term>, grid, COLUMN_WARPS * 32, 0, stream, partial, term, N,
+               C, rows);
+    };
+    vector ? sum(Int<VECTOR<T>>()) : sum(Int<1>());
+    for (int k = 0; k < K; k++)
+        if (out[k])
+            launch(add_parts_kernel, unsigned(ceil_div(C, size_t(256))), 256, 0, stream, out[k],
+                   partial + k * C, parts, K * C, C, accumulate);
 }
 #endif

@@ -96,20 +96,6 @@ __device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk)
     return {row, from, to < row.n ? to : row.n};
 }
 
-// The P elements at p, or the first `count` of them.
-template <int P, typename T> __device__ Pack<T, P> load_some(const T* p, size_t count) {
-    if (count >= P) return load<P>(p);
-    Pack<T, P> x = {};
-    for (int i = 0; i < P; i++)
-        if (size_t(i) < count) x.v[i] = p[i];
-    return x;
-}
-template <int P, typename T> __device__ void store_some(T* p, Pack<T, P> x, size_t count) {
-    if (count >= P) return store(p, x);
-    for (int i = 0; i < P; i++)
-        if (size_t(i) < count) p[i] = x.v[i];
-}
-
 constexpr int GRAD_NORM_WARPS = 8;
 
 // A block a chunk.
@@ -145,7 +131,7 @@ static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sum
 }
 
 template <int P> __global__ void add_gradients_kernel(float* grad, const float* other, size_t n) {
-    size_t i = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * P;
+    size_t i = first_element<P>();
     if (i >= n) return;
     Pack<float, P> a = load_some<P>(grad + i, n - i), b = load_some<P>(other + i, n - i);
     for (int k = 0; k < P; k++) a.v[k] += b.v[k];
@@ -199,11 +185,9 @@ inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, f
 }
 
 inline void add_gradients(float* grad, const float* other, size_t n, cudaStream_t stream) {
-    if (n == 0) return;
-    auto add = [&](auto P) {
-        launch(add_gradients_kernel<P>, unsigned(ceil_div(n, size_t(256 * P))), 256, 0, stream,
-               grad, other, n);
-    };
-    can_vectorize<float>(0, grad, other) ? add(Int<4>()) : add(Int<1>());
+    bool vector = can_vectorize<float>(0, grad, other);
+    pick_element_kernel<float>(n, vector, [&](auto P, unsigned grid) {
+        launch(add_gradients_kernel<P>, grid, ELEMENT_THREADS, 0, stream, grad, other, n);
+    });
 }
 #endif

@@ -183,36 +183,20 @@ __global__ void layernorm_backward_input_kernel(T* dinp, const T* dresidual, con
     }
 }
 
-// Block (column block, part): a part of the rows, its sums to partial (parts, 2, C). A lane owns P
-// columns; the sums of the block's warps meet in shared memory in order.
-template <typename T, int P>
-__global__ void layernorm_backward_weight_kernel(float* partial, const T* dout, const T* inp,
-                                                 const float* mean, const float* rstd, size_t N,
-                                                 size_t C, size_t rows) {
-    SHARED(float, sums, COLUMN_WARPS * 2 * 32 * P); // (warp, 2, 32 * P)
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    size_t c = (size_t(blockIdx.x) * 32 + lane) * P, from = blockIdx.y * rows;
-    size_t to = from + rows < N ? from + rows : N;
-    float dw[P] = {}, db[P] = {};
-    if (c < C)
-        for (size_t n = from + warp; n < to; n += COLUMN_WARPS) {
-            Pack<T, P> pd = load<P>(dout + n * C + c), px = load<P>(inp + n * C + c);
-            float m = mean[n], r = rstd[n];
-            for (int i = 0; i < P; i++) {
-                dw[i] += to_float(pd.v[i]) * ((to_float(px.v[i]) - m) * r);
-                db[i] += to_float(pd.v[i]);
-            }
+// What row n adds to dweight and dbias.
+template <typename T> struct LayernormWeightTerm {
+    const T *dout, *inp;
+    const float *mean, *rstd;
+    size_t C;
+    template <int P> __device__ void add(float (&sum)[2][P], size_t n, size_t c) const {
+        Pack<T, P> pd = load<P>(dout + n * C + c), px = load<P>(inp + n * C + c);
+        float m = mean[n], r = rstd[n];
+        for (int i = 0; i < P; i++) {
+            sum[0][i] += to_float(pd.v[i]) * ((to_float(px.v[i]) - m) * r);
+            sum[1][i] += to_float(pd.v[i]);
         }
-    float* mine = sums + warp * 2 * 32 * P;
-    for (int i = 0; i < P; i++) mine[i * 32 + lane] = dw[i], mine[(P + i) * 32 + lane] = db[i];
-    __syncthreads(); // the sums of all warps are there
-    for (int k = threadIdx.x; k < 2 * 32 * P; k += COLUMN_WARPS * 32) {
-        float sum = 0;
-        for (int w = 0; w < COLUMN_WARPS; w++) sum += sums[w * 2 * 32 * P + k];
-        size_t column = (size_t(blockIdx.x) * 32 + k % 32) * P + k / 32 % P;
-        if (column < C) partial[(blockIdx.y * 2 + k / (32 * P)) * C + column] = sum;
     }
-}
+};
 
 // ----------------------------------------------------------------------------
 // launchers
@@ -239,7 +223,7 @@ void layernorm_backward_input(T* dinp, const T* dresidual, const T* dout, const 
 }
 
 inline size_t layernorm_scratch_bytes(size_t N, size_t C, cudaStream_t) {
-    return column_parts(N) * 2 * C * sizeof(float);
+    return sum_columns_scratch_bytes(N, C, 2);
 }
 
 template <typename T>
@@ -247,14 +231,7 @@ void layernorm_backward_weight(float* dweight, float* dbias, const T* dout, cons
                                const float* mean, const float* rstd, void* scratch, size_t N,
                                size_t C, bool accumulate, cudaStream_t stream) {
     if (!dweight && !dbias) return;
-    float* partial = static_cast<float*>(scratch); // (parts, 2, C)
-    size_t parts = column_parts(N), rows = ceil_div(N, parts);
-    auto sum = [&](auto P) {
-        launch(layernorm_backward_weight_kernel<T, P>, dim3(ceil_div(C, 32 * P), parts),
-               COLUMN_WARPS * 32, 0, stream, partial, dout, inp, mean, rstd, N, C, rows);
-    };
-    can_vectorize<T>(C, dout, inp) ? sum(Int<VECTOR<T>>()) : sum(Int<1>());
-    if (dweight) add_parts(dweight, partial, parts, 2 * C, C, accumulate, stream);
-    if (dbias) add_parts(dbias, partial + C, parts, 2 * C, C, accumulate, stream);
+    sum_columns<T>({dweight, dbias}, LayernormWeightTerm<T>{dout, inp, mean, rstd, C}, scratch, N,
+                   C, accumulate, can_vectorize<T>(C, dout, inp), stream);
 }
 #endif

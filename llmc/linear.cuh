@@ -1,11 +1,9 @@
-// linear.cuh - the linear layer, forward and its two backward halves; the one place that knows how
-// weights are stored
-//   out = inp W^T + bias (+ residual),   dinp = dout W,   dW = dout^T inp,   dbias = sum over rows
-//   of dout
+// linear.cuh - the linear layer, forward and the two halves of backward; how weights are stored
+//   out = inp W^T + bias (+ residual)
+//   dinp = dout W,   dW = dout^T inp,   dbias = sum over rows of dout
 //   inp, dinp (N,IC)   out, dout, residual (N,OC)   W (OC,IC)   bias (OC)   dW, dbias acc
-//   Contract: out =   dinp, dW, dbias = or += (accumulate).  A Weight whose grad is null is
-//   frozen: skipped.
-//             Bitwise repeatable for equal threads.
+//   Contract: out =   dinp, dW, dbias = or += (accumulate).  A Weight whose grad is null is frozen:
+//             skipped.  Bitwise repeatable for equal threads.
 //   Cost: 2 N OC IC FLOPs each; the bias gradient reads dout once more.
 //   To copy: this file, matmul.cuh and common.h.
 #pragma once
@@ -25,13 +23,10 @@ struct Weight {
 // ----------------------------------------------------------------------------
 // the three products of a weight (OC, IC) with N rows
 
-// Plain strides come within 8% of oneDNN's fastest layout, accumulating in dW costs 1 to 4%
-// against writing it (15%
-// where OC is a vocabulary: there memory is the limit), with two exceptions that pay for a copy of
-// W at every call
-// (GPT-2's layers, AVX-512, one thread, copy included): dx in float, 270 GFLOP/s against 225, and
-// out and dx with
-// thousands of rows, 2 to 5% faster.
+// Plain strides come within 8% of oneDNN's fastest layout, accumulating in dW costs 1 to 4% against
+// writing it (15% where OC is a vocabulary: there memory is the limit), with two exceptions that pay
+// for a copy of W at every call (GPT-2's layers, AVX-512, one thread, copy included): dx in float,
+// 270 GFLOP/s against 225, and out and dx with thousands of rows, 2 to 5% faster.
 constexpr size_t LINEAR_PACK_ROWS = 2048, LINEAR_PACK_BYTES = size_t(32) << 20;
 
 inline bool linear_packs(size_t N, size_t OC, size_t IC, Type t, bool input) {
@@ -69,6 +64,53 @@ template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC
 // ----------------------------------------------------------------------------
 // CPU
 
+// out (C) = or += the sum of x's rows; a thread owns columns, so the order of its sums is the rows'
+template <typename T>
+void column_sums(acc_t<T>* out, const T* x, void* /*scratch*/, size_t N, size_t C, bool accumulate,
+                 Cpu) {
+    constexpr size_t COLUMNS = 128;
+    #pragma omp parallel for
+    for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
+        size_t count = std::min(COLUMNS, C - c0);
+        acc_t<T> sum[COLUMNS] = {};
+        for (size_t n = 0; n < N; n++) {
+            const T* row = x + n * C + c0;
+            #pragma omp simd
+            for (size_t c = 0; c < count; c++) sum[c] += to_acc(row[c]);
+        }
+        for (size_t c = 0; c < count; c++) out[c0 + c] = accumulate ? out[c0 + c] + sum[c] : sum[c];
+    }
+}
+
+// ----------------------------------------------------------------------------
+// CUDA kernels and launchers
+
+#if KERNELS
+
+template <typename T> struct RowTerm {
+    const T* x;
+    size_t C;
+    template <int P> __device__ void add(float (&sum)[1][P], size_t n, size_t c) const {
+        Pack<T, P> p = load<P>(x + n * C + c);
+        for (int i = 0; i < P; i++) sum[0][i] += to_float(p.v[i]);
+    }
+};
+
+template <typename T>
+void column_sums(float* out, const T* x, void* scratch, size_t N, size_t C, bool accumulate,
+                 cudaStream_t stream) {
+    sum_columns<T>({out}, RowTerm<T>{x, C}, scratch, N, C, accumulate, can_vectorize<T>(C, x),
+                   stream);
+}
+
+template <typename T> size_t linear_scratch_bytes(size_t N, size_t OC, size_t, cudaStream_t) {
+    return std::max(PRODUCT_WORKSPACE, sum_columns_scratch_bytes(N, OC, 1));
+}
+#endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
 template <typename T, typename S>
 void linear_forward(T* out, const T* inp, const Weight& w, const Weight* bias, const T* residual,
                     size_t N, Blas& blas, S where) {
@@ -85,23 +127,6 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, size_t N, bo
     matmul(dinp, dout, w.as<const T>(), nothing, nothing, p, blas, where);
 }
 
-// Sums over rows; a thread owns columns, so the order of its sums is the rows'.
-template <typename T>
-void column_sums(acc_t<T>* out, const T* x, size_t N, size_t C, bool accumulate, Cpu) {
-    constexpr size_t COLUMNS = 128;
-    #pragma omp parallel for
-    for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
-        size_t count = std::min(COLUMNS, C - c0);
-        acc_t<T> sum[COLUMNS] = {};
-        for (size_t n = 0; n < N; n++) {
-            const T* row = x + n * C + c0;
-            #pragma omp simd
-            for (size_t c = 0; c < count; c++) sum[c] += to_acc(row[c]);
-        }
-        for (size_t c = 0; c < count; c++) out[c0 + c] = accumulate ? out[c0 + c] + sum[c] : sum[c];
-    }
-}
-
 template <typename T, typename S>
 void linear_backward_weight(const Weight& w, const Weight* bias, const T* dout, const T* inp,
                             size_t N, bool accumulate, Blas& blas, S where) {
@@ -111,5 +136,5 @@ void linear_backward_weight(const Weight& w, const Weight* bias, const T* dout, 
     Product p = linear_weight_product(N, w.rows, w.cols, accumulate);
     if (w.grad) matmul(static_cast<A*>(w.grad), dout, inp, no_bias, no_residual, p, blas, where);
     if (bias && bias->grad)
-        column_sums(static_cast<A*>(bias->grad), dout, N, w.rows, accumulate, where);
+        column_sums(static_cast<A*>(bias->grad), dout, blas.scratch, N, w.rows, accumulate, where);
 }

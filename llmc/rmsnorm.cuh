@@ -1,14 +1,14 @@
 // rmsnorm.cuh - RMSNorm, forward and backward - arXiv:1910.07467
-//   out = x * rstd * weight,   rstd = 1 / sqrt(mean(x * x) + eps)                            per
-//   row of C
+//   out = x * rstd * weight,   rstd = 1 / sqrt(mean(x * x) + eps)      per row of C
 //   dx  = rstd * (g - xhat * mean(g * xhat)),   g = dout * weight,  xhat = x * rstd
 //   inp, out, dinp, dout (N,C)   weight (C)   dweight (C) acc   rstd (N) acc, kept for backward
 //   Contract: out, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
-//             dweight = or += (accumulate); null: frozen.  Bitwise repeatable for any number of
-//             threads.
+//             dweight = or += (accumulate); null: frozen.
+//             Bitwise repeatable, on the CPU for any number of threads: partial sums meet in a fixed
+//             order, no atomics.
 //   Cost: memory-bound. forward reads inp, writes out; backward_input reads inp, dout, dresidual,
-//   writes dinp;
-//         backward_weight reads inp, dout.
+//         writes dinp; backward_weight reads inp, dout, and on the GPU writes and reads a scratch
+//         of rmsnorm_scratch_bytes.
 //   To copy: this file and common.h.
 #pragma once
 #include "common.h"
@@ -63,8 +63,8 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,
 }
 
 template <typename T>
-void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp,
-                             const acc_t<T>* rstd, void* /*scratch*/, // (C) = or +=
+void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp, const acc_t<T>* rstd,
+                             void* /*scratch*/, // (C) = or +=
                              size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
     if (!dweight) return;
@@ -84,3 +84,110 @@ void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp,
             dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
     }
 }
+
+inline size_t rmsnorm_scratch_bytes(size_t, size_t, Cpu) { return 0; }
+
+// ----------------------------------------------------------------------------
+// CUDA kernels
+
+#if KERNELS
+
+// WARPS warps share a row; P elements a load. The second reading of a row comes from L1.
+template <typename T, int P, int WARPS>
+__global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const T* weight, size_t N,
+                                       size_t C, float eps) {
+    RowOfBlock<WARPS> row;
+    if (row.n >= N) return; // all threads of a row leave together
+    const T* x = inp + row.n * C;
+    float square = 0;
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> p = load<P>(x + c);
+        for (int i = 0; i < P; i++) square += to_float(p.v[i]) * to_float(p.v[i]);
+    }
+    float r = 1 / sqrtf(row.sum(square) / float(C) + eps);
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> p = load<P>(x + c), w = load<P>(weight + c);
+        for (int i = 0; i < P; i++) p.v[i] = from_acc<T>(to_float(p.v[i]) * r * to_float(w.v[i]));
+        store(out + row.n * C + c, p);
+    }
+    if (row.thread == 0) rstd[row.n] = r;
+}
+
+template <typename T, int P, int WARPS>
+__global__ void rmsnorm_backward_input_kernel(T* dinp, const T* dresidual, const T* dout,
+                                              const T* inp, const T* weight, const float* rstd,
+                                              size_t N, size_t C) {
+    RowOfBlock<WARPS> row;
+    if (row.n >= N) return;
+    const T *d = dout + row.n * C, *x = inp + row.n * C;
+    float r = rstd[row.n], sum = 0;
+
+    // The row mean of g * xhat.
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c);
+        for (int i = 0; i < P; i++)
+            sum += to_float(pd.v[i]) * to_float(pw.v[i]) * (to_float(px.v[i]) * r);
+    }
+    float mean_gx = row.sum(sum) / float(C);
+
+    // The input gradient joins the residual stream.
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c), o = {};
+        if (dresidual) o = load<P>(dresidual + row.n * C + c);
+        for (int i = 0; i < P; i++) {
+            float g = to_float(pd.v[i]) * to_float(pw.v[i]), xhat = to_float(px.v[i]) * r;
+            o.v[i] = from_acc<T>(to_float(o.v[i]) + r * (g - xhat * mean_gx));
+        }
+        store(dinp + row.n * C + c, o);
+    }
+}
+
+// What row n adds to dweight.
+template <typename T> struct RmsnormWeightTerm {
+    const T *dout, *inp;
+    const float* rstd;
+    size_t C;
+    template <int P> __device__ void add(float (&sum)[1][P], size_t n, size_t c) const {
+        Pack<T, P> pd = load<P>(dout + n * C + c), px = load<P>(inp + n * C + c);
+        float r = rstd[n];
+        for (int i = 0; i < P; i++) sum[0][i] += to_float(pd.v[i]) * (to_float(px.v[i]) * r);
+    }
+};
+
+// ----------------------------------------------------------------------------
+// launchers
+
+template <typename T>
+void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t N, size_t C,
+                     float eps, cudaStream_t stream) {
+    bool vector = can_vectorize<T>(C, out, inp, weight);
+    pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
+        launch(rmsnorm_forward_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(), 0,
+               stream, out, rstd, inp, weight, N, C, eps);
+    });
+}
+
+template <typename T>
+void rmsnorm_backward_input(T* dinp, const T* dresidual, const T* dout, const T* inp,
+                            const T* weight, const float* rstd, size_t N, size_t C,
+                            cudaStream_t stream) {
+    bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
+    pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
+        launch(rmsnorm_backward_input_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(),
+               0, stream, dinp, dresidual, dout, inp, weight, rstd, N, C);
+    });
+}
+
+inline size_t rmsnorm_scratch_bytes(size_t N, size_t C, cudaStream_t) {
+    return sum_columns_scratch_bytes(N, C, 1);
+}
+
+template <typename T>
+void rmsnorm_backward_weight(float* dweight, const T* dout, const T* inp, const float* rstd,
+                             void* scratch, size_t N, size_t C, bool accumulate,
+                             cudaStream_t stream) {
+    if (!dweight) return;
+    sum_columns<T>({dweight}, RmsnormWeightTerm<T>{dout, inp, rstd, C}, scratch, N, C, accumulate,
+                   can_vectorize<T>(C, dout, inp), stream);
+}
+#endif

@@ -1,13 +1,13 @@
-// rope.cuh - rotary position embedding, with Llama-3's scaling - arXiv:2104.09864, arXiv:2407.21783
-//   Pairs (i, i + HS/2) of a head turn by the angle position * f_i, f_i = theta^(-2i/HS)   (Hugging
-//   Face's order)
-//   Llama 3.1 scales f by wavelength w = 2 pi / f against the original context P0: w < P0/high: f
-//   as it is;
-//   w > P0/low: f / factor; between: (1-s) f/factor + s f,  s = (P0/w - low) / (high - low)
-//   x, dx rows n of heads (NH,HS), row n at n * row_stride   positions (N)   table (P, HS/2, 2):
-//   cos, sin
-//   Contract: in place. backward turns the other way: the inverse, and so the gradient.  Bitwise
-//   repeatable.
+// rope.cuh - rotary position embedding, with Llama-3's scaling - arXiv:2104.09864, 2407.21783
+//   Pairs (i, i + HS/2) of a head turn by the angle position * f_i, f_i = theta^(-2i/HS): Hugging
+//   Face's order.
+//   Llama 3.1 scales f by its wavelength w = 2 pi / f against the original context P0:
+//     w < P0/high: f;   w > P0/low: f / factor;   between: (1-s) f / factor + s f,
+//     s = (P0/w - low) / (high - low)
+//   x, dx: rows n of heads (NH,HS), row n at n * row_stride   positions (N)
+//   table (P, HS/2, 2): cos, sin
+//   Contract: in place. backward turns the other way: the inverse, and so the gradient.
+//             Bitwise repeatable.
 //   Cost: memory-bound: reads and writes x.
 //   To copy: this file and common.h.
 #pragma once
@@ -68,3 +68,59 @@ void rope_backward(T* dx, const int* positions, const acc_t<T>* table, size_t N,
                    size_t HS, size_t row_stride, Cpu) {
     rope_rotate(dx, positions, table, N, NH, HS, row_stride, acc_t<T>(-1));
 }
+
+// ----------------------------------------------------------------------------
+// CUDA kernels
+
+#if KERNELS
+
+// A block a row; a thread takes P pairs of a head at a time.
+template <typename T, int P>
+__global__ void rope_kernel(T* x, const int* positions, const float* table, unsigned NH,
+                            unsigned HS, size_t row_stride, float direction) {
+    const float* turn = table + size_t(positions[blockIdx.x]) * HS;
+    T* row = x + blockIdx.x * row_stride;
+    unsigned half = HS / 2, packs = half / P; // of a head
+    for (unsigned k = threadIdx.x; k < NH * packs; k += blockDim.x) {
+        unsigned i = k % packs * P;
+        T* head = row + k / packs * HS + i;
+        Pack<T, P> a = load<P>(head), b = load<P>(head + half);
+        for (int j = 0; j < P; j++) {
+            Pack<float, 2> angle = load<2>(turn + 2 * (i + j)); // cos, sin
+            float u = to_float(a.v[j]), v = to_float(b.v[j]), c = angle.v[0],
+                  s = direction * angle.v[1];
+            a.v[j] = from_acc<T>(u * c - v * s);
+            b.v[j] = from_acc<T>(v * c + u * s);
+        }
+        store(head, a), store(head + half, b);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// launchers
+
+template <typename T>
+void rope_rotate(T* x, const int* positions, const float* table, size_t N, size_t NH, size_t HS,
+                 size_t row_stride, float direction, cudaStream_t stream) {
+    if (N == 0) return;
+    auto rotate = [&](auto P) {
+        size_t work = NH * (HS / 2 / P), threads = work < 256 ? round_up(work, 32) : 256;
+        launch(rope_kernel<T, P>, unsigned(N), unsigned(threads), 0, stream, x, positions, table,
+               unsigned(NH), unsigned(HS), row_stride, direction);
+    };
+    bool vector = can_vectorize<T>(HS / 2, x) && row_stride % VECTOR<T> == 0;
+    vector ? rotate(Int<VECTOR<T>>()) : rotate(Int<1>());
+}
+
+template <typename T>
+void rope_forward(T* x, const int* positions, const float* table, size_t N, size_t NH, size_t HS,
+                  size_t row_stride, cudaStream_t stream) {
+    rope_rotate(x, positions, table, N, NH, HS, row_stride, 1.0f, stream);
+}
+
+template <typename T>
+void rope_backward(T* dx, const int* positions, const float* table, size_t N, size_t NH, size_t HS,
+                   size_t row_stride, cudaStream_t stream) {
+    rope_rotate(dx, positions, table, N, NH, HS, row_stride, -1.0f, stream);
+}
+#endif

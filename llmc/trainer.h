@@ -87,15 +87,17 @@ template <typename T> size_t head_bytes(const Shape& s, size_t N) {
     return bytes;
 }
 
-// What the products and attention of a layer need beside their operands.
+// What the products, norms and attention of a layer need beside their operands.
 template <typename T, typename S>
 size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
     const Shape& s = model.shape;
-    size_t N = p.B * p.T, most = 0;
+    size_t N = p.B * p.T;
+    size_t most = std::max(layernorm_scratch_bytes(N, s.C, where),
+                           rmsnorm_scratch_bytes(N, s.C, where));
     if (layer == model.head()) {
         size_t rows = p.mode == Mode::GENERATE ? 1 : N,
                chunk = head_chunk_rows(s, rows, sizeof(T));
-        most = linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where);
+        most = std::max(most, linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where));
         if (rows % chunk)
             most = std::max(most, linear_scratch_bytes<T>(rows % chunk, s.Vp(), s.C, where));
         return most;
