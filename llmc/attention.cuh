@@ -1,19 +1,18 @@
-// attention.cuh - causal attention with online softmax, in O(T) memory, forward and backward -
-// arXiv:2205.14135
-//   s_ij = q_i.k_j / sqrt(HS) - slope_h (pos_i - pos_j);  p = softmax over the keys that i sees;
-//   out_i = sum_j p_ij v_j
-//   i sees j when doc_start_i <= pos_j <= pos_i: positions and documents come from the batch,
-//   never from an index.
-//   q (B,Tq,NH,HS) rows q_stride apart   k, v (B,Tk,NKV,HS) rows kv_stride apart   out, dout
-//   (B,Tq,NH,HS)
+// attention.cuh - causal attention with online softmax, in O(T) memory - arXiv:2205.14135
+//   s_ij = q_i.k_j / sqrt(HS) - slope_h (pos_i - pos_j)
+//   p = softmax over the keys that i sees,   out_i = sum_j p_ij v_j
+//   i sees j when doc_start_i <= pos_j <= pos_i and, with a sliding window, pos_i - pos_j < window:
+//   positions and documents come from the batch, never from an index.
+//   q (B,Tq,NH,HS) rows q_stride apart   k, v (B,Tk,NKV,HS) rows kv_stride apart
+//   out, dout (B,Tq,NH,HS)
 //   lse (B,NH,Tq) acc: log of the sum of exp, kept for backward, and to merge partial results over
 //   blocks of keys.
 //   MHA, MQA, GQA: head h reads key head h / (NH/NKV). ALiBi (arXiv:2108.12409): slopes (NH), or
 //   null.
-//   Backward: D_i = dout_i.out_i;  dP = dout V^T;  dS = P (dP - D) / sqrt(HS);
-//   dV = P^T dout, dK = dS^T Q, dQ = dS K
+//   Backward: D_i = dout_i.out_i;  dP = dout V^T;  dS = P (dP - D) / sqrt(HS)
+//             dV = P^T dout,   dK = dS^T Q,   dQ = dS K
 //   Contract: out, lse, dq, dk, dv =.  A row that sees nothing: out 0, lse -inf, gradients 0.
-//             Bitwise repeatable for any number of threads: a task owns what it writes.
+//             Bitwise repeatable, on the CPU for any number of threads: a task owns what it writes.
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen, in blocks of ATTENTION_Q x
 //         ATTENTION_K; blocks that no query sees are skipped.
 //         Memory beside the operands, a thread: tiles, k and v of a head, float dk and dv of a
@@ -21,12 +20,14 @@
 //   To copy: this file, matmul.cuh and common.h.
 #pragma once
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include "matmul.cuh"
 
 struct AttentionDims {
     size_t B, Tq, Tk, NH, NKV, HS;
     size_t q_stride, kv_stride; // elements between rows of q, of k and v
+    int window = INT_MAX;       // how many keys a query sees, itself included
 };
 
 // Head h of n (n a power of two) slopes by 2^(-8 (h+1) / n); other counts take every second slope
@@ -42,8 +43,7 @@ inline void alibi_slopes(float* slopes, size_t NH) {
 }
 
 // ----------------------------------------------------------------------------
-// CPU: tiles. All of them are dense, heads are copied so: oneDNN 2.6 takes a strided operand only
-// by
+// CPU: tiles. All of them are dense, heads are copied so: oneDNN 2.6 takes a strided operand only by
 // another, slower implementation, which allocates 70 to 230 KB at each call.
 
 constexpr size_t ATTENTION_Q = 128, ATTENTION_K = 128; // rows of queries and of keys in a block
@@ -57,7 +57,7 @@ template <typename T> struct HeadRows { // the rows of one head
 
 // A thread's share of the scratch.
 template <typename T> struct AttentionTile {
-    acc_t<T> *scores, *dscores;      // (Q,K)
+    acc_t<T>*scores, *dscores;      // (Q,K)
     T *p, *ds;                      // (Q,K) as operands
     T *q, *dout, *k, *v;            // (Q,HS) (Q,HS) (Tk,HS) (Tk,HS): dense copies of a head
     acc_t<T>* sum;                  // (Q,HS)
@@ -194,17 +194,18 @@ struct Sight {
     const int *q_positions, *doc_start; // (rows)
     const int* k_positions;             // (keys)
     size_t rows, keys;
+    int window;
     bool nothing, everything;
 };
 
 inline Sight look(const int* q_positions, const int* doc_start, const int* k_positions, size_t rows,
-                  size_t keys) {
+                  size_t keys, int window) {
     auto [q_low, q_high] = std::minmax_element(q_positions, q_positions + rows);
     auto [d_low, d_high] = std::minmax_element(doc_start, doc_start + rows);
     auto [k_low, k_high] = std::minmax_element(k_positions, k_positions + keys);
-    bool nothing = *k_low > *q_high || *k_high < *d_low,
-         everything = *k_high <= *q_low && *k_low >= *d_high;
-    return {q_positions, doc_start, k_positions, rows, keys, nothing, everything};
+    bool nothing = *k_low > *q_high || *k_high < *d_low || *q_low - *k_high >= window,
+         everything = *k_high <= *q_low && *k_low >= *d_high && *q_high - *k_low < window;
+    return {q_positions, doc_start, k_positions, rows, keys, window, nothing, everything};
 }
 
 // Scores of a block in place: scaled, slanted, and -inf where a key is not seen.
@@ -214,8 +215,9 @@ template <typename A> void mask_scores(A* scores, const Sight& s, A scale, A slo
         int position = s.q_positions[i], start = s.doc_start[i];
         #pragma omp simd
         for (size_t j = 0; j < s.keys; j++) {
-            A x = row[j] * scale - slope * A(position - s.k_positions[j]);
-            bool seen = s.k_positions[j] <= position && s.k_positions[j] >= start;
+            int distance = position - s.k_positions[j];
+            A x = row[j] * scale - slope * A(distance);
+            bool seen = distance >= 0 && distance < s.window && s.k_positions[j] >= start;
             row[j] = seen ? x : A(-INFINITY);
         }
     }
@@ -269,8 +271,8 @@ void attention_forward_block(HeadRows<T> q, HeadRows<T> k, HeadRows<T> v, const 
     std::fill_n(t.row_sum, rows, A(0));
     std::fill_n(t.sum, rows * d.HS, A(0));
     for (size_t j = 0; j < d.Tk; j += ATTENTION_K) {
-        Sight s =
-            look(q_positions, doc_start, k_positions + j, rows, std::min(ATTENTION_K, d.Tk - j));
+        Sight s = look(q_positions, doc_start, k_positions + j, rows,
+                       std::min(ATTENTION_K, d.Tk - j), d.window);
         if (s.nothing) continue;
         Product scores = scores_product(rows, s.keys, d.HS, q.stride, k.stride);
         tile_matmul(t.scores, q.data, k.row(j), scores, t, blas, where);
@@ -377,8 +379,8 @@ void attention_backward_block(HeadRows<T> dout, const acc_t<T>* lse, HeadRows<T>
     };
     std::fill_n(t.sum, rows * d.HS, A(0));
     for (size_t j = 0; j < d.Tk; j += ATTENTION_K) {
-        Sight s =
-            look(q_positions, doc_start, k_positions + j, rows, std::min(ATTENTION_K, d.Tk - j));
+        Sight s = look(q_positions, doc_start, k_positions + j, rows,
+                       std::min(ATTENTION_K, d.Tk - j), d.window);
         if (s.nothing) continue;
         product(t.scores, q.data, k.row(j), scores_product(rows, s.keys, d.HS, q.stride, k.stride));
         product(t.dscores, dout.data, v.row(j),
@@ -434,3 +436,278 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
             }
     }
 }
+
+// ----------------------------------------------------------------------------
+// CUDA kernels for any type and head size: float arithmetic. A warp owns PLAIN_ROWS rows, a block's
+// warps share tiles of 32 columns, a lane a column of the scores; the lanes then share a row's
+// channels.
+
+#if KERNELS
+
+constexpr int PLAIN_WARPS = 4, PLAIN_ROWS = 4, PLAIN_BLOCK = PLAIN_WARPS * PLAIN_ROWS;
+
+// What the kernels read; positions and doc_start as the batch has them.
+template <typename T> struct PlainOperands {
+    const T *q, *k, *v, *dout;
+    const int *q_positions, *k_positions, *doc_start;
+    const float* slopes;
+    AttentionDims d;
+    float scale; // 1 / sqrt(HS)
+    __device__ const T* query(size_t b, size_t h, size_t i) const {
+        return q + (b * d.Tq + i) * d.q_stride + h * d.HS;
+    }
+    __device__ const T* gradient(size_t b, size_t h, size_t i) const {
+        return dout + ((b * d.Tq + i) * d.NH + h) * d.HS;
+    }
+    __device__ size_t key(size_t b, size_t kh, size_t j) const { // in k and in v
+        return (b * d.Tk + j) * d.kv_stride + kh * d.HS;
+    }
+    // whether query i sees key j; how far away it is
+    __device__ bool sees(size_t b, size_t i, size_t j, int& distance) const {
+        if (i >= d.Tq || j >= d.Tk) return false;
+        int at = k_positions[b * d.Tk + j];
+        distance = q_positions[b * d.Tq + i] - at;
+        return distance >= 0 && distance < d.window && at >= doc_start[b * d.Tq + i];
+    }
+    __device__ float slope(size_t h) const { return slopes ? slopes[h] : 0; }
+};
+
+// `rows` rows of HS channels to shared memory, `stride` floats apart; row(i): null is zeros
+template <typename F> __device__ void load_tile(float* tile, int rows, int HS, int stride, F row) {
+    for (int k = threadIdx.x; k < rows * HS; k += PLAIN_WARPS * 32) {
+        const auto* from = row(k / HS);
+        tile[k / HS * stride + k % HS] = from ? to_float(from[k % HS]) : 0;
+    }
+}
+
+__device__ inline float dot(const float* a, const float* b, int n) {
+    float sum = 0;
+    for (int e = 0; e < n; e++) sum += a[e] * b[e];
+    return sum;
+}
+
+// sum[k] += x_j * tile[j][lane + 32 k] over the tile's 32 rows j, whose x_j is with lane j
+template <int D>
+__device__ void add_columns(float (&sum)[D], float x, const float* tile, int HS, int stride) {
+    int lane = threadIdx.x % 32;
+    for (int j = 0; j < 32; j++) {
+        float xj = __shfl_sync(ALL_LANES, x, j);
+        for (int k = 0; k < D; k++)
+            if (lane + 32 * k < HS) sum[k] += xj * tile[j * stride + lane + 32 * k];
+    }
+}
+
+template <typename T, int D>
+__device__ void store_channels(T* to, const float (&x)[D], float factor, int HS) {
+    for (int k = 0, e = threadIdx.x % 32; k < D; k++, e += 32)
+        if (e < HS) to[e] = from_acc<T>(x[k] * factor);
+}
+
+// D = HS / 32, rounded up
+template <typename T, int D>
+__global__ void attention_forward_kernel(T* out, float* lse, const PlainOperands<T> x) {
+    const AttentionDims& d = x.d;
+    int HS = int(d.HS), stride = HS + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    size_t i0 = size_t(blockIdx.x) * PLAIN_BLOCK, h = blockIdx.y, b = blockIdx.z,
+           kh = h / (d.NH / d.NKV);
+    float* q = reinterpret_cast<float*>(dynamic_shared()); // (PLAIN_BLOCK, HS)
+    float *k = q + PLAIN_BLOCK * HS, *v = k + 32 * stride; // (32, stride)
+    load_tile(q, PLAIN_BLOCK, HS, HS,
+              [&](int r) { return i0 + r < d.Tq ? x.query(b, h, i0 + r) : nullptr; });
+
+    float sum[PLAIN_ROWS][D] = {}, row_max[PLAIN_ROWS], row_sum[PLAIN_ROWS] = {};
+    for (float& m : row_max) m = -INFINITY;
+    for (size_t j0 = 0; j0 < d.Tk; j0 += 32) {
+        __syncthreads(); // the tiles before are read
+        load_tile(k, 32, HS, stride,
+                  [&](int j) { return j0 + j < d.Tk ? x.k + x.key(b, kh, j0 + j) : nullptr; });
+        load_tile(v, 32, HS, stride,
+                  [&](int j) { return j0 + j < d.Tk ? x.v + x.key(b, kh, j0 + j) : nullptr; });
+        __syncthreads(); // these are there
+        for (int r = 0; r < PLAIN_ROWS; r++) {
+            int row = warp * PLAIN_ROWS + r, distance = 0;
+            bool seen = x.sees(b, i0 + row, j0 + lane, distance);
+            if (!__any_sync(ALL_LANES, seen)) continue;
+            float s = -INFINITY;
+            if (seen)
+                s = dot(q + row * HS, k + lane * stride, HS) * x.scale - x.slope(h) * distance;
+            float most = warp_max(s);
+            most = row_max[r] > most ? row_max[r] : most;
+            float p = seen ? expf(s - most) : 0, rescale = expf(row_max[r] - most);
+            row_max[r] = most;
+            row_sum[r] = row_sum[r] * rescale + warp_sum(p);
+            for (int e = 0; e < D; e++) sum[r][e] *= rescale;
+            add_columns(sum[r], p, v, HS, stride);
+        }
+    }
+    for (int r = 0; r < PLAIN_ROWS; r++) {
+        size_t i = i0 + warp * PLAIN_ROWS + r;
+        if (i >= d.Tq) break;
+        bool seen = row_sum[r] != 0; // NaN has been seen
+        float inverse = seen ? 1 / row_sum[r] : 0;
+        store_channels(out + ((b * d.Tq + i) * d.NH + h) * d.HS, sum[r], inverse, HS);
+        if (lane == 0)
+            lse[(b * d.NH + h) * d.Tq + i] = seen ? row_max[r] + logf(row_sum[r]) : -INFINITY;
+    }
+}
+
+// D_i = dout_i.out_i, a warp a row: (B,Tq,NH) rows, D (B,NH,Tq)
+template <typename T>
+__global__ void attention_row_sums_kernel(float* D, const T* dout, const T* out, AttentionDims d) {
+    size_t row = size_t(blockIdx.x) * PLAIN_WARPS + threadIdx.x / 32;
+    if (row >= d.B * d.Tq * d.NH) return; // whole warps
+    float sum = 0;
+    for (size_t e = threadIdx.x % 32; e < d.HS; e += 32)
+        sum += to_float(dout[row * d.HS + e]) * to_float(out[row * d.HS + e]);
+    sum = warp_sum(sum);
+    size_t h = row % d.NH, i = row / d.NH % d.Tq, b = row / d.NH / d.Tq;
+    if (threadIdx.x % 32 == 0) D[(b * d.NH + h) * d.Tq + i] = sum;
+}
+
+// One score's p = exp(s - lse) and ds = p (dp - D), or zeros
+struct PlainScore {
+    float p, ds;
+};
+template <typename T>
+__device__ PlainScore plain_score(const PlainOperands<T>& x, const float* lse, const float* D,
+                                  size_t b, size_t h, size_t i, size_t j, const float* q,
+                                  const float* k, const float* dout, const float* v) {
+    int distance = 0, HS = int(x.d.HS);
+    if (!x.sees(b, i, j, distance)) return {0, 0};
+    size_t at = (b * x.d.NH + h) * x.d.Tq + i;
+    float p = expf(dot(q, k, HS) * x.scale - x.slope(h) * distance - lse[at]);
+    return {p, p * (dot(dout, v, HS) - D[at])};
+}
+
+// rows are queries, columns keys
+template <typename T, int D>
+__global__ void attention_backward_q_kernel(T* dq, const PlainOperands<T> x, const float* lse,
+                                            const float* row_sums) {
+    const AttentionDims& d = x.d;
+    int HS = int(d.HS), stride = HS + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    size_t i0 = size_t(blockIdx.x) * PLAIN_BLOCK, h = blockIdx.y, b = blockIdx.z,
+           kh = h / (d.NH / d.NKV);
+    float* q = reinterpret_cast<float*>(dynamic_shared());
+    float *dout = q + PLAIN_BLOCK * HS, *k = dout + PLAIN_BLOCK * HS, *v = k + 32 * stride;
+    load_tile(q, PLAIN_BLOCK, HS, HS,
+              [&](int r) { return i0 + r < d.Tq ? x.query(b, h, i0 + r) : nullptr; });
+    load_tile(dout, PLAIN_BLOCK, HS, HS,
+              [&](int r) { return i0 + r < d.Tq ? x.gradient(b, h, i0 + r) : nullptr; });
+
+    float sum[PLAIN_ROWS][D] = {};
+    for (size_t j0 = 0; j0 < d.Tk; j0 += 32) {
+        __syncthreads(); // the tiles before are read
+        load_tile(k, 32, HS, stride,
+                  [&](int j) { return j0 + j < d.Tk ? x.k + x.key(b, kh, j0 + j) : nullptr; });
+        load_tile(v, 32, HS, stride,
+                  [&](int j) { return j0 + j < d.Tk ? x.v + x.key(b, kh, j0 + j) : nullptr; });
+        __syncthreads(); // these are there
+        for (int r = 0; r < PLAIN_ROWS; r++) {
+            int row = warp * PLAIN_ROWS + r;
+            PlainScore s = plain_score(x, lse, row_sums, b, h, i0 + row, j0 + lane, q + row * HS,
+                                       k + lane * stride, dout + row * HS, v + lane * stride);
+            add_columns(sum[r], s.ds, k, HS, stride);
+        }
+    }
+    for (int r = 0; r < PLAIN_ROWS; r++) {
+        size_t i = i0 + warp * PLAIN_ROWS + r;
+        if (i >= d.Tq) break;
+        store_channels(dq + (b * d.Tq + i) * d.q_stride + h * d.HS, sum[r], x.scale, HS);
+    }
+}
+
+// rows are keys, columns the queries of all heads that read them
+template <typename T, int D>
+__global__ void attention_backward_kv_kernel(T* dk, T* dv, const PlainOperands<T> x,
+                                             const float* lse, const float* row_sums) {
+    const AttentionDims& d = x.d;
+    int HS = int(d.HS), stride = HS + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    size_t j0 = size_t(blockIdx.x) * PLAIN_BLOCK, kh = blockIdx.y, b = blockIdx.z,
+           group = d.NH / d.NKV;
+    float* k = reinterpret_cast<float*>(dynamic_shared());
+    float *v = k + PLAIN_BLOCK * HS, *q = v + PLAIN_BLOCK * HS, *dout = q + 32 * stride;
+    load_tile(k, PLAIN_BLOCK, HS, HS,
+              [&](int r) { return j0 + r < d.Tk ? x.k + x.key(b, kh, j0 + r) : nullptr; });
+    load_tile(v, PLAIN_BLOCK, HS, HS,
+              [&](int r) { return j0 + r < d.Tk ? x.v + x.key(b, kh, j0 + r) : nullptr; });
+
+    float sum_k[PLAIN_ROWS][D] = {}, sum_v[PLAIN_ROWS][D] = {};
+    for (size_t h = kh * group; h < (kh + 1) * group; h++)
+        for (size_t i0 = 0; i0 < d.Tq; i0 += 32) {
+            __syncthreads(); // the tiles before are read
+            load_tile(q, 32, HS, stride,
+                      [&](int i) { return i0 + i < d.Tq ? x.query(b, h, i0 + i) : nullptr; });
+            load_tile(dout, 32, HS, stride,
+                      [&](int i) { return i0 + i < d.Tq ? x.gradient(b, h, i0 + i) : nullptr; });
+            __syncthreads(); // these are there
+            for (int r = 0; r < PLAIN_ROWS; r++) {
+                int row = warp * PLAIN_ROWS + r;
+                PlainScore s =
+                    plain_score(x, lse, row_sums, b, h, i0 + lane, j0 + row, q + lane * stride,
+                                k + row * HS, dout + lane * stride, v + row * HS);
+                add_columns(sum_v[r], s.p, dout, HS, stride);
+                add_columns(sum_k[r], s.ds, q, HS, stride);
+            }
+        }
+    for (int r = 0; r < PLAIN_ROWS; r++) {
+        size_t j = j0 + warp * PLAIN_ROWS + r;
+        if (j >= d.Tk) break;
+        store_channels(dk + x.key(b, kh, j), sum_k[r], x.scale, HS);
+        store_channels(dv + x.key(b, kh, j), sum_v[r], 1, HS);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// launchers
+
+// f(HS / 32, rounded up): the head sizes that have a kernel
+template <typename F> void pick_plain_kernel(size_t HS, F f) {
+    CHECK(HS <= 256, "attention on a GPU has heads of at most 256 channels, not %zu", HS);
+    HS <= 64 ? f(Int<2>()) : HS <= 128 ? f(Int<4>()) : f(Int<8>());
+}
+
+inline size_t plain_shared_bytes(size_t HS, int row_tiles) {
+    return (row_tiles * PLAIN_BLOCK * HS + 2 * 32 * (HS + 1)) * sizeof(float);
+}
+
+template <typename T>
+void attention_forward(T* out, float* lse, const T* q, const T* k, const T* v,
+                       const int* q_positions, const int* k_positions, const int* doc_start,
+                       const float* slopes, const AttentionDims& d, Blas&, cudaStream_t stream) {
+    PlainOperands<T> x = {q,           k,         v,      nullptr, q_positions,
+                          k_positions, doc_start, slopes, d,       1 / std::sqrt(float(d.HS))};
+    dim3 grid(unsigned(ceil_div(d.Tq, size_t(PLAIN_BLOCK))), unsigned(d.NH), unsigned(d.B));
+    pick_plain_kernel(d.HS, [&](auto D) {
+        launch(attention_forward_kernel<T, D>, grid, PLAIN_WARPS * 32, plain_shared_bytes(d.HS, 1),
+               stream, out, lse, x);
+    });
+}
+
+template <typename T> size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
+    return d.B * d.NH * d.Tq * sizeof(float); // D
+}
+
+template <typename T>
+void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const float* lse,
+                        const T* q, const T* k, const T* v, const int* q_positions,
+                        const int* k_positions, const int* doc_start, const float* slopes,
+                        const AttentionDims& d, Blas& blas, cudaStream_t stream) {
+    PlainOperands<T> x = {q,           k,         v,      dout, q_positions,
+                          k_positions, doc_start, slopes, d,    1 / std::sqrt(float(d.HS))};
+    float* row_sums = static_cast<float*>(blas.scratch);
+    size_t need = attention_scratch_bytes<T>(d, 1, stream), rows = d.B * d.Tq * d.NH;
+    CHECK(need <= blas.scratch_bytes, "attention needs %zu bytes of scratch, the plan gave %zu",
+          need, blas.scratch_bytes);
+    launch(attention_row_sums_kernel<T>, unsigned(ceil_div(rows, size_t(PLAIN_WARPS))),
+           PLAIN_WARPS * 32, 0, stream, row_sums, dout, out, d);
+    dim3 q_grid(unsigned(ceil_div(d.Tq, size_t(PLAIN_BLOCK))), unsigned(d.NH), unsigned(d.B)),
+        k_grid(unsigned(ceil_div(d.Tk, size_t(PLAIN_BLOCK))), unsigned(d.NKV), unsigned(d.B));
+    size_t shared = plain_shared_bytes(d.HS, 2);
+    pick_plain_kernel(d.HS, [&](auto D) {
+        launch(attention_backward_q_kernel<T, D>, q_grid, PLAIN_WARPS * 32, shared, stream, dq, x,
+               lse, row_sums);
+        launch(attention_backward_kv_kernel<T, D>, k_grid, PLAIN_WARPS * 32, shared, stream, dk, dv,
+               x, lse, row_sums);
+    });
+}
+#endif

@@ -483,11 +483,12 @@ __global__ void sum_columns_kernel(float* partial, Term term, size_t N, size_t C
     }
 }
 
-static __global__ void add_parts_kernel(float* out, const float* partial, size_t parts,
-                                        size_t stride, size_t C, bool accumulate) {
+template <typename A>
+__global__ void add_parts_kernel(A* out, const A* partial, size_t parts, size_t stride, size_t C,
+                                 bool accumulate) {
     size_t c = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (c >= C) return;
-    float sum = 0;
+    A sum = 0;
     for (size_t part = 0; part < parts; part++) sum += partial[part * stride + c];
     out[c] = accumulate ? out[c] + sum : sum;
 }
@@ -510,7 +511,7 @@ void sum_columns(float* const (&out)[K], Term term, void* scratch, size_t N, siz
     vector ? sum(Int<VECTOR<T>>()) : sum(Int<1>());
     for (int k = 0; k < K; k++)
         if (out[k])
-            launch(add_parts_kernel, unsigned(ceil_div(C, size_t(256))), 256, 0, stream, out[k],
-                   partial + k * C, parts, K * C, C, accumulate);
+            launch(add_parts_kernel<float>, unsigned(ceil_div(C, size_t(256))), 256, 0, stream,
+                   out[k], partial + k * C, parts, K * C, C, accumulate);
 }
 #endif

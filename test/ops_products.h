@@ -284,7 +284,9 @@ inline std::vector<double> attention_naive(const AttentionInputs& x, std::vector
                 int position = x.q_positions[b * d.Tq + i];
                 for (size_t j = 0; j < d.Tk; j++) {
                     int key = x.k_positions[b * d.Tk + j];
-                    if (key > position || key < x.doc_start[b * d.Tq + i]) continue;
+                    if (key > position || key < x.doc_start[b * d.Tq + i] ||
+                        position - key >= d.window)
+                        continue;
                     s[j] = 0;
                     for (size_t e = 0; e < d.HS; e++)
                         s[j] += x.q[(b * d.Tq + i) * d.q_stride + h * d.HS + e] *
@@ -407,8 +409,12 @@ inline void attention_test(Check& c) {
                                                   NKV * group, NKV, odd(c, 1, 40), kind, alibi));
         }
     for (int kind = 0; kind < 4; kind++)
-        attention_compare(c, attention_inputs(c, 1, odd(c, 129, 300), 520, 2, 1, 16, kind,
-                                              false)); // several blocks
+        for (int window : {INT_MAX, 150, 7}) { // several blocks; a window skips blocks on the left
+            AttentionInputs x =
+                attention_inputs(c, 1, odd(c, 129, 300), 520, 2, 1, 16, kind, false);
+            x.d.window = window;
+            attention_compare(c, x);
+        }
     attention_compare(c, attention_inputs(c, 1, 1, 1, 1, 1, 64, 0, false));
     attention_compare(c, attention_inputs(c, 1, 1, 300, 4, 2, 64, 2, false)); // decoding
     AttentionInputs blocks = attention_inputs(c, 2, 150, 300, 4, 2, 24, 2, true);
@@ -431,6 +437,7 @@ inline void attention_grad(Check& c) {
     for (int kind = 0; kind < 4; kind++)
         for (bool alibi : {false, true}) {
             AttentionInputs x = attention_inputs(c, 2, 5, 8, 4, kind % 2 ? 2 : 1, 3, kind, alibi);
+            if (!alibi) x.d.window = 3;
             AttentionRun<double> run(x);
             auto loss = [&] { return dot(AttentionRun<double>(x).out, x.dout); };
             // the gaps between rows have no gradient: look at the heads
