@@ -123,8 +123,8 @@ __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows,
         if (mine && before == 0) next[digit] = at + __popc(peers);
         __syncwarp(); // and written
     }
-    if (SCATTER) return;
-    for (unsigned d = lane; d < DIGITS; d += 32) counts[d * gridDim.x + blockIdx.x] = next[d];
+    for (unsigned d = lane; !SCATTER && d < DIGITS; d += 32)
+        counts[d * gridDim.x + blockIdx.x] = next[d];
 }
 
 // counts[i] = the sum of all before it; one block

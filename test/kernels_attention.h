@@ -1,8 +1,7 @@
 // kernels_attention.h - rows of the kernel table: attention
 #pragma once
-#include "../llmc/attention.cuh"
+#include "attention_inputs.h"
 #include "kernel_table.h"
-#include "ops_products.h"
 
 struct AttentionCase {
     size_t B, Tq, Tk, NH, NKV, HS;
