@@ -1,4 +1,4 @@
-# train_gpt - make run | test | check | bench | gpu | clean | setup;  build/train_gpt, build/test_*
+# train_gpt - make run | test | check | bench | gpu | copycheck | mutate | clean | setup;  build/train_gpt, build/test_*
 #   Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs
 #   no CUDA toolkit. Without the word: cuda where a GPU answers.
 CXX ?= g++
@@ -40,7 +40,7 @@ HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h)
 TESTS = test_plan test_config test_data test_onnx test_files test_faults test_model test_memory test_run \
     test_device
 KERNEL_TESTS = test_kernels test_attention_kernels
-.PHONY: run test check bench gpu mutate clean setup found all tests-built
+.PHONY: run test check bench gpu copycheck mutate clean setup found all tests-built
 
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
 
@@ -67,6 +67,10 @@ bench:
 	@$(MAKE) --no-print-directory found $(BUILD)/test_ops $(BUILD)/bench_step
 	$(BUILD)/test_ops perf
 	$(BUILD)/bench_step
+
+# operator files alone, as other projects copy them
+copycheck:
+	test/copycheck.sh
 
 mutate:
 	@scripts/setup.sh test

@@ -233,7 +233,7 @@ TEST_F(Run, RefusesFlagsAndShapes) {
     refuses("--seq 5000", "beyond the model's 1024 positions");
     refuses("--batch-tokens 1000", "try 2048");
     refuses("--tp 2", "--tp 2: not built yet");
-    refuses("--device cuda", "no CUDA");
+    refuses("--device cuda", "built without kernels: make DEVICE=cuda");
     refuses("--tokenizer gpt2", "--tokenizer byte");
     refuses("--model gpt2 --steps 0 --prompt hello", "give the model's tokenizer");
 }
