@@ -11,6 +11,7 @@
 //         of rmsnorm_scratch_bytes.
 //   To copy: this file and common.h.
 #pragma once
+#include <type_traits>
 #include "common.h"
 
 // ----------------------------------------------------------------------------
@@ -68,18 +69,24 @@ void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp, con
                              size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
     if (!dweight) return;
-    constexpr size_t COLUMNS =
-        64; // a thread owns so many columns: the order of its sums is the rows'
+    // a thread owns so many columns: the order of its sums is the rows', and AVX-512 holds them all
+    constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
         size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
         A dw[COLUMNS] = {};
-        for (size_t n = 0; n < N; n++) {
-            const T *d = dout + n * C + c0, *x = inp + n * C + c0;
-            A r = rstd[n];
-            #pragma omp simd
-            for (size_t c = 0; c < count; c++) dw[c] += to_acc(d[c]) * (to_acc(x[c]) * r);
-        }
+        auto add_rows = [&](auto columns) { // whole blocks have a constant width: sums in registers
+            for (size_t n = 0; n < N; n++) {
+                const T *d = dout + n * C + c0, *x = inp + n * C + c0;
+                A r = rstd[n];
+                #pragma omp simd
+                for (size_t c = 0; c < columns; c++) dw[c] += to_acc(d[c]) * (to_acc(x[c]) * r);
+            }
+        };
+        if (count == COLUMNS)
+            add_rows(std::integral_constant<size_t, COLUMNS>());
+        else
+            add_rows(count);
         for (size_t c = 0; c < count; c++)
             dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
     }
