@@ -267,20 +267,26 @@ inline void rope_test(Check& c) {
         close(c, "angle", Doubles{table[(5 * (HS / 2) + i) * 2 + 1]},
               Doubles{std::sin(5 * std::pow(500.0, -2.0 * double(i) / double(HS)))}, 1e-12);
     }
-    // Llama 3.1: factor 8, low 1, high 4, original 8192, theta 500000, HS 128. Wavelengths below
-    // 2048 stay, above 8192
-    // are stretched by 8.
+    // position 1, HS 4, theta 10000: channels (0, 2) turn by 1 radian and (1, 3) by 0.01, from the
+    // first towards the second
+    const double cos1 = 0.5403023058681398, sin1 = 0.8414709848078965, cos01 = 0.9999500004166653,
+                 sin01 = 0.009999833334166664;
+    Doubles turn(2 * 4), units = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
+    rope_table(turn.data(), 2, 4, 10000, {});
+    std::vector<int> ones(4, 1);
+    rope_forward(units.data(), ones.data(), turn.data(), 4, 1, 4, 4, CPU);
+    close(c, "unit vectors", units,
+          Doubles{cos1, 0, sin1, 0, 0, cos01, 0, sin01, -sin1, 0, cos1, 0, 0, -sin01, 0, cos01},
+          1e-15);
+    // Llama 3.1: factor 8, low 1, high 4, original 8192, theta 500000, HS 128. A wavelength of 379
+    // stays, those of 2948 and 5454 are on the slope between, one of 63866 is stretched by 8.
     RopeScaling s = {8, 1, 4, 8192};
-    for (size_t i = 0; i < 64; i++) {
-        double f = std::pow(500000.0, -double(i) / 64), w = 2 * M_PI / f,
-               got = rope_frequency(i, 128, 500000, s);
-        if (w < 2048)
-            expect(c, got == f, "a short wavelength was scaled");
-        else if (w > 8192)
-            expect(c, std::fabs(got * 8 / f - 1) < 1e-12, "a long wavelength was not divided by 8");
-        else
-            expect(c, got < f && got > f / 8, "a middle wavelength is not between");
-    }
+    const int channels[] = {20, 30, 33, 45};
+    const double frequencies[] = {0.016560440080994446, 0.0013718935677611381,
+                                  0.00031269375038406517, 1.2297638677963614e-05};
+    for (int k = 0; k < 4; k++)
+        close(c, "Llama 3.1's frequency", Doubles{rope_frequency(channels[k], 128, 500000, s)},
+              Doubles{frequencies[k]}, 1e-14);
 }
 
 inline void rope_grad(Check& c) {
@@ -456,6 +462,18 @@ inline void crossentropy_test(Check& c) {
         crossentropy_loss(losses.data(), m.data(), sum.data(), target.data(), targets.data(), N,
                           CPU);
         close(c, "losses of two shards", losses, d.losses, 1e-12);
+        crossentropy_backward(left.data(), targets.data(), m.data(), sum.data(), 0.1, N, H, H, 0,
+                              CPU);
+        crossentropy_backward(right.data(), targets.data(), m.data(), sum.data(), 0.1, N, V - H,
+                              V - H, H, CPU);
+        Doubles whole;
+        for (size_t n = 0; n < N; n++) {
+            whole.insert(whole.end(), left.begin() + long(n * H), left.begin() + long(n * H + H));
+            whole.insert(whole.end(), right.begin() + long(n * (V - H)),
+                         right.begin() + long((n + 1) * (V - H)));
+            whole.resize((n + 1) * Vp); // the padding's gradient is 0
+        }
+        close(c, "dlogits of two shards", whole, d.dlogits, 1e-12);
     }
     CrossentropyRun<double> uniform(Doubles(10, 3.0), {4}, 10, 10, 1); // equal logits: log V
     close(c, "uniform", uniform.losses, Doubles{std::log(10.0)}, 1e-14);
