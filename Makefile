@@ -5,7 +5,7 @@ CXX ?= g++
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 DEVICE ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 BUILD ?= build
-WARN = -Wall -Wextra
+WARN = -Wall -Wextra -Wno-unknown-pragmas
 OPT ?= -O3 -march=native
 # -fno-math-errno lets sqrt be one instruction; -ffast-math is never used: it changes results
 CXXFLAGS = -std=c++20 $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
@@ -22,7 +22,7 @@ endif
 # GPUs: Ampere and what follows it, Hopper with its own instructions. `make GPUS=90a` for one alone.
 # Without oneDNN, whose header nvcc 13.0 aborts on: with --device cpu such a build uses plain loops.
 GPUS ?= 80 90a
-NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-fno-math-errno,$(OPENMP) \
+NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas,-fno-math-errno,$(OPENMP) \
     $(foreach gpu,$(GPUS),-gencode=arch=compute_$(gpu),code=sm_$(gpu)) \
     $(filter-out -DWITH_ONEDNN,$(filter -D%,$(CXXFLAGS)))
 CUDA_LIBS = -lz -lpthread -lcublasLt

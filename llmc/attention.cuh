@@ -17,7 +17,7 @@
 //         ATTENTION_K; blocks that no query sees are skipped.
 //         Memory beside the operands, a thread: tiles, k and v of a head, float dk and dv of a
 //         head.
-//   To copy: this file, matmul.cuh and common.h.
+//   To copy: this file, attention_sm80.cuh, hopper.cuh, matmul.cuh and common.h.
 #pragma once
 #include <algorithm>
 #include <climits>
@@ -447,7 +447,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
 constexpr int PLAIN_WARPS = 4, PLAIN_ROWS = 4, PLAIN_BLOCK = PLAIN_WARPS * PLAIN_ROWS;
 
 // What the kernels read; positions and doc_start as the batch has them.
-template <typename T> struct PlainOperands {
+template <typename T> struct AttentionOperands {
     const T *q, *k, *v, *dout;
     const int *q_positions, *k_positions, *doc_start;
     const float* slopes;
@@ -492,6 +492,7 @@ __device__ void add_columns(float (&sum)[D], float x, const float* tile, int HS,
     int lane = threadIdx.x % 32;
     for (int j = 0; j < 32; j++) {
         float xj = __shfl_sync(ALL_LANES, x, j);
+        #pragma unroll
         for (int k = 0; k < D; k++)
             if (lane + 32 * k < HS) sum[k] += xj * tile[j * stride + lane + 32 * k];
     }
@@ -499,13 +500,14 @@ __device__ void add_columns(float (&sum)[D], float x, const float* tile, int HS,
 
 template <typename T, int D>
 __device__ void store_channels(T* to, const float (&x)[D], float factor, int HS) {
+    #pragma unroll
     for (int k = 0, e = threadIdx.x % 32; k < D; k++, e += 32)
         if (e < HS) to[e] = from_acc<T>(x[k] * factor);
 }
 
 // D = HS / 32, rounded up
 template <typename T, int D>
-__global__ void attention_forward_kernel(T* out, float* lse, const PlainOperands<T> x) {
+__global__ void attention_forward_kernel(T* out, float* lse, const AttentionOperands<T> x) {
     const AttentionDims& d = x.d;
     int HS = int(d.HS), stride = HS + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     size_t i0 = size_t(blockIdx.x) * PLAIN_BLOCK, h = blockIdx.y, b = blockIdx.z,
@@ -524,6 +526,7 @@ __global__ void attention_forward_kernel(T* out, float* lse, const PlainOperands
         load_tile(v, 32, HS, stride,
                   [&](int j) { return j0 + j < d.Tk ? x.v + x.key(b, kh, j0 + j) : nullptr; });
         __syncthreads(); // these are there
+        #pragma unroll
         for (int r = 0; r < PLAIN_ROWS; r++) {
             int row = warp * PLAIN_ROWS + r, distance = 0;
             bool seen = x.sees(b, i0 + row, j0 + lane, distance);
@@ -536,13 +539,15 @@ __global__ void attention_forward_kernel(T* out, float* lse, const PlainOperands
             float p = seen ? expf(s - most) : 0, rescale = expf(row_max[r] - most);
             row_max[r] = most;
             row_sum[r] = row_sum[r] * rescale + warp_sum(p);
+            #pragma unroll
             for (int e = 0; e < D; e++) sum[r][e] *= rescale;
             add_columns(sum[r], p, v, HS, stride);
         }
     }
+    #pragma unroll
     for (int r = 0; r < PLAIN_ROWS; r++) {
         size_t i = i0 + warp * PLAIN_ROWS + r;
-        if (i >= d.Tq) break;
+        if (i >= d.Tq) continue;
         bool seen = row_sum[r] != 0; // NaN has been seen
         float inverse = seen ? 1 / row_sum[r] : 0;
         store_channels(out + ((b * d.Tq + i) * d.NH + h) * d.HS, sum[r], inverse, HS);
@@ -569,7 +574,7 @@ struct PlainScore {
     float p, ds;
 };
 template <typename T>
-__device__ PlainScore plain_score(const PlainOperands<T>& x, const float* lse, const float* D,
+__device__ PlainScore plain_score(const AttentionOperands<T>& x, const float* lse, const float* D,
                                   size_t b, size_t h, size_t i, size_t j, const float* q,
                                   const float* k, const float* dout, const float* v) {
     int distance = 0, HS = int(x.d.HS);
@@ -581,7 +586,7 @@ __device__ PlainScore plain_score(const PlainOperands<T>& x, const float* lse, c
 
 // rows are queries, columns keys
 template <typename T, int D>
-__global__ void attention_backward_q_kernel(T* dq, const PlainOperands<T> x, const float* lse,
+__global__ void attention_backward_q_kernel(T* dq, const AttentionOperands<T> x, const float* lse,
                                             const float* row_sums) {
     const AttentionDims& d = x.d;
     int HS = int(d.HS), stride = HS + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -602,6 +607,7 @@ __global__ void attention_backward_q_kernel(T* dq, const PlainOperands<T> x, con
         load_tile(v, 32, HS, stride,
                   [&](int j) { return j0 + j < d.Tk ? x.v + x.key(b, kh, j0 + j) : nullptr; });
         __syncthreads(); // these are there
+        #pragma unroll
         for (int r = 0; r < PLAIN_ROWS; r++) {
             int row = warp * PLAIN_ROWS + r;
             PlainScore s = plain_score(x, lse, row_sums, b, h, i0 + row, j0 + lane, q + row * HS,
@@ -609,16 +615,17 @@ __global__ void attention_backward_q_kernel(T* dq, const PlainOperands<T> x, con
             add_columns(sum[r], s.ds, k, HS, stride);
         }
     }
+    #pragma unroll
     for (int r = 0; r < PLAIN_ROWS; r++) {
         size_t i = i0 + warp * PLAIN_ROWS + r;
-        if (i >= d.Tq) break;
+        if (i >= d.Tq) continue;
         store_channels(dq + (b * d.Tq + i) * d.q_stride + h * d.HS, sum[r], x.scale, HS);
     }
 }
 
 // rows are keys, columns the queries of all heads that read them
 template <typename T, int D>
-__global__ void attention_backward_kv_kernel(T* dk, T* dv, const PlainOperands<T> x,
+__global__ void attention_backward_kv_kernel(T* dk, T* dv, const AttentionOperands<T> x,
                                              const float* lse, const float* row_sums) {
     const AttentionDims& d = x.d;
     int HS = int(d.HS), stride = HS + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -640,6 +647,7 @@ __global__ void attention_backward_kv_kernel(T* dk, T* dv, const PlainOperands<T
             load_tile(dout, 32, HS, stride,
                       [&](int i) { return i0 + i < d.Tq ? x.gradient(b, h, i0 + i) : nullptr; });
             __syncthreads(); // these are there
+            #pragma unroll
             for (int r = 0; r < PLAIN_ROWS; r++) {
                 int row = warp * PLAIN_ROWS + r;
                 PlainScore s =
@@ -649,33 +657,49 @@ __global__ void attention_backward_kv_kernel(T* dk, T* dv, const PlainOperands<T
                 add_columns(sum_k[r], s.ds, q, HS, stride);
             }
         }
+    #pragma unroll
     for (int r = 0; r < PLAIN_ROWS; r++) {
         size_t j = j0 + warp * PLAIN_ROWS + r;
-        if (j >= d.Tk) break;
+        if (j >= d.Tk) continue;
         store_channels(dk + x.key(b, kh, j), sum_k[r], x.scale, HS);
         store_channels(dv + x.key(b, kh, j), sum_v[r], 1, HS);
     }
 }
 
 // ----------------------------------------------------------------------------
-// launchers
+// launchers: tensor cores where type, head size and alignment allow, else the plain kernels
+
+#include "attention_sm80.cuh"
 
 // f(HS / 32, rounded up): the head sizes that have a kernel
 template <typename F> void pick_plain_kernel(size_t HS, F f) {
     CHECK(HS <= 256, "attention on a GPU has heads of at most 256 channels, not %zu", HS);
     HS <= 64 ? f(Int<2>()) : HS <= 128 ? f(Int<4>()) : f(Int<8>());
 }
-
 inline size_t plain_shared_bytes(size_t HS, int row_tiles) {
     return (row_tiles * PLAIN_BLOCK * HS + 2 * 32 * (HS + 1)) * sizeof(float);
+}
+
+template <typename T> size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
+    return std::max(mma_scratch(nullptr, nullptr, d), d.B * d.NH * d.Tq * sizeof(float));
+}
+template <typename T> void check_attention_scratch(const AttentionDims& d, const Blas& blas) {
+    size_t need = attention_scratch_bytes<T>(d, 1, cudaStream_t{});
+    CHECK(need <= blas.scratch_bytes, "attention needs %zu bytes of scratch, the plan gave %zu",
+          need, blas.scratch_bytes);
 }
 
 template <typename T>
 void attention_forward(T* out, float* lse, const T* q, const T* k, const T* v,
                        const int* q_positions, const int* k_positions, const int* doc_start,
-                       const float* slopes, const AttentionDims& d, Blas&, cudaStream_t stream) {
-    PlainOperands<T> x = {q,           k,         v,      nullptr, q_positions,
-                          k_positions, doc_start, slopes, d,       1 / std::sqrt(float(d.HS))};
+                       const float* slopes, const AttentionDims& d, Blas& blas,
+                       cudaStream_t stream) {
+    AttentionOperands<T> x = {q,           k,         v,      nullptr, q_positions,
+                              k_positions, doc_start, slopes, d,       1 / std::sqrt(float(d.HS))};
+    check_attention_scratch<T>(d, blas);
+    if constexpr (sizeof(T) == 2)
+        if (mma_takes<T>(d, out, q, k, v))
+            return attention_mma_forward(out, lse, x, blas.scratch, stream);
     dim3 grid(unsigned(ceil_div(d.Tq, size_t(PLAIN_BLOCK))), unsigned(d.NH), unsigned(d.B));
     pick_plain_kernel(d.HS, [&](auto D) {
         launch(attention_forward_kernel<T, D>, grid, PLAIN_WARPS * 32, plain_shared_bytes(d.HS, 1),
@@ -683,22 +707,19 @@ void attention_forward(T* out, float* lse, const T* q, const T* k, const T* v,
     });
 }
 
-template <typename T> size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
-    return d.B * d.NH * d.Tq * sizeof(float); // D
-}
-
 template <typename T>
 void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const float* lse,
                         const T* q, const T* k, const T* v, const int* q_positions,
                         const int* k_positions, const int* doc_start, const float* slopes,
                         const AttentionDims& d, Blas& blas, cudaStream_t stream) {
-    PlainOperands<T> x = {q,           k,         v,      dout, q_positions,
-                          k_positions, doc_start, slopes, d,    1 / std::sqrt(float(d.HS))};
+    AttentionOperands<T> x = {q,           k,         v,      dout, q_positions,
+                              k_positions, doc_start, slopes, d,    1 / std::sqrt(float(d.HS))};
+    check_attention_scratch<T>(d, blas);
+    if constexpr (sizeof(T) == 2)
+        if (mma_takes<T>(d, dq, dk, dv, dout, q, k, v))
+            return attention_mma_backward(dq, dk, dv, x, out, lse, blas.scratch, stream);
     float* row_sums = static_cast<float*>(blas.scratch);
-    size_t need = attention_scratch_bytes<T>(d, 1, stream), rows = d.B * d.Tq * d.NH;
-    CHECK(need <= blas.scratch_bytes, "attention needs %zu bytes of scratch, the plan gave %zu",
-          need, blas.scratch_bytes);
-    launch(attention_row_sums_kernel<T>, unsigned(ceil_div(rows, size_t(PLAIN_WARPS))),
+    launch(attention_row_sums_kernel<T>, unsigned(ceil_div(d.B * d.Tq * d.NH, size_t(PLAIN_WARPS))),
            PLAIN_WARPS * 32, 0, stream, row_sums, dout, out, d);
     dim3 q_grid(unsigned(ceil_div(d.Tq, size_t(PLAIN_BLOCK))), unsigned(d.NH), unsigned(d.B)),
         k_grid(unsigned(ceil_div(d.Tk, size_t(PLAIN_BLOCK))), unsigned(d.NKV), unsigned(d.B));

@@ -4,6 +4,7 @@
 //   Each wrapper has an executable model: test/emulator_warp.h, test/emulator_hopper.h.
 //   To copy: this file and common.h.
 #pragma once
+#include <type_traits>
 #include "common.h"
 
 #if defined(EMULATE)
@@ -273,13 +274,20 @@ DEV void stmatrix_x4_t(void* s, const uint32_t (&r)[4]) {
         "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
         : "memory");
 }
+// d (16,8) += a (16,16) b (16,8), operands bf16 or fp16
+#define MMA_M16N8K16(type)                                                    \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <typename T>
 DEV void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    if constexpr (std::is_same_v<T, bf16>)
+        MMA_M16N8K16("bf16");
+    else
+        MMA_M16N8K16("f16");
 }
+#undef MMA_M16N8K16
 DEV void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -287,8 +295,10 @@ DEV void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-DEV void cp_async16(void* s, const void* g) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem_u32(s)), "l"(g)
+// 16 bytes to shared memory, of which the first `bytes` are read and the others 0
+DEV void cp_async16(void* s, const void* g, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_u32(s)),
+                 "l"(g), "r"(bytes)
                  : "memory");
 }
 DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -305,9 +315,13 @@ DEV float tanh_fast(float x) {
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-DEV uint32_t pack_bf16(float lo, float hi) {
+// two numbers as T in one register
+template <typename T> DEV uint32_t pack(float low, float high) {
     uint32_t r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    if constexpr (std::is_same_v<T, bf16>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 DEV uint16_t pack_e4m3(float lo, float hi) {

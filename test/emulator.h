@@ -123,7 +123,7 @@ struct Fiber {
     const void* in = nullptr;
     void* out = nullptr;
     bool in_operation = false;
-    // asynchronous operations of this thread (test/emulator_async.h)
+    // asynchronous copies of this thread (emulator_warp.h)
     std::shared_ptr<void> async;
 };
 
@@ -735,6 +735,7 @@ inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <typename T> T __ldg(const T* p) { return *p; }
 template <typename T> T __ldcs(const T* p) { return *p; }

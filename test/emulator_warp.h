@@ -1,2 +1,161 @@
-// emulator_warp.h - (models to come)
+// emulator_warp.h - models of hopper.cuh's warp-level wrappers: ldmatrix, stmatrix, mma, cp.async
+//   Fragments are laid out as the PTX manual says (ISA 8.7, sections on ldmatrix and mma.m16n8k16):
+//   matrix rows of 8 elements of 16 bits; lane l has row l / 4, columns 2 (l % 4) and the next.
+//   A lane reads and writes shared memory for itself, where the hardware does it for the warp, so
+//   that ThreadSanitizer sees the lane that uses the data.
 #pragma once
+#include <deque>
+
+#define DEV inline
+
+namespace emulator {
+
+// ----------------------------------------------------------------------------
+// ldmatrix, stmatrix: lane 8 m + r brings the address of row r of matrix m
+
+struct MatrixRows {
+    const uint16_t* row[32];
+};
+inline MatrixRows matrix_rows(const void* mine, const char* what, const Site& site) {
+    if (uintptr_t(mine) % 16) error(site, "%s: a row at %p is not 16-byte aligned", what, mine);
+    return warp_operation(
+        0xffffffffu, what, mine,
+        [](unsigned, const Lanes<const void*>& all) {
+            MatrixRows rows;
+            for (unsigned l = 0; l < 32; l++) rows.row[l] = static_cast<const uint16_t*>(all[l]);
+            return rows;
+        },
+        site);
+}
+
+// where element `half` of this lane's register of matrix m is
+inline const uint16_t* matrix_element(const MatrixRows& rows, unsigned m, unsigned half,
+                                      bool transposed) {
+    unsigned lane = thread_number() % 32, row = lane / 4, column = 2 * (lane % 4) + half;
+    return transposed ? rows.row[8 * m + column] + row : rows.row[8 * m + row] + column;
+}
+
+inline void load_matrix(uint32_t (&r)[4], const void* s, bool transposed, const char* what,
+                        const Site& site) {
+    MatrixRows rows = matrix_rows(s, what, site);
+    for (unsigned m = 0; m < 4; m++)
+        r[m] = *matrix_element(rows, m, 0, transposed) |
+               uint32_t(*matrix_element(rows, m, 1, transposed)) << 16;
+}
+inline void store_matrix(const void* s, const uint32_t (&r)[4], bool transposed, const char* what,
+                         const Site& site) {
+    MatrixRows rows = matrix_rows(s, what, site);
+    for (unsigned m = 0; m < 4; m++)
+        for (unsigned half = 0; half < 2; half++)
+            *const_cast<uint16_t*>(matrix_element(rows, m, half, transposed)) =
+                uint16_t(r[m] >> (16 * half));
+}
+
+// ----------------------------------------------------------------------------
+// mma: row g and g + 8 of a and d are with lanes 4 g to 4 g + 3, column g of b as well
+
+struct MmaOperands {
+    uint32_t a[4], b[2];
+};
+struct MmaResult {
+    float d[4];
+};
+template <typename T> float mma_half(uint32_t word, unsigned half) {
+    return to_float(T{uint16_t(word >> (16 * half))});
+}
+template <typename T>
+float mma_element(const Lanes<MmaOperands>& all, unsigned row, unsigned column) {
+    float sum = 0;
+    for (unsigned k = 0; k < 16; k++) {
+        const MmaOperands &from_a = all[row % 8 * 4 + k % 8 / 2],
+                          &from_b = all[column * 4 + k % 8 / 2];
+        sum +=
+            mma_half<T>(from_a.a[k / 8 * 2 + row / 8], k % 2) * mma_half<T>(from_b.b[k / 8], k % 2);
+    }
+    return sum;
+}
+
+// ----------------------------------------------------------------------------
+// cp.async: a thread's copies, in groups; they happen at once, or at the wait that covers them
+
+struct AsyncCopy {
+    unsigned char* to;
+    const void* from;
+    size_t bytes; // the rest of the 16 is zero
+    void run() const {
+        memcpy(to, from, bytes);
+        memset(to + bytes, 0, 16 - bytes);
+    }
+};
+struct AsyncCopies {
+    std::vector<AsyncCopy> open; // of the group that is not committed yet
+    std::deque<std::vector<AsyncCopy>> groups;
+};
+inline AsyncCopies& async_copies() {
+    Unseen unseen;
+    Fiber& f = self();
+    if (!f.async) f.async = std::make_shared<AsyncCopies>();
+    return *static_cast<AsyncCopies*>(f.async.get());
+}
+
+} // namespace emulator
+
+DEV void ldmatrix_x4(uint32_t (&r)[4], const void* s,
+                     emulator::Site site = emulator::Site::current()) {
+    emulator::load_matrix(r, s, false, "ldmatrix", site);
+}
+DEV void ldmatrix_x4_t(uint32_t (&r)[4], const void* s,
+                       emulator::Site site = emulator::Site::current()) {
+    emulator::load_matrix(r, s, true, "ldmatrix.trans", site);
+}
+DEV void stmatrix_x4(void* s, const uint32_t (&r)[4],
+                     emulator::Site site = emulator::Site::current()) {
+    emulator::store_matrix(s, r, false, "stmatrix", site);
+}
+DEV void stmatrix_x4_t(void* s, const uint32_t (&r)[4],
+                       emulator::Site site = emulator::Site::current()) {
+    emulator::store_matrix(s, r, true, "stmatrix.trans", site);
+}
+
+template <typename T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                  emulator::Site site = emulator::Site::current()) {
+    emulator::MmaOperands in;
+    memcpy(in.a, a, sizeof(a)), memcpy(in.b, b, sizeof(b));
+    emulator::MmaResult sum = emulator::warp_operation(
+        0xffffffffu, "mma", in,
+        [](unsigned lane, const emulator::Lanes<emulator::MmaOperands>& all) {
+            emulator::MmaResult r;
+            for (unsigned i = 0; i < 4; i++)
+                r.d[i] = emulator::mma_element<T>(all, lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2);
+            return r;
+        },
+        site);
+    for (int i = 0; i < 4; i++) d[i] += sum.d[i];
+}
+
+DEV void cp_async16(void* s, const void* g, int bytes = 16,
+                    emulator::Site site = emulator::Site::current()) {
+    if (uintptr_t(s) % 16 || uintptr_t(g) % 16)
+        emulator::error(site, "cp.async: %p to %p, both must be 16-byte aligned", g, s);
+    emulator::AsyncCopy copy = {static_cast<unsigned char*>(s), g, size_t(bytes)};
+    if (!emulator::settings.latest) return copy.run();
+    memset(s, 0xff, 16); // until it lands
+    emulator::async_copies().open.push_back(copy);
+}
+DEV void cp_async_commit() {
+    emulator::AsyncCopies& copies = emulator::async_copies();
+    copies.groups.push_back(std::move(copies.open));
+    copies.open.clear();
+}
+template <int N> void cp_async_wait() { // all groups but the last N have landed
+    emulator::AsyncCopies& copies = emulator::async_copies();
+    for (; copies.groups.size() > size_t(N); copies.groups.pop_front())
+        for (const emulator::AsyncCopy& copy : copies.groups.front()) copy.run();
+}
+
+DEV float ex2(float x) { return exp2f(x); }
+DEV float tanh_fast(float x) { return tanhf(x); }
+template <typename T> uint32_t pack(float low, float high) {
+    return from_acc<T>(low).bits | uint32_t(from_acc<T>(high).bits) << 16;
+}

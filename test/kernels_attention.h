@@ -109,7 +109,9 @@ template <typename T> void attention_nan_kernels(Check& c) {
         Array<T> a(q), k(normals(c, 40 * 32)), v(normals(c, 40 * 32)), out(40 * 32);
         Array<int> positions(x.q_positions), keys(x.k_positions), start(x.doc_start);
         Array<float> lse(40);
+        Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, cudaStream_t{}));
         Blas blas;
+        blas_scratch(blas, scratch.data, scratch.bytes());
         attention_forward(out.data, lse.data, a.data, k.data, v.data, positions.data, keys.data,
                           start.data, (const float*)nullptr, d, blas, cudaStream_t{});
         std::vector<double> lost(40), unseen(40);
