@@ -11,7 +11,6 @@
 //         of rmsnorm_scratch_bytes.
 //   To copy: this file and common.h.
 #pragma once
-#include <type_traits>
 #include "common.h"
 
 // ----------------------------------------------------------------------------
@@ -63,14 +62,18 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,
     }
 }
 
+// a thread owns so many columns: the order of its sums is the rows', and AVX-512 holds them all
+struct RmsnormColumns {
+    constexpr operator size_t() const { return 128; }
+};
+
 template <typename T>
 void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp, const acc_t<T>* rstd,
                              void* /*scratch*/, // (C) = or +=
                              size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
     if (!dweight) return;
-    // a thread owns so many columns: the order of its sums is the rows', and AVX-512 holds them all
-    constexpr size_t COLUMNS = 128;
+    constexpr size_t COLUMNS = RmsnormColumns();
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
         size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
@@ -84,7 +87,7 @@ void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp, con
             }
         };
         if (count == COLUMNS)
-            add_rows(std::integral_constant<size_t, COLUMNS>());
+            add_rows(RmsnormColumns());
         else
             add_rows(count);
         for (size_t c = 0; c < count; c++)
