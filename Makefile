@@ -82,7 +82,7 @@ setup:
 tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%) $(KERNEL_TESTS:%=$(BUILD)/%)
 
 # everything that a machine with a GPU runs
-gpu: $(BUILD)/gpu/train_gpt $(KERNEL_TESTS:%=$(BUILD)/gpu/%) $(BUILD)/gpu/test_device
+gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels)
 
 ifeq ($(DEVICE),cuda)
 $(BUILD)/train_gpt: $(BUILD)/gpu/train_gpt
@@ -98,6 +98,9 @@ $(BUILD)/gpu/test_device: test/test_device.cpp $(HEADERS) | $(BUILD)/gpu
 	$(call nvcc,$< -o $@ -lgtest -lgtest_main $(CUDA_LIBS))
 # the kernel table needs no library but CUDA's
 $(BUILD)/gpu/test_%: test/test_%.cpp $(HEADERS) | $(BUILD)/gpu
+	$(call nvcc,$< -o $@ -lcublasLt)
+
+$(BUILD)/gpu/bench_%: dev/bench/%.cu $(HEADERS) | $(BUILD)/gpu
 	$(call nvcc,$< -o $@ -lcublasLt)
 
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)

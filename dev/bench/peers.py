@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""PyTorch on the shapes of dev/bench/kernels.cu and whole GPT-2 steps, on this GPU.
+
+usage: peers.py [attention|ops|gpt2|gpt2-xl] ...     one JSON object a line: part, what, rate, unit
+Without PyTorch or a GPU it says so and leaves with status 0.
+"""
+import json, statistics, sys
+
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError:
+    print("skipped: PyTorch is not installed")
+    sys.exit(0)
+if not torch.cuda.is_available():
+    print("skipped: PyTorch finds no GPU")
+    sys.exit(0)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+torch.manual_seed(1)
+DEVICE = "cuda"
+
+
+def seconds(f, runs=9):
+    """The median of runs, each of about a hundredth of a second, by the GPU's clock."""
+    def once(n):
+        a, b = torch.cuda.Event(True), torch.cuda.Event(True)
+        a.record()
+        for _ in range(n):
+            f()
+        b.record()
+        b.synchronize()
+        return a.elapsed_time(b) * 1e-3 / n
+    for _ in range(3):
+        f()
+    n = max(1, int(0.01 / max(once(2), 1e-6)))
+    return statistics.median(once(n) for _ in range(runs))
+
+
+def row(part, what, rate, unit):
+    print(json.dumps({"part": part, "what": what, "rate": round(rate, 1), "unit": unit}), flush=True)
+
+
+def random(*shape, dtype=torch.bfloat16, grad=False):
+    return torch.randn(*shape, device=DEVICE, dtype=dtype).requires_grad_(grad)
+
+
+def attention():
+    for B, T, NH, NKV, HS in [(16, 1024, 12, 12, 64), (4, 4096, 16, 16, 64), (2, 8192, 16, 16, 64),
+                              (16, 1024, 16, 16, 128), (4, 4096, 16, 16, 128), (2, 8192, 16, 16, 128),
+                              (2, 8192, 32, 8, 128), (1, 16384, 16, 16, 128), (4, 4096, 8, 8, 256)]:
+        pairs = B * NH * HS * T * T / 2
+        for name, backend in [("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)]:
+            shape = f"{name} bf16 B={B} T={T} NH={NH} NKV={NKV} HS={HS}"
+            try:
+                q = random(B, NH, T, HS, grad=True)
+                k, v = random(B, NKV, T, HS, grad=True), random(B, NKV, T, HS, grad=True)
+                run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=NH != NKV)
+                with sdpa_kernel(backend):
+                    with torch.no_grad():
+                        row("attention", "attention forward " + shape, 4 * pairs / seconds(run) / 1e12, "TFLOP/s")
+                    out = run()
+                    dout = torch.randn_like(out)
+                    back = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+                    row("attention", "attention backward " + shape, 10 * pairs / seconds(back) / 1e12, "TFLOP/s")
+            except RuntimeError as e:
+                print(f"skipped: {shape}: {str(e).splitlines()[0]}")
+
+
+def ops():
+    N, C = 32768, 4096
+    x, w, b, d = random(N, C, grad=True), random(C, grad=True), random(C, grad=True), random(N, C)
+    size = 2 * N * C
+    for name, f in [("layernorm", lambda x, w, b: F.layer_norm(x, (C,), w, b)),
+                    ("rmsnorm", lambda x, w, b: F.rms_norm(x, (C,), w))]:
+        f = torch.compile(f)
+        with torch.no_grad():
+            row("norms", f"{name} forward compiled bf16", 2 * size / seconds(lambda: f(x, w, b)) / 1e9, "GB/s")
+        out = f(x, w, b)
+        inputs = (x, w, b) if name == "layernorm" else (x, w)
+        row("norms", f"{name} backward compiled bf16, dx and weights", 3 * size /
+            seconds(lambda: torch.autograd.grad(out, inputs, d, retain_graph=True)) / 1e9, "GB/s")
+    for V in (50257, 131072):
+        N = 8192
+        logits, targets = random(N, V, grad=True), torch.randint(V, (N,), device=DEVICE)
+        f = torch.compile(lambda x: F.cross_entropy(x.float(), targets))
+        def both():
+            torch.autograd.grad(f(logits), logits)
+        row("head", f"cross-entropy forward and backward compiled bf16 ({N},{V})",
+            3 * 2 * N * V / seconds(both) / 1e9, "GB/s")
+    n = 256 << 20
+    p = torch.nn.Parameter(random(n, dtype=torch.float32))
+    p.grad = random(n, dtype=torch.float32)
+    adamw = torch.optim.AdamW([p], lr=1e-4, fused=True)
+    row("optimizer", "adamw fused, float", 28 * n / seconds(adamw.step) / 1e9, "GB/s")
+
+
+class Block(torch.nn.Module):
+    def __init__(self, C, NH):
+        super().__init__()
+        self.NH = NH
+        self.ln_1, self.ln_2 = torch.nn.LayerNorm(C), torch.nn.LayerNorm(C)
+        self.c_attn, self.c_proj = torch.nn.Linear(C, 3 * C), torch.nn.Linear(C, C)
+        self.c_fc, self.mlp_proj = torch.nn.Linear(C, 4 * C), torch.nn.Linear(4 * C, C)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (y.view(B, T, self.NH, -1).transpose(1, 2) for y in self.c_attn(self.ln_1(x)).split(C, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class GPT2(torch.nn.Module):
+    def __init__(self, L, NH, C, V=50304, T=1024):
+        super().__init__()
+        self.wte, self.wpe = torch.nn.Embedding(V, C), torch.nn.Embedding(T, C)
+        self.blocks = torch.nn.ModuleList(Block(C, NH) for _ in range(L))
+        self.ln_f = torch.nn.LayerNorm(C)
+
+    def forward(self, tokens, targets):
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def gpt2_step(name, L, NH, C, B, T=1024):
+    torch.set_float32_matmul_precision("high")
+    model = GPT2(L, NH, C).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    compiled = torch.compile(model)
+    tokens = torch.randint(50257, (B, T + 1), device=DEVICE)
+
+    def step():
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    s = seconds(step, 5)
+    row("step", f"{name} compiled, autocast bf16, fused AdamW, B={B} T={T}", B * T / s, "tokens/s")
+
+
+PARTS = {"attention": attention, "ops": ops, "gpt2": lambda: gpt2_step("gpt2", 12, 12, 768, 32),
+         "gpt2-xl": lambda: gpt2_step("gpt2-xl", 48, 25, 1600, 8)}
+for part in sys.argv[1:] or PARTS:
+    PARTS[part]()
+    torch.cuda.empty_cache()
