@@ -415,6 +415,75 @@ template <typename T> struct CrossentropyRun {
     }
 };
 
+// Three uneven shards of the vocabulary, put together as ranks do, give the whole: d.
+inline void crossentropy_shards_test(Check& c, const Doubles& logits,
+                                     const std::vector<int>& targets,
+                                     const CrossentropyRun<double>& d, size_t V, size_t Vp) {
+    size_t N = targets.size();
+    const size_t starts[] = {0, V / 4, V / 2, V};
+    Doubles shards[3], row_max(N, -INFINITY), sum_exp(N), target_logit(N), losses(N), m(N), s(N),
+        t(N);
+    for (int k = 0; k < 3; k++) {
+        for (size_t n = 0; n < N; n++)
+            shards[k].insert(shards[k].end(), logits.begin() + long(n * Vp + starts[k]),
+                             logits.begin() + long(n * Vp + starts[k + 1]));
+        size_t width = starts[k + 1] - starts[k];
+        crossentropy_max(m.data(), shards[k].data(), N, width, width, CPU);
+        for (size_t n = 0; n < N; n++) row_max[n] = std::max(row_max[n], m[n]);
+    }
+    for (int k = 0; k < 3; k++) {
+        size_t width = starts[k + 1] - starts[k];
+        crossentropy_sum(s.data(), t.data(), shards[k].data(), targets.data(), row_max.data(), N,
+                         width, width, starts[k], CPU);
+        sum_exp = plus(sum_exp, s), target_logit = plus(target_logit, t);
+        for (size_t n = 0; n < N; n++) { // a target of another shard leaves nothing here
+            bool own = targets[n] >= int(starts[k]) && targets[n] < int(starts[k + 1]);
+            expect(c, t[n] == (own ? logits[n * Vp + size_t(targets[n])] : 0),
+                   "a shard's target logit");
+        }
+    }
+    crossentropy_loss(losses.data(), row_max.data(), sum_exp.data(), target_logit.data(),
+                      targets.data(), N, CPU);
+    close(c, "losses of three shards", losses, d.losses, 1e-12);
+    Doubles whole(N * Vp); // the padding's gradient is 0
+    for (int k = 0; k < 3; k++) {
+        size_t width = starts[k + 1] - starts[k];
+        crossentropy_backward(shards[k].data(), targets.data(), row_max.data(), sum_exp.data(), 0.1,
+                              N, width, width, starts[k], CPU);
+        for (size_t n = 0; n < N; n++) {
+            bool own = targets[n] >= int(starts[k]) && targets[n] < int(starts[k + 1]);
+            double left = 0; // probabilities alone where the target is another shard's
+            for (size_t v = 0; v < width; v++) {
+                whole[n * Vp + starts[k] + v] = shards[k][n * width + v];
+                left = std::min(left, shards[k][n * width + v]);
+            }
+            expect(c, own || left == 0, "a target outside the shard is subtracted in it");
+        }
+    }
+    close(c, "dlogits of three shards", whole, d.dlogits, 1e-12);
+}
+
+// All of a row below 0, -inf in it (probability 0), NaN of both signs (no loss).
+template <typename T> void crossentropy_edges_test(Check& c) {
+    size_t V = 70;
+    for (size_t at : {size_t(0), size_t(33), V - 1}) {
+        Doubles x(V, -1000);
+        x[at] = -500, x[(at + 1) % V] = -INFINITY;
+        CrossentropyRun<T> run(x, {int(at)}, V, V, 1);
+        expect(c, run.row_max[0] == to_acc(from_acc<T>(-500)), "the maximum of negative logits");
+        expect(c, run.losses[0] == 0, "the loss of a certain row");
+        expect(c, to_acc(run.dlogits[(at + 1) % V]) == 0, "a gradient at -inf");
+        for (float nan : {NAN, -NAN}) {
+            x[(at + 1) % V] = double(nan);
+            CrossentropyRun<T> none(x, {int(at)}, V, V, 1);
+            expect(c, std::isnan(none.losses[0]), "the loss of a row with a NaN");
+        }
+    }
+    Doubles nothing(V, -INFINITY);
+    expect(c, std::isnan(CrossentropyRun<T>(nothing, {0}, V, V, 1).losses[0]),
+           "the loss of a row of -inf");
+}
+
 inline void crossentropy_test(Check& c) {
     for (size_t V : {size_t(1), size_t(2), odd(c, 3, 300), size_t(5000)}) {
         size_t N = odd(c, 1, 20), Vp = V + odd(c, 0, 9);
@@ -440,45 +509,14 @@ inline void crossentropy_test(Check& c) {
                     size += v >= V || targets[n] < 0 ? std::fabs(d.dlogits[n * Vp + v]) : 0;
             expect(c, std::fabs(sum) < 1e-12 && size == 0, "a row's gradient does not add up to 0");
         }
-        // two halves of the vocabulary, put together as ranks do, give the whole
-        if (V < 4) continue;
-        size_t H = V / 2;
-        Doubles left, right, m(N), s(N), t(N), m2(N), s2(N), t2(N);
-        for (size_t n = 0; n < N; n++) {
-            left.insert(left.end(), logits.begin() + long(n * Vp),
-                        logits.begin() + long(n * Vp + H));
-            right.insert(right.end(), logits.begin() + long(n * Vp + H),
-                         logits.begin() + long(n * Vp + V));
-        }
-        crossentropy_max(m.data(), left.data(), N, H, H, CPU),
-            crossentropy_max(m2.data(), right.data(), N, V - H, V - H, CPU);
-        for (size_t n = 0; n < N; n++) m[n] = std::max(m[n], m2[n]);
-        crossentropy_sum(s.data(), t.data(), left.data(), targets.data(), m.data(), N, H, H, 0,
-                         CPU);
-        crossentropy_sum(s2.data(), t2.data(), right.data(), targets.data(), m.data(), N, V - H,
-                         V - H, H, CPU);
-        Doubles losses(N);
-        Doubles sum = plus(s, s2), target = plus(t, t2);
-        crossentropy_loss(losses.data(), m.data(), sum.data(), target.data(), targets.data(), N,
-                          CPU);
-        close(c, "losses of two shards", losses, d.losses, 1e-12);
-        crossentropy_backward(left.data(), targets.data(), m.data(), sum.data(), 0.1, N, H, H, 0,
-                              CPU);
-        crossentropy_backward(right.data(), targets.data(), m.data(), sum.data(), 0.1, N, V - H,
-                              V - H, H, CPU);
-        Doubles whole;
-        for (size_t n = 0; n < N; n++) {
-            whole.insert(whole.end(), left.begin() + long(n * H), left.begin() + long(n * H + H));
-            whole.insert(whole.end(), right.begin() + long(n * (V - H)),
-                         right.begin() + long((n + 1) * (V - H)));
-            whole.resize((n + 1) * Vp); // the padding's gradient is 0
-        }
-        close(c, "dlogits of two shards", whole, d.dlogits, 1e-12);
+        if (V >= 4) crossentropy_shards_test(c, logits, targets, d, V, Vp);
     }
     CrossentropyRun<double> uniform(Doubles(10, 3.0), {4}, 10, 10, 1); // equal logits: log V
     close(c, "uniform", uniform.losses, Doubles{std::log(10.0)}, 1e-14);
     CrossentropyRun<float> large({1e4, -1e4, 0}, {0}, 3, 3, 1); // nothing overflows
     close(c, "large logits", large.losses, Doubles{0}, 1e-6);
+    crossentropy_edges_test<float>(c), crossentropy_edges_test<bf16>(c),
+        crossentropy_edges_test<fp16>(c);
 }
 
 inline void crossentropy_grad(Check& c) {
