@@ -123,8 +123,11 @@ struct Fiber {
     const void* in = nullptr;
     void* out = nullptr;
     bool in_operation = false;
-    // asynchronous copies of this thread (emulator_warp.h)
-    std::shared_ptr<void> async;
+    // asynchronous operations of this thread: copies (emulator_warp.h), stores and products
+    // (emulator_hopper.h)
+    std::shared_ptr<void> async, stores, products;
+    void (*at_return)(Fiber&) = nullptr;
+    uint64_t cluster_generation = 0;
 };
 
 // Arrivals at one of a block's 16 barriers. Two objects for ThreadSanitizer, by turns: a thread
@@ -159,7 +162,15 @@ struct Block {
     void* arena_start = nullptr;
     size_t arena_used = 0, static_bytes = 0, dynamic_bytes = 0;
     std::vector<SharedArray> arrays;
-    std::map<const void*, std::shared_ptr<void>> objects; // mbarriers and the like, by address
+    // emulator_hopper.h
+    std::map<const void*, std::shared_ptr<void>> objects; // mbarriers, by address
+    std::vector<unsigned char> async_view;                // shared memory, as that proxy sees it
+    std::vector<uint64_t> wgmma_log[8];                   // of each warpgroup
+    Barrier cluster_barrier;                              // the first block's is the cluster's
+    bool registers_set = false;
+    int free_registers = 0;
+    unsigned registers[32] = {}; // of each warp's threads
+    void (*at_end)(Block&) = nullptr;
 };
 
 struct Machine {
@@ -268,6 +279,7 @@ EMULATOR_UNSEEN inline void fiber_entry() {
         __sanitizer_finish_switch_fiber(nullptr, &machine.main_stack, &machine.main_stack_bytes);)
     EMULATOR_TSAN(__tsan_acquire(&machine.launched);)
     machine.body(machine.body_arg);
+    if (machine.running->at_return) machine.running->at_return(*machine.running);
     EMULATOR_TSAN(__tsan_release(&machine.done);)
     machine.running->state = State::RETURNED;
     machine.running->block->returned++;
@@ -503,6 +515,7 @@ inline void start_block(Block& b, size_t number, size_t slot, size_t shared_byte
 }
 
 inline void end_block(Block& b) {
+    if (b.at_end) b.at_end(b);
     EMULATOR_ASAN(__asan_unpoison_memory_region(b.arena, ARENA_BYTES);)
     free(b.arena_start);
 }
