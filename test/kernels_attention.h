@@ -8,7 +8,8 @@ struct AttentionCase {
     int kind; // as attention_inputs() has it
     bool alibi = false;
     int window = INT_MAX;
-    size_t gap = 0; // between rows of q, and of k and v, as in a fused q, k, v
+    size_t gap = 0;   // between rows of q, and of k and v, as in a fused q, k, v
+    size_t shift = 0; // elements that operands start behind a 16-byte boundary
 };
 
 // one query and key, one head size of each kernel and what falls between, several blocks of
@@ -22,6 +23,26 @@ inline std::vector<AttentionCase> attention_cases() {
             {2, 21, 50, 2, 2, 24, 3},       {1, 33, 33, 2, 1, 72, 1, false, 20},
             {1, 40, 40, 1, 1, 96, 0},       {1, 35, 67, 2, 1, 128, 2, false, INT_MAX, 256},
             {1, 20, 20, 1, 1, 256, 0}};
+}
+
+// What tensor cores add: blocks of 128 rows, tiles of 64 keys of which some are seen whole, more of
+// them than a warp looks at once; batches that see different tiles; what falls back to plain kernels.
+inline std::vector<AttentionCase> attention_mma_cases() {
+    if (SMALL) return {{2, 37, 70, 2, 1, 32, 1}, {1, 5, 5, 1, 1, 12, 0}};
+    return {{1, 150, 150, 1, 1, 32, 0},              // two blocks of rows
+            {1, 3, 2100, 2, 1, 8, 2},                // 33 tiles of keys, 66 backward
+            {1, 130, 130, 8, 1, 8, 0},               // 33 tiles of rows backward
+            {1, 200, 200, 1, 1, 64, 0, false, 70},   // tiles left of the window are skipped
+            {3, 90, 90, 2, 1, 32, 1},                // documents of each sequence
+            {2, 70, 150, 4, 2, 64, 3, true},         // keys in any order, rows that see nothing
+            {1, 150, 60, 2, 2, 48, 2},               // queries before the first key
+            {1, 20, 90, 4, 1, 80, 2, false, 40, 16}, // each head size's tiles of channels
+            {1, 70, 70, 1, 1, 128, 0, true},
+            {1, 12, 80, 2, 2, 160, 2},
+            {1, 70, 70, 2, 1, 256, 1},
+            {1, 20, 30, 2, 1, 12, 2},
+            {1, 20, 30, 2, 2, 64, 2, false, INT_MAX, 4},
+            {1, 20, 30, 2, 1, 64, 2, false, INT_MAX, 8, 1}};
 }
 
 // What belongs to heads, and in the gaps between rows the poison that nobody may write.
@@ -55,8 +76,9 @@ template <typename T> void attention_case(Check& c, const AttentionCase& s) {
          dv = rows_of(want.dv, NK, x.d.kv_stride, KW);
     every_order(c, [&](Outputs& o) {
         cudaStream_t stream = {};
-        Array<T> aq(q), ak(k), av(v), out(NQ * QW), dout(x.dout), gq(NQ * d.q_stride),
-            gk(NK * d.kv_stride), gv(NK * d.kv_stride);
+        Array<T> aq(q, s.shift), ak(k, s.shift), av(v, s.shift), out(NQ * QW, s.shift),
+            dout(x.dout, s.shift), gq(NQ * d.q_stride, s.shift), gk(NK * d.kv_stride, s.shift),
+            gv(NK * d.kv_stride, s.shift);
         Array<int> qp(x.q_positions), kp(x.k_positions), start(x.doc_start);
         Array<float> lse(d.B * d.NH * d.Tq), slopes(as_double(x.slopes));
         Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, stream));
@@ -89,8 +111,8 @@ template <typename T> void attention_case(Check& c, const AttentionCase& s) {
     });
 }
 
-template <typename T> void attention_kernels(Check& c) {
-    for (const AttentionCase& s : attention_cases()) {
+template <typename T, std::vector<AttentionCase> cases()> void attention_kernels(Check& c) {
+    for (const AttentionCase& s : cases()) {
         CASE(c, "attention %s B=%zu Tq=%zu Tk=%zu NH=%zu NKV=%zu HS=%zu kind %d alibi %d window %d",
              type_word(T()), s.B, s.Tq, s.Tk, s.NH, s.NKV, s.HS, s.kind, s.alibi, s.window);
         attention_case<T>(c, s);
@@ -126,9 +148,11 @@ template <typename T> void attention_nan_kernels(Check& c) {
 }
 
 inline void add_attention_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"attention float", attention_kernels<float>});
-    rows.push_back({"attention bf16", attention_kernels<bf16>});
-    rows.push_back({"attention fp16", attention_kernels<fp16>});
+    rows.push_back({"attention float", attention_kernels<float, attention_cases>});
+    rows.push_back({"attention bf16", attention_kernels<bf16, attention_cases>});
+    rows.push_back({"attention bf16, more tiles", attention_kernels<bf16, attention_mma_cases>});
+    rows.push_back({"attention fp16", attention_kernels<fp16, attention_cases>});
+    rows.push_back({"attention fp16, more tiles", attention_kernels<fp16, attention_mma_cases>});
     rows.push_back({"attention of NaN, float", attention_nan_kernels<float>});
     rows.push_back({"attention of NaN, bf16", attention_nan_kernels<bf16>});
 }
