@@ -40,6 +40,7 @@ HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h)
 TESTS = test_plan test_config test_data test_onnx test_files test_faults test_model test_memory test_run \
     test_device
 KERNEL_TESTS = test_kernels test_attention_kernels
+EMULATED = test_emulator $(KERNEL_TESTS)
 .PHONY: run test check bench gpu copycheck mutate clean setup found all tests-built
 
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
@@ -79,7 +80,7 @@ mutate:
 setup:
 	@scripts/setup.sh test
 
-tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%) $(KERNEL_TESTS:%=$(BUILD)/%)
+tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%) $(EMULATED:%=$(BUILD)/%)
 
 # everything that a machine with a GPU runs
 gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels)
@@ -110,8 +111,8 @@ $(BUILD)/test_ops: test/test_ops.cpp $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
 
 # the tests but the op table: at -O1 they build in half the time
-$(TESTS:%=$(BUILD)/%) $(KERNEL_TESTS:%=$(BUILD)/%): OPT = -O1 -march=native
-$(KERNEL_TESTS:%=$(BUILD)/%): $(BUILD)/%: test/%.cpp $(HEADERS) | $(BUILD)
+$(TESTS:%=$(BUILD)/%) $(EMULATED:%=$(BUILD)/%): OPT = -O1 -march=native
+$(EMULATED:%=$(BUILD)/%): $(BUILD)/%: test/%.cpp $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) $(EMULATE) $< -o $@ $(LIBS)
 $(BUILD)/test_device: CXXFLAGS += $(EMULATE)
 $(BUILD)/test_%: test/test_%.cpp $(HEADERS) train_gpt_min.cpp | $(BUILD)

@@ -320,14 +320,14 @@ template <typename T> DEV uint32_t pack(float low, float high) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
-DEV uint16_t pack_e4m3(float lo, float hi) {
+DEV uint16_t pack_e4m3(float low, float high) {
     uint16_t r;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
     return r;
 }
-DEV uint16_t pack_e5m2(float lo, float hi) {
+DEV uint16_t pack_e5m2(float low, float high) {
     uint16_t r;
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
     return r;
 }
 DEV void red_add_v4(float* g, float4 v) {

@@ -42,6 +42,7 @@ step "build with ThreadSanitizer" make_quiet BUILD=build/tsan ONEDNN=0 OPENMP=-W
     build/tsan/test_model build/tsan/test_ops build/tsan/test_kernels build/tsan/test_attention_kernels
 step "the step, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_model
 step "operators, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_ops --seed 12
+step "planted bugs that sanitizers find" test/emulator_bugs.sh build/emulator
 step "kernels, ThreadSanitizer" build/tsan/test_kernels
 step "attention's kernels, ThreadSanitizer" build/tsan/test_attention_kernels
 

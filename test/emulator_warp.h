@@ -1,9 +1,10 @@
-// emulator_warp.h - models of hopper.cuh's warp-level wrappers: ldmatrix, stmatrix, mma, cp.async
+// emulator_warp.h - models of hopper.cuh's warp-level wrappers: ldmatrix, stmatrix, mma, cp.async, fp8
 //   Fragments are laid out as the PTX manual says (ISA 8.7, sections on ldmatrix and mma.m16n8k16):
 //   matrix rows of 8 elements of 16 bits; lane l has row l / 4, columns 2 (l % 4) and the next.
 //   A lane reads and writes shared memory for itself, where the hardware does it for the warp, so
 //   that ThreadSanitizer sees the lane that uses the data.
 #pragma once
+#include <cfloat>
 #include <deque>
 
 #define DEV inline
@@ -60,19 +61,67 @@ struct MmaOperands {
 struct MmaResult {
     float d[4];
 };
-template <typename T> float mma_half(uint32_t word, unsigned half) {
-    return to_float(T{uint16_t(word >> (16 * half))});
+
+// fp8 with M bits of mantissa; `most` is the code of the largest number
+template <int M, uint8_t MOST> struct Fp8 {
+    static constexpr int LEAST = M == 3 ? -6 : -14; // exponent of the smallest normal number
+    uint8_t code;
+    float value() const {
+        int digits = code & ((1 << M) - 1), exponent = (code & 0x7f) >> M;
+        if ((code & 0x7f) > MOST) // e4m3 has no infinity
+            return M == 2 && (code & 0x7f) == 0x7c ? copysignf(INFINITY, float(int8_t(code))) : NAN;
+        float x = exponent ? ldexpf(float(digits + (1 << M)), exponent - 1) : float(digits);
+        return ldexpf(code & 0x80 ? -x : x, LEAST - M);
+    }
+    // to the nearest, ties to even; beyond the largest: the largest
+    static uint8_t round(float x) {
+        if (x != x) return 0x7f;
+        float size = fabsf(x);
+        uint8_t sign = std::signbit(x) ? 0x80 : 0;
+        if (size >= Fp8{MOST}.value()) return sign | MOST;
+        int exponent = size > 0 ? std::max(ilogbf(size), LEAST) : LEAST;
+        int digits = int(nearbyintf(ldexpf(size, M - exponent))); // 2^(M+1) carries over
+        return uint8_t(sign | (((exponent - LEAST) << M) + digits));
+    }
+};
+typedef Fp8<3, 0x7e> E4m3; // up to 448
+typedef Fp8<2, 0x7b> E5m2; // up to 57344
+
+// number k of a register: two of 16 bits, or four of 8
+template <typename T> float mma_number(uint32_t word, unsigned k) {
+    if constexpr (sizeof(T) == 1)
+        return T{uint8_t(word >> (8 * k))}.value();
+    else
+        return to_float(T{uint16_t(word >> (16 * k))});
 }
+// row times column of the operands: a register of lane i of four holds the numbers from P i on, P a
+// register, of a half of the sum
 template <typename T>
 float mma_element(const Lanes<MmaOperands>& all, unsigned row, unsigned column) {
+    constexpr unsigned P = 4 / sizeof(T), HALF = 4 * P;
     float sum = 0;
-    for (unsigned k = 0; k < 16; k++) {
-        const MmaOperands &from_a = all[row % 8 * 4 + k % 8 / 2],
-                          &from_b = all[column * 4 + k % 8 / 2];
-        sum +=
-            mma_half<T>(from_a.a[k / 8 * 2 + row / 8], k % 2) * mma_half<T>(from_b.b[k / 8], k % 2);
+    for (unsigned k = 0; k < 2 * HALF; k++) {
+        const MmaOperands &from_a = all[row % 8 * 4 + k % HALF / P],
+                          &from_b = all[column * 4 + k % HALF / P];
+        sum += mma_number<T>(from_a.a[k / HALF * 2 + row / 8], k % P) *
+               mma_number<T>(from_b.b[k / HALF], k % P);
     }
     return sum;
+}
+template <typename T>
+void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Site& site) {
+    MmaOperands in;
+    memcpy(in.a, a, sizeof(a)), memcpy(in.b, b, sizeof(b));
+    MmaResult sum = warp_operation(
+        0xffffffffu, "mma", in,
+        [](unsigned lane, const Lanes<MmaOperands>& all) {
+            MmaResult r;
+            for (unsigned i = 0; i < 4; i++)
+                r.d[i] = mma_element<T>(all, lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2);
+            return r;
+        },
+        site);
+    for (int i = 0; i < 4; i++) d[i] += sum.d[i];
 }
 
 // ----------------------------------------------------------------------------
@@ -82,6 +131,7 @@ struct AsyncCopy {
     unsigned char* to;
     const void* from;
     size_t bytes; // the rest of the 16 is zero
+    Site site;
     void run() const {
         memcpy(to, from, bytes);
         memset(to + bytes, 0, 16 - bytes);
@@ -90,6 +140,13 @@ struct AsyncCopy {
 struct AsyncCopies {
     std::vector<AsyncCopy> open; // of the group that is not committed yet
     std::deque<std::vector<AsyncCopy>> groups;
+    AsyncCopies() = default;
+    AsyncCopies(const AsyncCopies&) = delete;
+    ~AsyncCopies() { // of the thread
+        groups.push_front(std::move(open));
+        for (const std::vector<AsyncCopy>& group : groups)
+            if (!group.empty()) error(group[0].site, "cp.async: no wait covers this copy");
+    }
 };
 inline AsyncCopies& async_copies() {
     Unseen unseen;
@@ -120,25 +177,19 @@ DEV void stmatrix_x4_t(void* s, const uint32_t (&r)[4],
 template <typename T>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                   emulator::Site site = emulator::Site::current()) {
-    emulator::MmaOperands in;
-    memcpy(in.a, a, sizeof(a)), memcpy(in.b, b, sizeof(b));
-    emulator::MmaResult sum = emulator::warp_operation(
-        0xffffffffu, "mma", in,
-        [](unsigned lane, const emulator::Lanes<emulator::MmaOperands>& all) {
-            emulator::MmaResult r;
-            for (unsigned i = 0; i < 4; i++)
-                r.d[i] = emulator::mma_element<T>(all, lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2);
-            return r;
-        },
-        site);
-    for (int i = 0; i < 4; i++) d[i] += sum.d[i];
+    emulator::mma<T>(d, a, b, site);
+}
+DEV void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                           emulator::Site site = emulator::Site::current()) {
+    emulator::mma<emulator::E4m3>(d, a, b, site);
 }
 
 DEV void cp_async16(void* s, const void* g, int bytes = 16,
                     emulator::Site site = emulator::Site::current()) {
     if (uintptr_t(s) % 16 || uintptr_t(g) % 16)
         emulator::error(site, "cp.async: %p to %p, both must be 16-byte aligned", g, s);
-    emulator::AsyncCopy copy = {static_cast<unsigned char*>(s), g, size_t(bytes)};
+    if (bytes < 0 || bytes > 16) emulator::error(site, "cp.async: %d bytes of 16", bytes);
+    emulator::AsyncCopy copy = {static_cast<unsigned char*>(s), g, size_t(bytes) % 17, site};
     if (!emulator::settings.latest) return copy.run();
     memset(s, 0xff, 16); // until it lands
     emulator::async_copies().open.push_back(copy);
@@ -154,8 +205,17 @@ template <int N> void cp_async_wait() { // all groups but the last N have landed
         for (const emulator::AsyncCopy& copy : copies.groups.front()) copy.run();
 }
 
-DEV float ex2(float x) { return exp2f(x); }
+DEV float ex2(float x) { // no subnormal numbers
+    float y = exp2f(fabsf(x) < FLT_MIN ? 0 : x);
+    return y < FLT_MIN ? 0 : y;
+}
 DEV float tanh_fast(float x) { return tanhf(x); }
 template <typename T> uint32_t pack(float low, float high) {
     return from_acc<T>(low).bits | uint32_t(from_acc<T>(high).bits) << 16;
+}
+DEV uint16_t pack_e4m3(float low, float high) {
+    return uint16_t(emulator::E4m3::round(low) | emulator::E4m3::round(high) << 8);
+}
+DEV uint16_t pack_e5m2(float low, float high) {
+    return uint16_t(emulator::E5m2::round(low) | emulator::E5m2::round(high) << 8);
 }
