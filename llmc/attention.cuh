@@ -28,6 +28,7 @@ struct AttentionDims {
     size_t B, Tq, Tk, NH, NKV, HS;
     size_t q_stride, kv_stride; // elements between rows of q, of k and v
     int window = INT_MAX;       // how many keys a query sees, itself included
+    bool any_order = false;     // Hopper: dQ's sums as they come, faster and not repeatable
 };
 
 // Head h of n (n a power of two) slopes by 2^(-8 (h+1) / n); other counts take every second slope
@@ -408,7 +409,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
     #pragma omp parallel
     {
         AttentionTile<T> t = my_tile<T>(blas, d, where);
-// a task owns a key head: its dk, dv, and the dq of the heads that read it
+        // a task owns a key head: its dk, dv, and the dq of the heads that read it
         #pragma omp for collapse(2) schedule(dynamic)
         for (size_t b = 0; b < d.B; b++)
             for (size_t kh = 0; kh < d.NKV; kh++) {
@@ -669,7 +670,7 @@ __global__ void attention_backward_kv_kernel(T* dk, T* dv, const AttentionOperan
 // ----------------------------------------------------------------------------
 // launchers: tensor cores where type, head size and alignment allow, else the plain kernels
 
-#include "attention_sm80.cuh"
+#include "attention_sm90.cuh"
 
 // f(HS / 32, rounded up): the head sizes that have a kernel
 template <typename F> void pick_plain_kernel(size_t HS, F f) {
@@ -681,7 +682,8 @@ inline size_t plain_shared_bytes(size_t HS, int row_tiles) {
 }
 
 template <typename T> size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
-    return std::max(mma_scratch(nullptr, nullptr, d), d.B * d.NH * d.Tq * sizeof(float));
+    return std::max({mma_scratch(nullptr, nullptr, d), hopper_scratch<T>(nullptr, nullptr, d),
+                     d.B * d.NH * d.Tq * sizeof(float)});
 }
 template <typename T> void check_attention_scratch(const AttentionDims& d, const Blas& blas) {
     size_t need = attention_scratch_bytes<T>(d, 1, cudaStream_t{});
@@ -697,9 +699,12 @@ void attention_forward(T* out, float* lse, const T* q, const T* k, const T* v,
     AttentionOperands<T> x = {q,           k,         v,      nullptr, q_positions,
                               k_positions, doc_start, slopes, d,       1 / std::sqrt(float(d.HS))};
     check_attention_scratch<T>(d, blas);
-    if constexpr (sizeof(T) == 2)
+    if constexpr (sizeof(T) == 2) {
+        if (is_hopper(stream) && hopper_takes<T>(d, out, q, k, v))
+            return attention_hopper_forward(out, lse, x, blas.scratch, stream);
         if (mma_takes<T>(d, out, q, k, v))
             return attention_mma_forward(out, lse, x, blas.scratch, stream);
+    }
     dim3 grid(unsigned(ceil_div(d.Tq, size_t(PLAIN_BLOCK))), unsigned(d.NH), unsigned(d.B));
     pick_plain_kernel(d.HS, [&](auto D) {
         launch(attention_forward_kernel<T, D>, grid, PLAIN_WARPS * 32, plain_shared_bytes(d.HS, 1),
@@ -715,9 +720,12 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
     AttentionOperands<T> x = {q,           k,         v,      dout, q_positions,
                               k_positions, doc_start, slopes, d,    1 / std::sqrt(float(d.HS))};
     check_attention_scratch<T>(d, blas);
-    if constexpr (sizeof(T) == 2)
+    if constexpr (sizeof(T) == 2) {
+        if (is_hopper(stream) && hopper_takes<T>(d, out, dq, dk, dv, dout, q, k, v))
+            return attention_hopper_backward(dq, dk, dv, x, out, lse, blas.scratch, stream);
         if (mma_takes<T>(d, dq, dk, dv, dout, q, k, v))
             return attention_mma_backward(dq, dk, dv, x, out, lse, blas.scratch, stream);
+    }
     float* row_sums = static_cast<float*>(blas.scratch);
     launch(attention_row_sums_kernel<T>, unsigned(ceil_div(d.B * d.Tq * d.NH, size_t(PLAIN_WARPS))),
            PLAIN_WARPS * 32, 0, stream, row_sums, dout, out, d);

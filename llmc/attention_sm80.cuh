@@ -203,14 +203,11 @@ __global__ void attention_spans_kernel(Span* spans, const int* x, size_t n, unsi
     if (threadIdx.x % 32 == 0) spans[size_t(blockIdx.y) * tiles + tile] = s;
 }
 
-// For backward, a warp a row: its lse in units of log 2, and D = dout.out. A row that sees nothing,
+// For backward, by a warp: a row's lse in units of log 2, and D = dout.out. A row that sees nothing,
 // and one beyond the last, has an lse of infinity: its p is exp2(score - lse) = 0.
 template <typename T>
-__global__ void attention_statistics_kernel(float* statistics, const T* out, const float* lse,
-                                            const RowOperands<T> x) {
-    unsigned row = blockIdx.x * MMA_WARPS + threadIdx.x / 32;
-    size_t b = blockIdx.z, kh = blockIdx.y;
-    if (row >= x.padded) return; // whole warps
+__device__ Pack<float, 2> row_statistics(const T* out, const float* lse, const RowOperands<T>& x,
+                                         size_t b, size_t kh, unsigned row) {
     float row_lse = INFINITY, sum = 0;
     if (row < x.rows) {
         size_t i = x.query_of(row), h = x.head_of(row, kh);
@@ -220,9 +217,16 @@ __global__ void attention_statistics_kernel(float* statistics, const T* out, con
         float natural = lse[(b * x.d.NH + h) * x.d.Tq + i];
         if (natural != -INFINITY) row_lse = natural * LOG2E;
     }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0)
-        store(statistics + 2 * ((b * x.d.NKV + kh) * x.padded + row), Pack<float, 2>{row_lse, sum});
+    return {row_lse, warp_sum(sum)};
+}
+template <typename T>
+__global__ void attention_statistics_kernel(float* statistics, const T* out, const float* lse,
+                                            const RowOperands<T> x) {
+    unsigned row = blockIdx.x * MMA_WARPS + threadIdx.x / 32;
+    size_t b = blockIdx.z, kh = blockIdx.y;
+    if (row >= x.padded) return; // whole warps
+    Pack<float, 2> y = row_statistics(out, lse, x, b, kh, row);
+    if (threadIdx.x % 32 == 0) store(statistics + 2 * ((b * x.d.NKV + kh) * x.padded + row), y);
 }
 
 // What masks ask of a row; read where a tile needs a mask: registers are short.
@@ -245,27 +249,119 @@ __device__ float masked_score(float y, float scale, const RowSight& row, int key
     return seen ? y * scale - row.slope * float(distance) : -INFINITY;
 }
 
-// s[m] (16, 8 NT): rows from `row` on, keys from `key0` on
-template <int MT, int NT, typename T>
-__device__ void mask_scores(float (&s)[MT][NT][4], const RowOperands<T>& x, size_t b, size_t kh,
+// s (16, 8 NT): rows from `row` on, keys from `key0` on
+template <int NT, typename T>
+__device__ void mask_scores(float (&s)[NT][4], const RowOperands<T>& x, size_t b, size_t kh,
                             unsigned row, size_t key0, float scale) {
     int lane = threadIdx.x % 32;
     #pragma unroll
-    for (int m = 0; m < MT; m++)
+    for (int i = 0; i < 2; i++) {
+        RowSight sight = row_sight(x, b, kh, row + 8 * i + lane / 4);
         #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            RowSight sight = row_sight(x, b, kh, row + 16 * m + 8 * i + lane / 4);
+        for (int n = 0; n < NT; n++)
             #pragma unroll
-            for (int n = 0; n < NT; n++)
-                #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    size_t key = key0 + 8 * n + 2 * (lane % 4) + e;
-                    float& y = s[m][n][2 * i + e];
-                    y = key < x.d.Tk ? masked_score<T>(y, scale, sight,
-                                                       x.k_positions[b * x.d.Tk + key], x.d.window)
-                                     : -INFINITY;
-                }
+            for (int e = 0; e < 2; e++) {
+                size_t key = key0 + 8 * n + 2 * (lane % 4) + e;
+                float& y = s[n][2 * i + e];
+                y = key < x.d.Tk ? masked_score<T>(y, scale, sight, x.k_positions[b * x.d.Tk + key],
+                                                   x.d.window)
+                                 : -INFINITY;
+            }
+    }
+}
+
+// Positions of a thread's two keys, 8 apart, where keys are rows.
+struct KeySight {
+    int position[2];
+    bool real[2];
+};
+template <typename T> __device__ KeySight key_sight(const RowOperands<T>& x, size_t b, size_t key) {
+    KeySight s;
+    #pragma unroll
+    for (int i = 0; i < 2; i++, key += 8) {
+        s.real[i] = key < x.d.Tk;
+        s.position[i] = s.real[i] ? x.k_positions[b * x.d.Tk + key] : 0;
+    }
+    return s;
+}
+// s (16, 8 MT) transposed: (query, head) rows from `row` on are columns
+template <int MT, typename T>
+__device__ void mask_columns(float (&s)[MT][4], const RowOperands<T>& x, size_t b, size_t kh,
+                             unsigned row, const KeySight& keys, float scale) {
+    int lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int n = 0; n < MT; n++)
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+            RowSight sight = row_sight(x, b, kh, row + 8 * n + 2 * (lane % 4) + e);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& y = s[n][2 * i + e];
+                y = keys.real[i] ? masked_score<T>(y, scale, sight, keys.position[i], x.d.window)
+                                 : -INFINITY;
+            }
         }
+}
+
+// ----------------------------------------------------------------------------
+// rows of a product's result: two a thread, 8 apart, of which it has columns 8 n + 2 (lane % 4) and
+// the next; the four lanes of a row follow each other
+
+__device__ inline float row_total(float x) {
+    for (int mask = 1; mask < 4; mask *= 2) x += __shfl_xor_sync(ALL_LANES, x, mask);
+    return x;
+}
+
+// The running softmax: scores s times factor become p = exp2(s - row_max); what was summed before
+// must be multiplied by `rescale`. row_sum is of this lane's columns.
+template <int NT>
+__device__ void online_softmax(float (&s)[NT][4], float (&row_max)[2], float (&row_sum)[2],
+                               float (&rescale)[2], float factor) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float most = s[0][2 * i];
+        #pragma unroll
+        for (int n = 0; n < NT; n++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float y = s[n][2 * i + e];
+                most = y > most ? y : most;
+            }
+        for (int mask = 1; mask < 4; mask *= 2) {
+            float y = __shfl_xor_sync(ALL_LANES, most, mask);
+            most = y > most ? y : most;
+        }
+        most = most * factor > row_max[i] ? most * factor : row_max[i];
+        float base = most == -INFINITY ? 0 : most, total = 0;
+        rescale[i] = ex2(row_max[i] - base);
+        row_max[i] = most;
+        #pragma unroll
+        for (int n = 0; n < NT; n++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float& y = s[n][2 * i + e];
+                y = ex2(y * factor - base);
+                total += y;
+            }
+        row_sum[i] = row_sum[i] * rescale[i] + total;
+    }
+}
+template <int CT> __device__ void scale_rows(float (&sum)[CT][4], const float (&factor)[2]) {
+    #pragma unroll
+    for (int c = 0; c < CT; c++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) sum[c][i] *= factor[i / 2];
+}
+// row i of the two, its first HS channels
+template <typename T, int CT>
+__device__ void store_row(T* to, const float (&sum)[CT][4], int i, float factor, int HS) {
+    #pragma unroll
+    for (int c = 0; c < CT; c++) {
+        int e = 8 * c + 2 * (threadIdx.x % 4);
+        if (e < HS)
+            *reinterpret_cast<uint32_t*>(to + e) =
+                pack<T>(sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor);
+    }
 }
 
 // ----------------------------------------------------------------------------
@@ -320,49 +416,21 @@ __global__ void __launch_bounds__(MMA_THREADS)
         cp_async_wait<1>(); // all but the next tile
         __syncthreads();    // of every thread
 
-        // scores, and what is not seen: in units of log 2
+        // scores, and what is not seen: in units of log 2; the running softmax
         float s[MT][NT][4], factor = scale;
         rows_times_rows<D, MT, NT>(s, q, my_row, k + stage * N * D);
         if (!all || x.slopes) {
-            mask_scores(s, x, b, kh, row0 + my_row, size_t(tile) * N, scale);
+            #pragma unroll
+            for (int m = 0; m < MT; m++)
+                mask_scores(s[m], x, b, kh, row0 + my_row + 16 * m, size_t(tile) * N, scale);
             factor = 1;
         }
-
-        // the running softmax: four lanes share a row
         #pragma unroll
-        for (int m = 0; m < MT; m++)
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float most = s[m][0][2 * i];
-                #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float y = s[m][n][2 * i + e];
-                        most = y > most ? y : most;
-                    }
-                for (int mask = 1; mask < 4; mask *= 2) {
-                    float y = __shfl_xor_sync(ALL_LANES, most, mask);
-                    most = y > most ? y : most;
-                }
-                most = most * factor > row_max[m][i] ? most * factor : row_max[m][i];
-                float base = most == -INFINITY ? 0 : most, rescale = ex2(row_max[m][i] - base),
-                      total = 0;
-                row_max[m][i] = most;
-                #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float& y = s[m][n][2 * i + e];
-                        y = ex2(y * factor - base);
-                        total += y;
-                    }
-                row_sum[m][i] = row_sum[m][i] * rescale + total; // of this lane's columns
-                #pragma unroll
-                for (int c = 0; c < CT; c++)
-                    #pragma unroll
-                    for (int e = 0; e < 2; e++) sum[m][c][2 * i + e] *= rescale;
-            }
+        for (int m = 0; m < MT; m++) {
+            float rescale[2];
+            online_softmax(s[m], row_max[m], row_sum[m], rescale, factor);
+            scale_rows(sum[m], rescale);
+        }
         uint32_t p[MT][NT / 2][4];
         #pragma unroll
         for (int m = 0; m < MT; m++) pack_scores<T>(p[m], s[m]);
@@ -377,20 +445,11 @@ __global__ void __launch_bounds__(MMA_THREADS)
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             unsigned row = row0 + my_row + 16 * m + 8 * i + lane / 4;
-            float total = row_sum[m][i];
-            for (int mask = 1; mask < 4; mask *= 2)
-                total += __shfl_xor_sync(ALL_LANES, total, mask);
+            float total = row_total(row_sum[m][i]);
             if (row >= x.rows) continue;
             bool seen = total != 0; // NaN has been seen
-            float inverse = seen ? 1 / total : 0;
             T* to = out + ((b * x.d.Tq + x.query_of(row)) * x.d.NH + x.head_of(row, kh)) * x.d.HS;
-            #pragma unroll
-            for (int c = 0; c < CT; c++) {
-                int e = 8 * c + 2 * (lane % 4);
-                if (e < HS)
-                    *reinterpret_cast<uint32_t*>(to + e) =
-                        pack<T>(sum[m][c][2 * i] * inverse, sum[m][c][2 * i + 1] * inverse);
-            }
+            store_row(to, sum[m], i, seen ? 1 / total : 0, HS);
             if (lane % 4 == 0)
                 lse[(b * x.d.NH + x.head_of(row, kh)) * x.d.Tq + x.query_of(row)] =
                     seen ? row_max[m][i] * LN2 + logf(total) : -INFINITY;
@@ -454,7 +513,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
         rows_times_rows<D, 1, NT>(dp, dout, my_row, v + stage * N * D);
         float factor = scale;
         if (!all || x.slopes) {
-            mask_scores(s, x, b, kh, row0 + my_row, size_t(tile) * N, scale);
+            mask_scores(s[0], x, b, kh, row0 + my_row, size_t(tile) * N, scale);
             factor = 1;
         }
         #pragma unroll
@@ -476,13 +535,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
         unsigned row = row0 + my_row + 8 * i + lane / 4;
         if (row >= x.rows) continue;
         T* to = dq + (b * x.d.Tq + x.query_of(row)) * x.d.q_stride + x.head_of(row, kh) * x.d.HS;
-        #pragma unroll
-        for (int c = 0; c < CT; c++) {
-            int e = 8 * c + 2 * (lane % 4);
-            if (e < HS)
-                *reinterpret_cast<uint32_t*>(to + e) =
-                    pack<T>(sum[0][c][2 * i] * x.scale, sum[0][c][2 * i + 1] * x.scale);
-        }
+        store_row(to, sum[0], i, x.scale, HS);
     }
 }
 
@@ -526,14 +579,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     if (tile >= 0) load_queries(0, tile);
     cp_async_commit();
 
-    int at[2]; // positions of the thread's keys
-    bool real[2];
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        size_t key = key0 + my_key + 8 * i + lane / 4;
-        real[i] = key < x.d.Tk;
-        at[i] = real[i] ? x.k_positions[b * x.d.Tk + key] : 0;
-    }
+    const KeySight sight = key_sight(x, b, key0 + my_key + lane / 4);
     float sum_k[1][CT][4] = {}, sum_v[1][CT][4] = {};
     const float scale = x.scale * LOG2E;
 
@@ -550,19 +596,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
         rows_times_rows<D, 1, MT>(dp, v, my_key, dout + stage * M * D);
         float factor = scale;
         if (!all || x.slopes) {
-            #pragma unroll
-            for (int n = 0; n < MT; n++)
-                #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    RowSight sight =
-                        row_sight(x, b, kh, unsigned(tile * M + 8 * n + 2 * (lane % 4) + e));
-                    #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        float& y = s[0][n][2 * i + e];
-                        y = real[i] ? masked_score<T>(y, scale, sight, at[i], x.d.window)
-                                    : -INFINITY;
-                    }
-                }
+            mask_columns(s[0], x, b, kh, unsigned(tile * M), sight, scale);
             factor = 1;
         }
         #pragma unroll
@@ -591,16 +625,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
     for (int i = 0; i < 2; i++) {
         size_t key = key0 + my_key + 8 * i + lane / 4;
         if (key >= x.d.Tk) continue;
-        #pragma unroll
-        for (int c = 0; c < CT; c++) {
-            int e = 8 * (my_chunk + c) + 2 * (lane % 4);
-            if (e >= HS) continue;
-            size_t to = x.key(b, kh, key) + e;
-            *reinterpret_cast<uint32_t*>(dk + to) =
-                pack<T>(sum_k[0][c][2 * i] * x.scale, sum_k[0][c][2 * i + 1] * x.scale);
-            *reinterpret_cast<uint32_t*>(dv + to) =
-                pack<T>(sum_v[0][c][2 * i], sum_v[0][c][2 * i + 1]);
-        }
+        const size_t to = x.key(b, kh, key) + 8 * my_chunk;
+        store_row(dk + to, sum_k[0], i, x.scale, HS - 8 * my_chunk);
+        store_row(dv + to, sum_v[0], i, 1, HS - 8 * my_chunk);
     }
 }
 

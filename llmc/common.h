@@ -375,6 +375,14 @@ inline std::string device_name(cudaStream_t) {
     CUDA_CHECK(cudaGetDeviceProperties(&properties, current));
     return properties.name;
 }
+// Whether Hopper's own instructions (sm_90a) are there: no earlier and no later GPU has them.
+inline bool is_hopper(cudaStream_t) {
+    int current = 0, major = 0, minor = 0;
+    CUDA_CHECK(cudaGetDevice(&current));
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current));
+    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, current));
+    return major == 9 && minor == 0;
+}
 template <typename T, typename F> void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
     constexpr size_t PART = size_t(1) << 22;
     std::vector<T> part(n < PART ? n : PART);
@@ -404,7 +412,7 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
 }
 
 template <int N> struct Int { // a constant that a generic lambda can take as an argument
-    constexpr operator int() const { return N; }
+    HD constexpr operator int() const { return N; }
 };
 
 // ----------------------------------------------------------------------------

@@ -339,6 +339,13 @@ DEV void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEV void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #endif
 
+// Whether this pass compiles Hopper's own instructions: kernels that use them are empty in others.
+#if defined(EMULATE) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPPER_PASS 1
+#else
+#define HOPPER_PASS 0
+#endif
+
 #if KERNELS
 // A wgmma operand in shared memory under the 128-byte swizzle (chunk of 16 bytes ^= row % 8, in
 // blocks of 8 rows of 128 bytes). Bytes, all of them multiples of 16:

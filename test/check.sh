@@ -27,7 +27,7 @@ export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
 step "the README's table of files is current" scripts/readme_table.sh --check
 step "build with AddressSanitizer and UBSan" make_quiet BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" \
     build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_files build/asan/train_gpt build/asan/fuzz_readers \
-    build/asan/test_faults build/asan/test_kernels build/asan/test_attention_kernels
+    build/asan/test_faults build/asan/test_kernels build/asan/test_attention_kernels build/asan/test_attention_sm90
 step "operators, AddressSanitizer" build/asan/test_ops --seed 11
 step "the step, AddressSanitizer" build/asan/test_model
 step "data readers, AddressSanitizer" build/asan/test_data
@@ -35,16 +35,18 @@ step "files and checkpoints, AddressSanitizer" build/asan/test_files
 step "faults of files, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_faults
 step "kernels, AddressSanitizer" build/asan/test_kernels
 step "attention's kernels, AddressSanitizer" build/asan/test_attention_kernels
+step "attention's kernels for Hopper, AddressSanitizer" build/asan/test_attention_sm90
 step "hostile files for 60 s, AddressSanitizer" build/asan/fuzz_readers --seconds 60 --seed 3
 
 # ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
 step "build with ThreadSanitizer" make_quiet BUILD=build/tsan ONEDNN=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g" \
-    build/tsan/test_model build/tsan/test_ops build/tsan/test_kernels build/tsan/test_attention_kernels
+    build/tsan/test_model build/tsan/test_ops build/tsan/test_kernels build/tsan/test_attention_kernels build/tsan/test_attention_sm90
 step "the step, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_model
 step "operators, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_ops --seed 12
 step "planted bugs that sanitizers find" test/emulator_bugs.sh build/emulator
 step "kernels, ThreadSanitizer" build/tsan/test_kernels
 step "attention's kernels, ThreadSanitizer" build/tsan/test_attention_kernels
+step "attention's kernels for Hopper, ThreadSanitizer" build/tsan/test_attention_sm90
 
 # Without oneDNN; with other numbers of threads.
 step "build without oneDNN" make_quiet BUILD=build/plain ONEDNN=0 all build/plain/test_ops build/plain/test_model
@@ -58,6 +60,7 @@ for seed in 21 22 23; do
     step "operators, seed $seed" build/test_ops --seed $seed
     step "kernels, seed $seed" build/test_kernels --seed $seed
     step "attention's kernels, seed $seed" build/test_attention_kernels --seed $seed
+    step "attention's kernels for Hopper, seed $seed" build/test_attention_sm90 --seed $seed
 done
 
 # Files that are copied into other projects compile with what their headers name.

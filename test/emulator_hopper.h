@@ -497,8 +497,6 @@ inline void issue_product(Product64 p, const Site& site) {
 
 inline void wait_products(size_t left, const Site& site) {
     Products& mine = my_products();
-    warp_operation(
-        0xffffffffu, "wgmma.wait_group", 0, [](unsigned, const Lanes<int>&) { return 0; }, site);
     mine.fenced = false;
     if (!mine.open.empty())
         error(site, "wg_wait(): products at %s are not committed",
@@ -510,6 +508,7 @@ inline void wait_products(size_t left, const Site& site) {
             multiply(mine.results[p.d].data(), p);
         }
     }
+    syncwarp(0xffffffffu, site); // every lane has read its operands
     if (!settings.latest) return;
     auto in_flight = [&](float* d) {
         bool found = false;
@@ -532,9 +531,10 @@ inline void wait_products(size_t left, const Site& site) {
 inline void thread_returns(Fiber& f) {
     if (f.products) {
         Products& p = *static_cast<Products*>(f.products.get());
-        if (!p.open.empty() || !p.groups.empty())
-            error((p.open.empty() ? p.groups[0] : p.open)[0].site,
-                  "a thread returns with products in flight");
+        p.groups.push_back(std::move(p.open));
+        for (const std::vector<Product64>& group : p.groups)
+            if (!group.empty())
+                return error(group[0].site, "a thread returns with products in flight");
     }
     if (!f.stores) return;
     Stores& s = *static_cast<Stores*>(f.stores.get());
@@ -552,7 +552,8 @@ inline void thread_returns(Fiber& f) {
 }
 
 // ----------------------------------------------------------------------------
-// setmaxnreg: a block starts with as many registers a thread as 64 Ki allow
+// setmaxnreg: a block starts with as many registers a thread as 64 Ki allow, a multiple of 8; there
+// are no others to take
 
 inline void set_registers(unsigned n, bool more, const Site& site) {
     unsigned agreed = warp_operation(
@@ -563,7 +564,7 @@ inline void set_registers(unsigned n, bool more, const Site& site) {
     unsigned threads = unsigned(b.fibers.size()), &mine = b.registers[self().index / 32];
     unsigned start = std::min(65536 / threads / 8 * 8, 248u);
     if (!b.registers_set) {
-        b.registers_set = true, b.free_registers = 65536 - int(start * threads);
+        b.registers_set = true, b.free_registers = 0; // none but what others give away
         for (unsigned& r : b.registers) r = start;
     }
     if (n % 8 || n < 24 || n > 256 || agreed != n)
@@ -743,7 +744,7 @@ inline uint64_t l2_evict_first() { return 2; }
 inline void wg_fence() { emulator::my_products().fenced = true; }
 inline void wg_commit() {
     emulator::Products& mine = emulator::my_products();
-    if (!mine.open.empty()) mine.groups.push_back(std::move(mine.open));
+    mine.groups.push_back(std::move(mine.open)); // of no product, too
     mine.open.clear();
 }
 template <int N> void wg_wait(SITE) { emulator::wait_products(N, site); }

@@ -27,6 +27,12 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
     return strcpy(p->name, "the emulator"), cudaSuccess;
 }
 
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+// An Ampere, so that launchers choose what needs no more; Hopper's kernels are launched by their tests.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
+    return *value = what == cudaDevAttrComputeCapabilityMajor ? 8 : 0, cudaSuccess;
+}
+
 template <typename T> cudaError_t cudaMalloc(T** p, size_t bytes) {
     *p = static_cast<T*>(
         malloc(bytes ? bytes : 1)); // the exact size: AddressSanitizer sees each byte
