@@ -170,11 +170,11 @@ static void online_softmax(const Floats& a, cudaStream_t stream) {
 //   enough to share them in L1. A tile has one maximum: the sums are rescaled once for KEYS keys,
 //   HS / KEYS multiplications a key in place of HS: 2 HS instructions for 4 HS FLOPs.
 
-constexpr int QUERIES = 128, KEYS = 16; // of a block, of a tile
+constexpr int QUERIES = 128, KEYS = 16, TILE = KEYS * HS; // of a block, of a tile
 
 __global__ void __launch_bounds__(QUERIES) key_tiles_kernel(Floats a) {
-    SHARED(float, k, KEYS* HS);
-    SHARED(float, v, KEYS* HS);
+    SHARED(float, k, TILE);
+    SHARED(float, v, TILE);
     size_t i0 = size_t(blockIdx.x) * QUERIES, i = i0 + threadIdx.x;
     bool real = i < a.T; // the others load tiles with the block
     Query my((size_t(blockIdx.z) * a.NH + blockIdx.y) * a.T + (real ? i : 0), a);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(QUERIES) key_tiles_kernel(Floats a) {
     for (int e = 0; e < HS; e++) q[e] = a.q[a.at(my.b, my.i, my.h) + e];
     for (size_t j0 = 0; j0 < end; j0 += KEYS) {
         __syncthreads(); // the tile before is read
-        for (int c = threadIdx.x * 4; c < KEYS * HS; c += QUERIES * 4) {
+        for (int c = threadIdx.x * 4; c < TILE; c += QUERIES * 4) {
             size_t j = j0 + c / HS, from = a.at(my.b, j < a.T ? j : 0, my.h) + c % HS;
             store(k + c, load<4>(a.k + from)), store(v + c, load<4>(a.v + from));
         }

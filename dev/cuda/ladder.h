@@ -53,7 +53,7 @@ int climb(int first, const Rung<Run> (&ladder)[COUNT], F check, Work work, G sec
         check(c, rung.run);
         bool good = c.failures == 0 && c.checks > 0;
         failed += !good;
-        printf("%-4s %d  %-54s", good ? "ok" : "FAIL", first++, rung.name);
+        printf("%-4s %d  %-*s", good ? "ok" : "FAIL", first++, ON_GPU ? 44 : 0, rung.name);
         if (ON_GPU) {
             double s = seconds(rung.run);
             printf(" %9.3f ms %8.1f %s", s * 1e3, work.amount / s / work.unit, work.unit_name);
