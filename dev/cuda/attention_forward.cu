@@ -13,7 +13,9 @@
 //     5  llmc/attention.cuh in float
 //     6  llmc/attention.cuh in bf16, tensor cores
 //
-//   make ladders, or: g++ -std=c++20 -DEMULATE -x c++, nvcc -std=c++20 -gencode=...
+//   make ladders, or by hand
+//     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/attention_forward.cu -lpthread       checks
+//     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/attention_forward.cu -lcublasLt         checks and measures
 #include "../../llmc/attention.cuh"
 #include "../../test/attention_inputs.h"
 #include "ladder.h"
@@ -218,7 +220,7 @@ static void key_tiles(const Floats& a, cudaStream_t stream) {
 //   In float any head size, groups of heads, documents, windows, slopes: a warp owns 4 queries, a
 //   lane a key, so each multiply-add reads shared memory, and rung 4, which does less, may be the
 //   faster. In bf16 the two products run on tensor cores by mma.sync, keys come by cp.async while
-//   the tile before is worked on, and p goes from one product to the next in registers: up to 15
+//   the tile before is worked on, and p goes from one product to the next in registers: on paper 15
 //   times the FLOPs of float.
 
 template <typename E> void llmc(const Attention<E>& a, cudaStream_t stream) {

@@ -11,7 +11,9 @@
 //     4  the row stays in registers
 //     5  llmc/layernorm.cuh
 //
-//   make ladders, or: g++ -std=c++20 -DEMULATE -x c++, nvcc -std=c++20 -gencode=...
+//   make ladders, or by hand
+//     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/layernorm_forward.cu -lpthread       checks
+//     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/layernorm_forward.cu -lcublasLt         checks and measures
 #include "../../llmc/layernorm.cuh"
 #include "ladder.h"
 

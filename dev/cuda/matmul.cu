@@ -12,7 +12,9 @@
 //     4  tensor cores, by mma.sync
 //     5  cuBLASLt, by llmc/matmul.cuh
 //
-//   make ladders, or: g++ -std=c++20 -DEMULATE -x c++, nvcc -std=c++20 -gencode=...
+//   make ladders, or by hand
+//     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/matmul.cu -lpthread       checks
+//     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/matmul.cu -lcublasLt         checks and measures
 #include "../../llmc/hopper.cuh"
 #include "../../llmc/matmul.cuh"
 #include "ladder.h"
@@ -141,20 +143,20 @@ static void register_tiles(const Linear& a, cudaStream_t stream) {
 
 // ----------------------------------------------------------------------------
 // 4. Tensor cores, by mma.sync: a warp multiplies (16,16) by (16,8) in one instruction.
-//   15 times the peak of float, and the tiles stay in bf16: half the bytes. A warp has 64 x 32
-//   outputs: for 16 steps of the sum 6 loads by ldmatrix, of 512 bytes and 4 cycles each, serve 16
-//   products, which the tensor cores could do in 16 cycles: shared memory leaves two thirds of the
-//   989 TFLOP/s. Tiles come by cp.async, past the registers, and one ahead: memory works while the
+//   15 times the peak of float, and the tiles stay in bf16: half the bytes. Four warps with 64 x 64
+//   outputs each: for 16 steps of the sum 8 loads by ldmatrix, of 512 bytes and 4 cycles each, serve
+//   32 products, a cycle each at the full rate. With 64 x 32 it would be 6 for 16, and shared memory
+//   the limit. Tiles come by cp.async, past the registers, and one ahead: memory works while the
 //   tensor cores do.
 
 constexpr int DEPTH = 32; // steps of the sum in a tile
 // 80 bytes a row: the 8 rows that ldmatrix reads at a time lie in 32 different banks
-constexpr int ROW = DEPTH + 8, TILE = BLOCK * ROW;
+constexpr int ROW = DEPTH + 8, TILE = BLOCK * ROW, THREADS = 128;
 
 // rows [row0, row0 + BLOCK) of x (rows, K), steps [k0, k0 + DEPTH); zeros beyond both
 __device__ inline void load_async(T* tile, const T* x, size_t row0, size_t rows, size_t k0,
                                   size_t K) {
-    for (int i = threadIdx.x; i < BLOCK * (DEPTH / 8); i += 256) {
+    for (int i = threadIdx.x; i < BLOCK * (DEPTH / 8); i += THREADS) {
         int r = i / (DEPTH / 8), chunk = i % (DEPTH / 8) * 8;
         bool real = row0 + r < rows && k0 + chunk < K;
         cp_async16(tile + r * ROW + chunk, real ? x + (row0 + r) * K + k0 + chunk : x,
@@ -162,38 +164,39 @@ __device__ inline void load_async(T* tile, const T* x, size_t row0, size_t rows,
     }
 }
 
-__global__ void __launch_bounds__(256) tensor_cores_kernel(Linear a) {
+__global__ void __launch_bounds__(THREADS) tensor_cores_kernel(Linear a) {
     SHARED(T, inp, 2 * TILE);
     SHARED(T, weight, 2 * TILE);
     size_t m0 = size_t(blockIdx.y) * BLOCK, n0 = size_t(blockIdx.x) * BLOCK;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int row = warp / 4 * 64, column = warp % 4 * 32; // the warp's outputs in the block's
-    float sum[4][4][4] = {};                         // 4 x 4 products of (16,8), 4 numbers a lane
-    auto load_stage = [&](int stage, size_t k0) {
+    int row = warp / 2 * 64, column = warp % 2 * 64; // the warp's outputs in the block's
+    float sum[4][8][4] = {};                         // 4 x 8 products of (16,8), 4 numbers a lane
+    auto load_stage = [&](size_t stage, size_t k0) {
+        if (k0 >= a.K) return cp_async_commit(); // none, so that waits count on
         load_async(inp + stage * TILE, a.inp, m0, a.M, k0, a.K);
         load_async(weight + stage * TILE, a.weight, n0, a.N, k0, a.K);
         cp_async_commit();
     };
     load_stage(0, 0);
     for (size_t k0 = 0, stage = 0; k0 < a.K; k0 += DEPTH, stage ^= 1) {
-        load_stage(int(stage) ^ 1, k0 + DEPTH); // the last is zeros
-        cp_async_wait<1>();                     // this thread's part of all but the next
-        __syncthreads();                        // and everyone's
+        load_stage(stage ^ 1, k0 + DEPTH);
+        cp_async_wait<1>(); // this thread's part of all but the next
+        __syncthreads();    // and everyone's
         const T *x = inp + stage * TILE, *w = weight + stage * TILE;
         #pragma unroll
         for (int k = 0; k < DEPTH; k += 16) {
-            uint32_t fx[4][4], fw[2][4]; // fragments: 16 rows each, 16 steps
+            uint32_t fx[4][4], fw[4][4]; // fragments: 16 rows each, 16 steps
             #pragma unroll
             for (int i = 0; i < 4; i++)
                 ldmatrix_x4(fx[i], x + (row + 16 * i + lane % 16) * ROW + k + lane / 16 * 8);
             #pragma unroll
-            for (int j = 0; j < 2; j++)
+            for (int j = 0; j < 4; j++)
                 ldmatrix_x4(fw[j], w + (column + 16 * j + lane / 16 * 8 + lane % 8) * ROW + k +
                                        lane / 8 % 2 * 8);
             #pragma unroll
             for (int i = 0; i < 4; i++)
                 #pragma unroll
-                for (int j = 0; j < 4; j++) {
+                for (int j = 0; j < 8; j++) {
                     uint32_t b[2] = {fw[j / 2][j % 2 * 2], fw[j / 2][j % 2 * 2 + 1]};
                     mma_m16n8k16<T>(sum[i][j], fx[i], b);
                 }
@@ -203,7 +206,7 @@ __global__ void __launch_bounds__(256) tensor_cores_kernel(Linear a) {
     #pragma unroll
     for (int i = 0; i < 8; i++) // a lane has two neighbours in rows lane / 4 and lane / 4 + 8
         #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 8; j++) {
             size_t m = m0 + row + 8 * i + lane / 4, n = n0 + column + 8 * j + lane % 4 * 2;
             const float* pair = sum[i / 2][j] + i % 2 * 2;
             if (m < a.M && n < a.N)
@@ -214,13 +217,13 @@ __global__ void __launch_bounds__(256) tensor_cores_kernel(Linear a) {
 static void tensor_cores(const Linear& a, cudaStream_t stream) {
     CHECK(a.K % 8 == 0 && a.N % 2 == 0, "this rung wants K in eights and N even");
     dim3 grid(unsigned(ceil_div(a.N, BLOCK)), unsigned(ceil_div(a.M, BLOCK)));
-    launch(tensor_cores_kernel, grid, 256, 0, stream, a);
+    launch(tensor_cores_kernel, grid, THREADS, 0, stream, a);
 }
 
 // ----------------------------------------------------------------------------
 // 5. The project's own way: cuBLASLt, its algorithm chosen by measuring.
-//   On Hopper its kernels use what no rung above has: wgmma, which multiplies 64 rows and more
-//   straight from shared memory, each number read once for four warps; TMA, one instruction of which
+//   On Hopper its kernels use what no rung above has: wgmma, which alone reaches the full rate
+//   there, products of 64 rows and more straight from shared memory; TMA, one instruction of which
 //   loads a tile; clusters, whose blocks share tiles.
 
 static void cublaslt(const Linear& a, cudaStream_t stream) {
