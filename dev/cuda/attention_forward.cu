@@ -262,33 +262,28 @@ template <typename E> struct Operands {
            &blas, s.B, s.T, s.NH},
           nullptr);
     }
-    void prepare(const std::vector<int>& index) { // each sequence is one document
-        copy_in(positions.data, index.data(), rows * sizeof(int), cudaStream_t{});
+    void prepare() { // positions count from 0 in each sequence, which is one document
+        auto position = [this](size_t n) { return int(n % s.T); };
+        fill_memory(positions.data, rows, position, cudaStream_t{});
         device_zero(doc_start.data, rows * sizeof(int), cudaStream_t{});
-        wait_for(cudaStream_t{});
         blas_scratch(blas, scratch.data, scratch.bytes());
     }
 };
-
-static std::vector<int> positions_of(Shape s) {
-    std::vector<int> positions(s.B * s.T);
-    for (size_t i = 0; i < positions.size(); i++) positions[i] = int(i % s.T);
-    return positions;
-}
 
 template <typename E> void check(Check& c, Run<E> run, Shape s) {
     size_t n = s.B * s.T * s.NH * HS;
     auto q = rounded<E>(normals(c, n)), k = rounded<E>(normals(c, n)),
          v = rounded<E>(normals(c, n));
     std::vector<double> want(n), want_lse(s.B * s.NH * s.T);
-    std::vector<int> positions = positions_of(s), doc_start(s.B * s.T);
+    std::vector<int> positions(s.B * s.T), doc_start(s.B * s.T);
+    for (size_t n = 0; n < s.B * s.T; n++) positions[n] = int(n % s.T);
     Workspace work(attention_scratch_bytes<double>(s.dims(), threads_here(Cpu{}), Cpu{}));
     attention_forward(want.data(), want_lse.data(), q.data(), k.data(), v.data(), positions.data(),
                       positions.data(), doc_start.data(), (const float*)nullptr, s.dims(),
                       work.blas, Cpu{});
     every_order(c, [&](Outputs& o) {
         Operands<E> x{s};
-        x.prepare(positions);
+        x.prepare();
         fill(x.q, q), fill(x.k, k), fill(x.v, v);
         x.run(run);
         // two sums after each other; in bf16 the exponentials are rounded too
@@ -304,7 +299,7 @@ template <typename E, size_t N> int climb_in(int first, const Rung<Run<E>> (&lad
     };
     auto seconds = [&](Run<E> run) {
         Operands<E> x{large};
-        x.prepare(positions_of(large));
+        x.prepare();
         for (Array<E>* operand : {&x.q, &x.k, &x.v}) fill_random(*operand);
         return gpu_seconds([&] { x.run(run); }, 20, nullptr);
     };
