@@ -1,4 +1,4 @@
-# train_gpt - make run | test | check | bench | gpu | copycheck | mutate | clean | setup;  build/train_gpt, build/test_*
+# train_gpt - make run | test | check | bench | ladders | gpu | copycheck | mutate | clean | setup;  build/train_gpt, build/test_*
 #   Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs
 #   no CUDA toolkit. Without the word: cuda where a GPU answers.
 CXX ?= g++
@@ -36,12 +36,13 @@ endef
 # the kernels' own source on the CPU, by g++ alone
 EMULATE = -DEMULATE
 
-HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h)
+HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h dev/cuda/*.h)
 TESTS = test_plan test_config test_data test_onnx test_files test_faults test_model test_memory test_run \
     test_device
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
-.PHONY: run test check bench gpu copycheck mutate clean setup found all tests-built
+LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layernorm_forward attention_forward matmul)
+.PHONY: run test check bench ladders gpu copycheck mutate clean setup found all tests-built
 
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
 
@@ -68,6 +69,10 @@ bench:
 	@$(MAKE) --no-print-directory found $(BUILD)/test_ops $(BUILD)/bench_step
 	$(BUILD)/test_ops perf
 	$(BUILD)/bench_step
+
+# an operator from the naive kernel to the project's own: checked everywhere, measured on a GPU
+ladders: $(LADDERS)
+	@for ladder in $(LADDERS); do echo $$ladder; $$ladder || exit 1; done
 
 # operator files alone, as other projects copy them
 copycheck:
@@ -103,6 +108,12 @@ $(BUILD)/gpu/test_%: test/test_%.cpp $(HEADERS) | $(BUILD)/gpu
 
 $(BUILD)/gpu/bench_%: dev/bench/%.cu $(HEADERS) | $(BUILD)/gpu
 	$(call nvcc,$< -o $@ -lcublasLt)
+
+$(BUILD)/gpu/ladder_%: dev/cuda/%.cu $(HEADERS) | $(BUILD)/gpu
+	$(call nvcc,$< -o $@ -lcublasLt)
+$(BUILD)/ladder_%: OPT = -O1 -march=native
+$(BUILD)/ladder_%: dev/cuda/%.cu $(HEADERS) | $(BUILD)
+	$(CXX) $(CXXFLAGS) $(EMULATE) -x c++ $< -o $@ $(LIBS)
 
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@

@@ -46,6 +46,8 @@ void* __tsan_create_fiber(unsigned flags);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags); // flags 1: the switch orders nothing
 void __tsan_acquire(void* object);
 void __tsan_release(void* object);
+void __tsan_read_range(void* from, unsigned long bytes);
+void __tsan_write_range(void* to, unsigned long bytes);
 void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 void AnnotateIgnoreWritesBegin(const char* file, int line);

@@ -36,7 +36,7 @@ bugs() { # sanitizer, its word, names
 }
 
 bugs thread "ThreadSanitizer: data race" missing_barrier write_after_read named_barriers init_without_barrier \
-    load_into_a_slot_in_use operand_without_barrier
+    load_into_a_slot_in_use operand_without_barrier copy_into_a_tile_in_use
 bugs address "AddressSanitizer" beyond_shared beyond_global
 
 echo "$passed passed, $failed failed"

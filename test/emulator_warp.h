@@ -133,6 +133,9 @@ struct AsyncCopy {
     size_t bytes; // the rest of the 16 is zero
     Site site;
     void run() const {
+        // g++ makes instructions of these, after which ThreadSanitizer would not see them
+        EMULATOR_TSAN(__tsan_read_range(const_cast<void*>(from), bytes);
+                      __tsan_write_range(to, 16);)
         memcpy(to, from, bytes);
         memset(to + bytes, 0, 16 - bytes);
     }
@@ -191,6 +194,7 @@ DEV void cp_async16(void* s, const void* g, int bytes = 16,
     if (bytes < 0 || bytes > 16) emulator::error(site, "cp.async: %d bytes of 16", bytes);
     emulator::AsyncCopy copy = {static_cast<unsigned char*>(s), g, size_t(bytes) % 17, site};
     if (!emulator::settings.latest) return copy.run();
+    EMULATOR_TSAN(__tsan_write_range(s, 16);)
     memset(s, 0xff, 16); // until it lands
     emulator::async_copies().open.push_back(copy);
 }

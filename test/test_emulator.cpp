@@ -95,6 +95,19 @@ template <bool BUG> void write_after_read(float* out) {
     x[threadIdx.x] = 1; // LINE write_after_read
 }
 
+// likewise by a copy whose size the compiler knows to be small, and copies by instructions
+template <bool BUG> void copy_into_a_tile_in_use(float* out) {
+    SHARED(float, x, 256);
+    for (int i = 0; i < 4; i++) x[threadIdx.x * 4 + i] = 0;
+    __syncthreads();
+    out[threadIdx.x] = x[255 - threadIdx.x * 4];
+    if (!BUG) __syncthreads();
+    int bytes = threadIdx.x % 2 ? 16 : 0;
+    cp_async16(x + threadIdx.x * 4, out + 1000, bytes); // LINE copy_into_a_tile_in_use
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
 template <bool BUG> void divergent_barrier(float* out) {
     if (BUG && threadIdx.x % 2)
         __syncthreads();
@@ -635,6 +648,7 @@ template <bool BUG> void more_is_less(float* out) {
 const Bug BUGS[] = {
     BUG_ROW(missing_barrier, nullptr, 64, 1, 0),
     BUG_ROW(write_after_read, "", 64, 1, 0),
+    BUG_ROW(copy_into_a_tile_in_use, "", 64, 1, 0),
     BUG_ROW(divergent_barrier, "a divergent barrier", 64, 1, 0),
     BUG_ROW(return_before_barrier, "have returned", 64, 1, 0),
     BUG_ROW(outside_the_mask, "which it is not in", 32, 1, 0),
