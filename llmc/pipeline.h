@@ -1,31 +1,43 @@
-// pipeline.h - pipeline schedules, their sends and receives, their proof, the split into stages - arXiv:2104.04473
-//   A model's layers are cut into pp * chunks stages; stage s lives on rank s % pp. A schedule is
-//   one rank's list of slots; F0.1 is the forward pass of micro-batch 0 through stage 1:
-//     F forward    B backward, both halves; or apart:    I gradient of the input    W of the weights
-//   1. schedule_of     GPipe, 1F1B, interleaved or zero-bubble: what each rank does, in which order
-//   2. add_transfers   what crosses between ranks, one group of receives and sends before each slot
-//   3. check_schedule  "" or the fault: slots, their order, and no deadlock if sends wait for receives
-//   4. simulate        when each slot runs, the share of idle time, the most activations that live
-//   4 stages, 6 micro-batches, B twice as long as F; a digit is the micro-batch:
-//     1F1B  arXiv:1806.03377, arXiv:2104.04473                  bubble (p-1)(F+I+W)
-//@1F1B
-//     zero-bubble ZB-H1  arXiv:2401.10241                       bubble (p-1)(F+I-W)
-//@ZB
-//   Contract: every schedule runs the weight gradients of a stage in ascending micro-batch order, so
-//   all of them add the same numbers in the same order: their gradients are equal bit for bit.
-//   Cost: idle time over busy time: (p-1)/m for GPipe and 1F1B, (p-1)/(chunks m) interleaved, with
-//   chunks times the messages. Live activations of rank r, in stages: m, min(m, p-r), and
-//   min(chunks m, 2(p-r-1) + (chunks-1)p + 1); ZB-H1 min(m, p) on every rank: no more than 1F1B's
-//   rank 0.
+// pipeline.h - pipeline schedules, their sends and receives, their proof - arXiv:1806.03377
+//   A model's layers are cut into pp * chunks stages; stage s is on rank s % pp. A schedule is one
+//   rank's list of slots; F0.1 is the forward pass of micro-batch 0 through stage 1:
+//     F  forward    B  backward, both halves; or apart:  I  input's gradient  W  weights' gradient
+//   1. schedule_of     what each rank does, in which order; or read_schedule, from a file
+//   2. add_transfers   what crosses between ranks: one group of receives and sends before each slot
+//   3. check_schedule  "" or the fault: slots, their order, a deadlock if sends wait for receives
+//   4. simulate        when each slot runs, the idle share, the most activations alive at a time
+//   5. split_layers    which layers make a stage
+//   4 ranks, 5 micro-batches, B twice as long as F; a line for each rank, 0 to 3:
+//     1F1B - arXiv:1806.03377
+//       F0 F1 F2 F3                   B0 -- F4 B1 --    B2 --    B3 --    B4 --
+//          F0 F1 F2             B0 -- F3 B1 -- F4 B2 --    B3 --    B4 --
+//             F0 F1       B0 -- F2 B1 -- F3 B2 -- F4 B3 --    B4 --
+//                F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 --
+//     zero-bubble ZB-H1: the first rank waits less, late W fill the end - arXiv:2401.10241
+//       F0 F1 F2 F3          I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4
+//          F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 I3 W2 I4 W3 W4
+//             F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4
+//                F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4
+//   schedule                       idle time of a rank     live activations of rank r, in stages
+//   GPipe        arXiv:1811.06965  (p-1) (F+I+W)           m
+//   1F1B         arXiv:1806.03377  (p-1) (F+I+W)           min(m, p-r)
+//   interleaved  arXiv:2104.04473  (p-1) (F+I+W)           min(vm, 2(p-r-1) + (v-1)p + 1)
+//   ZB-H1        arXiv:2401.10241  (p-1) (F+I-W)           min(m, p), of these min(m, p-r) before I
+//   with p = pp, v = chunks, m >= p micro-batches, F I W of one stage; v = 1 but for interleaved. A
+//   chunk has 1/v of a rank's layers: interleaved idles 1/v as long as 1F1B, for v times the
+//   messages. Between I and W only what the weights' gradients need has to live.
+//   Contract: the weight gradients of a stage add in ascending micro-batch order, the check insists;
+//   so all schedules have the same sums, bit for bit. All follows from the sizes, before the run.
 //   To copy: this file.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string>
-#include <tuple>
 #include <vector>
 
 enum class Pass : char { F = 'F', B = 'B', I = 'I', W = 'W' };
@@ -44,21 +56,27 @@ inline bool operator==(const Slot& a, const Slot& b) {
     return a.pass == b.pass && a.micro == b.micro && a.stage == b.stage;
 }
 
+// Makes the gradient that the stage below waits for: all of B, or its input half.
+inline bool is_backward(Pass pass) { return pass == Pass::B || pass == Pass::I; }
+
+template <typename... Part> std::string concat(const Part&... part) {
+    std::ostringstream s;
+    (s << ... << part);
+    return s.str();
+}
+
 inline std::string name_of(const Slot& s) {
     return char(s.pass) + std::to_string(s.micro) + "." + std::to_string(s.stage);
 }
 
-// Sends a gradient down: all of B, or its input half.
-inline bool is_backward(Pass pass) { return pass == Pass::B || pass == Pass::I; }
-
 // ----------------------------------------------------------------------------
 // schedules
 
-// The units (micro-batch, chunk) of a rank in the order of its forward passes. Micro-batches go in
-// groups; a group passes chunk 0, then chunk 1, and so on. Groups have pp micro-batches where pp
-// divides their number; else some have more, because a smaller group would return to rank 0
-// before the pipeline is full. Backward: the same groups and micro-batches, the last chunk first.
-inline Schedule units(Pass pass, int group, int pp, int chunks, int micro_batches, int rank) {
+// A rank's forward or backward passes in their order. Micro-batches go in groups: a group passes
+// chunk 0, then chunk 1, and so on; backward the last chunk comes first. `group` divides the
+// micro-batches in the textbook. Else some groups have more, never less: a small one would be back
+// at rank 0 before the pipeline is full, and wait.
+inline Schedule pass_order(Pass pass, int group, int pp, int chunks, int micro_batches, int rank) {
     Schedule s;
     int groups = std::max(1, micro_batches / group);
     for (int g = 0, first = 0; g < groups; g++) {
@@ -71,7 +89,7 @@ inline Schedule units(Pass pass, int group, int pp, int chunks, int micro_batche
     return s;
 }
 
-// `warmup` forward passes, then one forward and one backward in turn, then the backward passes left.
+// `warmup` forward passes, then forward and backward in turn, then the backward passes left.
 inline Schedule alternate(const Schedule& forward, const Schedule& backward, int warmup) {
     Schedule s;
     int f = 0, n = int(forward.size());
@@ -82,44 +100,80 @@ inline Schedule alternate(const Schedule& forward, const Schedule& backward, int
     return s;
 }
 
-// Before: F and B. After: B is parted into I and W, and W runs `delay` backward passes later: the
-// gradients reach the first stage sooner, and late W fill what would be the bubble at the end.
+// Before: F and B. After: B is parted into I and W, and W comes `delay` backward passes later. The
+// first stage has its gradients sooner; late W fill what would be the bubble at the end.
 inline Schedule delay_weights(const Schedule& in, int delay) {
     Schedule s, weights;
     size_t done = 0;
     for (Slot a : in) {
-        if (a.pass == Pass::F) { s.push_back(a); continue; }
-        s.push_back({Pass::I, a.micro, a.stage});
-        weights.push_back({Pass::W, a.micro, a.stage});
-        if (weights.size() > size_t(delay)) s.push_back(weights[done++]);
+        s.push_back({a.pass == Pass::B ? Pass::I : a.pass, a.micro, a.stage});
+        if (a.pass == Pass::B) weights.push_back({Pass::W, a.micro, a.stage});
+        if (weights.size() - done > size_t(delay)) s.push_back(weights[done++]);
     }
     s.insert(s.end(), weights.begin() + done, weights.end());
     return s;
 }
 
-// Rank r's schedule. GPipe over several chunks is breadth-first (arXiv:2211.05953). 1F1B over
-// several chunks is the interleaved schedule, and zero-bubble starts from it.
+// A rank's schedule. GPipe over several chunks is breadth-first (arXiv:2211.05953); 1F1B over
+// several is the interleaved schedule, and zero-bubble begins from it. GIVEN: see read_schedule.
 inline Schedule schedule_of(Pipeline kind, int pp, int chunks, int micro_batches, int rank) {
-    bool interleaved = kind == Pipeline::INTERLEAVED || chunks > 1;
+    if (kind == Pipeline::GIVEN) return {};
     int m = micro_batches, group = kind == Pipeline::GPIPE ? m : pp;
-    int largest = (m + std::max(1, m / group) - 1) / std::max(1, m / group);
-    int warmup = interleaved ? 2 * (pp - rank - 1) + (chunks - 1) * largest : pp - rank - 1;
-    if (kind == Pipeline::GPIPE) warmup = m * chunks;
-    Schedule s = alternate(units(Pass::F, group, pp, chunks, m, rank),
-                           units(Pass::B, group, pp, chunks, m, rank), warmup);
+    int groups = std::max(1, m / group), largest = (m + groups - 1) / groups;
+    bool interleaved = chunks > 1 || kind == Pipeline::INTERLEAVED;
+    int warmup = pp - rank - 1;
+    if (interleaved) warmup = 2 * warmup + (chunks - 1) * largest;
+    if (kind == Pipeline::GPIPE) warmup = chunks * m;
+    Schedule s = alternate(pass_order(Pass::F, group, pp, chunks, m, rank),
+                           pass_order(Pass::B, group, pp, chunks, m, rank), warmup);
     return kind == Pipeline::ZERO_BUBBLE ? delay_weights(s, rank) : s;
 }
 
+// Every rank's.
 inline std::vector<Schedule> schedules_of(Pipeline kind, int pp, int chunks, int micro_batches) {
     std::vector<Schedule> all;
     for (int r = 0; r < pp; r++) all.push_back(schedule_of(kind, pp, chunks, micro_batches, r));
     return all;
 }
 
-// ----------------------------------------------------------------------------
-// what crosses between ranks
+// A schedule as text: a line for each rank, words like F0.1, and comments after #.
+inline std::string write_schedule(const std::vector<Schedule>& all) {
+    std::string text;
+    for (const Schedule& mine : all) {
+        for (const Slot& s : mine) text += (&s == mine.data() ? "" : " ") + name_of(s);
+        text += "\n";
+    }
+    return text;
+}
 
-// One message at one end. It crosses the border below `stage`: an activation goes up from stage - 1
+// Reads one, of a file or a string. "" or what is wrong in which line; the check comes after.
+inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
+    if (!in) return "the schedule cannot be read: is the path right?";
+    all.clear();
+    std::string line, word;
+    for (int number = 1; std::getline(in, line); number++) {
+        std::istringstream words(line.substr(0, line.find('#')));
+        Schedule mine;
+        while (words >> word) {
+            char pass = 0, rest = 0;
+            int micro = 0, stage = 0;
+            bool digits = word.find_first_not_of("0123456789.", 1) == std::string::npos;
+            int n = sscanf(word.c_str(), "%c%6d.%6d%c", &pass, &micro, &stage, &rest);
+            if (n != 3 || !digits || std::string("FBIW").find(pass) == std::string::npos)
+                return concat("line ", number, ": '", word,
+                              "' is no slot: write a letter of FBIW, ",
+                              "the micro-batch, a dot and the stage, like F0.1");
+            mine.push_back({Pass(pass), micro, stage});
+        }
+        if (!mine.empty()) all.push_back(mine);
+    }
+    return all.empty() ? "the schedule is empty: write a line of slots for each rank" : "";
+}
+
+// ----------------------------------------------------------------------------
+// steps: slots and what crosses between ranks
+
+// One end of a message. It crosses the border below `stage`: an activation goes up from stage - 1
 // into it, a gradient comes down from it into stage - 1.
 struct Transfer {
     bool send;
@@ -136,55 +190,74 @@ struct Step {
     std::vector<Transfer> transfers = {};
 };
 
-// A message and its ends: slot `made` of rank `from` makes it, slot `used` of rank `to` needs it.
+template <typename T> using PerStep = std::vector<std::vector<T>>; // [rank][step]
+
+inline std::string name_of(const Transfer& t) {
+    return (t.gradient ? "gradient " : "activation ") + std::to_string(t.micro) + "." +
+           std::to_string(t.stage);
+}
+
+// What a slot makes for the next stage, and what it needs from the stage before, on whatever rank
+// these are. For B and I the next stage is the one below. W makes and needs nothing.
+inline Transfer made_by(const Slot& s) {
+    bool gradient = is_backward(s.pass);
+    return {true, -1, gradient, s.micro, gradient ? s.stage : s.stage + 1};
+}
+
+inline Transfer needed_by(const Slot& s) {
+    bool gradient = is_backward(s.pass);
+    return {false, -1, gradient, s.micro, gradient ? s.stage + 1 : s.stage};
+}
+
+// A message: slot `made` of rank `from` makes it, slot `used` of rank `to` needs it.
 struct Message {
     int from, made, to, used;
-    bool gradient;
-    int micro, stage;
+    Transfer send, receive; // its ends
 };
 
+// All messages, rank by rank of their receivers.
 inline std::vector<Message> messages_of(const std::vector<Schedule>& all, int pp) {
-    std::map<std::tuple<bool, int, int>, std::pair<int, int>> users; // what -> (rank, slot)
+    std::map<std::string, Message> made;
     for (int r = 0; r < pp; r++)
-        for (int i = 0; i < int(all[r].size()); i++) {
-            auto [pass, micro, stage] = all[r][i];
-            if (pass == Pass::F) users[{false, micro, stage}] = {r, i};
-            if (is_backward(pass)) users[{true, micro, stage + 1}] = {r, i};
-        }
+        for (int i = 0; i < int(all[r].size()); i++)
+            if (Transfer t = made_by(all[r][i]); all[r][i].pass != Pass::W)
+                made[name_of(t)] = {r, i, -1, -1, t, {}};
     std::vector<Message> messages;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
-            auto [pass, micro, stage] = all[r][i];
-            bool gradient = is_backward(pass);
-            int border = gradient ? stage : stage + 1;
-            auto user = users.find({gradient, micro, border});
-            if (pass == Pass::W || user == users.end() || user->second.first == r) continue;
-            auto [to, used] = user->second;
-            messages.push_back({r, i, to, used, gradient, micro, border});
+            Transfer t = needed_by(all[r][i]);
+            auto maker = made.find(name_of(t));
+            if (all[r][i].pass == Pass::W || maker == made.end() || maker->second.from == r)
+                continue;
+            Message m = maker->second;
+            m.to = m.send.peer = r, m.used = i, m.receive = t, m.receive.peer = m.from;
+            messages.push_back(m);
         }
     return messages;
 }
 
-inline std::string name_of(const Transfer& t) {
-    return std::string(t.gradient ? "gradient " : "activation ") + std::to_string(t.micro) + "." +
-           std::to_string(t.stage);
+// The schedules as steps without transfers.
+inline PerStep<Step> bare_steps(const std::vector<Schedule>& all, int pp) {
+    PerStep<Step> steps(pp);
+    for (int r = 0; r < pp; r++) {
+        for (const Slot& s : all[r]) steps[r].push_back({true, s});
+        steps[r].push_back({});
+    }
+    return steps;
 }
 
 // ----------------------------------------------------------------------------
 // time
 
-struct Costs { // of one stage
-    double F = 1, I = 1, W = 1; // B = I + W
+struct Costs { // of a stage and a micro-batch; B takes I + W
+    double F = 1, I = 1, W = 1;
 };
 
-inline double seconds_of(const Step& s, const Costs& c) {
+inline double time_of(const Step& s, const Costs& c) {
     if (!s.has_slot) return 0;
     Pass p = s.slot.pass;
     return p == Pass::F ? c.F : p == Pass::I ? c.I : p == Pass::W ? c.W : c.I + c.W;
 }
-
-template <typename T>
-using PerStep = std::vector<std::vector<T>>; // [rank][step]
 
 // A step begins after the end of step `step` of `rank`, because of `what`.
 struct Wait {
@@ -210,63 +283,45 @@ inline Timeline run_steps(const PerStep<Step>& steps, const PerStep<std::vector<
                 double start = i > 0 ? t.end[r][i - 1] : 0;
                 for (const Wait& w : waits[r][i]) start = std::max(start, t.end[w.rank][w.step]);
                 t.start[r].push_back(start);
-                t.end[r].push_back(start + seconds_of(steps[r][i], costs));
+                t.end[r].push_back(start + time_of(steps[r][i], costs));
             }
     }
     return t;
 }
 
-// "" or the cycle: where a rank stopped, follow what it waits for until a rank comes again.
+// "" or the cycle: from where a rank stopped, follow what it waits for until a rank comes again.
 inline std::string deadlock_in(const PerStep<Step>& steps, const PerStep<std::vector<Wait>>& waits,
                                const Timeline& t) {
     int pp = int(steps.size()), rank = 0;
     while (rank < pp && t.end[rank].size() == steps[rank].size()) rank++;
     if (rank == pp) return "";
     auto blocker = [&](int r) {
-        const std::vector<Wait>& w = waits[r][t.end[r].size()];
-        return *std::find_if(w.begin(), w.end(), [&](const Wait& wait) {
-            return size_t(wait.step) >= t.end[wait.rank].size();
-        });
+        for (const Wait& w : waits[r][t.end[r].size()])
+            if (size_t(w.step) >= t.end[w.rank].size()) return w;
+        return Wait{};
     };
     for (int i = 0; i < pp; i++) rank = blocker(rank).rank; // on the cycle now, wherever it began
-    std::string text = "deadlock:";
+    std::string text = "deadlock";
     int first = rank;
     do {
         Wait w = blocker(rank);
         size_t i = t.end[rank].size();
         const Step& step = steps[rank][i];
-        text += std::string(rank == first ? "" : ";") + " rank " + std::to_string(rank) +
-                " in step " + std::to_string(i) + ", before " +
-                (step.has_slot ? name_of(step.slot) : "its end") +
-                (w.what.send ? ", sends " : ", receives ") + name_of(w.what) +
-                (w.what.send ? " to rank " : " from rank ") + std::to_string(w.rank);
+        text += concat(rank == first ? ": " : "; ", "rank ", rank, " in step ", i, " before ",
+                       step.has_slot ? name_of(step.slot) : "its end", " waits to ",
+                       w.what.send ? "send " : "receive ", name_of(w.what),
+                       w.what.send ? " to rank " : " from rank ", w.rank);
         rank = w.rank;
     } while (rank != first);
     return text;
 }
 
-// The schedules as steps without transfers, and what they wait for if sends never wait.
-inline PerStep<Step> bare_steps(const std::vector<Schedule>& all, int pp) {
-    PerStep<Step> steps(pp);
-    for (int r = 0; r < pp; r++) {
-        for (const Slot& s : all[r]) steps[r].push_back({true, s});
-        steps[r].push_back({});
-    }
-    return steps;
-}
-
-inline PerStep<std::vector<Wait>> no_waits(const PerStep<Step>& steps) {
-    PerStep<std::vector<Wait>> waits;
-    for (const std::vector<Step>& rank : steps) waits.emplace_back(rank.size());
-    return waits;
-}
-
+// What steps wait for if sends never wait: the ends of the slots whose messages they need.
 inline PerStep<std::vector<Wait>> waits_for_data(const PerStep<Step>& steps,
                                                  const std::vector<Message>& messages) {
-    PerStep<std::vector<Wait>> waits = no_waits(steps);
-    for (const Message& m : messages)
-        waits[m.to][m.used].push_back(
-            {m.from, m.made, {false, m.from, m.gradient, m.micro, m.stage}});
+    PerStep<std::vector<Wait>> waits;
+    for (const std::vector<Step>& rank : steps) waits.emplace_back(rank.size());
+    for (const Message& m : messages) waits[m.to][m.used].push_back({m.from, m.made, m.receive});
     return waits;
 }
 
@@ -274,31 +329,29 @@ inline PerStep<std::vector<Wait>> waits_for_data(const PerStep<Step>& steps,
 // transfers
 
 // Before: schedules that end if sends never wait. After: every rank's steps, which end although
-// each send waits for its receive, and each receive for its send.
-//   The rule: a send goes with the step after the slot that made it. Its receive goes with the first
-//   step that, in the timeline where sends never wait, starts when the message has been made.
-//   The proof: a group is posted when its rank has ended the slot before it. For a sender that waits
-//   for its receiver, and the reverse, this slot starts earlier in that timeline than the slot
-//   after the waiting group. Every wait leads to an earlier start, so none leads in a circle.
-//   Between two ranks, both sides have the order in which the messages were made: no tags needed.
-// To receive only when a slot needs it is not enough: interleaved schedules deadlock. The price is
-// that a message may lie in its buffer for some slots.
+// each send waits for its receive and each receive for its send.
+//   The rule: a send goes with the step after the slot that made it, its receive with the first
+//   step that starts no sooner than the message is made, in the timeline where sends never wait.
+//   The proof: a group waits until each peer has ended the slot before its group. That slot starts,
+//   in this timeline, sooner than the slot after the waiting group. So every wait leads to an
+//   earlier start, and none in a circle.
+// Both sides have the messages between two ranks in the order in which they were made: no tags.
+// To receive only just before the slot that needs it would be simpler; interleaved schedules
+// deadlock so. The price is that a message may lie in its buffer for some slots.
 inline PerStep<Step> add_transfers(const std::vector<Schedule>& all, int pp) {
     std::vector<Message> messages = messages_of(all, pp);
     PerStep<Step> steps = bare_steps(all, pp);
     Timeline t = run_steps(steps, waits_for_data(steps, messages), Costs());
-    std::stable_sort(messages.begin(), messages.end(), [&](const Message& a, const Message& b) {
-        return t.end[a.from][a.made] < t.end[b.from][b.made];
-    });
-    for (const Message& m : messages) {
+    auto made_at = [&](const Message& m) { return t.end[m.from][m.made]; };
+    std::stable_sort(messages.begin(), messages.end(),
+                     [&](const Message& a, const Message& b) { return made_at(a) < made_at(b); });
+    for (const Message& m : messages) { // receives first
         const std::vector<double>& start = t.start[m.to];
-        auto first = std::lower_bound(start.begin(), start.end(), t.end[m.from][m.made]);
-        steps[m.to][first - start.begin()].transfers.push_back(
-            {false, m.from, m.gradient, m.micro, m.stage});
+        size_t i = std::lower_bound(start.begin(), start.end(), made_at(m)) - start.begin();
+        steps[m.to][i].transfers.push_back(m.receive);
     }
-    for (const Message& m : messages) // after the receives: one at most, a slot makes one message
-        steps[m.from][m.made + 1].transfers.push_back(
-            {true, m.to, m.gradient, m.micro, m.stage});
+    for (const Message& m : messages) // then at most one send, of the slot before
+        steps[m.from][m.made + 1].transfers.push_back(m.send);
     return steps;
 }
 
@@ -310,118 +363,115 @@ inline std::vector<Step> add_transfers(const std::vector<Schedule>& all, int ran
 // ----------------------------------------------------------------------------
 // the check
 
-// Pairs the k-th send from a rank to another with the k-th receive there, as a library without tags
-// does, and adds to each end's step the wait for the other. "" or the first pair that differs.
-inline std::string pair_transfers(const PerStep<Step>& steps,
-                                  PerStep<std::vector<Wait>>& waits) {
-    typedef std::vector<std::pair<int, Transfer>> Queue; // (step, transfer)
-    int pp = int(steps.size());
-    std::map<std::pair<int, int>, std::pair<Queue, Queue>> channels; // (from, to): sends, receives
-    for (int r = 0; r < pp; r++)
+// Pairs the k-th send from one rank to another with the k-th receive there, as libraries without
+// tags do: each end's step waits until the other rank has ended the step before its own end.
+// "" or the first pair that differs.
+inline std::string pair_transfers(const PerStep<Step>& steps, PerStep<std::vector<Wait>>& waits) {
+    struct End {
+        int step;
+        Transfer what;
+    };
+    std::map<std::pair<int, int>, std::vector<End>> sends, receives; // of (from, to)
+    waits = waits_for_data(steps, {});
+    for (int r = 0; r < int(steps.size()); r++)
         for (int i = 0; i < int(steps[r].size()); i++)
             for (const Transfer& t : steps[r][i].transfers)
-                if (t.send)
-                    channels[{r, t.peer}].first.push_back({i, t});
-                else
-                    channels[{t.peer, r}].second.push_back({i, t});
-    for (auto& [ends, queues] : channels) {
+                (t.send ? sends[{r, t.peer}] : receives[{t.peer, r}]).push_back({i, t});
+    for (const auto& [ends, list] : receives) sends[ends]; // a pair that receives only
+    for (const auto& [ends, sent] : sends) {
         auto [from, to] = ends;
-        auto& [sends, receives] = queues;
-        for (size_t k = 0; k < std::max(sends.size(), receives.size()); k++) {
-            std::string sent = k < sends.size() ? name_of(sends[k].second) : "nothing";
-            std::string received = k < receives.size() ? name_of(receives[k].second) : "nothing";
-            if (sent != received)
-                return "message " + std::to_string(k) + " from rank " + std::to_string(from) +
-                       " to rank " + std::to_string(to) + ": sent is " + sent +
-                       ", received is " + received;
-            auto [i, send] = sends[k];
-            auto [j, receive] = receives[k];
-            if (j > 0) waits[from][i].push_back({to, j - 1, send});
-            if (i > 0) waits[to][j].push_back({from, i - 1, receive});
+        const std::vector<End>& received = receives[ends];
+        for (size_t k = 0; k < std::max(sent.size(), received.size()); k++) {
+            std::string a = k < sent.size() ? name_of(sent[k].what) : "nothing";
+            std::string b = k < received.size() ? name_of(received[k].what) : "nothing";
+            if (a != b)
+                return concat("message ", k, " from rank ", from, " to rank ", to, ": ", a,
+                              " is sent, ", b, " is received");
+            int i = sent[k].step, j = received[k].step;
+            if (j > 0) waits[from][i].push_back({to, j - 1, sent[k].what});
+            if (i > 0) waits[to][j].push_back({from, i - 1, received[k].what});
         }
     }
     return "";
 }
 
-// "" or the fault: each send has its receive in the same order on both sides, what a slot needs
-// has come, what is sent has been made, and nobody waits for ever.
-inline std::string check_transfers(const PerStep<Step>& steps) {
-    PerStep<std::vector<Wait>> waits = no_waits(steps);
-    std::string fault = pair_transfers(steps, waits);
-    if (!fault.empty()) return fault;
-    std::vector<Schedule> all(steps.size());
-    for (size_t r = 0; r < steps.size(); r++)
-        for (const Step& s : steps[r])
-            if (s.has_slot) all[r].push_back(s.slot);
-    std::map<std::string, std::pair<int, int>> sent, received; // message -> (rank, step)
-    for (size_t r = 0; r < steps.size(); r++)
-        for (size_t i = 0; i < steps[r].size(); i++)
-            for (const Transfer& t : steps[r][i].transfers)
-                (t.send ? sent : received)[name_of(t)] = {int(r), int(i)};
-    for (const Message& m : messages_of(all, int(steps.size()))) {
-        std::string name = name_of(Transfer{true, m.to, m.gradient, m.micro, m.stage});
-        auto send = sent.find(name), receive = received.find(name);
-        if (send == sent.end() || send->second.first != m.from || send->second.second <= m.made)
-            return name + " is not sent by rank " + std::to_string(m.from) + " after " +
-                   name_of(all[m.from][m.made]) + ", which makes it";
-        if (receive == received.end() || receive->second.first != m.to ||
-            receive->second.second > m.used)
-            return name + " is not received by rank " + std::to_string(m.to) + " before " +
-                   name_of(all[m.to][m.used]) + ", which needs it";
+// "" or what a slot needs, or a transfer sends, though the rank has neither made nor received it.
+inline std::string check_data(const std::vector<Step>& steps, int rank, int stages) {
+    std::set<std::string> here;
+    for (size_t i = 0; i < steps.size(); i++) {
+        const Slot& slot = steps[i].slot;
+        std::string where = "rank " + std::to_string(rank) + " in step " + std::to_string(i) + ": ";
+        for (const Transfer& t : steps[i].transfers)
+            if (t.send && !here.count(name_of(t)))
+                return where + name_of(t) + " is sent before it is made";
+        for (const Transfer& t : steps[i].transfers)
+            if (!here.insert(name_of(t)).second && !t.send)
+                return where + name_of(t) + " is received again";
+        if (!steps[i].has_slot || slot.pass == Pass::W) continue;
+        Transfer need = needed_by(slot); // but at the two ends of the pipeline
+        if (need.stage > 0 && need.stage < stages && !here.count(name_of(need)))
+            return where + name_of(slot) + " needs " + name_of(need) +
+                   ", which comes later or never";
+        here.insert(name_of(made_by(slot)));
     }
+    return "";
+}
+
+// "" or the fault of steps with transfers. A deadlock names its whole cycle.
+inline std::string check_transfers(const PerStep<Step>& steps, int stages) {
+    PerStep<std::vector<Wait>> waits;
+    std::string fault = pair_transfers(steps, waits);
+    for (size_t r = 0; r < steps.size() && fault.empty(); r++)
+        fault = check_data(steps[r], int(r), stages);
+    if (!fault.empty()) return fault;
     return deadlock_in(steps, waits, run_steps(steps, waits, Costs()));
 }
 
-// "" or the fault of a set of schedules: every pass once, in its place and order, and no deadlock.
+// "" or the fault of one rank's slots: each pass once, F before I before W, W in ascending order.
+inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunks,
+                               int micro_batches) {
+    enum { F = 1, I = 2, W = 4, ALL = 7 };
+    std::vector<std::vector<int>> done(chunks, std::vector<int>(micro_batches));
+    std::vector<int> next(chunks); // the micro-batch that adds its weight gradients next
+    for (size_t i = 0; i < mine.size(); i++) {
+        auto [pass, micro, stage] = mine[i];
+        std::string where = concat("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ");
+        if (micro < 0 || micro >= micro_batches)
+            return where + concat("micro-batches are 0 to ", micro_batches - 1);
+        if (stage < 0 || stage >= pp * chunks)
+            return where + concat("stages are 0 to ", pp * chunks - 1);
+        if (stage % pp != rank) return where + concat("the stage is on rank ", stage % pp);
+        int& state = done[stage / pp][micro];
+        int does = pass == Pass::F ? F : pass == Pass::I ? I : pass == Pass::W ? W : I | W;
+        if (state & does) return where + "done before";
+        if (does != F && !(state & F)) return where + "F must come first";
+        if (does == W && !(state & I)) return where + "I must come first";
+        if (does & W && micro != next[stage / pp]++)
+            return where + concat("weight gradients add in ascending order, micro-batch ",
+                                  next[stage / pp] - 1, " is next");
+        state |= does;
+    }
+    for (int c = 0; c < chunks; c++)
+        for (int m = 0; m < micro_batches; m++)
+            if (int state = done[c][m]; state != ALL) {
+                Pass lacks = !(state & F) ? Pass::F : !(state & I) ? Pass::B : Pass::W;
+                return concat("rank ", rank, " lacks ", name_of(Slot{lacks, m, c * pp + rank}));
+            }
+    return "";
+}
+
+// "" or the fault of a set of schedules.
 inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int chunks,
                                   int micro_batches) {
-    enum { DONE_F = 1, DONE_I = 2, DONE_W = 4 };
-    int stages = pp * chunks;
-    if (int(all.size()) != pp)
-        return std::to_string(all.size()) + " schedules for " + std::to_string(pp) + " ranks";
-    std::vector<std::vector<int>> done(stages, std::vector<int>(micro_batches));
-    std::vector<int> next_weights(stages); // the micro-batch whose weight gradients come next
-    for (int r = 0; r < pp; r++)
-        for (size_t i = 0; i < all[r].size(); i++) {
-            auto [pass, micro, stage] = all[r][i];
-            std::string where = "rank " + std::to_string(r) + ", slot " + std::to_string(i) + " (" +
-                                name_of(all[r][i]) + "): ";
-            if (micro < 0 || micro >= micro_batches)
-                return where + "micro-batches are 0 to " + std::to_string(micro_batches - 1);
-            if (stage < 0 || stage >= stages)
-                return where + "stages are 0 to " + std::to_string(stages - 1);
-            if (stage % pp != r)
-                return where + "the stage lives on rank " + std::to_string(stage % pp);
-            int& state = done[stage][micro];
-            int does = pass == Pass::F   ? DONE_F
-                       : pass == Pass::I ? DONE_I
-                       : pass == Pass::W ? DONE_W
-                                         : DONE_I | DONE_W;
-            if (state & does) return where + "done before";
-            if (does != DONE_F && !(state & DONE_F)) return where + "its F comes later or never";
-            if (does == DONE_W && !(state & DONE_I)) return where + "its I comes later or never";
-            if (pp == 1 && does == DONE_F && stage > 0 && !(done[stage - 1][micro] & DONE_F))
-                return where + "F of the stage below comes later or never";
-            if (pp == 1 && (does & DONE_I) && stage < stages - 1 &&
-                !(done[stage + 1][micro] & DONE_I))
-                return where + "the backward pass of the stage above comes later or never";
-            if ((does & DONE_W) && micro != next_weights[stage]++)
-                return where + "weight gradients must be added in ascending order, next is " +
-                       std::to_string(next_weights[stage] - 1);
-            state |= does;
-        }
-    for (int s = 0; s < stages; s++)
-        for (int m = 0; m < micro_batches; m++) {
-            Pass lacks = !(done[s][m] & DONE_F)   ? Pass::F
-                         : !(done[s][m] & DONE_I) ? Pass::B
-                                                  : Pass::W;
-            if (done[s][m] != (DONE_F | DONE_I | DONE_W))
-                return "rank " + std::to_string(s % pp) + " lacks " + name_of({lacks, m, s});
-        }
+    if (int(all.size()) != pp) return concat(all.size(), " schedules for ", pp, " ranks");
+    std::string fault;
+    for (int r = 0; r < pp && fault.empty(); r++)
+        fault = check_slots(all[r], r, pp, chunks, micro_batches);
+    if (!fault.empty()) return fault;
     PerStep<Step> steps = bare_steps(all, pp);
     PerStep<std::vector<Wait>> waits = waits_for_data(steps, messages_of(all, pp));
-    std::string fault = deadlock_in(steps, waits, run_steps(steps, waits, Costs()));
-    return fault.empty() ? check_transfers(add_transfers(all, pp)) : fault;
+    fault = deadlock_in(steps, waits, run_steps(steps, waits, Costs()));
+    return fault.empty() ? check_transfers(add_transfers(all, pp), pp * chunks) : fault;
 }
 
 // ----------------------------------------------------------------------------
@@ -429,17 +479,17 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
 
 struct Simulation {
     double time;                // from the first slot's start to the last one's end
-    double bubble;              // idle share of it, of the rank that is busy longest
+    double bubble;              // idle share of it, on the rank that is busy longest
     std::vector<int> peak_live; // per rank: most (micro, stage) whose F is done and B or W is not
     PerStep<double> start, end; // of every slot
 };
 
-// Before: schedules that pass the check. Sends never wait, or, `blocking`, as in the groups above.
+// Before: schedules that pass the check. Sends never wait; or, blocking, as the groups above do.
 inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs& costs = {},
                            bool blocking = false) {
     PerStep<Step> steps = blocking ? add_transfers(all, pp) : bare_steps(all, pp);
     PerStep<std::vector<Wait>> waits = waits_for_data(steps, messages_of(all, pp));
-    if (blocking) pair_transfers(steps, waits = no_waits(steps));
+    if (blocking) pair_transfers(steps, waits);
     Timeline t = run_steps(steps, waits, costs);
     Simulation s = {0, 0, std::vector<int>(pp), t.start, t.end};
     double most_busy = 0;
@@ -447,16 +497,76 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
         double busy = 0;
         int live = 0;
         for (const Step& step : steps[r]) {
-            busy += seconds_of(step, costs);
-            if (!step.has_slot) continue;
-            if (step.slot.pass == Pass::F) live++;
-            if (step.slot.pass == Pass::B || step.slot.pass == Pass::W) live--;
+            busy += time_of(step, costs);
+            Pass pass = step.slot.pass;
+            if (step.has_slot) live += pass == Pass::F ? 1 : pass == Pass::I ? 0 : -1;
             s.peak_live[r] = std::max(s.peak_live[r], live);
         }
-        s.start[r].pop_back(), s.end[r].pop_back(); // the step without slot
-        if (!s.end[r].empty()) s.time = std::max(s.time, s.end[r].back());
         most_busy = std::max(most_busy, busy);
+        s.start[r].pop_back(), s.end[r].pop_back(); // the step without slot
+        s.time = std::max(s.time, s.end[r].back());
     }
-    s.bubble = s.time > 0 ? 1 - most_busy / s.time : 0;
+    s.bubble = 1 - most_busy / s.time;
     return s;
+}
+
+// The timeline as text: a line for each rank, three characters for each second, -- while a slot
+// goes on. For costs that are whole seconds.
+inline std::string picture_of(const std::vector<Schedule>& all, const Simulation& s) {
+    std::string text;
+    for (size_t r = 0; r < all.size(); r++) {
+        std::string line;
+        for (size_t i = 0; i < all[r].size(); i++) {
+            line.resize(size_t(s.start[r][i]) * 3, ' ');
+            std::string name = concat(char(all[r][i].pass), all[r][i].micro);
+            line += name + std::string(name.size() < 3 ? 3 - name.size() : 0, ' ');
+            for (int k = 1; k < int(s.end[r][i] - s.start[r][i]); k++) line += "-- ";
+        }
+        text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
+    }
+    return text;
+}
+
+// ----------------------------------------------------------------------------
+// layers into stages
+
+// The first layer of each stage, and the number of layers at the end; empty if there are more
+// stages than layers. No layer is dropped and no stage is empty. The largest stage cost is the
+// least possible; among those splits the sum of squares is least; among those the first stage is
+// the shortest, then the second: they keep the most activations. Costs (>= 0) count to a billionth
+// of their sum; whole numbers exactly.
+inline std::vector<int> split_layers(const std::vector<double>& cost, int stages) {
+    int n = int(cost.size());
+    if (stages < 1 || stages > n) return {};
+    const int64_t NONE = INT64_MAX;
+    double total = 0;
+    for (double c : cost) total += c;
+    int exponent; // costs as integers, their sum below 2^30: equal sums stay equal
+    std::frexp(total, &exponent);
+    std::vector<int64_t> sum(n + 1);
+    for (int i = 0; i < n; i++)
+        sum[i + 1] = sum[i] + std::llround(std::ldexp(cost[i], 30 - exponent));
+
+    // best[k][i]: layers i to n-1 in k stages; `join` adds a stage of some cost before a rest
+    auto solve = [&](auto join) {
+        PerStep<int64_t> best(stages + 1, std::vector<int64_t>(n + 1, NONE));
+        best[0][n] = 0;
+        for (int k = 1; k <= stages; k++)
+            for (int i = 0; i < n; i++)
+                for (int end = i + 1; end <= n; end++)
+                    best[k][i] = std::min(best[k][i], join(sum[end] - sum[i], best[k - 1][end]));
+        return best;
+    };
+    int64_t largest = solve([](int64_t c, int64_t rest) { return std::max(c, rest); })[stages][0];
+    auto squares = [&](int64_t c, int64_t rest) {
+        return c > largest || rest == NONE ? NONE : c * c + rest;
+    };
+    PerStep<int64_t> best = solve(squares);
+    std::vector<int> first = {0};
+    for (int k = stages; k > 0; k--) {
+        int i = first.back(), end = i + 1;
+        while (squares(sum[end] - sum[i], best[k - 1][end]) != best[k][i]) end++;
+        first.push_back(end);
+    }
+    return first;
 }
