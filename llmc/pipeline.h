@@ -23,11 +23,12 @@
 //   1F1B         arXiv:1806.03377  (p-1) (F+I+W)           min(m, p-r)
 //   interleaved  arXiv:2104.04473  (p-1) (F+I+W)           min(vm, 2(p-r-1) + (v-1)p + 1)
 //   ZB-H1        arXiv:2401.10241  (p-1) (F+I-W)           min(m, p), of these min(m, p-r) before I
-//   with p = pp, v = chunks, m >= p micro-batches, F I W of one stage; v = 1 but for interleaved. A
-//   chunk has 1/v of a rank's layers: interleaved idles 1/v as long as 1F1B, for v times the
-//   messages. Between I and W only what the weights' gradients need has to live.
-//   Contract: the weight gradients of a stage add in ascending micro-batch order, the check insists;
-//   so all schedules have the same sums, bit for bit. All follows from the sizes, before the run.
+//   p = pp, v = chunks (1 but for interleaved), m >= p micro-batches, and for interleaved's live
+//   activations a multiple of p; F I W of one stage. A chunk has 1/v of a rank's layers, so that
+//   interleaved idles 1/v as long as 1F1B, for v times the messages. From I to W only what W needs
+//   has to live. Sends that wait for their receives cost no time: a test has all sizes to 8, 4, 24.
+//   Contract: the weight gradients of a stage add in ascending micro-batch order, on this the check
+//   insists: all schedules have the same sums, bit for bit. All follows from sizes, before the run.
 //   To copy: this file.
 #pragma once
 #include <algorithm>
@@ -38,6 +39,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 enum class Pass : char { F = 'F', B = 'B', I = 'I', W = 'W' };
@@ -183,7 +185,7 @@ struct Transfer {
 };
 
 // The transfers are one group, executed before the slot: all are posted at once, and the group is
-// over when all are done. The last step of a rank has no slot; it holds the send that is left.
+// over when all are done. The last step of a rank has no slot; it holds the sends that are left.
 struct Step {
     bool has_slot = false;
     Slot slot = {};
@@ -196,6 +198,10 @@ inline std::string name_of(const Transfer& t) {
     return (t.gradient ? "gradient " : "activation ") + std::to_string(t.micro) + "." +
            std::to_string(t.stage);
 }
+
+// What crosses where, at either end.
+typedef std::tuple<bool, int, int> Key;
+inline Key key_of(const Transfer& t) { return {t.gradient, t.micro, t.stage}; }
 
 // What a slot makes for the next stage, and what it needs from the stage before, on whatever rank
 // these are. For B and I the next stage is the one below. W makes and needs nothing.
@@ -217,16 +223,16 @@ struct Message {
 
 // All messages, rank by rank of their receivers.
 inline std::vector<Message> messages_of(const std::vector<Schedule>& all, int pp) {
-    std::map<std::string, Message> made;
+    std::map<Key, Message> made;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++)
             if (Transfer t = made_by(all[r][i]); all[r][i].pass != Pass::W)
-                made[name_of(t)] = {r, i, -1, -1, t, {}};
+                made[key_of(t)] = {r, i, -1, -1, t, {}};
     std::vector<Message> messages;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
             Transfer t = needed_by(all[r][i]);
-            auto maker = made.find(name_of(t));
+            auto maker = made.find(key_of(t));
             if (all[r][i].pass == Pass::W || maker == made.end() || maker->second.from == r)
                 continue;
             Message m = maker->second;
@@ -269,24 +275,38 @@ struct Timeline {
     PerStep<double> start, end; // of the steps that ran: after a deadlock not all did
 };
 
-// Runs every rank's steps in order, each as soon as all that it waits for has ended.
+// Runs every rank's steps in order, each as soon as all that it waits for has ended. In rounds each
+// step takes one, but a backward pass may share the round of the forward pass before it.
 inline Timeline run_steps(const PerStep<Step>& steps, const PerStep<std::vector<Wait>>& waits,
-                          const Costs& costs) {
+                          const Costs& costs = {}, bool in_rounds = false) {
     size_t pp = steps.size();
     Timeline t = {PerStep<double>(pp), PerStep<double>(pp)};
     auto has_ended = [&](const Wait& w) { return size_t(w.step) < t.end[w.rank].size(); };
+    auto run = [&](size_t r, size_t i) {
+        const Step *step = &steps[r][i], *before = i > 0 ? step - 1 : nullptr;
+        bool shares = in_rounds && before && before->slot.pass == Pass::F && step->has_slot &&
+                      step->slot.pass != Pass::F;
+        double start = !before ? 0 : shares ? t.start[r][i - 1] : t.end[r][i - 1];
+        for (const Wait& w : waits[r][i]) start = std::max(start, t.end[w.rank][w.step]);
+        t.start[r].push_back(start);
+        t.end[r].push_back(start + (in_rounds ? 1 : time_of(*step, costs)));
+    };
     for (bool moved = true; moved;) {
         moved = false;
         for (size_t r = 0; r < pp; r++)
             for (size_t i = t.end[r].size(); i < steps[r].size(); i++, moved = true) {
                 if (!std::all_of(waits[r][i].begin(), waits[r][i].end(), has_ended)) break;
-                double start = i > 0 ? t.end[r][i - 1] : 0;
-                for (const Wait& w : waits[r][i]) start = std::max(start, t.end[w.rank][w.step]);
-                t.start[r].push_back(start);
-                t.end[r].push_back(start + time_of(steps[r][i], costs));
+                run(r, i);
             }
     }
     return t;
+}
+
+inline double last_end(const Timeline& t) {
+    double last = 0;
+    for (const std::vector<double>& end : t.end)
+        last = std::max(last, end.empty() ? 0 : end.back());
+    return last;
 }
 
 // "" or the cycle: from where a rank stopped, follow what it waits for until a rank comes again.
@@ -328,41 +348,6 @@ inline PerStep<std::vector<Wait>> waits_for_data(const PerStep<Step>& steps,
 // ----------------------------------------------------------------------------
 // transfers
 
-// Before: schedules that end if sends never wait. After: every rank's steps, which end although
-// each send waits for its receive and each receive for its send.
-//   The rule: a send goes with the step after the slot that made it, its receive with the first
-//   step that starts no sooner than the message is made, in the timeline where sends never wait.
-//   The proof: a group waits until each peer has ended the slot before its group. That slot starts,
-//   in this timeline, sooner than the slot after the waiting group. So every wait leads to an
-//   earlier start, and none in a circle.
-// Both sides have the messages between two ranks in the order in which they were made: no tags.
-// To receive only just before the slot that needs it would be simpler; interleaved schedules
-// deadlock so. The price is that a message may lie in its buffer for some slots.
-inline PerStep<Step> add_transfers(const std::vector<Schedule>& all, int pp) {
-    std::vector<Message> messages = messages_of(all, pp);
-    PerStep<Step> steps = bare_steps(all, pp);
-    Timeline t = run_steps(steps, waits_for_data(steps, messages), Costs());
-    auto made_at = [&](const Message& m) { return t.end[m.from][m.made]; };
-    std::stable_sort(messages.begin(), messages.end(),
-                     [&](const Message& a, const Message& b) { return made_at(a) < made_at(b); });
-    for (const Message& m : messages) { // receives first
-        const std::vector<double>& start = t.start[m.to];
-        size_t i = std::lower_bound(start.begin(), start.end(), made_at(m)) - start.begin();
-        steps[m.to][i].transfers.push_back(m.receive);
-    }
-    for (const Message& m : messages) // then at most one send, of the slot before
-        steps[m.from][m.made + 1].transfers.push_back(m.send);
-    return steps;
-}
-
-// One rank's.
-inline std::vector<Step> add_transfers(const std::vector<Schedule>& all, int rank, int pp) {
-    return add_transfers(all, pp)[rank];
-}
-
-// ----------------------------------------------------------------------------
-// the check
-
 // Pairs the k-th send from one rank to another with the k-th receive there, as libraries without
 // tags do: each end's step waits until the other rank has ended the step before its own end.
 // "" or the first pair that differs.
@@ -382,11 +367,12 @@ inline std::string pair_transfers(const PerStep<Step>& steps, PerStep<std::vecto
         auto [from, to] = ends;
         const std::vector<End>& received = receives[ends];
         for (size_t k = 0; k < std::max(sent.size(), received.size()); k++) {
-            std::string a = k < sent.size() ? name_of(sent[k].what) : "nothing";
-            std::string b = k < received.size() ? name_of(received[k].what) : "nothing";
-            if (a != b)
-                return concat("message ", k, " from rank ", from, " to rank ", to, ": ", a,
-                              " is sent, ", b, " is received");
+            bool both = k < sent.size() && k < received.size();
+            if (!both || key_of(sent[k].what) != key_of(received[k].what))
+                return concat("message ", k, " from rank ", from, " to rank ", to, ": ",
+                              k < sent.size() ? name_of(sent[k].what) : "nothing", " is sent, ",
+                              k < received.size() ? name_of(received[k].what) : "nothing",
+                              " is received");
             int i = sent[k].step, j = received[k].step;
             if (j > 0) waits[from][i].push_back({to, j - 1, sent[k].what});
             if (i > 0) waits[to][j].push_back({from, i - 1, received[k].what});
@@ -395,24 +381,78 @@ inline std::string pair_transfers(const PerStep<Step>& steps, PerStep<std::vecto
     return "";
 }
 
+// Before: schedules that end if sends never wait. After: every rank's steps, which end although
+// each send waits for its receive and each receive for its send.
+//   The rule: on both sides a message goes with the first step that starts no sooner than the
+//   message is made, in a timeline where sends never wait.
+//   The proof: a group waits until each peer has ended the slot before its group. In this timeline
+//   that slot starts sooner than the message is made, the slot after the waiting group does not. So
+//   every wait leads to an earlier start, and none in a circle.
+// Both sides have the messages between two ranks in the order in which they were made: no tags.
+// To receive only just before the slot that needs it would be simpler; interleaved schedules
+// deadlock so. The price is that a message may lie in its buffer for some slots.
+inline PerStep<Step> place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
+    std::vector<Message> messages = messages_of(all, pp);
+    PerStep<Step> steps = bare_steps(all, pp);
+    Timeline t = run_steps(steps, waits_for_data(steps, messages), Costs(), in_rounds);
+    auto made_at = [&](const Message& m) { return t.end[m.from][m.made]; };
+    std::sort(messages.begin(), messages.end(), [&](const Message& a, const Message& b) {
+        return std::tuple(made_at(a), a.made, a.from) < std::tuple(made_at(b), b.made, b.from);
+    });
+    auto place = [&](int rank, double time, const Transfer& transfer) {
+        const std::vector<double>& start = t.start[rank];
+        size_t i = std::lower_bound(start.begin(), start.end(), time) - start.begin();
+        steps[rank][i].transfers.push_back(transfer);
+    };
+    for (const Message& m : messages) place(m.to, made_at(m), m.receive); // receives first
+    for (const Message& m : messages) place(m.from, made_at(m), m.send);
+    return steps;
+}
+
+// Groups between all slots, or only between rounds of a forward and a backward pass: those that let
+// the ranks wait less. 1F1B needs a message as soon as it is made, so the first. Interleaved warms
+// up for twice as long, which gives messages the time of a round; there the first would often find
+// the peer in the middle of a longer backward pass.
+inline PerStep<Step> add_transfers(const std::vector<Schedule>& all, int pp) {
+    PerStep<Step> best;
+    double least = INFINITY;
+    for (bool in_rounds : {false, true}) {
+        PerStep<Step> steps = place_transfers(all, pp, in_rounds);
+        PerStep<std::vector<Wait>> waits;
+        pair_transfers(steps, waits);
+        double time = last_end(run_steps(steps, waits));
+        if (time < least) best = std::move(steps), least = time;
+    }
+    return best;
+}
+
+// One rank's.
+inline std::vector<Step> add_transfers(const std::vector<Schedule>& all, int rank, int pp) {
+    return add_transfers(all, pp)[rank];
+}
+
+// ----------------------------------------------------------------------------
+// the check
+
 // "" or what a slot needs, or a transfer sends, though the rank has neither made nor received it.
 inline std::string check_data(const std::vector<Step>& steps, int rank, int stages) {
-    std::set<std::string> here;
+    std::set<Key> here;
     for (size_t i = 0; i < steps.size(); i++) {
         const Slot& slot = steps[i].slot;
-        std::string where = "rank " + std::to_string(rank) + " in step " + std::to_string(i) + ": ";
         for (const Transfer& t : steps[i].transfers)
-            if (t.send && !here.count(name_of(t)))
-                return where + name_of(t) + " is sent before it is made";
+            if (t.send && !here.count(key_of(t)))
+                return concat("rank ", rank, " in step ", i, ": ", name_of(t),
+                              " is sent before it is made");
         for (const Transfer& t : steps[i].transfers)
-            if (!here.insert(name_of(t)).second && !t.send)
-                return where + name_of(t) + " is received again";
+            if (!here.insert(key_of(t)).second && !t.send)
+                return concat("rank ", rank, " in step ", i, ": ", name_of(t),
+                              " is received again");
         if (!steps[i].has_slot || slot.pass == Pass::W) continue;
         Transfer need = needed_by(slot); // but at the two ends of the pipeline
-        if (need.stage > 0 && need.stage < stages && !here.count(name_of(need)))
-            return where + name_of(slot) + " needs " + name_of(need) +
-                   ", which comes later or never";
-        here.insert(name_of(made_by(slot)));
+        if (need.stage > 0 && need.stage < stages && !here.count(key_of(need)))
+            return concat("rank ", rank, " in step ", i, ": ", name_of(slot), " needs ",
+                          name_of(need), ", which comes later or never");
+        here.insert(key_of(made_by(slot)));
     }
     return "";
 }
@@ -424,7 +464,7 @@ inline std::string check_transfers(const PerStep<Step>& steps, int stages) {
     for (size_t r = 0; r < steps.size() && fault.empty(); r++)
         fault = check_data(steps[r], int(r), stages);
     if (!fault.empty()) return fault;
-    return deadlock_in(steps, waits, run_steps(steps, waits, Costs()));
+    return deadlock_in(steps, waits, run_steps(steps, waits));
 }
 
 // "" or the fault of one rank's slots: each pass once, F before I before W, W in ascending order.
@@ -435,20 +475,21 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
     std::vector<int> next(chunks); // the micro-batch that adds its weight gradients next
     for (size_t i = 0; i < mine.size(); i++) {
         auto [pass, micro, stage] = mine[i];
-        std::string where = concat("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ");
+        auto fault = [&](const auto&... what) {
+            return concat("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ", what...);
+        };
         if (micro < 0 || micro >= micro_batches)
-            return where + concat("micro-batches are 0 to ", micro_batches - 1);
-        if (stage < 0 || stage >= pp * chunks)
-            return where + concat("stages are 0 to ", pp * chunks - 1);
-        if (stage % pp != rank) return where + concat("the stage is on rank ", stage % pp);
+            return fault("micro-batches are 0 to ", micro_batches - 1);
+        if (stage < 0 || stage >= pp * chunks) return fault("stages are 0 to ", pp * chunks - 1);
+        if (stage % pp != rank) return fault("the stage is on rank ", stage % pp);
         int& state = done[stage / pp][micro];
         int does = pass == Pass::F ? F : pass == Pass::I ? I : pass == Pass::W ? W : I | W;
-        if (state & does) return where + "done before";
-        if (does != F && !(state & F)) return where + "F must come first";
-        if (does == W && !(state & I)) return where + "I must come first";
+        if (state & does) return fault("done before");
+        if (does != F && !(state & F)) return fault("F must come first");
+        if (does == W && !(state & I)) return fault("I must come first");
         if (does & W && micro != next[stage / pp]++)
-            return where + concat("weight gradients add in ascending order, micro-batch ",
-                                  next[stage / pp] - 1, " is next");
+            return fault("weight gradients add in ascending order, micro-batch ",
+                         next[stage / pp] - 1, " is next");
         state |= does;
     }
     for (int c = 0; c < chunks; c++)
@@ -470,7 +511,7 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
     if (!fault.empty()) return fault;
     PerStep<Step> steps = bare_steps(all, pp);
     PerStep<std::vector<Wait>> waits = waits_for_data(steps, messages_of(all, pp));
-    fault = deadlock_in(steps, waits, run_steps(steps, waits, Costs()));
+    fault = deadlock_in(steps, waits, run_steps(steps, waits));
     return fault.empty() ? check_transfers(add_transfers(all, pp), pp * chunks) : fault;
 }
 
@@ -491,7 +532,7 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
     PerStep<std::vector<Wait>> waits = waits_for_data(steps, messages_of(all, pp));
     if (blocking) pair_transfers(steps, waits);
     Timeline t = run_steps(steps, waits, costs);
-    Simulation s = {0, 0, std::vector<int>(pp), t.start, t.end};
+    Simulation s = {last_end(t), 0, std::vector<int>(pp), t.start, t.end};
     double most_busy = 0;
     for (int r = 0; r < pp; r++) {
         double busy = 0;
@@ -504,7 +545,6 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
         }
         most_busy = std::max(most_busy, busy);
         s.start[r].pop_back(), s.end[r].pop_back(); // the step without slot
-        s.time = std::max(s.time, s.end[r].back());
     }
     s.bubble = 1 - most_busy / s.time;
     return s;
