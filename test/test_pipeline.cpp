@@ -70,6 +70,10 @@ TEST(Pipeline, TextbookOrders) {
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::ZERO_BUBBLE, 2, 1, 3)),
               "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0\n"
               "F0.1 I0.1 F1.1 I1.1 W0.1 F2.1 I2.1 W1.1 W2.1\n");
+    // pp does not divide the micro-batches: the first group has 3, the second 2
+    EXPECT_EQ(write_schedule({schedule_of(Pipeline::INTERLEAVED, 2, 2, 5, 1)}),
+              "F0.1 F1.1 F2.1 F0.3 B0.3 F1.3 B1.3 F2.3 B2.3 F3.1 B0.1 F4.1 B1.1 F3.3 B2.1 F4.3 "
+              "B3.3 B4.3 B3.1 B4.1\n");
     EXPECT_TRUE(schedule_of(Pipeline::GIVEN, 2, 1, 3, 0).empty());
 }
 
@@ -318,6 +322,8 @@ TEST(Pipeline, FaultsOfTransfers) {
         "message 0 from rank 0 to rank 1: activation 0.1 is sent, activation 1.1 is received");
     EXPECT_EQ(fault([](Rank, Rank b) { b[1].transfers.clear(); }),
               "message 1 from rank 0 to rank 1: activation 1.1 is sent, nothing is received");
+    EXPECT_EQ(fault([](Rank a, Rank) { a[1].transfers.clear(), a[2].transfers.pop_back(); }),
+              "message 0 from rank 0 to rank 1: nothing is sent, activation 0.1 is received");
     EXPECT_EQ(fault([](Rank a, Rank b) { a[1].transfers.clear(), b[0].transfers.clear(); }),
               "rank 1 in step 0: F0.1 needs activation 0.1, which comes later or never");
     EXPECT_EQ(
