@@ -520,7 +520,7 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
 
 struct Simulation {
     double time;                // from the first slot's start to the last one's end
-    double bubble;              // idle share of it, on the rank that is busy longest
+    double bubble;              // idle share of it; all ranks are busy for as long
     std::vector<int> peak_live; // per rank: most (micro, stage) whose F is done and B or W is not
     PerStep<double> start, end; // of every slot
 };
@@ -533,9 +533,8 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
     if (blocking) pair_transfers(steps, waits);
     Timeline t = run_steps(steps, waits, costs);
     Simulation s = {last_end(t), 0, std::vector<int>(pp), t.start, t.end};
-    double most_busy = 0;
+    double busy = 0; // all ranks
     for (int r = 0; r < pp; r++) {
-        double busy = 0;
         int live = 0;
         for (const Step& step : steps[r]) {
             busy += time_of(step, costs);
@@ -543,10 +542,9 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
             if (step.has_slot) live += pass == Pass::F ? 1 : pass == Pass::I ? 0 : -1;
             s.peak_live[r] = std::max(s.peak_live[r], live);
         }
-        most_busy = std::max(most_busy, busy);
         s.start[r].pop_back(), s.end[r].pop_back(); // the step without slot
     }
-    s.bubble = 1 - most_busy / s.time;
+    s.bubble = 1 - busy / (pp * s.time);
     return s;
 }
 

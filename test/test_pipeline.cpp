@@ -60,6 +60,8 @@ TEST(Pipeline, EverySizeIsLegalAndNeverDeadlocks) {
 TEST(Pipeline, TextbookOrders) {
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::GPIPE, 2, 1, 3)),
               "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0\nF0.1 F1.1 F2.1 B0.1 B1.1 B2.1\n");
+    EXPECT_EQ(write_schedule({schedule_of(Pipeline::GPIPE, 2, 2, 3, 1)}),
+              "F0.1 F1.1 F2.1 F0.3 F1.3 F2.3 B0.3 B1.3 B2.3 B0.1 B1.1 B2.1\n");
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::ONE_F_ONE_B, 3, 1, 4)),
               "F0.0 F1.0 F2.0 B0.0 F3.0 B1.0 B2.0 B3.0\n"
               "F0.1 F1.1 B0.1 F2.1 B1.1 F3.1 B2.1 B3.1\n"
@@ -200,6 +202,10 @@ TEST(Pipeline, GroupsThatBlockCostNothing) {
     Schedules all = schedules_of(Pipeline::INTERLEAVED, 5, 2, 31);
     Costs uneven = {1, 1.25, 0.875};
     EXPECT_EQ(simulate(all, 5, uneven, true).time, simulate(all, 5, uneven).time);
+    // those between slots do: a rank may find its peer within a longer slot
+    all = schedules_of(Pipeline::ZERO_BUBBLE, 4, 1, 24);
+    EXPECT_GT(simulate(all, 4, uneven, true).time, simulate(all, 4, uneven).time);
+    EXPECT_LT(simulate(all, 4, uneven, true).time, 1.05 * simulate(all, 4, uneven).time);
 }
 
 // ----------------------------------------------------------------------------
