@@ -283,13 +283,12 @@ inline Timeline run_steps(const PerStep<Step>& steps, const PerStep<std::vector<
     Timeline t = {PerStep<double>(pp), PerStep<double>(pp)};
     auto has_ended = [&](const Wait& w) { return size_t(w.step) < t.end[w.rank].size(); };
     auto run = [&](size_t r, size_t i) {
-        const Step *step = &steps[r][i], *before = i > 0 ? step - 1 : nullptr;
-        bool shares = in_rounds && before && before->slot.pass == Pass::F && step->has_slot &&
-                      step->slot.pass != Pass::F;
-        double start = !before ? 0 : shares ? t.start[r][i - 1] : t.end[r][i - 1];
+        bool shares = in_rounds && i > 0 && steps[r][i - 1].slot.pass == Pass::F &&
+                      steps[r][i].slot.pass != Pass::F;
+        double start = i == 0 ? 0 : shares ? t.start[r][i - 1] : t.end[r][i - 1];
         for (const Wait& w : waits[r][i]) start = std::max(start, t.end[w.rank][w.step]);
         t.start[r].push_back(start);
-        t.end[r].push_back(start + (in_rounds ? 1 : time_of(*step, costs)));
+        t.end[r].push_back(start + (in_rounds ? 1 : time_of(steps[r][i], costs)));
     };
     for (bool moved = true; moved;) {
         moved = false;

@@ -57,6 +57,55 @@ TEST(Pipeline, EverySizeIsLegalAndNeverDeadlocks) {
     });
 }
 
+static unsigned random_state;
+static int random_below(int n) {
+    random_state = random_state * 1664525u + 1013904223u;
+    return int((random_state >> 8) % unsigned(n));
+}
+
+// Slots in any order that their needs allow, as a file may give them; sometimes with I and W apart.
+static Schedules random_schedules(int pp, int chunks, int m) {
+    int stages = pp * chunks;
+    Schedules all(pp);
+    std::vector<Slot> left;
+    for (int s = 0; s < stages; s++)
+        for (int i = 0; i < m; i++) {
+            left.push_back({Pass::F, i, s});
+            bool apart = random_below(2);
+            if (!apart) left.push_back({Pass::B, i, s});
+            if (apart) left.push_back({Pass::I, i, s}), left.push_back({Pass::W, i, s});
+        }
+    std::vector<int> adds(stages); // micro-batches whose weight gradients are added
+    std::map<std::tuple<char, int, int>, bool> done;
+    while (!left.empty()) {
+        int k = random_below(int(left.size()));
+        auto [pass, i, s] = left[k];
+        bool ready = pass == Pass::F ? s == 0 || done[{'F', i, s - 1}]
+                     : pass == Pass::W
+                         ? done[{'I', i, s}]
+                         : done[{'F', i, s}] && (s == stages - 1 || done[{'I', i, s + 1}]);
+        bool weights = pass == Pass::B || pass == Pass::W;
+        if (!ready || (weights && adds[s] != i)) continue;
+        adds[s] += weights;
+        done[{pass == Pass::F ? 'F' : pass == Pass::W ? 'W' : 'I', i, s}] = true;
+        all[s % pp].push_back(left[k]);
+        left.erase(left.begin() + k);
+    }
+    return all;
+}
+
+TEST(Pipeline, NoLegalScheduleDeadlocks) {
+    random_state = 7;
+    for (int trial = 0; trial < 500; trial++) {
+        int pp = 1 + random_below(6), chunks = 1 + random_below(3), m = 1 + random_below(7);
+        Schedules all = random_schedules(pp, chunks, m);
+        ASSERT_EQ(check_schedule(all, pp, chunks, m), "") << write_schedule(all);
+        for (bool in_rounds : {false, true})
+            ASSERT_EQ(check_transfers(place_transfers(all, pp, in_rounds), pp * chunks), "")
+                << write_schedule(all);
+    }
+}
+
 TEST(Pipeline, TextbookOrders) {
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::GPIPE, 2, 1, 3)),
               "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0\nF0.1 F1.1 F2.1 B0.1 B1.1 B2.1\n");
@@ -507,15 +556,11 @@ TEST(Split, UnevenCountsKeepEveryLayer) {
 }
 
 TEST(Split, AgreesWithAllSplits) {
-    unsigned seed = 1;
+    random_state = 1;
     for (int trial = 0; trial < 3000; trial++) {
-        auto random = [&](int n) {
-            seed = seed * 1664525u + 1013904223u;
-            return int((seed >> 8) % unsigned(n));
-        };
-        int n = 1 + random(9), stages = 1 + random(n);
+        int n = 1 + random_below(9), stages = 1 + random_below(n);
         Doubles cost(n);
-        for (double& c : cost) c = 1 + random(trial % 2 ? 3 : 50);
+        for (double& c : cost) c = 1 + random_below(trial % 2 ? 3 : 50);
         Ints split = split_layers(cost, stages), force = split_by_force(cost, stages);
         EXPECT_EQ(largest_and_squares(cost, split).first, largest_and_squares(cost, force).first);
         EXPECT_EQ(largest_and_squares(cost, split).second, largest_and_squares(cost, force).second);
