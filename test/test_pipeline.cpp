@@ -109,8 +109,8 @@ TEST(Pipeline, NoLegalScheduleDeadlocks) {
 TEST(Pipeline, TextbookOrders) {
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::GPIPE, 2, 1, 3)),
               "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0\nF0.1 F1.1 F2.1 B0.1 B1.1 B2.1\n");
-    EXPECT_EQ(write_schedule({schedule_of(Pipeline::GPIPE, 2, 2, 3, 1)}),
-              "F0.1 F1.1 F2.1 F0.3 F1.3 F2.3 B0.3 B1.3 B2.3 B0.1 B1.1 B2.1\n");
+    EXPECT_EQ(write_schedule({schedule_of(Pipeline::GPIPE, 2, 2, 4, 1)}),
+              "F0.1 F1.1 F2.1 F3.1 F0.3 F1.3 F2.3 F3.3 B0.3 B1.3 B2.3 B3.3 B0.1 B1.1 B2.1 B3.1\n");
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::ONE_F_ONE_B, 3, 1, 4)),
               "F0.0 F1.0 F2.0 B0.0 F3.0 B1.0 B2.0 B3.0\n"
               "F0.1 F1.1 B0.1 F2.1 B1.1 F3.1 B2.1 B3.1\n"
