@@ -78,17 +78,22 @@ inline std::vector<double> attention_naive(const AttentionInputs& x, std::vector
 }
 
 // kind 0: a sequence; 1: documents; 2: new queries behind cached keys; 3: rows that see nothing,
-// keys in any order
+// keys in any order; 4: a sequence whose scores are all far below zero: exp(0 - lse) is infinite
 inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk, size_t NH,
                                         size_t NKV, size_t HS, int kind, bool alibi) {
     AttentionInputs x;
-    x.d = {B,   Tq, kind == 0 || kind == 1 ? Tq : Tk, NH,
+    x.d = {B,   Tq, kind == 2 || kind == 3 ? Tk : Tq, NH,
            NKV, HS, NH * HS + odd(c, 0, 5),           NKV * HS + odd(c, 0, 5)};
     const AttentionDims& d = x.d;
     x.q = rounded<bf16>(normals(c, B * d.Tq * d.q_stride)),
     x.k = rounded<bf16>(normals(c, B * d.Tk * d.kv_stride)),
     x.v = rounded<bf16>(normals(c, B * d.Tk * d.kv_stride));
     x.dout = rounded<bf16>(normals(c, B * d.Tq * NH * HS));
+    if (kind == 4) {
+        for (double& y : x.q) y = std::abs(y) / 4 + 5;
+        for (double& y : x.k) y = -std::abs(y) / 4 - 5;
+        x.q = rounded<bf16>(x.q), x.k = rounded<bf16>(x.k);
+    }
     for (size_t b = 0; b < B; b++) {
         int start = 0;
         for (size_t i = 0; i < d.Tq; i++) {

@@ -36,6 +36,7 @@ step "faults of files, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt buil
 step "kernels, AddressSanitizer" build/asan/test_kernels
 step "attention's kernels, AddressSanitizer" build/asan/test_attention_kernels
 step "attention's kernels for Hopper, AddressSanitizer" build/asan/test_attention_sm90
+step "ladders, AddressSanitizer" make_quiet DEVICE=cpu BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" ladders
 step "hostile files for 60 s, AddressSanitizer" build/asan/fuzz_readers --seconds 60 --seed 3
 
 # ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
@@ -43,6 +44,8 @@ step "build with ThreadSanitizer" make_quiet BUILD=build/tsan ONEDNN=0 OPENMP=-W
     build/tsan/test_model build/tsan/test_ops build/tsan/test_kernels build/tsan/test_attention_kernels build/tsan/test_attention_sm90
 step "the step, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_model
 step "operators, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_ops --seed 12
+step "ladders, ThreadSanitizer" make_quiet DEVICE=cpu BUILD=build/tsan ONEDNN=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" \
+    EXTRA="-fsanitize=thread -g" ladders
 step "planted bugs that sanitizers find" test/emulator_bugs.sh build/emulator
 step "kernels, ThreadSanitizer" build/tsan/test_kernels
 step "attention's kernels, ThreadSanitizer" build/tsan/test_attention_kernels
@@ -62,6 +65,8 @@ for seed in 21 22 23; do
     step "attention's kernels, seed $seed" build/test_attention_kernels --seed $seed
     step "attention's kernels for Hopper, seed $seed" build/test_attention_sm90 --seed $seed
 done
+
+step "ladders, emulated" make_quiet DEVICE=cpu ladders
 
 # Files that are copied into other projects compile with what their headers name.
 step "operator files alone" test/copycheck.sh

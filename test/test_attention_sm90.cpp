@@ -4,7 +4,9 @@
 
 // Tiles are 128 rows and keys forward, 64 rows and 128 keys backward.
 inline std::vector<AttentionCase> hopper_cases() {
-    if (SMALL) return {{1, 70, 140, 2, 1, 64, 1}, {1, 10, 20, 3, 1, 72, 3, true}};
+    if (SMALL)
+        return {
+            {1, 70, 140, 2, 1, 64, 1}, {1, 5, 400, 1, 1, 64, 2}, {1, 10, 20, 3, 1, 72, 3, true}};
     return {{1, 1, 1, 1, 1, 64, 0},
             {1, 65, 65, 1, 1, 64, 0},
             {1, 300, 300, 1, 1, 64, 0}, // more tiles than stages
@@ -18,7 +20,8 @@ inline std::vector<AttentionCase> hopper_cases() {
             {1, 3, 400, 4, 1, 128, 2, false, 150, 8},
             {1, 2, 30, 64, 1, 8, 2}, // a tile has one query
             {1, 140, 260, 2, 1, 128, 1},
-            {1, 20, 30, 1, 1, 104, 2}};
+            {1, 20, 30, 1, 1, 104, 2},
+            {1, 100, 100, 3, 1, 64, 4}};
 }
 // more tiles than a warp looks at once, of keys and of rows
 inline std::vector<AttentionCase> long_cases() {
