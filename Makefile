@@ -88,7 +88,8 @@ setup:
 tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%) $(EMULATED:%=$(BUILD)/%)
 
 # everything that a machine with a GPU runs
-gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels)
+gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels \
+    ladder_layernorm_forward ladder_attention_forward ladder_matmul)
 
 ifeq ($(DEVICE),cuda)
 $(BUILD)/train_gpt: $(BUILD)/gpu/train_gpt

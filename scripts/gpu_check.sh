@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One command on a machine with a GPU: build, test, train, measure, and write what came out.
 # usage: scripts/gpu_check.sh [--prebuilt DIR] [--only PART]...      PART: build kernels large sanitizer agree
-#        bench peers step
+#        bench ladders peers step
 #   --prebuilt DIR   build nothing: use the programs in DIR (what `make gpu` puts into build/gpu)
 #   --only PART      run these parts alone; what the others wrote before stays
 # Writes dev/results/gpu_<chip>.json (a line a figure) and .md, after each part. Without a GPU every part
@@ -16,7 +16,7 @@ while [ $# -gt 0 ]; do
     *) echo "gpu_check.sh: error: $1 is no option: see the head of this file" >&2; exit 2 ;;
     esac
 done
-all=(build kernels large sanitizer agree bench peers step)
+all=(build kernels large sanitizer agree bench ladders peers step)
 [ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 for part in "${parts[@]}"; do
     [[ " ${all[*]} " == *" $part "* ]] || { echo "gpu_check.sh: error: no part is called $part: ${all[*]}" >&2; exit 2; }
@@ -65,7 +65,7 @@ tests() { # part, program
     program "$2" "$1" || return
     "$dir/$2" >"$work/$2.log" 2>&1 && ok "$1: $2: $(tail -n 1 "$work/$2.log")" || { bad "$1: $2"; tail -n 30 "$work/$2.log"; }
 }
-kernels() { for t in test_kernels test_attention_kernels test_device; do tests kernels $t; done; }
+kernels() { for t in test_kernels test_attention_kernels test_attention_sm90 test_device; do tests kernels $t; done; }
 large() { tests large test_large; }
 sanitizer() {
     command -v compute-sanitizer >/dev/null || { skip sanitizer "there is no compute-sanitizer"; return; }
@@ -90,6 +90,14 @@ bench() {
     program bench_kernels bench || return
     "$dir/bench_kernels" >"$work/bench" 2>"$work/bench.err" && ok "bench: $(grep -c '^{' "$work/bench") figures" || { bad bench; cat "$work/bench.err"; }
     record bench "$work/bench"
+}
+# what the tables in the ladders' heads are filled with
+ladders() {
+    for l in layernorm_forward attention_forward matmul; do
+        program ladder_$l ladders || continue
+        "$dir/ladder_$l" >"$work/ladder_$l" 2>&1 && ok "ladders: $l" || bad "ladders: $l"
+        cat "$work/ladder_$l"
+    done
 }
 peers() {
     python3 -c 'import torch' 2>/dev/null || { skip peers "PyTorch is not installed"; return; }

@@ -15,7 +15,7 @@ printf '#!/bin/sh\nexit 1\n' >"$work/none/nvidia-smi"
 chmod +x "$work/none/nvidia-smi"
 PATH=$work/none:$PATH scripts/gpu_check.sh --prebuilt "$work/bin" >"$work/log"
 says "$work/log" "skipped bench: no GPU answers"
-says "$work/log" "0 passed, 0 failed, 8 skipped"
+says "$work/log" "0 passed, 0 failed, 9 skipped"
 [ ! -e "$RESULTS" ]
 
 # options it does not know
@@ -29,12 +29,14 @@ program() { printf '#!/bin/sh\n%s\n' "$2" >"$work/bin/$1" && chmod +x "$work/bin
 program nvidia-smi 'echo "Stand-in 1"'
 program bench_kernels 'echo "{\"part\": \"norms\", \"what\": \"layernorm forward\", \"rate\": 12.5, \"unit\": \"GB/s\", \"share\": 0.5}"'
 program test_kernels 'echo "3 passed, 0 failed"'
+program ladder_matmul 'echo "rung 1: 12 TFLOP/s"'
 program test_large 'echo "1 passed, 2 failed"; exit 1'
 program train_gpt 'while [ $# -gt 0 ]; do [ "$1" = --out ] && out=$2; shift; done; mkdir -p $out
 for i in $(seq 50); do echo "{\"loss\":2.5,\"tokens_per_second\":$((1000 + i))}"; done >$out/log.jsonl'
 export PATH=$work/bin:$PATH
 check() { scripts/gpu_check.sh --prebuilt "$work/bin" "$@" >"$work/log"; }
-check --only bench --only step --only agree --only kernels
+check --only bench --only step --only agree --only kernels --only ladders
+says "$work/log" "rung 1: 12 TFLOP/s"
 says "$work/log" "ok      kernels: test_kernels: 3 passed, 0 failed"
 says "$work/log" "skipped kernels: $work/bin/test_attention_kernels is not there"
 says "$work/log" "ok      agree: 50 steps, losses differ by 0.0e+00 at most"
