@@ -124,11 +124,6 @@ static std::vector<Plan> choose_plans(Run& run) {
         add(p); // only to export: never run, but its weights have a place
     p.mode = Mode::GENERATE, p.B = 1, p.T = run.prompt.size();
     p.cache = std::min(run.shape.P, run.prompt.size() + size_t(c.sample_tokens));
-    USER_CHECK(!run.shape.sliding_window || p.cache <= run.shape.sliding_window ||
-                   c.sample_tokens == 0 || c.eval,
-               "a sample of %zu tokens is longer than the model's sliding window of %zu, and "
-               "windowed attention is not built yet: lower --sample-tokens",
-               p.cache, run.shape.sliding_window);
     if (c.sample_tokens > 0 && !c.eval) run.generate_plan = add(p);
     return plans;
 }
@@ -255,6 +250,9 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     std::vector<Plan> plans = choose_plans(run);
     trainer_place(t, run.shape, plans);
     printf("%s", parameters_text(t.model).c_str());
+    std::string kernels =
+        c.explain ? "" : attention_says<T>(attention_shape(run.shape, 1, 1, 1), where);
+    if (!kernels.empty()) printf("attention: %s\n", kernels.c_str());
     if (c.explain) {
         int plan = std::max(0, run.train_plan >= 0 ? run.train_plan : run.evaluate_plan);
         USER_CHECK(c.layer < t.model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,

@@ -409,7 +409,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
     #pragma omp parallel
     {
         AttentionTile<T> t = my_tile<T>(blas, d, where);
-        // a task owns a key head: its dk, dv, and the dq of the heads that read it
+// a task owns a key head: its dk, dv, and the dq of the heads that read it
         #pragma omp for collapse(2) schedule(dynamic)
         for (size_t b = 0; b < d.B; b++)
             for (size_t kh = 0; kh < d.NKV; kh++) {
@@ -437,6 +437,9 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
             }
     }
 }
+
+// What the log says of the kernels that are chosen: on the CPU there is no choice.
+template <typename T> std::string attention_says(const AttentionDims&, Cpu) { return ""; }
 
 // ----------------------------------------------------------------------------
 // CUDA kernels for any type and head size: float arithmetic. A warp owns PLAIN_ROWS rows, a block's
@@ -689,6 +692,20 @@ template <typename T> void check_attention_scratch(const AttentionDims& d, const
     size_t need = attention_scratch_bytes<T>(d, 1, cudaStream_t{});
     CHECK(need <= blas.scratch_bytes, "attention needs %zu bytes of scratch, the plan gave %zu",
           need, blas.scratch_bytes);
+}
+
+// Which kernels a launcher chooses for aligned operands, and why no better ones: for the log.
+template <typename T> std::string attention_says(const AttentionDims& d, cudaStream_t stream) {
+    if (!mma_takes<T>(d))
+        return sizeof(T) == 2 ? "plain kernels: tensor cores take heads of 8 to 256 channels, a "
+                                "multiple of 8, not " +
+                                    std::to_string(d.HS)
+                              : "plain kernels, in float";
+    if (!is_hopper(stream)) return "flash attention by mma.sync: this GPU is no Hopper";
+    if (hopper_takes<T>(d)) return "flash attention by wgmma";
+    return "flash attention by mma.sync: Hopper's kernels take heads of at most 128 channels and "
+           "64 "
+           "heads a group";
 }
 
 template <typename T>

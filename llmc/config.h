@@ -443,11 +443,6 @@ inline std::string config_check(Config& c, const Shape& s) {
     if (size_t(c.seq) > s.P)
         return "--seq " + std::to_string(c.seq) + " is beyond the model's " + std::to_string(s.P) +
                " positions: use --seq " + std::to_string(s.P) + " or less";
-    if (s.sliding_window && s.sliding_window < size_t(c.seq))
-        return "--seq " + std::to_string(c.seq) + " is longer than the model's sliding window of " +
-               std::to_string(s.sliding_window) +
-               ", and windowed attention is not built yet: use --seq " +
-               std::to_string(s.sliding_window) + " or less";
     if (c.batch_tokens % step_tokens) {
         int64_t down = c.batch_tokens / step_tokens * step_tokens, up = down + step_tokens;
         return "--batch-tokens " + std::to_string(c.batch_tokens) +

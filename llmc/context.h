@@ -55,10 +55,16 @@ Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t st
 // a bias that a model does not have is a Weight without data
 inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
 
+// as blocks lay q, k and v out: side by side
+inline AttentionDims attention_shape(const Shape& s, size_t B, size_t Tq, size_t Tk) {
+    size_t QKV = (s.NH + 2 * s.NKV) * s.HS;
+    return {B, Tq, Tk, s.NH, s.NKV, s.HS, QKV, QKV};
+}
 template <typename S>
 AttentionDims attention_dims(const Ctx<S>& ctx, size_t Tk, size_t q_stride, size_t kv_stride) {
     const Shape& s = ctx.shape;
-    return {ctx.batch.B, ctx.batch.T, Tk, s.NH, s.NKV, s.HS, q_stride, kv_stride};
+    int window = s.sliding_window ? int(std::min(s.sliding_window, size_t(INT_MAX))) : INT_MAX;
+    return {ctx.batch.B, ctx.batch.T, Tk, s.NH, s.NKV, s.HS, q_stride, kv_stride, window};
 }
 
 // RoPE on the first `heads` heads of each row, in place; without a table (learned positions, ALiBi)

@@ -106,9 +106,8 @@ size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where)
         if (w.layer == layer && w.shape.size() == 2)
             for (size_t rows : {N, p.mode == Mode::GENERATE ? p.B : N})
                 most = std::max(most, linear_scratch_bytes<T>(rows, w.rows(), w.cols(), where));
-    size_t QKV = (s.NH + 2 * s.NKV) * s.HS;
     for (size_t Tq : {p.T, p.mode == Mode::GENERATE ? size_t(1) : p.T}) {
-        AttentionDims d = {p.B, Tq, std::max(p.T, p.cache), s.NH, s.NKV, s.HS, QKV, QKV};
+        AttentionDims d = attention_shape(s, p.B, Tq, std::max(p.T, p.cache));
         most = std::max(most, attention_scratch_bytes<T>(d, threads_here(where), where));
     }
     return most;

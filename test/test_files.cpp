@@ -326,6 +326,34 @@ TEST_F(Files, TinyRandomGpt2GivesItsExpectedLogits) {
     for (size_t i = 0; i < sampled.size(); i++) EXPECT_NEAR(all[i * 200], sampled[i], 1e-5) << i;
 }
 
+// Through L layers a token reaches L (window - 1) positions ahead, and no further; also where the
+// keys come from the cache.
+TEST(Windows, WhatIsFurtherBackHasNoInfluence) {
+    Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
+    s.sliding_window = 5;
+    Small<float> m(s, {plan_of(Mode::GENERATE, 1, 16, 32)});
+    init_weights(m.t, 3);
+    auto changed = [&](size_t length, size_t cached) { // how far the first token's influence goes
+        std::vector<float> logits[2];
+        for (int which = 0; which < 2; which++) {
+            std::vector<int> ids(length, 11);
+            ids[0] = which;
+            logits[which] = logits_after(m.t, 0, {ids.begin(), ids.end() - long(cached)});
+            for (size_t past = length - cached; past < length; past++) {
+                generate_batch(m.t, 0, &ids[past], 1, past);
+                run_plan(m.t, 0);
+                const float* x = address<const float>(m.t, {Kind::LOGITS, -1, 0});
+                logits[which].assign(x, x + s.V);
+            }
+        }
+        return logits[0] != logits[1];
+    };
+    for (size_t cached : {0, 3}) {
+        EXPECT_TRUE(changed(9, cached)) << cached;   // position 8 = 2 (5 - 1)
+        EXPECT_FALSE(changed(10, cached)) << cached; // position 9
+    }
+}
+
 // ----------------------------------------------------------------------------
 // config.json
 
