@@ -92,7 +92,7 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t, bool moments) {
         list.push_back({"param." + p.name, weights, 0, &p});
         if (!moments || !address<acc_t<T>>(t, {Kind::MOMENTS, p.bucket})) continue;
         list.push_back({"m." + p.name, Kind::MOMENTS, 0, &p});
-        list.push_back({"v." + p.name, Kind::MOMENTS, t.model.buckets[p.bucket].elements, &p});
+        list.push_back({"v." + p.name, Kind::MOMENTS, kept_elements(t.plans[0], t.model, {Kind::MOMENTS, p.bucket}), &p});
     }
     return list;
 }

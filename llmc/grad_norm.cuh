@@ -31,29 +31,43 @@ struct TensorRow {
     size_t chunk = 0;   // launchers: chunks of the rows before it
 };
 
+// Chunks end at multiples of GRAD_NORM_CHUNK of the bucket, and where a row ends: a bucket that is
+// cut there has the same chunks in its parts.
+struct Chunk {
+    size_t from, to; // elements of the row
+};
+HD inline size_t chunks_of(const TensorRow& row) {
+    return (row.offset % GRAD_NORM_CHUNK + row.n + GRAD_NORM_CHUNK - 1) / GRAD_NORM_CHUNK;
+}
+HD inline Chunk chunk_of(const TensorRow& row, size_t k) {
+    size_t before = row.offset % GRAD_NORM_CHUNK, end = (k + 1) * GRAD_NORM_CHUNK - before;
+    return {k == 0 ? 0 : end - GRAD_NORM_CHUNK, end < row.n ? end : row.n};
+}
+
 // ----------------------------------------------------------------------------
 // CPU
 
-template <typename A> void grad_squares(double* sums, const A* grad, size_t n, Cpu) {
+template <typename A> void grad_squares(double* sums, const A* grad, const TensorRow& row) {
     #pragma omp parallel for
-    for (size_t chunk = 0; chunk < ceil_div(n, GRAD_NORM_CHUNK); chunk++) {
-        size_t from = chunk * GRAD_NORM_CHUNK,
-               to = from + GRAD_NORM_CHUNK < n ? from + GRAD_NORM_CHUNK : n;
+    for (size_t k = 0; k < chunks_of(row); k++) {
+        Chunk chunk = chunk_of(row, k);
+        const A* g = grad + row.offset;
         double sum = 0;
         #pragma omp simd reduction(+ : sum)
-        for (size_t i = from; i < to; i++) sum += double(grad[i]) * double(grad[i]);
-        sums[chunk] = sum;
+        for (size_t i = chunk.from; i < chunk.to; i++) sum += double(g[i]) * double(g[i]);
+        sums[k] = sum;
     }
+}
+template <typename A> void grad_squares(double* sums, const A* grad, size_t n, Cpu) {
+    grad_squares(sums, grad, TensorRow{0, n});
 }
 
 // sums: of the rows in order; returns how many
 template <typename A>
-size_t grad_squares(double* sums, const A* grad, const TensorRow* rows, size_t count, Cpu where) {
+size_t grad_squares(double* sums, const A* grad, const TensorRow* rows, size_t count, Cpu) {
     size_t chunks = 0;
-    for (size_t r = 0; r < count; r++) {
-        grad_squares(sums + chunks, grad + rows[r].offset, rows[r].n, where);
-        chunks += ceil_div(rows[r].n, GRAD_NORM_CHUNK);
-    }
+    for (size_t r = 0; r < count; chunks += chunks_of(rows[r++]))
+        grad_squares(sums + chunks, grad, rows[r]);
     return chunks;
 }
 
@@ -92,8 +106,8 @@ __device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk)
     size_t r = 0;
     while (r + 1 < table.count && table.rows[r + 1].chunk <= chunk) r++;
     const TensorRow& row = table.rows[r];
-    size_t from = (chunk - row.chunk) * GRAD_NORM_CHUNK, to = from + GRAD_NORM_CHUNK;
-    return {row, from, to < row.n ? to : row.n};
+    Chunk part = chunk_of(row, chunk - row.chunk);
+    return {row, part.from, part.to};
 }
 
 constexpr int GRAD_NORM_WARPS = 8;
@@ -149,7 +163,7 @@ template <typename F> size_t for_each_table(const TensorRow* rows, size_t count,
         if (rows[r].n > 0) {
             TensorRow& row = table.rows[table.count++];
             row = rows[r], row.chunk = table.chunks;
-            table.chunks += ceil_div(row.n, GRAD_NORM_CHUNK);
+            table.chunks += chunks_of(row);
         }
         if (table.count == TABLE_ROWS || (r + 1 == count && table.count > 0)) {
             f(table, done);

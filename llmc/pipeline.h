@@ -216,26 +216,26 @@ inline Transfer needed_by(const Slot& s) {
 }
 
 // A message: slot `made` of rank `from` makes it, slot `used` of rank `to` needs it.
-struct Message {
+struct Crossing {
     int from, made, to, used;
     Transfer send, receive; // its ends
 };
 
 // All messages, rank by rank of their receivers.
-inline std::vector<Message> messages_of(const std::vector<Schedule>& all, int pp) {
-    std::map<Key, Message> made;
+inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int pp) {
+    std::map<Key, Crossing> made;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++)
             if (Transfer t = made_by(all[r][i]); all[r][i].pass != Pass::W)
                 made[key_of(t)] = {r, i, -1, -1, t, {}};
-    std::vector<Message> messages;
+    std::vector<Crossing> messages;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
             Transfer t = needed_by(all[r][i]);
             auto maker = made.find(key_of(t));
             if (all[r][i].pass == Pass::W || maker == made.end() || maker->second.from == r)
                 continue;
-            Message m = maker->second;
+            Crossing m = maker->second;
             m.to = m.send.peer = r, m.used = i, m.receive = t, m.receive.peer = m.from;
             messages.push_back(m);
         }
@@ -337,10 +337,10 @@ inline std::string deadlock_in(const PerStep<Step>& steps, const PerStep<std::ve
 
 // What steps wait for if sends never wait: the ends of the slots whose messages they need.
 inline PerStep<std::vector<Wait>> waits_for_data(const PerStep<Step>& steps,
-                                                 const std::vector<Message>& messages) {
+                                                 const std::vector<Crossing>& messages) {
     PerStep<std::vector<Wait>> waits;
     for (const std::vector<Step>& rank : steps) waits.emplace_back(rank.size());
-    for (const Message& m : messages) waits[m.to][m.used].push_back({m.from, m.made, m.receive});
+    for (const Crossing& m : messages) waits[m.to][m.used].push_back({m.from, m.made, m.receive});
     return waits;
 }
 
@@ -391,11 +391,11 @@ inline std::string pair_transfers(const PerStep<Step>& steps, PerStep<std::vecto
 // To receive only just before the slot that needs it would be simpler; interleaved schedules
 // deadlock so. The price is that a message may lie in its buffer for some slots.
 inline PerStep<Step> place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
-    std::vector<Message> messages = messages_of(all, pp);
+    std::vector<Crossing> messages = crossings_of(all, pp);
     PerStep<Step> steps = bare_steps(all, pp);
     Timeline t = run_steps(steps, waits_for_data(steps, messages), Costs(), in_rounds);
-    auto made_at = [&](const Message& m) { return t.end[m.from][m.made]; };
-    std::sort(messages.begin(), messages.end(), [&](const Message& a, const Message& b) {
+    auto made_at = [&](const Crossing& m) { return t.end[m.from][m.made]; };
+    std::sort(messages.begin(), messages.end(), [&](const Crossing& a, const Crossing& b) {
         return std::tuple(made_at(a), a.made, a.from) < std::tuple(made_at(b), b.made, b.from);
     });
     auto place = [&](int rank, double time, const Transfer& transfer) {
@@ -403,8 +403,8 @@ inline PerStep<Step> place_transfers(const std::vector<Schedule>& all, int pp, b
         size_t i = std::lower_bound(start.begin(), start.end(), time) - start.begin();
         steps[rank][i].transfers.push_back(transfer);
     };
-    for (const Message& m : messages) place(m.to, made_at(m), m.receive); // receives first
-    for (const Message& m : messages) place(m.from, made_at(m), m.send);
+    for (const Crossing& m : messages) place(m.to, made_at(m), m.receive); // receives first
+    for (const Crossing& m : messages) place(m.from, made_at(m), m.send);
     return steps;
 }
 
@@ -434,7 +434,7 @@ inline std::vector<Step> add_transfers(const std::vector<Schedule>& all, int ran
 // the check
 
 // "" or what a slot needs, or a transfer sends, though the rank has neither made nor received it.
-inline std::string check_data(const std::vector<Step>& steps, int rank, int stages) {
+inline std::string check_arrivals(const std::vector<Step>& steps, int rank, int stages) {
     std::set<Key> here;
     for (size_t i = 0; i < steps.size(); i++) {
         const Slot& slot = steps[i].slot;
@@ -461,7 +461,7 @@ inline std::string check_transfers(const PerStep<Step>& steps, int stages) {
     PerStep<std::vector<Wait>> waits;
     std::string fault = pair_transfers(steps, waits);
     for (size_t r = 0; r < steps.size() && fault.empty(); r++)
-        fault = check_data(steps[r], int(r), stages);
+        fault = check_arrivals(steps[r], int(r), stages);
     if (!fault.empty()) return fault;
     return deadlock_in(steps, waits, run_steps(steps, waits));
 }
@@ -509,7 +509,7 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
         fault = check_slots(all[r], r, pp, chunks, micro_batches);
     if (!fault.empty()) return fault;
     PerStep<Step> steps = bare_steps(all, pp);
-    PerStep<std::vector<Wait>> waits = waits_for_data(steps, messages_of(all, pp));
+    PerStep<std::vector<Wait>> waits = waits_for_data(steps, crossings_of(all, pp));
     fault = deadlock_in(steps, waits, run_steps(steps, waits));
     return fault.empty() ? check_transfers(add_transfers(all, pp), pp * chunks) : fault;
 }
@@ -528,7 +528,7 @@ struct Simulation {
 inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs& costs = {},
                            bool blocking = false) {
     PerStep<Step> steps = blocking ? add_transfers(all, pp) : bare_steps(all, pp);
-    PerStep<std::vector<Wait>> waits = waits_for_data(steps, messages_of(all, pp));
+    PerStep<std::vector<Wait>> waits = waits_for_data(steps, crossings_of(all, pp));
     if (blocking) pair_transfers(steps, waits);
     Timeline t = run_steps(steps, waits, costs);
     Simulation s = {last_end(t), 0, std::vector<int>(pp), t.start, t.end};

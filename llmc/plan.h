@@ -1,9 +1,8 @@
 // plan.h - one optimizer step as a list of actions: generators, passes, the check, the print
 //   A generator turns a configuration into a list of actions; a pass turns a list into a list; the
-//   executor (step.h)
-//   is one loop over the result. This is the plan of 2 blocks, 2 micro-batches, selective
-//   recomputation, tied head
-//   (layer 0 embeds, 1 and 2 are blocks, 3 is the head); `train_gpt --explain` prints yours:
+//   executor (step.h) is one loop over the result. This is the plan of 2 blocks, 2 micro-batches,
+//   selective recomputation, tied head (layer 0 embeds, 1 and 2 are blocks, 3 is the head);
+//   `train_gpt --explain` prints yours; action.h says what the words mean:
 //
 //     LOAD COUNT
 //     F(0,0..3)
@@ -12,95 +11,63 @@
 //     B(1,3) R(1,2) B(1,2) R(1,1) B(1,1..0)
 //     TIE(embedding) NORM UPDATE(embedding) UPDATE(positions) UPDATE(block.0) UPDATE(block.1) UPDATE(head)
 //
-//   F(m,l)  forward of layer l on micro-batch m          R(m,l)  its dropped activations again
-//   B(m,l)  backward, both halves; or apart: I(m,l) the input half, W(m,l) the weight half
-//   LOAD    the step's tokens, once     COUNT  its valid targets, over all ranks, before the first
-//   B
-//   TIE(b)  the two gradients of a tied table added     NORM  the global gradient norm
-//   UPDATE(b)  the optimizer
-//
-//   What an action reads and writes is stated once, in access(). The check below, the arena's
-//   lifetimes, and the
-//   tests that poison everything else all use it.
 #pragma once
-#include <map>
-#include <set>
-#include <string>
-#include <vector>
-#include "model.h"
-
-enum class Do : uint8_t { LOAD, COUNT, F, B, I, W, R, TIE, NORM, UPDATE };
-inline const char* do_name(Do kind) {
-    const char* names[] = {"LOAD", "COUNT", "F", "B", "I", "W", "R", "TIE", "NORM", "UPDATE"};
-    return names[int(kind)];
-}
-
-struct Action {
-    Do kind;
-    int micro = -1;
-    int layer = -1;     // F B I W R
-    int bucket = -1;    // TIE UPDATE
-    bool first = false; // the first to reach its layer's gradients: it writes them, later ones add
-};
-
-enum class Mode { TRAIN, EVALUATE, GENERATE };
-
-struct Plan {
-    Mode mode = Mode::TRAIN;
-    size_t B = 1, T = 1; // a micro-batch
-    int micro_batches = 1;
-    size_t cache = 0; // GENERATE: positions that the key/value cache holds
-    Recompute recompute = Recompute::NONE;
-    bool split_backward = false; // B as I and W
-    bool adamw = true;           // moments exist
-    std::vector<Action> actions;
-};
+#include "action.h"
+#include "zero.h"
 
 // ----------------------------------------------------------------------------
 // generators and passes
 
-// Before: nothing. After: F(m) B(m) for each micro-batch, one after the other: gradient
-// accumulation.
-// Evaluation and generation: F(m) alone.
-inline Plan schedule(Plan p) {
-    for (int m = 0; m < p.micro_batches; m++) {
-        p.actions.push_back({Do::F, m});
-        if (p.mode == Mode::TRAIN) p.actions.push_back({Do::B, m});
+// My schedule: F and B (or I and W) of my stages, with what crosses to and from other ranks.
+// Evaluation and generation: forward alone.
+inline std::vector<Step> schedule(const Plan& p) {
+    std::vector<Schedule> all = p.given;
+    if (p.mode != Mode::TRAIN) {
+        all.assign(size_t(p.pp), {});
+        for (int m = 0; m < p.micro_batches; m++)
+            for (int s = 0; s < p.stages(); s++) all[size_t(s % p.pp)].push_back({Pass::F, m, s});
+    } else if (p.pipeline != Pipeline::GIVEN) {
+        all = schedules_of(p.pipeline, p.pp, p.chunks, p.micro_batches);
+    }
+    return add_transfers(all, p.pp_rank, p.pp);
+}
+
+// Before: slots of stages. After: F(m,l) in order, B(m,l) in reverse. Apart, every I comes before
+// the first W; the embedding has no input half, and the head's halves cannot part, since its logits
+// are gone.
+inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Step>& steps) {
+    Plan p = in;
+    std::set<int> reached;
+    auto add = [&](Do kind, int m, int l) {
+        bool each = reduced_each(p, model, buckets_of(model, l)[0]);
+        bool first = reaches_weights(kind) && (each || reached.insert(l).second);
+        p.actions.push_back({kind, m, l, -1, first});
+    };
+    for (const Step& step : steps) {
+        if (!step.transfers.empty())
+            p.actions.push_back({Do::SENDRECV, -1, -1, -1, false, step.transfers});
+        if (!step.has_slot) continue;
+        int m = step.slot.micro, from = first_layer(p, model, step.slot.stage),
+            to = first_layer(p, model, step.slot.stage + 1), head = model.head();
+        Pass pass = step.slot.pass;
+        bool split = p.split_backward || pass != Pass::B;
+        if (pass == Pass::F)
+            for (int l = from; l < to; l++) add(Do::F, m, l);
+        if (pass == Pass::B && !split)
+            for (int l = to - 1; l >= from; l--) add(Do::B, m, l);
+        if (split && is_backward(pass))
+            for (int l = to - 1; l >= std::max(from, 1); l--) add(l == head ? Do::B : Do::I, m, l);
+        if (split && (pass == Pass::B || pass == Pass::W))
+            for (int l = std::min(to, head) - 1; l >= from; l--) add(Do::W, m, l);
     }
     return p;
 }
 
-// Before: F(m) B(m). After: the step begins with its tokens and the count of its valid targets.
+// Before: actions of layers. After: the step begins with its tokens and the count of its valid
+// targets.
 inline Plan add_load(Plan p) {
     if (p.mode == Mode::GENERATE) return p; // the prompt is given
     p.actions.insert(p.actions.begin(), {{Do::LOAD}, {Do::COUNT}});
-    return p;
-}
-
-// Before: F(m) B(m). After: F(m,l) in order, B(m,l) in reverse. Apart, every I comes before the
-// first W; the embedding
-// has no input half, and the head's halves cannot part, since its logits are gone.
-inline Plan add_layers(const Plan& in, const Model& model) {
-    Plan p = in;
-    p.actions.clear();
-    std::set<int> reached;
-    auto add = [&](Do kind, int m, int l) {
-        bool first = (kind == Do::B || kind == Do::W) && reached.insert(l).second;
-        p.actions.push_back({kind, m, l, -1, first});
-    };
-    for (Action a : in.actions) {
-        int head = model.head();
-        if (a.kind == Do::F)
-            for (int l = 0; l <= head; l++) add(Do::F, a.micro, l);
-        else if (a.kind == Do::B && !p.split_backward)
-            for (int l = head; l >= 0; l--) add(Do::B, a.micro, l);
-        else if (a.kind == Do::B) {
-            add(Do::B, a.micro, head);
-            for (int l = head - 1; l >= 1; l--) add(Do::I, a.micro, l);
-            for (int l = head - 1; l >= 0; l--) add(Do::W, a.micro, l);
-        } else
-            p.actions.push_back(a);
-    }
     return p;
 }
 
@@ -110,7 +77,7 @@ inline Plan add_recompute(const Plan& in, const Model& model) {
     if (in.recompute == Recompute::NONE) return in;
     Plan p = in;
     p.actions.clear();
-    for (Action a : in.actions) {
+    for (const Action& a : in.actions) {
         bool block = a.layer > 0 && a.layer < model.head();
         if (block && (a.kind == Do::B || a.kind == Do::I))
             p.actions.push_back({Do::R, a.micro, a.layer});
@@ -119,227 +86,33 @@ inline Plan add_recompute(const Plan& in, const Model& model) {
     return p;
 }
 
-// Before: all backward passes. After: tied gradients summed, the norm, every trainable bucket
-// updated.
+// Before: all backward passes. After: tied gradients added, then reduced; the norm; every trainable
+// bucket of mine updated, and published where others need what I have updated.
 inline Plan add_update(Plan p, const Model& model) {
     if (p.mode != Mode::TRAIN) return p;
+    std::vector<int> mine;
     for (size_t b = 0; b < model.buckets.size(); b++)
-        if (model.buckets[b].tied() && model.buckets[b].trainable)
-            p.actions.push_back({Do::TIE, -1, -1, int(b)});
-    p.actions.push_back({Do::NORM});
-    for (size_t b = 0; b < model.buckets.size(); b++)
-        if (model.buckets[b].trainable) p.actions.push_back({Do::UPDATE, -1, -1, int(b)});
+        if (model.buckets[b].trainable && bucket_is_mine(p, model, int(b))) mine.push_back(int(b));
+    auto add = [&](Do kind, int bucket) { p.actions.push_back({kind, -1, -1, bucket}); };
+    for (int b : mine)
+        if (model.buckets[size_t(b)].tied()) {
+            add(Do::TIE, b);
+            if (p.dp() > 1) add(Do::REDUCE, b);
+        }
+    add(Do::NORM, -1);
+    for (int b : mine) add(Do::UPDATE, b);
+    if (p.shards > 1 && (p.zero == 1 || p.zero == 2))
+        for (int b : mine) add(Do::PUBLISH, b);
     return p;
 }
 
 inline Plan make_plan(const Plan& options, const Model& model) {
-    Plan p = schedule(options);
+    Plan p = add_layers(options, model, schedule(options));
     p = add_load(p);
-    p = add_layers(p, model);
     p = add_recompute(p, model);
-    return add_update(p, model);
-}
-
-// ----------------------------------------------------------------------------
-// what an action touches
-
-// A piece of memory by its meaning. `of` is a layer or a bucket.
-enum class Kind : uint8_t {
-    WEIGHT,
-    MASTER,
-    MOMENTS,
-    GRAD,
-    GRAD_TIED,
-    SCALE,
-    CONSTANTS,
-    CACHE, // persistent
-    VALID,
-    TOKENS,
-    STREAM,
-    DSTREAM, // stream (m,l): what layer l reads; dstream (m,l): its gradient
-    KEPT_B,
-    KEPT_W,
-    REDO_B,
-    REDO_W, // rows of the activation table: kept or made again, read last by B or W
-    GRADIENT_B,
-    GRADIENT_W,
-    LOSS,
-    LOGITS,
-    SCRATCH
-};
-inline const char* kind_name(Kind k) {
-    const char* names[] = {"weight",    "master", "moments", "grad",   "grad.tied",  "scale",
-                           "constants", "cache",  "valid",   "tokens", "stream",     "dstream",
-                           "kept.b",    "kept.w", "redo.b",  "redo.w", "gradient.b", "gradient.w",
-                           "loss",      "logits", "scratch"};
-    return names[int(k)];
-}
-inline bool persistent(Kind k) { return k <= Kind::CACHE; }
-
-struct Data {
-    Kind kind;
-    int of = -1;
-    int micro = -1;
-    auto operator<=>(const Data&) const = default;
-};
-
-enum class Queue : uint8_t { COMPUTE, COMM };
-
-struct Access {
-    std::vector<Data> reads, writes;
-    Queue queue = Queue::COMPUTE;
-};
-
-inline void access_forward(Access& x, const Plan& p, const Model& model, Action a) {
-    int m = a.micro, l = a.layer;
-    if (l > 0) x.reads.push_back({Kind::STREAM, l, m});
-    if (l == model.head() && p.mode == Mode::TRAIN)
-        return; // it keeps its input: the loss belongs to its backward
-    x.reads.push_back({Kind::TOKENS, -1, m});
-    x.writes.push_back({Kind::SCRATCH, l});
-    for (int b : buckets_of(model, l)) x.reads.push_back({Kind::WEIGHT, b});
-    if (l < model.head()) x.writes.push_back({Kind::STREAM, l + 1, m});
-    if (l == model.head())
-        x.writes.push_back({p.mode == Mode::EVALUATE ? Kind::LOSS : Kind::LOGITS, -1, m});
-    if (l == 0 || l == model.head()) return;
-    x.reads.push_back({Kind::CONSTANTS});
-    for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W})
-        x.writes.push_back({k, l, m});
-    if (p.mode == Mode::GENERATE) {
-        x.reads.push_back({Kind::CACHE, l});
-        x.writes.push_back({Kind::CACHE, l});
-    }
-}
-
-inline void access_recompute(Access& x, const Plan& p, const Model& model, Action a) {
-    int m = a.micro, l = a.layer;
-    x.reads = {{Kind::STREAM, l, m}, {Kind::TOKENS, -1, m}, {Kind::CONSTANTS}};
-    for (int b : buckets_of(model, l)) x.reads.push_back({Kind::WEIGHT, b});
-    if (p.recompute == Recompute::SELECTIVE)
-        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W}) x.reads.push_back({k, l, m});
-    for (Kind k : {Kind::REDO_B, Kind::REDO_W}) x.writes.push_back({k, l, m});
-    x.writes.push_back({Kind::SCRATCH, l});
-}
-
-inline void access_backward(Access& x, const Plan& p, const Model& model, Action a) {
-    int m = a.micro, l = a.layer;
-    bool input_half = a.kind != Do::W, weight_half = a.kind != Do::I;
-    bool block = l > 0 && l < model.head(), level_none = p.recompute == Recompute::NONE;
-    x.reads.push_back({Kind::TOKENS, -1, m});
-    x.writes.push_back({Kind::SCRATCH, l});
-    if (l > 0) x.reads.push_back({Kind::STREAM, l, m});
-    if (l < model.head()) x.reads.push_back({Kind::DSTREAM, l + 1, m});
-    if (l > 0 && input_half) x.writes.push_back({Kind::DSTREAM, l, m});
-    if (l == model.head())
-        x.reads.push_back({Kind::VALID}), x.writes.push_back({Kind::LOSS, -1, m});
-    for (int b : buckets_of(model, l)) {
-        if (input_half && l > 0) x.reads.push_back({Kind::WEIGHT, b});
-        if (!weight_half || !model.buckets[b].trainable) continue;
-        bool tied = model.buckets[b].tied() && l == model.head();
-        x.writes.push_back({tied ? Kind::GRAD_TIED : Kind::GRAD, b});
-        if (!a.first) x.reads.push_back(x.writes.back());
-    }
-    if (!block) return;
-    x.reads.push_back({Kind::CONSTANTS});
-    for (Kind k : {Kind::KEPT_B, Kind::REDO_B, Kind::KEPT_W, Kind::REDO_W}) {
-        bool redo = k == Kind::REDO_B || k == Kind::REDO_W,
-             of_b = k == Kind::KEPT_B || k == Kind::REDO_B;
-        if ((input_half || !of_b) && !(redo && level_none)) x.reads.push_back({k, l, m});
-    }
-    if (input_half) x.writes.push_back({Kind::GRADIENT_B, l, m});
-    (input_half ? x.writes : x.reads).push_back({Kind::GRADIENT_W, l, m});
-}
-
-// The only statement of what depends on what.
-inline Access access(const Plan& p, const Model& model, Action a) {
-    Access x;
-    switch (a.kind) {
-    case Do::LOAD:
-        for (int m = 0; m < p.micro_batches; m++) x.writes.push_back({Kind::TOKENS, -1, m});
-        x.writes.push_back({Kind::VALID});
-        break;
-    case Do::COUNT: x.reads = {{Kind::VALID}}, x.writes = {{Kind::VALID}}; break;
-    case Do::F: access_forward(x, p, model, a); break;
-    case Do::R: access_recompute(x, p, model, a); break;
-    case Do::B:
-    case Do::I:
-    case Do::W: access_backward(x, p, model, a); break;
-    case Do::TIE:
-        x.reads = {{Kind::GRAD, a.bucket}, {Kind::GRAD_TIED, a.bucket}};
-        x.writes = {{Kind::GRAD, a.bucket}};
-        break;
-    case Do::NORM:
-        for (size_t b = 0; b < model.buckets.size(); b++)
-            if (model.buckets[b].trainable) x.reads.push_back({Kind::GRAD, int(b)});
-        x.reads.push_back({Kind::SCALE});
-        x.writes = {{Kind::SCALE}, {Kind::SCRATCH, -1}};
-        break;
-    case Do::UPDATE:
-        x.reads = {{Kind::GRAD, a.bucket}, {Kind::SCALE}};
-        for (Kind k : {Kind::WEIGHT, Kind::MASTER, Kind::MOMENTS})
-            if (p.adamw || k != Kind::MOMENTS)
-                x.reads.push_back({k, a.bucket}), x.writes.push_back({k, a.bucket});
-        break;
-    }
-    return x;
-}
-
-// ----------------------------------------------------------------------------
-// print
-
-inline std::string action_text(Action a, const Model& model) {
-    std::string s = do_name(a.kind);
-    if (a.bucket >= 0) return s + "(" + model.buckets[a.bucket].name + ")";
-    if (a.layer < 0) return s;
-    return s + "(" + std::to_string(a.micro) + "," + std::to_string(a.layer) + ")";
-}
-
-inline std::string data_text(Data d, const Model& model) {
-    std::string s = kind_name(d.kind);
-    if (d.of < 0 && d.micro < 0) return s;
-    bool bucket = d.kind <= Kind::GRAD_TIED;
-    std::string of = d.of < 0 ? "" : bucket ? model.buckets[d.of].name : std::to_string(d.of);
-    return s + "(" + (d.micro < 0 ? of : std::to_string(d.micro) + (of.empty() ? "" : "," + of)) +
-           ")";
-}
-
-// Runs of layers fold into one word, F(0,0..13). A line for each micro-batch's forward and
-// backward; of more than
-// four micro-batches the middle ones, which are like their neighbours, are only counted.
-inline std::string plan_text(const Plan& p, const Model& model) {
-    std::string text, line;
-    auto flush = [&] {
-        if (!line.empty()) text += line.substr(1) + "\n";
-        line.clear();
-    };
-    Action previous = {Do::LOAD};
-    for (size_t i = 0; i < p.actions.size(); i++) {
-        Action a = p.actions[i];
-        if (p.micro_batches > 4 && a.micro > 1 && a.micro < p.micro_batches - 1) {
-            if (previous.micro < 2)
-                flush(), text += "... micro-batches 2 to " + std::to_string(p.micro_batches - 2) +
-                                 " like the first\n";
-            previous = a;
-            continue;
-        }
-        if (a.micro != previous.micro || (a.kind == Do::F) != (previous.kind == Do::F)) flush();
-        size_t end = i;
-        int way = 0;
-        while (end + 1 < p.actions.size()) {
-            Action n = p.actions[end + 1];
-            int step = n.layer - p.actions[end].layer;
-            if (n.kind != a.kind || n.micro != a.micro || n.layer < 0 ||
-                (step != 1 && step != -1) || (way && step != way))
-                break;
-            way = step, end++;
-        }
-        std::string word = action_text(a, model);
-        if (end > i) word.insert(word.size() - 1, ".." + std::to_string(p.actions[end].layer));
-        line += " " + word;
-        i = end, previous = p.actions[end];
-    }
-    flush();
-    return text;
+    p = add_reduce(p, model);
+    p = add_update(p, model);
+    return add_gather(p, model);
 }
 
 // ----------------------------------------------------------------------------
@@ -347,7 +120,7 @@ inline std::string plan_text(const Plan& p, const Model& model) {
 
 inline std::string check_data(const Plan& p, const Model& model) {
     std::set<Data> written;
-    for (Action a : p.actions) {
+    for (const Action& a : p.actions) {
         Access x = access(p, model, a);
         for (Data d : x.reads) {
             bool given = p.mode == Mode::GENERATE && (d.kind == Kind::TOKENS);
@@ -367,65 +140,97 @@ inline std::string check_data(const Plan& p, const Model& model) {
     return "";
 }
 
-// Every layer of every micro-batch forward once and backward once, in the order of the layers.
+// Every layer of mine, of every micro-batch, forward once and backward once; a stage's in the order
+// of its layers, and backward when it has been forward.
 inline std::string check_order(const Plan& p, const Model& model) {
-    int last = model.layers() - 1;
-    for (int m = 0; m < p.micro_batches; m++) {
-        int forward = 0, backward = last, weights = 0;
-        for (Action a : p.actions) {
-            if (a.micro != m) continue;
-            std::string text = action_text(a, model);
-            if (a.kind == Do::F && a.layer != forward++)
-                return text + " is out of order: layer " + std::to_string(forward - 1) + " is next";
-            bool input = a.kind == Do::B || a.kind == Do::I;
-            if (input && a.layer != backward--)
-                return text + " is out of order: layer " + std::to_string(backward + 1) +
-                       " is next";
-            if (input && forward <= last) return text + " comes before the forward pass has ended";
-            weights += a.kind == Do::B || a.kind == Do::W;
+    for (int m = 0; m < p.micro_batches; m++)
+        for (int s = p.pp_rank; s < p.stages(); s += p.pp) {
+            int first = first_layer(p, model, s), end = first_layer(p, model, s + 1);
+            int forward = first, backward = end - 1, weights = 0;
+            for (const Action& a : p.actions) {
+                if (a.micro != m || a.layer < first || a.layer >= end) continue;
+                std::string text = action_text(a, model);
+                if (a.kind == Do::F && a.layer != forward++)
+                    return text + " is out of order: layer " + std::to_string(forward - 1) +
+                           " is next";
+                bool input = a.kind == Do::B || a.kind == Do::I;
+                if (input && a.layer != backward--)
+                    return text + " is out of order: layer " + std::to_string(backward + 1) +
+                           " is next";
+                if (input && forward < end)
+                    return text + " comes before the forward pass has ended";
+                weights += reaches_weights(a.kind);
+            }
+            std::string at = "micro-batch " + std::to_string(m);
+            if (forward != end) return at + " is not forward through every layer";
+            if (p.mode != Mode::TRAIN) continue;
+            bool parted = backward == 0 && first == 0; // the embedding has no input half
+            if (backward >= first && !parted) return at + " is not backward through every layer";
+            if (weights != end - first) return at + " does not reach every layer's weights once";
         }
-        std::string at = "micro-batch " + std::to_string(m);
-        if (forward != last + 1) return at + " is not forward through every layer";
-        if (p.mode != Mode::TRAIN) continue;
-        if (backward > (p.split_backward ? 0 : -1))
-            return at + " is not backward through every layer";
-        if (weights != last + 1) return at + " does not reach every layer's weights once";
-    }
+    for (const Action& a : p.actions)
+        if (a.layer >= 0 && !is_mine(p, model, a.layer))
+            return action_text(a, model) + " is another rank's";
     return "";
 }
 
 inline std::string check_update(const Plan& p, const Model& model) {
     if (p.mode != Mode::TRAIN) return "";
-    std::map<int, int> updates, ties;
+    std::map<int, int> updates, ties, reduced, published;
     bool norm = false, counted = false;
-    for (Action a : p.actions) {
+    for (const Action& a : p.actions) {
         std::string text = action_text(a, model);
         if (a.kind == Do::COUNT) counted = true;
         if (a.kind == Do::B && !counted)
             return text + " needs the count of valid targets, and COUNT has not run";
         if (a.kind == Do::TIE) ties[a.bucket]++;
         if (a.kind == Do::NORM) norm = true;
-        if ((a.kind == Do::B || a.kind == Do::W || a.kind == Do::TIE) && norm)
+        bool reduce = a.kind == Do::REDUCE;
+        if ((reaches_weights(a.kind) || a.kind == Do::TIE || reduce) && norm)
             return text + " comes after NORM";
+        if (reduce) reduced[a.bucket]++;
+        if (a.kind == Do::TIE && reduced[a.bucket]) return text + " comes after its REDUCE";
+        if (reaches_weights(a.kind))
+            for (int b : buckets_of(model, a.layer))
+                if (reduced[b] && !reduced_each(p, model, b))
+                    return text + " adds to " + model.buckets[size_t(b)].name + " after its REDUCE";
+        if (a.kind == Do::PUBLISH && !updates.count(a.bucket))
+            return text + " comes before its UPDATE";
+        if (a.kind == Do::PUBLISH) published[a.bucket]++;
         if (a.kind == Do::UPDATE && !norm) return text + " comes before NORM";
         if (a.kind == Do::UPDATE && updates[a.bucket]++) return text + " comes twice";
     }
     for (size_t b = 0; b < model.buckets.size(); b++) {
         const Bucket& bucket = model.buckets[b];
-        if (bucket.trainable && !updates.count(int(b)))
-            return "bucket " + bucket.name + " is never updated";
-        if (ties[int(b)] != int(bucket.trainable && bucket.tied()))
-            return "bucket " + bucket.name + " has its two gradients added " +
-                   std::to_string(ties[int(b)]) + " times";
+        bool mine = bucket.trainable && bucket_is_mine(p, model, int(b));
+        if (mine != bool(updates.count(int(b))))
+            return "bucket " + bucket.name +
+                   (mine ? " is never updated" : " is updated, and is not trained here");
+        auto times = [&](int found, int wanted, const char* what) {
+            return found == wanted ? ""
+                                   : "bucket " + bucket.name + what + std::to_string(found) +
+                                         " times, not " + std::to_string(wanted);
+        };
+        bool cut = p.shards > 1 && (p.zero == 1 || p.zero == 2);
+        int reductions = !mine || p.dp() == 1             ? 0
+                         : reduced_each(p, model, int(b)) ? p.micro_batches
+                                                          : 1;
+        for (const std::string& wrong :
+             {times(ties[int(b)], mine && bucket.tied(), " has its two gradients added "),
+              times(reduced[int(b)], reductions, " is reduced "),
+              times(published[int(b)], mine && cut, " is published ")})
+            if (!wrong.empty()) return wrong;
     }
     return "";
 }
 
 // Kept activations of one micro-batch at a time is what accumulation on one stage may hold.
 inline std::string check_live(const Plan& p, const Model& model) {
+    if (p.pp > 1 || p.pipeline == Pipeline::GPIPE || p.pipeline == Pipeline::GIVEN)
+        return ""; // pipeline.h knows how many a schedule holds
     std::set<int> live;
     size_t peak = 0;
-    for (Action a : p.actions) {
+    for (const Action& a : p.actions) {
         if (a.kind == Do::F) live.insert(a.micro);
         peak = std::max(peak, live.size());
         bool done = (a.kind == Do::B || a.kind == Do::W) && a.layer == 0;

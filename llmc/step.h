@@ -47,19 +47,17 @@ template <typename T, typename S> void bind_batch(Trainer<T, S>& t, int micro) {
 
 template <typename T, typename S> void run_embedding_forward(Trainer<T, S>& t, Action a) {
     const Batch& b = t.ctx.batch;
-    const T* wpe =
-        t.model.shape.position == Position::LEARNED ? address<T>(t, {Kind::WEIGHT, 1}) : nullptr;
+    const T* wpe = t.model.shape.position == Position::LEARNED ? weights_of(t, 1) : nullptr;
     embedding_forward(address<T>(t, {Kind::STREAM, 1, a.micro}), b.tokens, b.positions, b.doc_start,
-                      address<const T>(t, {Kind::WEIGHT, 0}), wpe, b.rows(), t.model.shape.C,
+                      weights_of(t, 0), wpe, b.rows(), t.model.shape.C,
                       t.ctx.where);
 }
 
 template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, Action a) {
     const Batch& b = t.ctx.batch;
     const Shape& s = t.model.shape;
-    acc_t<T>* dwpe =
-        s.position == Position::LEARNED ? address<acc_t<T>>(t, {Kind::GRAD, 1}) : nullptr;
-    embedding_backward_weight(address<acc_t<T>>(t, {Kind::GRAD, 0}), dwpe,
+    acc_t<T>* dwpe = s.position == Position::LEARNED ? gradients_of(t, 1, 0) : nullptr;
+    embedding_backward_weight(gradients_of(t, 0, 0), dwpe,
                               address<const T>(t, {Kind::DSTREAM, 1, a.micro}), b.tokens,
                               b.positions, b.doc_start, t.ctx.blas.scratch, b.rows(), s.Vp(), s.P,
                               s.C, !a.first, t.ctx.where);
@@ -170,73 +168,152 @@ template <typename T, typename S> void run_backward(Trainer<T, S>& t, Action a) 
 // ----------------------------------------------------------------------------
 // the end of a step
 
-template <typename T, typename S> void run_tie(Trainer<T, S>& t, Action a) {
-    add_gradients(address<acc_t<T>>(t, {Kind::GRAD, a.bucket}),
-                  address<const acc_t<T>>(t, {Kind::GRAD_TIED, a.bucket}),
-                  t.model.buckets[a.bucket].elements, t.ctx.where);
+// Both gradients of a tied table, the embedding's and then the head's, into one; with the head on
+// another stage each of the two ranks gets the sum.
+template <typename T, typename S> void run_tie(Trainer<T, S>& t, const Action& a) {
+    typedef acc_t<T> A;
+    const Plan& p = t.plans[t.plan];
+    size_t n = t.model.buckets[size_t(a.bucket)].elements;
+    A *grad = address<A>(t, {Kind::GRAD, a.bucket}),
+      *tied = address<A>(t, {Kind::GRAD_TIED, a.bucket});
+    if (!tied_apart(p, t.model, a.bucket)) return add_gradients(grad, tied, n, t.ctx.where);
+    bool embeds = is_mine(p, t.model, 0);
+    all_reduce_sum(t.comms.tie, embeds ? grad : tied, n, t.ctx.where);
+    if (!embeds) copy_rows(grad, n * sizeof(A), tied, n * sizeof(A), n * sizeof(A), 1, t.ctx.where);
 }
 
-// The parameters of a bucket, as the norm and the optimizer walk them.
-inline std::vector<TensorRow> tensor_rows(const Model& model, const Bucket& bucket) {
-    std::vector<TensorRow> rows;
-    for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
-        const Parameter& p = model.parameters[i];
-        rows.push_back({p.offset, p.elements(), p.decay, fnv1a(p.name)});
-    }
-    return rows;
+// What this rank reduces, updates and publishes of a bucket.
+struct Part {
+    size_t first, count; // elements of the bucket, padding included
+    bool sharded;
+};
+template <typename T, typename S> Part my_part(const Trainer<T, S>& t, int bucket) {
+    const Plan& p = t.plans[t.plan];
+    const Bucket& b = t.model.buckets[size_t(bucket)];
+    bool sharded = is_sharded(p, t.model, {Kind::MASTER, bucket});
+    size_t shard = shard_elements(p, b);
+    return sharded ? Part{shard * size_t(p.shard), shard, true} : Part{0, whole_elements(p, b), false};
+}
+// My part of a datum: of one that is kept whole, within it.
+template <typename P, typename T, typename S>
+P* part_of(const Trainer<T, S>& t, Data d, const Part& part) {
+    P* x = address<P>(t, d);
+    return x && part.sharded && !is_sharded(t.plans[t.plan], t.model, d) ? x + part.first : x;
 }
 
-// Squares over fixed chunks of each parameter's global elements, added in the table's order
-// whatever the layout.
+// Sums over the data-parallel ranks: all of the gradient, or my shard of it.
+template <typename T, typename S> void run_reduce(Trainer<T, S>& t, const Action& a) {
+    typedef acc_t<T> A;
+    S where = t.ctx.where;
+    Part part = my_part(t, a.bucket);
+    bool each = reduced_each(t.plans[t.plan], t.model, a.bucket);
+    A *whole = address<A>(t, {each ? Kind::PARTIAL : Kind::GRAD, a.bucket}),
+      *mine = whole + part.first;
+    if (part.sharded)
+        reduce_scatter_sum(t.comms.shard, mine, whole, part.count, where);
+    else
+        all_reduce_sum(t.comms.shard, whole, part.count, where);
+    all_reduce_sum(t.comms.replica, mine, part.count, where);
+    if (!each) return;
+    A* grad = address<A>(t, {Kind::GRAD, a.bucket});
+    if (a.first)
+        copy_rows(grad, part.count * sizeof(A), mine, part.count * sizeof(A),
+                  part.count * sizeof(A), 1, where);
+    else
+        add_gradients(grad, mine, part.count, where);
+}
+
+// Squares over fixed chunks of each bucket, added in the buckets' order whatever the layout: each
+// rank fills in the chunks that it has, the others' are zero in its table.
 template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
+    const Plan& p = t.plans[t.plan];
     double* sums = address<double>(t, {Kind::SCRATCH, -1});
-    size_t chunks = 0;
-    for (size_t b = 0; b < t.model.buckets.size(); b++) {
-        if (!t.model.buckets[b].trainable) continue;
-        std::vector<TensorRow> rows = tensor_rows(t.model, t.model.buckets[b]);
-        chunks += grad_squares(sums + chunks, address<const acc_t<T>>(t, {Kind::GRAD, int(b)}),
-                               rows.data(), rows.size(), t.ctx.where);
+    size_t chunks = norm_chunks(t.model), at = 0;
+    device_zero(sums, chunks * sizeof(double), t.ctx.where);
+    for (int b = 0; b < int(t.model.buckets.size()); b++) {
+        const Bucket& bucket = t.model.buckets[size_t(b)];
+        // of a table on two stages the first one counts
+        if (bucket.trainable && is_mine(p, t.model, bucket.layers.front())) {
+            Part part = my_part(t, b);
+            std::vector<TensorRow> rows =
+                tensor_rows(t.model, b, part.first, part.first + part.count);
+            const acc_t<T>* grad = part_of<const acc_t<T>>(t, {Kind::GRAD, b}, part);
+            grad_squares(sums + at + norm_chunks(t.model, b, part.first), grad, rows.data(),
+                         rows.size(), t.ctx.where);
+        }
+        at += norm_chunks(t.model, b, bucket.elements);
     }
+    if (p.zero > 0) all_reduce_sum(t.comms.shard, sums, chunks, t.ctx.where);
+    all_reduce_sum(t.comms.pp, sums, chunks, t.ctx.where);
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip, t.ctx.where);
 }
 
-template <typename T, typename S> void run_update(Trainer<T, S>& t, Action a) {
+template <typename T, typename S> void run_update(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
-    const Bucket& bucket = t.model.buckets[a.bucket];
     const Hyper& h = t.hyper;
-    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
-    float* master = address<float>(t, {Kind::MASTER, a.bucket});
-    const A* grad = address<const A>(t, {Kind::GRAD, a.bucket});
+    Part part = my_part(t, a.bucket);
+    T* weight = part_of<T>(t, {Kind::WEIGHT, a.bucket}, part);
+    float* master = part_of<float>(t, {Kind::MASTER, a.bucket}, part);
+    const A* grad = part_of<const A>(t, {Kind::GRAD, a.bucket}, part);
     A* m = address<A>(t, {Kind::MOMENTS, a.bucket}); // first moments, then second moments
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
-    std::vector<TensorRow> rows = tensor_rows(t.model, bucket);
+    std::vector<TensorRow> rows =
+        tensor_rows(t.model, a.bucket, part.first, part.first + part.count);
     if (h.adamw)
-        adamw_update(weight, master, grad, m, m + bucket.elements, rows.data(), rows.size(),
+        adamw_update(weight, master, grad, m, m + part.count, rows.data(), rows.size(),
                      {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay}, scale, t.ctx.where);
     else
         sgd_update(weight, master, grad, rows.data(), rows.size(), h.lr, h.weight_decay, scale,
                    t.ctx.where);
 }
 
+// Every rank's shard of the weights to all: updated ones (PUBLISH), or for a use (GATHER).
+template <typename T, typename S> void run_publish(Trainer<T, S>& t, const Action& a) {
+    Part part = my_part(t, a.bucket);
+    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
+    all_gather(t.comms.shard, weight, weight + part.first, part.count, t.ctx.where);
+}
+template <typename T, typename S> void run_gather(Trainer<T, S>& t, const Action& a) {
+    all_gather(t.comms.shard, address<T>(t, {Kind::GATHERED, a.bucket}),
+               address<const T>(t, {Kind::WEIGHT, a.bucket}), my_part(t, a.bucket).count,
+               t.ctx.where);
+}
+
+template <typename T, typename S> void run_sendrecv(Trainer<T, S>& t, const Action& a) {
+    const Plan& p = t.plans[t.plan];
+    size_t bytes = t.ctx.batch.rows() * t.model.shape.C * sizeof(T);
+    if (p.mode != Mode::GENERATE) bytes = p.B * p.T * t.model.shape.C * sizeof(T);
+    std::vector<CommMessage> messages;
+    for (const Transfer& x : a.transfers)
+        messages.push_back(
+            {address<T>(t, data_of(p, t.model, x)), bytes, x.peer, x.send, x.gradient});
+    exchange(t.comms.pp, messages.data(), int(messages.size()), t.ctx.where);
+}
+
 // ----------------------------------------------------------------------------
 // the loop
 
-template <typename T, typename S> void run_action(Trainer<T, S>& t, Action a) {
+template <typename T, typename S> void run_action(Trainer<T, S>& t, const Action& a) {
     if (a.micro >= 0) bind_batch(t, a.micro);
     const Place* scratch = arena_find(t.arena, t.plan, t.at, {Kind::SCRATCH, a.layer});
     blas_scratch(t.ctx.blas, scratch ? t.arena.base + scratch->offset : nullptr,
                  scratch ? scratch->bytes : 0);
     switch (a.kind) {
     case Do::LOAD: return run_load(t);
-    case Do::COUNT: return; // one data-parallel rank: its count is the sum
+    case Do::COUNT: return all_reduce_sum(t.comms.dp, &t.valid, 1, Cpu{});
+    case Do::SENDRECV: return run_sendrecv(t, a);
+    case Do::GATHER: return run_gather(t, a);
+    case Do::RELEASE: return; // its bytes are others' from here on
     case Do::F: return run_forward(t, a);
     case Do::B: return run_backward(t, a);
     case Do::I: return run_backward_input(t, a);
     case Do::W: return run_backward_weight(t, a);
     case Do::R: return run_recompute(t, a);
+    case Do::REDUCE: return run_reduce(t, a);
     case Do::TIE: return run_tie(t, a);
     case Do::NORM: return run_norm(t);
     case Do::UPDATE: return run_update(t, a);
+    case Do::PUBLISH: return run_publish(t, a);
     }
 }
 
@@ -254,9 +331,13 @@ struct Loss {
     double mean() const { return valid ? sum / double(valid) : 0; }
 };
 
+// All ranks call it.
 template <typename T, typename S> Loss plan_loss(const Trainer<T, S>& t) {
     Loss loss = {0, t.valid};
-    for (int m = 0; m < t.plans[t.plan].micro_batches; m++)
+    const Plan& p = t.plans[t.plan];
+    for (int m = 0; m < p.micro_batches && is_mine(p, t.model, t.model.head()); m++)
         loss.sum += read_value<double>(t, {Kind::LOSS, -1, m});
+    all_reduce_sum(t.comms.dp, &loss.sum, 1, Cpu{});
+    all_reduce_sum(t.comms.pp, &loss.sum, 1, Cpu{}); // the last stage has it
     return loss;
 }

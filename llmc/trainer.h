@@ -12,6 +12,7 @@
 #include "gpt2.h"
 #include "grad_norm.cuh"
 #include "llama.h"
+#include "layout.h"
 #include "rand.h"
 
 // ----------------------------------------------------------------------------
@@ -113,9 +114,28 @@ size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where)
     return most;
 }
 
+// The parameters of elements [from, to) of a bucket, as the norm and the optimizer walk them, by
+// their distance from `from`.
+inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
+    const Bucket& b = model.buckets[size_t(bucket)];
+    std::vector<TensorRow> rows;
+    for (int i = b.first; i < b.first + b.count; i++) {
+        const Parameter& p = model.parameters[size_t(i)];
+        size_t start = std::max(p.offset, from), end = std::min(p.offset + p.elements(), to);
+        if (start < end)
+            rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset});
+    }
+    return rows;
+}
+inline size_t norm_chunks(const Model& model, int bucket, size_t to) {
+    size_t n = 0;
+    for (const TensorRow& row : tensor_rows(model, bucket, 0, to)) n += chunks_of(row);
+    return n;
+}
 inline size_t norm_chunks(const Model& model) {
     size_t n = 0;
-    for (const Parameter& p : model.parameters) n += ceil_div(p.elements(), GRAD_NORM_CHUNK);
+    for (size_t b = 0; b < model.buckets.size(); b++)
+        n += norm_chunks(model, int(b), model.buckets[b].elements);
     return n;
 }
 
@@ -137,13 +157,14 @@ template <typename T> size_t rope_bytes(const Plan& p, const Shape& s) {
 template <typename T, typename S>
 size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     const Shape& s = model.shape;
-    size_t N = p.B * p.T, elements = d.kind <= Kind::GRAD_TIED ? model.buckets[d.of].elements : 0,
-           bytes = 0;
+    size_t N = p.B * p.T, elements = of_bucket(d.kind) ? kept_elements(p, model, d) : 0, bytes = 0;
     switch (d.kind) {
-    case Kind::WEIGHT: return elements * sizeof(T);
+    case Kind::WEIGHT:
+    case Kind::GATHERED: return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(acc_t<T>) ? elements * sizeof(float) : 0;
     case Kind::MOMENTS: return elements * 2 * sizeof(acc_t<T>);
     case Kind::GRAD:
+    case Kind::PARTIAL:
     case Kind::GRAD_TIED: return elements * sizeof(acc_t<T>);
     case Kind::SCALE: return sizeof(StepScale);
     case Kind::CONSTANTS:
@@ -187,6 +208,7 @@ template <typename T, typename S> struct Trainer {
     uint64_t samples_end =
         ~uint64_t(0);       // LOAD leaves later samples out (their targets are ignored)
     int64_t valid = 0;      // targets of this global batch that count
+    Comms comms;            // the ranks that this one works with
     int* staging = nullptr; // where LOAD prepares the batch for a device
     int plan = 0, at = 0;   // the action that runs
 };
@@ -236,17 +258,24 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
     });
 }
 
-// Store a parameter's values (as trained: float or wider, padded) into its weight and master.
+// Store what this rank keeps of a parameter's values (as trained: float or wider, padded) into its
+// weight and master.
 template <typename T, typename S, typename A>
 void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
-    float* master = address<float>(t, {Kind::MASTER, p.bucket});
-    fill_memory(
-        address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset, p.elements(),
-        [=](size_t i) { return from_acc<T>(acc_t<T>(values[i])); }, t.ctx.where);
-    if (master)
+    auto store = [&](Data d, auto* to, auto convert) {
+        if (!to) return;
+        size_t first = kept_first(t.plans[0], t.model, d),
+               last = first + kept_elements(t.plans[0], t.model, d),
+               from = std::max(p.offset, first), end = std::min(p.offset + p.elements(), last);
+        if (from >= end) return;
+        const A* source = values + (from - p.offset);
         fill_memory(
-            master + p.offset, p.elements(), [=](size_t i) { return float(values[i]); },
+            to + (from - first), end - from, [=](size_t i) { return convert(source[i]); },
             t.ctx.where);
+    };
+    Data weight = {Kind::WEIGHT, p.bucket}, master = {Kind::MASTER, p.bucket};
+    store(weight, address<T>(t, weight), [](A x) { return from_acc<T>(acc_t<T>(x)); });
+    store(master, address<float>(t, master), [](A x) { return float(x); });
 }
 
 // Weights as --seed says: counter-based, keyed by name and global element, so no layout changes
@@ -303,13 +332,22 @@ template <typename T, typename S> struct BindWeights {
     }
 };
 
-// A bucket's rows; frozen buckets, and plans without gradients, have none.
+// A bucket's weights and gradients while a layer runs; frozen buckets, and plans without gradients,
+// have none of these.
+template <typename T, typename S> const T* weights_of(const Trainer<T, S>& t, int bucket) {
+    return address<const T>(t, {weight_kind(t.plans[t.plan]), bucket});
+}
 template <typename T, typename S>
-BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, int bucket, Kind grad) {
-    const Bucket& b = t.model.buckets[bucket];
-    bool train = t.plans[t.plan].mode == Mode::TRAIN && b.trainable;
-    return {t, &t.model.parameters[b.first], address<const T>(t, {Kind::WEIGHT, bucket}),
-            train ? address<acc_t<T>>(t, {grad, bucket}) : nullptr};
+acc_t<T>* gradients_of(const Trainer<T, S>& t, int bucket, int layer) {
+    const Plan& p = t.plans[t.plan];
+    bool train = p.mode == Mode::TRAIN && t.model.buckets[size_t(bucket)].trainable;
+    Data grad = {gradient_kind(p, t.model, bucket, layer), bucket};
+    return train ? address<acc_t<T>>(t, grad) : nullptr;
+}
+template <typename T, typename S>
+BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, int bucket, int layer) {
+    return {t, &t.model.parameters[size_t(t.model.buckets[size_t(bucket)].first)],
+            weights_of(t, bucket), gradients_of(t, bucket, layer)};
 }
 
 template <typename T, typename S> struct BindActs {
@@ -344,30 +382,30 @@ template <typename T, typename S> LlamaActs<T> llama_acts(const Trainer<T, S>& t
 template <typename T, typename S> Gpt2Block gpt2_block(const Trainer<T, S>& t, int layer) {
     Gpt2Block w = {};
     gpt2_block_parameters(w, t.model.shape,
-                          bind_bucket(t, buckets_of(t.model, layer)[0], Kind::GRAD));
+                          bind_bucket(t, buckets_of(t.model, layer)[0], layer));
     return w;
 }
 template <typename T, typename S> LlamaBlock llama_block(const Trainer<T, S>& t, int layer) {
     LlamaBlock w = {};
     llama_block_parameters(w, t.model.shape,
-                           bind_bucket(t, buckets_of(t.model, layer)[0], Kind::GRAD));
+                           bind_bucket(t, buckets_of(t.model, layer)[0], layer));
     return w;
 }
 // A tied head is the token table, with a gradient buffer of its own.
 template <typename T, typename S> Gpt2Head gpt2_head(const Trainer<T, S>& t) {
     Gpt2Head w = {};
     gpt2_head_parameters(w, t.model.shape,
-                         bind_bucket(t, int(t.model.buckets.size()) - 1, Kind::GRAD));
+                         bind_bucket(t, int(t.model.buckets.size()) - 1, t.model.head()));
     if (t.model.shape.tied)
-        bind_bucket(t, 0, Kind::GRAD_TIED)(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
+        bind_bucket(t, 0, t.model.head())(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
     return w;
 }
 template <typename T, typename S> LlamaHead llama_head(const Trainer<T, S>& t) {
     LlamaHead w = {};
     llama_head_parameters(w, t.model.shape,
-                          bind_bucket(t, int(t.model.buckets.size()) - 1, Kind::GRAD));
+                          bind_bucket(t, int(t.model.buckets.size()) - 1, t.model.head()));
     if (t.model.shape.tied)
-        bind_bucket(t, 0, Kind::GRAD_TIED)(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
+        bind_bucket(t, 0, t.model.head())(w.lm_head, "", {}, ZEROS, false, Shard{}, false);
     return w;
 }
 

@@ -227,7 +227,7 @@ TEST(Pipeline, TimelineObeysItsMessages) {
             Schedules all = schedules_of(kind, 4, 2, 6);
             Costs c = {1, 1.5, 0.75};
             Simulation s = simulate(all, 4, c, blocking);
-            for (const Message& m : messages_of(all, 4))
+            for (const Crossing& m : crossings_of(all, 4))
                 EXPECT_GE(s.start[m.to][m.used], s.end[m.from][m.made]);
             for (int r = 0; r < 4; r++) {
                 ASSERT_EQ(s.start[r].size(), all[r].size());
@@ -296,7 +296,7 @@ TEST(Pipeline, EveryMessageIsSentOnceAndNoOtherIs) {
 static Steps receive_when_needed(const Schedules& all) {
     int pp = int(all.size());
     Steps steps = bare_steps(all, pp);
-    for (const Message& m : messages_of(all, pp)) {
+    for (const Crossing& m : crossings_of(all, pp)) {
         steps[m.to][m.used].transfers.push_back(m.receive);
         steps[m.from][m.made + 1].transfers.push_back(m.send);
     }
