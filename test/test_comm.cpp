@@ -76,13 +76,14 @@ template <typename T> struct Buffer { // n elements between two guards
 };
 
 template <typename T>
-void expect_sum(const Comm& c, T got, size_t i, int salt, bool max, const char* what) {
+testing::AssertionResult is_sum(const Comm& c, T got, size_t i, int salt, bool max = false) {
     T want = expected_sum<T>(c.size, i, salt, max);
     bool bits = c.fixed_order || c.local || c.size == 1 || max;
     bool close = std::abs(as_double(got) - as_double(want)) <= any_order_error<T>(c.size);
-    ASSERT_TRUE(bits ? same(got, want) : close)
-        << what << " of " << ELEMENT_NAMES[int(element_of<T>())] << " at " << i << ": "
-        << as_double(got) << " instead of " << as_double(want) << ", " << c.size << " ranks";
+    if (bits ? same(got, want) : close) return testing::AssertionSuccess();
+    return testing::AssertionFailure()
+           << ELEMENT_NAMES[int(element_of<T>())] << " " << i << ": " << as_double(got)
+           << " instead of " << as_double(want) << ", " << c.size << " ranks";
 }
 
 // ----------------------------------------------------------------------------
@@ -96,7 +97,7 @@ template <typename T> void test_all_reduce(const Comm& c, size_t n, int salt) {
             all_reduce_max(c, x.data(), n, Cpu());
         else
             all_reduce_sum(c, x.data(), n, Cpu());
-        for (size_t i = 0; i < n; i++) expect_sum(c, x[i], i, salt, max, "all-reduce");
+        for (size_t i = 0; i < n; i++) ASSERT_TRUE(is_sum(c, x[i], i, salt, max));
     }
 }
 
@@ -107,7 +108,7 @@ template <typename T> void test_reduce_scatter(const Comm& c, size_t n, int salt
         T* to = in_place ? in.data() + c.rank * n : out.data();
         reduce_scatter_sum(c, to, in.data(), n, Cpu());
         for (size_t i = 0; i < n; i++)
-            expect_sum(c, to[i], c.rank * n + i, salt, false, "reduce-scatter");
+            ASSERT_TRUE(is_sum(c, to[i], c.rank * n + i, salt));
         for (size_t i = 0; i < in.n && !in_place; i++)
             ASSERT_TRUE(same(in[i], value<T>(c.rank, i, salt))) << "its input has changed";
     }
@@ -209,9 +210,9 @@ void test_outstanding(const Comm& c, int rounds) {
             jitter(random);
         }
         for (size_t i = 0; i < n; i++) {
-            expect_sum(c, sum[i], i, round, false, "all-reduce");
-            expect_sum(c, half[i], i, round, false, "all-reduce");
-            expect_sum(c, part[i], c.rank * n + i, round + 3, false, "reduce-scatter");
+            ASSERT_TRUE(is_sum(c, sum[i], i, round));
+            ASSERT_TRUE(is_sum(c, half[i], i, round));
+            ASSERT_TRUE(is_sum(c, part[i], c.rank * n + i, round + 3));
             ASSERT_EQ(x[i], value<float>(root, i, round + 1));
             for (int r = 0; r < c.size; r++) {
                 ASSERT_EQ(whole[r * n + i], value<float>(r, i, round + 2));
@@ -245,8 +246,8 @@ void test_grid(const Comm& world, int tp_size) {
         jitter(random);
         finish(swap ? first : second);
         for (size_t i = 0; i < n; i++) {
-            expect_sum(across, a[i], i, dp, false, "tp");
-            expect_sum(down, b[i], i, tp + 50, false, "dp");
+            ASSERT_TRUE(is_sum(across, a[i], i, dp));
+            ASSERT_TRUE(is_sum(down, b[i], i, tp + 50));
         }
     }
     barrier(down, Cpu());
