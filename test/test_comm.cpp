@@ -68,7 +68,8 @@ template <typename T> struct Buffer { // n elements between two guards
     ~Buffer() {
         const char* p = reinterpret_cast<const char*>(all.data());
         auto intact = [&](size_t from) {
-            return std::count(p + from, p + from + GUARD * sizeof(T), 0x5b) == GUARD * long(sizeof(T));
+            return std::count(p + from, p + from + GUARD * sizeof(T), 0x5b) ==
+                   GUARD * long(sizeof(T));
         };
         EXPECT_TRUE(intact(0)) << "written before the buffer";
         EXPECT_TRUE(intact((GUARD + n) * sizeof(T))) << "written past the buffer";
@@ -107,8 +108,7 @@ template <typename T> void test_reduce_scatter(const Comm& c, size_t n, int salt
         for (size_t i = 0; i < in.n; i++) in[i] = value<T>(c.rank, i, salt);
         T* to = in_place ? in.data() + c.rank * n : out.data();
         reduce_scatter_sum(c, to, in.data(), n, Cpu());
-        for (size_t i = 0; i < n; i++)
-            ASSERT_TRUE(is_sum(c, to[i], c.rank * n + i, salt));
+        for (size_t i = 0; i < n; i++) ASSERT_TRUE(is_sum(c, to[i], c.rank * n + i, salt));
         for (size_t i = 0; i < in.n && !in_place; i++)
             ASSERT_TRUE(same(in[i], value<T>(c.rank, i, salt))) << "its input has changed";
     }
@@ -261,7 +261,8 @@ void test_ring(const Comm& c) {
     std::vector<float> mine(1000, float(c.rank)), other(1000);
     for (int step = 1; step < c.size; step++) {
         // the send first on some, the receive first on others
-        Message send = {mine.data(), 4000, next, true, 7}, get = {other.data(), 4000, previous, false, 7};
+        Message send = {mine.data(), 4000, next, true, 7},
+                get = {other.data(), 4000, previous, false, 7};
         Message both[2] = {c.rank % 2 ? send : get, c.rank % 2 ? get : send};
         exchange(c, both, 2, Cpu());
         mine.swap(other);
@@ -408,7 +409,8 @@ TEST(Local, NotOnTime) {
     };
     std::string said = failure_of(4, late, quick(0.2));
     EXPECT_EQ(said.find("rank 0 (dp 0, tp 0) waited 0.2"), 0u) << said;
-    std::string rest = " s in all-reduce on 'world' during action REDUCE(3): ranks 1, 2 have not arrived";
+    std::string rest =
+        " s in all-reduce on 'world' during action REDUCE(3): ranks 1, 2 have not arrived";
     EXPECT_NE(said.find(rest), std::string::npos) << said;
     auto alone = [](const Comm& c) {
         char x;
@@ -417,7 +419,8 @@ TEST(Local, NotOnTime) {
         if (c.rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(500));
     };
     said = failure_of(3, alone, quick(0.1));
-    EXPECT_NE(said.find(" s in exchange on 'world': rank 2 has not arrived"), std::string::npos) << said;
+    EXPECT_NE(said.find(" s in exchange on 'world': rank 2 has not arrived"), std::string::npos)
+        << said;
 }
 
 TEST(Local, ARankThatEndsStopsTheOthers) {
@@ -427,16 +430,18 @@ TEST(Local, ARankThatEndsStopsTheOthers) {
         Pending<Cpu> p = start_all_reduce_sum(c, x, 4, Cpu());
         finish(p);
     };
-    EXPECT_EQ(failure_of(4, [&](const Comm& c) {
-                  if (c.rank == 2) throw std::runtime_error("no such file");
-                  wait(c);
-              }),
+    EXPECT_EQ(failure_of(4,
+                         [&](const Comm& c) {
+                             if (c.rank == 2) throw std::runtime_error("no such file");
+                             wait(c);
+                         }),
               "rank 2 failed: no such file");
-    EXPECT_EQ(failure_of(4, [&](const Comm& c) {
-                  if (c.rank == 2) return 3;
-                  wait(c);
-                  return 0;
-              }),
+    EXPECT_EQ(failure_of(4,
+                         [&](const Comm& c) {
+                             if (c.rank == 2) return 3;
+                             wait(c);
+                             return 0;
+                         }),
               "rank 2 ended with status 3");
     std::string said = failure_of(2, [&](const Comm& c) {
         if (c.rank == 0) wait(c);
@@ -477,8 +482,9 @@ TEST(Local, RanksThatDisagree) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         if (c.rank == 2) all_reduce_sum(c, x.data(), 9, Cpu());
     });
-    EXPECT_EQ(said, "rank 2 starts all-reduce (sum) of 9 float on 'world' where its peers start "
-                    "all-reduce (sum) of 10 float");
+    EXPECT_EQ(said,
+              "rank 2 starts all-reduce (sum) of 9 float on 'world' where its peers start "
+              "all-reduce (sum) of 10 float");
     said = failure_of(2, [](const Comm& c) {
         char x[10];
         Message m = {x, size_t(10 - c.rank), 1 - c.rank, c.rank == 0};
@@ -486,9 +492,11 @@ TEST(Local, RanksThatDisagree) {
         exchange(c, &m, 1, Cpu());
     });
     EXPECT_EQ(said, "rank 1 receives 9 bytes on 'world' where rank 0 has 10 bytes");
-    said = failure_of(4, [](const Comm& c) { check_same(c, "the program", c.rank >= 2 ? "a" : "b"); });
-    EXPECT_EQ(said, "the program of rank 2 is not that of rank 0: start all ranks with the same "
-                    "program and options");
+    said =
+        failure_of(4, [](const Comm& c) { check_same(c, "the program", c.rank >= 2 ? "a" : "b"); });
+    EXPECT_EQ(said,
+              "the program of rank 2 is not that of rank 0: start all ranks with the same "
+              "program and options");
 }
 
 TEST(Local, WhatBuffersHold) {
@@ -563,7 +571,8 @@ template <typename T, bool MAX> void test_kernel(size_t n, size_t offset) {
     cudaStream_t stream = nullptr;
     reduce_ranks<T, MAX>(out, 2, in, RANKS, n, stream);
     reduce_ranks<T, MAX>(out + 2, 2, in, RANKS, n, Cpu());
-    for (int k = 1; k < 4; k++) EXPECT_EQ(memcmp(outs[k].data(), outs[0].data(), (n + offset) * sizeof(T)), 0);
+    for (int k = 1; k < 4; k++)
+        EXPECT_EQ(memcmp(outs[k].data(), outs[0].data(), (n + offset) * sizeof(T)), 0);
     if (n) EXPECT_TRUE(same(outs[0][offset + n - 1], expected_sum<T>(RANKS, n - 1, 3, MAX)));
 }
 template <typename T> void test_kernels() {
