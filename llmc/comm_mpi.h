@@ -219,7 +219,7 @@ inline void mpi_finish(MpiOp& op) {
     const Comm& c = *op.c;
     double start = seconds_now(), limit = c.info->timeout_s;
     for (long polls = 0;; polls++) {
-        for (MpiOp* other : std::vector<MpiOp*>(c.info->outstanding)) mpi_advance(*other);
+        for (MpiOp* other : c.info->outstanding) mpi_advance(*other);
         if (op.done) break;
         if (polls < 1000) continue;
         std::this_thread::sleep_for(std::chrono::microseconds(polls < 10000 ? 20 : 500));

@@ -93,3 +93,22 @@ inline Comm nccl_attach(const Comm& c) {
     gpu.nccl = std::make_shared<NcclGroup>(comm);
     return gpu;
 }
+
+// Wait for all that the stream has been given, and end the job where a peer does not come.
+inline void nccl_wait(const Comm& c, cudaStream_t stream) {
+    double start = seconds_now(), limit = c.info->timeout_s;
+    for (long polls = 0; cudaStreamQuery(stream) == cudaErrorNotReady; polls++) {
+        cudaGetLastError(); // "not ready" is none
+        ncclResult_t state = ncclSuccess;
+        NCCL_CHECK(ncclCommGetAsyncError(c.nccl->comm, &state));
+        if (state != ncclSuccess && state != ncclInProgress)
+            mpi_stop(rank_text(c) + ": '" + c.name + "': NCCL says: " + ncclGetErrorString(state));
+        if (polls > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
+        double waited = seconds_now() - start;
+        if (limit > 0 && waited > limit)
+            mpi_stop(rank_text(c) + " waited " + std::to_string(int(waited)) +
+                     " s for its stream, with collectives on '" + c.name + "', during action " +
+                     c.info->action);
+    }
+    wait_for(stream); // it is done, or says why not
+}

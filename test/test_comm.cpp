@@ -573,7 +573,7 @@ template <typename T, bool MAX> void test_kernel(size_t n, size_t offset) {
     reduce_ranks<T, MAX>(out + 2, 2, in, RANKS, n, Cpu());
     for (int k = 1; k < 4; k++)
         EXPECT_EQ(memcmp(outs[k].data(), outs[0].data(), (n + offset) * sizeof(T)), 0);
-    if (n) EXPECT_TRUE(same(outs[0][offset + n - 1], expected_sum<T>(RANKS, n - 1, 3, MAX)));
+    EXPECT_TRUE(n == 0 || same(outs[0][offset + n - 1], expected_sum<T>(RANKS, n - 1, 3, MAX)));
 }
 template <typename T> void test_kernels() {
     for (size_t n : {0, 1, 15, 16, 1024, 4099})
@@ -590,6 +590,79 @@ TEST(Kernel, IsTheCpusSum) {
     test_kernels<int>();
     test_kernels<int64_t>();
     test_kernels<unsigned char>();
+}
+#endif
+
+// ----------------------------------------------------------------------------
+// ranks as threads that share a GPU, or the emulator: a stream each
+
+#if KERNELS
+template <typename T> struct OnDevice {
+    T* p;
+    size_t n;
+    cudaStream_t stream;
+    OnDevice(size_t n, cudaStream_t stream) : n(n), stream(stream) {
+        p = static_cast<T*>(device_memory(n * sizeof(T), stream));
+    }
+    ~OnDevice() { device_free(p, n * sizeof(T), stream); }
+    void fill(int rank, int salt) {
+        fill_memory(
+            p, n, [&](size_t i) { return value<T>(rank, i, salt); }, stream);
+    }
+    std::vector<T> read() {
+        std::vector<T> host(n);
+        copy_out(host.data(), p, n * sizeof(T), stream);
+        return host;
+    }
+};
+
+template <typename T> void test_streams(const Comm& c, size_t n, cudaStream_t stream) {
+    OnDevice<T> x(n, stream), all(n * c.size, stream), part(n, stream), turned(n * c.size, stream);
+    x.fill(c.rank, 1), all.fill(c.rank, 2);
+    Pending<cudaStream_t> first = start_all_reduce_sum(c, x.p, n, stream);
+    Pending<cudaStream_t> second = start_reduce_scatter_sum(c, part.p, all.p, n, stream);
+    all_to_all(c, turned.p, all.p, n, stream);
+    finish(first);
+    finish(second);
+    std::vector<T> sum = x.read(), mine = part.read(), turn = turned.read();
+    for (size_t i = 0; i < n; i++) {
+        ASSERT_TRUE(is_sum(c, sum[i], i, 1));
+        ASSERT_TRUE(is_sum(c, mine[i], c.rank * n + i, 2));
+        for (int r = 0; r < c.size; r++)
+            ASSERT_TRUE(same(turn[r * n + i], value<T>(r, c.rank * n + i, 2)));
+    }
+    x.fill(c.rank, 3);
+    all_gather(c, all.p, x.p, n, stream);
+    std::vector<T> whole = all.read();
+    for (size_t i = 0; i < whole.size(); i++)
+        ASSERT_TRUE(same(whole[i], value<T>(int(i / n), i % n, 3)));
+    OnDevice<T> received(n, stream);
+    Message messages[2] = {{x.p, n * sizeof(T), (c.rank + 1) % c.size, true},
+                           {received.p, n * sizeof(T), (c.rank + c.size - 1) % c.size, false}};
+    if (c.size > 1) exchange(c, messages, 2, stream);
+    broadcast(c, x.p, n, c.size - 1, stream);
+    std::vector<T> last = x.read(), got = received.read();
+    for (size_t i = 0; i < n; i++) {
+        ASSERT_TRUE(same(last[i], value<T>(c.size - 1, i, 3)));
+        ASSERT_TRUE(c.size == 1 || same(got[i], value<T>(messages[1].peer, i, 3)));
+    }
+    barrier(c, stream);
+}
+
+TEST(Local, RanksShareAGpu) {
+    for (int ranks : {1, 2, 5}) {
+        auto body = [](const Comm& c) {
+            cudaStream_t stream;
+            CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+            for (size_t n : {0, 1, 65, 4099}) {
+                test_streams<float>(c, n, stream);
+                test_streams<bf16>(c, n, stream);
+                test_streams<int>(c, n, stream);
+            }
+            CUDA_CHECK(cudaStreamDestroy(stream));
+        };
+        EXPECT_EQ(failure_of(ranks, body), "");
+    }
 }
 #endif
 
