@@ -37,7 +37,6 @@ struct LocalWorld {
     int ranks;
     LocalSettings settings;
     std::mutex mutex;
-    std::string message; // of the first failure
     std::atomic<bool> failed = false;
     std::vector<std::atomic<bool>> ended;
     struct Opening { // a group that not all of its ranks have joined
@@ -61,9 +60,9 @@ struct LocalOp { // a collective, or a message, that some of its parties have st
     };
     std::vector<Party> parties; // the ranks; of a message: sender, receiver
     int items = 0, claimed = 0;
-    std::atomic<int> arrived = 0,
-                     done = 0; // written under the group's mutex, read by those who spin
-    bool broken = false;       // a party has left: its memory may be gone
+    // all under the group's mutex, but for those who spin
+    std::atomic<int> arrived = 0, done = 0;
+    bool broken = false; // a party has left: its memory may be gone
     LocalOp(Collective kind, std::string text, const std::vector<int>& ranks, int items)
         : kind(kind), text(text), items(items) {
         for (int r : ranks) parties.push_back({r, false, nullptr, nullptr, {}});
@@ -89,7 +88,6 @@ struct LocalGroup {
 inline void local_fail(LocalWorld& world, const std::string& message) {
     std::lock_guard lock(world.mutex);
     if (world.failed) return;
-    world.message = message;
     world.failed = true;
     if (world.settings.failure)
         *world.settings.failure = message;
@@ -127,10 +125,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
                                      ranks_text(ended) + ", which ended before");
         else if (limit > 0 && waited > limit)
             local_fail(*g.world, overdue_text(c, op->kind, waited, missing));
-        if (g.world->failed) {
-            op->broken = true; // I take my buffers with me
-            throw RankFailure();
-        }
+        if (g.world->failed) throw RankFailure();
     }
 }
 

@@ -253,6 +253,23 @@ void test_grid(const Comm& world, int tp_size) {
     barrier(down, Cpu());
 }
 
+// Two groups of the same name and ranks are two, even where one rank makes both before another comes.
+void test_split_twice(const Comm& c) {
+    std::vector<int> all;
+    for (int r = 0; r < c.size; r++) all.push_back(r);
+    if (c.rank > 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    Comm one = comm_split(c, "same", all), two = comm_split(c, "same", all);
+    float x = 1, y = 2;
+    Pending<Cpu> first =
+        start_all_reduce_sum(c.rank % 2 ? one : two, c.rank % 2 ? &x : &y, 1, Cpu());
+    Pending<Cpu> second =
+        start_all_reduce_sum(c.rank % 2 ? two : one, c.rank % 2 ? &y : &x, 1, Cpu());
+    finish(first);
+    finish(second);
+    EXPECT_EQ(x, 1 * c.size);
+    EXPECT_EQ(y, 2 * c.size);
+}
+
 // ----------------------------------------------------------------------------
 // messages
 
@@ -310,14 +327,26 @@ void test_all_pairs(const Comm& c, int rounds) {
     }
 }
 
+// Nothing is kept of what is finished.
+void test_nothing_left(const Comm& c) {
+    EXPECT_TRUE(!c.info || c.info->outstanding.empty());
+    if (!c.local) return;
+    barrier(c, Cpu());
+    std::lock_guard lock(c.local->mutex);
+    EXPECT_LE(c.local->open.size(), 1u); // what the others have started since
+    for (auto& [key, queue] : c.local->mail) EXPECT_TRUE(queue.empty());
+}
+
 void test_everything(const Comm& c) {
     test_collectives(c);
     test_max(c);
     test_outstanding(c, 20);
     for (int tp = 1; tp <= c.size; tp++)
         if (c.size % tp == 0) test_grid(c, tp);
+    test_split_twice(c);
     test_ring(c);
     test_all_pairs(c, 5);
+    test_nothing_left(c);
     check_same(c, "the option list", "the same");
     Comm backwards = c; // a group in another order, and within it another
     std::vector<int> order;
@@ -535,6 +564,21 @@ TEST(Local, WhatBuffersHold) {
               "rank 1: all-reduce on 'world': grad is replicated, it must be partial");
 }
 
+// A wait ends when the peer comes, not when somebody next looks.
+TEST(Local, WaitsAreShort) {
+    auto body = [](const Comm& c) {
+        double waited = 0;
+        for (int i = 0; i < 50; i++) {
+            if (c.rank == i % 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            double start = seconds_now();
+            barrier(c, Cpu());
+            waited += seconds_now() - start;
+        }
+        EXPECT_LT(waited / 50, 0.010);
+    };
+    EXPECT_EQ(failure_of(3, body), "");
+}
+
 // Many ranks that start at random times, compared between runs: the bits stay.
 TEST(Local, TimeDoesNotChangeBits) {
     std::vector<bf16> first;
@@ -558,28 +602,29 @@ TEST(Local, TimeDoesNotChangeBits) {
 // the sum's kernel against the CPU's: the same bits
 
 #if KERNELS && !defined(__CUDACC__)
-template <typename T, bool MAX> void test_kernel(size_t n, size_t offset) {
+template <typename T, bool MAX> void test_kernel(size_t n, size_t in_offset, size_t out_offset) {
     constexpr int RANKS = 5;
-    std::vector<std::vector<T>> ins(RANKS, std::vector<T>(n + offset)), outs(4, ins[0]);
+    std::vector<std::vector<T>> ins(RANKS, std::vector<T>(n + 1)), outs(4, ins[0]);
     const void* in[RANKS];
     for (int r = 0; r < RANKS; r++) {
-        for (size_t i = 0; i < n; i++) ins[r][offset + i] = value<T>(r, i, 3);
-        in[r] = ins[r].data() + offset;
+        for (size_t i = 0; i < n; i++) ins[r][in_offset + i] = value<T>(r, i, 3);
+        in[r] = ins[r].data() + in_offset;
     }
     void* out[4];
-    for (int k = 0; k < 4; k++) out[k] = outs[k].data() + offset;
+    for (int k = 0; k < 4; k++) out[k] = outs[k].data() + out_offset;
     cudaStream_t stream = nullptr;
     reduce_ranks<T, MAX>(out, 2, in, RANKS, n, stream);
     reduce_ranks<T, MAX>(out + 2, 2, in, RANKS, n, Cpu());
     for (int k = 1; k < 4; k++)
-        EXPECT_EQ(memcmp(outs[k].data(), outs[0].data(), (n + offset) * sizeof(T)), 0);
-    EXPECT_TRUE(n == 0 || same(outs[0][offset + n - 1], expected_sum<T>(RANKS, n - 1, 3, MAX)));
+        EXPECT_EQ(memcmp(outs[k].data(), outs[0].data(), (n + 1) * sizeof(T)), 0);
+    for (size_t i = 0; i < n; i++)
+        ASSERT_TRUE(same(outs[0][out_offset + i], expected_sum<T>(RANKS, i, 3, MAX)));
 }
 template <typename T> void test_kernels() {
     for (size_t n : {0, 1, 15, 16, 1024, 4099})
-        for (size_t offset : {0, 1}) {
-            test_kernel<T, false>(n, offset);
-            test_kernel<T, true>(n, offset);
+        for (size_t offsets = 0; offsets < 4; offsets++) {
+            test_kernel<T, false>(n, offsets % 2, offsets / 2);
+            test_kernel<T, true>(n, offsets % 2, offsets / 2);
         }
 }
 TEST(Kernel, IsTheCpusSum) {
