@@ -17,10 +17,11 @@ enum class Backend { NONE, LOCAL, MPI, NCCL };
 
 struct MpiOp;
 struct Placements;
-struct RankInfo {       // what the groups of a rank share; owned by the caller, who outlives them
-    int rank = 0;       // in the world
-    std::string place;  // "dp 1, tp 0"
-    std::string action; // what the rank does now, for the watchdog's line
+// What the groups of a rank share; owned by the caller, whom they do not outlive.
+struct RankInfo {
+    int rank = 0;                     // in the world
+    std::string place;                // "dp 1, tp 0"
+    std::string action;               // what the rank does now, for the watchdog's line
     double timeout_s = 600;           // of a wait, then the job ends; 0: for ever
     Placements* placements = nullptr; // null: off
     std::vector<MpiOp*> outstanding;  // started and not finished, of all groups
@@ -50,20 +51,17 @@ struct Message { // tag: 0..1023; messages of one pair and tag match in order
 };
 constexpr int MESSAGE_TAGS = 1024;
 
-enum class Element { F32, F64, BF16, F16, I32, I64, U8 };
-constexpr const char* ELEMENT_NAMES[] = {"float", "double", "bf16", "fp16", "int", "long", "byte"};
-constexpr size_t ELEMENT_BYTES[] = {4, 8, 2, 2, 4, 8, 1};
+enum class Element { F32, BF16, F16, F64, I32, I64, U8 }; // Type, and integers
+constexpr const char* ELEMENT_NAMES[] = {"float", "bf16", "fp16", "double", "int", "long", "byte"};
+constexpr size_t ELEMENT_BYTES[] = {4, 2, 2, 8, 4, 8, 1};
 template <typename T> constexpr Element element_of() {
     if constexpr (std::is_integral_v<T>) {
-        static_assert(sizeof(T) == 8 || sizeof(T) == 4 || std::is_same_v<T, unsigned char>);
-        static_assert(std::is_signed_v<T> || sizeof(T) == 1, "int, long or unsigned char");
-        return sizeof(T) == 8 ? Element::I64 : sizeof(T) == 4 ? Element::I32 : Element::U8;
+        constexpr bool byte = sizeof(T) == 1;
+        static_assert(byte != std::is_signed_v<T> && sizeof(T) != 2, "int, long or unsigned char");
+        return byte ? Element::U8 : sizeof(T) == 8 ? Element::I64 : Element::I32;
     } else {
-        constexpr Type t = type_of<T>();
-        return t == Type::F64    ? Element::F64
-               : t == Type::F32  ? Element::F32
-               : t == Type::BF16 ? Element::BF16
-                                 : Element::F16;
+        static_assert(int(Type::F64) == int(Element::F64) && int(Type::F16) == int(Element::F16));
+        return Element(int(type_of<T>()));
     }
 }
 

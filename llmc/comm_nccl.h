@@ -19,8 +19,8 @@ struct NcclGroup {
 };
 
 inline ncclDataType_t nccl_type(Element e) {
-    constexpr ncclDataType_t TYPES[] = {ncclFloat32, ncclFloat64, ncclBfloat16, ncclFloat16,
-                                        ncclInt32,   ncclInt64,   ncclUint8};
+    constexpr ncclDataType_t TYPES[] = {ncclFloat32, ncclBfloat16, ncclFloat16, ncclFloat64,
+                                        ncclInt32,   ncclInt64,    ncclUint8};
     return TYPES[int(e)];
 }
 
