@@ -6,8 +6,8 @@
 //   broadcast (x, n, root), barrier, exchange (messages, count)
 //   In place: out is in + rank * n (reduce_scatter), in is out + rank * n (all_gather). n counts
 //   elements of float, double, bf16, fp16, int, long, unsigned char. Each has start_X and finish: the
-//   buffers belong to the collective in between. Any number may be outstanding, finished in the order
-//   they were started; every rank of a group starts the same ones in the same order.
+//   buffers belong to the collective in between. Any number may be outstanding, finished in any order;
+//   every rank of a group starts the same ones in the same order (on NCCL exchanges count too).
 //   Where it runs: Cpu buffers go over LOCAL or MPI; a stream's over NCCL, in the stream's order, or
 //   over LOCAL, ranks of one process that share a GPU, whose calls wait for the stream.
 //   Contract: LOCAL, and MPI and NCCL with fixed_order, add in rank order, float for bf16 and fp16,

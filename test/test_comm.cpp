@@ -270,6 +270,73 @@ void test_split_twice(const Comm& c) {
     EXPECT_EQ(y, 2 * c.size);
 }
 
+// A random program, the same for all ranks, over random groups; each rank finishes what it has
+// outstanding when and in the order that its own dice say.
+void test_random(const Comm& world, int seed, int steps) {
+    std::mt19937 program(seed), mine(seed * 100 + world.rank);
+    std::deque<Comm> groups; // where a Pending finds them
+    std::vector<Comm*> of_index;
+    for (int g = 0; g < 4; g++) {
+        std::vector<int> places;
+        for (int r = 0; r < world.size; r++)
+            if (g == 0 || program() % 3) places.push_back(r);
+        std::shuffle(places.begin(), places.end(), program);
+        bool inside = std::count(places.begin(), places.end(), world.rank);
+        if (inside) groups.push_back(comm_split(world, "group " + std::to_string(g), places));
+        of_index.push_back(inside ? &groups.back() : nullptr);
+    }
+    struct Running {
+        Pending<Cpu> pending;
+        const Comm* c;
+        int kind, salt;
+        size_t n;
+        std::vector<float> in, out;
+        std::vector<bf16> half;
+    };
+    std::deque<Running> running;
+    auto finish_one = [&] {
+        size_t which = mine() % running.size();
+        Running& x = running[which];
+        const Comm& c = *x.c;
+        finish(x.pending);
+        for (size_t i = 0; i < x.n; i++) {
+            testing::AssertionResult right = testing::AssertionSuccess();
+            if (x.kind == 0) right = is_sum(c, x.in[i], i, x.salt);
+            if (x.kind == 1) right = is_sum(c, x.half[i], i, x.salt);
+            if (x.kind == 2) right = is_sum(c, x.out[i], c.rank * x.n + i, x.salt);
+            ASSERT_TRUE(right);
+            for (int r = 0; r < c.size; r++)
+                ASSERT_TRUE(x.kind != 3 || x.out[r * x.n + i] == value<float>(r, i, x.salt));
+            ASSERT_TRUE(x.kind != 4 || x.in[i] == value<float>(x.salt % c.size, i, x.salt));
+        }
+        running.erase(running.begin() + which);
+    };
+    for (int step = 0; step < steps; step++) {
+        const Comm* c = of_index[program() % of_index.size()];
+        size_t n = program() % 4 ? program() % 200 : program() % 20000;
+        int kind = program() % 6;
+        if (!c) continue;
+        Running& x = running.emplace_back();
+        x.c = c, x.kind = kind, x.salt = step, x.n = n;
+        x.in.resize(kind == 2 ? n * c->size : n), x.out.resize(n * c->size), x.half.resize(n);
+        for (size_t i = 0; i < x.in.size(); i++) x.in[i] = value<float>(c->rank, i, step);
+        for (size_t i = 0; i < n; i++) x.half[i] = value<bf16>(c->rank, i, step);
+        switch (kind) {
+        case 0: x.pending = start_all_reduce_sum(*c, x.in.data(), n, Cpu()); break;
+        case 1: x.pending = start_all_reduce_sum(*c, x.half.data(), n, Cpu()); break;
+        case 2:
+            x.pending = start_reduce_scatter_sum(*c, x.out.data(), x.in.data(), n, Cpu());
+            break;
+        case 3: x.pending = start_all_gather(*c, x.out.data(), x.in.data(), n, Cpu()); break;
+        case 4: x.pending = start_broadcast(*c, x.in.data(), n, step % c->size, Cpu()); break;
+        case 5: x.pending = comm_start<Cpu>(*c, {Collective::BARRIER, nullptr, nullptr, 0}, Cpu());
+        }
+        jitter(mine);
+        while (running.size() > mine() % 8) finish_one();
+    }
+    while (!running.empty()) finish_one();
+}
+
 // ----------------------------------------------------------------------------
 // messages
 
@@ -327,6 +394,26 @@ void test_all_pairs(const Comm& c, int rounds) {
     }
 }
 
+// Messages and collectives are apart: half of the ranks start one first, half the other.
+void test_messages_beside_collectives(const Comm& c) {
+    int next = (c.rank + 1) % c.size, previous = (c.rank + c.size - 1) % c.size;
+    for (int tag = 0; tag < 20 && c.size > 1; tag++) {
+        size_t n = 64 * c.size; // a slice is as long as a message
+        std::vector<float> x(n), mine(64, float(c.rank)), other(64);
+        for (size_t i = 0; i < n; i++) x[i] = value<float>(c.rank, i, tag);
+        Message messages[2] = {{mine.data(), 256, next, true, tag},
+                               {other.data(), 256, previous, false, tag}};
+        Pending<Cpu> first, second;
+        if (c.rank % 2) first = start_exchange(c, messages, 2, Cpu());
+        second = start_all_reduce_sum(c, x.data(), n, Cpu());
+        if (c.rank % 2 == 0) first = start_exchange(c, messages, 2, Cpu());
+        finish(first);
+        finish(second);
+        for (size_t i = 0; i < n; i++) ASSERT_TRUE(is_sum(c, x[i], i, tag));
+        for (float y : other) ASSERT_EQ(y, previous);
+    }
+}
+
 // Nothing is kept of what is finished.
 void test_nothing_left(const Comm& c) {
     EXPECT_TRUE(!c.info || c.info->outstanding.empty());
@@ -343,9 +430,11 @@ void test_everything(const Comm& c) {
     test_outstanding(c, 20);
     for (int tp = 1; tp <= c.size; tp++)
         if (c.size % tp == 0) test_grid(c, tp);
+    for (int seed = 1; seed < 4; seed++) test_random(c, seed, 100);
     test_split_twice(c);
     test_ring(c);
     test_all_pairs(c, 5);
+    test_messages_beside_collectives(c);
     test_nothing_left(c);
     check_same(c, "the option list", "the same");
     Comm backwards = c; // a group in another order, and within it another
@@ -389,6 +478,7 @@ TEST(Local, EarliestAndLatest) {
             auto body = [](const Comm& c) {
                 test_collectives(c);
                 test_outstanding(c, 20);
+                test_random(c, 7, 100);
                 test_grid(c, 1);
                 test_ring(c);
                 test_all_pairs(c, 3);
