@@ -1,23 +1,23 @@
 // comm.h - collectives and messages between ranks: threads, MPI, NCCL; started and finished apart - arXiv:1909.08053, arXiv:1910.02054
-//   all_reduce_sum, _max (x, n)          x_r = x_0 + x_1 + ... on every rank        PARTIAL -> REPLICATED
-//   reduce_scatter_sum (out, in, n)      out (n) = sum over ranks of in[rank] (n)   PARTIAL -> SHARDED
-//   all_gather (out, in, n)              out (size, n) = in_0, in_1, ...            SHARDED -> REPLICATED
-//   all_to_all (out, in, n)              out[q] (n) = in_q[rank] (n)                SHARDED -> SHARDED
+//   all_reduce_sum, _max (x, n)       x_r = x_0 + x_1 + ... on every rank       PARTIAL -> REPLICATED
+//   reduce_scatter_sum (out, in, n)   out (n) = sum over ranks of in[rank] (n)  PARTIAL -> SHARDED
+//   all_gather (out, in, n)           out (size, n) = in_0, in_1, ...           SHARDED -> REPLICATED
+//   all_to_all (out, in, n)           out[q] (n) = in_q[rank] (n)               SHARDED -> SHARDED
 //   broadcast (x, n, root), barrier, exchange (messages, count)
-//   In place: out is in + rank * n (reduce_scatter), in is out + rank * n (all_gather). n counts
-//   elements of float, double, bf16, fp16, int, long, unsigned char. Each has start_X and finish: the
-//   buffers belong to the collective in between. Any number may be outstanding, finished in any order;
-//   every rank of a group starts the same ones in the same order (on NCCL exchanges count too).
-//   Where it runs: Cpu buffers go over LOCAL or MPI; a stream's over NCCL, in the stream's order, or
-//   over LOCAL, ranks of one process that share a GPU, whose calls wait for the stream.
+//   n counts elements of float, double, bf16, fp16, int, long or unsigned char. In place: out is in
+//   + rank * n (reduce_scatter), in is out + rank * n (all_gather). Each has start_X and finish: in
+//   between the buffers belong to the collective. Any number may be outstanding, finished in any
+//   order, of different groups too; every rank of a group starts the same ones in the same order
+//   (on NCCL exchanges count too).
+//   Where it runs: Cpu buffers go over LOCAL or MPI. A stream's go over NCCL, in the stream's
+//   order, or over LOCAL, ranks of one process that share a GPU, whose calls wait for the stream.
 //   Contract: LOCAL, and MPI and NCCL with fixed_order, add in rank order, float for bf16 and fp16,
-//   rounded once: bits depend on neither timing nor backend. Else the library's order. A group of one
-//   returns on the first line (out of place: a copy). Finishes of different groups may come in any
-//   order on different ranks: a finish needs its peers' starts, and carries on all that its rank has
-//   outstanding while it waits. No wait is for ever: see RankInfo::timeout_s.
-//   Cost: LOCAL moves each byte of a buffer once in, once out, ranks work on slices of it; on MPI and
-//   NCCL a rank sends (size-1)/size of the buffer, twice for all_reduce; sums in rank order need
-//   scratch of the size of in.
+//   rounded once: the bits depend on neither timing nor backend. Without fixed_order sums go in the
+//   library's order where it has the type. A NaN survives a maximum. A group of one returns on the
+//   first line (out of place: a copy). No wait is for ever: see RankInfo::timeout_s.
+//   Cost: LOCAL moves each byte of a buffer once in and once out, and ranks work on slices of it.
+//   On MPI and NCCL a rank sends (size-1)/size of the buffer, twice for all_reduce; a sum in rank
+//   order needs scratch of the size of `in`. Slices are whole cache lines: rank 0 adds a short sum.
 //   To copy: this file, comm_local.h, comm_placement.h, comm_group.h and common.h; comm_mpi.h for
 //   WITH_MPI, comm_nccl.h for WITH_NCCL.
 #pragma once
@@ -122,6 +122,7 @@ template <typename S> Pending<S> comm_start(const Comm& c, const Call<S>& call, 
         if (call.in && call.out) copy_bytes(call.out, call.in, call.bytes(), where);
         return p;
     }
+    CHECK(c.local || c.mpi, "the group '%s' has nothing to send with", c.name.c_str());
     if (std::string wrong = placement_check(c, call); !wrong.empty()) comm_stop(c, wrong);
     p.c = &c, p.call = call, p.where = where;
     if (c.local) {
@@ -154,6 +155,7 @@ Pending<S> start_exchange(const Comm& c, const Message* messages, int count, S w
     Pending<S> p;
     CHECK(c.size > 1 || count == 0, "a message in '%s', a group of one", c.name.c_str());
     if (count == 0) return p;
+    CHECK(c.local || c.mpi, "the group '%s' has nothing to send with", c.name.c_str());
     p.c = &c, p.call.kind = Collective::EXCHANGE, p.where = where;
     for (int i = 0; i < count; i++)
         CHECK(messages[i].peer >= 0 && messages[i].peer < c.size && messages[i].tag >= 0 &&

@@ -1,6 +1,6 @@
-// comm_group.h - a group of ranks, one collective on it with its element type erased, sums in rank order
-//   A Comm is a group as one of its ranks sees it; a Call says which collective, of what, where; the
-//   backends (comm_local.h, comm_mpi.h, comm_nccl.h) carry Calls out, comm.h makes them.
+// comm_group.h - a group of ranks, a collective on it with its type erased, sums in rank order
+//   A Comm is a group as one of its ranks sees it. A Call says which collective, of what: comm.h
+//   makes it, a backend (comm_local.h, comm_mpi.h, comm_nccl.h) carries it out.
 //   Contract: reduce_ranks adds its inputs in their order, bf16 and fp16 in float, rounded once.
 //   To copy: this file and common.h.
 #pragma once

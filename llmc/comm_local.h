@@ -1,6 +1,6 @@
 // comm_local.h - ranks are threads of one process and read each other's memory
 //   A collective is cut into items (a slice's sum, a rank's copy). Whoever is in finish() once all
-//   ranks have started takes the next item, so that nobody waits for a peer that computes meanwhile.
+//   have started takes the next item, so that nobody waits for a peer that computes meanwhile.
 //   A wait sleeps on a condition variable, after a short spin where every rank has a core.
 //   A rank that throws, ends early or waits too long makes every other rank's next collective throw
 //   RankFailure, after one message; no rank touches the buffers of a rank that has left.
@@ -99,8 +99,8 @@ inline void local_fail(LocalWorld& world, const std::string& message) {
     throw RankFailure();
 }
 
-// Wait for ready(), which the group's mutex guards. With `op`, leave when a rank fails, ends or takes
-// too long; without it what is waited for is on its way.
+// Wait for ready(), which the group's mutex guards. With `op`, leave when a rank fails, ends or
+// takes too long; without it what is waited for is on its way.
 template <typename F>
 void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, F ready) {
     LocalGroup& g = *c.local;
@@ -292,8 +292,8 @@ inline std::shared_ptr<LocalGroup> local_split(const Comm& c, const std::string&
     return group;
 }
 
-// Run body(world) as `ranks` threads, each with its share of the cores. 0 once all have returned, or
-// returned 0; else 1, and the first failure has been said.
+// Run body(world) as `ranks` threads, each with its share of the cores. 0 once all have returned,
+// or returned 0; else 1, and the first failure has been said.
 template <typename F> int run_local_ranks(int ranks, LocalSettings settings, F body) {
     LocalWorld world(ranks, settings);
     std::vector<int> members(ranks);

@@ -1,8 +1,8 @@
-// comm_mpi.h - ranks are processes that send each other messages: MPI, and sums in rank order by messages
-//   all_reduce: 1. everyone gets its slice from everyone, adds in rank order; 2. gives it to everyone.
-//   The others need one round: reduce_scatter round 1 of this, all_gather and all_to_all no sum.
-//   Only the thread that initialised MPI calls. While a rank waits for one collective it carries on
-//   all that it has outstanding: a peer may need their second round first.
+// comm_mpi.h - ranks are processes that send each other messages by MPI; sums in rank order
+//   all_reduce: 1. a rank gets its slice from everyone, adds in rank order; 2. gives it to
+//   everyone. The others need one round: reduce_scatter the first of these, all_gather and
+//   all_to_all no sum. Only the thread that initialised MPI calls. While a rank waits for one
+//   collective it carries on all that it has outstanding: a peer may need their second round first.
 //   To copy: this file, comm_group.h and common.h.
 #pragma once
 #define OMPI_SKIP_MPICXX 1
@@ -159,13 +159,13 @@ inline bool mpi_sum(MpiOp& op) {
     bool all = call.kind == Collective::ALL_REDUCE;
     if (op.c->fixed_order || !sums(call) || type == MPI_DATATYPE_NULL || call.n > INT32_MAX)
         return false;
+    if (call.max) return false;                          // the library's may lose a NaN
     if (!all && call.in_place(op.c->size)) return false; // MPI's place for it is another
     op.requests.emplace_back();
     op.waits_for.push_back(-1);
     const void* in = all && call.in == call.out ? MPI_IN_PLACE : call.in;
     auto start = all ? MPI_Iallreduce : MPI_Ireduce_scatter_block;
-    MPI_CHECK(start(in, call.out, int(call.n), type, call.max ? MPI_MAX : MPI_SUM, op.c->mpi->comm,
-                    &op.requests[0]));
+    MPI_CHECK(start(in, call.out, int(call.n), type, MPI_SUM, op.c->mpi->comm, &op.requests[0]));
     op.round = 2;
     return true;
 }

@@ -44,7 +44,6 @@ inline void nccl_exchange(const Comm& c, const Message* messages, int count, cud
 
 inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaStream_t stream) {
     ncclComm_t comm = c.nccl->comm;
-    ncclRedOp_t op = call.max ? ncclMax : ncclSum;
     ncclDataType_t type = nccl_type(call.element);
     if (call.kind == Collective::ALL_GATHER) {
         NCCL_CHECK(ncclAllGather(call.in, call.out, call.n, type, comm, stream));
@@ -55,11 +54,11 @@ inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaS
         NCCL_CHECK(ncclBroadcast(x, x, call.n, type, call.root, comm, stream));
         return;
     }
-    if (sums(call) && !c.fixed_order) {
+    if (sums(call) && !c.fixed_order && !call.max) { // its maximum may lose a NaN
         if (call.kind == Collective::ALL_REDUCE)
-            NCCL_CHECK(ncclAllReduce(call.in, call.out, call.n, type, op, comm, stream));
+            NCCL_CHECK(ncclAllReduce(call.in, call.out, call.n, type, ncclSum, comm, stream));
         else
-            NCCL_CHECK(ncclReduceScatter(call.in, call.out, call.n, type, op, comm, stream));
+            NCCL_CHECK(ncclReduceScatter(call.in, call.out, call.n, type, ncclSum, comm, stream));
         return;
     }
     char* scratch = nullptr;

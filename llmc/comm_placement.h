@@ -1,8 +1,8 @@
-// comm_placement.h - what a buffer holds along an axis of the grid: replicated, sharded, or partial sums
-//   A rank that is to be checked keeps a table of its buffers. Every collective looks up what it is
-//   given (all_reduce and reduce_scatter: partial; all_gather, all_to_all: sharded) and notes what it
-//   leaves, so that a sum left out or made twice is a message, not a wrong gradient. Buffers without a
-//   row are not followed; a group of one neither looks nor notes.
+// comm_placement.h - what a buffer holds along an axis: replicated, sharded or partial; a checker
+//   A rank that is to be checked keeps a table of its buffers. A collective looks up what it is
+//   given (all_reduce and reduce_scatter: partial; all_gather, all_to_all: sharded) and notes what
+//   it leaves, so that a sum left out or made twice is a message, not a wrong gradient. Buffers
+//   without a row are not followed; a group of one neither looks nor notes.
 //   To copy: this file, comm_group.h and common.h.
 #pragma once
 #include "comm_group.h"
