@@ -1,8 +1,8 @@
 // comm.h - collectives and messages between ranks: threads, MPI, NCCL; started and finished apart - arXiv:1909.08053, arXiv:1910.02054
-//   all_reduce_sum, _max (x, n)       x_r = x_0 + x_1 + ... on every rank       PARTIAL -> REPLICATED
-//   reduce_scatter_sum (out, in, n)   out (n) = sum over ranks of in[rank] (n)  PARTIAL -> SHARDED
-//   all_gather (out, in, n)           out (size, n) = in_0, in_1, ...           SHARDED -> REPLICATED
-//   all_to_all (out, in, n)           out[q] (n) = in_q[rank] (n)               SHARDED -> SHARDED
+//   all_reduce_sum, _max (x, n)       x_r = x_0 + x_1 + ... on every rank     PARTIAL -> REPLICATED
+//   reduce_scatter_sum (out, in, n)   out (n) = sum over ranks of in[rank]    PARTIAL -> SHARDED
+//   all_gather (out, in, n)           out (size, n) = in_0, in_1, ...         SHARDED -> REPLICATED
+//   all_to_all (out, in, n)           out[q] (n) = in_q[rank] (n)             SHARDED -> SHARDED
 //   broadcast (x, n, root), barrier, exchange (messages, count)
 //   n counts elements of float, double, bf16, fp16, int, long or unsigned char. In place: out is in
 //   + rank * n (reduce_scatter), in is out + rank * n (all_gather). Each has start_X and finish: in
