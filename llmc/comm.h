@@ -151,7 +151,7 @@ template <typename S> Pending<S> comm_start(const Comm& c, const Call<S>& call, 
 }
 
 template <typename S>
-Pending<S> start_exchange(const Comm& c, const Message* messages, int count, S where) {
+Pending<S> start_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     Pending<S> p;
     CHECK(c.size > 1 || count == 0, "a message in '%s', a group of one", c.name.c_str());
     if (count == 0) return p;
@@ -165,7 +165,7 @@ Pending<S> start_exchange(const Comm& c, const Message* messages, int count, S w
     if (c.local) {
         wait_for(where);
         for (int i = 0; i < count; i++) {
-            const Message& m = messages[i];
+            const CommMessage& m = messages[i];
             char* data = static_cast<char*>(m.data);
             Call<S> call = {p.call.kind, m.send ? data : nullptr, m.send ? nullptr : data, m.bytes};
             p.parts.push_back({local_start_message(c, m, call), m.send ? 0 : 1, call});
@@ -262,7 +262,8 @@ template <typename T, typename S> void broadcast(const Comm& c, T* x, size_t n, 
     Pending<S> p = start_broadcast(c, x, n, root, where);
     finish(p);
 }
-template <typename S> void exchange(const Comm& c, const Message* messages, int count, S where) {
+template <typename S>
+void exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     Pending<S> p = start_exchange(c, messages, count, where);
     finish(p);
 }

@@ -42,7 +42,7 @@ struct Comm {
     std::shared_ptr<NcclGroup> nccl;
 };
 
-struct Message { // tag: 0..1023; messages of one pair and tag match in order
+struct CommMessage { // tag: 0..1023; messages of one pair and tag match in order
     void* data;
     size_t bytes;
     int peer; // in the group
@@ -150,7 +150,7 @@ inline std::string overdue_text(const Comm& c, Collective kind, double seconds,
     return rank_text(c) + waited + where_text(c, kind) + action + ": " + who + " not arrived";
 }
 
-inline double seconds_now() {
+inline double clock_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }

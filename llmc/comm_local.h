@@ -110,7 +110,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
         for (int i = 0; i < 2000 && !ready(); i++) {}
         lock.lock();
     }
-    double start = seconds_now(), limit = c.info->timeout_s;
+    double start = clock_seconds(), limit = c.info->timeout_s;
     while (!ready()) {
         g.changed.wait_for(lock, std::chrono::milliseconds(20));
         if (!op || ready()) continue;
@@ -119,7 +119,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
             if (!p.posted) missing.push_back(g.members[p.rank]);
         for (int r : missing)
             if (g.world->ended[r]) ended.push_back(r);
-        double waited = seconds_now() - start;
+        double waited = clock_seconds() - start;
         if (!ended.empty())
             local_fail(*g.world, rank_text(c) + " waits in " + where_text(c, op->kind) + " for " +
                                      ranks_text(ended) + ", which ended before");
@@ -178,7 +178,8 @@ template <typename S> std::shared_ptr<LocalOp> local_start(const Comm& c, const 
 }
 
 template <typename S>
-std::shared_ptr<LocalOp> local_start_message(const Comm& c, const Message& m, const Call<S>& call) {
+std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m,
+                                             const Call<S>& call) {
     LocalGroup& g = *c.local;
     std::lock_guard lock(g.mutex);
     if (g.world->failed) throw RankFailure();

@@ -112,7 +112,7 @@ struct MpiOp { // a collective or an exchange on its way
 }
 
 // One message, in parts.
-inline void mpi_post(MpiOp& op, const Message& m, int tag) {
+inline void mpi_post(MpiOp& op, const CommMessage& m, int tag) {
     size_t most = op.c->mpi->most;
     for (size_t at = 0; at < m.bytes; at += most) {
         char* part = static_cast<char*>(m.data) + at;
@@ -188,7 +188,7 @@ inline std::unique_ptr<MpiOp> mpi_start(const Comm& c, const Call<Cpu>& call) {
     return op;
 }
 
-inline std::unique_ptr<MpiOp> mpi_start_exchange(const Comm& c, const Message* messages,
+inline std::unique_ptr<MpiOp> mpi_start_exchange(const Comm& c, const CommMessage* messages,
                                                  int count) {
     auto op = std::make_unique<MpiOp>();
     op->c = &c, op->call.kind = Collective::EXCHANGE, op->round = 2;
@@ -217,13 +217,13 @@ inline void mpi_advance(MpiOp& op) {
 // outstanding goes on.
 inline void mpi_finish(MpiOp& op) {
     const Comm& c = *op.c;
-    double start = seconds_now(), limit = c.info->timeout_s;
+    double start = clock_seconds(), limit = c.info->timeout_s;
     for (long polls = 0;; polls++) {
         for (MpiOp* other : c.info->outstanding) mpi_advance(*other);
         if (op.done) break;
         if (polls < 1000) continue;
         std::this_thread::sleep_for(std::chrono::microseconds(polls < 10000 ? 20 : 500));
-        double waited = seconds_now() - start;
+        double waited = clock_seconds() - start;
         if (limit <= 0 || waited < limit) continue;
         std::vector<int> missing;
         for (size_t i = 0; i < op.requests.size(); i++) {

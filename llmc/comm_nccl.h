@@ -24,7 +24,7 @@ inline ncclDataType_t nccl_type(Element e) {
     return TYPES[int(e)];
 }
 
-inline void nccl_send_receive(const Comm& c, const Message& m, cudaStream_t stream) {
+inline void nccl_send_receive(const Comm& c, const CommMessage& m, cudaStream_t stream) {
     if (m.bytes == 0) return;
     if (m.send)
         NCCL_CHECK(ncclSend(m.data, m.bytes, ncclUint8, m.peer, c.nccl->comm, stream));
@@ -33,12 +33,13 @@ inline void nccl_send_receive(const Comm& c, const Message& m, cudaStream_t stre
 }
 
 // NCCL has no tags: messages of a pair go in the order of their tags, equal ones as listed.
-inline void nccl_exchange(const Comm& c, const Message* messages, int count, cudaStream_t stream) {
-    std::vector<Message> sorted(messages, messages + count);
+inline void nccl_exchange(const Comm& c, const CommMessage* messages, int count,
+                          cudaStream_t stream) {
+    std::vector<CommMessage> sorted(messages, messages + count);
     std::stable_sort(sorted.begin(), sorted.end(),
-                     [](const Message& a, const Message& b) { return a.tag < b.tag; });
+                     [](const CommMessage& a, const CommMessage& b) { return a.tag < b.tag; });
     NCCL_CHECK(ncclGroupStart());
-    for (const Message& m : sorted) nccl_send_receive(c, m, stream);
+    for (const CommMessage& m : sorted) nccl_send_receive(c, m, stream);
     NCCL_CHECK(ncclGroupEnd());
 }
 
@@ -95,7 +96,7 @@ inline Comm nccl_attach(const Comm& c) {
 
 // Wait for all that the stream has been given, and end the job where a peer does not come.
 inline void nccl_wait(const Comm& c, cudaStream_t stream) {
-    double start = seconds_now(), limit = c.info->timeout_s;
+    double start = clock_seconds(), limit = c.info->timeout_s;
     for (long polls = 0; cudaStreamQuery(stream) == cudaErrorNotReady; polls++) {
         cudaGetLastError(); // "not ready" is none
         ncclResult_t state = ncclSuccess;
@@ -103,7 +104,7 @@ inline void nccl_wait(const Comm& c, cudaStream_t stream) {
         if (state != ncclSuccess && state != ncclInProgress)
             mpi_stop(rank_text(c) + ": '" + c.name + "': NCCL says: " + ncclGetErrorString(state));
         if (polls > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
-        double waited = seconds_now() - start;
+        double waited = clock_seconds() - start;
         if (limit > 0 && waited > limit)
             mpi_stop(rank_text(c) + " waited " + std::to_string(int(waited)) +
                      " s for its stream, with collectives on '" + c.name + "', during action " +

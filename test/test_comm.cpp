@@ -347,9 +347,9 @@ void test_ring(const Comm& c) {
     std::vector<float> mine(1000, float(c.rank)), other(1000);
     for (int step = 1; step < c.size; step++) {
         // the send first on some, the receive first on others
-        Message send = {mine.data(), 4000, next, true, 7},
-                get = {other.data(), 4000, previous, false, 7};
-        Message both[2] = {c.rank % 2 ? send : get, c.rank % 2 ? get : send};
+        CommMessage send = {mine.data(), 4000, next, true, 7},
+                    get = {other.data(), 4000, previous, false, 7};
+        CommMessage both[2] = {c.rank % 2 ? send : get, c.rank % 2 ? get : send};
         exchange(c, both, 2, Cpu());
         mine.swap(other);
         ASSERT_EQ(mine[999], float((c.rank + c.size - step) % c.size));
@@ -375,7 +375,7 @@ void test_all_pairs(const Comm& c, int rounds) {
                 for (bool send : {false, true}) pairs.push_back({peer, tag, send});
         std::shuffle(pairs.begin(), pairs.end(), random);
         std::deque<std::vector<char>> data;
-        std::vector<Message> messages;
+        std::vector<CommMessage> messages;
         for (const Pair& p : pairs)
             for (int k = 0; k < EACH; k++) {
                 int from = p.send ? c.rank : p.peer, to = p.send ? p.peer : c.rank;
@@ -388,7 +388,7 @@ void test_all_pairs(const Comm& c, int rounds) {
         jitter(random);
         finish(p);
         for (size_t i = 0; i < messages.size(); i++) {
-            const Message& m = messages[i];
+            const CommMessage& m = messages[i];
             int from = m.send ? c.rank : m.peer, to = m.send ? m.peer : c.rank;
             char fill = char(from * 31 + to * 17 + m.tag * 5 + int(i % EACH));
             for (char x : data[i]) ASSERT_EQ(x, fill) << from << " to " << to << " tag " << m.tag;
@@ -406,8 +406,8 @@ void test_messages_beside_collectives(const Comm& world) {
         size_t n = 64 * c.size; // a slice is as long as a message
         std::vector<float> x(n), mine(64, float(c.rank)), other(64);
         for (size_t i = 0; i < n; i++) x[i] = value<float>(c.rank, i, tag);
-        Message messages[2] = {{mine.data(), 256, next, true, tag},
-                               {other.data(), 256, previous, false, tag}};
+        CommMessage messages[2] = {{mine.data(), 256, next, true, tag},
+                                   {other.data(), 256, previous, false, tag}};
         Pending<Cpu> first, second;
         if (c.rank % 2) first = start_exchange(c, messages, 2, Cpu());
         second = start_all_reduce_sum(c, x.data(), n, Cpu());
@@ -538,7 +538,7 @@ TEST(Local, NotOnTime) {
     EXPECT_NE(said.find(rest), std::string::npos) << said;
     auto alone = [](const Comm& c) {
         char x;
-        Message m = {&x, 1, 2, false};
+        CommMessage m = {&x, 1, 2, false};
         if (c.rank == 0) exchange(c, &m, 1, Cpu());
         if (c.rank == 2) std::this_thread::sleep_for(std::chrono::seconds(1));
     };
@@ -548,7 +548,7 @@ TEST(Local, NotOnTime) {
 }
 
 TEST(Local, ARankThatEndsStopsTheOthers) {
-    double start = seconds_now();
+    double start = clock_seconds();
     auto wait = [](const Comm& c) {
         float x[4] = {};
         Pending<Cpu> p = start_all_reduce_sum(c, x, 4, Cpu());
@@ -572,7 +572,7 @@ TEST(Local, ARankThatEndsStopsTheOthers) {
     });
     EXPECT_EQ(said, "rank 0 waits in all-reduce on 'world' for rank 1, which ended before");
     EXPECT_EQ(failure_of(1, [](const Comm&) { return 1; }), "rank 0 ended with status 1");
-    EXPECT_LT(seconds_now() - start, 10); // and not after their 60 s
+    EXPECT_LT(clock_seconds() - start, 10); // and not after their 60 s
 }
 
 // One rank leaves with buffers that the others are about to read: they must not.
@@ -611,7 +611,7 @@ TEST(Local, RanksThatDisagree) {
               "all-reduce (sum) of 10 float");
     said = failure_of(2, [](const Comm& c) {
         char x[10];
-        Message m = {x, size_t(10 - c.rank), 1 - c.rank, c.rank == 0};
+        CommMessage m = {x, size_t(10 - c.rank), 1 - c.rank, c.rank == 0};
         std::this_thread::sleep_for(std::chrono::milliseconds(c.rank * 200));
         exchange(c, &m, 1, Cpu());
     });
@@ -666,9 +666,9 @@ TEST(Local, WaitsAreShort) {
         for (int i = 0; i < 21; i++) {
             if (c.rank == 1)
                 std::this_thread::sleep_for(std::chrono::milliseconds(21 + i * 7 % 20));
-            if (c.rank == 1) came[i] = seconds_now();
+            if (c.rank == 1) came[i] = clock_seconds();
             barrier(c, Cpu());
-            if (c.rank == 0) left[i] = seconds_now();
+            if (c.rank == 0) left[i] = clock_seconds();
         }
     };
     EXPECT_EQ(failure_of(2, body), "");
@@ -780,8 +780,8 @@ template <typename T> void test_streams(const Comm& c, size_t n, cudaStream_t st
     for (size_t i = 0; i < whole.size(); i++)
         ASSERT_TRUE(same(whole[i], value<T>(int(i / n), i % n, 3)));
     OnDevice<T> received(n, stream);
-    Message messages[2] = {{x.p, n * sizeof(T), (c.rank + 1) % c.size, true},
-                           {received.p, n * sizeof(T), (c.rank + c.size - 1) % c.size, false}};
+    CommMessage messages[2] = {{x.p, n * sizeof(T), (c.rank + 1) % c.size, true},
+                               {received.p, n * sizeof(T), (c.rank + c.size - 1) % c.size, false}};
     if (c.size > 1) exchange(c, messages, 2, stream);
     broadcast(c, x.p, n, c.size - 1, stream);
     std::vector<T> last = x.read(), got = received.read();
