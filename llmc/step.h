@@ -49,8 +49,7 @@ template <typename T, typename S> void run_embedding_forward(Trainer<T, S>& t, A
     const Batch& b = t.ctx.batch;
     const T* wpe = t.model.shape.position == Position::LEARNED ? weights_of(t, 1) : nullptr;
     embedding_forward(address<T>(t, {Kind::STREAM, 1, a.micro}), b.tokens, b.positions, b.doc_start,
-                      weights_of(t, 0), wpe, b.rows(), t.model.shape.C,
-                      t.ctx.where);
+                      weights_of(t, 0), wpe, b.rows(), t.model.shape.C, t.ctx.where);
 }
 
 template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, Action a) {
@@ -183,20 +182,21 @@ template <typename T, typename S> void run_tie(Trainer<T, S>& t, const Action& a
 }
 
 // What this rank reduces, updates and publishes of a bucket.
-struct Part {
+struct Portion {
     size_t first, count; // elements of the bucket, padding included
     bool sharded;
 };
-template <typename T, typename S> Part my_part(const Trainer<T, S>& t, int bucket) {
+template <typename T, typename S> Portion my_part(const Trainer<T, S>& t, int bucket) {
     const Plan& p = t.plans[t.plan];
     const Bucket& b = t.model.buckets[size_t(bucket)];
     bool sharded = is_sharded(p, t.model, {Kind::MASTER, bucket});
     size_t shard = shard_elements(p, b);
-    return sharded ? Part{shard * size_t(p.shard), shard, true} : Part{0, whole_elements(p, b), false};
+    return sharded ? Portion{shard * size_t(p.shard), shard, true}
+                   : Portion{0, whole_elements(p, b), false};
 }
 // My part of a datum: of one that is kept whole, within it.
 template <typename P, typename T, typename S>
-P* part_of(const Trainer<T, S>& t, Data d, const Part& part) {
+P* part_of(const Trainer<T, S>& t, Data d, const Portion& part) {
     P* x = address<P>(t, d);
     return x && part.sharded && !is_sharded(t.plans[t.plan], t.model, d) ? x + part.first : x;
 }
@@ -205,7 +205,7 @@ P* part_of(const Trainer<T, S>& t, Data d, const Part& part) {
 template <typename T, typename S> void run_reduce(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     S where = t.ctx.where;
-    Part part = my_part(t, a.bucket);
+    Portion part = my_part(t, a.bucket);
     bool each = reduced_each(t.plans[t.plan], t.model, a.bucket);
     A *whole = address<A>(t, {each ? Kind::PARTIAL : Kind::GRAD, a.bucket}),
       *mine = whole + part.first;
@@ -234,7 +234,7 @@ template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
         const Bucket& bucket = t.model.buckets[size_t(b)];
         // of a table on two stages the first one counts
         if (bucket.trainable && is_mine(p, t.model, bucket.layers.front())) {
-            Part part = my_part(t, b);
+            Portion part = my_part(t, b);
             std::vector<TensorRow> rows =
                 tensor_rows(t.model, b, part.first, part.first + part.count);
             const acc_t<T>* grad = part_of<const acc_t<T>>(t, {Kind::GRAD, b}, part);
@@ -251,7 +251,7 @@ template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
 template <typename T, typename S> void run_update(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     const Hyper& h = t.hyper;
-    Part part = my_part(t, a.bucket);
+    Portion part = my_part(t, a.bucket);
     T* weight = part_of<T>(t, {Kind::WEIGHT, a.bucket}, part);
     float* master = part_of<float>(t, {Kind::MASTER, a.bucket}, part);
     const A* grad = part_of<const A>(t, {Kind::GRAD, a.bucket}, part);
@@ -269,7 +269,7 @@ template <typename T, typename S> void run_update(Trainer<T, S>& t, const Action
 
 // Every rank's shard of the weights to all: updated ones (PUBLISH), or for a use (GATHER).
 template <typename T, typename S> void run_publish(Trainer<T, S>& t, const Action& a) {
-    Part part = my_part(t, a.bucket);
+    Portion part = my_part(t, a.bucket);
     T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
     all_gather(t.comms.shard, weight, weight + part.first, part.count, t.ctx.where);
 }

@@ -93,11 +93,10 @@ template <typename T, typename S>
 size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
     const Shape& s = model.shape;
     size_t N = p.B * p.T;
-    size_t most = std::max(layernorm_scratch_bytes(N, s.C, where),
-                           rmsnorm_scratch_bytes(N, s.C, where));
+    size_t most =
+        std::max(layernorm_scratch_bytes(N, s.C, where), rmsnorm_scratch_bytes(N, s.C, where));
     if (layer == model.head()) {
-        size_t rows = p.mode == Mode::GENERATE ? 1 : N,
-               chunk = head_chunk_rows(s, rows, sizeof(T));
+        size_t rows = p.mode == Mode::GENERATE ? 1 : N, chunk = head_chunk_rows(s, rows, sizeof(T));
         most = std::max(most, linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where));
         if (rows % chunk)
             most = std::max(most, linear_scratch_bytes<T>(rows % chunk, s.Vp(), s.C, where));
@@ -299,6 +298,7 @@ template <typename T, typename S> void init_weights(Trainer<T, S>& t, uint64_t s
 template <typename T, typename S> void init_constants(Trainer<T, S>& t) {
     const Shape& s = t.model.shape;
     unsigned char* base = address<unsigned char>(t, {Kind::CONSTANTS});
+    if (!base) return; // a rank without blocks
     size_t rows = 0;
     for (const Plan& p : t.plans) rows = std::max({rows, p.T, p.cache});
     if (s.position == Position::ROPE) {
@@ -381,14 +381,12 @@ template <typename T, typename S> LlamaActs<T> llama_acts(const Trainer<T, S>& t
 }
 template <typename T, typename S> Gpt2Block gpt2_block(const Trainer<T, S>& t, int layer) {
     Gpt2Block w = {};
-    gpt2_block_parameters(w, t.model.shape,
-                          bind_bucket(t, buckets_of(t.model, layer)[0], layer));
+    gpt2_block_parameters(w, t.model.shape, bind_bucket(t, buckets_of(t.model, layer)[0], layer));
     return w;
 }
 template <typename T, typename S> LlamaBlock llama_block(const Trainer<T, S>& t, int layer) {
     LlamaBlock w = {};
-    llama_block_parameters(w, t.model.shape,
-                           bind_bucket(t, buckets_of(t.model, layer)[0], layer));
+    llama_block_parameters(w, t.model.shape, bind_bucket(t, buckets_of(t.model, layer)[0], layer));
     return w;
 }
 // A tied head is the token table, with a gradient buffer of its own.

@@ -1,0 +1,79 @@
+// small_models.h - tiny models, random samples and one rank's trainer, for tests of the whole step
+#pragma once
+#include "../llmc/step.h"
+
+inline Shape small_gpt2(bool tied = true) {
+    Shape s = gpt2_shape(3, 3, 24, 61, 32);
+    s.tied = tied;
+    return s;
+}
+inline Shape small_llama(bool tied = false, bool bias = false) {
+    Shape s = llama_shape(3, 4, 2, 32, 44, 53, 64, 10000);
+    s.tied = tied, s.qkv_bias = bias, s.rope_scaling = {8, 1, 4, 16};
+    return s;
+}
+
+inline Plan small_plan(size_t B, size_t T, int micro_batches, Recompute level = Recompute::NONE,
+                       bool split = false) {
+    Plan p;
+    p.B = B, p.T = T, p.micro_batches = micro_batches, p.recompute = level,
+    p.split_backward = split;
+    return p;
+}
+
+// Random tokens by sample number; about one target in five is ignored, unequally.
+inline Window random_window(const Shape& s, size_t T) {
+    return [V = s.V, T](uint64_t sample, int* tokens, int* targets) {
+        for (size_t i = 0; i < T; i++) {
+            tokens[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i)[0] % V);
+            targets[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i + 1)[0] % V);
+            if (random_block(7, fnv1a("test.ignored"), sample * T + i)[0] % (3 + sample % 4) == 0)
+                targets[i] = -1;
+        }
+        return std::string();
+    };
+}
+
+template <typename T> struct Fixture {
+    Trainer<T, Cpu> t;
+    Fixture(const Shape& s, const std::vector<Plan>& plans, uint64_t seed = 5) {
+        trainer_place(t, s, plans);
+        trainer_allocate(t);
+        init_constants(t);
+        init_weights(t, seed);
+        perturb(seed);
+        t.hyper = {true, 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
+        t.window = random_window(s, plans[0].T);
+    }
+    ~Fixture() { trainer_free(t); }
+    // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by
+    // accident
+    void perturb(uint64_t seed) {
+        for (const Parameter& p : t.model.parameters) {
+            std::vector<float> v(p.elements());
+            for (size_t i = 0; i < p.file_elements(); i++)
+                v[i] = p.init.value + float(p.shape.size() == 2 ? 0.2 : 0.1) *
+                                          float(normal(seed, fnv1a(p.name), i));
+            set_weight(t, p, v.data());
+        }
+    }
+    double step(int plan = 0) {
+        run_plan(t, plan);
+        t.cursor += t.plans[plan].B * size_t(t.plans[plan].micro_batches);
+        return plan_loss(t).mean();
+    }
+    T* weight(const Parameter& p) { return address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset; }
+    acc_t<T>* grad(const Parameter& p) {
+        return address<acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset;
+    }
+    // all persistent bytes but the clipping scale's padding: weights, masters, moments, gradients
+    std::vector<unsigned char> state() {
+        return {t.arena.base, t.arena.base + t.arena.persistent_bytes};
+    }
+};
+
+inline std::vector<Shape> all_shapes() {
+    Shape alibi = small_gpt2(), qwen = small_llama(true, true), rope = small_gpt2();
+    alibi.position = Position::ALIBI, rope.position = Position::ROPE;
+    return {small_gpt2(), small_gpt2(false), small_llama(), qwen, alibi, rope};
+}
