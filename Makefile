@@ -19,6 +19,13 @@ CXXFLAGS += -DWITH_ONEDNN
 LIBS += -ldnnl
 endif
 
+# MPI: ranks as processes; without it ranks are threads of one process
+MPI ?= $(if $(shell command -v mpicxx),1,0)
+ifeq ($(MPI),1)
+MPI_FLAGS = -DWITH_MPI $(shell mpicxx --showme:compile)
+MPI_LIBS = $(shell mpicxx --showme:link)
+endif
+
 # GPUs: Ampere and what follows it, Hopper with its own instructions. `make GPUS=90a` for one alone.
 # Without oneDNN, whose header nvcc 13.0 aborts on: with --device cpu such a build uses plain loops.
 GPUS ?= 80 90a
@@ -127,6 +134,8 @@ $(TESTS:%=$(BUILD)/%) $(EMULATED:%=$(BUILD)/%): OPT = -O1 -march=native
 $(EMULATED:%=$(BUILD)/%): $(BUILD)/%: test/%.cpp $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) $(EMULATE) $< -o $@ $(LIBS)
 $(BUILD)/test_device: CXXFLAGS += $(EMULATE)
+$(BUILD)/test_comm: CXXFLAGS += $(EMULATE) $(MPI_FLAGS)
+$(BUILD)/test_comm: LIBS += $(MPI_LIBS)
 $(BUILD)/test_%: test/test_%.cpp $(HEADERS) train_gpt_min.cpp | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ -lgtest -lgtest_main $(LIBS)
 

@@ -18,18 +18,26 @@
 // ----------------------------------------------------------------------------
 // generators and passes
 
-// My schedule: F and B (or I and W) of my stages, with what crosses to and from other ranks.
-// Evaluation and generation: forward alone.
+// Evaluation and generation: forward alone; a stage receives, runs, sends.
+inline std::vector<Step> forward_schedule(const Plan& p) {
+    std::vector<Step> steps;
+    for (int m = 0; m < p.micro_batches; m++)
+        for (int s = p.pp_rank; s < p.stages(); s += p.pp) {
+            Step run = {true, {Pass::F, m, s}, {}}, send;
+            if (p.pp > 1 && s > 0) run.transfers = {{false, (s - 1) % p.pp, false, m, s}};
+            if (p.pp > 1 && s + 1 < p.stages())
+                send.transfers = {{true, (s + 1) % p.pp, false, m, s + 1}};
+            steps.push_back(run), steps.push_back(send);
+        }
+    return steps;
+}
+// Training: F and B (or I and W) of my stages, with what crosses to and from other ranks.
 inline std::vector<Step> schedule(const Plan& p) {
-    std::vector<Schedule> all = p.given;
-    if (p.mode != Mode::TRAIN) {
-        all.assign(size_t(p.pp), {});
-        for (int m = 0; m < p.micro_batches; m++)
-            for (int s = 0; s < p.stages(); s++) all[size_t(s % p.pp)].push_back({Pass::F, m, s});
-    } else if (p.pipeline != Pipeline::GIVEN) {
-        all = schedules_of(p.pipeline, p.pp, p.chunks, p.micro_batches);
-    }
-    return add_transfers(all, p.pp_rank, p.pp);
+    if (p.mode != Mode::TRAIN) return forward_schedule(p);
+    return add_transfers(p.pipeline == Pipeline::GIVEN
+                             ? p.given
+                             : schedules_of(p.pipeline, p.pp, p.chunks, p.micro_batches),
+                         p.pp_rank, p.pp);
 }
 
 // Before: slots of stages. After: F(m,l) in order, B(m,l) in reverse. Apart, every I comes before
@@ -121,6 +129,7 @@ inline Plan make_plan(const Plan& options, const Model& model) {
 inline std::string check_data(const Plan& p, const Model& model) {
     std::set<Data> written;
     for (const Action& a : p.actions) {
+        if (a.kind == Do::RELEASE) written.erase({Kind::GATHERED, a.bucket});
         Access x = access(p, model, a);
         for (Data d : x.reads) {
             bool given = p.mode == Mode::GENERATE && (d.kind == Kind::TOKENS);
@@ -200,6 +209,7 @@ inline std::string check_update(const Plan& p, const Model& model) {
         if (a.kind == Do::UPDATE && !norm) return text + " comes before NORM";
         if (a.kind == Do::UPDATE && updates[a.bucket]++) return text + " comes twice";
     }
+    if (!counted) return "the valid targets are never counted";
     for (size_t b = 0; b < model.buckets.size(); b++) {
         const Bucket& bucket = model.buckets[b];
         bool mine = bucket.trainable && bucket_is_mine(p, model, int(b));
@@ -226,7 +236,7 @@ inline std::string check_update(const Plan& p, const Model& model) {
 
 // Kept activations of one micro-batch at a time is what accumulation on one stage may hold.
 inline std::string check_live(const Plan& p, const Model& model) {
-    if (p.pp > 1 || p.pipeline == Pipeline::GPIPE || p.pipeline == Pipeline::GIVEN)
+    if (p.stages() > 1 || p.pipeline == Pipeline::GPIPE || p.pipeline == Pipeline::GIVEN)
         return ""; // pipeline.h knows how many a schedule holds
     std::set<int> live;
     size_t peak = 0;
@@ -241,8 +251,30 @@ inline std::string check_live(const Plan& p, const Model& model) {
     return live.empty() ? "" : "activations are never let go";
 }
 
+// What my stages make for others is sent, once.
+inline std::string check_sends(const Plan& p, const Model& model) {
+    std::map<Data, int> sent;
+    for (const Action& a : p.actions)
+        for (const Transfer& t : a.transfers)
+            if (t.send) sent[data_of(p, model, t)]++;
+    auto once = [&](Data d) {
+        return sent[d] == 1 ? ""
+                            : data_text(d, model) + " is sent " + std::to_string(sent[d]) +
+                                  " times, not once";
+    };
+    for (int m = 0; m < p.micro_batches && p.pp > 1; m++)
+        for (int s = p.pp_rank; s < p.stages(); s += p.pp) {
+            std::string wrong;
+            if (s + 1 < p.stages()) wrong = once({Kind::STREAM, first_layer(p, model, s + 1), m});
+            if (wrong.empty() && s > 0 && p.mode == Mode::TRAIN)
+                wrong = once({Kind::DSTREAM, first_layer(p, model, s), m});
+            if (!wrong.empty()) return wrong;
+        }
+    return "";
+}
+
 inline std::string plan_check(const Plan& p, const Model& model) {
-    for (auto check : {check_order, check_data, check_update, check_live}) {
+    for (auto check : {check_order, check_data, check_sends, check_update, check_live}) {
         std::string wrong = check(p, model);
         if (!wrong.empty()) return wrong;
     }

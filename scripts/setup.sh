@@ -15,6 +15,8 @@ need oneapi/dnnl/dnnl.hpp libdnnl-dev
 if [ "${1:-}" = test ]; then
     need gtest/gtest.h libgtest-dev
     need python3 python3
+    need mpicxx libopenmpi-dev
+    need mpirun openmpi-bin
 fi
 [ ${#packages[@]} -eq 0 ] && exit 0
 

@@ -36,6 +36,98 @@ TEST(Plan, EveryPlanIsLegal) {
                     }
 }
 
+// ----------------------------------------------------------------------------
+// plans of many ranks
+
+struct Ranks {
+    int dp, zero, pp, chunks, micro_batches;
+    Pipeline pipeline;
+    Recompute recompute;
+};
+static std::vector<Ranks> many_ranks() {
+    std::vector<Ranks> all;
+    for (int zero : {0, 1, 2, 3})
+        for (int pp : {1, 2, 3})
+            for (auto [pipeline, chunks] :
+                 {std::pair{Pipeline::GPIPE, 1}, std::pair{Pipeline::ONE_F_ONE_B, 1},
+                  std::pair{Pipeline::ZERO_BUBBLE, 1}, std::pair{Pipeline::INTERLEAVED, 2}})
+                for (int m : {1, 4})
+                    all.push_back({zero ? 2 : 1 + pp % 2, zero, pp, chunks, m, pipeline,
+                                   Recompute((zero + m) % 3)});
+    return all;
+}
+static Plan plan_of_rank(const Ranks& r, const Model& model, int pp_rank, Mode mode = Mode::TRAIN) {
+    Plan p = options(r.micro_batches, mode == Mode::TRAIN ? r.recompute : Recompute::NONE);
+    p.mode = mode, p.shards = r.dp, p.zero = r.zero, p.pp = r.pp, p.pp_rank = pp_rank;
+    p.chunks = r.chunks, p.pipeline = r.pipeline, p.prefetch = 1 + r.micro_batches % 2;
+    p.first_layer = split_layers(std::vector<double>(size_t(model.layers()), 1), p.stages());
+    return make_plan(p, model);
+}
+
+TEST(Plan, EveryRanksPlanIsLegal) {
+    for (bool tied : {false, true}) {
+        Model model = small_model(5, tied, !tied);
+        for (const Ranks& r : many_ranks())
+            for (int rank = 0; rank < r.pp; rank++) {
+                EXPECT_EQ(plan_check(plan_of_rank(r, model, rank), model), "");
+                Ranks forward = r;
+                forward.micro_batches = 1;
+                EXPECT_EQ(plan_check(plan_of_rank(forward, model, rank, Mode::EVALUATE), model),
+                          "");
+            }
+    }
+}
+
+// RELEASE only says where the bytes are free; all else is needed.
+TEST(Plan, DroppingAnyActionOfARankIsFound) {
+    for (bool tied : {false, true}) {
+        Model model = small_model(5, tied, !tied);
+        for (const Ranks& r : many_ranks())
+            for (int rank = 0; rank < r.pp; rank++) {
+                Plan p = plan_of_rank(r, model, rank);
+                for (size_t i = 0; i < p.actions.size(); i++) {
+                    if (p.actions[i].kind == Do::RELEASE) continue;
+                    Plan q = p;
+                    q.actions.erase(q.actions.begin() + long(i));
+                    EXPECT_NE(plan_check(q, model), "")
+                        << action_text(p.actions[i], model) << " dropped; zero " << r.zero << " pp "
+                        << r.pp << " rank " << rank;
+                }
+            }
+    }
+}
+
+// Whole plans of a step over a pipeline: every send has its receive in the peer's plan, in order.
+TEST(Plan, SendsMeetTheirReceives) {
+    Model model = small_model(5);
+    for (const Ranks& r : many_ranks()) {
+        std::map<std::pair<int, int>, std::vector<std::string>> sent, received;
+        for (int rank = 0; rank < r.pp; rank++)
+            for (const Action& a : plan_of_rank(r, model, rank).actions)
+                for (const Transfer& t : a.transfers)
+                    t.send ? sent[{rank, t.peer}].push_back(name_of(t))
+                           : received[{t.peer, rank}].push_back(name_of(t));
+        EXPECT_EQ(sent, received);
+    }
+}
+
+// ZeRO keeps a stage's share of the bytes: 18 N, 6 N + 12 N/d, 2 N + 16 N/d and 18 N/d in bf16.
+TEST(Arena, ShardsAreTheTextbooks) {
+    Model model = make_model(llama_shape(4, 8, 8, 512, 1408, 32000, 64, 10000)); // untied
+    for (int zero : {0, 1, 2, 3}) {
+        Plan p = options(1);
+        p.shards = 8, p.zero = zero;
+        double N = 0, kept = 0;
+        for (size_t b = 0; b < model.buckets.size(); b++) {
+            N += double(whole_elements(p, model.buckets[b]));
+            for (Kind k : {Kind::WEIGHT, Kind::GRAD, Kind::MASTER, Kind::MOMENTS})
+                kept += double(data_bytes<bf16>(p, model, {k, int(b)}, Cpu{}));
+        }
+        double textbook[] = {18, 6 + 12.0 / 8, 2 + 16.0 / 8, 18.0 / 8};
+        EXPECT_EQ(kept, N * textbook[zero]) << zero;
+    }
+}
+
 TEST(Plan, ModesWithoutTrainingHaveNoBackward) {
     Model model = small_model(2);
     for (Mode mode : {Mode::EVALUATE, Mode::GENERATE}) {
