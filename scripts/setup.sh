@@ -2,37 +2,42 @@
 # Install what the build needs on Debian or Ubuntu: `setup.sh` for the trainer, `setup.sh test` for the tests too.
 # Says what it installs; does nothing, and needs no network, when all is there.
 set -eu
-packages=()
-need() { # a file or command that shows the package is there, then the package
-    command -v "$1" >/dev/null 2>&1 || [ -e "$1" ] || compgen -G "/usr/include/*/$1" >/dev/null ||
-        [ -e "/usr/include/$1" ] || packages+=("$2")
+needed=() better=()
+missing() { # a file or command that shows the package is there
+    ! { command -v "$1" >/dev/null 2>&1 || [ -e "$1" ] || compgen -G "/usr/include/*/$1" >/dev/null || [ -e "/usr/include/$1" ]; }
 }
+need() { ! missing "$1" || needed+=("$2"); } # then its package
+want() { ! missing "$1" || better+=("$2"); } # the build works without it
 need g++ g++
 need make make
 need nlohmann/json.hpp nlohmann-json3-dev
 need zlib.h zlib1g-dev
-need oneapi/dnnl/dnnl.hpp libdnnl-dev
+want oneapi/dnnl/dnnl.hpp libdnnl-dev
+want mpicxx libopenmpi-dev
+want mpirun openmpi-bin
 if [ "${1:-}" = test ]; then
     need gtest/gtest.h libgtest-dev
     need python3 python3
-    need mpicxx libopenmpi-dev
-    need mpirun openmpi-bin
 fi
-[ ${#packages[@]} -eq 0 ] && exit 0
+[ $((${#needed[@]} + ${#better[@]})) -eq 0 ] && exit 0
 
-echo "setup: installing ${packages[*]}"
+echo "setup: installing ${needed[*]} ${better[*]}"
 if ! command -v apt-get >/dev/null; then
-    echo "setup: this is no Debian or Ubuntu: install the equivalents of: ${packages[*]}" >&2
-    exit 1
+    echo "setup: this is no Debian or Ubuntu: install the equivalents of: ${needed[*]} ${better[*]}" >&2
+    [ ${#needed[@]} -eq 0 ] && exit 0 || exit 1
 fi
 sudo=""
 [ "$(id -u)" = 0 ] || sudo=sudo
 export DEBIAN_FRONTEND=noninteractive
-if ! { $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends "${packages[@]}"; } >/tmp/setup.$$.log 2>&1; then
-    tail -n 5 "/tmp/setup.$$.log" >&2
-    echo "setup: could not install ${packages[*]} (whole output: /tmp/setup.$$.log)" >&2
-    # oneDNN only makes products faster; without the others nothing builds
-    [ "${packages[*]}" = libdnnl-dev ] || exit 1
-    echo "setup: going on without oneDNN: matrix products will be plain loops" >&2
-fi
-rm -f "/tmp/setup.$$.log"
+log=/tmp/setup.$$.log
+install() {
+    [ $# -eq 0 ] || { $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends "$@"; } >"$log" 2>&1 || {
+        tail -n 5 "$log" >&2
+        echo "setup: could not install $* (whole output: $log)" >&2
+        return 1
+    }
+}
+install ${needed[@]+"${needed[@]}"} || exit 1
+install ${better[@]+"${better[@]}"} ||
+    echo "setup: going on without ${better[*]}: slower matrix products without oneDNN, no processes as ranks without MPI" >&2
+rm -f "$log"
