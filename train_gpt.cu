@@ -24,8 +24,11 @@ struct Run {
     int train_plan = -1, evaluate_plan = -1, generate_plan = -1; // -1: this run has none
     Logger log;
     int64_t step = 0; // optimizer steps done
-    double peak = 0;  // FLOP/s of one product
+    double peak = 0;  // FLOP/s of one product, on all ranks
+    Comm world;
+    Grid grid;
 };
+static bool is_first(const Run& run) { return run.world.rank == 0; } // prints, and writes files
 
 static void or_die(const std::string& wrong) { USER_CHECK(wrong.empty(), "%s", wrong.c_str()); }
 static bool is_folder(const std::string& path) {
@@ -103,6 +106,29 @@ static void choose_prompt(Run& run) {
                run.shape.P);
 }
 
+static Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<Schedule>* given) {
+    const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
+    for (int i = 0; i < 4; i++)
+        if (c.pipeline == names[i]) return Pipeline(i);
+    std::ifstream file(c.pipeline);
+    USER_CHECK(file, "--pipeline %s is neither gpipe, 1f1b, interleaved, zero-bubble nor a file",
+               c.pipeline.c_str());
+    std::string wrong = read_schedule(file, *given);
+    if (wrong.empty()) wrong = check_schedule(*given, c.pp, c.chunks, micro_batches);
+    USER_CHECK(wrong.empty(), "--pipeline %s: %s", c.pipeline.c_str(), wrong.c_str());
+    return Pipeline::GIVEN;
+}
+
+// The layers of each stage, balanced by their products: the head's is the vocabulary's.
+static std::vector<int> choose_stages(const Run& run, int stages) {
+    Model model = make_model(run.shape);
+    std::vector<double> cost(size_t(model.layers()), 0);
+    for (const Parameter& p : model.parameters)
+        if (p.shape.size() == 2 && p.layer > 0) cost[size_t(p.layer)] += double(p.elements());
+    if (run.shape.tied) cost.back() = double(run.shape.Vp() * run.shape.C);
+    return split_layers(cost, stages);
+}
+
 static std::vector<Plan> choose_plans(Run& run) {
     const Config& c = run.config;
     std::vector<Plan> plans;
@@ -116,6 +142,11 @@ static std::vector<Plan> choose_plans(Run& run) {
                   : c.recompute == "selective" ? Recompute::SELECTIVE
                                                : Recompute::NONE;
     p.micro_batches = int(c.batch_tokens / (int64_t(c.micro_batch) * c.seq * c.dp));
+    p.pp = c.pp, p.pp_rank = run.grid.pp_rank, p.chunks = c.chunks;
+    p.shards = c.zero_group ? c.zero_group : c.dp, p.replicas = c.dp / p.shards;
+    p.shard = run.grid.dp_rank % p.shards, p.zero = c.zero, p.prefetch = c.prefetch;
+    p.pipeline = choose_pipeline(c, p.micro_batches, &p.given);
+    if (p.stages() > 1) p.first_layer = choose_stages(run, p.stages());
     if (c.steps > 0 && !c.eval) run.train_plan = add(p);
     p.mode = Mode::EVALUATE, p.recompute = Recompute::NONE, p.micro_batches = 1;
     if (c.steps > 0 || c.eval)
@@ -145,7 +176,8 @@ template <typename T, typename S> double evaluate(Run& run, Trainer<T, S>& t) {
     int64_t valid = 0;
     for (e.cursor = 0; e.cursor < e.samples_end; e.cursor += p.B * size_t(t.grid.dp)) {
         run_plan(e, run.evaluate_plan);
-        sum += plan_loss(e).sum, valid += plan_loss(e).valid;
+        Loss loss = plan_loss(e);
+        sum += loss.sum, valid += loss.valid;
     }
     t.cursor = cursor, t.window = window, t.samples_end = ~uint64_t(0);
     return sum / double(std::max<int64_t>(valid, 1));
@@ -153,6 +185,7 @@ template <typename T, typename S> double evaluate(Run& run, Trainer<T, S>& t) {
 
 template <typename T, typename S> void report_validation(Run& run, Trainer<T, S>& t) {
     double loss = evaluate(run, t);
+    if (!is_first(run)) return;
     printf("val loss %.4f\n", loss);
     fflush(stdout);
     or_die(log_append(run.log, {{"step", run.step}, {"val_loss", loss}}));
@@ -162,15 +195,16 @@ template <typename T, typename S> void print_sample(Run& run, Trainer<T, S>& t) 
     const Config& c = run.config;
     bool text = speaks(run);
     auto emit = [&](int token) {
+        if (!is_first(run)) return;
         text ? (void)fputs(decode(run.tokenizer, token).c_str(), stdout)
              : (void)printf("%d ", token);
         fflush(stdout);
     };
-    printf("---\n");
+    if (is_first(run)) printf("---\n");
     for (int token : run.prompt) emit(token);
     generate(t, run.generate_plan, run.prompt, size_t(c.sample_tokens),
              {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step}, emit);
-    printf("\n---\n");
+    if (is_first(run)) printf("\n---\n");
 }
 
 template <typename T, typename S> void save(Run& run, Trainer<T, S>& t) {
@@ -187,6 +221,8 @@ template <typename T, typename S> void train_step(Run& run, Trainer<T, S>& t) {
     run_plan(t, run.train_plan);
     double loss = plan_loss(t).mean(), seconds = seconds_now() - start;
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
+    bool good = std::isfinite(loss) && scale.finite;        // the same on all ranks
+    if (!good && !is_first(run)) barrier(run.world, Cpu{}); // until the first has said so
     USER_CHECK(std::isfinite(loss) && scale.finite,
                "step %lld: the loss is %g and the gradient norm %g: the weights are those of the "
                "step before. Lower --lr, "
@@ -195,6 +231,7 @@ template <typename T, typename S> void train_step(Run& run, Trainer<T, S>& t) {
                c.out.empty() ? "" : "; --resume goes on from the last checkpoint");
     run.step++;
     t.cursor += uint64_t(c.batch_tokens / c.seq);
+    if (!is_first(run)) return;
     double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
     or_die(
         log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds, c.batch_tokens,
@@ -211,14 +248,16 @@ template <typename T, typename S> void prepare_weights(Run& run, Trainer<T, S>& 
         CheckpointInfo info;
         std::vector<std::string> notes;
         std::string wrong = checkpoint_load(t, &info, c.out, &notes);
-        for (const std::string& note : notes) fprintf(stderr, "note: %s\n", note.c_str());
+        for (const std::string& note : notes)
+            if (is_first(run)) fprintf(stderr, "note: %s\n", note.c_str());
+        if (!wrong.empty() && !is_first(run)) barrier(run.world, Cpu{});
         or_die(wrong);
         run.step = info.step, t.cursor = info.cursor;
         USER_CHECK(
             info.seed == uint64_t(c.seed),
             "the checkpoint was made with --seed %llu, not %lld: the data order would change",
             (unsigned long long)info.seed, (long long)c.seed);
-        printf("resumed at step %lld\n", (long long)run.step);
+        if (is_first(run)) printf("resumed at step %lld\n", (long long)run.step);
     } else if (is_folder(c.model) && !c.scratch)
         or_die(hf_load_weights(t, c.model));
     else
@@ -243,31 +282,40 @@ template <typename T, typename S> void rehearse(Run& run, Trainer<T, S>& t) {
     t.window = window;
 }
 
+static void print_plan(const Run& run, const Arena& arena, const std::vector<Plan>& plans,
+                       const Model& model) {
+    const Config& c = run.config;
+    int plan = std::max(0, run.train_plan >= 0 ? run.train_plan : run.evaluate_plan);
+    USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
+               model.head());
+    if (c.dp * c.pp > 1) printf("rank 0 of %d\n", c.dp * c.pp);
+    printf("%s", memory_text(arena, plans, model).c_str());
+    if (c.layer >= 0)
+        printf("actions of layer %d, first micro-batch\n%s", c.layer,
+               layer_text(arena, plans[size_t(plan)], model, plan, c.layer).c_str());
+    else
+        printf("actions of a step, kind(micro-batch,layer)\n%s",
+               plan_text(plans[size_t(plan)], model).c_str());
+}
+
+// One rank's run.
 template <typename T, typename S> void run_training(Run& run, S where) {
     const Config& c = run.config;
     Trainer<T, S> t;
     t.ctx.where = where;
+    Grid sizes;
+    sizes.dp = c.dp, sizes.pp = c.pp;
+    t.grid = run.grid = grid_at(sizes, run.world.rank);
     std::vector<Plan> plans = choose_plans(run);
     trainer_place(t, run.shape, plans);
-    printf("%s", parameters_text(t.model).c_str());
+    if (is_first(run)) printf("%s", parameters_text(t.model).c_str());
     std::string kernels =
         c.explain ? "" : attention_says<T>(attention_shape(run.shape, 1, 1, 1), where);
     if (!kernels.empty()) printf("attention: %s\n", kernels.c_str());
-    if (c.explain) {
-        int plan = std::max(0, run.train_plan >= 0 ? run.train_plan : run.evaluate_plan);
-        USER_CHECK(c.layer < t.model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
-                   t.model.head());
-        printf("%s", memory_text(t.arena, t.plans, t.model).c_str());
-        if (c.layer >= 0)
-            printf("actions of layer %d, first micro-batch\n%s", c.layer,
-                   layer_text(t.arena, t.plans[plan], t.model, plan, c.layer).c_str());
-        else
-            printf("actions of a step, kind(micro-batch,layer)\n%s",
-                   plan_text(t.plans[plan], t.model).c_str());
-        return;
-    }
+    if (c.explain) return print_plan(run, t.arena, t.plans, t.model);
+    t.comms = make_comms(run.world, run.grid, plans[0].shards);
     if (run.evaluate_plan >= 0) open_data(run);
-    if (run.train_plan >= 0) printf("data: %s\n", data_text(run.train).c_str());
+    if (run.train_plan >= 0 && is_first(run)) printf("data: %s\n", data_text(run.train).c_str());
     trainer_allocate(t);
     t.hyper = {c.optimizer == "adamw", 0,
                float(c.beta1),         float(c.beta2),
@@ -278,18 +326,20 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     };
     rehearse(run, t);
     prepare_weights(run, t);
-    if (!c.out.empty()) {
+    if (!c.out.empty() && is_first(run)) {
         USER_CHECK(mkdir(c.out.c_str(), 0777) == 0 || errno == EEXIST, "--out %s: %s",
                    c.out.c_str(), strerror(errno));
         or_die(log_open(run.log, c.out + "/log.jsonl", run.step, config_json(c)));
     }
     if (c.eval) return report_validation(run, t);
-    if (run.train_plan >= 0) {
+    if (run.train_plan >= 0 && is_first(run)) {
         Peak peak = machine_peak<T>(where);
-        run.peak = peak.flops;
+        // as many at once as have cores of their own
+        int cores = std::max(1, int(std::thread::hardware_concurrency()) / threads_here(Cpu{}));
+        run.peak = peak.flops * std::min(run.world.size, cores);
         printf(
             "mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s in %s: %s\n",
-            peak.flops / 1e9, c.precision.c_str(), peak.says.c_str());
+            run.peak / 1e9, c.precision.c_str(), peak.says.c_str());
     }
     while (run.step < c.steps) {
         train_step(run, t);
@@ -312,15 +362,24 @@ static bool run_on_cpu(Run& run) {
     const Config& c = run.config;
     printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
            c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
-    c.precision == "bf16" ? run_training<bf16>(run, Cpu{}) : run_training<float>(run, Cpu{});
-    return true;
+    auto rank = [&](Run mine) {
+        c.precision == "bf16" ? run_training<bf16>(mine, Cpu{}) : run_training<float>(mine, Cpu{});
+    };
+    if (c.local_ranks == 1 || c.explain) return rank(run), true;
+    printf("ranks: %d threads, dp %d x pp %d\n", c.local_ranks, c.dp, c.pp);
+    int failed = run_local_ranks(c.local_ranks, {}, [&](const Comm& world) {
+        Run mine = run;
+        mine.world = world;
+        rank(mine);
+    });
+    return failed ? (void)exit(1), true : true;
 }
 
 // False: there is none to run on, or the CPU is wanted.
 static bool run_on_gpu(Run& run) {
 #if KERNELS
     const Config& c = run.config;
-    if (c.device == "cpu") return false;
+    if (c.device == "cpu" || c.local_ranks > 1) return false;
     int count = 0;
     cudaError_t answer = cudaGetDeviceCount(&count);
     const char* why = answer != cudaSuccess ? cudaGetErrorString(answer) : "there is none";

@@ -80,7 +80,7 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char*
 struct StateTensor {
     std::string name;
     Kind kind;
-    size_t shift; // elements from the parameter's place: the second moments follow the first
+    bool second; // of the moments, the second ones
     const Parameter* p;
 };
 
@@ -89,17 +89,18 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t, bool moments) {
     std::vector<StateTensor> list;
     Kind weights = sizeof(T) < sizeof(acc_t<T>) ? Kind::MASTER : Kind::WEIGHT;
     for (const Parameter& p : t.model.parameters) {
-        list.push_back({"param." + p.name, weights, 0, &p});
-        if (!moments || !address<acc_t<T>>(t, {Kind::MOMENTS, p.bucket})) continue;
-        list.push_back({"m." + p.name, Kind::MOMENTS, 0, &p});
-        list.push_back({"v." + p.name, Kind::MOMENTS, kept_elements(t.plans[0], t.model, {Kind::MOMENTS, p.bucket}), &p});
+        list.push_back({"param." + p.name, weights, false, &p});
+        if (!moments || !t.model.buckets[size_t(p.bucket)].trainable) continue;
+        list.push_back({"m." + p.name, Kind::MOMENTS, false, &p});
+        list.push_back({"v." + p.name, Kind::MOMENTS, true, &p});
     }
     return list;
 }
 
+// Its values, padded, from whoever keeps them; all ranks call it.
 template <typename T, typename S>
-acc_t<T>* state_address(const Trainer<T, S>& t, const StateTensor& s) {
-    return address<acc_t<T>>(t, {s.kind, s.p->bucket}) + s.p->offset + s.shift;
+std::vector<acc_t<T>> fetch_state(const Trainer<T, S>& t, const StateTensor& s) {
+    return fetch<acc_t<T>>(t, {s.kind, s.p->bucket}, *s.p, s.second);
 }
 
 // ----------------------------------------------------------------------------
@@ -123,10 +124,8 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& path,
     SafeTensorsWriter w;
     writer_open(&w, path, specs, {});
     for (const StateTensor& s : state) {
-        std::vector<acc_t<T>> values(s.p->file_elements());
-        copy_out(values.data(), state_address(t, s), values.size() * sizeof(values[0]),
-                 t.ctx.where);
-        writer_put(w, values.data(), values.size() * sizeof(values[0]));
+        std::vector<acc_t<T>> values = fetch_state(t, s);
+        writer_put(w, values.data(), s.p->file_elements() * sizeof(values[0]));
     }
     std::string wrong = writer_close(&w);
     *entry = {{"file", path.substr(path.rfind('/') + 1)},
@@ -183,6 +182,10 @@ inline void remove_checkpoint(const std::string& folder) {
 template <typename T, typename S>
 std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
                             const std::string& out, int keep) {
+    if (t.comms.world.rank > 0) { // the first rank writes
+        for (const StateTensor& s : state_tensors(t, t.hyper.adamw)) fetch_state(t, s);
+        return "";
+    }
     for (int64_t stale : checkpoint_steps(out, ".tmp"))
         remove_folder(out + "/" + step_folder(stale) + ".tmp");
     std::string folder = out + "/" + step_folder(info.step), temporary = folder + ".tmp";
@@ -289,13 +292,18 @@ std::string read_rank_file(Trainer<T, S>& t, const std::string& path, bool momen
     for (size_t i = 0; wrong.empty() && i < state.size(); i++) {
         const StateTensor& s = state[i];
         const SafeTensor* x = safetensors_find(file, s.name);
-        if (s.kind == Kind::MOMENTS) {
-            copy_in(state_address(t, s), x->data, x->bytes, t.ctx.where);
-            continue;
-        }
         std::vector<A> values(s.p->elements(), A(0));
         memcpy(values.data(), x->data, x->bytes);
-        set_weight(t, *s.p, values.data());
+        if (s.kind != Kind::MOMENTS) {
+            set_weight(t, *s.p, values.data());
+            continue;
+        }
+        Data d = {s.kind, s.p->bucket};
+        KeptPart part = kept_part(t, d, *s.p);
+        A* to = address<A>(t, d) + (s.second ? kept_elements(t.plans[0], t.model, d) : 0);
+        if (part.count)
+            copy_in(to + part.at, values.data() + part.from, part.count * sizeof(A), t.ctx.where);
+        wait_for(t.ctx.where);
     }
     wait_for(t.ctx.where);
     safetensors_close(&file);
@@ -308,7 +316,7 @@ std::string read_rank_file(Trainer<T, S>& t, const std::string& path, bool momen
 template <typename T, typename S>
 std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::string& out,
                             std::vector<std::string>* notes) {
-    bool moments = address<acc_t<T>>(t, {Kind::MOMENTS, 0}) != nullptr;
+    bool moments = keeps_any(t, Kind::MOMENTS);
     for (int64_t step : checkpoint_steps(out)) {
         std::string folder = out + "/" + step_folder(step);
         nlohmann::json m;

@@ -37,7 +37,7 @@ struct Config {
     std::string precision = "fp32";
     bool fp8 = false;
     // layout
-    int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1, zero = 0, zero_group = 0, chunks = 1, prefetch = 1,
+    int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1, zero = 0, zero_group = 0, chunks = 1, prefetch = 1,
         local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", comm = "local";
@@ -120,22 +120,22 @@ inline const std::vector<Flag>& config_table() {
          " only"},
         {"offload", &C::offload, "= none (offload)", "keep optimizer state on the host"},
         {"", &C::help, "", "Layout"},
-        {"dp", &C::dp, "= 1 (data parallelism)", "data-parallel ranks"},
+        {"dp", &C::dp, "0..1000000", "data-parallel ranks; 0: what the other axes leave"},
         {"tp", &C::tp, "= 1 (tensor parallelism)", "tensor-parallel ranks"},
-        {"pp", &C::pp, "= 1 (pipeline parallelism)", "pipeline stages"},
+        {"pp", &C::pp, "1..1000000", "pipeline-parallel ranks"},
         {"cp", &C::cp, "= 1 (context parallelism)", "context-parallel ranks"},
         {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
         {"sequence-parallel", &C::sequence_parallel, "= false (sequence parallelism)",
          "shard norms along the sequence"},
-        {"zero", &C::zero, "= 0 (ZeRO)",
+        {"zero", &C::zero, "0..3",
          "what data-parallel ranks shard: 1 moments, 2 gradients, 3 weights"},
-        {"zero-group", &C::zero_group, "= 0 (hybrid sharding)",
-         "ranks that shard; others replicate"},
-        {"pipeline", &C::pipeline, "= 1f1b (pipeline schedules)", "schedule"},
-        {"chunks", &C::chunks, "= 1 (interleaved schedules)", "model chunks a stage"},
-        {"prefetch", &C::prefetch, "= 1 (ZeRO-3)", "layers gathered ahead"},
-        {"local-ranks", &C::local_ranks, "= 1 (ranks as threads)",
-         "ranks as threads of this process"},
+        {"zero-group", &C::zero_group, "0..1000000",
+         "data-parallel ranks that share a shard's buckets, such groups replicate; 0: all"},
+        {"pipeline", &C::pipeline, "",
+         "gpipe, 1f1b, interleaved, zero-bubble, or a file with a line of slots (F0.1) a rank"},
+        {"chunks", &C::chunks, "1..1000", "stages of each pipeline rank"},
+        {"prefetch", &C::prefetch, "0..1000", "ZeRO-3: layers gathered ahead"},
+        {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
         {"comm", &C::comm, "= local (MPI and NCCL)", "communication backend"},
         {"fixed-order", &C::fixed_order, "", "add ranks in rank order (one rank always does)"},
         {"", &C::help, "", "Files"},
@@ -432,12 +432,37 @@ inline std::string check_shape(const Shape& s) {
     return "";
 }
 
+// The axes must make the ranks that there are; --explain needs none.
+inline std::string check_layout(Config& c, const Shape& s) {
+    auto text = [](auto n) { return std::to_string(n); };
+    int layers = int(s.L) + 2, stages = c.pp * c.chunks;
+    if (c.dp == 0) c.dp = std::max(1, c.local_ranks / c.pp);
+    if (c.dp * c.pp != c.local_ranks && !c.explain)
+        return "--dp " + text(c.dp) + " x --pp " + text(c.pp) + " are " + text(c.dp * c.pp) +
+               " ranks, and there are " + text(c.local_ranks) + ": use --local-ranks " +
+               text(c.dp * c.pp);
+    if (stages > layers)
+        return "--pp " + text(c.pp) + " x --chunks " + text(c.chunks) + " are " + text(stages) +
+               " stages, and the model has " + text(layers) +
+               " layers (blocks, embedding and head): use fewer";
+    if (c.zero_group && c.dp % c.zero_group)
+        return "--zero-group " + text(c.zero_group) + " does not divide --dp " + text(c.dp);
+    if (c.chunks > 1 && c.pipeline == "1f1b")
+        return "--chunks " + text(c.chunks) + " needs --pipeline interleaved, gpipe or zero-bubble";
+    if (c.local_ranks > 1 && c.device == "cuda")
+        return "--local-ranks " + text(c.local_ranks) +
+               " with --device cuda: not built yet (ranks on GPUs): use --device cpu";
+    return "";
+}
+
 inline std::string config_check(Config& c, const Shape& s) {
     std::string wrong = check_built(c);
     if (wrong.empty()) wrong = check_shape(s);
     if (!wrong.empty()) return wrong;
     if (c.seq == 0) c.seq = int(std::min(s.P, size_t(256)));
     if (c.min_lr < 0) c.min_lr = c.lr / 10;
+    wrong = check_layout(c, s);
+    if (!wrong.empty()) return wrong;
     int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;
     if (c.batch_tokens == 0) c.batch_tokens = step_tokens;
     if (size_t(c.seq) > s.P)

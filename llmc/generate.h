@@ -44,8 +44,9 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
     for (size_t i = 0; i < count && past + n <= p.cache; i++) {
         generate_batch(t, plan, next.data(), n, past);
         run_plan(t, plan);
-        copy_out(stored.data(), address<const T>(t, {Kind::LOGITS, -1, 0}),
-                 stored.size() * sizeof(T), t.ctx.where);
+        const T* here = address<const T>(t, {Kind::LOGITS, -1, 0}); // on the last stage
+        if (here) copy_out(stored.data(), here, stored.size() * sizeof(T), t.ctx.where);
+        broadcast(t.comms.pp, stored.data(), stored.size(), (p.stages() - 1) % p.pp, Cpu{});
         for (size_t v = 0; v < logits.size(); v++) logits[v] = float(to_acc(stored[v]));
         past += n, n = 1;
         next = {sample_token(logits.data(), t.model.shape.V, how.temperature, how.top_k, how.top_p,

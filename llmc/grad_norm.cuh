@@ -37,6 +37,7 @@ struct Chunk {
     size_t from, to; // elements of the row
 };
 HD inline size_t chunks_of(const TensorRow& row) {
+    if (row.n == 0) return 0;
     return (row.offset % GRAD_NORM_CHUNK + row.n + GRAD_NORM_CHUNK - 1) / GRAD_NORM_CHUNK;
 }
 HD inline Chunk chunk_of(const TensorRow& row, size_t k) {

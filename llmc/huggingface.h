@@ -406,21 +406,6 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
     return j;
 }
 
-// A parameter's float values as trained: the master where there is one.
-template <typename T, typename S>
-std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
-    std::vector<float> values(p.elements());
-    if (const float* master = address<const float>(t, {Kind::MASTER, p.bucket})) {
-        copy_out(values.data(), master + p.offset, values.size() * sizeof(float), t.ctx.where);
-        return values;
-    }
-    std::vector<T> weight(p.elements());
-    copy_out(weight.data(), address<const T>(t, {Kind::WEIGHT, p.bucket}) + p.offset,
-             weight.size() * sizeof(T), t.ctx.where);
-    for (size_t i = 0; i < values.size(); i++) values[i] = float(to_acc(weight[i]));
-    return values;
-}
-
 inline std::string write_text_file(const std::string& path, const std::string& text) {
     SafeTensorsWriter w; // whole and synced, or not there, like any other file
     w.path = path, w.expected = text.size();
@@ -529,6 +514,10 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
 template <typename T, typename S>
 std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                       size_t shard_bytes = size_t(5) << 30) {
+    if (t.comms.world.rank > 0) { // the first rank writes
+        for (const Parameter& p : t.model.parameters) get_weight(t, p);
+        return "";
+    }
     std::string path = without_slashes(folder), temporary = path + ".exporting";
     remove_folder(temporary);
     if (mkdir(temporary.c_str(), 0777) != 0)

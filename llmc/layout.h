@@ -1,4 +1,5 @@
 // layout.h - which ranks a rank works with: the groups of the grid's axes - arXiv:2104.04473
+//   world    all ranks: checkpoints and exports
 //   dp       all data-parallel ranks of my stage: samples and losses
 //   shard    those of them that share each bucket; replica: those that have the same shard
 //   pp       my pipeline: streams and their gradients
@@ -9,7 +10,7 @@
 #include "comm.h"
 
 struct Comms {
-    Comm dp, shard, replica, pp, tie;
+    Comm world, dp, shard, replica, pp, tie;
 };
 
 // The ranks of the grid that f(coordinates) takes, in order.
@@ -28,6 +29,7 @@ inline Comms make_comms(const Comm& world, const Grid& me, int shards) {
                           }));
     };
     Comms c;
+    c.world = world;
     auto stage = [&](const Grid& g) { return g.pp_rank == me.pp_rank; };
     auto line = [&](const Grid& g) { return g.dp_rank == me.dp_rank; };
     c.dp = group("dp", stage);

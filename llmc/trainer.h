@@ -257,19 +257,36 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
     });
 }
 
+// ----------------------------------------------------------------------------
+// parameters whole, and as this rank keeps them
+
+// Which elements of a parameter this rank keeps of a datum, and where the first of them lies.
+struct KeptPart {
+    size_t from, count, at; // in the parameter; in what is kept
+};
+template <typename T, typename S>
+KeptPart kept_part(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    size_t first = kept_first(t.plans[0], t.model, d),
+           last = first + kept_elements(t.plans[0], t.model, d), from = std::max(p.offset, first),
+           end = std::min(p.offset + p.elements(), last);
+    if (from >= end || !arena_find(t.arena, t.plan, t.at, d)) return {0, 0, 0};
+    return {from - p.offset, end - from, from - first};
+}
+template <typename T, typename S> bool keeps_any(const Trainer<T, S>& t, Kind kind) {
+    for (auto& [d, place] : t.arena.lasting)
+        if (d.kind == kind && place.bytes) return true;
+    return false;
+}
+
 // Store what this rank keeps of a parameter's values (as trained: float or wider, padded) into its
 // weight and master.
 template <typename T, typename S, typename A>
 void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     auto store = [&](Data d, auto* to, auto convert) {
-        if (!to) return;
-        size_t first = kept_first(t.plans[0], t.model, d),
-               last = first + kept_elements(t.plans[0], t.model, d),
-               from = std::max(p.offset, first), end = std::min(p.offset + p.elements(), last);
-        if (from >= end) return;
-        const A* source = values + (from - p.offset);
+        KeptPart part = kept_part(t, d, p);
+        if (part.count == 0) return;
         fill_memory(
-            to + (from - first), end - from, [=](size_t i) { return convert(source[i]); },
+            to + part.at, part.count, [=](size_t i) { return convert(values[part.from + i]); },
             t.ctx.where);
     };
     Data weight = {Kind::WEIGHT, p.bucket}, master = {Kind::MASTER, p.bucket};
@@ -277,10 +294,41 @@ void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     store(master, address<float>(t, master), [](A x) { return float(x); });
 }
 
+// A parameter's values of a datum of V, from the ranks that keep them, on every rank; all ranks
+// call it. second: of the moments the second ones.
+template <typename V, typename T, typename S>
+std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p, bool second = false) {
+    const Plan& plan = t.plans[0];
+    std::vector<V> values(p.elements(), V{});
+    KeptPart part = kept_part(t, d, p);
+    bool gives = t.comms.replica.rank == 0 &&
+                 (is_sharded(plan, t.model, d) || t.comms.shard.rank == 0) &&
+                 is_mine(plan, t.model, t.model.buckets[size_t(p.bucket)].layers.front());
+    if (gives && part.count)
+        copy_out(values.data() + part.from,
+                 address<const V>(t, d) + (second ? kept_elements(plan, t.model, d) : 0) + part.at,
+                 part.count * sizeof(V), t.ctx.where);
+    // one rank gives each element, the others give zero bytes
+    all_reduce_sum(t.comms.world, reinterpret_cast<unsigned char*>(values.data()),
+                   values.size() * sizeof(V), Cpu{});
+    return values;
+}
+
+// The float values of a parameter as trained: the master where there is one. All ranks call it.
+template <typename T, typename S>
+std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
+    if (keeps_any(t, Kind::MASTER)) return fetch<float>(t, {Kind::MASTER, p.bucket}, p);
+    std::vector<T> weight = fetch<T>(t, {Kind::WEIGHT, p.bucket}, p);
+    std::vector<float> values(weight.size());
+    for (size_t i = 0; i < values.size(); i++) values[i] = float(to_acc(weight[i]));
+    return values;
+}
+
 // Weights as --seed says: counter-based, keyed by name and global element, so no layout changes
 // them.
 template <typename T, typename S> void init_weights(Trainer<T, S>& t, uint64_t seed) {
     for (const Parameter& p : t.model.parameters) {
+        if (!bucket_is_mine(t.plans[0], t.model, p.bucket)) continue;
         std::vector<float> values(p.elements(), p.init.value); // padding stays 0
         uint64_t stream = fnv1a(p.name);
         if (p.init.std > 0)

@@ -190,6 +190,25 @@ inline std::vector<TensorRow> bucket_rows(Check& c, bool aligned, size_t tensors
     return rows;
 }
 
+// The sums of a bucket that is cut at a multiple of the chunk, part after part.
+inline std::vector<double> sums_in_two(const std::vector<TensorRow>& rows,
+                                       const std::vector<double>& grad) {
+    std::vector<double> sums(rows.size() + grad.size() / GRAD_NORM_CHUNK + 3);
+    size_t done = 0, cut = round_up(grad.size() / 2, GRAD_NORM_CHUNK);
+    for (size_t part = 0; part < 2; part++) {
+        std::vector<TensorRow> mine;
+        size_t first = part ? cut : 0, last = part ? ~size_t(0) : cut;
+        for (const TensorRow& r : rows) {
+            size_t from = std::max(r.offset, first), to = std::min(r.offset + r.n, last);
+            if (from < to) mine.push_back({from - first, to - from});
+        }
+        done +=
+            grad_squares(sums.data() + done, grad.data() + first, mine.data(), mine.size(), Cpu{});
+    }
+    sums.resize(done);
+    return sums;
+}
+
 inline void grad_norm_kernels(Check& c) {
     for (size_t tensors : {1, 5, 70})
         for (int kind : {0, 1, 2, 3}) { // clipped, not clipped, NaN, infinity
@@ -203,7 +222,7 @@ inline void grad_norm_kernels(Check& c) {
                 for (const TensorRow& r : rows) inside |= i >= r.offset && i < r.offset + r.n;
                 if (!inside) grad[i] = 1e6;
             }
-            for (const TensorRow& r : rows) chunks += ceil_div(r.n, GRAD_NORM_CHUNK);
+            for (const TensorRow& r : rows) chunks += chunks_of(r);
             if (kind > 1) grad[rows[0].offset] = kind == 2 ? NAN : -INFINITY;
             std::vector<double> sums(chunks);
             float clip = kind == 1 ? 1e9f : 0.5f;
@@ -211,6 +230,7 @@ inline void grad_norm_kernels(Check& c) {
             size_t count = grad_squares(sums.data(), grad.data(), rows.data(), tensors, Cpu{});
             grad_norm_finish(&scale, sums.data(), chunks, clip, Cpu{});
             expect(c, count == chunks && scale.finite == (kind < 2), "the CPU's version");
+            if (kind < 2) expect(c, sums_in_two(rows, grad) == sums, "a bucket in two parts");
             std::vector<double> other = rounded<float>(normals(c, n)), added = plus(grad, other);
             every_order(c, [&](Outputs& o) {
                 cudaStream_t stream = {};

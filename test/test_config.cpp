@@ -85,8 +85,7 @@ TEST(Config, RefusesWhatItCannotRead) {
 }
 
 TEST(Config, RefusesWhatIsNotBuiltByName) {
-    for (const char* flag :
-         {"--tp", "--dp", "--pp", "--cp", "--ep", "--zero", "--local-ranks", "--chunks"}) {
+    for (const char* flag : {"--tp", "--cp", "--ep"}) {
         std::string wrong = check({flag, "2"});
         EXPECT_HAS(wrong, flag);
         EXPECT_HAS(wrong, "not built yet");
@@ -94,10 +93,20 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--fp8"}), "--fp8 true: not built yet");
     EXPECT_HAS(check({"--precision", "fp16"}), "use bf16 or fp32");
     EXPECT_HAS(check({"--offload", "optimizer"}), "not built yet");
-    EXPECT_HAS(check({"--pipeline", "gpipe"}), "not built yet");
     EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
     EXPECT_HAS(check({"--timeline", "x.svg"}), "not built yet");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
+}
+
+TEST(Config, TheLayoutMakesTheRanks) {
+    EXPECT_EQ(check({"--local-ranks", "4", "--pp", "2", "--zero", "3"}), "");
+    EXPECT_EQ(check({"--dp", "64", "--pp", "2", "--explain"}), "");
+    EXPECT_HAS(check({"--dp", "2"}), "are 2 ranks, and there are 1: use --local-ranks 2");
+    EXPECT_HAS(check({"--local-ranks", "3", "--pp", "2"}), "use --local-ranks 2");
+    EXPECT_HAS(check({"--local-ranks", "8", "--pp", "8"}), "8 stages, and the model has 6 layers");
+    EXPECT_HAS(check({"--local-ranks", "4", "--zero-group", "3"}), "does not divide --dp 4");
+    EXPECT_HAS(check({"--local-ranks", "2", "--pp", "2", "--chunks", "2"}), "interleaved");
+    EXPECT_HAS(parse({"--zero", "4"}), "from 0 to 3");
 }
 
 TEST(Config, RefusesShapesThatDoNotFit) {

@@ -100,7 +100,7 @@ std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool a
 template <typename T> std::string state_of(Small<T>& m) {
     std::string state;
     for (const StateTensor& s : state_tensors(m.t, m.t.hyper.adamw))
-        state.append((const char*)state_address(m.t, s), s.p->elements() * sizeof(acc_t<T>));
+        state.append((const char*)fetch_state(m.t, s).data(), s.p->elements() * sizeof(acc_t<T>));
     for (const Parameter& p : m.t.model.parameters)
         state.append((const char*)(address<T>(m.t, {Kind::WEIGHT, p.bucket}) + p.offset),
                      p.elements() * sizeof(T));

@@ -203,6 +203,105 @@ TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
     EXPECT_GT(kills, 0);
 }
 
+// ----------------------------------------------------------------------------
+// many ranks
+
+// the lines of losses and samples, without times and the layout
+static std::string curve(const std::string& text) {
+    std::string kept;
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) {
+        std::smatch m;
+        if (std::regex_search(line, m, std::regex("^step .*norm [0-9.]+")))
+            kept += m[0].str() + "\n";
+        else if (line.rfind("val loss", 0) == 0)
+            kept += line + "\n";
+    }
+    size_t sample = text.rfind("---\n", text.rfind("---\n") - 1);
+    return kept + text.substr(sample);
+}
+
+// the first line that begins so, up to its time
+static std::string line_of(const std::string& text, const std::string& start) {
+    size_t at = text.find("\n" + start);
+    if (at == std::string::npos) return "no " + start + " in " + text;
+    std::string line = text.substr(at + 1, text.find('\n', at + 1) - at - 1);
+    return line.substr(0, line.find(" | lr"));
+}
+
+// Stages of a pipeline and ZeRO 1 against 0 change no bit: not of losses, samples and exports.
+TEST_F(Run, PipelinesAndShardsPrintWhatOneRankPrints) {
+    std::string flags = small + "--steps 6 --eval-every 3 --temperature 0 --batch-tokens 512 ";
+    std::string one = "OMP_NUM_THREADS=1";
+    Result want = run(flags + "--export " + path("one"), one);
+    ASSERT_EQ(want.status, 0) << want.text;
+    for (std::string layout :
+         {"--local-ranks 2 --pp 2", "--local-ranks 3 --pp 3 --pipeline zero-bubble",
+          "--local-ranks 2 --pp 2 --chunks 2 --pipeline interleaved --recompute full"}) {
+        Result got = run(flags + layout + " --export " + path("many"), one);
+        ASSERT_EQ(got.status, 0) << layout << "\n" << got.text;
+        EXPECT_EQ(curve(got.text), curve(want.text)) << layout;
+        EXPECT_EQ(read_file(path("many/model.safetensors")),
+                  read_file(path("one/model.safetensors")))
+            << layout;
+    }
+    Result two = run(flags + "--local-ranks 2 --export " + path("two"), one);
+    for (std::string layout : {"--local-ranks 2 --zero 1", "--local-ranks 4 --pp 2 --zero 1"}) {
+        Result got = run(flags + layout + " --export " + path("many"), one);
+        ASSERT_EQ(got.status, 0) << layout << "\n" << got.text;
+        EXPECT_EQ(curve(got.text), curve(two.text)) << layout;
+        EXPECT_EQ(read_file(path("many/model.safetensors")),
+                  read_file(path("two/model.safetensors")))
+            << layout;
+    }
+}
+
+// A checkpoint of any layout loads in any other, moments and cursor included.
+TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
+    for (std::string precision : {"fp32", "bf16"}) {
+        std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --precision " +
+                            precision + " --steps 4 --out " + path(precision) + " --save-every 2 ";
+        std::string one = "OMP_NUM_THREADS=1", saved = path(precision + "_saved");
+        Result r = run(flags + "--local-ranks 4 --pp 2 --zero 3", one);
+        ASSERT_EQ(r.status, 0) << r.text;
+        fs::remove_all(fs::path(path(precision)) / "step_00000004"); // go on from step 2
+        fs::copy(path(precision), saved, fs::copy_options::recursive);
+        std::map<std::string, std::string> exports;
+        for (std::string layout : {"", "--local-ranks 2 --zero 2", "--local-ranks 3 --pp 3",
+                                   "--local-ranks 4 --zero 3 --zero-group 2"}) {
+            std::string exported = path("e");
+            Result e = run(flags + layout + " --resume --steps 0 --export " + exported, one);
+            ASSERT_EQ(e.status, 0) << layout << "\n" << e.text;
+            exports[read_file(exported + "/model.safetensors")] += layout + "; ";
+        }
+        EXPECT_EQ(exports.size(), 1u) << "one checkpoint, other exports";
+        // on the same layout: the same steps as without a stop
+        Result again = run(flags + "--local-ranks 4 --pp 2 --zero 3 --resume", one);
+        EXPECT_NE(again.text.find("resumed at step 2"), std::string::npos) << again.text;
+        EXPECT_EQ(line_of(again.text, "step  4/4"), line_of(r.text, "step  4/4"));
+        EXPECT_EQ(line_of(again.text, "val loss"), line_of(r.text, "val loss"));
+        // on another: almost
+        fs::remove_all(path(precision));
+        fs::copy(saved, path(precision), fs::copy_options::recursive);
+        Result other = run(flags + "--local-ranks 2 --zero 1 --resume", one);
+        EXPECT_EQ(other.status, 0) << other.text;
+        EXPECT_NE(other.text.find("resumed at step 2"), std::string::npos) << other.text;
+        EXPECT_EQ(line_of(other.text, "step  4/4").substr(0, 21),
+                  line_of(r.text, "step  4/4").substr(0, 21)); // the loss to two decimals
+    }
+}
+
+TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
+    refuses("--dp 2", "are 2 ranks, and there are 1: use --local-ranks 2");
+    refuses("--local-ranks 8 --pp 8 --layers 2", "the model has 4 layers");
+    refuses("--local-ranks 2 --device cuda", "--device cuda");
+    refuses("--local-ranks 2 --pp 2 --pipeline nothing", "neither gpipe, 1f1b");
+    write("late.txt", "F0.0 B0.0\nB0.1 F0.1\n");
+    refuses("--local-ranks 2 --pp 2 --pipeline " + path("late.txt"), "F must come first");
+    refuses(small + "--local-ranks 2 --lr 1000 --clip 0 --warmup 1 --steps 50",
+            "the weights are those of the step before");
+}
+
 TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
     std::string flags =
         small + "--sample-tokens 0 --save-every 4 --keep 3 --steps 12 --out " + path("out");
