@@ -16,6 +16,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
+#include <unistd.h>
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -44,14 +46,16 @@ struct Cpu {};
 
 inline thread_local int this_rank = 0; // only ever read by the messages below
 
+// Ranks that are threads often find the same mistake: the first to come says it, for all.
 [[noreturn]] inline void die(const char* message) {
+    static std::atomic_flag said;
+    while (said.test_and_set()) pause();
     char line[2048];
-    int n = snprintf(line, sizeof(line), "train_gpt: error: %s%s\n", message,
-                     this_rank ? " (see the first rank's message too)" : "");
+    int n = snprintf(line, sizeof(line), "train_gpt: error: %s\n", message);
     if (n > int(sizeof(line)) - 1) n = sizeof(line) - 1;
     fflush(stdout);
     fwrite(line, 1, n, stderr);
-    exit(1);
+    _exit(1); // the other threads go on until then
 }
 
 // A mistake in the program or the machine: file, line, rank, the condition, the values.

@@ -292,6 +292,8 @@ TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
 }
 
 TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
+    for (int i = 0; i < 5; i++) // said once, not by each rank
+        refuses("--local-ranks 8 --data " + path("nothing.txt"), "No such file");
     refuses("--dp 2", "are 2 ranks, and there are 1: use --local-ranks 2");
     refuses("--local-ranks 8 --pp 8 --layers 2", "the model has 4 layers");
     refuses("--local-ranks 2 --device cuda", "--device cuda");
