@@ -314,7 +314,6 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     if (!kernels.empty()) printf("attention: %s\n", kernels.c_str());
     if (c.explain) return print_plan(run, t.arena, t.plans, t.model);
     t.comms = make_comms(run.world, run.grid, plans[0].shards);
-    if (run.evaluate_plan >= 0) open_data(run);
     if (run.train_plan >= 0 && is_first(run)) printf("data: %s\n", data_text(run.train).c_str());
     trainer_allocate(t);
     t.hyper = {c.optimizer == "adamw", 0,
@@ -411,5 +410,6 @@ int main(int argc, char** argv) {
     if (!c.export_dir.empty()) or_die(hf_export_check(run.shape, c.export_dir));
     or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
     choose_prompt(run);
+    if (!c.explain && (c.steps > 0 || c.eval)) open_data(run);
     return run_on_gpu(run) || run_on_cpu(run) ? 0 : 1;
 }
