@@ -54,7 +54,7 @@ LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layern
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
 
 found:
-	@echo "$(shell $(CXX) --version | head -1); oneDNN: $(if $(filter 1,$(ONEDNN)),yes,no - matrix products are plain loops); device: $(DEVICE)"
+	@echo "$(shell $(CXX) --version | head -1); oneDNN: $(if $(filter 1,$(ONEDNN)),yes,no - matrix products are plain loops); MPI: $(if $(filter 1,$(MPI)),yes,no - ranks are threads); device: $(DEVICE)"
 
 # `make run` and `make test` set the machine up first, then look again at what is there
 run:
@@ -134,8 +134,9 @@ $(TESTS:%=$(BUILD)/%) $(EMULATED:%=$(BUILD)/%): OPT = -O1 -march=native
 $(EMULATED:%=$(BUILD)/%): $(BUILD)/%: test/%.cpp $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) $(EMULATE) $< -o $@ $(LIBS)
 $(BUILD)/test_device: CXXFLAGS += $(EMULATE)
-$(BUILD)/test_comm: CXXFLAGS += $(EMULATE) $(MPI_FLAGS)
-$(BUILD)/test_comm: LIBS += $(MPI_LIBS)
+$(BUILD)/test_comm: CXXFLAGS += $(EMULATE)
+$(BUILD)/test_comm $(BUILD)/train_gpt: CXXFLAGS += $(MPI_FLAGS)
+$(BUILD)/test_comm $(BUILD)/train_gpt: LIBS += $(MPI_LIBS)
 $(BUILD)/test_%: test/test_%.cpp $(HEADERS) train_gpt_min.cpp | $(BUILD)
 	$(CXX) $(CXXFLAGS) $< -o $@ -lgtest -lgtest_main $(LIBS)
 

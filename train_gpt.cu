@@ -335,7 +335,8 @@ template <typename T, typename S> void run_training(Run& run, S where) {
         Peak peak = machine_peak<T>(where);
         // as many at once as have cores of their own
         int cores = std::max(1, int(std::thread::hardware_concurrency()) / threads_here(Cpu{}));
-        run.peak = peak.flops * std::min(run.world.size, cores);
+        run.peak =
+            peak.flops * (run.world.local ? std::min(run.world.size, cores) : run.world.size);
         printf(
             "mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s in %s: %s\n",
             run.peak / 1e9, c.precision.c_str(), peak.says.c_str());
@@ -357,28 +358,34 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     trainer_free(t);
 }
 
+template <typename S> void run_rank(Run& run, S where) {
+    run.config.precision == "bf16" ? run_training<bf16>(run, where)
+                                   : run_training<float>(run, where);
+}
+
 static bool run_on_cpu(Run& run) {
     const Config& c = run.config;
-    printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
-           c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
-    auto rank = [&](Run mine) {
-        c.precision == "bf16" ? run_training<bf16>(mine, Cpu{}) : run_training<float>(mine, Cpu{});
-    };
-    if (c.local_ranks == 1 || c.explain) return rank(run), true;
-    printf("ranks: %d threads, dp %d x pp %d\n", c.local_ranks, c.dp, c.pp);
-    int failed = run_local_ranks(c.local_ranks, {}, [&](const Comm& world) {
-        Run mine = run;
-        mine.world = world;
-        rank(mine);
-    });
-    return failed ? (void)exit(1), true : true;
+    bool threads = c.local_ranks > 1 && !c.explain;
+    if (is_first(run)) {
+        printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
+               c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
+        if (threads || run.world.size > 1)
+            printf("ranks: %d %s, dp %d x pp %d\n", c.dp * c.pp, threads ? "threads" : "processes",
+                   c.dp, c.pp);
+    }
+    if (!threads) return run_rank(run, Cpu{}), true;
+    return run_local_ranks(c.local_ranks, {}, [&](const Comm& world) {
+               Run mine = run;
+               mine.world = world;
+               run_rank(mine, Cpu{});
+           }) == 0;
 }
 
 // False: there is none to run on, or the CPU is wanted.
 static bool run_on_gpu(Run& run) {
 #if KERNELS
     const Config& c = run.config;
-    if (c.device == "cpu" || c.local_ranks > 1) return false;
+    if (c.device == "cpu" || c.local_ranks > 1 || run.world.size > 1) return false;
     int count = 0;
     cudaError_t answer = cudaGetDeviceCount(&count);
     const char* why = answer != cudaSuccess ? cudaGetErrorString(answer) : "there is none";
@@ -391,7 +398,7 @@ static bool run_on_gpu(Run& run) {
     if (there) CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     printf("train_gpt: %s, %s, on %s\n", c.model.c_str(), c.precision.c_str(),
            there ? device_name(stream).c_str() : "a GPU that is not here");
-    c.precision == "bf16" ? run_training<bf16>(run, stream) : run_training<float>(run, stream);
+    run_rank(run, stream);
     if (there) CUDA_CHECK(cudaStreamDestroy(stream));
     return true;
 #else
@@ -399,17 +406,49 @@ static bool run_on_gpu(Run& run) {
 #endif
 }
 
+// Under mpirun or srun the processes of the job are the ranks.
+static void join_processes(Run& run, RankInfo* info, int* argc, char*** argv) {
+    const char* size = getenv("OMPI_COMM_WORLD_SIZE");
+    bool started = size || getenv("PMIX_RANK") || getenv("PMI_RANK");
+    if (const char* rank = getenv("OMPI_COMM_WORLD_RANK")) this_rank = atoi(rank);
+#ifdef WITH_MPI
+    if (!started) return;
+    int given = 0;
+    MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &given));
+    run.world = mpi_world(*info);
+#else
+    (void)run, (void)info, (void)argc, (void)argv;
+    USER_CHECK(!started || (size && atoi(size) == 1),
+               "started as one of several processes, and built without MPI: install "
+               "libopenmpi-dev and openmpi-bin and make again, or use --local-ranks");
+#endif
+}
+static void leave_processes(Run& run) {
+#ifdef WITH_MPI
+    bool joined = run.world.mpi != nullptr;
+    run.world = {};
+    if (joined) MPI_CHECK(MPI_Finalize());
+#else
+    (void)run;
+#endif
+}
+
 int main(int argc, char** argv) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
+    RankInfo info;
     Run run;
+    join_processes(run, &info, &argc, &argv);
     Config& c = run.config;
     or_die(parse_arguments(c, argc, argv));
-    if (c.help) return fputs(help_text().c_str(), stdout), 0;
+    if (c.help) return is_first(run) && fputs(help_text().c_str(), stdout), leave_processes(run), 0;
     run.shape = choose_shape(c);
-    or_die(config_check(c, run.shape));
+    or_die(config_check(c, run.shape, run.world.size));
+    check_same(run.world, "the command line", config_json(c).dump());
     if (!c.export_dir.empty()) or_die(hf_export_check(run.shape, c.export_dir));
     or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
     choose_prompt(run);
     if (!c.explain && (c.steps > 0 || c.eval)) open_data(run);
-    return run_on_gpu(run) || run_on_cpu(run) ? 0 : 1;
+    bool good = run_on_gpu(run) || run_on_cpu(run);
+    leave_processes(run);
+    return good ? 0 : 1;
 }

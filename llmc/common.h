@@ -46,9 +46,10 @@ struct Cpu {};
 
 inline thread_local int this_rank = 0; // only ever read by the messages below
 
-// Ranks that are threads often find the same mistake: the first to come says it, for all.
+// Ranks often find the same mistake: the first one says it for all, and ends the job.
 [[noreturn]] inline void die(const char* message) {
     static std::atomic_flag said;
+    if (this_rank > 0) sleep(2);
     while (said.test_and_set()) pause();
     char line[2048];
     int n = snprintf(line, sizeof(line), "train_gpt: error: %s\n", message);

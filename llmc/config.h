@@ -40,7 +40,7 @@ struct Config {
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1, zero = 0, zero_group = 0, chunks = 1, prefetch = 1,
         local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
-    std::string pipeline = "1f1b", comm = "local";
+    std::string pipeline = "1f1b", comm = "auto";
     // memory
     std::string recompute = "none", offload = "none";
     // files
@@ -136,7 +136,8 @@ inline const std::vector<Flag>& config_table() {
         {"chunks", &C::chunks, "1..1000", "stages of each pipeline rank"},
         {"prefetch", &C::prefetch, "0..1000", "ZeRO-3: layers gathered ahead"},
         {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
-        {"comm", &C::comm, "= local (MPI and NCCL)", "communication backend"},
+        {"comm", &C::comm, "= auto (NCCL)",
+         "what carries messages; auto: MPI under mpirun, else memory"},
         {"fixed-order", &C::fixed_order, "", "add ranks in rank order (one rank always does)"},
         {"", &C::help, "", "Files"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
@@ -433,14 +434,18 @@ inline std::string check_shape(const Shape& s) {
 }
 
 // The axes must make the ranks that there are; --explain needs none.
-inline std::string check_layout(Config& c, const Shape& s) {
+inline std::string check_layout(Config& c, const Shape& s, int processes) {
     auto text = [](auto n) { return std::to_string(n); };
     int layers = int(s.L) + 2, stages = c.pp * c.chunks;
-    if (c.dp == 0) c.dp = std::max(1, c.local_ranks / c.pp);
-    if (c.dp * c.pp != c.local_ranks && !c.explain)
+    if (processes > 1 && c.local_ranks > 1)
+        return "--local-ranks " + text(c.local_ranks) + " in each of " + text(processes) +
+               " processes: use one of the two";
+    int ranks = std::max(processes, c.local_ranks);
+    if (c.dp == 0) c.dp = std::max(1, ranks / c.pp);
+    if (c.dp * c.pp != ranks && !c.explain)
         return "--dp " + text(c.dp) + " x --pp " + text(c.pp) + " are " + text(c.dp * c.pp) +
-               " ranks, and there are " + text(c.local_ranks) + ": use --local-ranks " +
-               text(c.dp * c.pp);
+               " ranks, and there are " + text(ranks) + ": use --local-ranks " + text(c.dp * c.pp) +
+               " or mpirun -np " + text(c.dp * c.pp);
     if (stages > layers)
         return "--pp " + text(c.pp) + " x --chunks " + text(c.chunks) + " are " + text(stages) +
                " stages, and the model has " + text(layers) +
@@ -449,19 +454,19 @@ inline std::string check_layout(Config& c, const Shape& s) {
         return "--zero-group " + text(c.zero_group) + " does not divide --dp " + text(c.dp);
     if (c.chunks > 1 && c.pipeline == "1f1b")
         return "--chunks " + text(c.chunks) + " needs --pipeline interleaved, gpipe or zero-bubble";
-    if (c.local_ranks > 1 && c.device == "cuda")
-        return "--local-ranks " + text(c.local_ranks) +
-               " with --device cuda: not built yet (ranks on GPUs): use --device cpu";
+    if (ranks > 1 && c.device == "cuda")
+        return text(ranks) + " ranks with --device cuda: not built yet (NCCL): use --device cpu";
     return "";
 }
 
-inline std::string config_check(Config& c, const Shape& s) {
+// processes: of the MPI job, 1 without one
+inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     std::string wrong = check_built(c);
     if (wrong.empty()) wrong = check_shape(s);
     if (!wrong.empty()) return wrong;
     if (c.seq == 0) c.seq = int(std::min(s.P, size_t(256)));
     if (c.min_lr < 0) c.min_lr = c.lr / 10;
-    wrong = check_layout(c, s);
+    wrong = check_layout(c, s, processes);
     if (!wrong.empty()) return wrong;
     int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;
     if (c.batch_tokens == 0) c.batch_tokens = step_tokens;

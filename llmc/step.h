@@ -320,7 +320,12 @@ template <typename T, typename S> void run_action(Trainer<T, S>& t, const Action
 template <typename T, typename S> void run_plan(Trainer<T, S>& t, int plan) {
     t.plan = plan;
     const std::vector<Action>& actions = t.plans[plan].actions;
-    for (t.at = 0; t.at < int(actions.size()); t.at++) run_action(t, actions[t.at]);
+    RankInfo* info = t.comms.world.info;
+    for (t.at = 0; t.at < int(actions.size()); t.at++) {
+        const Action& a = actions[size_t(t.at)];
+        if (info) info->action = action_text(a, t.model); // what the watchdog says of a wait
+        run_action(t, a);
+    }
     t.at = int(actions.size()) - 1; // what outlives the plan is read from here
 }
 

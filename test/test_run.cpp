@@ -291,6 +291,48 @@ TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
     }
 }
 
+// Processes compute what threads compute.
+TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
+    if (run("--steps 0 --sample-tokens 0", "command -v mpirun >/dev/null &&").status != 0)
+        GTEST_SKIP() << "skipped: no mpirun";
+    std::string flags = small + "--steps 4 --temperature 0 --batch-tokens 512 --pp 2 ";
+    std::string mpirun =
+        "OMP_NUM_THREADS=1 timeout 120 mpirun --allow-run-as-root --oversubscribe -np ";
+    Result again = run("--dp 9", mpirun + "2");
+    if (again.text.find("built without MPI") != std::string::npos)
+        GTEST_SKIP() << "skipped: built without MPI";
+    for (std::string layout : {"2", "4 --zero 2"}) {
+        std::string ranks = layout.substr(0, 1), rest = layout.substr(1);
+        Result want = run(flags + rest + " --local-ranks " + ranks + " --export " + path("t"),
+                          "OMP_NUM_THREADS=1");
+        Result got = run(flags + rest + " --export " + path("p"), mpirun + ranks);
+        ASSERT_EQ(got.status, 0) << got.text;
+        ASSERT_EQ(want.status, 0) << want.text;
+        EXPECT_EQ(curve(got.text), curve(want.text));
+        EXPECT_EQ(read_file(path("t/model.safetensors")), read_file(path("p/model.safetensors")));
+    }
+    // mistakes, and a rank that is killed: one message, and nobody is left
+    EXPECT_NE(again.text.find("--dp 9 x --pp 1 are 9 ranks, and there are 2"), std::string::npos)
+        << again.text;
+    EXPECT_EQ(again.text.find("error: ", again.text.find("error: ") + 1), std::string::npos)
+        << again.text;
+    std::string other = "sh -c 'exec " + program() + " " + flags + " --seed $OMPI_COMM_WORLD_RANK'";
+    FILE* pipe = popen((mpirun + "2 " + other + " 2>&1").c_str(), "r");
+    std::string text;
+    char buffer[4096];
+    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) text.append(buffer, n);
+    EXPECT_NE(pclose(pipe), 0);
+    EXPECT_NE(text.find("the command line of rank 1 is not that of rank 0"), std::string::npos)
+        << text;
+    std::string killed = "sh -c '[ $OMPI_COMM_WORLD_RANK = 1 ] && (sleep 2; kill -9 $$) & exec " +
+                         program() + " " + flags + " --steps 1000000 --out " + path("k") +
+                         " --save-every 5'";
+    pipe = popen((mpirun + "2 " + killed + " >/dev/null 2>&1").c_str(), "r");
+    EXPECT_NE(pclose(pipe), 0);
+    EXPECT_NE(system(("pgrep -f '[s]teps 1000000 --out " + path("k") + "' >/dev/null").c_str()), 0);
+    EXPECT_EQ(run(flags + "--local-ranks 2 --steps 0 --resume --out " + path("k")).status, 0);
+}
+
 TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
     for (int i = 0; i < 5; i++) // said once, not by each rank
         refuses("--local-ranks 8 --data " + path("nothing.txt"), "No such file");
