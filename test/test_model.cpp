@@ -177,19 +177,22 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
         mark(writes, x.writes);
         mark(scratch,
              {{Kind::SCRATCH, a.layer}}); // what it leaves there depends on which thread took what
-        // Run it once as it is, and once with every byte that it does not read poisoned.
+        // Run it once as it is, and with every byte that it does not read poisoned: with NaN, and
+        // with a number, since what is added to NaN is the NaN that was there.
         memory.assign(arena.base, arena.base + arena.bytes);
         run_action(f.t, a);
         std::vector<unsigned char> after(arena.base, arena.base + arena.bytes);
-        for (size_t i = 0; i < arena.bytes; i++) arena.base[i] = reads[i] ? memory[i] : 0xff;
-        run_action(f.t, a);
         size_t undeclared = 0, dependent = 0;
-        for (size_t i = 0; i < arena.bytes; i++) {
-            undeclared += !writes[i] && after[i] != memory[i];
-            undeclared += !writes[i] && arena.base[i] != (reads[i] ? memory[i] : 0xff);
-            bool result =
-                writes[i] && !scratch[i] && arena.base[i] != 0xff && after[i] != memory[i];
-            dependent += result && arena.base[i] != after[i];
+        for (unsigned char poison : {0xff, 0x3f}) {
+            for (size_t i = 0; i < arena.bytes; i++) arena.base[i] = reads[i] ? memory[i] : poison;
+            run_action(f.t, a);
+            for (size_t i = 0; i < arena.bytes; i++) {
+                undeclared += !writes[i] && after[i] != memory[i];
+                undeclared += !writes[i] && arena.base[i] != (reads[i] ? memory[i] : poison);
+                bool result =
+                    writes[i] && !scratch[i] && arena.base[i] != poison && after[i] != memory[i];
+                dependent += result && arena.base[i] != after[i];
+            }
         }
         EXPECT_EQ(undeclared, 0u) << action_text(a, f.t.model)
                                   << " writes bytes that it does not declare";
