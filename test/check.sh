@@ -78,6 +78,9 @@ step "operator files alone" test/copycheck.sh
 # The script for machines with a GPU, with stand-ins for the GPU and its programs.
 step "scripts/gpu_check.sh" test/gpu_check_test.sh
 
+# The scripts for many machines, on two slots of this one.
+step "scripts/multi_node" test/multi_node_test.sh
+
 # A seeded sample of mutants; `make mutate` runs all.
 step "a sample of 8 mutants turns the suite red" test/mutate 8 1
 
