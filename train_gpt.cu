@@ -27,6 +27,7 @@ struct Run {
     double peak = 0;  // FLOP/s of one product, on all ranks
     Comm world;
     Grid grid;
+    std::vector<Box> boxes; // of the last step, for --timeline
 };
 static bool is_first(const Run& run) { return run.world.rank == 0; } // prints, and writes files
 
@@ -214,12 +215,50 @@ template <typename T, typename S> void save(Run& run, Trainer<T, S>& t) {
     or_die(checkpoint_save(t, info, run.config.out, run.config.keep));
 }
 
+// The boxes of all ranks, from the first one's start on, to the first rank; all ranks call it.
+static Lanes gather_lanes(const Run& run, const std::vector<Box>& mine) {
+    Lanes lanes(size_t(run.world.size));
+    for (int r = 0; r < run.world.size; r++) {
+        int64_t count = int64_t(mine.size());
+        broadcast(run.world, &count, 1, r, Cpu{});
+        std::vector<Box> boxes = mine;
+        boxes.resize(size_t(count));
+        for (Box& b : boxes) {
+            char name[256] = {};
+            snprintf(name, sizeof(name), "%s", b.name.c_str());
+            broadcast(run.world, reinterpret_cast<unsigned char*>(name), sizeof(name), r, Cpu{});
+            broadcast(run.world, &b.start, 1, r, Cpu{}), broadcast(run.world, &b.end, 1, r, Cpu{});
+            b.name = name;
+        }
+        lanes[size_t(r)] = boxes;
+    }
+    double first = INFINITY;
+    for (auto& lane : lanes)
+        for (Box& b : lane) first = std::min(first, b.start);
+    for (auto& lane : lanes)
+        for (Box& b : lane) b.start -= first, b.end -= first;
+    return lanes;
+}
+
+static std::string layout_text(const Config& c) {
+    return c.model + ", dp " + std::to_string(c.dp) + " x pp " + std::to_string(c.pp) + ", zero " +
+           std::to_string(c.zero) + ", " + c.pipeline;
+}
+
 template <typename T, typename S> void train_step(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
+    bool drawn = !c.timeline.empty() && run.step + 1 == c.steps;
+    t.trace = drawn ? &run.boxes : nullptr;
     double start = seconds_now();
     t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));
     run_plan(t, run.train_plan);
     double loss = plan_loss(t).mean(), seconds = seconds_now() - start;
+    t.trace = nullptr;
+    if (drawn) {
+        Lanes lanes = gather_lanes(run, run.boxes);
+        if (is_first(run))
+            or_die(write_timeline(c.timeline, lanes, layout_text(c) + ": the last step"));
+    }
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     bool good = std::isfinite(loss) && scale.finite;        // the same on all ranks
     if (!good && !is_first(run)) barrier(run.world, Cpu{}); // until the first has said so
@@ -288,6 +327,15 @@ static void print_plan(const Run& run, const Arena& arena, const std::vector<Pla
     int plan = std::max(0, run.train_plan >= 0 ? run.train_plan : run.evaluate_plan);
     USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
                model.head());
+    if (!c.timeline.empty() && run.train_plan >= 0) {
+        const Plan& p = plans[size_t(plan)];
+        std::vector<Schedule> all =
+            p.given.empty() ? schedules_of(p.pipeline, p.pp, p.chunks, p.micro_batches) : p.given;
+        Simulation s = simulate(all, p.pp);
+        char idle[64];
+        snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
+        or_die(write_timeline(c.timeline, simulated_lanes(all, s), layout_text(c) + idle));
+    }
     if (c.dp * c.pp > 1) printf("rank 0 of %d\n", c.dp * c.pp);
     printf("%s", memory_text(arena, plans, model).c_str());
     if (c.layer >= 0)

@@ -163,7 +163,9 @@ inline const std::vector<Flag>& config_table() {
         {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
         {"layer", &C::layer, "-1..10000",
          "with --explain: one layer's actions, with what they read and write"},
-        {"timeline", &C::timeline, "= (timelines)", "draw a step"},
+        {"timeline", &C::timeline, "",
+         "FILE.svg: draw the last step, or with --explain the schedule; FILE.json: a trace for "
+         "Chrome"},
         {"help", &C::help, "", "this text"},
     };
     return table;
@@ -466,6 +468,11 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     if (!wrong.empty()) return wrong;
     if (c.seq == 0) c.seq = int(std::min(s.P, size_t(256)));
     if (c.min_lr < 0) c.min_lr = c.lr / 10;
+    auto ends = [&](const char* e) {
+        return c.timeline.size() > 5 && c.timeline.rfind(e) == c.timeline.size() - strlen(e);
+    };
+    if (!c.timeline.empty() && !ends(".svg") && !ends(".json"))
+        return "--timeline " + c.timeline + ": FILE.svg or FILE.json";
     wrong = check_layout(c, s, processes);
     if (!wrong.empty()) return wrong;
     int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;

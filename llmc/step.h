@@ -324,7 +324,11 @@ template <typename T, typename S> void run_plan(Trainer<T, S>& t, int plan) {
     for (t.at = 0; t.at < int(actions.size()); t.at++) {
         const Action& a = actions[size_t(t.at)];
         if (info) info->action = action_text(a, t.model); // what the watchdog says of a wait
+        double start = t.trace ? clock_seconds() : 0;
         run_action(t, a);
+        if (!t.trace) continue;
+        wait_for(t.ctx.where);
+        t.trace->push_back({action_text(a, t.model), start, clock_seconds()});
     }
     t.at = int(actions.size()) - 1; // what outlives the plan is read from here
 }

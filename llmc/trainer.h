@@ -13,6 +13,7 @@
 #include "grad_norm.cuh"
 #include "llama.h"
 #include "layout.h"
+#include "timeline.h"
 #include "rand.h"
 
 // ----------------------------------------------------------------------------
@@ -205,11 +206,12 @@ template <typename T, typename S> struct Trainer {
     Window window;       // where LOAD takes samples from
     uint64_t cursor = 0; // samples taken so far, over all ranks: the first of this step
     uint64_t samples_end =
-        ~uint64_t(0);       // LOAD leaves later samples out (their targets are ignored)
-    int64_t valid = 0;      // targets of this global batch that count
-    Comms comms;            // the ranks that this one works with
-    int* staging = nullptr; // where LOAD prepares the batch for a device
-    int plan = 0, at = 0;   // the action that runs
+        ~uint64_t(0);                  // LOAD leaves later samples out (their targets are ignored)
+    int64_t valid = 0;                 // targets of this global batch that count
+    Comms comms;                       // the ranks that this one works with
+    int* staging = nullptr;            // where LOAD prepares the batch for a device
+    int plan = 0, at = 0;              // the action that runs
+    std::vector<Box>* trace = nullptr; // where actions' times go; null: not wanted
 };
 
 // The address of a datum while the current action runs; null where there is none.

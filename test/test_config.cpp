@@ -94,7 +94,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--precision", "fp16"}), "use bf16 or fp32");
     EXPECT_HAS(check({"--offload", "optimizer"}), "not built yet");
     EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
-    EXPECT_HAS(check({"--timeline", "x.svg"}), "not built yet");
+    EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }
 

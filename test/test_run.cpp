@@ -333,6 +333,27 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
     EXPECT_EQ(run(flags + "--local-ranks 2 --steps 0 --resume --out " + path("k")).status, 0);
 }
 
+// Every action of every rank is a box, in a trace that is JSON; the picture has a lane a rank.
+TEST_F(Run, TimelinesShowEveryRank) {
+    std::string flags = small + "--steps 2 --batch-tokens 512 --sample-tokens 0 --pp 2 ";
+    Result r = run(flags + "--local-ranks 2 --timeline " + path("t.json"));
+    ASSERT_EQ(r.status, 0) << r.text;
+    nlohmann::json trace = nlohmann::json::parse(read_file(path("t.json")));
+    std::map<int, int> forward;
+    for (auto& e : trace["traceEvents"]) {
+        EXPECT_GE(e["dur"].get<double>(), 0);
+        forward[e["tid"].get<int>()] += e["name"].get<std::string>().rfind("F(", 0) == 0;
+    }
+    EXPECT_EQ(forward, (std::map<int, int>{{0, 4 * 2}, {1, 4 * 2}})); // micro-batches x layers
+    r = run(flags + "--explain --timeline " + path("t.svg"));
+    ASSERT_EQ(r.status, 0) << r.text;
+    std::string svg = read_file(path("t.svg"));
+    EXPECT_NE(svg.find("ranks are idle 20.0% of a step"), std::string::npos); // (p-1)/(m+p-1)
+    EXPECT_NE(svg.find("rank 1"), std::string::npos);
+    EXPECT_EQ(std::count(svg.begin(), svg.end(), '\n'), 2 + 2 * (1 + 8) + 1);
+    refuses(small + "--steps 1 --timeline " + path("none/t.svg"), "cannot be written");
+}
+
 TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
     for (int i = 0; i < 5; i++) // said once, not by each rank
         refuses("--local-ranks 8 --data " + path("nothing.txt"), "No such file");
