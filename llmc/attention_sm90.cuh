@@ -41,7 +41,7 @@ struct HopperMaps {
 template <typename T> struct HopperOperands : RowOperands<T> {
     unsigned tile_rows, tiles; // rows in use of a tile, all but the last tile full; tiles in all
     float *row_lse, *row_sums; // (B,NKV,tiles,BACKWARD_ROWS) lse in units of log 2, and D
-    float* dq;                 // (B,NKV,tiles) fragments, see store_fragment()
+    float* dq;                 // (B,NKV,tiles) fragments, see fragment_at()
     int* turns;                // (B,NKV,tiles) blocks of keys that have added to it
     __device__ size_t tile_index(size_t b, size_t kh, int tile) const {
         return (b * this->d.NKV + kh) * tiles + size_t(tile);
