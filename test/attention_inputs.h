@@ -78,12 +78,12 @@ inline std::vector<double> attention_naive(const AttentionInputs& x, std::vector
 }
 
 // kind 0: a sequence; 1: documents; 2: new queries behind cached keys; 3: rows that see nothing,
-// keys in any order; 4: a sequence whose scores are all far below zero: exp(0 - lse) is infinite
+// keys in any order; 4: as 2, and all scores are far below zero: exp(0 - lse) is infinite
 inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk, size_t NH,
                                         size_t NKV, size_t HS, int kind, bool alibi) {
     AttentionInputs x;
-    x.d = {B,   Tq, kind == 2 || kind == 3 ? Tk : Tq, NH,
-           NKV, HS, NH * HS + odd(c, 0, 5),           NKV * HS + odd(c, 0, 5)};
+    x.d = {B,   Tq, kind >= 2 ? Tk : Tq,    NH,
+           NKV, HS, NH * HS + odd(c, 0, 5), NKV * HS + odd(c, 0, 5)};
     const AttentionDims& d = x.d;
     x.q = rounded<bf16>(normals(c, B * d.Tq * d.q_stride)),
     x.k = rounded<bf16>(normals(c, B * d.Tk * d.kv_stride)),
@@ -97,7 +97,7 @@ inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk
     for (size_t b = 0; b < B; b++) {
         int start = 0;
         for (size_t i = 0; i < d.Tq; i++) {
-            int position = int(i) + (kind == 2 ? int(d.Tk) - int(d.Tq) : 0);
+            int position = int(i) + (kind == 2 || kind == 4 ? int(d.Tk) - int(d.Tq) : 0);
             if (kind == 1 && c.random() % 5 == 0) start = position;
             x.q_positions.push_back(kind == 3 ? int(c.random() % d.Tk) : position);
             x.doc_start.push_back(kind == 3 && c.random() % 3 == 0 ? 1000000 : start);

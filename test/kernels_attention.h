@@ -22,7 +22,8 @@ inline std::vector<AttentionCase> attention_cases() {
             {1, 1, 75, 4, 2, 64, 2},        {1, 19, 83, 4, 1, 40, 2, true, 33, 8},
             {2, 21, 50, 2, 2, 24, 3},       {1, 33, 33, 2, 1, 72, 1, false, 20},
             {1, 40, 40, 1, 1, 96, 0},       {1, 35, 67, 2, 1, 128, 2, false, INT_MAX, 256},
-            {1, 20, 20, 1, 1, 256, 0},      {1, 45, 45, 3, 1, 64, 4}};
+            {1, 20, 20, 1, 1, 256, 0},      {1, 45, 45, 3, 1, 64, 4},
+            {1, 1, 45, 3, 1, 64, 4}};
 }
 
 // What tensor cores add: blocks of 128 rows, tiles of 64 keys of which some are seen whole, more of

@@ -21,7 +21,8 @@ inline std::vector<AttentionCase> hopper_cases() {
             {1, 2, 30, 64, 1, 8, 2}, // a tile has one query
             {1, 140, 260, 2, 1, 128, 1},
             {1, 20, 30, 1, 1, 104, 2},
-            {1, 100, 100, 3, 1, 64, 4}};
+            {1, 100, 100, 3, 1, 64, 4},
+            {1, 1, 100, 3, 1, 64, 4}};
 }
 // more tiles than a warp looks at once, of keys and of rows
 inline std::vector<AttentionCase> long_cases() {
