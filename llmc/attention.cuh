@@ -17,7 +17,7 @@
 //         ATTENTION_K; blocks that no query sees are skipped.
 //         Memory beside the operands, a thread: tiles, k and v of a head, float dk and dv of a
 //         head.
-//   To copy: this file, attention_sm80.cuh, hopper.cuh, matmul.cuh and common.h.
+//   To copy: this file, attention_sm80.cuh, attention_sm90.cuh, hopper.cuh, matmul.cuh and common.h.
 #pragma once
 #include <algorithm>
 #include <climits>

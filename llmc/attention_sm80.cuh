@@ -11,7 +11,8 @@
 //   Tiles are skipped, and mask-free, by the least and largest position in them (Span).
 //   Cost: products on tensor cores; an exp2 for each (query, key) seen, forward and in each backward
 //         kernel. Scratch: spans of the tiles, and two numbers a row.
-//   To copy: this file, attention.cuh, matmul.cuh, hopper.cuh and common.h.
+//   To copy: attention.cuh, which includes this file, attention_sm90.cuh, matmul.cuh, hopper.cuh and
+//   common.h.
 #pragma once
 #include "attention.cuh"
 #include "hopper.cuh"

@@ -18,7 +18,8 @@
 //   Tiles are skipped, and mask-free, by the least and largest position in them (Span).
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
 //         each. Scratch: spans of the tiles, two numbers a row, and dQ in float.
-//   To copy: this file, attention_sm80.cuh, attention.cuh, matmul.cuh, hopper.cuh and common.h.
+//   To copy: attention.cuh, which includes this file, attention_sm80.cuh, matmul.cuh, hopper.cuh and
+//   common.h.
 #pragma once
 #include "attention.cuh"
 #include "attention_sm80.cuh"

@@ -15,7 +15,9 @@ for file in "$@"; do
     line=$(sed -n '/To copy:/,/^#pragma once/p' "$file" | grep '^//' | tr '\n' ' ')
     names=$(grep -oE '[a-z0-9_]+\.(cuh|h)' <<<"$line")
     rm -rf "$folder"/* && cp "$file" "$folder" && for name in $names; do cp "llmc/$name" "$folder"; done
-    echo "#include \"$(basename "$file")\"
+    main=$(basename "$file")
+    [[ $line != *"which includes this file"* ]] || main=${names%%$'\n'*}
+    echo "#include \"$main\"
 int main() {}" >"$folder/alone.cu"
     for compiler in g++ ${nvcc:+nvcc}; do
         if [ $compiler = g++ ]; then
