@@ -138,7 +138,7 @@ inline const std::vector<Flag>& config_table() {
         {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
         {"comm", &C::comm, "= auto (NCCL)",
          "what carries messages; auto: MPI under mpirun, else memory"},
-        {"fixed-order", &C::fixed_order, "", "add ranks in rank order (one rank always does)"},
+        {"fixed-order", &C::fixed_order, "", "add ranks in rank order: they always are, on CPUs"},
         {"", &C::help, "", "Files"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
         {"save-every", &C::save_every, "0..1000000000000",

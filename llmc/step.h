@@ -267,7 +267,7 @@ template <typename T, typename S> void run_update(Trainer<T, S>& t, const Action
                    t.ctx.where);
 }
 
-// Every rank's shard of the weights to all: updated ones (PUBLISH), or for a use (GATHER).
+// Every rank's shard of the weights to all: updated ones, or for a use.
 template <typename T, typename S> void run_publish(Trainer<T, S>& t, const Action& a) {
     Portion part = my_part(t, a.bucket);
     T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
@@ -281,8 +281,8 @@ template <typename T, typename S> void run_gather(Trainer<T, S>& t, const Action
 
 template <typename T, typename S> void run_sendrecv(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
-    size_t bytes = t.ctx.batch.rows() * t.model.shape.C * sizeof(T);
-    if (p.mode != Mode::GENERATE) bytes = p.B * p.T * t.model.shape.C * sizeof(T);
+    size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.B * p.T;
+    size_t bytes = rows * t.model.shape.C * sizeof(T);
     std::vector<CommMessage> messages;
     for (const Transfer& x : a.transfers)
         messages.push_back(

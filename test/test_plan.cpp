@@ -288,6 +288,29 @@ TEST(Arena, MemoryIsTheTextbooks) {
     EXPECT_EQ(kept(Recompute::FULL), 0u);
 }
 
+// The rows of a bucket's shards are its parameters, each element once, with its place in the whole
+// parameter, which stochastic rounding takes its random numbers from.
+TEST(Model, RowsOfShardsKnowTheirPlace) {
+    Model model = small_model(3);
+    for (int b = 0; b < int(model.buckets.size()); b++) {
+        const Bucket& bucket = model.buckets[size_t(b)];
+        std::map<uint64_t, std::vector<int>> seen; // by the hash of the name
+        for (size_t from = 0; from < bucket.elements; from += 100)
+            for (const TensorRow& row : tensor_rows(model, b, from, from + 100))
+                for (size_t i = 0; i < row.n; i++) {
+                    std::vector<int>& mine = seen[row.hash];
+                    mine.resize(std::max(mine.size(), row.first + i + 1));
+                    mine[row.first + i] += int(from + row.offset + i); // where it lies
+                }
+        for (int k = bucket.first; k < bucket.first + bucket.count; k++) {
+            const Parameter& p = model.parameters[size_t(k)];
+            std::vector<int> places(p.elements());
+            for (size_t i = 0; i < places.size(); i++) places[i] = int(p.offset + i);
+            EXPECT_EQ(seen[fnv1a(p.name)], places) << p.name;
+        }
+    }
+}
+
 TEST(Model, PublishedParameterCounts) {
     std::map<std::string, size_t> published = {
         {"gpt2", 124439808},         {"gpt2-medium", 354823168},    {"gpt2-large", 774030080},
