@@ -146,6 +146,7 @@ static std::vector<Plan> choose_plans(Run& run) {
     p.pp = c.pp, p.pp_rank = run.grid.pp_rank, p.chunks = c.chunks;
     p.shards = c.zero_group ? c.zero_group : c.dp, p.replicas = c.dp / p.shards;
     p.shard = run.grid.dp_rank % p.shards, p.zero = c.zero, p.prefetch = c.prefetch;
+    p.tp = c.tp, p.tp_rank = run.grid.tp_rank, p.sequence_parallel = c.sequence_parallel;
     p.pipeline = choose_pipeline(c, p.micro_batches, &p.given);
     if (p.stages() > 1) p.first_layer = choose_stages(run, p.stages());
     if (c.steps > 0 && !c.eval) run.train_plan = add(p);
@@ -240,9 +241,13 @@ static Lanes gather_lanes(const Run& run, const std::vector<Box>& mine) {
     return lanes;
 }
 
+static std::string axes_text(const Config& c) {
+    return "dp " + std::to_string(c.dp) + " x tp " + std::to_string(c.tp) +
+           (c.sequence_parallel ? " with sequence parallelism" : "") + " x pp " +
+           std::to_string(c.pp);
+}
 static std::string layout_text(const Config& c) {
-    return c.model + ", dp " + std::to_string(c.dp) + " x pp " + std::to_string(c.pp) + ", zero " +
-           std::to_string(c.zero) + ", " + c.pipeline;
+    return c.model + ", " + axes_text(c) + ", zero " + std::to_string(c.zero) + ", " + c.pipeline;
 }
 
 template <typename T, typename S> void train_step(Run& run, Trainer<T, S>& t) {
@@ -336,7 +341,7 @@ static void print_plan(const Run& run, const Arena& arena, const std::vector<Pla
         snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
         or_die(write_timeline(c.timeline, simulated_lanes(all, s), layout_text(c) + idle));
     }
-    if (c.dp * c.pp > 1) printf("rank 0 of %d\n", c.dp * c.pp);
+    if (rank_count(c) > 1) printf("rank 0 of %d\n", rank_count(c));
     printf("%s", memory_text(arena, plans, model).c_str());
     if (c.layer >= 0)
         printf("actions of layer %d, first micro-batch\n%s", c.layer,
@@ -352,7 +357,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     Trainer<T, S> t;
     t.ctx.where = where;
     Grid sizes;
-    sizes.dp = c.dp, sizes.pp = c.pp;
+    sizes.dp = c.dp, sizes.pp = c.pp, sizes.tp = c.tp;
     t.grid = run.grid = grid_at(sizes, run.world.rank);
     std::vector<Plan> plans = choose_plans(run);
     trainer_place(t, run.shape, plans);
@@ -361,7 +366,11 @@ template <typename T, typename S> void run_training(Run& run, S where) {
         c.explain ? "" : attention_says<T>(attention_shape(run.shape, 1, 1, 1), where);
     if (!kernels.empty()) printf("attention: %s\n", kernels.c_str());
     if (c.explain) return print_plan(run, t.arena, t.plans, t.model);
-    t.comms = make_comms(run.world, run.grid, plans[0].shards);
+    t.comms = make_comms(run.world, run.grid, plans[0].shards, ranks_of_kv_head(plans[0], t.model));
+    const Grid& g = run.grid;
+    if (run.world.info)
+        run.world.info->place = "dp " + std::to_string(g.dp_rank) + ", tp " +
+                                std::to_string(g.tp_rank) + ", pp " + std::to_string(g.pp_rank);
     if (run.train_plan >= 0 && is_first(run)) printf("data: %s\n", data_text(run.train).c_str());
     trainer_allocate(t);
     t.hyper = {c.optimizer == "adamw", 0,
@@ -418,8 +427,8 @@ static bool run_on_cpu(Run& run) {
         printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
                c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
         if (threads || run.world.size > 1)
-            printf("ranks: %d %s, dp %d x pp %d\n", c.dp * c.pp, threads ? "threads" : "processes",
-                   c.dp, c.pp);
+            printf("ranks: %d %s, %s\n", rank_count(c), threads ? "threads" : "processes",
+                   axes_text(c).c_str());
     }
     if (!threads) return run_rank(run, Cpu{}), true;
     return run_local_ranks(c.local_ranks, {}, [&](const Comm& world) {

@@ -4,7 +4,7 @@
 //   LOAD    the step's tokens, once     COUNT  its valid targets, over all ranks, before the first B
 //   SENDRECV(...)  residual streams (>) and their gradients (<) to and from other pipeline stages
 //   GATHER(b) RELEASE(b)  bucket b's weights from all shards, and gone again
-//   REDUCE(b)  gradients summed over the data-parallel ranks     PUBLISH(b)  updated weights to all
+//   REDUCE(b)  gradients summed over the ranks that have parts     PUBLISH(b)  updated weights to all
 //   TIE(b)  the two gradients of a tied table added     NORM  the global gradient norm
 //   UPDATE(b)  the optimizer
 //
@@ -116,6 +116,8 @@ struct Plan {
     int shards = 1, replicas = 1; // data-parallel ranks that share a bucket; such groups
     int shard = 0;                // mine of the shards
     int zero = 0, prefetch = 1;
+    int tp = 1, tp_rank = 0;
+    bool sequence_parallel = false;
     std::vector<Action> actions;
     int dp() const { return shards * replicas; }
     int stages() const { return pp * chunks; }
@@ -156,6 +158,20 @@ inline bool reduced_each(const Plan& p, const Model& model, int bucket) {
         for (int b : buckets_of(model, l))
             if (model.buckets[size_t(b)].tied()) return false;
     return true;
+}
+
+// Tensor-parallel ranks have parts of the gradients of what they all hold: of their rows, of their
+// query heads where they share a key/value head.
+inline int ranks_of_kv_head(const Plan& p, const Model& model) {
+    return std::max(1, p.tp / int(model.shape.NKV));
+}
+inline bool adds_over_tp(const Plan& p, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[size_t(bucket)];
+    return p.tp > 1 && ((p.sequence_parallel && b.common > 0) ||
+                        (ranks_of_kv_head(p, model) > 1 && b.shared > b.common));
+}
+inline bool is_reduced(const Plan& p, const Model& model, int bucket) {
+    return p.dp() > 1 || adds_over_tp(p, model, bucket);
 }
 
 // A bucket's elements; where shards are cut they are padded, so that shards are equal, and whole in

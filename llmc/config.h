@@ -121,12 +121,13 @@ inline const std::vector<Flag>& config_table() {
         {"offload", &C::offload, "= none (offload)", "keep optimizer state on the host"},
         {"", &C::help, "", "Layout"},
         {"dp", &C::dp, "0..1000000", "data-parallel ranks; 0: what the other axes leave"},
-        {"tp", &C::tp, "= 1 (tensor parallelism)", "tensor-parallel ranks"},
+        {"tp", &C::tp, "1..1000000",
+         "tensor-parallel ranks, which share heads, ffn and vocabulary"},
         {"pp", &C::pp, "1..1000000", "pipeline-parallel ranks"},
         {"cp", &C::cp, "= 1 (context parallelism)", "context-parallel ranks"},
         {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
-        {"sequence-parallel", &C::sequence_parallel, "= false (sequence parallelism)",
-         "shard norms along the sequence"},
+        {"sequence-parallel", &C::sequence_parallel, "",
+         "they share the rows of norms and residuals too"},
         {"zero", &C::zero, "0..3",
          "what data-parallel ranks shard: 1 moments, 2 gradients, 3 weights"},
         {"zero-group", &C::zero_group, "0..1000000",
@@ -435,6 +436,32 @@ inline std::string check_shape(const Shape& s) {
     return "";
 }
 
+inline int rank_count(const Config& c) { return c.dp * c.tp * c.pp; }
+
+// What tensor-parallel ranks share they share equally.
+inline std::string check_tensor_parallel(const Config& c, const Shape& s) {
+    auto text = [](auto n) { return std::to_string(n); };
+    auto divides = [&](size_t tp) {
+        return s.NH % tp == 0 && s.F % tp == 0 && (s.NKV % tp == 0 || tp % s.NKV == 0);
+    };
+    size_t tp = size_t(c.tp);
+    std::string fix, tp_text = "--tp " + text(tp);
+    for (size_t d = 1; d <= s.NH; d++)
+        if (divides(d)) fix += (fix.empty() ? ": try --tp " : ", ") + text(d);
+    if (s.NH % tp) return tp_text + " does not divide " + text(s.NH) + " heads" + fix;
+    if (s.F % tp) return tp_text + " does not divide the ffn's " + text(s.F) + " channels" + fix;
+    if (!divides(tp))
+        return tp_text + " and " + text(s.NKV) + " key/value heads do not divide each other" + fix;
+    if (!c.sequence_parallel) return "";
+    if (tp == 1) return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
+    size_t rows = size_t(c.micro_batch) * size_t(c.seq);
+    if (rows % tp)
+        return "--sequence-parallel: " + tp_text +
+               " does not divide micro-batch x seq = " + text(rows) + " rows: try --seq " +
+               text(round_up(size_t(c.seq), tp));
+    return "";
+}
+
 // The axes must make the ranks that there are; --explain needs none.
 inline std::string check_layout(Config& c, const Shape& s, int processes) {
     auto text = [](auto n) { return std::to_string(n); };
@@ -442,12 +469,15 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (processes > 1 && c.local_ranks > 1)
         return "--local-ranks " + text(c.local_ranks) + " in each of " + text(processes) +
                " processes: use one of the two";
-    int ranks = std::max(processes, c.local_ranks);
-    if (c.dp == 0) c.dp = std::max(1, ranks / c.pp);
-    if (c.dp * c.pp != ranks && !c.explain)
-        return "--dp " + text(c.dp) + " x --pp " + text(c.pp) + " are " + text(c.dp * c.pp) +
-               " ranks, and there are " + text(ranks) + ": use --local-ranks " + text(c.dp * c.pp) +
-               " or mpirun -np " + text(c.dp * c.pp);
+    int ranks = std::max(processes, c.local_ranks), others = c.tp * c.pp;
+    if (c.dp == 0) c.dp = std::max(1, ranks / others);
+    std::string wanted = text(rank_count(c));
+    if (rank_count(c) != ranks && !c.explain)
+        return "--dp " + text(c.dp) + " x --tp " + text(c.tp) + " x --pp " + text(c.pp) + " are " +
+               wanted + " ranks, and there are " + text(ranks) + ": use --local-ranks " + wanted +
+               " or mpirun -np " + wanted;
+    std::string wrong = check_tensor_parallel(c, s);
+    if (!wrong.empty()) return wrong;
     if (stages > layers)
         return "--pp " + text(c.pp) + " x --chunks " + text(c.chunks) + " are " + text(stages) +
                " stages, and the model has " + text(layers) +

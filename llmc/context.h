@@ -2,6 +2,7 @@
 //   Passed as the first argument everywhere; there is no global state.
 #pragma once
 #include "attention.cuh"
+#include "comm.h"
 #include "linear.cuh"
 #include "model.h"
 #include "rope.cuh"
@@ -23,10 +24,12 @@ struct Batch {
 
 template <typename S> struct Ctx {
     S where;
-    Shape shape;
+    Shape shape; // as this rank has it
     Batch batch;
     Blas blas;
-    const void* rope = nullptr;    // acc_t<T> (P, HS/2, 2): cos, sin
+    Comm tp;                    // the ranks that share heads, channels and vocabulary
+    void* all_rows = nullptr;   // (N,C) room for the rows of all of them; sequence parallelism only
+    const void* rope = nullptr; // acc_t<T> (P, HS/2, 2): cos, sin
     const float* slopes = nullptr; // (NH) ALiBi, or null
 };
 

@@ -7,7 +7,7 @@
 //   logits (N,Vp), columns from V on are padding   row_max, sum_exp, target_logit, losses (N) acc
 //   targets (N), negative: ignored, loss and gradient 0; a shard holds V columns from vocab_start
 //   Contract: all =;  backward writes the gradient over the logits, padding included.
-//             A logit of -inf has probability 0; a row of nothing else has no loss (NaN).
+//             A shard may have no column (V 0). A logit of -inf has probability 0; a row of nothing else has no loss (NaN).
 //             Bitwise repeatable; total has the same bits in all versions.
 //   Cost: memory-bound: max, sum and max_sum read the logits, backward reads and writes them.
 //   To copy: this file and common.h.
@@ -27,7 +27,7 @@ void crossentropy_max(acc_t<T>* row_max, const T* logits, size_t N, size_t V, si
     for (size_t n = 0; n < N; n++) {
         const T* l = logits + n * Vp;
         if constexpr (sizeof(T) == 2) {
-            int16_t most = INT16_MIN;
+            int16_t most = ordered(int16_t(from_acc<T>(-INFINITY).bits)); // where V is 0
             #pragma omp simd reduction(max : most)
             for (size_t v = 0; v < V; v++) {
                 int16_t x = ordered(int16_t(l[v].bits));
@@ -35,7 +35,7 @@ void crossentropy_max(acc_t<T>* row_max, const T* logits, size_t N, size_t V, si
             }
             row_max[n] = to_acc(T{uint16_t(ordered(most))});
         } else {
-            acc_t<T> most = to_acc(l[0]);
+            acc_t<T> most = -INFINITY;
             #pragma omp simd reduction(max : most)
             for (size_t v = 0; v < V; v++) most = to_acc(l[v]) > most ? to_acc(l[v]) : most;
             row_max[n] = most;

@@ -1,6 +1,8 @@
 // embedding.cuh - token and position embedding, forward and backward
-//   out = wte[token] + wpe[position - doc_start]           (wpe null: tokens only)
+//   out = wte[token - vocab_start] + wpe[position - doc_start]   (wpe null: tokens only)
 //   out, dout (N,C)   wte, dwte (Vp,C) acc   wpe, dwpe (P,C) acc   tokens, positions, doc_start (N)
+//   Of a vocabulary cut over ranks the table holds Vp rows from vocab_start on: other tokens are
+//   zero, and add nothing.
 //   Contract: out =    dwte, dwpe = (tables zeroed first) or += (accumulate); null: frozen.
 //             Bitwise repeatable: the rows of dout that meet in a row of a table are added one by
 //             one in their order, no atomics; all versions give the same bits.
@@ -18,25 +20,28 @@
 
 template <typename T>
 void embedding_forward(T* out, const int* tokens, const int* positions, const int* doc_start,
-                       const T* wte, const T* wpe, size_t N, size_t C, Cpu) {
+                       const T* wte, const T* wpe, size_t N, size_t vocab_start, size_t Vp,
+                       size_t C, Cpu) {
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         T* y = out + n * C;
-        const T* token = wte + size_t(tokens[n]) * C;
-        if (!wpe) {
-            memcpy(y, token, C * sizeof(T));
-            continue;
-        }
+        size_t own = size_t(tokens[n]) - vocab_start; // beyond Vp also where the token is below
+        if (own < Vp)
+            memcpy(y, wte + own * C, C * sizeof(T));
+        else
+            memset(y, 0, C * sizeof(T));
+        if (!wpe) continue;
         const T* position = wpe + size_t(positions[n] - doc_start[n]) * C;
         #pragma omp simd
-        for (size_t c = 0; c < C; c++) y[c] = from_acc<T>(to_acc(token[c]) + to_acc(position[c]));
+        for (size_t c = 0; c < C; c++) y[c] = from_acc<T>(to_acc(y[c]) + to_acc(position[c]));
     }
 }
 
 template <typename T>
 void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe, const T* dout, const int* tokens,
                                const int* positions, const int* doc_start, void* /*scratch*/,
-                               size_t N, size_t Vp, size_t P, size_t C, bool accumulate, Cpu) {
+                               size_t N, size_t vocab_start, size_t Vp, size_t P, size_t C,
+                               bool accumulate, Cpu) {
     typedef acc_t<T> A;
     auto zero = [](A* table, size_t rows, size_t C) {
         #pragma omp parallel for
@@ -50,7 +55,8 @@ void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe, const T* dout, co
         size_t end = C - c0 < COLUMNS ? C : c0 + COLUMNS;
         for (size_t n = 0; n < N; n++) {
             const T* d = dout + n * C;
-            A* token = dwte ? dwte + size_t(tokens[n]) * C : nullptr;
+            size_t own = size_t(tokens[n]) - vocab_start;
+            A* token = dwte && own < Vp ? dwte + own * C : nullptr;
             A* position = dwpe ? dwpe + size_t(positions[n] - doc_start[n]) * C : nullptr;
             for (size_t c = c0; token && c < end; c++) token[c] += to_acc(d[c]);
             for (size_t c = c0; position && c < end; c++) position[c] += to_acc(d[c]);
@@ -69,13 +75,15 @@ inline size_t embedding_scratch_bytes(size_t, Cpu) { return 0; }
 template <typename T, int P, int WARPS>
 __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* positions,
                                          const int* doc_start, const T* wte, const T* wpe, size_t N,
-                                         size_t C) {
+                                         size_t vocab_start, size_t Vp, size_t C) {
     RowOfBlock<WARPS> row;
     if (row.n >= N) return;
-    const T* token = wte + size_t(tokens[row.n]) * C;
+    size_t own = size_t(tokens[row.n]) - vocab_start;
+    const T* token = own < Vp ? wte + own * C : nullptr;
     const T* position = wpe ? wpe + size_t(positions[row.n] - doc_start[row.n]) * C : nullptr;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        Pack<T, P> x = load<P>(token + c);
+        Pack<T, P> x = {};
+        if (token) x = load<P>(token + c);
         if (position) {
             Pack<T, P> y = load<P>(position + c);
             for (int i = 0; i < P; i++) x.v[i] = from_acc<T>(to_float(x.v[i]) + to_float(y.v[i]));
@@ -84,11 +92,13 @@ __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* p
     }
 }
 
-// The row of its table that row n adds to.
+// The row of its table that row n adds to; `rows`: none.
 struct EmbeddingKeys {
     const int *key, *less; // (N) (N) or null
+    unsigned start, rows;
     __device__ unsigned operator()(int n) const {
-        return unsigned(less ? key[n] - less[n] : key[n]);
+        unsigned own = unsigned(key[n] - (less ? less[n] : 0)) - start;
+        return own < rows ? own : rows;
     }
 };
 
@@ -165,6 +175,7 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
     size_t c = (size_t(blockIdx.y) * 32 + lane) * P;
     if (i >= N) return;
     unsigned key = keys(sorted[i]);
+    if (key == keys.rows) return;
     if (i > 0 && keys(sorted[i - 1]) == key) return; // it began before; the warp leaves together
     bool mine = c < C;
     const T* column = dout + (mine ? c : 0);
@@ -199,10 +210,11 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
 
 template <typename T>
 void embedding_forward(T* out, const int* tokens, const int* positions, const int* doc_start,
-                       const T* wte, const T* wpe, size_t N, size_t C, cudaStream_t stream) {
+                       const T* wte, const T* wpe, size_t N, size_t vocab_start, size_t Vp,
+                       size_t C, cudaStream_t stream) {
     pick_row_kernel<T>(C, can_vectorize<T>(C, out, wte, wpe), [&](auto P, auto WARPS) {
         launch(embedding_forward_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(), 0,
-               stream, out, tokens, positions, doc_start, wte, wpe, N, C);
+               stream, out, tokens, positions, doc_start, wte, wpe, N, vocab_start, Vp, C);
     });
 }
 
@@ -213,11 +225,12 @@ inline size_t embedding_scratch_bytes(size_t N, cudaStream_t) {
 // table (rows,C) = or += the rows of dout, each where its key says
 template <typename T>
 void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratch, size_t N,
-                   size_t rows, size_t C, bool accumulate, cudaStream_t stream) {
+                   size_t C, bool accumulate, cudaStream_t stream) {
+    size_t rows = keys.rows;
     int *sorted = static_cast<int*>(scratch), *other = sorted + N, *counts = other + N;
     size_t tiles = ceil_div(N, size_t(SORT_TILE));
     const int* from = nullptr; // the first pass reads rows as they are
-    for (int shift = 0; shift == 0 || (rows - 1) >> shift > 0; shift += DIGIT_BITS) {
+    for (int shift = 0; shift == 0 || rows >> shift > 0; shift += DIGIT_BITS) {
         if (from) std::swap(sorted, other);
         launch(embedding_sort_kernel<false>, unsigned(tiles), 32, 0, stream, sorted, counts, from,
                keys, shift, N);
@@ -243,10 +256,11 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
 template <typename T>
 void embedding_backward_weight(float* dwte, float* dwpe, const T* dout, const int* tokens,
                                const int* positions, const int* doc_start, void* scratch, size_t N,
-                               size_t Vp, size_t P, size_t C, bool accumulate,
+                               size_t vocab_start, size_t Vp, size_t P, size_t C, bool accumulate,
                                cudaStream_t stream) {
-    if (dwte) embedding_add(dwte, dout, {tokens, nullptr}, scratch, N, Vp, C, accumulate, stream);
-    if (dwpe)
-        embedding_add(dwpe, dout, {positions, doc_start}, scratch, N, P, C, accumulate, stream);
+    EmbeddingKeys of_token = {tokens, nullptr, unsigned(vocab_start), unsigned(Vp)},
+                  of_position = {positions, doc_start, 0, unsigned(P)};
+    if (dwte) embedding_add(dwte, dout, of_token, scratch, N, C, accumulate, stream);
+    if (dwpe) embedding_add(dwpe, dout, of_position, scratch, N, C, accumulate, stream);
 }
 #endif

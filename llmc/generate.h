@@ -38,7 +38,8 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
     size_t past = 0, n = prompt.size();
     std::vector<int> next = prompt;
     std::vector<std::pair<float, int>> order;
-    std::vector<T> stored(t.model.shape.V);
+    size_t Vp = t.model.shape.Vp(), mine = Vp / size_t(p.tp);
+    std::vector<T> stored(mine), all(Vp);
     std::vector<float> logits(t.model.shape.V);
     uint64_t stream = fnv1a("sample." + std::to_string(how.step));
     for (size_t i = 0; i < count && past + n <= p.cache; i++) {
@@ -47,7 +48,8 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
         const T* here = address<const T>(t, {Kind::LOGITS, -1, 0}); // on the last stage
         if (here) copy_out(stored.data(), here, stored.size() * sizeof(T), t.ctx.where);
         broadcast(t.comms.pp, stored.data(), stored.size(), (p.stages() - 1) % p.pp, Cpu{});
-        for (size_t v = 0; v < logits.size(); v++) logits[v] = float(to_acc(stored[v]));
+        all_gather(t.comms.tp, all.data(), stored.data(), mine, Cpu{}); // each its own tokens'
+        for (size_t v = 0; v < logits.size(); v++) logits[v] = float(to_acc(all[v]));
         past += n, n = 1;
         next = {sample_token(logits.data(), t.model.shape.V, how.temperature, how.top_k, how.top_p,
                              uniform(how.seed, stream, i), order)};

@@ -5,12 +5,13 @@
 //   (arXiv:2411.09009 reports
 //   how much that saves). So the head's forward pass keeps nothing, and training runs all of it in
 //   the backward pass.
-//   loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the whole global
+//   Tensor-parallel ranks have the logits of their own tokens, and reduce a row's maximum, sum and
+//   target. loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the whole global
 //   batch).
 #pragma once
 #include <algorithm>
-#include "context.h"
 #include "crossentropy.cuh"
+#include "tensor_parallel.h"
 
 // Rows a chunk: as many as the shape's logits_bytes hold, and enough for products at full speed.
 inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
@@ -47,8 +48,17 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, s
     const int* targets = ctx.batch.targets + n;
     linear_forward(a.logits, a.norm + n * s.C, lm_head, nullptr, (const T*)nullptr, rows, ctx.blas,
                    ctx.where);
-    crossentropy_max_sum(a.row_max, a.sum_exp, a.target_logit, a.logits, targets, rows, s.V, s.Vp(),
-                         ctx.where);
+    if (ctx.tp.size == 1) {
+        crossentropy_max_sum(a.row_max, a.sum_exp, a.target_logit, a.logits, targets, rows, s.V,
+                             s.Vp(), ctx.where);
+    } else {
+        crossentropy_max(a.row_max, a.logits, rows, s.V, s.Vp(), ctx.where);
+        all_reduce_max(ctx.tp, a.row_max, rows, ctx.where);
+        crossentropy_sum(a.sum_exp, a.target_logit, a.logits, targets, a.row_max, rows, s.V, s.Vp(),
+                         s.vocab_start, ctx.where);
+        all_reduce_sum(ctx.tp, a.sum_exp, rows, ctx.where);
+        all_reduce_sum(ctx.tp, a.target_logit, rows, ctx.where);
+    }
     crossentropy_loss(a.losses + n, a.row_max, a.sum_exp, a.target_logit, targets, rows, ctx.where);
 }
 
@@ -60,7 +70,7 @@ void head_loss(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm
     crossentropy_total(loss, a.losses, N, ctx.where);
 }
 
-// loss, dnorm and the weight's gradient; scale = 1 / valid targets of the global batch
+// loss, my rows of dnorm and the weight's gradient; scale = 1 / valid targets of the global batch
 template <typename T, typename S>
 void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head,
                         acc_t<T> scale, bool accumulate) {
@@ -71,11 +81,12 @@ void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const W
         const T* norm = a.norm + n * s.C;
         head_chunk_loss(ctx, a, lm_head, n, rows);
         crossentropy_backward(a.logits, ctx.batch.targets + n, a.row_max, a.sum_exp, scale, rows,
-                              s.V, s.Vp(), 0, ctx.where);
+                              s.V, s.Vp(), s.vocab_start, ctx.where);
         linear_backward_input(a.dnorm + n * s.C, a.logits, lm_head, rows, false, ctx.blas,
                               ctx.where);
         linear_backward_weight(lm_head, nullptr, a.logits, norm, rows, accumulate || n > 0,
                                ctx.blas, ctx.where);
     }
+    sum_rows(ctx, my_rows(ctx, a.dnorm), a.dnorm);
     crossentropy_total(loss, a.losses, N, ctx.where);
 }

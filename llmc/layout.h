@@ -4,13 +4,14 @@
 //   shard    those of them that share each bucket; replica: those that have the same shard
 //   pp       my pipeline: streams and their gradients
 //   tie      its first and last rank, where a tied table has its two gradients
+//   tp       the ranks that share each layer; kv: those of them that share a key/value head
 //   A group of one costs nothing: the same code runs on one rank.
 #pragma once
 #include "action.h"
 #include "comm.h"
 
 struct Comms {
-    Comm world, dp, shard, replica, pp, tie;
+    Comm world, dp, shard, replica, pp, tie, tp, kv;
 };
 
 // The ranks of the grid that f(coordinates) takes, in order.
@@ -21,12 +22,15 @@ template <typename F> std::vector<int> ranks_where(const Grid& sizes, F f) {
     return ranks;
 }
 
-// `shards` divides dp; neighbours in dp share a bucket.
-inline Comms make_comms(const Comm& world, const Grid& me, int shards) {
+// `shards` divides dp, `kv_ranks` tp: neighbours share a bucket, a key/value head.
+inline Comms make_comms(const Comm& world, const Grid& me, int shards, int kv_ranks = 1) {
+    auto split = [&](const char* name, auto f) {
+        return comm_split(world, name, ranks_where(me, f));
+    };
     auto group = [&](const char* name, auto f) {
-        return comm_split(world, name, ranks_where(me, [&](const Grid& g) {
-                              return g.cp_rank == me.cp_rank && g.tp_rank == me.tp_rank && f(g);
-                          }));
+        return split(name, [&](const Grid& g) {
+            return g.cp_rank == me.cp_rank && g.tp_rank == me.tp_rank && f(g);
+        });
     };
     Comms c;
     c.world = world;
@@ -45,5 +49,10 @@ inline Comms make_comms(const Comm& world, const Grid& me, int shards) {
         c.tie = group("tie", [&](const Grid& g) {
             return line(g) && (g.pp_rank == 0 || g.pp_rank == g.pp - 1);
         });
+    auto layer = [&](const Grid& g) { return stage(g) && line(g) && g.cp_rank == me.cp_rank; };
+    c.tp = split("tp", layer);
+    c.kv = split("kv", [&](const Grid& g) {
+        return layer(g) && g.tp_rank / kv_ranks == me.tp_rank / kv_ranks;
+    });
     return c;
 }

@@ -44,7 +44,12 @@ struct Shape {
     RopeScaling rope_scaling;
     size_t sliding_window = 0;              // Mistral: keys further back are not seen; 0: none
     size_t logits_bytes = size_t(64) << 20; // the head's logits at a time: a chunk of rows
-    size_t Vp() const { return round_up(V, 128); } // padded with zero rows that never reach a file
+    // What a tensor-parallel rank sees (tensor_parallel.h): NH, NKV, F and V are its own; V may be 0.
+    size_t vocab_start = 0; // its first token
+    size_t padded = 0;      // rows of its tables, 0: V rounded up
+    size_t row_ranks = 1;   // ranks that share the rows of the residual stream
+    // padded with zero rows that never reach a file
+    size_t Vp() const { return padded ? padded : round_up(V, 128); }
 };
 
 inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {
@@ -110,15 +115,18 @@ constexpr Init ZEROS = {0, 0}, ONES = {1, 0};
 inline Init normal_init(double std) { return {0, float(std)}; }
 
 // How tensor parallelism cuts a parameter: along `axis` of its shape, which holds `parts` equal
-// pieces side by side
-// (3 for GPT-2's q, k, v in one matrix), each cut in tp. replication: how many ranks hold the same
-// piece when heads
-// are fewer than ranks (1: none).
+// pieces side by side (3 for GPT-2's q, k, v in one matrix), each cut in tp. Key/value heads stay
+// whole: of fewer `units` than ranks, tp / units neighbours hold the same one.
 struct Shard {
     int axis = -1; // -1: every rank holds the whole
     int parts = 1;
-    int replication = 1;
+    int units = 0; // 0: any number of cuts
 };
+// Ranks that hold the same piece.
+inline int replication(const Shard& s, int tp) {
+    if (s.axis < 0) return tp;
+    return s.units && tp > s.units ? tp / s.units : 1;
+}
 
 struct Parameter {
     std::string name;          // the Hugging Face name
@@ -129,25 +137,35 @@ struct Parameter {
     Init init;
     bool decay;
     int layer; // the layer that defines it
-    int bucket;
-    size_t offset; // elements from the start of its bucket
+    int bucket = 0;
+    int pieces = 1;    // that tensor parallelism makes of it
+    size_t offset = 0; // of this rank's piece, elements from the start of its bucket
     size_t rows() const { return shape[0]; }
     size_t cols() const { return shape.size() == 2 ? shape[1] : 1; }
     size_t elements() const { return rows() * cols(); }
     size_t file_elements() const { return file_rows * cols(); }
+    // this rank's piece
+    size_t local_rows() const { return rows() / (shard.axis == 0 ? size_t(pieces) : 1); }
+    size_t local_cols() const { return cols() / (shard.axis == 1 ? size_t(pieces) : 1); }
+    size_t local_elements() const { return elements() / size_t(pieces); }
 };
 
+// Of a tensor-parallel rank: first what all ranks have (norms, biases of the stream), then what
+// some have (key/value heads), then what it alone has: gradients that ranks share are one range.
 struct Bucket {
     std::string name;
-    int first, count;        // its parameters in the table
-    size_t elements;         // padded: the end of the last parameter rounded up to 128
-    bool trainable;          // a frozen bucket has no gradient, no update
-    std::vector<int> layers; // the layers that use it
+    int first, count;          // its parameters in the table
+    std::vector<int> in_order; // by offset
+    size_t elements;           // padded: the end of the last parameter rounded up to 128
+    size_t common, shared;     // ends of the first two groups
+    bool trainable;            // a frozen bucket has no gradient, no update
+    std::vector<int> layers;   // the layers that use it
     bool tied() const { return layers.size() > 1; }
 };
 
 struct Model {
-    Shape shape;
+    Shape shape; // whole
+    int tp = 1;
     std::vector<Parameter> parameters;
     std::vector<Bucket> buckets;
     int layers() const { return int(shape.L) + 2; }
@@ -170,31 +188,45 @@ inline size_t parameter_count(const Model& m) {
 }
 
 inline int add_bucket(Model& m, const std::string& name, std::vector<int> layers) {
-    m.buckets.push_back({name, int(m.parameters.size()), 0, 0, true, layers});
+    m.buckets.push_back({name, int(m.parameters.size()), 0, {}, 0, 0, 0, true, layers});
     return int(m.buckets.size()) - 1;
 }
 
 // Append a parameter to the last bucket.
 inline void add_parameter(Model& m, Parameter p) {
-    Bucket& b = m.buckets.back();
     p.bucket = int(m.buckets.size()) - 1;
-    p.offset = b.elements;
-    b.elements = round_up(p.offset + p.elements(), 128);
-    b.count++;
+    p.pieces = m.tp / replication(p.shard, m.tp);
+    m.buckets.back().count++;
     m.parameters.push_back(p);
 }
 
+// When all are there: where each parameter lies in its bucket.
+inline void place_parameters(Model& m) {
+    for (Bucket& b : m.buckets) {
+        auto place = [&](bool common, bool shared) {
+            for (int i = b.first; i < b.first + b.count; i++) {
+                Parameter& p = m.parameters[size_t(i)];
+                if ((p.shard.axis < 0) != common || (p.shard.units > 0) != shared) continue;
+                p.offset = b.elements;
+                b.elements = round_up(p.offset + p.local_elements(), 128);
+                b.in_order.push_back(i);
+            }
+            return b.elements;
+        };
+        b.common = place(true, false), b.shared = place(false, true), place(false, false);
+    }
+}
+
 // Where a rank's elements lie in the whole parameter, as runs of consecutive elements: f(local,
-// global, count).
-// Initial weights, checkpoints and exports go through here, so that none depends on the layout.
+// global, count). Initial weights, checkpoints and exports go through here, so that none depends on
+// the layout.
 template <typename F> void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
-    if (p.shard.axis < 0 || tp == 1) return f(size_t(0), size_t(0), p.elements());
-    size_t pieces = tp / p.shard.replication, piece = tp_rank / p.shard.replication;
-    size_t outer = p.shard.axis == 0 ? 1 : p.rows(), inner = p.shard.axis == 0 ? p.cols() : 1;
-    size_t part = p.shape[p.shard.axis] / p.shard.parts, run = part / pieces * inner, local = 0;
-    for (size_t o = 0; o < outer; o++)
-        for (int k = 0; k < p.shard.parts; k++, local += run)
-            f(local, o * p.shape[p.shard.axis] * inner + k * part * inner + piece * run, run);
+    size_t same = size_t(replication(p.shard, tp)), pieces = size_t(tp) / same;
+    if (pieces == 1) return f(size_t(0), size_t(0), p.elements());
+    size_t inner = p.shard.axis == 0 ? p.cols() : 1;
+    size_t part = p.shape[size_t(p.shard.axis)] / size_t(p.shard.parts) * inner,
+           run = part / pieces, piece = size_t(tp_rank) / same;
+    for (size_t k = 0; k < p.elements() / part; k++) f(k * run, k * part + piece * run, run);
 }
 
 // ----------------------------------------------------------------------------

@@ -105,7 +105,7 @@ inline Plan add_update(Plan p, const Model& model) {
     for (int b : mine)
         if (model.buckets[size_t(b)].tied()) {
             add(Do::TIE, b);
-            if (p.dp() > 1) add(Do::REDUCE, b);
+            if (is_reduced(p, model, b)) add(Do::REDUCE, b);
         }
     add(Do::NORM, -1);
     for (int b : mine) add(Do::UPDATE, b);
@@ -222,9 +222,9 @@ inline std::string check_update(const Plan& p, const Model& model) {
                                          " times, not " + std::to_string(wanted);
         };
         bool cut = p.shards > 1 && (p.zero == 1 || p.zero == 2);
-        int reductions = !mine || p.dp() == 1             ? 0
-                         : reduced_each(p, model, int(b)) ? p.micro_batches
-                                                          : 1;
+        int reductions = !mine || !is_reduced(p, model, int(b)) ? 0
+                         : reduced_each(p, model, int(b))       ? p.micro_batches
+                                                                : 1;
         for (const std::string& wrong :
              {times(ties[int(b)], mine && bucket.tied(), " has its two gradients added "),
               times(reduced[int(b)], reductions, " is reduced "),

@@ -42,24 +42,44 @@ template <typename T, typename S> void bind_batch(Trainer<T, S>& t, int micro) {
     b = {p.B, p.T, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
 }
 
+template <typename T, typename S> void bind_scratch(Trainer<T, S>& t, int layer) {
+    const Place* scratch = arena_find(t.arena, t.plan, t.at, {Kind::SCRATCH, layer});
+    unsigned char* base = scratch ? t.arena.base + scratch->offset : nullptr;
+    size_t tail = scratch ? tail_bytes<T>(t.plans[t.plan], t.model, layer) : 0,
+           front = scratch ? scratch->bytes - tail : 0;
+    blas_scratch(t.ctx.blas, base, front);
+    t.ctx.all_rows = base + front;
+}
+
 // ----------------------------------------------------------------------------
 // embedding and head, by family
 
 template <typename T, typename S> void run_embedding_forward(Trainer<T, S>& t, Action a) {
     const Batch& b = t.ctx.batch;
-    const T* wpe = t.model.shape.position == Position::LEARNED ? weights_of(t, 1) : nullptr;
-    embedding_forward(address<T>(t, {Kind::STREAM, 1, a.micro}), b.tokens, b.positions, b.doc_start,
-                      weights_of(t, 0), wpe, b.rows(), t.model.shape.C, t.ctx.where);
+    const Shape& s = t.ctx.shape;
+    bool adds = s.position == Position::LEARNED && t.ctx.tp.rank == 0;
+    T *out = address<T>(t, {Kind::STREAM, 1, a.micro}), *part = partial_rows(t.ctx, out);
+    embedding_forward(part, b.tokens, b.positions, b.doc_start, weights_of(t, 0),
+                      adds ? weights_of(t, 1) : nullptr, b.rows(), s.vocab_start, s.Vp(), s.C,
+                      t.ctx.where);
+    sum_rows(t.ctx, out, part);
 }
 
+// The table of tokens has its gradient of all rows, that of positions of mine.
 template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, Action a) {
     const Batch& b = t.ctx.batch;
-    const Shape& s = t.model.shape;
-    acc_t<T>* dwpe = s.position == Position::LEARNED ? gradients_of(t, 1, 0) : nullptr;
-    embedding_backward_weight(gradients_of(t, 0, 0), dwpe,
-                              address<const T>(t, {Kind::DSTREAM, 1, a.micro}), b.tokens,
-                              b.positions, b.doc_start, t.ctx.blas.scratch, b.rows(), s.Vp(), s.P,
-                              s.C, !a.first, t.ctx.where);
+    const Shape& s = t.ctx.shape;
+    const T* dout = address<const T>(t, {Kind::DSTREAM, 1, a.micro});
+    acc_t<T>* none = nullptr;
+    auto backward = [&](acc_t<T>* dwte, acc_t<T>* dwpe, const T* rows, size_t first, size_t count) {
+        embedding_backward_weight(dwte, dwpe, rows, b.tokens + first, b.positions + first,
+                                  b.doc_start + first, t.ctx.blas.scratch, count, s.vocab_start,
+                                  s.Vp(), s.P, s.C, !a.first, t.ctx.where);
+    };
+    backward(gradients_of(t, 0, 0), none, all_rows(t.ctx, dout), 0, b.rows());
+    if (s.position != Position::LEARNED) return;
+    size_t R = stream_rows(t.ctx), first = s.row_ranks > 1 ? size_t(t.ctx.tp.rank) * R : 0;
+    backward(none, gradients_of(t, 1, 0), dout, first, R);
 }
 
 // Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
@@ -71,7 +91,7 @@ template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action
     if (p.mode == Mode::TRAIN) return;
     HeadActs<T> acts = head_acts(t, a.layer);
     const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
-    size_t rows = t.ctx.batch.rows();
+    size_t rows = stream_rows(t.ctx);
     if (p.mode == Mode::GENERATE) inp += (rows - 1) * s.C, rows = 1;
     const Weight lm_head = s.family == Family::GPT2 ? gpt2_head(t).lm_head : llama_head(t).lm_head;
     if (s.family == Family::GPT2)
@@ -201,7 +221,8 @@ P* part_of(const Trainer<T, S>& t, Data d, const Portion& part) {
     return x && part.sharded && !is_sharded(t.plans[t.plan], t.model, d) ? x + part.first : x;
 }
 
-// Sums over the data-parallel ranks: all of the gradient, or my shard of it.
+// Sums over the ranks that have parts of what tensor parallelism shares, then over the data-parallel
+// ranks: all of the gradient, or my shard of it.
 template <typename T, typename S> void run_reduce(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     S where = t.ctx.where;
@@ -209,6 +230,9 @@ template <typename T, typename S> void run_reduce(Trainer<T, S>& t, const Action
     bool each = reduced_each(t.plans[t.plan], t.model, a.bucket);
     A *whole = address<A>(t, {each ? Kind::PARTIAL : Kind::GRAD, a.bucket}),
       *mine = whole + part.first;
+    const Bucket& bucket = t.model.buckets[size_t(a.bucket)];
+    if (t.plans[t.plan].sequence_parallel) all_reduce_sum(t.comms.tp, whole, bucket.common, where);
+    all_reduce_sum(t.comms.kv, whole + bucket.common, bucket.shared - bucket.common, where);
     if (part.sharded)
         reduce_scatter_sum(t.comms.shard, mine, whole, part.count, where);
     else
@@ -223,8 +247,17 @@ template <typename T, typename S> void run_reduce(Trainer<T, S>& t, const Action
         add_gradients(grad, mine, part.count, where);
 }
 
+// The end of what another tensor-parallel rank counts of a bucket.
+template <typename T, typename S>
+size_t others_count(const Trainer<T, S>& t, const Bucket& bucket) {
+    const Plan& p = t.plans[t.plan];
+    if (p.tp_rank == 0) return 0;
+    return p.tp_rank % ranks_of_kv_head(p, t.model) ? bucket.shared : bucket.common;
+}
+
 // Squares over fixed chunks of each bucket, added in the buckets' order whatever the layout: each
-// rank fills in the chunks that it has, the others' are zero in its table.
+// rank fills in the chunks that it has, the others' are zero in its table. What tensor-parallel
+// ranks share, the first of them counts.
 template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     double* sums = address<double>(t, {Kind::SCRATCH, -1});
@@ -238,12 +271,16 @@ template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
             std::vector<TensorRow> rows =
                 tensor_rows(t.model, b, part.first, part.first + part.count);
             const acc_t<T>* grad = part_of<const acc_t<T>>(t, {Kind::GRAD, b}, part);
-            grad_squares(sums + at + norm_chunks(t.model, b, part.first), grad, rows.data(),
-                         rows.size(), t.ctx.where);
+            size_t first = norm_chunks(t.model, b, part.first);
+            grad_squares(sums + at + first, grad, rows.data(), rows.size(), t.ctx.where);
+            size_t others = norm_chunks(t.model, b, others_count(t, bucket));
+            if (others > first)
+                device_zero(sums + at + first, (others - first) * sizeof(double), t.ctx.where);
         }
         at += norm_chunks(t.model, b, bucket.elements);
     }
     if (p.zero > 0) all_reduce_sum(t.comms.shard, sums, chunks, t.ctx.where);
+    all_reduce_sum(t.comms.tp, sums, chunks, t.ctx.where);
     all_reduce_sum(t.comms.pp, sums, chunks, t.ctx.where);
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip, t.ctx.where);
 }
@@ -281,7 +318,7 @@ template <typename T, typename S> void run_gather(Trainer<T, S>& t, const Action
 
 template <typename T, typename S> void run_sendrecv(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
-    size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.B * p.T;
+    size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.B * p.T / t.ctx.shape.row_ranks;
     size_t bytes = rows * t.model.shape.C * sizeof(T);
     std::vector<CommMessage> messages;
     for (const Transfer& x : a.transfers)
@@ -295,9 +332,7 @@ template <typename T, typename S> void run_sendrecv(Trainer<T, S>& t, const Acti
 
 template <typename T, typename S> void run_action(Trainer<T, S>& t, const Action& a) {
     if (a.micro >= 0) bind_batch(t, a.micro);
-    const Place* scratch = arena_find(t.arena, t.plan, t.at, {Kind::SCRATCH, a.layer});
-    blas_scratch(t.ctx.blas, scratch ? t.arena.base + scratch->offset : nullptr,
-                 scratch ? scratch->bytes : 0);
+    bind_scratch(t, a.layer);
     switch (a.kind) {
     case Do::LOAD: return run_load(t);
     case Do::COUNT: return all_reduce_sum(t.comms.dp, &t.valid, 1, Cpu{});
@@ -319,6 +354,7 @@ template <typename T, typename S> void run_action(Trainer<T, S>& t, const Action
 
 template <typename T, typename S> void run_plan(Trainer<T, S>& t, int plan) {
     t.plan = plan;
+    t.ctx.shape = rank_shape(t.plans[plan], t.model), t.ctx.tp = t.comms.tp;
     const std::vector<Action>& actions = t.plans[plan].actions;
     RankInfo* info = t.comms.world.info;
     for (t.at = 0; t.at < int(actions.size()); t.at++) {

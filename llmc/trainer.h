@@ -19,15 +19,16 @@
 // ----------------------------------------------------------------------------
 // the parameter table of a shape
 
-inline Model make_model(const Shape& s) {
+inline Model make_model(const Shape& shape, int tp = 1) {
     Model model;
-    model.shape = s;
+    model.shape = shape, model.tp = tp;
+    model.shape.padded = round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
+    const Shape& s = model.shape;
     std::string prefix;
     int layer = 0;
     auto row = [&](Weight&, const char* name, std::initializer_list<size_t> shape, Init init,
                    bool decay, Shard shard, bool transposed) {
-        Parameter p = {prefix + name, shape, *shape.begin(), transposed, shard,
-                       init,          decay, layer,          0,          0};
+        Parameter p = {prefix + name, shape, *shape.begin(), transposed, shard, init, decay, layer};
         if (shape.size() == 2 && p.rows() == s.Vp())
             p.file_rows = s.V; // a table over the vocabulary
         add_parameter(model, p);
@@ -54,6 +55,7 @@ inline Model make_model(const Shape& s) {
     prefix = "";
     add_bucket(model, "head", {head});
     gpt2 ? gpt2_head_parameters(gh, s, row) : llama_head_parameters(lh, s, row);
+    place_parameters(model);
     return model;
 }
 
@@ -80,6 +82,12 @@ template <typename T> std::vector<Activation> activation_table(const Shape& s, s
     return rows;
 }
 
+// The shape that this plan's rank computes with.
+inline Shape rank_shape(const Plan& p, const Model& model) {
+    return rank_shape(model.shape, p.tp, p.tp_rank,
+                      p.sequence_parallel && p.mode != Mode::GENERATE);
+}
+
 template <typename T> size_t head_bytes(const Shape& s, size_t N) {
     size_t bytes = 0;
     HeadActs<T> acts;
@@ -92,7 +100,7 @@ template <typename T> size_t head_bytes(const Shape& s, size_t N) {
 // What the products, norms and attention of a layer need beside their operands.
 template <typename T, typename S>
 size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
-    const Shape& s = model.shape;
+    const Shape s = rank_shape(p, model);
     size_t N = p.B * p.T;
     size_t most =
         std::max(layernorm_scratch_bytes(N, s.C, where), rmsnorm_scratch_bytes(N, s.C, where));
@@ -105,8 +113,9 @@ size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where)
     }
     for (const Parameter& w : model.parameters)
         if (w.layer == layer && w.shape.size() == 2)
-            for (size_t rows : {N, p.mode == Mode::GENERATE ? p.B : N})
-                most = std::max(most, linear_scratch_bytes<T>(rows, w.rows(), w.cols(), where));
+            for (size_t rows : {N, p.mode == Mode::GENERATE ? p.B : N, N / s.row_ranks})
+                most = std::max(
+                    most, linear_scratch_bytes<T>(rows, w.local_rows(), w.local_cols(), where));
     for (size_t Tq : {p.T, p.mode == Mode::GENERATE ? size_t(1) : p.T}) {
         AttentionDims d = attention_shape(s, p.B, Tq, std::max(p.T, p.cache));
         most = std::max(most, attention_scratch_bytes<T>(d, threads_here(where), where));
@@ -119,9 +128,9 @@ size_t blas_scratch_bytes(const Plan& p, const Model& model, int layer, S where)
 inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
     const Bucket& b = model.buckets[size_t(bucket)];
     std::vector<TensorRow> rows;
-    for (int i = b.first; i < b.first + b.count; i++) {
+    for (int i : b.in_order) {
         const Parameter& p = model.parameters[size_t(i)];
-        size_t start = std::max(p.offset, from), end = std::min(p.offset + p.elements(), to);
+        size_t start = std::max(p.offset, from), end = std::min(p.offset + p.local_elements(), to);
         if (start < end)
             rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset});
     }
@@ -139,13 +148,20 @@ inline size_t norm_chunks(const Model& model) {
     return n;
 }
 
+// What stands at the end of a layer's scratch: the head's rows, or with sequence parallelism room
+// for the rows of all ranks.
+template <typename T> size_t tail_bytes(const Plan& p, const Model& model, int layer) {
+    const Shape s = rank_shape(p, model);
+    if (layer == model.head()) return head_bytes<T>(s, p.mode == Mode::GENERATE ? 1 : p.B * p.T);
+    return layer < 0 || s.row_ranks == 1 ? 0 : p.B * p.T * s.C * sizeof(T);
+}
+
 template <typename T, typename S>
 size_t scratch_bytes(const Plan& p, const Model& model, int layer, S where) {
     if (layer < 0) return norm_chunks(model) * sizeof(double);
-    if (layer == 0) return embedding_scratch_bytes(p.B * p.T, where);
-    size_t blas = round_up(blas_scratch_bytes<T>(p, model, layer, where), ARENA_ALIGN);
-    if (layer < model.head()) return blas;
-    return blas + head_bytes<T>(model.shape, p.mode == Mode::GENERATE ? 1 : p.B * p.T);
+    size_t front = layer == 0 ? embedding_scratch_bytes(p.B * p.T, where)
+                              : blas_scratch_bytes<T>(p, model, layer, where);
+    return round_up(front, ARENA_ALIGN) + tail_bytes<T>(p, model, layer);
 }
 
 template <typename T> size_t rope_bytes(const Plan& p, const Shape& s) {
@@ -156,7 +172,7 @@ template <typename T> size_t rope_bytes(const Plan& p, const Shape& s) {
 
 template <typename T, typename S>
 size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
-    const Shape& s = model.shape;
+    const Shape s = rank_shape(p, model);
     size_t N = p.B * p.T, elements = of_bucket(d.kind) ? kept_elements(p, model, d) : 0, bytes = 0;
     switch (d.kind) {
     case Kind::WEIGHT:
@@ -168,12 +184,13 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::GRAD_TIED: return elements * sizeof(acc_t<T>);
     case Kind::SCALE: return sizeof(StepScale);
     case Kind::CONSTANTS:
-        return rope_bytes<T>(p, s) + (s.position == Position::ALIBI ? s.NH * sizeof(float) : 0);
+        return rope_bytes<T>(p, s) +
+               (s.position == Position::ALIBI ? model.shape.NH * sizeof(float) : 0);
     case Kind::CACHE: return p.cache * 2 * s.NKV * s.HS * sizeof(T);
     case Kind::VALID: return 0; // a number of the trainer's
     case Kind::TOKENS: return (4 * N + p.cache) * sizeof(int);
     case Kind::STREAM:
-    case Kind::DSTREAM: return N * s.C * sizeof(T);
+    case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
     case Kind::LOSS: return sizeof(double);
     case Kind::LOGITS: return s.Vp() * sizeof(T);
     case Kind::SCRATCH: return scratch_bytes<T>(p, model, d.of, where);
@@ -243,13 +260,13 @@ template <typename T, typename S> void trainer_free(Trainer<T, S>& t) {
 
 template <typename T, typename S>
 void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>& options) {
-    t.model = make_model(shape);
-    t.ctx.shape = shape;
+    t.model = make_model(shape, options[0].tp);
     for (const Plan& o : options) {
         t.plans.push_back(make_plan(o, t.model));
         std::string wrong = plan_check(t.plans.back(), t.model);
         CHECK(wrong.empty(), "the plan is wrong: %s", wrong.c_str());
     }
+    t.ctx.shape = rank_shape(t.plans[0], t.model);
     std::map<std::tuple<const Plan*, Kind, int>, size_t>
         known; // sizes do not depend on the micro-batch
     t.arena = arena_place(t.plans, t.model, [&](const Plan& p, Data d) {
@@ -262,17 +279,26 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
 // ----------------------------------------------------------------------------
 // parameters whole, and as this rank keeps them
 
-// Which elements of a parameter this rank keeps of a datum, and where the first of them lies.
+// Which elements of its piece of a parameter this rank keeps of a datum, and where the first of
+// them lies.
 struct KeptPart {
-    size_t from, count, at; // in the parameter; in what is kept
+    size_t from, count, at; // in the piece; in what is kept
 };
 template <typename T, typename S>
 KeptPart kept_part(const Trainer<T, S>& t, Data d, const Parameter& p) {
     size_t first = kept_first(t.plans[0], t.model, d),
            last = first + kept_elements(t.plans[0], t.model, d), from = std::max(p.offset, first),
-           end = std::min(p.offset + p.elements(), last);
+           end = std::min(p.offset + p.local_elements(), last);
     if (from >= end || !arena_find(t.arena, t.plan, t.at, d)) return {0, 0, 0};
     return {from - p.offset, end - from, from - first};
+}
+// f(at, global, count): runs of them, from the first kept one on and in the whole parameter.
+template <typename F> void for_each_kept(const Plan& plan, const Parameter& p, KeptPart part, F f) {
+    size_t end = part.from + part.count;
+    for_each_run(p, plan.tp_rank, plan.tp, [&](size_t local, size_t global, size_t count) {
+        size_t from = std::max(local, part.from), to = std::min(local + count, end);
+        if (from < to) f(from - part.from, global + from - local, to - from);
+    });
 }
 template <typename T, typename S> bool keeps_any(const Trainer<T, S>& t, Kind kind) {
     for (auto& [d, place] : t.arena.lasting)
@@ -280,36 +306,57 @@ template <typename T, typename S> bool keeps_any(const Trainer<T, S>& t, Kind ki
     return false;
 }
 
-// Store what this rank keeps of a parameter's values (as trained: float or wider, padded) into its
-// weight and master.
-template <typename T, typename S, typename A>
-void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
-    auto store = [&](Data d, auto* to, auto convert) {
-        KeptPart part = kept_part(t, d, p);
-        if (part.count == 0) return;
-        fill_memory(
-            to + part.at, part.count, [=](size_t i) { return convert(values[part.from + i]); },
-            t.ctx.where);
-    };
+// Store what this rank keeps of a parameter into its weight and master. values(to, global, count):
+// elements from `global` on, as trained: A is float or wider, padding is zero.
+template <typename A, typename T, typename S, typename F>
+void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
     Data weight = {Kind::WEIGHT, p.bucket}, master = {Kind::MASTER, p.bucket};
-    store(weight, address<T>(t, weight), [](A x) { return from_acc<T>(acc_t<T>(x)); });
-    store(master, address<float>(t, master), [](A x) { return float(x); });
+    KeptPart of_weight = kept_part(t, weight, p), of_master = kept_part(t, master, p),
+             most = of_weight.count > of_master.count ? of_weight : of_master; // has the other
+    std::vector<A> kept(most.count);
+    for_each_kept(t.plans[0], p, most, [&](size_t at, size_t global, size_t count) {
+        values(kept.data() + at, global, count);
+    });
+    auto store = [&](auto* to, KeptPart part, auto convert) {
+        const A* from = kept.data() + (part.from - most.from);
+        if (part.count)
+            fill_memory(
+                to + part.at, part.count, [=](size_t i) { return convert(from[i]); }, t.ctx.where);
+    };
+    store(address<T>(t, weight), of_weight, [](A x) { return from_acc<T>(acc_t<T>(x)); });
+    store(address<float>(t, master), of_master, [](A x) { return float(x); });
+}
+template <typename T, typename S, typename A> // of all elements
+void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
+    make_weight<A>(
+        t, p, [&](A* to, size_t global, size_t count) { std::copy_n(values + global, count, to); });
+}
+
+// Of the ranks that keep the same elements of a datum the one that gives them.
+template <typename T, typename S>
+bool gives_kept(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    const Plan& plan = t.plans[0];
+    return t.comms.replica.rank == 0 && (is_sharded(plan, t.model, d) || t.comms.shard.rank == 0) &&
+           plan.tp_rank % replication(p.shard, plan.tp) == 0 &&
+           is_mine(plan, t.model, t.model.buckets[size_t(p.bucket)].layers.front());
 }
 
 // A parameter's values of a datum of V, from the ranks that keep them, on every rank; all ranks
 // call it. second: of the moments the second ones.
 template <typename V, typename T, typename S>
 std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p, bool second = false) {
-    const Plan& plan = t.plans[0];
     std::vector<V> values(p.elements(), V{});
     KeptPart part = kept_part(t, d, p);
-    bool gives = t.comms.replica.rank == 0 &&
-                 (is_sharded(plan, t.model, d) || t.comms.shard.rank == 0) &&
-                 is_mine(plan, t.model, t.model.buckets[size_t(p.bucket)].layers.front());
-    if (gives && part.count)
-        copy_out(values.data() + part.from,
-                 address<const V>(t, d) + (second ? kept_elements(plan, t.model, d) : 0) + part.at,
-                 part.count * sizeof(V), t.ctx.where);
+    if (part.count && gives_kept(t, d, p)) {
+        std::vector<V> kept(part.count);
+        copy_out(
+            kept.data(),
+            address<const V>(t, d) + (second ? kept_elements(t.plans[0], t.model, d) : 0) + part.at,
+            part.count * sizeof(V), t.ctx.where);
+        for_each_kept(t.plans[0], p, part, [&](size_t at, size_t global, size_t count) {
+            std::copy_n(kept.data() + at, count, values.data() + global);
+        });
+    }
     // one rank gives each element, the others give zero bytes
     all_reduce_sum(t.comms.world, reinterpret_cast<unsigned char*>(values.data()),
                    values.size() * sizeof(V), Cpu{});
@@ -329,20 +376,15 @@ std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
 // Weights as --seed says: counter-based, keyed by name and global element, so no layout changes
 // them.
 template <typename T, typename S> void init_weights(Trainer<T, S>& t, uint64_t seed) {
-    for (const Parameter& p : t.model.parameters) {
-        if (!bucket_is_mine(t.plans[0], t.model, p.bucket)) continue;
-        std::vector<float> values(p.elements(), p.init.value); // padding stays 0
-        uint64_t stream = fnv1a(p.name);
-        if (p.init.std > 0)
-            for_each_run(
-                p, t.grid.tp_rank, t.grid.tp, [&](size_t local, size_t global, size_t count) {
-                    size_t real = global >= p.file_elements()
-                                      ? 0
-                                      : std::min(count, p.file_elements() - global);
-                    fill_normal(values.data() + local, seed, stream, global, real, p.init.std);
-                });
-        set_weight(t, p, values.data());
-    }
+    for (const Parameter& p : t.model.parameters)
+        make_weight<float>(t, p, [&](float* to, size_t global, size_t count) {
+            size_t end = p.file_elements(), real = global < end ? std::min(count, end - global) : 0;
+            std::fill_n(to, count, 0.0f); // padding
+            if (p.init.std > 0)
+                fill_normal(to, seed, fnv1a(p.name), global, real, p.init.std);
+            else
+                std::fill_n(to, real, p.init.value);
+        });
 }
 
 template <typename T, typename S> void init_constants(Trainer<T, S>& t) {
@@ -361,7 +403,8 @@ template <typename T, typename S> void init_constants(Trainer<T, S>& t) {
         std::vector<float> slopes(s.NH);
         alibi_slopes(slopes.data(), s.NH);
         copy_in(base, slopes.data(), s.NH * sizeof(float), t.ctx.where);
-        t.ctx.slopes = (const float*)base;
+        const Plan& p = t.plans[0]; // of my heads
+        t.ctx.slopes = (const float*)base + s.NH / size_t(p.tp) * size_t(p.tp_rank);
     }
     wait_for(t.ctx.where);
 }
@@ -376,7 +419,7 @@ template <typename T, typename S> struct BindWeights {
     acc_t<T>* grads;
     void operator()(Weight& w, const char*, std::initializer_list<size_t>, Init, bool, Shard,
                     bool) {
-        w = {const_cast<T*>(weights) + p->offset, type_of<T>(), p->rows(), p->cols(),
+        w = {const_cast<T*>(weights) + p->offset, type_of<T>(), p->local_rows(), p->local_cols(),
              grads ? grads + p->offset : nullptr, nullptr};
         p++;
     }
@@ -420,13 +463,13 @@ template <typename T, typename S> struct BindActs {
 template <typename T, typename S> Gpt2Acts<T> gpt2_acts(const Trainer<T, S>& t, Action a) {
     Gpt2Acts<T> acts = {};
     const Plan& p = t.plans[t.plan];
-    gpt2_block_activations(acts, t.model.shape, p.B * p.T, BindActs<T, S>(t, a));
+    gpt2_block_activations(acts, t.ctx.shape, p.B * p.T, BindActs<T, S>(t, a));
     return acts;
 }
 template <typename T, typename S> LlamaActs<T> llama_acts(const Trainer<T, S>& t, Action a) {
     LlamaActs<T> acts = {};
     const Plan& p = t.plans[t.plan];
-    llama_block_activations(acts, t.model.shape, p.B * p.T, BindActs<T, S>(t, a));
+    llama_block_activations(acts, t.ctx.shape, p.B * p.T, BindActs<T, S>(t, a));
     return acts;
 }
 template <typename T, typename S> Gpt2Block gpt2_block(const Trainer<T, S>& t, int layer) {
@@ -464,9 +507,9 @@ template <typename T, typename S> HeadActs<T> head_acts(Trainer<T, S>& t, int la
     const Place* scratch = arena_find(t.arena, t.plan, t.at, {Kind::SCRATCH, layer});
     size_t rows = p.mode == Mode::GENERATE ? 1 : p.B * p.T;
     unsigned char* next =
-        t.arena.base + scratch->offset + scratch->bytes - head_bytes<T>(t.model.shape, rows);
+        t.arena.base + scratch->offset + scratch->bytes - tail_bytes<T>(p, t.model, layer);
     head_activations(
-        acts, t.model.shape, rows, [&](auto*& pointer, const char*, size_t n, Keep, Last) {
+        acts, t.ctx.shape, rows, [&](auto*& pointer, const char*, size_t n, Keep, Last) {
             pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(next);
             next += round_up(n * sizeof(*pointer), ARENA_ALIGN);
         });

@@ -19,7 +19,6 @@ inline bool computes(Do kind) {
 // Before: backward passes. After: each bucket is reduced as soon as its gradient is whole: after
 // each micro-batch, or after the last; those of tied tables are left to the end of the step.
 inline Plan add_reduce(const Plan& in, const Model& model) {
-    if (in.dp() == 1) return in;
     Plan p = in;
     p.actions.clear();
     std::map<int, int> last_micro, reduced; // of a layer; of a bucket
@@ -31,7 +30,7 @@ inline Plan add_reduce(const Plan& in, const Model& model) {
         for (int b : buckets_of(model, a.layer)) {
             const Bucket& bucket = model.buckets[size_t(b)];
             bool each = reduced_each(p, model, b);
-            if (!bucket.trainable || bucket.tied()) continue;
+            if (!bucket.trainable || bucket.tied() || !is_reduced(p, model, b)) continue;
             if (each)
                 p.actions.push_back({Do::REDUCE, a.micro, -1, b, reduced[b]++ == 0});
             else if (a.micro == last_micro[a.layer])

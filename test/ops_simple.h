@@ -24,15 +24,16 @@ template <typename T> struct EmbeddingRun {
     std::vector<acc_t<T>> dwte, dwpe;
     EmbeddingRun(const Doubles& wte, const Doubles& wpe, const Doubles& dout,
                  const std::vector<int>& tokens, const std::vector<int>& positions,
-                 const std::vector<int>& starts, size_t C, bool accumulate) {
+                 const std::vector<int>& starts, size_t C, bool accumulate,
+                 size_t vocab_start = 0) {
         size_t N = tokens.size(), V = wte.size() / C, P = wpe.size() / C;
         out.resize(N * C), dwte.assign(V * C, 3), dwpe.assign(P * C, 3);
         std::vector<T> a = as<T>(wte), b = as<T>(wpe), d = as<T>(dout);
         embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), a.data(),
-                          P ? b.data() : nullptr, N, C, CPU);
+                          P ? b.data() : nullptr, N, vocab_start, V, C, CPU);
         embedding_backward_weight(dwte.data(), P ? dwpe.data() : nullptr, d.data(), tokens.data(),
-                                  positions.data(), starts.data(), nullptr, N, V, P, C, accumulate,
-                                  CPU);
+                                  positions.data(), starts.data(), nullptr, N, vocab_start, V, P, C,
+                                  accumulate, CPU);
     }
 };
 
@@ -58,6 +59,17 @@ inline void embedding_test(Check& c) {
         for (size_t i = 0; i < dout.size(); i++) sum[i % C] += dout[i];
         for (size_t i = 0; i < d.dwte.size(); i++) all[i % C] += d.dwte[i];
         close(c, "sum of dwte", all, sum, 1e-12);
+
+        // the table in two: outputs add to the whole's, gradients stand side by side
+        long cut = long(V / 2 * C);
+        Doubles low(wte.begin(), wte.begin() + cut), high(wte.begin() + cut, wte.end());
+        EmbeddingRun<double> a(low, {}, dout, tokens, positions, starts, C, false),
+            b(high, wpe, dout, tokens, positions, starts, C, false, V / 2),
+            whole(wte, wpe, dout, tokens, positions, starts, C, false);
+        close(c, "out of two", plus(a.out, b.out), whole.out, 1e-14);
+        a.dwte.insert(a.dwte.end(), b.dwte.begin(), b.dwte.end());
+        close(c, "dwte of two", a.dwte, whole.dwte, 0);
+        close(c, "dwpe of two", b.dwpe, whole.dwpe, 0);
     }
 }
 
@@ -84,11 +96,11 @@ inline void embedding_perf(Perf& p) {
     for (size_t n = 0; n < N; n++) tokens[n] = int(n * 7919 % V), positions[n] = int(n % 1024);
     memory_rate(p, "forward float (4096,768) of 50304", 12.0 * N * C, [&] {
         embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), wte.data(),
-                          wpe.data(), N, C, CPU);
+                          wpe.data(), N, 0, V, C, CPU);
     });
     memory_rate(p, "backward float, writing the table", 4.0 * (V + 5 * N) * C, [&] {
         embedding_backward_weight(dwte.data(), dwpe.data(), out.data(), tokens.data(),
-                                  positions.data(), starts.data(), nullptr, N, V, 1024, C, false,
+                                  positions.data(), starts.data(), nullptr, N, 0, V, 1024, C, false,
                                   CPU);
     });
 }

@@ -36,24 +36,27 @@ inline Window random_window(const Shape& s, size_t T) {
 
 template <typename T> struct Fixture {
     Trainer<T, Cpu> t;
-    Fixture(const Shape& s, const std::vector<Plan>& plans, uint64_t seed = 5) {
+    // nudge: every weight is changed by so much of itself
+    Fixture(const Shape& s, const std::vector<Plan>& plans, uint64_t seed = 5, double nudge = 0) {
         trainer_place(t, s, plans);
         trainer_allocate(t);
         init_constants(t);
         init_weights(t, seed);
-        perturb(seed);
+        perturb(seed, nudge);
         t.hyper = {true, 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
         t.window = random_window(s, plans[0].T);
     }
     ~Fixture() { trainer_free(t); }
     // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by
     // accident
-    void perturb(uint64_t seed) {
+    void perturb(uint64_t seed, double nudge = 0) {
         for (const Parameter& p : t.model.parameters) {
-            std::vector<float> v(p.elements());
-            for (size_t i = 0; i < p.file_elements(); i++)
-                v[i] = p.init.value + float(p.shape.size() == 2 ? 0.2 : 0.1) *
-                                          float(normal(seed, fnv1a(p.name), i));
+            std::vector<double> v(p.elements());
+            for (size_t i = 0; i < p.file_elements(); i++) {
+                double x =
+                    float(p.shape.size() == 2 ? 0.2 : 0.1) * float(normal(seed, fnv1a(p.name), i));
+                v[i] = (p.init.value + float(x)) * (1 + nudge * normal(seed + 1, fnv1a(p.name), i));
+            }
             set_weight(t, p, v.data());
         }
     }

@@ -190,12 +190,12 @@ template <typename T> void head(const char* type) {
     snprintf(what, sizeof(what), "embedding forward %s (%zu,%zu)", type, N, C);
     memory_row("head", what, 2.0 * double(N * C * sizeof(T)), [&] {
         embedding_forward(out.data, tokens.data, zero.data, zero.data, table.data,
-                          (const T*)nullptr, N, C, STREAM);
+                          (const T*)nullptr, N, size_t(0), V, C, STREAM);
     });
     snprintf(what, sizeof(what), "embedding backward %s (%zu,%zu), adding", type, N, C);
     memory_row("head", what, double(N * C) * (sizeof(T) + 8), [&] {
         embedding_backward_weight(grad.data, (float*)nullptr, out.data, tokens.data, zero.data,
-                                  zero.data, scratch.data, N, V, size_t(0), C, true, STREAM);
+                                  zero.data, scratch.data, N, size_t(0), V, size_t(0), C, true, STREAM);
     });
 }
 
