@@ -4,6 +4,7 @@
 # fuzz; every operator file alone; a sample of mutants. Last line: N passed, N failed.
 set -u
 cd "$(dirname "$0")/.."
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000} # waiting threads sleep soon: others use the cores too
 passed=0 failed=0
 step() { # a name, then a command whose exit status is the verdict
     local name=$1 start=$SECONDS log
