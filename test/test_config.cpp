@@ -85,7 +85,7 @@ TEST(Config, RefusesWhatItCannotRead) {
 }
 
 TEST(Config, RefusesWhatIsNotBuiltByName) {
-    for (const char* flag : {"--tp", "--cp", "--ep"}) {
+    for (const char* flag : {"--cp", "--ep"}) {
         std::string wrong = check({flag, "2"});
         EXPECT_HAS(wrong, flag);
         EXPECT_HAS(wrong, "not built yet");
@@ -107,6 +107,23 @@ TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_HAS(check({"--local-ranks", "4", "--zero-group", "3"}), "does not divide --dp 4");
     EXPECT_HAS(check({"--local-ranks", "2", "--pp", "2", "--chunks", "2"}), "interleaved");
     EXPECT_HAS(parse({"--zero", "4"}), "from 0 to 3");
+}
+
+TEST(Config, TensorParallelRanksShareEqually) {
+    Shape llama = llama_shape(2, 8, 2, 64, 132, 256, 128, 10000);
+    EXPECT_EQ(check({"--local-ranks", "4", "--tp", "4"}, llama), ""); // two ranks a key/value head
+    EXPECT_EQ(check({"--tp", "4", "--explain", "--sequence-parallel"}), "");
+    EXPECT_HAS(check({"--tp", "3", "--explain"}), "--tp 3 does not divide 4 heads: try --tp 1, 2");
+    EXPECT_HAS(check({"--tp", "8", "--explain"}, llama),
+               "--tp 8 does not divide the ffn's 132 channels: try --tp 1, 2, 4");
+    llama = llama_shape(2, 12, 4, 96, 192, 256, 128, 10000);
+    EXPECT_HAS(check({"--tp", "6", "--explain"}, llama), "4 key/value heads do not divide each");
+    EXPECT_HAS(check({"--sequence-parallel"}), "give --tp");
+    EXPECT_HAS(check({"--tp", "4", "--explain", "--sequence-parallel", "--seq", "9",
+                      "--micro-batch", "1"}),
+               "does not divide micro-batch x seq = 9 rows: try --seq 12");
+    EXPECT_HAS(check({"--local-ranks", "4", "--tp", "2", "--dp", "4"}),
+               "--dp 4 x --tp 2 x --pp 1 are 8 ranks, and there are 4");
 }
 
 TEST(Config, RefusesShapesThatDoNotFit) {

@@ -256,6 +256,28 @@ TEST_F(Run, PipelinesAndShardsPrintWhatOneRankPrints) {
     }
 }
 
+// Tensor parallelism adds in another order: the printed digits and the greedy text stay.
+TEST_F(Run, TensorParallelRanksSayWhatOneRankSays) {
+    for (std::string model : {"--heads 4 ", "--model tiny-llama --heads 4 --kv-heads 2 --ffn 64 "}) {
+        std::string flags = small + model + "--steps 6 --eval-every 3 --temperature 0 " +
+                            "--sample-tokens 40 --batch-tokens 512 ";
+        auto said = [&](const std::string& layout) {
+            Result r = run(flags + layout, "OMP_NUM_THREADS=1");
+            EXPECT_EQ(r.status, 0) << layout << "\n" << r.text;
+            std::string text = r.text.substr(r.text.find("\n---\n"));
+            for (int step = 1; step <= 6; step++)
+                text += line_of(r.text, "step  " + std::to_string(step));
+            return text + line_of(r.text, "val loss");
+        };
+        std::string want = said("");
+        for (std::string layout :
+             {"--local-ranks 2 --tp 2", "--local-ranks 4 --tp 4 --sequence-parallel",
+              "--local-ranks 4 --tp 2 --pp 2 --sequence-parallel --recompute full",
+              "--local-ranks 4 --tp 2 --dp 2 --zero 3 --sequence-parallel"})
+            EXPECT_EQ(said(layout), want) << layout;
+    }
+}
+
 // A checkpoint of any layout loads in any other, moments and cursor included.
 TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
     for (std::string precision : {"fp32", "bf16"}) {
@@ -301,7 +323,7 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
     Result again = run("--dp 9", mpirun + "2");
     if (again.text.find("built without MPI") != std::string::npos)
         GTEST_SKIP() << "skipped: built without MPI";
-    for (std::string layout : {"2", "4 --zero 2"}) {
+    for (std::string layout : {"2", "4 --zero 2", "4 --tp 2 --sequence-parallel"}) {
         std::string ranks = layout.substr(0, 1), rest = layout.substr(1);
         Result want = run(flags + rest + " --local-ranks " + ranks + " --export " + path("t"),
                           "OMP_NUM_THREADS=1");
@@ -312,7 +334,7 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
         EXPECT_EQ(read_file(path("t/model.safetensors")), read_file(path("p/model.safetensors")));
     }
     // mistakes, and a rank that is killed: one message, and nobody is left
-    EXPECT_NE(again.text.find("--dp 9 x --pp 1 are 9 ranks, and there are 2"), std::string::npos)
+    EXPECT_NE(again.text.find("--dp 9 x --tp 1 x --pp 1 are 9 ranks, and there are 2"), std::string::npos)
         << again.text;
     EXPECT_EQ(again.text.find("error: ", again.text.find("error: ") + 1), std::string::npos)
         << again.text;
