@@ -71,6 +71,11 @@ static std::string program_folder() {
     return program.substr(0, program.rfind('/') + 1);
 }
 
+static std::string own_bytes() {
+    std::ifstream program("/proc/self/exe", std::ios::binary);
+    return {std::istreambuf_iterator<char>(program), {}};
+}
+
 static void open_data(Run& run) {
     Config& c = run.config;
     std::string files = c.data;
@@ -501,6 +506,7 @@ int main(int argc, char** argv) {
     run.shape = choose_shape(c);
     or_die(config_check(c, run.shape, run.world.size));
     check_same(run.world, "the command line", config_json(c).dump());
+    if (run.world.size > 1) check_same(run.world, "the program", own_bytes());
     if (!c.export_dir.empty()) or_die(hf_export_check(run.shape, c.export_dir));
     or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
     choose_prompt(run);

@@ -346,6 +346,11 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
     EXPECT_NE(pclose(pipe), 0);
     EXPECT_NE(text.find("the command line of rank 1 is not that of rank 0"), std::string::npos)
         << text;
+    fs::copy_file(program(), path("other"));
+    std::ofstream(path("other"), std::ios::app) << "x"; // runs as before
+    other = flags + " : -np 1 " + path("other") + " " + flags;
+    EXPECT_NE(run(other, mpirun + "1").text.find("the program of rank 1 is not that of rank 0"),
+              std::string::npos);
     std::string killed = "sh -c '[ $OMPI_COMM_WORLD_RANK = 1 ] && (sleep 2; kill -9 $$) & exec " +
                          program() + " " + flags + " --steps 1000000 --out " + path("k") +
                          " --save-every 5'";
