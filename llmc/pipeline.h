@@ -524,6 +524,15 @@ struct Simulation {
     PerStep<double> start, end; // of every slot
 };
 
+inline int peak_live(const Schedule& mine) {
+    int live = 0, peak = 0;
+    for (const Slot& s : mine) {
+        live += s.pass == Pass::F ? 1 : s.pass == Pass::I ? 0 : -1;
+        peak = std::max(peak, live);
+    }
+    return peak;
+}
+
 // Before: schedules that pass the check. Sends never wait; or, blocking, as the groups above do.
 inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs& costs = {},
                            bool blocking = false) {
@@ -534,13 +543,8 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
     Simulation s = {last_end(t), 0, std::vector<int>(pp), t.start, t.end};
     double busy = 0; // all ranks
     for (int r = 0; r < pp; r++) {
-        int live = 0;
-        for (const Step& step : steps[r]) {
-            busy += time_of(step, costs);
-            Pass pass = step.slot.pass;
-            if (step.has_slot) live += pass == Pass::F ? 1 : pass == Pass::I ? 0 : -1;
-            s.peak_live[r] = std::max(s.peak_live[r], live);
-        }
+        for (const Step& step : steps[r]) busy += time_of(step, costs);
+        s.peak_live[r] = peak_live(all[r]);
         s.start[r].pop_back(), s.end[r].pop_back(); // the step without slot
     }
     s.bubble = 1 - busy / (pp * s.time);

@@ -31,13 +31,18 @@ inline std::vector<Step> forward_schedule(const Plan& p) {
         }
     return steps;
 }
-// Training: F and B (or I and W) of my stages, with what crosses to and from other ranks.
-inline std::vector<Step> schedule(const Plan& p) {
-    if (p.mode != Mode::TRAIN) return forward_schedule(p);
-    return add_transfers(p.pipeline == Pipeline::GIVEN
-                             ? p.given
-                             : schedules_of(p.pipeline, p.pp, p.chunks, p.micro_batches),
-                         p.pp_rank, p.pp);
+inline std::vector<Schedule> schedules_of(const Plan& p) {
+    return p.pipeline == Pipeline::GIVEN
+               ? p.given
+               : schedules_of(p.pipeline, p.pp, p.chunks, p.micro_batches);
+}
+// Training: F and B (or I and W) of a rank's stages, with what crosses to and from other ranks;
+// every rank's, for what crosses depends on all of them.
+inline PerStep<Step> schedule(Plan p) {
+    if (p.mode == Mode::TRAIN) return add_transfers(schedules_of(p), p.pp);
+    PerStep<Step> all;
+    for (p.pp_rank = 0; p.pp_rank < p.pp; p.pp_rank++) all.push_back(forward_schedule(p));
+    return all;
 }
 
 // Before: slots of stages. After: F(m,l) in order, B(m,l) in reverse. Apart, every I comes before
@@ -114,13 +119,24 @@ inline Plan add_update(Plan p, const Model& model) {
     return p;
 }
 
-inline Plan make_plan(const Plan& options, const Model& model) {
-    Plan p = add_layers(options, model, schedule(options));
+inline Plan make_plan(const Plan& options, const Model& model, const std::vector<Step>& steps) {
+    Plan p = add_layers(options, model, steps);
     p = add_load(p);
     p = add_recompute(p, model);
     p = add_reduce(p, model);
     p = add_update(p, model);
     return add_gather(p, model);
+}
+inline Plan make_plan(const Plan& options, const Model& model) {
+    return make_plan(options, model, schedule(options)[size_t(options.pp_rank)]);
+}
+// Of every rank of the pipeline.
+inline std::vector<Plan> make_plans(Plan options, const Model& model) {
+    PerStep<Step> steps = schedule(options);
+    std::vector<Plan> all;
+    for (options.pp_rank = 0; options.pp_rank < options.pp; options.pp_rank++)
+        all.push_back(make_plan(options, model, steps[size_t(options.pp_rank)]));
+    return all;
 }
 
 // ----------------------------------------------------------------------------
@@ -234,20 +250,25 @@ inline std::string check_update(const Plan& p, const Model& model) {
     return "";
 }
 
-// Kept activations of one micro-batch at a time is what accumulation on one stage may hold.
+// Stages whose activations are kept at once: as many as the schedule says; one where nothing is
+// trained.
 inline std::string check_live(const Plan& p, const Model& model) {
-    if (p.stages() > 1 || p.pipeline == Pipeline::GPIPE || p.pipeline == Pipeline::GIVEN)
-        return ""; // pipeline.h knows how many a schedule holds
-    std::set<int> live;
-    size_t peak = 0;
+    std::set<std::pair<int, int>> live; // (micro-batch, stage)
+    size_t peak = 0, allowed = 1;
+    if (p.mode == Mode::TRAIN) allowed = size_t(peak_live(schedules_of(p)[size_t(p.pp_rank)]));
     for (const Action& a : p.actions) {
-        if (a.kind == Do::F) live.insert(a.micro);
+        if (a.layer < 0) continue;
+        int stage = stage_of(p, model, a.layer);
+        bool last = a.layer + 1 == first_layer(p, model, stage + 1),
+             first = a.layer == first_layer(p, model, stage);
+        if (a.kind == Do::F && first) live.insert({a.micro, stage});
         peak = std::max(peak, live.size());
-        bool done = (a.kind == Do::B || a.kind == Do::W) && a.layer == 0;
-        if (done || (p.mode != Mode::TRAIN && a.layer == model.head())) live.erase(a.micro);
+        if (p.mode == Mode::TRAIN ? reaches_weights(a.kind) && first : last)
+            live.erase({a.micro, stage});
     }
-    if (peak > 1)
-        return std::to_string(peak) + " micro-batches hold their activations at once; 1 is enough";
+    if (peak > allowed)
+        return std::to_string(peak) + " stages hold their activations at once; " +
+               std::to_string(allowed) + " are enough";
     return live.empty() ? "" : "activations are never let go";
 }
 
@@ -279,4 +300,57 @@ inline std::string plan_check(const Plan& p, const Model& model) {
         if (!wrong.empty()) return wrong;
     }
     return "";
+}
+
+// ----------------------------------------------------------------------------
+// what no rank can see alone: "" or what is wrong between the plans of a pipeline's ranks
+
+// A step is a group of messages, beside the pass that comes after it.
+inline std::vector<Step> message_steps(const Plan& p, const Model& model) {
+    std::vector<Step> steps(1);
+    for (const Action& a : p.actions) {
+        Step& last = steps.back();
+        if (a.kind == Do::SENDRECV) steps.push_back({false, {}, a.transfers});
+        if (!computes(a.kind) || last.has_slot) continue;
+        Pass pass = a.kind == Do::F   ? Pass::F
+                    : a.kind == Do::I ? Pass::I
+                    : a.kind == Do::W ? Pass::W
+                                      : Pass::B;
+        last.has_slot = true, last.slot = {pass, a.micro, stage_of(p, model, a.layer)};
+    }
+    return steps;
+}
+
+// Messages pair in order, and all end although sends wait for receives. What the whole pipeline
+// does together, the gradient norm, comes behind them, and so do a tied table's two gradients.
+// Ranks of other pipelines have the same plans: with them a rank meets at the same actions.
+inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& model) {
+    PerStep<Step> steps;
+    std::vector<std::vector<int>> ties(ranks.size()); // the buckets, in order
+    for (size_t r = 0; r < ranks.size(); r++) {
+        std::string rank = "rank " + std::to_string(r);
+        int norms = 0;
+        for (const Action& a : ranks[r].actions) {
+            norms += a.kind == Do::NORM;
+            if (a.kind == Do::TIE) ties[r].push_back(a.bucket);
+            if (a.kind == Do::SENDRECV && (norms || !ties[r].empty()))
+                return rank + ": " + action_text(a, model) + " comes after what ranks do together";
+        }
+        if (norms != (ranks[r].mode == Mode::TRAIN))
+            return rank + " takes part in the gradient norm " + std::to_string(norms) + " times";
+        steps.push_back(message_steps(ranks[r], model));
+    }
+    if (ties.front() != ties.back()) return "the first and the last rank tie different tables";
+    PerStep<std::vector<Wait>> waits;
+    std::string wrong = pair_transfers(steps, waits);
+    return wrong.empty() ? deadlock_in(steps, waits, run_steps(steps, waits)) : wrong;
+}
+
+// The check of every rank's plan, and of them together.
+inline std::string plans_check(const std::vector<Plan>& ranks, const Model& model) {
+    for (size_t r = 0; r < ranks.size(); r++) {
+        std::string wrong = plan_check(ranks[r], model);
+        if (!wrong.empty()) return "rank " + std::to_string(r) + ": " + wrong;
+    }
+    return check_pipeline(ranks, model);
 }

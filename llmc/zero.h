@@ -11,6 +11,16 @@
 #pragma once
 #include "action.h"
 
+// Bytes that one parameter takes: (2, 2, 12) in the paper's table, (2, 4, 12) in our bf16.
+struct ParameterBytes {
+    double weight, gradient, optimizer; // optimizer: master and moments
+};
+// What of them is left on one of d ranks.
+inline double zero_bytes(const ParameterBytes& whole, int zero, int d) {
+    auto cut = [&](double bytes, int since) { return zero >= since ? bytes / d : bytes; };
+    return cut(whole.weight, 3) + cut(whole.gradient, 2) + cut(whole.optimizer, 1);
+}
+
 inline bool reaches_weights(Do kind) { return kind == Do::B || kind == Do::W; }
 inline bool computes(Do kind) {
     return kind == Do::F || kind == Do::B || kind == Do::I || kind == Do::W || kind == Do::R;
