@@ -17,7 +17,8 @@
 //   first line (out of place: a copy). No wait is for ever: see RankInfo::timeout_s.
 //   Cost: LOCAL moves each byte of a buffer once in and once out, and ranks work on slices of it.
 //   On MPI and NCCL a rank sends (size-1)/size of the buffer, twice for all_reduce; a sum in rank
-//   order needs scratch of the size of `in`. Slices are whole cache lines: rank 0 adds a short sum.
+//   order needs scratch, on MPI a few MiB, on NCCL the size of `in`. Slices are whole cache lines:
+//   rank 0 adds a short sum.
 //   To copy: this file, comm_local.h, comm_placement.h, comm_group.h and common.h; comm_mpi.h for
 //   WITH_MPI, comm_nccl.h for WITH_NCCL.
 #pragma once

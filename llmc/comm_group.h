@@ -94,6 +94,8 @@ template <typename S> struct Call { // one collective or message, its element ty
     int root = 0;
     bool max = false;
     Reduce<S> reduce = nullptr;
+    size_t stride =
+        0; // a part of a longer reduce-scatter: elements from a rank's share to the next
     size_t unit() const { return ELEMENT_BYTES[int(element)]; }
     // bytes of one rank's share, of the whole of in and out
     size_t bytes() const { return n * unit(); }

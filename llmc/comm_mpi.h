@@ -1,14 +1,19 @@
 // comm_mpi.h - ranks are processes that send each other messages by MPI; sums in rank order
 //   all_reduce: 1. a rank gets its slice from everyone, adds in rank order; 2. gives it to
 //   everyone. The others need one round: reduce_scatter the first of these, all_gather and
-//   all_to_all no sum. Only the thread that initialised MPI calls. While a rank waits for one
+//   all_to_all no sum. A long sum goes part by part: its scratch is MpiGroup::scratch bytes, and
+//   kept. Only the thread that initialised MPI calls. While a rank waits for one
 //   collective it carries on all that it has outstanding: a peer may need their second round first.
 //   To copy: this file, comm_group.h and common.h.
 #pragma once
 #define OMPI_SKIP_MPICXX 1
 #include <mpi.h>
+#include <unistd.h>
 #include <thread>
 #include "comm_group.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 // ----------------------------------------------------------------------------
 // what a rank and a peer give each other, for MPI and for NCCL
@@ -19,6 +24,10 @@ struct Share { // what a rank and one peer give each other in a round
     char* receive;
     size_t receive_bytes;
 };
+
+template <typename S> const char* share_in(const Call<S>& call, int rank) {
+    return call.in + rank * (call.stride ? call.stride : call.n) * call.unit();
+}
 
 template <typename S>
 Share share_of(const Call<S>& call, int size, int rank, int peer, int round, char* scratch) {
@@ -31,7 +40,7 @@ Share share_of(const Call<S>& call, int size, int rank, int peer, int round, cha
         if (round == 0) return {call.in + their_from, their_count, scratch + peer * count, count};
         return {call.out + from, count, call.out + their_from, their_count};
     case Collective::REDUCE_SCATTER:
-        return {call.in + peer * bytes, bytes, scratch + peer * bytes, bytes};
+        return {share_in(call, peer), bytes, scratch + peer * bytes, bytes};
     case Collective::ALL_TO_ALL:
         return {call.in + peer * bytes, bytes, call.out + peer * bytes, bytes};
     case Collective::BROADCAST:
@@ -53,16 +62,28 @@ template <typename S> size_t scratch_bytes(const Call<S>& call, int size) {
     return slice_of(call.n, size, 0).count * size * call.unit();
 }
 
+// The part of a collective that begins with element `at`: of a sum, as much as `scratch` bytes hold.
+template <typename S> Call<S> part_of(const Call<S>& call, int size, size_t at, size_t scratch) {
+    if (!sums(call)) return call;
+    bool all = call.kind == Collective::ALL_REDUCE;
+    size_t fits = scratch / (size * call.unit()), most = fits / 64 * 64; // of one rank's slice
+    if (all) most *= size;
+    Call<S> part = call;
+    part.in += at * call.unit(), part.out += at * call.unit();
+    part.n = std::min(call.n - at, std::max(most, size_t(64))), part.stride = call.n;
+    return part;
+}
+
 // After the first round: what came in and my own part, summed in rank order; or my own part's copy.
 template <typename S>
 void share_finish(const Call<S>& call, int size, int rank, char* scratch, S where) {
     size_t bytes = call.bytes();
     if (sums(call)) {
         bool all = call.kind == Collective::ALL_REDUCE;
-        Slice mine = all ? slice_of(call.n, size, rank) : Slice{rank * call.n, call.n};
+        Slice mine = all ? slice_of(call.n, size, rank) : Slice{0, call.n};
         std::vector<const void*> ins(size);
         for (int r = 0; r < size; r++) ins[r] = scratch + r * mine.count * call.unit();
-        ins[rank] = call.in + mine.from * call.unit();
+        ins[rank] = all ? call.in + mine.from * call.unit() : share_in(call, rank);
         void* out = call.out + (all ? mine.from * call.unit() : 0);
         call.reduce(&out, 1, ins.data(), size, mine.count, where);
     } else if (call.kind == Collective::ALL_GATHER) {
@@ -83,8 +104,10 @@ void share_finish(const Call<S>& call, int size, int rank, char* scratch, S wher
 
 struct MpiGroup {
     MPI_Comm comm;
-    int started = 0;               // collectives
-    size_t most = size_t(1) << 30; // bytes of one MPI message: its counts are ints
+    int started = 0;                            // collectives
+    size_t most = size_t(1) << 30;              // bytes of one MPI message: its counts are ints
+    size_t scratch = size_t(4) << 20;           // bytes of a sum that are on their way at once
+    std::vector<std::unique_ptr<char[]>> spare; // such scratch, of sums that are over
     explicit MpiGroup(MPI_Comm comm) : comm(comm) {}
     ~MpiGroup() {
         int over = 0;
@@ -95,7 +118,9 @@ struct MpiGroup {
 
 struct MpiOp { // a collective or an exchange on its way
     const Comm* c;
-    Call<Cpu> call; // of an exchange: its kind alone
+    Call<Cpu> call;        // of an exchange: its kind alone
+    Call<Cpu> part = {};   // that is on its way
+    size_t parts_done = 0; // in elements
     int tag, round = 0;
     bool done = false;
     std::vector<MPI_Request> requests;
@@ -133,7 +158,7 @@ inline void mpi_post_round(MpiOp& op) { // receives first: what comes has a plac
     for (bool send : {false, true})
         for (int step = 1; step < c.size; step++) {
             int peer = (c.rank + (send ? step : c.size - step)) % c.size;
-            Share s = share_of(op.call, c.size, c.rank, peer, op.round, op.scratch.get());
+            Share s = share_of(op.part, c.size, c.rank, peer, op.round, op.scratch.get());
             if (send)
                 mpi_post(op, {const_cast<char*>(s.send), s.send_bytes, peer, true},
                          op.tag + op.round);
@@ -170,6 +195,15 @@ inline bool mpi_sum(MpiOp& op) {
     return true;
 }
 
+// For a sum, of any kind and length; given back when it is over.
+inline std::unique_ptr<char[]> mpi_scratch(MpiGroup& g, int size) {
+    if (g.spare.empty())
+        return std::unique_ptr<char[]>(new char[std::max(g.scratch, size_t(64 * 8) * size)]);
+    std::unique_ptr<char[]> scratch = std::move(g.spare.back());
+    g.spare.pop_back();
+    return scratch;
+}
+
 inline std::unique_ptr<MpiOp> mpi_start(const Comm& c, const Call<Cpu>& call) {
     int tag = MESSAGE_TAGS + 2 * (c.mpi->started++ % 8192);
     auto op = std::make_unique<MpiOp>();
@@ -181,7 +215,8 @@ inline std::unique_ptr<MpiOp> mpi_start(const Comm& c, const Call<Cpu>& call) {
         op->call.out = op->barrier.data() + 1;
     }
     if (!mpi_sum(*op)) {
-        op->scratch.reset(new char[scratch_bytes(call, c.size)]);
+        if (sums(call)) op->scratch = mpi_scratch(*c.mpi, c.size);
+        op->part = part_of(op->call, c.size, 0, c.mpi->scratch);
         mpi_post_round(*op);
     }
     c.info->outstanding.push_back(op.get());
@@ -199,18 +234,28 @@ inline std::unique_ptr<MpiOp> mpi_start_exchange(const Comm& c, const CommMessag
     return op;
 }
 
-inline void mpi_advance(MpiOp& op) {
+// Whether something has come to its end.
+inline bool mpi_advance(MpiOp& op) {
     int arrived = 0;
-    if (op.done) return;
+    if (op.done) return false;
     MPI_CHECK(
         MPI_Testall(int(op.requests.size()), op.requests.data(), &arrived, MPI_STATUSES_IGNORE));
-    if (!arrived) return;
+    if (!arrived) return false;
     op.requests.clear(), op.waits_for.clear();
-    if (op.round == 0) share_finish(op.call, op.c->size, op.c->rank, op.scratch.get(), Cpu());
-    op.done = op.round > 0 || op.call.kind != Collective::ALL_REDUCE;
-    if (op.done) return;
-    op.round = 1;
-    mpi_post_round(op);
+    const Comm& c = *op.c;
+    if (op.round == 0) share_finish(op.part, c.size, c.rank, op.scratch.get(), Cpu());
+    op.round++;
+    bool more = op.round == 1 && op.call.kind == Collective::ALL_REDUCE;
+    if (!more) {
+        op.parts_done += op.part.n, op.round = 0;
+        op.done = !op.scratch || op.parts_done == op.call.n;
+        op.part = op.done ? op.part : part_of(op.call, c.size, op.parts_done, c.mpi->scratch);
+    }
+    if (!op.done)
+        mpi_post_round(op);
+    else if (op.scratch)
+        c.mpi->spare.push_back(std::move(op.scratch));
+    return true;
 }
 
 // A peer may need the second round of one collective before it starts what I wait for: all that is
@@ -219,7 +264,8 @@ inline void mpi_finish(MpiOp& op) {
     const Comm& c = *op.c;
     double start = clock_seconds(), limit = c.info->timeout_s;
     for (long polls = 0;; polls++) {
-        for (MpiOp* other : c.info->outstanding) mpi_advance(*other);
+        for (MpiOp* other : c.info->outstanding)
+            if (mpi_advance(*other)) polls = 0, start = clock_seconds();
         if (op.done) break;
         if (polls < 1000) continue;
         std::this_thread::sleep_for(std::chrono::microseconds(polls < 10000 ? 20 : 500));
@@ -239,10 +285,27 @@ inline void mpi_finish(MpiOp& op) {
     std::erase(c.info->outstanding, &op);
 }
 
+// A process takes its share of the machine's cores, or fewer where it is bound to fewer.
+inline void mpi_share_cores(MPI_Comm world) {
+#ifdef _OPENMP
+    if (getenv("OMP_NUM_THREADS")) return;
+    MPI_Comm machine;
+    int ranks = 1;
+    MPI_CHECK(MPI_Comm_split_type(world, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine));
+    MPI_CHECK(MPI_Comm_size(machine, &ranks));
+    MPI_CHECK(MPI_Comm_free(&machine));
+    int share = int(sysconf(_SC_NPROCESSORS_ONLN)) / ranks;
+    omp_set_num_threads(std::max(1, std::min(omp_get_num_procs(), share)));
+#else
+    (void)world;
+#endif
+}
+
 // Every process of the job calls; MPI_Init_thread has been called.
 inline Comm mpi_world(RankInfo& info) {
     Comm c;
     MPI_Comm comm;
+    mpi_share_cores(MPI_COMM_WORLD);
     MPI_CHECK(MPI_Comm_dup(MPI_COMM_WORLD, &comm));
     MPI_CHECK(MPI_Comm_rank(comm, &c.rank));
     MPI_CHECK(MPI_Comm_size(comm, &c.size));

@@ -821,7 +821,8 @@ int run_mpi() {
         for (bool fixed : {true, false})
             for (size_t most : {size_t(1) << 30, size_t(1000)}) {
                 world.fixed_order = fixed;
-                if (world.mpi) world.mpi->most = most;
+                if (world.mpi)
+                    world.mpi->most = most, world.mpi->scratch = most == 1000 ? 5000 : 4 << 20;
                 test_everything(world);
             }
         int failed = testing::Test::HasFailure();
