@@ -331,22 +331,28 @@ template <typename T, typename S> void rehearse(Run& run, Trainer<T, S>& t) {
     t.window = window;
 }
 
-static void print_plan(const Run& run, const Arena& arena, const std::vector<Plan>& plans,
-                       const Model& model) {
+template <typename T, typename S>
+void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<Plan>& options) {
     const Config& c = run.config;
+    const Arena& arena = t.arena;
+    const std::vector<Plan>& plans = t.plans;
+    const Model& model = t.model;
     int plan = std::max(0, run.train_plan >= 0 ? run.train_plan : run.evaluate_plan);
     USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
                model.head());
     if (!c.timeline.empty() && run.train_plan >= 0) {
         const Plan& p = plans[size_t(plan)];
-        std::vector<Schedule> all =
-            p.given.empty() ? schedules_of(p.pipeline, p.pp, p.chunks, p.micro_batches) : p.given;
+        std::vector<Schedule> all = schedules_of(p);
         Simulation s = simulate(all, p.pp);
         char idle[64];
         snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
         or_die(write_timeline(c.timeline, simulated_lanes(all, s), layout_text(c) + idle));
     }
-    if (rank_count(c) > 1) printf("rank 0 of %d\n", rank_count(c));
+    if (rank_count(c) > 1) {
+        std::string text;
+        or_die(cluster_text<T>(options, model, t.ctx.where, &text));
+        printf("%srank 0 of %d\n", text.c_str(), rank_count(c));
+    }
     printf("%s", memory_text(arena, plans, model).c_str());
     if (c.layer >= 0)
         printf("actions of layer %d, first micro-batch\n%s", c.layer,
@@ -370,7 +376,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     std::string kernels =
         c.explain ? "" : attention_says<T>(attention_shape(run.shape, 1, 1, 1), where);
     if (!kernels.empty()) printf("attention: %s\n", kernels.c_str());
-    if (c.explain) return print_plan(run, t.arena, t.plans, t.model);
+    if (c.explain) return print_plan(run, t, plans);
     t.comms = make_comms(run.world, run.grid, plans[0].shards, ranks_of_kv_head(plans[0], t.model));
     const Grid& g = run.grid;
     if (run.world.info)

@@ -1,5 +1,6 @@
-// explain.h - what --explain prints: parameters, the memory table, the actions; nothing is run or
-// allocated
+// explain.h - what --explain prints: parameters, memory of this rank and of each stage, the actions
+//   Nothing is run or allocated. Data-parallel ranks of a stage are alike: a cluster takes as long
+//   as its pipeline has ranks.
 #pragma once
 #include "trainer.h"
 
@@ -84,6 +85,72 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     text += memory_line("total", arena.bytes, "one allocation; plans share the passing bytes");
     return text;
 }
+
+// ----------------------------------------------------------------------------
+// a cluster: a line for each rank of the pipeline
+
+// "0..3, 8..11"
+inline std::string layers_text(const Plan& p, const Model& model) {
+    std::string text;
+    for (int s = p.pp_rank; s < p.stages(); s += p.pp) {
+        int first = first_layer(p, model, s), last = first_layer(p, model, s + 1) - 1;
+        text += (text.empty() ? "" : ", ") + std::to_string(first) +
+                (last > first ? ".." + std::to_string(last) : "");
+    }
+    return text;
+}
+
+// What a parameter takes, and what ZeRO leaves of it; without padding and buckets in use.
+template <typename T> std::string parameter_text(const Plan& p) {
+    double state = sizeof(acc_t<T>), master = sizeof(T) < sizeof(acc_t<T>) ? state : 0;
+    ParameterBytes whole = {sizeof(T), state, master + (p.adamw ? 2 * state : 0)};
+    char line[128];
+    snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
+             zero_bytes(whole, 0, 1), zero_bytes(whole, p.zero, p.shards), p.shards, p.zero);
+    return line;
+}
+
+// Makes the plans of all ranks of the pipeline, checks them together, and places each. "" or what
+// is wrong with them; `text` is the table.
+template <typename T, typename S>
+std::string cluster_text(const std::vector<Plan>& options, const Model& model, S where,
+                         std::string* text) {
+    int pp = options[0].pp, largest = 0;
+    std::vector<std::vector<Plan>> plans(static_cast<size_t>(pp)); // [rank][plan]
+    for (const Plan& o : options) {
+        std::vector<Plan> ranks = make_plans(o, model);
+        std::string wrong = plans_check(ranks, model);
+        if (!wrong.empty()) return wrong;
+        for (int r = 0; r < pp; r++) plans[size_t(r)].push_back(ranks[size_t(r)]);
+    }
+    const Plan& o = options[0];
+    bool train = o.mode == Mode::TRAIN;
+    std::vector<int> kept(size_t(pp), 1); // stages whose activations live at once
+    char line[160];
+    *text = concat("memory of a rank, in MiB, by its place in the pipeline; a line stands for ",
+                   o.dp(), "; ", parameter_text<T>(o), "\n");
+    if (train) {
+        Simulation s = simulate(schedules_of(o), pp);
+        snprintf(line, sizeof(line), "bubble: ranks are idle %.1f%% of a step\n", 100 * s.bubble);
+        *text += line, kept = s.peak_live;
+    }
+    *text += "  rank   persistent  activations        total  kept at once  layers\n";
+    size_t most = 0;
+    for (int r = 0; r < pp; r++) {
+        Arena arena = place_plans<T>(plans[size_t(r)], model, where);
+        snprintf(line, sizeof(line), "  %4d %12.1f %12.1f %12.1f  %12d  ", r,
+                 double(arena.persistent_bytes) / 1048576,
+                 double(arena.bytes - arena.persistent_bytes) / 1048576,
+                 double(arena.bytes) / 1048576, kept[size_t(r)]);
+        *text += line + layers_text(plans[size_t(r)][0], model) + "\n";
+        if (arena.bytes > most) most = arena.bytes, largest = r;
+    }
+    *text += memory_line("the largest", most, "rank " + std::to_string(largest));
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// one layer
 
 inline std::string layer_text(const Arena& arena, const Plan& p, const Model& model, int plan,
                               int layer) {

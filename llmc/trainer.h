@@ -258,6 +258,18 @@ template <typename T, typename S> void trainer_free(Trainer<T, S>& t) {
     staging_free(t.staging, t.ctx.where);
 }
 
+// The places of all that the plans touch; nothing is allocated.
+template <typename T, typename S>
+Arena place_plans(const std::vector<Plan>& plans, const Model& model, S where) {
+    std::map<std::tuple<const Plan*, Kind, int>, size_t>
+        known; // sizes do not depend on the micro-batch
+    return arena_place(plans, model, [&](const Plan& p, Data d) {
+        auto [it, fresh] = known.insert({{&p, d.kind, d.of}, 0});
+        if (fresh) it->second = data_bytes<T>(p, model, d, where);
+        return it->second;
+    });
+}
+
 template <typename T, typename S>
 void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>& options) {
     t.model = make_model(shape, options[0].tp);
@@ -267,13 +279,7 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<Plan>
         CHECK(wrong.empty(), "the plan is wrong: %s", wrong.c_str());
     }
     t.ctx.shape = rank_shape(t.plans[0], t.model);
-    std::map<std::tuple<const Plan*, Kind, int>, size_t>
-        known; // sizes do not depend on the micro-batch
-    t.arena = arena_place(t.plans, t.model, [&](const Plan& p, Data d) {
-        auto [it, fresh] = known.insert({{&p, d.kind, d.of}, 0});
-        if (fresh) it->second = data_bytes<T>(p, t.model, d, t.ctx.where);
-        return it->second;
-    });
+    t.arena = place_plans<T>(t.plans, t.model, t.ctx.where);
 }
 
 // ----------------------------------------------------------------------------

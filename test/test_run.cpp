@@ -118,6 +118,39 @@ TEST_F(Run, EveryPresetExplainsItself) {
     EXPECT_NE(r.text.find("B(0,2)\n  reads"), std::string::npos) << r.text;
 }
 
+// Of a cluster of any size: a line a stage, the largest, and the first as rank 0's table has it.
+TEST_F(Run, AClusterExplainsItself) {
+    Result r =
+        run("--explain --model llama3-405b --precision bf16 --seq 8192 --micro-batch 1 --recompute "
+            "full --dp 64 --pp 16 --zero 1 --batch-tokens 16777216 --sample-tokens 0");
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_NE(r.text.find("a line stands for 64; 18 bytes a parameter, 6.188 on each of 64 ranks"),
+              std::string::npos)
+        << r.text;
+    EXPECT_NE(r.text.find("bubble: ranks are idle 31.9% of a step"), std::string::npos) // 15 / 47
+        << r.text;
+    std::regex line("\n +(\\d+) +[0-9.]+ +[0-9.]+ +([0-9.]+) +(\\d+)  (\\d+)\\.\\.(\\d+)\n");
+    std::vector<double> totals;
+    std::smatch m;
+    int layer = 0;
+    for (std::string rest = r.text; std::regex_search(rest, m, line);
+         rest = "\n" + m.suffix().str()) {
+        EXPECT_EQ(std::stoi(m[1]), int(totals.size()));
+        EXPECT_EQ(std::stoi(m[3]), 16 - int(totals.size()));
+        EXPECT_EQ(std::stoi(m[4]), layer);
+        layer = std::stoi(m[5]) + 1;
+        totals.push_back(std::stod(m[2]));
+    }
+    ASSERT_EQ(totals.size(), 16u) << r.text;
+    EXPECT_EQ(layer, 128);
+    auto megabytes = [&](const std::string& row) {
+        EXPECT_TRUE(std::regex_search(r.text, m, std::regex("  " + row + " +\\d+ +([0-9.]+) MiB")));
+        return std::stod(m[1]);
+    };
+    EXPECT_EQ(megabytes("the largest"), *std::max_element(totals.begin(), totals.end()));
+    EXPECT_EQ(megabytes("total"), totals[0]);
+}
+
 TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
     Result trained = run(small + "--steps 5 --out " + path("out"));
     Result evaluated = run(small + "--eval --resume --out " + path("out"));
