@@ -29,6 +29,7 @@ struct Layout {
     int micro_batches = 2; // of each data-parallel rank
     int shards = 0;        // 0: dp
     int prefetch = 1;
+    std::string file = {}; // Pipeline::GIVEN: of the schedule
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
         const char *schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"},
@@ -92,6 +93,8 @@ Plan plan_of(const Shape& shape, const Layout& l, const Grid& me, bool adamw) {
     p.shard = me.dp_rank % p.shards, p.zero = l.zero, p.prefetch = l.prefetch, p.adamw = adamw;
     p.tp = l.tp, p.tp_rank = me.tp_rank, p.sequence_parallel = l.sequence_parallel;
     p.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), p.stages());
+    std::ifstream file(l.file);
+    EXPECT_EQ(l.file.empty() ? "" : read_schedule(file, p.given), "");
     return p;
 }
 
@@ -249,6 +252,22 @@ TEST(Layouts, PipelinesAreAccumulationBitByBit) {
                     expect_same(*run_layout<float>(shape, l, true), *want, l.text());
                 }
         }
+}
+
+// So does a schedule from a file: 1F1B written out, and one that nobody names.
+TEST(Layouts, SchedulesFromFilesAre1F1BBitByBit) {
+    Layout named;
+    named.pp = 2, named.micro_batches = 3;
+    auto want = run_layout<float>(small_gpt2(), named, true);
+    for (const std::string& text :
+         {write_schedule(schedules_of(Pipeline::ONE_F_ONE_B, 2, 1, 3)),
+          std::string("F0.0 F1.0 F2.0 B0.0 I1.0 W1.0 B2.0 # a line a rank\n"
+                      "F0.1 I0.1 F1.1 W0.1 B1.1 F2.1 B2.1\n")}) {
+        Layout l = named;
+        l.pipeline = Pipeline::GIVEN, l.file = testing::TempDir() + "schedule.txt";
+        std::ofstream(l.file) << text;
+        expect_same(*run_layout<float>(small_gpt2(), l, true), *want, text);
+    }
 }
 
 // Stage 1 is stage 0, stage 3 is stage 2, all of them are one with a single micro-batch; whatever
