@@ -30,6 +30,7 @@ struct Layout {
     int shards = 0;        // 0: dp
     int prefetch = 1;
     std::string file = {}; // Pipeline::GIVEN: of the schedule
+    bool poisoned = false; // before each action all that it does not read
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
         const char *schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"},
@@ -98,6 +99,50 @@ Plan plan_of(const Shape& shape, const Layout& l, const Grid& me, bool adamw) {
     return p;
 }
 
+// A step in which every byte that an action does not read is poisoned before it, and is what it was
+// behind it, but for what the action writes: it must change no other byte, and all of what it writes
+// anew. An action that depends on other bytes gives other results.
+template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) {
+    constexpr unsigned char POISON = 0xff; // NaN
+    const Plan& p = t.plans[0];
+    Arena& arena = t.arena;
+    for (t.plan = t.at = 0; t.at < int(p.actions.size()); t.at++) {
+        const Action& a = p.actions[size_t(t.at)];
+        Access x = access(p, t.model, a);
+        std::vector<char> reads(arena.bytes), writes(arena.bytes);
+        auto mark = [&](std::vector<char>& map, const std::vector<Data>& data) {
+            for (Data d : data)
+                if (const Place* place = arena_find(arena, 0, t.at, d))
+                    std::fill_n(map.begin() + long(place->offset), place->bytes, 1);
+        };
+        mark(reads, x.reads), mark(writes, x.writes);
+        std::vector<unsigned char> before(arena.base, arena.base + arena.bytes);
+        for (size_t i = 0; i < arena.bytes; i++)
+            if (!reads[i]) arena.base[i] = POISON;
+        run_action(t, a);
+        for (size_t i = 0; i < arena.bytes; i++) {
+            if (writes[i]) continue;
+            if (arena.base[i] != (reads[i] ? before[i] : POISON))
+                wrong = action_text(a, t.model) + " changes bytes that it does not declare";
+            arena.base[i] = before[i];
+        }
+        for (Data d : x.writes) {
+            const Place* place = arena_find(arena, 0, t.at, d);
+            bool anew = !std::count(x.reads.begin(), x.reads.end(), d) && !persistent(d.kind);
+            if (!place || !anew || d.kind == Kind::SCRATCH) continue;
+            // rows end on 256 bytes, a bucket's padding has no gradient
+            size_t bytes = d.kind == Kind::PARTIAL
+                               ? t.model.buckets[size_t(d.of)].elements * sizeof(acc_t<T>)
+                               : place->bytes,
+                   untouched = size_t(std::count(arena.base + place->offset,
+                                                 arena.base + place->offset + bytes, POISON));
+            if (untouched > bytes / 20 + 20 * 256)
+                wrong = action_text(a, t.model) + " does not write " + data_text(d, t.model);
+        }
+    }
+    t.at = int(p.actions.size()) - 1;
+}
+
 template <typename T>
 void run_rank(const Comm& world, const Shape& shape, const Layout& l, bool adamw, int steps,
               Result& result, double nudge) {
@@ -114,7 +159,12 @@ void run_rank(const Comm& world, const Shape& shape, const Layout& l, bool adamw
     f.t.hyper.adamw = adamw, f.t.hyper.eps = 1e-3f;
     if (!adamw) f.t.hyper.lr = 0.5f;
     for (int s = 0; s < steps; s++) {
-        run_plan(f.t, 0);
+        std::string wrong;
+        l.poisoned ? run_poisoned(f.t, wrong) : run_plan(f.t, 0);
+        if (!wrong.empty()) {
+            std::lock_guard<std::mutex> lock(result.mutex);
+            result.wrong = wrong;
+        }
         f.t.cursor += p.B * size_t(p.micro_batches * l.dp);
         double loss = plan_loss(f.t).mean();
         if (s == 0) collect_grads(f, result, true);
@@ -292,6 +342,26 @@ TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
                                     l.text());
                     }
             }
+}
+
+// What access() says of a rank's actions is true on many ranks too: of what moves between them, and
+// of sums.
+TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
+    for (int zero : {0, 1, 2, 3})
+        for (auto [pipeline, chunks] :
+             {std::pair{Pipeline::ONE_F_ONE_B, 1}, std::pair{Pipeline::INTERLEAVED, 2}})
+            for (int replicas : {1, 2})
+                for (int tp : {1, 2}) {
+                    if (tp * replicas > 2) continue;
+                    Layout l;
+                    l.dp = 2 * replicas, l.shards = 2, l.pp = 3 - replicas, l.zero = zero;
+                    l.tp = tp, l.sequence_parallel = tp > 1;
+                    l.pipeline = pipeline, l.chunks = chunks, l.recompute = Recompute(zero % 3);
+                    Shape shape = llama_for_tp(zero % 2);
+                    auto want = run_layout<float>(shape, l, true);
+                    l.poisoned = true;
+                    expect_same(*run_layout<float>(shape, l, true), *want, l.text());
+                }
 }
 
 // bf16 with float masters goes the same ways. Tensor-parallel ranks round other sums: their losses
