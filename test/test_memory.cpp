@@ -1,9 +1,10 @@
-// test_memory.cpp - what the plan says is what the run uses, on GPT-2 124M, B 4, T 1024, bf16
+// test_memory.cpp - what the plan says is what the run uses: GPT-2 124M, B 4, T 1024, bf16, on one
+// rank, and a smaller one on ranks as threads and as processes
 //   After the first step nothing allocates more than 64 KiB; the process grows by the arena and no
-//   more than 5%;
-//   every planned page is written in a step; a step works at this size.
+//   more than 5%; every planned page is written in a step; a step works at this size.
 #include <gtest/gtest.h>
 #include <atomic>
+#include <filesystem>
 #include <fstream>
 #include "../llmc/step.h"
 
@@ -89,6 +90,99 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
     trainer_free(t);
 }
 
+// ----------------------------------------------------------------------------
+// many ranks
+
+struct Layout {
+    int dp, pp, zero;
+};
+
+static Plan plan_of(const Layout& l, const Grid& me, const Shape& s) {
+    Plan p;
+    p.B = 4, p.T = 256, p.micro_batches = 2;
+    p.shards = l.dp, p.shard = me.dp_rank, p.zero = l.zero, p.pp = l.pp, p.pp_rank = me.pp_rank;
+    p.first_layer = split_layers(std::vector<double>(s.L + 2, 1), p.stages());
+    return p;
+}
+
+// Two steps of a rank. What its plan says, and, after the first step, the largest allocation.
+struct Use {
+    size_t planned, largest;
+};
+static Use run_rank(const Comm& world, const Shape& s, const Layout& l) {
+    Grid sizes;
+    sizes.dp = l.dp, sizes.pp = l.pp;
+    Trainer<bf16, Cpu> t;
+    t.grid = grid_at(sizes, world.rank);
+    trainer_place(t, s, {plan_of(l, t.grid, s)});
+    t.comms = make_comms(world, t.grid, l.dp);
+    trainer_allocate(t);
+    init_constants(t);
+    init_weights(t, 1);
+    t.hyper = {true, 1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
+    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        for (size_t i = 0; i < 256; i++)
+            tokens[i] = int((sample * 31 + i * 7) % s.V),
+            targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
+        return std::string();
+    };
+    run_plan(t, 0);
+    barrier(world, Cpu{});
+    largest = 0;
+    barrier(world, Cpu{});
+    run_plan(t, 0);
+    Use use = {t.arena.bytes, largest.load()};
+    barrier(world, Cpu{}); // nobody lets go before all have looked
+    trainer_free(t);
+    return use;
+}
+
+// This process's ranks: 0 if it grows by what their plans say, and allocates nothing after a step.
+static int run_ranks(const Layout& l, bool threads) {
+    size_t planned = 0, largest_after = 0, before = 0;
+    std::mutex mutex;
+    auto body = [&](const Comm& world) {
+        // threads, and what the products and collectives have of their own, are there before
+        run_rank(world, gpt2_shape(4, 2, 16, 64, 256), {2, 1, 3});
+        barrier(world, Cpu{});
+        if (!threads || world.rank == 0) before = status_bytes("VmRSS:");
+        barrier(world, Cpu{});
+        Use use = run_rank(world, gpt2_shape(6, 6, 384, 4096, 256), l);
+        std::lock_guard lock(mutex);
+        planned += use.planned, largest_after = std::max(largest_after, use.largest);
+    };
+    if (threads) run_local_ranks(2, {}, body);
+#ifdef WITH_MPI
+    RankInfo info;
+    if (!threads) body(mpi_world(info));
+#endif
+    size_t grown = status_bytes("VmHWM:") - before;
+    double share = double(grown) / double(planned);
+    printf(
+        "dp %d pp %d zero %d: planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%), "
+        "largest allocation after a step %zu\n",
+        l.dp, l.pp, l.zero, double(planned) / 1048576, double(grown) / 1048576, 100 * share,
+        largest_after);
+    return share < 0.95 || share > 1.05 || largest_after > 65536;
+}
+
+// This program again, for each layout: `test_memory --ranks threads|processes dp pp zero`.
+static void expect_as_planned(const std::string& mpirun, const std::string& how) {
+    std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+    for (const char* layout : {"2 1 0", "2 1 3", "1 2 0"}) {
+        std::string command =
+            "timeout 300 " + mpirun + self + " --ranks " + how + " " + layout + " 2>&1";
+        EXPECT_EQ(system(command.c_str()), 0) << command;
+    }
+}
+TEST(Memory, RanksAsThreadsUseWhatTheirPlansSay) { expect_as_planned("", "threads"); }
+#ifdef WITH_MPI
+TEST(Memory, RanksAsProcessesUseWhatTheirPlansSay) {
+    expect_as_planned("mpirun --allow-run-as-root --oversubscribe --bind-to none -np 2 ",
+                      "processes");
+}
+#endif
+
 // The other presets that fit a laptop run a step as well.
 TEST(Memory, SmallPresetsRunAStep) {
     for (const Preset& preset : model_presets()) {
@@ -110,4 +204,21 @@ TEST(Memory, SmallPresetsRunAStep) {
         EXPECT_NEAR(plan_loss(t).mean(), std::log(256.0), 0.3) << preset.name;
         trainer_free(t);
     }
+}
+
+int main(int argc, char** argv) {
+    if (argc == 6 && std::string(argv[1]) == "--ranks") {
+        bool threads = std::string(argv[2]) == "threads";
+        Layout l = {atoi(argv[3]), atoi(argv[4]), atoi(argv[5])};
+        if (threads) return run_ranks(l, true);
+#ifdef WITH_MPI
+        int given;
+        MPI_CHECK(MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &given));
+        int status = run_ranks(l, false);
+        MPI_CHECK(MPI_Finalize());
+        return status;
+#endif
+    }
+    testing::InitGoogleTest(&argc, argv);
+    return RUN_ALL_TESTS();
 }
