@@ -11,8 +11,9 @@
 // ----------------------------------------------------------------------------
 // the malloc hook: this program's malloc, also for the libraries it loads
 
-static std::atomic<size_t> largest{0};
+static std::atomic<size_t> largest{0}, allocations{0};
 static void note(size_t bytes) {
+    allocations++;
     size_t seen = largest.load();
     while (bytes > seen && !largest.compare_exchange_weak(seen, bytes)) {}
 }
@@ -182,6 +183,38 @@ TEST(Memory, RanksAsProcessesUseWhatTheirPlansSay) {
                       "processes");
 }
 #endif
+
+// A group of one, alone in the world or beside others: no byte is touched, nothing is allocated, no
+// lock of the others is waited for.
+TEST(Memory, CollectivesOfOneRankCostNothing) {
+    void* page = mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    float* x = static_cast<float*>(page);
+    auto everything = [&](const Comm& alone) {
+        size_t before = allocations;
+        all_reduce_sum(alone, x, 1024, Cpu{});
+        all_reduce_max(alone, x, 1024, Cpu{});
+        reduce_scatter_sum(alone, x, x, 1024, Cpu{});
+        all_gather(alone, x, x, 1024, Cpu{});
+        broadcast(alone, x, 1024, 0, Cpu{});
+        exchange(alone, nullptr, 0, Cpu{});
+        barrier(alone, Cpu{});
+        return allocations - before;
+    };
+    EXPECT_EQ(everything(Comm()), 0u);
+    LocalSettings settings;
+    settings.timeout_s = 5;
+    auto body = [&](const Comm& world) {
+        if (world.rank > 0) return barrier(world, Cpu{});
+        Comm alone = comm_split(world, "alone", {0});
+        {
+            std::lock_guard<std::mutex> a(world.local->mutex), b(world.local->world->mutex);
+            everything(alone); // the other rank allocates meanwhile, so no count
+        }
+        barrier(world, Cpu{});
+    };
+    EXPECT_EQ(run_local_ranks(2, settings, body), 0);
+    munmap(page, 4096);
+}
 
 // The other presets that fit a laptop run a step as well.
 TEST(Memory, SmallPresetsRunAStep) {
