@@ -266,10 +266,9 @@ inline std::string check_live(const Plan& p, const Model& model) {
         if (p.mode == Mode::TRAIN ? reaches_weights(a.kind) && first : last)
             live.erase({a.micro, stage});
     }
-    if (peak > allowed)
-        return std::to_string(peak) + " stages hold their activations at once; " +
-               std::to_string(allowed) + " are enough";
-    return live.empty() ? "" : "activations are never let go";
+    return peak <= allowed ? ""
+                           : std::to_string(peak) + " stages hold their activations at once, not " +
+                                 std::to_string(allowed);
 }
 
 // What my stages make for others is sent, once.
@@ -305,18 +304,20 @@ inline std::string plan_check(const Plan& p, const Model& model) {
 // ----------------------------------------------------------------------------
 // what no rank can see alone: "" or what is wrong between the plans of a pipeline's ranks
 
-// A step is a group of messages, beside the pass that comes after it.
+// A step is a group of messages, and the pass that comes after it.
 inline std::vector<Step> message_steps(const Plan& p, const Model& model) {
-    std::vector<Step> steps(1);
+    std::vector<Step> steps;
+    size_t named = 0;
     for (const Action& a : p.actions) {
-        Step& last = steps.back();
         if (a.kind == Do::SENDRECV) steps.push_back({false, {}, a.transfers});
-        if (!computes(a.kind) || last.has_slot) continue;
+        if (!computes(a.kind)) continue;
         Pass pass = a.kind == Do::F   ? Pass::F
                     : a.kind == Do::I ? Pass::I
                     : a.kind == Do::W ? Pass::W
                                       : Pass::B;
-        last.has_slot = true, last.slot = {pass, a.micro, stage_of(p, model, a.layer)};
+        for (; named < steps.size(); named++)
+            steps[named].has_slot = true,
+            steps[named].slot = {pass, a.micro, stage_of(p, model, a.layer)};
     }
     return steps;
 }
