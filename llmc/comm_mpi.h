@@ -63,7 +63,7 @@ template <typename S> size_t scratch_bytes(const Call<S>& call, int size) {
 }
 
 // The part of a collective that begins with element `at`: of a sum, as much as `scratch` bytes hold.
-template <typename S> Call<S> part_of(const Call<S>& call, int size, size_t at, size_t scratch) {
+template <typename S> Call<S> sum_part(const Call<S>& call, int size, size_t at, size_t scratch) {
     if (!sums(call)) return call;
     bool all = call.kind == Collective::ALL_REDUCE;
     size_t fits = scratch / (size * call.unit()), most = fits / 64 * 64; // of one rank's slice
@@ -216,7 +216,7 @@ inline std::unique_ptr<MpiOp> mpi_start(const Comm& c, const Call<Cpu>& call) {
     }
     if (!mpi_sum(*op)) {
         if (sums(call)) op->scratch = mpi_scratch(*c.mpi, c.size);
-        op->part = part_of(op->call, c.size, 0, c.mpi->scratch);
+        op->part = sum_part(op->call, c.size, 0, c.mpi->scratch);
         mpi_post_round(*op);
     }
     c.info->outstanding.push_back(op.get());
@@ -249,7 +249,7 @@ inline bool mpi_advance(MpiOp& op) {
     if (!more) {
         op.parts_done += op.part.n, op.round = 0;
         op.done = !op.scratch || op.parts_done == op.call.n;
-        op.part = op.done ? op.part : part_of(op.call, c.size, op.parts_done, c.mpi->scratch);
+        op.part = op.done ? op.part : sum_part(op.call, c.size, op.parts_done, c.mpi->scratch);
     }
     if (!op.done)
         mpi_post_round(op);

@@ -393,6 +393,19 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
     EXPECT_EQ(run(flags + "--local-ranks 2 --steps 0 --resume --out " + path("k")).status, 0);
 }
 
+// Processes that nobody binds share the cores, as threads do: else two teams of threads on the same
+// cores wait for each other.
+TEST_F(Run, ProcessesShareTheCores) {
+    if (system("command -v mpirun >/dev/null")) GTEST_SKIP() << "skipped: there is no mpirun";
+    Result r = run("--explain --dp 2",
+                   "env -u OMP_NUM_THREADS timeout 60 mpirun --allow-run-as-root "
+                   "--oversubscribe --bind-to none -np 2");
+    int share = std::max(1, int(sysconf(_SC_NPROCESSORS_ONLN)) / 2);
+    EXPECT_NE(r.text.find("on the CPU with " + std::to_string(share) + " threads"),
+              std::string::npos)
+        << r.text;
+}
+
 // Every action of every rank is a box, in a trace that is JSON; the picture has a lane a rank.
 TEST_F(Run, TimelinesShowEveryRank) {
     std::string flags = small + "--steps 2 --batch-tokens 512 --sample-tokens 0 --pp 2 ";
