@@ -128,7 +128,7 @@ std::string cluster_text(const std::vector<Plan>& options, const Model& model, S
     std::vector<int> kept(size_t(pp), 1); // stages whose activations live at once
     char line[160];
     *text = concat("memory of a rank, in MiB, by its place in the pipeline; a line stands for ",
-                   o.dp(), "; ", parameter_text<T>(o), "\n");
+                   o.dp() * o.tp, "; ", parameter_text<T>(o), "\n");
     if (train) {
         Simulation s = simulate(schedules_of(o), pp);
         snprintf(line, sizeof(line), "bubble: ranks are idle %.1f%% of a step\n", 100 * s.bubble);
