@@ -524,6 +524,7 @@ struct Simulation {
     PerStep<double> start, end; // of every slot
 };
 
+// The most stages and micro-batches whose F is done and whose B or W is not.
 inline int peak_live(const Schedule& mine) {
     int live = 0, peak = 0;
     for (const Slot& s : mine) {
