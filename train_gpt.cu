@@ -37,6 +37,12 @@ static bool is_folder(const std::string& path) {
     return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
 }
 
+// An error that all ranks know: the first one says so, and ends the others' wait.
+static void or_die_together(const Run& run, const std::string& wrong) {
+    if (!wrong.empty() && !is_first(run)) barrier(run.world, Cpu{});
+    or_die(wrong);
+}
+
 // ----------------------------------------------------------------------------
 // before the run: the model's shape, the text, the plans
 
@@ -218,7 +224,7 @@ template <typename T, typename S> void save(Run& run, Trainer<T, S>& t) {
     CheckpointInfo info;
     info.step = run.step, info.cursor = t.cursor, info.seed = uint64_t(run.config.seed),
     info.config = config_json(run.config);
-    or_die(checkpoint_save(t, info, run.config.out, run.config.keep));
+    or_die_together(run, checkpoint_save(t, info, run.config.out, run.config.keep));
 }
 
 // The boxes of all ranks, from the first one's start on, to the first rank; all ranks call it.
@@ -299,8 +305,7 @@ template <typename T, typename S> void prepare_weights(Run& run, Trainer<T, S>& 
         std::string wrong = checkpoint_load(t, &info, c.out, &notes);
         for (const std::string& note : notes)
             if (is_first(run)) fprintf(stderr, "note: %s\n", note.c_str());
-        if (!wrong.empty() && !is_first(run)) barrier(run.world, Cpu{});
-        or_die(wrong);
+        or_die_together(run, wrong);
         run.step = info.step, t.cursor = info.cursor;
         USER_CHECK(
             info.seed == uint64_t(c.seed),
