@@ -609,6 +609,16 @@ static void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) { // norms and biase
     }
 }
 
+static Window squares_window(size_t V) {
+    return [V](uint64_t sample, int* tokens, int* targets) {
+        for (uint64_t i = 0; i < 16; i++) {
+            tokens[i] = int((sample * 5 + i * i) % V);
+            targets[i] = int((sample * 5 + (i + 1) * (i + 1)) % V);
+        }
+        return std::string();
+    };
+}
+
 template <typename T>
 std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool adamw = true) {
     Plan plan = plan_of(Mode::TRAIN, 2, 16);
@@ -616,13 +626,7 @@ std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool a
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
     m->t.hyper.adamw = adamw;
     fill_weights(m->t, seed);
-    m->t.window = [V = s.V](uint64_t sample, int* tokens, int* targets) {
-        for (uint64_t i = 0; i < 16; i++) {
-            tokens[i] = int((sample * 5 + i * i) % V);
-            targets[i] = int((sample * 5 + (i + 1) * (i + 1)) % V);
-        }
-        return std::string();
-    };
+    m->t.window = squares_window(s.V);
     return m;
 }
 
@@ -955,15 +959,16 @@ TEST_F(Files, WrongShardsAreNamed) {
 // ----------------------------------------------------------------------------
 // checkpoints
 
-// Weights, masters, moments, and the optimizer's count of steps.
+// Weights, masters, moments, and the optimizer's count of steps, whole on every rank.
 template <typename T> std::string state_of(const Small<T>& m) {
     std::string state;
+    auto append = [&](const auto& values) {
+        state.append((const char*)values.data(), values.size() * sizeof(values[0]));
+    };
     for (const StateTensor& s : state_tensors(m.t, m.t.hyper.adamw))
-        state.append((const char*)fetch<acc_t<T>>(m.t, s.data(), *s.p, s.second).data(),
-                     s.p->elements() * sizeof(acc_t<T>));
+        append(fetch<acc_t<T>>(m.t, s.data(), *s.p, s.second));
     for (const Parameter& p : m.t.model.parameters)
-        state.append((const char*)(address<T>(m.t, {Kind::WEIGHT, p.bucket}) + p.offset),
-                     p.elements() * sizeof(T));
+        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p));
     return state + std::to_string(address<const StepScale>(m.t, {Kind::SCALE})->step);
 }
 
@@ -1186,6 +1191,182 @@ TEST_F(Files, AnEvaluationLoadsACheckpointOfTraining) {
     }
 }
 
+// ----------------------------------------------------------------------------
+// checkpoints of many ranks
+
+struct Layout {
+    int dp, pp, zero, shards;
+    int files; // that a checkpoint has
+};
+static const std::vector<Layout> layouts = {{1, 1, 0, 1, 1}, {2, 1, 0, 2, 1}, {2, 1, 1, 2, 2},
+                                            {2, 1, 3, 2, 2}, {1, 2, 0, 1, 2}, {2, 2, 2, 2, 4},
+                                            {4, 2, 2, 2, 4}}; // the last: shards in groups of two
+
+static std::string layout_name(const Layout& l) {
+    return "dp " + std::to_string(l.dp) + " pp " + std::to_string(l.pp) + " zero " +
+           std::to_string(l.zero) + " groups of " + std::to_string(l.shards);
+}
+
+// Ranks as threads, each with its part of the same random model: body(model).
+template <typename T, typename F>
+void on_ranks(const Layout& l, const Shape& s, uint64_t seed, F body) {
+    int status = run_local_ranks(l.dp * l.pp, {}, [&](const Comm& world) {
+        Grid sizes;
+        sizes.dp = l.dp, sizes.pp = l.pp;
+        Grid me = grid_at(sizes, world.rank);
+        Plan p = plan_of(Mode::TRAIN, 1, 16);
+        p.micro_batches = 8 / l.dp, p.pp = l.pp, p.pp_rank = me.pp_rank;
+        p.shards = l.shards, p.replicas = l.dp / l.shards, p.shard = me.dp_rank % l.shards;
+        p.zero = l.zero;
+        p.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), p.stages());
+        Small<T> m(s, {p});
+        m.t.grid = me, m.t.comms = make_comms(world, me, p.shards);
+        fill_weights(m.t, seed);
+        m.t.window = squares_window(s.V);
+        body(m);
+    });
+    EXPECT_EQ(status, 0) << layout_name(l);
+}
+
+// Parameters are cut by shards, and the vocabulary's padding is.
+static std::vector<Shape> shapes_to_cut() {
+    Shape llama = llama_shape(2, 4, 2, 64, 60, 61, 32, 10000); // a shard of nothing but padding
+    return {gpt2_shape(2, 3, 48, 100, 16), llama};
+}
+
+template <typename T> void save_and_load_in_all_layouts(const std::string& dir, const Shape& s) {
+    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 8; };
+    for (const Layout& from : layouts) {
+        std::string saved, next, out = dir + "/out";
+        fs::remove_all(out), fs::create_directories(out);
+        on_ranks<T>(from, s, 3, [&](Small<T>& m) {
+            step(m), step(m);
+            EXPECT_EQ(checkpoint_save(m.t, {2, m.t.cursor, 7, {}}, out, 1), "");
+            std::string state = state_of(m);
+            step(m);
+            std::string later = state_of(m);
+            if (m.t.comms.world.rank == 0) saved = state, next = later;
+        });
+        EXPECT_EQ(int(folder_bytes(out + "/step_00000002").size()), from.files + 1)
+            << layout_name(from);
+        for (const Layout& to : layouts)
+            on_ranks<T>(to, s, 4, [&](Small<T>& m) {
+                SCOPED_TRACE(layout_name(from) + " read by " + layout_name(to));
+                Loaded l = load_checkpoint(m, out);
+                EXPECT_EQ(l.wrong, "");
+                EXPECT_TRUE(l.info.step == 2 && l.info.cursor == 16 && l.info.seed == 7);
+                EXPECT_TRUE(state_of(m) == saved);
+                if (&from != &to) return;
+                m.t.cursor = l.info.cursor;
+                step(m);
+                EXPECT_TRUE(state_of(m) == next);
+            });
+    }
+}
+
+TEST_F(Files, CheckpointsOfAnyLayoutLoadInAnyOther) {
+    save_and_load_in_all_layouts<float>(dir, shapes_to_cut()[0]);
+    save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1]);
+}
+
+// Load on two ranks and on one: all say the same, and what is refused changes nothing.
+static Loaded load_everywhere(const std::string& out, const Shape& s, bool changes) {
+    std::vector<Loaded> said;
+    std::mutex mutex;
+    for (const Layout& l : {layouts[0], layouts[3]})
+        on_ranks<float>(l, s, 4, [&](Small<float>& m) {
+            std::string before = state_of(m);
+            Loaded now = load_checkpoint(m, out);
+            EXPECT_EQ(state_of(m) != before, changes);
+            std::lock_guard<std::mutex> lock(mutex);
+            said.push_back(now);
+        });
+    for (const Loaded& l : said) {
+        EXPECT_EQ(l.wrong, said[0].wrong);
+        if (changes) {
+            EXPECT_EQ(l.info.step, said[0].info.step);
+            EXPECT_EQ(l.notes.at(0), said[0].notes.at(0));
+        }
+    }
+    return said[0];
+}
+
+TEST_F(Files, ARanksFileThatIsBrokenIsNoticedByAll) {
+    Shape s = shapes_to_cut()[0];
+    for (int64_t step : {1, 2})
+        on_ranks<float>(layouts[3], s, uint64_t(step), [&](Small<float>& m) {
+            run_plan(m.t, 0);
+            EXPECT_EQ(checkpoint_save(m.t, {step, uint64_t(step), 0, {}}, dir, 5), "");
+        });
+    std::string folder = dir + "/step_00000002", manifest = folder + "/manifest.json",
+                list = read_file(manifest);
+    auto falls_back = [&](const std::string& part) {
+        Loaded l = load_everywhere(dir, s, true);
+        EXPECT_EQ(l.wrong, "");
+        EXPECT_EQ(l.info.step, 1);
+        EXPECT_HAS(l.notes.at(0), part);
+        EXPECT_HAS(l.notes.at(0), ": skipped");
+    };
+    for (const char* name : {"rank_00000.safetensors", "rank_00001.safetensors"}) {
+        std::string file = folder + "/" + name, whole = read_file(file), flipped = whole;
+        fs::remove(file), falls_back(std::string(name) + ": No such file");
+        put_file(file, whole.substr(0, whole.size() - 1));
+        falls_back(std::string(name) + ": is " + std::to_string(whole.size() - 1) + " bytes");
+        flipped[flipped.size() - 9] ^= 4;
+        put_file(file, flipped), falls_back(std::string(name) + ": its checksum is");
+        put_file(file, whole);
+    }
+    // manifests that are whole and wrong: refused
+    auto change_manifest = [&](auto change) {
+        json m = json::parse(list);
+        change(m["files"]);
+        m["crc32"] = manifest_crc(m);
+        put_file(manifest, manifest_text(m));
+    };
+    auto refused = [&](const std::string& part, auto change) {
+        change_manifest(change);
+        Loaded l = load_everywhere(dir, s, false);
+        EXPECT_HAS(l.wrong, folder);
+        EXPECT_HAS(l.wrong, part);
+        EXPECT_EQ(l.notes.size(), 0u);
+    };
+    const std::string cut = "m.h.0.mlp.c_fc.weight"; // [0, 6528) is the first rank's, of 9216
+    auto range = [&](json& files, int rank) -> json& { return files[rank]["tensors"][cut]; };
+    json files = json::parse(list)["files"];
+    size_t at = range(files, 1)[0].get<size_t>();
+    ASSERT_TRUE(at > 0 && at < 9216);
+    ASSERT_EQ(range(files, 0), json({0, at}));
+    ASSERT_EQ(range(files, 1), json({at, 9216 - at}));
+    std::string where = "tensor " + cut + ": elements ", edge = std::to_string(at);
+    refused("are there twice", [&](json& f) { f.push_back(f[1]); });
+    refused("are in no file", [&](json& f) { f.erase(1); });
+    refused(where + edge + " to 9216 of 9216 are in no file",
+            [&](json& f) { f[1]["tensors"].erase(cut); });
+    refused(where + "0 to " + edge + " of 9216 are in no file",
+            [&](json& f) { f[0]["tensors"].erase(cut); });
+    refused(where + std::to_string(at - 1) + " to " + edge + " of 9216 are there twice",
+            [&](json& f) { range(f, 1)[0] = at - 1; });
+    refused("tensor " + cut + " reaches beyond its parameter",
+            [&](json& f) { range(f, 1)[0] = at + 1; });
+    refused("tensor " + cut + " reaches beyond its parameter",
+            [&](json& f) { range(f, 1)[0] = ~size_t(0); });
+    refused("tensor " + cut + " is F32(" + edge + "), not F32(" + std::to_string(at - 1) + ")",
+            [&](json& f) { range(f, 0)[1] = at - 1; });
+    const std::string lost = "m.h.1.ln_1.bias";
+    refused("rank_00001.safetensors: tensor " + lost + " is missing", [&](json& f) {
+        f[1]["tensors"][lost] = f[0]["tensors"][lost], f[0]["tensors"].erase(lost);
+    });
+    for (json bad : {json(3), json({0}), json({0, -1}), json({0, 1.5}), json({0, 1, 2}), json()}) {
+        change_manifest([&](json& f) { range(f, 1) = bad; });
+        falls_back("manifest.json is broken");
+    }
+    for (const char* key : {"file", "bytes", "crc32", "tp", "tp_rank", "tensors"}) {
+        change_manifest([&](json& f) { f[1].erase(key); }), falls_back("manifest.json is broken");
+        change_manifest([&](json& f) { f[1][key] = -1; }), falls_back("manifest.json is broken");
+    }
+    change_manifest([&](json& f) { f[1]["tp_rank"] = 1; }), falls_back("manifest.json is broken");
+}
+
 // A full disk: one line, and the checkpoints before it are as they were.
 TEST_F(Files, ASaveThatFailsLosesNothing) {
     auto m = random_model<float>(all_shapes()[0]);
@@ -1211,28 +1392,35 @@ TEST_F(Files, ASaveThatFailsLosesNothing) {
 // A child is killed at each of its writes in turn: what is there afterwards loads to an older or
 // the new state.
 TEST_F(Files, KilledAtAnyWriteNothingIsLost) {
-    auto m = random_model<float>(all_shapes()[0]);
-    ASSERT_EQ(checkpoint_save(m->t, {1, 1, 0, {}}, dir, 5), "");
-    size_t total = 0;
-    for (const fs::directory_entry& e : fs::directory_iterator(dir + "/step_00000001"))
-        total += e.file_size();
-    int killed = 0, whole = 0;
-    for (size_t limit = 0; limit <= total; limit += total / 23) {
-        pid_t child = fork();
-        if (child == 0) {
-            rlimit r = {limit, limit}; // SIGXFSZ kills the writer at this byte of a file
-            setrlimit(RLIMIT_FSIZE, &r);
-            checkpoint_save(m->t, {2, 2, 0, {}}, dir, 5);
-            _exit(0);
+    Shape s = all_shapes()[0];
+    for (const Layout& layout : {layouts[0], layouts[5]}) {
+        auto save = [&](int64_t step) {
+            on_ranks<float>(layout, s, uint64_t(step), [&](Small<float>& m) {
+                EXPECT_EQ(checkpoint_save(m.t, {step, 0, 0, {}}, dir, 5), "");
+            });
+        };
+        save(1);
+        size_t largest_file = 0;
+        for (const auto& [name, bytes] : folder_bytes(dir + "/step_00000001"))
+            largest_file = std::max(largest_file, bytes.size());
+        int killed = 0, whole = 0;
+        for (size_t limit = 0; limit < largest_file * 11 / 10; limit += largest_file / 23) {
+            pid_t child = fork();
+            if (child == 0) {
+                rlimit r = {limit, limit}; // SIGXFSZ kills the writer at this byte of a file
+                setrlimit(RLIMIT_FSIZE, &r);
+                save(2);
+                _exit(0);
+            }
+            int status;
+            waitpid(child, &status, 0);
+            Loaded l = load_checkpoint(*random_model<float>(s), dir);
+            ASSERT_EQ(l.wrong, "") << limit;
+            EXPECT_EQ(l.info.step, WIFEXITED(status) ? 2 : 1) << limit;
+            (WIFEXITED(status) ? whole : killed)++;
+            fs::remove_all(dir + "/step_00000002");
         }
-        int status;
-        waitpid(child, &status, 0);
-        Loaded l = load_checkpoint(*m, dir);
-        ASSERT_EQ(l.wrong, "") << limit;
-        EXPECT_EQ(l.info.step, WIFEXITED(status) ? 2 : 1) << limit;
-        (WIFEXITED(status) ? whole : killed)++;
-        fs::remove_all(dir + "/step_00000002");
+        EXPECT_GT(killed, 15);
+        EXPECT_GT(whole, 0);
     }
-    EXPECT_GT(killed, 15);
-    EXPECT_GT(whole, 0);
 }
