@@ -76,12 +76,14 @@ static Shape shape_of(int i) {
     return std::vector<Shape>{gpt2, untied, llama, qwen}[size_t(i)];
 }
 
+// On many ranks each keeps its shard of all (ZeRO-3).
 template <typename T>
-std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool adamw = true) {
+std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, const Comm& world = {}) {
     Plan p = plan_of(Mode::TRAIN, 2, 16);
-    p.adamw = adamw;
+    p.zero = 3, p.shards = world.size, p.shard = world.rank;
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{p});
-    m->t.hyper.adamw = adamw;
+    m->t.grid.dp = world.size, m->t.grid.dp_rank = world.rank;
+    m->t.comms = make_comms(world, m->t.grid, world.size);
     init_weights(m->t, seed);
     for (const Parameter& p : m->t.model.parameters) { // vectors too
         std::vector<float> v(p.elements());
@@ -97,19 +99,21 @@ std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool a
     return m;
 }
 
-template <typename T> std::string state_of(Small<T>& m) {
+template <typename T> std::string state_of(Small<T>& m) { // whole on every rank
     std::string state;
+    auto append = [&](const auto& values) {
+        state.append((const char*)values.data(), values.size() * sizeof(values[0]));
+    };
     for (const StateTensor& s : state_tensors(m.t, m.t.hyper.adamw))
-        state.append((const char*)fetch<acc_t<T>>(m.t, s.data(), *s.p, s.second).data(),
-                     s.p->elements() * sizeof(acc_t<T>));
+        append(fetch<acc_t<T>>(m.t, s.data(), *s.p, s.second));
     for (const Parameter& p : m.t.model.parameters)
-        state.append((const char*)(address<T>(m.t, {Kind::WEIGHT, p.bucket}) + p.offset),
-                     p.elements() * sizeof(T));
+        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p));
     return state;
 }
 
 // ----------------------------------------------------------------------------
-// a disk that stops: every call that changes files passes through here, in place of the C library's
+// a disk that stops: every call that changes files passes through here, in place of the C library's,
+// one at a time
 
 enum class Fault { NONE, CRASH, ONCE, SHORT };
 struct Disk {
@@ -121,6 +125,8 @@ struct Disk {
     std::set<ino_t> unsynced;     // files with bytes that a power cut may take
 };
 static Disk disk;
+static std::recursive_mutex disk_mutex; // ranks are threads
+#define ONE_AT_A_TIME std::lock_guard<std::recursive_mutex> one_at_a_time(disk_mutex)
 
 static std::string name_of(const std::string& path) { return fs::path(path).filename().string(); }
 static std::string name_of(int fd) {
@@ -130,6 +136,7 @@ static std::string name_of(int fd) {
 // After a crash nothing reaches the disk any more; a call that fails once is followed by calls that work.
 static bool fails(const char* call, const std::string& name) {
     if (!disk.counting) return false;
+    ONE_AT_A_TIME;
     long number = disk.calls++;
     disk.log.push_back(std::string(call) + " " + name);
     if (number == disk.at) disk.met = disk.log.back();
@@ -140,6 +147,7 @@ static bool fails(const char* call, const std::string& name) {
 }
 
 extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
+    ONE_AT_A_TIME;
     struct stat s;
     if (!disk.counting || fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
         return syscall(SYS_write, fd, data, bytes);
@@ -153,6 +161,7 @@ extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
     return fault ? (errno = ENOSPC, -1) : syscall(SYS_write, fd, data, bytes);
 }
 extern "C" int fsync(int fd) { // takes notes only: no test pulls the plug, and this is quick
+    ONE_AT_A_TIME;
     struct stat s;
     if (disk.counting && fails("fsync", name_of(fd))) return -1;
     if (fstat(fd, &s) == 0) disk.unsynced.erase(s.st_ino);
@@ -216,10 +225,10 @@ static std::string leftovers(const std::string& dir) {
 struct Two {
     std::unique_ptr<Small<float>> a, b, c;
     std::string state[2];
-    Two(int shape = 2)
-        : a(random_model<float>(shape_of(shape), 3)),
-          b(random_model<float>(shape_of(shape), 4)),
-          c(random_model<float>(shape_of(shape), 5)) {
+    Two(const Shape& s = shape_of(2), const Comm& world = {})
+        : a(random_model<float>(s, 3, world)),
+          b(random_model<float>(s, 4, world)),
+          c(random_model<float>(s, 5, world)) {
         for (Small<float>* m : {a.get(), b.get()}) run_plan(m->t, 0);
         state[0] = state_of(*a), state[1] = state_of(*b);
     }
@@ -229,56 +238,79 @@ struct Two {
     }
 };
 
+// On one rank, and where two have something to write: body(the first to speak, two states).
+template <typename F> void on_ranks(int ranks, F body) {
+    Shape wide = llama_shape(2, 4, 2, 64, 60, 61, 32, 10000);
+    int status = run_local_ranks(ranks, {}, [&](const Comm& world) {
+        omp_set_num_threads(1);
+        Two two(ranks == 1 ? shape_of(2) : wide, world);
+        body(world, two);
+    });
+    EXPECT_EQ(status, 0);
+}
+
 // Save b's state as step 2 where steps of a's state are; the disk fails at every call in turn.
-static void sweep_saves(const std::string& dir, Fault fault, std::vector<int64_t> before,
+static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vector<int64_t> before,
                         int keep) {
-    Two two;
     std::string base = dir + "/base", out = dir + "/out";
-    fs::create_directories(base);
-    for (int64_t step : before)
-        ASSERT_EQ(checkpoint_save(two.a->t, {step, uint64_t(step), 0, {}}, base, 9), "");
-    for (long at = 0;; at++) {
-        fs::remove_all(out);
-        fs::copy(base, out, fs::copy_options::recursive);
-        disk_arm(fault, at);
-        std::string wrong = checkpoint_save(two.b->t, {2, 22, 0, {}}, out, keep);
-        disk_disarm(out);
-        CheckpointInfo info;
-        std::vector<std::string> notes;
-        ASSERT_EQ(two.load(out, &info, &notes), "") << "call " << at << ": " << disk.met;
-        ASSERT_TRUE(notes.empty()) << notes[0] << " after call " << at << ": " << disk.met;
-        ASSERT_EQ(state_of(*two.c), two.state[info.cursor == 22])
-            << "call " << at << ": " << disk.met;
-        if (wrong.empty()) {
-            ASSERT_EQ(info.cursor, 22u) << "call " << at << ": " << disk.met;
-        } else {
-            ASSERT_NE(wrong.find(out), std::string::npos) << wrong;
+    fs::remove_all(base), fs::create_directories(base);
+    std::atomic<bool> last = false;
+    on_ranks(ranks, [&](const Comm& world, Two& two) {
+        bool first = world.rank == 0;
+        for (int64_t step : before)
+            ASSERT_EQ(checkpoint_save(two.a->t, {step, uint64_t(step), 0, {}}, base, 9), "");
+        for (long at = 0; !last; at++) {
+            if (first) {
+                fs::remove_all(out);
+                fs::copy(base, out, fs::copy_options::recursive);
+                disk_arm(fault, at);
+            }
+            barrier(world, Cpu{});
+            std::string wrong = checkpoint_save(two.b->t, {2, 22, 0, {}}, out, keep);
+            barrier(world, Cpu{});
+            if (first) disk_disarm(out), last = disk.calls <= at; // it met no call: all are done
+            barrier(world, Cpu{});
+            std::string met = "call " + std::to_string(at) + ": " + disk.met;
+            CheckpointInfo info;
+            std::vector<std::string> notes;
+            ASSERT_EQ(two.load(out, &info, &notes), "") << met;
+            ASSERT_TRUE(notes.empty()) << notes[0] << " after " << met;
+            ASSERT_TRUE(state_of(*two.c) == two.state[info.cursor == 22]) << met;
+            if (wrong.empty()) {
+                ASSERT_EQ(info.cursor, 22u) << met;
+            } else {
+                ASSERT_NE(wrong.find(out), std::string::npos) << wrong;
+            }
+            std::string call = disk.met.substr(0, disk.met.find(' '));
+            bool removal =
+                call == "unlink" || call == "rmdir" || disk.met == "rename step_00000001.tmp";
+            if (fault == Fault::ONCE && !removal && !last) {
+                ASSERT_EQ(leftovers(out), "") << met;
+                ASSERT_NE(wrong, "") << met;
+            }
+            barrier(world, Cpu{});
+            ASSERT_EQ(checkpoint_save(two.b->t, {3, 0, 0, {}}, out, 1), ""); // and it tidies up
+            barrier(world, Cpu{});
+            ASSERT_EQ(leftovers(out), "") << met;
+            barrier(world, Cpu{});
         }
-        if (disk.calls <= at) break; // it met no call: that was the last
-        std::string call = disk.met.substr(0, disk.met.find(' '));
-        bool removal =
-            call == "unlink" || call == "rmdir" || disk.met == "rename step_00000001.tmp";
-        if (fault == Fault::ONCE && !removal) {
-            ASSERT_EQ(leftovers(out), "") << disk.met;
-            ASSERT_NE(wrong, "") << disk.met;
-        }
-        ASSERT_EQ(checkpoint_save(two.b->t, {3, 0, 0, {}}, out, 1),
-                  ""); // and the next one tidies up
-        ASSERT_EQ(leftovers(out), "") << "call " << at << ": " << disk.met;
-    }
+    });
     EXPECT_GT(disk.calls, 50);
 }
 
 TEST_F(Files, ACrashAtAnyCallOfASaveLeavesAWholeCheckpoint) {
-    sweep_saves(dir, Fault::CRASH, {1}, 1);
+    for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::CRASH, {1}, 1);
 }
-TEST_F(Files, ACrashAtAnyCallOfSavingAStepAgainLeavesIt) { sweep_saves(dir, Fault::CRASH, {2}, 5); }
+TEST_F(Files, ACrashAtAnyCallOfSavingAStepAgainLeavesIt) {
+    sweep_saves(dir, 1, Fault::CRASH, {2}, 5);
+}
 TEST_F(Files, AFailureOfAnyCallOfASaveIsNamed) {
-    sweep_saves(dir, Fault::ONCE, {1}, 1), sweep_saves(dir, Fault::ONCE, {1, 2}, 5);
+    for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::ONCE, {1}, 1);
+    sweep_saves(dir, 1, Fault::ONCE, {1, 2}, 5);
 }
 
 TEST_F(Files, ACrashOrFailureAtAnyCallOfAnExportLeavesAWholeOne) {
-    Two two(1);
+    Two two(shape_of(1));
     std::string base = dir + "/base", out = dir + "/out";
     fs::create_directories(base);
     ASSERT_EQ(hf_export(two.a->t, base + "/e", Type::F32), "");
@@ -315,7 +347,7 @@ TEST_F(Files, ShortAndInterruptedWritesAreFinished) {
 }
 
 TEST_F(Files, WhereNamesCannotBeExchangedTheOldFolderStepsAside) {
-    Two two(1);
+    Two two(shape_of(1));
     disk = Disk(), disk.exchanges = false;
     for (Small<float>* m : {two.a.get(), two.b.get()}) {
         EXPECT_EQ(checkpoint_save(m->t, {2, 0, 0, {}}, dir, 1), "");
@@ -334,29 +366,27 @@ TEST_F(Files, WhereNamesCannotBeExchangedTheOldFolderStepsAside) {
 
 // What a name promises is on the disk before the name is; what is replaced goes last.
 TEST_F(Files, ASaveSyncsBeforeItRenames) {
-    Two two;
-    ASSERT_EQ(checkpoint_save(two.a->t, {1, 0, 0, {}}, dir, 1), "");
-    disk_arm(Fault::NONE);
-    ASSERT_EQ(checkpoint_save(two.b->t, {2, 0, 0, {}}, dir, 1), "");
+    on_ranks(2, [&](const Comm& world, Two& two) {
+        ASSERT_EQ(checkpoint_save(two.a->t, {1, 0, 0, {}}, dir, 1), "");
+        if (world.rank == 0) disk_arm(Fault::NONE);
+        barrier(world, Cpu{});
+        ASSERT_EQ(checkpoint_save(two.b->t, {2, 0, 0, {}}, dir, 1), "");
+    });
     disk_disarm(dir);
     auto last = [&](const std::string& call) {
         auto it = std::find(disk.log.rbegin(), disk.log.rend(), call);
         EXPECT_NE(it, disk.log.rend()) << call;
         return disk.log.rend() - it;
     };
-    std::vector<std::string> order = {"write rank_00000.safetensors.tmp",
-                                      "fsync rank_00000.safetensors.tmp",
-                                      "rename rank_00000.safetensors",
-                                      "write manifest.json.tmp",
-                                      "fsync manifest.json.tmp",
-                                      "rename manifest.json",
-                                      "fsync step_00000002.tmp",
-                                      "rename step_00000002",
-                                      "fsync " + name_of(dir),
-                                      "rename step_00000001.tmp",
-                                      "unlink manifest.json"};
-    for (size_t i = 0; i + 1 < order.size(); i++)
-        EXPECT_LT(last(order[i]), last(order[i + 1])) << order[i] << ", " << order[i + 1];
+    for (const std::string rank : {"rank_00000.safetensors", "rank_00001.safetensors"}) {
+        std::vector<std::string> order = {
+            "mkdir step_00000002.tmp", "write " + rank + ".tmp",   "fsync " + rank + ".tmp",
+            "rename " + rank,          "write manifest.json.tmp",  "fsync manifest.json.tmp",
+            "rename manifest.json",    "fsync step_00000002.tmp",  "rename step_00000002",
+            "fsync " + name_of(dir),   "rename step_00000001.tmp", "unlink manifest.json"};
+        for (size_t i = 0; i + 1 < order.size(); i++)
+            EXPECT_LT(last(order[i]), last(order[i + 1])) << order[i] << ", " << order[i + 1];
+    }
     EXPECT_TRUE(disk.unsynced.empty());
 }
 

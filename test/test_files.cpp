@@ -1211,6 +1211,7 @@ static std::string layout_name(const Layout& l) {
 template <typename T, typename F>
 void on_ranks(const Layout& l, const Shape& s, uint64_t seed, F body) {
     int status = run_local_ranks(l.dp * l.pp, {}, [&](const Comm& world) {
+        omp_set_num_threads(1);
         Grid sizes;
         sizes.dp = l.dp, sizes.pp = l.pp;
         Grid me = grid_at(sizes, world.rank);
