@@ -1,20 +1,21 @@
 // checkpoint.h - crash-safe checkpoints: each rank writes what it keeps, any layout loads them
-//   OUT/step_00000100/rank_00003.safetensors   what rank 3 gives: flat tensors "param.NAME" (the
+//   OUT/step_00000100/rank_00003.safetensors   what rank 3 writes: flat tensors "param.NAME" (the
 //                                              masters, or the weights), "m.NAME", "v.NAME"
 //   OUT/step_00000100/manifest.json            step, cursor, seed, model; and of each file
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
-//   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank has it;
-//   for_each_run (model.h) says where they lie in the whole. Each element is in exactly one file: of
-//   the ranks that keep it, gives_kept() names the one that writes; a rank that gives nothing writes
-//   no file. Vocabulary padding reaches none.
-//   Save:  1. the first rank makes step_N.tmp   2. every rank writes and syncs its file
-//          3. ranks tell size and CRC-32, or what went wrong   4. the first rank writes the manifest
-//          and renames the folder: one of the final name is whole, whenever the machine stops.
-//   Load:  sizes and checksums are believed, nothing else, the manifest's own too; a checkpoint that
-//          they find broken is skipped for the one before. Of N ranks each verifies every N-th file.
-//          Then each rank puts one parameter at a time together, and keeps its part of it.
-//   All ranks call checkpoint_save and _load, and see the same result. They share a file system.
-//   Every function returns "" or one line that says what is wrong.
+//   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank has
+//   it; for_each_run (model.h) says where they lie in the whole. Each element is in one file: of
+//   the ranks that keep it, gives_kept() (trainer.h) names the one that writes it; a rank that
+//   writes nothing makes no file. Vocabulary padding reaches none.
+//   Save   1. the first rank makes step_N.tmp   2. every rank writes and syncs its file
+//          3. ranks tell size and CRC-32, or what went wrong
+//          4. the first rank writes the manifest, and renames the folder: a folder of the final
+//             name is whole, whenever the machine stops
+//   Load   1. each of N ranks verifies every N-th file: sizes and checksums are believed, the
+//             manifest's own too, nothing else; a broken checkpoint is skipped for the one before
+//          2. each rank puts one parameter at a time together, and keeps its part of it
+//   All ranks call, on one file system, and see the same result: "" or one line that says what is
+//   wrong.
 #pragma once
 #include "huggingface.h"
 
@@ -190,8 +191,8 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
     return wrong;
 }
 
-// The manifest's checksum is that of its text without the checksum; parsed and printed again a JSON text is the same.
-// Text that is no UTF-8 (a path in the configuration) is stored with its bad bytes replaced.
+// The manifest's checksum is that of its text without the checksum; parsed and printed again a JSON
+// text is the same. Bytes that are no UTF-8 (in a path of the configuration) are replaced.
 inline std::string manifest_text(const nlohmann::json& manifest) {
     return manifest.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }

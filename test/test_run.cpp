@@ -173,11 +173,16 @@ TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
 // ----------------------------------------------------------------------------
 // kill and resume
 
-// What training leaves: the tensors of the last checkpoint. The manifest differs in nothing but the
-// configuration.
-static std::string final_state(const std::string& out) {
-    return read_file(fs::path(out) / "step_00000012/rank_00000.safetensors");
+// What training leaves: the tensors of its last checkpoint, of all ranks. The manifest differs in
+// nothing but the configuration.
+static std::string tensors_of(const std::string& out, const std::string& step) {
+    std::string all;
+    for (int rank = 0; rank < 4; rank++)
+        all +=
+            read_file(fs::path(out) / step / ("rank_0000" + std::to_string(rank) + ".safetensors"));
+    return all;
 }
+static std::string final_state(const std::string& out) { return tensors_of(out, "step_00000012"); }
 
 TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
     for (const char* precision : {"fp32", "bf16"}) {
@@ -202,10 +207,10 @@ TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
     }
 }
 
-TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
-    std::string flags = small +
-                        "--sample-tokens 0 --channels 64 --save-every 1 --keep 3 --steps 12 --out ",
-                whole = path("whole"), killed = path("killed");
+static void kill_and_resume(const std::string& small, const std::string& whole,
+                            const std::string& killed) {
+    std::string flags =
+        small + "--sample-tokens 0 --channels 64 --save-every 1 --keep 3 --steps 12 --out ";
     auto start = std::chrono::steady_clock::now();
     ASSERT_EQ(run(flags + whole).status, 0);
     double seconds =
@@ -234,6 +239,14 @@ TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
         EXPECT_EQ(final_state(whole), final_state(killed));
     }
     EXPECT_GT(kills, 0);
+}
+
+TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
+    kill_and_resume(small, path("whole"), path("killed"));
+}
+TEST_F(Run, RanksKilledAtRandomMomentsResumeToTheSameBits) {
+    kill_and_resume(small + "--local-ranks 2 --micro-batch 2 --zero 3 ", path("whole"),
+                    path("killed"));
 }
 
 // ----------------------------------------------------------------------------
@@ -358,14 +371,43 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
         GTEST_SKIP() << "skipped: built without MPI";
     for (std::string layout : {"2", "4 --zero 2", "4 --tp 2 --sequence-parallel"}) {
         std::string ranks = layout.substr(0, 1), rest = layout.substr(1);
-        Result want = run(flags + rest + " --local-ranks " + ranks + " --export " + path("t"),
+        fs::remove_all(path("to")), fs::remove_all(path("po"));
+        Result want = run(flags + rest + " --local-ranks " + ranks + " --export " + path("t") +
+                              " --out " + path("to"),
                           "OMP_NUM_THREADS=1");
-        Result got = run(flags + rest + " --export " + path("p"), mpirun + ranks);
+        Result got =
+            run(flags + rest + " --export " + path("p") + " --out " + path("po"), mpirun + ranks);
         ASSERT_EQ(got.status, 0) << got.text;
         ASSERT_EQ(want.status, 0) << want.text;
         EXPECT_EQ(curve(got.text), curve(want.text));
         EXPECT_EQ(read_file(path("t/model.safetensors")), read_file(path("p/model.safetensors")));
+        std::string saved = tensors_of(path("po"), "step_00000004");
+        EXPECT_TRUE(saved.size() > 10000 && saved == tensors_of(path("to"), "step_00000004"));
+        for (std::string start : {std::string(), mpirun + "2"}) { // read by one, and by two
+            Result read = run(small + "--steps 0 --sample-tokens 0 --resume --out " + path("po") +
+                                  (start.empty() ? "" : " --zero 3") + " --export " + path("r"),
+                              start);
+            EXPECT_EQ(read.status, 0) << read.text;
+            EXPECT_EQ(read_file(path("t/model.safetensors")),
+                      read_file(path("r/model.safetensors")));
+        }
     }
+    // no room for one of the ranks: it is named, and nothing half-written is left
+    std::string full =
+        "sh -c '[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
+        program() + " " + flags + " --out " + path("full") + "' 2>&1";
+    FILE* room = popen((mpirun + "2 " + full).c_str(), "r");
+    std::string said;
+    char piece[4096];
+    for (size_t n; (n = fread(piece, 1, sizeof(piece), room)) > 0;) said.append(piece, n);
+    EXPECT_NE(pclose(room), 0);
+    EXPECT_NE(said.find("rank_00001.safetensors: cannot be written: File too large; the "
+                        "checkpoints before it are as they were"),
+              std::string::npos)
+        << said;
+    EXPECT_EQ(said.find("error: ", said.find("error: ") + 1), std::string::npos) << said;
+    for (const fs::directory_entry& e : fs::directory_iterator(path("full")))
+        EXPECT_EQ(e.path().filename(), "log.jsonl");
     // mistakes, and a rank that is killed: one message, and nobody is left
     EXPECT_NE(again.text.find("--dp 9 x --tp 1 x --pp 1 are 9 ranks, and there are 2"), std::string::npos)
         << again.text;
@@ -443,20 +485,28 @@ TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
 TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
     std::string flags =
         small + "--sample-tokens 0 --save-every 4 --keep 3 --steps 12 --out " + path("out");
-    ASSERT_EQ(run(flags).status, 0);
-    std::string whole = final_state(path("out")),
-                file = path("out") + "/step_00000012/rank_00000.safetensors";
-    fs::resize_file(file, whole.size() / 2);
-    Result r = run(flags + " --resume");
-    EXPECT_EQ(r.status, 0) << r.text;
-    EXPECT_NE(r.text.find("step_00000012/rank_00000.safetensors: is "), std::string::npos)
-        << r.text;
-    EXPECT_NE(r.text.find("resumed at step 8"), std::string::npos) << r.text;
-    EXPECT_EQ(final_state(path("out")), whole);
-    std::string flipped = whole;
-    flipped[flipped.size() / 2] ^= 1;
-    write("out/step_00000012/rank_00000.safetensors", flipped);
-    EXPECT_NE(run(flags + " --resume").text.find("its checksum is"), std::string::npos);
+    for (std::string layout : {"", " --local-ranks 2 --micro-batch 2 --zero 3"}) {
+        std::string broken = layout.empty() ? "rank_00000.safetensors" : "rank_00001.safetensors",
+                    file = path("out") + "/step_00000012/" + broken;
+        fs::remove_all(path("out"));
+        ASSERT_EQ(run(flags + layout).status, 0);
+        std::string all = final_state(path("out")), whole = read_file(file);
+        fs::resize_file(file, whole.size() / 2);
+        Result r = run(flags + layout + " --resume");
+        EXPECT_EQ(r.status, 0) << r.text;
+        EXPECT_NE(r.text.find("step_00000012/" + broken + ": is "), std::string::npos) << r.text;
+        EXPECT_NE(r.text.find("resumed at step 8"), std::string::npos) << r.text;
+        EXPECT_EQ(final_state(path("out")), all);
+        std::string flipped = whole;
+        flipped[flipped.size() / 2] ^= 1;
+        write("out/step_00000012/" + broken, flipped);
+        EXPECT_NE(run(flags + layout + " --resume").text.find("its checksum is"),
+                  std::string::npos);
+        fs::remove(file); // the loss of one is the loss of all, on one rank too
+        r = run(flags + " --resume");
+        EXPECT_NE(r.text.find(broken + ": No such file or directory: skipped"), std::string::npos)
+            << r.text;
+    }
 }
 
 // ----------------------------------------------------------------------------
