@@ -330,9 +330,9 @@ inline std::string verify_checkpoint(const Comm& world, const std::string& folde
                                      nlohmann::json* manifest) {
     std::string wrong = read_manifest(folder, manifest);
     bool ours = wrong.empty() && manifest->value("format", nlohmann::json()) == CHECKPOINT_FORMAT;
-    const nlohmann::json files = ours ? (*manifest)["files"] : nlohmann::json();
-    for (size_t i = size_t(world.rank); wrong.empty() && i < files.size(); i += size_t(world.size))
-        wrong = verify_file(folder, files[i]);
+    size_t count = ours ? (*manifest)["files"].size() : 0;
+    for (size_t i = size_t(world.rank); wrong.empty() && i < count; i += size_t(world.size))
+        wrong = verify_file(folder, (*manifest)["files"][i]);
     return first_error(world, wrong);
 }
 
@@ -404,21 +404,20 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s, Type typ
     if (!wrong.empty()) return wrong;
     std::sort(pieces->begin(), pieces->end(),
               [](const Piece& a, const Piece& b) { return a.global < b.global; });
-    size_t reached = 0;
-    auto elements = [&](size_t from, size_t end) {
+    size_t reached = 0, all = s.p->file_elements();
+    auto elements = [&](size_t from, size_t end, const char* are) {
         return files.folder + ": tensor " + s.name + ": elements " + std::to_string(from) + " to " +
-               std::to_string(end) + " of " + std::to_string(s.p->file_elements());
+               std::to_string(end) + " of " + std::to_string(all) + are;
     };
     for (const Piece& piece : *pieces) {
-        if (piece.global < reached) return elements(piece.global, reached) + " are there twice";
-        if (piece.global > reached) return elements(reached, piece.global) + " are in no file";
-        reached += piece.count;
+        size_t end = piece.global + piece.count;
+        if (piece.global > reached) return elements(reached, piece.global, " are in no file");
+        if (piece.global < reached)
+            return elements(piece.global, std::min(end, reached), " are there twice");
+        reached = end;
     }
-    if (reached > s.p->file_elements())
-        return elements(s.p->file_elements(), reached) + " are too many";
-    return reached == s.p->file_elements()
-               ? ""
-               : elements(reached, s.p->file_elements()) + " are in no file";
+    if (reached > all) return elements(all, reached, " are vocabulary padding");
+    return reached < all ? elements(reached, all, " are in no file") : "";
 }
 
 template <typename T, typename S>
@@ -456,6 +455,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     for (size_t i = 0; wrong.empty() && i < mine.size(); i++)
         wrong = find_pieces(files, mine[i], type, &pieces);
     wrong = first_error(t.comms.world, wrong);
+    if (!wrong.empty()) wrong += "; to go on from the checkpoint before, remove " + folder;
     for (size_t i = 0; wrong.empty() && i < mine.size(); i++) {
         find_pieces(files, mine[i], type, &pieces);
         take_tensor(t, mine[i], pieces);
@@ -466,7 +466,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
 
 // The checkpoints' steps as the first rank sees them, newest first.
 inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::string& out) {
-    std::vector<int64_t> steps = checkpoint_steps(out);
+    std::vector<int64_t> steps = world.rank == 0 ? checkpoint_steps(out) : std::vector<int64_t>();
     int64_t count = int64_t(steps.size());
     broadcast(world, &count, 1, 0, Cpu{});
     steps.resize(size_t(count));

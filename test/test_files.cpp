@@ -1235,6 +1235,28 @@ static std::vector<Shape> shapes_to_cut() {
     return {gpt2_shape(2, 3, 48, 100, 16), llama};
 }
 
+// Load on two ranks and on one: all say the same, and what is refused changes nothing.
+static Loaded load_everywhere(const std::string& out, const Shape& s, bool changes) {
+    std::vector<Loaded> said;
+    std::mutex mutex;
+    for (const Layout& l : {layouts[0], layouts[3]})
+        on_ranks<float>(l, s, 4, [&](Small<float>& m) {
+            std::string before = state_of(m);
+            Loaded now = load_checkpoint(m, out);
+            EXPECT_EQ(state_of(m) != before, changes);
+            std::lock_guard<std::mutex> lock(mutex);
+            said.push_back(now);
+        });
+    for (const Loaded& l : said) {
+        EXPECT_EQ(l.wrong, said[0].wrong);
+        if (changes) {
+            EXPECT_EQ(l.info.step, said[0].info.step);
+            EXPECT_EQ(l.notes.at(0), said[0].notes.at(0));
+        }
+    }
+    return said[0];
+}
+
 template <typename T> void save_and_load_in_all_layouts(const std::string& dir, const Shape& s) {
     auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 8; };
     for (const Layout& from : layouts) {
@@ -1268,28 +1290,6 @@ template <typename T> void save_and_load_in_all_layouts(const std::string& dir, 
 TEST_F(Files, CheckpointsOfAnyLayoutLoadInAnyOther) {
     save_and_load_in_all_layouts<float>(dir, shapes_to_cut()[0]);
     save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1]);
-}
-
-// Load on two ranks and on one: all say the same, and what is refused changes nothing.
-static Loaded load_everywhere(const std::string& out, const Shape& s, bool changes) {
-    std::vector<Loaded> said;
-    std::mutex mutex;
-    for (const Layout& l : {layouts[0], layouts[3]})
-        on_ranks<float>(l, s, 4, [&](Small<float>& m) {
-            std::string before = state_of(m);
-            Loaded now = load_checkpoint(m, out);
-            EXPECT_EQ(state_of(m) != before, changes);
-            std::lock_guard<std::mutex> lock(mutex);
-            said.push_back(now);
-        });
-    for (const Loaded& l : said) {
-        EXPECT_EQ(l.wrong, said[0].wrong);
-        if (changes) {
-            EXPECT_EQ(l.info.step, said[0].info.step);
-            EXPECT_EQ(l.notes.at(0), said[0].notes.at(0));
-        }
-    }
-    return said[0];
 }
 
 TEST_F(Files, ARanksFileThatIsBrokenIsNoticedByAll) {
@@ -1351,6 +1351,23 @@ TEST_F(Files, ARanksFileThatIsBrokenIsNoticedByAll) {
             [&](json& f) { range(f, 1)[0] = at + 1; });
     refused("tensor " + cut + " reaches beyond its parameter",
             [&](json& f) { range(f, 1)[0] = ~size_t(0); });
+    const std::string table = "param.wte.weight"; // 100 of 128 rows are words
+    SafeTensorsWriter w;
+    writer_open(&w, folder + "/rank_00002.safetensors", {{table, Type::F32, {10}}}, {});
+    writer_put(w, std::vector<float>(10).data(), 40);
+    ASSERT_EQ(writer_close(&w), "");
+    refused(
+        "elements 4800 to 4810 of 4800 are vocabulary padding; to go on from the checkpoint "
+        "before, remove " +
+            folder,
+        [&](json& f) {
+            f.push_back({{"file", "rank_00002.safetensors"},
+                         {"bytes", w.bytes},
+                         {"crc32", w.crc},
+                         {"tp", 1},
+                         {"tp_rank", 0},
+                         {"tensors", {{table, {4800, 10}}}}});
+        });
     refused("tensor " + cut + " is F32(" + edge + "), not F32(" + std::to_string(at - 1) + ")",
             [&](json& f) { range(f, 0)[1] = at - 1; });
     const std::string lost = "m.h.1.ln_1.bias";
@@ -1366,6 +1383,7 @@ TEST_F(Files, ARanksFileThatIsBrokenIsNoticedByAll) {
         change_manifest([&](json& f) { f[1][key] = -1; }), falls_back("manifest.json is broken");
     }
     change_manifest([&](json& f) { f[1]["tp_rank"] = 1; }), falls_back("manifest.json is broken");
+    EXPECT_HAS(load_everywhere(dir + "/nowhere", s, false).wrong, "holds no whole checkpoint");
 }
 
 // A full disk: one line, and the checkpoints before it are as they were.
