@@ -25,16 +25,15 @@ inline Model make_model(const Shape& shape, int tp = 1) {
     model.shape.padded = round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
     const Shape& s = model.shape;
     std::string prefix;
-    int layer = 0;
+    int layer = 0, head = int(s.L) + 1;
     auto row = [&](Weight&, const char* name, std::initializer_list<size_t> shape, Init init,
                    bool decay, Shard shard, bool transposed) {
         Parameter p = {prefix + name, shape, *shape.begin(), transposed, shard, init, decay, layer};
-        if (shape.size() == 2 && p.rows() == s.Vp())
+        if (shard.axis == 0 && (layer == 0 || layer == head))
             p.file_rows = s.V; // a table over the vocabulary
         add_parameter(model, p);
     };
     bool gpt2 = s.family == Family::GPT2;
-    int head = int(s.L) + 1;
     Gpt2Embedding g;
     LlamaEmbedding e;
     add_bucket(model, "embedding", s.tied ? std::vector<int>{0, head} : std::vector<int>{0});

@@ -1292,6 +1292,59 @@ TEST_F(Files, CheckpointsOfAnyLayoutLoadInAnyOther) {
     save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1]);
 }
 
+// Shares as two ranks of tensor parallelism would write them, each cut once more at a third.
+TEST_F(Files, SharesOfTensorParallelRanksAreReadWhole) {
+    Shape s = gpt2_shape(2, 4, 32, 100, 128); // ffn and positions are as many as padded words
+    auto a = random_model<float>(s);
+    for (const Parameter& p : a->t.model.parameters)
+        EXPECT_EQ(p.file_rows, p.name == "wte.weight" ? 100 : p.rows()) << p.name;
+    run_plan(a->t, 0);
+    ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 1), "");
+    std::string folder = dir + "/step_00000001", manifest = folder + "/manifest.json";
+    json m = read_json(manifest);
+    m["files"] = json::array();
+    Golden whole(folder + "/rank_00000.safetensors");
+    for (int rank = 0; rank < 4; rank++) {
+        int tp_rank = rank % 2, third = rank / 2;
+        std::vector<TensorSpec> specs;
+        std::vector<float> data;
+        json ranges;
+        for (const StateTensor& x : state_tensors(a->t, true)) {
+            std::vector<float> values = whole.floats(x.name), local;
+            bool mine = x.p->shard.axis >= 0 || tp_rank == 0; // of what both have one writes
+            for_each_run(*x.p, tp_rank, 2, [&](size_t, size_t global, size_t n) {
+                for (size_t i = global; mine && i < std::min(global + n, values.size()); i++)
+                    local.push_back(values[i]);
+            });
+            size_t cut = local.size() / 3, first = third ? cut : 0,
+                   count = third ? local.size() - cut : cut;
+            if (count == 0) continue;
+            specs.push_back({x.name, Type::F32, {count}});
+            ranges[x.name] = {first, count};
+            data.insert(data.end(), local.begin() + long(first),
+                        local.begin() + long(first + count));
+        }
+        SafeTensorsWriter w;
+        writer_open(&w, folder + "/" + rank_file(rank), specs, {});
+        writer_put(w, data.data(), data.size() * sizeof(float));
+        ASSERT_EQ(writer_close(&w), "");
+        m["files"].push_back({{"file", rank_file(rank)},
+                              {"bytes", w.bytes},
+                              {"crc32", w.crc},
+                              {"tp", 2},
+                              {"tp_rank", tp_rank},
+                              {"tensors", ranges}});
+    }
+    m["crc32"] = manifest_crc(m);
+    put_file(manifest, manifest_text(m));
+    std::string saved = state_of(*a);
+    for (const Layout& l : {layouts[0], layouts[5]})
+        on_ranks<float>(l, s, 4, [&](Small<float>& b) {
+            EXPECT_EQ(load_checkpoint(b, dir).wrong, "");
+            EXPECT_TRUE(state_of(b) == saved) << layout_name(l);
+        });
+}
+
 TEST_F(Files, ARanksFileThatIsBrokenIsNoticedByAll) {
     Shape s = shapes_to_cut()[0];
     for (int64_t step : {1, 2})
