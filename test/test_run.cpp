@@ -24,14 +24,16 @@ static std::string program() {
     return fs::absolute(given ? given : std::string(REPO_ROOT) + "/build/train_gpt").string();
 }
 
-static Result run(const std::string& arguments, const std::string& before = "") {
-    std::string command = "(" + before + " " + program() + " " + arguments + ") 2>&1 </dev/null";
-    FILE* pipe = popen(command.c_str(), "r");
+static Result shell(const std::string& command) {
+    FILE* pipe = popen(("(" + command + ") 2>&1 </dev/null").c_str(), "r");
     Result r = {-1, ""};
     char buffer[4096];
     for (size_t n; (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) r.text.append(buffer, n);
     r.status = WEXITSTATUS(pclose(pipe));
     return r;
+}
+static Result run(const std::string& arguments, const std::string& before = "") {
+    return shell(before + " " + program() + " " + arguments);
 }
 
 static std::string read_file(const fs::path& p) {
@@ -393,19 +395,19 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
         }
     }
     // no room for one of the ranks: it is named, and nothing half-written is left
-    std::string full =
-        "sh -c '[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
-        program() + " " + flags + " --out " + path("full") + "' 2>&1";
-    FILE* room = popen((mpirun + "2 " + full).c_str(), "r");
-    std::string said;
-    char piece[4096];
-    for (size_t n; (n = fread(piece, 1, sizeof(piece), room)) > 0;) said.append(piece, n);
-    EXPECT_NE(pclose(room), 0);
-    EXPECT_NE(said.find("rank_00001.safetensors: cannot be written: File too large; the "
-                        "checkpoints before it are as they were"),
+    auto ranks_run = [&](const std::string& script) { // of each rank, in sh
+        return shell(mpirun + "2 sh -c '" + script + "'");
+    };
+    Result full =
+        ranks_run("[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
+                  program() + " " + flags + " --out " + path("full"));
+    EXPECT_NE(full.status, 0);
+    EXPECT_NE(full.text.find("rank_00001.safetensors: cannot be written: File too large; the "
+                             "checkpoints before it are as they were"),
               std::string::npos)
-        << said;
-    EXPECT_EQ(said.find("error: ", said.find("error: ") + 1), std::string::npos) << said;
+        << full.text;
+    EXPECT_EQ(full.text.find("error: ", full.text.find("error: ") + 1), std::string::npos)
+        << full.text;
     for (const fs::directory_entry& e : fs::directory_iterator(path("full")))
         EXPECT_EQ(e.path().filename(), "log.jsonl");
     // mistakes, and a rank that is killed: one message, and nobody is left
@@ -413,24 +415,20 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
         << again.text;
     EXPECT_EQ(again.text.find("error: ", again.text.find("error: ") + 1), std::string::npos)
         << again.text;
-    std::string other = "sh -c 'exec " + program() + " " + flags + " --seed $OMPI_COMM_WORLD_RANK'";
-    FILE* pipe = popen((mpirun + "2 " + other + " 2>&1").c_str(), "r");
-    std::string text;
-    char buffer[4096];
-    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) text.append(buffer, n);
-    EXPECT_NE(pclose(pipe), 0);
-    EXPECT_NE(text.find("the command line of rank 1 is not that of rank 0"), std::string::npos)
-        << text;
+    Result other = ranks_run("exec " + program() + " " + flags + " --seed $OMPI_COMM_WORLD_RANK");
+    EXPECT_NE(other.status, 0);
+    EXPECT_NE(other.text.find("the command line of rank 1 is not that of rank 0"),
+              std::string::npos)
+        << other.text;
     fs::copy_file(program(), path("other"));
     std::ofstream(path("other"), std::ios::app) << "x"; // runs as before
-    other = flags + " : -np 1 " + path("other") + " " + flags;
-    EXPECT_NE(run(other, mpirun + "1").text.find("the program of rank 1 is not that of rank 0"),
-              std::string::npos);
-    std::string killed = "sh -c '[ $OMPI_COMM_WORLD_RANK = 1 ] && (sleep 2; kill -9 $$) & exec " +
-                         program() + " " + flags + " --steps 1000000 --out " + path("k") +
-                         " --save-every 5'";
-    pipe = popen((mpirun + "2 " + killed + " >/dev/null 2>&1").c_str(), "r");
-    EXPECT_NE(pclose(pipe), 0);
+    other = run(flags + " : -np 1 " + path("other") + " " + flags, mpirun + "1");
+    EXPECT_NE(other.text.find("the program of rank 1 is not that of rank 0"), std::string::npos)
+        << other.text;
+    Result killed =
+        ranks_run("[ $OMPI_COMM_WORLD_RANK = 1 ] && (sleep 2; kill -9 $$) & exec " + program() +
+                  " " + flags + " --steps 1000000 --out " + path("k") + " --save-every 5");
+    EXPECT_NE(killed.status, 0);
     EXPECT_NE(system(("pgrep -f '[s]teps 1000000 --out " + path("k") + "' >/dev/null").c_str()), 0);
     EXPECT_EQ(run(flags + "--local-ranks 2 --steps 0 --resume --out " + path("k")).status, 0);
 }
