@@ -1235,11 +1235,11 @@ static std::vector<Shape> shapes_to_cut() {
     return {gpt2_shape(2, 3, 48, 100, 16), llama};
 }
 
-// Load on two ranks and on one: all say the same, and what is refused changes nothing.
+// Load on one rank, two shards, two stages: all say the same, and what is refused changes nothing.
 static Loaded load_everywhere(const std::string& out, const Shape& s, bool changes) {
     std::vector<Loaded> said;
     std::mutex mutex;
-    for (const Layout& l : {layouts[0], layouts[3]})
+    for (const Layout& l : {layouts[0], layouts[3], layouts[4]})
         on_ranks<float>(l, s, 4, [&](Small<float>& m) {
             std::string before = state_of(m);
             Loaded now = load_checkpoint(m, out);
