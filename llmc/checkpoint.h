@@ -181,13 +181,17 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
         KeptPart part = own_part(t, s);
         if (part.count == 0 || !w.wrong.empty()) continue;
         std::vector<A> values(part.count);
-        copy_out(values.data(), kept_address(t, s) + part.at,
-                 values.size() * sizeof(A), t.ctx.where);
+        copy_out(values.data(), kept_address(t, s) + part.at, values.size() * sizeof(A),
+                 t.ctx.where);
         writer_put(w, values.data(), values.size() * sizeof(A));
     }
     std::string wrong = writer_close(&w);
-    *entry = {{"file", name},    {"bytes", w.bytes},          {"crc32", w.crc},
-              {"tp", t.plans[0].tp}, {"tp_rank", t.plans[0].tp_rank}, {"tensors", ranges}};
+    *entry = {{"file", name},
+              {"bytes", w.bytes},
+              {"crc32", w.crc},
+              {"tp", t.plans[0].tp},
+              {"tp_rank", t.plans[0].tp_rank},
+              {"tensors", ranges}};
     return wrong;
 }
 
@@ -356,9 +360,11 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
 
 // The files of a checkpoint, each opened when it is first needed.
 struct SavedFiles {
+    const Model& model;
     std::string folder;
     nlohmann::json entries; // of the manifest
     std::vector<SafeTensors> open;
+    std::map<int, Model> cut; // the model as ranks of this tp cut it, and pad its vocabulary
 };
 
 // Elements of a tensor that lie one behind the other, in a file and in the whole.
@@ -383,14 +389,17 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
     if (x->dtype != type_name(type) || x->elements() != count)
         return path + ": tensor " + s.name + " is " + x->dtype + shape_text(x->shape) + ", not " +
                type_name(type) + shape_text({count});
-    for_each_run(*s.p, entry["tp_rank"].get<int>(), entry["tp"].get<int>(),
-                 [&](size_t local, size_t global, size_t n) {
-                     size_t from = std::max(local, first), end = std::min(local + n, first + count);
-                     if (from >= end) return;
-                     pieces->push_back({x->data + (from - first) * type_bytes(type),
-                                        global + from - local, end - from});
-                     found += end - from;
-                 });
+    int tp = entry["tp"].get<int>();
+    if (!files.cut.count(tp)) files.cut[tp] = make_model(files.model.shape, tp);
+    const Parameter& saved = files.cut[tp].parameters[size_t(s.p - &files.model.parameters[0])];
+    for_each_run(
+        saved, entry["tp_rank"].get<int>(), tp, [&](size_t local, size_t global, size_t n) {
+            size_t from = std::max(local, first), end = std::min(local + n, first + count);
+            if (from >= end) return;
+            pieces->push_back(
+                {x->data + (from - first) * type_bytes(type), global + from - local, end - from});
+            found += end - from;
+        });
     return found == count ? "" : path + ": tensor " + s.name + " reaches beyond its parameter";
 }
 
@@ -445,7 +454,7 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece
 template <typename T, typename S>
 std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohmann::json& entries,
                        bool moments) {
-    SavedFiles files = {folder, entries, std::vector<SafeTensors>(entries.size())};
+    SavedFiles files = {t.model, folder, entries, std::vector<SafeTensors>(entries.size()), {}};
     std::vector<Piece> pieces;
     std::string wrong;
     std::vector<StateTensor> mine;

@@ -962,13 +962,15 @@ TEST_F(Files, WrongShardsAreNamed) {
 // Weights, masters, moments, and the optimizer's count of steps, whole on every rank.
 template <typename T> std::string state_of(const Small<T>& m) {
     std::string state;
-    auto append = [&](const auto& values) {
-        state.append((const char*)values.data(), values.size() * sizeof(values[0]));
+    auto append = [&](auto values, const Parameter& p) { // layouts pad the vocabulary as they need
+        auto words = values.begin() + long(p.file_elements());
+        EXPECT_TRUE(std::all_of(words, values.end(), [](auto x) { return to_acc(x) == 0; }));
+        state.append((const char*)values.data(), p.file_elements() * sizeof(values[0]));
     };
     for (const StateTensor& s : state_tensors(m.t, m.t.hyper.adamw))
-        append(fetch<acc_t<T>>(m.t, s.data(), *s.p, s.second));
+        append(fetch<acc_t<T>>(m.t, s.data(), *s.p, s.second), *s.p);
     for (const Parameter& p : m.t.model.parameters)
-        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p));
+        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p), p);
     return state + std::to_string(address<const StepScale>(m.t, {Kind::SCALE})->step);
 }
 
@@ -1197,31 +1199,34 @@ TEST_F(Files, AnEvaluationLoadsACheckpointOfTraining) {
 struct Layout {
     int dp, pp, zero, shards;
     int files; // that a checkpoint has
+    int tp = 1;
+    int ranks() const { return dp * pp * tp; }
 };
-static const std::vector<Layout> layouts = {{1, 1, 0, 1, 1}, {2, 1, 0, 2, 1}, {2, 1, 1, 2, 2},
-                                            {2, 1, 3, 2, 2}, {1, 2, 0, 1, 2}, {2, 2, 2, 2, 4},
-                                            {4, 2, 2, 2, 4}}; // the last: shards in groups of two
+static const std::vector<Layout> layouts = {
+    {1, 1, 0, 1, 1}, {2, 1, 0, 2, 1},    {2, 1, 1, 2, 2},    {2, 1, 3, 2, 2}, {1, 2, 0, 1, 2},
+    {2, 2, 2, 2, 4}, {1, 1, 0, 1, 4, 4}, {2, 1, 3, 2, 4, 2}, {4, 2, 2, 2, 4}}; // groups of two
 
 static std::string layout_name(const Layout& l) {
-    return "dp " + std::to_string(l.dp) + " pp " + std::to_string(l.pp) + " zero " +
-           std::to_string(l.zero) + " groups of " + std::to_string(l.shards);
+    return "dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
+           std::to_string(l.pp) + " zero " + std::to_string(l.zero) + " groups of " +
+           std::to_string(l.shards);
 }
 
 // Ranks as threads, each with its part of the same random model: body(model).
 template <typename T, typename F>
 void on_ranks(const Layout& l, const Shape& s, uint64_t seed, F body) {
-    int status = run_local_ranks(l.dp * l.pp, {}, [&](const Comm& world) {
+    int status = run_local_ranks(l.ranks(), {}, [&](const Comm& world) {
         omp_set_num_threads(1);
         Grid sizes;
-        sizes.dp = l.dp, sizes.pp = l.pp;
+        sizes.dp = l.dp, sizes.pp = l.pp, sizes.tp = l.tp;
         Grid me = grid_at(sizes, world.rank);
         Plan p = plan_of(Mode::TRAIN, 1, 16);
         p.micro_batches = 8 / l.dp, p.pp = l.pp, p.pp_rank = me.pp_rank;
         p.shards = l.shards, p.replicas = l.dp / l.shards, p.shard = me.dp_rank % l.shards;
-        p.zero = l.zero;
+        p.zero = l.zero, p.tp = l.tp, p.tp_rank = me.tp_rank;
         p.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), p.stages());
         Small<T> m(s, {p});
-        m.t.grid = me, m.t.comms = make_comms(world, me, p.shards);
+        m.t.grid = me, m.t.comms = make_comms(world, me, p.shards, ranks_of_kv_head(p, m.t.model));
         fill_weights(m.t, seed);
         m.t.window = squares_window(s.V);
         body(m);
@@ -1231,8 +1236,8 @@ void on_ranks(const Layout& l, const Shape& s, uint64_t seed, F body) {
 
 // Parameters are cut by shards, and the vocabulary's padding is.
 static std::vector<Shape> shapes_to_cut() {
-    Shape llama = llama_shape(2, 4, 2, 64, 60, 61, 32, 10000); // a shard of nothing but padding
-    return {gpt2_shape(2, 3, 48, 100, 16), llama};
+    Shape llama = llama_shape(2, 4, 2, 64, 64, 61, 32, 10000); // a shard of nothing but padding
+    return {gpt2_shape(2, 4, 48, 100, 16), llama};
 }
 
 // Load on one rank, two shards, two stages: all say the same, and what is refused changes nothing.
@@ -1294,15 +1299,16 @@ TEST_F(Files, CheckpointsOfAnyLayoutLoadInAnyOther) {
 
 // Shares as two ranks of tensor parallelism would write them, each cut once more at a third.
 TEST_F(Files, SharesOfTensorParallelRanksAreReadWhole) {
-    Shape s = gpt2_shape(2, 4, 32, 100, 128); // ffn and positions are as many as padded words
+    Shape s = gpt2_shape(2, 4, 64, 200, 256); // ffn and positions are as many as padded words
     auto a = random_model<float>(s);
     for (const Parameter& p : a->t.model.parameters)
-        EXPECT_EQ(p.file_rows, p.name == "wte.weight" ? 100 : p.rows()) << p.name;
+        EXPECT_EQ(p.file_rows, p.name == "wte.weight" ? 200 : p.rows()) << p.name;
     run_plan(a->t, 0);
     ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 1), "");
     std::string folder = dir + "/step_00000001", manifest = folder + "/manifest.json";
     json m = read_json(manifest);
     m["files"] = json::array();
+    Model cut_in_two = make_model(s, 2);
     Golden whole(folder + "/rank_00000.safetensors");
     for (int rank = 0; rank < 4; rank++) {
         int tp_rank = rank % 2, third = rank / 2;
@@ -1311,8 +1317,9 @@ TEST_F(Files, SharesOfTensorParallelRanksAreReadWhole) {
         json ranges;
         for (const StateTensor& x : state_tensors(a->t, true)) {
             std::vector<float> values = whole.floats(x.name), local;
-            bool mine = x.p->shard.axis >= 0 || tp_rank == 0; // of what both have one writes
-            for_each_run(*x.p, tp_rank, 2, [&](size_t, size_t global, size_t n) {
+            const Parameter& p = cut_in_two.parameters[size_t(x.p - &a->t.model.parameters[0])];
+            bool mine = p.shard.axis >= 0 || tp_rank == 0; // of what both have one writes
+            for_each_run(p, tp_rank, 2, [&](size_t, size_t global, size_t n) {
                 for (size_t i = global; mine && i < std::min(global + n, values.size()); i++)
                     local.push_back(values[i]);
             });
