@@ -211,12 +211,17 @@ inline Kind gradient_kind(const Plan& p, const Model& model, int bucket, int lay
 // ----------------------------------------------------------------------------
 // what an action touches
 
-enum class Queue : uint8_t { COMPUTE, COMM };
-
 struct Access {
     std::vector<Data> reads, writes;
-    Queue queue = Queue::COMPUTE;
 };
+
+// Collectives of the plan are started, and go on beside the actions that follow.
+enum class Queue : uint8_t { COMPUTE, COMM };
+inline Queue queue_of(Do kind) {
+    bool comm =
+        kind == Do::SENDRECV || kind == Do::GATHER || kind == Do::REDUCE || kind == Do::PUBLISH;
+    return comm ? Queue::COMM : Queue::COMPUTE;
+}
 
 inline void access_forward(Access& x, const Plan& p, const Model& model, Action a) {
     int m = a.micro, l = a.layer;
@@ -323,11 +328,9 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
     case Do::SENDRECV:
         for (const Transfer& t : a.transfers)
             (t.send ? x.reads : x.writes).push_back(data_of(p, model, t));
-        x.queue = Queue::COMM;
         break;
     case Do::GATHER:
         x.reads = {{Kind::WEIGHT, a.bucket}}, x.writes = {{Kind::GATHERED, a.bucket}};
-        x.queue = Queue::COMM;
         break;
     case Do::RELEASE: break; // says where the last reader was
     case Do::F: access_forward(x, p, model, a); break;
@@ -336,12 +339,43 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
     case Do::I:
     case Do::W: access_backward(x, p, model, a); break;
     case Do::REDUCE:
-    case Do::PUBLISH: x.queue = Queue::COMM; [[fallthrough]];
+    case Do::PUBLISH:
     case Do::TIE:
     case Do::NORM:
     case Do::UPDATE: access_end_of_step(x, p, model, a); break;
     }
     return x;
+}
+
+// ----------------------------------------------------------------------------
+// when a collective that has been started must be finished
+
+// For each action the one before which it must be over. Compute is over when it returns. A
+// collective goes on beside what follows, until an action touches what it writes, writes what it
+// reads or lets its bytes go; at the latest to the end of the plan. One that reads what only it
+// still needs (a stream to send, a micro-batch's gradient) is over before the next of its kind
+// starts: else those bytes would add up.
+inline std::vector<int> finish_before(const Plan& p, const Model& model) {
+    std::vector<Access> touched;
+    for (const Action& a : p.actions) touched.push_back(access(p, model, a));
+    auto meet = [](const std::vector<Data>& x, const std::vector<Data>& y) {
+        return std::find_first_of(x.begin(), x.end(), y.begin(), y.end()) != x.end();
+    };
+    auto conflict = [&](size_t i, size_t j) {
+        const Access &x = touched[i], &y = touched[j];
+        const Action &a = p.actions[i], &b = p.actions[j];
+        bool holds =
+            !std::all_of(x.reads.begin(), x.reads.end(), [](Data d) { return persistent(d.kind); });
+        return meet(x.writes, y.reads) || meet(x.writes, y.writes) || meet(x.reads, y.writes) ||
+               (b.kind == Do::RELEASE && a.bucket == b.bucket) || (holds && a.kind == b.kind);
+    };
+    std::vector<int> before;
+    for (size_t i = 0, j; i < touched.size(); i++) {
+        for (j = i + 1; queue_of(p.actions[i].kind) == Queue::COMM && j < touched.size(); j++)
+            if (conflict(i, j)) break;
+        before.push_back(int(j));
+    }
+    return before;
 }
 
 // ----------------------------------------------------------------------------

@@ -27,8 +27,9 @@ struct Arena {
     size_t persistent_bytes = 0;
     std::map<Data, Place> lasting; // persistent data
     std::vector<std::map<Data, std::vector<Place>>>
-        passing;              // [plan]: each life of each datum, in order
-    std::vector<size_t> peak; // [plan]: most bytes live at once, the least possible
+        passing;                          // [plan]: each life of each datum, in order
+    std::vector<std::vector<int>> finish; // [plan]: finish_before(), which these lives rely on
+    std::vector<size_t> peak;             // [plan]: most bytes live at once, the least possible
 };
 
 typedef std::function<size_t(const Plan&, Data)> DataBytes;
@@ -39,21 +40,23 @@ inline bool outlives_plan(Kind k) {
 }
 
 inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& model,
+                                                    const std::vector<int>& finish,
                                                     const DataBytes& bytes_of) {
     std::map<Data, std::vector<Place>> lives;
     int end = int(p.actions.size()) - 1;
     for (int i = 0; i <= end; i++) {
         Access x = access(p, model, p.actions[i]);
+        int last = finish[i] - 1; // a collective has its data until it is finished
         for (Data d : x.reads) {
             if (persistent(d.kind)) continue;
             if (!lives.count(d))
                 lives[d].push_back({0, i, 0, bytes_of(p, d)}); // given before the plan starts
-            lives[d].back().last = std::max(lives[d].back().last, i);
+            lives[d].back().last = std::max(lives[d].back().last, last);
         }
         for (Data d : x.writes) {
             if (persistent(d.kind)) continue;
             bool goes_on = std::count(x.reads.begin(), x.reads.end(), d);
-            if (!goes_on) lives[d].push_back({i, i, 0, bytes_of(p, d)});
+            if (!goes_on) lives[d].push_back({i, last, 0, bytes_of(p, d)});
             if (outlives_plan(d.kind)) lives[d].back().last = end;
         }
     }
@@ -108,7 +111,8 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     }
     arena.persistent_bytes = arena.bytes = offset;
     for (const Plan& p : plans) {
-        arena.passing.push_back(lifetimes(p, model, bytes_of));
+        arena.finish.push_back(finish_before(p, model));
+        arena.passing.push_back(lifetimes(p, model, arena.finish.back(), bytes_of));
         auto [top, peak] = place_lives(arena.passing.back(), offset, int(p.actions.size()));
         arena.bytes = std::max(arena.bytes, top);
         arena.peak.push_back(peak);

@@ -240,6 +240,9 @@ inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_
                static_cast<const char*>(from) + r * from_stride, row_bytes);
 }
 inline void wait_for(Cpu) {}
+// a point in what a stream has been given, for another one to wait at, once
+inline int record_point(Cpu) { return 0; }
+inline void wait_point(int, Cpu) {}
 
 // Where the host prepares what copy_in() then sends: at home on the CPU, else in pinned memory.
 inline void* staging_memory(size_t, Cpu) { return nullptr; }
@@ -347,6 +350,16 @@ inline void copy_in(void* to, const void* from, size_t bytes, cudaStream_t strea
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
 }
 inline void wait_for(cudaStream_t stream) { CUDA_CHECK(cudaStreamSynchronize(stream)); }
+inline cudaEvent_t record_point(cudaStream_t stream) {
+    cudaEvent_t point = nullptr;
+    CUDA_CHECK(cudaEventCreateWithFlags(&point, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventRecord(point, stream));
+    return point;
+}
+inline void wait_point(cudaEvent_t point, cudaStream_t stream) {
+    CUDA_CHECK(cudaStreamWaitEvent(stream, point, 0));
+    CUDA_CHECK(cudaEventDestroy(point)); // freed when it is reached
+}
 inline void copy_out(void* to, const void* from, size_t bytes, cudaStream_t stream) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
     wait_for(stream);

@@ -113,9 +113,11 @@ inline Plan add_update(Plan p, const Model& model) {
             if (is_reduced(p, model, b)) add(Do::REDUCE, b);
         }
     add(Do::NORM, -1);
-    for (int b : mine) add(Do::UPDATE, b);
-    if (p.shards > 1 && (p.zero == 1 || p.zero == 2))
-        for (int b : mine) add(Do::PUBLISH, b);
+    bool publish = p.shards > 1 && (p.zero == 1 || p.zero == 2);
+    for (int b : mine) {
+        add(Do::UPDATE, b);
+        if (publish) add(Do::PUBLISH, b);
+    }
     return p;
 }
 

@@ -221,32 +221,6 @@ P* part_of(const Trainer<T, S>& t, Data d, const Portion& part) {
     return x && part.sharded && !is_sharded(t.plans[t.plan], t.model, d) ? x + part.first : x;
 }
 
-// Sums over the ranks that have parts of what tensor parallelism shares, then over the data-parallel
-// ranks: all of the gradient, or my shard of it.
-template <typename T, typename S> void run_reduce(Trainer<T, S>& t, const Action& a) {
-    typedef acc_t<T> A;
-    S where = t.ctx.where;
-    Portion part = my_part(t, a.bucket);
-    bool each = reduced_each(t.plans[t.plan], t.model, a.bucket);
-    A *whole = address<A>(t, {each ? Kind::PARTIAL : Kind::GRAD, a.bucket}),
-      *mine = whole + part.first;
-    const Bucket& bucket = t.model.buckets[size_t(a.bucket)];
-    if (t.plans[t.plan].sequence_parallel) all_reduce_sum(t.comms.tp, whole, bucket.common, where);
-    all_reduce_sum(t.comms.kv, whole + bucket.common, bucket.shared - bucket.common, where);
-    if (part.sharded)
-        reduce_scatter_sum(t.comms.shard, mine, whole, part.count, where);
-    else
-        all_reduce_sum(t.comms.shard, whole, part.count, where);
-    all_reduce_sum(t.comms.replica, mine, part.count, where);
-    if (!each) return;
-    A* grad = address<A>(t, {Kind::GRAD, a.bucket});
-    if (a.first)
-        copy_rows(grad, part.count * sizeof(A), mine, part.count * sizeof(A),
-                  part.count * sizeof(A), 1, where);
-    else
-        add_gradients(grad, mine, part.count, where);
-}
-
 // The end of what another tensor-parallel rank counts of a bucket.
 template <typename T, typename S>
 size_t others_count(const Trainer<T, S>& t, const Bucket& bucket) {
@@ -304,19 +278,63 @@ template <typename T, typename S> void run_update(Trainer<T, S>& t, const Action
                    t.ctx.where);
 }
 
-// Every rank's shard of the weights to all: updated ones, or for a use.
-template <typename T, typename S> void run_publish(Trainer<T, S>& t, const Action& a) {
-    Portion part = my_part(t, a.bucket);
-    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
-    all_gather(t.comms.shard, weight, weight + part.first, part.count, t.ctx.where);
+// ----------------------------------------------------------------------------
+// collectives: an action starts one, the loop finishes it where finish_before() says
+
+template <typename S> struct Flight { // a collective on its way
+    Pending<S> pending = {};
+    std::function<void()> rest = {}; // what follows its arrival
+    int action = -1;
+    decltype(record_point(S())) arrived = {}; // NCCL: behind all of it in the comm stream
+};
+// On NCCL collectives have a stream of their own, and all of one is given to it at the start.
+template <typename T, typename S> bool in_stream_order(const Trainer<T, S>& t) {
+    return t.comms.world.nccl != nullptr;
 }
-template <typename T, typename S> void run_gather(Trainer<T, S>& t, const Action& a) {
-    all_gather(t.comms.shard, address<T>(t, {Kind::GATHERED, a.bucket}),
-               address<const T>(t, {Kind::WEIGHT, a.bucket}), my_part(t, a.bucket).count,
-               t.ctx.where);
+template <typename T, typename S> S comm_where(const Trainer<T, S>& t) {
+    return in_stream_order(t) ? t.comm_stream : t.ctx.where;
 }
 
-template <typename T, typename S> void run_sendrecv(Trainer<T, S>& t, const Action& a) {
+// Sums over the ranks that have parts of what tensor parallelism shares, at once: they compute in
+// step. Then over the data-parallel ranks, all of the gradient, or my shard of it: over those that
+// share the bucket, and at the finish over those that have the same shard; a micro-batch's is added.
+template <typename T, typename S> Flight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
+    typedef acc_t<T> A;
+    S where = comm_where(t);
+    Portion part = my_part(t, a.bucket);
+    bool each = reduced_each(t.plans[t.plan], t.model, a.bucket), first = a.first;
+    A *grad = address<A>(t, {Kind::GRAD, a.bucket}),
+      *whole = each ? address<A>(t, {Kind::PARTIAL, a.bucket}) : grad, *mine = whole + part.first;
+    const Comms& comms = t.comms;
+    const Bucket& bucket = t.model.buckets[size_t(a.bucket)];
+    if (t.plans[t.plan].sequence_parallel) all_reduce_sum(comms.tp, whole, bucket.common, where);
+    all_reduce_sum(comms.kv, whole + bucket.common, bucket.shared - bucket.common, where);
+    Flight<S> f;
+    f.pending = part.sharded ? start_reduce_scatter_sum(comms.shard, mine, whole, part.count, where)
+                             : start_all_reduce_sum(comms.shard, whole, part.count, where);
+    f.rest = [=, &comms] {
+        all_reduce_sum(comms.replica, mine, part.count, where);
+        size_t bytes = part.count * sizeof(A);
+        if (each && first) copy_rows(grad, bytes, mine, bytes, bytes, 1, where);
+        if (each && !first) add_gradients(grad, mine, part.count, where);
+    };
+    return f;
+}
+
+// Every rank's shard of the weights to all: updated ones, or for a use.
+template <typename T, typename S> Flight<S> start_publish(Trainer<T, S>& t, const Action& a) {
+    Portion part = my_part(t, a.bucket);
+    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
+    return {
+        start_all_gather(t.comms.shard, weight, weight + part.first, part.count, comm_where(t))};
+}
+template <typename T, typename S> Flight<S> start_gather(Trainer<T, S>& t, const Action& a) {
+    return {start_all_gather(t.comms.shard, address<T>(t, {Kind::GATHERED, a.bucket}),
+                             address<const T>(t, {Kind::WEIGHT, a.bucket}),
+                             my_part(t, a.bucket).count, comm_where(t))};
+}
+
+template <typename T, typename S> Flight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
     size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.B * p.T / t.ctx.shape.row_ranks;
     size_t bytes = rows * t.model.shape.C * sizeof(T);
@@ -324,49 +342,94 @@ template <typename T, typename S> void run_sendrecv(Trainer<T, S>& t, const Acti
     for (const Transfer& x : a.transfers)
         messages.push_back(
             {address<T>(t, data_of(p, t.model, x)), bytes, x.peer, x.send, x.gradient});
-    exchange(t.comms.pp, messages.data(), int(messages.size()), t.ctx.where);
+    return {start_exchange(t.comms.pp, messages.data(), int(messages.size()), comm_where(t))};
+}
+
+template <typename T, typename S> Flight<S> start_collective(Trainer<T, S>& t, const Action& a) {
+    bool apart = in_stream_order(t);
+    if (apart) wait_point(record_point(t.ctx.where), t.comm_stream); // what it reads is there
+    Flight<S> f = a.kind == Do::SENDRECV ? start_sendrecv(t, a)
+                  : a.kind == Do::GATHER ? start_gather(t, a)
+                  : a.kind == Do::REDUCE ? start_reduce(t, a)
+                                         : start_publish(t, a);
+    f.action = t.at;
+    if (apart && f.rest) f.rest();
+    if (apart) f.arrived = record_point(t.comm_stream);
+    return f;
+}
+template <typename T, typename S> void finish_collective(Trainer<T, S>& t, Flight<S>& f) {
+    finish(f.pending);
+    if (in_stream_order(t))
+        wait_point(f.arrived, t.ctx.where);
+    else if (f.rest)
+        f.rest();
 }
 
 // ----------------------------------------------------------------------------
 // the loop
 
+// One action, all of it.
 template <typename T, typename S> void run_action(Trainer<T, S>& t, const Action& a) {
     if (a.micro >= 0) bind_batch(t, a.micro);
     bind_scratch(t, a.layer);
     switch (a.kind) {
     case Do::LOAD: return run_load(t);
     case Do::COUNT: return all_reduce_sum(t.comms.dp, &t.valid, 1, Cpu{});
-    case Do::SENDRECV: return run_sendrecv(t, a);
-    case Do::GATHER: return run_gather(t, a);
     case Do::RELEASE: return; // its bytes are others' from here on
     case Do::F: return run_forward(t, a);
     case Do::B: return run_backward(t, a);
     case Do::I: return run_backward_input(t, a);
     case Do::W: return run_backward_weight(t, a);
     case Do::R: return run_recompute(t, a);
-    case Do::REDUCE: return run_reduce(t, a);
     case Do::TIE: return run_tie(t, a);
     case Do::NORM: return run_norm(t);
     case Do::UPDATE: return run_update(t, a);
-    case Do::PUBLISH: return run_publish(t, a);
+    case Do::SENDRECV:
+    case Do::GATHER:
+    case Do::REDUCE:
+    case Do::PUBLISH: {
+        Flight<S> f = start_collective(t, a);
+        return finish_collective(t, f);
+    }
     }
 }
 
+// f under the name that the watchdog says of a wait, and as a box of the timeline.
+template <typename T, typename S, typename F>
+void run_named(Trainer<T, S>& t, const std::string& name, F f) {
+    if (RankInfo* info = t.comms.world.info) info->action = name;
+    double start = t.trace ? clock_seconds() : 0;
+    f();
+    if (!t.trace) return;
+    wait_for(t.ctx.where);
+    t.trace->push_back({name, start, clock_seconds()});
+}
+
+// Collectives are started where they stand, and go on beside the actions that follow.
 template <typename T, typename S> void run_plan(Trainer<T, S>& t, int plan) {
     t.plan = plan;
-    t.ctx.shape = rank_shape(t.plans[plan], t.model), t.ctx.tp = t.comms.tp;
-    const std::vector<Action>& actions = t.plans[plan].actions;
-    RankInfo* info = t.comms.world.info;
-    for (t.at = 0; t.at < int(actions.size()); t.at++) {
-        const Action& a = actions[size_t(t.at)];
-        if (info) info->action = action_text(a, t.model); // what the watchdog says of a wait
-        double start = t.trace ? clock_seconds() : 0;
-        run_action(t, a);
-        if (!t.trace) continue;
-        wait_for(t.ctx.where);
-        t.trace->push_back({action_text(a, t.model), start, clock_seconds()});
+    const Plan& p = t.plans[size_t(plan)];
+    t.ctx.shape = rank_shape(p, t.model), t.ctx.tp = t.comms.tp;
+    const std::vector<int>& finish = t.arena.finish[size_t(plan)];
+    std::vector<Flight<S>> flights;
+    int end = int(p.actions.size());
+    auto due = [&](const Flight<S>& f) { return finish[size_t(f.action)] <= t.at; };
+    for (t.at = 0; t.at <= end; t.at++) {
+        for (Flight<S>& f : flights)
+            if (due(f))
+                run_named(t, "WAIT " + action_text(p.actions[size_t(f.action)], t.model),
+                          [&] { finish_collective(t, f); });
+        std::erase_if(flights, due);
+        if (t.at == end) break;
+        const Action& a = p.actions[size_t(t.at)];
+        run_named(t, action_text(a, t.model), [&] {
+            if (queue_of(a.kind) == Queue::COMM)
+                flights.push_back(start_collective(t, a));
+            else
+                run_action(t, a);
+        });
     }
-    t.at = int(actions.size()) - 1; // what outlives the plan is read from here
+    t.at = end - 1; // what outlives the plan is read from here
 }
 
 // The loss of the plan that has just run: the mean over its valid targets.

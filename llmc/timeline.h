@@ -26,8 +26,9 @@ inline const char* box_colour(const std::string& name) {
     const std::pair<const char*, const char*> colours[] = {
         {"SENDRECV", "#9e9e9e"}, {"GATHER", "#bdbdbd"},  {"RELEASE", "#bdbdbd"},
         {"REDUCE", "#9e9e9e"},   {"PUBLISH", "#9e9e9e"}, {"COUNT", "#9e9e9e"},
-        {"F", "#64b5f6"},        {"B", "#81c784"},       {"I", "#aed581"},
-        {"W", "#ffb74d"},        {"R", "#4dd0e1"},       {"", "#e57373"}};
+        {"WAIT", "#e0e0e0"},     {"F", "#64b5f6"},       {"B", "#81c784"},
+        {"I", "#aed581"},        {"W", "#ffb74d"},       {"R", "#4dd0e1"},
+        {"", "#e57373"}};
     for (auto& [start, colour] : colours)
         if (name.rfind(start, 0) == 0) return colour;
     return "";

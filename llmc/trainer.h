@@ -225,6 +225,7 @@ template <typename T, typename S> struct Trainer {
         ~uint64_t(0);                  // LOAD leaves later samples out (their targets are ignored)
     int64_t valid = 0;                 // targets of this global batch that count
     Comms comms;                       // the ranks that this one works with
+    S comm_stream = {};                // on NCCL: where the plan's collectives run
     int* staging = nullptr;            // where LOAD prepares the batch for a device
     int plan = 0, at = 0;              // the action that runs
     std::vector<Box>* trace = nullptr; // where actions' times go; null: not wanted
