@@ -395,6 +395,98 @@ TEST(Plan, MessagesNameActionAndDatum) {
 }
 
 // ----------------------------------------------------------------------------
+// when a started collective is finished
+
+// The action before which each collective of a plan is finished, by its text.
+static std::string finishes(const Plan& p, const Model& model) {
+    std::vector<int> before = finish_before(p, model);
+    std::string text;
+    for (size_t i = 0; i < before.size(); i++) {
+        size_t j = size_t(before[i]);
+        if (queue_of(p.actions[i].kind) == Queue::COMPUTE)
+            EXPECT_EQ(j, i + 1);
+        else
+            text += action_text(p.actions[i], model) + " before " +
+                    (j < before.size() ? action_text(p.actions[j], model) : "the end") + "\n";
+    }
+    return text;
+}
+
+TEST(Finish, BeforeTheFirstActionThatConflicts) {
+    Model model = small_model(3, false); // buckets: embedding, positions, block.0 to 2, head
+    Plan p = options(2);
+    p.shards = 2, p.zero = 3;
+    // gathered for a use, for none; weights that are updated beneath the gather
+    p.actions = {{Do::GATHER, -1, -1, 2}, {Do::GATHER, -1, -1, 3},  {Do::GATHER, -1, -1, 4},
+                 {Do::F, 0, 1},           {Do::RELEASE, -1, -1, 3}, {Do::UPDATE, -1, -1, 4}};
+    EXPECT_EQ(finishes(p, model),
+              "GATHER(block.0) before F(0,1)\n"
+              "GATHER(block.1) before RELEASE(block.1)\n"
+              "GATHER(block.2) before UPDATE(block.2)\n");
+    // a micro-batch's gradient waits for the next reduction alone, the last for the norm
+    p.actions = {{Do::B, 0, 3}, {Do::REDUCE, 0, -1, 4, true}, {Do::B, 0, 2},
+                 {Do::B, 0, 1}, {Do::REDUCE, 0, -1, 2, true}, {Do::B, 1, 3},
+                 {Do::NORM}};
+    EXPECT_EQ(finishes(p, model),
+              "REDUCE(block.2) before REDUCE(block.0)\n"
+              "REDUCE(block.0) before NORM\n");
+    // the next micro-batch writes what is being reduced
+    p.actions = {{Do::B, 0, 3}, {Do::REDUCE, 0, -1, 4, true}, {Do::B, 1, 3}};
+    EXPECT_EQ(finishes(p, model), "REDUCE(block.2) before B(1,3)\n");
+    // gradients that are kept whole: all are reduced side by side
+    p.zero = 1;
+    p.actions = {{Do::REDUCE, -1, -1, 4}, {Do::REDUCE, -1, -1, 2},  {Do::NORM},
+                 {Do::UPDATE, -1, -1, 2}, {Do::PUBLISH, -1, -1, 2}, {Do::UPDATE, -1, -1, 4},
+                 {Do::PUBLISH, -1, -1, 4}};
+    EXPECT_EQ(finishes(p, model),
+              "REDUCE(block.2) before NORM\n"
+              "REDUCE(block.0) before NORM\n"
+              "PUBLISH(block.0) before the end\n"
+              "PUBLISH(block.2) before the end\n");
+    // streams: received for a use; sent until the next message, so that they do not add up
+    p.shards = 1, p.zero = 0, p.pp = 2, p.pp_rank = 1, p.first_layer = {0, 2, 5};
+    auto message = [](bool send, bool gradient, int micro) {
+        return Action{Do::SENDRECV, -1, -1, -1, false, {{send, 0, gradient, micro, 1}}};
+    };
+    p.actions = {message(false, false, 0),
+                 message(false, false, 1),
+                 {Do::F, 0, 2},
+                 {Do::F, 1, 2},
+                 message(true, true, 0),
+                 {Do::B, 1, 3},
+                 message(true, true, 1)};
+    std::vector<int> before = finish_before(p, model);
+    EXPECT_EQ(before, (std::vector<int>{2, 3, 3, 4, 6, 6, 7}));
+}
+
+// In every rank's plan nothing touches what a collective under way writes, nor writes what it reads;
+// and all that passes lives until the collective is finished.
+TEST(Finish, NothingTouchesWhatIsUnderWay) {
+    for (bool tied : {false, true}) {
+        Model model = small_model(5, tied, !tied);
+        for (const Ranks& r : many_ranks())
+            for (int rank = 0; rank < r.pp; rank++) {
+                Plan p = plan_of_rank(r, model, rank);
+                Arena arena = arena_place(
+                    {p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+                for (size_t i = 0; i < p.actions.size(); i++) {
+                    Access x = access(p, model, p.actions[i]);
+                    std::set<Data> written(x.writes.begin(), x.writes.end()), all = written;
+                    all.insert(x.reads.begin(), x.reads.end());
+                    for (int j = int(i) + 1; j < arena.finish[0][i]; j++) {
+                        Access y = access(p, model, p.actions[size_t(j)]);
+                        for (Data d : y.writes) EXPECT_FALSE(all.count(d));
+                        for (Data d : y.reads) EXPECT_FALSE(written.count(d));
+                        for (Data d : all)
+                            EXPECT_EQ(arena_find(arena, 0, j, d), arena_find(arena, 0, int(i), d))
+                                << data_text(d, model);
+                    }
+                }
+            }
+    }
+}
+
+// ----------------------------------------------------------------------------
 // places
 
 TEST(Arena, LivingDataNeverShareBytes) {
