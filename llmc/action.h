@@ -354,7 +354,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
 // collective goes on beside what follows, until an action touches what it writes, writes what it
 // reads or lets its bytes go; at the latest to the end of the plan. One that reads what only it
 // still needs (a stream to send, a micro-batch's gradient) is over before the next of its kind
-// starts: else those bytes would add up.
+// starts: else those bytes would add up. With prefetch 0 it does not go on at all.
 inline std::vector<int> finish_before(const Plan& p, const Model& model) {
     std::vector<Access> touched;
     for (const Action& a : p.actions) touched.push_back(access(p, model, a));
@@ -367,7 +367,8 @@ inline std::vector<int> finish_before(const Plan& p, const Model& model) {
         bool holds =
             !std::all_of(x.reads.begin(), x.reads.end(), [](Data d) { return persistent(d.kind); });
         return meet(x.writes, y.reads) || meet(x.writes, y.writes) || meet(x.reads, y.writes) ||
-               (b.kind == Do::RELEASE && a.bucket == b.bucket) || (holds && a.kind == b.kind);
+               (b.kind == Do::RELEASE && a.bucket == b.bucket) ||
+               (holds && (a.kind == b.kind || p.prefetch == 0));
     };
     std::vector<int> before;
     for (size_t i = 0, j; i < touched.size(); i++) {

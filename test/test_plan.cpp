@@ -430,6 +430,11 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
     EXPECT_EQ(finishes(p, model),
               "REDUCE(block.2) before REDUCE(block.0)\n"
               "REDUCE(block.0) before NORM\n");
+    p.prefetch = 0;
+    EXPECT_EQ(finishes(p, model),
+              "REDUCE(block.2) before B(0,2)\n"
+              "REDUCE(block.0) before B(1,3)\n");
+    p.prefetch = 1;
     // the next micro-batch writes what is being reduced
     p.actions = {{Do::B, 0, 3}, {Do::REDUCE, 0, -1, 4, true}, {Do::B, 1, 3}};
     EXPECT_EQ(finishes(p, model), "REDUCE(block.2) before B(1,3)\n");
