@@ -371,7 +371,8 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
     Result again = run("--dp 9", mpirun + "2");
     if (again.text.find("built without MPI") != std::string::npos)
         GTEST_SKIP() << "skipped: built without MPI";
-    for (std::string layout : {"2", "4 --zero 2", "4 --tp 2 --sequence-parallel"}) {
+    for (std::string layout :
+         {"2", "4 --zero 2", "4 --zero 3 --prefetch 2", "4 --tp 2 --sequence-parallel"}) {
         std::string ranks = layout.substr(0, 1), rest = layout.substr(1);
         fs::remove_all(path("to")), fs::remove_all(path("po"));
         Result want = run(flags + rest + " --local-ranks " + ranks + " --export " + path("t") +
@@ -446,17 +447,31 @@ TEST_F(Run, ProcessesShareTheCores) {
         << r.text;
 }
 
-// Every action of every rank is a box, in a trace that is JSON; the picture has a lane a rank.
+// Every action of every rank is a box, in a trace that is JSON, and so is the wait for a collective
+// that it started; one after the other. The picture has a lane a rank.
 TEST_F(Run, TimelinesShowEveryRank) {
     std::string flags = small + "--steps 2 --batch-tokens 512 --sample-tokens 0 --pp 2 ";
     Result r = run(flags + "--local-ranks 2 --timeline " + path("t.json"));
     ASSERT_EQ(r.status, 0) << r.text;
     nlohmann::json trace = nlohmann::json::parse(read_file(path("t.json")));
     std::map<int, int> forward;
+    std::map<int, double> over; // when the box before ends
+    std::map<std::string, int> under_way;
     for (auto& e : trace["traceEvents"]) {
-        EXPECT_GE(e["dur"].get<double>(), 0);
-        forward[e["tid"].get<int>()] += e["name"].get<std::string>().rfind("F(", 0) == 0;
+        int rank = e["tid"].get<int>();
+        std::string name = e["name"].get<std::string>();
+        double start = e["ts"].get<double>(), lasts = e["dur"].get<double>();
+        EXPECT_GE(lasts, 0);
+        EXPECT_GE(start, over[rank]) << name;
+        over[rank] = start + lasts;
+        forward[rank] += name.rfind("F(", 0) == 0;
+        bool waits = name.rfind("WAIT ", 0) == 0;
+        if (waits) under_way[name.substr(5)]--;
+        if (name.rfind("SENDRECV(", 0) == 0) under_way[name]++;
+        for (auto& [each, count] : under_way) EXPECT_EQ(count, count != 0) << each;
     }
+    EXPECT_GE(under_way.size(), 8u); // 4 streams and 4 gradients, at both ends; some cross
+    for (auto& [name, left] : under_way) EXPECT_EQ(left, 0) << name;
     EXPECT_EQ(forward, (std::map<int, int>{{0, 4 * 2}, {1, 4 * 2}})); // micro-batches x layers
     r = run(flags + "--explain --timeline " + path("t.svg"));
     ASSERT_EQ(r.status, 0) << r.text;
