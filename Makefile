@@ -26,6 +26,14 @@ MPI_FLAGS = -DWITH_MPI $(shell mpicxx --showme:compile)
 MPI_LIBS = $(shell mpicxx --showme:link)
 endif
 
+# NCCL: ranks on GPUs, a process each, found beside nvcc; without it ranks share a GPU as threads
+CUDA_HOME = $(patsubst %/bin/nvcc,%,$(NVCC))
+NCCL ?= $(if $(and $(filter 1,$(MPI)),$(wildcard /usr/include/nccl.h $(CUDA_HOME)/include/nccl.h)),1,0)
+ifeq ($(NCCL),1)
+NCCL_FLAGS = -DWITH_NCCL
+NCCL_LIBS = -L$(CUDA_HOME)/lib -lnccl
+endif
+
 # GPUs: Ampere and what follows it, Hopper with its own instructions. `make GPUS=90a` for one alone.
 # Without oneDNN, whose header nvcc 13.0 aborts on: with --device cpu such a build uses plain loops.
 GPUS ?= 80 90a
@@ -54,7 +62,7 @@ LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layern
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
 
 found:
-	@echo "$(shell $(CXX) --version | head -1); oneDNN: $(if $(filter 1,$(ONEDNN)),yes,no - matrix products are plain loops); MPI: $(if $(filter 1,$(MPI)),yes,no - ranks are threads); device: $(DEVICE)"
+	@echo "$(shell $(CXX) --version | head -1); oneDNN: $(if $(filter 1,$(ONEDNN)),yes,no - matrix products are plain loops); MPI: $(if $(filter 1,$(MPI)),yes,no - ranks are threads); device: $(DEVICE)$(if $(filter cuda,$(DEVICE)), NCCL: $(if $(filter 1,$(NCCL)),yes,no - processes run on the CPU))"
 
 # `make run` and `make test` set the machine up first, then look again at what is there
 run:
@@ -106,6 +114,8 @@ $(BUILD)/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LIBS)
 endif
 
+$(BUILD)/gpu/train_gpt: NVCCFLAGS += $(filter -D% -I%,$(MPI_FLAGS)) $(NCCL_FLAGS)
+$(BUILD)/gpu/train_gpt: CUDA_LIBS += $(filter -L% -l%,$(MPI_LIBS)) $(NCCL_LIBS)
 $(BUILD)/gpu/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)/gpu
 	$(call nvcc,$< -o $@ $(CUDA_LIBS))
 $(BUILD)/gpu/test_device: test/test_device.cpp $(HEADERS) | $(BUILD)/gpu

@@ -436,29 +436,44 @@ template <typename S> void run_rank(Run& run, S where) {
                                    : run_training<float>(run, where);
 }
 
-static bool run_on_cpu(Run& run) {
+// body(run) as each rank of this process: itself, or --local-ranks threads.
+template <typename F> bool run_ranks(Run& run, F body) {
     const Config& c = run.config;
     bool threads = c.local_ranks > 1 && !c.explain;
-    if (is_first(run)) {
-        printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
-               c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
-        if (threads || run.world.size > 1)
-            printf("ranks: %d %s, %s\n", rank_count(c), threads ? "threads" : "processes",
-                   axes_text(c).c_str());
-    }
-    if (!threads) return run_rank(run, Cpu{}), true;
+    if (is_first(run) && (threads || run.world.size > 1))
+        printf("ranks: %d %s, %s\n", rank_count(c), threads ? "threads" : "processes",
+               axes_text(c).c_str());
+    if (!threads) return body(run), true;
     return run_local_ranks(c.local_ranks, {}, [&](const Comm& world) {
                Run mine = run;
                mine.world = world;
-               run_rank(mine, Cpu{});
+               body(mine);
            }) == 0;
 }
 
-// False: there is none to run on, or the CPU is wanted.
-static bool run_on_gpu(Run& run) {
-#if KERNELS
+static bool run_on_cpu(Run& run) {
     const Config& c = run.config;
-    if (c.device == "cpu" || c.local_ranks > 1 || run.world.size > 1) return false;
+    if (is_first(run))
+        printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", c.model.c_str(),
+               c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
+    return run_ranks(run, [](Run& rank) { run_rank(rank, Cpu{}); });
+}
+
+#if KERNELS
+// A process of several has a GPU to itself, and NCCL; threads share the first one.
+static void join_gpus(Run& run, int gpus) {
+#ifdef WITH_NCCL
+    if (run.world.size == 1) return;
+    or_die(take_gpu(run.world, gpus));
+    run.world.fixed_order = run.config.fixed_order;
+    run.world = nccl_attach(run.world);
+#else
+    (void)run, (void)gpus;
+#endif
+}
+
+static bool run_on_gpu(Run& run) {
+    const Config& c = run.config;
     int count = 0;
     cudaError_t answer = cudaGetDeviceCount(&count);
     const char* why = answer != cudaSuccess ? cudaGetErrorString(answer) : "there is none";
@@ -466,17 +481,35 @@ static bool run_on_gpu(Run& run) {
     bool plans_only = c.explain && c.device == "cuda"; // needs no GPU
     USER_CHECK(there || plans_only || c.device == "auto",
                "--device cuda: no GPU answers (%s): use --device cpu", why);
-    if (!there && !plans_only) return printf("no GPU answers (%s): on the CPU\n", why), false;
-    cudaStream_t stream = nullptr;
-    if (there) CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    printf("train_gpt: %s, %s, on %s\n", c.model.c_str(), c.precision.c_str(),
-           there ? device_name(stream).c_str() : "a GPU that is not here");
-    run_rank(run, stream);
-    if (there) CUDA_CHECK(cudaStreamDestroy(stream));
-    return true;
-#else
-    return (void)run, false;
+    if (!there && !plans_only) {
+        if (is_first(run)) printf("no GPU answers (%s): on the CPU\n", why);
+        return run_on_cpu(run);
+    }
+    if (there) join_gpus(run, count);
+    if (is_first(run))
+        printf("train_gpt: %s, %s, on %s\n", c.model.c_str(), c.precision.c_str(),
+               there ? device_name(cudaStream_t{}).c_str() : "a GPU that is not here");
+    return run_ranks(run, [&](Run& rank) {
+        cudaStream_t stream = there ? open_stream(cudaStream_t{}) : nullptr;
+        run_rank(rank, stream);
+        if (there) close_stream(stream);
+    });
+}
 #endif
+
+// Processes need NCCL to meet on GPUs.
+static bool run_where_wanted(Run& run) {
+#if KERNELS
+#ifdef WITH_NCCL
+    bool can = true;
+#else
+    bool can = run.world.size == 1;
+    if (!can && run.config.device == "auto" && is_first(run))
+        printf("built without NCCL (install libnccl-dev): processes run on the CPU\n");
+#endif
+    if (can && run.config.device != "cpu") return run_on_gpu(run);
+#endif
+    return run_on_cpu(run);
 }
 
 // Under mpirun or srun the processes of the job are the ranks.
@@ -522,7 +555,7 @@ int main(int argc, char** argv) {
     or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
     choose_prompt(run);
     if (!c.explain && (c.steps > 0 || c.eval)) open_data(run);
-    bool good = run_on_gpu(run) || run_on_cpu(run);
+    bool good = run_where_wanted(run);
     leave_processes(run);
     return good ? 0 : 1;
 }

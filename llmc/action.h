@@ -354,12 +354,16 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
 // collective goes on beside what follows, until an action touches what it writes, writes what it
 // reads or lets its bytes go; at the latest to the end of the plan. One that reads what only it
 // still needs (a stream to send, a micro-batch's gradient) is over before the next of its kind
-// starts: else those bytes would add up. With prefetch 0 it does not go on at all.
+// starts: else those bytes would add up. With prefetch 0 it does not go on at all. Computation that
+// speaks to other ranks itself comes when all is over: a GPU has one conversation at a time.
 inline std::vector<int> finish_before(const Plan& p, const Model& model) {
     std::vector<Access> touched;
     for (const Action& a : p.actions) touched.push_back(access(p, model, a));
     auto meet = [](const std::vector<Data>& x, const std::vector<Data>& y) {
         return std::find_first_of(x.begin(), x.end(), y.begin(), y.end()) != x.end();
+    };
+    auto speaks = [&](const Action& a) {
+        return a.kind == Do::NORM || (a.kind == Do::TIE && tied_apart(p, model, a.bucket));
     };
     auto conflict = [&](size_t i, size_t j) {
         const Access &x = touched[i], &y = touched[j];
@@ -367,7 +371,7 @@ inline std::vector<int> finish_before(const Plan& p, const Model& model) {
         bool holds =
             !std::all_of(x.reads.begin(), x.reads.end(), [](Data d) { return persistent(d.kind); });
         return meet(x.writes, y.reads) || meet(x.writes, y.writes) || meet(x.reads, y.writes) ||
-               (b.kind == Do::RELEASE && a.bucket == b.bucket) ||
+               (b.kind == Do::RELEASE && a.bucket == b.bucket) || speaks(b) ||
                (holds && (a.kind == b.kind || p.prefetch == 0));
     };
     std::vector<int> before;

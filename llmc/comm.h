@@ -273,6 +273,16 @@ template <typename S> void barrier(const Comm& c, S where) {
     finish(p);
 }
 
+// Wait for all that `where` was given; on NCCL end the job where a peer does not come.
+template <typename S> void wait_for_peers(const Comm& c, S where) {
+#ifdef WITH_NCCL
+    if constexpr (!std::is_same_v<S, Cpu>)
+        if (c.nccl) return nccl_wait(c, where);
+#endif
+    (void)c;
+    wait_for(where);
+}
+
 // Every rank must have been given the same text (its options, its binary's hash).
 inline void check_same(const Comm& c, const char* what, const std::string& text) {
     uint64_t hash = 14695981039346656037u; // FNV-1a

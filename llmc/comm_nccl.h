@@ -4,6 +4,7 @@
 //   To copy: this file, comm_mpi.h, comm_group.h and common.h.
 #pragma once
 #include <nccl.h>
+#include <set>
 #include "comm_mpi.h"
 
 #define NCCL_CHECK(call)                                                                     \
@@ -92,6 +93,33 @@ inline Comm nccl_attach(const Comm& c) {
     gpu.backend = Backend::NCCL;
     gpu.nccl = std::make_shared<NcclGroup>(comm);
     return gpu;
+}
+
+// Each process takes a GPU of its machine, in turn; all ranks of the world call. A launcher may show
+// each process another one. Returns "" or what is wrong: NCCL refuses two ranks on one GPU.
+inline std::string take_gpu(const Comm& world, int gpus) {
+    MPI_Comm machine;
+    int place = 0, processes = 0;
+    MPI_CHECK(MPI_Comm_split_type(world.mpi->comm, MPI_COMM_TYPE_SHARED, world.rank, MPI_INFO_NULL,
+                                  &machine));
+    MPI_CHECK(MPI_Comm_rank(machine, &place));
+    MPI_CHECK(MPI_Comm_size(machine, &processes));
+    int gpu = place % gpus;
+    CUDA_CHECK(cudaSetDevice(gpu));
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, gpu));
+    std::vector<cudaUUID_t> taken(processes);
+    MPI_CHECK(MPI_Allgather(&properties.uuid, sizeof(cudaUUID_t), MPI_BYTE, taken.data(),
+                            sizeof(cudaUUID_t), MPI_BYTE, machine));
+    MPI_CHECK(MPI_Comm_free(&machine));
+    std::set<std::string> apart;
+    for (const cudaUUID_t& id : taken) apart.insert(std::string(id.bytes, sizeof(id.bytes)));
+    int there = int(apart.size());
+    if (there == processes) return "";
+    return std::to_string(processes) + " ranks on a machine with " + std::to_string(there) +
+           (there == 1 ? " GPU" : " GPUs") +
+           ": start one rank a GPU (mpirun --map-by ppr:" + std::to_string(there) +
+           ":node), or let threads share a GPU (--local-ranks " + std::to_string(processes) + ")";
 }
 
 // Wait for all that the stream has been given, and end the job where a peer does not come.

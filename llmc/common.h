@@ -240,6 +240,9 @@ inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_
                static_cast<const char*>(from) + r * from_stride, row_bytes);
 }
 inline void wait_for(Cpu) {}
+// another stream beside this one
+inline Cpu open_stream(Cpu where) { return where; }
+inline void close_stream(Cpu) {}
 // a point in what a stream has been given, for another one to wait at, once
 inline int record_point(Cpu) { return 0; }
 inline void wait_point(int, Cpu) {}
@@ -350,6 +353,12 @@ inline void copy_in(void* to, const void* from, size_t bytes, cudaStream_t strea
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
 }
 inline void wait_for(cudaStream_t stream) { CUDA_CHECK(cudaStreamSynchronize(stream)); }
+inline cudaStream_t open_stream(cudaStream_t) {
+    cudaStream_t stream = nullptr;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return stream;
+}
+inline void close_stream(cudaStream_t stream) { CUDA_CHECK(cudaStreamDestroy(stream)); }
 inline cudaEvent_t record_point(cudaStream_t stream) {
     cudaEvent_t point = nullptr;
     CUDA_CHECK(cudaEventCreateWithFlags(&point, cudaEventDisableTiming));

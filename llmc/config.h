@@ -140,7 +140,8 @@ inline const std::vector<Flag>& config_table() {
         {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
         {"comm", &C::comm, "= auto (NCCL)",
          "what carries messages; auto: MPI under mpirun, else memory"},
-        {"fixed-order", &C::fixed_order, "", "add ranks in rank order: they always are, on CPUs"},
+        {"fixed-order", &C::fixed_order, "",
+         "add ranks in rank order, on GPUs by our own code and not by NCCL's; always so on CPUs"},
         {"", &C::help, "", "Files"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
         {"save-every", &C::save_every, "0..1000000000000",
@@ -487,8 +488,12 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
         return "--zero-group " + text(c.zero_group) + " does not divide --dp " + text(c.dp);
     if (c.chunks > 1 && c.pipeline == "1f1b")
         return "--chunks " + text(c.chunks) + " needs --pipeline interleaved, gpipe or zero-bubble";
-    if (ranks > 1 && c.device == "cuda")
-        return text(ranks) + " ranks with --device cuda: not built yet (NCCL): use --device cpu";
+#if KERNELS && !defined(WITH_NCCL)
+    if (processes > 1 && c.device == "cuda")
+        return text(processes) +
+               " processes with --device cuda: this program is built without "
+               "NCCL: install libnccl-dev and make again, or use --device cpu";
+#endif
     return "";
 }
 

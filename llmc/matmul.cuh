@@ -491,7 +491,8 @@ inline void read_choices(Blas& blas) {
 
 // Whole or not at all: several runs may end at the same time.
 inline void write_choices(const Blas& blas) {
-    std::string path = choices_file(), temporary = path + "." + std::to_string(getpid());
+    std::string path = choices_file(),
+                temporary = path + "." + std::to_string(getpid()) + "-" + std::to_string(this_rank);
     mkdir(path.substr(0, path.rfind('/')).c_str(), 0777);
     FILE* f = fopen(temporary.c_str(), "w");
     if (!f) return; // a cache: without it the next run measures again

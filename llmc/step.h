@@ -429,6 +429,7 @@ template <typename T, typename S> void run_plan(Trainer<T, S>& t, int plan) {
                 run_action(t, a);
         });
     }
+    if (in_stream_order(t)) wait_for_peers(t.comms.world, t.ctx.where);
     t.at = end - 1; // what outlives the plan is read from here
 }
 

@@ -251,11 +251,13 @@ template <typename T, typename S> void trainer_allocate(Trainer<T, S>& t) {
     for (const Plan& p : t.plans)
         ints = std::max(ints, size_t(p.micro_batches) * (4 * p.B * p.T + p.cache));
     t.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
+    t.comm_stream = open_stream(t.ctx.where);
 }
 
 template <typename T, typename S> void trainer_free(Trainer<T, S>& t) {
     arena_free(t.arena, t.ctx.where);
     staging_free(t.staging, t.ctx.where);
+    close_stream(t.comm_stream);
 }
 
 // The places of all that the plans touch; nothing is allocated.

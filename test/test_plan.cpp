@@ -459,9 +459,12 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
                  {Do::F, 1, 2},
                  message(true, true, 0),
                  {Do::B, 1, 3},
-                 message(true, true, 1)};
+                 message(true, true, 1),
+                 {Do::F, 0, 4},
+                 {Do::NORM},
+                 {Do::UPDATE, -1, -1, 2}};
     std::vector<int> before = finish_before(p, model);
-    EXPECT_EQ(before, (std::vector<int>{2, 3, 3, 4, 6, 6, 7}));
+    EXPECT_EQ(before, (std::vector<int>{2, 3, 3, 4, 6, 6, 8, 8, 9, 10}));
 }
 
 // In every rank's plan nothing touches what a collective under way writes, nor writes what it reads;
