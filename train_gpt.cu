@@ -380,7 +380,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     if (is_first(run)) printf("%s", parameters_text(t.model).c_str());
     std::string kernels =
         c.explain ? "" : attention_says<T>(attention_shape(run.shape, 1, 1, 1), where);
-    if (!kernels.empty()) printf("attention: %s\n", kernels.c_str());
+    if (!kernels.empty() && is_first(run)) printf("attention: %s\n", kernels.c_str());
     if (c.explain) return print_plan(run, t, plans);
     t.comms = make_comms(run.world, run.grid, plans[0].shards, ranks_of_kv_head(plans[0], t.model));
     const Grid& g = run.grid;
@@ -406,10 +406,10 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     if (c.eval) return report_validation(run, t);
     if (run.train_plan >= 0 && is_first(run)) {
         Peak peak = machine_peak<T>(where);
-        // as many at once as have cores of their own
+        // threads run at once as many as have cores of their own; on a GPU they take turns
         int cores = std::max(1, int(std::thread::hardware_concurrency()) / threads_here(Cpu{}));
-        run.peak =
-            peak.flops * (run.world.local ? std::min(run.world.size, cores) : run.world.size);
+        int at_once = std::is_same_v<S, Cpu> ? std::min(run.world.size, cores) : 1;
+        run.peak = peak.flops * (run.world.local ? at_once : run.world.size);
         printf(
             "mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s in %s: %s\n",
             run.peak / 1e9, c.precision.c_str(), peak.says.c_str());
@@ -481,6 +481,9 @@ static bool run_on_gpu(Run& run) {
     bool plans_only = c.explain && c.device == "cuda"; // needs no GPU
     USER_CHECK(there || plans_only || c.device == "auto",
                "--device cuda: no GPU answers (%s): use --device cpu", why);
+    int64_t with_gpu = there; // all of the processes, or none
+    all_reduce_sum(run.world, &with_gpu, 1, Cpu{});
+    there = with_gpu == run.world.size;
     if (!there && !plans_only) {
         if (is_first(run)) printf("no GPU answers (%s): on the CPU\n", why);
         return run_on_cpu(run);

@@ -28,7 +28,8 @@ static Window random_window(const Shape& s, size_t T) {
 
 template <typename T, typename S> struct Small {
     Trainer<T, S> t;
-    Small(const Shape& s, const std::vector<Plan>& plans) {
+    Small(const Shape& s, const std::vector<Plan>& plans, S where = {}) {
+        t.ctx.where = where;
         trainer_place(t, s, plans);
         trainer_allocate(t);
         init_constants(t);
@@ -140,6 +141,40 @@ TEST(Device, NothingIsWrittenWhenTheGradientIsNotFinite) {
     EXPECT_EQ(read_value<StepScale>(gpu.t, {Kind::SCALE}).finite, 0);
     EXPECT_EQ(read_value<StepScale>(gpu.t, {Kind::SCALE}).step, 0);
     EXPECT_EQ(before, after);
+}
+
+// Threads that share a GPU, each with a stream: the losses and norms of threads on the CPU.
+template <typename S> std::vector<double> losses_of_ranks(int dp, int pp, int zero) {
+    std::vector<double> seen;
+    int status = run_local_ranks(dp * pp, {}, [&](const Comm& world) {
+        Plan p = train_plan(Recompute::FULL, false);
+        Grid sizes;
+        sizes.dp = dp, sizes.pp = pp;
+        Grid me = grid_at(sizes, world.rank);
+        p.pp = pp, p.pp_rank = me.pp_rank, p.shards = dp, p.shard = me.dp_rank, p.zero = zero;
+        p.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
+        S stream = open_stream(S());
+        {
+            Small<float, S> rank(tiny_gpt2(), {p}, stream);
+            rank.t.grid = me, rank.t.comms = make_comms(world, me, dp);
+            for (int step = 0; step < 2; step++) {
+                double loss = rank.step();
+                double norm = read_value<StepScale>(rank.t, {Kind::SCALE}).norm;
+                if (world.rank == 0) seen.push_back(loss), seen.push_back(norm);
+            }
+        }
+        close_stream(stream);
+    });
+    EXPECT_EQ(status, 0);
+    return seen;
+}
+TEST(Device, ThreadsShareAGpu) {
+    for (auto [dp, pp, zero] : {std::tuple{2, 1, 3}, std::tuple{2, 2, 1}, std::tuple{1, 2, 0}}) {
+        std::vector<double> gpu = losses_of_ranks<cudaStream_t>(dp, pp, zero),
+                            cpu = losses_of_ranks<Cpu>(dp, pp, zero);
+        ASSERT_EQ(gpu.size(), 4u);
+        for (size_t i = 0; i < gpu.size(); i++) EXPECT_NEAR(gpu[i], cpu[i], 3e-5 * cpu[i]);
+    }
 }
 
 template <typename S> std::vector<int> greedy(const Shape& shape) {
