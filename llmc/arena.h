@@ -1,12 +1,10 @@
 // arena.h - every byte has its place before the run: one allocation, offsets from lifetimes read
 // off the plan
 //   Persistent data (weights, gradients, moments, ...) lie first, each for the whole run.
-//   Everything else lives from
-//   the action that writes it to the last action that reads what was written; data that never live
-//   at the same time
-//   share bytes. Placing is a malloc run ahead of time: walk the plan, put each newborn into the
-//   lowest gap that
-//   fits, let go what nobody reads any more. Plans that take turns (train, evaluate, generate)
+//   Everything else lives from the action that writes it to the last action that reads what was
+//   written, or to the finish of a collective that does; data that never live at the same time share
+//   bytes. Placing is a malloc run ahead of time: walk the plan, put each newborn into the lowest gap
+//   that fits, let go what nobody reads any more. Plans that take turns (train, evaluate, generate)
 //   share the same bytes.
 //   The memory table that --explain prints is this placement, so what it says is what the run uses.
 #pragma once

@@ -1,4 +1,9 @@
 // step.h - the executor: what each action of a plan does, and the one loop that runs them
+//   Collectives of the plan are started where they stand and finished as late as their data allow:
+//   finish_before() in action.h says where, and the arena keeps their bytes until then. On NCCL they
+//   run on a stream of their own, behind what compute had been given at their start; their finish
+//   lets compute wait for them, not the host. On LOCAL and MPI the host finishes them.
+//   Contract: the bits do not depend on when a collective happens between its start and its finish.
 #pragma once
 #include "trainer.h"
 

@@ -4,10 +4,17 @@
 //     stage 1   masters and moments   gradients reduce-scattered once a step; weights published
 //     stage 2   and gradients         reduce-scattered after each micro-batch, added in a shard
 //     stage 3   and weights           gathered for each use, let go after it; nothing to publish
+//   What is on the critical path, and what goes on beside it (finish_before() in action.h):
+//     GATHER(l)   w[P/d] -> w[P]                    beside the `prefetch` layers before l
+//     REDUCE(l)   dw[P]{partial} -> dw[P/d], added  stages 2, 3: beside the next layer's backward;
+//                                                   stages 0, 1: beside all backward that is left
+//     PUBLISH(l)  w[P/d] -> w[P]                    beside the updates of the buckets after l
+//     NORM        d partial sums, one for all       on it
 //   A tied table's two gradients are added at the end of the step, so its bucket, and those of the
 //   same layers, reduce there, in every stage.
 //   Memory of N elements in bf16 over d ranks, with float gradients, masters and moments:
 //     stage 0: 18 N   1: 6 N + 12 N/d   2: 2 N + 16 N/d   3: 18 N/d and the buckets in use
+//     and in stages 2 and 3 the gradients of a micro-batch: of one layer, of two while they overlap
 #pragma once
 #include "action.h"
 
