@@ -423,6 +423,14 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
               "GATHER(block.0) before F(0,1)\n"
               "GATHER(block.1) before RELEASE(block.1)\n"
               "GATHER(block.2) before UPDATE(block.2)\n");
+    p.actions = {{Do::GATHER, -1, -1, 2},
+                 {Do::NORM},
+                 {Do::GATHER, -1, -1, 3}, // into the same bytes
+                 {Do::GATHER, -1, -1, 3}};
+    EXPECT_EQ(finishes(p, model),
+              "GATHER(block.0) before NORM\n"
+              "GATHER(block.1) before GATHER(block.1)\n"
+              "GATHER(block.1) before the end\n");
     // a micro-batch's gradient waits for the next reduction alone, the last for the norm
     p.actions = {{Do::B, 0, 3}, {Do::REDUCE, 0, -1, 4, true}, {Do::B, 0, 2},
                  {Do::B, 0, 1}, {Do::REDUCE, 0, -1, 2, true}, {Do::B, 1, 3},
