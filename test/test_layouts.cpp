@@ -144,15 +144,19 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
     t.at = int(p.actions.size()) - 1;
 }
 
+Grid grid_of(const Layout& l, int rank) {
+    Grid sizes;
+    sizes.dp = l.dp, sizes.pp = l.pp, sizes.tp = l.tp;
+    return grid_at(sizes, rank);
+}
+
 template <typename T>
 void run_rank(const Comm& world, const Shape& shape, const Layout& l, bool adamw, int steps,
               Result& result, double nudge) {
 #ifdef _OPENMP
     omp_set_num_threads(1); // models this small gain nothing by more
 #endif
-    Grid sizes;
-    sizes.dp = l.dp, sizes.pp = l.pp, sizes.tp = l.tp;
-    Grid me = grid_at(sizes, world.rank);
+    Grid me = grid_of(l, world.rank);
     Plan p = plan_of(shape, l, me, adamw);
     Fixture<T> f(shape, {p}, 5, nudge);
     f.t.grid = me, f.t.comms = make_comms(world, me, p.shards, ranks_of_kv_head(p, f.t.model));
@@ -470,16 +474,55 @@ TEST(Layouts, AreOneComputation) {
             << table;
 }
 
-// When a collective happens between its start and its end changes nothing.
+// When a collective happens between its start and its end changes nothing: at its start, or at its
+// finish with NaN in what it writes until then and no change allowed in what it reads.
 TEST(Layouts, TimingChangesNothing) {
-    for (int tp : {1, 2}) {
-        Layout l;
-        l.dp = 2, l.tp = tp, l.pp = 2, l.zero = 3, l.sequence_parallel = tp > 1;
-        Shape shape = llama_for_tp(false);
-        auto want = run_layout<float>(shape, l, true);
-        for (Moment moment : {Moment::EARLIEST, Moment::LATEST})
-            expect_same(*run_layout<float>(shape, l, true, moment), *want, l.text());
-    }
+    std::vector<Layout> layouts;
+    for (int zero : {0, 1, 2, 3})
+        for (auto [tp, pp, chunks, pipeline] :
+             {std::tuple{1, 1, 1, Pipeline::ONE_F_ONE_B}, std::tuple{1, 2, 1, Pipeline::GPIPE},
+              std::tuple{1, 2, 1, Pipeline::ZERO_BUBBLE},
+              std::tuple{1, 2, 2, Pipeline::INTERLEAVED},
+              std::tuple{2, 1, 1, Pipeline::ONE_F_ONE_B}}) {
+            Layout l;
+            l.dp = 4, l.shards = 2, l.zero = zero, l.tp = tp, l.sequence_parallel = tp > 1;
+            l.pp = pp, l.chunks = chunks, l.pipeline = pipeline, l.micro_batches = 4;
+            l.prefetch = pp * chunks - 1, l.recompute = Recompute(zero % 3);
+            layouts.push_back(l);
+        }
+    for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)})
+        for (const Layout& l : layouts) {
+            auto want = run_layout<float>(shape, l, true);
+            for (Moment moment : {Moment::EARLIEST, Moment::LATEST})
+                expect_same(*run_layout<float>(shape, l, true, moment), *want, l.text());
+        }
+}
+
+// A rank that does not come: the watchdog names the collective that its peer waits for, not the
+// action that the peer has come to meanwhile.
+TEST(Layouts, TheWatchdogNamesWhatIsWaitedFor) {
+    Layout l;
+    l.dp = 2, l.zero = 2;
+    std::string failure;
+    LocalSettings settings;
+    settings.timeout_s = 2, settings.failure = &failure;
+    EXPECT_EQ(run_local_ranks(2, settings,
+                              [&](const Comm& world) {
+                                  Grid me = grid_of(l, world.rank);
+                                  Fixture<float> f(small_gpt2(),
+                                                   {plan_of(small_gpt2(), l, me, true)});
+                                  f.t.grid = me, f.t.comms = make_comms(world, me, 2);
+                                  if (me.dp_rank == 0) return run_plan(f.t, 0);
+                                  for (f.t.at = 0; f.t.at < 2; f.t.at++) // LOAD and COUNT alone
+                                      run_action(f.t, f.t.plans[0].actions[size_t(f.t.at)]);
+                                  while (!world.local->world->failed)
+                                      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                              }),
+              1);
+    EXPECT_NE(failure.find("s in reduce-scatter on 'shard' during action WAIT REDUCE(block.2): "
+                           "rank 1 has not arrived"),
+              std::string::npos)
+        << failure;
 }
 
 // What --seed means no layout changes.
@@ -489,9 +532,7 @@ TEST(Layouts, InitialWeightsAreThoseOfOneRank) {
         for (Layout l : {Layout{1, 1, 1}, Layout{2, 2, 1}, Layout{1, 2, 2}, Layout{3, 1, 1}}) {
             l.zero = l.dp > 1 ? 3 : 0;
             auto body = [&](const Comm& world) {
-                Grid sizes;
-                sizes.dp = l.dp, sizes.pp = l.pp, sizes.tp = l.tp;
-                Grid me = grid_at(sizes, world.rank);
+                Grid me = grid_of(l, world.rank);
                 Plan p = plan_of(shape, l, me, true);
                 Fixture<float> f(shape, {p});
                 f.t.grid = me, f.t.comms = make_comms(world, me, p.shards);
