@@ -476,8 +476,10 @@ static bool run_on_gpu(Run& run) {
     const Config& c = run.config;
     int count = 0;
     cudaError_t answer = cudaGetDeviceCount(&count);
-    const char* why = answer != cudaSuccess ? cudaGetErrorString(answer) : "there is none";
     bool there = answer == cudaSuccess && count > 0;
+    const char* why = answer != cudaSuccess ? cudaGetErrorString(answer)
+                      : there               ? "another process has none"
+                                            : "there is none";
     bool plans_only = c.explain && c.device == "cuda"; // needs no GPU
     USER_CHECK(there || plans_only || c.device == "auto",
                "--device cuda: no GPU answers (%s): use --device cpu", why);
@@ -488,7 +490,7 @@ static bool run_on_gpu(Run& run) {
         if (is_first(run)) printf("no GPU answers (%s): on the CPU\n", why);
         return run_on_cpu(run);
     }
-    if (there) join_gpus(run, count);
+    if (there && !c.explain) join_gpus(run, count);
     if (is_first(run))
         printf("train_gpt: %s, %s, on %s\n", c.model.c_str(), c.precision.c_str(),
                there ? device_name(cudaStream_t{}).c_str() : "a GPU that is not here");

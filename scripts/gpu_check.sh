@@ -2,7 +2,8 @@
 # One command on a machine with a GPU: build, test, train, measure, and write what came out.
 # usage: scripts/gpu_check.sh [--prebuilt DIR] [--only PART]...      PART: build kernels large sanitizer agree
 #        bench ladders peers step
-#   --prebuilt DIR   build nothing: use the programs in DIR (what `make gpu` puts into build/gpu)
+#   --prebuilt DIR   build nothing: use the programs in DIR (what `make gpu` puts into build/gpu; those of
+#                    `make gpu MPI=0` need neither Open MPI nor NCCL)
 #   --only PART      run these parts alone; what the others wrote before stays
 # Writes dev/results/gpu_<chip>.json (a line a figure) and .md, after each part. Without a GPU every part
 # but the build is skipped with its reason. The default run takes less than eight minutes.
