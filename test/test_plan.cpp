@@ -185,8 +185,9 @@ TEST(Plan, KeptActivationsAreThePapers) {
                         o.first_layer.push_back(s + (s > 0) + (s == o.stages()));
                     for (const Plan& p : make_plans(o, model)) {
                         int r = p.pp_rank, v = chunks, last = pp - r - 1;
-                        auto lives = lifetimes(
-                            p, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+                        auto lives =
+                            lifetimes(p, model, finish_before(p, model),
+                                      [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
                         auto most = [&](Kind kept) {
                             std::map<int, int> change; // where lives begin and end
                             for (auto& [d, all] : lives)
@@ -481,8 +482,7 @@ TEST(Finish, NothingTouchesWhatIsUnderWay) {
     for (bool tied : {false, true}) {
         Model model = small_model(5, tied, !tied);
         for (const Ranks& r : many_ranks())
-            for (int rank = 0; rank < r.pp; rank++) {
-                Plan p = plan_of_rank(r, model, rank);
+            for (const Plan& p : make_plans(options_of(r, model), model)) {
                 Arena arena = arena_place(
                     {p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
                 for (size_t i = 0; i < p.actions.size(); i++) {
