@@ -10,7 +10,7 @@ OPT ?= -O3 -march=native
 # -fno-math-errno lets sqrt be one instruction; -ffast-math is never used: it changes results
 CXXFLAGS = -std=c++20 $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
 OPENMP ?= -fopenmp
-LIBS = -lz -lpthread
+LIBS = -lz -lpcre2-8 -lpthread
 
 # oneDNN: matrix products on the CPU; without it plain blocked loops
 ONEDNN ?= $(if $(wildcard /usr/include/oneapi/dnnl/dnnl.hpp /usr/local/include/oneapi/dnnl/dnnl.hpp),1,0)
@@ -40,7 +40,7 @@ GPUS ?= 80 90a
 NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas,-fno-math-errno,$(OPENMP) \
     $(foreach gpu,$(GPUS),-gencode=arch=compute_$(gpu),code=sm_$(gpu)) \
     $(filter-out -DWITH_ONEDNN,$(filter -D%,$(CXXFLAGS)))
-CUDA_LIBS = -lz -lpthread -lcublasLt
+CUDA_LIBS = -lz -lpcre2-8 -lpthread -lcublasLt
 # A GPU build fails on any warning, on registers spilled to memory, and where ptxas says (C75..) that
 # it had to serialise wgmma.
 define nvcc
@@ -52,7 +52,7 @@ endef
 EMULATE = -DEMULATE
 
 HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h dev/cuda/*.h)
-TESTS = test_plan test_pipeline test_config test_data test_onnx test_files test_faults test_model test_layouts test_comm test_memory test_run \
+TESTS = test_plan test_pipeline test_config test_data test_tokenizer test_onnx test_files test_faults test_model test_layouts test_comm test_memory test_run \
     test_device
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)

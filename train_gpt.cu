@@ -12,7 +12,7 @@
 #include "llmc/logger.h"
 #include "llmc/lr_schedule.h"
 #include "llmc/mfu.h"
-#include "llmc/tokenizer.h"
+#include "llmc/tokenizer_files.h"
 
 // What a run has beside its trainer.
 struct Run {
@@ -101,18 +101,30 @@ static void open_data(Run& run) {
     if (train && !c.val.empty()) or_die(data_disjoint(run.train, run.val));
 }
 
-// The text that a sample continues. A model whose tokens this tokenizer cannot write starts from
-// its last token,
-// GPT-2's end of text, and its samples are printed as numbers.
-static bool speaks(const Run& run) { return size_t(run.tokenizer.vocab_size) == run.shape.V; }
+// The text that a sample continues; without one the token that begins or ends texts. A model may
+// have more tokens than its tokenizer, as padding. Where they are of different kinds a sample starts
+// from the model's last token, GPT-2's end of text, and is printed as numbers.
+static bool speaks(const Run& run) {
+    size_t tokens = size_t(run.tokenizer.vocab_size);
+    return run.tokenizer.kind == TokenizerKind::BYTE ? tokens == run.shape.V
+                                                     : tokens <= run.shape.V;
+}
+static std::vector<int> prompt_tokens(const Run& run) {
+    const Tokenizer& t = run.tokenizer;
+    if (!speaks(run)) return {int(run.shape.V) - 1};
+    int first = run.config.prompt.empty() && t.bos < 0 ? t.eot : t.bos;
+    if (run.config.prompt.empty() && first < 0) return encode(t, "\n");
+    std::vector<int> tokens = encode(t, run.config.prompt, true);
+    if (first >= 0 && (tokens.empty() || tokens[0] != first)) tokens.insert(tokens.begin(), first);
+    return tokens;
+}
 static void choose_prompt(Run& run) {
     const Config& c = run.config;
     USER_CHECK(
         c.prompt.empty() || speaks(run),
         "--prompt: the model has %zu tokens, --tokenizer %s writes %d: give the model's tokenizer",
         run.shape.V, c.tokenizer.c_str(), int(run.tokenizer.vocab_size));
-    run.prompt = speaks(run) ? encode(run.tokenizer, c.prompt.empty() ? "\n" : c.prompt)
-                             : std::vector<int>{int(run.shape.V) - 1};
+    run.prompt = prompt_tokens(run);
     USER_CHECK(run.prompt.size() < run.shape.P,
                "--prompt has %zu tokens, the model %zu positions: shorten it", run.prompt.size(),
                run.shape.P);
@@ -213,8 +225,8 @@ template <typename T, typename S> void print_sample(Run& run, Trainer<T, S>& t) 
              : (void)printf("%d ", token);
         fflush(stdout);
     };
-    if (is_first(run)) printf("---\n");
-    for (int token : run.prompt) emit(token);
+    if (is_first(run)) printf("---\n%s", text ? decode(run.tokenizer, run.prompt).c_str() : "");
+    for (size_t i = 0; !text && i < run.prompt.size(); i++) emit(run.prompt[i]);
     generate(t, run.generate_plan, run.prompt, size_t(c.sample_tokens),
              {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step}, emit);
     if (is_first(run)) printf("\n---\n");

@@ -91,7 +91,9 @@ inline const std::vector<Flag>& config_table() {
          "training text (.txt) or token shards (.bin), commas or a pattern between files;"
          " without it: this project's own sources"},
         {"val", &C::val, "", "validation files; without it: the last tenth of each training file"},
-        {"tokenizer", &C::tokenizer, "", "how .txt becomes tokens: byte"},
+        {"tokenizer", &C::tokenizer, "",
+         "how text becomes tokens: byte, or PATH: tokenizer.json, .model, .bin, "
+         ".tiktoken, or a folder with one (GPT-2: vocab.bpe, encoder.json)"},
         {"seq", &C::seq, "0..16777216", "tokens a sequence, T (0: 256, or what the model allows)"},
         {"micro-batch", &C::micro_batch, "1..1000000", "sequences a micro-batch, B"},
         {"batch-tokens", &C::batch_tokens, "0..1000000000000",

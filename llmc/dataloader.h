@@ -1,6 +1,7 @@
 // dataloader.h - windows of tokens from text and token shards: memory-mapped, many files, larger
 // than memory
-//   .txt   any text, tokenized on the fly (a byte is a token: nothing is copied)
+//   .txt   any text, tokenized when it is opened; where a byte is a token nothing is copied. The
+//          texts of special tokens (<|endoftext|>) are these tokens.
 //   .bin   llm.c's shards: 256 int32 of header {magic, version, tokens}, then the tokens:
 //          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3)
 //   A file of n tokens has (n-1)/T windows; window i holds the tokens iT .. iT+T: T inputs, and as
@@ -18,6 +19,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <algorithm>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -32,6 +34,7 @@ struct DataFile {
     size_t windows = 0;
     size_t windows_before = 0; // of the files before it
     uint64_t device = 0, inode = 0;
+    std::shared_ptr<const std::vector<int>> encoded = nullptr; // owns the tokens of a text
 };
 
 enum class Part { TRAIN, VAL };
@@ -109,6 +112,16 @@ inline std::string open_data_file(DataFile* f) {
     return shard ? read_shard_header(f, size_t(s.st_size)) : "";
 }
 
+// A mapped text becomes its tokens; a byte's token is the byte itself.
+inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
+    if (tokenizer.kind == TokenizerKind::BYTE) return;
+    std::string_view text((const char*)f->tokens, f->count);
+    f->encoded = std::make_shared<std::vector<int>>(encode(tokenizer, text, true));
+    munmap((void*)f->tokens, f->count);
+    f->tokens = (const unsigned char*)f->encoded->data();
+    f->width = sizeof(int), f->count = f->encoded->size();
+}
+
 // Validation has its own files, or the last tenth of each: tokens from split + 1 on, so that not
 // even a target is
 // shared with the training part, [0, split].
@@ -124,10 +137,12 @@ inline std::string data_open(DataLoader* d, const std::string& value, Part part,
         f.path = path;
         wrong = open_data_file(&f);
         if (!wrong.empty()) return wrong;
-        if (f.width == 1 && size_t(tokenizer.vocab_size) > V)
-            return path + ": --tokenizer " + tokenizer.kind + " writes " +
+        bool text = f.width == 1;
+        if (text && size_t(tokenizer.vocab_size) > V)
+            return path + ": --tokenizer " + tokenizer.name + " writes " +
                    std::to_string(tokenizer.vocab_size) + " tokens, the model has " +
                    std::to_string(V) + ": give the model's tokenizer, or --vocab with new weights";
+        if (text) tokenize_text(&f, tokenizer);
         size_t split = f.count - f.count / 10;
         if (!own_validation && part == Part::TRAIN) f.count = split;
         if (!own_validation && part == Part::VAL) f.first = split, f.count -= split;

@@ -12,6 +12,7 @@ need g++ g++
 need make make
 need nlohmann/json.hpp nlohmann-json3-dev
 need zlib.h zlib1g-dev
+need pcre2.h libpcre2-dev
 want oneapi/dnnl/dnnl.hpp libdnnl-dev
 want mpicxx libopenmpi-dev
 want mpirun openmpi-bin

@@ -601,19 +601,6 @@ TEST(Data, ProjectSourcesAreFoundFromTheProgramsFolder) {
     EXPECT_TRUE(project_sources("/no/such/folder/").empty());
 }
 
-TEST(Tokenizer, BytesThereAndBack) {
-    Tokenizer t;
-    EXPECT_EQ(tokenizer_open(&t, "byte"), "");
-    EXPECT_EQ(t.vocab_size, 256);
-    std::string all, back;
-    for (int i = 0; i < 256; i++) all += char(i);
-    std::vector<int> tokens = encode(t, all);
-    for (int i = 0; i < 256; i++) EXPECT_EQ(tokens[size_t(i)], i);
-    for (int token : tokens) back += decode(t, token);
-    EXPECT_EQ(back, all);
-    EXPECT_HAS(tokenizer_open(&t, "gpt2"), "--tokenizer gpt2: ");
-}
-
 // ----------------------------------------------------------------------------
 // samplers
 

@@ -305,7 +305,6 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     std::string copy = testing::TempDir() + "/parity.txt";
     std::ofstream(copy) << text;
     Tokenizer tokenizer;
-    ASSERT_EQ(tokenizer_open(&tokenizer, "byte"), "");
     DataLoader loader;
     ASSERT_EQ(data_open(&loader, copy, Part::TRAIN, false, tokenizer, T, 256, 1337), "");
     Shape s = gpt2_shape(2, 4, 32, 256, T);

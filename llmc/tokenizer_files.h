@@ -1,0 +1,653 @@
+// tokenizer_files.h - the files that tokenizers come in
+//   byte             no file: a token is a byte, the vocabulary 256
+//   FOLDER           the first of these that it has: tokenizer.json; vocab.bpe or merges.txt with
+//                    encoder.json or vocab.json (GPT-2); tokenizer.model; tokenizer.bin
+//   tokenizer.json   Hugging Face's, model BPE, byte-level (GPT-2, Llama 3, Qwen2, SmolLM) or with
+//                    byte fallback (Llama 2, Mistral)
+//   *.tiktoken       a line a token, "base64 rank"; Llama 3's tokenizer.model too. Pattern and
+//                    special tokens are not in the file: they go by its name or by how many ranks
+//                    it has (r50k_base, p50k_base, cl100k_base, o200k_base, llama3)
+//   tokenizer.model  SentencePiece, BPE or unigram
+//   tokenizer.bin    llama2.c's
+//   All become one Tokenizer (tokenizer.h). Every function returns "" or one line that says what
+//   is wrong.
+#pragma once
+#include <sys/stat.h>
+#include <fstream>
+#include <sstream>
+#include <nlohmann/json.hpp>
+#include "tokenizer.h"
+
+// ----------------------------------------------------------------------------
+// what all kinds share
+
+constexpr size_t MAX_TOKENS = size_t(1) << 22; // larger ids come from broken files
+
+inline std::string read_whole_file(const std::string& path, std::string* bytes) {
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0) return path + ": " + strerror(errno);
+    if (!S_ISREG(s.st_mode)) return path + ": is no file";
+    std::ifstream in(path, std::ios::binary);
+    bytes->assign(std::istreambuf_iterator<char>(in), {});
+    return in.good() || in.eof() ? "" : path + ": " + strerror(errno);
+}
+
+inline bool set_piece(Tokenizer* t, int64_t token, const std::string& bytes) {
+    if (token < 0 || size_t(token) >= MAX_TOKENS) return false;
+    if (t->pieces.size() <= size_t(token)) t->pieces.resize(size_t(token) + 1);
+    t->pieces[size_t(token)] = bytes;
+    return true;
+}
+
+// a piece that words are made of: of equal ones the first
+inline void set_word_piece(Tokenizer* t, int token) {
+    const std::string& piece = t->pieces[size_t(token)];
+    if (piece.empty()) return;
+    t->ids.insert({piece, token});
+    t->longest = std::max(t->longest, piece.size());
+}
+
+// Each way to cut a piece into two pieces is a merge; the higher a piece's score the lower its
+// rank, equal scores have equal ranks and merge from the left.
+inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& scores) {
+    std::vector<int> order;
+    for (const auto& [piece, token] : t->ids) order.push_back(token);
+    std::sort(order.begin(), order.end(), [&](int a, int b) {
+        return std::pair(-scores[size_t(a)], a) < std::pair(-scores[size_t(b)], b);
+    });
+    std::vector<Merge> merges;
+    uint32_t rank = 0;
+    for (size_t i = 0; i < order.size(); i++) {
+        if (i > 0 && scores[size_t(order[i])] != scores[size_t(order[i - 1])]) rank++;
+        std::string_view piece = t->pieces[size_t(order[i])];
+        for (size_t cut = 1; cut < piece.size(); cut++) {
+            auto left = t->ids.find(piece.substr(0, cut));
+            if (left == t->ids.end()) continue;
+            auto right = t->ids.find(piece.substr(cut));
+            if (right == t->ids.end()) continue;
+            merges.push_back(
+                {uint64_t(left->second) << 32 | uint32_t(right->second), rank, uint32_t(order[i])});
+        }
+    }
+    set_merges(t, merges);
+}
+
+// The tokens of single bytes, which byte-level BPE starts from.
+inline std::string set_bytes(Tokenizer* t) {
+    for (int b = 0; b < 256; b++) {
+        auto found = t->ids.find(std::string(1, char(b)));
+        if (found == t->ids.end())
+            return "the vocabulary has no token for byte " + std::to_string(b) +
+                   ": it is not whole, or not a byte-level one";
+        t->byte_token[size_t(b)] = found->second;
+    }
+    return "";
+}
+
+// "<0x0A>": the byte, or -1
+inline int fallback_byte(const std::string& piece) {
+    unsigned b = 0;
+    char end = 0;
+    bool is = piece.size() == 6 && sscanf(piece.c_str(), "<0x%2X%c", &b, &end) == 2 && end == '>';
+    return is ? int(b) : -1;
+}
+
+inline std::string replace_all(std::string text, const std::string& from, const std::string& to) {
+    for (size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())
+        text.replace(at, from.size(), to);
+    return text;
+}
+
+// Where no piece has a space after another character, words that begin at spaces are exact: no
+// merge spans them, and a word that comes again is looked up.
+inline std::string split_at_spaces(Tokenizer* t) {
+    for (const auto& [piece, token] : t->ids)
+        if (piece.find(' ', piece.find_first_not_of(' ')) != std::string::npos) return "";
+    return add_pattern(t, " *[^ ]+| +");
+}
+
+// The vocabulary's size, and the token at which a text ends, by its usual names.
+inline std::string finish(Tokenizer* t) {
+    t->vocab_size = int(t->pieces.size());
+    for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"}) {
+        auto found = t->special.ids.find(name);
+        if (t->eot < 0 && found != t->special.ids.end()) t->eot = found->second;
+    }
+    return t->ids.empty() ? "has no tokens" : "";
+}
+
+// ----------------------------------------------------------------------------
+// patterns that files do not carry
+
+constexpr const char* GPT2_PATTERN =
+    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+constexpr const char* CL100K_PATTERN =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3})"
+    R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+constexpr const char* O200K_PATTERN =
+    R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+)"
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)?)"
+    R"(|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*)"
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)?)"
+    R"(|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+
+// ----------------------------------------------------------------------------
+// GPT-2: vocab.bpe and encoder.json
+
+// GPT-2 writes the bytes that are no printable Latin-1 character as the characters from U+0100 on.
+// The bytes that text stands for; false: it has other characters.
+inline bool byte_level(std::string_view text, std::string* bytes) {
+    auto printable = [](int b) { return (b > 32 && b < 127) || (b > 160 && b != 173); };
+    static const std::vector<int> byte_of = [&] {
+        std::vector<int> of(256, -1);
+        for (int b = 0; b < 256; b++) printable(b) ? void(of[size_t(b)] = b) : of.push_back(b);
+        return of;
+    }();
+    bytes->clear();
+    for (size_t i = 0; i < text.size(); i++) {
+        size_t c = (unsigned char)text[i];
+        if (c >= 0x80 && i + 1 < text.size())
+            c = (c & 0x1f) << 6 | ((unsigned char)text[++i] & 0x3f);
+        if ((unsigned char)text[i] >= 0xe0 || c >= byte_of.size() || byte_of[c] < 0) return false;
+        bytes->push_back(char(byte_of[c]));
+    }
+    return true;
+}
+
+// How a file writes pieces: as bytes in GPT-2's letters, or as characters with U+2581 for spaces.
+inline std::string piece_bytes(const Tokenizer& t, const std::string& text) {
+    std::string bytes;
+    if (t.characters) {
+        int b = fallback_byte(text);
+        return b >= 0 ? std::string(1, char(b)) : replace_all(text, "\xe2\x96\x81", " ");
+    }
+    return byte_level(text, &bytes) ? bytes : text;
+}
+
+inline std::string read_vocabulary(Tokenizer* t, const nlohmann::json& vocabulary) {
+    for (const auto& [text, id] : vocabulary.items()) {
+        int64_t token = id.is_number_integer() ? id.get<int64_t>() : -1;
+        if (!set_piece(t, token, piece_bytes(*t, text)))
+            return "the token of '" + text + "' is " + (id.is_structured() ? "a list" : id.dump()) +
+                   ", which is no token";
+        int b = t->characters ? fallback_byte(text) : -1;
+        if (b >= 0)
+            t->byte_token[size_t(b)] = int(token);
+        else
+            set_word_piece(t, int(token));
+    }
+    return t->characters ? "" : set_bytes(t);
+}
+
+// The merges in order: the first has rank 0.
+struct MergeList {
+    std::vector<Merge> merges = {};
+    std::string wrong = {};
+};
+inline void add_merge(const Tokenizer& t, MergeList* list, const std::string& left_text,
+                      const std::string& right_text) {
+    std::string left = piece_bytes(t, left_text), right = piece_bytes(t, right_text);
+    auto a = t.ids.find(left), b = t.ids.find(right), both = t.ids.find(left + right);
+    if (a == t.ids.end() || b == t.ids.end() || both == t.ids.end()) {
+        if (list->wrong.empty())
+            list->wrong = "merge " + std::to_string(list->merges.size() + 1) + ", '" + left_text +
+                          "' and '" + right_text +
+                          "', is not of the vocabulary's pieces: the "
+                          "vocabulary is another tokenizer's, or the file is broken";
+        return;
+    }
+    list->merges.push_back({uint64_t(a->second) << 32 | uint32_t(b->second),
+                            uint32_t(list->merges.size()), uint32_t(both->second)});
+}
+
+// "left right"
+inline void add_merge_line(const Tokenizer& t, MergeList* list, const std::string& line) {
+    size_t space = line.find(' ');
+    bool two = space != std::string::npos && space > 0 && space + 1 < line.size() &&
+               line.find(' ', space + 1) == std::string::npos;
+    if (two)
+        add_merge(t, list, line.substr(0, space), line.substr(space + 1));
+    else if (list->wrong.empty())
+        list->wrong = "merge " + std::to_string(list->merges.size() + 1) + ", '" +
+                      line.substr(0, 80) + "', is not two pieces with a space between them";
+}
+
+inline std::string read_json(const std::string& path, nlohmann::json* j) {
+    std::string bytes, wrong = read_whole_file(path, &bytes);
+    if (!wrong.empty()) return wrong;
+    *j = nlohmann::json::parse(bytes, nullptr, false);
+    return j->is_object() ? "" : path + ": is no JSON object, or cut short: get it again";
+}
+
+inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
+                             const std::string& vocabulary_path) {
+    std::string text, line;
+    nlohmann::json vocabulary;
+    std::string wrong = read_json(vocabulary_path, &vocabulary);
+    if (wrong.empty()) wrong = read_whole_file(merges_path, &text);
+    if (!wrong.empty()) return wrong;
+    t->kind = TokenizerKind::BPE;
+    if (!(wrong = read_vocabulary(t, vocabulary)).empty()) return vocabulary_path + ": " + wrong;
+    MergeList list;
+    std::istringstream in(text);
+    for (bool first = true; std::getline(in, line); first = false) {
+        if (line.ends_with('\r')) line.pop_back();
+        if (!line.empty() && !(first && line.starts_with("#version")))
+            add_merge_line(*t, &list, line);
+    }
+    if (!list.wrong.empty()) return merges_path + ": " + list.wrong;
+    set_merges(t, list.merges);
+    auto end = vocabulary.find("<|endoftext|>");
+    if (end != vocabulary.end()) fixed_add(&t->special, end.key(), end->get<int>());
+    return add_pattern(t, GPT2_PATTERN);
+}
+
+// ----------------------------------------------------------------------------
+// Hugging Face's tokenizer.json
+
+inline std::string not_built(const std::string& what, const nlohmann::json& j) {
+    return what + " " + (j.is_string() ? j.get<std::string>() : std::string(j.type_name())) +
+           " is not built; make token shards (.bin) with its own library";
+}
+
+inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j, int depth = 0) {
+    if (j.is_null()) return "";
+    const std::string type = j.at("type");
+    if (type == "Sequence" && depth == 0) {
+        for (const auto& each : j.at("normalizers")) {
+            std::string wrong = read_normalizer(t, each, depth + 1);
+            if (!wrong.empty()) return wrong;
+        }
+        return "";
+    }
+    if (type == "NFC") return "";
+    if (type == "Prepend" && t->characters) return t->prefix = Prefix::SPACE, "";
+    if (type == "Replace" && t->characters && j.at("pattern").value("String", "") == " ") return "";
+    return not_built("normalizer", j.at("type"));
+}
+
+inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j, int depth = 0) {
+    if (j.is_null()) return "";
+    const std::string type = j.at("type");
+    if (type == "Sequence" && depth == 0) {
+        for (const auto& each : j.at("pretokenizers")) {
+            std::string wrong = read_pre_tokenizer(t, each, depth + 1);
+            if (!wrong.empty()) return wrong;
+        }
+        return "";
+    }
+    if (type == "ByteLevel") {
+        if (j.value("add_prefix_space", false)) t->prefix = Prefix::SPACE_UNLESS_THERE;
+        return j.value("use_regex", true) ? add_pattern(t, GPT2_PATTERN) : "";
+    }
+    if (type == "Digits")
+        return add_pattern(t, j.value("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)");
+    if (type == "Metaspace" && t->characters) {
+        bool prefix = j.contains("prepend_scheme") ? j["prepend_scheme"] != "never"
+                                                   : j.value("add_prefix_space", true);
+        if (prefix) t->prefix = Prefix::SPACE_UNLESS_THERE;
+        return j.value("split", true) ? add_pattern(t, " [^ ]*") : "";
+    }
+    if (type != "Split") return not_built("pre_tokenizer", j.at("type"));
+    // what a pattern leaves between its matches is a word in any case, so that no text is lost
+    const std::string behavior = j.at("behavior");
+    if (behavior != "Isolated" && !(behavior == "Removed" && j.value("invert", false)))
+        return not_built("pre_tokenizer Split, behavior", j.at("behavior"));
+    const auto& pattern = j.at("pattern");
+    bool literal = pattern.contains("String");
+    return add_pattern(t, pattern.at(literal ? "String" : "Regex"), literal);
+}
+
+// The token that the template puts before a text, if it does.
+inline void read_post_processor(Tokenizer* t, const nlohmann::json& j, int depth = 0) {
+    if (j.is_null()) return;
+    if (j.at("type") == "Sequence" && depth == 0)
+        for (const auto& each : j.at("processors")) read_post_processor(t, each, depth + 1);
+    if (j.at("type") != "TemplateProcessing" || !j.at("single").is_array()) return;
+    if (j["single"].empty() || !j["single"][0].contains("SpecialToken")) return;
+    auto found = t->special.ids.find(std::string(j["single"][0]["SpecialToken"].at("id")));
+    if (found != t->special.ids.end()) t->bos = found->second;
+}
+
+inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
+    for (const auto& each : j) {
+        const std::string text = each.at("content");
+        int64_t token = each.at("id");
+        if (!set_piece(t, token, text))
+            return "the token of '" + text + "' is " + std::to_string(token) +
+                   ", which is no token";
+        fixed_add(each.value("special", false) ? &t->special : &t->added, text, int(token));
+    }
+    return "";
+}
+
+inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json& j) {
+    const auto &model = j.at("model"), null = nlohmann::json();
+    auto part = [&](const char* name) { return j.contains(name) ? j[name] : null; };
+    if (model.value("type", "BPE") != "BPE") return not_built("model", model["type"]);
+    for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
+        if (model.contains(key) && !model[key].is_null() && model[key] != "")
+            return not_built(key, model[key]);
+    t->kind = TokenizerKind::BPE;
+    t->characters = model.value("byte_fallback", false);
+    t->whole_words = model.value("ignore_merges", false);
+    std::string wrong = read_vocabulary(t, model.at("vocab"));
+    auto unknown = t->ids.find(model.contains("unk_token") && model["unk_token"].is_string()
+                                   ? std::string(model["unk_token"])
+                                   : "");
+    if (unknown != t->ids.end()) t->unknown = unknown->second;
+    MergeList list;
+    for (const auto& each : model.at("merges"))
+        each.is_array() ? add_merge(*t, &list, each.at(0), each.at(1))
+                        : add_merge_line(*t, &list, each);
+    if (wrong.empty()) wrong = list.wrong;
+    set_merges(t, list.merges);
+    if (wrong.empty()) wrong = read_added_tokens(t, part("added_tokens"));
+    if (wrong.empty()) wrong = read_normalizer(t, part("normalizer"));
+    if (wrong.empty()) wrong = read_pre_tokenizer(t, part("pre_tokenizer"));
+    if (wrong.empty() && t->characters && t->patterns.empty()) wrong = split_at_spaces(t);
+    if (wrong.empty()) read_post_processor(t, part("post_processor"));
+    return wrong;
+}
+
+inline std::string read_tokenizer_json(Tokenizer* t, const std::string& path) {
+    nlohmann::json j;
+    std::string wrong = read_json(path, &j);
+    if (!wrong.empty()) return wrong;
+    try { // the library throws where a key is missing or of another type: here it ends
+        wrong = read_tokenizer_json_object(t, j);
+    } catch (const nlohmann::json::exception& e) {
+        wrong = std::string("is not a tokenizer.json as Hugging Face writes it: ") + e.what();
+    }
+    return wrong.empty() ? "" : path + ": " + wrong;
+}
+
+// ----------------------------------------------------------------------------
+// tiktoken: "base64 rank" lines
+
+// What the file does not say; a special token is the rank after the last one, plus its place.
+struct KnownRanks {
+    const char* name;
+    size_t ranks;
+    const char* pattern;
+    std::vector<std::pair<std::string, int>> special;
+};
+inline std::vector<KnownRanks> known_ranks() {
+    std::vector<KnownRanks> known = {
+        {"r50k_base", 50256, GPT2_PATTERN, {{"<|endoftext|>", 0}}},
+        {"p50k_base", 50280, GPT2_PATTERN, {{"<|endoftext|>", -25}}}, // a gap in its ranks
+        {"cl100k_base",
+         100256,
+         CL100K_PATTERN,
+         {{"<|endoftext|>", 1},
+          {"<|fim_prefix|>", 2},
+          {"<|fim_middle|>", 3},
+          {"<|fim_suffix|>", 4},
+          {"<|endofprompt|>", 20}}},
+        {"o200k_base", 199998, O200K_PATTERN, {{"<|endoftext|>", 1}, {"<|endofprompt|>", 20}}},
+        {"llama3",
+         128000,
+         CL100K_PATTERN,
+         {{"<|begin_of_text|>", 0},
+          {"<|end_of_text|>", 1},
+          {"<|start_header_id|>", 6},
+          {"<|end_header_id|>", 7},
+          {"<|eot_id|>", 9}}}};
+    for (int place = 0, reserved = 0; place < 256; place++) // Llama 3's others
+        if ((place > 1 && place < 6) || place == 8 || place > 9)
+            known.back().special.push_back(
+                {"<|reserved_special_token_" + std::to_string(reserved++) + "|>", place});
+    return known;
+}
+
+inline bool base64_decode(std::string_view text, std::string* bytes) {
+    static const std::string_view DIGITS =
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    bytes->clear();
+    if (text.empty() || text.size() % 4 != 0) return false;
+    while (text.ends_with('=')) text.remove_suffix(1);
+    uint32_t bits = 0;
+    for (size_t i = 0; i < text.size(); i++) {
+        size_t digit = DIGITS.find(text[i]);
+        if (digit == std::string_view::npos) return false;
+        bits = bits << 6 | uint32_t(digit);
+        if (i % 4 > 0) bytes->push_back(char(bits >> (6 - 2 * (i % 4))));
+    }
+    return true;
+}
+
+inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const std::string& text) {
+    std::istringstream in(text);
+    std::string line, bytes;
+    size_t lines = 0;
+    while (std::getline(in, line)) {
+        size_t space = line.find(' ');
+        char* end = nullptr;
+        long rank = space == std::string::npos ? -1 : strtol(line.c_str() + space, &end, 10);
+        bool good = rank >= 0 && end != line.c_str() + space && (*end == 0 || *end == '\r') &&
+                    base64_decode(std::string_view(line).substr(0, space), &bytes);
+        lines++;
+        if (!good || !set_piece(t, rank, bytes))
+            return path + ": line " + std::to_string(lines) + ", '" + line.substr(0, 80) +
+                   "', is not base64, a space and a rank: the file is broken or no tiktoken file";
+        set_word_piece(t, int(rank));
+    }
+    std::vector<KnownRanks> known = known_ranks();
+    auto row = std::find_if(known.begin(), known.end(), [&](const KnownRanks& k) {
+        return path.find(k.name, path.rfind('/') + 1) != std::string::npos;
+    });
+    if (row == known.end())
+        row = std::find_if(known.begin(), known.end(),
+                           [&](const KnownRanks& k) { return k.ranks == lines; });
+    if (row == known.end())
+        return path + ": its " + std::to_string(lines) +
+               " ranks are of no encoding known here, so its pattern is not known: it may be cut "
+               "short; a name with r50k_base, p50k_base, cl100k_base, o200k_base or llama3 says "
+               "which, or give a tokenizer.json";
+    t->kind = TokenizerKind::BPE, t->whole_words = true;
+    std::vector<float> scores(t->pieces.size());
+    for (size_t i = 0; i < scores.size(); i++) scores[i] = -float(i);
+    std::string wrong = set_bytes(t);
+    if (!wrong.empty()) return path + ": " + wrong;
+    set_merges_from_scores(t, scores);
+    int after = int(t->pieces.size());
+    for (const auto& [name, place] : row->special) {
+        set_piece(t, after + place, name);
+        fixed_add(&t->special, name, after + place);
+        if (name == "<|begin_of_text|>") t->bos = after + place;
+    }
+    return add_pattern(t, row->pattern);
+}
+
+// ----------------------------------------------------------------------------
+// SentencePiece's tokenizer.model: a protobuf message, of which a few fields matter
+
+struct ProtoReader {
+    const char *at, *end;
+    bool good = true;
+    int field = 0;
+    uint64_t number = 0;         // of a varint or a fixed field
+    std::string_view bytes = {}; // of one with a length
+};
+
+inline uint64_t read_varint(ProtoReader* p) {
+    uint64_t x = 0;
+    for (int shift = 0; shift < 64 && p->at < p->end; shift += 7) {
+        unsigned char c = (unsigned char)*p->at++;
+        x |= uint64_t(c & 0x7f) << shift;
+        if (c < 0x80) return x;
+    }
+    p->good = false;
+    return 0;
+}
+
+// false at the end, and at what is no field
+inline bool next_field(ProtoReader* p) {
+    if (!p->good || p->at == p->end) return false;
+    uint64_t key = read_varint(p);
+    p->field = int(key >> 3), p->number = 0, p->bytes = {};
+    size_t left = size_t(p->end - p->at), size = (key & 7) == 1 ? 8 : 4;
+    switch (key & 7) {
+    case 0: p->number = read_varint(p); break;
+    case 2:
+        size = read_varint(p), left = size_t(p->end - p->at);
+        if ((p->good = p->good && size <= left)) p->bytes = {p->at, size}, p->at += size;
+        break;
+    case 1:
+    case 5:
+        if ((p->good = size <= left)) memcpy(&p->number, p->at, size), p->at += size;
+        break;
+    default: p->good = false;
+    }
+    return p->good;
+}
+
+inline ProtoReader proto_reader(std::string_view bytes) {
+    return {bytes.data(), bytes.data() + bytes.size()};
+}
+
+enum PieceType { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE_PIECE };
+
+// what both forms of SentencePiece files have: the next piece as it is shown, its score and type
+inline void add_sentencepiece(Tokenizer* t, const std::string& text, float score, int type) {
+    int token = int(t->pieces.size()), b = type == BYTE_PIECE ? fallback_byte(text) : -1;
+    bool hidden = type == CONTROL || type == UNUSED;
+    t->scores.push_back(score);
+    t->pieces.push_back(b >= 0 ? std::string(1, char(b)) : hidden ? "" : text);
+    if (type == NORMAL) set_word_piece(t, token);
+    if (type == USER_DEFINED) fixed_add(&t->added, text, token);
+    if (type == CONTROL) fixed_add(&t->special, text, token);
+    if (type == UNKNOWN) t->unknown = token, t->pieces.back() = " \xe2\x81\x87 ";
+    if (b >= 0) t->byte_token[size_t(b)] = token;
+}
+
+inline bool read_sentencepiece_piece(Tokenizer* t, std::string_view bytes) {
+    std::string text;
+    float score = 0;
+    int type = NORMAL;
+    ProtoReader p = proto_reader(bytes);
+    while (next_field(&p)) {
+        if (p.field == 1) text = p.bytes;
+        if (p.field == 2) score = bits_as<float>(uint32_t(p.number));
+        if (p.field == 3) type = int(p.number);
+    }
+    add_sentencepiece(t, replace_all(text, "\xe2\x96\x81", " "), score, type);
+    return p.good && t->pieces.size() <= MAX_TOKENS;
+}
+
+inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
+                                      const std::string& file) {
+    uint64_t model = 1, bos = 1, prefix = 1, extra = 0, escaped = 1, suffix = 0;
+    size_t character_map = 0;
+    bool good = true;
+    ProtoReader p = proto_reader(file);
+    while (next_field(&p)) {
+        ProtoReader q = proto_reader(p.bytes);
+        if (p.field == 1) good &= read_sentencepiece_piece(t, p.bytes);
+        if (p.field == 2) // how it was trained
+            while (next_field(&q)) {
+                if (q.field == 3) model = q.number;
+                if (q.field == 24) suffix = q.number;
+                if (q.field == 41) bos = q.number;
+            }
+        if (p.field == 3) // how text is normalised
+            for (extra = 1; next_field(&q);) {
+                if (q.field == 2) character_map = q.bytes.size();
+                if (q.field == 3) prefix = q.number;
+                if (q.field == 4) extra = q.number;
+                if (q.field == 5) escaped = q.number;
+            }
+        good &= p.field == 1 || q.good;
+    }
+    if (!good || !p.good || t->ids.empty())
+        return path + ": is cut short, or no SentencePiece model: get it again";
+    std::string what = model > 2            ? "its model is neither BPE nor unigram"
+                       : character_map > 0  ? "it maps characters (NFKC) before it splits"
+                       : suffix || !escaped ? "it does not write spaces before words"
+                                            : "";
+    if (!what.empty())
+        return path + ": " + what +
+               ", which is not built; make token shards (.bin) with its own library";
+    t->kind = model == 1 ? TokenizerKind::UNIGRAM : TokenizerKind::BPE;
+    t->characters = t->meta_space = true;
+    t->prefix = prefix ? Prefix::SPACE : Prefix::NONE, t->extra_spaces = !extra;
+    t->bos = bos < t->pieces.size() ? int(bos) : -1;
+    if (t->kind == TokenizerKind::BPE) set_merges_from_scores(t, t->scores);
+    return split_at_spaces(t);
+}
+
+// ----------------------------------------------------------------------------
+// llama2.c's tokenizer.bin: the longest piece, then score, length and bytes of each; the first three
+// are unknown, begin and end
+
+inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std::string& file) {
+    int32_t longest = 0, length = 0;
+    float score = 0;
+    bool good = file.size() >= 4;
+    if (good) memcpy(&longest, file.data(), 4);
+    for (size_t at = 4; good && at < file.size(); at += 8 + size_t(length)) {
+        if ((good = at + 8 <= file.size()))
+            memcpy(&score, &file[at], 4), memcpy(&length, &file[at + 4], 4);
+        good = good && length >= 0 && length <= longest && at + 8 + size_t(length) <= file.size();
+        if (!good) break;
+        size_t token = t->pieces.size();
+        static const char* const FIRST[] = {"<unk>", "<s>", "</s>"};
+        std::string text = token < 3 ? FIRST[token] : file.substr(at + 8, size_t(length));
+        int type = token == 0 ? UNKNOWN : token < 3 ? CONTROL : NORMAL;
+        add_sentencepiece(t, text, score, fallback_byte(text) >= 0 ? int(BYTE_PIECE) : type);
+    }
+    if (!good || t->ids.empty())
+        return path + ": is cut short, or not llama2.c's tokenizer.bin: make it again";
+    t->kind = TokenizerKind::BPE, t->characters = true, t->prefix = Prefix::SPACE, t->bos = 1;
+    set_merges_from_scores(t, t->scores);
+    return split_at_spaces(t);
+}
+
+// ----------------------------------------------------------------------------
+// which kind a path is
+
+inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0)
+        return path + ": " + strerror(errno) +
+               "; give a tokenizer.json, tokenizer.model, tokenizer.bin, a .tiktoken file or the "
+               "folder of one, or --tokenizer byte";
+    std::string file, wrong, folder = path + "/", name = path.substr(path.rfind('/') + 1);
+    auto has = [&](const std::string& in_folder) {
+        return stat((folder + in_folder).c_str(), &s) == 0;
+    };
+    if (S_ISDIR(s.st_mode)) {
+        if (has("tokenizer.json")) return read_tokenizer_json(t, folder + "tokenizer.json");
+        for (const char* merges : {"vocab.bpe", "merges.txt"})
+            for (const char* vocabulary : {"encoder.json", "vocab.json"})
+                if (has(merges) && has(vocabulary))
+                    return read_gpt2(t, folder + merges, folder + vocabulary);
+        for (const char* one : {"tokenizer.model", "tokenizer.bin"})
+            if (has(one)) return read_tokenizer(t, folder + one);
+        return path +
+               ": has no tokenizer.json, no vocab.bpe with encoder.json, no tokenizer.model "
+               "and no tokenizer.bin: give the tokenizer's file itself";
+    }
+    if (name.ends_with(".json")) return read_tokenizer_json(t, path);
+    if (!(wrong = read_whole_file(path, &file)).empty()) return wrong;
+    if (name.ends_with(".bin")) return read_llama2c(t, path, file);
+    // a SentencePiece model begins with the key of its first field, which no text begins with
+    if (name.ends_with(".model") && file.starts_with('\n'))
+        return read_sentencepiece(t, path, file);
+    if (name.ends_with(".model") || name.ends_with(".tiktoken"))
+        return read_tiktoken(t, path, file);
+    return path +
+           ": is no tokenizer by its name: tokenizer.json, .model, .bin and .tiktoken are, "
+           "and for GPT-2's vocab.bpe and encoder.json the folder of both";
+}
+
+inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
+    *t = {};
+    if (name == "byte") return "";
+    t->name = name;
+    std::string wrong = read_tokenizer(t, name);
+    if (wrong.empty() && t->ids.empty()) wrong = name + ": has no tokens";
+    if (!wrong.empty()) return "--tokenizer " + wrong;
+    finish(t);
+    return "";
+}
