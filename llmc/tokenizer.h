@@ -1,16 +1,17 @@
 // tokenizer.h - text to tokens and back: byte-pair encoding, unigram, bytes - arXiv:1508.07909,
 // 1804.10959
-//   encode: special tokens' texts are cut out where asked for; what is left is normalised (SentencePiece:
-//   a space in front), cut at added tokens, cut into words by the patterns of the tokenizer, and
-//   each word becomes tokens:
+//   encode: special tokens' texts are cut out where asked for; what is left is normalised
+//   (SentencePiece: a space in front), cut at added tokens and by the tokenizer's patterns, and each
+//   word that is left becomes tokens:
 //     BPE      symbols are bytes, or characters; the neighbours whose merge has the lowest rank
 //              merge, the leftmost first, until no two neighbours do
 //     unigram  the pieces with the highest sum of scores (Viterbi)
 //   Merges of all kinds of files are one table: (left, right) -> rank, token. Where a file has
 //   pieces with scores or ranks and no merges, each way to cut a piece in two is a merge of its rank.
 //   Any bytes come back: decode(encode(text)) == text, invalid UTF-8 too, unless the tokenizer
-//   itself normalises (remove_extra_whitespaces) or has an unknown token. No Unicode normalisation:
-//   text for a tokenizer that asks for NFC is taken as being NFC, as text nearly always is.
+//   itself normalises (remove_extra_whitespaces) or has an unknown token. Not built: Unicode
+//   normalisation (text for a tokenizer that asks for NFC is taken as being NFC, as it nearly always
+//   is), lstrip and rstrip of added tokens.
 //   A Tokenizer is not written after it was opened: any number of threads may encode.
 //   Cost: O(n log n) for the longest word, O(n) else; words that come again are copied.
 //   Files: tokenizer_files.h
@@ -33,6 +34,11 @@ struct TextHash {
     size_t operator()(std::string_view s) const { return std::hash<std::string_view>()(s); }
 };
 typedef std::unordered_map<std::string, int, TextHash, std::equal_to<>> TokenOf;
+
+inline int find_token(const TokenOf& ids, std::string_view text) { // -1: none
+    auto found = ids.find(text);
+    return found == ids.end() ? -1 : found->second;
+}
 
 // texts that are one token wherever they stand, the longest first
 struct Fixed {
@@ -100,19 +106,16 @@ inline void fixed_add(Fixed* f, const std::string& text, int token) {
 template <typename Plain, typename Token>
 void split_at_fixed(const Fixed& f, std::string_view text, Plain plain, Token token) {
     size_t from = 0;
-    for (size_t i = 0; i < text.size();) {
-        auto found = f.ids.end();
-        if (f.first_byte[(unsigned char)text[i]])
-            for (size_t k = 0; k < f.lengths.size() && found == f.ids.end(); k++)
-                if (i + f.lengths[k] <= text.size())
-                    found = f.ids.find(text.substr(i, f.lengths[k]));
-        if (found == f.ids.end()) {
-            i++;
-            continue;
+    for (size_t at = 0; at < text.size(); at++) {
+        if (!f.first_byte[(unsigned char)text[at]]) continue;
+        for (size_t length : f.lengths) {
+            int id = at + length > text.size() ? -1 : find_token(f.ids, text.substr(at, length));
+            if (id < 0) continue;
+            if (at > from) plain(text.substr(from, at - from));
+            token(id);
+            from = at + length, at = from - 1;
+            break;
         }
-        if (i > from) plain(text.substr(from, i - from));
-        token(found->second);
-        from = i += found->first.size();
     }
     if (from < text.size()) plain(text.substr(from));
 }
@@ -208,11 +211,8 @@ inline void split_symbols(Encoding& e, std::string_view word) {
     e.symbols.clear();
     for (size_t at = 0, n; at < word.size(); at += n) {
         n = e.t.characters ? std::max<size_t>(utf8_length(word.substr(at)), 1) : 1;
-        int token = e.t.byte_token[(unsigned char)word[at]];
-        if (e.t.characters) {
-            auto found = e.t.ids.find(word.substr(at, n));
-            token = found == e.t.ids.end() ? -1 : found->second;
-        }
+        int token = e.t.characters ? find_token(e.t.ids, word.substr(at, n))
+                                   : e.t.byte_token[(unsigned char)word[at]];
         int i = int(e.symbols.size());
         e.symbols.push_back({token, i - 1, i + 1, NO_RANK, at, n});
     }
@@ -275,9 +275,9 @@ inline void unigram_word(Encoding& e, std::string_view word) {
         n = std::max<size_t>(utf8_length(word.substr(at)), 1);
         bool alone = false;
         for (size_t length = 1; length <= std::min(e.t.longest, word.size() - at); length++) {
-            auto found = e.t.ids.find(word.substr(at, length));
-            if (found == e.t.ids.end()) continue;
-            reach(at, at + length, found->second, e.t.scores[size_t(found->second)]);
+            int token = find_token(e.t.ids, word.substr(at, length));
+            if (token < 0) continue;
+            reach(at, at + length, token, e.t.scores[size_t(token)]);
             alone |= length == n;
         }
         if (!alone) reach(at, at + n, -1, worst);
@@ -302,9 +302,9 @@ inline void encode_word(Encoding& e, std::string_view word) {
         std::copy_n(e.out.begin() + long(known.from), known.count, e.out.begin() + long(from));
         return;
     }
-    auto whole = e.t.whole_words ? e.t.ids.find(word) : e.t.ids.end();
-    if (whole != e.t.ids.end())
-        e.out.push_back(whole->second);
+    int whole = e.t.whole_words ? find_token(e.t.ids, word) : -1;
+    if (whole >= 0)
+        e.out.push_back(whole);
     else if (e.t.kind == TokenizerKind::BPE)
         bpe_word(e, word);
     else

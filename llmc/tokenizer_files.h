@@ -47,6 +47,16 @@ inline void set_word_piece(Tokenizer* t, int token) {
     t->longest = std::max(t->longest, piece.size());
 }
 
+// Its text is never made of words.
+inline void add_special(Tokenizer* t, const std::string& text, int token) {
+    t->ids.erase(text);
+    fixed_add(&t->special, text, token);
+}
+
+inline Merge merge_of(int left, int right, uint32_t rank, int token) {
+    return {uint64_t(left) << 32 | uint32_t(right), rank, uint32_t(token)};
+}
+
 // Each way to cut a piece into two pieces is a merge; the higher a piece's score the lower its
 // rank, equal scores have equal ranks and merge from the left.
 inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& scores) {
@@ -61,12 +71,9 @@ inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& score
         if (i > 0 && scores[size_t(order[i])] != scores[size_t(order[i - 1])]) rank++;
         std::string_view piece = t->pieces[size_t(order[i])];
         for (size_t cut = 1; cut < piece.size(); cut++) {
-            auto left = t->ids.find(piece.substr(0, cut));
-            if (left == t->ids.end()) continue;
-            auto right = t->ids.find(piece.substr(cut));
-            if (right == t->ids.end()) continue;
-            merges.push_back(
-                {uint64_t(left->second) << 32 | uint32_t(right->second), rank, uint32_t(order[i])});
+            int left = find_token(t->ids, piece.substr(0, cut));
+            int right = left < 0 ? -1 : find_token(t->ids, piece.substr(cut));
+            if (right >= 0) merges.push_back(merge_of(left, right, rank, order[i]));
         }
     }
     set_merges(t, merges);
@@ -75,11 +82,10 @@ inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& score
 // The tokens of single bytes, which byte-level BPE starts from.
 inline std::string set_bytes(Tokenizer* t) {
     for (int b = 0; b < 256; b++) {
-        auto found = t->ids.find(std::string(1, char(b)));
-        if (found == t->ids.end())
+        t->byte_token[size_t(b)] = find_token(t->ids, std::string(1, char(b)));
+        if (t->byte_token[size_t(b)] < 0)
             return "the vocabulary has no token for byte " + std::to_string(b) +
                    ": it is not whole, or not a byte-level one";
-        t->byte_token[size_t(b)] = found->second;
     }
     return "";
 }
@@ -104,16 +110,6 @@ inline std::string split_at_spaces(Tokenizer* t) {
     for (const auto& [piece, token] : t->ids)
         if (piece.find(' ', piece.find_first_not_of(' ')) != std::string::npos) return "";
     return add_pattern(t, " *[^ ]+| +");
-}
-
-// The vocabulary's size, and the token at which a text ends, by its usual names.
-inline std::string finish(Tokenizer* t) {
-    t->vocab_size = int(t->pieces.size());
-    for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"}) {
-        auto found = t->special.ids.find(name);
-        if (t->eot < 0 && found != t->special.ids.end()) t->eot = found->second;
-    }
-    return t->ids.empty() ? "has no tokens" : "";
 }
 
 // ----------------------------------------------------------------------------
@@ -179,37 +175,30 @@ inline std::string read_vocabulary(Tokenizer* t, const nlohmann::json& vocabular
     return t->characters ? "" : set_bytes(t);
 }
 
-// The merges in order: the first has rank 0.
-struct MergeList {
-    std::vector<Merge> merges = {};
-    std::string wrong = {};
-};
-inline void add_merge(const Tokenizer& t, MergeList* list, const std::string& left_text,
-                      const std::string& right_text) {
-    std::string left = piece_bytes(t, left_text), right = piece_bytes(t, right_text);
-    auto a = t.ids.find(left), b = t.ids.find(right), both = t.ids.find(left + right);
-    if (a == t.ids.end() || b == t.ids.end() || both == t.ids.end()) {
-        if (list->wrong.empty())
-            list->wrong = "merge " + std::to_string(list->merges.size() + 1) + ", '" + left_text +
-                          "' and '" + right_text +
-                          "', is not of the vocabulary's pieces: the "
-                          "vocabulary is another tokenizer's, or the file is broken";
-        return;
-    }
-    list->merges.push_back({uint64_t(a->second) << 32 | uint32_t(b->second),
-                            uint32_t(list->merges.size()), uint32_t(both->second)});
+// The next merge: their order is their rank.
+inline std::string add_merge(const Tokenizer& t, std::vector<Merge>* merges, const std::string& l,
+                             const std::string& r) {
+    std::string left = piece_bytes(t, l), right = piece_bytes(t, r);
+    int a = find_token(t.ids, left), b = find_token(t.ids, right);
+    int both = find_token(t.ids, left + right);
+    if (a < 0 || b < 0 || both < 0)
+        return "merge " + std::to_string(merges->size() + 1) + ", '" + l + "' and '" + r +
+               "', is not of the vocabulary's pieces: the vocabulary is another tokenizer's, or "
+               "the "
+               "file is broken";
+    merges->push_back(merge_of(a, b, uint32_t(merges->size()), both));
+    return "";
 }
 
 // "left right"
-inline void add_merge_line(const Tokenizer& t, MergeList* list, const std::string& line) {
+inline std::string add_merge_line(const Tokenizer& t, std::vector<Merge>* merges,
+                                  const std::string& line) {
     size_t space = line.find(' ');
-    bool two = space != std::string::npos && space > 0 && space + 1 < line.size() &&
-               line.find(' ', space + 1) == std::string::npos;
-    if (two)
-        add_merge(t, list, line.substr(0, space), line.substr(space + 1));
-    else if (list->wrong.empty())
-        list->wrong = "merge " + std::to_string(list->merges.size() + 1) + ", '" +
-                      line.substr(0, 80) + "', is not two pieces with a space between them";
+    if (space == std::string::npos || space == 0 || space + 1 == line.size() ||
+        line.find(' ', space + 1) != std::string::npos)
+        return "merge " + std::to_string(merges->size() + 1) + ", '" + line.substr(0, 80) +
+               "', is not two pieces with a space between them";
+    return add_merge(t, merges, line.substr(0, space), line.substr(space + 1));
 }
 
 inline std::string read_json(const std::string& path, nlohmann::json* j) {
@@ -228,17 +217,17 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
     if (!wrong.empty()) return wrong;
     t->kind = TokenizerKind::BPE;
     if (!(wrong = read_vocabulary(t, vocabulary)).empty()) return vocabulary_path + ": " + wrong;
-    MergeList list;
+    std::vector<Merge> merges;
     std::istringstream in(text);
-    for (bool first = true; std::getline(in, line); first = false) {
+    for (bool first = true; wrong.empty() && std::getline(in, line); first = false) {
         if (line.ends_with('\r')) line.pop_back();
         if (!line.empty() && !(first && line.starts_with("#version")))
-            add_merge_line(*t, &list, line);
+            wrong = add_merge_line(*t, &merges, line);
     }
-    if (!list.wrong.empty()) return merges_path + ": " + list.wrong;
-    set_merges(t, list.merges);
-    auto end = vocabulary.find("<|endoftext|>");
-    if (end != vocabulary.end()) fixed_add(&t->special, end.key(), end->get<int>());
+    if (!wrong.empty()) return merges_path + ": " + wrong;
+    set_merges(t, merges);
+    int end = find_token(t->ids, "<|endoftext|>");
+    if (end >= 0) add_special(t, "<|endoftext|>", end);
     return add_pattern(t, GPT2_PATTERN);
 }
 
@@ -250,32 +239,23 @@ inline std::string not_built(const std::string& what, const nlohmann::json& j) {
            " is not built; make token shards (.bin) with its own library";
 }
 
-inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j, int depth = 0) {
-    if (j.is_null()) return "";
+// A part of the file as the list of its steps: none, one, or a sequence.
+inline nlohmann::json steps(const nlohmann::json& j, const char* part, const char* sequence) {
+    if (!j.contains(part) || j[part].is_null()) return nlohmann::json::array();
+    return j[part].at("type") == "Sequence" ? j[part].at(sequence)
+                                            : nlohmann::json::array({j[part]});
+}
+
+inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
     const std::string type = j.at("type");
-    if (type == "Sequence" && depth == 0) {
-        for (const auto& each : j.at("normalizers")) {
-            std::string wrong = read_normalizer(t, each, depth + 1);
-            if (!wrong.empty()) return wrong;
-        }
-        return "";
-    }
     if (type == "NFC") return "";
     if (type == "Prepend" && t->characters) return t->prefix = Prefix::SPACE, "";
     if (type == "Replace" && t->characters && j.at("pattern").value("String", "") == " ") return "";
-    return not_built("normalizer", j.at("type"));
+    return not_built("normalizer", j["type"]);
 }
 
-inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j, int depth = 0) {
-    if (j.is_null()) return "";
+inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
     const std::string type = j.at("type");
-    if (type == "Sequence" && depth == 0) {
-        for (const auto& each : j.at("pretokenizers")) {
-            std::string wrong = read_pre_tokenizer(t, each, depth + 1);
-            if (!wrong.empty()) return wrong;
-        }
-        return "";
-    }
     if (type == "ByteLevel") {
         if (j.value("add_prefix_space", false)) t->prefix = Prefix::SPACE_UNLESS_THERE;
         return j.value("use_regex", true) ? add_pattern(t, GPT2_PATTERN) : "";
@@ -288,25 +268,21 @@ inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j, int
         if (prefix) t->prefix = Prefix::SPACE_UNLESS_THERE;
         return j.value("split", true) ? add_pattern(t, " [^ ]*") : "";
     }
-    if (type != "Split") return not_built("pre_tokenizer", j.at("type"));
+    if (type != "Split") return not_built("pre_tokenizer", j["type"]);
     // what a pattern leaves between its matches is a word in any case, so that no text is lost
     const std::string behavior = j.at("behavior");
     if (behavior != "Isolated" && !(behavior == "Removed" && j.value("invert", false)))
-        return not_built("pre_tokenizer Split, behavior", j.at("behavior"));
-    const auto& pattern = j.at("pattern");
-    bool literal = pattern.contains("String");
-    return add_pattern(t, pattern.at(literal ? "String" : "Regex"), literal);
+        return not_built("pre_tokenizer Split, behavior", j["behavior"]);
+    bool literal = j.at("pattern").contains("String");
+    return add_pattern(t, j["pattern"].at(literal ? "String" : "Regex"), literal);
 }
 
-// The token that the template puts before a text, if it does.
-inline void read_post_processor(Tokenizer* t, const nlohmann::json& j, int depth = 0) {
-    if (j.is_null()) return;
-    if (j.at("type") == "Sequence" && depth == 0)
-        for (const auto& each : j.at("processors")) read_post_processor(t, each, depth + 1);
-    if (j.at("type") != "TemplateProcessing" || !j.at("single").is_array()) return;
-    if (j["single"].empty() || !j["single"][0].contains("SpecialToken")) return;
-    auto found = t->special.ids.find(std::string(j["single"][0]["SpecialToken"].at("id")));
-    if (found != t->special.ids.end()) t->bos = found->second;
+// The token that a template puts before a text, if it does.
+inline void read_post_processor(Tokenizer* t, const nlohmann::json& j) {
+    if (j.at("type") != "TemplateProcessing" || j.at("single").empty()) return;
+    const auto& first = j["single"].at(0);
+    if (first.contains("SpecialToken"))
+        t->bos = find_token(t->special.ids, std::string(first["SpecialToken"].at("id")));
 }
 
 inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
@@ -316,14 +292,14 @@ inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
         if (!set_piece(t, token, text))
             return "the token of '" + text + "' is " + std::to_string(token) +
                    ", which is no token";
-        fixed_add(each.value("special", false) ? &t->special : &t->added, text, int(token));
+        each.value("special", false) ? add_special(t, text, int(token))
+                                     : fixed_add(&t->added, text, int(token));
     }
     return "";
 }
 
 inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json& j) {
-    const auto &model = j.at("model"), null = nlohmann::json();
-    auto part = [&](const char* name) { return j.contains(name) ? j[name] : null; };
+    const auto& model = j.at("model");
     if (model.value("type", "BPE") != "BPE") return not_built("model", model["type"]);
     for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
         if (model.contains(key) && !model[key].is_null() && model[key] != "")
@@ -332,21 +308,22 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
     t->characters = model.value("byte_fallback", false);
     t->whole_words = model.value("ignore_merges", false);
     std::string wrong = read_vocabulary(t, model.at("vocab"));
-    auto unknown = t->ids.find(model.contains("unk_token") && model["unk_token"].is_string()
-                                   ? std::string(model["unk_token"])
-                                   : "");
-    if (unknown != t->ids.end()) t->unknown = unknown->second;
-    MergeList list;
+    if (model.contains("unk_token") && model["unk_token"].is_string())
+        t->unknown = find_token(t->ids, std::string(model["unk_token"]));
+    std::vector<Merge> merges;
     for (const auto& each : model.at("merges"))
-        each.is_array() ? add_merge(*t, &list, each.at(0), each.at(1))
-                        : add_merge_line(*t, &list, each);
-    if (wrong.empty()) wrong = list.wrong;
-    set_merges(t, list.merges);
-    if (wrong.empty()) wrong = read_added_tokens(t, part("added_tokens"));
-    if (wrong.empty()) wrong = read_normalizer(t, part("normalizer"));
-    if (wrong.empty()) wrong = read_pre_tokenizer(t, part("pre_tokenizer"));
+        if (wrong.empty())
+            wrong = each.is_array() ? add_merge(*t, &merges, each.at(0), each.at(1))
+                                    : add_merge_line(*t, &merges, each);
+    set_merges(t, merges);
+    if (wrong.empty() && j.contains("added_tokens"))
+        wrong = read_added_tokens(t, j["added_tokens"]);
+    for (const auto& each : steps(j, "normalizer", "normalizers"))
+        if (wrong.empty()) wrong = read_normalizer(t, each);
+    for (const auto& each : steps(j, "pre_tokenizer", "pretokenizers"))
+        if (wrong.empty()) wrong = read_pre_tokenizer(t, each);
     if (wrong.empty() && t->characters && t->patterns.empty()) wrong = split_at_spaces(t);
-    if (wrong.empty()) read_post_processor(t, part("post_processor"));
+    for (const auto& each : steps(j, "post_processor", "processors")) read_post_processor(t, each);
     return wrong;
 }
 
@@ -373,30 +350,21 @@ struct KnownRanks {
     std::vector<std::pair<std::string, int>> special;
 };
 inline std::vector<KnownRanks> known_ranks() {
+    const char *end = "<|endoftext|>", *prompt = "<|endofprompt|>";
     std::vector<KnownRanks> known = {
-        {"r50k_base", 50256, GPT2_PATTERN, {{"<|endoftext|>", 0}}},
-        {"p50k_base", 50280, GPT2_PATTERN, {{"<|endoftext|>", -25}}}, // a gap in its ranks
-        {"cl100k_base",
-         100256,
-         CL100K_PATTERN,
-         {{"<|endoftext|>", 1},
-          {"<|fim_prefix|>", 2},
-          {"<|fim_middle|>", 3},
-          {"<|fim_suffix|>", 4},
-          {"<|endofprompt|>", 20}}},
-        {"o200k_base", 199998, O200K_PATTERN, {{"<|endoftext|>", 1}, {"<|endofprompt|>", 20}}},
-        {"llama3",
-         128000,
-         CL100K_PATTERN,
-         {{"<|begin_of_text|>", 0},
-          {"<|end_of_text|>", 1},
-          {"<|start_header_id|>", 6},
-          {"<|end_header_id|>", 7},
-          {"<|eot_id|>", 9}}}};
-    for (int place = 0, reserved = 0; place < 256; place++) // Llama 3's others
-        if ((place > 1 && place < 6) || place == 8 || place > 9)
-            known.back().special.push_back(
-                {"<|reserved_special_token_" + std::to_string(reserved++) + "|>", place});
+        {"r50k_base", 50256, GPT2_PATTERN, {{end, 0}}},
+        {"p50k_base", 50280, GPT2_PATTERN, {{end, -25}}}, // in a gap of its ranks
+        {"cl100k_base", 100256, CL100K_PATTERN, {{end, 1}, {prompt, 20}}},
+        {"o200k_base", 199998, O200K_PATTERN, {{end, 1}, {prompt, 20}}},
+        {"llama3", 128000, CL100K_PATTERN, {}}};
+    std::vector<std::string> llama(256);
+    llama[0] = "<|begin_of_text|>", llama[1] = "<|end_of_text|>", llama[9] = "<|eot_id|>";
+    llama[6] = "<|start_header_id|>", llama[7] = "<|end_header_id|>";
+    for (int place = 0, reserved = 0; place < 256; place++) {
+        std::string& name = llama[size_t(place)];
+        if (name.empty()) name = "<|reserved_special_token_" + std::to_string(reserved++) + "|>";
+        known.back().special.push_back({name, place});
+    }
     return known;
 }
 
@@ -453,9 +421,9 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
     int after = int(t->pieces.size());
     for (const auto& [name, place] : row->special) {
         set_piece(t, after + place, name);
-        fixed_add(&t->special, name, after + place);
-        if (name == "<|begin_of_text|>") t->bos = after + place;
+        add_special(t, name, after + place);
     }
+    t->bos = find_token(t->special.ids, "<|begin_of_text|>");
     return add_pattern(t, row->pattern);
 }
 
@@ -516,7 +484,7 @@ inline void add_sentencepiece(Tokenizer* t, const std::string& text, float score
     t->pieces.push_back(b >= 0 ? std::string(1, char(b)) : hidden ? "" : text);
     if (type == NORMAL) set_word_piece(t, token);
     if (type == USER_DEFINED) fixed_add(&t->added, text, token);
-    if (type == CONTROL) fixed_add(&t->special, text, token);
+    if (type == CONTROL) add_special(t, text, token);
     if (type == UNKNOWN) t->unknown = token, t->pieces.back() = " \xe2\x81\x87 ";
     if (b >= 0) t->byte_token[size_t(b)] = token;
 }
@@ -532,7 +500,7 @@ inline bool read_sentencepiece_piece(Tokenizer* t, std::string_view bytes) {
         if (p.field == 3) type = int(p.number);
     }
     add_sentencepiece(t, replace_all(text, "\xe2\x96\x81", " "), score, type);
-    return p.good && t->pieces.size() <= MAX_TOKENS;
+    return p.good && std::isfinite(score) && t->pieces.size() <= MAX_TOKENS;
 }
 
 inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
@@ -588,7 +556,8 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
     for (size_t at = 4; good && at < file.size(); at += 8 + size_t(length)) {
         if ((good = at + 8 <= file.size()))
             memcpy(&score, &file[at], 4), memcpy(&length, &file[at + 4], 4);
-        good = good && length >= 0 && length <= longest && at + 8 + size_t(length) <= file.size();
+        good = good && std::isfinite(score) && length >= 0 && length <= longest &&
+               at + 8 + size_t(length) <= file.size();
         if (!good) break;
         size_t token = t->pieces.size();
         static const char* const FIRST[] = {"<unk>", "<s>", "</s>"};
@@ -648,6 +617,8 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     std::string wrong = read_tokenizer(t, name);
     if (wrong.empty() && t->ids.empty()) wrong = name + ": has no tokens";
     if (!wrong.empty()) return "--tokenizer " + wrong;
-    finish(t);
+    t->vocab_size = int(t->pieces.size());
+    for (const char* end : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"}) // the usual names
+        if (t->eot < 0) t->eot = find_token(t->special.ids, end);
     return "";
 }
