@@ -240,7 +240,7 @@ inline std::string not_built(const std::string& what, const nlohmann::json& j) {
 }
 
 // A part of the file as the list of its steps: none, one, or a sequence.
-inline nlohmann::json steps(const nlohmann::json& j, const char* part, const char* sequence) {
+inline nlohmann::json json_steps(const nlohmann::json& j, const char* part, const char* sequence) {
     if (!j.contains(part) || j[part].is_null()) return nlohmann::json::array();
     return j[part].at("type") == "Sequence" ? j[part].at(sequence)
                                             : nlohmann::json::array({j[part]});
@@ -318,12 +318,13 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
     set_merges(t, merges);
     if (wrong.empty() && j.contains("added_tokens"))
         wrong = read_added_tokens(t, j["added_tokens"]);
-    for (const auto& each : steps(j, "normalizer", "normalizers"))
+    for (const auto& each : json_steps(j, "normalizer", "normalizers"))
         if (wrong.empty()) wrong = read_normalizer(t, each);
-    for (const auto& each : steps(j, "pre_tokenizer", "pretokenizers"))
+    for (const auto& each : json_steps(j, "pre_tokenizer", "pretokenizers"))
         if (wrong.empty()) wrong = read_pre_tokenizer(t, each);
     if (wrong.empty() && t->characters && t->patterns.empty()) wrong = split_at_spaces(t);
-    for (const auto& each : steps(j, "post_processor", "processors")) read_post_processor(t, each);
+    for (const auto& each : json_steps(j, "post_processor", "processors"))
+        read_post_processor(t, each);
     return wrong;
 }
 

@@ -247,6 +247,7 @@ TEST(Tokenizer, Utf8Length) {
                                            {"\xf5\x80\x80\x80", 0},
                                            {"\xf0\x90\x80", 0}})
         EXPECT_EQ(utf8_length(c.text), c.length) << c.text;
+    EXPECT_EQ(utf8_length(std::string_view("\xc3\xa9", 1)), 0u); // what follows is not its own
 }
 
 // ----------------------------------------------------------------------------
