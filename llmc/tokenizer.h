@@ -132,15 +132,11 @@ inline Merge find_merge(const Tokenizer& t, int left, int right) {
     return t.merges[merge_slot(t.merges, uint64_t(left) << 32 | uint32_t(right))];
 }
 
-// of one pair the first stays
 inline void set_merges(Tokenizer* t, const std::vector<Merge>& merges) {
     size_t slots = 2;
     while (slots < 2 * merges.size()) slots *= 2;
     t->merges.assign(slots, {0, NO_RANK, 0});
-    for (const Merge& m : merges) {
-        Merge& slot = t->merges[merge_slot(t->merges, m.pair)];
-        if (slot.rank == NO_RANK) slot = m;
-    }
+    for (const Merge& m : merges) t->merges[merge_slot(t->merges, m.pair)] = m;
 }
 
 // \s as Unicode has it: PCRE2's has U+180E too, which is no white space since Unicode 6.3.

@@ -98,6 +98,12 @@ inline int fallback_byte(const std::string& piece) {
     return is ? int(b) : -1;
 }
 
+// All bytes have a token; or none has one, and there is one for what is unknown.
+inline bool writes_any_text(const Tokenizer& t) {
+    auto missing = std::count(t.byte_token.begin(), t.byte_token.end(), -1);
+    return missing == 0 || (missing == 256 && t.unknown >= 0);
+}
+
 inline std::string replace_all(std::string text, const std::string& from, const std::string& to) {
     for (size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())
         text.replace(at, from.size(), to);
@@ -528,7 +534,7 @@ inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
             }
         good &= p.field == 1 || q.good;
     }
-    if (!good || !p.good || t->ids.empty())
+    if (!good || !p.good || !writes_any_text(*t))
         return path + ": is cut short, or no SentencePiece model: get it again";
     std::string what = model > 2            ? "its model is neither BPE nor unigram"
                        : character_map > 0  ? "it maps characters (NFKC) before it splits"
@@ -566,7 +572,7 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
         int type = token == 0 ? UNKNOWN : token < 3 ? CONTROL : NORMAL;
         add_sentencepiece(t, text, score, fallback_byte(text) >= 0 ? int(BYTE_PIECE) : type);
     }
-    if (!good || t->ids.empty())
+    if (!good || t->byte_token[255] < 0) // the last byte's token comes after all that are needed
         return path + ": is cut short, or not llama2.c's tokenizer.bin: make it again";
     t->kind = TokenizerKind::BPE, t->characters = true, t->prefix = Prefix::SPACE, t->bos = 1;
     set_merges_from_scores(t, t->scores);
@@ -616,7 +622,8 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     if (name == "byte") return "";
     t->name = name;
     std::string wrong = read_tokenizer(t, name);
-    if (wrong.empty() && t->ids.empty()) wrong = name + ": has no tokens";
+    if (wrong.empty() && !writes_any_text(*t))
+        wrong = name + ": has neither a token for each byte nor one for what is unknown";
     if (!wrong.empty()) return "--tokenizer " + wrong;
     t->vocab_size = int(t->pieces.size());
     for (const char* end : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"}) // the usual names

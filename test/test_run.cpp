@@ -523,6 +523,33 @@ TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
 }
 
 // ----------------------------------------------------------------------------
+// other tokens than bytes
+
+// llama2.c's file with 259 tokens: unknown, begin, end and the bytes
+static std::string byte_fallback_tokenizer() {
+    std::string file("\x06\0\0\0", 4);
+    for (int i = 0; i < 259; i++) {
+        char piece[8];
+        int length = snprintf(piece, sizeof(piece), i < 3 ? "<%d>" : "<0x%02X>", i < 3 ? i : i - 3);
+        file += std::string(4, '\0') + char(length) + std::string(3, '\0') + piece;
+    }
+    return file;
+}
+
+TEST_F(Run, TextIsTrainedOnAndPrintedInTheTokenizersTokens) {
+    std::string tokenizer = "--tokenizer " + write("tokenizer.bin", byte_fallback_tokenizer());
+    refuses(small + tokenizer, "writes 259 tokens, the model has 256");
+    for (std::string vocab : {" --vocab 259", " --vocab 300"}) { // a model may have more
+        Result r = run(small + tokenizer + vocab + " --steps 2 --prompt 'line 7'");
+        EXPECT_EQ(r.status, 0) << r.text;
+        EXPECT_NE(r.text.find("---\nline 7"), std::string::npos) << r.text;
+        size_t tokens = read_file(text).size() + 1; // the space in front
+        EXPECT_NE(r.text.find(std::to_string(tokens - tokens / 10) + " tokens"), std::string::npos)
+            << r.text;
+    }
+}
+
+// ----------------------------------------------------------------------------
 // what it refuses
 
 TEST_F(Run, RefusesFlagsAndShapes) {

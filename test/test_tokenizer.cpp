@@ -413,6 +413,7 @@ TEST(Words, Gpt2) {
     // U+2003 is white space, U+180E has not been since Unicode 6.3
     splits(gpt2, {"a", "\xe2\x80\x83", "b"});
     splits(gpt2, {"a", "\xe1\xa0\x8e!", "b"});
+    splits(gpt2, {"a", " ", " \xe1\xa0\x8e", "b"});
 }
 
 TEST(Words, Cl100kAndO200k) {
@@ -436,7 +437,8 @@ TEST(Words, DigitsSequenceAndLiterals) {
     splits(plain, {"nothing is cut, 1 word"});
     splits(nullptr, {"nothing is cut, 1 word"});
     json literal = {{"type", "Split"}, {"pattern", {{"String", "a."}}}, {"behavior", "Isolated"}};
-    splits(literal, {"ab", "a.", "b"});
+    splits(literal, {"xabx", "a.", "b"});
+    splits(split_regex(R"(\w+)"), {"caf\xc3\xa9", ", ", "\xc3\xa9t\xc3\xa9"});
     json removed = split_regex("[a-z]+| ");
     removed["behavior"] = "Removed", removed["invert"] = true;
     splits(removed, {"some", " ", "words"});
@@ -470,8 +472,8 @@ TEST(Special, OnlyWhereAskedForAndTheLongest) {
     j["added_tokens"].push_back({{"id", 268}, {"content", "\t\t"}, {"special", false}});
     Tokenizer t = opened(put_json(j));
     EXPECT_EQ(t.vocab_size, 269);
-    std::string text = "hello<|end|>!hello<|end|>\t\t\t<|endoftext|>";
-    EXPECT_EQ(encode(t, text, true), (Tokens{259, 267, 259, 266, 268, '\t', 265}));
+    std::string text = "hello<|end|>!x<|end|><|endoftext|>\t\t\t";
+    EXPECT_EQ(encode(t, text, true), (Tokens{259, 267, 'x', 266, 265, 268, '\t'}));
     Tokens plain = encode(t, text);
     for (int token : {265, 266, 267}) EXPECT_EQ(std::count(plain.begin(), plain.end(), token), 0);
     EXPECT_EQ(std::count(plain.begin(), plain.end(), 268), 1); // added tokens always
@@ -826,7 +828,8 @@ static void survives(const std::string& name, const std::string& good, bool cut_
     for (size_t n = 0; n < good.size(); n += 1 + good.size() / 300) {
         std::string path = put(name, good.substr(0, n));
         std::string wrong = tokenizer_open(&t, path);
-        EXPECT_TRUE(!wrong.empty() || decode(t, encode(t, "hel")) == "hel") << n;
+        bool whole = wrong.empty() && t.byte_token[0] >= 0; // else it has an unknown token
+        EXPECT_TRUE(!whole || decode(t, encode(t, "hel")) == "hel") << n;
         EXPECT_TRUE(!cut_is_refused || !wrong.empty()) << n;
     }
     std::mt19937 random(9);
