@@ -54,7 +54,7 @@ struct Merge {
 constexpr uint32_t NO_RANK = ~0u;
 
 enum class TokenizerKind { BYTE, BPE, UNIGRAM };
-enum class Prefix { NONE, SPACE, SPACE_UNLESS_THERE }; // what comes before a text
+enum class Prefix { NONE, SPACE, SPACE_UNLESS_THERE };
 
 struct Tokenizer {
     std::string name = "byte"; // what --tokenizer gave
@@ -65,12 +65,12 @@ struct Tokenizer {
     TokenOf ids = {};                     // piece -> token, without control tokens
     Fixed special = {}, added = {};       // found where asked for, and always
     std::vector<std::shared_ptr<pcre2_code>> patterns = {}; // each cuts what the one before left
-    Prefix prefix = Prefix::NONE;
+    Prefix prefix = Prefix::NONE;                           // of a text, and after special tokens
+    bool prefix_once = false;                               // only of a text
     bool extra_spaces = true; // false: runs of spaces become one, and those at the ends go
-    bool meta_space = false;  // U+2581 in a text is a space
     // words
-    bool characters = false;  // symbols are characters, of unknown ones their bytes; else bytes
-    bool whole_words = false; // a word that is a piece is its token, whatever the merges
+    bool sentencepiece = false; // symbols are characters, U+2581 a space; else symbols are bytes
+    bool whole_words = false;   // a word that is a piece is its token, whatever the merges
     std::vector<int> byte_token = std::vector<int>(256, -1);
     std::vector<Merge> merges = {}; // open addressing, a power of two, at most half full
     std::vector<float> scores = {}; // unigram
@@ -206,9 +206,9 @@ inline void push_unknown(Encoding& e, std::string_view text, size_t word_from) {
 inline void split_symbols(Encoding& e, std::string_view word) {
     e.symbols.clear();
     for (size_t at = 0, n; at < word.size(); at += n) {
-        n = e.t.characters ? std::max<size_t>(utf8_length(word.substr(at)), 1) : 1;
-        int token = e.t.characters ? find_token(e.t.ids, word.substr(at, n))
-                                   : e.t.byte_token[(unsigned char)word[at]];
+        n = e.t.sentencepiece ? std::max<size_t>(utf8_length(word.substr(at)), 1) : 1;
+        int token = e.t.sentencepiece ? find_token(e.t.ids, word.substr(at, n))
+                                      : e.t.byte_token[(unsigned char)word[at]];
         int i = int(e.symbols.size());
         e.symbols.push_back({token, i - 1, i + 1, NO_RANK, at, n});
     }
@@ -342,13 +342,12 @@ inline void encode_words(Encoding& e, std::string_view text) {
 }
 
 inline std::string normalise(const Tokenizer& t, std::string_view text, bool at_start) {
-    std::string out;
-    if (at_start &&
-        (t.prefix == Prefix::SPACE || (t.prefix == Prefix::SPACE_UNLESS_THERE && text[0] != ' ')))
-        out = " ";
     constexpr std::string_view META_SPACE = "\xe2\x96\x81";
+    bool there = text[0] == ' ' || text.starts_with(META_SPACE);
+    bool prefix = t.prefix == Prefix::SPACE || (t.prefix == Prefix::SPACE_UNLESS_THERE && !there);
+    std::string out = prefix && (at_start || !t.prefix_once) ? " " : "";
     for (size_t i = 0; i < text.size(); i++) {
-        bool meta = t.meta_space && text.compare(i, META_SPACE.size(), META_SPACE) == 0;
+        bool meta = text.compare(i, META_SPACE.size(), META_SPACE) == 0;
         char c = meta ? ' ' : text[i];
         if (meta) i += META_SPACE.size() - 1;
         if (t.extra_spaces || c != ' ' || (!out.empty() && out.back() != ' ')) out += c;
@@ -376,10 +375,9 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
         e.matches.emplace_back(pcre2_match_data_create_from_pattern(pattern.get(), nullptr),
                                pcre2_match_data_free);
     std::deque<std::string> normalised; // words point into them, so they stay where they are
-    bool changes = t.prefix != Prefix::NONE || !t.extra_spaces || t.meta_space;
     auto token = [&](int id) { e.out.push_back(id); };
     auto plain = [&](std::string_view part) {
-        if (changes) {
+        if (t.sentencepiece) {
             normalised.push_back(normalise(t, part, part.data() == text.data()));
             part = normalised.back();
         }

@@ -159,7 +159,7 @@ inline bool byte_level(std::string_view text, std::string* bytes) {
 // How a file writes pieces: as bytes in GPT-2's letters, or as characters with U+2581 for spaces.
 inline std::string piece_bytes(const Tokenizer& t, const std::string& text) {
     std::string bytes;
-    if (t.characters) {
+    if (t.sentencepiece) {
         int b = fallback_byte(text);
         return b >= 0 ? std::string(1, char(b)) : replace_all(text, "\xe2\x96\x81", " ");
     }
@@ -172,13 +172,13 @@ inline std::string read_vocabulary(Tokenizer* t, const nlohmann::json& vocabular
         if (!set_piece(t, token, piece_bytes(*t, text)))
             return "the token of '" + text + "' is " + (id.is_structured() ? "a list" : id.dump()) +
                    ", which is no token";
-        int b = t->characters ? fallback_byte(text) : -1;
+        int b = t->sentencepiece ? fallback_byte(text) : -1;
         if (b >= 0)
             t->byte_token[size_t(b)] = int(token);
         else
             set_word_piece(t, int(token));
     }
-    return t->characters ? "" : set_bytes(t);
+    return t->sentencepiece ? "" : set_bytes(t);
 }
 
 // The next merge: their order is their rank.
@@ -255,23 +255,25 @@ inline nlohmann::json json_steps(const nlohmann::json& j, const char* part, cons
 inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
     const std::string type = j.at("type");
     if (type == "NFC") return "";
-    if (type == "Prepend" && t->characters) return t->prefix = Prefix::SPACE, "";
-    if (type == "Replace" && t->characters && j.at("pattern").value("String", "") == " ") return "";
+    if (type == "Prepend" && t->sentencepiece) return t->prefix = Prefix::SPACE, "";
+    if (type == "Replace" && t->sentencepiece && j.at("pattern").value("String", "") == " ")
+        return "";
     return not_built("normalizer", j["type"]);
 }
 
 inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
     const std::string type = j.at("type");
     if (type == "ByteLevel") {
-        if (j.value("add_prefix_space", false)) t->prefix = Prefix::SPACE_UNLESS_THERE;
+        if (j.value("add_prefix_space", false)) return not_built("add_prefix_space of", j["type"]);
         return j.value("use_regex", true) ? add_pattern(t, GPT2_PATTERN) : "";
     }
     if (type == "Digits")
         return add_pattern(t, j.value("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)");
-    if (type == "Metaspace" && t->characters) {
-        bool prefix = j.contains("prepend_scheme") ? j["prepend_scheme"] != "never"
-                                                   : j.value("add_prefix_space", true);
-        if (prefix) t->prefix = Prefix::SPACE_UNLESS_THERE;
+    if (type == "Metaspace" && t->sentencepiece) {
+        const std::string scheme =
+            j.value("prepend_scheme", j.value("add_prefix_space", true) ? "always" : "never");
+        if (scheme != "never") t->prefix = Prefix::SPACE_UNLESS_THERE;
+        t->prefix_once = scheme == "first";
         return j.value("split", true) ? add_pattern(t, " [^ ]*") : "";
     }
     if (type != "Split") return not_built("pre_tokenizer", j["type"]);
@@ -311,7 +313,7 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
         if (model.contains(key) && !model[key].is_null() && model[key] != "")
             return not_built(key, model[key]);
     t->kind = TokenizerKind::BPE;
-    t->characters = model.value("byte_fallback", false);
+    t->sentencepiece = model.value("byte_fallback", false);
     t->whole_words = model.value("ignore_merges", false);
     std::string wrong = read_vocabulary(t, model.at("vocab"));
     if (model.contains("unk_token") && model["unk_token"].is_string())
@@ -328,7 +330,7 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
         if (wrong.empty()) wrong = read_normalizer(t, each);
     for (const auto& each : json_steps(j, "pre_tokenizer", "pretokenizers"))
         if (wrong.empty()) wrong = read_pre_tokenizer(t, each);
-    if (wrong.empty() && t->characters && t->patterns.empty()) wrong = split_at_spaces(t);
+    if (wrong.empty() && t->sentencepiece && t->patterns.empty()) wrong = split_at_spaces(t);
     for (const auto& each : json_steps(j, "post_processor", "processors"))
         read_post_processor(t, each);
     return wrong;
@@ -544,7 +546,7 @@ inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
         return path + ": " + what +
                ", which is not built; make token shards (.bin) with its own library";
     t->kind = model == 1 ? TokenizerKind::UNIGRAM : TokenizerKind::BPE;
-    t->characters = t->meta_space = true;
+    t->sentencepiece = true;
     t->prefix = prefix ? Prefix::SPACE : Prefix::NONE, t->extra_spaces = !extra;
     t->bos = bos < t->pieces.size() ? int(bos) : -1;
     if (t->kind == TokenizerKind::BPE) set_merges_from_scores(t, t->scores);
@@ -574,7 +576,7 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
     }
     if (!good || t->byte_token[255] < 0) // the last byte's token comes after all that are needed
         return path + ": is cut short, or not llama2.c's tokenizer.bin: make it again";
-    t->kind = TokenizerKind::BPE, t->characters = true, t->prefix = Prefix::SPACE, t->bos = 1;
+    t->kind = TokenizerKind::BPE, t->sentencepiece = true, t->prefix = Prefix::SPACE, t->bos = 1;
     set_merges_from_scores(t, t->scores);
     return split_at_spaces(t);
 }
