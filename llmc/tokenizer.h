@@ -346,13 +346,14 @@ inline std::string normalise(const Tokenizer& t, std::string_view text, bool at_
     bool there = text[0] == ' ' || text.starts_with(META_SPACE);
     bool prefix = t.prefix == Prefix::SPACE || (t.prefix == Prefix::SPACE_UNLESS_THERE && !there);
     std::string out = prefix && (at_start || !t.prefix_once) ? " " : "";
+    bool after_space = true; // where another one goes, if extra ones do
     for (size_t i = 0; i < text.size(); i++) {
         bool meta = text.compare(i, META_SPACE.size(), META_SPACE) == 0;
-        char c = meta ? ' ' : text[i];
+        if (meta || text[i] != ' ' || !after_space || t.extra_spaces) out += meta ? ' ' : text[i];
+        after_space = text[i] == ' ';
         if (meta) i += META_SPACE.size() - 1;
-        if (t.extra_spaces || c != ' ' || (!out.empty() && out.back() != ' ')) out += c;
     }
-    if (!t.extra_spaces && !out.empty() && out.back() == ' ') out.pop_back();
+    while (!t.extra_spaces && out.ends_with(' ')) out.pop_back();
     return out;
 }
 

@@ -557,6 +557,8 @@ TEST(SentencePieceBpe, SpacesAsTheModelSays) {
     EXPECT_EQ(pieces(opened(put("bpe.model", model_bytes(s))), "  hell   hell "),
               (Texts{" hell", " hell"}));
     EXPECT_EQ(pieces(opened(scratch("bpe.model")), "   "), Texts());
+    // U+2581 in a text is a space, and no extra one but at the end
+    EXPECT_EQ(pieces(opened(scratch("bpe.model")), META + " hell " + META), (Texts{"  ", " hell"}));
 }
 
 TEST(SentencePieceBpe, UserDefinedPiecesAreWhole) {
@@ -620,6 +622,12 @@ TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
     t = opened(put_json(j));
     EXPECT_EQ(pieces(t, "hell  hell"), (Texts{" hell", " ", " hell"}));
     EXPECT_EQ(pieces(t, " hell"), (Texts{" hell"})); // one space is enough
+    EXPECT_EQ(pieces(t, META + "hell"), (Texts{" hell"}));
+    EXPECT_EQ(pieces(t, "hell<s>hell", true), (Texts{" hell", "<s>", "hell"}));
+    j["pre_tokenizer"]["prepend_scheme"] = "always";
+    EXPECT_EQ(pieces(opened(put_json(j)), "hell<s>hell", true), (Texts{" hell", "<s>", " hell"}));
+    j["pre_tokenizer"]["prepend_scheme"] = "never";
+    EXPECT_EQ(pieces(opened(put_json(j)), "hell"), (Texts{"hell"}));
 }
 
 // all cuts of the word into pieces, unknown characters at 10 below the worst piece
@@ -796,6 +804,8 @@ TEST(Bad, TokenizerJson) {
     EXPECT_HAS(with("/normalizer", {{"type", "Lowercase"}}), "normalizer Lowercase is not built");
     EXPECT_HAS(with("/normalizer", {1, 2}), "as Hugging Face writes it");
     EXPECT_HAS(with("/pre_tokenizer", {{"type", "Punctuation"}}), "pre_tokenizer Punctuation");
+    EXPECT_HAS(with("/pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", true}}),
+               "add_prefix_space of ByteLevel is not built");
     EXPECT_HAS(with("/pre_tokenizer", split_regex("(")), "pattern (: missing closing parenthesis");
     json merged = split_regex("a");
     merged["behavior"] = "MergedWithNext";
