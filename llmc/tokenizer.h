@@ -186,6 +186,7 @@ struct Encoding {
     };
     std::vector<Word> words = {}; // by hash, a power of two; the latest stays
     std::vector<std::shared_ptr<pcre2_match_data>> matches = {}; // one a pattern
+    std::shared_ptr<pcre2_match_context> limits = nullptr;
     // of the symbols of a word: linked in order; rank of the merge with the next one
     struct Symbol {
         int token, previous, next;
@@ -319,7 +320,7 @@ inline void split_by_patterns(Encoding& e, std::string_view part, size_t pattern
     const size_t* place = pcre2_get_ovector_pointer(match);
     for (size_t at = 0; at < part.size(); at = place[1]) {
         int found = pcre2_match(e.t.patterns[pattern].get(), PCRE2_SPTR(part.data()), part.size(),
-                                at, PCRE2_NO_UTF_CHECK | PCRE2_NOTEMPTY, match, nullptr);
+                                at, PCRE2_NO_UTF_CHECK | PCRE2_NOTEMPTY, match, e.limits.get());
         if (found == PCRE2_ERROR_NOMATCH) return split_by_patterns(e, part.substr(at), pattern + 1);
         CHECK(found >= 0,
               "--tokenizer %s: its pattern fails on this text (PCRE2 error %d at byte %zu)",
@@ -372,6 +373,8 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
     size_t slots = 16;
     while (slots < text.size() / 8 && slots < (1 << 16)) slots *= 2;
     e.words.resize(slots);
+    e.limits = {pcre2_match_context_create(nullptr), pcre2_match_context_free};
+    pcre2_set_match_limit(e.limits.get(), ~0u); // the usual 10^7 ends at ten megabytes of spaces
     for (const auto& pattern : t.patterns)
         e.matches.emplace_back(pcre2_match_data_create_from_pattern(pattern.get(), nullptr),
                                pcre2_match_data_free);
