@@ -374,7 +374,9 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
     while (slots < text.size() / 8 && slots < (1 << 16)) slots *= 2;
     e.words.resize(slots);
     e.limits = {pcre2_match_context_create(nullptr), pcre2_match_context_free};
-    pcre2_set_match_limit(e.limits.get(), ~0u); // the usual 10^7 ends at ten megabytes of spaces
+    // steps of one match: looking back over a run of spaces takes some for each of them
+    size_t steps = 10'000'000 + 16 * text.size();
+    pcre2_set_match_limit(e.limits.get(), uint32_t(std::min<size_t>(steps, ~0u)));
     for (const auto& pattern : t.patterns)
         e.matches.emplace_back(pcre2_match_data_create_from_pattern(pattern.get(), nullptr),
                                pcre2_match_data_free);

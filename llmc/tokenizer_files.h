@@ -32,6 +32,12 @@ inline std::string read_whole_file(const std::string& path, std::string* bytes) 
     return in.good() || in.eof() ? "" : path + ": " + strerror(errno);
 }
 
+// Text of a file in a message: one line, whatever it holds.
+inline std::string in_quotes(const std::string& text) {
+    nlohmann::json j = text.substr(0, 80);
+    return j.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 inline bool set_piece(Tokenizer* t, int64_t token, const std::string& bytes) {
     if (token < 0 || size_t(token) >= MAX_TOKENS) return false;
     if (t->pieces.size() <= size_t(token)) t->pieces.resize(size_t(token) + 1);
@@ -170,8 +176,8 @@ inline std::string read_vocabulary(Tokenizer* t, const nlohmann::json& vocabular
     for (const auto& [text, id] : vocabulary.items()) {
         int64_t token = id.is_number_integer() ? id.get<int64_t>() : -1;
         if (!set_piece(t, token, piece_bytes(*t, text)))
-            return "the token of '" + text + "' is " + (id.is_structured() ? "a list" : id.dump()) +
-                   ", which is no token";
+            return "the token of " + in_quotes(text) + " is " +
+                   (id.is_structured() ? "a list" : id.dump()) + ", which is no token";
         int b = t->sentencepiece ? fallback_byte(text) : -1;
         if (b >= 0)
             t->byte_token[size_t(b)] = int(token);
@@ -188,8 +194,9 @@ inline std::string add_merge(const Tokenizer& t, std::vector<Merge>* merges, con
     int a = find_token(t.ids, left), b = find_token(t.ids, right);
     int both = find_token(t.ids, left + right);
     if (a < 0 || b < 0 || both < 0)
-        return "merge " + std::to_string(merges->size() + 1) + ", '" + l + "' and '" + r +
-               "', is not of the vocabulary's pieces: the vocabulary is another tokenizer's, or "
+        return "merge " + std::to_string(merges->size() + 1) + ", " + in_quotes(l) + " and " +
+               in_quotes(r) +
+               ", is not of the vocabulary's pieces: the vocabulary is another tokenizer's, or "
                "the "
                "file is broken";
     merges->push_back(merge_of(a, b, uint32_t(merges->size()), both));
@@ -202,8 +209,8 @@ inline std::string add_merge_line(const Tokenizer& t, std::vector<Merge>* merges
     size_t space = line.find(' ');
     if (space == std::string::npos || space == 0 || space + 1 == line.size() ||
         line.find(' ', space + 1) != std::string::npos)
-        return "merge " + std::to_string(merges->size() + 1) + ", '" + line.substr(0, 80) +
-               "', is not two pieces with a space between them";
+        return "merge " + std::to_string(merges->size() + 1) + ", " + in_quotes(line) +
+               ", is not two pieces with a space between them";
     return add_merge(t, merges, line.substr(0, space), line.substr(space + 1));
 }
 
@@ -298,7 +305,7 @@ inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
         const std::string text = each.at("content");
         int64_t token = each.at("id");
         if (!set_piece(t, token, text))
-            return "the token of '" + text + "' is " + std::to_string(token) +
+            return "the token of " + in_quotes(text) + " is " + std::to_string(token) +
                    ", which is no token";
         each.value("special", false) ? add_special(t, text, int(token))
                                      : fixed_add(&t->added, text, int(token));
@@ -405,8 +412,8 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
                     base64_decode(std::string_view(line).substr(0, space), &bytes);
         lines++;
         if (!good || !set_piece(t, rank, bytes))
-            return path + ": line " + std::to_string(lines) + ", '" + line.substr(0, 80) +
-                   "', is not base64, a space and a rank: the file is broken or no tiktoken file";
+            return path + ": line " + std::to_string(lines) + ", " + in_quotes(line) +
+                   ", is not base64, a space and a rank: the file is broken or no tiktoken file";
         set_word_piece(t, int(rank));
     }
     std::vector<KnownRanks> known = known_ranks();

@@ -27,13 +27,14 @@ asan="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
 export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
 step "the README's table of files is current" scripts/readme_table.sh --check
 step "build with AddressSanitizer and UBSan" make_quiet BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" \
-    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_files build/asan/train_gpt build/asan/fuzz_readers \
+    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_tokenizer build/asan/test_files build/asan/train_gpt build/asan/fuzz_readers \
     build/asan/test_faults build/asan/test_kernels build/asan/test_attention_kernels build/asan/test_attention_sm90 build/asan/test_layouts build/asan/test_comm
 step "operators, AddressSanitizer" build/asan/test_ops --seed 11
 step "the step, AddressSanitizer" build/asan/test_model
 step "layouts, AddressSanitizer" build/asan/test_layouts
 step "collectives, AddressSanitizer" build/asan/test_comm
 step "data readers, AddressSanitizer" build/asan/test_data
+step "tokenizers, AddressSanitizer" build/asan/test_tokenizer
 step "files and checkpoints, AddressSanitizer" build/asan/test_files
 step "faults of files, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_faults
 step "kernels, AddressSanitizer" build/asan/test_kernels

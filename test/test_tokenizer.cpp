@@ -763,11 +763,12 @@ TEST(Bad, Paths) {
 TEST(Bad, Gpt2Files) {
     std::string folder = put_gpt2("bad", HELLO), merges = get(folder + "/vocab.bpe");
     for (auto& [line, what] : std::vector<std::pair<std::string, std::string>>{
-             {"justone", "merge 10, 'justone', is not two pieces"},
+             {"justone", R"(merge 10, "justone", is not two pieces)"},
              {"a b c", "is not two pieces"},
              {"a ", "is not two pieces"},
+             {"\xff\t", "\"\xef\xbf\xbd\\t\", is not two pieces"},
              {" a", "is not two pieces"},
-             {"a b", "merge 10, 'a' and 'b', is not of the vocabulary's pieces"}}) {
+             {"a b", R"(merge 10, "a" and "b", is not of the vocabulary's pieces)"}}) {
         put("bad/vocab.bpe", merges + line + "\n");
         EXPECT_HAS(refused(folder), what);
     }
@@ -828,7 +829,7 @@ TEST(Bad, TiktokenFiles) {
     for (const char* line :
          {"YQ==", "YQ== x", "YQ== -1", "YQ= 9", "Y*== 9", " 9", "YQ== 9x", "YQ== 99999999999"})
         EXPECT_HAS(refused(put("cl100k_base.tiktoken", good + line + "\n")),
-                   "line 266, '" + std::string(line));
+                   "line 266, \"" + std::string(line));
     EXPECT_HAS(refused(put("llama3.model", good.substr(0, 400))), "llama3.model: ");
 }
 
