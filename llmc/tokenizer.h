@@ -191,7 +191,7 @@ struct Encoding {
     struct Symbol {
         int token, previous, next;
         uint32_t rank;
-        size_t at, length;
+        size_t at, length; // in the word, before merges
     };
     std::vector<Symbol> symbols = {};
     std::vector<uint64_t> heap = {}; // rank << 32 | symbol
@@ -238,7 +238,7 @@ inline void bpe_word(Encoding& e, std::string_view word) {
         if (left.rank != rank) continue; // a neighbour has merged since
         Encoding::Symbol& right = e.symbols[size_t(left.next)];
         left.token = int(find_merge(e.t, left.token, right.token).token);
-        left.length += right.length, left.next = right.next, right.rank = NO_RANK;
+        left.next = right.next, right.rank = NO_RANK;
         if (left.next >= 0) e.symbols[size_t(left.next)].previous = i;
         queue_merge(e, i);
         if (left.previous >= 0) queue_merge(e, left.previous);
@@ -263,21 +263,18 @@ inline void unigram_word(Encoding& e, std::string_view word) {
     };
     std::vector<Place> best(word.size() + 1);
     best[0].score = 0;
-    float worst = *std::min_element(e.t.scores.begin(), e.t.scores.end()) - 10;
+    float unknown = *std::min_element(e.t.scores.begin(), e.t.scores.end()) - 10;
     auto reach = [&](size_t from, size_t to, int token, float score) {
         if (best[from].score + score > best[to].score)
             best[to] = {best[from].score + score, token, from};
     };
     for (size_t at = 0, n; at < word.size(); at += n) {
         n = std::max<size_t>(utf8_length(word.substr(at)), 1);
-        bool alone = false;
         for (size_t length = 1; length <= std::min(e.t.longest, word.size() - at); length++) {
             int token = find_token(e.t.ids, word.substr(at, length));
-            if (token < 0) continue;
-            reach(at, at + length, token, e.t.scores[size_t(token)]);
-            alone |= length == n;
+            if (token >= 0) reach(at, at + length, token, e.t.scores[size_t(token)]);
         }
-        if (!alone) reach(at, at + n, -1, worst);
+        reach(at, at + n, -1, unknown); // never better than a piece
     }
     std::vector<size_t> ends;
     for (size_t at = word.size(); at > 0; at = best[at].from) ends.push_back(at);
