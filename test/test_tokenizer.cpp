@@ -431,7 +431,7 @@ TEST(Words, DigitsSequenceAndLiterals) {
     auto sequence = [](json a, json b) {
         return json{{"type", "Sequence"}, {"pretokenizers", {a, b}}};
     };
-    splits(sequence(digits, gpt2), {"in", " ", "1", "9", "9", "x"});
+    splits(sequence(digits, gpt2), {"in", " ", "1", "9", "9", "x", " y"});
     splits(sequence(together, gpt2), {"in", " ", "199", "x"});
     splits(sequence(split_regex(R"(\p{N}{1,3})"), plain), {"in ", "199", "5", "x y"});
     splits(plain, {"nothing is cut, 1 word"});
