@@ -388,7 +388,7 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
             t.added, part, [&](std::string_view p) { encode_words(e, p); }, token);
     };
     special ? split_at_fixed(t.special, text, plain, token) : plain(text);
-    return e.out;
+    return std::move(e.out);
 }
 
 // A token's bytes; nothing for tokens that have none.
