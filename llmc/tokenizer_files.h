@@ -6,7 +6,7 @@
 //                    byte fallback (Llama 2, Mistral)
 //   *.tiktoken       a line a token, "base64 rank"; Llama 3's tokenizer.model too. Pattern and
 //                    special tokens are not in the file: they go by its name or by how many ranks
-//                    it has (r50k_base, p50k_base, cl100k_base, o200k_base, llama3)
+//                    it has (r50k_base, cl100k_base, o200k_base, llama3)
 //   tokenizer.model  SentencePiece, BPE or unigram
 //   tokenizer.bin    llama2.c's
 //   All become one Tokenizer (tokenizer.h). Every function returns "" or one line that says what
@@ -369,7 +369,6 @@ inline std::vector<KnownRanks> known_ranks() {
     const char *end = "<|endoftext|>", *prompt = "<|endofprompt|>";
     std::vector<KnownRanks> known = {
         {"r50k_base", 50256, GPT2_PATTERN, {{end, 0}}},
-        {"p50k_base", 50280, GPT2_PATTERN, {{end, -25}}}, // in a gap of its ranks
         {"cl100k_base", 100256, CL100K_PATTERN, {{end, 1}, {prompt, 20}}},
         {"o200k_base", 199998, O200K_PATTERN, {{end, 1}, {prompt, 20}}},
         {"llama3", 128000, CL100K_PATTERN, {}}};
@@ -426,7 +425,7 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
     if (row == known.end())
         return path + ": its " + std::to_string(lines) +
                " ranks are of no encoding known here, so its pattern is not known: it may be cut "
-               "short; a name with r50k_base, p50k_base, cl100k_base, o200k_base or llama3 says "
+               "short; a name with r50k_base, cl100k_base, o200k_base or llama3 says "
                "which, or give a tokenizer.json";
     t->kind = TokenizerKind::BPE, t->whole_words = true;
     std::vector<float> scores(t->pieces.size());

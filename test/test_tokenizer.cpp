@@ -171,7 +171,7 @@ struct Piece {
 struct SentencePiece {
     std::vector<Piece> pieces;
     int model = 2; // 1 unigram, 2 BPE
-    bool prefix = true, remove_extra = false;
+    bool prefix = true, remove_extra = false, defaults = false;
 };
 static const std::string META = "\xe2\x96\x81";
 
@@ -180,9 +180,9 @@ static std::string model_bytes(const SentencePiece& s) {
     for (const Piece& p : s.pieces)
         file += field(1, field(1, replace_all(p.text, "_", META)) + field(2, p.score) +
                              field(3, uint64_t(p.type)));
-    return file + field(2, field(3, uint64_t(s.model)) + field(41, uint64_t(1))) +
-           field(3, field(1, std::string("identity")) + field(3, uint64_t(s.prefix)) +
-                        field(4, uint64_t(s.remove_extra)));
+    file += field(2, field(3, uint64_t(s.model)) + field(41, uint64_t(1)));
+    std::string spaces = field(3, uint64_t(s.prefix)) + field(4, uint64_t(s.remove_extra));
+    return file + field(3, field(1, std::string("identity")) + (s.defaults ? "" : spaces));
 }
 
 static std::vector<Piece> with_controls(std::vector<Piece> rest, bool bytes) {
@@ -328,6 +328,11 @@ TEST(Bpe, AgreesWithBpeOnStrings) {
     }
 }
 
+TEST(Bpe, AMergeMayBeginLikeAComment) {
+    Tokenizer t = opened(put_gpt2("hash", {{{"#", "#"}, {"##", "#"}}}));
+    EXPECT_EQ(encode(t, "###"), Tokens{257});
+}
+
 // tiktoken has ranks and no merges: a pair merges where the two together are a piece, of whatever
 // pieces they are made.
 TEST(Bpe, RanksMergeWhateverTogetherIsAPiece) {
@@ -339,6 +344,9 @@ TEST(Bpe, RanksMergeWhateverTogetherIsAPiece) {
     EXPECT_EQ(encode(t, "xabc"), (Tokens{'x', 258})); // bc, then a + bc
     EXPECT_EQ(encode(opened(put_gpt2("pairs", b)), "xabc"),
               (Tokens{'x', 'a', 256})); // never a + bc
+    t = opened(put_tiktoken("small.r50k_base.tiktoken", {{{"ab", "c"}}}));
+    EXPECT_EQ(encode(t, "abc"), Tokens{256}); // a word that is a piece, though no merges lead there
+    EXPECT_EQ(encode(t, "abcd"), (Tokens{'a', 'b', 'c', 'd'}));
 }
 
 TEST(Bpe, OneTokenizerInEveryFormOfFile) {
@@ -482,6 +490,16 @@ TEST(Special, OnlyWhereAskedForAndTheLongest) {
     EXPECT_EQ(encode(t, "<|end", true), encode(t, "<|end"));
 }
 
+TEST(Special, NeverMadeOfWords) {
+    json j = tokenizer_json(HELLO);
+    j["pre_tokenizer"] = nullptr;
+    j["model"]["ignore_merges"] = true;
+    j["model"]["vocab"]["<|endoftext|>"] = 265;
+    Tokenizer t = opened(put_json(j));
+    EXPECT_EQ(encode(t, "<|endoftext|>").size(), 13u);
+    EXPECT_EQ(encode(t, "<|endoftext|>", true), Tokens{265});
+}
+
 TEST(Special, TiktokenFilesHaveThemByName) {
     struct Case {
         const char *name, *token;
@@ -559,6 +577,21 @@ TEST(SentencePieceBpe, SpacesAsTheModelSays) {
     EXPECT_EQ(pieces(opened(scratch("bpe.model")), "   "), Texts());
     // U+2581 in a text is a space, and no extra one but at the end
     EXPECT_EQ(pieces(opened(scratch("bpe.model")), META + " hell " + META), (Texts{"  ", " hell"}));
+}
+
+// a field that is not written has its default: a space in front, and no extra ones
+TEST(SentencePieceBpe, DefaultsOfTheFormat) {
+    SentencePiece s = {with_controls(LETTERS, true)};
+    s.defaults = true;
+    Tokenizer t = opened(put("defaults.model", model_bytes(s)));
+    EXPECT_EQ(pieces(t, "  hell  "), (Texts{" hell"}));
+}
+
+TEST(SentencePieceBpe, EqualScoresMergeFromTheLeft) {
+    std::vector<Piece> all =
+        with_controls({{"_", -9}, {"a", -9}, {"b", -9}, {"c", -9}, {"bc", -1}, {"ab", -1}}, true);
+    EXPECT_EQ(pieces(opened(put("equal.model", model_bytes({all}))), "abc"),
+              (Texts{" ", "ab", "c"}));
 }
 
 TEST(SentencePieceBpe, UserDefinedPiecesAreWhole) {
