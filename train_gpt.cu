@@ -102,8 +102,8 @@ static void open_data(Run& run) {
 }
 
 // The text that a sample continues; without one the token that begins or ends texts. A model may
-// have more tokens than its tokenizer, as padding. Where they are of different kinds a sample starts
-// from the model's last token, GPT-2's end of text, and is printed as numbers.
+// have more tokens than its tokenizer, as padding. Where the tokenizer is not the model's a sample
+// starts from the model's last token, GPT-2's end of text, and is printed as numbers.
 static bool speaks(const Run& run) {
     size_t tokens = size_t(run.tokenizer.vocab_size);
     return run.tokenizer.kind == TokenizerKind::BYTE ? tokens == run.shape.V

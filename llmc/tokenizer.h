@@ -1,17 +1,17 @@
-// tokenizer.h - text to tokens and back: byte-pair encoding, unigram, bytes - arXiv:1508.07909,
-// 1804.10959
-//   encode: special tokens' texts are cut out where asked for; what is left is normalised
-//   (SentencePiece: a space in front), cut at added tokens and by the tokenizer's patterns, and each
+// tokenizer.h - text to tokens and back: bytes, BPE, unigram - arXiv:1508.07909, arXiv:1804.10959
+//   encode: the texts of special tokens are cut out where asked for; what is left is normalised
+//   (SentencePiece: a space in front), cut at added tokens and by the tokenizer's patterns; each
 //   word that is left becomes tokens:
 //     BPE      symbols are bytes, or characters; the neighbours whose merge has the lowest rank
 //              merge, the leftmost first, until no two neighbours do
 //     unigram  the pieces with the highest sum of scores (Viterbi)
 //   Merges of all kinds of files are one table: (left, right) -> rank, token. Where a file has
-//   pieces with scores or ranks and no merges, each way to cut a piece in two is a merge of its rank.
+//   pieces with scores or ranks and no merges, each way to cut a piece in two is a merge of its
+//   rank.
 //   Any bytes come back: decode(encode(text)) == text, invalid UTF-8 too, unless the tokenizer
-//   itself normalises (remove_extra_whitespaces) or has an unknown token. Not built: Unicode
-//   normalisation (text for a tokenizer that asks for NFC is taken as being NFC, as it nearly always
-//   is), lstrip and rstrip of added tokens.
+//   itself normalises (remove_extra_whitespaces, U+2581 for a space) or has an unknown token.
+//   Not built: Unicode normalisation (text for a tokenizer that asks for NFC is taken as being NFC,
+//   as it nearly always is), lstrip and rstrip of added tokens.
 //   A Tokenizer is not written after it was opened: any number of threads may encode.
 //   Cost: O(n log n) for the longest word, O(n) else; words that come again are copied.
 //   Files: tokenizer_files.h

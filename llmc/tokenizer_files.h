@@ -560,8 +560,8 @@ inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
 }
 
 // ----------------------------------------------------------------------------
-// llama2.c's tokenizer.bin: the longest piece, then score, length and bytes of each; the first three
-// are unknown, begin and end
+// llama2.c's tokenizer.bin: the longest piece, then score, length and bytes of each; the first
+// three are unknown, begin and end
 
 inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std::string& file) {
     int32_t longest = 0, length = 0;

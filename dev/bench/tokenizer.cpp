@@ -1,5 +1,6 @@
 // tokenizer.cpp - megabytes of text that a tokenizer encodes in a second, on one core
-//   A text of the user's, and a megabyte each of what is hard: one word, one letter, bytes at random.
+//   A text of the user's, and a megabyte each of what is hard: one word, one letter, spaces, bytes
+//   at random.
 //   usage: bench_tokenizer TOKENIZER TEXT
 #include <random>
 #include "../../llmc/mfu.h"
