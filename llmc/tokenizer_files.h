@@ -564,23 +564,21 @@ inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
 // three are unknown, begin and end
 
 inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std::string& file) {
-    int32_t longest = 0, length = 0;
+    static const char* const FIRST[] = {"<unk>", "<s>", "</s>"};
+    int32_t promised = 0, longest = 0, length = 0;
     float score = 0;
-    bool good = file.size() >= 4;
-    if (good) memcpy(&longest, file.data(), 4);
-    for (size_t at = 4; good && at < file.size(); at += 8 + size_t(length)) {
-        if ((good = at + 8 <= file.size()))
-            memcpy(&score, &file[at], 4), memcpy(&length, &file[at + 4], 4);
-        good = good && std::isfinite(score) && length >= 0 && length <= longest &&
-               at + 8 + size_t(length) <= file.size();
-        if (!good) break;
+    if (file.size() >= 4) memcpy(&promised, file.data(), 4);
+    size_t at = 4;
+    for (; at + 8 <= file.size(); at += 8 + size_t(length)) {
+        memcpy(&score, &file[at], 4), memcpy(&length, &file[at + 4], 4);
+        if (!std::isfinite(score) || length < 0 || file.size() - at - 8 < size_t(length)) break;
         size_t token = t->pieces.size();
-        static const char* const FIRST[] = {"<unk>", "<s>", "</s>"};
         std::string text = token < 3 ? FIRST[token] : file.substr(at + 8, size_t(length));
         int type = token == 0 ? UNKNOWN : token < 3 ? CONTROL : NORMAL;
         add_sentencepiece(t, text, score, fallback_byte(text) >= 0 ? int(BYTE_PIECE) : type);
+        longest = std::max(longest, length);
     }
-    if (!good || t->byte_token[255] < 0) // the last byte's token comes after all that are needed
+    if (at != file.size() || longest != promised || t->byte_token[255] < 0)
         return path + ": is cut short, or not llama2.c's tokenizer.bin: make it again";
     t->kind = TokenizerKind::BPE, t->sentencepiece = true, t->prefix = Prefix::SPACE, t->bos = 1;
     set_merges_from_scores(t, t->scores);

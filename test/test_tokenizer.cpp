@@ -197,13 +197,15 @@ static std::vector<Piece> with_controls(std::vector<Piece> rest, bool bytes) {
 // llama2.c's form of the same pieces
 static std::string bin_bytes(const std::vector<Piece>& pieces) {
     auto number = [](auto x) { return std::string((const char*)&x, 4); };
-    std::string file = number(27);
+    std::string file;
+    size_t longest = 0;
     for (const Piece& p : pieces) {
         std::string text = replace_all(p.text, "_", " ");
         if (p.type == CONTROL) text = "\n" + text + "\n";
         file += number(p.score) + number(int(text.size())) + text;
+        longest = std::max(longest, text.size());
     }
-    return file;
+    return number(int(longest)) + file;
 }
 
 // ----------------------------------------------------------------------------
@@ -898,6 +900,10 @@ TEST(Bad, AnyCutAndAnyByte) {
     survives("unigram.model", model_bytes({all, 1}), false);
     survives("tokenizer.json", tokenizer_json(HELLO).dump(), true);
     EXPECT_HAS(refused(put("tokenizer.bin", bin_bytes(all).substr(0, 100))), "is cut short");
+    all.push_back({"hellohello", -1}); // a cut between pieces, without the longest
+    size_t last = 8 + std::string("hellohello").size(), bytes = bin_bytes(all).size();
+    EXPECT_HAS(refused(put("tokenizer.bin", bin_bytes(all).substr(0, bytes - last))),
+               "is cut short");
     EXPECT_HAS(refused(put("tokenizer.model", model_bytes({all}).substr(0, 101))), "is cut short");
 }
 
