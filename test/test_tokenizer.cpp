@@ -706,12 +706,13 @@ TEST(Unigram, TheBestSumOfScores) {
         EXPECT_EQ(pieces(t, text), best) << text;
     }
     // what is unknown costs 10 more than the worst piece: a, bx and not ab, x
-    std::vector<Piece> few =
-        with_controls({{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -9}, {"ba", -18}}, true);
+    std::vector<Piece> few = with_controls(
+        {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -9}, {"ba", -18}, {"abab", -3}}, true);
     t = opened(put("few.model", model_bytes({few, 1})));
     EXPECT_EQ(pieces(t, "abx"), (Texts{" ", "a", "bx"}));
     EXPECT_EQ(pieces(t, "ba"), (Texts{" ", "ba"})); // of equal sums the longer piece first
     EXPECT_EQ(pieces(t, "xb"), (Texts{" ", "x", "b"}));
+    EXPECT_EQ(pieces(t, "abab"), (Texts{" ", "abab"}));
 }
 
 // ----------------------------------------------------------------------------
