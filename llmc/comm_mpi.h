@@ -106,7 +106,7 @@ struct MpiGroup {
     MPI_Comm comm;
     int started = 0;                            // collectives
     size_t most = size_t(1) << 30;              // bytes of one MPI message: its counts are ints
-    size_t scratch = size_t(4) << 20;           // bytes of a sum that are on their way at once
+    size_t scratch = size_t(1) << 20;           // bytes of a sum that are on their way at once
     std::vector<std::unique_ptr<char[]>> spare; // such scratch, of sums that are over
     explicit MpiGroup(MPI_Comm comm) : comm(comm) {}
     ~MpiGroup() {
