@@ -39,6 +39,12 @@ inline void placement_set(Placements& table, const void* p, size_t bytes, const 
     table.rows = kept;
 }
 
+// [p, p + bytes) becomes another buffer's.
+inline void placement_forget(Placements& table, const void* p, size_t bytes) {
+    const char *from = static_cast<const char*>(p), *to = from + bytes;
+    std::erase_if(table.rows, [&](auto& row) { return row.from < to && from < row.to; });
+}
+
 // The first row that overlaps [p, p + bytes) and, where `needed` is given, holds something else.
 inline const Placements::Row* placement_find(const Placements& table, const void* p, size_t bytes,
                                              const std::string& axis,

@@ -314,6 +314,7 @@ template <typename T, typename S> Flight<S> start_reduce(Trainer<T, S>& t, const
     const Bucket& bucket = t.model.buckets[size_t(a.bucket)];
     if (t.plans[t.plan].sequence_parallel) all_reduce_sum(comms.tp, whole, bucket.common, where);
     all_reduce_sum(comms.kv, whole + bucket.common, bucket.shared - bucket.common, where);
+    size_t whole_bytes = whole_elements(t.plans[t.plan], bucket) * sizeof(A);
     Flight<S> f;
     f.pending = part.sharded ? start_reduce_scatter_sum(comms.shard, mine, whole, part.count, where)
                              : start_all_reduce_sum(comms.shard, whole, part.count, where);
@@ -322,6 +323,8 @@ template <typename T, typename S> Flight<S> start_reduce(Trainer<T, S>& t, const
         size_t bytes = part.count * sizeof(A);
         if (each && first) copy_rows(grad, bytes, mine, bytes, bytes, 1, where);
         if (each && !first) add_gradients(grad, mine, part.count, where);
+        Placements* checked = comms.world.info ? comms.world.info->placements : nullptr;
+        if (each && checked) placement_forget(*checked, whole, whole_bytes);
     };
     return f;
 }
@@ -399,6 +402,35 @@ template <typename T, typename S> void run_action(Trainer<T, S>& t, const Action
     }
 }
 
+// What an action has left along the axes of the plan's collectives, where ranks are checked
+// (comm_placement.h): a sum that is left out or made twice is then a message.
+template <typename T, typename S> void note_placements(Trainer<T, S>& t, const Action& a) {
+    RankInfo* info = t.comms.world.info;
+    if (!info || !info->placements) return;
+    const Plan& p = t.plans[size_t(t.plan)];
+    auto note = [&](Data d, auto* from, size_t count, const char* axis, Placement holds) {
+        placement_set(*info->placements, from, count * sizeof(*from), axis, holds,
+                      data_text(d, t.model));
+    };
+    auto partial = [&](Data d, std::initializer_list<const char*> axes) {
+        const Bucket& b = t.model.buckets[size_t(d.of)];
+        acc_t<T>* grad = address<acc_t<T>>(t, d);
+        for (const char* axis : axes) note(d, grad, whole_elements(p, b), axis, Placement::PARTIAL);
+        if (p.sequence_parallel) note(d, grad, b.common, "tp", Placement::PARTIAL);
+        note(d, grad + b.common, b.shared - b.common, "kv", Placement::PARTIAL);
+    };
+    if (reaches_weights(a.kind))
+        for (int b : buckets_of(t.model, a.layer))
+            if (t.model.buckets[size_t(b)].trainable)
+                partial({gradient_kind(p, t.model, b, a.layer), b}, {"shard", "replica", "tie"});
+    if (a.kind == Do::TIE) partial({Kind::GRAD, a.bucket}, {"shard", "replica"});
+    if (a.kind != Do::UPDATE) return;
+    Data weight = {Kind::WEIGHT, a.bucket};
+    Portion mine = my_part(t, a.bucket);
+    if (mine.sharded)
+        note(weight, part_of<T>(t, weight, mine), mine.count, "shard", Placement::SHARDED);
+}
+
 // f under the name that the watchdog says of a wait, and as a box of the timeline.
 template <typename T, typename S, typename F>
 void run_named(Trainer<T, S>& t, const std::string& name, F f) {
@@ -431,7 +463,7 @@ template <typename T, typename S> void run_plan(Trainer<T, S>& t, int plan) {
             if (queue_of(a.kind) == Queue::COMM)
                 flights.push_back(start_collective(t, a));
             else
-                run_action(t, a);
+                run_action(t, a), note_placements(t, a);
         });
     }
     if (in_stream_order(t)) wait_for_peers(t.comms.world, t.ctx.where);
