@@ -1,5 +1,4 @@
-// arena.h - every byte has its place before the run: one allocation, offsets from lifetimes read
-// off the plan
+// arena.h - every byte has its place before the run: one allocation, offsets from lifetimes read off the plan
 //   Persistent data (weights, gradients, moments, ...) lie first, each for the whole run.
 //   Everything else lives from the action that writes it to the last action that reads what was
 //   written, or to the finish of a collective that does; data that never live at the same time share

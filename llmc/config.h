@@ -1,5 +1,4 @@
-// config.h - one plain struct and one table: the flags, --help, --config files, and the copy in log
-// and checkpoint
+// config.h - one plain struct and one table: the flags, --help, --config files, and the copy in log and checkpoint
 //   A row of the table is a flag: its name, its field, what it accepts, a line of help. What is not
 //   built yet is a row
 //   too, and is refused by name. Checks that need more than one field are in config_check(), each

@@ -1,5 +1,4 @@
-// dataloader.h - windows of tokens from text and token shards: memory-mapped, many files, larger
-// than memory
+// dataloader.h - windows of tokens from text and token shards: memory-mapped, many files, larger than memory
 //   .txt   any text, tokenized when it is opened; where a byte is a token nothing is copied. The
 //          texts of special tokens (<|endoftext|>) are these tokens.
 //   .bin   llm.c's shards: 256 int32 of header {magic, version, tokens}, then the tokens:

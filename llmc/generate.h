@@ -1,5 +1,4 @@
-// generate.h - text from the model: the generate plan, run on the prompt and then on one token at a
-// time
+// generate.h - text from the model: the generate plan, run on the prompt and then on one token at a time
 //   The first run reads the whole prompt and fills the key/value cache; each later run reads the
 //   token just picked.
 //   Token i of a sample uses the uniform number i of the stream "sample.<step>", so a resumed run

@@ -1,5 +1,4 @@
-// gpt2.h - GPT-2: its tables and its layers, forward and backward -
-// openai.com/research/better-language-models
+// gpt2.h - GPT-2: its tables and its layers, forward and backward - openai.com/research/better-language-models
 //   embedding   x = wte[token] + wpe[position]
 //   block       x = x + proj(attention(qkv(ln_1(x))));  x = x + proj(gelu(fc(ln_2(x))))
 //   head        logits = ln_f(x) wte^T

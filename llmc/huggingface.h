@@ -1,5 +1,4 @@
-// huggingface.h - Hugging Face folders in and out: config.json and safetensors of GPT-2, Llama,
-// Mistral, Qwen2
+// huggingface.h - Hugging Face folders in and out: config.json and safetensors of GPT-2, Llama, Mistral, Qwen2
 //   Reading: config.json becomes a Shape; model.safetensors, or the shards that
 //   model.safetensors.index.json names,
 //   become weights, tensor by tensor. GPT-2's matrices are stored [in, out] (Conv1D) and turned on

@@ -1,5 +1,4 @@
-// llama.h - Llama, Mistral, Qwen2: tables and layers, forward and backward - arXiv:2302.13971,
-// arXiv:2407.21783
+// llama.h - Llama, Mistral, Qwen2: tables and layers, forward and backward - arXiv:2302.13971, arXiv:2407.21783
 //   embedding   x = embed_tokens[token]
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),  q, k, v = proj(norm(x))
 //               x = x + down_proj(silu(gate) * up),              gate, up = proj(norm(x))

@@ -1,21 +1,16 @@
-// model.h - what a model is: its shape, the presets, its parameters, buckets and activations as
-// tables
-//   A model is a row of layers: layer 0 embeds, layers 1..L are blocks, layer L+1 is the head
-//   (final norm, logits, loss).
-//   Layers and buckets are two things. A layer is what runs; a bucket is one flat buffer of
-//   parameters, the unit that
-//   is updated (and, over many ranks, gathered, reduced and sharded). A layer uses one or more
-//   buckets:
+// model.h - what a model is: its shape, the presets, its parameters, buckets and activations as tables
+//   A model is a row of layers: layer 0 embeds, layers 1..L are blocks, layer L+1 is the head (final
+//   norm, logits, loss). Layers and buckets are two things. A layer is what runs; a bucket is one
+//   flat buffer of parameters, the unit that is updated (and, over many ranks, gathered, reduced and
+//   sharded). A layer uses one or more buckets:
 //     "embedding"  the token table           layer 0, and layer L+1 too when the head is tied to it
 //     "positions"  the table of positions    layer 0 (learned positions only)
 //     "block.l"    a block's parameters      layer l + 1
 //     "head"       final norm, untied head   layer L+1
-//   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16):
-//   offsets are the same in
-//   the weight, gradient, master and moment buffers.
+//   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16): offsets
+//   are the same in the weight, gradient, master and moment buffers.
 //   Tables are written once, in gpt2.h and llama.h, as functions that visit their rows: one visitor
-//   makes the table,
-//   another binds a block's pointers.
+//   makes the table, another binds a block's pointers.
 #pragma once
 #include <string>
 #include <vector>

@@ -1,5 +1,4 @@
-// sampler.h - the next token from a row of logits: greedy, temperature, top-k, top-p -
-// arXiv:1904.09751
+// sampler.h - the next token from a row of logits: greedy, temperature, top-k, top-p - arXiv:1904.09751
 //   p = softmax(logits / temperature); keep the k likeliest; of those the fewest whose share
 //   reaches top_p; draw.
 //   temperature 0 is greedy (the lowest index of equals); top_k 0 and top_p 1 keep all.

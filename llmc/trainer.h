@@ -1,9 +1,7 @@
-// trainer.h - one rank's state: the model's tables, their bytes in the arena, and the pointers of a
-// layer
+// trainer.h - one rank's state: the model's tables, their bytes in the arena, and the pointers of a layer
 //   Tables are made and bound by visiting their rows (gpt2.h, llama.h): a parameter lies at its
-//   offset in its bucket,
-//   an activation in the arena's place of its group. Nothing here knows how many ranks there are;
-//   grid and plan do.
+//   offset in its bucket, an activation in the arena's place of its group. Nothing here knows how
+//   many ranks there are; grid and plan do.
 #pragma once
 #include <functional>
 #include <tuple>

@@ -1,5 +1,4 @@
-// attention_inputs.h - random operands of attention under every mask, the definition in double, and
-// the CPU version's results
+// attention_inputs.h - random operands of attention under every mask, the definition in double, and the CPU version's results
 #pragma once
 #include "../llmc/attention.cuh"
 #include "op_table.h"

@@ -1,5 +1,4 @@
-// fuzz_readers.cpp - damaged safetensors files and token shards, given to their readers until the
-// time is up
+// fuzz_readers.cpp - damaged safetensors files and token shards, given to their readers until the time is up
 //   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
 //   Inputs begin as whole files made here; each is damaged one to four times: bits, bytes, lengths,
 //   cuts, splices, numbers of the JSON header, brackets. A reader must return a message or a file

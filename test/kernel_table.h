@@ -1,5 +1,4 @@
-// kernel_table.h - the harness of the kernel table: an operator's CUDA kernels against its CPU
-// version in double
+// kernel_table.h - the harness of the kernel table: an operator's CUDA kernels against its CPU version in double
 //   The same rows run in the emulator (g++ -DEMULATE) and on a GPU (nvcc). In the emulator each case
 //   runs with its threads forward, in reverse and shuffled, and asynchronous operations at their
 //   earliest and at their latest: all must give the same bits. On a GPU each case runs twice.

@@ -1,5 +1,4 @@
-// ops_simple.h - rows of the op table: embedding, norms, RoPE, activations, cross-entropy,
-// optimizer, gradient norm
+// ops_simple.h - rows of the op table: embedding, norms, RoPE, activations, cross-entropy, optimizer, gradient norm
 #pragma once
 #include "../llmc/adamw.cuh"
 #include "../llmc/crossentropy.cuh"

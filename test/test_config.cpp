@@ -1,5 +1,4 @@
-// test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a
-// fix
+// test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a fix
 #include <gtest/gtest.h>
 #include <fstream>
 #include "../llmc/config.h"

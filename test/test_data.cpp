@@ -1,5 +1,4 @@
-// test_data.cpp - random numbers, vector maths, narrow types, data windows, samplers, safetensors
-// files
+// test_data.cpp - random numbers, vector maths, narrow types, data windows, samplers, safetensors files
 //   Expected values come from elsewhere: published known answers, libm in double, neighbours of a
 //   rounded number,
 //   and tokens that are their own positions.

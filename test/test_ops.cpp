@@ -1,5 +1,4 @@
-// test_ops.cpp - the op table: test_ops [test|grad|perf] [name] [--seed N]; without a mode: test
-// and grad
+// test_ops.cpp - the op table: test_ops [test|grad|perf] [name] [--seed N]; without a mode: test and grad
 #include <cstdlib>
 #include "op_table.h"
 #include "ops_products.h"

@@ -1,5 +1,4 @@
-// test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes
-// and places
+// test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
 #include <gtest/gtest.h>
 #include <filesystem>
 #include <fstream>

@@ -1,5 +1,4 @@
-// test_run.cpp - the program as a user runs it: what it prints, what it refuses, what survives a
-// kill
+// test_run.cpp - the program as a user runs it: what it prints, what it refuses, what survives a kill
 //   Runs $TRAIN_GPT (default build/train_gpt) as a child process in a scratch folder.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
