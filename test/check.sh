@@ -83,6 +83,10 @@ step "scripts/gpu_check.sh" test/gpu_check_test.sh
 # The scripts for many machines, on two slots of this one.
 step "scripts/multi_node" test/multi_node_test.sh
 
+# Plots, and the scripts that download data, against a server on this machine.
+step "dev/data" test/data_scripts_test.py
+step "dev/plot.py" test/plot_test.py
+
 # A seeded sample of mutants; `make mutate` runs all.
 step "a sample of 8 mutants turns the suite red" test/mutate 8 1
 

@@ -31,6 +31,10 @@ class Interrupted(Exception):
     """The connection failed in a way that a later try may not."""
 
 
+class Unreachable(Interrupted):
+    """No connection at all."""
+
+
 # ---------------------------------------------------------------------------
 # progress
 
@@ -109,7 +113,7 @@ def open_url(url, first_byte=0):
     except (OSError, http.client.HTTPException) as e:
         reason = getattr(e, "reason", e)
         host = urllib.parse.urlsplit(url).hostname
-        raise Interrupted(
+        raise Unreachable(
             f"{url}: no connection to {host} ({reason}): is there a network? "
             "A proxy is named by the environment variable https_proxy"
         ) from e
@@ -117,17 +121,21 @@ def open_url(url, first_byte=0):
         raise DownloadError(f"{url}: is no address: {e}") from e
 
 
+def bytes_in(path):
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
 def append_response(url, part, name, size):
-    """Append to `part` what the server has after its end. Returns the file's whole size, or None
-    where the server does not say; raises Interrupted when the connection ends early."""
-    have = os.path.getsize(part) if os.path.exists(part) else 0
+    """Append to `part` what the server has after its end; Interrupted if the connection ends
+    early. Where the server tells no length, only `size` and the hash show that."""
+    have = bytes_in(part)
     with open_url(url, have) as response:
         if response.status == 416:  # there is nothing after our bytes, or too little before
             total = response.headers.get("Content-Range", "").rpartition("/")[2]
             if total == str(have):
-                return have
+                return
             os.remove(part)
-            raise Interrupted(f"{url}: {part} had {have} bytes, the server's file {total or 'less'}")
+            raise Interrupted(f"{part} had {have} bytes, the server has {total or 'fewer'}")
         if have and response.status == 206:
             start = response.headers.get("Content-Range", "").removeprefix("bytes ").split("-")[0]
             if start != str(have):
@@ -153,7 +161,7 @@ def append_response(url, part, name, size):
         with open(part, "ab" if have else "wb") as out:
             while True:
                 try:
-                    block = response.read(CHUNK)
+                    block = response.read1(CHUNK)  # what has come: nothing is lost on a timeout
                 except (OSError, http.client.HTTPException) as e:
                     progress.clear()
                     raise Interrupted(f"{url}: the connection broke after {done} bytes") from e
@@ -165,7 +173,6 @@ def append_response(url, part, name, size):
         progress.clear()
     if total is not None and done < total:
         raise Interrupted(f"{url}: the connection ended after {done} of {total} bytes")
-    return total
 
 
 def sha256_of(path):
@@ -189,20 +196,21 @@ def download(url, path, size=None, sha256=None):
         return
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     part, name = path + ".part", os.path.basename(path)
-    failures, reached, resumed = 0, 0, os.path.exists(part)
+    kept = reached = bytes_in(part)
+    failures = 0
     while True:
         try:
             append_response(url, part, name, size)
             break
         except Interrupted as e:
-            now = os.path.getsize(part) if os.path.exists(part) else 0
+            now = bytes_in(part)
             failures = 1 if now > reached else failures + 1
             reached = max(reached, now)
-            # without a first byte there is no network, or no such host: say so at once
-            if failures == TRIES or (reached == 0 and isinstance(e.__cause__, urllib.error.URLError)
-                                     and not isinstance(e.__cause__, urllib.error.HTTPError)):
-                kept = f"; {bytes_text(now)} are kept, the next run goes on there" if now else ""
-                raise DownloadError(f"{e}{kept}") from e
+            # not one byte yet, and nobody there: more tries only hide that there is no network
+            no_network = isinstance(e, Unreachable) and reached == kept
+            if no_network or failures == TRIES:
+                goes_on = f"; {bytes_text(now)} are kept, the next run goes on there" if now else ""
+                raise DownloadError(f"{e}{goes_on}") from e
             wait = RETRY_SECONDS * 2 ** (failures - 1)
             print(f"{e}; again in {wait:.0f} s", file=sys.stderr)
             time.sleep(wait)
@@ -212,8 +220,8 @@ def download(url, path, size=None, sha256=None):
             os.remove(part)
             raise DownloadError(
                 f"{url}: {what} {is_}, expected {expected}: "
-                + ("what was kept from an earlier run did not fit; run this again" if resumed
-                   else "the file was changed or damaged on its way; nothing is kept")
+                + ("what an earlier run had kept did not fit; run this again" if kept
+                   else "the file was changed, or damaged on its way; nothing is kept")
             )
     os.replace(part, path)
     verdict = "as expected" if sha256 else "found, with nothing to compare it to"
@@ -227,30 +235,30 @@ def download(url, path, size=None, sha256=None):
 @dataclass
 class HubFile:
     url: str
-    name: str  # without folders
     size: int
     sha256: str | None  # of large files; small ones have none
 
 
 def hugging_face_files(dataset, folder="", revision="main"):
-    """The files in a folder of a dataset: the hub's own listing, with its sizes and hashes."""
+    """name -> HubFile of a folder: the hub's own listing (its first thousand files)."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     version = urllib.parse.quote(revision, safe="")
     url = f"{hub}/api/datasets/{dataset}/tree/{version}" + (f"/{folder}" if folder else "")
     try:
         with open_url(url) as response:
             entries = json.load(response)
+        here = f"{hub}/datasets/{dataset}/resolve/{version}/"
         return {
             os.path.basename(e["path"]): HubFile(
-                f"{hub}/datasets/{dataset}/resolve/{version}/{urllib.parse.quote(e['path'])}",
-                os.path.basename(e["path"]), e["size"], e.get("lfs", {}).get("oid"),
+                here + urllib.parse.quote(e["path"]), e["size"], e.get("lfs", {}).get("oid")
             )
-            for e in entries if e["type"] == "file"
+            for e in entries
+            if e["type"] == "file"
         }
     except Interrupted as e:
         raise DownloadError(str(e)) from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise DownloadError(f"{url}: no list of files came back ({e!r}); is it Hugging Face?") from e
+        raise DownloadError(f"{url}: sent no list of files ({e!r}); is it Hugging Face?") from e
 
 
 def hugging_face_download(files, name, folder):

@@ -15,8 +15,11 @@ from download import (
 )
 from parquet_text import download_as_text
 
-TOKENS = {False: ("kjj0/fineweb10B-gpt2", "fineweb"), True: ("kjj0/finewebedu10B-gpt2", "finewebedu")}
-TEXT = {False: "HuggingFaceFW/fineweb", True: "HuggingFaceFW/fineweb-edu"}
+# names of files -> the dataset of their tokens, of their text
+SOURCES = {
+    "fineweb": ("kjj0/fineweb10B-gpt2", "HuggingFaceFW/fineweb"),
+    "finewebedu": ("kjj0/finewebedu10B-gpt2", "HuggingFaceFW/fineweb-edu"),
+}
 
 
 def check_shard(path):
@@ -32,11 +35,9 @@ def check_shard(path):
     return tokens
 
 
-def download_shards(edu, count, folder):
-    dataset, name = TOKENS[edu]
+def download_shards(dataset, name, count, folder):
     files = hugging_face_files(dataset)
-    train = sorted(f for f in files if f.startswith(f"{name}_train_") and f.endswith(".bin"))[:count]
-    val = f"{name}_val_000000.bin"
+    val, train = f"{name}_val_000000.bin", sorted(f for f in files if "_train_" in f)[:count]
     tokens = [check_shard(hugging_face_download(files, f, folder)) for f in [val] + train]
     print(f"{len(train)} shards, {sum(tokens[1:])} tokens; for validation {tokens[0]}")
     print(
@@ -52,11 +53,13 @@ def main():
     parser.add_argument("--parquet", action="store_true", help="text, not GPT-2 tokens")
     parser.add_argument("--out", help="folder (data/fineweb10B, data/finewebedu10B)")
     arguments = parser.parse_args()
-    folder = arguments.out or f"data/{TOKENS[arguments.edu][1]}10B"
+    name = "finewebedu" if arguments.edu else "fineweb"
+    tokens, text = SOURCES[name]
+    folder = arguments.out or f"data/{name}10B"
     if arguments.parquet:
-        download_as_text(TEXT[arguments.edu], "sample/10BT", "main", arguments.shards, folder)
+        download_as_text(text, "sample/10BT", "main", arguments.shards, folder)
     else:
-        download_shards(arguments.edu, arguments.shards, folder)
+        download_shards(tokens, name, arguments.shards, folder)
 
 
 if __name__ == "__main__":
