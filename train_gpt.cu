@@ -413,7 +413,9 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     if (!c.out.empty() && is_first(run)) {
         USER_CHECK(mkdir(c.out.c_str(), 0777) == 0 || errno == EEXIST, "--out %s: %s",
                    c.out.c_str(), strerror(errno));
-        or_die(log_open(run.log, c.out + "/log.jsonl", run.step, config_json(c)));
+        or_die(log_open(run.log, c.out + "/log.jsonl", run.step,
+                        {{"config", config_json(c)},
+                         {"flops_per_token", flops_per_token(t.model, size_t(c.seq))}}));
     }
     if (c.eval) return report_validation(run, t);
     if (run.train_plan >= 0 && is_first(run)) {

@@ -1,10 +1,9 @@
 // logger.h - the step line on the terminal and log.jsonl beside the checkpoints
 //   step   10/200 | loss 3.2104 | norm 0.91 | lr 3.0e-04 | 12.3 ms | 83.2k tok/s | mfu 41.0% | eta
 //   1m20s
-//   log.jsonl: first {"config": ...}, then an object a step {step, loss, grad_norm, lr, tokens, ms,
-//   tokens_per_second,
-//   mfu} and an object a validation {step, val_loss}. A resumed run drops the lines of steps it
-//   will do again.
+//   log.jsonl: first {config, flops_per_token}, then an object a step {step, loss, grad_norm, lr,
+//   tokens, ms, tokens_per_second, mfu} and an object a validation {step, val_loss}. A resumed run
+//   drops the lines of steps it will do again. dev/plot.py draws it.
 #pragma once
 #include <cstdio>
 #include <fstream>
@@ -56,7 +55,7 @@ inline std::string log_append(const Logger& log, const nlohmann::json& j) {
 
 // Start the file, or on resume keep the lines up to the step that the run goes on from.
 inline std::string log_open(Logger& log, const std::string& path, int64_t resumed_step,
-                            const nlohmann::json& config) {
+                            const nlohmann::json& first) {
     log.path = path;
     std::string kept, line;
     if (resumed_step > 0)
@@ -66,7 +65,7 @@ inline std::string log_open(Logger& log, const std::string& path, int64_t resume
         }
     std::ofstream out(path, std::ios::trunc);
     out << kept;
-    if (kept.empty()) out << nlohmann::json{{"config", config}}.dump() << "\n";
+    if (kept.empty()) out << first.dump() << "\n";
     out.flush();
     return out ? "" : path + ": cannot be written: choose another --out";
 }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install what the build needs on Debian or Ubuntu: `setup.sh` for the trainer, `setup.sh test` for the tests too.
+# Install what the build needs on Debian or Ubuntu: `setup.sh` for the trainer, `setup.sh test` for the tests too,
+# `setup.sh plot` for dev/plot.py too.
 # Says what it installs; does nothing, and needs no network, when all is there.
 set -eu
 needed=() better=()
@@ -19,6 +20,10 @@ want mpirun openmpi-bin
 if [ "${1:-}" = test ]; then
     need gtest/gtest.h libgtest-dev
     need python3 python3
+fi
+if [ "${1:-}" = plot ]; then
+    need python3 python3
+    python3 -c 'import matplotlib' 2>/dev/null || needed+=(python3-matplotlib)
 fi
 [ $((${#needed[@]} + ${#better[@]})) -eq 0 ] && exit 0
 

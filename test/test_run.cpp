@@ -95,6 +95,9 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     for (std::string line; std::getline(log, line);) lines.push_back(nlohmann::json::parse(line));
     ASSERT_EQ(lines.size(), 32u);
     EXPECT_EQ(lines[0]["config"]["lr"], 3e-3);
+    // 6 a parameter (tables, two layers, the last LayerNorm), and 6 L C T for attention
+    double parameters = (256 + 1024) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32;
+    EXPECT_EQ(lines[0]["flops_per_token"], 6 * parameters + 6 * 2 * 32 * 32);
     for (const char* key :
          {"step", "loss", "grad_norm", "lr", "tokens", "ms", "tokens_per_second", "mfu"})
         EXPECT_TRUE(lines[30].contains(key)) << key;
@@ -305,7 +308,8 @@ TEST_F(Run, PipelinesAndShardsPrintWhatOneRankPrints) {
 
 // Tensor parallelism adds in another order: the printed digits and the greedy text stay.
 TEST_F(Run, TensorParallelRanksSayWhatOneRankSays) {
-    for (std::string model : {"--heads 4 ", "--model tiny-llama --heads 4 --kv-heads 2 --ffn 64 "}) {
+    for (std::string model :
+         {"--heads 4 ", "--model tiny-llama --heads 4 --kv-heads 2 --ffn 64 "}) {
         std::string flags = small + model + "--steps 6 --eval-every 3 --temperature 0 " +
                             "--sample-tokens 40 --batch-tokens 512 ";
         auto said = [&](const std::string& layout) {
@@ -411,7 +415,8 @@ TEST_F(Run, ProcessesPrintWhatThreadsPrint) {
     for (const fs::directory_entry& e : fs::directory_iterator(path("full")))
         EXPECT_EQ(e.path().filename(), "log.jsonl");
     // mistakes, and a rank that is killed: one message, and nobody is left
-    EXPECT_NE(again.text.find("--dp 9 x --tp 1 x --pp 1 are 9 ranks, and there are 2"), std::string::npos)
+    EXPECT_NE(again.text.find("--dp 9 x --tp 1 x --pp 1 are 9 ranks, and there are 2"),
+              std::string::npos)
         << again.text;
     EXPECT_EQ(again.text.find("error: ", again.text.find("error: ") + 1), std::string::npos)
         << again.text;

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""plot.py - the curves of one run or several, from the log.jsonl that train_gpt writes
+
+usage: plot.py LOG ... [--x step|tokens|time|flops] [--log x|y|xy] [--out FILE.png|FILE.svg]
+               [--names A,B,...] [--title TEXT] [--smooth STEPS]
+
+A LOG is a log.jsonl or the folder of a run. Draws the loss (the raw curve pale, an average over
+--smooth steps strong, validation as points), learning rate, gradient norm and tokens a second.
+time is the sum of the steps' own times; flops are tokens times the flops a token that the log's
+first line names: the model's arithmetic, without recomputation. Where a step stands twice, after
+a resume, the later one counts and nothing after the earlier. Lines that cannot be read are counted
+and named. Needs matplotlib: pip install matplotlib, or scripts/setup.sh plot
+"""
+import argparse, bisect, json, math, os, sys
+from dataclasses import dataclass, field
+
+KEYS = ("loss", "lr", "grad_norm", "tokens_per_second", "tokens", "ms")
+
+
+@dataclass
+class Run:
+    name: str
+    config: dict = field(default_factory=dict)
+    flops_per_token: float = math.nan
+    steps: list = field(default_factory=list)  # rising
+    curves: dict = field(default_factory=dict)  # of KEYS: a number a step, NaN where there is none
+    val: list = field(default_factory=list)  # (step, loss), rising
+    broken: list = field(default_factory=list)  # numbers of lines
+
+
+# ---------------------------------------------------------------------------
+# reading
+
+
+def number(x):
+    return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else math.nan
+
+
+def keep_before(entries, step):
+    while entries and entries[-1][0] >= step:
+        entries.pop()
+
+
+def read_log(path, name):
+    """A Run from the lines of a log."""
+    run, train = Run(name), []
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for n, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line)
+                if "config" in entry:
+                    run.config = dict(entry["config"])
+                    run.flops_per_token = number(entry.get("flops_per_token"))
+                    continue
+                step = int(entry["step"])
+                keep_before(run.val, step)  # a resumed run: what it did the first time is of no use
+                if "val_loss" in entry:
+                    run.val.append((step, number(entry["val_loss"])))
+                else:
+                    keep_before(train, step)
+                    train.append((step, [number(entry[key]) for key in KEYS]))
+            except (ValueError, TypeError, KeyError, OverflowError):
+                run.broken.append(n)
+    run.steps = [step for step, _ in train]
+    run.curves = dict(zip(KEYS, zip(*(values for _, values in train)))) if train else {}
+    return run
+
+
+def x_values(run, x):
+    """Where each step stands on the axis: what was done after it."""
+    if x == "step":
+        return run.steps
+    if x == "tokens":
+        return run.curves["tokens"]
+    if x == "flops":
+        return [t * run.flops_per_token for t in run.curves["tokens"]]
+    seconds, total, before = [], 0.0, run.steps[0] - 1
+    for step, ms in zip(run.steps, run.curves["ms"]):
+        total += ms * (step - before) / 1e3  # a step whose line is broken took as long as the next
+        seconds.append(total)
+        before = step
+    return seconds
+
+
+def val_points(run, xs):
+    """x and loss of the validations; one before the first step stands at 0."""
+    places = [bisect.bisect_right(run.steps, step) for step, _ in run.val]
+    return [xs[i - 1] if i else 0 for i in places], [loss for _, loss in run.val]
+
+
+def smoothed(ys, window):
+    """The mean of about `window` neighbours, as many before as after, so that it does not lag:
+    fewer towards the ends. Gaps stay."""
+    sums, counts = [0.0], [0]
+    for y in ys:
+        sums.append(sums[-1] + (y if math.isfinite(y) else 0))
+        counts.append(counts[-1] + math.isfinite(y))
+    out = []
+    for i, y in enumerate(ys):
+        half = min(window // 2, i, len(ys) - 1 - i)
+        low, high = i - half, i + half + 1
+        alone = half == 0 or not math.isfinite(y)
+        out.append(y if alone else (sums[high] - sums[low]) / (counts[high] - counts[low]))
+    return out
+
+
+# ---------------------------------------------------------------------------
+# drawing
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe, Ito
+TIMES = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+def label(run):
+    losses = [loss for _, loss in run.val if math.isfinite(loss)]
+    return f"{run.name}: best validation loss {min(losses):.3f}" if losses else run.name
+
+
+def about(run):
+    """What was run, in a line, from the log's configuration."""
+    c = run.config
+    parts = [str(c["model"])] if "model" in c else []
+    for flag, text in (("layers", "{} layers"), ("channels", "{} channels"), ("seq", "T {}"),
+                       ("batch-tokens", "{} tokens a step"), ("precision", "{}")):
+        if c.get(flag):
+            parts.append(text.format(c[flag]))
+    return ", ".join(parts)
+
+
+def draw(runs, out, x, log, title, smooth):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # the same log, the same bytes; an SVG's text stays text
+    matplotlib.rcParams.update({
+        "svg.hashsalt": "train_gpt", "svg.fonttype": "none", "font.size": 10, "axes.grid": True,
+        "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.axisbelow": True, "legend.frameon": False, "agg.path.chunksize": 10000,
+    })
+    from matplotlib import pyplot, ticker
+
+    figure, axes = pyplot.subplot_mosaic(
+        [["loss"] * 3, ["lr", "grad_norm", "tokens_per_second"]], figsize=(11, 7.5),
+        height_ratios=(2, 1), layout="constrained",
+    )
+    every_x = [x_values(run, x) for run in runs]
+    unit, x_name = 1, {"step": "step", "tokens": "tokens", "flops": "FLOPs of the model"}.get(x)
+    if x == "time":
+        longest = max(xs[-1] for xs in every_x)
+        unit, x_name = next((u for u in TIMES if longest >= 2 * u[0]), TIMES[-1])
+        x_name = f"time in {x_name}"
+    for i, (run, xs) in enumerate(zip(runs, every_x)):
+        color, xs = COLORS[i % len(COLORS)], [v / unit for v in xs]
+        style = ("-", "--", ":", "-.")[i // len(COLORS) % 4]
+        average = smooth or max(1, len(xs) // 50)
+        losses = run.curves["loss"]
+        if average > 1:
+            axes["loss"].plot(xs, losses, color=color, alpha=0.25, linewidth=0.8)
+        axes["loss"].plot(xs, smoothed(losses, average), style, color=color, label=label(run))
+        at, loss = val_points(run, xs)
+        axes["loss"].plot(at, loss, "o", color=color, markeredgecolor="white", markersize=6)
+        for key in ("lr", "grad_norm", "tokens_per_second"):
+            axes[key].plot(xs, run.curves[key], style, color=color, linewidth=1)
+    names = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm",
+             "tokens_per_second": "tokens a second"}
+    if any(run.val for run in runs):
+        names["loss"] += ", validation loss as points"
+    logarithmic = [axes["grad_norm"].yaxis] + ([axes["loss"].yaxis] if "y" in log else [])
+    for key, ax in axes.items():
+        ax.set_title(names[key], loc="left", fontsize=10, fontweight="bold")
+        ax.set_xlabel(x_name)
+        if "x" in log:
+            ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(ticker.EngFormatter(sep=" ") if x in ("tokens", "flops")
+                                     else ticker.FormatStrFormatter("%g"))
+    for axis in logarithmic:
+        axis.axes.set_yscale("log")
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if high > 10 * low
+                               else ticker.MaxNLocator(6))  # 1, 2, 5 may all lie outside
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    axes["loss"].set_ylabel("nats a token")
+    axes["lr"].yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
+    axes["tokens_per_second"].set_ylim(bottom=0)
+    axes["tokens_per_second"].yaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
+    axes["loss"].legend(loc="upper right")
+    figure.suptitle(title, fontsize=13, x=0.01, ha="left")
+    figure.savefig(out, dpi=150, metadata={"Date": None} if out.endswith(".svg") else None)
+    pyplot.close(figure)
+    return figure
+
+
+# ---------------------------------------------------------------------------
+# the program
+
+
+def run_names(paths):
+    """The folders' names; whole paths where two are the same."""
+    folders = [os.path.basename(os.path.dirname(os.path.abspath(p))) for p in paths]
+    return folders if len(set(folders)) == len(folders) else paths
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description="Draw the curves of runs.")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="a log.jsonl or a run's folder")
+    parser.add_argument("--x", choices=("step", "tokens", "time", "flops"), default="step")
+    parser.add_argument("--log", choices=("", "x", "y", "xy"), default="",
+                        help="logarithmic axes; y is the loss")
+    parser.add_argument("--out", default="plot.png", help="FILE.png or FILE.svg (plot.png)")
+    parser.add_argument("--names", help="A,B,...: for the legend (the folders' names)")
+    parser.add_argument("--title", help="(what the first line of the log says)")
+    parser.add_argument("--smooth", type=int, default=0, metavar="STEPS",
+                        help="average the loss over so many (1/50 of the run)")
+    a = parser.parse_args(arguments)
+    a.logs = [os.path.join(p, "log.jsonl") if os.path.isdir(p) else p for p in a.logs]
+    a.names = a.names.split(",") if a.names else run_names(a.logs)
+    if len(a.names) != len(a.logs):
+        parser.error(f"--names has {len(a.names)} names for {len(a.logs)} logs")
+    if not a.out.endswith((".png", ".svg")):
+        parser.error(f"--out {a.out}: ends in .png or .svg")
+    if a.smooth < 0:
+        parser.error(f"--smooth {a.smooth}: is a number of steps")
+    return a
+
+
+def main(arguments=None):
+    a = parse(arguments)
+    runs = []
+    for path, name in zip(a.logs, a.names):
+        try:
+            run = read_log(path, name)
+        except OSError as e:
+            sys.exit(f"error: {path}: {e.strerror}; train_gpt --out DIR writes DIR/log.jsonl")
+        if run.broken:
+            first = ", ".join(map(str, run.broken[:5])) + (", ..." if len(run.broken) > 5 else "")
+            print(f"{path}: {len(run.broken)} broken, left out: line {first}", file=sys.stderr)
+        if not run.steps:
+            sys.exit(f"error: {path}: holds no training step; is it the log.jsonl of train_gpt?")
+        if a.x == "flops" and not math.isfinite(run.flops_per_token):
+            sys.exit(f"error: {path}: its first line names no flops_per_token; take --x tokens")
+        runs.append(run)
+    title = a.title or (f"{runs[0].name}: {about(runs[0])}" if len(runs) == 1 else
+                        f"{len(runs)} runs: {about(runs[0])}" if len({about(r) for r in runs}) == 1
+                        else f"{len(runs)} runs")
+    try:
+        draw(runs, a.out, a.x, a.log, title, a.smooth)
+    except ImportError as e:
+        sys.exit(f"error: plots need matplotlib ({e}): pip install matplotlib, or "
+                 "scripts/setup.sh plot on Debian and Ubuntu")
+    except OSError as e:
+        sys.exit(f"error: {a.out}: {e.strerror}")
+    print(a.out)
+
+
+if __name__ == "__main__":
+    main()
