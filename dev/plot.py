@@ -179,7 +179,7 @@ def draw(runs, out, x, log, title, smooth):
         axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if high > 10 * low
                                else ticker.MaxNLocator(6))  # 1, 2, 5 may all lie outside
         axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.set_minor_formatter(ticker.NullFormatter())
+        axis.set_minor_locator(ticker.NullLocator())
     axes["loss"].set_ylabel("nats a token")
     axes["lr"].yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
     axes["tokens_per_second"].set_ylim(bottom=0)

@@ -171,6 +171,10 @@ class Plot(unittest.TestCase):
             xs, ys = axes[title].lines[0].get_data()
             self.assertEqual(list(xs), [128.0 * n for n in range(1, 11)])
             self.assertEqual(list(ys), list(run.curves[key]), title)
+        hours = self.read(step(1, ms=3.6e6), step(2, ms=7.2e6))
+        figure = plot.draw([hours], os.path.join(self.folder, "a.svg"), "time", "", "", 0)
+        self.assertEqual(list(figure.axes[0].lines[0].get_xdata()), [1, 3])
+        self.assertEqual(figure.axes[0].get_xlabel(), "time in hours")
         points = axes["loss, validation loss as points"].lines[1].get_data()
         self.assertEqual([list(p) for p in points], [[1280], [3.5]])
 
