@@ -108,6 +108,8 @@ def smoothed(ys, window):
 # drawing
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe, Ito
+STYLES = ("-", "--", ":", "-.")  # once the colours are used up
+PANELS = ["loss", "lr", "grad_norm", "tokens_per_second"]  # the first is large
 TIMES = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -127,64 +129,71 @@ def about(run):
     return ", ".join(parts)
 
 
+def draw_run(axes, run, xs, color, style, smooth):
+    losses, average = run.curves["loss"], smooth or max(1, len(xs) // 50)
+    if average > 1:
+        axes["loss"].plot(xs, losses, color=color, alpha=0.25, linewidth=0.8)
+    axes["loss"].plot(xs, smoothed(losses, average), style, color=color, label=label(run))
+    axes["loss"].plot(*val_points(run, xs), "o", color=color, markeredgecolor="white")
+    for key in PANELS[1:]:
+        axes[key].plot(xs, run.curves[key], style, color=color, linewidth=1)
+
+
+def finish_axes(axes, x, x_name, log, with_validation):
+    from matplotlib import ticker
+
+    names = ("loss, validation loss as points" if with_validation else "loss", "learning rate",
+             "gradient norm", "tokens a second")
+    thousands, plain = ticker.EngFormatter(sep=" "), ticker.FormatStrFormatter("%.3g")
+    for key, name in zip(PANELS, names):
+        axes[key].set_title(name, loc="left", fontsize=10, fontweight="bold")
+        axes[key].set_xlabel(x_name)
+        if "x" in log:
+            axes[key].set_xscale("log")
+            axes[key].xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes[key].xaxis.set_major_formatter(
+            thousands if x in ("tokens", "flops") else ticker.FormatStrFormatter("%g")
+        )
+    for key in ("loss", "grad_norm") if "y" in log else ("grad_norm",):
+        axis = axes[key].yaxis
+        axes[key].set_yscale("log")
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if high > 10 * low
+                               else ticker.MaxNLocator(6))  # 1, 2, 5 may all lie outside
+        axis.set_major_formatter(plain)
+        axis.set_minor_locator(ticker.NullLocator())
+    axes["loss"].set_ylabel("nats a token")
+    axes["loss"].legend(loc="upper right")
+    axes["lr"].yaxis.set_major_formatter(plain)
+    axes["tokens_per_second"].yaxis.set_major_formatter(thousands)
+    axes["tokens_per_second"].set_ylim(bottom=0)
+
+
 def draw(runs, out, x, log, title, smooth):
     import matplotlib
 
     matplotlib.use("Agg")
-    # the same log, the same bytes; an SVG's text stays text
+    # the same log, the same bytes; an SVG's text stays text; a $ in a name is no formula
     matplotlib.rcParams.update({
-        "svg.hashsalt": "train_gpt", "svg.fonttype": "none", "font.size": 10, "axes.grid": True,
-        "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.axisbelow": True, "legend.frameon": False, "agg.path.chunksize": 10000,
+        "svg.hashsalt": "train_gpt", "svg.fonttype": "none", "text.parse_math": False,
+        "font.size": 10, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True,
+        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     })
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     figure, axes = pyplot.subplot_mosaic(
-        [["loss"] * 3, ["lr", "grad_norm", "tokens_per_second"]], figsize=(11, 7.5),
-        height_ratios=(2, 1), layout="constrained",
+        [PANELS[:1] * 3, PANELS[1:]], figsize=(11, 7.5), height_ratios=(2, 1), layout="constrained"
     )
-    every_x = [x_values(run, x) for run in runs]
-    unit, x_name = 1, {"step": "step", "tokens": "tokens", "flops": "FLOPs of the model"}.get(x)
+    places = [x_values(run, x) for run in runs]
+    unit, x_name = 1, {"flops": "FLOPs of the model"}.get(x, x)
     if x == "time":
-        longest = max(xs[-1] for xs in every_x)
+        longest = max(xs[-1] for xs in places)
         unit, x_name = next((u for u in TIMES if longest >= 2 * u[0]), TIMES[-1])
         x_name = f"time in {x_name}"
-    for i, (run, xs) in enumerate(zip(runs, every_x)):
-        color, xs = COLORS[i % len(COLORS)], [v / unit for v in xs]
-        style = ("-", "--", ":", "-.")[i // len(COLORS) % 4]
-        average = smooth or max(1, len(xs) // 50)
-        losses = run.curves["loss"]
-        if average > 1:
-            axes["loss"].plot(xs, losses, color=color, alpha=0.25, linewidth=0.8)
-        axes["loss"].plot(xs, smoothed(losses, average), style, color=color, label=label(run))
-        at, loss = val_points(run, xs)
-        axes["loss"].plot(at, loss, "o", color=color, markeredgecolor="white", markersize=6)
-        for key in ("lr", "grad_norm", "tokens_per_second"):
-            axes[key].plot(xs, run.curves[key], style, color=color, linewidth=1)
-    names = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm",
-             "tokens_per_second": "tokens a second"}
-    if any(run.val for run in runs):
-        names["loss"] += ", validation loss as points"
-    logarithmic = [axes["grad_norm"].yaxis] + ([axes["loss"].yaxis] if "y" in log else [])
-    for key, ax in axes.items():
-        ax.set_title(names[key], loc="left", fontsize=10, fontweight="bold")
-        ax.set_xlabel(x_name)
-        if "x" in log:
-            ax.set_xscale("log")
-        ax.xaxis.set_major_formatter(ticker.EngFormatter(sep=" ") if x in ("tokens", "flops")
-                                     else ticker.FormatStrFormatter("%g"))
-    for axis in logarithmic:
-        axis.axes.set_yscale("log")
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if high > 10 * low
-                               else ticker.MaxNLocator(6))  # 1, 2, 5 may all lie outside
-        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.set_minor_locator(ticker.NullLocator())
-    axes["loss"].set_ylabel("nats a token")
-    axes["lr"].yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
-    axes["tokens_per_second"].set_ylim(bottom=0)
-    axes["tokens_per_second"].yaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
-    axes["loss"].legend(loc="upper right")
+    for i, (run, xs) in enumerate(zip(runs, places)):
+        style = STYLES[i // len(COLORS) % len(STYLES)]
+        draw_run(axes, run, [v / unit for v in xs], COLORS[i % len(COLORS)], style, smooth)
+    finish_axes(axes, x, x_name, log, any(run.val for run in runs))
     figure.suptitle(title, fontsize=13, x=0.01, ha="left")
     figure.savefig(out, dpi=150, metadata={"Date": None} if out.endswith(".svg") else None)
     pyplot.close(figure)
@@ -240,11 +249,12 @@ def main(arguments=None):
         if a.x == "flops" and not math.isfinite(run.flops_per_token):
             sys.exit(f"error: {path}: its first line names no flops_per_token; take --x tokens")
         runs.append(run)
-    title = a.title or (f"{runs[0].name}: {about(runs[0])}" if len(runs) == 1 else
-                        f"{len(runs)} runs: {about(runs[0])}" if len({about(r) for r in runs}) == 1
-                        else f"{len(runs)} runs")
+    what = {about(run) for run in runs}
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    if len(what) == 1:
+        title += f": {what.pop()}"
     try:
-        draw(runs, a.out, a.x, a.log, title, a.smooth)
+        draw(runs, a.out, a.x, a.log, a.title or title, a.smooth)
     except ImportError as e:
         sys.exit(f"error: plots need matplotlib ({e}): pip install matplotlib, or "
                  "scripts/setup.sh plot on Debian and Ubuntu")

@@ -147,6 +147,10 @@ class DataScripts(unittest.TestCase):
     def test_part_that_is_whole(self):
         self.keep(CONTENT)
         self.assert_whole(self.get())
+        self.assertEqual(self.ranges(), [])
+        os.rename(self.file, self.file + ".part")
+        self.assert_whole(self.get(size=None))
+        self.assertEqual(self.ranges(), [f"bytes={len(CONTENT)}-"])
 
     def test_part_that_is_too_long(self):
         self.keep(CONTENT + b"x")
@@ -160,7 +164,7 @@ class DataScripts(unittest.TestCase):
 
     def test_range_that_was_not_asked_for(self):
         self.keep(CONTENT[:1000])
-        self.assert_refused(self.get("shifted"), "sends those from '1001' on", kept=True)
+        self.assert_refused(self.get("shifted"), "the server sends 'bytes 1001-", kept=True)
 
     def test_cut_short_without_a_length(self):
         says = self.get("no length", sha256=None)

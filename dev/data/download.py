@@ -13,7 +13,7 @@ hugging_face_download()     one of these; the environment variable HF_ENDPOINT n
 add_shards_option()         --shards N
 main_with_errors()          a DownloadError as one line and status 1
 """
-import argparse, hashlib, http.client, json, os, shutil, sys, time
+import argparse, hashlib, http.client, json, os, shutil, ssl, sys, time
 import urllib.error, urllib.parse, urllib.request
 from dataclasses import dataclass
 
@@ -125,29 +125,36 @@ def bytes_in(path):
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 
-def append_response(url, part, name, size):
+def first_byte_sent(response, asked, part):
+    """Where in the file a response starts: where it was asked to, or at 0."""
+    if not asked or response.status != 206:
+        return 0
+    says = response.headers.get("Content-Range", "")
+    if not says.startswith(f"bytes {asked}-"):
+        raise DownloadError(
+            f"{response.url}: asked for the bytes from {asked} on, the server sends '{says}'; "
+            f"remove {part} and start again"
+        )
+    return asked
+
+
+def append_response(url, part, size):
     """Append to `part` what the server has after its end; Interrupted if the connection ends
     early. Where the server tells no length, only `size` and the hash show that."""
     have = bytes_in(part)
+    if have == size:
+        return
     with open_url(url, have) as response:
-        if response.status == 416:  # there is nothing after our bytes, or too little before
+        if response.status == 416:  # the server has nothing after our bytes
             total = response.headers.get("Content-Range", "").rpartition("/")[2]
             if total == str(have):
                 return
             os.remove(part)
             raise Interrupted(f"{part} had {have} bytes, the server has {total or 'fewer'}")
-        if have and response.status == 206:
-            start = response.headers.get("Content-Range", "").removeprefix("bytes ").split("-")[0]
-            if start != str(have):
-                raise DownloadError(
-                    f"{url}: asked for the bytes from {have} on, the server sends those from "
-                    f"'{start}' on; remove {part} and start again"
-                )
-        else:
-            have = 0  # the server sends all of it
+        have = first_byte_sent(response, have, part)
         length = response.headers.get("Content-Length")
-        total = have + int(length) if length else None
-        if size is not None and total is not None and total != size:
+        total = have + int(length) if length else size
+        if size is not None and total != size:
             raise DownloadError(
                 f"{url}: the server has {total} bytes, expected are {size}: it holds another "
                 "version of this file"
@@ -157,21 +164,18 @@ def append_response(url, part, name, size):
             raise DownloadError(
                 f"{part}: {bytes_text(total - have)} to come, {bytes_text(free)} free on this disk"
             )
-        progress, done = Progress(name, have, total or size), have
+        progress, done = Progress(os.path.basename(part), have, total), have
         with open(part, "ab" if have else "wb") as out:
-            while True:
-                try:
-                    block = response.read1(CHUNK)  # what has come: nothing is lost on a timeout
-                except (OSError, http.client.HTTPException) as e:
-                    progress.clear()
-                    raise Interrupted(f"{url}: the connection broke after {done} bytes") from e
-                if not block:
-                    break
-                out.write(block)
-                done += len(block)
-                progress.show(done)
-        progress.clear()
-    if total is not None and done < total:
+            try:
+                while block := response.read1(CHUNK):  # what has come: no byte is lost on a timeout
+                    out.write(block)
+                    done += len(block)
+                    progress.show(done)
+            except (TimeoutError, ConnectionError, ssl.SSLError, http.client.HTTPException) as e:
+                raise Interrupted(f"{url}: the connection broke after {done} bytes") from e
+            finally:
+                progress.clear()
+    if length and done < total:
         raise Interrupted(f"{url}: the connection ended after {done} of {total} bytes")
 
 
@@ -195,12 +199,12 @@ def download(url, path, size=None, sha256=None):
         print(f"{path}: already there, {bytes_text(found)}")
         return
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    part, name = path + ".part", os.path.basename(path)
+    part = path + ".part"
     kept = reached = bytes_in(part)
     failures = 0
     while True:
         try:
-            append_response(url, part, name, size)
+            append_response(url, part, size)
             break
         except Interrupted as e:
             now = bytes_in(part)
