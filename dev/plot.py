@@ -89,15 +89,15 @@ def val_points(run, xs):
 
 
 def smoothed(ys, window):
-    """The mean of about `window` neighbours, as many before as after, so that it does not lag:
-    fewer towards the ends. Gaps stay."""
+    """The mean of about `window` neighbours, as many before as after, so that it does not lag;
+    fewer near the end, and near the start, where the loss falls fast. Gaps stay."""
     sums, counts = [0.0], [0]
     for y in ys:
         sums.append(sums[-1] + (y if math.isfinite(y) else 0))
         counts.append(counts[-1] + math.isfinite(y))
     out = []
     for i, y in enumerate(ys):
-        half = min(window // 2, i, len(ys) - 1 - i)
+        half = min(window // 2, i // 4, len(ys) - 1 - i)
         low, high = i - half, i + half + 1
         alone = half == 0 or not math.isfinite(y)
         out.append(y if alone else (sums[high] - sums[low]) / (counts[high] - counts[low]))
@@ -130,13 +130,15 @@ def about(run):
 
 
 def draw_run(axes, run, xs, color, style, smooth):
-    losses, average = run.curves["loss"], smooth or max(1, len(xs) // 50)
-    if average > 1:
-        axes["loss"].plot(xs, losses, color=color, alpha=0.25, linewidth=0.8)
-    axes["loss"].plot(xs, smoothed(losses, average), style, color=color, label=label(run))
+    """Raw curves pale under their averages; the learning rate has no noise to average."""
+    window = smooth or max(1, len(xs) // 50)
+    for key in PANELS:
+        window_here = 1 if key == "lr" else window
+        if window_here > 1:
+            axes[key].plot(xs, run.curves[key], color=color, alpha=0.25, linewidth=0.8)
+        ys = smoothed(run.curves[key], window_here)
+        axes[key].plot(xs, ys, style, color=color, label=label(run))
     axes["loss"].plot(*val_points(run, xs), "o", color=color, markeredgecolor="white")
-    for key in PANELS[1:]:
-        axes[key].plot(xs, run.curves[key], style, color=color, linewidth=1)
 
 
 def finish_axes(axes, x, x_name, log, with_validation):
@@ -155,8 +157,10 @@ def finish_axes(axes, x, x_name, log, with_validation):
             thousands if x in ("tokens", "flops") else ticker.FormatStrFormatter("%g")
         )
     for key in ("loss", "grad_norm") if "y" in log else ("grad_norm",):
-        axis = axes[key].yaxis
+        if not any(y > 0 for line in axes[key].lines for y in line.get_ydata()):
+            continue  # all NaN or 0: a logarithmic axis has no place for them
         axes[key].set_yscale("log")
+        axis = axes[key].yaxis
         low, high = axis.get_view_interval()
         axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if high > 10 * low
                                else ticker.MaxNLocator(6))  # 1, 2, 5 may all lie outside

@@ -101,10 +101,12 @@ class Plot(unittest.TestCase):
         self.assertEqual(plot.smoothed(line, 1), line)
         for a, b in zip(plot.smoothed(line, 7), line):
             self.assertAlmostEqual(a, b)
-        self.assertEqual(plot.smoothed([0, 3, 0, 3, 0], 3), [0, 1, 2, 1, 0])
-        gap = plot.smoothed([1, 1, math.nan, 4, 1], 3)
-        self.assertTrue(math.isnan(gap[2]))
-        self.assertEqual(gap[3], 2.5)
+        # one neighbour each side from the fifth on; none at the end
+        self.assertEqual(plot.smoothed([0, 3, 0, 3, 0, 3, 0, 3], 3), [0, 3, 0, 3, 2, 1, 2, 3])
+        gap = plot.smoothed([0] * 4 + [6, 0, math.nan, 3, 1], 3)
+        self.assertTrue(math.isnan(gap.pop(6)))
+        self.assertEqual(gap, [0, 0, 0, 0, 2, 3, 2, 1])
+        self.assertEqual(plot.smoothed([0.0] * 8 + [5, 0, 0, 0, 0], 99)[8], 1)  # two each side
 
     def test_names(self):
         self.assertEqual(plot.run_names(["x/a/log.jsonl", "y/b/log.jsonl"]), ["a", "b"])
@@ -175,6 +177,8 @@ class Plot(unittest.TestCase):
         figure = plot.draw([hours], os.path.join(self.folder, "a.svg"), "time", "", "", 0)
         self.assertEqual(list(figure.axes[0].lines[0].get_xdata()), [1, 3])
         self.assertEqual(figure.axes[0].get_xlabel(), "time in hours")
+        nothing = self.read(dict(step(1), loss=None, grad_norm=0), val(1, None))
+        plot.draw([nothing], os.path.join(self.folder, "a.svg"), "time", "xy", "", 0)
         points = axes["loss, validation loss as points"].lines[1].get_data()
         self.assertEqual([list(p) for p in points], [[1280], [3.5]])
 
