@@ -115,7 +115,8 @@ TIMES = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 def label(run):
     losses = [loss for _, loss in run.val if math.isfinite(loss)]
-    return f"{run.name}: best validation loss {min(losses):.3f}" if losses else run.name
+    text = f"{run.name}: best validation loss {min(losses):.3f}" if losses else run.name
+    return f" {text}" if text.startswith("_") else text  # a leading _ keeps out of the legend
 
 
 def about(run):
@@ -253,10 +254,9 @@ def main(arguments=None):
         if a.x == "flops" and not math.isfinite(run.flops_per_token):
             sys.exit(f"error: {path}: its first line names no flops_per_token; take --x tokens")
         runs.append(run)
-    what = {about(run) for run in runs}
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    if len(what) == 1:
-        title += f": {what.pop()}"
+    if about(runs[0]) and len({about(run) for run in runs}) == 1:
+        title += f": {about(runs[0])}"
     try:
         draw(runs, a.out, a.x, a.log, a.title or title, a.smooth)
     except ImportError as e:

@@ -156,6 +156,11 @@ class Plot(unittest.TestCase):
         self.main(a, os.path.join(self.folder, "b"), "--x", "time", "--out", out, "--log", "xy")
         with open(out, encoding="utf-8") as f:
             self.assertEqual(f.read(), svg)  # the same bytes again
+        self.main(a, a, "--names", "$a$,_b", "--out", out)
+        with open(out, encoding="utf-8") as f:
+            svg = f.read()
+        for name in (">$a$: best", " _b: best"):
+            self.assertIn(name, svg)
         png = os.path.join(self.folder, "out.png")
         self.assertEqual(self.main(a, "--out", png, "--title", "T")[0], 0)
         with open(png, "rb") as f:
@@ -173,6 +178,9 @@ class Plot(unittest.TestCase):
             xs, ys = axes[title].lines[0].get_data()
             self.assertEqual(list(xs), [128.0 * n for n in range(1, 11)])
             self.assertEqual(list(ys), list(run.curves[key]), title)
+        long = self.read(*(step(n) for n in range(1, 201)))
+        figure = plot.draw([long], os.path.join(self.folder, "a.svg"), "step", "", "", 0)
+        self.assertEqual([len(ax.lines) for ax in figure.axes], [3, 1, 2, 2])  # raw and average
         hours = self.read(step(1, ms=3.6e6), step(2, ms=7.2e6))
         figure = plot.draw([hours], os.path.join(self.folder, "a.svg"), "time", "", "", 0)
         self.assertEqual(list(figure.axes[0].lines[0].get_xdata()), [1, 3])
