@@ -21,6 +21,7 @@ struct Run {
     Tokenizer tokenizer;
     std::vector<int> prompt;
     DataLoader train, val;
+    int document_end = -1;                                       // the token, with --document-mask
     int train_plan = -1, evaluate_plan = -1, generate_plan = -1; // -1: this run has none
     Logger log;
     int64_t step = 0; // optimizer steps done
@@ -99,6 +100,8 @@ static void open_data(Run& run) {
     or_die(data_open(&run.val, c.val.empty() ? files : c.val, Part::VAL, !c.val.empty(),
                      run.tokenizer, c.seq, run.shape.V, c.seed));
     if (train && !c.val.empty()) or_die(data_disjoint(run.train, run.val));
+    if (train && c.document_mask)
+        or_die(data_document_end(run.train, run.tokenizer, c.document_end, &run.document_end));
 }
 
 // The text that a sample continues; without one the token that begins or ends texts. A model may
@@ -191,12 +194,14 @@ template <typename T, typename S> double evaluate(Run& run, Trainer<T, S>& t) {
     Trainer<T, S>& e = t;
     uint64_t cursor = t.cursor;
     Window window = t.window;
+    int document_end = t.document_end;
     const Plan& p = t.plans[run.evaluate_plan];
     uint64_t samples = std::max<uint64_t>(1, uint64_t(run.config.eval_tokens) / p.T);
     e.samples_end = std::min<uint64_t>(samples, data_windows(run.val));
     e.window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(run.val, sample, tokens, targets);
     };
+    e.document_end = -1; // losses with and without --document-mask are to be compared
     double sum = 0;
     int64_t valid = 0;
     for (e.cursor = 0; e.cursor < e.samples_end; e.cursor += p.B * size_t(t.grid.dp)) {
@@ -205,6 +210,7 @@ template <typename T, typename S> double evaluate(Run& run, Trainer<T, S>& t) {
         sum += loss.sum, valid += loss.valid;
     }
     t.cursor = cursor, t.window = window, t.samples_end = ~uint64_t(0);
+    t.document_end = document_end;
     return sum / double(std::max<int64_t>(valid, 1));
 }
 
@@ -400,6 +406,8 @@ template <typename T, typename S> void run_training(Run& run, S where) {
         run.world.info->place = "dp " + std::to_string(g.dp_rank) + ", tp " +
                                 std::to_string(g.tp_rank) + ", pp " + std::to_string(g.pp_rank);
     if (run.train_plan >= 0 && is_first(run)) printf("data: %s\n", data_text(run.train).c_str());
+    if (run.document_end >= 0 && is_first(run))
+        printf("documents: apart, each ends with token %d\n", run.document_end);
     trainer_allocate(t);
     t.hyper = {c.optimizer == "adamw", 0,
                float(c.beta1),         float(c.beta2),
@@ -409,6 +417,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
         return load_window(run.train, sample, tokens, targets);
     };
     rehearse(run, t);
+    t.document_end = run.document_end;
     prepare_weights(run, t);
     if (!c.out.empty() && is_first(run)) {
         USER_CHECK(mkdir(c.out.c_str(), 0777) == 0 || errno == EEXIST, "--out %s: %s",

@@ -25,6 +25,8 @@ struct Config {
     std::string data, val, tokenizer = "byte";
     int seq = 0, micro_batch = 8;
     int64_t batch_tokens = 0;
+    bool document_mask = false;
+    int document_end = -1;
     // optimizer
     int64_t steps = 600;
     std::string optimizer = "adamw", schedule = "cosine";
@@ -98,6 +100,10 @@ inline const std::vector<Flag>& config_table() {
         {"batch-tokens", &C::batch_tokens, "0..1000000000000",
          "tokens an optimizer step, over all ranks; accumulation follows (0: one"
          " micro-batch)"},
+        {"document-mask", &C::document_mask, "",
+         "train on documents apart: none sees or predicts another, positions restart"},
+        {"document-end", &C::document_end, "-1..100000000",
+         "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
         {"", &C::help, "", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
         {"optimizer", &C::optimizer, "adamw|sgd", "sgd has no momentum"},
@@ -528,6 +534,9 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     if (c.min_lr > c.lr)
         return "--min-lr " + field_text(c, &Config::min_lr) + " is above --lr " +
                field_text(c, &Config::lr);
+    if (c.document_end >= 0 && !c.document_mask)
+        return "--document-end " + std::to_string(c.document_end) +
+               " says where --document-mask cuts: give --document-mask too";
     if (c.resume && c.out.empty())
         return "--resume goes on from the newest checkpoint in --out: give --out DIR";
     if (c.save_every && c.out.empty()) return "--save-every wants a folder: give --out DIR";

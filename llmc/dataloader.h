@@ -9,6 +9,7 @@
 //   once an epoch, in
 //   an order keyed by seed and epoch, with no memory. The cursor of a run is one number: the
 //   samples taken so far.
+//   With --document-mask the documents of a window do not see each other: see split_documents.
 //   Without validation files the last tenth of each file is for validation; the parts share no
 //   token.
 #pragma once
@@ -190,6 +191,48 @@ inline std::vector<std::string> project_sources(const std::string& folder) {
         if (!found.empty()) break;
     }
     return found;
+}
+
+// ----------------------------------------------------------------------------
+// documents
+
+// The token that ends the documents of all files: `given`, or -1 for what their format and the
+// tokenizer say. llm.c's shards have GPT-2's <|endoftext|> or Llama 3's <|begin_of_text|> before
+// each document, which ends the one before it as well.
+inline std::string data_document_end(const DataLoader& d, const Tokenizer& tokenizer, int given,
+                                     int* end) {
+    const DataFile& first = d.files.front();
+    auto usual = [&](const DataFile& f) {
+        bool text = f.width == 1 || f.encoded;
+        return text ? tokenizer.eot : f.width == 2 ? 50256 : 128000;
+    };
+    *end = given >= 0 ? given : usual(first);
+    if (*end < 0)
+        return "--document-mask: --tokenizer " + tokenizer.name +
+               " has no token that ends a text: say which one ends the documents of " + first.path +
+               ", as in --document-end 10 for lines";
+    for (const DataFile& f : d.files)
+        if (given < 0 && usual(f) != *end)
+            return "--document-mask: token " + std::to_string(*end) + " ends the documents of " +
+                   first.path + ", not those of " + f.path +
+                   ": give files of one kind, or --document-end";
+    if (size_t(*end) >= d.V)
+        return "--document-mask: token " + std::to_string(*end) + ", which ends the documents of " +
+               first.path + ", is beyond the model's vocabulary of " + std::to_string(d.V) +
+               ": say which token does with --document-end";
+    return "";
+}
+
+// doc_start, targets (T) of a window whose documents end with the token `end`; -1: it is one. The
+// end belongs to the document before it: that a text ends is learned. What follows the end is the
+// next document's and cannot be told from this one: the target there is ignored. A window that
+// begins inside a document has of it what lies in the window.
+inline void split_documents(int* doc_start, int* targets, const int* tokens, size_t T, int end) {
+    int start = 0;
+    for (size_t i = 0; i < T; i++) {
+        doc_start[i] = start;
+        if (tokens[i] == end) start = int(i) + 1, targets[i] = -1;
+    }
 }
 
 // ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 //   lets compute wait for them, not the host. On LOCAL and MPI the host finishes them.
 //   Contract: the bits do not depend on when a collective happens between its start and its finish.
 #pragma once
+#include "dataloader.h"
 #include "trainer.h"
 
 // ----------------------------------------------------------------------------
@@ -24,12 +25,14 @@ template <typename T, typename S> void run_load(Trainer<T, S>& t) {
         for (size_t b = 0; b < p.B; b++) {
             uint64_t sample = t.cursor + (uint64_t(m) * t.grid.dp + t.grid.dp_rank) * p.B + b;
             bool beyond = sample >= t.samples_end;
+            size_t row = b * p.T;
             std::string wrong =
-                t.window(beyond ? t.samples_end - 1 : sample, tokens + b * p.T, targets + b * p.T);
+                t.window(beyond ? t.samples_end - 1 : sample, tokens + row, targets + row);
             USER_CHECK(wrong.empty(), "%s", wrong.c_str());
-            for (size_t i = b * p.T; i < (b + 1) * p.T; i++) {
+            split_documents(doc_start + row, targets + row, tokens + row, p.T, t.document_end);
+            for (size_t i = row; i < row + p.T; i++) {
                 if (beyond) targets[i] = -1;
-                positions[i] = int(i - b * p.T), doc_start[i] = 0;
+                positions[i] = int(i - row);
                 t.valid += targets[i] >= 0;
             }
         }

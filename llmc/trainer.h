@@ -221,6 +221,7 @@ template <typename T, typename S> struct Trainer {
     uint64_t cursor = 0; // samples taken so far, over all ranks: the first of this step
     uint64_t samples_end =
         ~uint64_t(0);                  // LOAD leaves later samples out (their targets are ignored)
+    int document_end = -1;             // a token: LOAD's documents end there; -1: nowhere
     int64_t valid = 0;                 // targets of this global batch that count
     Comms comms;                       // the ranks that this one works with
     S comm_stream = {};                // on NCCL: where the plan's collectives run

@@ -133,6 +133,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--batch-tokens", "3000"}), "8 x 256 x 1 = 2048: try 2048 or 4096");
     EXPECT_HAS(check({"--lr", "1e-4", "--min-lr", "1e-3"}), "--min-lr 0.001 is above --lr");
     EXPECT_HAS(check({"--resume"}), "--out DIR");
+    EXPECT_HAS(check({"--document-end", "10"}), "--document-mask");
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
     EXPECT_HAS(check({"--kv-heads", "3"}, llama), "--kv-heads 3 does not divide --heads 4");

@@ -586,6 +586,61 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
     }
 }
 
+TEST(Data, DocumentsAreSplitBehindTheirEnds) {
+    struct Case {
+        std::vector<int> tokens, doc_start, ignored;
+    };
+    const int END = 9;
+    for (const Case& c : std::vector<Case>{
+             {{1, 2, 3, 4}, {0, 0, 0, 0}, {}},              // the middle of one
+             {{1, 2, 9, 4}, {0, 0, 0, 3}, {2}},             // the end of one, the begin of another
+             {{9, 1, 2, 9}, {0, 1, 1, 1}, {0, 3}},          // ends at both ends
+             {{9, 9, 9, 1, 1}, {0, 1, 2, 3, 3}, {0, 1, 2}}, // documents without a text
+             {{9}, {0}, {0}}}) {
+        size_t T = c.tokens.size();
+        std::vector<int> doc_start(T, -7), targets(T, 5), want(T, 5);
+        targets[0] = want[0] = -1; // what was ignored stays so
+        split_documents(doc_start.data(), targets.data(), c.tokens.data(), T, -1);
+        EXPECT_EQ(doc_start, std::vector<int>(T, 0));
+        EXPECT_EQ(targets, want);
+        split_documents(doc_start.data(), targets.data(), c.tokens.data(), T, END);
+        for (int i : c.ignored) want[size_t(i)] = -1;
+        EXPECT_EQ(doc_start, c.doc_start);
+        EXPECT_EQ(targets, want);
+    }
+}
+
+TEST(Data, TheTokenThatEndsDocumentsIsKnownOrGiven) {
+    std::string gpt2 = shard("gpt2.bin", positions(0, 20), 2),
+                llama3 = shard("llama3.bin", positions(0, 20), 4),
+                text = text_file("lines.txt", 0, 20);
+    auto end_of = [](const DataLoader& d, int given, int eot) {
+        Tokenizer tokenizer;
+        tokenizer.eot = eot;
+        int end = -7;
+        std::string wrong = data_document_end(d, tokenizer, given, &end);
+        return wrong.empty() ? std::to_string(end) : wrong;
+    };
+    auto ask = [&](const std::string& files, int given, size_t V, int eot = -1) {
+        DataLoader d;
+        EXPECT_EQ(data_open(&d, files, Part::TRAIN, true, bytes_tokenizer, 4, V, 1), "");
+        return end_of(d, given, eot);
+    };
+    EXPECT_EQ(ask(gpt2, -1, 50257), "50256");
+    EXPECT_EQ(ask(llama3, -1, 128256), "128000");
+    EXPECT_EQ(ask(text, -1, 256, 255), "255");
+    EXPECT_EQ(ask(text, 10, 256, 255), "10");
+    DataLoader tokenized; // its tokens are as wide as Llama 3's shards'
+    tokenized.V = 256, tokenized.files.resize(1), tokenized.files[0].width = 4;
+    tokenized.files[0].encoded = std::make_shared<std::vector<int>>();
+    EXPECT_EQ(end_of(tokenized, -1, 2), "2");
+    EXPECT_EQ(ask(gpt2 + "," + llama3, 0, 50257), "0");
+    EXPECT_HAS(ask(text, -1, 256), "--document-end 10");
+    EXPECT_HAS(ask(gpt2 + "," + llama3, -1, 128256), "llama3.bin: give files of one kind");
+    EXPECT_HAS(ask(gpt2, -1, 50256), "beyond the model's vocabulary of 50256");
+    EXPECT_HAS(ask(text, 256, 256), "token 256");
+}
+
 TEST(Data, ProjectSourcesAreFoundFromTheProgramsFolder) {
     for (const char* folder : {"/", "/scripts/"}) { // itself, and one below it as a build folder is
         std::vector<std::string> found = project_sources(std::string(REPO_ROOT) + folder);

@@ -30,6 +30,7 @@ struct Layout {
     int shards = 0;        // 0: dp
     int prefetch = 1;
     std::string file = {}; // Pipeline::GIVEN: of the schedule
+    int document_end = -1; // a token
     bool poisoned = false; // before each action all that it does not read
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
@@ -163,6 +164,7 @@ void run_rank(const Comm& world, const Shape& shape, const Layout& l, bool adamw
     // of a gradient that is nothing but rounding (a key's bias has none) AdamW makes no step
     f.t.hyper.adamw = adamw, f.t.hyper.eps = 1e-3f;
     if (!adamw) f.t.hyper.lr = 0.5f;
+    f.t.document_end = l.document_end;
     for (int s = 0; s < steps; s++) {
         std::string wrong;
         l.poisoned ? run_poisoned(f.t, wrong) : run_plan(f.t, 0);
@@ -405,9 +407,9 @@ struct OneRank {
 };
 constexpr double NUDGE = 1e-8, EPS = 1.1e-16, ROUNDINGS = 32;
 
-OneRank run_one_rank(const Shape& shape, int micro_batches, bool adamw) {
+OneRank run_one_rank(const Shape& shape, int micro_batches, bool adamw, int document_end = -1) {
     Layout one;
-    one.micro_batches = micro_batches;
+    one.micro_batches = micro_batches, one.document_end = document_end;
     OneRank r = {run_layout<double>(shape, one, adamw), {}};
     r.answer = errors_of(*run_layout<double>(shape, one, adamw, Moment::ANY, NUDGE), *r.result);
     return r;
@@ -472,6 +474,20 @@ TEST(Layouts, AreOneComputation) {
                "parameters. `LAYOUTS=FILE build/test_layouts` makes this table.\n\n"
             << summary << ".\n\n"
             << table;
+}
+
+// Documents go with their tokens to the ranks, and the targets that count are those of all ranks.
+TEST(Layouts, DocumentsAreThoseOfOneRank) {
+    for (bool llama : {false, true}) {
+        Shape shape = llama ? llama_for_tp(true) : gpt2_for_tp(false);
+        Layout l{2, 2, 2};
+        l.zero = 2, l.sequence_parallel = llama, l.document_end = 5;
+        OneRank one = run_one_rank(shape, l.dp * l.micro_batches, true, l.document_end),
+                whole = run_one_rank(shape, l.dp * l.micro_batches, true);
+        EXPECT_EQ(compare(errors_of(*run_layout<double>(shape, l, true), *one.result), one).wrong,
+                  "");
+        EXPECT_NE(compare(errors_of(*whole.result, *one.result), one).wrong, "");
+    }
 }
 
 // When a collective happens between its start and its end changes nothing: at its start, or at its

@@ -155,6 +155,79 @@ TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
 }
 
 // ----------------------------------------------------------------------------
+// documents
+
+struct Text {
+    std::vector<int> tokens, targets;
+};
+
+// The loss and the gradients of sequences, as sums over their valid targets.
+struct Sums {
+    double loss = 0;
+    std::vector<double> grads = {}; // of all parameters
+};
+static Sums sums_of(const Shape& s, const std::vector<Text>& sequences, int document_end) {
+    size_t T = sequences[0].tokens.size();
+    Fixture<double> f(s, {small_plan(sequences.size(), T, 1)});
+    f.t.hyper.lr = 0, f.t.document_end = document_end;
+    f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        std::copy_n(sequences[sample].tokens.begin(), T, tokens);
+        std::copy_n(sequences[sample].targets.begin(), T, targets);
+        return std::string();
+    };
+    run_plan(f.t, 0);
+    Sums sums = {plan_loss(f.t).sum};
+    for (const Parameter& p : f.t.model.parameters)
+        for (size_t i = 0; i < p.elements(); i++)
+            sums.grads.push_back(f.grad(p)[i] * double(f.t.valid));
+    return sums;
+}
+
+// Documents that share sequences are to the model what each is in a sequence of its own. The second
+// sequence begins inside a document, and ends inside one. 1e-12 is some thousand roundings.
+TEST(Documents, PackedAreThoseAlone) {
+    const int END = 7;
+    uint64_t drawn = 0;
+    std::vector<Text> packed, alone;
+    for (const std::vector<size_t>& lengths :
+         std::vector<std::vector<size_t>>{{5, 1, 7, 3}, {2, 14}}) {
+        Text all;
+        for (size_t length : lengths) {
+            Text one;
+            for (size_t i = 0; i <= length; i++)
+                one.tokens.push_back(8 + int(random_block(3, fnv1a("documents"), drawn++)[0] % 40));
+            bool ends = length < 14;
+            if (ends) one.tokens[length - 1] = END;
+            one.targets.assign(one.tokens.begin() + 1, one.tokens.end());
+            one.tokens.pop_back();
+            all.tokens.insert(all.tokens.end(), one.tokens.begin(), one.tokens.end());
+            all.targets.insert(all.targets.end(), one.targets.begin(), one.targets.end());
+            if (ends) one.targets.back() = -1;
+            alone.push_back(one);
+        }
+        packed.push_back(all);
+    }
+    std::vector<Shape> shapes = all_shapes();
+    shapes.push_back(small_llama()), shapes.back().sliding_window = 4;
+    for (const Shape& s : shapes) {
+        Sums got = sums_of(s, packed, END), want = {0, std::vector<double>(got.grads.size())};
+        for (const Text& document : alone) {
+            Sums one = sums_of(s, {document}, -1);
+            want.loss += one.loss;
+            for (size_t i = 0; i < one.grads.size(); i++) want.grads[i] += one.grads[i];
+        }
+        EXPECT_NEAR(got.loss, want.loss, 1e-12 * want.loss);
+        EXPECT_GT(std::abs(sums_of(s, packed, -1).loss - want.loss), 1e-2);
+        double size = 0, off = 0; // of all together: a key's bias has no gradient of its own
+        for (size_t i = 0; i < want.grads.size(); i++) {
+            size = std::hypot(size, want.grads[i]);
+            off = std::hypot(off, got.grads[i] - want.grads[i]);
+        }
+        EXPECT_LE(off, 1e-12 * size);
+    }
+}
+
+// ----------------------------------------------------------------------------
 // access() tells the truth: an action changes no byte it does not declare, and depends on none it
 // does not declare
 

@@ -106,6 +106,34 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     EXPECT_LT(lines[30]["loss"].get<double>(), 0.8 * lines[1]["loss"].get<double>());
 }
 
+// Training reads documents apart, and goes on so; validation and the plan are what they were.
+TEST_F(Run, DocumentMaskIsForTraining) {
+    std::string mask = "--document-mask --document-end 10 ";
+    auto losses = [&](const std::string& flags) { // of steps, and of validation
+        Result r = run(small + flags);
+        EXPECT_EQ(r.status, 0) << r.text;
+        std::vector<std::string> found;
+        std::regex loss("loss [0-9.]+");
+        for (std::sregex_iterator i(r.text.begin(), r.text.end(), loss), end; i != end; ++i)
+            found.push_back(i->str());
+        return found;
+    };
+    auto still = losses("--lr 0 --warmup 0 --steps 1"), apart = losses(mask + "--lr 0 --steps 1");
+    ASSERT_EQ(still.size(), 2u);
+    ASSERT_EQ(apart.size(), 2u);
+    EXPECT_NE(still[0], apart[0]);
+    EXPECT_EQ(still[1], apart[1]);
+    mask += "--schedule constant --eval-every 2 ";
+    auto whole = losses(mask + "--steps 4");
+    std::string out = mask + "--out " + path("out");
+    losses(out + " --steps 2");
+    auto resumed = losses(out + " --steps 4 --resume");
+    ASSERT_EQ(whole.size(), 6u);
+    EXPECT_EQ(resumed, std::vector<std::string>(whole.begin() + 3, whole.end()));
+    Result plan = run(small + "--explain"), same = run(small + "--explain " + mask);
+    EXPECT_EQ(plan.text, same.text);
+}
+
 TEST_F(Run, EveryPresetExplainsItself) {
     for (const char* model :
          {"tiny", "tiny-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b",
@@ -595,6 +623,9 @@ TEST_F(Run, RefusesBadData) {
     refuses(tiny + write("beyond.bin", shard(20240520, 1, 1000, 2000, 999)),
             "token 999 at position");
     refuses(tiny + text + " --val " + text, "is in --data and in --val");
+    refuses(tiny + text + " --document-mask", "--document-end 10 for lines");
+    refuses(tiny + write("gpt2.bin", shard(20240520, 1, 1000, 2000)) + " --document-mask",
+            "token 50256");
     EXPECT_EQ(run(tiny + write("good.bin", shard(20240520, 1, 1000, 2000))).status, 0);
 }
 
