@@ -116,7 +116,7 @@ static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int ti
 
 template <typename T> static void bench(size_t B, size_t T_) {
     Shape s = gpt2_shape(12, 12, 768);
-    size_t N = B * T_, chunk = head_chunk_rows(N, s.Vp(), sizeof(T));
+    size_t N = B * T_, chunk = head_chunk_rows(s, N, sizeof(T));
     double flops = 0, fastest = 0, ours = 0;
     printf("GPT-2 124M, B %zu, T %zu, %s, %d threads\n", B, T_, type_name(type_of<T>()),
            threads_here(Cpu{}));
