@@ -281,6 +281,14 @@ TEST(Bpe, TheLowestRankMergesFirstAndOfEqualsTheLeftmost) {
     EXPECT_EQ(decode(t, -1) + decode(t, 266), "");
 }
 
+// What a neighbour's merge has changed waits for its new rank: bc, then (bc)d before a(bc).
+TEST(Bpe, AMergeOfANeighbourChangesTheRank) {
+    ByteLevel b = {{{"b", "c"}, {"a", "b"}, {"bc", "d"}, {"a", "bc"}}};
+    Tokenizer t = opened(put_gpt2("ranks", b));
+    EXPECT_EQ(encode(t, "abcd"), (Tokens{'a', 258}));
+    EXPECT_EQ(encode(t, "abc"), Tokens{259});
+}
+
 // BPE on strings: look at all neighbours, merge the first of the lowest rank, again.
 static Tokens slow_bpe(const ByteLevel& b, const std::string& word) {
     std::map<std::pair<std::string, std::string>, size_t> rank;
@@ -707,7 +715,7 @@ TEST(Unigram, TheBestSumOfScores) {
     }
     // what is unknown costs 10 more than the worst piece: a, bx and not ab, x
     std::vector<Piece> few = with_controls(
-        {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -9}, {"ba", -18}, {"abab", -3}}, true);
+        {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -15}, {"ba", -18}, {"abab", -3}}, true);
     t = opened(put("few.model", model_bytes({few, 1})));
     EXPECT_EQ(pieces(t, "abx"), (Texts{" ", "a", "bx"}));
     EXPECT_EQ(pieces(t, "ba"), (Texts{" ", "ba"})); // of equal sums the longer piece first
