@@ -73,7 +73,7 @@ run:
 test:
 	@scripts/setup.sh test
 	@$(MAKE) --no-print-directory -j2 found tests-built
-	@test/run.sh $(BUILD)
+	@test/run.sh $(BUILD) test_ops $(TESTS) $(EMULATED)
 
 check:
 	@scripts/setup.sh test

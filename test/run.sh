@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # Run the test programs of a build folder and count: one line a program, failures in full, `N passed, N failed` last.
-# usage: test/run.sh BUILD [test_name ...]
+# usage: test/run.sh BUILD test_name ...
 set -u
 build=$1
 shift
-[ $# -gt 0 ] || set -- test_ops test_plan test_pipeline test_config test_data test_onnx test_files test_faults test_model test_layouts test_comm test_memory test_run \
-    test_emulator test_kernels test_attention_kernels test_attention_sm90 test_device
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000} # waiting threads sleep soon: others use the cores too
 export TRAIN_GPT=$build/train_gpt
 passed=0 failed=0 skipped=0
