@@ -391,7 +391,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     Trainer<T, S> t;
     t.ctx.where = where;
     Grid sizes;
-    sizes.dp = c.dp, sizes.pp = c.pp, sizes.tp = c.tp;
+    sizes.dp = c.dp, sizes.pp = c.pp, sizes.tp = c.tp, sizes.order = grid_order(c.grid_order);
     t.grid = run.grid = grid_at(sizes, run.world.rank);
     std::vector<Plan> plans = choose_plans(run);
     trainer_place(t, run.shape, plans);

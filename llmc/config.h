@@ -41,7 +41,7 @@ struct Config {
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1, zero = 0, zero_group = 0, chunks = 1, prefetch = 1,
         local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
-    std::string pipeline = "1f1b", comm = "auto";
+    std::string pipeline = "1f1b", grid_order = "tp-pp-dp", comm = "auto";
     // memory
     std::string recompute = "none", offload = "none";
     // files
@@ -137,6 +137,8 @@ inline const std::vector<Flag>& config_table() {
          "they share the rows of norms and residuals too"},
         {"zero", &C::zero, "0..3",
          "what data-parallel ranks shard: 1 moments, 2 gradients, 3 weights"},
+        {"grid-order", &C::grid_order, "tp-pp-dp|tp-dp-pp|pp-tp-dp|pp-dp-tp|dp-tp-pp|dp-pp-tp",
+         "which axis has its ranks side by side, which comes next"},
         {"zero-group", &C::zero_group, "0..1000000",
          "data-parallel ranks that share a shard's buckets, such groups replicate; 0: all"},
         {"pipeline", &C::pipeline, "",

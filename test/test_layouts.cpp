@@ -32,6 +32,7 @@ struct Layout {
     std::string file = {}; // Pipeline::GIVEN: of the schedule
     int document_end = -1; // a token
     bool poisoned = false; // before each action all that it does not read
+    const char* order = "tp-pp-dp"; // of the grid
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
         const char *schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"},
@@ -147,7 +148,7 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
 
 Grid grid_of(const Layout& l, int rank) {
     Grid sizes;
-    sizes.dp = l.dp, sizes.pp = l.pp, sizes.tp = l.tp;
+    sizes.dp = l.dp, sizes.pp = l.pp, sizes.tp = l.tp, sizes.order = grid_order(l.order);
     return grid_at(sizes, rank);
 }
 
@@ -567,6 +568,25 @@ TEST(Layouts, CollectivesAreGivenWhatTheyMustBe) {
                   std::string::npos)
             << said;
     }
+}
+
+// Which ranks are neighbours changes no bit.
+TEST(Layouts, TheGridsOrderChangesNothing) {
+    Layout l;
+    l.dp = 2, l.tp = 2, l.pp = 3, l.zero = 2, l.sequence_parallel = true;
+    auto want = run_layout<float>(llama_for_tp(true), l, true);
+    for (const char* order : {"tp-dp-pp", "pp-tp-dp", "pp-dp-tp", "dp-tp-pp", "dp-pp-tp"}) {
+        l.order = order;
+        expect_same(*run_layout<float>(llama_for_tp(true), l, true), *want, order);
+    }
+    std::set<std::tuple<int, int, int>> places;
+    Grid sizes = {2, 3, 1, 2, 0, 0, 0, 0, grid_order("pp-dp-tp")};
+    for (int rank = 0; rank < 12; rank++) {
+        Grid g = grid_at(sizes, rank);
+        EXPECT_EQ(g.pp_rank + 3 * (g.dp_rank + 2 * g.tp_rank), rank);
+        places.insert({g.dp_rank, g.pp_rank, g.tp_rank});
+    }
+    EXPECT_EQ(places.size(), 12u);
 }
 
 // What --seed means no layout changes.
