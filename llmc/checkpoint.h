@@ -443,10 +443,11 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece
         for_each_kept(t.plans[0], *s.p, part, [&](size_t at, size_t global, size_t count) {
             std::copy_n(values.data() + global, count, kept.data() + at);
         });
-        copy_in(kept_address(t, s) + part.at, kept.data(), kept.size() * sizeof(A), t.ctx.where);
-        wait_for(t.ctx.where);
+        if (part.count)
+            copy_in(kept_address(t, s) + part.at, kept.data(), kept.size() * sizeof(A),
+                    t.ctx.where);
+        wait_for(t.ctx.where); // before kept goes
     }
-    wait_for(t.ctx.where);
 }
 
 // First all is looked at, by all ranks, then all is taken: a checkpoint that does not fit changes
