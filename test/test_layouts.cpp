@@ -245,15 +245,15 @@ Errors errors_of(const Result& a, const Result& b) {
 
 std::vector<Shape> shapes() { return {small_gpt2(), small_llama()}; }
 
-// With heads and channels for tp of 2, 3 and 6, or 2, 4 and 8 (of two key/value heads); neither
-// vocabulary, 61 and 53, is divided by any.
+// With heads and channels for tp of 2, 3 and 6, or 2, 4 and 8 (of two key/value heads). Neither
+// vocabulary, 301 and 277, is divided by any: ranks have 256 tokens, 128, some, or none.
 Shape gpt2_for_tp(bool tied) {
-    Shape s = gpt2_shape(4, 6, 24, 61, 32);
+    Shape s = gpt2_shape(4, 6, 24, 301, 32);
     s.tied = tied;
     return s;
 }
 Shape llama_for_tp(bool tied) {
-    Shape s = llama_shape(4, 8, 2, 32, 48, 53, 64, 10000);
+    Shape s = llama_shape(4, 8, 2, 32, 48, 277, 64, 10000);
     s.tied = tied, s.qkv_bias = tied, s.rope_scaling = {8, 1, 4, 16};
     return s;
 }
