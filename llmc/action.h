@@ -354,8 +354,8 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
 // collective goes on beside what follows, until an action touches what it writes, writes what it
 // reads or lets its bytes go; at the latest to the end of the plan. One that reads what only it
 // still needs (a stream to send, a micro-batch's gradient) is over before the next of its kind
-// starts: else those bytes would add up. With prefetch 0 it does not go on at all. Computation that
-// speaks to other ranks itself comes when all is over: a GPU has one conversation at a time.
+// starts: else those bytes would add up. With prefetch 0 it does not go on at all. NORM, and TIE
+// across ranks, come when all is over; the sums of tensor parallelism inside a layer do not wait.
 inline std::vector<int> finish_before(const Plan& p, const Model& model) {
     std::vector<Access> touched;
     for (const Action& a : p.actions) touched.push_back(access(p, model, a));

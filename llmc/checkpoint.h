@@ -485,8 +485,7 @@ inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::stri
 }
 
 // The newest whole checkpoint in `out`. Broken ones are skipped and named in `notes`; a whole one
-// that does not fit is
-// an error: going back behind it silently would lose a run.
+// that does not fit is an error: going back behind it silently would lose a run.
 template <typename T, typename S>
 std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::string& out,
                             std::vector<std::string>* notes) {

@@ -1,9 +1,7 @@
 // config.h - one plain struct and one table: the flags, --help, --config files, and the copy in log and checkpoint
 //   A row of the table is a flag: its name, its field, what it accepts, a line of help. What is not
-//   built yet is a row
-//   too, and is refused by name. Checks that need more than one field are in config_check(), each
-//   with both numbers
-//   and a fix; they run once, before anything is allocated.
+//   built yet is a row too, and is refused by name. Checks that need more than one field are in
+//   config_check(), each with both numbers and a fix; they run once, before anything is allocated.
 #pragma once
 #include <algorithm>
 #include <climits>

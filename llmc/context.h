@@ -8,8 +8,7 @@
 #include "rope.cuh"
 
 // One micro-batch. A position is the place in the whole sequence; doc_start is the place where the
-// token's document
-// starts: keys before it are not seen, and learned positions count from it.
+// token's document starts: keys before it are not seen, and learned positions count from it.
 struct Batch {
     size_t B = 0, T = 0;
     const int* tokens = nullptr;    // (B,T)

@@ -4,11 +4,9 @@
 //   .bin   llm.c's shards: 256 int32 of header {magic, version, tokens}, then the tokens:
 //          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3)
 //   A file of n tokens has (n-1)/T windows; window i holds the tokens iT .. iT+T: T inputs, and as
-//   targets the same
-//   shifted by one. Sample s of a run is window permutation(s mod W) of epoch s / W: every window
-//   once an epoch, in
-//   an order keyed by seed and epoch, with no memory. The cursor of a run is one number: the
-//   samples taken so far.
+//   targets the same shifted by one. Sample s of a run is window permutation(s mod W) of epoch
+//   floor(s/W): every window once an epoch, in an order keyed by seed and epoch, with no memory. The
+//   cursor of a run is one number: the samples taken so far.
 //   With --document-mask the documents of a window do not see each other: see split_documents.
 //   Without validation files the last tenth of each file is for validation; the parts share no
 //   token.
@@ -123,8 +121,7 @@ inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
 }
 
 // Validation has its own files, or the last tenth of each: tokens from split + 1 on, so that not
-// even a target is
-// shared with the training part, [0, split].
+// even a target is shared with the training part, [0, split].
 inline std::string data_open(DataLoader* d, const std::string& value, Part part,
                              bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
                              uint64_t seed) {
@@ -239,8 +236,7 @@ inline void split_documents(int* doc_start, int* targets, const int* tokens, siz
 // windows
 
 // A permutation of [0, n) keyed by seed and epoch: a Feistel network over the next power of four,
-// walked until it
-// lands inside.
+// walked until it lands inside.
 inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint64_t n) {
     int half = 0;
     while ((uint64_t(1) << (2 * half)) < n) half++;

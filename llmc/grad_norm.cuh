@@ -27,7 +27,8 @@ struct TensorRow {
     size_t offset, n;   // elements from the bucket's start, its length
     bool decay = true;  // AdamW, SGD: weight decay is for this tensor too
     uint64_t hash = 0;  // of its name, and
-    uint64_t first = 0; // the whole tensor's index of its first element: for stochastic rounding
+    uint64_t first = 0; // the index of its first element in the tensor, or in a tensor-parallel
+                        // rank's piece of it: for stochastic rounding
     size_t chunk = 0;   // launchers: chunks of the rows before it
 };
 

@@ -1,13 +1,11 @@
 // head.h - the language-model head: logits, loss and their gradients over chunks of rows
 //   Logits would take B*T*V. They never do: the head walks chunks of rows, and for each makes
-//   logits, loss, the
-//   gradient of the logits in their own place, and the gradients of its input and weight
-//   (arXiv:2411.09009 reports
-//   how much that saves). So the head's forward pass keeps nothing, and training runs all of it in
-//   the backward pass.
+//   logits, loss, the gradient of the logits in their own place, and the gradients of its input and
+//   weight (arXiv:2411.09009 reports how much that saves). So the head's forward pass keeps
+//   nothing, and training runs all of it in the backward pass.
 //   Tensor-parallel ranks have the logits of their own tokens, and reduce a row's maximum, sum and
-//   target. loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the whole global
-//   batch).
+//   target.
+//   loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the global batch).
 #pragma once
 #include <algorithm>
 #include "crossentropy.cuh"

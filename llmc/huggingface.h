@@ -1,11 +1,9 @@
 // huggingface.h - Hugging Face folders in and out: config.json and safetensors of GPT-2, Llama, Mistral, Qwen2
 //   Reading: config.json becomes a Shape; model.safetensors, or the shards that
-//   model.safetensors.index.json names,
-//   become weights, tensor by tensor. GPT-2's matrices are stored [in, out] (Conv1D) and turned on
-//   the way.
+//   model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices are
+//   stored [in, out] (Conv1D) and turned on the way.
 //   Writing: the same, from the float masters, without the vocabulary's padding, into a folder of
-//   another name that
-//   is renamed when it is whole. An export loads again to the same bits.
+//   another name that is renamed when it is whole. An export loads again to the same bits.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
 #include <dirent.h>

@@ -1,12 +1,10 @@
 // safetensors.h - reading and writing safetensors files - github.com/huggingface/safetensors
 //   A file: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
 //   tensors' bytes.
-//   Reading maps the file and believes nothing: lengths, JSON, duplicates, shapes, offsets,
-//   overlaps and holes are
-//   checked before a tensor is handed out. Writing streams into a temporary file, syncs it, and
-//   renames it: a file
-//   of the final name is whole.
-//   Every function returns "" or one line that says what is wrong; nothing exits or throws.
+//   Reading maps the file and believes nothing: lengths, JSON, duplicates, shapes,
+//   offsets, overlaps and holes are checked before a tensor is handed out. Writing streams into a
+//   temporary file, syncs it, and renames it: a file of the final name is whole. Every function
+//   returns "" or one line that says what is wrong; nothing exits or throws.
 #pragma once
 #include <fcntl.h>
 #include <sys/mman.h>

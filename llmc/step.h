@@ -12,8 +12,8 @@
 // the input of a step
 
 // Samples of one global batch go round the data-parallel ranks: micro-batch m of rank r takes the
-// samples from
-// cursor + (m * dp + r) * B on. Changing dp, B or the accumulation keeps the sequence of samples.
+// samples from cursor + (m * dp + r) * B on. Changing dp, B or the accumulation keeps the sequence
+// of samples.
 template <typename T, typename S> void run_load(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     size_t N = p.B * p.T;
@@ -91,8 +91,7 @@ template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, 
 }
 
 // Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
-// loss. Generation: the
-// logits of the last row.
+// loss. Generation: the logits of the last row.
 template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action a) {
     const Plan& p = t.plans[t.plan];
     const Shape& s = t.model.shape;

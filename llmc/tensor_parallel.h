@@ -9,10 +9,12 @@
 //   4. head: logits (rows, V/tp); their maximum, sum of exponentials and the target's logit are
 //      each reduced over ranks, so that no rank ever has all logits of a row.
 //   Without sequence parallelism each sum is an all-reduce and x is the same on all ranks. With it
-//   rank r has rows [r N/tp, (r+1) N/tp) of x: 1. gathers rows, 2. and 3. reduce-scatter them: as
-//   many bytes, and norms, residuals and what is kept of them are divided by tp. Gradients of what
-//   all ranks have (norms, biases after a sum, positions) are then sums over ranks, as are those of
-//   key/value heads that several ranks share, all added in one place (run_reduce in step.h).
+//   rank r has rows [r N/tp, (r+1) N/tp) of x: 1. gathers rows, 2. and 3. reduce-scatter them, and
+//   norms, residuals and what is kept of them are divided by tp. Gradients of what all ranks have
+//   (norms, biases after a sum, positions) are then sums over ranks, as are those of key/value heads
+//   that several ranks share, all added in one place (start_reduce in step.h).
+//   Cost of a block and micro-batch, in (tp-1)/tp N C elements that a rank sends: four all-reduces
+//   are 8; with sequence parallelism 10, since backward gathers the rows of both norms again.
 #pragma once
 #include "context.h"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The longer checks, about half an hour on two cores: the suite and the kernels under AddressSanitizer and UBSan; the
+# The longer checks, about 45 minutes on two cores: the suite and the kernels under AddressSanitizer and UBSan; the
 # operators, the kernels and the step under ThreadSanitizer; without oneDNN; with one and three threads; a bounded
 # fuzz; every operator file alone; a sample of mutants. Last line: N passed, N failed.
 set -u
