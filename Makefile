@@ -10,7 +10,7 @@ OPT ?= -O3 -march=native
 # -fno-math-errno lets sqrt be one instruction; -ffast-math is never used: it changes results
 CXXFLAGS = -std=c++20 $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
 OPENMP ?= -fopenmp
-LIBS = -lz -lpcre2-8 -lpthread
+LIBS = -lz -lpcre2-8 -lutf8proc -lpthread
 
 # oneDNN: matrix products on the CPU; without it plain blocked loops
 ONEDNN ?= $(if $(wildcard /usr/include/oneapi/dnnl/dnnl.hpp /usr/local/include/oneapi/dnnl/dnnl.hpp),1,0)
@@ -40,7 +40,7 @@ GPUS ?= 80 90a
 NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas,-fno-math-errno,$(OPENMP) \
     $(foreach gpu,$(GPUS),-gencode=arch=compute_$(gpu),code=sm_$(gpu)) \
     $(filter-out -DWITH_ONEDNN,$(filter -D%,$(CXXFLAGS)))
-CUDA_LIBS = -lz -lpcre2-8 -lpthread -lcublasLt
+CUDA_LIBS = -lz -lpcre2-8 -lutf8proc -lpthread -lcublasLt
 # A GPU build fails on any warning, on registers spilled to memory, and where ptxas says (C75..) that
 # it had to serialise wgmma.
 define nvcc

@@ -9,15 +9,16 @@
 //   pieces with scores or ranks and no merges, each way to cut a piece in two is a merge of its
 //   rank.
 //   Any bytes come back: decode(encode(text)) == text, invalid UTF-8 too, unless the tokenizer
-//   itself normalises (remove_extra_whitespaces, U+2581 for a space) or has an unknown token.
-//   Not built: Unicode normalisation (text for a tokenizer that asks for NFC is taken as being NFC,
-//   as it nearly always is), lstrip and rstrip of added tokens.
+//   itself normalises (NFC and its kin, remove_extra_whitespaces, U+2581 for a space) or has an
+//   unknown token.
+//   Not built: lstrip and rstrip of added tokens.
 //   A Tokenizer is not written after it was opened: any number of threads may encode.
 //   Cost: O(n log n) for the longest word, O(n) else; words that come again are copied.
 //   Files: tokenizer_files.h
 #pragma once
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
+#include <utf8proc.h>
 #include <algorithm>
 #include <deque>
 #include <functional>
@@ -65,9 +66,10 @@ struct Tokenizer {
     TokenOf ids = {};                     // piece -> token, without control tokens
     Fixed special = {}, added = {};       // found where asked for, and always
     std::vector<std::shared_ptr<pcre2_code>> patterns = {}; // each cuts what the one before left
-    Prefix prefix = Prefix::NONE;                           // of a text, and after special tokens
-    bool prefix_once = false;                               // only of a text
-    bool extra_spaces = true; // false: runs of spaces become one, and those at the ends go
+    int unicode_form = 0; // utf8proc's options for NFC, NFD, NFKC or NFKD; 0: as the text is
+    Prefix prefix = Prefix::NONE; // of a text, and after special tokens
+    bool prefix_once = false;     // only of a text
+    bool extra_spaces = true;     // false: runs of spaces become one, and those at the ends go
     // words
     bool sentencepiece = false; // symbols are characters, U+2581 a space; else symbols are bytes
     bool whole_words = false;   // a word that is a piece is its token, whatever the merges
@@ -339,7 +341,34 @@ inline void encode_words(Encoding& e, std::string_view text) {
     }
 }
 
-inline std::string normalise(const Tokenizer& t, std::string_view text, bool at_start) {
+// The text in a Unicode normal form. ASCII has it already: only runs of other characters are looked
+// at, each with the ASCII character before it, which an accent may join. Invalid UTF-8 stays.
+inline std::string unicode_normalise(std::string_view text, int form) {
+    std::string out;
+    for (size_t from = 0, to; from < text.size(); from = to) {
+        size_t run = from, n = 0;
+        while (run < text.size() && (unsigned char)text[run] < 0x80) run++;
+        for (to = run; to < text.size(); to += n)
+            if ((n = utf8_length(text.substr(to))) < 2) break;
+        if (to == run) { // the text's end, or a byte that begins no character
+            to = std::min(run + 1, text.size());
+            out += text.substr(from, to - from);
+            continue;
+        }
+        if (run > from) run--;
+        utf8proc_uint8_t* normal = nullptr;
+        utf8proc_ssize_t length =
+            utf8proc_map((const utf8proc_uint8_t*)text.data() + run, utf8proc_ssize_t(to - run),
+                         &normal, utf8proc_option_t(form));
+        CHECK(length >= 0, "%s", utf8proc_errmsg(length));
+        out.append(text, from, run - from).append((const char*)normal, size_t(length));
+        free(normal);
+    }
+    return out;
+}
+
+// SentencePiece's spaces
+inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, bool at_start) {
     constexpr std::string_view META_SPACE = "\xe2\x96\x81";
     bool there = text[0] == ' ' || text.starts_with(META_SPACE);
     bool prefix = t.prefix == Prefix::SPACE || (t.prefix == Prefix::SPACE_UNLESS_THERE && !there);
@@ -380,10 +409,9 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
     std::deque<std::string> normalised; // words point into them, so they stay where they are
     auto token = [&](int id) { e.out.push_back(id); };
     auto plain = [&](std::string_view part) {
-        if (t.sentencepiece) {
-            normalised.push_back(normalise(t, part, part.data() == text.data()));
-            part = normalised.back();
-        }
+        bool at_start = part.data() == text.data();
+        if (t.unicode_form) part = normalised.emplace_back(unicode_normalise(part, t.unicode_form));
+        if (t.sentencepiece) part = normalised.emplace_back(normalise_spaces(t, part, at_start));
         split_at_fixed(
             t.added, part, [&](std::string_view p) { encode_words(e, p); }, token);
     };

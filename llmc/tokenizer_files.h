@@ -261,7 +261,14 @@ inline nlohmann::json json_steps(const nlohmann::json& j, const char* part, cons
 
 inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
     const std::string type = j.at("type");
-    if (type == "NFC") return "";
+    const std::pair<const char*, int> forms[] = {
+        {"NFC", UTF8PROC_COMPOSE},
+        {"NFD", UTF8PROC_DECOMPOSE},
+        {"NFKC", UTF8PROC_COMPOSE | UTF8PROC_COMPAT},
+        {"NFKD", UTF8PROC_DECOMPOSE | UTF8PROC_COMPAT},
+    };
+    for (auto [name, options] : forms)
+        if (type == name) return t->unicode_form = options | UTF8PROC_STABLE, "";
     if (type == "Prepend" && t->sentencepiece) return t->prefix = Prefix::SPACE, "";
     if (type == "Replace" && t->sentencepiece && j.at("pattern").value("String", "") == " ")
         return "";

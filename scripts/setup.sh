@@ -14,6 +14,7 @@ need make make
 need nlohmann/json.hpp nlohmann-json3-dev
 need zlib.h zlib1g-dev
 need pcre2.h libpcre2-dev
+need utf8proc.h libutf8proc-dev
 want oneapi/dnnl/dnnl.hpp libdnnl-dev
 want mpicxx libopenmpi-dev
 want mpirun openmpi-bin

@@ -640,6 +640,49 @@ TEST(SentencePieceBpe, Llama2cHasTheSameTokens) {
     }
 }
 
+// Normal forms: texts of random characters, as Python's unicodedata has them.
+TEST(TokenizerJson, UnicodeNormalForms) {
+    const std::string script = R"(
+import random, unicodedata
+random.seed(5)
+letters = [chr(c) for c in range(1, 0x30000) if unicodedata.category(chr(c)) not in ('Cn', 'Cs')]
+marks = [c for c in letters if unicodedata.combining(c)]
+joins = [c for c in letters if unicodedata.normalize('NFKD', c) != c]
+pools = [letters, marks, joins, 'aeiounAEIOU ', ''.join(map(chr, range(0x1100, 0x1200)))]
+for i in range(3000):
+    text = ''.join(random.choice(random.choice(pools)) for _ in range(random.randrange(1, 12)))
+    forms = [unicodedata.normalize(f, text) for f in ('NFC', 'NFD', 'NFKC', 'NFKD')]
+    print(*(t.encode().hex() for t in [text] + forms))
+)";
+    std::string program = put("forms.py", script), table = scratch("forms.txt");
+    ASSERT_EQ(system(("python3 " + program + " >" + table).c_str()), 0);
+    std::vector<Tokenizer> with;
+    for (const char* form : {"NFC", "NFD", "NFKC", "NFKD"}) {
+        json j = tokenizer_json({});
+        j["normalizer"] = {{"type", form}};
+        with.push_back(opened(put_json(j)));
+    }
+    auto bytes = [](const std::string& hex) {
+        std::string out;
+        for (size_t i = 0; i < hex.size(); i += 2) out += char(stoi(hex.substr(i, 2), nullptr, 16));
+        return out;
+    };
+    std::ifstream in(table);
+    int texts = 0;
+    for (std::string text, normal; in >> text; texts++) {
+        for (const Tokenizer& t : with) {
+            ASSERT_TRUE(in >> normal);
+            // what cannot join stands around it: invalid bytes too
+            std::string around = "\xff\xfe " + bytes(text) + "\xc3(";
+            EXPECT_EQ(decode(t, encode(t, around)), "\xff\xfe " + bytes(normal) + "\xc3(") << text;
+        }
+    }
+    EXPECT_EQ(texts, 3000);
+    // a special token's text is not normalised, and nothing joins across it
+    EXPECT_EQ(pieces(with[0], "e<|endoftext|>\xcc\x81", true),
+              (Texts{"e", "<|endoftext|>", "\xcc", "\x81"}));
+}
+
 // Hugging Face's form: merges in a list, spaces and prefix by normalizer or pre-tokenizer
 TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
     std::vector<Piece> all = with_controls(LETTERS, true);
@@ -715,7 +758,8 @@ TEST(Unigram, TheBestSumOfScores) {
     }
     // what is unknown costs 10 more than the worst piece: a, bx and not ab, x
     std::vector<Piece> few = with_controls(
-        {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -15}, {"ba", -18}, {"abab", -3}}, true);
+        {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -15}, {"ba", -18}, {"abab", -3}},
+        true);
     t = opened(put("few.model", model_bytes({few, 1})));
     EXPECT_EQ(pieces(t, "abx"), (Texts{" ", "a", "bx"}));
     EXPECT_EQ(pieces(t, "ba"), (Texts{" ", "ba"})); // of equal sums the longer piece first
