@@ -385,6 +385,12 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<Plan>&
                plan_text(plans[size_t(plan)], model).c_str());
 }
 
+// The plans of all ranks of the pipeline fit together: seen before anything runs.
+static void check_all_plans(const Run& run, const std::vector<Plan>& options, const Model& model) {
+    for (const Plan& o : options)
+        if (o.pp > 1) or_die_together(run, plans_check(make_plans(o, model), model));
+}
+
 // One rank's run.
 template <typename T, typename S> void run_training(Run& run, S where) {
     const Config& c = run.config;
@@ -400,6 +406,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
         c.explain ? "" : attention_says<T>(attention_shape(run.shape, 1, 1, 1), where);
     if (!kernels.empty() && is_first(run)) printf("attention: %s\n", kernels.c_str());
     if (c.explain) return print_plan(run, t, plans);
+    check_all_plans(run, plans, t.model);
     t.comms = make_comms(run.world, run.grid, plans[0].shards, ranks_of_kv_head(plans[0], t.model));
     const Grid& g = run.grid;
     if (run.world.info)
