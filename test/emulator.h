@@ -23,6 +23,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -188,7 +189,8 @@ struct Machine {
     size_t main_stack_bytes = 0;
     std::vector<std::vector<Worker>> workers; // one set for each block that is resident
     uint64_t random = 1;
-    char launched, done; // objects for ThreadSanitizer
+    std::vector<std::function<void()>> late; // writes that nothing waits for but the launch's end
+    char launched, done;                     // objects for ThreadSanitizer
 };
 inline thread_local Machine machine;
 
@@ -624,6 +626,7 @@ void run_grid(dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes, F ke
                   __tsan_release(&machine.launched);)
     run_blocks(shared_bytes);
     EMULATOR_TSAN(__tsan_acquire(&machine.done);)
+    for (; !machine.late.empty(); machine.late.pop_back()) machine.late.back()();
 }
 
 } // namespace emulator

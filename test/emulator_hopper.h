@@ -3,7 +3,8 @@
 //   for them: until then what a load or a product writes is NaN, and what it reads is read late, so
 //   that a missing wait shows in the result.
 //     TMA load        lands when a thread waits on its mbarrier
-//     store, reduce   reads shared memory at bulk_wait_read, writes global memory at bulk_wait
+//     store, reduce   reads shared memory at bulk_wait_read, writes global memory at bulk_wait, or
+//                     when the launch ends, the last one first
 //     wgmma           reads its operands and writes its accumulators at the wg_wait that covers it
 //   Shared memory has two views: memory itself, and what the asynchronous proxy has been shown of it,
 //   by fence_async_smem() or by its own writes. An operand of a store or product on which they differ
@@ -546,8 +547,11 @@ inline void thread_returns(Fiber& f) {
                 group.stores[0].site,
                 "a thread returns with no bulk_wait_read() after a bulk store: its block's shared "
                 "memory may be gone before it is read");
-        if (settings.latest)
-            for (Store& store : group.stores) store.write_global();
+        if (!settings.latest) continue;
+        for (Store& store : group.stores) {
+            store.read_shared();
+            machine.late.push_back([late = std::move(store)]() mutable { late.write_global(); });
+        }
     }
 }
 

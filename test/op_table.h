@@ -72,24 +72,34 @@ inline void expect(Check& c, bool good, const std::string& what) {
     if (c.failures <= 5) printf("  %s: %s\n", c.row, what.c_str());
 }
 
-// |got - want| <= tolerance * max|want| at each element; NaN never passes. Where large terms
-// cancel, `terms` is how
-// large they are.
+// The largest |got - want| in units of max|want| (or of `terms`, where large terms cancel), and
+// where it is; NaN is larger than any.
 template <typename T>
-void close(Check& c, const char* what, const std::vector<T>& got, const std::vector<double>& want,
-           double tolerance, double terms = 0) {
+double largest_error(const std::vector<T>& got, const std::vector<double>& want, double terms,
+                     size_t* at) {
     double most = std::max(terms, 1e-30), worst = 0;
-    size_t at = 0;
     for (double w : want) most = std::max(most, std::isfinite(w) ? std::fabs(w) : 0);
     for (size_t i = 0; i < want.size(); i++) {
         double g = double(to_acc(got[i])), error = g == want[i] ? 0 : std::fabs(g - want[i]) / most;
-        if (!(error <= worst)) worst = error, at = i;
+        if (error <= worst) continue;
+        worst = error, *at = i;
+        if (std::isnan(error)) break;
     }
+    return worst;
+}
+
+template <typename T>
+void close(Check& c, const char* what, const std::vector<T>& got, const std::vector<double>& want,
+           double tolerance, double terms = 0) {
+    if (got.size() != want.size()) return expect(c, false, std::string(what) + ": other lengths");
+    size_t at = 0;
+    double worst = largest_error(got, want, terms, &at);
+    if (worst <= tolerance) return expect(c, true, what);
     char text[200];
     snprintf(text, sizeof(text),
              "%s[%zu] is %g, should be %g: off by %.1e of the largest, %.1e allowed", what, at,
              double(to_acc(got[at])), want[at], worst, tolerance);
-    expect(c, got.size() == want.size() && worst <= tolerance, text);
+    expect(c, false, text);
 }
 
 // What a sum of `length` terms in float, stored as T, may be off by: a random walk of roundings of

@@ -142,16 +142,14 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
 
     std::vector<float> logits = golden.floats("logits");
     ASSERT_EQ(logits.size(), B * N * s.V);
-    double worst = 0;
+    const double bound = bounds.logits * largest(logits);
     for (size_t b = 0; b < B; b++)
         for (size_t length = 1; length <= N; length++) {
             const int* row = golden_tokens.data() + b * N;
             const float* want = logits.data() + (b * N + length - 1) * s.V;
             std::vector<float> got = logits_after(m.t, 1, {row, row + length});
-            for (size_t v = 0; v < s.V; v++)
-                worst = std::max(worst, std::fabs(double(got[v]) - want[v]));
+            for (size_t v = 0; v < s.V; v++) ASSERT_NEAR(got[v], want[v], bound) << "logits";
         }
-    EXPECT_LE(worst, bounds.logits * largest(logits)) << "logits";
 
     m.t.window = [&](uint64_t sample, int* tokens, int* targets) {
         memcpy(tokens, golden_tokens.data() + sample * N, N * sizeof(int));
@@ -172,10 +170,9 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
         for (const Parameter& p : m.t.model.parameters) {
             const acc_t<T>* got = address<const acc_t<T>>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
             std::vector<float> want = golden.of("grad.", p, s);
-            worst = 0;
+            const double gradient_bound = bounds.gradients * largest(want);
             for (size_t i = 0; i < want.size(); i++)
-                worst = std::max(worst, std::fabs(double(got[i]) - want[i]));
-            EXPECT_LE(worst, bounds.gradients * largest(want)) << p.name;
+                ASSERT_NEAR(got[i], want[i], gradient_bound) << p.name;
         }
     }
     for (const Parameter& p : m.t.model.parameters) {

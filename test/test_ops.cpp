@@ -16,6 +16,19 @@ template <typename T> static double product_rate_of() {
            });
 }
 
+// What all other rows stand on: one NaN among good numbers is an error, wherever it is.
+static void comparison(Check& c) {
+    for (size_t n : {1, 2, 9})
+        for (size_t i = 0; i < n; i++)
+            for (double wrong : {double(NAN), double(INFINITY), 2.}) {
+                std::vector<double> want(n, 1), got = want;
+                size_t at = n;
+                expect(c, largest_error(got, want, 0, &at) == 0, "equal");
+                got[i] = wrong;
+                expect(c, !(largest_error(got, want, 0, &at) <= 0.5) && at == i, "one is wrong");
+            }
+}
+
 int main(int argc, char** argv) {
     std::string mode = "", filter;
     uint64_t seed = std::random_device()();
@@ -28,7 +41,7 @@ int main(int argc, char** argv) {
         else
             filter = word;
     }
-    std::vector<Row> rows;
+    std::vector<Row> rows = {{"comparison", comparison, nullptr, nullptr}};
     add_simple_rows(rows);
     add_product_rows(rows);
     if (mode == "perf") {
