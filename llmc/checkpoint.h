@@ -175,7 +175,7 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
     }
     if (specs.empty()) return "";
     std::string name = rank_file(t.comms.world.rank);
-    SafeTensorsWriter w;
+    FileWriter w;
     writer_open(&w, folder + "/" + name, specs, {});
     for (const StateTensor& s : state) {
         KeptPart part = own_part(t, s);
@@ -193,19 +193,6 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
               {"tp_rank", t.plans[0].tp_rank},
               {"tensors", ranges}};
     return wrong;
-}
-
-// The manifest's checksum is that of its text without the checksum; parsed and printed again a JSON
-// text is the same. Bytes that are no UTF-8 (in a path of the configuration) are replaced.
-inline std::string manifest_text(const nlohmann::json& manifest) {
-    return manifest.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-}
-
-inline uint32_t manifest_crc(nlohmann::json manifest) {
-    manifest.erase("crc32");
-    std::string text = manifest_text(manifest);
-    return uint32_t(
-        crc32(0, reinterpret_cast<const unsigned char*>(text.data()), uInt(text.size())));
 }
 
 template <typename T, typename S>
@@ -270,18 +257,6 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
 
 // ----------------------------------------------------------------------------
 // load
-
-inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* crc) {
-    FILE* f = fopen(path.c_str(), "rb");
-    if (!f) return path + ": " + strerror(errno);
-    std::vector<unsigned char> buffer(size_t(1) << 20);
-    *bytes = 0, *crc = 0;
-    for (size_t n; (n = fread(buffer.data(), 1, buffer.size(), f)) > 0;)
-        *bytes += n, *crc = uint32_t(crc32(*crc, buffer.data(), uInt(n)));
-    bool good = !ferror(f);
-    fclose(f);
-    return good ? "" : path + ": cannot be read";
-}
 
 inline bool is_file_entry(const nlohmann::json& f) {
     bool good = f.is_object() && f.contains("file") && f["file"].is_string() &&

@@ -403,15 +403,6 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
     return j;
 }
 
-inline std::string write_text_file(const std::string& path, const std::string& text) {
-    SafeTensorsWriter w; // whole and synced, or not there, like any other file
-    w.path = path, w.expected = text.size();
-    w.fd = open((path + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
-    if (w.fd < 0) return path + ": cannot be written: " + strerror(errno);
-    writer_put(w, text.data(), text.size());
-    return writer_close(&w);
-}
-
 // What exports and checkpoints are made of. Nothing else is ever removed, whatever a folder is called.
 inline bool own_file(const std::string& name) {
     bool tensors = name.rfind("model", 0) == 0 || name.rfind("rank_", 0) == 0;
@@ -461,7 +452,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     for (size_t i = first; i < last; i++)
         specs.push_back({export_name(t.model.parameters[i], t.model.shape), dtype,
                          file_shape(t.model.parameters[i])});
-    SafeTensorsWriter w;
+    FileWriter w;
     writer_open(&w, path, specs, {{"format", "pt"}});
     for (size_t i = first; i < last && w.wrong.empty(); i++) {
         const Parameter& p = t.model.parameters[i];

@@ -10,7 +10,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <zlib.h>
 #include <algorithm>
 #include <cerrno>
 #include <map>
@@ -19,6 +18,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "common.h"
+#include "files.h"
 
 struct SafeTensor {
     std::string name, dtype;
@@ -253,47 +253,9 @@ struct TensorSpec {
     }
 };
 
-struct SafeTensorsWriter {
-    std::string path;
-    int fd = -1;
-    size_t bytes = 0, expected = 0;
-    uint32_t crc = 0;  // of all that was written
-    std::string wrong; // the first thing that failed
-};
-
-inline std::string sync_folder(const std::string& folder) {
-    int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY);
-    bool good = fd >= 0 && fsync(fd) == 0;
-    std::string why = strerror(errno);
-    if (fd >= 0) close(fd);
-    return good ? "" : folder + ": " + why;
-}
-
-inline std::string folder_of(const std::string& path) {
-    size_t slash = path.rfind('/');
-    return slash == std::string::npos ? "." : path.substr(0, slash + 1);
-}
-
-inline void writer_put(SafeTensorsWriter& w, const void* data, size_t bytes) {
-    const unsigned char* p = static_cast<const unsigned char*>(data);
-    while (bytes > 0 && w.wrong.empty()) {
-        size_t piece = std::min(bytes, size_t(1) << 24);
-        ssize_t n = write(w.fd, p, piece);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) {
-            w.wrong = w.path + ": cannot be written: " + strerror(n < 0 ? errno : ENOSPC);
-            return;
-        }
-        w.crc = uint32_t(crc32(w.crc, p, uInt(n)));
-        p += n, bytes -= size_t(n), w.bytes += size_t(n);
-    }
-}
-
-inline std::string writer_open(SafeTensorsWriter* w, const std::string& path,
+inline std::string writer_open(FileWriter* w, const std::string& path,
                                const std::vector<TensorSpec>& specs,
                                const std::map<std::string, std::string>& metadata) {
-    *w = {};
-    w->path = path;
     nlohmann::ordered_json header;
     if (!metadata.empty()) header["__metadata__"] = metadata;
     size_t offset = 0;
@@ -309,29 +271,10 @@ inline std::string writer_open(SafeTensorsWriter* w, const std::string& path,
                            ? "{}"
                            : header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     text.resize(round_up(text.size(), 8), ' ');
-    w->fd = open((path + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
-    if (w->fd < 0) return w->wrong = path + ": cannot be written: " + strerror(errno);
+    if (!writer_create(w, path).empty()) return w->wrong;
     uint64_t length = text.size();
     w->expected = 8 + length + offset;
     writer_put(*w, &length, 8);
     writer_put(*w, text.data(), text.size());
-    return w->wrong;
-}
-
-// Sync, rename to the final name; on any failure the temporary file is gone and the old file as it
-// was.
-inline std::string writer_close(SafeTensorsWriter* w) {
-    if (w->wrong.empty() && w->bytes != w->expected)
-        w->wrong = w->path + ": " + std::to_string(w->bytes) +
-                   " bytes written, the header promises " + std::to_string(w->expected);
-    if (w->fd >= 0 && fsync(w->fd) != 0 && w->wrong.empty())
-        w->wrong = w->path + ": cannot be written: " + strerror(errno);
-    if (w->fd >= 0 && close(w->fd) != 0 && w->wrong.empty())
-        w->wrong = w->path + ": cannot be written: " + strerror(errno);
-    w->fd = -1;
-    std::string temporary = w->path + ".tmp";
-    if (w->wrong.empty() && rename(temporary.c_str(), w->path.c_str()) != 0)
-        w->wrong = w->path + ": cannot be renamed: " + strerror(errno);
-    if (!w->wrong.empty()) unlink(temporary.c_str());
     return w->wrong;
 }

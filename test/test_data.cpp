@@ -805,7 +805,7 @@ TEST(SafeTensors, WhatIsWrittenIsReadBack) {
         {"z.weight", Type::F32, {3, 5}},       {"scalar", Type::F32, {}},
         {"a \"b\"\xc3\xa9", Type::BF16, {15}}, {"empty", Type::F32, {0, 4}},
         {"half", Type::F16, {5, 1, 3}},        {"doubles", Type::F64, {5}}};
-    SafeTensorsWriter w;
+    FileWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, metadata), "");
     EXPECT_FALSE(fs::exists(path)); // not before it is whole
     writer_put(w, f.data(), 60), writer_put(w, f.data(), 4);
@@ -851,7 +851,7 @@ TEST(SafeTensors, WhatIsWrittenIsReadBack) {
 }
 
 TEST(SafeTensors, AFileOfNothingIsWhole) {
-    SafeTensorsWriter w;
+    FileWriter w;
     ASSERT_EQ(writer_open(&w, scratch("nothing.safetensors"), {}, {}), "");
     ASSERT_EQ(writer_close(&w), "");
     SafeTensors s;
@@ -1001,7 +1001,7 @@ TEST(SafeTensors, MetadataIsText) {
 
 // Write `bytes` of data where the header promises 64 KB; the message.
 static std::string write_over(const std::string& path, size_t bytes) {
-    SafeTensorsWriter w;
+    FileWriter w;
     std::vector<float> data(16384, 1.0f);
     writer_open(&w, path, {{"a", Type::F32, {16384}}}, {});
     writer_put(w, data.data(), bytes);
@@ -1019,7 +1019,7 @@ TEST(SafeTensors, AFailedWriteLeavesTheOldFile) {
     // fewer bytes than promised, and more
     EXPECT_HAS(write_over(path, 65532), "bytes written, the header promises");
     expect_untouched(path);
-    SafeTensorsWriter w;
+    FileWriter w;
     writer_open(&w, path, {}, {});
     writer_put(w, "12345678", 8);
     EXPECT_HAS(writer_close(&w), "24 bytes written, the header promises 16");
@@ -1081,7 +1081,7 @@ TEST(SafeTensors, AFolderThatCannotBeWritten) {
 
 TEST(SafeTensors, TextThatIsNotUtf8IsWrittenWithoutAThrow) {
     std::string path = scratch("latin1.safetensors");
-    SafeTensorsWriter w;
+    FileWriter w;
     EXPECT_NO_THROW(writer_open(&w, path, {}, {{"data", "caf\xe9.txt"}}));
     EXPECT_EQ(writer_close(&w), "");
     SafeTensors s;

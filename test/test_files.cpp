@@ -768,7 +768,7 @@ TEST_F(Files, ExportsThatFailLeaveTheOlderOne) {
 
 // Write a file of these tensors, all of different floats.
 static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs) {
-    SafeTensorsWriter w;
+    FileWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, {}), "");
     float next = 0;
     for (const TensorSpec& s : specs) {
@@ -1288,7 +1288,7 @@ TEST_F(Files, SharesOfTensorParallelRanksAreReadWhole) {
             data.insert(data.end(), local.begin() + long(first),
                         local.begin() + long(first + count));
         }
-        SafeTensorsWriter w;
+        FileWriter w;
         writer_open(&w, folder + "/" + rank_file(rank), specs, {});
         writer_put(w, data.data(), data.size() * sizeof(float));
         ASSERT_EQ(writer_close(&w), "");
@@ -1369,7 +1369,7 @@ TEST_F(Files, ARanksFileThatIsBrokenIsNoticedByAll) {
     refused("tensor " + cut + " reaches beyond its parameter",
             [&](json& f) { range(f, 1)[0] = ~size_t(0); });
     const std::string table = "param.wte.weight"; // 100 of 128 rows are words
-    SafeTensorsWriter w;
+    FileWriter w;
     writer_open(&w, folder + "/rank_00002.safetensors", {{table, Type::F32, {10}}}, {});
     writer_put(w, std::vector<float>(10).data(), 40);
     ASSERT_EQ(writer_close(&w), "");
