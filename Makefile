@@ -19,6 +19,13 @@ CXXFLAGS += -DWITH_ONEDNN
 LIBS += -ldnnl
 endif
 
+# zstd: --prepare reads .zst files
+ZSTD ?= $(if $(wildcard /usr/include/zstd.h /usr/local/include/zstd.h),1,0)
+ifeq ($(ZSTD),1)
+CXXFLAGS += -DWITH_ZSTD
+LIBS += -lzstd
+endif
+
 # MPI: ranks as processes; without it ranks are threads of one process
 MPI ?= $(if $(shell command -v mpicxx),1,0)
 ifeq ($(MPI),1)
@@ -40,7 +47,7 @@ GPUS ?= 80 90a
 NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas,-fno-math-errno,$(OPENMP) \
     $(foreach gpu,$(GPUS),-gencode=arch=compute_$(gpu),code=sm_$(gpu)) \
     $(filter-out -DWITH_ONEDNN,$(filter -D%,$(CXXFLAGS)))
-CUDA_LIBS = -lz -lpcre2-8 -lutf8proc -lpthread -lcublasLt
+CUDA_LIBS = -lz -lpcre2-8 -lutf8proc -lpthread -lcublasLt $(if $(filter 1,$(ZSTD)),-lzstd)
 # A GPU build fails on any warning, on registers spilled to memory, and where ptxas says (C75..) that
 # it had to serialise wgmma.
 define nvcc
@@ -52,7 +59,7 @@ endef
 EMULATE = -DEMULATE
 
 HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h dev/cuda/*.h)
-TESTS = test_plan test_pipeline test_config test_data test_tokenizer test_onnx test_files test_faults test_model test_layouts test_comm test_memory test_run \
+TESTS = test_plan test_pipeline test_config test_data test_prepare test_tokenizer test_onnx test_files test_faults test_model test_layouts test_comm test_memory test_run \
     test_device
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)

@@ -12,6 +12,7 @@
 #include "llmc/logger.h"
 #include "llmc/lr_schedule.h"
 #include "llmc/mfu.h"
+#include "llmc/prepare.h"
 #include "llmc/tokenizer_files.h"
 
 // What a run has beside its trainer.
@@ -574,6 +575,13 @@ static void leave_processes(Run& run) {
 #endif
 }
 
+// Text to token shards; no model is needed, and one process does it.
+static void prepare_data(Run& run) {
+    if (!is_first(run)) return;
+    or_die(tokenizer_open(&run.tokenizer, run.config.tokenizer));
+    or_die(prepare(run.config, run.tokenizer, program_folder()));
+}
+
 int main(int argc, char** argv) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     RankInfo info;
@@ -582,6 +590,7 @@ int main(int argc, char** argv) {
     Config& c = run.config;
     or_die(parse_arguments(c, argc, argv));
     if (c.help) return is_first(run) && fputs(help_text().c_str(), stdout), leave_processes(run), 0;
+    if (!c.prepare.empty()) return prepare_data(run), leave_processes(run), 0;
     run.shape = choose_shape(c);
     or_die(config_check(c, run.shape, run.world.size));
     check_same(run.world, "the command line", config_json(c).dump());

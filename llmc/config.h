@@ -25,6 +25,9 @@ struct Config {
     int64_t batch_tokens = 0;
     bool document_mask = false;
     int document_end = -1;
+    std::string prepare, field = "text";
+    int64_t shard_tokens = 0, val_tokens = 0;
+    int threads = 0;
     // optimizer
     int64_t steps = 600;
     std::string optimizer = "adamw", schedule = "cosine";
@@ -102,6 +105,17 @@ inline const std::vector<Flag>& config_table() {
          "train on documents apart: none sees or predicts another, positions restart"},
         {"document-end", &C::document_end, "-1..100000000",
          "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
+        {"", &C::help, "",
+         "Data preparation: --prepare OUT.bin --data FILES --tokenizer PATH, then --data OUT.bin"},
+        {"prepare", &C::prepare, "",
+         "OUT.bin: write token shards of --data (.txt, .jsonl, each also .gz or .zst; .parquet) and "
+         "leave; the same call goes on after a kill"},
+        {"field", &C::field, "", "the text of a JSON line, or the parquet column"},
+        {"shard-tokens", &C::shard_tokens, "0..2147483647",
+         "tokens a shard, written as OUT_000000.bin, ... (0: one shard, OUT.bin)"},
+        {"val-tokens", &C::val_tokens, "0..2147483647",
+         "the first N tokens go to OUT.val.bin, which the pattern OUT_*.bin does not match"},
+        {"threads", &C::threads, "0..1024", "that tokenize (0: one a core)"},
         {"", &C::help, "", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
         {"optimizer", &C::optimizer, "adamw|sgd", "sgd has no momentum"},

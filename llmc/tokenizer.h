@@ -368,12 +368,12 @@ inline std::string unicode_normalise(std::string_view text, int form) {
 }
 
 // SentencePiece's spaces
-inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, bool at_start) {
+inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, bool may_prefix,
+                                    bool after_space) { // where another one goes, if extra ones do
     constexpr std::string_view META_SPACE = "\xe2\x96\x81";
     bool there = text[0] == ' ' || text.starts_with(META_SPACE);
     bool prefix = t.prefix == Prefix::SPACE || (t.prefix == Prefix::SPACE_UNLESS_THERE && !there);
-    std::string out = prefix && (at_start || !t.prefix_once) ? " " : "";
-    bool after_space = true; // where another one goes, if extra ones do
+    std::string out = prefix && may_prefix ? " " : "";
     for (size_t i = 0; i < text.size(); i++) {
         bool meta = text.compare(i, META_SPACE.size(), META_SPACE) == 0;
         if (meta || text[i] != ' ' || !after_space || t.extra_spaces) out += meta ? ' ' : text[i];
@@ -387,8 +387,10 @@ inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, b
 // ----------------------------------------------------------------------------
 // what others call
 
-// special: the texts of special tokens, such as <|endoftext|>, are these tokens and not text
-inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool special = false) {
+// special: the texts of special tokens, such as <|endoftext|>, are these tokens and not text;
+// goes_on: no text begins here, there is one before: no space goes in front
+inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool special = false,
+                               bool goes_on = false) {
     if (t.kind == TokenizerKind::BYTE) {
         std::vector<int> bytes;
         for (unsigned char c : text) bytes.push_back(c);
@@ -409,9 +411,11 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
     std::deque<std::string> normalised; // words point into them, so they stay where they are
     auto token = [&](int id) { e.out.push_back(id); };
     auto plain = [&](std::string_view part) {
-        bool at_start = part.data() == text.data();
+        bool first = part.data() == text.data(), inside = first && goes_on;
         if (t.unicode_form) part = normalised.emplace_back(unicode_normalise(part, t.unicode_form));
-        if (t.sentencepiece) part = normalised.emplace_back(normalise_spaces(t, part, at_start));
+        if (t.sentencepiece)
+            part = normalised.emplace_back(
+                normalise_spaces(t, part, !inside && (first || !t.prefix_once), !inside));
         split_at_fixed(
             t.added, part, [&](std::string_view p) { encode_words(e, p); }, token);
     };

@@ -16,6 +16,7 @@ need zlib.h zlib1g-dev
 need pcre2.h libpcre2-dev
 need utf8proc.h libutf8proc-dev
 want oneapi/dnnl/dnnl.hpp libdnnl-dev
+want zstd.h libzstd-dev
 want mpicxx libopenmpi-dev
 want mpirun openmpi-bin
 if [ "${1:-}" = test ]; then
@@ -46,5 +47,5 @@ install() {
 }
 install ${needed[@]+"${needed[@]}"} || exit 1
 install ${better[@]+"${better[@]}"} ||
-    echo "setup: going on without ${better[*]}: slower matrix products without oneDNN, no processes as ranks without MPI" >&2
+    echo "setup: going on without ${better[*]}: slower matrix products without oneDNN, no .zst files without zstd, no processes as ranks without MPI" >&2
 rm -f "$log"

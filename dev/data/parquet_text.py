@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """parquet_text.py - the text column of parquet files as plain text, or as JSON lines
 
-usage: parquet_text.py FILE.parquet ... --out FILE.txt|FILE.jsonl [--column text]
+usage: parquet_text.py FILE.parquet ... --out FILE.txt|FILE.jsonl|- [--column text]
 
 .txt: each document, then a line <|endoftext|>, as TinyStories has it. .jsonl: {"text": ...} a
-line, for tokenizers that want documents apart. Reads a batch of rows at a time, never a whole
+line, for tokenizers that want documents apart. -: such lines on standard output, named by the
+column, for train_gpt --prepare. Reads a batch of rows at a time, never a whole
 file; the output gets its name when it is whole. Needs pyarrow: pip install pyarrow
 """
-import argparse, json, os
+import argparse, json, os, sys
 from download import (
     DownloadError, bytes_text, hugging_face_download, hugging_face_files, main_with_errors,
 )
@@ -35,6 +36,13 @@ def documents(path, column):
                 yield from (text for text in batch.column(0).to_pylist() if text is not None)
     except pyarrow.ArrowException as e:
         raise DownloadError(f"{path}: cannot be read as parquet: {e}") from e
+
+
+def parquet_to_stdout(paths, column):
+    for path in paths:
+        for text in documents(path, column):
+            sys.stdout.write(json.dumps({column: text}) + "\n")
+    sys.stdout.flush()
 
 
 def parquet_to_text(paths, out, column="text"):
@@ -70,9 +78,11 @@ def download_as_text(dataset, folder, revision, count, out):
 def main():
     parser = argparse.ArgumentParser(description="Turn parquet files into text or JSON lines.")
     parser.add_argument("files", nargs="+", metavar="FILE.parquet")
-    parser.add_argument("--out", required=True, help="FILE.txt or FILE.jsonl")
+    parser.add_argument("--out", required=True, help="FILE.txt, FILE.jsonl or -")
     parser.add_argument("--column", default="text", help="the column with the text (text)")
     arguments = parser.parse_args()
+    if arguments.out == "-":
+        return parquet_to_stdout(arguments.files, arguments.column)
     if not arguments.out.endswith((".txt", ".jsonl")):
         parser.error(f"--out {arguments.out}: ends in .txt or .jsonl")
     parquet_to_text(arguments.files, arguments.out, arguments.column)

@@ -1,0 +1,788 @@
+// prepare.h - text, JSON lines and parquet files to token shards, by many threads, resumable
+//   Inputs     FILE.txt, FILE.jsonl, each also .gz or .zst; FILE.parquet (through
+//              dev/data/parquet_text.py, which needs Python and pyarrow)
+//   Documents  A JSON line is one: the string of its --field; the texts of special tokens in it are
+//              text. A .txt file is one, cut where it holds the tokenizer's end of text
+//              (<|endoftext|>); the tokens are those that training on the file itself has.
+//              Before each document stands the token that begins a text (Llama) or else ends one
+//              (GPT-2), as in llm.c's shards, or --document-end. Empty documents leave nothing.
+//   Outputs    OUT.val.bin, the first --val-tokens; then OUT.bin, or OUT_000000.bin and so on of
+//              --shard-tokens each, the last one shorter: documents go over the border. Shards are
+//              llm.c's (dataloader.h): 16 bits a token where the vocabulary fits, else 32.
+//              OUT.json, written last: tokenizer, inputs, and of each shard tokens, documents,
+//              bytes and CRC-32.
+//   Algorithm  1. the main thread reads the inputs in batches of a mebibyte: whole lines, or a block
+//                 of a text that ends where its tokens do (text_cut)
+//              2. threads make tokens of batches; a few for each thread are in memory
+//              3. the main thread writes them in order: the number of threads changes no byte
+//   Resume     OUT.progress tells after each shard in which batch it ended. The same call goes on
+//              there, so that a kill loses one shard's work and changes no byte; a compressed input
+//              is read again up to there.
+//   Bad lines  (no JSON, no such field) are counted, and the first one is shown; where they are more
+//              than 10 and a hundredth of all lines so far the run ends. Bytes that are no UTF-8 are
+//              kept, in lines too.
+//   Memory     does not grow with the inputs: (2 threads + 2) batches. A line has at most 64 MiB.
+//   Cost: the tokenizer's, and JSON's (dev/LOG.md has the figures).
+//   Every function returns "" or one line that says what is wrong.
+#pragma once
+#include <sys/stat.h>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#ifdef WITH_ZSTD
+#include <zstd.h>
+#endif
+#include "config.h"
+#include "dataloader.h"
+#include "files.h"
+#include "logger.h"
+#include "mfu.h"
+#include "tokenizer_files.h"
+
+struct PrepareLimits {
+    size_t batch = size_t(1) << 20, line = size_t(64) << 20; // bytes of text
+};
+
+// ----------------------------------------------------------------------------
+// inputs: a stream of bytes each
+
+struct TextInput {
+    std::string path, packed; // packed: "", ".gz", ".zst" or ".parquet"
+    bool lines = false;       // of JSON; else a text
+    size_t bytes = 0;         // of the file
+    int64_t modified = 0;     // seconds since 1970
+};
+
+inline std::string input_describe(TextInput* input, const std::string& path) {
+    *input = {path, "", false, 0, 0};
+    std::string name = path;
+    for (const char* packed : {".gz", ".zst", ".parquet"})
+        if (name.ends_with(packed))
+            input->packed = packed, name.resize(name.size() - strlen(packed));
+    input->lines = name.ends_with(".jsonl") || input->packed == ".parquet";
+    if (!input->lines && !name.ends_with(".txt"))
+        return path +
+               ": wants a name that ends in .txt or .jsonl, and after it .gz or .zst where "
+               "it is compressed, or in .parquet";
+#ifndef WITH_ZSTD
+    if (input->packed == ".zst")
+        return path + ": this program is built without zstd: install libzstd-dev and make again";
+#endif
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0) return path + ": " + strerror(errno);
+    if (!S_ISREG(s.st_mode)) return path + ": is no file";
+    input->bytes = size_t(s.st_size), input->modified = int64_t(s.st_mtime);
+    return "";
+}
+
+struct InputStream {
+    const TextInput* input = nullptr;
+    FILE* file = nullptr; // the bytes as they are, or zstd's, or a pipe
+    gzFile gz = nullptr;
+#ifdef WITH_ZSTD
+    ZSTD_DStream* zst = nullptr;
+    std::vector<char> buffer = {};
+    ZSTD_inBuffer in = {nullptr, 0, 0};
+    size_t open_frame = 0; // 0 between frames
+#endif
+    std::string wrong = "";
+};
+
+inline std::string shell_quoted(const std::string& text) {
+    std::string quoted = "'";
+    for (char c : text) quoted += c == '\'' ? "'\\''" : std::string(1, c);
+    return quoted + "'";
+}
+
+// Parquet is read by a child process that prints JSON lines.
+inline std::string parquet_open(InputStream* s, const std::string& script,
+                                const std::string& field) {
+    const std::string& path = s->input->path;
+    struct stat found;
+    if (stat(script.c_str(), &found) != 0)
+        return path + ": parquet files are read by " + script + ", which is not there";
+    int status = system("python3 -c 'import pyarrow.parquet' >/dev/null 2>&1");
+    if (WEXITSTATUS(status) == 127)
+        return path + ": parquet files need Python: install python3, and pip install pyarrow";
+    if (status != 0) return path + ": parquet files need pyarrow: pip install pyarrow";
+    std::string command = "exec python3 " + shell_quoted(script) + " --out - --column " +
+                          shell_quoted(field) + " -- " + shell_quoted(path);
+    s->file = popen(command.c_str(), "re");
+    return s->file ? "" : path + ": python3 cannot be started: " + strerror(errno);
+}
+
+inline std::string stream_open(InputStream* s, const TextInput& input, const std::string& script,
+                               const std::string& field) {
+    *s = {};
+    s->input = &input;
+    if (input.packed == ".parquet") return parquet_open(s, script, field);
+    if (input.packed == ".gz") {
+        s->gz = gzopen(input.path.c_str(), "rb");
+        if (!s->gz) return input.path + ": " + strerror(errno);
+        gzbuffer(s->gz, 1 << 17);
+        return input.bytes > 0 && !gzdirect(s->gz) ? "" : input.path + ": is no gzip file";
+    }
+    s->file = fopen(input.path.c_str(), "rb");
+    if (!s->file) return input.path + ": " + strerror(errno);
+#ifdef WITH_ZSTD
+    if (input.packed != ".zst") return "";
+    s->zst = ZSTD_createDStream();
+    ZSTD_DCtx_setParameter(s->zst, ZSTD_d_windowLogMax, 31); // files made with --long=31
+    s->buffer.resize(ZSTD_DStreamInSize());
+    s->open_frame = 1; // an empty file is none
+#endif
+    return "";
+}
+
+#ifdef WITH_ZSTD
+inline size_t zst_read(InputStream& s, char* to, size_t bytes) {
+    ZSTD_outBuffer out = {to, bytes, 0};
+    while (out.pos == 0) {
+        if (s.in.pos == s.in.size) {
+            s.in = {s.buffer.data(), fread(s.buffer.data(), 1, s.buffer.size(), s.file), 0};
+            if (s.in.size == 0) {
+                if (s.open_frame)
+                    s.wrong = s.input->path + ": is cut short: its zstd frame goes on";
+                return 0;
+            }
+        }
+        s.open_frame = ZSTD_decompressStream(s.zst, &out, &s.in);
+        if (ZSTD_isError(s.open_frame)) {
+            s.wrong = s.input->path + ": " + ZSTD_getErrorName(s.open_frame);
+            return 0;
+        }
+    }
+    return out.pos;
+}
+#endif
+
+// Some of the next bytes; 0 at the end, or where s.wrong says what is wrong.
+inline size_t stream_read(InputStream& s, char* to, size_t bytes) {
+    if (s.gz) {
+        int n = gzread(s.gz, to, unsigned(std::min(bytes, size_t(1) << 30))), error = Z_OK;
+        const char* says = gzerror(s.gz, &error);
+        if (n > 0) return size_t(n);
+        if (error == Z_BUF_ERROR)
+            s.wrong = s.input->path + ": is cut short: its gzip stream goes on";
+        else if (error != Z_OK)
+            s.wrong = s.input->path + ": " + says;
+        return 0;
+    }
+#ifdef WITH_ZSTD
+    if (s.zst) return zst_read(s, to, bytes);
+#endif
+    size_t n = fread(to, 1, bytes, s.file);
+    if (n == 0 && ferror(s.file)) s.wrong = s.input->path + ": " + strerror(errno);
+    return n;
+}
+
+// Of the file's bytes, how many are read.
+inline size_t stream_position(const InputStream& s) {
+    if (s.gz) return size_t(gzoffset(s.gz));
+    return s.input->packed == ".parquet" ? 0 : size_t(ftello(s.file));
+}
+
+inline void stream_close(InputStream& s) {
+    if (s.gz) gzclose(s.gz);
+#ifdef WITH_ZSTD
+    if (s.zst) ZSTD_freeDStream(s.zst);
+#endif
+    bool child = s.file && s.input->packed == ".parquet";
+    if (child && pclose(s.file) != 0 && s.wrong.empty())
+        s.wrong = s.input->path + ": cannot be read; the lines above say why";
+    if (s.file && !child) fclose(s.file);
+    s.file = nullptr, s.gz = nullptr;
+}
+
+// ----------------------------------------------------------------------------
+// batches
+
+constexpr int DOCUMENT = -1; // among a batch's tokens: a document begins here
+
+struct TextBatch {
+    // where it begins: input, byte (decompressed), line
+    size_t file = 0, offset = 0, line = 1;
+    bool lines = false;
+    std::string text = "";
+    size_t position = 0; // of the input's bytes as they are on disk, read by its end
+    // what becomes of it
+    std::vector<int> tokens = {};
+    size_t lines_read = 0, malformed = 0;
+    std::string first_malformed = "";
+    bool done = false;
+};
+
+// Where a block of a text ends so that its tokens and the next block's are those of the whole.
+//   Before the end of text, which no word crosses; else before a space between two letters: there
+//   every pattern in use cuts (GPT-2's, tiktoken's, Llama 3's, Qwen's), and tokenizers without
+//   patterns do where no piece has a letter and then a space, as none that ends at spaces has.
+//   Where a block has neither (a megabyte without "a b") it ends after a line, or else a character;
+//   the text is whole then too, but a word may lie on both sides.
+inline size_t text_cut(std::string_view block, const std::string& end_text) {
+    auto letter = [](char c) { return (c | 32) >= 'a' && (c | 32) <= 'z'; };
+    size_t end = end_text.empty() ? std::string::npos : block.rfind(end_text);
+    if (end != std::string::npos && end > 0) return end;
+    for (size_t at = block.size() - 1; at-- > 1;)
+        if (block[at] == ' ' && letter(block[at - 1]) && letter(block[at + 1])) return at;
+    size_t line = block.rfind('\n');
+    if (line != std::string::npos) return line + 1;
+    // an end of text that begins before this and is not whole yet would begin later
+    size_t at = block.size() - std::min(block.size() - 1, std::max(end_text.size(), size_t(1)));
+    for (int back = 0; back < 3 && at > 1 && (block[at] & 0xc0) == 0x80; back++) at--;
+    return at;
+}
+
+struct BatchReader {
+    const std::vector<TextInput>& inputs;
+    std::string script, field, end_text; // of parquet; what ends a text
+    PrepareLimits limits;
+    size_t file = 0, offset = 0, line = 1; // of the first byte of `rest`
+    bool open = false, ended = false;
+    InputStream stream = {};
+    std::string rest = "", wrong = ""; // read, and not in a batch yet
+};
+
+inline void reader_open(BatchReader& r) {
+    r.open = true, r.ended = false;
+    r.wrong = stream_open(&r.stream, r.inputs[r.file], r.script, r.field);
+    if (!r.wrong.empty() || r.offset == 0) return;
+    if (r.inputs[r.file].packed.empty()) {
+        if (fseeko(r.stream.file, off_t(r.offset), SEEK_SET) != 0) r.wrong = strerror(errno);
+        return;
+    }
+    std::vector<char> skipped(size_t(1) << 20);
+    for (size_t left = r.offset, n; left > 0; left -= n)
+        if (!(n = stream_read(r.stream, skipped.data(), std::min(left, skipped.size())))) {
+            r.wrong = r.inputs[r.file].path + ": has become shorter";
+            return;
+        }
+}
+
+// `rest` grows to `bytes`, or to the end of the input.
+inline void reader_fill(BatchReader& r, size_t bytes) {
+    while (r.rest.size() < bytes && !r.ended && r.wrong.empty()) {
+        size_t have = r.rest.size();
+        r.rest.resize(bytes);
+        size_t n = stream_read(r.stream, r.rest.data() + have, bytes - have);
+        r.rest.resize(have + n);
+        r.ended = n == 0, r.wrong = r.stream.wrong;
+    }
+}
+
+inline void reader_next_file(BatchReader& r) {
+    stream_close(r.stream);
+    if (r.wrong.empty()) r.wrong = r.stream.wrong;
+    r.open = false, r.file++, r.offset = 0, r.line = 1;
+}
+
+// The next batch; false after the last one, or where r.wrong says what is wrong. It is a function
+// of the inputs and of where it begins alone, so that a run that goes on has the same ones.
+inline bool read_batch(BatchReader& r, TextBatch* b) {
+    size_t want = r.limits.batch;
+    while (r.wrong.empty() && r.file < r.inputs.size()) {
+        const TextInput& input = r.inputs[r.file];
+        if (!r.open) reader_open(r);
+        reader_fill(r, want);
+        if (!r.wrong.empty()) break;
+        if (r.rest.empty()) {
+            reader_next_file(r);
+            continue;
+        }
+        std::string_view block = std::string_view(r.rest).substr(0, want);
+        size_t cut = block.size() < want ? block.size()
+                     : input.lines       ? block.rfind('\n') + 1
+                                         : text_cut(block, r.end_text);
+        if (cut == 0 && want >= r.limits.line) {
+            r.wrong = input.path + ":" + std::to_string(r.line) + ": a line of more than " +
+                      std::to_string(r.limits.line) + " bytes: are these JSON lines?";
+            break;
+        }
+        if (cut == 0) {
+            want *= 2;
+            continue;
+        }
+        *b = {};
+        b->file = r.file, b->offset = r.offset, b->line = r.line, b->lines = input.lines;
+        b->text = r.rest.substr(0, cut), b->position = stream_position(r.stream);
+        r.rest.erase(0, cut);
+        r.offset += cut, r.line += size_t(std::count(b->text.begin(), b->text.end(), '\n'));
+        return true;
+    }
+    return false;
+}
+
+// ----------------------------------------------------------------------------
+// a batch's tokens
+
+// JSON is UTF-8. Each byte of a line that is not becomes two characters that no text has (Unicode's
+// noncharacters U+FDD0 to U+FDEF, for its two halves), and again a byte in the string.
+inline std::string bytes_to_noncharacters(std::string_view line) {
+    std::string out;
+    for (size_t at = 0, n; at < line.size(); at += std::max<size_t>(n, 1)) {
+        n = utf8_length(line.substr(at));
+        unsigned char c = (unsigned char)line[at];
+        if (n > 0)
+            out += line.substr(at, n);
+        else
+            out += {'\xef', '\xb7', char(0x90 + (c >> 4)), '\xef', '\xb7', char(0xa0 + (c & 15))};
+    }
+    return out;
+}
+
+inline std::string noncharacters_to_bytes(const std::string& text) {
+    std::string out;
+    for (size_t at = 0; at < text.size(); at++) {
+        bool byte = text.compare(at, 2, "\xef\xb7") == 0 && at + 6 <= text.size() &&
+                    (text[at + 2] & 0xf0) == 0x90 && (text[at + 5] & 0xf0) == 0xa0;
+        out += byte ? char((text[at + 2] & 15) << 4 | (text[at + 5] & 15)) : text[at];
+        if (byte) at += 5;
+    }
+    return out;
+}
+
+inline std::string read_json_line(std::string_view line, const std::string& field,
+                                  std::string* text) {
+    nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
+    bool other_bytes = j.is_discarded();
+    if (other_bytes) j = nlohmann::json::parse(bytes_to_noncharacters(line), nullptr, false);
+    if (!j.is_object()) return "is no JSON object";
+    if (!j.contains(field) || !j[field].is_string())
+        return "has no string \"" + field + "\": --field says which one is the text";
+    *text = j[field].get<std::string>();
+    if (other_bytes) *text = noncharacters_to_bytes(*text);
+    return "";
+}
+
+inline void tokenize_lines(TextBatch& b, const Tokenizer& t, const std::string& field,
+                           const std::string& path) {
+    size_t line = b.line;
+    for (size_t at = 0, end; at < b.text.size(); at = end + 1, line++) {
+        end = std::min(b.text.find('\n', at), b.text.size());
+        std::string_view bytes = std::string_view(b.text).substr(at, end - at);
+        if (bytes.find_first_not_of(" \t\r") == std::string::npos) continue;
+        std::string text, wrong = read_json_line(bytes, field, &text);
+        b.lines_read++;
+        if (!wrong.empty() && b.malformed++ == 0)
+            b.first_malformed = path + ":" + std::to_string(line) + ": " + wrong;
+        if (!wrong.empty()) continue;
+        std::vector<int> tokens = encode(t, text);
+        b.tokens.push_back(DOCUMENT);
+        b.tokens.insert(b.tokens.end(), tokens.begin(), tokens.end());
+    }
+}
+
+inline void tokenize_batch(TextBatch& b, const Tokenizer& t, const std::string& field,
+                           const std::string& path) {
+    if (b.lines) return tokenize_lines(b, t, field, path);
+    b.tokens = encode(t, b.text, true, b.offset > 0);
+    if (b.offset == 0) b.tokens.insert(b.tokens.begin(), DOCUMENT);
+    // plain text never gives these two
+    for (int& token : b.tokens)
+        if (token >= 0 && (token == t.eot || token == t.bos)) token = DOCUMENT;
+}
+
+// ----------------------------------------------------------------------------
+// shards
+
+constexpr size_t MAX_SHARD_TOKENS = 2147483647; // the header's count is an int32
+
+struct ShardOutput {
+    std::string stem; // OUT without .bin
+    size_t shard_tokens = 0, val_tokens = 0;
+    int document_token = 0;
+    size_t width = 2;
+    nlohmann::json identity; // what the output is made from
+    // so far
+    nlohmann::json shards = nlohmann::json::array(); // that are whole
+    size_t lines = 0, malformed = 0, tokens = 0;
+    bool begins = false; // a document begins with the next token
+    // of the batch at hand: where it begins, as it was then, and the tokens written
+    nlohmann::json batch_at;
+    size_t from_batch = 0;
+    size_t skip = 0; // tokens of it that are in earlier shards
+    // the shard at hand
+    FileWriter file;
+    std::vector<unsigned char> buffer;
+    size_t in_shard = 0, documents_in_shard = 0;
+};
+
+inline std::string manifest_path(const ShardOutput& o) { return o.stem + ".json"; }
+inline std::string progress_path(const ShardOutput& o) { return o.stem + ".progress"; }
+inline bool next_is_val(const ShardOutput& o) { return o.val_tokens > 0 && o.shards.empty(); }
+
+inline std::string next_shard(const ShardOutput& o) {
+    if (next_is_val(o)) return o.stem + ".val.bin";
+    if (o.shard_tokens == 0) return o.stem + ".bin";
+    char number[32];
+    snprintf(number, sizeof(number), "_%06zu.bin", o.shards.size() - (o.val_tokens > 0));
+    return o.stem + number;
+}
+
+inline size_t next_shard_tokens(const ShardOutput& o) {
+    return next_is_val(o) ? o.val_tokens : o.shard_tokens ? o.shard_tokens : MAX_SHARD_TOKENS;
+}
+
+inline std::string write_json(const std::string& path, nlohmann::json j) {
+    j["crc32"] = manifest_crc(j);
+    std::string wrong = write_text_file(path, manifest_text(j));
+    return wrong.empty() ? sync_folder(folder_of(path)) : wrong;
+}
+
+inline std::string write_progress(const ShardOutput& o) {
+    nlohmann::json j = o.identity;
+    j["shards"] = o.shards, j["batch"] = o.batch_at, j["written"] = o.from_batch;
+    return write_json(progress_path(o), j);
+}
+
+// The header comes last, when the tokens are counted, and first in the checksum.
+inline std::string close_shard(ShardOutput& o) {
+    FileWriter& w = o.file;
+    writer_put(w, o.buffer.data(), o.buffer.size());
+    o.buffer.clear();
+    int32_t header[256] = {o.width == 2 ? 20240520 : 20240801, o.width == 2 ? 1 : 7,
+                           int32_t(o.in_shard)};
+    size_t body = w.bytes;
+    uint32_t body_crc = w.crc;
+    w.crc = 0;
+    if (lseek(w.fd, 0, SEEK_SET) != 0) w.wrong = w.path + ": " + strerror(errno);
+    writer_put(w, header, sizeof(header));
+    w.crc = uint32_t(crc32_combine(w.crc, body_crc, z_off_t(body)));
+    w.expected = sizeof(header) + o.in_shard * o.width;
+    std::string wrong = writer_close(&w);
+    if (wrong.empty()) wrong = sync_folder(folder_of(w.path));
+    if (!wrong.empty()) return wrong;
+    o.shards.push_back({{"file", w.path.substr(w.path.rfind('/') + 1)},
+                        {"tokens", o.in_shard},
+                        {"documents", o.documents_in_shard},
+                        {"bytes", w.expected},
+                        {"crc32", w.crc}});
+    o.in_shard = o.documents_in_shard = 0;
+    return write_progress(o);
+}
+
+inline std::string put_token(ShardOutput& o, int token, bool begins) {
+    o.from_batch++;
+    if (o.from_batch <= o.skip) return "";
+    if (o.file.fd < 0) {
+        if (o.shard_tokens == 0 && o.shards.size() > (o.val_tokens > 0))
+            return o.stem + ".bin: is full with " + std::to_string(MAX_SHARD_TOKENS) +
+                   " tokens, which is all that a shard can hold: give --shard-tokens 100000000";
+        std::string wrong = writer_create(&o.file, next_shard(o));
+        if (!wrong.empty()) return wrong;
+        if (lseek(o.file.fd, 1024, SEEK_SET) < 0) return o.file.path + ": " + strerror(errno);
+    }
+    uint32_t t = uint32_t(token);
+    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(&t); // little-endian
+    o.buffer.insert(o.buffer.end(), bytes, bytes + o.width);
+    o.tokens++, o.documents_in_shard += begins;
+    if (++o.in_shard == next_shard_tokens(o)) return close_shard(o);
+    if (o.buffer.size() >= size_t(1) << 20) {
+        writer_put(o.file, o.buffer.data(), o.buffer.size());
+        o.buffer.clear();
+    }
+    return o.file.wrong;
+}
+
+inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
+    o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
+                  {"lines", o.lines}, {"malformed", o.malformed}, {"begins", o.begins}};
+    o.from_batch = 0;
+    for (int token : b.tokens) {
+        std::string wrong;
+        if (token != DOCUMENT && o.begins) wrong = put_token(o, o.document_token, true);
+        if (token != DOCUMENT && wrong.empty()) wrong = put_token(o, token, false);
+        if (!wrong.empty()) return wrong;
+        o.begins = token == DOCUMENT;
+    }
+    o.skip = 0;
+    if (o.malformed == 0 && b.malformed > 0)
+        fprintf(stderr, "note: %s; such lines are left out\n", b.first_malformed.c_str());
+    o.lines += b.lines_read, o.malformed += b.malformed;
+    if (o.malformed > 10 + o.lines / 100)
+        return std::to_string(o.malformed) + " of the first " + std::to_string(o.lines) +
+               " lines are bad, which is more than 10 and a hundredth of them: " +
+               b.first_malformed;
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// what is there already
+
+// Equal for tokenizers that have the same pieces and merges, whatever their files are called.
+inline uint32_t tokenizer_crc(const Tokenizer& t) {
+    uint32_t crc = 0;
+    auto add = [&](const void* data, size_t bytes) {
+        crc = uint32_t(crc32(crc, static_cast<const unsigned char*>(data), uInt(bytes)));
+    };
+    for (const std::string& piece : t.pieces) add(piece.c_str(), piece.size() + 1);
+    for (const Merge& m : t.merges) add(&m, sizeof(m));
+    add(t.scores.data(), t.scores.size() * sizeof(float));
+    return crc;
+}
+
+inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, const ShardOutput& o,
+                                       const std::vector<TextInput>& inputs, size_t batch_bytes) {
+    nlohmann::json files = nlohmann::json::array();
+    for (const TextInput& i : inputs)
+        files.push_back({{"file", i.path}, {"bytes", i.bytes}, {"modified", i.modified}});
+    return {{"format", 1},
+            {"inputs", files},
+            {"field", c.field},
+            {"tokenizer", {{"vocab", t.vocab_size}, {"crc32", tokenizer_crc(t)}}},
+            {"document_token", o.document_token},
+            {"shard_tokens", o.shard_tokens},
+            {"val_tokens", o.val_tokens},
+            {"batch_bytes", batch_bytes}};
+}
+
+// The first thing in which a manifest or progress file differs from this call, in words.
+inline std::string state_differs(const nlohmann::json& found, const nlohmann::json& identity) {
+    const std::pair<const char*, const char*> parts[] = {
+        {"inputs", "other --data, or files that have changed since"},
+        {"tokenizer", "another --tokenizer"},
+        {"field", "another --field"},
+        {"document_token", "another --document-end"},
+        {"shard_tokens", "another --shard-tokens"},
+        {"val_tokens", "another --val-tokens"},
+        {"format", "another version of the program"},
+        {"batch_bytes", "another version of the program"}};
+    for (auto [part, says] : parts)
+        if (!found.contains(part) || found[part] != identity[part]) return says;
+    return "";
+}
+
+// Of a manifest or progress file; nothing where it is not there.
+inline std::string read_state(const ShardOutput& o, const std::string& path,
+                              nlohmann::json* found) {
+    std::string bytes;
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0) return "";
+    std::string wrong = read_whole_file(path, &bytes), fix = ": remove it, or choose another name";
+    if (!wrong.empty()) return wrong;
+    *found = nlohmann::json::parse(bytes, nullptr, false);
+    bool whole =
+        found->is_object() && found->contains("crc32") && (*found)["crc32"] == manifest_crc(*found);
+    if (!whole) return path + ": is there, and is none of --prepare's files or is damaged" + fix;
+    std::string other = state_differs(*found, o.identity);
+    if (!other.empty()) return path + ": was made from " + other + fix;
+    for (const nlohmann::json& shard : (*found)["shards"]) {
+        std::string file = folder_of(path) + "/" + shard["file"].get<std::string>();
+        if (stat(file.c_str(), &s) != 0 || size_t(s.st_size) != shard["bytes"])
+            return file + ": is gone, or has another size than " + path + " says: remove " + path +
+                   " to start again";
+    }
+    return "";
+}
+
+// done: all is there. Else what the last run has left is taken up, in `o` and `r`.
+inline std::string take_up(ShardOutput& o, BatchReader& r, bool* done) {
+    nlohmann::json manifest, progress;
+    std::string wrong = read_state(o, manifest_path(o), &manifest);
+    if (!wrong.empty()) return wrong;
+    *done = !manifest.is_null();
+    if (*done) return o.shards = manifest["shards"], unlink(progress_path(o).c_str()), "";
+    wrong = read_state(o, progress_path(o), &progress);
+    if (!wrong.empty()) return wrong;
+    struct stat s;
+    if (progress.is_null()) {
+        std::string first = next_shard(o);
+        if (stat(first.c_str(), &s) == 0)
+            return first + ": is there already: remove it, or choose another name";
+        return write_progress(o);
+    }
+    o.shards = progress["shards"];
+    for (const nlohmann::json& shard : o.shards) o.tokens += shard["tokens"].get<size_t>();
+    const nlohmann::json& at = progress["batch"];
+    if (at.is_null()) return "";
+    o.skip = progress["written"], o.lines = at["lines"], o.malformed = at["malformed"];
+    o.begins = at["begins"];
+    r.file = at["file"], r.offset = at["offset"], r.line = at["line"];
+    fprintf(stderr, "prepare: goes on after %zu whole shards\n", o.shards.size());
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// the life of a preparation
+
+// One line that is rewritten on a terminal, and a line now and then in a file.
+struct PrepareProgress {
+    size_t bytes_all, tokens_before; // of the inputs on disk, and written by earlier runs
+    size_t bytes_before = 0;         // of the inputs, done when this run had its first tokens
+    double start = seconds_now(), shown = seconds_now();
+    bool live = isatty(2);
+};
+
+inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
+    double now = seconds_now();
+    if (p.bytes_before == 0) p.bytes_before = bytes;
+    if (now - p.shown < (p.live ? 0.2 : 5)) return;
+    p.shown = now;
+    double rate = double(tokens - p.tokens_before) / (now - p.start);
+    double done = double(bytes) - double(p.bytes_before),
+           left = double(p.bytes_all) - double(bytes);
+    std::string eta = done > 0 ? duration_text((now - p.start) * left / done) : "?";
+    fprintf(stderr, "%sprepare %5.1f%% | %s tokens | %s tok/s | eta %s%s", p.live ? "\r" : "",
+            100 * double(bytes) / double(std::max<size_t>(p.bytes_all, 1)),
+            rate_text(double(tokens)).c_str(), rate_text(rate).c_str(), eta.c_str(),
+            p.live ? "\033[K" : "\n");
+}
+
+// Batches that threads make tokens of, each as soon as one is free.
+struct Workers {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<TextBatch*> waiting;
+    bool over = false;
+    std::vector<std::thread> threads;
+};
+
+template <typename F> void workers_start(Workers& w, int count, F work) {
+    for (int i = 0; i < count; i++)
+        w.threads.emplace_back([&w, work] {
+            for (std::unique_lock<std::mutex> lock(w.mutex);;) {
+                w.changed.wait(lock, [&] { return w.over || !w.waiting.empty(); });
+                if (w.waiting.empty()) return;
+                TextBatch* b = w.waiting.front();
+                w.waiting.pop_front();
+                lock.unlock();
+                work(*b);
+                lock.lock();
+                b->done = true;
+                w.changed.notify_all();
+            }
+        });
+}
+
+inline void workers_end(Workers& w) {
+    {
+        std::lock_guard<std::mutex> lock(w.mutex);
+        w.over = true, w.waiting.clear();
+    }
+    w.changed.notify_all();
+    for (std::thread& t : w.threads) t.join();
+}
+
+inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t, int threads) {
+    std::vector<size_t> before = {0}; // bytes of the inputs before each one
+    for (const TextInput& i : r.inputs) before.push_back(before.back() + i.bytes);
+    PrepareProgress progress = {before.back(), o.tokens};
+    Workers workers;
+    workers_start(workers, threads,
+                  [&](TextBatch& b) { tokenize_batch(b, t, r.field, r.inputs[b.file].path); });
+    std::deque<std::unique_ptr<TextBatch>> batches; // in order
+    std::string wrong;
+    for (bool more = true; wrong.empty();) {
+        while (more && batches.size() < size_t(2 * threads + 2)) {
+            auto b = std::make_unique<TextBatch>();
+            if (!(more = read_batch(r, b.get()))) break;
+            std::lock_guard<std::mutex> lock(workers.mutex);
+            workers.waiting.push_back(b.get());
+            batches.push_back(std::move(b));
+            workers.changed.notify_all();
+        }
+        if (batches.empty()) break;
+        std::unique_ptr<TextBatch> b = std::move(batches.front());
+        batches.pop_front();
+        {
+            std::unique_lock<std::mutex> lock(workers.mutex);
+            workers.changed.wait(lock, [&] { return b->done; });
+        }
+        wrong = write_batch(o, *b);
+        show_progress(progress, before[b->file] + b->position, o.tokens);
+    }
+    workers_end(workers);
+    if (progress.live) fprintf(stderr, "\r\033[K");
+    if (r.open) stream_close(r.stream);
+    if (wrong.empty()) wrong = r.wrong;
+    if (wrong.empty() && next_is_val(o))
+        wrong = "--val-tokens " + std::to_string(o.val_tokens) + ": the inputs have only " +
+                std::to_string(o.in_shard) + " tokens: give fewer, or more --data";
+    if (wrong.empty() && o.in_shard > 0) wrong = close_shard(o);
+    if (o.file.fd >= 0) {
+        o.file.wrong = wrong;
+        writer_close(&o.file); // which removes what is not whole
+    }
+    if (wrong.empty() && o.shards.size() == size_t(o.val_tokens > 0))
+        wrong = o.val_tokens ? "--val-tokens " + std::to_string(o.val_tokens) +
+                                   " takes all tokens: none is left to train on"
+                             : r.inputs[0].path + ": holds no document";
+    return wrong;
+}
+
+inline size_t sum_of(const nlohmann::json& shards, const char* key) {
+    size_t sum = 0;
+    for (const nlohmann::json& s : shards) sum += s[key].get<size_t>();
+    return sum;
+}
+
+inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutput* o) {
+    if (!c.prepare.ends_with(".bin") || c.prepare.size() == 4)
+        return "--prepare " + c.prepare + ": OUT.bin, the name of what is written";
+    if (c.data.empty()) return "--prepare makes shards of --data: give --data FILES";
+    if (!c.val.empty())
+        return "--prepare: validation is the first --val-tokens of --data: leave --val out";
+    o->stem = c.prepare.substr(0, c.prepare.size() - 4);
+    struct stat s;
+    std::string folder = folder_of(o->stem);
+    if (stat(folder.c_str(), &s) != 0 || !S_ISDIR(s.st_mode))
+        return "--prepare " + c.prepare + ": there is no folder " + folder + ": make it first";
+    o->document_token = c.document_end >= 0 ? c.document_end : t.bos >= 0 ? t.bos : t.eot;
+    if (o->document_token < 0)
+        return "--prepare: --tokenizer " + t.name +
+               " has no token that begins or ends a text: say which one goes before each document, "
+               "as in --document-end 10 for a newline";
+    if (o->document_token >= t.vocab_size)
+        return "--document-end " + std::to_string(o->document_token) + ": --tokenizer " + t.name +
+               " has the tokens 0 to " + std::to_string(t.vocab_size - 1);
+    o->shard_tokens = size_t(c.shard_tokens), o->val_tokens = size_t(c.val_tokens);
+    o->width = t.vocab_size <= 65536 ? 2 : 4;
+    return "";
+}
+
+// program_folder: dev/data is in it, or beside it
+inline std::string prepare(const Config& c, const Tokenizer& t, const std::string& program_folder,
+                           const PrepareLimits& limits = {}) {
+    ShardOutput o;
+    std::string wrong = prepare_check(c, t, &o);
+    std::vector<std::string> paths;
+    if (wrong.empty()) wrong = data_paths(c.data, &paths);
+    if (!wrong.empty()) return wrong;
+    std::vector<TextInput> inputs(paths.size());
+    for (size_t i = 0; i < paths.size() && wrong.empty(); i++)
+        wrong = input_describe(&inputs[i], paths[i]);
+    if (!wrong.empty()) return wrong;
+    o.identity = prepare_identity(c, t, o, inputs, limits.batch);
+    std::string script = "dev/data/parquet_text.py", end_text;
+    struct stat s;
+    bool inside = stat((program_folder + script).c_str(), &s) == 0;
+    for (const auto& [text, token] : t.special.ids)
+        if (token == t.eot) end_text = text;
+    BatchReader r = {inputs, program_folder + (inside ? "" : "../") + script, c.field, end_text,
+                     limits};
+    bool done = false;
+    wrong = take_up(o, r, &done);
+    if (!wrong.empty()) return wrong;
+    if (!done) {
+        int threads = c.threads ? c.threads : int(std::thread::hardware_concurrency());
+        wrong = write_all(o, r, t, std::max(threads, 1));
+        if (!wrong.empty()) return wrong;
+        nlohmann::json manifest = o.identity;
+        manifest["shards"] = o.shards;
+        manifest["lines"] = o.lines, manifest["malformed_lines"] = o.malformed;
+        manifest["tokenizer_name"] = t.name;
+        manifest["tokens"] = sum_of(o.shards, "tokens");
+        manifest["documents"] = sum_of(o.shards, "documents");
+        if (!(wrong = write_json(manifest_path(o), manifest)).empty()) return wrong;
+        unlink(progress_path(o).c_str());
+    }
+    printf("%s%zu documents, %zu tokens in %zu shards: %s\n", done ? "already prepared: " : "",
+           sum_of(o.shards, "documents"), sum_of(o.shards, "tokens"), o.shards.size(),
+           manifest_path(o).c_str());
+    std::string data = o.shard_tokens ? "'" + o.stem + "_*.bin'" : c.prepare,
+                val = o.val_tokens ? " --val " + o.stem + ".val.bin" : "";
+    printf("train:  train_gpt --data %s%s; documents end with token %d\n", data.c_str(),
+           val.c_str(), o.document_token);
+    return "";
+}
