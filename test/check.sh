@@ -27,13 +27,14 @@ asan="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
 export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
 step "the README's table of files is current" scripts/readme_table.sh --check
 step "build with AddressSanitizer and UBSan" make_quiet BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" \
-    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_tokenizer build/asan/test_files build/asan/train_gpt build/asan/fuzz_readers \
+    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_prepare build/asan/test_tokenizer build/asan/test_files build/asan/train_gpt build/asan/fuzz_readers \
     build/asan/test_faults build/asan/test_kernels build/asan/test_attention_kernels build/asan/test_attention_sm90 build/asan/test_layouts build/asan/test_comm
 step "operators, AddressSanitizer" build/asan/test_ops --seed 11
 step "the step, AddressSanitizer" build/asan/test_model
 step "layouts, AddressSanitizer" build/asan/test_layouts
 step "collectives, AddressSanitizer" build/asan/test_comm
 step "data readers, AddressSanitizer" build/asan/test_data
+step "data preparation, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_prepare
 step "tokenizers, AddressSanitizer" build/asan/test_tokenizer
 step "files and checkpoints, AddressSanitizer" build/asan/test_files
 step "faults of files, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_faults
@@ -45,10 +46,11 @@ step "hostile files for 60 s, AddressSanitizer" build/asan/fuzz_readers --second
 
 # ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
 step "build with ThreadSanitizer" make_quiet BUILD=build/tsan ONEDNN=0 MPI=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g" \
-    build/tsan/test_model build/tsan/test_layouts build/tsan/test_comm build/tsan/test_ops build/tsan/test_kernels build/tsan/test_attention_kernels build/tsan/test_attention_sm90
+    build/tsan/test_model build/tsan/test_layouts build/tsan/test_comm build/tsan/test_prepare build/tsan/test_ops build/tsan/test_kernels build/tsan/test_attention_kernels build/tsan/test_attention_sm90
 step "the step, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_model
 step "layouts, ThreadSanitizer" build/tsan/test_layouts
 step "collectives, ThreadSanitizer" build/tsan/test_comm
+step "data preparation, ThreadSanitizer" build/tsan/test_prepare
 step "operators, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_ops --seed 12
 step "ladders, ThreadSanitizer" make_quiet DEVICE=cpu BUILD=build/tsan ONEDNN=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" \
     EXTRA="-fsanitize=thread -g" ladders
