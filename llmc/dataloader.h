@@ -2,7 +2,8 @@
 //   .txt   any text, tokenized when it is opened; where a byte is a token nothing is copied. The
 //          texts of special tokens (<|endoftext|>) are these tokens.
 //   .bin   llm.c's shards: 256 int32 of header {magic, version, tokens}, then the tokens:
-//          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3)
+//          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3);
+//          prepare.h writes them
 //   A file of n tokens has (n-1)/T windows; window i holds the tokens iT .. iT+T: T inputs, and as
 //   targets the same shifted by one. Sample s of a run is window permutation(s mod W) of epoch
 //   floor(s/W): every window once an epoch, in an order keyed by seed and epoch, with no memory. The

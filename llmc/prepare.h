@@ -9,8 +9,8 @@
 //   Outputs    OUT.val.bin, the first --val-tokens; then OUT.bin, or OUT_000000.bin and so on of
 //              --shard-tokens each, the last one shorter: documents go over the border. Shards are
 //              llm.c's (dataloader.h): 16 bits a token where the vocabulary fits, else 32.
-//              OUT.json, written last: tokenizer, inputs, and of each shard tokens, documents,
-//              bytes and CRC-32.
+//              OUT.json, written last: tokenizer, inputs, and of each shard tokens, documents
+//              that begin in it, bytes and CRC-32.
 //   Algorithm  1. the main thread reads the inputs in batches of a mebibyte: whole lines, or a block
 //                 of a text that ends where its tokens do (text_cut)
 //              2. threads make tokens of batches; a few for each thread are in memory
@@ -23,7 +23,7 @@
 //              kept, in lines too.
 //   Memory     does not grow with the inputs: (2 threads + 2) batches. A line has at most 64 MiB.
 //   Cost: the tokenizer's, and JSON's (dev/LOG.md has the figures).
-//   Every function returns "" or one line that says what is wrong.
+//   What can fail returns "" or one line that says what is wrong.
 #pragma once
 #include <sys/stat.h>
 #include <condition_variable>
@@ -235,13 +235,13 @@ inline size_t text_cut(std::string_view block, const std::string& end_text) {
 }
 
 struct BatchReader {
-    const std::vector<TextInput>& inputs;
-    std::string script, field, end_text; // of parquet; what ends a text
+    std::vector<TextInput> inputs;
+    std::string script, field, end_text; // that reads parquet; of a line; that ends a text
     PrepareLimits limits;
     size_t file = 0, offset = 0, line = 1; // of the first byte of `rest`
     bool open = false, ended = false;
-    InputStream stream = {};
-    std::string rest = "", wrong = ""; // read, and not in a batch yet
+    InputStream stream;
+    std::string rest, wrong; // read, and not in a batch yet
 };
 
 inline void reader_open(BatchReader& r) {
@@ -519,6 +519,7 @@ inline uint32_t tokenizer_crc(const Tokenizer& t) {
     for (const std::string& piece : t.pieces) add(piece.c_str(), piece.size() + 1);
     for (const Merge& m : t.merges) add(&m, sizeof(m));
     add(t.scores.data(), t.scores.size() * sizeof(float));
+    add(&t.unicode_form, sizeof(t.unicode_form));
     return crc;
 }
 
@@ -576,6 +577,17 @@ inline std::string read_state(const ShardOutput& o, const std::string& path,
     return "";
 }
 
+// Shards of another preparation would be trained on with ours: the pattern OUT_*.bin has them too.
+inline std::string no_shard_is_there(const ShardOutput& o) {
+    for (const char* ending : {".bin", ".val.bin", "_[0-9]*.bin"}) {
+        std::vector<std::string> found;
+        struct stat s;
+        if (data_paths(o.stem + ending, &found).empty() && stat(found[0].c_str(), &s) == 0)
+            return found[0] + ": is there already: remove it, or choose another name";
+    }
+    return "";
+}
+
 // done: all is there. Else what the last run has left is taken up, in `o` and `r`.
 inline std::string take_up(ShardOutput& o, BatchReader& r, bool* done) {
     nlohmann::json manifest, progress;
@@ -585,12 +597,9 @@ inline std::string take_up(ShardOutput& o, BatchReader& r, bool* done) {
     if (*done) return o.shards = manifest["shards"], unlink(progress_path(o).c_str()), "";
     wrong = read_state(o, progress_path(o), &progress);
     if (!wrong.empty()) return wrong;
-    struct stat s;
     if (progress.is_null()) {
-        std::string first = next_shard(o);
-        if (stat(first.c_str(), &s) == 0)
-            return first + ": is there already: remove it, or choose another name";
-        return write_progress(o);
+        wrong = no_shard_is_there(o);
+        return wrong.empty() ? write_progress(o) : wrong;
     }
     o.shards = progress["shards"];
     for (const nlohmann::json& shard : o.shards) o.tokens += shard["tokens"].get<size_t>();
@@ -759,8 +768,10 @@ inline std::string prepare(const Config& c, const Tokenizer& t, const std::strin
     bool inside = stat((program_folder + script).c_str(), &s) == 0;
     for (const auto& [text, token] : t.special.ids)
         if (token == t.eot) end_text = text;
-    BatchReader r = {inputs, program_folder + (inside ? "" : "../") + script, c.field, end_text,
-                     limits};
+    BatchReader r;
+    r.inputs = inputs;
+    r.script = program_folder + (inside ? "" : "../") + script;
+    r.field = c.field, r.end_text = end_text, r.limits = limits;
     bool done = false;
     wrong = take_up(o, r, &done);
     if (!wrong.empty()) return wrong;

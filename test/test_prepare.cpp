@@ -356,9 +356,9 @@ static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, si
     std::string end_text;
     for (const auto& [special, token] : t.special.ids)
         if (token == t.eot) end_text = special;
-    PrepareLimits limits;
-    limits.batch = batch;
-    BatchReader r = {inputs, "", "", end_text, limits};
+    BatchReader r;
+    r.inputs = inputs;
+    r.end_text = end_text, r.limits.batch = batch;
     Tokens got, whole = encode(t, text, true);
     std::string back;
     size_t blocks = 0;
@@ -395,6 +395,19 @@ TEST_F(Prepare, BlocksOfATextHaveTheTokensOfTheWhole) {
     std::mt19937 random(8);
     for (size_t batch : {40, 64, 100, 1000})
         blocks_are_the_whole(small_bpe(), english_text(random, 600), batch);
+}
+
+// A space goes in front of a text, not of a block; of several spaces one stays.
+TEST_F(Prepare, BlocksOfATextHaveNoSpaceInFront) {
+    std::mt19937 random(8);
+    for (bool extra : {true, false})
+        for (bool once : {true, false}) {
+            t = small_bpe();
+            t.sentencepiece = true, t.patterns.clear();
+            t.prefix = Prefix::SPACE, t.prefix_once = once, t.extra_spaces = extra;
+            for (size_t batch : {40, 100, 1000})
+                blocks_are_the_whole(t, english_text(random, 600), batch);
+        }
 }
 
 TEST_F(Prepare, BlocksOfATextHaveTheTokensOfTheWholeWithKnownTokenizers) {
@@ -493,6 +506,7 @@ TEST_F(Prepare, AFinishedOneSaysSoAndDoesNothing) {
 
 TEST_F(Prepare, OtherInputsAreRefused) {
     c.data = put("a.txt", "some text"), c.shard_tokens = 4;
+    auto written = fs::last_write_time(c.data);
     Config first = c;
     for (bool finished : {true, false}) {
         c = first, t = {};
@@ -530,15 +544,18 @@ TEST_F(Prepare, OtherInputsAreRefused) {
         t = small_bpe(), refused("another --tokenizer");
         put("a.txt", "some texts"), refused("other --data, or files that have changed since");
         put("a.txt", "some text");
+        fs::last_write_time(c.data, written);
         fs::resize_file(out("x_000001.bin"), 1025);
         EXPECT_HAS(run(), "x_000001.bin: is gone, or has another size");
         std::ofstream(state) << "{}";
         EXPECT_HAS(run(), state + ": is there, and is none of --prepare's files");
     }
-    fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
-    std::ofstream(out("x_000000.bin")) << "mine";
-    EXPECT_HAS(run(), "x_000000.bin: is there already");
-    EXPECT_EQ(get(out("x_000000.bin")), "mine");
+    for (const char* name : {"x_000000.bin", "x_000123.bin", "x.bin", "x.val.bin"}) {
+        fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+        std::ofstream(out(name)) << "mine";
+        EXPECT_HAS(run(), std::string(name) + ": is there already");
+        EXPECT_EQ(get(out(name)), "mine");
+    }
 }
 
 TEST_F(Prepare, BadFlagsAreRefused) {
@@ -653,7 +670,7 @@ TEST_F(Prepare, AFullDiskLeavesNoShardThatLooksWhole) {
 }
 
 // ----------------------------------------------------------------------------
-// memory, progress, parquet, the program
+// memory, progress, parquet
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool SANITIZED = true;
@@ -747,38 +764,4 @@ pyarrow.parquet = __import__("sys").modules[__name__]
     testing::internal::CaptureStdout();
     EXPECT_HAS(prepare(c, t, dir + "/"), "which is not there");
     testing::internal::GetCapturedStdout();
-}
-
-TEST_F(Prepare, TheProgramDoesIt) {
-    const char* given = getenv("TRAIN_GPT");
-    std::string program = fs::absolute(given ? given : std::string(REPO_ROOT) + "/build/train_gpt"),
-                text;
-    for (int i = 0; i < 400; i++) text += "{\"text\": \"line " + std::to_string(i) + "\"}\n";
-    put("a.jsonl", text);
-    auto shell = [&](const std::string& arguments) {
-        FILE* pipe = popen(
-            ("cd " + dir + " && " + program + " " + arguments + " 2>&1 </dev/null").c_str(), "r");
-        std::string says;
-        for (int byte; (byte = fgetc(pipe)) != EOF;) says += char(byte);
-        return says + "status " + std::to_string(WEXITSTATUS(pclose(pipe)));
-    };
-    std::string prepare =
-        "--prepare y.bin --data a.jsonl --document-end 10 --val-tokens 500 --shard-tokens 2000";
-    EXPECT_EQ(shell(prepare),
-              "400 documents, 3490 tokens in 3 shards: y.json\n"
-              "train:  train_gpt --data 'y_*.bin' --val y.val.bin; documents end with token 10\n"
-              "status 0");
-    std::string trained = shell(
-        "--data 'y_*.bin' --val y.val.bin --layers 1 --heads 1 --channels 8 --seq 16 "
-        "--micro-batch 2 --steps 2 --sample-tokens 0 --document-mask --document-end 10");
-    EXPECT_HAS(trained, "data: 2 files, 2990 tokens");
-    EXPECT_HAS(trained, "status 0");
-    EXPECT_EQ(
-        shell("--prepare z.bin --data a.jsonl"),
-        "train_gpt: error: --prepare: --tokenizer byte has no token that begins or ends a text: "
-        "say "
-        "which one goes before each document, as in --document-end 10 for a newline\nstatus 1");
-    EXPECT_HAS(shell("--prepare z.bin --data a.jsonl --tokenizer absent"),
-               "error: --tokenizer absent: No such file");
-    EXPECT_HAS(shell("--prepare z.bin --data a.jsonl --tokenizer absent"), "status 1");
 }

@@ -581,6 +581,27 @@ TEST_F(Run, TextIsTrainedOnAndPrintedInTheTokenizersTokens) {
     }
 }
 
+TEST_F(Run, PreparesDataAndTrainsOnIt) {
+    std::string lines;
+    for (int i = 0; i < 400; i++) lines += "{\"text\": \"line " + std::to_string(i) + "\"}\n";
+    std::string data = write("a.jsonl", lines), y = path("y");
+    Result r = run("--prepare " + y +
+                   ".bin --document-end 10 --val-tokens 500 --shard-tokens 2000 --data " + data);
+    EXPECT_EQ(r.text, "400 documents, 3490 tokens in 3 shards: " + y + ".json\n" +
+                          "train:  train_gpt --data '" + y + "_*.bin' --val " + y +
+                          ".val.bin; documents end with token 10\n");
+    EXPECT_EQ(r.status, 0);
+    r =
+        run("--layers 1 --heads 1 --channels 8 --seq 16 --micro-batch 2 --steps 2 --document-mask "
+            "--document-end 10 --data '" +
+            y + "_*.bin' --val " + y + ".val.bin");
+    EXPECT_NE(r.text.find("data: 2 files, 2990 tokens"), std::string::npos) << r.text;
+    EXPECT_EQ(r.status, 0);
+    std::string prepare = "--prepare " + path("z.bin") + " --data " + data;
+    refuses(prepare, "--tokenizer byte has no token that begins or ends a text");
+    refuses(prepare + " --tokenizer absent", "--tokenizer absent: No such file");
+}
+
 // ----------------------------------------------------------------------------
 // what it refuses
 
