@@ -358,19 +358,22 @@ inline std::string read_json_line(std::string_view line, const std::string& fiel
 inline void tokenize_lines(TextBatch& b, const Tokenizer& t, const std::string& field,
                            const std::string& path) {
     size_t line = b.line;
+    Encoding e = encoding_open(t, b.text.size());
+    std::deque<std::string> texts; // a word that comes again is found in the first that has it
     for (size_t at = 0, end; at < b.text.size(); at = end + 1, line++) {
         end = std::min(b.text.find('\n', at), b.text.size());
         std::string_view bytes = std::string_view(b.text).substr(at, end - at);
         if (bytes.find_first_not_of(" \t\r") == std::string::npos) continue;
-        std::string text, wrong = read_json_line(bytes, field, &text);
+        std::string& text = texts.emplace_back();
+        std::string wrong = read_json_line(bytes, field, &text);
         b.lines_read++;
         if (!wrong.empty() && b.malformed++ == 0)
             b.first_malformed = path + ":" + std::to_string(line) + ": " + wrong;
         if (!wrong.empty()) continue;
-        std::vector<int> tokens = encode(t, text);
-        b.tokens.push_back(DOCUMENT);
-        b.tokens.insert(b.tokens.end(), tokens.begin(), tokens.end());
+        e.out.push_back(DOCUMENT);
+        encode_more(e, text);
     }
+    b.tokens = std::move(e.out);
 }
 
 inline void tokenize_batch(TextBatch& b, const Tokenizer& t, const std::string& field,

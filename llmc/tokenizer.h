@@ -178,7 +178,7 @@ inline std::string add_pattern(Tokenizer* t, const std::string& pattern, bool li
 // ----------------------------------------------------------------------------
 // a word to tokens
 
-// One call of encode: its output, its scratch, and where words stood that come again.
+// What texts are encoded with: the output, scratch, and where words stood that come again.
 struct Encoding {
     const Tokenizer& t;
     std::vector<int> out = {};
@@ -196,7 +196,8 @@ struct Encoding {
         size_t at, length; // in the word, before merges
     };
     std::vector<Symbol> symbols = {};
-    std::vector<uint64_t> heap = {}; // rank << 32 | symbol
+    std::vector<uint64_t> heap = {};         // rank << 32 | symbol
+    std::deque<std::string> normalised = {}; // words point into them, so they stay where they are
 };
 
 inline void push_unknown(Encoding& e, std::string_view text, size_t word_from) {
@@ -387,39 +388,51 @@ inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, b
 // ----------------------------------------------------------------------------
 // what others call
 
-// special: the texts of special tokens, such as <|endoftext|>, are these tokens and not text;
-// goes_on: no text begins here, there is one before: no space goes in front
-inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool special = false,
-                               bool goes_on = false) {
-    if (t.kind == TokenizerKind::BYTE) {
-        std::vector<int> bytes;
-        for (unsigned char c : text) bytes.push_back(c);
-        return bytes;
-    }
-    if (text.empty()) return {};
+// For texts of so many bytes together, whose tokens are all in `out`; the texts stay where they are.
+inline Encoding encoding_open(const Tokenizer& t, size_t bytes) {
     Encoding e = {t};
+    if (t.kind == TokenizerKind::BYTE) return e;
     size_t slots = 16;
-    while (slots < text.size() / 8 && slots < (1 << 16)) slots *= 2;
+    while (slots < bytes / 8 && slots < (1 << 16)) slots *= 2;
     e.words.resize(slots);
     e.limits = {pcre2_match_context_create(nullptr), pcre2_match_context_free};
-    // steps of one match: looking back over a run of spaces takes some for each of them
-    size_t steps = 10'000'000 + 16 * text.size();
-    pcre2_set_match_limit(e.limits.get(), uint32_t(std::min<size_t>(steps, ~0u)));
     for (const auto& pattern : t.patterns)
         e.matches.emplace_back(pcre2_match_data_create_from_pattern(pattern.get(), nullptr),
                                pcre2_match_data_free);
-    std::deque<std::string> normalised; // words point into them, so they stay where they are
+    return e;
+}
+
+// special: the texts of special tokens, such as <|endoftext|>, are these tokens and not text;
+// goes_on: no text begins here, there is one before: no space goes in front
+inline void encode_more(Encoding& e, std::string_view text, bool special = false,
+                        bool goes_on = false) {
+    const Tokenizer& t = e.t;
+    if (t.kind == TokenizerKind::BYTE) {
+        for (unsigned char c : text) e.out.push_back(c);
+        return;
+    }
+    if (text.empty()) return;
+    // steps of one match: looking back over a run of spaces takes some for each of them
+    size_t steps = 10'000'000 + 16 * text.size();
+    pcre2_set_match_limit(e.limits.get(), uint32_t(std::min<size_t>(steps, ~0u)));
     auto token = [&](int id) { e.out.push_back(id); };
     auto plain = [&](std::string_view part) {
         bool first = part.data() == text.data(), inside = first && goes_on;
-        if (t.unicode_form) part = normalised.emplace_back(unicode_normalise(part, t.unicode_form));
+        if (t.unicode_form)
+            part = e.normalised.emplace_back(unicode_normalise(part, t.unicode_form));
         if (t.sentencepiece)
-            part = normalised.emplace_back(
+            part = e.normalised.emplace_back(
                 normalise_spaces(t, part, !inside && (first || !t.prefix_once), !inside));
         split_at_fixed(
             t.added, part, [&](std::string_view p) { encode_words(e, p); }, token);
     };
     special ? split_at_fixed(t.special, text, plain, token) : plain(text);
+}
+
+inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool special = false,
+                               bool goes_on = false) {
+    Encoding e = encoding_open(t, text.size());
+    encode_more(e, text, special, goes_on);
     return std::move(e.out);
 }
 
