@@ -140,19 +140,16 @@ inline std::string stream_open(InputStream* s, const TextInput& input, const std
 inline size_t zst_read(InputStream& s, char* to, size_t bytes) {
     ZSTD_outBuffer out = {to, bytes, 0};
     while (out.pos == 0) {
-        if (s.in.pos == s.in.size) {
+        if (s.in.pos == s.in.size)
             s.in = {s.buffer.data(), fread(s.buffer.data(), 1, s.buffer.size(), s.file), 0};
-            if (s.in.size == 0) {
-                if (s.open_frame)
-                    s.wrong = s.input->path + ": is cut short: its zstd frame goes on";
-                return 0;
-            }
-        }
+        bool end = s.in.size == 0; // of the file; zstd may still hold bytes
+        if (end && s.open_frame == 0) return 0;
         s.open_frame = ZSTD_decompressStream(s.zst, &out, &s.in);
-        if (ZSTD_isError(s.open_frame)) {
+        if (ZSTD_isError(s.open_frame))
             s.wrong = s.input->path + ": " + ZSTD_getErrorName(s.open_frame);
-            return 0;
-        }
+        else if (end && out.pos == 0)
+            s.wrong = s.input->path + ": is cut short: its zstd frame goes on";
+        if (!s.wrong.empty()) return 0;
     }
     return out.pos;
 }
@@ -566,10 +563,12 @@ inline std::string read_state(const ShardOutput& o, const std::string& path,
     std::string wrong = read_whole_file(path, &bytes), fix = ": remove it, or choose another name";
     if (!wrong.empty()) return wrong;
     *found = nlohmann::json::parse(bytes, nullptr, false);
-    bool whole =
-        found->is_object() && found->contains("crc32") && (*found)["crc32"] == manifest_crc(*found);
+    bool whole = found->is_object() && found->contains("shards") && found->contains("crc32") &&
+                 (*found)["crc32"] == manifest_crc(*found);
     if (!whole) return path + ": is there, and is none of --prepare's files or is damaged" + fix;
     std::string other = state_differs(*found, o.identity);
+    if (!other.empty() && (*found)["shards"].empty())
+        return *found = nullptr, ""; // nothing is lost
     if (!other.empty()) return path + ": was made from " + other + fix;
     for (const nlohmann::json& shard : (*found)["shards"]) {
         std::string file = folder_of(path) + "/" + shard["file"].get<std::string>();
