@@ -108,8 +108,9 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "",
          "Data preparation: --prepare OUT.bin --data FILES --tokenizer PATH, then --data OUT.bin"},
         {"prepare", &C::prepare, "",
-         "OUT.bin: write token shards of --data (.txt, .jsonl, each also .gz or .zst; .parquet) and "
-         "leave; the same call goes on after a kill"},
+         "OUT.bin: write token shards of --data (.txt, .jsonl, each also .gz or .zst; .parquet; - "
+         "for "
+         "JSON lines on standard input) and leave; the same call goes on after a kill"},
         {"field", &C::field, "", "the text of a JSON line, or the parquet column"},
         {"shard-tokens", &C::shard_tokens, "0..2147483647",
          "tokens a shard, written as OUT_000000.bin, ... (0: one shard, OUT.bin)"},

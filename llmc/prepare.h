@@ -1,6 +1,7 @@
 // prepare.h - text, JSON lines and parquet files to token shards, by many threads, resumable
 //   Inputs     FILE.txt, FILE.jsonl, each also .gz or .zst; FILE.parquet (through
-//              dev/data/parquet_text.py, which needs Python and pyarrow)
+//              dev/data/parquet_text.py, which needs Python and pyarrow); -, standard input, is
+//              JSON lines
 //   Documents  A JSON line is one: the string of its --field; the texts of special tokens in it are
 //              text. A .txt file is one, cut where it holds the tokenizer's end of text
 //              (<|endoftext|>); the tokens are those that training on the file itself has.
@@ -17,7 +18,7 @@
 //              3. the main thread writes them in order: the number of threads changes no byte
 //   Resume     OUT.progress tells after each shard in which batch it ended. The same call goes on
 //              there, so that a kill loses one shard's work and changes no byte; a compressed input
-//              is read again up to there.
+//              and standard input are read again up to there.
 //   Bad lines  (no JSON, no such field) are counted, and the first one is shown; where they are more
 //              than 10 and a hundredth of all lines so far the run ends. Bytes that are no UTF-8 are
 //              kept, in lines too.
@@ -49,7 +50,7 @@ struct PrepareLimits {
 // inputs: a stream of bytes each
 
 struct TextInput {
-    std::string path, packed; // packed: "", ".gz", ".zst" or ".parquet"
+    std::string path, packed; // packed: "", ".gz", ".zst", ".parquet" or "-"
     bool lines = false;       // of JSON; else a text
     size_t bytes = 0;         // of the file
     int64_t modified = 0;     // seconds since 1970
@@ -57,6 +58,7 @@ struct TextInput {
 
 inline std::string input_describe(TextInput* input, const std::string& path) {
     *input = {path, "", false, 0, 0};
+    if (path == "-") return input->packed = "-", input->lines = true, "";
     std::string name = path;
     for (const char* packed : {".gz", ".zst", ".parquet"})
         if (name.ends_with(packed))
@@ -124,7 +126,7 @@ inline std::string stream_open(InputStream* s, const TextInput& input, const std
         gzbuffer(s->gz, 1 << 17);
         return input.bytes > 0 && !gzdirect(s->gz) ? "" : input.path + ": is no gzip file";
     }
-    s->file = fopen(input.path.c_str(), "rb");
+    s->file = input.packed == "-" ? stdin : fopen(input.path.c_str(), "rb");
     if (!s->file) return input.path + ": " + strerror(errno);
 #ifdef WITH_ZSTD
     if (input.packed != ".zst") return "";
@@ -175,10 +177,11 @@ inline size_t stream_read(InputStream& s, char* to, size_t bytes) {
     return n;
 }
 
-// Of the file's bytes, how many are read.
+// Of the file's bytes, how many are read; 0 where nobody knows.
 inline size_t stream_position(const InputStream& s) {
     if (s.gz) return size_t(gzoffset(s.gz));
-    return s.input->packed == ".parquet" ? 0 : size_t(ftello(s.file));
+    bool pipe = s.input->packed == ".parquet" || s.input->packed == "-";
+    return pipe ? 0 : size_t(ftello(s.file));
 }
 
 inline void stream_close(InputStream& s) {
@@ -386,6 +389,7 @@ inline void tokenize_batch(TextBatch& b, const Tokenizer& t, const std::string& 
 // ----------------------------------------------------------------------------
 // shards
 
+constexpr size_t SHARD_HEADER_BYTES = 1024;
 constexpr size_t MAX_SHARD_TOKENS = 2147483647; // the header's count is an int32
 
 struct ShardOutput {
@@ -436,13 +440,25 @@ inline std::string write_progress(const ShardOutput& o) {
     return write_json(progress_path(o), j);
 }
 
+// The header's place stays empty until the shard is whole.
+inline bool open_shard(ShardOutput& o) {
+    if (writer_create(&o.file, next_shard(o)).empty() &&
+        lseek(o.file.fd, SHARD_HEADER_BYTES, SEEK_SET) < 0)
+        o.file.wrong = o.file.path + ": " + strerror(errno);
+    return o.file.wrong.empty();
+}
+
+inline void flush(ShardOutput& o) {
+    writer_put(o.file, o.buffer.data(), o.buffer.size());
+    o.buffer.clear();
+}
+
 // The header comes last, when the tokens are counted, and first in the checksum.
 inline std::string close_shard(ShardOutput& o) {
     FileWriter& w = o.file;
-    writer_put(w, o.buffer.data(), o.buffer.size());
-    o.buffer.clear();
-    int32_t header[256] = {o.width == 2 ? 20240520 : 20240801, o.width == 2 ? 1 : 7,
-                           int32_t(o.in_shard)};
+    flush(o);
+    int32_t header[SHARD_HEADER_BYTES / 4] = {o.width == 2 ? 20240520 : 20240801,
+                                              o.width == 2 ? 1 : 7, int32_t(o.in_shard)};
     size_t body = w.bytes;
     uint32_t body_crc = w.crc;
     w.crc = 0;
@@ -462,39 +478,42 @@ inline std::string close_shard(ShardOutput& o) {
     return write_progress(o);
 }
 
-inline std::string put_token(ShardOutput& o, int token, bool begins) {
-    o.from_batch++;
-    if (o.from_batch <= o.skip) return "";
-    if (o.file.fd < 0) {
-        if (o.shard_tokens == 0 && o.shards.size() > (o.val_tokens > 0))
+// Tokens of the batch at hand, to as many shards as they take; `begins`: one, before a document.
+inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, bool begins) {
+    size_t known = o.skip - std::min(o.skip, o.from_batch), skipped = std::min(count, known);
+    o.from_batch += skipped, tokens += skipped, count -= skipped;
+    while (count > 0) {
+        if (o.file.fd < 0 && o.shard_tokens == 0 && o.shards.size() > (o.val_tokens > 0))
             return o.stem + ".bin: is full with " + std::to_string(MAX_SHARD_TOKENS) +
                    " tokens, which is all that a shard can hold: give --shard-tokens 100000000";
-        std::string wrong = writer_create(&o.file, next_shard(o));
+        if (o.file.fd < 0 && !open_shard(o)) return o.file.wrong;
+        size_t n = std::min(count, next_shard_tokens(o) - o.in_shard), at = o.buffer.size();
+        o.buffer.resize(at + n * o.width);
+        for (size_t i = 0; i < n; i++) // little-endian
+            memcpy(&o.buffer[at + i * o.width], tokens + i, o.width);
+        o.in_shard += n, o.from_batch += n, o.tokens += n, o.documents_in_shard += begins;
+        tokens += n, count -= n;
+        if (o.buffer.size() >= size_t(1) << 20) flush(o);
+        std::string wrong = o.in_shard == next_shard_tokens(o) ? close_shard(o) : o.file.wrong;
         if (!wrong.empty()) return wrong;
-        if (lseek(o.file.fd, 1024, SEEK_SET) < 0) return o.file.path + ": " + strerror(errno);
     }
-    uint32_t t = uint32_t(token);
-    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(&t); // little-endian
-    o.buffer.insert(o.buffer.end(), bytes, bytes + o.width);
-    o.tokens++, o.documents_in_shard += begins;
-    if (++o.in_shard == next_shard_tokens(o)) return close_shard(o);
-    if (o.buffer.size() >= size_t(1) << 20) {
-        writer_put(o.file, o.buffer.data(), o.buffer.size());
-        o.buffer.clear();
-    }
-    return o.file.wrong;
+    return "";
 }
 
 inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
                   {"lines", o.lines}, {"malformed", o.malformed}, {"begins", o.begins}};
     o.from_batch = 0;
-    for (int token : b.tokens) {
-        std::string wrong;
-        if (token != DOCUMENT && o.begins) wrong = put_token(o, o.document_token, true);
-        if (token != DOCUMENT && wrong.empty()) wrong = put_token(o, token, false);
+    for (auto from = b.tokens.begin(), to = from; from != b.tokens.end(); from = to) {
+        if (*from == DOCUMENT) {
+            o.begins = true, to = from + 1;
+            continue;
+        }
+        to = std::find(from, b.tokens.end(), DOCUMENT);
+        std::string wrong = o.begins ? put_tokens(o, &o.document_token, 1, true) : "";
+        if (wrong.empty()) wrong = put_tokens(o, &*from, size_t(to - from), false);
         if (!wrong.empty()) return wrong;
-        o.begins = token == DOCUMENT;
+        o.begins = false;
     }
     o.skip = 0;
     if (o.malformed == 0 && b.malformed > 0)

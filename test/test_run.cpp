@@ -598,6 +598,13 @@ TEST_F(Run, PreparesDataAndTrainsOnIt) {
     EXPECT_NE(r.text.find("data: 2 files, 2990 tokens"), std::string::npos) << r.text;
     EXPECT_EQ(r.status, 0);
     std::string prepare = "--prepare " + path("z.bin") + " --data " + data;
+    EXPECT_EQ(
+        run("--prepare " + path("p.bin") + " --document-end 10 --data -", "cat " + data + " |")
+            .status,
+        0);
+    EXPECT_EQ(run(prepare + " --document-end 10").status, 0);
+    EXPECT_TRUE(read_file(path("p.bin")) == read_file(path("z.bin")));
+    prepare = "--prepare " + path("w.bin") + " --data " + data;
     refuses(prepare, "--tokenizer byte has no token that begins or ends a text");
     refuses(prepare + " --tokenizer absent", "--tokenizer absent: No such file");
 }
