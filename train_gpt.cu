@@ -372,6 +372,9 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<Plan>&
         snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
         or_die(write_timeline(c.timeline, simulated_lanes(all, s), layout_text(c) + idle));
     }
+    if (run.train_plan >= 0)
+        printf("%s",
+               run_text(model, size_t(c.seq), c.steps, c.batch_tokens, rank_count(c)).c_str());
     if (rank_count(c) > 1) {
         std::string text;
         or_die(cluster_text<T>(options, model, t.ctx.where, &text));

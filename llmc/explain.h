@@ -1,20 +1,29 @@
-// explain.h - what --explain prints: parameters, memory of this rank and of each stage, the actions
+// explain.h - what --explain prints: parameters, the run's FLOPs and hours, memory, the actions
+//   A bar beside a line of the memory table is its share of the total, 40 columns wide. Activations
+//   of two plans share their bytes, and a plan's parts are those of its fullest moment.
 //   Nothing is run or allocated. Data-parallel ranks of a stage are alike: a cluster takes as long
 //   as its pipeline has ranks.
 #pragma once
+#include "mfu.h"
 #include "trainer.h"
 
-inline std::string megabytes(size_t bytes) {
-    char text[48];
-    snprintf(text, sizeof(text), "%15zu %11.1f MiB", bytes, double(bytes) / 1048576);
+// Of a whole 40 columns wide, by eighths of a column: U+2588 is a full one, U+258F an eighth.
+inline std::string bar_text(double share) {
+    int eighths = int(share * 40 * 8 + 0.5);
+    std::string text;
+    for (; eighths > 0; eighths -= 8)
+        text += std::string("\xe2\x96") + char(0x90 - std::min(eighths, 8));
     return text;
 }
 
-inline std::string memory_line(const char* what, size_t bytes, const std::string& why = "") {
-    char text[256];
+// total: what the bar is a share of, 0 for no bar
+inline std::string memory_line(const char* what, size_t bytes, size_t total,
+                               const std::string& why = "") {
+    char text[128];
     if (!bytes) return "";
-    snprintf(text, sizeof(text), "  %-26s %s   %s\n", what, megabytes(bytes).c_str(), why.c_str());
-    return text;
+    snprintf(text, sizeof(text), "  %-26s %14zu %10.1f MiB", what, bytes, double(bytes) / 1048576);
+    std::string bar = total ? bar_text(double(bytes) / double(total)) : "";
+    return text + (bar.empty() ? "" : "  " + bar) + (why.empty() ? "" : "  " + why) + "\n";
 }
 
 inline std::string parameters_text(const Model& model) {
@@ -30,6 +39,29 @@ inline std::string parameters_text(const Model& model) {
              "padding %zu\n",
              total, double(total) / 1e6, rows[1], rows[0], model.buckets.size(), padding);
     return line;
+}
+
+// What a training run computes, and how long that takes on GPUs at a utilisation that good trainers
+// reach: an assumption, not a measurement.
+inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t batch_tokens,
+                            int ranks) {
+    constexpr double UTILISATION = 0.4;
+    double tokens = double(steps) * double(batch_tokens), each = flops_per_token(model, T);
+    char line[160];
+    snprintf(line, sizeof(line),
+             "run: %lld steps x %lld tokens = %.4g tokens of %.4g FLOPs = %.4g FLOPs\n",
+             (long long)steps, (long long)batch_tokens, tokens, each, tokens * each);
+    std::string text = line;
+    for (const char* device : {"A100", "H100"}) {
+        double peak = data_sheet(device)->half * 1e12;
+        auto hours = [&](int gpus) { return run_hours(tokens * each, peak, UTILISATION, gpus); };
+        snprintf(line, sizeof(line), "  %s at %.0f%% of %.0f TFLOP/s in bf16: %.3g hours", device,
+                 100 * UTILISATION, peak / 1e12, hours(1));
+        text += line;
+        snprintf(line, sizeof(line), ", on %d GPUs %.3g", ranks, hours(ranks));
+        text += ranks > 1 ? std::string(line) + "\n" : "\n";
+    }
+    return text;
 }
 
 // The action at which most passing bytes are live, and those bytes by meaning.
@@ -61,10 +93,9 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
         }
     const char* modes[] = {"activations (train)", "activations (evaluate)",
                            "activations (generate)"};
-    std::string text =
-        memory_line(modes[int(p.mode)], size_t(most),
-                    "live at " + action_text(p.actions[at], model) + ", the fullest moment");
-    for (auto& [what, bytes] : sums) text += memory_line(what.c_str(), bytes);
+    std::string text = memory_line(modes[int(p.mode)], size_t(most), arena.bytes);
+    text += "    live at " + action_text(p.actions[at], model) + ", the fullest moment\n";
+    for (auto& [what, bytes] : sums) text += memory_line(what.c_str(), bytes, arena.bytes);
     return text;
 }
 
@@ -73,16 +104,18 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     std::map<Kind, size_t> sums;
     for (auto& [d, place] : arena.lasting) sums[d.kind] += place.bytes;
     std::string text = "memory, in bytes\n";
-    text += memory_line("weights", sums[Kind::WEIGHT]);
-    text += memory_line("gradients", sums[Kind::GRAD]);
-    text += memory_line("gradient of the tied head", sums[Kind::GRAD_TIED],
-                        "added to the table's once a step");
-    text += memory_line("master weights", sums[Kind::MASTER], "float");
-    text += memory_line("optimizer moments", sums[Kind::MOMENTS], "float");
-    text += memory_line("constants", sums[Kind::CONSTANTS], "rotary tables, slopes");
-    text += memory_line("key/value cache", sums[Kind::CACHE]);
+    auto add = [&](const char* what, Kind kind, const char* why = "") {
+        text += memory_line(what, sums[kind], arena.bytes, why);
+    };
+    add("weights", Kind::WEIGHT);
+    add("gradients", Kind::GRAD);
+    add("gradient of the tied head", Kind::GRAD_TIED, "added to the table's once a step");
+    add("master weights", Kind::MASTER, "float");
+    add("optimizer moments", Kind::MOMENTS, "float");
+    add("constants", Kind::CONSTANTS, "rotary tables, slopes");
+    add("key/value cache", Kind::CACHE);
     for (size_t i = 0; i < plans.size(); i++) text += peak_text(arena, plans[i], model, int(i));
-    text += memory_line("total", arena.bytes, "one allocation; plans share the passing bytes");
+    text += memory_line("total", arena.bytes, 0, "one allocation; plans share the passing bytes");
     return text;
 }
 
@@ -145,7 +178,7 @@ std::string cluster_text(const std::vector<Plan>& options, const Model& model, S
         *text += line + layers_text(plans[size_t(r)][0], model) + "\n";
         if (arena.bytes > most) most = arena.bytes, largest = r;
     }
-    *text += memory_line("the largest", most, "rank " + std::to_string(largest));
+    *text += memory_line("the largest", most, 0, "rank " + std::to_string(largest));
     return "";
 }
 

@@ -6,6 +6,7 @@
 //   A GPU's peak is its data sheet's, dense. A CPU has none that its libraries reach: there, and for
 //   a GPU that the table does not know, it is the rate of one square product in the training
 //   precision, measured at the start of the run.
+//   The other way round, --explain says how long a run would take at a utilisation that is assumed.
 #pragma once
 #include <chrono>
 #include <string>
@@ -15,6 +16,25 @@
 inline double flops_per_token(const Model& model, size_t T) {
     const Shape& s = model.shape;
     return 6.0 * double(parameter_count(model)) + 6.0 * double(s.L * s.NH * s.HS) * double(T);
+}
+
+// TFLOP/s of dense products, from NVIDIA's data sheets: 16-bit on tensor cores, float outside them
+struct DataSheet {
+    const char* name;
+    double half, single;
+};
+inline const DataSheet* data_sheet(const std::string& device) {
+    static const DataSheet known[] = {{"H200", 989, 67},       {"H100 PCIe", 756, 51},
+                                      {"H100 NVL", 835, 60},   {"H100", 989, 67},
+                                      {"A100", 312, 19.5},     {"L40S", 362, 91.6},
+                                      {"RTX 4090", 165, 82.6}, {"RTX 3090", 71, 35.6}};
+    for (const DataSheet& k : known)
+        if (device.find(k.name) != std::string::npos) return &k;
+    return nullptr;
+}
+
+inline double run_hours(double flops, double peak, double utilisation, int gpus) {
+    return flops / (peak * utilisation * gpus) / 3600;
 }
 
 inline double seconds_now() {
@@ -56,18 +76,10 @@ template <typename T, typename S> Peak measure_peak(size_t n, S where) {
 template <typename T> Peak machine_peak(Cpu where) { return measure_peak<T>(1024, where); }
 
 #if KERNELS
-// TFLOP/s of dense products, from NVIDIA's data sheets: 16-bit on tensor cores, float outside them
 template <typename T> Peak machine_peak(cudaStream_t stream) {
-    struct {
-        const char* name;
-        double half, single;
-    } known[] = {{"H200", 989, 67},       {"H100 PCIe", 756, 51}, {"H100 NVL", 835, 60},
-                 {"H100", 989, 67},       {"A100", 312, 19.5},    {"L40S", 362, 91.6},
-                 {"RTX 4090", 165, 82.6}, {"RTX 3090", 71, 35.6}};
     std::string device = device_name(stream);
-    for (const auto& k : known)
-        if (device.find(k.name) != std::string::npos)
-            return {(sizeof(T) == 2 ? k.half : k.single) * 1e12, device + "'s data sheet"};
+    if (const DataSheet* k = data_sheet(device))
+        return {(sizeof(T) == 2 ? k->half : k->single) * 1e12, device + "'s data sheet"};
     return measure_peak<T>(1024, stream);
 }
 #endif

@@ -150,6 +150,60 @@ TEST_F(Run, EveryPresetExplainsItself) {
     EXPECT_NE(r.text.find("B(0,2)\n  reads"), std::string::npos) << r.text;
 }
 
+// GPT-2 124M on 10 billion tokens; an A100 makes 312e12 FLOPs a second at most, an H100 989e12.
+TEST_F(Run, ExplainSaysFlopsAndHours) {
+    std::string flags =
+        "--explain --model gpt2 --precision bf16 --seq 1024 --micro-batch 64 "
+        "--batch-tokens 524288 --steps 18865 --sample-tokens 0 ";
+    double flops = (6 * 124439808. + 6 * 12 * 768 * 1024) * 18865 * 524288;
+    ASSERT_NEAR(flops, 7.945e18, 0.0005e18);
+    for (int gpus : {1, 8}) {
+        Result r = run(flags + "--dp " + std::to_string(gpus));
+        ASSERT_EQ(r.status, 0) << r.text;
+        EXPECT_NE(r.text.find("\nrun: 18865 steps x 524288 tokens = 9.891e+09 tokens of 8.033e+08 "
+                              "FLOPs = 7.945e+18 FLOPs\n"),
+                  std::string::npos)
+            << r.text;
+        for (auto& [device, peak] : {std::pair("A100", 312e12), std::pair("H100", 989e12)}) {
+            char line[128];
+            double hours = flops / (0.4 * peak) / 3600;
+            int n =
+                snprintf(line, sizeof(line), "\n  %s at 40%% of %.0f TFLOP/s in bf16: %.3g hours",
+                         device, peak / 1e12, hours);
+            if (gpus > 1)
+                snprintf(line + n, sizeof(line) - size_t(n), ", on 8 GPUs %.3g\n", hours / 8);
+            EXPECT_NE(r.text.find(line), std::string::npos) << line << r.text;
+        }
+    }
+    EXPECT_EQ(run(flags + "--eval").text.find("\nrun: "), std::string::npos);
+}
+
+// A bar's eighths of a column: 8 a full block (U+2588), 7 down to 1 for U+2589 to U+258F.
+TEST_F(Run, ExplainDrawsSharesOfMemory) {
+    Result r = run("--explain --model gpt2 --precision bf16 --micro-batch 4 --seq 1024");
+    ASSERT_EQ(r.status, 0) << r.text;
+    std::regex line("\n  ( *[a-z/() ]+[a-z)]) +(\\d+) +[0-9.]+ MiB((  ((\xe2\x96.)+))?)[^\n]*");
+    std::map<std::string, std::pair<double, int>> rows; // bytes, eighths
+    for (std::sregex_iterator m(r.text.begin(), r.text.end(), line), end; m != end; ++m) {
+        std::string bar = (*m)[5];
+        int eighths = 0;
+        for (size_t i = 2; i < bar.size(); i += 3) {
+            eighths += 0x90 - static_cast<unsigned char>(bar[i]);
+            EXPECT_TRUE(i + 1 == bar.size() || static_cast<unsigned char>(bar[i]) == 0x88);
+        }
+        rows[(*m)[1]] = {std::stod((*m)[2]), eighths};
+    }
+    ASSERT_GT(rows.size(), 10u) << r.text;
+    double total = rows["total"].first, sum = 0;
+    EXPECT_EQ(rows["total"].second, 0);
+    for (auto& [name, row] : rows) {
+        EXPECT_NEAR(row.second, name == "total" ? 0 : row.first / total * 320, 0.5001) << name;
+        bool part = name[0] == ' ' || name == "total" || name.rfind("activations (", 0) == 0;
+        if (!part || name == "activations (train)") sum += row.first;
+    }
+    EXPECT_NEAR(sum, total, 0.01 * total); // the rest is rounding to pages
+}
+
 // Of a cluster of any size: a line a stage, the largest, and the first as rank 0's table has it.
 TEST_F(Run, AClusterExplainsItself) {
     Result r =
