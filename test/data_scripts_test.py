@@ -10,13 +10,14 @@ SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../dev/data"
 sys.dont_write_bytecode = True
 sys.path.insert(0, SCRIPTS)
 import download as dl
-import fineweb, parquet_text
+import fineweb, parquet_text, tokenizer
 
 try:
     import pyarrow, pyarrow.parquet
 except ImportError:
     pyarrow = None
 
+FIXTURES = os.path.join(os.path.dirname(SCRIPTS), "../../shared/fixtures/tokenizers")
 CONTENT = random.Random(1).randbytes(700_001)  # three blocks of the reader, the last not full
 HASH = hashlib.sha256(CONTENT).hexdigest()
 
@@ -49,6 +50,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if start:
             first = start + 1 if fault == "shifted" else start
             self.send_header("Content-Range", f"bytes {first}-{len(body) - 1}/{len(body)}")
+        if path in self.server.next_pages:
+            self.send_header("Link", f'<{self.server.next_pages[path]}>; rel="next"')
         if fault != "no length":
             self.send_header("Content-Length", len(body) - start)
         self.end_headers()
@@ -67,6 +70,7 @@ class DataScripts(unittest.TestCase):
         self.file = os.path.join(self.folder, "deep/file.txt")
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.files, self.server.faults, self.server.requests = {"/f": CONTENT}, [], []
+        self.server.next_pages = {}  # path -> where a listing goes on
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.addCleanup(self.server.server_close)
         self.addCleanup(self.server.shutdown)
@@ -269,6 +273,30 @@ class DataScripts(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertIn(f"has {len(CONTENT)} bytes, expected are 1115394", says)
 
+    def test_hellaswag_refuses_another_file(self):
+        status, says = self.program("hellaswag", "--url", self.url)
+        self.assertEqual(status, 1)
+        self.assertIn(f"has {len(CONTENT)} bytes, expected are 12246618", says)
+        self.server.files["/f"] = bytes(12246618)
+        status, says = self.program("hellaswag", "--url", self.url)
+        self.assertEqual(status, 1)
+        self.assertIn("expected 0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588", says)
+        self.assertFalse(os.path.exists(f"{self.folder}/data/hellaswag_val.jsonl"))
+
+    def test_tokenizers(self):
+        for name, files in tokenizer.FILES.items():
+            for url, size, sha256 in files:  # the fixtures, where they are at hand
+                path = f"{FIXTURES}/{name}/{os.path.basename(url)}"
+                self.server.files[f"/{os.path.basename(url)}"] = bytes(size)
+                if os.path.exists(path):
+                    with open(path, "rb") as f:
+                        self.assertEqual(hashlib.sha256(f.read()).hexdigest(), sha256)
+                    self.assertEqual(os.path.getsize(path), size)
+            status, says = self.program("tokenizer", name, "--url", self.base)
+            self.assertEqual(status, 1)
+            self.assertIn(f"expected {files[0][2]}: the file was changed", says)
+        self.assertEqual(self.program("tokenizer", "gpt3")[0], 2)
+
     def test_tinystories(self):
         files = {"TinyStoriesV2-GPT4-train.txt": CONTENT, "TinyStoriesV2-GPT4-valid.txt": b"Once"}
         self.publish("roneneldan/TinyStories", files)
@@ -283,14 +311,20 @@ class DataScripts(unittest.TestCase):
             header = struct.pack("<3i", magic, version, promised or count).ljust(1024, b"\0")
             return header + bytes(2 * count)
 
-        for edu, name in (([], "fineweb"), (["--edu"], "finewebedu")):
+        for options, dataset, name, folder in (
+            ([], "kjj0/fineweb10B-gpt2", "fineweb", "fineweb10B"),
+            (["--100B"], "kjj0/fineweb100B-gpt2", "fineweb", "fineweb100B"),
+            (["--edu"], "kjj0/finewebedu10B-gpt2", "finewebedu", "finewebedu10B"),
+            (["--edu", "--100B"], "karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb",
+             "finewebedu100B"),
+        ):
             files = {f"{name}_train_{i:06d}.bin": shard(100 + i) for i in (3, 1, 2)}
             files[f"{name}_val_000000.bin"] = shard(7)
-            self.publish(f"kjj0/{name}10B-gpt2", files)
-            status, says = self.program("fineweb", "--shards", "2", *edu)
+            self.publish(dataset, files)
+            status, says = self.program("fineweb", "--shards", "2", *options)
             self.assertEqual(status, 0, says)
             self.assertIn("2 shards, 203 tokens; for validation 7", says)
-            have = sorted(os.listdir(f"{self.folder}/data/{name}10B"))
+            have = sorted(os.listdir(f"{self.folder}/data/{folder}"))
             self.assertEqual(have, [f"{name}_train_000001.bin", f"{name}_train_000002.bin",
                                     f"{name}_val_000000.bin"])
         for bad in (shard(9, 8), shard(9, magic=1), shard(9, version=2), b"short", b""):
@@ -299,6 +333,20 @@ class DataScripts(unittest.TestCase):
                 f.write(bad)
             with self.assertRaisesRegex(dl.DownloadError, "no whole shard"):
                 fineweb.check_shard(path)
+
+    def test_listing_of_many_pages(self):
+        names = [f"{i}.bin" for i in range(3)]
+        for i, name in enumerate(names):
+            page = f"/api/datasets/d/tree/main{f'?cursor={i}' if i else ''}"
+            self.server.files[page] = json.dumps(
+                [{"type": "file", "size": i, "path": name}]).encode()
+            if i < 2:
+                self.server.next_pages[page] = (
+                    f"{self.base}/api/datasets/d/tree/main?cursor={i + 1}")
+        os.environ["HF_ENDPOINT"] = self.base
+        self.addCleanup(os.environ.pop, "HF_ENDPOINT")
+        files = dl.hugging_face_files("d")
+        self.assertEqual([(name, f.size) for name, f in files.items()], list(zip(names, range(3))))
 
     def test_listings_that_are_none(self):
         self.assertEqual(self.program("fineweb")[0], 1)  # 404

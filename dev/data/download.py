@@ -13,7 +13,7 @@ hugging_face_download()     one of these; the environment variable HF_ENDPOINT n
 add_shards_option()         --shards N
 main_with_errors()          a DownloadError as one line and status 1
 """
-import argparse, hashlib, http.client, json, os, shutil, ssl, sys, time
+import argparse, hashlib, http.client, json, os, re, shutil, ssl, sys, time
 import urllib.error, urllib.parse, urllib.request
 from dataclasses import dataclass
 
@@ -244,13 +244,17 @@ class HubFile:
 
 
 def hugging_face_files(dataset, folder="", revision="main"):
-    """name -> HubFile of a folder: the hub's own listing (its first thousand files)."""
+    """name -> HubFile of a folder: the hub's own listing, which comes a thousand files a page."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     version = urllib.parse.quote(revision, safe="")
     url = f"{hub}/api/datasets/{dataset}/tree/{version}" + (f"/{folder}" if folder else "")
     try:
-        with open_url(url) as response:
-            entries = json.load(response)
+        entries, page = [], url
+        while page:
+            with open_url(page) as response:
+                entries += json.load(response)
+                link = re.search(r'<([^>]*)>; *rel="next"', response.headers.get("Link", ""))
+            page = link[1] if link else None
         here = f"{hub}/datasets/{dataset}/resolve/{version}/"
         return {
             os.path.basename(e["path"]): HubFile(

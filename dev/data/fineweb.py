@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""fineweb.py - filtered web text, 10B tokens, as GPT-2 token shards or as text - arXiv:2406.17557
+"""fineweb.py - filtered web text, 10B or 100B tokens, as GPT-2 token shards or as text - arXiv:2406.17557
 
-usage: fineweb.py [--edu] [--shards N] [--parquet] [--out DIR]
+usage: fineweb.py [--edu] [--100B] [--shards N] [--parquet] [--out DIR]
 
 Without --parquet: shards of 100M GPT-2 tokens (200 MB each) that others made and published, and
 one shard for validation, in the format that llmc/dataloader.h describes: nothing to convert.
@@ -15,10 +15,13 @@ from download import (
 )
 from parquet_text import download_as_text
 
-# names of files -> the dataset of their tokens, of their text
-SOURCES = {
-    "fineweb": ("kjj0/fineweb10B-gpt2", "HuggingFaceFW/fineweb"),
-    "finewebedu": ("kjj0/finewebedu10B-gpt2", "HuggingFaceFW/fineweb-edu"),
+TEXT = {False: "HuggingFaceFW/fineweb", True: "HuggingFaceFW/fineweb-edu"}  # with --edu: True
+# (--edu, size) -> the dataset of its tokens, how the names of its shards begin
+TOKENS = {
+    (False, "10B"): ("kjj0/fineweb10B-gpt2", "fineweb"),
+    (False, "100B"): ("kjj0/fineweb100B-gpt2", "fineweb"),
+    (True, "10B"): ("kjj0/finewebedu10B-gpt2", "finewebedu"),
+    (True, "100B"): ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),
 }
 
 
@@ -49,17 +52,18 @@ def download_shards(dataset, name, count, folder):
 def main():
     parser = argparse.ArgumentParser(description="Download FineWeb's sample of 10B tokens.")
     parser.add_argument("--edu", action="store_true", help="FineWeb-Edu")
+    parser.add_argument("--100B", action="store_const", const="100B", default="10B", dest="size",
+                        help="the sample of 100B tokens: 200 GB of shards")
     add_shards_option(parser)
     parser.add_argument("--parquet", action="store_true", help="text, not GPT-2 tokens")
-    parser.add_argument("--out", help="folder (data/fineweb10B, data/finewebedu10B)")
+    parser.add_argument("--out", help="folder (data/fineweb10B, data/finewebedu10B, ...100B)")
     arguments = parser.parse_args()
-    name = "finewebedu" if arguments.edu else "fineweb"
-    tokens, text = SOURCES[name]
-    folder = arguments.out or f"data/{name}10B"
+    edu, size = arguments.edu, arguments.size
+    folder = arguments.out or f"data/fineweb{'edu' if edu else ''}{size}"
     if arguments.parquet:
-        download_as_text(text, "sample/10BT", "main", arguments.shards, folder)
+        download_as_text(TEXT[edu], f"sample/{size}T", "main", arguments.shards, folder)
     else:
-        download_shards(tokens, name, arguments.shards, folder)
+        download_shards(*TOKENS[edu, size], arguments.shards, folder)
 
 
 if __name__ == "__main__":
