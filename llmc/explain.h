@@ -55,10 +55,10 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
     for (const char* device : {"A100", "H100"}) {
         double peak = data_sheet(device)->half * 1e12;
         auto hours = [&](int gpus) { return run_hours(tokens * each, peak, UTILISATION, gpus); };
-        snprintf(line, sizeof(line), "  %s at %.0f%% of %.0f TFLOP/s in bf16: %.3g hours", device,
+        snprintf(line, sizeof(line), "  %s at %.0f%% of %.0f TFLOP/s in bf16: %.1f hours", device,
                  100 * UTILISATION, peak / 1e12, hours(1));
         text += line;
-        snprintf(line, sizeof(line), ", on %d GPUs %.3g", ranks, hours(ranks));
+        snprintf(line, sizeof(line), ", on %d GPUs %.1f", ranks, hours(ranks));
         text += ranks > 1 ? std::string(line) + "\n" : "\n";
     }
     return text;

@@ -85,6 +85,9 @@ step "scripts/gpu_check.sh" test/gpu_check_test.sh
 # The scripts for many machines, on two slots of this one.
 step "scripts/multi_node" test/multi_node_test.sh
 
+# The scripts that reproduce published runs: their comments are what --explain says.
+step "scripts/run_*.sh" test/scripts_test.sh
+
 # Plots, and the scripts that download data, against a server on this machine.
 step "dev/data" test/data_scripts_test.py
 step "dev/plot.py" test/plot_test.py

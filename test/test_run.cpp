@@ -168,10 +168,10 @@ TEST_F(Run, ExplainSaysFlopsAndHours) {
             char line[128];
             double hours = flops / (0.4 * peak) / 3600;
             int n =
-                snprintf(line, sizeof(line), "\n  %s at 40%% of %.0f TFLOP/s in bf16: %.3g hours",
+                snprintf(line, sizeof(line), "\n  %s at 40%% of %.0f TFLOP/s in bf16: %.1f hours",
                          device, peak / 1e12, hours);
             if (gpus > 1)
-                snprintf(line + n, sizeof(line) - size_t(n), ", on 8 GPUs %.3g\n", hours / 8);
+                snprintf(line + n, sizeof(line) - size_t(n), ", on 8 GPUs %.1f\n", hours / 8);
             EXPECT_NE(r.text.find(line), std::string::npos) << line << r.text;
         }
     }
