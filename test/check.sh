@@ -88,9 +88,10 @@ step "scripts/multi_node" test/multi_node_test.sh
 # The scripts that reproduce published runs: their comments are what --explain says.
 step "scripts/run_*.sh" test/scripts_test.sh
 
-# Plots, and the scripts that download data, against a server on this machine.
+# Plots, event files, and the scripts that download data, against a server on this machine.
 step "dev/data" test/data_scripts_test.py
 step "dev/plot.py" test/plot_test.py
+step "dev/tensorboard.py" test/tensorboard_test.py
 
 # A seeded sample of mutants; `make mutate` runs all.
 step "a sample of 8 mutants turns the suite red" test/mutate 8 1
