@@ -154,6 +154,13 @@ class TensorBoard(unittest.TestCase):
         self.assertEqual(found["loss"], [(1, 1), (2, 20), (3, 30)])
         self.assertEqual(found["val_loss"], [(2, 7)])
         self.assertEqual(found["hellaswag"], [(2, 0.5)])
+        found = self.series(FIRST, *steps, {"step": 5, "val_loss": 8}, {"step": 5, "loss": 50})
+        self.assertEqual((found["loss"][-1], "val_loss" in found), ((5, 50), False))
+
+    def test_steps_of_every_length(self):
+        steps = [0, 1, 127, 128, 129, 16383, 16384, 2 ** 31, 2 ** 32, 2 ** 63 - 1]
+        found = self.series(FIRST, *({"step": n, "loss": 1} for n in steps))
+        self.assertEqual(found["loss"], [(n, 1) for n in steps])
 
     def test_what_is_broken_or_no_number(self):
         found = self.series(FIRST, "{", '{"loss": 1}', "[1]", '{"step": -1, "loss": 1}', "null",
