@@ -53,7 +53,7 @@ build
 fetch $shards/edu.json mkdir -p $shards
 fetch $shards/edu.json "$program" --prepare $shards/edu.bin --data "$text/*.txt" --tokenizer data/llama2 \
     --shard-tokens 100000000 --val-tokens 10485760
-train --model tinyllama-1.1b --precision bf16 --data "$shards/edu_[0-9]*.bin" --val $shards/edu_val.bin \
+train --model tinyllama-1.1b --precision bf16 --data "$shards/edu_*.bin" --val $shards/edu.val.bin \
     --seq 2048 --micro-batch 8 --batch-tokens 2097152 --steps "${STEPS:-50000}" --zero 1 \
     --lr 4e-4 --min-lr 4e-5 --warmup 2000 --weight-decay 0.1 --beta1 0.9 --beta2 0.95 --clip 1 \
     --eval-every 1000 --eval-tokens 10485760 --sample-every 5000 --sample-tokens 144 --save-every 1000 \

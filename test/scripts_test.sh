@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# scripts/run_*.sh: what each one's comment says of EXPLAIN=1 is what the program says; what they would run; a run of the
-# smallest, and its resumption. Needs no network.
+# scripts/run_*.sh: what each one's comment says of EXPLAIN=1 is what the program says, and README's tables of hours and
+# memory too; what they would run; a run of the smallest, and its resumption. Needs no network.
 # usage: test/scripts_test.sh [--write]      --write puts what the program says into the comments
 set -eu
 cd "$(dirname "$0")/.."
@@ -26,6 +26,35 @@ for script in "${scripts[@]}"; do
     fi
     diff <(block "$script" | exact) <(exact <"$work/says") || fail "$script: its comment is not what EXPLAIN=1 prints: test/scripts_test.sh --write"
 done
+
+# README's row of each script for GPUs holds the hours and dollars of 8 H100.
+for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh; do
+    row=$(EXPLAIN=1 "$script" | awk '/^  H100 at/ {sub(",", "", $14); print "| " $14 " | " $15 " |"}')
+    grep -F "| \`$script\` |" README.md | grep -qF "$row" || fail "README.md: the row of $script does not say: $row"
+done
+
+# README's GiB are the program's, to the digit shown: a workspace of another machine may turn that by one.
+gib() { # flags
+    "$TRAIN_GPT" --precision bf16 --sample-tokens 0 --explain "$@" | awk '/^  (the largest|total)/ {sub(/ MiB.*/, ""); print $NF / 1024; exit}'
+}
+is_gib() { # what README says, then flags
+    awk -v says="$1" -v found="$(gib "${@:2}")" 'BEGIN {exit !(found > 0 && says - found < 0.151 && found - says < 0.151)}' ||
+        fail "README.md: $1 GiB, not $(gib "${@:2}"): ${*:2}"
+}
+section() { sed -n "/^<!-- $1 -->/,/^<!-- end of $1 -->/p" README.md; }
+cells=0
+while read -r model row; do
+    while read -r says flags; do
+        is_gib "$says" --model "$model" --seq $([[ $model = llama3* ]] && echo 8192 || echo 1024) $flags
+        cells=$((cells + 1))
+    done < <(grep -oE '`--[^`]*` [0-9.]+' <<<"$row" | sed -E 's/`(.*)` (.*)/\2 \1/')
+done < <(section gpus | sed -nE 's/^\| ([a-z0-9-]+)/\1/p')
+while read -r says flags; do
+    [[ $flags == *p\ 8* ]] || flags="--dp 8 $flags" # what shares data unless it says otherwise
+    is_gib "$says" --model tinyllama-1.1b --seq 2048 --micro-batch 8 $flags
+    cells=$((cells + 1))
+done < <(section layouts | sed -nE 's/^\| `([^`]*)` .* ([0-9.]+) \|$/\2 \1/p')
+[ $cells = 29 ] || fail "README.md's tables of memory have $cells cells"
 
 # What would run on no, one and eight GPUs. TRAIN_GPT empty: the scripts build.
 dry() { TRAIN_GPT='' DRY=1 "$@" >"$work/dry" || fail "$*"; }
