@@ -4,7 +4,7 @@
 # Expected, from there: a validation loss of about 3.29, HellaSwag 29.9. OpenAI's own model has 3.425 on this text, and
 # 29.4 (llm.c, dev/vislog.ipynb). llm.c's time on 8 A100: 300 ms a step, 94 minutes. Measured with this program: not yet.
 # A GPU of 40 GB holds it; of 24 GB with FLAGS="--micro-batch 32".
-# EXPLAIN=1 prints (a CPU's workspace; a GPU's differs by some MiB):
+# EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 124439808 (124.44M): matrices and tables 124318464, vectors 121344; in 15 buckets; padding 36096
 #   run: 18865 steps x 524288 tokens = 9.891e+09 tokens of 8.033e+08 FLOPs = 7.945e+18 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 17.7 hours, on 8 GPUs 2.2, $31

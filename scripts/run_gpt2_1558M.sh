@@ -5,7 +5,7 @@
 # the validation loss on FineWeb-Edu is not published where we could verify it. llm.c's time on 8 H100: 2.8 s a step, 24
 # hours, $672. Measured with this program: not yet. A GPU of 80 GB holds it; of 40 GB, 8 of them with
 # FLAGS="--micro-batch 8".
-# EXPLAIN=1 prints (a CPU's workspace; a GPU's differs by some MiB):
+# EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 1557611200 (1557.61M): matrices and tables 1556609600, vectors 1001600; in 51 buckets; padding 75200
 #   run: 32000 steps x 1048576 tokens = 3.355e+10 tokens of 9.818e+09 FLOPs = 3.294e+20 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 733.2 hours, on 8 GPUs 91.7, $1283

@@ -5,7 +5,7 @@
 # Expected: what llm.c reached is not published where we could verify it; OpenAI's own model has a validation loss of
 # 3.083 on this text and HellaSwag 37.5 (llm.c, dev/vislog.ipynb). llm.c's time on 8 A100: 820 ms a step, 13.7 hours.
 # Measured with this program: not yet.
-# EXPLAIN=1 prints (a CPU's workspace; a GPU's differs by some MiB):
+# EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 354823168 (354.82M): matrices and tables 354501632, vectors 321536; in 27 buckets; padding 48128
 #   run: 60000 steps x 524288 tokens = 3.146e+10 tokens of 2.28e+09 FLOPs = 7.172e+19 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 159.6 hours, on 8 GPUs 20.0, $279

@@ -6,7 +6,7 @@
 # Expected: no published figure is of this text. Theirs after 105 billion tokens: HellaSwag 43.5 acc_norm (the model card of
 # TinyLlama-1.1B-intermediate-step-50k-105b). Measured with this program: not yet.
 # The text takes 0.6 TB of disk while it becomes shards of tokens. A GPU of 40 GB holds micro-batch 8 on 8 GPUs.
-# EXPLAIN=1 prints (a CPU's workspace; a GPU's differs by some MiB):
+# EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 1100048384 (1100.05M): matrices and tables 1099956224, vectors 92160; in 24 buckets; padding 0
 #   run: 50000 steps x 2097152 tokens = 1.049e+11 tokens of 7.154e+09 FLOPs = 7.501e+20 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 1669.7 hours, on 8 GPUs 208.7, $2922

@@ -3,7 +3,7 @@
 # DATA=FILE for another text, STEPS for another length: two cores with AVX-512 bf16 take ten minutes for 300 steps.
 # Expected, and measured with this program: with STEPS=2400, an hour, a validation loss of 1.557 nats a character at best, at
 # step 1800 (dev/LOG.md); then it overfits.
-# EXPLAIN=1 prints (a CPU's workspace; a GPU's differs by some MiB):
+# EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 11139072 (11.14M): matrices and tables 11108352, vectors 30720; in 9 buckets; padding 0
 #   run: 300 steps x 4096 tokens = 1.229e+06 tokens of 7.037e+07 FLOPs = 8.647e+13 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 0.0 hours

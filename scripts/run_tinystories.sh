@@ -2,7 +2,7 @@
 # A Llama of 4.6M parameters on TinyStories (arXiv:2305.07759), byte by byte, on a CPU.     flags and variables: run_common.sh
 # DATA=FILE for another text: without it the 22 MB that the authors keep for validation. Expected: words and short sentences
 # after some minutes; no figure is published for bytes. Measured with this program: not yet.
-# EXPLAIN=1 prints (a CPU's workspace; a GPU's differs by some MiB):
+# EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 4558080 (4.56M): matrices and tables 4554752, vectors 3328; in 8 buckets; padding 0
 #   run: 1500 steps x 2048 tokens = 3.072e+06 tokens of 2.971e+07 FLOPs = 9.126e+13 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 0.0 hours
