@@ -5,6 +5,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export TRAIN_GPT=${TRAIN_GPT:-build/train_gpt}
+program=$(realpath "$TRAIN_GPT")
 unset GPUS OUT FLAGS DRY EXPLAIN DATA STEPS
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -91,15 +92,30 @@ printf '#!/bin/sh\nexit 9\n' >"$work/bin/nvidia-smi" && chmod +x "$work/bin/nvid
 says 'error: nvidia-smi lists no GPU: GPUS=0 '
 printf '#!/bin/sh\nexec echo "$@" >>%s/run\n' "$work" >"$work/bin/mpirun" && chmod +x "$work/bin/mpirun"
 printf '#!/bin/sh\necho "GPU 0: A"; echo "GPU 1: B"\n' >"$work/bin/nvidia-smi"
-mkdir -p "$work/repo" && cp -r scripts "$work/repo"
-for file in fineweb10B/fineweb_train_000103.bin gpt2/encoder.json; do
-    mkdir -p "$work/repo/data/$(dirname $file)" && touch "$work/repo/data/$file"
+
+# In a folder that has all data in small but HellaSwag, whose download fails: each script runs for real, and goes on.
+repo=$work/repo
+mkdir -p "$repo"/{data/{gpt2,llama2,fineweb10B,fineweb100B,finewebedu100B,tinyllama},dev/data} && cp -r scripts "$repo"
+printf '#!/bin/sh\nexit 1\n' >"$repo/dev/data/hellaswag.py" && chmod +x "$repo/dev/data/hellaswag.py"
+touch "$repo/data/gpt2/encoder.json" "$repo/data/llama2/tokenizer.model" "$repo/data/tinyllama/edu.json"
+for shard in fineweb10B/fineweb_{train_000103,val_000000} fineweb100B/fineweb_{train_000315,train_001030,val_000000} \
+    finewebedu100B/edu_fineweb_{train_000336,val_000000} tinyllama/edu{_000000,.val}; do
+    python3 -c 'import array, struct, sys
+n = 999 + len(sys.argv[1])  # files of the same bytes are refused
+sys.stdout.buffer.write(struct.pack("<3i", 20240520, 1, n).ljust(1024, b"\0") + array.array("H", range(n)).tobytes())' $shard >"$repo/data/$shard.bin"
 done
-# without HellaSwag: its download fails, and the run goes on
-mkdir -p "$work/repo/dev/data" && printf '#!/bin/sh\nexit 1\n' >"$work/repo/dev/data/hellaswag.py" && chmod +x "$work/repo/dev/data/hellaswag.py"
-PATH=$work/bin:$PATH "$work/repo/scripts/run_gpt2_124M.sh" >"$work/dry"
+PATH=$work/bin:$PATH TRAIN_GPT=$program "$repo/scripts/run_gpt2_124M.sh" >"$work/dry"
 says 'going on without HellaSwag'
 grep -q -- "-np 2 .* --tokenizer data/gpt2 --out out/gpt2_124M --device cuda" "$work/run" && ! grep -q -- --evaluate "$work/run" || fail "$(cat "$work/run")"
+for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh; do
+    small="--layers 1 --heads 2 --channels 16 --seq 16 --micro-batch 2 --batch-tokens 32 --eval-tokens 32 --sample-tokens 2 --tokenizer byte"
+    [[ $script = *llama* ]] && small+=" --kv-heads 1"
+    for steps in 2 3; do
+        TRAIN_GPT=$program GPUS=0 OUT=$work/${script##*/} FLAGS="$small --steps $steps" "$repo/$script" >"$work/dry" 2>&1 || { cat "$work/dry"; fail "$script"; }
+    done
+    says '^resumed at step 2$'
+    says '^val loss [0-9.]+'
+done
 
 # The smallest for real: three steps, then two more of the same run.
 seq 1 4000 >"$work/numbers.txt"
