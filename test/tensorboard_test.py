@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""dev/tensorboard.py on small logs: its files are read back by a reader that shares no code with it.
+"""dev/tensorboard.py on small logs: its files read back by a reader that shares no code with it.
 
 usage: test/tensorboard_test.py        seconds; reads with the tensorboard package too where it is
 """
@@ -189,7 +189,8 @@ class TensorBoard(unittest.TestCase):
         finally:
             sys.path.insert(0, folder)
             sys.modules["tensorboard"] = ours
-        self.main(self.log(FIRST, *({"step": n, "loss": 6 / n, "ms": 1000} for n in range(1, 400))))
+        steps = ({"step": n, "loss": 6 / n, "ms": 1000} for n in range(1, 400))
+        self.main(self.log(FIRST, *steps))
         accumulator = EventAccumulator(f"{self.folder}/tb/a").Reload()
         events = accumulator.Scalars("loss")
         self.assertEqual([e.step for e in events], list(range(1, 400)))

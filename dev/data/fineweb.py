@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""fineweb.py - filtered web text, 10B or 100B tokens, as GPT-2 token shards or as text - arXiv:2406.17557
+"""fineweb.py - filtered web text, 10B or 100B tokens, as GPT-2 shards or text - arXiv:2406.17557
 
 usage: fineweb.py [--edu] [--100B] [--shards N] [--parquet] [--out DIR]
 

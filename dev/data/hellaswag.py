@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """hellaswag.py - 10042 beginnings with four endings each, one of them right - arXiv:1905.07830
 
-usage: hellaswag.py [--out data]      then: build/train_gpt ... --evaluate hellaswag=data/hellaswag_val.jsonl
+usage: hellaswag.py [--out data]
+then:  build/train_gpt ... --evaluate hellaswag=data/hellaswag_val.jsonl
 
 The validation set, 12 MB of JSON lines, as its authors publish it.
 """

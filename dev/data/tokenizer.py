@@ -7,7 +7,8 @@ import argparse, os
 from download import download, main_with_errors
 
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-TINYLLAMA = "https://huggingface.co/TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T/resolve/main/"
+HUB = "https://huggingface.co/"
+TINYLLAMA = HUB + "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T/resolve/main/"
 # a tokenizer's files: address, size, SHA-256
 FILES = {
     "gpt2": [
