@@ -5,7 +5,8 @@
 # What differs: their text is SlimPajama and StarCoder, and their cosine goes over 3 trillion tokens (1430512 steps).
 # Expected: no published figure is of this text. Theirs after 105 billion tokens: HellaSwag 43.5 acc_norm (the model card of
 # TinyLlama-1.1B-intermediate-step-50k-105b). Measured with this program: not yet.
-# The text takes 0.6 TB of disk while it becomes shards of tokens. A GPU of 40 GB holds micro-batch 8 on 8 GPUs.
+# The text comes as parquet files, some 300 GB, and becomes 200 GB of shards or more; reading them needs pyarrow. GPUs of
+# 40 GB hold it, 8 of them.
 # EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 1100048384 (1100.05M): matrices and tables 1099956224, vectors 92160; in 24 buckets; padding 0
 #   run: 50000 steps x 2097152 tokens = 1.049e+11 tokens of 7.154e+09 FLOPs = 7.501e+20 FLOPs
@@ -45,13 +46,13 @@
 #       workspace                        425216        0.4 MiB
 #     total                         30598831360    29181.3 MiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
-text=data/finewebedu100B_text shards=data/tinyllama
+text=data/finewebedu100B_parquet shards=data/tinyllama
 fetch data/llama2/tokenizer.model dev/data/tokenizer.py llama2
 fetch data/hellaswag_val.jsonl dev/data/hellaswag.py || echo "$name: going on without HellaSwag"
-fetch $shards/edu.json dev/data/fineweb.py --edu --100B --parquet --out $text
+fetch $shards/edu.json dev/data/fineweb.py --edu --100B --parquet --raw --out $text
 build
 fetch $shards/edu.json mkdir -p $shards
-fetch $shards/edu.json "$program" --prepare $shards/edu.bin --data "$text/*.txt" --tokenizer data/llama2 \
+fetch $shards/edu.json "$program" --prepare $shards/edu.bin --data "$text/*.parquet" --tokenizer data/llama2 \
     --shard-tokens 100000000 --val-tokens 10485760
 train --model tinyllama-1.1b --precision bf16 --data "$shards/edu_*.bin" --val $shards/edu.val.bin \
     --seq 2048 --micro-batch 8 --batch-tokens 2097152 --steps "${STEPS:-50000}" --zero 1 \

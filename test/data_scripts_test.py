@@ -357,7 +357,8 @@ class DataScripts(unittest.TestCase):
             self.assertRegex(says, "^error: .*(no list of files|not in the dataset)")
 
     def test_wrong_options(self):
-        for program, *options in (("fineweb", "--shards", "0"), ("openwebtext", "--shards", "x"),
+        for program, *options in (("fineweb", "--shards", "0"), ("fineweb", "--raw"),
+                                  ("openwebtext", "--shards", "x"),
                                   ("parquet_text", "a", "--out", "b.csv")):
             status, says = self.program(program, *options)
             self.assertEqual(status, 2)
@@ -395,6 +396,13 @@ class DataScripts(unittest.TestCase):
         self.publish("HuggingFaceFW/fineweb-edu", names, "sample/10BT")
         self.assertEqual(self.program("fineweb", "--edu", "--parquet", "--shards", "1")[0], 0)
         self.assertEqual(self.read("data/finewebedu10B/0000.txt"), expected)
+        self.publish("HuggingFaceFW/fineweb-edu", names, "sample/100BT")
+        raw = ("--edu", "--100B", "--parquet", "--raw", "--shards", "2")
+        status, says = self.program("fineweb", *raw)
+        self.assertEqual(status, 0, says)
+        have = sorted(os.listdir(f"{self.folder}/data/finewebedu100B"))
+        self.assertEqual(have, ["0000.parquet", "0001.parquet"])
+        self.assertEqual(self.read("data/finewebedu100B/0001.parquet"), data)
 
         parquet = f"{self.folder}/data/finewebedu10B/0000.parquet"
         self.assertEqual(self.program("parquet_text", parquet, parquet, "--out", "t.jsonl")[0], 0)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """fineweb.py - filtered web text, 10B or 100B tokens, as GPT-2 shards or text - arXiv:2406.17557
 
-usage: fineweb.py [--edu] [--100B] [--shards N] [--parquet] [--out DIR]
+usage: fineweb.py [--edu] [--100B] [--shards N] [--parquet [--raw]] [--out DIR]
 
 Without --parquet: shards of 100M GPT-2 tokens (200 MB each) that others made and published, and
 one shard for validation, in the format that llmc/dataloader.h describes: nothing to convert.
-With --parquet: the text itself, about 2 GB a file, each turned into FILE.txt (needs pyarrow).
+With --parquet: the text itself, about 2 GB a file, each turned into FILE.txt (needs pyarrow), or
+left as it is with --raw, for train_gpt --prepare.
 --edu takes FineWeb-Edu, the pages that a classifier finds educational. N files are taken in the
 order of their names; sizes and hashes are those of the hub's listing.
 """
@@ -56,12 +57,16 @@ def main():
                         help="the sample of 100B tokens: 200 GB of shards")
     add_shards_option(parser)
     parser.add_argument("--parquet", action="store_true", help="text, not GPT-2 tokens")
+    parser.add_argument("--raw", action="store_true", help="with --parquet: no FILE.txt")
     parser.add_argument("--out", help="folder (data/fineweb10B, data/finewebedu10B, ...100B)")
     arguments = parser.parse_args()
     edu, size = arguments.edu, arguments.size
+    if arguments.raw and not arguments.parquet:
+        parser.error("--raw is about parquet files: give --parquet too")
     folder = arguments.out or f"data/fineweb{'edu' if edu else ''}{size}"
     if arguments.parquet:
-        download_as_text(TEXT[edu], f"sample/{size}T", "main", arguments.shards, folder)
+        download_as_text(TEXT[edu], f"sample/{size}T", "main", arguments.shards, folder,
+                         arguments.raw)
     else:
         download_shards(*TOKENS[edu, size], arguments.shards, folder)
 

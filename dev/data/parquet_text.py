@@ -60,11 +60,17 @@ def parquet_to_text(paths, out, column="text"):
     print(f"{out}: {count} documents, {bytes_text(os.path.getsize(out))}")
 
 
-def download_as_text(dataset, folder, revision, count, out):
-    """Parquet files of a dataset as text files. A text that is there is not made again."""
+def download_as_text(dataset, folder, revision, count, out, raw=False):
+    """Parquet files of a dataset as text files. A text that is there is not made again. raw: the
+    parquet files alone, which train_gpt --prepare reads too."""
     require_pyarrow()  # before the gigabytes come
     files = hugging_face_files(dataset, folder, revision)
     names = sorted(f for f in files if f.endswith(".parquet"))[:count]
+    if raw:
+        for name in names:
+            hugging_face_download(files, name, out)
+        print(f"prepare:  build/train_gpt --prepare OUT.bin --data '{out}/*.parquet'")
+        return
     for name in names:
         text = os.path.join(out, name.removesuffix(".parquet") + ".txt")
         if os.path.exists(text):
