@@ -89,9 +89,9 @@ step "scripts/multi_node" test/multi_node_test.sh
 step "scripts/run_*.sh" test/scripts_test.sh
 
 # Plots, event files, and the scripts that download data, against a server on this machine.
+step "dev/tensorboard.py" test/tensorboard_test.py
 step "dev/data" test/data_scripts_test.py
 step "dev/plot.py" test/plot_test.py
-step "dev/tensorboard.py" test/tensorboard_test.py
 
 # A seeded sample of mutants; `make mutate` runs all.
 step "a sample of 8 mutants turns the suite red" test/mutate 8 1
