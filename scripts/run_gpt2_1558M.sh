@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GPT-2 1558M on 33.5 billion tokens of FineWeb-Edu, as llm.c trains it.     flags and variables: run_common.sh
 # Hyperparameters: github.com/karpathy/llm.c, scripts/run_gpt2_1558M.sh and discussion 677. Data: 67 GB of shards.
-# Expected: OpenAI's own HellaSwag, 48.9 (llm.c, dev/vislog.ipynb), is reached at about step 25000 (a summary of 677);
-# the validation loss on FineWeb-Edu is not published where we could verify it. llm.c's time on 8 H100: 2.8 s a step, 24
-# hours, $672. Measured with this program: not yet. A GPU of 80 GB holds it; of 40 GB, 8 of them with
-# FLAGS="--micro-batch 8".
+# Expected: OpenAI's own HellaSwag by step 25000 (a summary of 677), 48.9 by llm.c's count and 50.9 acc_norm by EleutherAI's
+# harness (llm.c, dev/data/hellaswag.py), which is our count; the validation loss on FineWeb-Edu is not published where we
+# could verify it. llm.c's time on 8 H100: 2.8 s a step, 24 hours, $672. Measured with this program: not yet.
+# A GPU of 80 GB holds it; 8 GPUs of 40 GB do with FLAGS="--micro-batch 8".
 # EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 1557611200 (1557.61M): matrices and tables 1556609600, vectors 1001600; in 51 buckets; padding 75200
 #   run: 32000 steps x 1048576 tokens = 3.355e+10 tokens of 9.818e+09 FLOPs = 3.294e+20 FLOPs
