@@ -3,8 +3,8 @@
 # Hyperparameters: github.com/karpathy/llm.c, scripts/run_gpt2_350M.sh. llm.c's micro-batch is 64; 32 adds up to the same
 # batch, and fits 40 GB.
 # Expected: what llm.c reached is not published where we could verify it; OpenAI's own model has a validation loss of
-# 3.083 on this text and HellaSwag 37.5 by llm.c's count (llm.c, dev/vislog.ipynb). llm.c's time on 8 A100: 820 ms a step, 13.7 hours.
-# Measured with this program: not yet.
+# 3.083 on this text and HellaSwag 37.5 by llm.c's count (llm.c, dev/vislog.ipynb). llm.c's time on 8 A100: 820 ms a step,
+# 13.7 hours. Measured with this program: not yet.
 # EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 354823168 (354.82M): matrices and tables 354501632, vectors 321536; in 27 buckets; padding 48128
 #   run: 60000 steps x 524288 tokens = 3.146e+10 tokens of 2.28e+09 FLOPs = 7.172e+19 FLOPs

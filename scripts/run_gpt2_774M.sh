@@ -2,8 +2,8 @@
 # GPT-2 774M on 150 billion tokens of FineWeb, 1.5 epochs, as llm.c trains it.     flags and variables: run_common.sh
 # Hyperparameters: github.com/karpathy/llm.c, scripts/run_gpt2_774M.sh and discussion 580. Data: 206 GB of shards.
 # Expected: what llm.c reached is in discussion 580, which we could not read; OpenAI's own model has a validation loss of
-# 3.001 on this text and HellaSwag 43.2 by llm.c's count (llm.c, dev/vislog.ipynb). llm.c's time on 8 A100: 1.7 s a step, 135 hours.
-# Measured with this program: not yet. A GPU of 80 GB holds it; of 40 GB with FLAGS="--micro-batch 16".
+# 3.001 on this text and HellaSwag 43.2 by llm.c's count (llm.c, dev/vislog.ipynb). llm.c's time on 8 A100: 1.7 s a step,
+# 135 hours. Measured with this program: not yet. A GPU of 80 GB holds it; of 40 GB with FLAGS="--micro-batch 16".
 # EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
 #   parameters 774030080 (774.03M): matrices and tables 773428480, vectors 601600; in 39 buckets; padding 60160
 #   run: 286102 steps x 524288 tokens = 1.5e+11 tokens of 4.927e+09 FLOPs = 7.391e+20 FLOPs
