@@ -12,6 +12,7 @@
 #include "llmc/logger.h"
 #include "llmc/lr_schedule.h"
 #include "llmc/mfu.h"
+#include "llmc/model_files.h"
 #include "llmc/prepare.h"
 #include "llmc/tokenizer_files.h"
 
@@ -34,9 +35,9 @@ struct Run {
 static bool is_first(const Run& run) { return run.world.rank == 0; } // prints, and writes files
 
 static void or_die(const std::string& wrong) { USER_CHECK(wrong.empty(), "%s", wrong.c_str()); }
-static bool is_folder(const std::string& path) {
+static mode_t kind_of(const std::string& path) { // S_IFDIR, S_IFREG, ...; 0: there is none
     struct stat s;
-    return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
+    return stat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
 }
 
 // An error that all ranks know: the first one says so, and ends the others' wait.
@@ -50,8 +51,8 @@ static void or_die_together(const Run& run, const std::string& wrong) {
 
 static Shape choose_shape(const Config& c) {
     Shape s;
-    if (is_folder(c.model)) {
-        or_die(hf_read_config(&s, c.model));
+    if (mode_t kind = kind_of(c.model)) {
+        or_die(kind == S_IFDIR ? hf_read_config(&s, c.model) : model_file_shape(&s, c.model));
         USER_CHECK(c.scratch || !(c.layers || c.heads || c.kv_heads || c.channels || c.ffn ||
                                   c.vocab || c.position.size()),
                    "%s has weights of its own shape: to change the shape, start from new weights "
@@ -64,7 +65,7 @@ static Shape choose_shape(const Config& c) {
             if (c.model == p.name) s = p.shape;
         }
         std::string close = nearest(c.model, names);
-        USER_CHECK(s.L > 0, "--model %s is neither a folder nor a preset%s%s%s; presets: %s",
+        USER_CHECK(s.L > 0, "--model %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
                    c.model.c_str(), close.empty() ? "" : ": did you mean ", close.c_str(),
                    close.empty() ? "" : "?", preset_names().c_str());
     }
@@ -331,8 +332,8 @@ template <typename T, typename S> void prepare_weights(Run& run, Trainer<T, S>& 
             "the checkpoint was made with --seed %llu, not %lld: the data order would change",
             (unsigned long long)info.seed, (long long)c.seed);
         if (is_first(run)) printf("resumed at step %lld\n", (long long)run.step);
-    } else if (is_folder(c.model) && !c.scratch)
-        or_die(hf_load_weights(t, c.model));
+    } else if (mode_t kind = c.scratch ? 0 : kind_of(c.model))
+        or_die(kind == S_IFDIR ? hf_load_weights(t, c.model) : model_file_load(t, c.model));
     else
         init_weights(t, uint64_t(c.seed));
 }

@@ -145,15 +145,8 @@ inline void hf_check_sizes(HfConfig& c, const Shape& s) {
                   " wide: models of up to 10000 layers and 1048576 channels can be read";
 }
 
-inline std::string hf_read_config(Shape* shape, const std::string& folder) {
-    HfConfig c;
-    c.path = folder + "/config.json";
-    std::ifstream in(c.path);
-    if (!in)
-        return folder +
-               ": has no config.json: a Hugging Face folder holds config.json and *.safetensors";
-    c.j = nlohmann::json::parse(in, nullptr, false);
-    if (!c.j.is_object()) return c.path + ": is no JSON object";
+// The shape of a parsed config.json, or of what says the same.
+inline std::string hf_shape(Shape* shape, HfConfig& c) {
     std::string type = c.has("model_type") && c.j["model_type"].is_string()
                            ? c.j["model_type"].get<std::string>()
                            : "";
@@ -166,6 +159,18 @@ inline std::string hf_read_config(Shape* shape, const std::string& folder) {
                "' is not supported: gpt2, llama, mistral and qwen2 are";
     hf_check_sizes(c, *shape);
     return c.wrong;
+}
+
+inline std::string hf_read_config(Shape* shape, const std::string& folder) {
+    HfConfig c;
+    c.path = folder + "/config.json";
+    std::ifstream in(c.path);
+    if (!in)
+        return folder +
+               ": has no config.json: a Hugging Face folder holds config.json and *.safetensors";
+    c.j = nlohmann::json::parse(in, nullptr, false);
+    if (!c.j.is_object()) return c.path + ": is no JSON object";
+    return hf_shape(shape, c);
 }
 
 // ----------------------------------------------------------------------------
@@ -261,6 +266,19 @@ inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p,
     return "";
 }
 
+inline std::vector<float> tensor_floats(const SafeTensor& t) {
+    std::vector<float> values(t.elements());
+    tensor_to_float(values.data(), t, 0, values.size());
+    return values;
+}
+
+// A parameter as a file has it, [out, in] and without padding.
+template <typename T, typename S>
+void set_file_weight(Trainer<T, S>& t, const Parameter& p, std::vector<float> values) {
+    values.resize(p.elements(), 0.0f);
+    set_weight(t, p, values.data());
+}
+
 // Tensors that older files carry although they are no parameters.
 inline bool hf_ignored(const std::string& name) {
     auto ends = [&](const char* end) {
@@ -282,11 +300,9 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
         wrong = hf_check_tensor(tensor, p, folder);
         if (!wrong.empty()) return wrong;
         used.insert(tensor->name);
-        std::vector<float> values(p.file_elements());
-        tensor_to_float(values.data(), *tensor, 0, values.size());
+        std::vector<float> values = tensor_floats(*tensor);
         if (p.transposed) values = turned(values, tensor->shape[0], tensor->shape[1]);
-        values.resize(p.elements(), 0.0f);
-        set_weight(t, p, values.data());
+        set_file_weight(t, p, values);
     }
     for (const SafeTensors& f : h.files)
         for (const SafeTensor& x : f.tensors)

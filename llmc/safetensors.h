@@ -220,7 +220,8 @@ inline std::string read_safetensors_header(SafeTensors* s) {
     return "";
 }
 
-inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
+// The file's bytes, mapped; safetensors_close ends that.
+inline std::string map_file(SafeTensors* s, const std::string& path) {
     *s = {};
     s->path = path;
     int fd = open(path.c_str(), O_RDONLY);
@@ -232,7 +233,13 @@ inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
         s->map = mmap(nullptr, s->bytes, PROT_READ, MAP_PRIVATE, fd, 0);
     close(fd);
     if (!good || s->map == MAP_FAILED) return s->map = nullptr, path + ": is empty or no file";
-    std::string wrong = read_safetensors_header(s);
+    return "";
+}
+
+inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
+    std::string wrong = map_file(s, path);
+    if (!wrong.empty()) return wrong;
+    wrong = read_safetensors_header(s);
     if (!wrong.empty()) return safetensors_close(s), path + ": " + wrong;
     std::sort(s->tensors.begin(), s->tensors.end(),
               [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
