@@ -21,6 +21,7 @@ struct Run {
     Config config;
     Shape shape;
     Tokenizer tokenizer;
+    ExportTokenizer exported; // with --export
     std::vector<int> prompt;
     DataLoader train, val;
     int document_end = -1;                                       // the token, with --document-mask
@@ -65,7 +66,8 @@ static Shape choose_shape(const Config& c) {
             if (c.model == p.name) s = p.shape;
         }
         std::string close = nearest(c.model, names);
-        USER_CHECK(s.L > 0, "--model %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
+        USER_CHECK(s.L > 0,
+                   "--model %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
                    c.model.c_str(), close.empty() ? "" : ": did you mean ", close.c_str(),
                    close.empty() ? "" : "?", preset_names().c_str());
     }
@@ -122,6 +124,31 @@ static std::vector<int> prompt_tokens(const Run& run) {
     std::vector<int> tokens = encode(t, run.config.prompt, true);
     if (first >= 0 && (tokens.empty() || tokens[0] != first)) tokens.insert(tokens.begin(), first);
     return tokens;
+}
+// Left out it is the model folder's own, where it has one.
+static void open_tokenizer(Run& run) {
+    Config& c = run.config;
+    bool left_out = c.tokenizer.empty();
+    if (left_out && kind_of(c.model) == S_IFDIR) c.tokenizer = tokenizer_in(c.model);
+    if (c.tokenizer.empty()) c.tokenizer = "byte";
+    std::string wrong = tokenizer_open(&run.tokenizer, c.tokenizer);
+    USER_CHECK(wrong.empty(), "%s%s", wrong.c_str(),
+               left_out ? "; --tokenizer byte leaves the folder's out" : "");
+    if (left_out && c.tokenizer != "byte" && is_first(run))
+        printf("tokenizer: %s\n", c.tokenizer.c_str());
+}
+
+// Before the run, for nothing may fail after it. A tokenizer that is not the model's stays out.
+static void prepare_export(Run& run) {
+    const Config& c = run.config;
+    const Tokenizer& t = run.tokenizer;
+    or_die(hf_export_check(run.shape, c.export_dir));
+    std::string wrong = speaks(run) ? tokenizer_files(&run.exported.files, t, run.shape.P)
+                                    : "--tokenizer " + c.tokenizer + " is not the model's";
+    run.exported.eos = wrong.empty() ? t.eot : run.shape.V == 50257 ? 50256 : -1; // GPT-2's
+    run.exported.bos = wrong.empty() && t.bos >= 0 ? t.bos : run.exported.eos;
+    if (!wrong.empty() && is_first(run))
+        printf("--export writes no tokenizer: %s\n", wrong.c_str());
 }
 static void choose_prompt(Run& run) {
     const Config& c = run.config;
@@ -462,7 +489,8 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     Type dtype = c.export_dtype == "bf16"   ? Type::BF16
                  : c.export_dtype == "fp16" ? Type::F16
                                             : Type::F32;
-    if (!c.export_dir.empty()) or_die(hf_export(t, c.export_dir, dtype));
+    if (!c.export_dir.empty())
+        or_die(hf_export(t, c.export_dir, dtype, size_t(5) << 30, run.exported));
     trainer_free(t);
 }
 
@@ -599,8 +627,8 @@ int main(int argc, char** argv) {
     or_die(config_check(c, run.shape, run.world.size));
     check_same(run.world, "the command line", config_json(c).dump());
     if (run.world.size > 1) check_same(run.world, "the program", own_bytes());
-    if (!c.export_dir.empty()) or_die(hf_export_check(run.shape, c.export_dir));
-    or_die(tokenizer_open(&run.tokenizer, c.tokenizer));
+    open_tokenizer(run);
+    if (!c.export_dir.empty()) prepare_export(run);
     choose_prompt(run);
     if (!c.explain && (c.steps > 0 || c.eval)) open_data(run);
     bool good = run_where_wanted(run);

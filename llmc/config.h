@@ -20,7 +20,7 @@ struct Config {
     int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0,
         vocab = 0; // 0: as the model has it
     // data
-    std::string data, val, tokenizer = "byte";
+    std::string data, val, tokenizer;
     int seq = 0, micro_batch = 8;
     int64_t batch_tokens = 0;
     bool document_mask = false;
@@ -79,8 +79,9 @@ inline const std::vector<Flag>& config_table() {
     static const std::vector<Flag> table = {
         {"", &C::help, "", "Model"},
         {"model", &C::model, "",
-         "a preset (listed below) or a Hugging Face folder whose weights are loaded"},
-        {"scratch", &C::scratch, "", "with a folder: take its shape, not its weights"},
+         "a preset (listed below), or whose weights are loaded: a Hugging Face folder, a .bin of "
+         "llm.c or llama2.c"},
+        {"scratch", &C::scratch, "", "with a folder or a file: take its shape, not its weights"},
         {"layers", &C::layers, "0..10000", "change the preset's number of blocks"},
         {"heads", &C::heads, "0..100000", "change the number of attention heads"},
         {"kv-heads", &C::kv_heads, "0..100000", "change the number of key/value heads"},
@@ -95,7 +96,8 @@ inline const std::vector<Flag>& config_table() {
         {"val", &C::val, "", "validation files; without it: the last tenth of each training file"},
         {"tokenizer", &C::tokenizer, "",
          "how text becomes tokens: byte, or PATH: tokenizer.json, .model, .bin, "
-         ".tiktoken, or a folder with one (GPT-2: vocab.bpe, encoder.json)"},
+         ".tiktoken, or a folder with one (GPT-2: vocab.bpe, encoder.json); without it: the "
+         "--model folder's own, else byte"},
         {"seq", &C::seq, "0..16777216", "tokens a sequence, T (0: 256, or what the model allows)"},
         {"micro-batch", &C::micro_batch, "1..1000000", "sequences a micro-batch, B"},
         {"batch-tokens", &C::batch_tokens, "0..1000000000000",
@@ -170,7 +172,8 @@ inline const std::vector<Flag>& config_table() {
          "steps between checkpoints (0: only at the end, where --out is given)"},
         {"keep", &C::keep, "1..1000000", "newest checkpoints kept"},
         {"resume", &C::resume, "", "go on from the newest whole checkpoint in --out"},
-        {"export", &C::export_dir, "", "at the end write a Hugging Face folder"},
+        {"export", &C::export_dir, "",
+         "at the end write a Hugging Face folder, with the tokenizer"},
         {"export-dtype", &C::export_dtype, "fp32|bf16|fp16", "its element type"},
         {"", &C::help, "", "Looking"},
         {"eval-every", &C::eval_every, "0..1000000000000",

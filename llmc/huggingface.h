@@ -3,7 +3,8 @@
 //   model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices are
 //   stored [in, out] (Conv1D) and turned on the way.
 //   Writing: the same, from the float masters, without the vocabulary's padding, into a folder of
-//   another name that is renamed when it is whole. An export loads again to the same bits.
+//   another name that is renamed when it is whole. An export loads again to the same bits. With the
+//   tokenizer's files (tokenizer_files.h) AutoTokenizer and AutoModelForCausalLM load and generate.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
 #include <dirent.h>
@@ -315,6 +316,27 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
 // ----------------------------------------------------------------------------
 // weights -> a folder
 
+// What an export has besides the weights.
+struct ExportTokenizer {
+    int bos = -1, eos = -1; // -1: not known
+    std::map<std::string, std::string> files = {};
+};
+
+// What exports are made of.
+inline bool export_file(const std::string& name) {
+    for (const char* own : {"config.json", "generation_config.json", "tokenizer.json",
+                            "tokenizer.model", "tokenizer_config.json"})
+        if (name == own || name == std::string(own) + ".tmp") return true;
+    return name.rfind("model", 0) == 0 && name.find(".safetensors") != std::string::npos;
+}
+
+// What exports and checkpoints are made of. Nothing else is ever removed, whatever a folder is
+// called.
+inline bool own_file(const std::string& name) {
+    bool rank = name.rfind("rank_", 0) == 0 && name.find(".safetensors") != std::string::npos;
+    return export_file(name) || rank || name.rfind("manifest.json", 0) == 0;
+}
+
 // "exports/new/" is "exports/new": the folder it is written into stands beside it, never inside.
 inline std::string without_slashes(std::string path) {
     while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -333,9 +355,7 @@ inline std::string hf_export_check(const Shape& s, const std::string& folder) {
         std::string stranger;
         while (dirent* e = readdir(d)) {
             std::string n = e->d_name;
-            bool ours = n == "." || n == ".." || n == "config.json" ||
-                        (n.rfind("model", 0) == 0 && n.find(".safetensors") != std::string::npos);
-            if (!ours) stranger = n;
+            if (n != "." && n != ".." && !export_file(n)) stranger = n;
         }
         closedir(d);
         if (!stranger.empty())
@@ -366,7 +386,16 @@ inline double decimal(float x) {
     return strtod(text, nullptr);
 }
 
-inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
+// null, where a token is not known: what is left out would be the one of the family's first model
+inline nlohmann::ordered_json begin_and_end(const ExportTokenizer& t) {
+    nlohmann::ordered_json j = {{"bos_token_id", nullptr}, {"eos_token_id", nullptr}};
+    if (t.bos >= 0) j["bos_token_id"] = t.bos;
+    if (t.eos >= 0) j["eos_token_id"] = t.eos;
+    return j;
+}
+
+inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
+                                             const ExportTokenizer& tokenizer) {
     const char* torch_type = dtype == Type::BF16  ? "bfloat16"
                              : dtype == Type::F16 ? "float16"
                                                   : "float32";
@@ -382,9 +411,7 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
              {"n_head", s.NH},
              {"n_inner", s.F},
              {"activation_function", "gelu_new"},
-             {"layer_norm_epsilon", decimal(s.norm_eps)},
-             {"bos_token_id", s.V - 1},
-             {"eos_token_id", s.V - 1}};
+             {"layer_norm_epsilon", decimal(s.norm_eps)}};
     } else {
         const char* architecture = s.hf_type == "qwen2"     ? "Qwen2ForCausalLM"
                                    : s.hf_type == "mistral" ? "MistralForCausalLM"
@@ -416,14 +443,8 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype) {
     }
     j["tie_word_embeddings"] = s.tied;
     j["torch_dtype"] = torch_type;
+    j.update(begin_and_end(tokenizer));
     return j;
-}
-
-// What exports and checkpoints are made of. Nothing else is ever removed, whatever a folder is called.
-inline bool own_file(const std::string& name) {
-    bool tensors = name.rfind("model", 0) == 0 || name.rfind("rank_", 0) == 0;
-    return name.rfind("config.json", 0) == 0 || name.rfind("manifest.json", 0) == 0 ||
-           (tensors && name.find(".safetensors") != std::string::npos);
 }
 
 inline void remove_folder(
@@ -484,7 +505,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
 
 template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
-                         size_t shard_bytes) {
+                         size_t shard_bytes, const ExportTokenizer& tokenizer) {
     const std::vector<Parameter>& table = t.model.parameters;
     std::vector<size_t> starts = {0}; // the first parameter of each file
     size_t bytes = 0, total = 0;
@@ -509,15 +530,18 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
             folder + "/model.safetensors.index.json",
             nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(
                 2));
-    if (wrong.empty())
-        wrong = write_text_file(folder + "/config.json",
-                                hf_config_json(t.model.shape, dtype).dump(2) + "\n");
+    std::map<std::string, std::string> files = tokenizer.files;
+    files["config.json"] = hf_config_json(t.model.shape, dtype, tokenizer).dump(2) + "\n";
+    if (tokenizer.eos >= 0)
+        files["generation_config.json"] = begin_and_end(tokenizer).dump(2) + "\n";
+    for (const auto& [name, bytes] : files)
+        if (wrong.empty()) wrong = write_text_file(folder + "/" + name, bytes);
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 
 template <typename T, typename S>
 std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
-                      size_t shard_bytes = size_t(5) << 30) {
+                      size_t shard_bytes = size_t(5) << 30, const ExportTokenizer& tokenizer = {}) {
     if (t.comms.world.rank > 0) { // the first rank writes
         for (const Parameter& p : t.model.parameters) get_weight(t, p);
         return "";
@@ -526,7 +550,7 @@ std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dt
     remove_folder(temporary);
     if (mkdir(temporary.c_str(), 0777) != 0)
         return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
-    std::string wrong = write_export(t, temporary, dtype, shard_bytes);
+    std::string wrong = write_export(t, temporary, dtype, shard_bytes, tokenizer);
     if (wrong.empty()) wrong = replace_folder(temporary, path);
     if (!wrong.empty()) remove_folder(temporary);
     return wrong;

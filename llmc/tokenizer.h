@@ -66,6 +66,7 @@ struct Tokenizer {
     TokenOf ids = {};                     // piece -> token, without control tokens
     Fixed special = {}, added = {};       // found where asked for, and always
     std::vector<std::shared_ptr<pcre2_code>> patterns = {}; // each cuts what the one before left
+    std::vector<std::string> pattern_texts = {};            // as files have them
     int unicode_form = 0; // utf8proc's options for NFC, NFD, NFKC or NFKD; 0: as the text is
     Prefix prefix = Prefix::NONE; // of a text, and after special tokens
     bool prefix_once = false;     // only of a text
@@ -172,6 +173,7 @@ inline std::string add_pattern(Tokenizer* t, const std::string& pattern, bool li
     }
     pcre2_jit_compile(code, PCRE2_JIT_COMPLETE); // where there is no JIT it is interpreted
     t->patterns.emplace_back(code, pcre2_code_free);
+    t->pattern_texts.push_back(pattern);
     return "";
 }
 

@@ -9,11 +9,15 @@
 //                    it has (r50k_base, cl100k_base, o200k_base, llama3)
 //   tokenizer.model  SentencePiece, BPE or unigram
 //   tokenizer.bin    llama2.c's
-//   All become one Tokenizer (tokenizer.h). Every function returns "" or one line that says what
-//   is wrong.
+//   All become one Tokenizer (tokenizer.h). Written for transformers: a tokenizer.json and a
+//   SentencePiece model as they are, of the others a tokenizer.json that gives the same tokens.
+//   Every function returns "" or one line that says what is wrong.
 #pragma once
 #include <sys/stat.h>
+#include <unistd.h>
 #include <fstream>
+#include <map>
+#include <set>
 #include <sstream>
 #include <nlohmann/json.hpp>
 #include "tokenizer.h"
@@ -142,15 +146,21 @@ constexpr const char* O200K_PATTERN =
 // ----------------------------------------------------------------------------
 // GPT-2: vocab.bpe and encoder.json
 
-// GPT-2 writes the bytes that are no printable Latin-1 character as the characters from U+0100 on.
-// The bytes that text stands for; false: it has other characters.
-inline bool byte_level(std::string_view text, std::string* bytes) {
+// GPT-2 writes the bytes that are no printable Latin-1 character as the characters from U+0100 on:
+// the byte of a character, -1: of none.
+inline const std::vector<int>& byte_letters() {
     auto printable = [](int b) { return (b > 32 && b < 127) || (b > 160 && b != 173); };
     static const std::vector<int> byte_of = [&] {
         std::vector<int> of(256, -1);
         for (int b = 0; b < 256; b++) printable(b) ? void(of[size_t(b)] = b) : of.push_back(b);
         return of;
     }();
+    return byte_of;
+}
+
+// The bytes that text stands for; false: it has other characters.
+inline bool byte_level(std::string_view text, std::string* bytes) {
+    const std::vector<int>& byte_of = byte_letters();
     bytes->clear();
     for (size_t i = 0; i < text.size(); i++) {
         size_t c = (unsigned char)text[i];
@@ -595,28 +605,41 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
 // ----------------------------------------------------------------------------
 // which kind a path is
 
+// What stands beside a file of merges: encoder.json or vocab.json; "": neither
+inline std::string vocabulary_of(const std::string& merges) {
+    std::string folder = merges.substr(0, merges.rfind('/') + 1);
+    for (const char* name : {"encoder.json", "vocab.json"})
+        if (access((folder + name).c_str(), F_OK) == 0) return folder + name;
+    return "";
+}
+
+// The first of these files that a folder has; "": it has none
+inline std::string tokenizer_in(const std::string& folder) {
+    for (const char* name :
+         {"tokenizer.json", "vocab.bpe", "merges.txt", "tokenizer.model", "tokenizer.bin"}) {
+        std::string path = folder + "/" + name;
+        bool merges = name[0] == 'v' || name[0] == 'm';
+        if (access(path.c_str(), F_OK) == 0 && !(merges && vocabulary_of(path).empty()))
+            return path;
+    }
+    return "";
+}
+
 inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
         return path + ": " + strerror(errno) +
                "; give a tokenizer.json, tokenizer.model, tokenizer.bin, a .tiktoken file or the "
                "folder of one, or --tokenizer byte";
-    std::string file, wrong, folder = path + "/", name = path.substr(path.rfind('/') + 1);
-    auto has = [&](const std::string& in_folder) {
-        return stat((folder + in_folder).c_str(), &s) == 0;
-    };
     if (S_ISDIR(s.st_mode)) {
-        if (has("tokenizer.json")) return read_tokenizer_json(t, folder + "tokenizer.json");
-        for (const char* merges : {"vocab.bpe", "merges.txt"})
-            for (const char* vocabulary : {"encoder.json", "vocab.json"})
-                if (has(merges) && has(vocabulary))
-                    return read_gpt2(t, folder + merges, folder + vocabulary);
-        for (const char* one : {"tokenizer.model", "tokenizer.bin"})
-            if (has(one)) return read_tokenizer(t, folder + one);
+        std::string one = tokenizer_in(path);
+        if (!one.empty()) return read_tokenizer(t, one);
         return path +
                ": has no tokenizer.json, no vocab.bpe with encoder.json, no tokenizer.model "
                "and no tokenizer.bin: give the tokenizer's file itself";
     }
+    std::string file, wrong, name = path.substr(path.rfind('/') + 1);
+    if (name == "vocab.bpe" || name == "merges.txt") return read_gpt2(t, path, vocabulary_of(path));
     if (name.ends_with(".json")) return read_tokenizer_json(t, path);
     if (!(wrong = read_whole_file(path, &file)).empty()) return wrong;
     if (name.ends_with(".bin")) return read_llama2c(t, path, file);
@@ -627,12 +650,12 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
         return read_tiktoken(t, path, file);
     return path +
            ": is no tokenizer by its name: tokenizer.json, .model, .bin and .tiktoken are, "
-           "and for GPT-2's vocab.bpe and encoder.json the folder of both";
+           "and GPT-2's vocab.bpe with encoder.json beside it";
 }
 
 inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     *t = {};
-    if (name == "byte") return "";
+    if (name.empty() || name == "byte") return "";
     t->name = name;
     std::string wrong = read_tokenizer(t, name);
     if (wrong.empty() && !writes_any_text(*t))
@@ -641,5 +664,169 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     t->vocab_size = int(t->pieces.size());
     for (const char* end : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"}) // the usual names
         if (t->eot < 0) t->eot = find_token(t->special.ids, end);
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// writing: the files from which transformers makes the same tokens
+
+inline std::string piece_text(const Tokenizer& t, std::string_view bytes) {
+    if (t.sentencepiece) return replace_all(std::string(bytes), " ", "\xe2\x96\x81");
+    static const std::vector<std::string> letter_of = [] {
+        std::vector<std::string> of(256);
+        for (size_t c = 0; c < byte_letters().size(); c++) { // UTF-8 of at most two bytes
+            char two[] = {char(0xc0 | c >> 6), char(0x80 | (c & 0x3f)), 0};
+            if (byte_letters()[c] >= 0)
+                of[size_t(byte_letters()[c])] = c < 0x80 ? std::string(1, char(c)) : two;
+        }
+        return of;
+    }();
+    std::string text;
+    for (char b : bytes) text += letter_of[(unsigned char)b];
+    return text;
+}
+
+// What a file calls a token; "": it is none
+inline std::vector<std::string> token_texts(const Tokenizer& t) {
+    std::vector<std::string> texts(size_t(t.vocab_size));
+    for (size_t i = 0; i < texts.size(); i++)
+        texts[i] =
+            piece_text(t, t.kind == TokenizerKind::BYTE ? std::string(1, char(i)) : t.pieces[i]);
+    for (int b = 0; t.sentencepiece && b < 256; b++) {
+        char name[8];
+        snprintf(name, sizeof(name), "<0x%02hhX>", (unsigned char)b);
+        if (t.byte_token[size_t(b)] >= 0) texts[size_t(t.byte_token[size_t(b)])] = name;
+    }
+    if (t.unknown >= 0) texts[size_t(t.unknown)] = "<unk>";
+    for (const auto& [text, token] : t.special.ids) texts[size_t(token)] = text;
+    return texts;
+}
+
+// Pairs of equal rank, which make the same piece, are in the order of their pieces.
+inline std::vector<std::string> merge_texts(const Tokenizer& t,
+                                            const std::vector<std::string>& texts) {
+    std::vector<Merge> merges;
+    for (const Merge& m : t.merges)
+        if (m.rank != NO_RANK) merges.push_back(m);
+    std::sort(merges.begin(), merges.end(), [](const Merge& a, const Merge& b) {
+        return std::pair(a.rank, a.pair) < std::pair(b.rank, b.pair);
+    });
+    std::vector<std::string> lines;
+    for (const Merge& m : merges)
+        lines.push_back(texts[size_t(m.pair >> 32)] + " " + texts[size_t(uint32_t(m.pair))]);
+    return lines;
+}
+
+// A tokenizer.json of bytes, GPT-2's files, tiktoken's or llama2.c's.
+inline nlohmann::ordered_json tokenizer_json(const Tokenizer& t) {
+    typedef nlohmann::ordered_json Json;
+    const std::string space = "\xe2\x96\x81";
+    std::vector<std::string> texts = token_texts(t);
+    Json vocabulary = Json::object(), added = Json::array(), splits = Json::array();
+    for (size_t i = 0; i < texts.size(); i++)
+        if (!texts[i].empty()) vocabulary[texts[i]] = i;
+    for (size_t i = 0; i < texts.size(); i++)
+        if (find_token(t.special.ids, texts[i]) == int(i))
+            added.push_back({{"id", i},
+                             {"content", texts[i]},
+                             {"single_word", false},
+                             {"lstrip", false},
+                             {"rstrip", false},
+                             {"normalized", false},
+                             {"special", true}});
+    Json bytes = {{"type", "ByteLevel"},
+                  {"add_prefix_space", false},
+                  {"trim_offsets", true},
+                  {"use_regex", false}};
+    Json j = {{"version", "1.0"},
+              {"truncation", nullptr},
+              {"padding", nullptr},
+              {"added_tokens", added},
+              {"normalizer", nullptr},
+              {"pre_tokenizer", nullptr},
+              {"post_processor", nullptr},
+              {"decoder", bytes},
+              {"model",
+               {{"type", "BPE"},
+                {"dropout", nullptr},
+                {"unk_token", t.unknown < 0 ? Json() : Json("<unk>")},
+                {"continuing_subword_prefix", nullptr},
+                {"end_of_word_suffix", nullptr},
+                {"fuse_unk", t.sentencepiece},
+                {"byte_fallback", t.sentencepiece},
+                {"ignore_merges", t.whole_words},
+                {"vocab", vocabulary},
+                {"merges", merge_texts(t, texts)}}}};
+    if (t.sentencepiece) {
+        Json to_meta = {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", space}};
+        Json to_space = {{"type", "Replace"}, {"pattern", {{"String", space}}}, {"content", " "}};
+        j["normalizer"] = {{"type", "Sequence"},
+                           {"normalizers", {{{"type", "Prepend"}, {"prepend", space}}, to_meta}}};
+        j["decoder"] = {{"type", "Sequence"},
+                        {"decoders",
+                         {to_space,
+                          {{"type", "ByteFallback"}},
+                          {{"type", "Fuse"}},
+                          {{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}}}}};
+    } else {
+        for (const std::string& pattern : t.pattern_texts)
+            splits.push_back({{"type", "Split"},
+                              {"pattern", {{"Regex", pattern}}},
+                              {"behavior", "Isolated"},
+                              {"invert", false}});
+        splits.push_back(bytes);
+        j["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", splits}};
+    }
+    if (t.bos >= 0) {
+        const std::string& bos = texts[size_t(t.bos)];
+        Json first = {{"SpecialToken", {{"id", bos}, {"type_id", 0}}}};
+        Json a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
+        Json b = {{"Sequence", {{"id", "B"}, {"type_id", 0}}}};
+        j["post_processor"] = {
+            {"type", "TemplateProcessing"},
+            {"single", {first, a}},
+            {"pair", {first, a, first, b}},
+            {"special_tokens", {{bos, {{"id", bos}, {"ids", {t.bos}}, {"tokens", {bos}}}}}}};
+    }
+    return j;
+}
+
+// What a tokenizer.json cannot say.
+inline std::string not_json(const Tokenizer& t) {
+    std::set<std::string> seen;
+    for (const std::string& text : token_texts(t)) {
+        for (size_t at = 0, n; at < text.size(); at += n)
+            if ((n = utf8_length(std::string_view(text).substr(at))) == 0)
+                return t.name + ": the token " + in_quotes(text) + " is no UTF-8";
+        if (!text.empty() && !seen.insert(text).second)
+            return t.name + ": two tokens are " + in_quotes(text);
+    }
+    return "";
+}
+
+// Name -> bytes. A tokenizer.json or a SentencePiece model stays as it is.
+inline std::string tokenizer_files(std::map<std::string, std::string>* files, const Tokenizer& t,
+                                   size_t positions) {
+    struct stat s;
+    bool folder = stat(t.name.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
+    std::string path = folder ? tokenizer_in(t.name) : t.name, wrong;
+    std::string beside = path.substr(0, path.rfind('/') + 1) + "tokenizer_config.json";
+    bool json = path.ends_with(".json"), model = t.sentencepiece && path.ends_with(".model");
+    if (json || model)
+        wrong = read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]);
+    else if ((wrong = not_json(t)).empty())
+        (*files)["tokenizer.json"] = tokenizer_json(t).dump(1) + "\n";
+    if (!wrong.empty()) return files->clear(), wrong;
+    if (json && access(beside.c_str(), F_OK) == 0)
+        return read_whole_file(beside, &(*files)["tokenizer_config.json"]);
+    std::vector<std::string> texts = token_texts(t);
+    nlohmann::ordered_json config = {
+        {"tokenizer_class", model ? "LlamaTokenizer" : "PreTrainedTokenizerFast"},
+        {"model_max_length", positions},
+        {"clean_up_tokenization_spaces", false}};
+    if (t.eot >= 0) config["bos_token"] = config["eos_token"] = texts[size_t(t.eot)];
+    if (t.bos >= 0) config["bos_token"] = texts[size_t(t.bos)];
+    if (t.unknown >= 0) config["unk_token"] = texts[size_t(t.unknown)];
+    (*files)["tokenizer_config.json"] = config.dump(2) + "\n";
     return "";
 }
