@@ -717,14 +717,15 @@ inline std::vector<std::string> merge_texts(const Tokenizer& t,
     return lines;
 }
 
-// A tokenizer.json of bytes, GPT-2's files, tiktoken's or llama2.c's.
+// A tokenizer.json of bytes and of what other files of BPE hold.
 inline nlohmann::ordered_json tokenizer_json(const Tokenizer& t) {
     typedef nlohmann::ordered_json Json;
     const std::string space = "\xe2\x96\x81";
     std::vector<std::string> texts = token_texts(t);
-    Json vocabulary = Json::object(), added = Json::array(), splits = Json::array();
+    Json added = Json::array(), splits = Json::array();
+    Json::object_t vocabulary; // by token; its [] would look at all that are there
     for (size_t i = 0; i < texts.size(); i++)
-        if (!texts[i].empty()) vocabulary[texts[i]] = i;
+        if (!texts[i].empty()) vocabulary.emplace_back(texts[i], i);
     for (size_t i = 0; i < texts.size(); i++)
         if (find_token(t.special.ids, texts[i]) == int(i))
             added.push_back({{"id", i},
@@ -760,14 +761,15 @@ inline nlohmann::ordered_json tokenizer_json(const Tokenizer& t) {
     if (t.sentencepiece) {
         Json to_meta = {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", space}};
         Json to_space = {{"type", "Replace"}, {"pattern", {{"String", space}}}, {"content", " "}};
-        j["normalizer"] = {{"type", "Sequence"},
-                           {"normalizers", {{{"type", "Prepend"}, {"prepend", space}}, to_meta}}};
-        j["decoder"] = {{"type", "Sequence"},
-                        {"decoders",
-                         {to_space,
-                          {{"type", "ByteFallback"}},
-                          {{"type", "Fuse"}},
-                          {{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}}}}};
+        Json into = Json::array(), back = Json::array({to_space, {{"type", "ByteFallback"}}});
+        back.push_back({{"type", "Fuse"}});
+        if (t.prefix == Prefix::SPACE) {
+            into.push_back({{"type", "Prepend"}, {"prepend", space}});
+            back.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
+        }
+        into.push_back(to_meta);
+        j["normalizer"] = {{"type", "Sequence"}, {"normalizers", into}};
+        j["decoder"] = {{"type", "Sequence"}, {"decoders", back}};
     } else {
         for (const std::string& pattern : t.pattern_texts)
             splits.push_back({{"type", "Split"},
@@ -791,8 +793,10 @@ inline nlohmann::ordered_json tokenizer_json(const Tokenizer& t) {
     return j;
 }
 
-// What a tokenizer.json cannot say.
+// Why a tokenizer.json cannot say it; "": it can
 inline std::string not_json(const Tokenizer& t) {
+    if (t.kind == TokenizerKind::UNIGRAM || !t.extra_spaces || !t.added.ids.empty())
+        return t.name + ": is unigram, drops extra spaces or has tokens of its user's";
     std::set<std::string> seen;
     for (const std::string& text : token_texts(t)) {
         for (size_t at = 0, n; at < text.size(); at += n)
@@ -804,7 +808,19 @@ inline std::string not_json(const Tokenizer& t) {
     return "";
 }
 
-// Name -> bytes. A tokenizer.json or a SentencePiece model stays as it is.
+inline std::string tokenizer_config(const Tokenizer& t, const char* of_class, size_t positions) {
+    std::vector<std::string> texts = token_texts(t);
+    nlohmann::ordered_json j = {{"tokenizer_class", of_class},
+                                {"model_max_length", positions},
+                                {"clean_up_tokenization_spaces", false}};
+    if (t.eot >= 0) j["bos_token"] = j["eos_token"] = texts[size_t(t.eot)];
+    if (t.bos >= 0) j["bos_token"] = texts[size_t(t.bos)];
+    if (t.unknown >= 0) j["unk_token"] = texts[size_t(t.unknown)];
+    return j.dump(2) + "\n";
+}
+
+// Name -> bytes. A tokenizer.json stays as it is, and so does a SentencePiece model, beside which
+// the tokenizer.json is exact where transformers' own conversion orders pieces of equal score.
 inline std::string tokenizer_files(std::map<std::string, std::string>* files, const Tokenizer& t,
                                    size_t positions) {
     struct stat s;
@@ -812,21 +828,18 @@ inline std::string tokenizer_files(std::map<std::string, std::string>* files, co
     std::string path = folder ? tokenizer_in(t.name) : t.name, wrong;
     std::string beside = path.substr(0, path.rfind('/') + 1) + "tokenizer_config.json";
     bool json = path.ends_with(".json"), model = t.sentencepiece && path.ends_with(".model");
+    const char* of_class = "PreTrainedTokenizerFast";
     if (json || model)
         wrong = read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]);
-    else if ((wrong = not_json(t)).empty())
-        (*files)["tokenizer.json"] = tokenizer_json(t).dump(1) + "\n";
-    if (!wrong.empty()) return files->clear(), wrong;
-    if (json && access(beside.c_str(), F_OK) == 0)
-        return read_whole_file(beside, &(*files)["tokenizer_config.json"]);
-    std::vector<std::string> texts = token_texts(t);
-    nlohmann::ordered_json config = {
-        {"tokenizer_class", model ? "LlamaTokenizer" : "PreTrainedTokenizerFast"},
-        {"model_max_length", positions},
-        {"clean_up_tokenization_spaces", false}};
-    if (t.eot >= 0) config["bos_token"] = config["eos_token"] = texts[size_t(t.eot)];
-    if (t.bos >= 0) config["bos_token"] = texts[size_t(t.bos)];
-    if (t.unknown >= 0) config["unk_token"] = texts[size_t(t.unknown)];
-    (*files)["tokenizer_config.json"] = config.dump(2) + "\n";
-    return "";
+    if (wrong.empty() && !json) {
+        if ((wrong = not_json(t)).empty())
+            (*files)["tokenizer.json"] = tokenizer_json(t).dump(1) + "\n";
+        else if (model)
+            wrong = "", of_class = "LlamaTokenizer";
+    }
+    if (wrong.empty()) (*files)["tokenizer_config.json"] = tokenizer_config(t, of_class, positions);
+    if (wrong.empty() && json && access(beside.c_str(), F_OK) == 0)
+        wrong = read_whole_file(beside, &(*files)["tokenizer_config.json"]);
+    if (!wrong.empty()) files->clear();
+    return wrong;
 }

@@ -1,0 +1,532 @@
+// test_interchange.cpp - models and tokenizers of others: llm.c's and llama2.c's files, exports with
+// their tokenizer, and every malformed file with its one line
+#include <gtest/gtest.h>
+#include <filesystem>
+#include <fstream>
+#include "../llmc/generate.h"
+#include "../llmc/model_files.h"
+#include "../llmc/tokenizer_files.h"
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+static const std::string FIXTURES = std::string(REPO_ROOT) + "/../shared/fixtures";
+#define NEEDS_FIXTURES() \
+    if (!std::ifstream(FIXTURES + "/README.md")) GTEST_SKIP() << "skipped: no fixtures"
+#define EXPECT_HAS(text, part) EXPECT_PRED2(has, text, part)
+static bool has(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
+static const int one_thread = (omp_set_num_threads(1), 1); // the models are tiny
+
+static std::string read_file(const std::string& path) {
+    std::ifstream in(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+}
+
+struct Interchange : testing::Test {
+    std::string dir;
+    void SetUp() override {
+        std::string test = testing::UnitTest::GetInstance()->current_test_info()->name();
+        dir = testing::TempDir() + "/interchange_" + std::to_string(getpid()) + test;
+        fs::remove_all(dir);
+        fs::create_directories(dir);
+    }
+    void TearDown() override { fs::remove_all(dir); }
+    std::string put(const std::string& name, const std::string& bytes) {
+        fs::create_directories(fs::path(dir + "/" + name).parent_path());
+        std::ofstream(dir + "/" + name, std::ios::binary) << bytes;
+        return dir + "/" + name;
+    }
+    void put_all(const std::string& folder, const std::map<std::string, std::string>& files) {
+        for (const auto& [name, bytes] : files) put(folder + "/" + name, bytes);
+    }
+};
+
+// ----------------------------------------------------------------------------
+// files as their projects write them
+
+// An element of a parameter, by its Hugging Face name; bf16 holds it exactly.
+static float element(const std::string& name, size_t i) {
+    return to_float(from_acc<bf16>(float(normal(3, fnv1a(name), i))));
+}
+
+struct BinFile {
+    bool narrow = false; // bf16
+    std::string bytes = {};
+    void word(int32_t x) { bytes.append(reinterpret_cast<char*>(&x), 4); }
+    void real(float x) { bytes.append(reinterpret_cast<char*>(&x), 4); }
+    void pad(size_t size) { bytes.resize(size); }
+    void value(float x) {
+        uint16_t half = from_acc<bf16>(x).bits;
+        narrow ? void(bytes.append(reinterpret_cast<char*>(&half), 2)) : real(x);
+    }
+    void tensor(const std::string& name, size_t elements) {
+        for (size_t i = 0; i < elements; i++) value(element(name, i));
+    }
+    // (heads, HS/2, 2, C) of what Hugging Face has as (heads, 2, HS/2, C)
+    void neighbours(const std::string& name, size_t heads, size_t HS, size_t C) {
+        for (size_t h = 0; h < heads; h++)
+            for (size_t i = 0; i < HS / 2; i++)
+                for (size_t of_pair : {0, 1})
+                    for (size_t c = 0; c < C; c++)
+                        value(element(name, ((h * 2 + of_pair) * (HS / 2) + i) * C + c));
+    }
+};
+
+static BinFile llmc_gpt2(const Shape& s, int version) {
+    BinFile f = {version == 5};
+    size_t L = s.L, C = s.C, Vp = round_up(s.V, 128);
+    for (size_t x : {size_t(20240326), size_t(version), s.P, s.V, L, s.NH, C, Vp}) f.word(int(x));
+    f.pad(1024);
+    auto layers = [&](const std::string& name, size_t elements) {
+        for (size_t l = 0; l < L; l++) f.tensor("h." + std::to_string(l) + "." + name, elements);
+    };
+    f.tensor("wte.weight", s.V * C);
+    for (size_t i = s.V * C; i < Vp * C; i++) f.value(0);
+    f.tensor("wpe.weight", s.P * C);
+    layers("ln_1.weight", C), layers("ln_1.bias", C);
+    layers("attn.c_attn.weight", 3 * C * C), layers("attn.c_attn.bias", 3 * C);
+    layers("attn.c_proj.weight", C * C), layers("attn.c_proj.bias", C);
+    layers("ln_2.weight", C), layers("ln_2.bias", C);
+    layers("mlp.c_fc.weight", 4 * C * C), layers("mlp.c_fc.bias", 4 * C);
+    layers("mlp.c_proj.weight", 4 * C * C), layers("mlp.c_proj.bias", C);
+    f.tensor("ln_f.weight", C), f.tensor("ln_f.bias", C);
+    return f;
+}
+
+static BinFile llmc_llama(const Shape& s, int version, float factor, int multiple) {
+    BinFile f = {version == 5};
+    bool scaled = s.rope_scaling.factor != 1;
+    for (size_t x : {size_t(20240803), size_t(version), s.P, s.V, s.L, s.NH, s.NKV, s.C})
+        f.word(int(x));
+    f.word(multiple), f.word(scaled), f.word(3), f.word(1);
+    f.pad(1024);
+    f.real(factor), f.real(s.norm_eps), f.real(float(s.rope_theta));
+    f.pad(2048);
+    auto name = [](size_t l, const char* n) {
+        return "model.layers." + std::to_string(l) + "." + n;
+    };
+    auto layers = [&](const char* n, size_t elements) {
+        for (size_t l = 0; l < s.L; l++) f.tensor(name(l, n), elements);
+    };
+    f.tensor("model.embed_tokens.weight", s.V * s.C);
+    layers("input_layernorm.weight", s.C);
+    for (size_t l = 0; l < s.L; l++) { // c_attn
+        f.neighbours(name(l, "self_attn.q_proj.weight"), s.NH, s.HS, s.C);
+        f.neighbours(name(l, "self_attn.k_proj.weight"), s.NKV, s.HS, s.C);
+        f.tensor(name(l, "self_attn.v_proj.weight"), s.NKV * s.HS * s.C);
+    }
+    layers("self_attn.o_proj.weight", s.C * s.C);
+    layers("post_attention_layernorm.weight", s.C);
+    layers("mlp.up_proj.weight", s.F * s.C),
+        layers("mlp.gate_proj.weight", s.F * s.C); // c_fc, c_fc2
+    layers("mlp.down_proj.weight", s.C * s.F);
+    f.tensor("model.norm.weight", s.C), f.tensor("lm_head.weight", s.V * s.C);
+    return f;
+}
+
+// version 0: the older form
+static BinFile llama2c(const Shape& s, int version) {
+    BinFile f;
+    if (version) f.word(0x616b3432), f.word(version);
+    for (size_t x : {s.C, s.F, s.L, s.NH, s.NKV}) f.word(int(x));
+    f.word(s.tied || version ? int(s.V) : -int(s.V)), f.word(int(s.P));
+    if (version) f.bytes += char(s.tied), f.pad(256);
+    auto layers = [&](const char* n, size_t elements, size_t heads = 0) {
+        for (size_t l = 0; l < s.L; l++) {
+            std::string name = "model.layers." + std::to_string(l) + "." + n;
+            heads ? f.neighbours(name, heads, s.HS, s.C) : f.tensor(name, elements);
+        }
+    };
+    auto norms = [&](bool first) {
+        layers(first ? "input_layernorm.weight" : "post_attention_layernorm.weight", s.C);
+    };
+    if (version) norms(true), norms(false), f.tensor("model.norm.weight", s.C);
+    f.tensor("model.embed_tokens.weight", s.V * s.C);
+    if (!version) norms(true);
+    layers("self_attn.q_proj.weight", 0, s.NH), layers("self_attn.k_proj.weight", 0, s.NKV);
+    layers("self_attn.v_proj.weight", s.NKV * s.HS * s.C),
+        layers("self_attn.o_proj.weight", s.C * s.C);
+    if (!version) norms(false);
+    layers("mlp.gate_proj.weight", s.F * s.C), layers("mlp.down_proj.weight", s.C * s.F);
+    layers("mlp.up_proj.weight", s.F * s.C);
+    if (!version) {
+        f.tensor("model.norm.weight", s.C);
+        for (size_t i = 0; i < s.P * s.HS; i++) f.real(float(i)); // cosines and sines
+    }
+    if (!s.tied) f.tensor("lm_head.weight", s.V * s.C);
+    return f;
+}
+
+// ----------------------------------------------------------------------------
+// models
+
+struct Layout {
+    int dp = 1, tp = 1, pp = 1, zero = 0;
+};
+
+// Ranks as threads: the file's weights on all of them, as they come together again.
+static void expect_elements(const std::string& path, const Shape& s, Layout l) {
+    SCOPED_TRACE(path + ", dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
+                 std::to_string(l.pp) + " zero " + std::to_string(l.zero));
+    int status = run_local_ranks(l.dp * l.tp * l.pp, {}, [&](const Comm& world) {
+        omp_set_num_threads(1);
+        Grid sizes;
+        sizes.dp = l.dp, sizes.pp = l.pp, sizes.tp = l.tp;
+        Trainer<float, Cpu> t;
+        t.grid = grid_at(sizes, world.rank);
+        Plan p;
+        p.mode = Mode::TRAIN, p.B = 1, p.T = 4, p.micro_batches = 2, p.pp = l.pp,
+        p.pp_rank = t.grid.pp_rank, p.shards = l.dp, p.shard = t.grid.dp_rank, p.zero = l.zero;
+        p.tp = l.tp, p.tp_rank = t.grid.tp_rank;
+        p.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), p.stages());
+        trainer_place(t, s, {p});
+        t.comms = make_comms(world, t.grid, p.shards, ranks_of_kv_head(p, t.model));
+        trainer_allocate(t);
+        ASSERT_EQ(model_file_load(t, path), "");
+        for (const Parameter& each : t.model.parameters) {
+            std::vector<float> found = get_weight(t, each);
+            for (size_t i = 0; i < found.size(); i++)
+                ASSERT_EQ(found[i], i < each.file_elements() ? element(each.name, i) : 0)
+                    << each.name << " " << i;
+        }
+        trainer_free(t);
+    });
+    EXPECT_EQ(status, 0);
+}
+
+static void expect_same_shape(const Shape& a, const Shape& b) {
+    auto text = [](const Shape& s) {
+        return json{s.hf_type,
+                    s.L,
+                    s.NH,
+                    s.NKV,
+                    s.HS,
+                    s.C,
+                    s.F,
+                    s.V,
+                    s.P,
+                    s.tied,
+                    s.qkv_bias,
+                    s.norm_eps,
+                    s.rope_theta,
+                    s.rope_scaling.factor,
+                    s.rope_scaling.low_freq_factor,
+                    s.rope_scaling.high_freq_factor,
+                    s.rope_scaling.original_positions,
+                    s.sliding_window,
+                    int(s.position)}
+            .dump();
+    };
+    EXPECT_EQ(text(a), text(b));
+}
+
+static const std::vector<Layout> layouts = {
+    {}, {2, 1, 1, 3}, {1, 2, 1, 0}, {1, 1, 2, 0}, {2, 2, 1, 2}};
+
+static Shape small_gpt2() { return gpt2_shape(3, 4, 16, 61, 10); }
+static Shape small_llama(bool tied) {
+    Shape s = llama_shape(3, 4, 2, 32, 48, 61, 10, 10000);
+    s.tied = tied;
+    return s;
+}
+
+TEST_F(Interchange, LlmcGpt2) {
+    for (int version : {3, 5}) {
+        std::string path = put("gpt2", llmc_gpt2(small_gpt2(), version).bytes);
+        Shape s;
+        ASSERT_EQ(model_file_shape(&s, path), "");
+        expect_same_shape(s, small_gpt2());
+        for (Layout l : layouts) expect_elements(path, s, l);
+    }
+}
+
+// The ffn width is computed, in Llama 3's way: 3.1 8B's numbers, and small ones.
+TEST_F(Interchange, LlmcLlama) {
+    Shape wanted = small_llama(false);
+    wanted.rope_theta = 500000, wanted.rope_scaling = {8, 1, 4, 8192};
+    wanted.F = 112; // 85 x 1.3 = 110.5, up to a multiple of 16
+    for (int version : {3, 5}) {
+        std::string path = put("llama", llmc_llama(wanted, version, 1.3f, 16).bytes);
+        Shape s;
+        ASSERT_EQ(model_file_shape(&s, path), "");
+        expect_same_shape(s, wanted);
+        for (Layout l : layouts) expect_elements(path, s, l);
+    }
+    BinFile f;
+    for (int x : {20240803, 5, 8192, 128256, 32, 32, 8, 4096, 1024, 1, 3, 1}) f.word(x);
+    f.pad(1024), f.real(1.3f), f.real(1e-5f), f.real(500000), f.pad(2048);
+    Shape s; // refused, but for its size alone: 8030261248 weights, two bytes each, and the header
+    EXPECT_HAS(model_file_shape(&s, put("8b", f.bytes)),
+               "is 2048 bytes long, its header asks for 16060524544: get it again");
+}
+
+TEST_F(Interchange, Llama2c) {
+    for (int version : {0, 1})
+        for (bool tied : {true, false}) {
+            std::string path = put("llama2c", llama2c(small_llama(tied), version).bytes);
+            Shape s;
+            ASSERT_EQ(model_file_shape(&s, path), "");
+            expect_same_shape(s, small_llama(tied));
+            for (Layout l : layouts) expect_elements(path, s, l);
+        }
+}
+
+TEST_F(Interchange, Stories260kIsTheSameInBothForms) {
+    NEEDS_FIXTURES();
+    std::string folder = FIXTURES + "/checkpoints/stories260K", path = folder + "/stories260K.bin";
+    Shape s, of_folder;
+    ASSERT_EQ(model_file_shape(&s, path), "");
+    ASSERT_EQ(hf_read_config(&of_folder, folder + "/hf"), "");
+    expect_same_shape(s, of_folder);
+    Trainer<float, Cpu> a, b;
+    Plan plan;
+    plan.mode = Mode::GENERATE, plan.B = 1, plan.T = 1, plan.cache = 256;
+    for (Trainer<float, Cpu>* t : {&a, &b})
+        trainer_place(*t, s, {plan}), trainer_allocate(*t), init_constants(*t);
+    ASSERT_EQ(hf_load_weights(a, folder + "/hf"), "");
+    ASSERT_EQ(model_file_load(b, path), "");
+    for (const Parameter& p : a.model.parameters)
+        EXPECT_EQ(get_weight(a, p), get_weight(b, p)) << p.name;
+    std::vector<int> ids = {1},
+                     expected = json::parse(read_file(folder + "/expected_greedy_ids.json"))["ids"]
+                                    .get<std::vector<int>>();
+    generate(b, 0, {1}, expected.size() - 1, {0, 1, 0, 1, 0},
+             [&](int token) { ids.push_back(token); });
+    EXPECT_EQ(ids, expected);
+    trainer_free(a), trainer_free(b);
+}
+
+// ----------------------------------------------------------------------------
+// files that are refused
+
+static std::string with_word(std::string bytes, size_t i, int32_t word) {
+    memcpy(&bytes[4 * i], &word, 4);
+    return bytes;
+}
+
+TEST_F(Interchange, WrongModelFilesAreNamed) {
+    auto error = [&](const std::string& bytes) {
+        Shape s;
+        return model_file_shape(&s, put("model.bin", bytes));
+    };
+    std::string gpt2 = llmc_gpt2(small_gpt2(), 3).bytes, old = llama2c(small_llama(true), 0).bytes,
+                marked = llama2c(small_llama(true), 1).bytes,
+                llama = llmc_llama(small_llama(false), 3, 0.5f, 16).bytes;
+    ASSERT_EQ(error(gpt2) + error(old) + error(marked) + error(llama), "");
+    auto bytes = [](size_t n) { return std::to_string(n) + " bytes"; };
+    for (const std::string& whole : {gpt2, marked, llama}) { // both numbers
+        for (size_t size : {whole.size() - 1, whole.size() + 4, size_t(2048)}) {
+            std::string other = whole;
+            other.resize(size);
+            EXPECT_HAS(error(other), "is " + bytes(size) + " long, its header asks for " +
+                                         std::to_string(whole.size()));
+        }
+    }
+    EXPECT_HAS(error(old + "1"), "its numbers ask for " + bytes(old.size()) + ", it has " +
+                                     std::to_string(old.size() + 1));
+    EXPECT_HAS(error(old.substr(0, 100)), "it has 100; of a Hugging Face model give the folder");
+    EXPECT_HAS(error("{}"), "is no model file: it begins with 0");
+    EXPECT_HAS(error(""), "is empty or no file");
+    EXPECT_HAS(error(with_word(gpt2, 0, 20240327)), "it begins with 20240327, not with 20240326");
+    for (int version : {1, 2, 4, -3}) {
+        std::string text = "is of version " + std::to_string(version) + " of llm.c's model files";
+        EXPECT_HAS(error(with_word(gpt2, 1, version)), text);
+        EXPECT_HAS(error(with_word(llama, 1, version)), text);
+    }
+    EXPECT_HAS(error(with_word(marked, 1, 2)), "is of version 2 of llama2.c's model files (int8)");
+    EXPECT_HAS(error(with_word(marked, 1, 3)), "is of version 3 of llama2.c's model files;");
+    // bf16 where the version says float
+    EXPECT_HAS(error(with_word(gpt2, 1, 5)), "its header asks for");
+    EXPECT_HAS(error(with_word(gpt2, 7, 60)), "a token table of 60 rows for a vocabulary of 61");
+    // shapes that do not fit, in the names of config.json
+    EXPECT_HAS(error(with_word(gpt2, 5, 3)), "n_head 3 does not divide n_embd 16");
+    EXPECT_HAS(error(with_word(gpt2, 4, 0)), "n_layer is 0, which is no size");
+    EXPECT_HAS(error(with_word(gpt2, 2, -1)), "n_positions is -1, which is no size");
+    EXPECT_HAS(error(with_word(marked, 5, 3)),
+               "num_attention_heads 3 does not divide hidden_size 32");
+    EXPECT_HAS(error(with_word(marked, 6, 3)),
+               "num_key_value_heads 3 does not divide num_attention_heads 4");
+    EXPECT_HAS(error(with_word(llama, 8, 0)), "intermediate_size is 0, which is no size");
+    EXPECT_HAS(error(with_word(llama, 257, -1)), "rms_norm_eps"); // a NaN
+    EXPECT_HAS(error(with_word(llama, 258, 0)), "rope_theta is 0.0, not above zero");
+    // products beyond any file
+    EXPECT_HAS(error(with_word(gpt2, 6, 1 << 30)), "n_embd is 1073741824, which is no size");
+    EXPECT_HAS(error(with_word(gpt2, 7, INT_MAX)), "its header asks for 13743");
+    std::string huge = marked; // every number as large as is allowed
+    for (size_t i : {2, 3}) huge = with_word(huge, i, 1 << 20);
+    for (size_t i : {7, 8}) huge = with_word(huge, i, 1 << 24);
+    EXPECT_HAS(error(with_word(huge, 4, 10000)), "its header asks for");
+}
+
+// ----------------------------------------------------------------------------
+// tokenizers of exports
+
+static std::string base64(const std::string& text) {
+    static const char* DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    std::string out;
+    for (size_t i = 0; i < text.size(); i += 3) {
+        uint32_t bits = 0;
+        for (size_t k = 0; k < 3; k++)
+            bits = bits << 8 | (i + k < text.size() ? (unsigned char)text[i + k] : 0);
+        for (size_t k = 0; k < 4; k++)
+            out += i + k > text.size() ? '=' : DIGITS[bits >> (18 - 6 * k) & 63];
+    }
+    return out;
+}
+
+// Pieces of words, letters of several scripts, runs of spaces and line ends, bytes of no character.
+static std::string random_text(uint64_t n, bool any_bytes) {
+    static const std::vector<std::string> parts = {
+        "the", " the", "Once",   "upon",         " a", "'s",   "'LL", "123456789",
+        "7",   " ",    "  ",     "        ",     "\n", "\r\n", "\t",  "À",
+        "é",   "你好", "Привет", "🙂",         ".",  ",",    "!?",  "<|endoftext|>",
+        "<s>", "ab",   "aab",    "\xe2\x96\x81", "_",  "=",    "\x01"};
+    std::string text;
+    for (uint64_t i = 0, count = 1 + random_block(n, 1, 0)[0] % 40; i < count; i++) {
+        uint32_t r = random_block(n, 2, i)[0];
+        any_bytes&& r % 9 == 0 ? text += char(r >> 8) : text += parts[(r >> 8) % parts.size()];
+    }
+    return text;
+}
+
+// The files of an export give the same tokens; what comes back is the exported tokenizer.
+static void expect_same_tokens(const std::string& name, const std::string& folder) {
+    SCOPED_TRACE(name);
+    Tokenizer a, b;
+    ASSERT_EQ(tokenizer_open(&a, name), "");
+    ASSERT_EQ(tokenizer_open(&b, folder), "");
+    EXPECT_EQ(a.vocab_size, b.vocab_size);
+    EXPECT_EQ(a.bos, b.bos);
+    EXPECT_EQ(a.eot, b.eot);
+    for (uint64_t n = 0; n < 400; n++) {
+        std::string text = random_text(n, true);
+        for (bool special : {true, false}) {
+            ASSERT_EQ(encode(a, text, special), encode(b, text, special)) << text;
+        }
+        std::vector<int> tokens = encode(a, text);
+        ASSERT_EQ(decode(a, tokens), decode(b, tokens)) << text;
+    }
+    for (size_t spaces = 1; spaces < 70; spaces++) {
+        std::string text = "a" + std::string(spaces, ' ') + "b";
+        ASSERT_EQ(encode(a, text), encode(b, text)) << spaces << " spaces";
+    }
+}
+
+struct Exported {
+    std::map<std::string, std::string> files;
+    json of(const std::string& name) { return json::parse(files.at(name)); }
+};
+static Exported export_tokenizer(const std::string& name) {
+    Tokenizer t;
+    Exported e;
+    EXPECT_EQ(tokenizer_open(&t, name), "");
+    EXPECT_EQ(tokenizer_files(&e.files, t, 77), "");
+    EXPECT_EQ(e.of("tokenizer_config.json")["model_max_length"], 77);
+    return e;
+}
+
+TEST_F(Interchange, BytesAsATokenizerJson) {
+    Exported e = export_tokenizer("byte");
+    EXPECT_EQ(e.files.size(), 2u);
+    json j = e.of("tokenizer.json");
+    EXPECT_EQ(j["model"]["vocab"].size(), 256u);
+    EXPECT_EQ(j["model"]["vocab"]["Ġ"], 32);
+    EXPECT_EQ(j["model"]["merges"].size(), 0u);
+    EXPECT_FALSE(e.of("tokenizer_config.json").contains("eos_token"));
+    put_all("byte", e.files);
+    expect_same_tokens("byte", dir + "/byte");
+}
+
+// A name says which pattern and special tokens: r50k_base is GPT-2's.
+TEST_F(Interchange, TiktokenAsATokenizerJson) {
+    std::string lines;
+    int rank = 0;
+    for (int b = 0; b < 256; b++)
+        lines += base64(std::string(1, char(b))) + " " + std::to_string(rank++) + "\n";
+    for (const char* piece : {"th", "aa", "the", " the", "ab", "aab", "\xc3\x80", "  "})
+        lines += base64(piece) + " " + std::to_string(rank++) + "\n";
+    std::string path = put("r50k_base.tiktoken", lines);
+    Exported e = export_tokenizer(path);
+    json j = e.of("tokenizer.json"), config = e.of("tokenizer_config.json");
+    EXPECT_EQ(j["model"]["ignore_merges"], true);
+    EXPECT_EQ(j["model"]["vocab"]["<|endoftext|>"], rank);
+    EXPECT_EQ(j["added_tokens"][0]["id"], rank);
+    EXPECT_EQ(j["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], GPT2_PATTERN);
+    // (t, h), (a, a), (th, e), (" ", the), (a, b), (a, ab), (aa, b), À's two bytes, two spaces
+    EXPECT_EQ(j["model"]["merges"].size(), 9u);
+    EXPECT_EQ(j["model"]["merges"][2], "th e");
+    EXPECT_EQ(j["model"]["merges"][5], "a ab"); // of one rank: by their pieces
+    EXPECT_EQ(j["model"]["merges"][6], "aa b");
+    EXPECT_EQ(config["eos_token"], "<|endoftext|>");
+    EXPECT_EQ(config["bos_token"], "<|endoftext|>");
+    put_all("tiktoken", e.files);
+    expect_same_tokens(path, dir + "/tiktoken");
+}
+
+TEST_F(Interchange, TokenizersOfFixtures) {
+    NEEDS_FIXTURES();
+    std::string folder = FIXTURES + "/tokenizers/";
+    for (std::string name :
+         {"gpt2", "gpt2/vocab.bpe", "llama2/tokenizer.bin", "llama2/tokenizer.model",
+          "llama3/tokenizer.model", "tinystories512/tok512.bin"}) {
+        Exported e = export_tokenizer(folder + name);
+        bool sentencepiece = name == "llama2/tokenizer.model";
+        EXPECT_EQ(e.files.size(), sentencepiece ? 3u : 2u) << name;
+        EXPECT_EQ(e.files["tokenizer.model"], sentencepiece ? read_file(folder + name) : "")
+            << name;
+        e.files.erase("tokenizer.model"); // which is not to be needed
+        put_all("exported", e.files);
+        expect_same_tokens(folder + name, dir + "/exported");
+    }
+}
+
+// What came as a tokenizer.json stays what it was, with what stands beside it.
+TEST_F(Interchange, ATokenizerJsonIsCopied) {
+    Exported e = export_tokenizer("byte");
+    std::string bytes = e.files["tokenizer.json"] + "  \n";
+    put("own/tokenizer.json", bytes);
+    for (const std::string& name : {dir + "/own", dir + "/own/tokenizer.json"})
+        EXPECT_EQ(export_tokenizer(name).files["tokenizer.json"], bytes);
+    put("own/tokenizer_config.json", "{\"model_max_length\":77}");
+    EXPECT_EQ(export_tokenizer(dir + "/own").files["tokenizer_config.json"],
+              "{\"model_max_length\":77}");
+}
+
+TEST_F(Interchange, AFoldersTokenizer) {
+    EXPECT_EQ(tokenizer_in(dir), "");
+    put("tokenizer.model", ""), put("merges.txt", "");
+    EXPECT_EQ(tokenizer_in(dir), dir + "/tokenizer.model"); // merges alone are none
+    put("vocab.json", "");
+    EXPECT_EQ(tokenizer_in(dir), dir + "/merges.txt");
+    put("tokenizer.json", "");
+    EXPECT_EQ(tokenizer_in(dir), dir + "/tokenizer.json");
+}
+
+// config.json and generation_config.json know the tokens that begin and end.
+TEST_F(Interchange, ExportsSayWhereTextsEnd) {
+    Trainer<float, Cpu> t;
+    Plan plan;
+    plan.mode = Mode::EVALUATE, plan.B = 1, plan.T = 4;
+    trainer_place(t, small_llama(true), {plan}), trainer_allocate(t);
+    init_weights(t, 1);
+    std::string folder = dir + "/export";
+    auto file = [&](const char* name) { return json::parse(read_file(folder + "/" + name)); };
+    ASSERT_EQ(hf_export(t, folder, Type::F32), "");
+    EXPECT_TRUE(file("config.json")["eos_token_id"].is_null() &&
+                file("config.json")["bos_token_id"].is_null());
+    EXPECT_FALSE(fs::exists(folder + "/generation_config.json"));
+    ExportTokenizer known = {1, 2, {{"tokenizer.json", "{}"}, {"tokenizer_config.json", "{}"}}};
+    ASSERT_EQ(hf_export(t, folder, Type::F32, 5000, known), "");
+    for (const char* name : {"config.json", "generation_config.json"}) {
+        EXPECT_EQ(file(name)["bos_token_id"], 1);
+        EXPECT_EQ(file(name)["eos_token_id"], 2);
+    }
+    EXPECT_EQ(read_file(folder + "/tokenizer.json"), "{}");
+    EXPECT_EQ(hf_export_check(small_llama(true), folder), ""); // all of it is ours
+    ASSERT_EQ(hf_export(t, folder, Type::F32), "");            // and is gone with it
+    EXPECT_FALSE(fs::exists(folder + "/tokenizer.json") || fs::exists(folder + ".exporting"));
+    put("export/vocab.json", "");
+    EXPECT_HAS(hf_export_check(small_llama(true), folder), "holds vocab.json");
+    trainer_free(t);
+}
