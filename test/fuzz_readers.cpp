@@ -1,4 +1,4 @@
-// fuzz_readers.cpp - damaged safetensors files and token shards, given to their readers until the time is up
+// fuzz_readers.cpp - damaged safetensors files, model files and token shards, given to their readers until the time is up
 //   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
 //   Inputs begin as whole files made here; each is damaged one to four times: bits, bytes, lengths,
 //   cuts, splices, numbers of the JSON header, brackets. A reader must return a message or a file
@@ -10,7 +10,7 @@
 #include <chrono>
 #include <fstream>
 #include "../llmc/dataloader.h"
-#include "../llmc/safetensors.h"
+#include "../llmc/model_files.h"
 
 // the sanitizer of undefined behaviour only prints unless told
 extern "C" const char* __ubsan_default_options() { return "halt_on_error=1:print_stacktrace=1"; }
@@ -56,6 +56,35 @@ static std::string valid_shard(Random& r) {
         uint32_t token = uint32_t(r.below(300));
         bytes.append(reinterpret_cast<char*>(&token), narrow ? 2 : 4);
     }
+    return bytes;
+}
+
+// llm.c's GPT-2 and Llama 3, llama2.c's two forms: a header, and as many bytes as it asks for
+static std::string valid_model(Random& r) {
+    uint64_t kind = r.below(4), version = kind == 2 || r.one_in(2) ? 3 : 5;
+    size_t L = 1 + r.below(3), NKV = 1 + r.below(2), NH = NKV * (1 + r.below(2)),
+           HS = 2 + 2 * r.below(3), C = NH * HS, V = 1 + r.below(20), P = 1 + r.below(9),
+           F = 1 + r.below(20), Vp = V + r.below(9);
+    bool tied = kind > 1 && r.one_in(2);
+    std::string bytes;
+    auto words = [&](std::vector<size_t> list) {
+        for (size_t word : list) bytes.append(reinterpret_cast<char*>(&word), 4);
+    };
+    if (kind == 0) words({20240326, version, P, V, L, NH, C, Vp}), bytes.resize(1024);
+    if (kind == 1) { // an ffn of multiples of 8 C / 3 and more: one of them
+        F = 8 * C;
+        words({20240803, version, P, V, L, NH, NKV, C, F, r.below(2), 3, r.below(2)});
+        bytes.resize(1024);
+        for (float x : {1.3f, 1e-5f, 500000.0f}) bytes.append(reinterpret_cast<char*>(&x), 4);
+        bytes.resize(2048);
+    }
+    if (kind == 2) words({0x616b3432, 1});
+    if (kind > 1) words({C, F, L, NH, NKV, tied || kind == 2 ? V : size_t(-int64_t(V)), P});
+    if (kind == 2) bytes += char(tied), bytes.resize(256);
+    size_t elements = kind == 0 ? (Vp + P + 2) * C + L * (12 * C + 13) * C
+                                : (V + 1) * C + L * (2 + 2 * C + 2 * NKV * HS + 3 * F) * C +
+                                      (tied ? 0 : V * C) + (kind == 3 ? P * HS : 0);
+    bytes.resize(bytes.size() + elements * (kind < 2 && version == 5 ? 2 : 4), char(r.below(256)));
     return bytes;
 }
 
@@ -145,11 +174,12 @@ static void damage(std::string& s, const std::string& other, bool json, Random& 
         break;
     }
     case 5: { // a word of eight or four bytes with a meaning, at the front or anywhere
-        uint64_t words[] = {0,         1,          7,          8,          s.size(), s.size() - 8,
-                            255,       1ull << 31, 1ull << 32, 1ull << 63, ~0ull,    ~7ull,
-                            100000000, 20240520,   20240801};
+        uint64_t words[] = {0,          1,          7,          8,          s.size(), s.size() - 8,
+                            255,        1ull << 31, 1ull << 32, 1ull << 63, ~0ull,    ~7ull,
+                            100000000,  20240520,   20240801,   20240326,   20240803, 0x616b3432,
+                            1ull << 24, 10000};
         uint64_t word = words[r.below(std::size(words))] + (r.one_in(4) ? r.below(5) - 2 : 0);
-        size_t width = r.one_in(2) ? 8 : 4, at = r.one_in(2) ? r.below(3) * 4 : place;
+        size_t width = r.one_in(2) ? 8 : 4, at = r.one_in(2) ? r.below(12) * 4 : place;
         if (at + width <= s.size()) memcpy(s.data() + at, &word, width);
         break;
     }
@@ -198,6 +228,25 @@ static std::string read_safetensors(const std::string& path, size_t* whole) {
     return "";
 }
 
+static std::string read_model(const std::string& path, size_t* whole) {
+    ModelFile m;
+    std::string wrong = model_file_open(&m, path);
+    if (!wrong.empty()) return m.file.map ? "a refused file is left open" : "";
+    *whole += 1;
+    const unsigned char* file = static_cast<const unsigned char*>(m.file.map);
+    for (const SafeTensor& t : m.file.tensors) {
+        if (t.data < file || t.bytes > m.file.bytes ||
+            t.data - file > std::ptrdiff_t(m.file.bytes - t.bytes))
+            return "a tensor lies outside its file";
+        for (float f : tensor_floats(t)) sink = f;
+    }
+    for (const Parameter& p : make_model(m.shape).parameters) {
+        const SafeTensor* t = safetensors_find(m.file, p.name);
+        if (!t || t->elements() != p.file_elements()) return "the file lacks " + p.name;
+    }
+    return model_file_close(&m), "";
+}
+
 static std::string read_data(const std::string& path, Random& r, size_t* whole) {
     DataLoader d;
     size_t T = 1 + r.below(9), V = r.one_in(2) ? 300 : 1 + r.below(70000);
@@ -229,22 +278,27 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
                              const std::string& folder, size_t* counts) {
     for (uint64_t i = first; i < first + count; i++) {
         Random r = {seed, i << 24};
-        bool json = r.one_in(2);
-        std::string bytes = json ? valid_safetensors(r) : valid_shard(r);
-        std::string other = json ? valid_safetensors(r) : valid_shard(r);
+        bool json = r.one_in(2), model = !json && r.one_in(2);
+        auto valid = [&] {
+            return json ? valid_safetensors(r) : model ? valid_model(r) : valid_shard(r);
+        };
+        std::string bytes = valid(), other = valid();
         // one in 32 stays whole: the inputs themselves must be accepted
         bool damaged = !r.one_in(32);
         for (uint64_t n = damaged ? 1 + r.below(4) : 0; n > 0; n--) damage(bytes, other, json, r);
         const char* name = json ? "input.safetensors" : r.one_in(20) ? "input.txt" : "input.bin";
         std::string path = folder + "/" + name, wrong;
-        size_t before = counts[json];
+        size_t& opened = counts[json ? 1 : model ? 2 : 0];
+        size_t before = opened;
         std::ofstream(path, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
         try {
-            wrong = json ? read_safetensors(path, &counts[1]) : read_data(path, r, &counts[0]);
+            wrong = json    ? read_safetensors(path, &opened)
+                    : model ? read_model(path, &opened)
+                            : read_data(path, r, &opened);
         } catch (const std::exception& e) {
             wrong = std::string("throws: ") + e.what();
         }
-        if (wrong.empty() && json && !damaged && counts[1] == before)
+        if (wrong.empty() && (json || model) && !damaged && opened == before)
             wrong = "a whole file is refused";
         if (!wrong.empty()) return path + ": input " + std::to_string(i) + ": " + wrong;
     }
@@ -262,6 +316,7 @@ int main(int argc, char** argv) {
         else
             return fprintf(stderr, "usage: fuzz_readers [--seconds N] [--seed S]\n"), 2;
     }
+    omp_set_num_threads(1); // the files are tiny
     // memory-backed where there is such a folder: the disk is not what is tested
     std::string folder =
         std::string(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp") + "/fuzz_readers.XXXXXX";
@@ -298,7 +353,7 @@ int main(int argc, char** argv) {
     for (const char* name : {"input.safetensors", "input.bin", "input.txt"})
         unlink((folder + "/" + name).c_str());
     rmdir(folder.c_str());
-    printf("seed %" PRIu64 ": %zu safetensors files and %zu data files were accepted\n", seed,
-           counts[1], counts[0]);
+    printf("seed %" PRIu64 ": %zu safetensors, %zu model and %zu data files were accepted\n", seed,
+           counts[1], counts[2], counts[0]);
     printf("%" PRIu64 " inputs, no crash\n", done);
 }

@@ -40,7 +40,7 @@ def ours(arguments, folder, data):
 
 def theirs(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     ids = tokenizer(TEXT, add_special_tokens=False, return_tensors="pt").input_ids[0]
     windows = (len(ids) - 1) // SEQ
     x, y = ids[: windows * SEQ].view(-1, SEQ), ids[1 : windows * SEQ + 1].view(-1, SEQ)
