@@ -138,10 +138,17 @@ static void open_tokenizer(Run& run) {
         printf("tokenizer: %s\n", c.tokenizer.c_str());
 }
 
+static bool is_model_file(const std::string& path) { return path.ends_with(".bin"); }
+static Type export_type(const Config& c) {
+    return c.export_dtype == "bf16" ? Type::BF16 : c.export_dtype == "fp16" ? Type::F16 : Type::F32;
+}
+
 // Before the run, for nothing may fail after it. A tokenizer that is not the model's stays out.
 static void prepare_export(Run& run) {
     const Config& c = run.config;
     const Tokenizer& t = run.tokenizer;
+    if (is_model_file(c.export_dir))
+        return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
     or_die(hf_export_check(run.shape, c.export_dir));
     std::string wrong = speaks(run) ? tokenizer_files(&run.exported.files, t, run.shape.P)
                                     : "--tokenizer " + c.tokenizer + " is not the model's";
@@ -272,6 +279,13 @@ template <typename T, typename S> void save(Run& run, Trainer<T, S>& t) {
     info.step = run.step, info.cursor = t.cursor, info.seed = uint64_t(run.config.seed),
     info.config = config_json(run.config);
     or_die_together(run, checkpoint_save(t, info, run.config.out, run.config.keep));
+}
+
+template <typename T, typename S> void write_export(Run& run, Trainer<T, S>& t) {
+    const Config& c = run.config;
+    or_die(is_model_file(c.export_dir)
+               ? model_file_export(t, c.export_dir, export_type(c))
+               : hf_export(t, c.export_dir, export_type(c), size_t(5) << 30, run.exported));
 }
 
 // The boxes of all ranks, from the first one's start on, to the first rank; all ranks call it.
@@ -486,11 +500,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
             save(run, t);
     }
     if (run.generate_plan >= 0) print_sample(run, t);
-    Type dtype = c.export_dtype == "bf16"   ? Type::BF16
-                 : c.export_dtype == "fp16" ? Type::F16
-                                            : Type::F32;
-    if (!c.export_dir.empty())
-        or_die(hf_export(t, c.export_dir, dtype, size_t(5) << 30, run.exported));
+    if (!c.export_dir.empty()) write_export(run, t);
     trainer_free(t);
 }
 

@@ -173,7 +173,7 @@ inline const std::vector<Flag>& config_table() {
         {"keep", &C::keep, "1..1000000", "newest checkpoints kept"},
         {"resume", &C::resume, "", "go on from the newest whole checkpoint in --out"},
         {"export", &C::export_dir, "",
-         "at the end write a Hugging Face folder, with the tokenizer"},
+         "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2"},
         {"export-dtype", &C::export_dtype, "fp32|bf16|fp16", "its element type"},
         {"", &C::help, "", "Looking"},
         {"eval-every", &C::eval_every, "0..1000000000000",

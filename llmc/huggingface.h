@@ -496,9 +496,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
         std::vector<float> values = get_weight(t, p);
         values.resize(p.file_elements());
         if (p.transposed) values = turned(values, p.rows(), p.cols());
-        std::vector<unsigned char> bytes(values.size() * type_bytes(dtype));
-        float_to_type(bytes.data(), values.data(), values.size(), dtype);
-        writer_put(w, bytes.data(), bytes.size());
+        writer_put(w, values, dtype);
     }
     return writer_close(&w);
 }

@@ -13,6 +13,7 @@
 //   one name lie together, layer after layer. All are [out, in]: nothing is turned, as Hugging
 //   Face's Conv1D is. Both projects' RoPE turns neighbours (2i, 2i+1) where Hugging Face's turns
 //   (i, i + HS/2): the rows of q and k are put in its order.
+//   Written is llm.c's GPT-2, whole or not at all.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
 #include "huggingface.h"
@@ -23,26 +24,28 @@ struct ModelFile {
     bool neighbours = false; // RoPE turns (2i, 2i+1)
 };
 
+// Tensors in a file's order; what lies together in each layer is one list; "" is no parameter.
+typedef std::vector<std::vector<std::string>> TensorOrder;
+
 // What a header says.
 struct ModelHeader {
     HfConfig config;
     std::string dtype = "F32";
-    size_t bytes = 0;                            // of the header
-    std::vector<std::vector<std::string>> order; // what lies together in a layer; "": `skipped`
-    size_t skipped = 0;                          // elements that are no parameter's
+    size_t bytes = 0; // of the header
+    TensorOrder order;
+    size_t skipped = 0; // elements that are no parameter's
 };
 
-inline const std::vector<std::vector<std::string>> LLMC_GPT2_ORDER = {
-    {"wte.weight"},       {""},
-    {"wpe.weight"},       {"ln_1.weight"},
-    {"ln_1.bias"},        {"attn.c_attn.weight"},
-    {"attn.c_attn.bias"}, {"attn.c_proj.weight"},
-    {"attn.c_proj.bias"}, {"ln_2.weight"},
-    {"ln_2.bias"},        {"mlp.c_fc.weight"},
-    {"mlp.c_fc.bias"},    {"mlp.c_proj.weight"},
-    {"mlp.c_proj.bias"},  {"ln_f.weight"},
-    {"ln_f.bias"}};
-inline const std::vector<std::vector<std::string>> LLMC_LLAMA_ORDER = {
+inline const TensorOrder LLMC_GPT2_ORDER = {{"wte.weight"},       {""},
+                                            {"wpe.weight"},       {"ln_1.weight"},
+                                            {"ln_1.bias"},        {"attn.c_attn.weight"},
+                                            {"attn.c_attn.bias"}, {"attn.c_proj.weight"},
+                                            {"attn.c_proj.bias"}, {"ln_2.weight"},
+                                            {"ln_2.bias"},        {"mlp.c_fc.weight"},
+                                            {"mlp.c_fc.bias"},    {"mlp.c_proj.weight"},
+                                            {"mlp.c_proj.bias"},  {"ln_f.weight"},
+                                            {"ln_f.bias"}};
+inline const TensorOrder LLMC_LLAMA_ORDER = {
     {"model.embed_tokens.weight"},
     {"input_layernorm.weight"},
     {"self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"},
@@ -53,21 +56,20 @@ inline const std::vector<std::vector<std::string>> LLMC_LLAMA_ORDER = {
     {"mlp.down_proj.weight"},
     {"model.norm.weight"},
     {"lm_head.weight"}};
-inline const std::vector<std::vector<std::string>> LLAMA2C_OLD_ORDER = {
-    {"model.embed_tokens.weight"},
-    {"input_layernorm.weight"},
-    {"self_attn.q_proj.weight"},
-    {"self_attn.k_proj.weight"},
-    {"self_attn.v_proj.weight"},
-    {"self_attn.o_proj.weight"},
-    {"post_attention_layernorm.weight"},
-    {"mlp.gate_proj.weight"},
-    {"mlp.down_proj.weight"},
-    {"mlp.up_proj.weight"},
-    {"model.norm.weight"},
-    {""},
-    {"lm_head.weight"}};
-inline const std::vector<std::vector<std::string>> LLAMA2C_ORDER = {
+inline const TensorOrder LLAMA2C_OLD_ORDER = {{"model.embed_tokens.weight"},
+                                              {"input_layernorm.weight"},
+                                              {"self_attn.q_proj.weight"},
+                                              {"self_attn.k_proj.weight"},
+                                              {"self_attn.v_proj.weight"},
+                                              {"self_attn.o_proj.weight"},
+                                              {"post_attention_layernorm.weight"},
+                                              {"mlp.gate_proj.weight"},
+                                              {"mlp.down_proj.weight"},
+                                              {"mlp.up_proj.weight"},
+                                              {"model.norm.weight"},
+                                              {""},
+                                              {"lm_head.weight"}};
+inline const TensorOrder LLAMA2C_ORDER = {
     {"input_layernorm.weight"},  {"post_attention_layernorm.weight"},
     {"model.norm.weight"},       {"model.embed_tokens.weight"},
     {"self_attn.q_proj.weight"}, {"self_attn.k_proj.weight"},
@@ -171,31 +173,35 @@ inline std::string read_llama2c_old(ModelHeader* h, const SafeTensors& f) {
 // ----------------------------------------------------------------------------
 // tensors
 
-// Where each of the model's tensors lies; the size that the file must have comes back.
-inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
-    Model model = make_model(m->shape);
+// f(parameter), in a file's order; f(null) for what is no parameter
+template <typename F> void for_each_in_order(const Model& model, const TensorOrder& order, F f) {
     std::map<std::string, const Parameter*> table;
     for (const Parameter& p : model.parameters) table[p.name] = &p;
-    std::string block = m->shape.family == Family::GPT2 ? "h." : "model.layers.";
+    std::string block = model.shape.family == Family::GPT2 ? "h." : "model.layers.";
+    for (const auto& together : order) {
+        bool once = together[0].empty() || table.count(together[0]);
+        if (once) f(together[0].empty() ? nullptr : table[together[0]]);
+        for (size_t l = 0; !once && l < model.shape.L; l++)
+            for (const std::string& name : together) {
+                auto found = table.find(block + std::to_string(l) + "." + name);
+                if (found != table.end()) f(found->second); // none: a head that is the token table
+            }
+    }
+}
+
+// Where each of the model's tensors lies; the size that the file must have comes back.
+inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
     const unsigned char* begin = static_cast<const unsigned char*>(m->file.map);
     size_t width = dtype_bytes(h.dtype), at = h.bytes;
-    auto place = [&](const std::string& name) {
-        auto found = table.find(name);
-        if (found == table.end()) return false;
+    for_each_in_order(make_model(m->shape), h.order, [&](const Parameter* p) {
+        if (!p) return void(at += h.skipped * width);
         SafeTensor t;
-        t.name = name, t.dtype = h.dtype, t.shape = found->second->shape;
-        t.shape[0] = found->second->file_rows;
+        t.name = p->name, t.dtype = h.dtype, t.shape = p->shape, t.shape[0] = p->file_rows;
         t.bytes = t.elements() * width;
         if (at <= m->file.bytes) t.data = begin + at;
         m->file.tensors.push_back(t);
-        return at += t.bytes, true;
-    };
-    for (const auto& together : h.order) {
-        if (together[0].empty()) at += h.skipped * width;
-        if (together[0].empty() || place(together[0])) continue;
-        for (size_t l = 0; l < m->shape.L; l++) // none: the head that is the token table
-            for (const std::string& name : together) place(block + std::to_string(l) + "." + name);
-    }
+        at += t.bytes;
+    });
     std::sort(m->file.tensors.begin(), m->file.tensors.end(),
               [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
     return at;
@@ -268,4 +274,51 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path) {
         set_file_weight(t, p, values);
     }
     return model_file_close(&m), "";
+}
+
+// ----------------------------------------------------------------------------
+// writing
+
+// Checked when the run starts.
+inline std::string model_file_check(const Shape& s, const std::string& path, Type dtype) {
+    bool like_gpt2 = s.family == Family::GPT2 && s.position == Position::LEARNED && s.tied &&
+                     s.NKV == s.NH && s.NH * s.HS == s.C && s.F == 4 * s.C && s.norm_eps == 1e-5f;
+    struct stat st;
+    if (access(folder_of(path).c_str(), W_OK | X_OK) != 0)
+        return "--export " + path + ": cannot be written: " + folder_of(path) + ": " +
+               strerror(errno);
+    if (stat(path.c_str(), &st) == 0 && !S_ISREG(st.st_mode))
+        return "--export " + path + ": is no file: choose another name";
+    if (!like_gpt2)
+        return "--export " + path +
+               ": llm.c's file is of a GPT-2 as it was published (learned positions, a tied head, "
+               "ffn of four times the channels): export into a folder";
+    if (dtype == Type::F16)
+        return "--export " + path + ": llm.c's files are float or bf16: --export-dtype bf16";
+    return "";
+}
+
+template <typename T, typename S>
+std::string model_file_export(const Trainer<T, S>& t, const std::string& path, Type dtype) {
+    const Shape& s = t.model.shape;
+    FileWriter w;
+    bool writes = t.comms.world.rank <= 0;                      // the first rank
+    size_t Vp = round_up(s.V, 128), skipped = (Vp - s.V) * s.C; // whatever the layout's padding
+    std::vector<size_t> header = {20240326, dtype == Type::BF16 ? 5u : 3u, s.P, s.V, s.L, s.NH, s.C,
+                                  Vp};
+    std::vector<int32_t> words(header.begin(), header.end());
+    words.resize(256);
+    if (writes) {
+        size_t elements = parameter_count(t.model) + skipped;
+        writer_create(&w, path);
+        w.expected = words.size() * 4 + elements * type_bytes(dtype);
+        writer_put(w, words.data(), words.size() * 4);
+    }
+    for_each_in_order(t.model, LLMC_GPT2_ORDER, [&](const Parameter* p) {
+        std::vector<float> values = p ? get_weight(t, *p) : std::vector<float>();
+        if (!writes) return;
+        values.resize(p ? p->file_elements() : skipped);
+        writer_put(w, values, dtype);
+    });
+    return writes ? writer_close(&w) : "";
 }

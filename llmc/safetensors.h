@@ -285,3 +285,9 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
     writer_put(*w, text.data(), text.size());
     return w->wrong;
 }
+
+inline void writer_put(FileWriter& w, const std::vector<float>& values, Type type) {
+    std::vector<unsigned char> bytes(values.size() * type_bytes(type));
+    float_to_type(bytes.data(), values.data(), values.size(), type);
+    writer_put(w, bytes.data(), bytes.size());
+}

@@ -639,7 +639,11 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
                "and no tokenizer.bin: give the tokenizer's file itself";
     }
     std::string file, wrong, name = path.substr(path.rfind('/') + 1);
-    if (name == "vocab.bpe" || name == "merges.txt") return read_gpt2(t, path, vocabulary_of(path));
+    if (name == "vocab.bpe" || name == "merges.txt") {
+        std::string vocabulary = vocabulary_of(path);
+        return vocabulary.empty() ? path + ": has no encoder.json or vocab.json beside it"
+                                  : read_gpt2(t, path, vocabulary);
+    }
     if (name.ends_with(".json")) return read_tokenizer_json(t, path);
     if (!(wrong = read_whole_file(path, &file)).empty()) return wrong;
     if (name.ends_with(".bin")) return read_llama2c(t, path, file);
@@ -718,7 +722,7 @@ inline std::vector<std::string> merge_texts(const Tokenizer& t,
 }
 
 // A tokenizer.json of bytes and of what other files of BPE hold.
-inline nlohmann::ordered_json tokenizer_json(const Tokenizer& t) {
+inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
     typedef nlohmann::ordered_json Json;
     const std::string space = "\xe2\x96\x81";
     std::vector<std::string> texts = token_texts(t);
@@ -833,7 +837,7 @@ inline std::string tokenizer_files(std::map<std::string, std::string>* files, co
         wrong = read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]);
     if (wrong.empty() && !json) {
         if ((wrong = not_json(t)).empty())
-            (*files)["tokenizer.json"] = tokenizer_json(t).dump(1) + "\n";
+            (*files)["tokenizer.json"] = tokenizer_as_json(t).dump(1) + "\n";
         else if (model)
             wrong = "", of_class = "LlamaTokenizer";
     }

@@ -165,8 +165,9 @@ struct Layout {
     int dp = 1, tp = 1, pp = 1, zero = 0;
 };
 
-// Ranks as threads: the file's weights on all of them, as they come together again.
-static void expect_elements(const std::string& path, const Shape& s, Layout l) {
+// Ranks as threads, all with the file's weights, as they come together again; body(trainer).
+template <typename F>
+static void expect_elements(const std::string& path, const Shape& s, Layout l, F body) {
     SCOPED_TRACE(path + ", dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
                  std::to_string(l.pp) + " zero " + std::to_string(l.zero));
     int status = run_local_ranks(l.dp * l.tp * l.pp, {}, [&](const Comm& world) {
@@ -190,9 +191,13 @@ static void expect_elements(const std::string& path, const Shape& s, Layout l) {
                 ASSERT_EQ(found[i], i < each.file_elements() ? element(each.name, i) : 0)
                     << each.name << " " << i;
         }
+        body(t);
         trainer_free(t);
     });
     EXPECT_EQ(status, 0);
+}
+static void expect_elements(const std::string& path, const Shape& s, Layout l) {
+    expect_elements(path, s, l, [](const auto&) {});
 }
 
 static void expect_same_shape(const Shape& a, const Shape& b) {
@@ -239,6 +244,33 @@ TEST_F(Interchange, LlmcGpt2) {
         expect_same_shape(s, small_gpt2());
         for (Layout l : layouts) expect_elements(path, s, l);
     }
+}
+
+// From any layout the bytes of the file that was read.
+TEST_F(Interchange, LlmcGpt2IsWrittenAsItWasRead) {
+    for (int version : {3, 5}) {
+        std::string bytes = llmc_gpt2(small_gpt2(), version).bytes, out = dir + "/out.bin";
+        Type dtype = version == 5 ? Type::BF16 : Type::F32;
+        for (Layout l : layouts) {
+            fs::remove(out);
+            expect_elements(put("in.bin", bytes), small_gpt2(), l, [&](const auto& t) {
+                EXPECT_EQ(model_file_export(t, out, dtype), "");
+            });
+            EXPECT_TRUE(read_file(out) == bytes) << version;
+            EXPECT_FALSE(fs::exists(out + ".tmp"));
+        }
+    }
+    auto check = [&](Shape s, Type dtype = Type::F32) {
+        return model_file_check(s, dir + "/out.bin", dtype);
+    };
+    Shape alibi = small_gpt2(), untied = alibi, narrow = alibi, eps = alibi;
+    alibi.position = Position::ALIBI, untied.tied = false, narrow.F = 32, eps.norm_eps = 1e-6f;
+    EXPECT_EQ(check(small_gpt2()), "");
+    for (const Shape& s : {alibi, untied, narrow, eps, small_llama(true)})
+        EXPECT_HAS(check(s), "is of a GPT-2 as it was published");
+    EXPECT_HAS(check(small_gpt2(), Type::F16), "float or bf16: --export-dtype bf16");
+    EXPECT_HAS(model_file_check(small_gpt2(), dir, Type::F32), "is no file");
+    EXPECT_HAS(model_file_check(small_gpt2(), dir + "/no/out.bin", Type::F32), "No such file");
 }
 
 // The ffn width is computed, in Llama 3's way: 3.1 8B's numbers, and small ones.
@@ -497,6 +529,9 @@ TEST_F(Interchange, AFoldersTokenizer) {
     EXPECT_EQ(tokenizer_in(dir), "");
     put("tokenizer.model", ""), put("merges.txt", "");
     EXPECT_EQ(tokenizer_in(dir), dir + "/tokenizer.model"); // merges alone are none
+    Tokenizer t;
+    EXPECT_HAS(tokenizer_open(&t, dir + "/merges.txt"),
+               "merges.txt: has no encoder.json or vocab.json");
     put("vocab.json", "");
     EXPECT_EQ(tokenizer_in(dir), dir + "/merges.txt");
     put("tokenizer.json", "");
@@ -529,4 +564,85 @@ TEST_F(Interchange, ExportsSayWhereTextsEnd) {
     put("export/vocab.json", "");
     EXPECT_HAS(hf_export_check(small_llama(true), folder), "holds vocab.json");
     trainer_free(t);
+}
+
+// ----------------------------------------------------------------------------
+// the program
+
+struct Program : Interchange {
+    std::string text, flags;
+    void SetUp() override {
+        Interchange::SetUp();
+        std::string lines;
+        for (int i = 0; i < 400; i++)
+            lines += "line " + std::to_string(i * 7919 % 1000) + " of the text\n";
+        text = put("text.txt", lines);
+        flags =
+            " --device cpu --seq 16 --micro-batch 2 --temperature 0 --sample-tokens 12 --data " +
+            text + " ";
+    }
+    std::string run(const std::string& arguments, int status = 0) {
+        const char* given = getenv("TRAIN_GPT");
+        std::string program = given ? given : std::string(REPO_ROOT) + "/build/train_gpt", out;
+        FILE* pipe = popen((program + flags + arguments + " 2>&1 </dev/null").c_str(), "r");
+        for (int c; (c = fgetc(pipe)) != EOF;) out += char(c);
+        EXPECT_EQ(WEXITSTATUS(pclose(pipe)), status) << arguments << "\n" << out;
+        return out;
+    }
+    static std::string sample(const std::string& out) { // between its lines
+        size_t at = out.find("\n---\n");
+        return at == std::string::npos ? "none: " + out : out.substr(at);
+    }
+};
+
+TEST_F(Program, AnExportNeedsNoTokenizer) {
+    std::string out = dir + "/out", small = "--layers 1 --heads 2 --channels 16 ";
+    std::string first = run(small + "--steps 3 --prompt ab --export " + out);
+    std::string again = run("--model " + out + " --steps 0 --prompt ab");
+    EXPECT_EQ(sample(first), sample(again));
+    EXPECT_HAS(again, "tokenizer: " + out + "/tokenizer.json\n");
+    EXPECT_FALSE(has(run("--model " + out + " --tokenizer byte --steps 0"), "tokenizer: "));
+    EXPECT_TRUE(json::parse(read_file(out + "/config.json"))["eos_token_id"].is_null());
+    // a copy of the copy
+    std::string bytes = read_file(out + "/tokenizer.json");
+    run("--model " + out + " --steps 0 --sample-tokens 0 --export " + dir + "/copy");
+    EXPECT_EQ(read_file(dir + "/copy/tokenizer.json"), bytes);
+
+    put("out/tokenizer.json", "{}");
+    EXPECT_HAS(run("--model " + out + " --steps 0", 1),
+               "; --tokenizer byte leaves the folder's out\n");
+    run("--model " + out + " --steps 0 --tokenizer byte");
+    // what is not the model's is not written: one with more tokens, bytes beside a larger vocabulary
+    std::string larger =
+        run(small + "--vocab 300 --steps 0 --sample-tokens 0 --export " + dir + "/larger");
+    EXPECT_HAS(larger, "--export writes no tokenizer: --tokenizer byte is not the model's\n");
+    EXPECT_FALSE(fs::exists(dir + "/larger/tokenizer.json"));
+    run(small + "--vocab 50257 --steps 0 --sample-tokens 0 --export " + dir + "/gpt2"); // GPT-2's
+    EXPECT_EQ(json::parse(read_file(dir + "/gpt2/generation_config.json"))["eos_token_id"], 50256);
+}
+
+TEST_F(Program, ModelFiles) {
+    std::string gpt2 = put("gpt2.bin", llmc_gpt2(gpt2_shape(2, 2, 16, 256, 32), 3).bytes);
+    std::string one = run("--model " + gpt2 + " --steps 0 --prompt ab"), exported = dir + "/folder";
+    EXPECT_HAS(one, "matrices and tables 10752,"); // 256 x 16, 32 x 16 and 2 x 12 x 16 x 16
+    run("--model " + gpt2 + " --steps 0 --sample-tokens 0 --export " + exported);
+    EXPECT_EQ(sample(run("--model " + exported + " --steps 0 --prompt ab")), sample(one));
+    run("--model " + exported + " --steps 0 --sample-tokens 0 --export " + dir + "/again.bin");
+    EXPECT_TRUE(read_file(dir + "/again.bin") == read_file(gpt2));
+    auto loss = [&](const std::string& layout) {
+        std::string out = run("--model " + gpt2 + " --eval " + layout);
+        return out.substr(std::min(out.find("val loss"), out.size()), 15);
+    };
+    EXPECT_EQ(loss("").substr(0, 9), "val loss ");
+    EXPECT_EQ(loss("--local-ranks 2 --tp 2"), loss(""));
+    EXPECT_EQ(loss("--local-ranks 2 --pp 2"), loss(""));
+
+    EXPECT_HAS(run("--model " + gpt2 + " --layers 1 --steps 0", 1), "has weights of its own shape");
+    run("--model " + gpt2 + " --layers 1 --scratch --steps 0");
+    EXPECT_HAS(run("--model " + text + " --steps 0", 1), "is no model file: it begins with");
+    EXPECT_HAS(
+        run("--model " + gpt2 + " --steps 0 --export-dtype fp16 --export " + dir + "/x.bin", 1),
+        "float or bf16");
+    EXPECT_HAS(run("--model " + dir + "/nowhere.bin --steps 0", 1),
+               "neither a folder, a file nor a preset");
 }
