@@ -16,6 +16,7 @@
 //   Written is llm.c's GPT-2, whole or not at all.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
+#include <sstream>
 #include "huggingface.h"
 
 struct ModelFile {
@@ -24,58 +25,40 @@ struct ModelFile {
     bool neighbours = false; // RoPE turns (2i, 2i+1)
 };
 
-// Tensors in a file's order; what lies together in each layer is one list; "" is no parameter.
-typedef std::vector<std::vector<std::string>> TensorOrder;
-
 // What a header says.
 struct ModelHeader {
     HfConfig config;
     std::string dtype = "F32";
     size_t bytes = 0; // of the header
-    TensorOrder order;
+    const char* order = nullptr;
     size_t skipped = 0; // elements that are no parameter's
 };
 
-inline const TensorOrder LLMC_GPT2_ORDER = {{"wte.weight"},       {""},
-                                            {"wpe.weight"},       {"ln_1.weight"},
-                                            {"ln_1.bias"},        {"attn.c_attn.weight"},
-                                            {"attn.c_attn.bias"}, {"attn.c_proj.weight"},
-                                            {"attn.c_proj.bias"}, {"ln_2.weight"},
-                                            {"ln_2.bias"},        {"mlp.c_fc.weight"},
-                                            {"mlp.c_fc.bias"},    {"mlp.c_proj.weight"},
-                                            {"mlp.c_proj.bias"},  {"ln_f.weight"},
-                                            {"ln_f.bias"}};
-inline const TensorOrder LLMC_LLAMA_ORDER = {
-    {"model.embed_tokens.weight"},
-    {"input_layernorm.weight"},
-    {"self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"},
-    {"self_attn.o_proj.weight"},
-    {"post_attention_layernorm.weight"},
-    {"mlp.up_proj.weight"},
-    {"mlp.gate_proj.weight"},
-    {"mlp.down_proj.weight"},
-    {"model.norm.weight"},
-    {"lm_head.weight"}};
-inline const TensorOrder LLAMA2C_OLD_ORDER = {{"model.embed_tokens.weight"},
-                                              {"input_layernorm.weight"},
-                                              {"self_attn.q_proj.weight"},
-                                              {"self_attn.k_proj.weight"},
-                                              {"self_attn.v_proj.weight"},
-                                              {"self_attn.o_proj.weight"},
-                                              {"post_attention_layernorm.weight"},
-                                              {"mlp.gate_proj.weight"},
-                                              {"mlp.down_proj.weight"},
-                                              {"mlp.up_proj.weight"},
-                                              {"model.norm.weight"},
-                                              {""},
-                                              {"lm_head.weight"}};
-inline const TensorOrder LLAMA2C_ORDER = {
-    {"input_layernorm.weight"},  {"post_attention_layernorm.weight"},
-    {"model.norm.weight"},       {"model.embed_tokens.weight"},
-    {"self_attn.q_proj.weight"}, {"self_attn.k_proj.weight"},
-    {"self_attn.v_proj.weight"}, {"self_attn.o_proj.weight"},
-    {"mlp.gate_proj.weight"},    {"mlp.down_proj.weight"},
-    {"mlp.up_proj.weight"},      {"lm_head.weight"}};
+// Tensors in a file's order. A name that the model has in layers stands for all of them, one after
+// another; names with commas lie together in each layer; - is what is no parameter.
+constexpr const char *LLMC_GPT2_ORDER =
+                         "wte.weight - wpe.weight ln_1.weight ln_1.bias attn.c_attn.weight "
+                         "attn.c_attn.bias attn.c_proj.weight attn.c_proj.bias ln_2.weight "
+                         "ln_2.bias mlp.c_fc.weight mlp.c_fc.bias mlp.c_proj.weight "
+                         "mlp.c_proj.bias ln_f.weight ln_f.bias",
+                     *LLMC_LLAMA_ORDER =
+                         "model.embed_tokens.weight input_layernorm.weight "
+                         "self_attn.q_proj.weight,self_attn.k_proj.weight,self_attn.v_proj.weight "
+                         "self_attn.o_proj.weight post_attention_layernorm.weight "
+                         "mlp.up_proj.weight mlp.gate_proj.weight mlp.down_proj.weight "
+                         "model.norm.weight lm_head.weight",
+                     *LLAMA2C_OLD_ORDER =
+                         "model.embed_tokens.weight input_layernorm.weight "
+                         "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight "
+                         "self_attn.o_proj.weight post_attention_layernorm.weight "
+                         "mlp.gate_proj.weight mlp.down_proj.weight mlp.up_proj.weight "
+                         "model.norm.weight - lm_head.weight",
+                     *LLAMA2C_ORDER =
+                         "input_layernorm.weight post_attention_layernorm.weight model.norm.weight "
+                         "model.embed_tokens.weight "
+                         "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight "
+                         "self_attn.o_proj.weight mlp.gate_proj.weight mlp.down_proj.weight "
+                         "mlp.up_proj.weight lm_head.weight";
 
 // ----------------------------------------------------------------------------
 // headers
@@ -174,15 +157,17 @@ inline std::string read_llama2c_old(ModelHeader* h, const SafeTensors& f) {
 // tensors
 
 // f(parameter), in a file's order; f(null) for what is no parameter
-template <typename F> void for_each_in_order(const Model& model, const TensorOrder& order, F f) {
+template <typename F> void for_each_in_order(const Model& model, const char* order, F f) {
     std::map<std::string, const Parameter*> table;
     for (const Parameter& p : model.parameters) table[p.name] = &p;
-    std::string block = model.shape.family == Family::GPT2 ? "h." : "model.layers.";
-    for (const auto& together : order) {
-        bool once = together[0].empty() || table.count(together[0]);
-        if (once) f(together[0].empty() ? nullptr : table[together[0]]);
-        for (size_t l = 0; !once && l < model.shape.L; l++)
-            for (const std::string& name : together) {
+    std::string block = model.shape.family == Family::GPT2 ? "h." : "model.layers.", names, name;
+    for (std::istringstream words(order); words >> names;) {
+        if (names == "-" || table.count(names)) {
+            f(names == "-" ? nullptr : table[names]);
+            continue;
+        }
+        for (size_t l = 0; l < model.shape.L; l++)
+            for (std::istringstream together(names); std::getline(together, name, ',');) {
                 auto found = table.find(block + std::to_string(l) + "." + name);
                 if (found != table.end()) f(found->second); // none: a head that is the token table
             }
