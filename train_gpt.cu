@@ -150,12 +150,13 @@ static void prepare_export(Run& run) {
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
     or_die(hf_export_check(run.shape, c.export_dir));
-    std::string wrong = speaks(run) ? tokenizer_files(&run.exported.files, t, run.shape.P)
-                                    : "--tokenizer " + c.tokenizer + " is not the model's";
-    run.exported.eos = wrong.empty() ? t.eot : run.shape.V == 50257 ? 50256 : -1; // GPT-2's
-    run.exported.bos = wrong.empty() && t.bos >= 0 ? t.bos : run.exported.eos;
-    if (!wrong.empty() && is_first(run))
-        printf("--export writes no tokenizer: %s\n", wrong.c_str());
+    bool known = speaks(run);
+    std::string note = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
+                             : "--tokenizer " + c.tokenizer + " is not the model's";
+    run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1; // GPT-2's
+    run.exported.bos = known && t.bos >= 0 ? t.bos : run.exported.eos;
+    if (!note.empty() && is_first(run))
+        printf("--export writes no tokenizer.json: %s\n", note.c_str());
 }
 static void choose_prompt(Run& run) {
     const Config& c = run.config;

@@ -1,4 +1,4 @@
-// model_files.h - models in one file: llm.c's and llama2.c's .bin - github.com/karpathy/llm.c, github.com/karpathy/llama2.c
+// model_files.h - models in one file: llm.c's and llama2.c's .bin - github.com/karpathy
 //   Which kind it is stands in the file, numbers are little-endian:
 //     llm.c, GPT-2     256 int32: 20240326, version, positions, V, L, NH, C, Vp; the tensors:
 //                      version 3 float, 5 bf16; the token table has Vp rows, V of them in use

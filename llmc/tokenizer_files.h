@@ -701,7 +701,7 @@ inline std::vector<std::string> token_texts(const Tokenizer& t) {
         snprintf(name, sizeof(name), "<0x%02hhX>", (unsigned char)b);
         if (t.byte_token[size_t(b)] >= 0) texts[size_t(t.byte_token[size_t(b)])] = name;
     }
-    if (t.unknown >= 0) texts[size_t(t.unknown)] = "<unk>";
+    if (t.unknown >= 0) texts[size_t(t.unknown)] = "<unk>"; // pieces have what decoding shows
     for (const auto& [text, token] : t.special.ids) texts[size_t(token)] = text;
     return texts;
 }
@@ -721,100 +721,94 @@ inline std::vector<std::string> merge_texts(const Tokenizer& t,
     return lines;
 }
 
+// Around a model of bytes: GPT-2's letters, and words as the patterns cut them.
+inline void add_byte_level(nlohmann::ordered_json* j, const Tokenizer& t) {
+    nlohmann::ordered_json steps = nlohmann::json::array();
+    for (const std::string& pattern : t.pattern_texts)
+        steps.push_back({{"type", "Split"},
+                         {"pattern", {{"Regex", pattern}}},
+                         {"behavior", "Isolated"},
+                         {"invert", false}});
+    (*j)["decoder"] = {{"type", "ByteLevel"},
+                       {"add_prefix_space", false},
+                       {"trim_offsets", true},
+                       {"use_regex", false}};
+    steps.push_back((*j)["decoder"]);
+    (*j)["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", steps}};
+}
+
+// Around one of characters: U+2581 for spaces, one of them before the text.
+inline void add_meta_spaces(nlohmann::ordered_json* j, const Tokenizer& t) {
+    auto normalizer = nlohmann::ordered_json::parse(R"({"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]})");
+    auto decoder = nlohmann::ordered_json::parse(R"({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]})");
+    if (t.prefix == Prefix::NONE) normalizer["normalizers"].erase(0), decoder["decoders"].erase(3);
+    (*j)["normalizer"] = normalizer, (*j)["decoder"] = decoder;
+}
+
+// A token before each text.
+inline void add_template(nlohmann::ordered_json* j, int token, const std::string& text) {
+    nlohmann::ordered_json first = {{"SpecialToken", {{"id", text}, {"type_id", 0}}}},
+                           a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}},
+                           b = {{"Sequence", {{"id", "B"}, {"type_id", 0}}}};
+    (*j)["post_processor"] = {
+        {"type", "TemplateProcessing"},
+        {"single", {first, a}},
+        {"pair", {first, a, first, b}},
+        {"special_tokens", {{text, {{"id", text}, {"ids", {token}}, {"tokens", {text}}}}}}};
+}
+
 // A tokenizer.json of bytes and of what other files of BPE hold.
 inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
-    typedef nlohmann::ordered_json Json;
-    const std::string space = "\xe2\x96\x81";
+    auto j = nlohmann::ordered_json::parse(R"({"version": "1.0", "truncation": null,
+        "padding": null, "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
+        "post_processor": null, "decoder": null, "model": {"type": "BPE", "dropout": null,
+        "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null}})");
     std::vector<std::string> texts = token_texts(t);
-    Json added = Json::array(), splits = Json::array();
-    Json::object_t vocabulary; // by token; its [] would look at all that are there
-    for (size_t i = 0; i < texts.size(); i++)
+    nlohmann::ordered_json::object_t
+        vocabulary; // by token; its [] would look at all that are there
+    for (size_t i = 0; i < texts.size(); i++) {
         if (!texts[i].empty()) vocabulary.emplace_back(texts[i], i);
-    for (size_t i = 0; i < texts.size(); i++)
         if (find_token(t.special.ids, texts[i]) == int(i))
-            added.push_back({{"id", i},
-                             {"content", texts[i]},
-                             {"single_word", false},
-                             {"lstrip", false},
-                             {"rstrip", false},
-                             {"normalized", false},
-                             {"special", true}});
-    Json bytes = {{"type", "ByteLevel"},
-                  {"add_prefix_space", false},
-                  {"trim_offsets", true},
-                  {"use_regex", false}};
-    Json j = {{"version", "1.0"},
-              {"truncation", nullptr},
-              {"padding", nullptr},
-              {"added_tokens", added},
-              {"normalizer", nullptr},
-              {"pre_tokenizer", nullptr},
-              {"post_processor", nullptr},
-              {"decoder", bytes},
-              {"model",
-               {{"type", "BPE"},
-                {"dropout", nullptr},
-                {"unk_token", t.unknown < 0 ? Json() : Json("<unk>")},
-                {"continuing_subword_prefix", nullptr},
-                {"end_of_word_suffix", nullptr},
-                {"fuse_unk", t.sentencepiece},
-                {"byte_fallback", t.sentencepiece},
-                {"ignore_merges", t.whole_words},
-                {"vocab", vocabulary},
-                {"merges", merge_texts(t, texts)}}}};
-    if (t.sentencepiece) {
-        Json to_meta = {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", space}};
-        Json to_space = {{"type", "Replace"}, {"pattern", {{"String", space}}}, {"content", " "}};
-        Json into = Json::array(), back = Json::array({to_space, {{"type", "ByteFallback"}}});
-        back.push_back({{"type", "Fuse"}});
-        if (t.prefix == Prefix::SPACE) {
-            into.push_back({{"type", "Prepend"}, {"prepend", space}});
-            back.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
-        }
-        into.push_back(to_meta);
-        j["normalizer"] = {{"type", "Sequence"}, {"normalizers", into}};
-        j["decoder"] = {{"type", "Sequence"}, {"decoders", back}};
-    } else {
-        for (const std::string& pattern : t.pattern_texts)
-            splits.push_back({{"type", "Split"},
-                              {"pattern", {{"Regex", pattern}}},
-                              {"behavior", "Isolated"},
-                              {"invert", false}});
-        splits.push_back(bytes);
-        j["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", splits}};
+            j["added_tokens"].push_back({{"id", i},
+                                         {"content", texts[i]},
+                                         {"single_word", false},
+                                         {"lstrip", false},
+                                         {"rstrip", false},
+                                         {"normalized", false},
+                                         {"special", true}});
     }
-    if (t.bos >= 0) {
-        const std::string& bos = texts[size_t(t.bos)];
-        Json first = {{"SpecialToken", {{"id", bos}, {"type_id", 0}}}};
-        Json a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
-        Json b = {{"Sequence", {{"id", "B"}, {"type_id", 0}}}};
-        j["post_processor"] = {
-            {"type", "TemplateProcessing"},
-            {"single", {first, a}},
-            {"pair", {first, a, first, b}},
-            {"special_tokens", {{bos, {{"id", bos}, {"ids", {t.bos}}, {"tokens", {bos}}}}}}};
-    }
+    nlohmann::ordered_json& model = j["model"];
+    if (t.unknown >= 0) model["unk_token"] = texts[size_t(t.unknown)];
+    model["fuse_unk"] = model["byte_fallback"] = t.sentencepiece;
+    model["ignore_merges"] = t.whole_words;
+    model["vocab"] = vocabulary, model["merges"] = merge_texts(t, texts);
+    t.sentencepiece ? add_meta_spaces(&j, t) : add_byte_level(&j, t);
+    if (t.bos >= 0) add_template(&j, t.bos, texts[size_t(t.bos)]);
     return j;
 }
 
 // Why a tokenizer.json cannot say it; "": it can
 inline std::string not_json(const Tokenizer& t) {
-    if (t.kind == TokenizerKind::UNIGRAM || !t.extra_spaces || !t.added.ids.empty())
-        return t.name + ": is unigram, drops extra spaces or has tokens of its user's";
     std::set<std::string> seen;
+    if (t.kind == TokenizerKind::UNIGRAM) return "it is unigram";
+    if (!t.extra_spaces || !t.added.ids.empty()) return "it drops extra spaces or adds pieces";
     for (const std::string& text : token_texts(t)) {
         for (size_t at = 0, n; at < text.size(); at += n)
             if ((n = utf8_length(std::string_view(text).substr(at))) == 0)
-                return t.name + ": the token " + in_quotes(text) + " is no UTF-8";
-        if (!text.empty() && !seen.insert(text).second)
-            return t.name + ": two tokens are " + in_quotes(text);
+                return "token " + in_quotes(text) + " is no UTF-8";
+        if (!text.empty() && !seen.insert(text).second) return "two tokens are " + in_quotes(text);
     }
     return "";
 }
 
-inline std::string tokenizer_config(const Tokenizer& t, const char* of_class, size_t positions) {
+inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
     std::vector<std::string> texts = token_texts(t);
-    nlohmann::ordered_json j = {{"tokenizer_class", of_class},
+    nlohmann::ordered_json j = {{"tokenizer_class", "PreTrainedTokenizerFast"},
                                 {"model_max_length", positions},
                                 {"clean_up_tokenization_spaces", false}};
     if (t.eot >= 0) j["bos_token"] = j["eos_token"] = texts[size_t(t.eot)];
@@ -823,8 +817,9 @@ inline std::string tokenizer_config(const Tokenizer& t, const char* of_class, si
     return j.dump(2) + "\n";
 }
 
-// Name -> bytes. A tokenizer.json stays as it is, and so does a SentencePiece model, beside which
-// the tokenizer.json is exact where transformers' own conversion orders pieces of equal score.
+// Name -> bytes. A tokenizer.json stays as it is, with the tokenizer_config.json beside it. So does
+// a SentencePiece model, for its own library: transformers' conversion of one gives other tokens
+// where pieces have equal scores, so there is a tokenizer.json too where that can be exact.
 inline std::string tokenizer_files(std::map<std::string, std::string>* files, const Tokenizer& t,
                                    size_t positions) {
     struct stat s;
@@ -832,18 +827,14 @@ inline std::string tokenizer_files(std::map<std::string, std::string>* files, co
     std::string path = folder ? tokenizer_in(t.name) : t.name, wrong;
     std::string beside = path.substr(0, path.rfind('/') + 1) + "tokenizer_config.json";
     bool json = path.ends_with(".json"), model = t.sentencepiece && path.ends_with(".model");
-    const char* of_class = "PreTrainedTokenizerFast";
     if (json || model)
         wrong = read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]);
-    if (wrong.empty() && !json) {
-        if ((wrong = not_json(t)).empty())
-            (*files)["tokenizer.json"] = tokenizer_as_json(t).dump(1) + "\n";
-        else if (model)
-            wrong = "", of_class = "LlamaTokenizer";
-    }
-    if (wrong.empty()) (*files)["tokenizer_config.json"] = tokenizer_config(t, of_class, positions);
     if (wrong.empty() && json && access(beside.c_str(), F_OK) == 0)
-        wrong = read_whole_file(beside, &(*files)["tokenizer_config.json"]);
-    if (!wrong.empty()) files->clear();
-    return wrong;
+        return read_whole_file(beside, &(*files)["tokenizer_config.json"]);
+    if (wrong.empty() && !json && !(wrong = not_json(t)).empty())
+        wrong = path + ": transformers has no form for it: " + wrong;
+    if (!wrong.empty()) return wrong;
+    if (!json) (*files)["tokenizer.json"] = tokenizer_as_json(t).dump(1) + "\n";
+    (*files)["tokenizer_config.json"] = tokenizer_config(t, positions);
+    return "";
 }

@@ -513,6 +513,28 @@ TEST_F(Interchange, TokenizersOfFixtures) {
     }
 }
 
+// What would come out as other tokens stays out.
+TEST_F(Interchange, NoTokenizerJsonThatIsNotExact) {
+    auto note = [&](const Tokenizer& t, size_t files) {
+        std::map<std::string, std::string> found;
+        std::string text = tokenizer_files(&found, t, 77);
+        EXPECT_EQ(found.size(), files) << text;
+        return text;
+    };
+    Tokenizer t;
+    t.kind = TokenizerKind::BPE, t.sentencepiece = true, t.prefix = Prefix::SPACE;
+    t.pieces = {"a", "b", "ab"}, t.vocab_size = 3, t.name = put("tokenizer.model", "\nbytes");
+    EXPECT_EQ(note(t, 3), "");
+    Tokenizer unigram = t, spaces = t, added = t, twice = t, bytes = t;
+    unigram.kind = TokenizerKind::UNIGRAM, spaces.extra_spaces = false;
+    fixed_add(&added.added, "ab", 2), twice.pieces[2] = "b", bytes.pieces[2] = "\xff";
+    EXPECT_HAS(note(unigram, 1), "tokenizer.model: transformers has no form for it: it is unigram");
+    EXPECT_HAS(note(spaces, 1), "it drops extra spaces");
+    EXPECT_HAS(note(added, 1), "or adds pieces");
+    EXPECT_HAS(note(twice, 1), "two tokens are \"b\"");
+    EXPECT_HAS(note(bytes, 1), "is no UTF-8");
+}
+
 // What came as a tokenizer.json stays what it was, with what stands beside it.
 TEST_F(Interchange, ATokenizerJsonIsCopied) {
     Exported e = export_tokenizer("byte");
@@ -615,7 +637,7 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     // what is not the model's is not written: one with more tokens, bytes beside a larger vocabulary
     std::string larger =
         run(small + "--vocab 300 --steps 0 --sample-tokens 0 --export " + dir + "/larger");
-    EXPECT_HAS(larger, "--export writes no tokenizer: --tokenizer byte is not the model's\n");
+    EXPECT_HAS(larger, "--export writes no tokenizer.json: --tokenizer byte is not the model's\n");
     EXPECT_FALSE(fs::exists(dir + "/larger/tokenizer.json"));
     run(small + "--vocab 50257 --steps 0 --sample-tokens 0 --export " + dir + "/gpt2"); // GPT-2's
     EXPECT_EQ(json::parse(read_file(dir + "/gpt2/generation_config.json"))["eos_token_id"], 50256);
