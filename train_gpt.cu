@@ -621,7 +621,7 @@ static void leave_processes(Run& run) {
 // Text to token shards; no model is needed, and one process does it.
 static void prepare_data(Run& run) {
     if (!is_first(run)) return;
-    or_die(tokenizer_open(&run.tokenizer, run.config.tokenizer));
+    open_tokenizer(run);
     or_die(prepare(run.config, run.tokenizer, program_folder()));
 }
 
