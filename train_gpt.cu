@@ -6,6 +6,7 @@
 #include "llmc/checkpoint.h"
 #include "llmc/config.h"
 #include "llmc/dataloader.h"
+#include "llmc/evaluate.h"
 #include "llmc/explain.h"
 #include "llmc/generate.h"
 #include "llmc/huggingface.h"
@@ -24,8 +25,11 @@ struct Run {
     ExportTokenizer exported; // with --export
     std::vector<int> prompt;
     DataLoader train, val;
-    int document_end = -1;                                       // the token, with --document-mask
-    int train_plan = -1, evaluate_plan = -1, generate_plan = -1; // -1: this run has none
+    size_t val_samples = 0, val_bytes = 0; // of validation; bytes 0: not known
+    Evaluation tasks;
+    int document_end = -1; // the token, with --document-mask
+    int train_plan = -1, evaluate_plan = -1, score_plan = -1,
+        generate_plan = -1; // -1: this run has none
     Logger log;
     int64_t step = 0; // optimizer steps done
     double peak = 0;  // FLOP/s of one product, on all ranks
@@ -87,6 +91,18 @@ static std::string own_bytes() {
     return {std::istreambuf_iterator<char>(program), {}};
 }
 
+// Whether the tokenizer is the model's, as far as their sizes tell. A model may have more tokens
+// than its tokenizer, as padding.
+static bool speaks(const Run& run) {
+    size_t tokens = size_t(run.tokenizer.vocab_size);
+    return run.tokenizer.kind == TokenizerKind::BYTE ? tokens == run.shape.V
+                                                     : tokens <= run.shape.V;
+}
+static std::string foreign_tokenizer(const Run& run) {
+    return concat("the model has ", run.shape.V, " tokens, --tokenizer ", run.config.tokenizer,
+                  " writes ", run.tokenizer.vocab_size, ": give the model's tokenizer");
+}
+
 static void open_data(Run& run) {
     Config& c = run.config;
     std::string files = c.data;
@@ -103,27 +119,21 @@ static void open_data(Run& run) {
                          run.shape.V, c.seed));
     or_die(data_open(&run.val, c.val.empty() ? files : c.val, Part::VAL, !c.val.empty(),
                      run.tokenizer, c.seq, run.shape.V, c.seed));
+    run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));
+    if (speaks(run)) run.val_bytes = target_bytes(run.val, run.tokenizer, run.val_samples);
     if (train && !c.val.empty()) or_die(data_disjoint(run.train, run.val));
     if (train && c.document_mask)
         or_die(data_document_end(run.train, run.tokenizer, c.document_end, &run.document_end));
 }
 
-// The text that a sample continues; without one the token that begins or ends texts. A model may
-// have more tokens than its tokenizer, as padding. Where the tokenizer is not the model's a sample
-// starts from the model's last token, GPT-2's end of text, and is printed as numbers.
-static bool speaks(const Run& run) {
-    size_t tokens = size_t(run.tokenizer.vocab_size);
-    return run.tokenizer.kind == TokenizerKind::BYTE ? tokens == run.shape.V
-                                                     : tokens <= run.shape.V;
-}
+// The text that a sample continues; without one the token that begins or ends texts. Where the
+// tokenizer is not the model's a sample starts from the model's last token, GPT-2's end of text, and
+// is printed as numbers.
 static std::vector<int> prompt_tokens(const Run& run) {
     const Tokenizer& t = run.tokenizer;
     if (!speaks(run)) return {int(run.shape.V) - 1};
-    int first = run.config.prompt.empty() && t.bos < 0 ? t.eot : t.bos;
-    if (run.config.prompt.empty() && first < 0) return encode(t, "\n");
-    std::vector<int> tokens = encode(t, run.config.prompt, true);
-    if (first >= 0 && (tokens.empty() || tokens[0] != first)) tokens.insert(tokens.begin(), first);
-    return tokens;
+    if (!run.config.prompt.empty() || t.bos >= 0) return encode_from_start(t, run.config.prompt);
+    return t.eot >= 0 ? std::vector<int>{t.eot} : encode(t, "\n");
 }
 // Left out it is the model folder's own, where it has one.
 static void open_tokenizer(Run& run) {
@@ -160,14 +170,24 @@ static void prepare_export(Run& run) {
 }
 static void choose_prompt(Run& run) {
     const Config& c = run.config;
-    USER_CHECK(
-        c.prompt.empty() || speaks(run),
-        "--prompt: the model has %zu tokens, --tokenizer %s writes %d: give the model's tokenizer",
-        run.shape.V, c.tokenizer.c_str(), int(run.tokenizer.vocab_size));
+    USER_CHECK(c.prompt.empty() || speaks(run), "--prompt: %s", foreign_tokenizer(run).c_str());
     run.prompt = prompt_tokens(run);
     USER_CHECK(run.prompt.size() < run.shape.P,
                "--prompt has %zu tokens, the model %zu positions: shorten it", run.prompt.size(),
                run.shape.P);
+}
+
+// The questions of --evaluate.
+static void open_tasks(Run& run) {
+    const Config& c = run.config;
+    if (c.evaluate.empty()) return;
+    USER_CHECK(speaks(run), "--evaluate: %s", foreign_tokenizer(run).c_str());
+    or_die(read_tasks(&run.tasks, c.evaluate, run.tokenizer, run.shape.P));
+    if (run.world.size == 1) return;
+    std::string all;
+    for (const Candidate& x : run.tasks.candidates)
+        for (int token : x.tokens) all += std::to_string(token) + " ";
+    check_same(run.world, "the questions of --evaluate", all);
 }
 
 static Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<Schedule>* given) {
@@ -218,6 +238,7 @@ static std::vector<Plan> choose_plans(Run& run) {
         run.evaluate_plan = add(p);
     else if (c.sample_tokens == 0)
         add(p); // only to export: never run, but its weights have a place
+    if (!run.tasks.tasks.empty()) run.score_plan = add(score_plan(p, run.tasks, run.shape.P));
     p.mode = Mode::GENERATE, p.B = 1, p.T = run.prompt.size();
     p.cache = std::min(run.shape.P, run.prompt.size() + size_t(c.sample_tokens));
     if (c.sample_tokens > 0 && !c.eval) run.generate_plan = add(p);
@@ -227,36 +248,49 @@ static std::vector<Plan> choose_plans(Run& run) {
 // ----------------------------------------------------------------------------
 // during the run
 
-template <typename T, typename S> double evaluate(Run& run, Trainer<T, S>& t) {
-    Trainer<T, S>& e = t;
-    uint64_t cursor = t.cursor;
-    Window window = t.window;
-    int document_end = t.document_end;
-    const Plan& p = t.plans[run.evaluate_plan];
-    uint64_t samples = std::max<uint64_t>(1, uint64_t(run.config.eval_tokens) / p.T);
-    e.samples_end = std::min<uint64_t>(samples, data_windows(run.val));
-    e.window = [&](uint64_t sample, int* tokens, int* targets) {
+template <typename T, typename S> Loss evaluate(Run& run, Trainer<T, S>& t) {
+    Loss total;
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(run.val, sample, tokens, targets);
     };
-    e.document_end = -1; // losses with and without --document-mask are to be compared
-    double sum = 0;
-    int64_t valid = 0;
-    for (e.cursor = 0; e.cursor < e.samples_end; e.cursor += p.B * size_t(t.grid.dp)) {
-        run_plan(e, run.evaluate_plan);
-        Loss loss = plan_loss(e);
-        sum += loss.sum, valid += loss.valid;
-    }
-    t.cursor = cursor, t.window = window, t.samples_end = ~uint64_t(0);
-    t.document_end = document_end;
-    return sum / double(std::max<int64_t>(valid, 1));
+    run_samples(t, run.evaluate_plan, run.val_samples, window, [&] {
+        Loss loss = plan_loss(t);
+        total.sum += loss.sum, total.valid += loss.valid;
+    });
+    return total;
 }
 
 template <typename T, typename S> void report_validation(Run& run, Trainer<T, S>& t) {
-    double loss = evaluate(run, t);
+    Loss loss = evaluate(run, t);
     if (!is_first(run)) return;
-    printf("val loss %.4f\n", loss);
+    nlohmann::json j = {{"step", run.step}, {"val_loss", loss.mean()}};
+    printf("val loss %.4f", loss.mean());
+    if (run.val_bytes) {
+        j["bits_per_byte"] = bits_per_byte(loss.sum, run.val_bytes);
+        printf(" | %.4f bits per byte", double(j["bits_per_byte"]));
+    }
+    printf("\n");
     fflush(stdout);
-    or_die(log_append(run.log, {{"step", run.step}, {"val_loss", loss}}));
+    or_die(log_append(run.log, j));
+}
+
+template <typename T, typename S> void report_tasks(Run& run, Trainer<T, S>& t) {
+    if (run.score_plan < 0) return;
+    score_candidates(t, run.score_plan, run.tasks.candidates);
+    if (!is_first(run)) return;
+    nlohmann::json j = {{"step", run.step}};
+    for (const Task& task : run.tasks.tasks) {
+        Score score = score_task(task, run.tasks.candidates);
+        printf("%s", score_text(task, score).c_str());
+        score_log(j, task, score);
+    }
+    fflush(stdout);
+    or_die(log_append(run.log, j));
+}
+
+template <typename T, typename S> void report_evaluation(Run& run, Trainer<T, S>& t) {
+    report_validation(run, t);
+    report_tasks(run, t);
 }
 
 template <typename T, typename S> void print_sample(Run& run, Trainer<T, S>& t) {
@@ -386,11 +420,12 @@ template <typename T, typename S> void rehearse(Run& run, Trainer<T, S>& t) {
     if (!blas_rehearse(t.ctx.blas, true, t.ctx.where)) return;
     Window window = t.window;
     t.window = [&](uint64_t, int* tokens, int* targets) {
-        std::fill_n(tokens, run.config.seq, 0), std::fill_n(targets, run.config.seq, 0);
+        size_t n = t.plans[size_t(t.plan)].T;
+        std::fill_n(tokens, n, 0), std::fill_n(targets, n, 0);
         return std::string();
     };
     init_constants(t);
-    for (int plan : {run.train_plan, run.evaluate_plan})
+    for (int plan : {run.train_plan, run.evaluate_plan, run.score_plan})
         if (plan >= 0) run_plan(t, plan);
     wait_for(t.ctx.where);
     blas_rehearse(t.ctx.blas, false, t.ctx.where);
@@ -480,7 +515,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
                         {{"config", config_json(c)},
                          {"flops_per_token", flops_per_token(t.model, size_t(c.seq))}}));
     }
-    if (c.eval) return report_validation(run, t);
+    if (c.eval) return report_evaluation(run, t);
     if (run.train_plan >= 0 && is_first(run)) {
         Peak peak = machine_peak<T>(where);
         // threads run at once as many as have cores of their own; on a GPU they take turns
@@ -494,7 +529,7 @@ template <typename T, typename S> void run_training(Run& run, S where) {
     while (run.step < c.steps) {
         train_step(run, t);
         bool last = run.step == c.steps;
-        if (last || (c.eval_every && run.step % c.eval_every == 0)) report_validation(run, t);
+        if (last || (c.eval_every && run.step % c.eval_every == 0)) report_evaluation(run, t);
         if (run.generate_plan >= 0 && !last && c.sample_every && run.step % c.sample_every == 0)
             print_sample(run, t);
         if (!c.out.empty() && (last || (c.save_every && run.step % c.save_every == 0)))
@@ -641,6 +676,7 @@ int main(int argc, char** argv) {
     open_tokenizer(run);
     if (!c.export_dir.empty()) prepare_export(run);
     choose_prompt(run);
+    open_tasks(run);
     if (!c.explain && (c.steps > 0 || c.eval)) open_data(run);
     bool good = run_where_wanted(run);
     leave_processes(run);

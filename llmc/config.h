@@ -53,7 +53,7 @@ struct Config {
     // looking
     int64_t eval_every = 0, eval_tokens = 16384, sample_every = 0;
     bool eval = false;
-    std::string prompt;
+    std::string evaluate, prompt;
     int sample_tokens = 200;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
@@ -180,6 +180,9 @@ inline const std::vector<Flag>& config_table() {
          "steps between validation losses (0: at the end only)"},
         {"eval-tokens", &C::eval_tokens, "1..1000000000000", "validation tokens at most"},
         {"eval", &C::eval, "", "only evaluate, print `val loss`, and leave"},
+        {"evaluate", &C::evaluate, "",
+         "TASK=FILE,...: score completions at each evaluation: hellaswag, arc-easy, arc-challenge, "
+         "piqa, winogrande, lambada"},
         {"sample-every", &C::sample_every, "0..1000000000000",
          "steps between samples (0: at the end only)"},
         {"prompt", &C::prompt, "", "text that a sample continues"},
@@ -555,6 +558,8 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     if (c.document_end >= 0 && !c.document_mask)
         return "--document-end " + std::to_string(c.document_end) +
                " says where --document-mask cuts: give --document-mask too";
+    if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
+        return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
     if (c.resume && c.out.empty())
         return "--resume goes on from the newest checkpoint in --out: give --out DIR";
     if (c.save_every && c.out.empty()) return "--save-every wants a folder: give --out DIR";

@@ -22,6 +22,10 @@ template <typename T> struct HeadActs {
     acc_t<T>*mean, *rstd, *losses, *row_max, *sum_exp, *target_logit; // (N) (N) (N) (chunk) ..
 };
 
+template <typename T> struct RowLosses {
+    acc_t<T>*losses, *row_max, *target_logit; // (N) each
+};
+
 // All of it lives only while the head runs; rows: the head's, all of a micro-batch, or one when
 // generating.
 template <typename T, typename Row>
@@ -60,11 +64,16 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, s
     crossentropy_loss(a.losses + n, a.row_max, a.sum_exp, a.target_logit, targets, rows, ctx.where);
 }
 
+// The loss, and what an evaluation keeps of each row: its loss, its largest logit and its target's.
 template <typename T, typename S>
-void head_loss(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head) {
+void head_loss(Ctx<S>& ctx, double* loss, const RowLosses<T>& rows, HeadActs<T> a,
+               const Weight& lm_head) {
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
-    for (size_t n = 0; n < N; n += chunk)
+    a.losses = rows.losses;
+    for (size_t n = 0; n < N; n += chunk) {
+        a.row_max = rows.row_max + n, a.target_logit = rows.target_logit + n;
         head_chunk_loss(ctx, a, lm_head, n, std::min(chunk, N - n));
+    }
     crossentropy_total(loss, a.losses, N, ctx.where);
 }
 

@@ -91,7 +91,7 @@ template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, 
 }
 
 // Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
-// loss. Generation: the logits of the last row.
+// loss, and each row's. Generation: the logits of the last row.
 template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action a) {
     const Plan& p = t.plans[t.plan];
     const Shape& s = t.model.shape;
@@ -106,7 +106,8 @@ template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action
     else
         llama_head_norm(t.ctx, inp, llama_head(t), acts, rows);
     if (p.mode == Mode::EVALUATE)
-        return head_loss(t.ctx, address<double>(t, {Kind::LOSS, -1, a.micro}), acts, lm_head);
+        return head_loss(t.ctx, address<double>(t, {Kind::LOSS, -1, a.micro}),
+                         row_losses(t, a.micro), acts, lm_head);
     linear_forward(address<T>(t, {Kind::LOGITS, -1, a.micro}), acts.norm, lm_head, nullptr,
                    (const T*)nullptr, 1, t.ctx.blas, t.ctx.where);
 }

@@ -438,6 +438,13 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
     return std::move(e.out);
 }
 
+// A text from its start: behind the token that begins sequences, where there is one.
+inline std::vector<int> encode_from_start(const Tokenizer& t, std::string_view text) {
+    std::vector<int> tokens = encode(t, text, true);
+    if (t.bos >= 0 && (tokens.empty() || tokens[0] != t.bos)) tokens.insert(tokens.begin(), t.bos);
+    return tokens;
+}
+
 // A token's bytes; nothing for tokens that have none.
 inline std::string decode(const Tokenizer& t, int token) {
     if (t.kind == TokenizerKind::BYTE) return std::string(1, char(token));

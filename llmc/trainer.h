@@ -188,7 +188,8 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::TOKENS: return (4 * N + p.cache) * sizeof(int);
     case Kind::STREAM:
     case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
-    case Kind::LOSS: return sizeof(double);
+    case Kind::LOSS: // evaluating, behind the sum what is kept of each row
+        return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(acc_t<T>) : sizeof(double);
     case Kind::LOGITS: return s.Vp() * sizeof(T);
     case Kind::SCRATCH: return scratch_bytes<T>(p, model, d.of, where);
     default: // a group of the activation table
@@ -241,6 +242,16 @@ template <typename P, typename T, typename S> P read_value(const Trainer<T, S>& 
     P value = {};
     copy_out(&value, address<P>(t, d), sizeof(P), t.ctx.where);
     return value;
+}
+
+// What an evaluation keeps of each row of a micro-batch; on ranks without a head nothing.
+template <typename T, typename S> RowLosses<T> row_losses(const Trainer<T, S>& t, int micro) {
+    const Plan& p = t.plans[t.plan];
+    size_t N = p.B * p.T;
+    unsigned char* loss = address<unsigned char>(t, {Kind::LOSS, -1, micro});
+    if (!loss) return {};
+    acc_t<T>* rows = reinterpret_cast<acc_t<T>*>(loss + ARENA_ALIGN);
+    return {rows, rows + N, rows + 2 * N};
 }
 
 // The bytes of the arena, and what LOAD prepares batches in.
