@@ -59,7 +59,7 @@ endef
 EMULATE = -DEMULATE
 
 HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h dev/cuda/*.h)
-TESTS = test_plan test_pipeline test_config test_data test_prepare test_tokenizer test_onnx test_files test_interchange test_faults test_model test_layouts test_comm test_memory test_run \
+TESTS = test_plan test_pipeline test_config test_data test_prepare test_tokenizer test_onnx test_files test_evaluate test_interchange test_faults test_model test_layouts test_comm test_memory test_run \
     test_device
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)

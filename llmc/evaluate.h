@@ -491,11 +491,14 @@ inline void score_log(Json& j, const Task& task, const Score& s) {
 
 // Bytes of the texts of the targets of a loader's first samples; special tokens have none.
 inline size_t target_bytes(const DataLoader& d, const Tokenizer& t, uint64_t samples) {
+    std::vector<size_t> length(d.V, 0);
+    for (size_t token = 0; token < d.V; token++) length[token] = decode(t, int(token)).size();
+    for (const auto& [text, token] : t.special.ids) length[size_t(token)] = 0;
     std::vector<int> tokens(d.T), targets(d.T);
     size_t bytes = 0;
     for (uint64_t s = 0; s < samples && load_window(d, s, tokens.data(), targets.data()).empty();
          s++)
-        for (int target : targets) bytes += decode(t, target).size();
+        for (int target : targets) bytes += length[size_t(target)];
     return bytes;
 }
 // loss: the sum in nats over these targets
