@@ -432,8 +432,9 @@ struct Mean {
     double mean = 0, error = 0; // standard error
 };
 inline Mean mean_of(const std::vector<double>& x) {
-    double n = double(x.size()), mean = 0, squares = 0;
-    for (double v : x) mean += v / n;
+    double n = double(x.size()), sum = 0, squares = 0;
+    for (double v : x) sum += v;
+    double mean = sum / n;
     for (double v : x) squares += (v - mean) * (v - mean);
     return {mean, std::sqrt(squares / (n - 1) / n)}; // NaN of one alone
 }

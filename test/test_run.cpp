@@ -88,7 +88,9 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
         "step +30/30 \\| loss [0-9.]+ \\| norm [0-9.]+ \\| lr [0-9.e+-]+ \\| [0-9.]+ ms \\| "
         "[0-9.kM]+ tok/s \\| mfu [0-9.]+% \\| eta 0s");
     EXPECT_TRUE(std::regex_search(r.text, step)) << r.text;
-    EXPECT_TRUE(std::regex_search(r.text, std::regex("val loss [0-9.]+\n---\n"))) << r.text;
+    EXPECT_TRUE(
+        std::regex_search(r.text, std::regex("val loss [0-9.]+ \\| [0-9.]+ bits per byte\n---\n")))
+        << r.text;
     // the log: the configuration, an object a step, and the validation
     std::ifstream log(path("out") + "/log.jsonl");
     std::vector<nlohmann::json> lines;
@@ -246,6 +248,71 @@ TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
     ASSERT_TRUE(std::regex_search(evaluated.text, b, val)) << evaluated.text;
     EXPECT_EQ(a[1], b[1]);
     EXPECT_EQ(evaluated.text.find("| loss"), std::string::npos);
+}
+
+// A byte is a token here: bits a byte are nats a token over ln 2. A vocabulary that is not the
+// tokenizer's says nothing of bytes.
+TEST_F(Run, BitsPerByte) {
+    std::smatch m;
+    std::string text = run(small + "--steps 2").text;
+    ASSERT_TRUE(std::regex_search(text, m, std::regex("val loss (\\S+) \\| (\\S+) bits per byte")))
+        << text;
+    EXPECT_NEAR(std::stod(m[2]), std::stod(m[1]) / std::log(2.0), 2e-4); // four digits of each
+    text = run(small + "--steps 2 --vocab 300").text;
+    EXPECT_TRUE(std::regex_search(text, std::regex("val loss [0-9.]+\n"))) << text;
+}
+
+// Questions about the text that the model learns: at each evaluation, in any layout the same.
+TEST_F(Run, CompletionTasks) {
+    std::string piqa, lambada;
+    for (int i = 0; i < 7; i++) {
+        std::string n = std::to_string(i);
+        piqa += R"({"goal":"line )" + n +
+                R"(","sol1":"of a text that repeats itself","sol2":"fo )" + n +
+                R"( txet a zq xj vw kq","label":0})" + "\n";
+        lambada += "line " + n + " of a text\n";
+    }
+    std::string tasks = "--evaluate piqa=" + write("piqa.jsonl", piqa) +
+                        ",lambada=" + write("lambada.txt", lambada) + " --eval-tokens 64 ";
+    std::regex lines(
+        "\nval loss .*\npiqa 7/7  acc (\\S+) .*acc_norm (\\S+) .*\n"
+        "lambada ./7  acc (\\S+) .*perplexity (\\S{4}).*\n");
+    auto said = [&](const std::string& flags) { // the digits of each evaluation
+        Result r = run(small + tasks + "--out " + path("out") + " " + flags, "OMP_NUM_THREADS=1");
+        EXPECT_EQ(r.status, 0) << r.text;
+        std::vector<std::string> all;
+        std::smatch m;
+        for (std::string rest = r.text; std::regex_search(rest, m, lines); rest = m.suffix())
+            all.push_back(m[1].str() + " " + m[2].str() + " " + m[3].str() + " " + m[4].str());
+        EXPECT_FALSE(all.empty()) << r.text;
+        return all;
+    };
+    std::vector<std::string> want =
+        said("--steps 120 --eval-every 60 --lr 1e-2 --batch-tokens 512 --sample-tokens 0");
+    ASSERT_EQ(want.size(), 2u);
+    EXPECT_EQ(want[1].substr(0, 20), "1.0000 1.0000 1.0000") << "the text, against none";
+    for (std::string layout : {"", "--local-ranks 2", "--local-ranks 4 --tp 2 --pp 2",
+                               "--local-ranks 4 --zero 3 --tp 2 --sequence-parallel"})
+        EXPECT_EQ(said("--resume --eval " + layout), std::vector{want[1]}) << layout;
+    std::istringstream log(read_file(path("out/log.jsonl")));
+    std::vector<nlohmann::json> found;
+    for (std::string line; std::getline(log, line);) {
+        nlohmann::json j = nlohmann::json::parse(line);
+        if (j.contains("piqa")) found.push_back(j);
+    }
+    ASSERT_EQ(found.size(), 6u); // two while it trained, and four alone
+    EXPECT_EQ(found[1]["step"], 120);
+    EXPECT_EQ(found[1]["piqa"], 1.0);
+    EXPECT_EQ(found[1]["piqa_norm"], 1.0);
+    EXPECT_EQ(found[1]["lambada"], 1.0);
+    EXPECT_LT(found[1]["lambada_perplexity"], found[0]["lambada_perplexity"]);
+    std::string plan = run(small + tasks + "--explain").text;
+    size_t first = plan.find("activations (evaluate)");
+    EXPECT_NE(plan.find("activations (evaluate)", first + 1), std::string::npos) << plan;
+    refuses(small + "--evaluate pica=x", "did you mean piqa?");
+    refuses(small + "--evaluate piqa=" + path("none"), "No such file");
+    refuses(small + tasks + "--steps 0", "give --eval");
+    refuses(small + tasks + "--vocab 300 --eval", "--evaluate: the model has 300 tokens");
 }
 
 TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
