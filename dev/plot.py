@@ -2,10 +2,11 @@
 """plot.py - the curves of one run or several, from the log.jsonl that train_gpt writes
 
 usage: plot.py LOG ... [--x step|tokens|time|flops] [--log x|y|xy] [--out FILE.png|FILE.svg]
-               [--names A,B,...] [--title TEXT] [--smooth STEPS]
+               [--names A,B,...] [--title TEXT] [--smooth STEPS] [--y SCORE]
 
 A LOG is a log.jsonl or the folder of a run. Draws the loss (the raw curve pale, an average over
---smooth steps strong, validation as points), learning rate, gradient norm and tokens a second.
+--smooth steps strong, validation as points), learning rate, gradient norm and tokens a second; with
+--y in the loss's place a score of the evaluations: hellaswag_norm, bits_per_byte, val_loss, ...
 time is the sum of the steps' own times; flops are tokens times the flops a token that the log's
 first line names: the model's arithmetic, without recomputation. Where a step stands twice, after
 a resume, the later one counts and nothing after the earlier. Lines that cannot be read are counted
@@ -24,8 +25,12 @@ class Run:
     flops_per_token: float = math.nan
     steps: list = field(default_factory=list)  # rising
     curves: dict = field(default_factory=dict)  # of KEYS: a number a step, NaN where there is none
-    val: list = field(default_factory=list)  # (step, loss), rising
+    scores: dict = field(default_factory=dict)  # name -> (step, value), rising; val_loss is one
     broken: list = field(default_factory=list)  # numbers of lines
+
+    @property
+    def val(self):
+        return self.scores.get("val_loss", [])
 
 
 # ---------------------------------------------------------------------------
@@ -53,10 +58,13 @@ def read_log(path, name):
                     run.flops_per_token = number(entry.get("flops_per_token"))
                     continue
                 step = int(entry["step"])
-                keep_before(run.val, step)  # a resumed run: what it did the first time is of no use
-                if "val_loss" in entry:
-                    run.val.append((step, number(entry["val_loss"])))
-                else:
+                found = {} if "loss" in entry else {k: v for k, v in entry.items() if k != "step"}
+                for name, points in run.scores.items():
+                    # a resumed run: what it did the first time is of no use
+                    keep_before(points, step if name in found or not found else step + 1)
+                for name, value in found.items():
+                    run.scores.setdefault(name, []).append((step, number(value)))
+                if not found:
                     keep_before(train, step)
                     train.append((step, [number(entry[key]) for key in KEYS]))
             except (ValueError, TypeError, KeyError, OverflowError):
@@ -82,10 +90,11 @@ def x_values(run, x):
     return seconds
 
 
-def val_points(run, xs):
-    """x and loss of the validations; one before the first step stands at 0."""
-    places = [bisect.bisect_right(run.steps, step) for step, _ in run.val]
-    return [xs[i - 1] if i else 0 for i in places], [loss for _, loss in run.val]
+def val_points(run, xs, name="val_loss"):
+    """x and value of the evaluations; one before the first step stands at 0."""
+    points = run.scores.get(name, [])
+    places = [bisect.bisect_right(run.steps, step) for step, _ in points]
+    return [xs[i - 1] if i else 0 for i in places], [value for _, value in points]
 
 
 def smoothed(ys, window):
@@ -130,23 +139,25 @@ def about(run):
     return ", ".join(parts)
 
 
-def draw_run(axes, run, xs, color, style, smooth):
+def draw_run(axes, run, xs, color, style, smooth, y):
     """Raw curves pale under their averages; the learning rate has no noise to average."""
     window = smooth or max(1, len(xs) // 50)
-    for key in PANELS:
+    if y:
+        axes["loss"].plot(*val_points(run, xs, y), "o" + style, color=color, label=run.name)
+    for key in PANELS[1:] if y else PANELS:
         window_here = 1 if key == "lr" else window
         if window_here > 1:
             axes[key].plot(xs, run.curves[key], color=color, alpha=0.25, linewidth=0.8)
         ys = smoothed(run.curves[key], window_here)
         axes[key].plot(xs, ys, style, color=color, label=label(run))
-    axes["loss"].plot(*val_points(run, xs), "o", color=color, markeredgecolor="white")
+    if not y:
+        axes["loss"].plot(*val_points(run, xs), "o", color=color, markeredgecolor="white")
 
 
-def finish_axes(axes, x, x_name, log, with_validation):
+def finish_axes(axes, x, x_name, log, name):
     from matplotlib import ticker
 
-    names = ("loss, validation loss as points" if with_validation else "loss", "learning rate",
-             "gradient norm", "tokens a second")
+    names = (name, "learning rate", "gradient norm", "tokens a second")
     thousands, plain = ticker.EngFormatter(sep=" "), ticker.FormatStrFormatter("%.3g")
     for key, name in zip(PANELS, names):
         axes[key].set_title(name, loc="left", fontsize=10, fontweight="bold")
@@ -167,14 +178,15 @@ def finish_axes(axes, x, x_name, log, with_validation):
                                else ticker.MaxNLocator(6))  # 1, 2, 5 may all lie outside
         axis.set_major_formatter(plain)
         axis.set_minor_locator(ticker.NullLocator())
-    axes["loss"].set_ylabel("nats a token")
+    if name.startswith("loss"):
+        axes["loss"].set_ylabel("nats a token")
     axes["loss"].legend(loc="upper right")
     axes["lr"].yaxis.set_major_formatter(plain)
     axes["tokens_per_second"].yaxis.set_major_formatter(thousands)
     axes["tokens_per_second"].set_ylim(bottom=0)
 
 
-def draw(runs, out, x, log, title, smooth):
+def draw(runs, out, x, log, title, smooth, y=""):
     import matplotlib
 
     matplotlib.use("Agg")
@@ -197,8 +209,9 @@ def draw(runs, out, x, log, title, smooth):
         x_name = f"time in {x_name}"
     for i, (run, xs) in enumerate(zip(runs, places)):
         style = STYLES[i // len(COLORS) % len(STYLES)]
-        draw_run(axes, run, [v / unit for v in xs], COLORS[i % len(COLORS)], style, smooth)
-    finish_axes(axes, x, x_name, log, any(run.val for run in runs))
+        draw_run(axes, run, [v / unit for v in xs], COLORS[i % len(COLORS)], style, smooth, y)
+    finish_axes(axes, x, x_name, log, y or (
+        "loss, validation loss as points" if any(run.val for run in runs) else "loss"))
     figure.suptitle(title, fontsize=13, x=0.01, ha="left")
     figure.savefig(out, dpi=150, metadata={"Date": None} if out.endswith(".svg") else None)
     pyplot.close(figure)
@@ -226,6 +239,8 @@ def parse(arguments):
     parser.add_argument("--title", help="(what the first line of the log says)")
     parser.add_argument("--smooth", type=int, default=0, metavar="STEPS",
                         help="average the loss over so many (1/50 of the run)")
+    parser.add_argument("--y", default="", metavar="SCORE",
+                        help="a score of the evaluations instead of the loss: hellaswag_norm, ...")
     a = parser.parse_args(arguments)
     a.logs = [os.path.join(p, "log.jsonl") if os.path.isdir(p) else p for p in a.logs]
     a.names = a.names.split(",") if a.names else run_names(a.logs)
@@ -251,6 +266,9 @@ def main(arguments=None):
             print(f"{path}: {len(run.broken)} broken, left out: line {first}", file=sys.stderr)
         if not run.steps:
             sys.exit(f"error: {path}: holds no training step; is it the log.jsonl of train_gpt?")
+        if a.y and a.y not in run.scores:
+            known = ", ".join(sorted(run.scores)) or "none"
+            sys.exit(f"error: {path}: has no score {a.y}; it has {known}")
         if a.x == "flops" and not math.isfinite(run.flops_per_token):
             sys.exit(f"error: {path}: its first line names no flops_per_token; take --x tokens")
         runs.append(run)
@@ -258,7 +276,7 @@ def main(arguments=None):
     if about(runs[0]) and len({about(run) for run in runs}) == 1:
         title += f": {about(runs[0])}"
     try:
-        draw(runs, a.out, a.x, a.log, a.title or title, a.smooth)
+        draw(runs, a.out, a.x, a.log, a.title or title, a.smooth, a.y)
     except ImportError as e:
         sys.exit(f"error: plots need matplotlib ({e}): pip install matplotlib, or "
                  "scripts/setup.sh plot on Debian and Ubuntu")

@@ -125,10 +125,10 @@ def main():
     words = re.findall(r"\w+", open(os.path.join(ROOT, "README.md")).read())
     with tempfile.TemporaryDirectory() as folder:
         files, lines = {}, {name: [] for name in TASKS}
-        for name, question in questions(words, pick, 150):
+        for name, question in questions(words, pick, 60):
             lines[name].append(json.dumps(question))
         few = words[:6]
-        passages = [" ".join(pick.choice(few) for _ in range(pick.choice([1, 5, 20, 300]))) for _ in range(150)]
+        passages = [" ".join(pick.choice(few) for _ in range(pick.choice([1, 5, 20, 300]))) for _ in range(60)]
         lines["lambada"] = [json.dumps({"text": p}) for p in passages]
         for name in TASKS:
             files[name] = os.path.join(folder, name + ".json")

@@ -70,6 +70,18 @@ class Plot(unittest.TestCase):
         self.assertEqual(run.val, [(2, 1.5), (3, 0.6)])
         self.assertEqual(run.broken, [])
 
+    def test_scores_are_series(self):
+        tasks = lambda n, value: {"step": n, "piqa": value, "piqa_norm": value / 2}
+        run = self.read(FIRST, step(1), dict(val(1, 3), bits_per_byte=2), tasks(1, 0.5), step(2),
+                        val(2, 9), tasks(2, 0.9), step(3), val(3, 9), tasks(3, 0.9), step(2),
+                        val(2, 2), tasks(2, 0.7), tasks(2, 0.8))
+        self.assertEqual(run.scores, {
+            "val_loss": [(1, 3), (2, 2)], "bits_per_byte": [(1, 2)],
+            "piqa": [(1, 0.5), (2, 0.8)], "piqa_norm": [(1, 0.25), (2, 0.4)]})
+        self.assertEqual((run.val, run.broken), ([(1, 3), (2, 2)], []))
+        self.assertEqual(plot.val_points(run, [10, 20], "piqa"), ([10, 20], [0.5, 0.8]))
+        self.assertEqual(plot.val_points(run, [10, 20], "none"), ([], []))
+
     def test_broken_lines_are_named(self):
         run = self.read(FIRST, "{", step(1), "", '{"step": 2}', "[3]", '"config"', "null", "\x00",
                         step(3), '{"step": "x", "val_loss": 1}',
@@ -121,6 +133,8 @@ class Plot(unittest.TestCase):
             (["missing"], "missing: No such file"),
             ([self.log(FIRST, "x", name="b")], "holds no training step"),
             ([log, "--x", "flops"], "take --x tokens"),
+            ([log, "--y", "piqa"], "has no score piqa; it has none"),
+            ([self.log(step(1), val(1, 2), name="c"), "--y", "piqa"], "it has val_loss"),
         ):
             self.assertIn(says, str(self.main(*arguments)[0]))
         for arguments, says in (
@@ -178,6 +192,12 @@ class Plot(unittest.TestCase):
             xs, ys = axes[title].lines[0].get_data()
             self.assertEqual(list(xs), [128.0 * n for n in range(1, 11)])
             self.assertEqual(list(ys), list(run.curves[key]), title)
+        tasks = self.read(FIRST, step(1), {"step": 1, "piqa": 0.25}, step(2), {"step": 2, "piqa": 0.5})
+        figure = plot.draw([tasks], os.path.join(self.folder, "a.svg"), "step", "", "", 0, "piqa")
+        scores = {ax.get_title(loc="left"): ax for ax in figure.axes}
+        xs, ys = scores["piqa"].lines[0].get_data()
+        self.assertEqual((list(xs), list(ys), len(scores["piqa"].lines)), ([1, 2], [0.25, 0.5], 1))
+        self.assertEqual(scores["piqa"].get_ylabel(), "")
         long = self.read(*(step(n) for n in range(1, 201)))
         figure = plot.draw([long], os.path.join(self.folder, "a.svg"), "step", "", "", 0)
         self.assertEqual([len(ax.lines) for ax in figure.axes], [3, 1, 2, 2])  # raw and average

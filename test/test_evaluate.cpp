@@ -307,6 +307,10 @@ TEST(BitsPerByte, BytesOfTheTargets) {
     d.shuffle = false;
     EXPECT_EQ(target_bytes(d, Tokenizer(), 1), 5u);
     EXPECT_EQ(target_bytes(d, Tokenizer(), 2), 10u);
+    Tokenizer special;
+    fixed_add(&special.special, "<|seven|>", '7');
+    EXPECT_EQ(target_bytes(d, special, 1), 5u);
+    EXPECT_EQ(target_bytes(d, special, 2), 9u);
 }
 
 TEST(BitsPerByte, SpecialTokensHaveNone) {
