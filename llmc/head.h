@@ -5,6 +5,7 @@
 //   nothing, and training runs all of it in the backward pass.
 //   Tensor-parallel ranks have the logits of their own tokens, and reduce a row's maximum, sum and
 //   target.
+//   Evaluating, each row's loss is kept, and what says whether its target is the likeliest.
 //   loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the global batch).
 #pragma once
 #include <algorithm>

@@ -2,8 +2,9 @@
 //   step   10/200 | loss 3.2104 | norm 0.91 | lr 3.0e-04 | 12.3 ms | 83.2k tok/s | mfu 41.0% | eta
 //   1m20s
 //   log.jsonl: first {config, flops_per_token}, then an object a step {step, loss, grad_norm, lr,
-//   tokens, ms, tokens_per_second, mfu} and an object a validation {step, val_loss}. A resumed run
-//   drops the lines of steps it will do again. dev/plot.py draws it.
+//   tokens, ms, tokens_per_second, mfu} and an object a validation {step, val_loss, bits_per_byte},
+//   and one of --evaluate's scores {step, hellaswag, hellaswag_norm, ...}. A resumed run drops the
+//   lines of steps it will do again. dev/plot.py draws it.
 #pragma once
 #include <cstdio>
 #include <fstream>

@@ -27,7 +27,7 @@ asan="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
 export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
 step "the README's table of files is current" scripts/readme_table.sh --check
 step "build with AddressSanitizer and UBSan" make_quiet BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" \
-    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_prepare build/asan/test_tokenizer build/asan/test_files build/asan/test_interchange build/asan/train_gpt build/asan/fuzz_readers \
+    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_prepare build/asan/test_tokenizer build/asan/test_files build/asan/test_evaluate build/asan/test_interchange build/asan/train_gpt build/asan/fuzz_readers \
     build/asan/test_faults build/asan/test_kernels build/asan/test_attention_kernels build/asan/test_attention_sm90 build/asan/test_layouts build/asan/test_comm
 step "operators, AddressSanitizer" build/asan/test_ops --seed 11
 step "the step, AddressSanitizer" build/asan/test_model
@@ -37,7 +37,7 @@ step "data readers, AddressSanitizer" build/asan/test_data
 step "data preparation, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_prepare
 step "tokenizers, AddressSanitizer" build/asan/test_tokenizer
 step "files and checkpoints, AddressSanitizer" build/asan/test_files
-step "files of others, AddressSanitizer" build/asan/test_interchange
+step "evaluation, "files of others, AddressSanitizer" build/asan/test_evaluate build/asan/test_interchange
 step "faults of files, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_faults
 step "kernels, AddressSanitizer" build/asan/test_kernels
 step "attention's kernels, AddressSanitizer" build/asan/test_attention_kernels
@@ -93,6 +93,7 @@ step "scripts/run_*.sh" test/scripts_test.sh
 step "dev/tensorboard.py" test/tensorboard_test.py
 step "dev/data" test/data_scripts_test.py
 step "dev/plot.py" test/plot_test.py
+step "scores against lm-evaluation-harness, where it is" test/lm_eval_check.py
 
 # Exports as transformers reads them, where it is installed.
 step "exports in transformers" test/transformers_check.py

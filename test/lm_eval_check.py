@@ -76,7 +76,7 @@ def harness(lm, folder, files, prepared=False):
                  f"dataset_kwargs: {{data_files: {{test: {path}}}}}"]
         open(os.path.join(folder, "tasks", name, os.path.basename(source)), "w").write("\n".join(keep) + "\n")
     manager = lm_eval.tasks.TaskManager(include_path=os.path.join(folder, "tasks"), include_defaults=False)
-    results = lm_eval.simple_evaluate(model=lm, tasks=[f"our_{n}" for n in files], task_manager=manager, bootstrap_iters=0)["results"]
+    results = lm_eval.simple_evaluate(model=lm, tasks=[f"our_{n}" for n in files], task_manager=manager, bootstrap_iters=100)["results"]
     found = {}
     for task, values in results.items():
         for metric in ("acc", "acc_norm", "perplexity"):
