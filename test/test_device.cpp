@@ -1,6 +1,7 @@
 // test_device.cpp - the whole step by the CUDA kernels against the whole step on the CPU
 //   g++ -DEMULATE: the kernels run in the emulator; nvcc -x cu: on a GPU
 #include <gtest/gtest.h>
+#include "../llmc/evaluate.h"
 #include "../llmc/generate.h"
 
 static Shape tiny_gpt2() { return gpt2_shape(2, 2, 32, 61, 32); }
@@ -201,5 +202,20 @@ TEST(Device, EvaluationIsTheCpus) {
         Small<float, cudaStream_t> gpu(s, {p});
         double a = cpu.step();
         EXPECT_NEAR(gpu.step(), a, 1e-5 * a);
+        std::vector<Candidate> want(5);
+        for (size_t i = 0; i < want.size(); i++) {
+            for (size_t k = 0; k <= p.T - i; k++)
+                want[i].tokens.push_back(int(random_block(9, i, k)[0] % s.V));
+            want[i].scored = 1 + i;
+        }
+        std::vector<Candidate> got = want;
+        score_candidates(cpu.t, 0, want);
+        score_candidates(gpu.t, 0, got);
+        for (size_t i = 0; i < want.size(); i++) {
+            EXPECT_LT(want[i].log_likelihood, 0);
+            EXPECT_NEAR(got[i].log_likelihood, want[i].log_likelihood,
+                        -1e-5 * want[i].log_likelihood);
+            EXPECT_EQ(got[i].greedy, want[i].greedy);
+        }
     }
 }
