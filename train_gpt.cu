@@ -127,8 +127,8 @@ static void open_data(Run& run) {
 }
 
 // The text that a sample continues; without one the token that begins or ends texts. Where the
-// tokenizer is not the model's a sample starts from the model's last token, GPT-2's end of text, and
-// is printed as numbers.
+// tokenizer is not the model's a sample starts from the model's last token, GPT-2's end of text,
+// and is printed as numbers.
 static std::vector<int> prompt_tokens(const Run& run) {
     const Tokenizer& t = run.tokenizer;
     if (!speaks(run)) return {int(run.shape.V) - 1};

@@ -2,30 +2,32 @@
 //   A question has candidates, each a context and a completion of it; a candidate's log-likelihood
 //   is the sum over the completion's tokens. All as EleutherAI's lm-evaluation-harness does it
 //   (github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks and models/huggingface.py), with no
-//   examples in front:
-//     hellaswag     activity_label: ctx_a Ctx_b -> " " ending       " [title]" becomes ". ", what
+//   examples in front; test/lm_eval_check.py compares the two:
+//     hellaswag     activity_label: ctx_a Ctx_b -> " " ending        " [title]" becomes ". ", what
 //                   stands in [ ] goes, then two spaces become one; Ctx_b is Python's capitalize(),
 //                   here of ASCII letters
 //     arc-easy, arc-challenge   Question: question\nAnswer: -> " " choice
 //     piqa          Question: goal\nAnswer: -> " " solution
 //     winogrande    the sentence up to _ and an option -> " " what follows: the contexts differ
 //     lambada       the text but its last word -> " " that word
-//   acc       of a choice: the likeliest completion is the right one, the first of equals;
-//             of lambada: every token of the word is the likeliest. Of equal logits each is, where
-//             the harness takes the first alone.
-//   acc_norm  the same by log-likelihood over characters of the completion, without the space
+//   acc         of choices: the likeliest is the right one; of equals the first counts
+//               of lambada: each token of the word is the likeliest; of equal logits each is, where
+//               the harness takes the first alone
+//   acc_norm    by log-likelihood over characters of the completion, without the space in front
 //   perplexity  exp(-mean log-likelihood) of lambada's words
-//   +-        standard error: sample standard deviation / sqrt(n); of perplexity by its derivative,
-//             where the harness draws samples
-//   Tokens: white space at the context's end moves to the completion; the completion's tokens are
-//   those of both behind as many as the context alone has. A tokenizer's begin-of-sequence token
-//   stands in front (the harness's add_bos_token); an empty context is that, or the end of text. Of
-//   what is longer than the model's positions the beginning is left out.
+//   +-          standard error: sample standard deviation / sqrt(n); of perplexity by its
+//               derivative, where the harness draws samples
+//   Tokens: white space at the context's end moves to the completion. The completion's tokens are
+//   those of both texts together, behind as many as the context alone has. A tokenizer's token for
+//   the beginning of a sequence stands in front (the harness's add_bos_token); an empty context is
+//   that, or the end of text. What is longer than the model's positions loses its beginning.
 //   Files: JSON lines as published. HellaSwag also as six lines a question (context, label, four
-//   endings, with the brackets gone already); ARC as AI2 or as Hugging Face has it; PIQA's labels in
-//   the line, or in X-labels.lst beside X.jsonl; LAMBADA also as plain text, a passage a line.
-//   Candidates are the samples of an evaluation's plan, padded behind: rows do not see what follows.
+//   endings, without brackets); ARC as AI2 or as Hugging Face has it; PIQA's labels in the line, or
+//   in X-labels.lst beside X.jsonl; LAMBADA also as plain text, a passage a line.
+//   Candidates are samples of an evaluation's plan, padded to the longest: no row sees what follows
+//   it.
 //   Contract: any layout gives the same sums but for the rounding of its reductions.
+//   bits per byte = loss / ln 2 / bytes of the targets' texts: tokenizers can be compared by it
 #pragma once
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -71,11 +73,8 @@ inline size_t space_length(std::string_view text) {
     return 0;
 }
 inline std::string_view strip_right(std::string_view text) {
-    for (bool more = true; more;) {
-        more = false;
-        for (size_t n = 1; n <= 3 && n <= text.size() && !more; n++)
-            if (space_length(text.substr(text.size() - n)) == n) text.remove_suffix(n), more = true;
-    }
+    for (size_t n = 1; n <= 3 && n <= text.size(); n++) // bytes of a character
+        if (space_length(text.substr(text.size() - n)) == n) text.remove_suffix(n), n = 0;
     return text;
 }
 inline std::string strip(std::string_view text) {
@@ -88,11 +87,8 @@ inline size_t count_characters(std::string_view text) {
     return n;
 }
 inline std::string capitalize(std::string text) {
-    for (size_t i = 0; i < text.size(); i++) {
-        char& c = text[i];
-        if (i == 0 && c >= 'a' && c <= 'z') c = char(c - 'a' + 'A');
-        if (i > 0 && c >= 'A' && c <= 'Z') c = char(c - 'A' + 'a');
-    }
+    for (char& c : text) c = char(std::tolower((unsigned char)c));
+    if (!text.empty()) text[0] = char(std::toupper((unsigned char)text[0]));
     return text;
 }
 // WikiHow's titles and marks in HellaSwag. A mark ends in its line.
