@@ -192,7 +192,8 @@ class Plot(unittest.TestCase):
             xs, ys = axes[title].lines[0].get_data()
             self.assertEqual(list(xs), [128.0 * n for n in range(1, 11)])
             self.assertEqual(list(ys), list(run.curves[key]), title)
-        tasks = self.read(FIRST, step(1), {"step": 1, "piqa": 0.25}, step(2), {"step": 2, "piqa": 0.5})
+        tasks = self.read(FIRST, step(1), {"step": 1, "piqa": 0.25}, step(2),
+                          {"step": 2, "piqa": 0.5})
         figure = plot.draw([tasks], os.path.join(self.folder, "a.svg"), "step", "", "", 0, "piqa")
         scores = {ax.get_title(loc="left"): ax for ax in figure.axes}
         xs, ys = scores["piqa"].lines[0].get_data()
