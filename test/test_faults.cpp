@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include "../llmc/checkpoint.h"
+#include "../llmc/prepare.h"
 #include "../llmc/step.h"
 
 namespace fs = std::filesystem;
@@ -307,6 +308,50 @@ TEST_F(Files, ACrashAtAnyCallOfSavingAStepAgainLeavesIt) {
 TEST_F(Files, AFailureOfAnyCallOfASaveIsNamed) {
     for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::ONCE, {1}, 1);
     sweep_saves(dir, 1, Fault::ONCE, {1, 2}, 5);
+}
+
+// Whatever call the disk stops at, the same command then makes what it makes on a good disk.
+TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
+    Config c;
+    Tokenizer bytes;
+    c.prepare = dir + "/out/x.bin", c.document_end = 10, c.shard_tokens = 20, c.val_tokens = 5;
+    c.data = write("a.jsonl", "{\"text\": \"one document\"}\n{\"text\": \"and another one\"}\n");
+    auto files = [&] {
+        std::map<std::string, std::string> all;
+        for (const auto& e : fs::directory_iterator(dir + "/out"))
+            all[e.path().filename()] = read_file(e.path());
+        return all;
+    };
+    auto prepared = [&] {
+        testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
+        std::string wrong = prepare(c, bytes, "");
+        testing::internal::GetCapturedStdout(), testing::internal::GetCapturedStderr();
+        return wrong;
+    };
+    fs::create_directories(dir + "/out");
+    ASSERT_EQ(prepared(), "");
+    auto expected = files();
+    ASSERT_EQ(expected.size(), 4u); // 29 tokens: 5, 20 and 4, and the manifest
+    for (Fault fault : {Fault::CRASH, Fault::ONCE, Fault::SHORT})
+        for (long at = 0;; at++) {
+            fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+            disk_arm(fault, at);
+            std::string wrong = prepared();
+            disk_disarm(dir + "/out");
+            std::string met = "call " + std::to_string(at) + ": " + disk.met;
+            bool last = disk.calls <= at || fault == Fault::SHORT;
+            if (!last && disk.met != "unlink x.progress") {
+                ASSERT_NE(wrong.find(dir + "/out"), std::string::npos)
+                    << met << ": '" << wrong << "'";
+            }
+            if (fault == Fault::ONCE) {
+                ASSERT_EQ(leftovers(dir + "/out"), "") << met;
+            }
+            ASSERT_EQ(prepared(), "") << met;
+            ASSERT_TRUE(files() == expected) << met;
+            if (last) break;
+        }
+    EXPECT_GT(disk.calls, 20);
 }
 
 TEST_F(Files, ACrashOrFailureAtAnyCallOfAnExportLeavesAWholeOne) {
