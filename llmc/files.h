@@ -1,7 +1,8 @@
 // files.h - files that are whole or not there: written under another name, synced, renamed; CRC-32
-//   FileWriter streams into PATH.tmp; writer_close syncs it and renames it. On any failure PATH is as
-//   it was and PATH.tmp is gone. A kill leaves PATH.tmp, which nothing reads. To survive a power cut
-//   the folder has to be synced too. Every function returns "" or one line that says what is wrong.
+//   FileWriter streams into PATH.tmp; writer_close syncs it and renames it. On any failure PATH is
+//   as it was and PATH.tmp is gone. A kill leaves PATH.tmp, which nothing reads. To survive a power
+//   cut the folder has to be synced too. Every function returns "" or one line that says what is
+//   wrong.
 #pragma once
 #include <fcntl.h>
 #include <unistd.h>

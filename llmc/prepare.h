@@ -4,7 +4,7 @@
 //              JSON lines
 //   Documents  A JSON line is one: the string of its --field; the texts of special tokens in it are
 //              text. A .txt file is one, cut where it holds the tokenizer's end of text
-//              (<|endoftext|>); the tokens are those that training on the file itself has.
+//              (<|endoftext|>); between cuts its tokens are those of training on the file itself.
 //              Before each document stands the token that begins a text (Llama) or else ends one
 //              (GPT-2), as in llm.c's shards, or --document-end. Empty documents leave nothing.
 //   Outputs    OUT.val.bin, the first --val-tokens; then OUT.bin, or OUT_000000.bin and so on of
@@ -12,16 +12,16 @@
 //              llm.c's (dataloader.h): 16 bits a token where the vocabulary fits, else 32.
 //              OUT.json, written last: tokenizer, inputs, and of each shard tokens, documents
 //              that begin in it, bytes and CRC-32.
-//   Algorithm  1. the main thread reads the inputs in batches of a mebibyte: whole lines, or a block
-//                 of a text that ends where its tokens do (text_cut)
+//   Algorithm  1. the main thread reads the inputs in batches of a mebibyte: whole lines, or a
+//                 block of a text that ends where its tokens do (text_cut)
 //              2. threads make tokens of batches; a few for each thread are in memory
 //              3. the main thread writes them in order: the number of threads changes no byte
 //   Resume     OUT.progress tells after each shard in which batch it ended. The same call goes on
 //              there, so that a kill loses one shard's work and changes no byte; a compressed input
 //              and standard input are read again up to there.
-//   Bad lines  (no JSON, no such field) are counted, and the first one is shown; where they are more
-//              than 10 and a hundredth of all lines so far the run ends. Bytes that are no UTF-8 are
-//              kept, in lines too.
+//   Bad lines  (no JSON, no such field) are counted, and the first one is shown; where they are
+//              more than 10 and a hundredth of all lines so far the run ends. Bytes that are no
+//              UTF-8 are kept, in lines too.
 //   Memory     does not grow with the inputs: (2 threads + 2) batches. A line has at most 64 MiB.
 //   Cost: the tokenizer's, and JSON's (dev/LOG.md has the figures).
 //   What can fail returns "" or one line that says what is wrong.

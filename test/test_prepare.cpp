@@ -137,7 +137,7 @@ static std::string zstd_of(const std::string& bytes, int checksum = 1) { // as t
     ZSTD_freeCCtx(z);
     return packed;
 #else
-    return bytes;
+    return (void)checksum, bytes;
 #endif
 }
 #ifdef WITH_ZSTD
