@@ -390,8 +390,8 @@ inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, b
 // ----------------------------------------------------------------------------
 // what others call
 
-// For texts of so many bytes together. Their tokens are all in `out`; the texts stay where they are,
-// for words that come again are found there.
+// For texts of so many bytes together. Their tokens are all in `out`; the texts stay where they
+// are, for words that come again are found there.
 inline Encoding encoding_open(const Tokenizer& t, size_t bytes) {
     Encoding e = {t};
     if (t.kind == TokenizerKind::BYTE) return e;
