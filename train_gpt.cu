@@ -135,6 +135,7 @@ static std::vector<int> prompt_tokens(const Run& run) {
     if (!run.config.prompt.empty() || t.bos >= 0) return encode_from_start(t, run.config.prompt);
     return t.eot >= 0 ? std::vector<int>{t.eot} : encode(t, "\n");
 }
+
 // Left out it is the model folder's own, where it has one.
 static void open_tokenizer(Run& run) {
     Config& c = run.config;
@@ -168,6 +169,7 @@ static void prepare_export(Run& run) {
     if (!note.empty() && is_first(run))
         printf("--export writes no tokenizer.json: %s\n", note.c_str());
 }
+
 static void choose_prompt(Run& run) {
     const Config& c = run.config;
     USER_CHECK(c.prompt.empty() || speaks(run), "--prompt: %s", foreign_tokenizer(run).c_str());

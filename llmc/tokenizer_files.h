@@ -809,6 +809,7 @@ inline std::string not_json(const Tokenizer& t) {
 inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
     std::vector<std::string> texts = token_texts(t);
     nlohmann::ordered_json j = {{"tokenizer_class", "PreTrainedTokenizerFast"},
+                                {"model_input_names", {"input_ids", "attention_mask"}},
                                 {"model_max_length", positions},
                                 {"clean_up_tokenization_spaces", false}};
     if (t.eot >= 0) j["bos_token"] = j["eos_token"] = texts[size_t(t.eot)];

@@ -37,7 +37,8 @@ step "data readers, AddressSanitizer" build/asan/test_data
 step "data preparation, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_prepare
 step "tokenizers, AddressSanitizer" build/asan/test_tokenizer
 step "files and checkpoints, AddressSanitizer" build/asan/test_files
-step "evaluation, "files of others, AddressSanitizer" build/asan/test_evaluate build/asan/test_interchange
+step "evaluation, AddressSanitizer" build/asan/test_evaluate
+step "files of others, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_interchange
 step "faults of files, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_faults
 step "kernels, AddressSanitizer" build/asan/test_kernels
 step "attention's kernels, AddressSanitizer" build/asan/test_attention_kernels
