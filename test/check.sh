@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The longer checks, about 45 minutes on two cores: the suite and the kernels under AddressSanitizer and UBSan; the
+# The longer checks, about an hour on two cores: the suite and the kernels under AddressSanitizer and UBSan; the
 # operators, the kernels and the step under ThreadSanitizer; without oneDNN; with one and three threads; a bounded
 # fuzz; every operator file alone; a sample of mutants. Last line: N passed, N failed.
 set -u
@@ -17,7 +17,7 @@ step() { # a name, then a command whose exit status is the verdict
     fi
     printf '%-4s %-58s (%d s)\n' "$verdict" "$name" $((SECONDS - start))
     [ $verdict = FAIL ] && tail -n 40 "$log"
-    [ "${3:-}" = show ] && tail -n 8 "$log"
+    grep -h -o 'skipped: .*' "$log" | sort | uniq -c
     rm -f "$log"
 }
 make_quiet() { make --no-print-directory "$@"; }
