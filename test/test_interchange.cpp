@@ -634,7 +634,17 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     EXPECT_HAS(run("--model " + out + " --steps 0", 1),
                "; --tokenizer byte leaves the folder's out\n");
     run("--model " + out + " --steps 0 --tokenizer byte");
-    // what is not the model's is not written: one with more tokens, bytes beside a larger vocabulary
+    // a tokenizer with more tokens than the model is refused for text, and not written
+    std::string lines;
+    for (int b = 0; b < 300; b++)
+        lines += base64(b < 256 ? std::string(1, char(b)) : "a" + std::to_string(b)) + " " +
+                 std::to_string(b) + "\n";
+    std::string path = put("r50k_base.tiktoken", lines), more = " --tokenizer " + path;
+    EXPECT_HAS(run("--model " + out + more + " --steps 1", 1),
+               "writes 301 tokens, the model has 256");
+    EXPECT_HAS(run("--model " + out + more + " --steps 0 --sample-tokens 0 --export " + dir + "/m"),
+               "writes no tokenizer.json: --tokenizer " + path + " is not the model's");
+    // nor are bytes beside a larger vocabulary
     std::string larger =
         run(small + "--vocab 300 --steps 0 --sample-tokens 0 --export " + dir + "/larger");
     EXPECT_HAS(larger, "--export writes no tokenizer.json: --tokenizer byte is not the model's\n");
