@@ -3,6 +3,7 @@
 //   too:
 //   g++ -x c++ train_gpt.cu.   Usage: train_gpt --help
 #include <sys/stat.h>
+#include <filesystem>
 #include "llmc/checkpoint.h"
 #include "llmc/config.h"
 #include "llmc/dataloader.h"
@@ -158,6 +159,9 @@ static Type export_type(const Config& c) {
 static void prepare_export(Run& run) {
     const Config& c = run.config;
     const Tokenizer& t = run.tokenizer;
+    std::error_code none;
+    USER_CHECK(!std::filesystem::equivalent(c.model, c.export_dir, none),
+               "--export %s: is what --model reads: choose another name", c.export_dir.c_str());
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
     or_die(hf_export_check(run.shape, c.export_dir));

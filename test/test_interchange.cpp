@@ -625,6 +625,8 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     EXPECT_HAS(again, "tokenizer: " + out + "/tokenizer.json\n");
     EXPECT_FALSE(has(run("--model " + out + " --tokenizer byte --steps 0"), "tokenizer: "));
     EXPECT_TRUE(json::parse(read_file(out + "/config.json"))["eos_token_id"].is_null());
+    EXPECT_HAS(run("--model " + out + " --steps 0 --export " + out + "/", 1),
+               "is what --model reads: choose another name");
     // a copy of the copy
     std::string bytes = read_file(out + "/tokenizer.json");
     run("--model " + out + " --steps 0 --sample-tokens 0 --export " + dir + "/copy");
