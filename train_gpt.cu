@@ -80,10 +80,13 @@ static Shape choose_shape(const Config& c) {
     return s;
 }
 
-static std::string program_folder() {
+static std::string program_path() {
     char path[4096];
     ssize_t n = readlink("/proc/self/exe", path, sizeof(path) - 1);
-    std::string program(path, n > 0 ? size_t(n) : 0);
+    return std::string(path, n > 0 ? size_t(n) : 0);
+}
+static std::string program_folder() {
+    std::string program = program_path();
     return program.substr(0, program.rfind('/') + 1);
 }
 
@@ -666,7 +669,20 @@ static void prepare_data(Run& run) {
     or_die(prepare(run.config, run.tokenizer, program_folder()));
 }
 
+// OpenMP's threads spin while they wait, and take the cores from threads that work when another
+// program wants some of them: a step of 13 ms had a mean of 557 (dev/LOG.md). How long they spin is
+// read when the library is loaded, so the program starts once more.
+static void spin_briefly(char** argv) {
+#ifdef _OPENMP
+    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    setenv("GOMP_SPINCOUNT", "1000", 1);
+    execv(program_path().c_str(), argv);
+#endif
+    (void)argv; // where that cannot be they spin
+}
+
 int main(int argc, char** argv) {
+    spin_briefly(argv);
     setvbuf(stdout, nullptr, _IOLBF, 0);
     RankInfo info;
     Run run;

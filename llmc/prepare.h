@@ -808,13 +808,15 @@ inline std::string prepare(const Config& c, const Tokenizer& t, const std::strin
         manifest["documents"] = sum_of(o.shards, "documents");
         if (!(wrong = write_json(manifest_path(o), manifest)).empty()) return wrong;
         unlink(progress_path(o).c_str());
+        if (o.malformed > 0)
+            fprintf(stderr, "note: %zu of %zu lines are left out\n", o.malformed, o.lines);
     }
     printf("%s%zu documents, %zu tokens in %zu shards: %s\n", done ? "already prepared: " : "",
            sum_of(o.shards, "documents"), sum_of(o.shards, "tokens"), o.shards.size(),
            manifest_path(o).c_str());
     std::string data = o.shard_tokens ? "'" + o.stem + "_*.bin'" : c.prepare,
                 val = o.val_tokens ? " --val " + o.stem + ".val.bin" : "";
-    printf("train:  train_gpt --data %s%s; documents end with token %d\n", data.c_str(),
-           val.c_str(), o.document_token);
+    printf("train:  train_gpt --data %s%s; with --document-mask also --document-end %d\n",
+           data.c_str(), val.c_str(), o.document_token);
     return "";
 }
