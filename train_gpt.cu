@@ -311,7 +311,7 @@ template <typename T, typename S> void print_sample(Run& run, Trainer<T, S>& t) 
              : (void)printf("%d ", token);
         fflush(stdout);
     };
-    if (is_first(run)) printf("---\n%s", text ? decode(run.tokenizer, run.prompt).c_str() : "");
+    if (is_first(run)) printf("---\n%s", c.prompt.c_str());
     for (size_t i = 0; !text && i < run.prompt.size(); i++) emit(run.prompt[i]);
     generate(t, run.generate_plan, run.prompt, size_t(c.sample_tokens),
              {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step}, emit);

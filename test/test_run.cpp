@@ -710,7 +710,7 @@ TEST_F(Run, PreparesDataAndTrainsOnIt) {
                    ".bin --document-end 10 --val-tokens 500 --shard-tokens 2000 --data " + data);
     EXPECT_EQ(r.text, "400 documents, 3490 tokens in 3 shards: " + y + ".json\n" +
                           "train:  train_gpt --data '" + y + "_*.bin' --val " + y +
-                          ".val.bin; documents end with token 10\n");
+                          ".val.bin; with --document-mask also --document-end 10\n");
     EXPECT_EQ(r.status, 0);
     r =
         run("--layers 1 --heads 1 --channels 8 --seq 16 --micro-batch 2 --steps 2 --document-mask "
