@@ -65,7 +65,8 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
 }
 
 // The action at which most passing bytes are live, and those bytes by meaning.
-inline std::string peak_text(const Arena& arena, const Plan& p, const Model& model, int plan) {
+inline std::string peak_text(const Arena& arena, const Plan& p, const Model& model, int plan,
+                             const char* what) {
     std::vector<int64_t> change(p.actions.size() + 1);
     for (auto& [d, lives] : arena.passing[plan])
         for (const Place& l : lives)
@@ -91,11 +92,9 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
                  : d.kind == Kind::SCRATCH ? "  workspace"
                                            : "  batch and losses"] += l.bytes;
         }
-    const char* modes[] = {"activations (train)", "activations (evaluate)",
-                           "activations (generate)"};
-    std::string text = memory_line(modes[int(p.mode)], size_t(most), arena.bytes);
+    std::string text = memory_line(what, size_t(most), arena.bytes);
     text += "    live at " + action_text(p.actions[at], model) + ", the fullest moment\n";
-    for (auto& [what, bytes] : sums) text += memory_line(what.c_str(), bytes, arena.bytes);
+    for (auto& [part, bytes] : sums) text += memory_line(part.c_str(), bytes, arena.bytes);
     return text;
 }
 
@@ -114,7 +113,13 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     add("optimizer moments", Kind::MOMENTS, "float");
     add("constants", Kind::CONSTANTS, "rotary tables, slopes");
     add("key/value cache", Kind::CACHE);
-    for (size_t i = 0; i < plans.size(); i++) text += peak_text(arena, plans[i], model, int(i));
+    const char* modes[] = {"activations (train)", "activations (evaluate)",
+                           "activations (generate)"};
+    for (size_t i = 0; i < plans.size(); i++) {
+        bool second = i > 0 && plans[i].mode == plans[i - 1].mode; // evaluation: of tasks
+        const char* what = second ? "activations (tasks)" : modes[int(plans[i].mode)];
+        text += peak_text(arena, plans[i], model, int(i), what);
+    }
     text += memory_line("total", arena.bytes, 0, "one allocation; plans share the passing bytes");
     return text;
 }
