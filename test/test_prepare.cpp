@@ -26,7 +26,7 @@ struct Prepare : testing::Test {
     std::string dir;
     Config c;
     Tokenizer t;
-    PrepareLimits limits;
+    BatchLimits limits;
     void SetUp() override {
         dir = testing::TempDir() + "/prepare_" + std::to_string(getpid()) +
               testing::UnitTest::GetInstance()->current_test_info()->name();
