@@ -180,7 +180,7 @@ def finish_axes(axes, x, x_name, log, name):
         axis.set_minor_locator(ticker.NullLocator())
     if name.startswith("loss"):
         axes["loss"].set_ylabel("nats a token")
-    axes["loss"].legend(loc="upper right")
+    axes["loss"].legend(loc="best")
     axes["lr"].yaxis.set_major_formatter(plain)
     axes["tokens_per_second"].yaxis.set_major_formatter(thousands)
     axes["tokens_per_second"].set_ylim(bottom=0)
