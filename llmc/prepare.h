@@ -181,13 +181,15 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
 // ----------------------------------------------------------------------------
 // what is there already
 
-// Equal for tokenizers that have the same pieces and merges, whatever their files are called.
+// Equal for tokenizers that have the same pieces, merges and patterns, whatever their files are
+// called.
 inline uint32_t tokenizer_crc(const Tokenizer& t) {
     uint32_t crc = 0;
     auto add = [&](const void* data, size_t bytes) {
         crc = uint32_t(crc32(crc, static_cast<const unsigned char*>(data), uInt(bytes)));
     };
     for (const std::string& piece : t.pieces) add(piece.c_str(), piece.size() + 1);
+    for (const std::string& pattern : t.pattern_texts) add(pattern.c_str(), pattern.size() + 1);
     for (const Merge& m : t.merges) add(&m, sizeof(m));
     add(t.scores.data(), t.scores.size() * sizeof(float));
     add(&t.unicode_form, sizeof(t.unicode_form));

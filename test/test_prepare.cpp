@@ -547,6 +547,7 @@ TEST_F(Prepare, OtherInputsAreRefused) {
         c.document_end = 11, refused("another --document-end");
         c.field = "body", refused("another --field");
         t = small_bpe(), refused("another --tokenizer");
+        ASSERT_EQ(add_pattern(&t, "."), ""), refused("another --tokenizer");
         put("a.txt", "some texts"), refused("other --data, or files that have changed since");
         put("a.txt", "some text");
         fs::last_write_time(c.data, written);
