@@ -287,6 +287,7 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
 }
 
 inline void writer_put(FileWriter& w, const std::vector<float>& values, Type type) {
+    if (values.empty()) return;
     std::vector<unsigned char> bytes(values.size() * type_bytes(type));
     float_to_type(bytes.data(), values.data(), values.size(), type);
     writer_put(w, bytes.data(), bytes.size());

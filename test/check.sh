@@ -20,7 +20,7 @@ step() { # a name, then a command whose exit status is the verdict
     grep -h -o 'skipped: .*' "$log" | sort | uniq -c
     rm -f "$log"
 }
-make_quiet() { make --no-print-directory "$@"; }
+make_quiet() { make --no-print-directory -j2 "$@"; }
 
 # AddressSanitizer and UBSan. oneDNN's JIT code is not instrumented; leaks of its global caches are not ours.
 asan="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
