@@ -16,7 +16,7 @@
 #include "llmc/mfu.h"
 #include "llmc/model_files.h"
 #include "llmc/prepare.h"
-#include "llmc/tokenizer_files.h"
+#include "llmc/tokenizer_export.h"
 
 // What a run has beside its trainer.
 struct Run {

@@ -4,7 +4,7 @@
 //   stored [in, out] (Conv1D) and turned on the way.
 //   Writing: the same, from the float masters, without the vocabulary's padding, into a folder of
 //   another name that is renamed when it is whole. An export loads again to the same bits. With the
-//   tokenizer's files (tokenizer_files.h) AutoTokenizer and AutoModelForCausalLM load and generate.
+//   tokenizer's files (tokenizer_export.h) AutoTokenizer and AutoModelForCausalLM load and generate.
 //   Every function returns "" or one line that says what is wrong.
 #pragma once
 #include <dirent.h>

@@ -5,7 +5,7 @@
 #include <fstream>
 #include "../llmc/generate.h"
 #include "../llmc/model_files.h"
-#include "../llmc/tokenizer_files.h"
+#include "../llmc/tokenizer_export.h"
 
 namespace fs = std::filesystem;
 using nlohmann::json;
