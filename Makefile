@@ -1,170 +1,171 @@
-# train_gpt - make run | test | check | bench | ladders | gpu | copycheck | mutate | clean | setup;  build/train_gpt, build/test_*
-#   Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs
-#   no CUDA toolkit. Without the word: cuda where a GPU answers.
+# train_gpt - make run | test | check | bench | ladders | gpu | copycheck | mutate | clean | setup;  build/train_gpt,
+#   build/test_*. Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs no
+#   CUDA toolkit. Without the word: cuda where a GPU answers.
 CXX ?= g++
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 DEVICE ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 BUILD ?= build
 WARN = -Wall -Wextra -Wno-unknown-pragmas
 OPT ?= -O3 -march=native
-# -fno-math-errno lets sqrt be one instruction; -ffast-math is never used: it changes results
-CXXFLAGS = -std=c++20 $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
 OPENMP ?= -fopenmp
+ifeq ($(MAKELEVEL),0) # two things at a time; `make -j8`: eight
+MAKEFLAGS += -j2
+endif
+# -fno-math-errno lets sqrt be one instruction; -ffast-math is never used: it changes results. -MMD writes down what a
+# program was built from: a change rebuilds what includes the file, and nothing else.
+CXXFLAGS = -std=c++20 -MMD -MP -MF $@.d $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
 LIBS = -lz -lpcre2-8 -lutf8proc -lpthread
 
-# oneDNN: matrix products on the CPU; without it plain blocked loops
-ONEDNN ?= $(if $(wildcard /usr/include/oneapi/dnnl/dnnl.hpp /usr/local/include/oneapi/dnnl/dnnl.hpp),1,0)
-ifeq ($(ONEDNN),1)
-CXXFLAGS += -DWITH_ONEDNN
-LIBS += -ldnnl
-endif
-
-# zstd: --prepare reads .zst files
-ZSTD ?= $(if $(wildcard /usr/include/zstd.h /usr/local/include/zstd.h),1,0)
-ifeq ($(ZSTD),1)
-CXXFLAGS += -DWITH_ZSTD
-LIBS += -lzstd
-endif
-
-# MPI: ranks as processes; without it ranks are threads of one process
-MPI ?= $(if $(shell command -v mpicxx),1,0)
-ifeq ($(MPI),1)
-MPI_FLAGS = -DWITH_MPI $(shell mpicxx --showme:compile)
-MPI_LIBS = $(shell mpicxx --showme:link)
-endif
-
-# NCCL: ranks on GPUs, a process each, found beside nvcc; without it ranks share a GPU as threads
+# What this machine has, 1 or 0; `make ONEDNN=0` leaves it out.
+#   ONEDNN: matrix products on the CPU, else plain blocked loops    ZSTD: --prepare reads .zst files
+#   MPI: ranks as processes, else as threads of one    NCCL: ranks on GPUs, a process each, else threads that share one
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(NVCC))
-NCCL ?= $(if $(and $(filter 1,$(MPI)),$(wildcard /usr/include/nccl.h $(CUDA_HOME)/include/nccl.h)),1,0)
-ifeq ($(NCCL),1)
-NCCL_FLAGS = -DWITH_NCCL
-NCCL_LIBS = -L$(CUDA_HOME)/lib -lnccl
-endif
+has = $(if $(wildcard $(addsuffix /$(1),/usr/include /usr/local/include $(2))),1,0)
+with = $(if $(filter 1,$($(1))),$(2))
+ONEDNN ?= $(call has,oneapi/dnnl/dnnl.hpp)
+ZSTD ?= $(call has,zstd.h)
+MPI ?= $(if $(shell command -v mpicxx),1,0)
+NCCL ?= $(if $(call with,MPI,1),$(call has,nccl.h,$(CUDA_HOME)/include),0)
+CXXFLAGS += $(call with,ONEDNN,-DWITH_ONEDNN) $(call with,ZSTD,-DWITH_ZSTD)
+LIBS += $(call with,ONEDNN,-ldnnl) $(call with,ZSTD,-lzstd)
+MPI_FLAGS = $(if $(filter 1,$(MPI)),-DWITH_MPI $(shell mpicxx --showme:compile))
+MPI_LIBS = $(if $(filter 1,$(MPI)),$(shell mpicxx --showme:link))
+NCCL_FLAGS = $(call with,NCCL,-DWITH_NCCL)
+NCCL_LIBS = $(call with,NCCL,-L$(CUDA_HOME)/lib -lnccl)
 
-# GPUs: Ampere and what follows it, Hopper with its own instructions. `make GPUS=90a` for one alone.
+# GPUs: Ampere and what follows it, Hopper with its own instructions. `make GPUS=90a` for one alone. A plain number
+# carries PTX beside its code: a GPU that came later (Blackwell) compiles that at a program's first start.
 # Without oneDNN, whose header nvcc 13.0 aborts on: with --device cpu such a build uses plain loops.
 GPUS ?= 80 90a
-NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas,-fno-math-errno,$(OPENMP) \
+ifneq ($(filter 3% 5% 6% 7%,$(GPUS)),)
+$(error GPUS=$(GPUS): the kernels need 80 (Ampere) or later)
+endif
+NVCCFLAGS = -std=c++20 -O3 --threads 2 -x cu \
+    -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas,-fno-math-errno,$(OPENMP) \
     $(foreach gpu,$(GPUS),-gencode=arch=compute_$(gpu),code=sm_$(gpu)) \
+    $(foreach gpu,$(filter-out %a %f,$(GPUS)),-gencode=arch=compute_$(gpu),code=compute_$(gpu)) \
     $(filter-out -DWITH_ONEDNN,$(filter -D%,$(CXXFLAGS)))
-CUDA_LIBS = -lz -lpcre2-8 -lutf8proc -lpthread -lcublasLt $(if $(filter 1,$(ZSTD)),-lzstd)
-# A GPU build fails on any warning, on registers spilled to memory, and where ptxas says (C75..) that
-# it had to serialise wgmma.
+GPU_LIBS = -lcublasLt
+# GPU programs go to machines with a driver, CUDA's libraries, and of others only what every machine has: what has an
+# archive here is linked from it. Not libstdc++: its archive asks for this machine's C library or a newer one. CUDA's
+# libraries are found beside the program, in their usual folder or by LD_LIBRARY_PATH; MPI=0 leaves MPI and NCCL out.
+ARCHIVES = $(BUILD)/gpu/archives
+PORTABLE = -L$(ARCHIVES) -Xlinker -rpath,\$$ORIGIN:/usr/local/cuda/lib64
+# A GPU build fails on any warning, on registers spilled, where ptxas says (C75..) that it serialised wgmma, and
+# where attention's machine code is not what dev/bench/sass_limits.txt wants.
 define nvcc
-@echo "$(NVCC) $(NVCCFLAGS) $(1)"
-@$(NVCC) $(NVCCFLAGS) -Xptxas -warn-spills $(1) >$@.log 2>&1; status=$$?; cat $@.log; \
+@command -v $(NVCC) >/dev/null || { echo "$@: there is no $(NVCC): install the CUDA toolkit or give NVCC="; exit 1; }
+@echo "$(NVCC) $(NVCCFLAGS) $< -o $@ $(GPU_LIBS) $(PORTABLE)"
+@$(NVCC) $(NVCCFLAGS) -Xptxas -warn-spills -MMD -MF $@.d $< -o $@ $(GPU_LIBS) $(PORTABLE) >$@.log 2>&1; status=$$?; \
+    cat $@.log; missing=$$(sed -nE 's/.*fatal error: ([^:]*): No .*/\1/p; s/.*cannot find (-l[^:]*).*/\1/p' $@.log); \
+    [ -z "$$missing" ] || echo "$@ misses" $$missing "(make setup)"; \
     if grep -qE 'warning|spill|C75[0-9][0-9]' $@.log; then rm -f $@; exit 1; fi; exit $$status
+@if command -v python3 >/dev/null; then dev/bench/sass.py guard $@ || { rm -f $@; exit 1; }; \
+    else echo "skipped: machine code of $@: python3 is not installed"; fi
 endef
-# the kernels' own source on the CPU, by g++ alone
-EMULATE = -DEMULATE
 
-HEADERS = $(wildcard llmc/*.h llmc/*.cuh test/*.h dev/bench/*.h dev/cuda/*.h)
-TESTS = test_plan test_pipeline test_config test_data test_prepare test_tokenizer test_onnx test_files test_evaluate test_interchange test_faults test_model test_layouts test_comm test_memory test_run \
-    test_device
+TESTS = test_plan test_pipeline test_model test_layouts test_comm test_nccl test_memory test_run test_overflow \
+    test_life test_samples test_device test_types test_onnx test_config test_report test_data test_files \
+    test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_checkpoint test_evaluate \
+    test_interchange test_faults
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layernorm_forward attention_forward matmul)
 .PHONY: run test check bench ladders gpu copycheck mutate clean setup found all tests-built
+vpath %.cpp test/kernels test/step test/io test/harness
+-include $(wildcard $(BUILD)/*.d $(BUILD)/gpu/*.d)
 
 all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
-
+says = $(if $(call with,$(1),1),yes,no - $(2))
 found:
-	@echo "$(shell $(CXX) --version | head -1); oneDNN: $(if $(filter 1,$(ONEDNN)),yes,no - matrix products are plain loops); MPI: $(if $(filter 1,$(MPI)),yes,no - ranks are threads); device: $(DEVICE)$(if $(filter cuda,$(DEVICE)), NCCL: $(if $(filter 1,$(NCCL)),yes,no - processes run on the CPU))"
-
-# `make run` and `make test` set the machine up first, then look again at what is there
-run:
-	@scripts/setup.sh
-	@$(MAKE) --no-print-directory found $(BUILD)/train_gpt
-	$(BUILD)/train_gpt
-
-test:
-	@scripts/setup.sh test
-	@$(MAKE) --no-print-directory -j2 found tests-built
-	@test/run.sh $(BUILD) test_ops $(TESTS) $(EMULATED)
-
-check:
-	@scripts/setup.sh test
-	@test/check.sh
-
-bench:
-	@scripts/setup.sh
-	@$(MAKE) --no-print-directory found $(BUILD)/test_ops $(BUILD)/bench_step
-	$(BUILD)/test_ops perf
-	$(BUILD)/bench_step
-
-# an operator from the naive kernel to the project's own: checked everywhere, measured on a GPU
-ladders: $(LADDERS)
-	@for ladder in $(LADDERS); do echo $$ladder; $$ladder || exit 1; done
-
-# operator files alone, as other projects copy them
-copycheck:
-	test/copycheck.sh
-
-mutate:
-	@scripts/setup.sh test
-	test/mutate
-
+	@echo "$(shell $(CXX) --version | head -1); oneDNN: $(call says,ONEDNN,matrix products are plain loops);" \
+	    "MPI: $(call says,MPI,ranks are threads);" \
+	    "device: $(DEVICE)$(if $(filter cuda,$(DEVICE)),; NCCL: $(call says,NCCL,processes run on the CPU))"
 setup:
 	@scripts/setup.sh test
 
-tests-built: all $(BUILD)/test_ops $(TESTS:%=$(BUILD)/%) $(EMULATED:%=$(BUILD)/%)
-
-# everything that a machine with a GPU runs
-gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels \
+# `make run` and `make test` set the machine up first, then look again at what is there.
+run:
+	@scripts/setup.sh
+	@$(MAKE) --no-print-directory found $(BUILD)/train_gpt
+	$(BUILD)/train_gpt --config scripts/first_run.cfg
+test: setup
+	@$(MAKE) --no-print-directory found tests-built
+	@test/run.sh $(BUILD) test_ops $(TESTS) $(EMULATED)
+check: setup # ALL=1: also what this commit is not dealt
+	@test/check.sh
+mutate: setup
+	@test/mutate
+copycheck: # operator files alone, as other projects copy them
+	@test/copycheck.sh
+bench:
+	@scripts/setup.sh
+	@$(MAKE) --no-print-directory found $(BUILD)/bench_ops $(BUILD)/bench_step
+	$(BUILD)/bench_ops perf
+	$(BUILD)/bench_step
+# An operator from the naive kernel to the project's own: checked everywhere, measured on a GPU.
+ladders: $(LADDERS)
+	@for ladder in $(LADDERS); do echo $$ladder; $$ladder || exit 1; done
+tests-built: all $(addprefix $(BUILD)/,test_ops $(TESTS) $(EMULATED))
+# Everything that a machine with a GPU runs.
+gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device test_comm bench_kernels \
     ladder_layernorm_forward ladder_attention_forward ladder_matmul)
+clean:
+	rm -rf $(BUILD)
 
+# On the CPU. Tests build in half the time at -O1, and the op table at -O2; bench_ops is the same table at -O3.
+# EMULATE: the kernels' own source, by g++ alone.
+$(addprefix $(BUILD)/,$(TESTS) $(EMULATED)) $(BUILD)/ladder_%: OPT = -O1 -march=native
+$(BUILD)/test_ops: OPT = -O2 -march=native
+$(addprefix $(BUILD)/,$(EMULATED) test_device test_comm test_nccl) $(BUILD)/ladder_%: CXXFLAGS += -DEMULATE
+$(addprefix $(BUILD)/,test_comm test_nccl test_memory): CXXFLAGS += $(MPI_FLAGS)
+# NCCL's calls, carried by MPI.
+$(addprefix $(BUILD)/,test_comm test_nccl): CXXFLAGS += $(call with,MPI,-DWITH_NCCL -Itest/harness/nccl_stub)
+$(addprefix $(BUILD)/,test_comm test_nccl test_memory train_gpt): LIBS += $(MPI_LIBS)
+$(addprefix $(BUILD)/,$(TESTS)): LIBS += -lgtest -lgtest_main
+$(BUILD)/test_device: LIBS += -rdynamic # kernels have names at run time
+compile = $(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LIBS)
+$(BUILD)/%: %.cpp | $(BUILD)
+	$(compile)
+$(BUILD)/bench_ops: test_ops.cpp | $(BUILD)
+	$(compile)
+$(BUILD)/bench_%: dev/bench/%.cpp | $(BUILD)
+	$(compile)
+$(BUILD)/ladder_%: dev/cuda/%.cu | $(BUILD)
+	$(compile)
+$(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
+	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@
+# The program in three parts, side by side: training in bf16, in fp16, and the rest.
+PARTS = $(addprefix $(BUILD)/train_gpt_,bf16.o fp16.o rest.o)
+$(BUILD)/train_gpt_bf16.o: CXXFLAGS += -DPART_BF16 -Wno-unused-function
+$(BUILD)/train_gpt_fp16.o: CXXFLAGS += -DPART_FP16 -Wno-unused-function
+$(BUILD)/train_gpt_rest.o: CXXFLAGS += -DPART_REST
+$(PARTS): train_gpt.cu | $(BUILD)
+	$(CXX) $(CXXFLAGS) $(MPI_FLAGS) -x c++ -c $< -o $@
 ifeq ($(DEVICE),cuda)
 $(BUILD)/train_gpt: $(BUILD)/gpu/train_gpt
 	cp $< $@
 else
-$(BUILD)/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)
-	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LIBS)
+$(BUILD)/train_gpt: $(PARTS)
+	$(CXX) $(OPENMP) $(EXTRA) $(PARTS) -o $@ $(LIBS)
 endif
 
-$(BUILD)/gpu/train_gpt: NVCCFLAGS += $(filter -D% -I%,$(MPI_FLAGS)) $(NCCL_FLAGS)
-$(BUILD)/gpu/train_gpt: CUDA_LIBS += $(filter -L% -l%,$(MPI_LIBS)) $(NCCL_LIBS)
-$(BUILD)/gpu/train_gpt: train_gpt.cu $(HEADERS) | $(BUILD)/gpu
-	$(call nvcc,$< -o $@ $(CUDA_LIBS))
-$(BUILD)/gpu/test_device: test/test_device.cpp $(HEADERS) | $(BUILD)/gpu
-	$(call nvcc,$< -o $@ -lgtest -lgtest_main $(CUDA_LIBS))
-# the kernel table needs no library but CUDA's
-$(BUILD)/gpu/test_%: test/test_%.cpp $(HEADERS) | $(BUILD)/gpu
-	$(call nvcc,$< -o $@ -lcublasLt)
-
-$(BUILD)/gpu/bench_%: dev/bench/%.cu $(HEADERS) | $(BUILD)/gpu
-	$(call nvcc,$< -o $@ -lcublasLt)
-
-$(BUILD)/gpu/ladder_%: dev/cuda/%.cu $(HEADERS) | $(BUILD)/gpu
-	$(call nvcc,$< -o $@ -lcublasLt)
-$(BUILD)/ladder_%: OPT = -O1 -march=native
-$(BUILD)/ladder_%: dev/cuda/%.cu $(HEADERS) | $(BUILD)
-	$(CXX) $(CXXFLAGS) $(EMULATE) -x c++ $< -o $@ $(LIBS)
-
-$(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
-	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@
-
-$(BUILD)/test_ops: test/test_ops.cpp $(HEADERS) | $(BUILD)
-	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
-
-# the tests but the op table: at -O1 they build in half the time
-$(TESTS:%=$(BUILD)/%) $(EMULATED:%=$(BUILD)/%): OPT = -O1 -march=native
-$(EMULATED:%=$(BUILD)/%): $(BUILD)/%: test/%.cpp $(HEADERS) | $(BUILD)
-	$(CXX) $(CXXFLAGS) $(EMULATE) $< -o $@ $(LIBS)
-$(BUILD)/test_device: CXXFLAGS += $(EMULATE)
-$(BUILD)/test_comm: CXXFLAGS += $(EMULATE)
-$(BUILD)/test_comm $(BUILD)/test_memory $(BUILD)/train_gpt: CXXFLAGS += $(MPI_FLAGS)
-$(BUILD)/test_comm $(BUILD)/test_memory $(BUILD)/train_gpt: LIBS += $(MPI_LIBS)
-$(BUILD)/test_%: test/test_%.cpp $(HEADERS) train_gpt_min.cpp | $(BUILD)
-	$(CXX) $(CXXFLAGS) $< -o $@ -lgtest -lgtest_main $(LIBS)
-
-$(BUILD)/fuzz_readers: test/fuzz_readers.cpp $(HEADERS) | $(BUILD)
-	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
-
-$(BUILD)/bench_%: dev/bench/%.cpp $(HEADERS) | $(BUILD)
-	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
-
-$(BUILD) $(BUILD)/gpu:
+# On GPUs. Kernels alone need no library but CUDA's.
+$(addprefix $(BUILD)/gpu/,train_gpt test_device test_comm libraries): GPU_LIBS = $(filter-out -ldnnl,$(LIBS)) -lcublasLt
+$(addprefix $(BUILD)/gpu/,test_device test_comm): LIBS += -lgtest -lgtest_main
+$(addprefix $(BUILD)/gpu/,train_gpt test_comm): NVCCFLAGS += $(filter -D% -I%,$(MPI_FLAGS)) $(NCCL_FLAGS)
+$(addprefix $(BUILD)/gpu/,train_gpt test_comm): LIBS += $(filter -L% -l%,$(MPI_LIBS)) $(NCCL_LIBS)
+$(BUILD)/gpu/train_gpt: train_gpt.cu | $(ARCHIVES)
+	$(nvcc)
+$(BUILD)/gpu/%: %.cpp | $(ARCHIVES)
+	$(nvcc)
+$(BUILD)/gpu/bench_%: dev/bench/%.cu | $(ARCHIVES)
+	$(nvcc)
+$(BUILD)/gpu/ladder_%: dev/cuda/%.cu | $(ARCHIVES)
+	$(nvcc)
+$(ARCHIVES):
 	@mkdir -p $@
-
-clean:
-	rm -rf $(BUILD)
+	@for name in z pcre2-8 utf8proc zstd gomp; do \
+	    file=$$($(CXX) -print-file-name=lib$$name.a); [ ! -e $$file ] || ln -sf $$file $@; done
+$(BUILD):
+	@mkdir -p $@

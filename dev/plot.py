@@ -2,13 +2,14 @@
 """plot.py - the curves of one run or several, from the log.jsonl that train_gpt writes
 
 usage: plot.py LOG ... [--x step|tokens|time|flops] [--log x|y|xy] [--out FILE.png|FILE.svg]
-               [--names A,B,...] [--title TEXT] [--smooth STEPS] [--y SCORE]
+               [--names A,B,...] [--title TEXT] [--smooth STEPS] [--y SCORE] [--small]
 
 A LOG is a log.jsonl or the folder of a run. Draws the loss (the raw curve pale, an average over
 --smooth steps strong, validation as points), learning rate, gradient norm and tokens a second; with
 --y in the loss's place a score of the evaluations: hellaswag_norm, bits_per_byte, val_loss, ...
 time is the sum of the steps' own times; flops are tokens times the flops a token that the log's
-first line names: the model's arithmetic, without recomputation. Where a step stands twice, after
+first line names: the model's arithmetic, without recomputation. --small draws the loss alone, in a
+picture of few bytes for a page. Where a step stands twice, after
 a resume, the later one counts and nothing after the earlier. Lines that cannot be read are counted
 and named. Needs matplotlib: pip install matplotlib, or scripts/setup.sh plot
 """
@@ -142,14 +143,15 @@ def about(run):
 def draw_run(axes, run, xs, color, style, smooth, y):
     """Raw curves pale under their averages; the learning rate has no noise to average."""
     window = smooth or max(1, len(xs) // 50)
+    every = max(1, len(xs) // 400) if len(axes) == 1 else 1  # a small picture shows no more points
     if y:
         axes["loss"].plot(*val_points(run, xs, y), "o" + style, color=color, label=run.name)
-    for key in PANELS[1:] if y else PANELS:
+    for key in [key for key in PANELS if key in axes and not (y and key == "loss")]:
         window_here = 1 if key == "lr" else window
+        raw, ys = run.curves[key], smoothed(run.curves[key], window_here)
         if window_here > 1:
-            axes[key].plot(xs, run.curves[key], color=color, alpha=0.25, linewidth=0.8)
-        ys = smoothed(run.curves[key], window_here)
-        axes[key].plot(xs, ys, style, color=color, label=label(run))
+            axes[key].plot(xs[::every], raw[::every], color=color, alpha=0.25, linewidth=0.8)
+        axes[key].plot(xs[::every], ys[::every], style, color=color, label=label(run))
     if not y:
         axes["loss"].plot(*val_points(run, xs), "o", color=color, markeredgecolor="white")
 
@@ -160,6 +162,8 @@ def finish_axes(axes, x, x_name, log, name):
     names = (name, "learning rate", "gradient norm", "tokens a second")
     thousands, plain = ticker.EngFormatter(sep=" "), ticker.FormatStrFormatter("%.3g")
     for key, name in zip(PANELS, names):
+        if key not in axes:
+            continue
         axes[key].set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes[key].set_xlabel(x_name)
         if "x" in log:
@@ -168,7 +172,8 @@ def finish_axes(axes, x, x_name, log, name):
         axes[key].xaxis.set_major_formatter(
             thousands if x in ("tokens", "flops") else ticker.FormatStrFormatter("%g")
         )
-    for key in ("loss", "grad_norm") if "y" in log else ("grad_norm",):
+    logarithmic = ("loss", "grad_norm") if "y" in log else ("grad_norm",)
+    for key in (key for key in axes if key in logarithmic):
         if not any(y > 0 for line in axes[key].lines for y in line.get_ydata()):
             continue  # all NaN or 0: a logarithmic axis has no place for them
         axes[key].set_yscale("log")
@@ -178,15 +183,17 @@ def finish_axes(axes, x, x_name, log, name):
                                else ticker.MaxNLocator(6))  # 1, 2, 5 may all lie outside
         axis.set_major_formatter(plain)
         axis.set_minor_locator(ticker.NullLocator())
-    if name.startswith("loss"):
+    if names[0].startswith("loss"):
         axes["loss"].set_ylabel("nats a token")
     axes["loss"].legend(loc="best")
+    if len(axes) == 1:
+        return
     axes["lr"].yaxis.set_major_formatter(plain)
     axes["tokens_per_second"].yaxis.set_major_formatter(thousands)
     axes["tokens_per_second"].set_ylim(bottom=0)
 
 
-def draw(runs, out, x, log, title, smooth, y=""):
+def draw(runs, out, x, log, title, smooth, y="", small=False):
     import matplotlib
 
     matplotlib.use("Agg")
@@ -198,9 +205,9 @@ def draw(runs, out, x, log, title, smooth, y=""):
     })
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplot_mosaic(
-        [PANELS[:1] * 3, PANELS[1:]], figsize=(11, 7.5), height_ratios=(2, 1), layout="constrained"
-    )
+    large = {"mosaic": [PANELS[:1] * 3, PANELS[1:]], "height_ratios": (2, 1), "figsize": (11, 7.5)}
+    alone = {"mosaic": [PANELS[:1]], "figsize": (8, 3.5)}
+    figure, axes = pyplot.subplot_mosaic(**alone if small else large, layout="constrained")
     places = [x_values(run, x) for run in runs]
     unit, x_name = 1, {"flops": "FLOPs of the model"}.get(x, x)
     if x == "time":
@@ -241,6 +248,8 @@ def parse(arguments):
                         help="average the loss over so many (1/50 of the run)")
     parser.add_argument("--y", default="", metavar="SCORE",
                         help="a score of the evaluations instead of the loss: hellaswag_norm, ...")
+    parser.add_argument("--small", action="store_true",
+                        help="the loss alone, in a picture of few bytes for a page")
     a = parser.parse_args(arguments)
     a.logs = [os.path.join(p, "log.jsonl") if os.path.isdir(p) else p for p in a.logs]
     a.names = a.names.split(",") if a.names else run_names(a.logs)
@@ -276,7 +285,7 @@ def main(arguments=None):
     if about(runs[0]) and len({about(run) for run in runs}) == 1:
         title += f": {about(runs[0])}"
     try:
-        draw(runs, a.out, a.x, a.log, a.title or title, a.smooth, a.y)
+        draw(runs, a.out, a.x, a.log, a.title or title, a.smooth, a.y, a.small)
     except ImportError as e:
         sys.exit(f"error: plots need matplotlib ({e}): pip install matplotlib, or "
                  "scripts/setup.sh plot on Debian and Ubuntu")

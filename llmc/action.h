@@ -1,453 +1,631 @@
 // action.h - the vocabulary of a plan: actions, the data they touch, and access(), which says so
-//   F(m,l)  forward of layer l on micro-batch m          R(m,l)  its dropped activations again
-//   B(m,l)  backward, both halves; or apart: I(m,l) the input half, W(m,l) the weight half
-//   LOAD    the step's tokens, once     COUNT  its valid targets, over all ranks, before the first B
-//   SENDRECV(...)  residual streams (>) and their gradients (<) to and from other pipeline stages
-//   GATHER(b) RELEASE(b)  bucket b's weights from all shards, and gone again
-//   REDUCE(b)  gradients summed over the ranks that have parts     PUBLISH(b)  updated weights to all
-//   TIE(b)  the two gradients of a tied table added     NORM  the global gradient norm
-//   UPDATE(b)  the optimizer
-//
-//   What an action reads and writes is stated once, in access(). The checks, the arena's lifetimes,
-//   and the tests that poison everything else all use it.
+//   An optimizer step is a list of actions. m is a micro-batch, l a layer, b a bucket of
+//   parameters; layer 0 embeds, the layers after it are blocks, the last one is the head.
+//     LOAD            read the step's tokens            COUNT  sum valid targets over all ranks
+//     F(m,l)          forward of layer l                R(m,l) recompute the activations F dropped
+//     B(m,l)          backward: I(m,l) the input's gradient, then W(m,l) the weights' gradient
+//     SENDRECV(...)   activations and gradients to and from other pipeline stages
+//     GATHER(b)       a bucket's weights from all its shards         RELEASE(b)  its bytes are free
+//     REDUCE(b)       its gradient, summed over the ranks that hold parts of it
+//     TIE(b)          the two gradients of a tied table, added
+//     NORM            the global gradient norm: scale and finiteness, in device memory
+//     UPDATE(b)       the optimizer                     PUBLISH(b) updated weights to all shards
+//   Words used throughout:
+//     stage    consecutive layers on one pipeline rank   shard    this rank's part of a bucket
+//     owner    the rank that contributes an element      range    {first, count} of elements
+//     partial  a gradient still to be summed             in flight  started, not yet finished
+//   access() states once what an action reads and writes. The plan's check, the arena's lifetimes,
+//   the waits for collectives and the tests that poison all other bytes use it.
 #pragma once
 #include <algorithm>
 #include <map>
 #include <set>
 #include <string>
 #include <vector>
-#include "model.h"
+#include "buckets.h"
+#include "optimizer.h"
 #include "pipeline.h"
 
-enum class Do : uint8_t {
-    LOAD,
-    COUNT,
-    SENDRECV,
-    GATHER,
-    RELEASE,
-    F,
-    B,
-    I,
-    W,
-    R,
-    REDUCE,
-    TIE,
-    NORM,
-    UPDATE,
-    PUBLISH
+namespace llmc {
+
+// clang-format off
+enum class Op : uint8_t {
+    LOAD, COUNT, SENDRECV, GATHER, RELEASE, F, B, I, W, R, REDUCE, TIE, NORM, UPDATE, PUBLISH
 };
-inline const char* do_name(Do kind) {
-    const char* names[] = {"LOAD",   "COUNT", "SENDRECV", "GATHER", "RELEASE",
-                           "F",      "B",     "I",        "W",      "R",
-                           "REDUCE", "TIE",   "NORM",     "UPDATE", "PUBLISH"};
-    return names[int(kind)];
+// The words of --explain, of timelines and of the watchdog.
+inline const char* op_name(Op op) {
+    static const char* names[] = {
+        "LOAD", "COUNT", "SENDRECV", "GATHER", "RELEASE", "F", "B", "I", "W", "R", "REDUCE", "TIE",
+        "NORM", "UPDATE", "PUBLISH"};
+    return names[int(op)];
 }
 
-// A piece of memory by its meaning. `of` is a layer or a bucket.
+// A piece of memory by its meaning. The table below says what `of` counts and how long it lives.
 enum class Kind : uint8_t {
-    WEIGHT, // what this rank keeps of a bucket: all of it, in ZeRO-3 its shard
-    MASTER,
-    MOMENTS,
-    GRAD,      // all of it, or its shard where every micro-batch's gradient is reduced
-    GRAD_TIED, // the head's gradient of a tied table
-    SCALE,
-    CONSTANTS,
-    CACHE,    // persistent up to here
-    GATHERED, // ZeRO-3: a bucket's weights, whole
-    PARTIAL,  // one micro-batch's gradient of a bucket, whole, before REDUCE
-    VALID,
-    TOKENS,
-    STREAM,
-    DSTREAM, // stream (m,l): what layer l reads; dstream (m,l): its gradient
-    KEPT_B,
-    KEPT_W,
-    REDO_B,
-    REDO_W, // rows of the activation table: kept or made again, read last by B or W
-    GRADIENT_B,
-    GRADIENT_W,
-    LOSS,
-    LOGITS,
-    SCRATCH
+    WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, CONSTANTS, CACHE,
+    GATHERED, PARTIAL, VALID, TOKENS, STREAM, DSTREAM,
+    KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W,
+    LOSS, LOGITS, SCRATCH
 };
-inline const char* kind_name(Kind k) {
-    const char* names[] = {"weight",     "master",     "moments",  "grad",    "grad.tied", "scale",
-                           "constants",  "cache",      "gathered", "partial", "valid",     "tokens",
-                           "stream",     "dstream",    "kept.b",   "kept.w",  "redo.b",    "redo.w",
-                           "gradient.b", "gradient.w", "loss",     "logits",  "scratch"};
-    return names[int(k)];
-}
-inline bool persistent(Kind k) { return k <= Kind::CACHE; }
-inline bool of_bucket(Kind k) {
-    return k <= Kind::GRAD_TIED || k == Kind::GATHERED || k == Kind::PARTIAL;
-}
+struct KindRow {
+    const char* name;
+    bool persistent; // lives for the whole run
+    bool of_bucket;  // `of` is a bucket, else a layer
+};
+inline const KindRow& kind_row(Kind kind) {
+    static const KindRow rows[] = {
+        {"weight",     true,  true},  // what this rank keeps: the whole bucket, in ZeRO-3 its shard
+        {"master",     true,  true},  // float weights beside narrow ones
+        {"state",      true,  true},  // a state tensor of the optimizer; `micro` is its number
+        {"grad",       true,  true},  // the step's gradient: whole, or its shard in ZeRO-2 and 3
+        {"grad.tied",  true,  true},  // the head's gradient of a tied table
+        {"scale",      true,  false}, // the norm, the clipping factor, finiteness
+        {"constants",  true,  false}, // RoPE's table or ALiBi's slopes
+        {"cache",      true,  false}, // keys and values of generated tokens
+        {"gathered",   false, true},  // ZeRO-3: the bucket's weights, whole
+        {"partial",    false, true},  // one micro-batch's gradient, whole, before REDUCE
+        {"valid",      false, false}, // the number of valid targets
+        {"tokens",     false, false}, // tokens, targets, positions, starts of documents
+        {"stream",     false, false}, // stream(m,l): the input of layer l
+        {"dstream",    false, false}, // dstream(m,l): its gradient
+        {"kept.b",     false, false}, // activations that last from F on; the input half of B is the
+        {"kept.w",     false, false}, //   last to read a .b, the weight half a .w
+        {"redo.b",     false, false}, // activations that R makes again
+        {"redo.w",     false, false},
+        {"gradient.b", false, false}, // gradients of activations
+        {"gradient.w", false, false},
+        {"loss",       false, false},
+        {"logits",     false, false},
+        {"scratch",    false, false}, // what a layer needs only while it runs
+    };
 
+    // Rows stand in the order of the enum, so the kind itself is the index.
+    return rows[int(kind)];
+}
+// clang-format on
+
+// Shorthands for the table's columns.
+inline const char* kind_name(Kind kind) { return kind_row(kind).name; }
+inline bool persistent(Kind kind) { return kind_row(kind).persistent; }
+inline bool of_bucket(Kind kind) { return kind_row(kind).of_bucket; }
+
+// The rows of the activation table lie in these six groups.
+constexpr Kind ACTIVATION_KINDS[] = {Kind::KEPT_B, Kind::KEPT_W,     Kind::REDO_B,
+                                     Kind::REDO_W, Kind::GRADIENT_B, Kind::GRADIENT_W};
+
+// One datum, by meaning and number: the key of every table of places. Where it lies is in arena.h.
 struct Data {
     Kind kind;
-    int of = -1;
-    int micro = -1;
+    int of = -1;    // a layer or a bucket
+    int micro = -1; // a micro-batch; of STATE: which tensor
     auto operator<=>(const Data&) const = default;
 };
 
+// One line of a plan. Only the fields that its op names have a value; the others stay -1.
 struct Action {
-    Do kind;
-    int micro = -1;
+    Op op;
+    int micro = -1;     // F B I W R; REDUCE where each micro-batch is reduced
     int layer = -1;     // F B I W R
     int bucket = -1;    // GATHER RELEASE REDUCE TIE UPDATE PUBLISH
-    bool first = false; // the first to reach its layer's gradients: it writes them, later ones add
+    bool first = false; // B W REDUCE: its gradients hold nothing yet, so it writes; later ones add
     std::vector<Transfer> transfers = {}; // SENDRECV
 };
 
+// A plan serves one of these; each has its own forward and its own end.
 enum class Mode { TRAIN, EVALUATE, GENERATE };
 
-struct Plan {
+// A plan is made for these, for a layout and for a model.
+struct PlanOptions {
     Mode mode = Mode::TRAIN;
-    size_t B = 1, T = 1; // a micro-batch
+    size_t B = 1, T = 1; // a micro-batch: sequences, and the length of each
     int micro_batches = 1;
     size_t cache = 0; // GENERATE: positions that the key/value cache holds
     Recompute recompute = Recompute::NONE;
     bool split_backward = false; // B as I and W
-    bool adamw = true;           // moments exist
-    // the layout; the stages are dealt to the pp ranks in turn, stage s has layers [first_layer[s],
-    // first_layer[s + 1]); empty: one stage
-    int pp = 1, pp_rank = 0, chunks = 1;
-    Pipeline pipeline = Pipeline::ONE_F_ONE_B;
-    std::vector<int> first_layer;
-    std::vector<Schedule> given;  // Pipeline::GIVEN: of every rank
-    int shards = 1, replicas = 1; // data-parallel ranks that share a bucket; such groups
-    int shard = 0;                // mine of the shards
-    int zero = 0, prefetch = 1;
-    int tp = 1, tp_rank = 0;
-    bool sequence_parallel = false;
-    std::vector<Action> actions;
-    int dp() const { return shards * replicas; }
-    int stages() const { return pp * chunks; }
+    Optimizer optimizer = Optimizer::ADAMW;
 };
 
-// the first layer of a stage; of the stage after the last: the number of layers
-inline int first_layer(const Plan& p, const Model& model, int stage) {
-    if (p.first_layer.empty()) return stage == 0 ? 0 : model.layers();
-    return p.first_layer[size_t(stage)];
-}
-inline int stage_of(const Plan& p, const Model& model, int layer) {
-    int stage = 0;
-    while (first_layer(p, model, stage + 1) <= layer) stage++;
-    return stage;
-}
-inline Data data_of(const Plan& p, const Model& model, const Transfer& t) {
-    return {t.gradient ? Kind::DSTREAM : Kind::STREAM, first_layer(p, model, t.stage), t.micro};
-}
-inline bool is_mine(const Plan& p, const Model& model, int layer) {
-    return stage_of(p, model, layer) % p.pp == p.pp_rank;
-}
-inline bool bucket_is_mine(const Plan& p, const Model& model, int bucket) {
-    for (int l : model.buckets[size_t(bucket)].layers)
-        if (is_mine(p, model, l)) return true;
-    return false;
-}
-// A tied table whose two layers stand on different ranks: each has one of the gradients.
-inline bool tied_apart(const Plan& p, const Model& model, int bucket) {
-    const Bucket& b = model.buckets[size_t(bucket)];
-    return b.tied() && is_mine(p, model, b.layers.front()) != is_mine(p, model, b.layers.back());
-}
+struct Plan : PlanOptions {
+    Layout layout;
+    std::vector<Action> actions;
 
-// ZeRO-2 and 3 reduce a bucket after each micro-batch, and keep a shard of its gradient. Not those
-// of the layers of a tied table: its two gradients are added first, at the end of the step.
-inline bool reduced_each(const Plan& p, const Model& model, int bucket) {
-    if (p.zero < 2 || p.shards == 1) return false;
-    for (int l : model.buckets[size_t(bucket)].layers)
-        for (int b : buckets_of(model, l))
-            if (model.buckets[size_t(b)].tied()) return false;
-    return true;
-}
+    // The rows of a micro-batch on this rank: context parallelism shares out the sequence.
+    size_t rows() const { return B * T / size_t(layout.cp.size); }
+};
 
-// Tensor-parallel ranks have parts of the gradients of what they all hold: of their rows, of their
-// query heads where they share a key/value head.
-inline int ranks_of_kv_head(const Plan& p, const Model& model) {
-    return std::max(1, p.tp / int(model.shape.NKV));
-}
-inline bool adds_over_tp(const Plan& p, const Model& model, int bucket) {
-    const Bucket& b = model.buckets[size_t(bucket)];
-    return p.tp > 1 && ((p.sequence_parallel && b.common > 0) ||
-                        (ranks_of_kv_head(p, model) > 1 && b.shared > b.common));
-}
-inline bool is_reduced(const Plan& p, const Model& model, int bucket) {
-    return p.dp() > 1 || adds_over_tp(p, model, bucket);
-}
-
-// A bucket's elements; where shards are cut they are padded, so that shards are equal, and whole in
-// chunks of the norm.
-constexpr size_t SHARD_ALIGN = 4096;
-inline size_t shard_elements(const Plan& p, const Bucket& b) {
-    return p.shards == 1 ? b.elements
-                         : round_up(ceil_div(b.elements, size_t(p.shards)), SHARD_ALIGN);
-}
-inline size_t whole_elements(const Plan& p, const Bucket& b) {
-    return shard_elements(p, b) * size_t(p.shards);
-}
-inline bool is_sharded(const Plan& p, const Model& model, Data d) {
-    if (p.shards == 1) return false;
-    if (d.kind == Kind::WEIGHT) return p.zero == 3;
-    if (d.kind == Kind::MASTER || d.kind == Kind::MOMENTS) return p.zero >= 1;
-    return d.kind == Kind::GRAD && reduced_each(p, model, d.of);
-}
-// What a rank keeps of a bucket's datum: how many elements, and the first of them in the bucket.
-inline size_t kept_elements(const Plan& p, const Model& model, Data d) {
-    const Bucket& b = model.buckets[size_t(d.of)];
-    return is_sharded(p, model, d) ? shard_elements(p, b) : whole_elements(p, b);
-}
-inline size_t kept_first(const Plan& p, const Model& model, Data d) {
-    const Bucket& b = model.buckets[size_t(d.of)];
-    return is_sharded(p, model, d) ? shard_elements(p, b) * size_t(p.shard) : 0;
-}
-inline Kind weight_kind(const Plan& p) {
-    return p.zero == 3 && p.shards > 1 ? Kind::GATHERED : Kind::WEIGHT;
-}
-inline Kind gradient_kind(const Plan& p, const Model& model, int bucket, int layer) {
-    if (reduced_each(p, model, bucket)) return Kind::PARTIAL;
-    return model.buckets[size_t(bucket)].tied() && layer == model.head() ? Kind::GRAD_TIED
-                                                                         : Kind::GRAD;
+// Ops whose pass makes gradients of weights; ops that run a layer at all.
+inline bool reaches_weights(Op op) { return op == Op::B || op == Op::W; }
+inline bool computes(Op op) {
+    return op == Op::F || op == Op::B || op == Op::I || op == Op::W || op == Op::R;
 }
 
 // ----------------------------------------------------------------------------
-// what an action touches
+// which layers stand where
 
+// The first layer of a stage; of the stage after the last one: the number of layers.
+inline int first_layer(const Layout& layout, const Model& model, int stage) {
+    if (layout.first_layer.empty())
+        return stage == 0 ? 0 : model.layers();
+    return layout.first_layer[stage];
+}
+
+// Stages are few, so a walk over them is fast enough.
+inline int stage_of(const Layout& layout, const Model& model, int layer) {
+    int stage = 0;
+    while (first_layer(layout, model, stage + 1) <= layer)
+        stage++;
+    return stage;
+}
+
+// A transfer moves the stream between two stages: the later one's input, or its gradient.
+inline Data data_of(const Layout& layout, const Model& model, const Transfer& t) {
+    Kind kind = t.gradient ? Kind::DSTREAM : Kind::STREAM;
+    return {kind, first_layer(layout, model, t.stage), t.micro};
+}
+
+// Stages go round the pipeline's ranks, so with chunks a rank has several, pp.size apart.
+inline bool is_mine(const Layout& layout, const Model& model, int layer) {
+    return stage_of(layout, model, layer) % layout.pp.size == layout.pp.rank;
+}
+
+// A tied table has two layers, and both ranks that run one of them keep it.
+inline bool bucket_is_mine(const Layout& layout, const Model& model, int bucket) {
+    for (int l : model.buckets[bucket].layers)
+        if (is_mine(layout, model, l)) return true;
+    return false;
+}
+
+// A tied table whose two layers stand on different ranks: each rank has one of the gradients.
+inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    return b.tied() &&
+           is_mine(layout, model, b.layers.front()) != is_mine(layout, model, b.layers.back());
+}
+
+// ----------------------------------------------------------------------------
+// which ranks sum a bucket's gradient, and what each keeps of it
+
+// ZeRO-2 and 3 reduce a bucket after each micro-batch and keep a shard of its gradient. Not a tied
+// table, whose two gradients are added first, at the end of the step; nor a bucket that shares a
+// layer with one: an action has one flag, `first`, for all gradients of its layer.
+inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& mine = model.buckets[bucket];
+    if (layout.zero < 2 || shard_axis(layout, mine.group).size == 1)
+        return false;
+    for (const Bucket& other : model.buckets)
+        for (int l : mine.layers)
+            if (other.tied() && uses(other, l))
+                return false;
+    return true;
+}
+
+// The tensor-parallel ranks that hold the same key/value head.
+inline int ranks_of_kv_head(const Layout& layout, const Model& model) {
+    return std::max(1, layout.tp.size / int(model.shape.NKV));
+}
+
+// Every tensor-parallel rank has a part of the gradient of elements [0, this); see Bucket.
+inline size_t partial_over_tp(const Layout& layout, const Bucket& bucket) {
+    return layout.sequence_parallel ? bucket.common : bucket.by_heads;
+}
+
+// Whether tensor-parallel ranks hold parts of a gradient: of whole parameters, of shared heads.
+inline bool adds_over_tp(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    bool shares_heads = ranks_of_kv_head(layout, model) > 1 && b.shared > b.common;
+    return layout.tp.size > 1 && (partial_over_tp(layout, b) > 0 || shares_heads);
+}
+
+// A bucket without partners has its sum already: the plan gives it no REDUCE.
+inline bool is_reduced(const Layout& layout, const Model& model, int bucket) {
+    bool many = group_axis(layout, model.buckets[bucket].group).size > 1;
+    return many || adds_over_tp(layout, model, bucket);
+}
+
+// Each level of ZeRO cuts one datum more: 1 the optimizer's, 2 the gradient, 3 the weights.
+inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
+    if (shard_axis(layout, model.buckets[d.of].group).size == 1)
+        return false;
+    switch (d.kind) {
+    case Kind::WEIGHT: return layout.zero == 3;
+    case Kind::MASTER:
+    case Kind::STATE: return layout.zero >= 1;
+    case Kind::GRAD: return reduced_each(layout, model, d.of);
+    default: return false;
+    }
+}
+
+// The range of a bucket's datum that a rank keeps, in elements of the bucket.
+inline size_t kept_elements(const Layout& layout, const Model& model, Data d) {
+    const Bucket& b = model.buckets[d.of];
+    return is_sharded(layout, model, d) ? shard_elements(layout, b) : whole_elements(layout, b);
+}
+inline size_t kept_first(const Layout& layout, const Model& model, Data d) {
+    const Bucket& b = model.buckets[d.of];
+    size_t shard = size_t(shard_axis(layout, b.group).rank);
+    return is_sharded(layout, model, d) ? shard_elements(layout, b) * shard : 0;
+}
+
+// ZeRO-1 and 2 update a shard of weights that every rank keeps whole.
+inline bool is_published(const Layout& layout, const Bucket& b) {
+    return shard_axis(layout, b.group).size > 1 && (layout.zero == 1 || layout.zero == 2);
+}
+
+// The datum that a layer reads as its weights, and the one that it adds its gradient to.
+inline Kind weight_kind(const Layout& layout, const Model& model, int bucket) {
+    bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
+    return cut ? Kind::GATHERED : Kind::WEIGHT;
+}
+inline Kind gradient_kind(const Layout& layout, const Model& model, int bucket, int layer) {
+    if (reduced_each(layout, model, bucket)) return Kind::PARTIAL;
+    bool head_of_tied = model.buckets[bucket].tied() && layer == model.head();
+    return head_of_tied ? Kind::GRAD_TIED : Kind::GRAD;
+}
+
+// ----------------------------------------------------------------------------
+// access: what an action reads and writes
+
+// Data in the order of their use; a datum that is changed stands in both lists.
 struct Access {
     std::vector<Data> reads, writes;
+
+    void read(Data d) { reads.push_back(d); }
+    void write(Data d) { writes.push_back(d); }
+    void change(Data d) {
+        read(d);
+        write(d);
+    }
 };
 
-// Collectives of the plan are started, and go on beside the actions that follow.
-enum class Queue : uint8_t { COMPUTE, COMM };
-inline Queue queue_of(Do kind) {
-    bool comm =
-        kind == Do::SENDRECV || kind == Do::GATHER || kind == Do::REDUCE || kind == Do::PUBLISH;
-    return comm ? Queue::COMM : Queue::COMPUTE;
-}
-
-inline void access_forward(Access& x, const Plan& p, const Model& model, Action a) {
+// A forward pass reads the stream and weights, and leaves the stream for the next layer.
+inline void access_forward(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
-    if (l > 0) x.reads.push_back({Kind::STREAM, l, m});
+    if (l > 0)
+        x.read({Kind::STREAM, l, m});
+
+    // In training the head keeps its input: the loss belongs to its backward.
     if (l == model.head() && p.mode == Mode::TRAIN)
-        return; // it keeps its input: the loss belongs to its backward
-    x.reads.push_back({Kind::TOKENS, -1, m});
-    x.writes.push_back({Kind::SCRATCH, l});
-    for (int b : buckets_of(model, l)) x.reads.push_back({weight_kind(p), b});
-    if (l < model.head()) x.writes.push_back({Kind::STREAM, l + 1, m});
-    if (l == model.head())
-        x.writes.push_back({p.mode == Mode::EVALUATE ? Kind::LOSS : Kind::LOGITS, -1, m});
-    if (l == 0 || l == model.head()) return;
-    x.reads.push_back({Kind::CONSTANTS});
-    for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W})
-        x.writes.push_back({k, l, m});
-    if (p.mode == Mode::GENERATE) {
-        x.reads.push_back({Kind::CACHE, l});
-        x.writes.push_back({Kind::CACHE, l});
-    }
-}
+        return;
 
-inline void access_recompute(Access& x, const Plan& p, const Model& model, Action a) {
-    int m = a.micro, l = a.layer;
-    x.reads = {{Kind::STREAM, l, m}, {Kind::TOKENS, -1, m}, {Kind::CONSTANTS}};
-    for (int b : buckets_of(model, l)) x.reads.push_back({weight_kind(p), b});
-    if (p.recompute == Recompute::SELECTIVE)
-        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W}) x.reads.push_back({k, l, m});
-    for (Kind k : {Kind::REDO_B, Kind::REDO_W}) x.writes.push_back({k, l, m});
-    x.writes.push_back({Kind::SCRATCH, l});
-}
+    x.read({Kind::TOKENS, -1, m});
+    x.write({Kind::SCRATCH, l});
 
-inline void access_backward(Access& x, const Plan& p, const Model& model, Action a) {
-    int m = a.micro, l = a.layer;
-    bool input_half = a.kind != Do::W, weight_half = a.kind != Do::I;
-    bool block = l > 0 && l < model.head(), level_none = p.recompute == Recompute::NONE;
-    x.reads.push_back({Kind::TOKENS, -1, m});
-    x.writes.push_back({Kind::SCRATCH, l});
-    if (l > 0) x.reads.push_back({Kind::STREAM, l, m});
-    if (l < model.head()) x.reads.push_back({Kind::DSTREAM, l + 1, m});
-    if (l > 0 && input_half) x.writes.push_back({Kind::DSTREAM, l, m});
-    if (l == model.head())
-        x.reads.push_back({Kind::VALID}), x.writes.push_back({Kind::LOSS, -1, m});
-    for (int b : buckets_of(model, l)) {
-        if (input_half && l > 0) x.reads.push_back({weight_kind(p), b});
-        if (!weight_half || !model.buckets[size_t(b)].trainable) continue;
-        x.writes.push_back({gradient_kind(p, model, b, l), b});
-        if (!a.first) x.reads.push_back(x.writes.back());
-    }
-    if (!block) return;
-    x.reads.push_back({Kind::CONSTANTS});
-    for (Kind k : {Kind::KEPT_B, Kind::REDO_B, Kind::KEPT_W, Kind::REDO_W}) {
-        bool redo = k == Kind::REDO_B || k == Kind::REDO_W,
-             of_b = k == Kind::KEPT_B || k == Kind::REDO_B;
-        if ((input_half || !of_b) && !(redo && level_none)) x.reads.push_back({k, l, m});
-    }
-    if (input_half) x.writes.push_back({Kind::GRADIENT_B, l, m});
-    (input_half ? x.writes : x.reads).push_back({Kind::GRADIENT_W, l, m});
-}
-
-inline void access_end_of_step(Access& x, const Plan& p, const Model& model, Action a) {
-    Data grad = {Kind::GRAD, a.bucket}, tied = {Kind::GRAD_TIED, a.bucket},
-         weight = {Kind::WEIGHT, a.bucket};
-    auto mine = [&](int b) {
-        return model.buckets[size_t(b)].trainable && bucket_is_mine(p, model, b);
-    };
-    if (a.kind == Do::REDUCE) {
-        bool each = reduced_each(p, model, a.bucket);
-        Data from = each ? Data{Kind::PARTIAL, a.bucket} : grad;
-        x.reads = {from}, x.writes = {from}; // the sum arises in place
-        if (each) x.writes.push_back(grad);
-        if (each && !a.first) x.reads.push_back(grad);
-    } else if (a.kind == Do::TIE) {
-        // apart, the other stage has the one that is not here
-        bool embeds = is_mine(p, model, 0), apart = tied_apart(p, model, a.bucket);
-        if (!apart || embeds) x.reads.push_back(grad);
-        if (!apart || !embeds) x.reads.push_back(tied);
-        x.writes = {grad};
-        if (apart) x.writes.push_back(tied);
-    } else if (a.kind == Do::NORM) {
-        for (size_t b = 0; b < model.buckets.size(); b++)
-            if (mine(int(b))) x.reads.push_back({Kind::GRAD, int(b)});
-        x.reads.push_back({Kind::SCALE});
-        x.writes = {{Kind::SCALE}, {Kind::SCRATCH, -1}};
-    } else if (a.kind == Do::UPDATE) {
-        x.reads = {grad, {Kind::SCALE}};
-        for (Kind k : {Kind::WEIGHT, Kind::MASTER, Kind::MOMENTS})
-            if (p.adamw || k != Kind::MOMENTS)
-                x.reads.push_back({k, a.bucket}), x.writes.push_back({k, a.bucket});
+    // Read the weights. Past the head there is no stream to leave, but a loss or logits.
+    for (int b : buckets_of(model, l))
+        x.read({weight_kind(p.layout, model, b), b});
+    if (l < model.head()) {
+        x.write({Kind::STREAM, l + 1, m});
     } else {
-        x.reads = {weight}, x.writes = {weight}; // PUBLISH
+        x.write({p.mode == Mode::EVALUATE ? Kind::LOSS : Kind::LOGITS, -1, m});
     }
+
+    // A block leaves its activations, and in generation its keys and values.
+    if (!model.is_block(l)) return;
+    x.read({Kind::CONSTANTS});
+    for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W})
+        x.write({k, l, m});
+    if (p.mode == Mode::GENERATE)
+        x.change({Kind::CACHE, l});
+}
+
+// Recomputation reads what the forward pass read, and what the level has kept.
+inline void access_recompute(Access& x, const Plan& p, const Model& model, const Action& a) {
+    int m = a.micro, l = a.layer;
+    x.read({Kind::STREAM, l, m});
+    x.read({Kind::TOKENS, -1, m});
+    x.read({Kind::CONSTANTS});
+    for (int b : buckets_of(model, l))
+        x.read({weight_kind(p.layout, model, b), b});
+    if (p.recompute == Recompute::SELECTIVE)
+        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
+            x.read({k, l, m});
+
+    for (Kind k : {Kind::REDO_B, Kind::REDO_W})
+        x.write({k, l, m});
+    x.write({Kind::SCRATCH, l});
+}
+
+// B does both halves at once, so what passes between them is written and never read.
+inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
+    int m = a.micro, l = a.layer;
+    bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
+    x.read({Kind::TOKENS, -1, m});
+    x.write({Kind::SCRATCH, l});
+
+    // The streams: what came in, the gradient of what went out, the gradient of what came in. The
+    // weight half needs no input: the norms behind it have kept what its matrices multiply.
+    if (l > 0 && input_half)
+        x.read({Kind::STREAM, l, m});
+    if (l < model.head())
+        x.read({Kind::DSTREAM, l + 1, m});
+    if (l > 0 && input_half)
+        x.write({Kind::DSTREAM, l, m});
+    if (l == model.head()) {
+        x.read({Kind::VALID});
+        x.write({Kind::LOSS, -1, m});
+    }
+
+    // Weights are read by the input half, their gradients made by the weight half.
+    for (int b : buckets_of(model, l)) {
+        if (input_half && l > 0)
+            x.read({weight_kind(p.layout, model, b), b});
+        if (!weight_half || !model.buckets[b].trainable) continue;
+        Data grad = {gradient_kind(p.layout, model, b, l), b};
+        a.first ? x.write(grad) : x.change(grad);
+    }
+
+    // A block's activations, and the gradients that its input half leaves to its weight half.
+    if (!model.is_block(l)) return;
+    x.read({Kind::CONSTANTS});
+    bool redone = p.recompute != Recompute::NONE;
+    if (input_half)
+        x.read({Kind::KEPT_B, l, m});
+    if (input_half && redone)
+        x.read({Kind::REDO_B, l, m});
+    x.read({Kind::KEPT_W, l, m});
+    if (redone)
+        x.read({Kind::REDO_W, l, m});
+    if (input_half)
+        x.write({Kind::GRADIENT_B, l, m});
+    input_half ? x.write({Kind::GRADIENT_W, l, m}) : x.read({Kind::GRADIENT_W, l, m});
+}
+
+// The sum arises in place; a micro-batch's is then added to the shard of the step's gradient.
+inline void access_reduce(Access& x, const Plan& p, const Model& model, const Action& a) {
+    Data grad = {Kind::GRAD, a.bucket};
+    if (!reduced_each(p.layout, model, a.bucket))
+        return x.change(grad);
+    x.change({Kind::PARTIAL, a.bucket});
+    a.first ? x.write(grad) : x.change(grad);
+}
+
+// Apart, each of two ranks has one of the gradients; the sum arises in its place, and becomes GRAD.
+inline void access_tie(Access& x, const Plan& p, const Model& model, const Action& a) {
+    Data grad = {Kind::GRAD, a.bucket}, tied = {Kind::GRAD_TIED, a.bucket};
+    bool apart = tied_apart(p.layout, model, a.bucket);
+    bool embeds = is_mine(p.layout, model, model.buckets[a.bucket].layers.front());
+    if (!apart || embeds) x.read(grad);
+    if (!apart || !embeds) x.read(tied);
+    x.write(grad);
+    if (apart) x.write(tied);
+}
+
+// The norm runs over this rank's trainable buckets; its chunk sums are scratch of no layer.
+inline void access_norm(Access& x, const Plan& p, const Model& model) {
+    for (int b = 0; b < int(model.buckets.size()); b++)
+        if (model.buckets[b].trainable && bucket_is_mine(p.layout, model, b))
+            x.read({Kind::GRAD, b});
+    x.change({Kind::SCALE});
+    x.write({Kind::SCRATCH, -1});
+}
+
+// The update reads the scale, so no update may run before NORM has clipped.
+inline void access_update(Access& x, const Plan& p, const Action& a) {
+    x.read({Kind::GRAD, a.bucket});
+    x.read({Kind::SCALE});
+    x.change({Kind::WEIGHT, a.bucket});
+    x.change({Kind::MASTER, a.bucket});
+    int states = int(optimizer_row(p.optimizer).states.size());
+    for (int s = 0; s < states; s++)
+        x.change({Kind::STATE, a.bucket, s});
 }
 
 // The only statement of what depends on what.
 inline Access access(const Plan& p, const Model& model, const Action& a) {
     Access x;
-    switch (a.kind) {
-    case Do::LOAD:
-        for (int m = 0; m < p.micro_batches; m++) x.writes.push_back({Kind::TOKENS, -1, m});
-        x.writes.push_back({Kind::VALID});
+    switch (a.op) {
+    // The input: all micro-batches at once, and the count of their targets.
+    case Op::LOAD:
+        for (int m = 0; m < p.micro_batches; m++)
+            x.write({Kind::TOKENS, -1, m});
+        x.write({Kind::VALID});
         break;
-    case Do::COUNT: x.reads = {{Kind::VALID}}, x.writes = {{Kind::VALID}}; break;
-    case Do::SENDRECV:
-        for (const Transfer& t : a.transfers)
-            (t.send ? x.reads : x.writes).push_back(data_of(p, model, t));
+    case Op::COUNT: x.change({Kind::VALID}); break;
+
+    // Collectives: between stages, and between the shards of a bucket.
+    case Op::SENDRECV:
+        for (const Transfer& t : a.transfers) {
+            Data d = data_of(p.layout, model, t);
+            t.send ? x.read(d) : x.write(d);
+        }
         break;
-    case Do::GATHER:
-        x.reads = {{Kind::WEIGHT, a.bucket}}, x.writes = {{Kind::GATHERED, a.bucket}};
+    case Op::GATHER:
+        x.read({Kind::WEIGHT, a.bucket});
+        x.write({Kind::GATHERED, a.bucket});
         break;
-    case Do::RELEASE: break; // says where the last reader was
-    case Do::F: access_forward(x, p, model, a); break;
-    case Do::R: access_recompute(x, p, model, a); break;
-    case Do::B:
-    case Do::I:
-    case Do::W: access_backward(x, p, model, a); break;
-    case Do::REDUCE:
-    case Do::PUBLISH:
-    case Do::TIE:
-    case Do::NORM:
-    case Do::UPDATE: access_end_of_step(x, p, model, a); break;
+    case Op::RELEASE: break; // marks where the last reader was
+
+    // Layers.
+    case Op::F: access_forward(x, p, model, a); break;
+    case Op::R: access_recompute(x, p, model, a); break;
+    case Op::B:
+    case Op::I:
+    case Op::W: access_backward(x, p, model, a); break;
+
+    // The end of the step.
+    case Op::REDUCE: access_reduce(x, p, model, a); break;
+    case Op::TIE: access_tie(x, p, model, a); break;
+    case Op::NORM: access_norm(x, p, model); break;
+    case Op::UPDATE: access_update(x, p, a); break;
+    case Op::PUBLISH: x.change({Kind::WEIGHT, a.bucket}); break;
     }
     return x;
 }
 
 // ----------------------------------------------------------------------------
-// when a collective that has been started must be finished
+// queues: when an action that was started must be finished
 
-// For each action the one before which it must be over. Compute is over when it returns. A
-// collective goes on beside what follows, until an action touches what it writes, writes what it
-// reads or lets its bytes go; at the latest to the end of the plan. One that reads what only it
-// still needs (a stream to send, a micro-batch's gradient) is over before the next of its kind
-// starts: else those bytes would add up. With prefetch 0 it does not go on at all. NORM, and TIE
-// across ranks, come when all is over; the sums of tensor parallelism inside a layer do not wait.
-inline std::vector<int> finish_before(const Plan& p, const Model& model) {
+// Actions of one queue run in order; queues run beside each other.
+//   COMPUTE  over when the action returns     COMM  the plan's collectives
+//   COPY     between tiers of memory          IO    files
+enum class Queue : uint8_t { COMPUTE, COMM, COPY, IO };
+
+// COPY and IO wait for the first technique that moves data between tiers.
+inline Queue queue_of(Op op) {
+    switch (op) {
+    case Op::SENDRECV:
+    case Op::GATHER:
+    case Op::REDUCE:
+    case Op::PUBLISH: return Queue::COMM;
+    default: return Queue::COMPUTE;
+    }
+}
+
+// The actions before which a started one must have finished with its data.
+struct Finish {
+    int writes; // what it writes is there: an exchange has received
+    int reads;  // what it reads is free: an exchange has sent
+    int first() const { return std::min(writes, reads); }
+};
+
+// For each action, when it must be finished: compute at once, others at the first action that
+//   - touches what it writes, or releases its bytes
+//   - overwrites what it reads
+//   - makes all ranks meet: NORM, and TIE across stages
+//   - is of its own kind, or with prefetch 0 any action, if it reads data that pass with the plan
+//     (a stream to send, a micro-batch's gradient): else the bytes of several would add up
+// and at the latest at the end of the plan. An exchange's halves, what it receives and what it
+// sends, finish apart. Tensor parallelism's sums are no actions: they wait for none of this.
+inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
+    int end = int(p.actions.size());
     std::vector<Access> touched;
-    for (const Action& a : p.actions) touched.push_back(access(p, model, a));
+    for (const Action& a : p.actions)
+        touched.push_back(access(p, model, a));
+
+    // Say when two actions touch the same datum, and which data pass away with the plan.
     auto meet = [](const std::vector<Data>& x, const std::vector<Data>& y) {
         return std::find_first_of(x.begin(), x.end(), y.begin(), y.end()) != x.end();
     };
-    auto speaks = [&](const Action& a) {
-        return a.kind == Do::NORM || (a.kind == Do::TIE && tied_apart(p, model, a.bucket));
+    auto passing = [](Data d) { return !persistent(d.kind); };
+    auto all_ranks_meet = [&](const Action& a) {
+        return a.op == Op::NORM || (a.op == Op::TIE && tied_apart(p.layout, model, a.bucket));
     };
-    auto conflict = [&](size_t i, size_t j) {
-        const Access &x = touched[i], &y = touched[j];
-        const Action &a = p.actions[i], &b = p.actions[j];
-        bool holds =
-            !std::all_of(x.reads.begin(), x.reads.end(), [](Data d) { return persistent(d.kind); });
-        return meet(x.writes, y.reads) || meet(x.writes, y.writes) || meet(x.reads, y.writes) ||
-               (b.kind == Do::RELEASE && a.bucket == b.bucket) || speaks(b) ||
-               (holds && (a.kind == b.kind || p.prefetch == 0));
-    };
-    std::vector<int> before;
-    for (size_t i = 0, j; i < touched.size(); i++) {
-        for (j = i + 1; queue_of(p.actions[i].kind) == Queue::COMM && j < touched.size(); j++)
-            if (conflict(i, j)) break;
-        before.push_back(int(j));
+
+    std::vector<Finish> finish;
+    for (int i = 0; i < end; i++) {
+        const Action& a = p.actions[i];
+        const Access& x = touched[i];
+        bool holds = std::any_of(x.reads.begin(), x.reads.end(), passing);
+
+        // Begin with the latest moment, the plan's end; later actions may ask for an earlier one.
+        Finish f = {end, end};
+        if (queue_of(a.op) == Queue::COMPUTE)
+            f = {i + 1, i + 1};
+        bool apart = a.op == Op::SENDRECV && !x.reads.empty() && !x.writes.empty();
+        auto open_until = [&] { return apart ? std::max(f.writes, f.reads) : f.first(); };
+        for (int j = i + 1; j < open_until(); j++) {
+            const Action& b = p.actions[j];
+            const Access& y = touched[j];
+            bool both = all_ranks_meet(b) || (holds && p.layout.prefetch == 0);
+            bool released = b.op == Op::RELEASE && a.bucket == b.bucket;
+            if (both || released || meet(x.writes, y.reads) || meet(x.writes, y.writes))
+                f.writes = std::min(f.writes, j);
+            if (both || meet(x.reads, y.writes) || (holds && a.op == b.op))
+                f.reads = std::min(f.reads, j);
+        }
+
+        // Only an exchange has halves that finish apart.
+        if (!apart)
+            f = {f.first(), f.first()};
+        finish.push_back(f);
     }
-    return before;
+    return finish;
 }
 
 // ----------------------------------------------------------------------------
 // print
 
+// The words of one action: F(0,3), REDUCE(block.0), SENDRECV(to 1: activation 0.1).
 inline std::string action_text(const Action& a, const Model& model) {
-    std::string s = do_name(a.kind);
-    if (a.kind == Do::SENDRECV) {
+    std::string s = op_name(a.op);
+    if (a.op == Op::SENDRECV) {
+        std::string list;
         for (const Transfer& t : a.transfers)
-            s += (s.size() == 8 ? "(" : ", ") + std::string(t.send ? "to " : "from ") +
-                 std::to_string(t.peer) + ": " + name_of(t);
-        return s + ")";
+            list += (list.empty() ? "" : ", ") + std::string(t.send ? "to " : "from ") +
+                    std::to_string(t.peer) + ": " + name_of(t);
+        return s + "(" + list + ")";
     }
-    if (a.bucket >= 0) return s + "(" + model.buckets[size_t(a.bucket)].name + ")";
+    if (a.bucket >= 0)
+        return s + "(" + model.buckets[a.bucket].name + ")";
     if (a.layer < 0) return s;
     return s + "(" + std::to_string(a.micro) + "," + std::to_string(a.layer) + ")";
 }
 
+// The words of a datum, in the same form: stream(0,3), weight(block.0).
 inline std::string data_text(Data d, const Model& model) {
-    std::string s = kind_name(d.kind);
-    if (d.of < 0 && d.micro < 0) return s;
-    std::string of = d.of < 0            ? ""
-                     : of_bucket(d.kind) ? model.buckets[size_t(d.of)].name
-                                         : std::to_string(d.of);
-    return s + "(" + (d.micro < 0 ? of : std::to_string(d.micro) + (of.empty() ? "" : "," + of)) +
-           ")";
+    std::string micro = d.micro < 0 ? "" : std::to_string(d.micro), of;
+    if (d.of >= 0)
+        of = of_bucket(d.kind) ? model.buckets[d.of].name : std::to_string(d.of);
+    std::string comma = micro.empty() || of.empty() ? "" : ",";
+    std::string name = kind_name(d.kind);
+    return micro.empty() && of.empty() ? name : name + "(" + micro + comma + of + ")";
 }
 
-// Runs of layers fold into one word, F(0,0..13). A line for each micro-batch's forward and backward;
-// on one stage, of more than four micro-batches the middle ones, which are like their neighbours,
-// are only counted.
+// The actions from `at` on that differ by one layer each, up or down: the last of them.
+inline size_t end_of_run(const std::vector<Action>& actions, size_t at) {
+    int way = 0;
+    for (; at + 1 < actions.size(); at++) {
+        const Action &a = actions[at], &next = actions[at + 1];
+        int step = next.layer - a.layer;
+        bool goes_on = way ? step == way : step == 1 || step == -1;
+        if (next.op != a.op || next.micro != a.micro || next.layer < 0 || !goes_on)
+            break;
+        way = step;
+    }
+    return at;
+}
+
+// A line for each micro-batch's forward and backward, and one for the end of the step; a long line
+// goes on below, indented. Runs of layers fold into one word, F(0,0..13). On one stage, the middle
+// ones of more than four micro-batches are only counted.
 inline std::string plan_text(const Plan& p, const Model& model) {
+    constexpr size_t WIDTH = 88; // columns
     std::string text, line;
-    auto flush = [&] {
-        if (!line.empty()) text += line.substr(1) + "\n";
+    auto end_line = [&] {
+        if (!line.empty()) text += line + "\n";
         line.clear();
     };
-    Action previous = {Do::LOAD};
+    auto add_word = [&](const std::string& word) {
+        bool full = !line.empty() && line.size() + 1 + word.size() > WIDTH;
+        if (full) end_line();
+        line += full ? "  " : line.empty() ? "" : " ";
+        line += word;
+    };
+
+    // A pipeline's micro-batches differ in what they exchange, so all are printed.
+    bool folds = p.layout.pp.size == 1 && p.micro_batches > 4;
+
+    Action previous = {Op::LOAD};
     for (size_t i = 0; i < p.actions.size(); i++) {
-        Action a = p.actions[i];
-        if (p.pp == 1 && p.micro_batches > 4 && a.micro > 1 && a.micro < p.micro_batches - 1) {
-            if (previous.micro < 2)
-                flush(), text += "... micro-batches 2 to " + std::to_string(p.micro_batches - 2) +
-                                 " like the first\n";
+        const Action& a = p.actions[i];
+        if (folds && a.micro > 1 && a.micro < p.micro_batches - 1) {
+            if (previous.micro < 2) {
+                end_line();
+                text += "... micro-batches 2 to " + std::to_string(p.micro_batches - 2) +
+                        " like the first\n";
+            }
             previous = a;
             continue;
         }
-        bool stays =
-            a.kind == Do::GATHER || a.kind == Do::RELEASE || (a.kind == Do::REDUCE && a.micro >= 0);
-        if (!stays && (a.micro != previous.micro || (a.kind == Do::F) != (previous.kind == Do::F)))
-            flush();
-        size_t end = i;
-        int way = 0;
-        while (end + 1 < p.actions.size()) {
-            const Action& n = p.actions[end + 1];
-            int step = n.layer - p.actions[end].layer;
-            if (n.kind != a.kind || n.micro != a.micro || n.layer < 0 ||
-                (step != 1 && step != -1) || (way && step != way))
-                break;
-            way = step, end++;
-        }
+
+        // Buckets' collectives stay on the line where they stand.
+        bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE;
+        bool turns = (a.op == Op::F) != (previous.op == Op::F);
+        bool ends = a.op == Op::TIE || (a.op == Op::NORM && previous.op != Op::TIE);
+        if (!stays && (a.micro != previous.micro || turns || ends))
+            end_line();
+
+        // Write a run of layers as one word, and go on behind it.
+        size_t end = end_of_run(p.actions, i);
         std::string word = action_text(a, model);
-        if (end > i) word.insert(word.size() - 1, ".." + std::to_string(p.actions[end].layer));
-        line += " " + word;
+        if (end > i)
+            word.insert(word.size() - 1, ".." + std::to_string(p.actions[end].layer));
+        add_word(word);
         if (!stays) previous = p.actions[end];
         i = end;
     }
-    flush();
+    end_line();
     return text;
 }
+
+} // namespace llmc

@@ -1,80 +1,124 @@
-// arena.h - every byte has its place before the run: one allocation, offsets from lifetimes read off the plan
-//   Persistent data (weights, gradients, moments, ...) lie first, each for the whole run.
-//   Everything else lives from the action that writes it to the last action that reads what was
-//   written, or to the finish of a collective that does; data that never live at the same time share
-//   bytes. Placing is a malloc run ahead of time: walk the plan, put each newborn into the lowest gap
-//   that fits, let go what nobody reads any more. Plans that take turns (train, evaluate, generate)
-//   share the same bytes.
-//   The memory table that --explain prints is this placement, so what it says is what the run uses.
+// arena.h - every byte has its place before the run, by the lifetimes that the plan gives
+//   Persistent data (weights, gradients, optimizer state, ...) lie first, each for the whole run.
+//   Everything else lives from the action that writes it to the last action that reads it, or
+//   until a collective that uses it is finished; data that never live at the same time share
+//   bytes. Placing is a malloc run ahead of time: walk the plan, put each newborn into the lowest
+//   gap that fits, let go what nobody reads any more. Plans that take turns (train, evaluate,
+//   generate) share the bytes. A datum lies in one tier of memory: tier_of() says in which. Each
+//   tier is placed by itself. The memory table that --explain prints is this placement: what it
+//   says is what the run uses.
 #pragma once
 #include <algorithm>
 #include <functional>
+#include "memory.h"
 #include "plan.h"
 
+namespace llmc {
+
+// Bytes. Vector loads need 16 and tensor cores 128; 256 is what cudaMalloc itself gives.
 constexpr size_t ARENA_ALIGN = 256;
 
+// Where bytes lie: where the step runs, the host's memory, or a file. Today every datum is DEVICE;
+// offloading a datum is a row of tier_of().
+enum class Tier : uint8_t { DEVICE, HOST, DISK };
+constexpr int TIERS = 3;
+inline Tier tier_of(const Plan&, Data) { return Tier::DEVICE; }
+
+// One life of a datum, in actions, and its bytes in its tier.
 struct Place {
-    int first, last; // actions between which the bytes belong to it
+    int first, last; // the actions between which the bytes belong to it
     size_t offset, bytes;
+    Tier tier = Tier::DEVICE;
 };
 
-struct Arena {
+// A tier's one allocation. Passing data begin where the persistent bytes end.
+struct Memory {
     unsigned char* base = nullptr;
-    size_t bytes = 0; // all of it
-    size_t persistent_bytes = 0;
-    std::map<Data, Place> lasting; // persistent data
-    std::vector<std::map<Data, std::vector<Place>>>
-        passing;                          // [plan]: each life of each datum, in order
-    std::vector<std::vector<int>> finish; // [plan]: finish_before(), which these lives rely on
-    std::vector<size_t> peak;             // [plan]: most bytes live at once, the least possible
+    size_t bytes = 0;            // all of it
+    size_t persistent_bytes = 0; // what stands first
 };
 
+// All places of all plans: made before anything is allocated, and never changed by a run.
+struct Arena {
+    Memory memory[TIERS];
+    std::map<Data, Place> lasting;                           // persistent data
+    std::vector<std::map<Data, std::vector<Place>>> passing; // [plan]: each life of each datum
+    std::vector<std::vector<Finish>> finish; // [plan]: finish_before(), which these lives rely on
+    std::vector<size_t> peak; // [plan]: most bytes of DEVICE live at once, the least possible
+
+    Memory& device() { return memory[int(Tier::DEVICE)]; }
+    const Memory& device() const { return memory[int(Tier::DEVICE)]; }
+};
+
+// Sizes come from the caller (sizes.h), so that lifetimes can be tested with made-up ones.
 typedef std::function<size_t(const Plan&, Data)> DataBytes;
 
-// What the caller reads when a plan is over lives to its end.
+// The caller reads these when a plan is over, so they live to its end.
 inline bool outlives_plan(Kind k) {
     return k == Kind::VALID || k == Kind::LOSS || k == Kind::LOGITS;
 }
 
+// The lives of every passing datum of a plan: from its writer to its last reader.
 inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& model,
-                                                    const std::vector<int>& finish,
+                                                    const std::vector<Finish>& finish,
                                                     const DataBytes& bytes_of) {
     std::map<Data, std::vector<Place>> lives;
     int end = int(p.actions.size()) - 1;
+
+    // A life begins without an offset; place_lives() gives it one.
+    auto born = [&](Data d, int first, int last) {
+        lives[d].push_back({first, last, 0, bytes_of(p, d), tier_of(p, d)});
+    };
+
     for (int i = 0; i <= end; i++) {
         Access x = access(p, model, p.actions[i]);
-        int last = finish[i] - 1; // a collective has its data until it is finished
+
+        // A reader prolongs the life. What nobody wrote was given before the plan starts.
         for (Data d : x.reads) {
             if (persistent(d.kind)) continue;
             if (!lives.count(d))
-                lives[d].push_back({0, i, 0, bytes_of(p, d)}); // given before the plan starts
-            lives[d].back().last = std::max(lives[d].back().last, last);
+                born(d, 0, i);
+            int& last = lives[d].back().last;
+            last = std::max(last, finish[i].reads - 1);
         }
+
+        // A writer begins a new life, unless it changes what is there.
         for (Data d : x.writes) {
             if (persistent(d.kind)) continue;
             bool goes_on = std::count(x.reads.begin(), x.reads.end(), d);
-            if (!goes_on) lives[d].push_back({i, last, 0, bytes_of(p, d)});
-            if (outlives_plan(d.kind)) lives[d].back().last = end;
+            if (!goes_on)
+                born(d, i, finish[i].writes - 1);
+            if (outlives_plan(d.kind))
+                lives[d].back().last = end;
         }
     }
     return lives;
 }
 
-// Give each life an offset; returns {end of the highest, most bytes live at once}.
-inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>& lives,
+// Give each life of one tier an offset. Returns {end of the highest, most bytes live at once}.
+inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>& lives, Tier tier,
                                              size_t start, int actions) {
+    // Sort the lives by the action that begins them.
     std::vector<std::vector<Place*>> born(actions);
     for (auto& entry : lives)
         for (Place& life : entry.second)
-            if (life.bytes) born[life.first].push_back(&life);
+            if (life.bytes && life.tier == tier)
+                born[life.first].push_back(&life);
+
+    // Walk the plan as malloc and free would; `now` counts bytes that are live.
     std::vector<Place*> live; // by offset
     size_t top = start, now = 0, peak = 0;
     for (int i = 0; i < actions; i++) {
+        // Let go what nobody reads any more.
         auto dead = [&](Place* l) { return l->last < i; };
-        for (Place* l : live) now -= dead(l) ? round_up(l->bytes, ARENA_ALIGN) : 0;
-        live.erase(std::remove_if(live.begin(), live.end(), dead), live.end());
+        for (Place* l : live)
+            now -= dead(l) ? round_up(l->bytes, ARENA_ALIGN) : 0;
+        std::erase_if(live, dead);
+
+        // Put each newborn into the lowest gap that fits.
         for (Place* newborn : born[i]) {
             size_t size = round_up(newborn->bytes, ARENA_ALIGN), offset = start, k = 0;
+            // `live` is sorted by offset, so the first gap that is wide enough is the lowest.
             while (k < live.size() && offset + size > live[k]->offset) {
                 offset = std::max(offset, live[k]->offset + round_up(live[k]->bytes, ARENA_ALIGN));
                 k++;
@@ -89,58 +133,93 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
     return {top, peak};
 }
 
+// Place persistent data: the most bytes that any plan wants of each, one behind the other.
+// Plans agree on most data; only the cache and constants grow with a plan's length.
+inline void place_lasting(Arena& arena, const std::vector<Plan>& plans, const Model& model,
+                          const DataBytes& bytes_of) {
+    // Take the most that any plan asks of each datum.
+    for (const Plan& p : plans)
+        for (const Action& a : p.actions) {
+            Access x = access(p, model, a);
+            x.reads.insert(x.reads.end(), x.writes.begin(), x.writes.end());
+            for (Data d : x.reads) {
+                if (!persistent(d.kind)) continue;
+                Place& place = arena.lasting[d];
+                place.bytes = std::max(place.bytes, bytes_of(p, d));
+                place.tier = tier_of(p, d);
+            }
+        }
+
+    for (auto& entry : arena.lasting) {
+        Place& place = entry.second;
+        size_t& end = arena.memory[int(place.tier)].persistent_bytes;
+        place.offset = end;
+        end += round_up(place.bytes, ARENA_ALIGN);
+    }
+}
+
 // Place everything that the plans touch. Nothing is allocated yet.
 inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
                          const DataBytes& bytes_of) {
     Arena arena;
-    for (const Plan& p : plans)
-        for (Action a : p.actions) {
-            Access x = access(p, model, a);
-            x.reads.insert(x.reads.end(), x.writes.begin(), x.writes.end());
-            for (Data d : x.reads)
-                if (persistent(d.kind))
-                    arena.lasting[d].bytes = std::max(arena.lasting[d].bytes, bytes_of(p, d));
-        }
-    size_t offset = 0;
-    for (auto& entry : arena.lasting) {
-        entry.second.offset = offset;
-        offset += round_up(entry.second.bytes, ARENA_ALIGN);
-    }
-    arena.persistent_bytes = arena.bytes = offset;
+    place_lasting(arena, plans, model, bytes_of);
+    for (Memory& m : arena.memory) m.bytes = m.persistent_bytes;
+
+    // Place each plan's passing data from the same start: plans never run at the same time.
     for (const Plan& p : plans) {
         arena.finish.push_back(finish_before(p, model));
-        arena.passing.push_back(lifetimes(p, model, arena.finish.back(), bytes_of));
-        auto [top, peak] = place_lives(arena.passing.back(), offset, int(p.actions.size()));
-        arena.bytes = std::max(arena.bytes, top);
-        arena.peak.push_back(peak);
+        auto lives = lifetimes(p, model, arena.finish.back(), bytes_of);
+        arena.peak.push_back(0);
+        for (Tier tier : {Tier::DEVICE, Tier::HOST, Tier::DISK}) {
+            Memory& m = arena.memory[int(tier)];
+            auto [top, peak] = place_lives(lives, tier, m.persistent_bytes, int(p.actions.size()));
+            m.bytes = std::max(m.bytes, top);
+            if (tier == Tier::DEVICE)
+                arena.peak.back() = peak;
+        }
+        arena.passing.push_back(std::move(lives));
     }
     return arena;
 }
 
-// One allocation, zero-filled.
-template <typename S> void arena_allocate(Arena& arena, S where) {
-    arena.base = static_cast<unsigned char*>(device_memory(arena.bytes, where));
-    USER_CHECK(arena.base,
-               "this run needs %.1f MiB and the machine refuses them: try a smaller --micro-batch, "
-               "--recompute full, or a smaller --model (--explain shows where they go)",
-               arena.bytes / 1048576.0);
+// One allocation, zero-filled. No technique places data in other tiers yet.
+template <typename S>
+void arena_allocate(Arena& arena, S where) {
+    Memory& m = arena.device();
+    m.base = static_cast<unsigned char*>(device_memory(m.bytes, where));
+    LLMC_USER_CHECK(
+        m.base,
+        "this run needs %.1f MiB and the machine refuses them: try a smaller --micro-batch, "
+        "--recompute full, or a smaller --model (--explain shows where they go)",
+        m.bytes / 1048576.0);
+    for (const Memory& other : arena.memory)
+        LLMC_CHECK(&other == &m || other.bytes == 0, "only device memory is allocated here");
 }
 
-template <typename S> void arena_free(Arena& arena, S where) {
-    if (arena.base) device_free(arena.base, arena.bytes, where);
-    arena.base = nullptr;
+// Passing and persistent data are one block, so one call frees both.
+template <typename S>
+void arena_free(Arena& arena, S where) {
+    Memory& m = arena.device();
+    if (m.base)
+        device_free(m.base, m.bytes, where);
+    m.base = nullptr;
 }
 
-// Where a datum lies while action `at` of a plan runs; null where the action has nothing of that
-// name.
+// The place of a datum while action `at` of a plan runs; null: the action has nothing of that name.
 inline const Place* arena_find(const Arena& arena, int plan, int at, Data d) {
     if (persistent(d.kind)) {
         auto it = arena.lasting.find(d);
         return it == arena.lasting.end() || !it->second.bytes ? nullptr : &it->second;
     }
+
+    // A passing datum may have several lives in a plan; at most one holds at any moment.
     auto it = arena.passing[plan].find(d);
-    if (it == arena.passing[plan].end()) return nullptr;
+    if (it == arena.passing[plan].end())
+        return nullptr;
     for (const Place& life : it->second)
-        if (life.first <= at && at <= life.last && life.bytes) return &life;
+        if (life.first <= at && at <= life.last && life.bytes)
+            return &life;
     return nullptr;
 }
+
+} // namespace llmc

@@ -1,36 +1,55 @@
 // attention_sm90.cuh - flash attention for Hopper: TMA, wgmma, specialised warps - arXiv:2407.08608
-//   The operands, masks and results of attention.cuh, in bf16 and fp16, head sizes of 8 to 128 in
-//   steps of 8: one that is not 32, 64, 96 or 128 runs in the next; TMA fills with zeros.
-//   A row is a (query, head) pair: a tile has all heads of a group for as many queries as fit, so a
-//   block reads the keys of its group once. Where a group does not divide a tile, the tile's last
-//   rows are idle.
+//   The operands, masks and results of attention_types.h, in bf16 and fp16, head sizes of 8 to 128
+//   in steps of 8: one that is not 32, 64, 96 or 128 runs in the next; TMA fills with zeros.
+//   Rows are (query, head) pairs (attention_rows.cuh). A tile has all heads of a group for as many
+//   queries as fit; where a group does not divide a tile, the tile's last rows are idle.
 //   A block is three warpgroups. One gives its registers away and keeps the loads ahead; two own 64
 //   rows (forward) or 64 keys (backward) each. Tiles lie in chunks of 64 channels, 128 bytes a row,
 //   under the 128-byte swizzle, as TMA writes and wgmma reads them.
-//   forward      one tile's softmax runs under the next one's Q K^T and its own P V; the two
-//                warpgroups take turns with the tensor cores, so that one's exponentials run under
-//                the other's products
-//   backward     a block owns keys: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are operands
-//                in registers; only dS passes through shared memory, for dQ = dS K. dK and dV stay
-//                in registers over all heads of the group. dQ is summed over blocks in float in
-//                global memory: in the order of the keys, last first, bitwise repeatable; or as
-//                they come, which is faster (d.any_order)
-//   Tiles are skipped, and mask-free, by the least and largest position in them (Span).
+//   forward      one tile's softmax runs under P V of the tile before; the two warpgroups take
+//                turns with the tensor cores, so that one's exponentials run under the other's
+//                products
+//   backward     a block owns keys: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are
+//                operands in registers; only dS passes through shared memory, for dQ = dS K. dK, dV
+//                stay in registers over all heads of the group. dQ is summed over blocks in float
+//                in global memory: in the order in which blocks start, or as they finish, which is
+//                faster (d.any_order). The first order relies on what GPUs do and CUDA does not
+//                promise, that blocks start in the order of their indices; else the run ends with
+//                an error
+//   Contract: out, lse, dq, dk, dv = in T.  No soft cap, v lies as k does (hopper_takes() says).
+//             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable, but for
+//             dq with d.any_order.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
-//         each. Scratch: spans of the tiles, two numbers a row, and dQ in float.
-//   To copy: attention.cuh, which includes this file, attention_sm80.cuh, matmul.cuh, hopper.cuh and
-//   common.h.
+//         each. Launches: 2 forward, 3 backward, in any order 4. Scratch: spans and turns of the
+//         tiles, four numbers a row, and dQ in float.
+//   To copy: this file, attention_rows.cuh, attention_types.h, hopper.cuh, mma.cuh,
+//            types.h and cuda_common.h.
 #pragma once
-#include "attention.cuh"
-#include "attention_sm80.cuh"
+#include "attention_rows.cuh"
+#include "hopper.cuh"
 
-#if KERNELS
+namespace llmc {
 
-constexpr int WARPGROUP = 128, HOPPER_THREADS = 3 * WARPGROUP, CONSUMERS = 2 * WARPGROUP;
+#if LLMC_KERNELS
+
+constexpr int WARPGROUP = 128; // threads
+constexpr int HOPPER_THREADS = 3 * WARPGROUP;
+constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr int HOPPER_KEYS = 128;  // of a tile
 constexpr int FORWARD_ROWS = 128; // of a block's tile, idle ones included
 constexpr int BACKWARD_ROWS = 64; // of a tile that a block of keys reads
 constexpr int STAGES = 2;         // tiles that are loaded or in use
+// A warp lets k go before it masks, so the positions of keys stay for twice as many tiles.
+constexpr int POSITION_STAGES = 2 * STAGES;
+// Blocks that run at once, and what their operands may take of L2, of an H100; the emulator's
+// sizes are small, and take every path.
+#if defined(EMULATE)
+constexpr unsigned BLOCKS_AT_ONCE = 4;
+constexpr size_t L2_BYTES = 256 << 10;
+#else
+constexpr unsigned BLOCKS_AT_ONCE = 132;
+constexpr size_t L2_BYTES = 40 << 20;
+#endif
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
 enum { EVERY_CONSUMER = 1, TURN = 2 }; // named barriers; TURN + 1 is the other warpgroup's
 
@@ -39,48 +58,58 @@ struct HopperMaps {
     CUtensorMap q, k, v, out, dout;
 };
 
-template <typename T> struct HopperOperands : RowOperands<T> {
-    unsigned tile_rows, tiles; // rows in use of a tile, all but the last tile full; tiles in all
-    float *row_lse, *row_sums; // (B,NKV,tiles,BACKWARD_ROWS) lse in units of log 2, and D
-    float* dq;                 // (B,NKV,tiles) fragments, see fragment_at()
-    int* turns;                // (B,NKV,tiles) blocks of keys that have added to it
-    __device__ size_t tile_index(size_t b, size_t kh, int tile) const {
-        return (b * this->d.NKV + kh) * tiles + size_t(tile);
-    }
+// turns (B,NKV,tiles): how many blocks of keys have added to the tile's dQ.
+template <typename T>
+struct HopperOperands : RowOperands<T> {
+    float* dq;               // (B,NKV,tiles) fragments, see fragment_at()
+    unsigned heads_together; // key heads of all sequences whose blocks are mixed
+    bool first_keys_first;   // blocks start with the first keys, else with the last
 };
+
+template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a tile's row
 
 #if HOPPER_PASS
 // ----------------------------------------------------------------------------
 // tiles in shared memory: chunks of 64 channels, in each 128 bytes a row
 
+// Tile i goes to stage i % STAGES. The barriers of a stage are in phase i / STAGES for it.
+// A consumer waits for a tile's own phase, the producer for the one before it: ^ 1.
 __device__ inline int ring_stage(int i) { return i % STAGES; }
 __device__ inline uint32_t ring_parity(int i) { return uint32_t(i / STAGES) & 1; }
 
-// What the loading warp says of a tile: which it is, and whether all of it is seen; -1 after the last
+// The producer's note to the consumers: a tile's number, and whether all of it is visible; -1 comes
+// after the last tile.
 __device__ inline int tile_note(int tile, bool all) { return tile < 0 ? -1 : 2 * tile + all; }
 __device__ inline int note_tile(int note) { return note / 2; }
 __device__ inline bool note_all(int note) { return note & 1; }
 
-template <int N> __device__ __forceinline__ float (&flat(float (&x)[N][4]))[4 * N] {
+// wgmma() takes one array; masks and softmax take parts of 8 columns. The memory is the same.
+template <int N>
+__device__ __forceinline__ float (&flat(float (&x)[N][4]))[4 * N] {
     return reinterpret_cast<float(&)[4 * N]>(x);
 }
-template <int N> __device__ __forceinline__ void hold(float (&x)[N][4]) {
+// After a wait: no reading of the accumulators x moves in front of it.
+template <int N>
+__device__ __forceinline__ void hold(float (&x)[N][4]) {
     #pragma unroll
     for (int i = 0; i < N; i++)
         #pragma unroll
-        for (int j = 0; j < 4; j++) keep(x[i][j]);
+        for (int j = 0; j < 4; j++)
+            keep(x[i][j]);
 }
 
-// s (64, 8 NT) = 64 rows of a times the 8 NT rows of b, over D channels; a chunk of them has
-// a_rows, b_rows
+// s (64, 8 NT) = 64 rows of a times the 8 NT rows of b, over D channels; a chunk has a_rows, b_rows
 template <typename T, int D, int NT>
 __device__ __forceinline__ void issue_rows_times_rows(float (&s)[NT][4], uint32_t a, int a_rows,
                                                       uint32_t b, int b_rows) {
+    // Descriptors count 16 bytes: adding to one costs less than making the next.
+    const uint64_t a_at = descriptor(a, 16, 1024), b_at = descriptor(b, 16, 1024);
     wg_fence();
     #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        wgmma<T, 8 * NT, 0, 0>(flat(s), descriptor(a + k / 4 * a_rows * 128 + k % 4 * 32, 16, 1024),
-                               descriptor(b + k / 4 * b_rows * 128 + k % 4 * 32, 16, 1024), k != 0);
+        // 16 channels are 32 bytes of a row; after 64 comes the next chunk. k = 0 overwrites s.
+        wgmma<T, 8 * NT, 0, 0>(flat(s), a_at + (k / 4 * a_rows * 128 + k % 4 * 32) / 16,
+                               b_at + (k / 4 * b_rows * 128 + k % 4 * 32) / 16, k != 0);
     wg_commit();
 }
 // sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b, all its channels; a chunk has b_rows
@@ -88,444 +117,754 @@ template <typename T, int KT, int CT>
 __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
                                                         const uint32_t (&p)[KT][4], uint32_t b,
                                                         int b_rows) {
+    const uint64_t b_at = descriptor(b, b_rows * 128, 1024);
     wg_fence();
     #pragma unroll
     for (int k = 0; k < KT; k++)
-        wgmma_rs<T, 8 * CT, 1>(flat(sum), p[k], descriptor(b + k * 2048, b_rows * 128, 1024), 1);
+        // b is MN-major: 16 rows of 128 bytes, 2048 in all, go into one product.
+        wgmma_rs<T, 8 * CT, 1>(flat(sum), p[k], b_at + k * 128, 1);
     wg_commit();
 }
 
-// 16 rows from `row` on of a tile, from a product's result as pack_scores() has it
+// Write 16 rows of a tile from `row` on, from a product's result as pack_scores() leaves it.
 template <int KT>
 __device__ void put_rows(unsigned char* tile, int rows, int row, const uint32_t (&p)[KT][4]) {
     int lane = threadIdx.x % 32, at = row + lane % 16;
     #pragma unroll
     for (int k = 0; k < KT; k++) {
+        // Swizzle by hand as TMA does, for TMA or wgmma will read it.
         int chunk = 2 * k + lane / 16; // of 8 channels
         stmatrix_x4(tile + chunk / 8 * rows * 128 + at * 128 + ((chunk % 8) ^ (at & 7)) * 16, p[k]);
     }
 }
 
-// By a warp whose wait is over for all lanes: it has read what the barrier guards.
+// A warp whose wait is over for all lanes arrives: it has read what the barrier guards.
 __device__ inline void release(uint64_t* barrier) {
     if (threadIdx.x % 32 == 0) mbar_arrive(barrier);
 }
 #endif
 
 // ----------------------------------------------------------------------------
-// forward
+// forward: a producer warp, two consumer warpgroups of 64 rows each
+//
+//   barrier          arrivals a phase                     who waits, for tile i
+//   q_full           1: producer, with q's bytes          consumers, once
+//   k_full[stage]    1: producer, with k's bytes;         consumers: phase i / STAGES, before Q K^T
+//                       a bare arrival after the last
+//   v_full[stage]    1: producer, with v's bytes          consumers: phase i / STAGES, before P V
+//   k_free[stage]    8: consumer warps, Q K^T is over     producer: phase i / STAGES - 1, before
+//   v_free[stage]    8: consumer warps, P V is over         loading into the stage again
+//   TURN + me        256: the other warpgroup, when its   warpgroup `me`, before it issues its own
+//                       products are issued, and `me`
+//   EVERY_CONSUMER   256: consumers, their rows of out    consumers; then one thread stores out by
+//                       are in shared memory                TMA
 
-template <int D> constexpr int CHUNKS = (D + 63) / 64;
+// q, and STAGES tiles of k and of v: 160 KB at 128 channels, one block an SM.
 template <int D>
 constexpr size_t FORWARD_BYTES = size_t(CHUNKS<D>) * 128 *
                                  (FORWARD_ROWS + 2 * STAGES * HOPPER_KEYS);
+
+#if HOPPER_PASS
+template <int D> struct ForwardShared {
+    static constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    static constexpr int Q_BYTES = C * M * 128, K_BYTES = C * N * 128; // of a tile
+    unsigned char *q, *k, *v;   // (C, M, 64), then (STAGES, C, N, 64) each; out takes q's place
+    int* key_positions;         // (POSITION_STAGES, N) of tiles that need a mask
+    int* tile_notes;            // (STAGES)
+    uint64_t *q_full;
+    uint64_t *k_full, *v_full;  // (STAGES)
+    uint64_t *k_free, *v_free;  // (STAGES)
+};
+
+// Load q once, then every tile of keys that its rows see, STAGES ahead.
+template <typename T, int D>
+__device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
+                                                 const HopperMaps& maps, const HopperOperands<T>& x,
+                                                 unsigned row0) {
+    constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>, lane_keys = N / 32;
+    constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
+    const size_t b = blockIdx.z, kh = blockIdx.y;
+    // 40 + 2 * 232 = 3 * 168: the registers that a launch gives the three warpgroups' threads.
+    regs_dec<40>();
+    if (threadIdx.x >= 32) return; // one warp is enough
+
+    // Load the block's rows of q. Rows that are not in use do not count as bytes.
+    const bool leader = elect_one();
+    if (leader) {
+        mbar_expect_tx(shared.q_full, C * 128 * x.tile_rows);
+        for (int c = 0; c < C; c++)
+            tma_load_4d(shared.q + c * M * 128, &maps.q, shared.q_full, 64 * c, int(kh * x.group),
+                        int(row0 / x.group), int(b));
+    }
+
+    // Walk the visible tiles, with a last note that there are no more.
+    const int lane = threadIdx.x % 32;
+    const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, row0 / x.tile_rows)]};
+    TileWalk walk = {int(x.key_tiles)};
+    for (int i = 0, tile = 0; tile >= 0; i++) {
+        bool all = false;
+        const int stage = ring_stage(i);
+        tile = walk.next(all, look);
+        // One barrier covers all chunks of a tile.
+        auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
+            mbar_expect_tx(full + stage, K_BYTES);
+            for (int c = 0; c < C; c++)
+                tma_load_4d(to + stage * K_BYTES + c * N * 128, map, full + stage, 64 * c, int(kh),
+                            tile * N, int(b));
+        };
+        // Fetch the positions that a mask will read, while the stage is still in use.
+        const bool masked = tile >= 0 && (!all || x.slopes);
+        int positions[lane_keys];
+        for (int j = 0; masked && j < lane_keys; j++)
+            positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
+        // Wait until the stage is free again; the first STAGES waits pass at once.
+        mbar_wait(shared.k_free + stage, ring_parity(i) ^ 1);
+        for (int j = 0; masked && j < lane_keys; j++)
+            shared.key_positions[i % POSITION_STAGES * N + 32 * j + lane] = positions[j];
+        __syncwarp();
+        if (leader) {
+            shared.tile_notes[stage] = tile_note(tile, all);
+            // Consumers read a note after k_full, the last one too: arrive without bytes.
+            if (tile < 0) {
+                mbar_arrive(shared.k_full + stage);
+            } else {
+                // Load k at once, v when its stage is free: P V runs a tile behind Q K^T.
+                load(shared.k, &maps.k, shared.k_full);
+                mbar_wait(shared.v_free + stage, ring_parity(i) ^ 1);
+                load(shared.v, &maps.v, shared.v_full);
+            }
+        }
+        // The walk votes by all lanes: keep them together.
+        __syncwarp();
+    }
+}
+
+// Divide by the sums of exponentials; write lse, and out through q's shared memory.
+template <typename T, int D, int CT>
+__device__ __forceinline__ void
+forward_epilogue(const ForwardShared<D>& shared, const HopperMaps& maps, float* lse,
+                 const HopperOperands<T>& x, unsigned row0, int my_row, float (&sum)[CT][4],
+                 const float (&row_max)[2], const float (&row_sum)[2]) {
+    constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
+    const size_t b = blockIdx.z, kh = blockIdx.y;
+    const int lane = threadIdx.x % 32;
+    // Four lanes share a row: all join its sum, the first writes lse.
+    float inverse[2];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float total = row_total(row_sum[i]);
+        bool seen = total != 0; // NaN has been seen
+        inverse[i] = seen ? 1 / total : 0;
+        unsigned slot = unsigned(my_row + 8 * i + lane / 4), row = row0 + slot;
+        if (lane % 4 == 0 && slot < x.tile_rows && row < x.rows)
+            lse[x.lse_at(b, x.head_of(row, kh), x.query_of(row))] =
+                seen ? row_max[i] * LN2 + logf(total) : -INFINITY;
+    }
+
+    // Put out in shared memory, where TMA can read it.
+    scale_rows(sum, inverse);
+    uint32_t o[CT / 2][4];
+    pack_scores<T>(o, sum);
+    put_rows(shared.q, M, my_row, o); // nobody else reads these rows of q
+    fence_async_smem();
+    bar_sync(EVERY_CONSUMER, CONSUMERS);
+
+    // One thread stores the tile. Rows that are not in use are outside the box.
+    if (threadIdx.x == WARPGROUP) {
+        for (int c = 0; c < C; c++)
+            tma_store_4d(&maps.out, shared.q + c * M * 128, 64 * c, int(kh * x.group),
+                         int(row0 / x.group), int(b));
+        bulk_commit();
+        // A block's shared memory must outlive the read.
+        bulk_wait_read<0>();
+    }
+}
+
+// 64 rows of out: S = Q K^T of one tile runs while P V of the tile before does.
+template <typename T, int D>
+__device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared,
+                                                 const HopperMaps& maps, float* lse,
+                                                 const HopperOperands<T>& x, unsigned row0,
+                                                 int me) {
+    constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, NT = N / 8, CT = CHUNKS<D> * 8;
+    constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
+    const size_t b = blockIdx.z, kh = blockIdx.y;
+    regs_inc<232>();
+    // Addresses are of the warpgroup's 64 rows, my_row of the warp's 16.
+    const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // of the tile
+    const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
+    const uint32_t k_at = smem_u32(shared.k), v_at = smem_u32(shared.v);
+    const float scale = x.scale * LOG2E;
+    // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart in its warp's 16.
+    float s[NT][4], sum[CT][4] = {};
+    float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
+    uint32_t p[NT / 2][4];
+    const unsigned my_first = unsigned(my_row) + threadIdx.x % 32 / 4;
+    const KeyRange* ranges = x.tile_ranges(b, row0 / x.tile_rows) + my_first;
+    const KeyRange rows[2] = {ranges[0], ranges[8]};
+    auto softmax = [&](int i, bool all) { // of tile i; p takes the place of s
+        float factor = scale;
+        const int* positions = shared.key_positions + i % POSITION_STAGES * N;
+        if (x.slopes) {
+            const float slopes[2] = {x.slope(x.head_of(row0 + my_first, kh)) * LOG2E,
+                                     x.slope(x.head_of(row0 + my_first + 8, kh)) * LOG2E};
+            slope_scores(s, rows, slopes, positions, scale);
+            factor = 1;
+        }
+        if (!all) mask_scores(s, rows, positions);
+        online_softmax(s, row_max, row_sum, rescale, factor);
+    };
+
+    // Read the first note: rows that see no tile at all go straight to the end.
+    mbar_wait(shared.q_full, 0);
+    mbar_wait(shared.k_full, 0);
+    int note = shared.tile_notes[0];
+    if (note >= 0) {
+        // The first tile's scores.
+        if (me == 1) bar_arrive(TURN, CONSUMERS); // the first turn is warpgroup 0's
+        bar_sync(TURN + me, CONSUMERS);
+        issue_rows_times_rows<T, D>(s, my_q, M, k_at, N);
+        bar_arrive(TURN + 1 - me, CONSUMERS);
+        wg_wait<0>();
+        hold(s);
+        release(shared.k_free);
+        softmax(0, note_all(note));
+        pack_scores<T>(p, s);
+
+        int before = 0; // stage of the tile whose p is at hand
+        for (int i = 1;; i++) {
+            const int stage = ring_stage(i);
+            // Wait for this tile's keys, and for values of the tile before.
+            mbar_wait(shared.k_full + stage, ring_parity(i));
+            mbar_wait(shared.v_full + before, ring_parity(i - 1));
+            note = shared.tile_notes[stage];
+            if (note < 0) break;
+
+            // Issue this tile's scores, and the values of the tile before.
+            bar_sync(TURN + me, CONSUMERS);
+            issue_rows_times_rows<T, D>(s, my_q, M, k_at + stage * K_BYTES, N);
+            issue_scores_times_rows<T>(sum, p, v_at + before * K_BYTES, N);
+            bar_arrive(TURN + 1 - me, CONSUMERS);
+
+            // Softmax, while the values are summed.
+            wg_wait<1>();
+            hold(s);
+            release(shared.k_free + stage);
+            softmax(i, note_all(note));
+            never(row_sum[0] < 0); // a sum of exponentials: keeps the wait below them
+
+            // Move the sums to the new maximum.
+            wg_wait<0>();
+            hold(sum);
+            release(shared.v_free + before);
+            scale_rows(sum, rescale);
+            pack_scores<T>(p, s);
+            before = stage;
+        }
+
+        // The last tile's values.
+        issue_scores_times_rows<T>(sum, p, v_at + before * K_BYTES, N);
+        if (me == 0) bar_sync(TURN, CONSUMERS); // the turn that warpgroup 1 gave last
+        wg_wait<0>();
+        hold(sum);
+    }
+    forward_epilogue<T>(shared, maps, lse, x, row0, my_row, sum, row_max, row_sum);
+}
+#endif
 
 template <typename T, int D>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_forward_kernel(const __grid_constant__ HopperMaps maps, float* lse,
                                     const HopperOperands<T> x) {
 #if HOPPER_PASS
-    constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, NT = N / 8, CT = CHUNKS<D> * 8;
-    constexpr int Q_BYTES = CHUNKS<D> * M * 128, K_BYTES = CHUNKS<D> * N * 128;
-    unsigned char *q = dynamic_shared(), *k = q + Q_BYTES, *v = k + STAGES * K_BYTES;
-    SHARED(int, tile_notes, STAGES);
-    SHARED(uint64_t, barriers, 1 + 4 * STAGES);
-    uint64_t *q_full = barriers, *k_full = q_full + 1, *v_full = k_full + STAGES,
-             *k_free = v_full + STAGES, *v_free = k_free + STAGES;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
-    const int block = int(gridDim.x - 1 - blockIdx.x); // the rows that see most first
-    const unsigned row0 = unsigned(block) * x.tile_rows;
+    LLMC_SHARED(int, key_positions, POSITION_STAGES * HOPPER_KEYS);
+    LLMC_SHARED(int, tile_notes, STAGES);
+    LLMC_SHARED(uint64_t, barriers, 1 + 4 * STAGES);
+    // Lay out q, the stages of k, those of v; notes and barriers lie beside them.
+    ForwardShared<D> shared;
+    shared.q = dynamic_shared();
+    shared.k = shared.q + ForwardShared<D>::Q_BYTES;
+    shared.v = shared.k + STAGES * ForwardShared<D>::K_BYTES;
+    shared.key_positions = key_positions;
+    shared.tile_notes = tile_notes;
+    shared.q_full = barriers;
+    shared.k_full = barriers + 1;
+    shared.v_full = shared.k_full + STAGES;
+    shared.k_free = shared.v_full + STAGES;
+    shared.v_free = shared.k_free + STAGES;
+
     if (threadIdx.x == 0) {
-        mbar_init(q_full, 1);
+        // Count arrivals as the table above has them.
+        mbar_init(shared.q_full, 1);
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(k_full + i, 1), mbar_init(v_full + i, 1);
-            mbar_init(k_free + i, CONSUMER_WARPS), mbar_init(v_free + i, CONSUMER_WARPS);
+            mbar_init(shared.k_full + i, 1);
+            mbar_init(shared.v_full + i, 1);
+            mbar_init(shared.k_free + i, CONSUMER_WARPS);
+            mbar_init(shared.v_free + i, CONSUMER_WARPS);
         }
         mbar_init_fence();
     }
+    if (threadIdx.x == 32) {
+        tma_prefetch(&maps.q);
+        tma_prefetch(&maps.k);
+        tma_prefetch(&maps.v);
+        tma_prefetch(&maps.out);
+    }
     __syncthreads();
 
+    const int block = int(gridDim.x - 1 - blockIdx.x); // the rows that see most first
+    const unsigned row0 = unsigned(block) * x.tile_rows;
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
-
-    if (role == 0) {
-        regs_dec<40>();
-        if (threadIdx.x >= 32) return;
-        const bool leader = elect_one();
-        if (leader) {
-            mbar_expect_tx(q_full, CHUNKS<D> * 128 * x.tile_rows);
-            for (int c = 0; c < CHUNKS<D>; c++)
-                tma_load_4d(q + c * M * 128, &maps.q, q_full, 64 * c, int(kh * x.group),
-                            int(row0 / x.group), int(b));
-        }
-        const int tiles = int(ceil_div(x.d.Tk, size_t(N)));
-        const Span positions = x.rows_span(x.q_positions, b, row0, x.tile_rows),
-                   docs = x.rows_span(x.doc_start, b, row0, x.tile_rows);
-        auto look = [&](int tile) {
-            Sees s = what_is_seen(positions, docs, x.key_spans[b * tiles + tile], x.d.window);
-            return s == ALL && size_t(tile + 1) * N > x.d.Tk ? SOME : s;
-        };
-        TileWalk walk = {tiles};
-        for (int i = 0, tile = 0; tile >= 0; i++) {
-            bool all = false;
-            const int stage = ring_stage(i);
-            tile = walk.next(all, look);
-            auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
-                mbar_expect_tx(full + stage, K_BYTES);
-                for (int c = 0; c < CHUNKS<D>; c++)
-                    tma_load_4d(to + stage * K_BYTES + c * N * 128, map, full + stage, 64 * c,
-                                int(kh), tile * N, int(b));
-            };
-            if (leader) {
-                mbar_wait(k_free + stage, ring_parity(i) ^ 1);
-                tile_notes[stage] = tile_note(tile, all);
-                if (tile < 0) {
-                    mbar_arrive(k_full + stage);
-                } else {
-                    load(k, &maps.k, k_full);
-                    mbar_wait(v_free + stage, ring_parity(i) ^ 1);
-                    load(v, &maps.v, v_full);
-                }
-            }
-            __syncwarp();
-        }
-        return;
-    }
-
-    regs_inc<232>();
-    const int me = role - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int my_row = 64 * me + 16 * warp; // of the tile
-    const uint32_t my_q = smem_u32(q) + uint32_t(64 * me * 128), k_at = smem_u32(k),
-                   v_at = smem_u32(v);
-    const float scale = x.scale * LOG2E;
-    float s[NT][4], sum[CT][4] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {},
-                    rescale[2];
-    uint32_t p[NT / 2][4];
-    auto softmax = [&](int note) { // s becomes p
-        float factor = scale;
-        if (!note_all(note) || x.slopes) {
-            mask_scores(s, x, b, kh, row0 + unsigned(my_row), size_t(note_tile(note)) * N, scale);
-            factor = 1;
-        }
-        online_softmax(s, row_max, row_sum, rescale, factor);
-    };
-    mbar_wait(q_full, 0);
-    mbar_wait(k_full, 0);
-    int note = tile_notes[0];
-    if (note >= 0) {
-        if (me == 1) bar_arrive(TURN, CONSUMERS); // the first turn is warpgroup 0's
-        bar_sync(TURN + me, CONSUMERS);
-        issue_rows_times_rows<T, D>(s, my_q, M, k_at, N);
-        bar_arrive(TURN + 1 - me, CONSUMERS);
-        wg_wait<0>(), hold(s), release(k_free);
-        softmax(note);
-        pack_scores<T>(p, s);
-        int before = 0;
-        for (int i = 1;; i++) {
-            const int stage = ring_stage(i);
-            mbar_wait(k_full + stage, ring_parity(i));
-            mbar_wait(v_full + before, ring_parity(i - 1));
-            note = tile_notes[stage];
-            if (note < 0) break;
-            bar_sync(TURN + me, CONSUMERS);
-            issue_rows_times_rows<T, D>(s, my_q, M, k_at + stage * K_BYTES, N);
-            issue_scores_times_rows<T>(sum, p, v_at + before * K_BYTES, N);
-            bar_arrive(TURN + 1 - me, CONSUMERS);
-            wg_wait<1>(), hold(s), release(k_free + stage);
-            softmax(note);
-            wg_wait<0>(), hold(sum), release(v_free + before);
-            scale_rows(sum, rescale);
-            pack_scores<T>(p, s);
-            before = stage;
-        }
-        issue_scores_times_rows<T>(sum, p, v_at + before * K_BYTES, N);
-        if (me == 0) bar_sync(TURN, CONSUMERS); // the turn that warpgroup 1 gave last
-        wg_wait<0>(), hold(sum);
-    }
-
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float total = row_total(row_sum[i]);
-        bool seen = total != 0; // NaN has been seen
-        rescale[i] = seen ? 1 / total : 0;
-        unsigned slot = unsigned(my_row + 8 * i + lane / 4), row = row0 + slot;
-        if (lane % 4 == 0 && slot < x.tile_rows && row < x.rows)
-            lse[(b * x.d.NH + x.head_of(row, kh)) * x.d.Tq + x.query_of(row)] =
-                seen ? row_max[i] * LN2 + logf(total) : -INFINITY;
-    }
-    scale_rows(sum, rescale);
-    uint32_t o[CT / 2][4];
-    pack_scores<T>(o, sum);
-    put_rows(q, M, my_row, o); // nobody else reads these rows of q
-    fence_async_smem();
-    bar_sync(EVERY_CONSUMER, CONSUMERS);
-    if (threadIdx.x == WARPGROUP) {
-        for (int c = 0; c < CHUNKS<D>; c++)
-            tma_store_4d(&maps.out, q + c * M * 128, 64 * c, int(kh * x.group), int(row0 / x.group),
-                         int(b));
-        bulk_commit();
-        bulk_wait_read<0>();
-    }
+    // Roles are whole warpgroups: setmaxnreg and wgmma want all four warps alike.
+    if (role == 0)
+        forward_producer(shared, maps, x, row0);
+    else
+        forward_consumer(shared, maps, lse, x, row0, role - 1);
+#else
+    needs_sm90a("attention_hopper_forward_kernel");
 #endif
 }
 
 // ----------------------------------------------------------------------------
-// backward
+// backward: a producer warp, a warp that adds to dQ, two consumer warpgroups of 64 keys each
+//
+//   barrier             arrivals a phase                      who waits, for tile i
+//   k_full              1: producer, with k's and v's bytes   consumers, once
+//   q_full[stage]       1: producer, with q's and lse's       consumers: phase i / STAGES, before
+//                          bytes; bare after the last           S^T = K Q^T
+//   dout_full[stage]    1: producer, with dout's and D's      consumers: phase i / STAGES, before
+//                          bytes                                dP^T = V dO^T
+//   q_free[stage]       8: consumer warps, dS^T Q is over     producer: phase i / STAGES - 1, when
+//   dout_free[stage]    8: consumer warps, P^T dO is over       it loads into the stage again
+//   dq_full             4 a chunk: warps, their part of dS    adder: phase i
+//                          K is in shared memory
+//   dq_free             1: adder, the tile's part has left    those warps: phase i - 1, before they
+//                          shared memory                        write the next
+//   EVERY_CONSUMER      256: consumers, their keys' dS^T is   consumers, before dS K over all keys
+//                          in shared memory
 
+// k, v, STAGES tiles of q, dout and dS^T, and dQ in float: 192 KB at 128 channels.
 template <int D>
 constexpr size_t BACKWARD_BYTES = size_t(CHUNKS<D>) *
                                       (2 * HOPPER_KEYS * 128 + 2 * STAGES * BACKWARD_ROWS * 128) +
-                                  STAGES* HOPPER_KEYS * 128 +
+                                  STAGES * HOPPER_KEYS * 128 +
                                   size_t(CHUNKS<D>) * BACKWARD_ROWS * 64 * sizeof(float);
 
-// A warpgroup's (64, 64) part of dQ, chunk `chunk` of `chunks`: each thread's four numbers together,
-// the threads' after each other. Two are of row 16 warp + lane / 4, two of the row 8 below.
+// Where dQ's fragments lie: for each 8 columns j of a chunk of 64, for each chunk, the threads of a
+// warpgroup one after the other with four numbers each. Two are of row 16 warp + lane / 4, two of
+// the row 8 below.
 __device__ inline size_t fragment_at(int j, int chunk, int chunks, int thread) {
     return (size_t(j) * chunks * WARPGROUP + size_t(chunk) * WARPGROUP + thread) * 4;
 }
+
+#if HOPPER_PASS
+template <int D> struct BackwardShared {
+    static constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    static constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128; // of a tile
+    static constexpr int DS_BYTES = N * 128, DQ_BYTES = C * M * 64 * int(sizeof(float));
+    unsigned char *k, *v;                        // (C, N, 64)
+    unsigned char *q, *dout;                     // (STAGES, C, M, 64)
+    unsigned char* ds;                           // (STAGES, N, 64) dS^T
+    float* dq;                                   // (C, M, 64) fragments
+    float *tile_lse, *tile_sums;                 // (STAGES, M)
+    KeyRange* tile_ranges;                       // (STAGES, M) of the rows
+    int* key_positions;                          // (N)
+    int* tile_notes;                             // (STAGES)
+    uint64_t *k_full, *dq_full, *dq_free;
+    uint64_t *q_full, *dout_full;                // (STAGES)
+    uint64_t *q_free, *dout_free;                // (STAGES)
+};
+
+// A block's keys and key head. Blocks start in the order of `at`, which a tile's dQ is summed in.
+struct KeyBlock {
+    size_t b, kh;
+    int at, last; // 0 to last, among the blocks of a head
+    bool first_keys_first;
+    __device__ int tile(int at) const { return first_keys_first ? at : last - at; } // of keys
+    __device__ size_t key0() const { return size_t(tile(at)) * HOPPER_KEYS; }
+};
+// As many heads as L2 holds run together: first a block of each, then the next of each.
+template <typename T>
+__device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
+    const unsigned heads = unsigned(x.d.B * x.d.NKV), chunk = x.heads_together * x.key_tiles;
+    const unsigned first = blockIdx.x / chunk * x.heads_together, place = blockIdx.x % chunk;
+    const unsigned together = heads - first < x.heads_together ? heads - first : x.heads_together;
+    const unsigned head = first + place % together;
+    const unsigned NKV = unsigned(x.d.NKV);
+    return {head / NKV, head % NKV, int(place / together), int(x.key_tiles) - 1,
+            x.first_keys_first};
+}
+
+// Load the block's k and v once, then every tile of rows that sees them, STAGES ahead.
+template <typename T, int D, typename F>
+__device__ __forceinline__ void backward_producer(const BackwardShared<D>& shared,
+                                                  const HopperMaps& maps,
+                                                  const HopperOperands<T>& x,
+                                                  const KeyBlock& block, F look) {
+    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES;
+    const size_t b = block.b, kh = block.kh, key0 = block.key0();
+    const bool leader = elect_one();
+    if (leader) {
+        // One barrier covers k and v: they are loaded once and stay.
+        mbar_expect_tx(shared.k_full, 2 * BackwardShared<D>::K_BYTES);
+        for (int c = 0; c < C; c++) {
+            tma_load_4d(shared.k + c * N * 128, &maps.k, shared.k_full, 64 * c, int(kh), int(key0),
+                        int(b));
+            tma_load_4d(shared.v + c * N * 128, &maps.v, shared.k_full, 64 * c, int(kh), int(key0),
+                        int(b));
+        }
+    }
+
+    // Walk the tiles, with a last note that there are no more.
+    TileWalk walk = {int(x.tiles)};
+    for (int i = 0, tile = 0; tile >= 0; i++) {
+        bool all = false;
+        const int stage = ring_stage(i);
+        tile = walk.next(all, look);
+        // Rows bring their numbers along, idle rows' included: lse and ranges with q, D with dout.
+        const size_t rows_at = x.tile_at(b, kh, tile) * M;
+        auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full,
+                        unsigned more_bytes) {
+            mbar_expect_tx(full + stage, C * 128 * x.tile_rows + more_bytes);
+            for (int c = 0; c < C; c++)
+                tma_load_4d(to + stage * Q_BYTES + c * M * 128, map, full + stage, 64 * c,
+                            int(kh * x.group), tile * int(x.tile_rows / x.group), int(b));
+        };
+        auto load_numbers = [&](auto* to, const auto* from, uint64_t* full) {
+            bulk_load_1d(to + stage * M, from, M * sizeof(*to), full + stage);
+        };
+        if (leader) {
+            mbar_wait(shared.q_free + stage, ring_parity(i) ^ 1);
+            shared.tile_notes[stage] = tile_note(tile, all);
+            if (tile < 0) {
+                mbar_arrive(shared.q_full + stage);
+            } else {
+                load(shared.q, &maps.q, shared.q_full, M * (sizeof(float) + sizeof(KeyRange)));
+                load_numbers(shared.tile_lse, x.row_lse + rows_at, shared.q_full);
+                load_numbers(shared.tile_ranges, x.tile_ranges(b, tile), shared.q_full);
+                mbar_wait(shared.dout_free + stage, ring_parity(i) ^ 1);
+                load(shared.dout, &maps.dout, shared.dout_full, M * sizeof(float));
+                load_numbers(shared.tile_sums, x.row_sums + rows_at, shared.dout_full);
+            }
+        }
+        __syncwarp();
+    }
+}
+
+// Add the block's part of each tile's dQ to global memory, in the order in which blocks start.
+template <typename T, int D, bool ANY_ORDER, typename F>
+__device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
+                                               const HopperOperands<T>& x, const KeyBlock& block,
+                                               F look) {
+    constexpr int DQ_BYTES = BackwardShared<D>::DQ_BYTES;
+    const bool leader = elect_one();
+    TileWalk walk = {int(x.tiles)};
+    bool all = false;
+    for (int i = 0, tile; (tile = walk.next(all, look)) >= 0; i++) {
+        // Count the blocks before this one that add to this tile too: this one's turn.
+        int turn = 0;
+        for (int n = 0; !ANY_ORDER && n < block.at; n += 32) {
+            // Lanes ask 32 blocks at a time.
+            int other = n + int(threadIdx.x % 32);
+            bool adds = other < block.at &&
+                        visibility(x.row_spans[x.tile_at(block.b, tile)],
+                                   x.key_spans[block.b * x.key_tiles + block.tile(other)]) !=
+                            NOTHING;
+            turn += __popc(__ballot_sync(ALL_LANES, adds));
+        }
+
+        // Add, in turn; the first stores, so nobody has to zero. The consumers may write the next
+        // part as soon as this one is read.
+        if (leader) {
+            const size_t at = x.tile_at(block.b, block.kh, tile);
+            float* to = x.dq + at * (DQ_BYTES / sizeof(float));
+            mbar_wait(shared.dq_full, i & 1);
+            // GPUs start blocks in the order of their indices, though CUDA does not promise it: the
+            // blocks before this one run already, and the wait ends.
+            if (!ANY_ORDER) wait_for_turn(x.turns + at, turn);
+            if (!ANY_ORDER && turn == 0)
+                bulk_store_1d(to, shared.dq, DQ_BYTES);
+            else
+                bulk_reduce_add_f32(to, shared.dq, DQ_BYTES);
+            bulk_commit();
+            bulk_wait_read<0>();
+            mbar_arrive(shared.dq_free);
+            // The sum must have reached global memory before the turn passes.
+            if (!ANY_ORDER) {
+                bulk_wait<0>();
+                pass_turn(x.turns + at);
+            }
+        }
+        __syncwarp();
+    }
+}
+
+// dQ = dS K and dK += dS^T Q of tile i. A warpgroup that is not MINE computes dK alone.
+template <typename T, int D, bool MINE, int CT, int KT>
+__device__ __forceinline__ void
+backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float (&sum_v)[CT][4],
+                   const uint32_t (&ds_operand)[KT][4], int i, int me, uint32_t my_channels,
+                   uint32_t ds_at, uint32_t q_at) {
+    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    // Groups end in order: the waits below name how many may still be in flight.
+    const int stage = ring_stage(i), thread = threadIdx.x % WARPGROUP;
+
+    // Issue dS K over all keys of the tile: (64, 64), this warpgroup's chunk of channels.
+    float part[8][4];
+    if constexpr (MINE) {
+        wg_fence();
+        #pragma unroll
+        for (int n = 0; n < N / 16; n++)
+            // Both are MN-major: dS^T and K are read as they lie, the sum runs over keys.
+            wgmma<T, 64, 1, 1>(
+                flat(part),
+                descriptor(ds_at + stage * BackwardShared<D>::DS_BYTES + n * 2048, 16, 1024),
+                descriptor(my_channels + n * 2048, 16, 1024), n != 0);
+        wg_commit();
+    }
+
+    // P^T dO, issued before, is over; issue dS^T Q.
+    wg_wait<MINE>();
+    hold(sum_v);
+    release(shared.dout_free + stage);
+    issue_scores_times_rows<T>(sum_k, ds_operand, q_at + stage * BackwardShared<D>::Q_BYTES, M);
+
+    // Hand the part of dQ to the adder.
+    if constexpr (MINE) {
+        wg_wait<1>();
+        hold(part);
+        // The adder must be done with the tile before.
+        mbar_wait(shared.dq_free, (i & 1) ^ 1);
+        #pragma unroll
+        for (int j = 0; j < 8; j++)
+            store(shared.dq + fragment_at(j, C == 2 ? me : 0, C, thread),
+                  Pack<float, 4>{part[j][0], part[j][1], part[j][2], part[j][3]});
+        fence_async_smem();
+        __syncwarp();
+        release(shared.dq_full);
+    }
+    wg_wait<0>();
+    hold(sum_k);
+    release(shared.q_free + stage);
+}
+
+// dK and dV of 64 keys, and this warpgroup's share of the tiles' dQ.
+template <typename T, int D>
+__device__ __forceinline__ void backward_consumer(const BackwardShared<D>& shared, T* dk, T* dv,
+                                                  const HopperOperands<T>& x,
+                                                  const KeyBlock& block, int me) {
+    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
+    constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES, DS_BYTES = BackwardShared<D>::DS_BYTES;
+    // 24 + 2 * 240 = 3 * 168: the registers that a launch gives the three warpgroups' threads.
+    regs_inc<240>();
+    const int lane = threadIdx.x % 32;
+    // Addresses are of the warpgroup's 64 keys, my_key of the warp's 16.
+    const int my_key = 64 * me + 16 * (threadIdx.x / 32 % 4); // of the tile
+    const uint32_t k_at = smem_u32(shared.k), my_k = k_at + uint32_t(64 * me * 128);
+    const uint32_t my_v = smem_u32(shared.v) + uint32_t(64 * me * 128);
+    const uint32_t q_at = smem_u32(shared.q), dout_at = smem_u32(shared.dout);
+    const uint32_t ds_at = smem_u32(shared.ds);
+    // dQ is divided by channels, not keys: with one chunk both read chunk 0.
+    const uint32_t my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
+    const float scale = x.scale * LOG2E;
+    // dK and dV (64, 64 C) stay in registers for the whole walk.
+    float sum_k[CT][4] = {}, sum_v[CT][4] = {};
+    mbar_wait(shared.k_full, 0);
+    for (int i = 0;; i++) {
+        // S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs columns.
+        const int stage = ring_stage(i);
+        float s[MT][4], dp[MT][4];
+        mbar_wait(shared.q_full + stage, ring_parity(i));
+        const int note = shared.tile_notes[stage];
+        if (note < 0) break;
+        issue_rows_times_rows<T, D>(s, my_k, N, q_at + stage * Q_BYTES, M);
+        mbar_wait(shared.dout_full + stage, ring_parity(i));
+        issue_rows_times_rows<T, D>(dp, my_v, N, dout_at + stage * Q_BYTES, M);
+
+        // P^T = exp2(S^T - lse), while dP^T is computed.
+        wg_wait<1>();
+        hold(s);
+        float factor = scale;
+        if (!note_all(note) || x.slopes) {
+            // Read the keys' positions anew: most tiles need no mask, and registers are short.
+            const int* positions = shared.key_positions + my_key + lane / 4;
+            const int keys[2] = {positions[0], positions[8]};
+            const KeyRange* ranges = shared.tile_ranges + stage * M;
+            if (x.slopes) {
+                slope_columns(s, x, block.kh, note_tile(note) * x.tile_rows, keys, ranges, scale);
+                factor = 1;
+            }
+            mask_columns(s, keys, ranges);
+        }
+        #pragma unroll
+        for (int n = 0; n < MT; n++) {
+            // lse of the two columns that this thread has in part n.
+            Pack<float, 2> l = load<2>(shared.tile_lse + stage * M + 8 * n + 2 * (lane % 4));
+            #pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[n][e] = ex2(s[n][e] * factor - l.v[e % 2]);
+        }
+        uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
+        pack_scores<T>(p, s);
+        never(p[MT / 2 - 1][3] == UINT_MAX); // p >= 0 or 0x7fff: keeps the wait below all of them
+
+        // dS^T = P^T (dP^T - D)
+        wg_wait<0>();
+        hold(dp);
+        #pragma unroll
+        for (int n = 0; n < MT; n++) {
+            // D of the same two columns.
+            Pack<float, 2> sums = load<2>(shared.tile_sums + stage * M + 8 * n + 2 * (lane % 4));
+            #pragma unroll
+            for (int e = 0; e < 4; e++)
+                dp[n][e] = s[n][e] * (dp[n][e] - sums.v[e % 2]);
+        }
+        pack_scores<T>(ds_operand, dp);
+        issue_scores_times_rows<T>(sum_v, p, dout_at + stage * Q_BYTES, M);
+
+        // Share dS^T with the other warpgroup. The stage held tile i - 2, which nobody reads any
+        // more: both have waited for its dS K before they came to the barrier of tile i - 1.
+        put_rows(shared.ds + stage * DS_BYTES, N, my_key, ds_operand);
+        fence_async_smem();
+        bar_sync(EVERY_CONSUMER, CONSUMERS);
+
+        // dQ: each warpgroup makes a chunk of 64 channels. Of one chunk they take tiles in turn.
+        if (C == 2 || i % 2 == me)
+            backward_dq_and_dk<T, D, true>(shared, sum_k, sum_v, ds_operand, i, me, my_channels,
+                                           ds_at, q_at);
+        else
+            backward_dq_and_dk<T, D, false>(shared, sum_k, sum_v, ds_operand, i, me, my_channels,
+                                            ds_at, q_at);
+    }
+
+    // Write dk, scaled, and dv.
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        size_t key = block.key0() + my_key + 8 * i + lane / 4;
+        if (key >= x.d.Tk) continue;
+        const size_t to = x.key_at(block.b, block.kh, key);
+        store_row(dk + to, sum_k, i, x.scale, int(x.d.HS));
+        store_row(dv + to, sum_v, i, 1, int(x.d.HS));
+    }
+}
+#endif
 
 template <typename T, int D, bool ANY_ORDER>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, T* dk, T* dv,
                                      const HopperOperands<T> x) {
 #if HOPPER_PASS
-    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
-    constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128, DS_BYTES = N * 128,
-                  DQ_BYTES = C * M * 64 * int(sizeof(float));
-    unsigned char *k = dynamic_shared(), *v = k + K_BYTES, *q = v + K_BYTES,
-                  *dout = q + STAGES * Q_BYTES, *ds = dout + STAGES * Q_BYTES,
-                  *dq = ds + STAGES * DS_BYTES;
-    SHARED(float, tile_lse, STAGES* M);
-    SHARED(float, tile_sums, STAGES* M);
-    SHARED(int, tile_notes, STAGES);
-    SHARED(uint64_t, barriers, 3 + 4 * STAGES);
-    uint64_t *k_full = barriers, *dq_full = k_full + 1, *dq_free = dq_full + 1,
-             *q_full = dq_free + 1, *dout_full = q_full + STAGES, *q_free = dout_full + STAGES,
-             *dout_free = q_free + STAGES;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
-    const int block = int(gridDim.x - 1 - blockIdx.x); // the last keys first: they are seen least
-    const size_t key0 = size_t(block) * N;
+    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    LLMC_SHARED(float, tile_lse, STAGES * M);
+    LLMC_SHARED(float, tile_sums, STAGES * M);
+    LLMC_SHARED(KeyRange, tile_ranges, STAGES * M);
+    LLMC_SHARED(int, key_positions, N);
+    LLMC_SHARED(int, tile_notes, STAGES);
+    LLMC_SHARED(uint64_t, barriers, 3 + 4 * STAGES);
+    // Lay out the tiles; numbers of rows, notes and barriers lie beside them.
+    BackwardShared<D> shared;
+    shared.k = dynamic_shared();
+    shared.v = shared.k + shared.K_BYTES;
+    shared.q = shared.v + shared.K_BYTES;
+    shared.dout = shared.q + STAGES * shared.Q_BYTES;
+    shared.ds = shared.dout + STAGES * shared.Q_BYTES;
+    shared.dq = reinterpret_cast<float*>(shared.ds + STAGES * shared.DS_BYTES);
+    shared.tile_lse = tile_lse;
+    shared.tile_sums = tile_sums;
+    shared.tile_ranges = tile_ranges;
+    shared.key_positions = key_positions;
+    shared.tile_notes = tile_notes;
+    shared.k_full = barriers;
+    shared.dq_full = barriers + 1;
+    shared.dq_free = barriers + 2;
+    shared.q_full = barriers + 3;
+    shared.dout_full = shared.q_full + STAGES;
+    shared.q_free = shared.dout_full + STAGES;
+    shared.dout_free = shared.q_free + STAGES;
+
     if (threadIdx.x == 0) {
-        mbar_init(k_full, 1), mbar_init(dq_full, C * 4), mbar_init(dq_free, 1);
+        mbar_init(shared.k_full, 1);
+        // Count arrivals as the table above has them: a chunk of dQ comes from four warps.
+        mbar_init(shared.dq_full, C * 4);
+        mbar_init(shared.dq_free, 1);
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(q_full + i, 1), mbar_init(dout_full + i, 1);
-            mbar_init(q_free + i, CONSUMER_WARPS), mbar_init(dout_free + i, CONSUMER_WARPS);
+            mbar_init(shared.q_full + i, 1);
+            mbar_init(shared.dout_full + i, 1);
+            mbar_init(shared.q_free + i, CONSUMER_WARPS);
+            mbar_init(shared.dout_free + i, CONSUMER_WARPS);
         }
         mbar_init_fence();
     }
-    // idle rows are zeros: 0 times what was there could be NaN
+    if (threadIdx.x == 32) {
+        tma_prefetch(&maps.k);
+        tma_prefetch(&maps.v);
+        tma_prefetch(&maps.q);
+        tma_prefetch(&maps.dout);
+    }
+    const KeyBlock block = key_block_here(x);
+    if (threadIdx.x < N)
+        key_positions[threadIdx.x] = x.position_of(block.b, block.key0() + threadIdx.x);
+
+    // Zero the rows of q and dout that are not in use: 0 times what was there could be NaN.
     const int idle = (M - int(x.tile_rows)) * 8;
     for (int i = threadIdx.x; i < idle * 2 * STAGES * C; i += HOPPER_THREADS)
-        store(reinterpret_cast<float*>(q + i / idle * M * 128 + x.tile_rows * 128 + i % idle * 16),
+        store(reinterpret_cast<float*>(shared.q + i / idle * M * 128 + x.tile_rows * 128 +
+                                       i % idle * 16),
               Pack<float, 4>{});
     fence_async_smem();
     __syncthreads();
 
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
+    if (role > 0)
+        return backward_consumer(shared, dk, dv, x, block, role - 1);
 
-    if (role == 0) {
-        regs_dec<24>();
-        const int tiles = int(x.tiles);
-        const Span keys =
-            span_of(x.k_positions + b * x.d.Tk, key0, key0 + N < x.d.Tk ? key0 + N : x.d.Tk);
-        auto sees = [&](int tile, Span keys) {
-            return what_is_seen(x.query_spans[b * tiles + tile], x.doc_spans[b * tiles + tile],
-                                keys, x.d.window);
-        };
-        auto look = [&](int tile) {
-            Sees s = sees(tile, keys);
-            return s == ALL && key0 + N > x.d.Tk ? SOME : s;
-        };
-        TileWalk walk = {tiles};
-        bool all = false;
-        const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x / 32), 0);
-        const bool leader = elect_one();
-        if (warp == 0) { // loads
-            if (leader) {
-                mbar_expect_tx(k_full, 2 * K_BYTES);
-                for (int c = 0; c < C; c++) {
-                    tma_load_4d(k + c * N * 128, &maps.k, k_full, 64 * c, int(kh), int(key0),
-                                int(b));
-                    tma_load_4d(v + c * N * 128, &maps.v, k_full, 64 * c, int(kh), int(key0),
-                                int(b));
-                }
-            }
-            for (int i = 0, tile = 0; tile >= 0; i++) {
-                const int stage = ring_stage(i);
-                tile = walk.next(all, look);
-                auto load = [&](unsigned char* to, const CUtensorMap* map, float* numbers,
-                                const float* from, uint64_t* full) {
-                    mbar_expect_tx(full + stage, C * 128 * x.tile_rows + M * sizeof(float));
-                    for (int c = 0; c < C; c++)
-                        tma_load_4d(to + stage * Q_BYTES + c * M * 128, map, full + stage, 64 * c,
-                                    int(kh * x.group), tile * int(x.tile_rows / x.group), int(b));
-                    bulk_load_1d(numbers + stage * M, from + x.tile_index(b, kh, tile) * M,
-                                 M * sizeof(float), full + stage);
-                };
-                if (leader) {
-                    mbar_wait(q_free + stage, ring_parity(i) ^ 1);
-                    tile_notes[stage] = tile_note(tile, all);
-                    if (tile < 0) {
-                        mbar_arrive(q_full + stage);
-                    } else {
-                        load(q, &maps.q, tile_lse, x.row_lse, q_full);
-                        mbar_wait(dout_free + stage, ring_parity(i) ^ 1);
-                        load(dout, &maps.dout, tile_sums, x.row_sums, dout_full);
-                    }
-                }
-                __syncwarp();
-            }
-        } else if (warp == 1) { // sums of dQ
-            for (int i = 0, tile; (tile = walk.next(all, look)) >= 0; i++) {
-                const size_t at = x.tile_index(b, kh, tile);
-                int turn = 0; // blocks of later keys that add to this tile too
-                for (int n = block + 1; !ANY_ORDER && n < int(gridDim.x); n += 32) {
-                    int other = n + int(threadIdx.x % 32);
-                    bool adds = other < int(gridDim.x) &&
-                                sees(tile, x.key_spans[b * gridDim.x + other]) != NOTHING;
-                    turn += __popc(__ballot_sync(ALL_LANES, adds));
-                }
-                if (leader) {
-                    mbar_wait(dq_full, i & 1);
-                    if (!ANY_ORDER) wait_for_turn(x.turns + at, turn);
-                    bulk_reduce_add_f32(x.dq + at * (DQ_BYTES / sizeof(float)),
-                                        reinterpret_cast<float*>(dq), DQ_BYTES);
-                    bulk_commit();
-                    if (ANY_ORDER)
-                        bulk_wait_read<0>();
-                    else
-                        bulk_wait<0>(), pass_turn(x.turns + at); // not before the sum is there
-                    mbar_arrive(dq_free);
-                }
-                __syncwarp();
-            }
-        }
-        return;
-    }
-
-    regs_inc<240>();
-    const int me = role - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4,
-              thread = threadIdx.x % WARPGROUP;
-    const int my_key = 64 * me + 16 * warp; // of the tile
-    const uint32_t k_at = smem_u32(k), my_k = k_at + uint32_t(64 * me * 128),
-                   my_v = smem_u32(v) + uint32_t(64 * me * 128), q_at = smem_u32(q),
-                   dout_at = smem_u32(dout), ds_at = smem_u32(ds),
-                   my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
-    const float scale = x.scale * LOG2E;
-    float sum_k[CT][4] = {}, sum_v[CT][4] = {};
-    mbar_wait(k_full, 0);
-    for (int i = 0;; i++) {
-        const int stage = ring_stage(i);
-        float s[MT][4], dp[MT][4];
-        mbar_wait(q_full + stage, ring_parity(i));
-        const int note = tile_notes[stage];
-        if (note < 0) break;
-        issue_rows_times_rows<T, D>(s, my_k, N, q_at + stage * Q_BYTES, M);
-        mbar_wait(dout_full + stage, ring_parity(i));
-        issue_rows_times_rows<T, D>(dp, my_v, N, dout_at + stage * Q_BYTES, M);
-        wg_wait<1>(), hold(s);
-        float factor = scale;
-        if (!note_all(note) || x.slopes) {
-            const KeySight sight = key_sight(x, b, key0 + my_key + lane / 4);
-            mask_columns(s, x, b, kh, note_tile(note) * x.tile_rows, sight, scale);
-            factor = 1;
-        }
-        #pragma unroll
-        for (int n = 0; n < MT; n++) {
-            Pack<float, 2> l = load<2>(tile_lse + stage * M + 8 * n + 2 * (lane % 4));
-            #pragma unroll
-            for (int e = 0; e < 4; e++) s[n][e] = ex2(s[n][e] * factor - l.v[e % 2]);
-        }
-        uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
-        pack_scores<T>(p, s);
-        wg_wait<0>(), hold(dp);
-        #pragma unroll
-        for (int n = 0; n < MT; n++) {
-            Pack<float, 2> sums = load<2>(tile_sums + stage * M + 8 * n + 2 * (lane % 4));
-            #pragma unroll
-            for (int e = 0; e < 4; e++) dp[n][e] = s[n][e] * (dp[n][e] - sums.v[e % 2]);
-        }
-        pack_scores<T>(ds_operand, dp);
-        issue_scores_times_rows<T>(sum_v, p, dout_at + stage * Q_BYTES, M);
-        // dS^T for both warpgroups. The tile before the last one is read: everybody has waited for
-        // its dQ before coming to the last barrier.
-        put_rows(ds + stage * DS_BYTES, N, my_key, ds_operand);
-        fence_async_smem();
-        bar_sync(EVERY_CONSUMER, CONSUMERS);
-
-        // dQ = dS K over all keys of the tile: 64 channels each, or all of them in turn
-        auto dq_and_dk = [&](auto mine) {
-            float part[8][4];
-            if constexpr (mine) {
-                wg_fence();
-                #pragma unroll
-                for (int n = 0; n < N / 16; n++)
-                    wgmma<T, 64, 1, 1>(flat(part),
-                                       descriptor(ds_at + stage * DS_BYTES + n * 2048, 16, 1024),
-                                       descriptor(my_channels + n * 2048, 16, 1024), n != 0);
-                wg_commit();
-            }
-            wg_wait<mine>(), hold(sum_v), release(dout_free + stage);
-            issue_scores_times_rows<T>(sum_k, ds_operand, q_at + stage * Q_BYTES, M);
-            if constexpr (mine) {
-                wg_wait<1>(), hold(part);
-                mbar_wait(dq_free, (i & 1) ^ 1);
-                #pragma unroll
-                for (int j = 0; j < 8; j++)
-                    store(reinterpret_cast<float*>(dq) + fragment_at(j, C == 2 ? me : 0, C, thread),
-                          Pack<float, 4>{part[j][0], part[j][1], part[j][2], part[j][3]});
-                fence_async_smem();
-                __syncwarp();
-                release(dq_full);
-            }
-            wg_wait<0>(), hold(sum_k), release(q_free + stage);
-        };
-        if (C == 2 || i % 2 == me)
-            dq_and_dk(Int<1>());
-        else
-            dq_and_dk(Int<0>());
-    }
-
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        size_t key = key0 + my_key + 8 * i + lane / 4;
-        if (key >= x.d.Tk) continue;
-        store_row(dk + x.key(b, kh, key), sum_k, i, x.scale, int(x.d.HS));
-        store_row(dv + x.key(b, kh, key), sum_v, i, 1, int(x.d.HS));
-    }
+    // The first warpgroup gives its registers away. Two of its warps work.
+    regs_dec<24>();
+    // Both look at the tiles alike, so they walk the same ones in the same order.
+    const Span keys = x.key_spans[block.b * x.key_tiles + block.tile(block.at)];
+    const bool full = block.key0() + N <= x.d.Tk;
+    auto look = [&](int tile) {
+        Visibility s = visibility(x.row_spans[x.tile_at(block.b, tile)], keys);
+        return s == ALL && !full ? SOME : s;
+    };
+    const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x / 32), 0);
+    if (warp == 0)
+        backward_producer(shared, maps, x, block, look);
+    if (warp == 1)
+        backward_adder<T, D, ANY_ORDER>(shared, x, block, look);
+#else
+    needs_sm90a("attention_hopper_backward_kernel");
 #endif
 }
 
-// dq (B,Tq,NH,HS) from the sums' fragments: a thread, four numbers. A block: 8 columns of a chunk
-// and all rows of a tile.
+// dq (B,Tq,NH,HS) from the sums' fragments. A block takes 8 columns of a chunk over all rows of a
+// tile, a thread four numbers.
 template <typename T>
 __global__ void attention_hopper_dq_kernel(T* dq, int chunks, const HopperOperands<T> x) {
     const size_t b = blockIdx.z, kh = blockIdx.y;
-    const int tile = int(blockIdx.x) / (8 * chunks), j = int(blockIdx.x) % (8 * chunks) / chunks,
-              chunk = int(blockIdx.x) % chunks, thread = threadIdx.x, lane = thread % 32;
+    const int tile = int(blockIdx.x) / (8 * chunks), j = int(blockIdx.x) % (8 * chunks) / chunks;
+    const int chunk = int(blockIdx.x) % chunks, thread = threadIdx.x, lane = thread % 32;
     const int column = 64 * chunk + 8 * j + 2 * (lane % 4);
-    const float* from = x.dq + x.tile_index(b, kh, tile) * size_t(chunks) * BACKWARD_ROWS * 64;
-    Pack<float, 4> four = load<4>(from + fragment_at(j, chunk, chunks, thread));
+    const size_t at = x.tile_at(b, kh, tile);
+    const float* from = x.dq + at * chunks * BACKWARD_ROWS * 64;
+    if (thread == 0) check_turn(x.turns + at);
+
+    // Two numbers are of one row, two of the row 8 below. Where no block had a turn, none has
+    // stored: no key is seen.
+    Pack<float, 4> four = {};
+    if (x.d.any_order || x.turns[at] > 0)
+        four = load<4>(from + fragment_at(j, chunk, chunks, thread));
     for (int i = 0; i < 2; i++) {
-        unsigned slot = unsigned(thread / 32 * 16 + 8 * i + lane / 4),
-                 row = unsigned(tile) * x.tile_rows + slot;
-        if (slot >= x.tile_rows || row >= x.rows || column >= int(x.d.HS)) continue;
-        T* to = dq + (b * x.d.Tq + x.query_of(row)) * x.d.q_stride + x.head_of(row, kh) * x.d.HS;
+        unsigned slot = unsigned(thread / 32 * 16 + 8 * i + lane / 4);
+        unsigned row = unsigned(tile) * x.tile_rows + slot;
+        // Idle rows and padding channels end here.
+        if (slot >= x.tile_rows || row >= x.rows || column >= int(x.d.HS))
+            continue;
+        T* to = dq + x.query_at(b, x.head_of(row, kh), x.query_of(row));
         store(to + column, Pack<T, 2>{from_acc<T>(four.v[2 * i] * x.scale),
                                       from_acc<T>(four.v[2 * i + 1] * x.scale)});
     }
-}
-
-// as attention_statistics_kernel, in this file's tiles
-template <typename T>
-__global__ void attention_hopper_statistics_kernel(const T* out, const float* lse,
-                                                   const HopperOperands<T> x) {
-    const unsigned slot = blockIdx.x * MMA_WARPS + threadIdx.x / 32, tile = slot / BACKWARD_ROWS;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
-    const bool idle = slot % BACKWARD_ROWS >= x.tile_rows;
-    const unsigned row = idle ? UINT_MAX : tile * x.tile_rows + slot % BACKWARD_ROWS;
-    Pack<float, 2> y = row_statistics(out, lse, x, b, kh, row);
-    const size_t at = x.tile_index(b, kh, int(tile)) * BACKWARD_ROWS + slot % BACKWARD_ROWS;
-    if (threadIdx.x % 32 == 0) x.row_lse[at] = y.v[0], x.row_sums[at] = y.v[1];
 }
 
 // ----------------------------------------------------------------------------
@@ -536,115 +875,147 @@ inline unsigned rows_in_use(const AttentionDims& d, int tile) { // whole groups
     return unsigned(tile) / group * group;
 }
 
-// Whether these kernels can run it: 16-byte rows, a group that fits in a tile.
-template <typename T, typename... Ps> bool hopper_takes(const AttentionDims& d, const Ps*... ps) {
-    return mma_takes<T>(d, ps...) && d.HS <= 128 && d.NH / d.NKV <= size_t(BACKWARD_ROWS);
+// Whether these kernels can run it, by type and sizes: strides of whole 16 bytes, v as k lies, a
+// group that fits in a tile.
+template <typename T>
+bool hopper_takes(const AttentionDims& dims) {
+    AttentionDims d = completed(dims);
+    // TMA's strides are multiples of 16 bytes, 8 elements.
+    bool rows = d.q_stride % 8 == 0 && d.k_stride % 8 == 0 && d.q_batch % 8 == 0 &&
+                d.k_batch % 8 == 0;
+    return IS_BF16_OR_FP16<native_t<T>> && d.HS % 8 == 0 && d.HS <= 128 && rows &&
+           values_lie_as_keys(d) && d.NH / d.NKV <= size_t(BACKWARD_ROWS);
+}
+// And by operands: 16-byte addresses, results in T. The backward kernels write =, never +=.
+template <typename T, typename... Ps>
+bool hopper_takes(const AttentionOperands<T>& x, const Ps*... ps) {
+    auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
+    return hopper_takes<T>(x.d) && (std::is_same_v<T, Ps> && ...) && x.softcap == 0 &&
+           aligned(x.q, x.k, x.v, x.dout, ps...);
 }
 
-// the scratch: dQ, statistics, turns, spans; what it needs in bytes
+// The operands in tiles of `tile` rows, idle ones included; returns the bytes of scratch.
 template <typename T>
-size_t hopper_scratch(HopperOperands<T>* x, void* scratch, const AttentionDims& d) {
-    size_t group = d.NH / d.NKV;
-    if (d.HS > 128 || group > size_t(BACKWARD_ROWS)) return 0;
-    size_t tiles = ceil_div(d.Tq * group, size_t(rows_in_use(d, BACKWARD_ROWS))),
-           rows = d.B * d.NKV * tiles * BACKWARD_ROWS,
-           key_tiles = ceil_div(d.Tk, size_t(HOPPER_KEYS));
-    unsigned char* at = static_cast<unsigned char*>(scratch);
-    size_t used = 0;
-    auto take = [&](size_t bytes) {
-        void* p = x ? at + used : nullptr;
-        used += round_up(bytes, 256);
-        return p;
-    };
-    void *dq = take(rows * round_up(d.HS, 64) * sizeof(float)),
-         *turns = take(d.B * d.NKV * tiles * sizeof(int)), *lse = take(rows * sizeof(float)),
-         *sums = take(rows * sizeof(float)), *keys = take(d.B * key_tiles * sizeof(Span)),
-         *queries = take(d.B * tiles * sizeof(Span)), *docs = take(d.B * tiles * sizeof(Span));
-    if (x) {
-        x->dq = static_cast<float*>(dq), x->turns = static_cast<int*>(turns);
-        x->row_lse = static_cast<float*>(lse), x->row_sums = static_cast<float*>(sums);
-        x->key_spans = static_cast<Span*>(keys), x->query_spans = static_cast<Span*>(queries);
-        x->doc_spans = static_cast<Span*>(docs);
-        x->tiles = unsigned(tiles);
-    }
-    return used;
-}
+size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operands, void* scratch,
+                       int tile) {
+    // Every tile of rows begins with a whole group, so one box of TMA loads it.
+    const bool backward = tile == BACKWARD_ROWS;
+    Pieces pieces = {static_cast<unsigned char*>(scratch)};
+    take_rows(x, pieces, operands, tile, rows_in_use(operands.d, tile), 1, HOPPER_KEYS, backward);
+    if (!backward) return pieces.used;
+    const size_t tiles = x.d.B * x.d.NKV * x.tiles, channels = round_up(x.d.HS, 64);
+    pieces.take(x.turns, tiles);
+    pieces.take(x.dq, tiles * BACKWARD_ROWS * channels);
 
-template <typename T>
-HopperOperands<T> hopper_operands(const AttentionOperands<T>& x, int tile, void* scratch) {
-    HopperOperands<T> y = {};
-    static_cast<AttentionOperands<T>&>(y) = x;
-    y.group = unsigned(x.d.NH / x.d.NKV), y.rows = unsigned(x.d.Tq) * y.group;
-    hopper_scratch(&y, scratch, x.d);
-    y.tile_rows = rows_in_use(x.d, tile);
-    return y;
+    // A head's q, dout, k and v in T, its dQ in float.
+    const size_t head_bytes = (x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
+                              x.rows * channels * sizeof(float);
+    x.heads_together = unsigned(std::clamp(L2_BYTES / head_bytes, size_t(1), x.d.B * x.d.NKV));
+    // The first keys take longest, where the mask is causal, so they should start first. But a
+    // head's blocks then wait for each other if more than two of them run at once; starting with
+    // the last keys, none waits.
+    x.first_keys_first = x.d.any_order || 2 * x.heads_together >= BLOCKS_AT_ONCE;
+    return pieces.used;
+}
+inline size_t attention_hopper_scratch_bytes(const AttentionDims& d) {
+    // Other kernels run these sizes.
+    if (d.HS > 128 || d.NH / d.NKV > size_t(BACKWARD_ROWS))
+        return 0;
+    // bf16 stands for fp16 too: the scratch holds floats and ints.
+    AttentionOperands<bf16> operands;
+    operands.d = d;
+    HopperOperands<bf16> x = {};
+    size_t forward = hopper_operands(x, operands, nullptr, FORWARD_ROWS);
+    return std::max(forward, hopper_operands(x, operands, nullptr, BACKWARD_ROWS));
 }
 
 // (B,n,heads,HS): a box is 64 channels of `box_heads` heads of `box_n` queries or keys
 template <typename T>
 CUtensorMap heads_map(const T* x, const AttentionDims& d, size_t n, size_t heads, size_t stride,
-                      unsigned box_heads, unsigned box_n) {
-    return make_tensor_map(x, {d.HS, heads, n, d.B}, {d.HS, stride, n * stride},
+                      size_t batch, unsigned box_heads, unsigned box_n) {
+    return make_tensor_map(x, {d.HS, heads, n, d.B}, {d.HS, stride, batch},
                            {64, box_heads, box_n, 1}, true);
 }
-template <typename T> HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
+template <typename T>
+HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     const AttentionDims& d = x.d;
+    // A box of q is one chunk: all heads of a group for these queries.
     unsigned queries = x.tile_rows / x.group;
+    size_t out_row = d.NH * d.HS, out_batch = d.Tq * out_row;
     HopperMaps m = {};
-    m.q = heads_map(x.q, d, d.Tq, d.NH, d.q_stride, x.group, queries);
-    m.k = heads_map(x.k, d, d.Tk, d.NKV, d.kv_stride, 1, HOPPER_KEYS);
-    m.v = heads_map(x.v, d, d.Tk, d.NKV, d.kv_stride, 1, HOPPER_KEYS);
-    m.out = heads_map(out, d, d.Tq, d.NH, d.NH * d.HS, x.group, queries);
-    m.dout = x.dout ? heads_map(x.dout, d, d.Tq, d.NH, d.NH * d.HS, x.group, queries) : m.out;
+    m.q = heads_map(x.q, d, d.Tq, d.NH, d.q_stride, d.q_batch, x.group, queries);
+    m.k = heads_map(x.k, d, d.Tk, d.NKV, d.k_stride, d.k_batch, 1, HOPPER_KEYS);
+    m.v = heads_map(x.v, d, d.Tk, d.NKV, d.k_stride, d.k_batch, 1, HOPPER_KEYS);
+    m.out = heads_map(out, d, d.Tq, d.NH, out_row, out_batch, x.group, queries);
+    // Forward has no dout; any valid map will do.
+    m.dout = m.out;
+    if (x.dout)
+        m.dout = heads_map(x.dout, d, d.Tq, d.NH, out_row, out_batch, x.group, queries);
     return m;
 }
 
-template <typename F> void pick_hopper_kernel(size_t HS, F f) {
+// Round HS up to a size that has a kernel.
+template <typename F>
+void pick_hopper_kernel(size_t HS, F f) {
     HS <= 32 ? f(Int<32>()) : HS <= 64 ? f(Int<64>()) : HS <= 96 ? f(Int<96>()) : f(Int<128>());
 }
 
 template <typename T>
 void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& operands,
                               void* scratch, cudaStream_t stream) {
-    HopperOperands<T> x = hopper_operands(operands, FORWARD_ROWS, scratch);
-    const AttentionDims& d = x.d;
-    attention_spans(const_cast<Span*>(x.key_spans), x.k_positions, d.B, d.Tk, HOPPER_KEYS, 1,
-                    stream);
-    dim3 grid(unsigned(ceil_div(size_t(x.rows), size_t(x.tile_rows))), unsigned(d.NKV),
-              unsigned(d.B));
-    HopperMaps maps = hopper_maps(x, out);
-    pick_hopper_kernel(d.HS, [&](auto D) {
-        launch(attention_hopper_forward_kernel<T, D>, grid, HOPPER_THREADS, FORWARD_BYTES<D>,
-               stream, maps, lse, x);
-    });
+    if constexpr (!IS_NATIVE<T>) {
+        attention_hopper_forward(as_native(out), lse, as_native(operands), scratch, stream);
+    } else {
+        LLMC_CHECK(hopper_takes(operands, out), "Hopper's attention does not take these operands");
+        HopperOperands<T> x = {};
+        hopper_operands(x, operands, scratch, FORWARD_ROWS);
+        const AttentionDims& d = x.d;
+        // Spans come first: by them the producer chooses the tiles that it loads.
+        attention_spans<T>(x, stream);
+        HopperMaps maps = hopper_maps(x, out);
+        dim3 grid(x.tiles, unsigned(d.NKV), unsigned(d.B));
+        pick_hopper_kernel(d.HS, [&](auto D) {
+            launch(attention_hopper_forward_kernel<T, D>, grid, HOPPER_THREADS, FORWARD_BYTES<D>,
+                   stream, maps, lse, x);
+        });
+    }
 }
 
 template <typename T>
-void attention_hopper_backward(T* dq, T* dk, T* dv, const AttentionOperands<T>& operands,
-                               const T* out, const float* lse, void* scratch, cudaStream_t stream) {
-    HopperOperands<T> x = hopper_operands(operands, BACKWARD_ROWS, scratch);
-    const AttentionDims& d = x.d;
-    unsigned heads = unsigned(d.NKV), B = unsigned(d.B);
-    auto spans = [&](const Span* to, const int* from, size_t n, unsigned size, unsigned group) {
-        attention_spans(const_cast<Span*>(to), from, d.B, n, size, group, stream);
-    };
-    spans(x.key_spans, x.k_positions, d.Tk, HOPPER_KEYS, 1);
-    spans(x.query_spans, x.q_positions, d.Tq, x.tile_rows, x.group);
-    spans(x.doc_spans, x.doc_start, d.Tq, x.tile_rows, x.group);
-    launch(attention_hopper_statistics_kernel<T>,
-           dim3(x.tiles * (BACKWARD_ROWS / MMA_WARPS), heads, B), MMA_THREADS, 0, stream, out, lse,
-           x);
-    size_t tiles = d.B * d.NKV * x.tiles;
-    device_zero(x.dq, tiles * BACKWARD_ROWS * round_up(d.HS, 64) * sizeof(float), stream);
-    device_zero(x.turns, tiles * sizeof(int), stream);
-    HopperMaps maps = hopper_maps(x, out);
-    dim3 grid(unsigned(ceil_div(d.Tk, size_t(HOPPER_KEYS))), heads, B);
-    pick_hopper_kernel(d.HS, [&](auto D) {
-        auto kernel = d.any_order ? attention_hopper_backward_kernel<T, D, true>
-                                  : attention_hopper_backward_kernel<T, D, false>;
-        launch(kernel, grid, HOPPER_THREADS, BACKWARD_BYTES<D>, stream, maps, dk, dv, x);
-        launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * CHUNKS<D>, heads, B), WARPGROUP, 0,
-               stream, dq, CHUNKS<D>, x);
-    });
+void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
+                               const AttentionOperands<T>& operands, void* scratch,
+                               cudaStream_t stream) {
+    if constexpr (!IS_NATIVE<T>) {
+        attention_hopper_backward(as_native(dq), as_native(dk), as_native(dv), as_native(out), lse,
+                                  as_native(operands), scratch, stream);
+    } else {
+        LLMC_CHECK(hopper_takes(operands, dq, dk, dv, out) && !operands.accumulate,
+                   "Hopper's attention does not take these operands");
+        HopperOperands<T> x = {};
+        hopper_operands(x, operands, scratch, BACKWARD_ROWS);
+        const AttentionDims& d = x.d;
+        const unsigned heads = unsigned(d.NKV), B = unsigned(d.B);
+
+        // Spans of the tiles, lse and D of the rows, no turn taken. In any order nobody is the
+        // first to add to dQ: it starts at 0.
+        attention_statistics<T>(out, lse, x, stream);
+        if (d.any_order)
+            device_zero(x.dq, B * heads * x.tiles * BACKWARD_ROWS * round_up(d.HS, 64) *
+                                  sizeof(float), stream);
+
+        // dK, dV and the sums; then dQ from them.
+        HopperMaps maps = hopper_maps(x, out);
+        const unsigned grid = B * heads * x.key_tiles;
+        pick_hopper_kernel(d.HS, [&](auto D) {
+            // A compile-time choice: repeatable order costs waiting, any order none.
+            auto kernel = d.any_order ? attention_hopper_backward_kernel<T, D, true>
+                                      : attention_hopper_backward_kernel<T, D, false>;
+            launch(kernel, grid, HOPPER_THREADS, BACKWARD_BYTES<D>, stream, maps, dk, dv, x);
+            launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * CHUNKS<D>, heads, B),
+                   WARPGROUP, 0, stream, dq, CHUNKS<D>, x);
+        });
+    }
 }
 #endif
+
+} // namespace llmc

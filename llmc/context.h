@@ -1,86 +1,167 @@
-// context.h - what a block is handed besides its pointers: where it runs, the batch, the shape
-//   Passed as the first argument everywhere; there is no global state.
+// context.h - what a block is handed besides its pointers: the batch, the shape, where it runs
+//   Ctx is the first argument of all that a block calls; there is no global state.
+//   A block computes rows. It never asks how long a sequence is: positions say where a row stands,
+//   and keys_seen() alone knows where the keys of a query lie.
 #pragma once
 #include "attention.cuh"
-#include "comm.h"
+#include "attention_tiled.cuh"
+#include "comm/comm.h"
 #include "linear.cuh"
 #include "model.h"
 #include "rope.cuh"
 
-// One micro-batch. A position is the place in the whole sequence; doc_start is the place where the
-// token's document starts: keys before it are not seen, and learned positions count from it.
+namespace llmc {
+
+// One micro-batch, as this rank's blocks have it.
 struct Batch {
-    size_t B = 0, T = 0;
+    size_t B = 0, T = 0;            // sequences, tokens of each
     const int* tokens = nullptr;    // (B,T)
-    const int* targets = nullptr;   // (B,T), negative: ignored
-    const int* positions = nullptr; // (B,T)
-    const int* doc_start = nullptr; // (B,T)
-    // Generation only: the keys and values of what was read before, one sequence.
-    size_t past = 0;                    // tokens in the cache
+    const int* targets = nullptr;   // (B,T) negative: ignored
+    const int* positions = nullptr; // (B,T) places in the whole sequence
+    // (B,T) where the token's document starts: it sees no key before, and its learned position
+    // counts from there
+    const int* doc_start = nullptr;
+
+    // Generation only, of one sequence: tokens read before, whose keys and values are in the cache.
+    size_t past = 0;
     const int* key_positions = nullptr; // (past + T)
-    size_t rows() const { return B * T; }
+
+    size_t rows() const { return B * T; } // N
 };
 
 template <typename S> struct Ctx {
     S where;
-    Shape shape; // as this rank has it
+    Shape shape; // of this rank: its heads, channels and vocabulary
     Batch batch;
     Blas blas;
-    Comm tp;                    // the ranks that share heads, channels and vocabulary
-    void* all_rows = nullptr;   // (N,C) room for the rows of all of them; sequence parallelism only
-    const void* rope = nullptr; // acc_t<T> (P, HS/2, 2): cos, sin
-    const float* slopes = nullptr; // (NH) ALiBi, or null
+    Comm tp;                           // the ranks that share the shape
+    void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
+    const void* rope = nullptr;        // (P,HS/2,2) acc: cos, sin; or null
+    const float* slopes = nullptr;     // (NH) ALiBi, or null
+    const float* loss_scale = nullptr; // the head multiplies its gradient by it; or null
 };
 
 // ----------------------------------------------------------------------------
-// the key/value cache: (positions, 2, NKV*HS), a row holds a token's key and value
+// weights as blocks pass them
 
+// A bias that a model does not have is a Weight without data.
+inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
+
+// The gradient in its type, or null: frozen.
+template <typename T>
+acc_t<T>* grad_of(const Weight& w) { return static_cast<acc_t<T>*>(w.grad); }
+
+// ----------------------------------------------------------------------------
+// the keys that the batch's queries see
+
+// Keys and values, a row for each token, `stride` elements apart.
 template <typename T> struct Keys {
-    const T *k, *v;
-    const int* positions;
+    const T *k, *v;       // (B,Tk,NKV,HS)
+    const int* positions; // (B,Tk)
     size_t Tk, stride;
 };
 
-// The keys that the batch's queries see: its own, or with a cache all that came before as well.
+// The batch's own keys. With a cache (positions, 2, NKV*HS) store them behind those of the tokens
+// read before, and take all.
 template <typename T, typename S>
 Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t stride) {
     const Batch& b = ctx.batch;
-    if (!cache) return {k, v, b.positions, b.T, stride};
-    size_t width = ctx.shape.NKV * ctx.shape.HS, from = stride * sizeof(T),
-           to = 2 * width * sizeof(T);
-    T* row = cache + b.past * 2 * width;
-    copy_rows(row, to, k, from, width * sizeof(T), b.T, ctx.where);
-    copy_rows(row + width, to, v, from, width * sizeof(T), b.T, ctx.where);
-    return {cache, cache + width, b.key_positions, b.past + b.T, 2 * width};
+    if (!cache)
+        return {k, v, b.positions, b.T, stride};
+
+    // Store a row of the cache for each token: its key, then its value.
+    size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    size_t from = stride * sizeof(T), to = 2 * KV * sizeof(T);
+    T* row = cache + b.past * 2 * KV;
+    copy_rows(row, to, k, from, KV * sizeof(T), b.T, ctx.where);
+    copy_rows(row + KV, to, v, from, KV * sizeof(T), b.T, ctx.where);
+    return {cache, cache + KV, b.key_positions, b.past + b.T, 2 * KV};
 }
 
-// a bias that a model does not have is a Weight without data
-inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
+// ----------------------------------------------------------------------------
+// attention as blocks call it
 
-// as blocks lay q, k and v out: side by side
+// Sizes with q, k and v side by side in a row: what scratch and the choice of a kernel depend on.
 inline AttentionDims attention_shape(const Shape& s, size_t B, size_t Tq, size_t Tk) {
     size_t QKV = (s.NH + 2 * s.NKV) * s.HS;
     return {B, Tq, Tk, s.NH, s.NKV, s.HS, QKV, QKV};
 }
-template <typename S>
-AttentionDims attention_dims(const Ctx<S>& ctx, size_t Tk, size_t q_stride, size_t kv_stride) {
+
+// The batch's queries, rows q_stride apart, and the keys that they see.
+template <typename T, typename S>
+AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_stride,
+                                        const Keys<T>& keys) { // q (B,T,NH,HS)
     const Shape& s = ctx.shape;
+    const Batch& b = ctx.batch;
     int window = s.sliding_window ? int(std::min(s.sliding_window, size_t(INT_MAX))) : INT_MAX;
-    return {ctx.batch.B, ctx.batch.T, Tk, s.NH, s.NKV, s.HS, q_stride, kv_stride, window};
+    AttentionDims d = {b.B, b.T, keys.Tk, s.NH, s.NKV, s.HS, q_stride, keys.stride, window};
+    return {q, keys.k, keys.v, nullptr, b.positions, keys.positions, b.doc_start, ctx.slopes, d};
 }
 
-// RoPE on the first `heads` heads of each row, in place; without a table (learned positions, ALiBi)
-// nothing to do.
-template <typename T, typename S>
-void rotate_forward(const Ctx<S>& ctx, T* x, size_t heads, size_t stride) {
-    if (!ctx.rope) return;
-    rope_forward(x, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(), heads,
-                 ctx.shape.HS, stride, ctx.where);
+// The CPU's attention takes a Blas, kernels take plain memory: pass them the Blas's scratch.
+template <typename T>
+void* attention_scratch(const AttentionDims& d, Blas& blas, auto stream) {
+    size_t need = attention_scratch_bytes<T>(d, 1, stream);
+    LLMC_CHECK(need <= blas.scratch_bytes,
+               "attention needs %zu bytes of scratch, the plan gave %zu", need, blas.scratch_bytes);
+    return blas.scratch;
+}
+template <typename T, typename O, typename S>
+void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& x, Blas& blas,
+                       S stream) {
+    attention_forward(out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
+}
+template <typename T, typename Q, typename K, typename S>
+void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
+                        const AttentionOperands<T>& x, Blas& blas, S stream) {
+    attention_backward(dq, dk, dv, out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
 }
 
+// RoPE on the first heads of each row, in place. Without a table (learned positions, ALiBi) there
+// is nothing to do.
 template <typename T, typename S>
-void rotate_backward(const Ctx<S>& ctx, T* dx, size_t heads, size_t stride) {
+void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) { // (B,T,heads,HS)
     if (!ctx.rope) return;
-    rope_backward(dx, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(), heads,
-                  ctx.shape.HS, stride, ctx.where);
+    rope_forward(q, k, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
+                 ctx.shape.HS, ctx.where);
 }
+template <typename T, typename S>
+void rotate_backward(const Ctx<S>& ctx, RopeHeads<T> dq, RopeHeads<T> dk = {}) {
+    if (!ctx.rope) return;
+    rope_backward(dq, dk, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
+                  ctx.shape.HS, ctx.where);
+}
+
+// Queries, keys and values as a block lays them out, or their gradients.
+template <typename T> struct Qkv {
+    T *q, *k, *v;               // (B,T,NH,HS) (B,T,NKV,HS) (B,T,NKV,HS)
+    size_t q_stride, kv_stride; // elements between rows
+};
+
+// Rotate q and k in place, then let each query attend to the keys that it sees.
+template <typename T, typename S>
+void attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,T,NH,HS) (B,NH,T)
+                       const Qkv<T>& x, T* cache) {
+    rotate_forward<T>(ctx, {x.q, ctx.shape.NH, x.q_stride}, {x.k, ctx.shape.NKV, x.kv_stride});
+
+    Keys<T> keys = keys_seen(ctx, cache, x.k, x.v, x.kv_stride);
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
+    attention_forward(out, lse, operands, ctx.blas, ctx.where);
+}
+
+// x is as the forward pass left it, rotated; dx is the gradient of what it was before.
+template <typename T, typename S>
+void attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,T,NH,HS)
+                        const T* out, const acc_t<T>* lse,            // (B,T,NH,HS) (B,NH,T)
+                        const Qkv<T>& x) {
+    T* no_cache = nullptr;
+    Keys<T> keys = keys_seen(ctx, no_cache, x.k, x.v, x.kv_stride);
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
+    operands.dout = dout;
+    attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
+
+    rotate_backward<T>(ctx, {dx.q, ctx.shape.NH, dx.q_stride},
+                       {dx.k, ctx.shape.NKV, dx.kv_stride});
+}
+
+} // namespace llmc

@@ -1,7 +1,7 @@
 // embedding.cuh - token and position embedding, forward and backward
 //   out = wte[token - vocab_start] + wpe[position - doc_start]   (wpe null: tokens only)
 //   out, dout (N,C)   wte, dwte (Vp,C) acc   wpe, dwpe (P,C) acc   tokens, positions, doc_start (N)
-//   Of a vocabulary cut over ranks the table holds Vp rows from vocab_start on: other tokens are
+//   A vocabulary cut over ranks: the table holds Vp rows from vocab_start on; other tokens are
 //   zero, and add nothing.
 //   Contract: out =    dwte, dwpe = (tables zeroed first) or += (accumulate); null: frozen.
 //             Bitwise repeatable: the rows of dout that meet in a row of a table are added one by
@@ -10,89 +10,114 @@
 //         into the tables, and writes them whole when it does not accumulate. The GPU sorts row
 //         numbers by token in a scratch of embedding_scratch_bytes; the longest run of one token
 //         is read by one warp for every 32 loads of columns.
-//   To copy: this file and common.h.
+//   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <utility>
-#include "common.h"
+#include "cuda_common.h"
+
+namespace llmc {
 
 // ----------------------------------------------------------------------------
 // CPU
 
+// A task a row: copy the token's, add the position's.
 template <typename T>
-void embedding_forward(T* out, const int* tokens, const int* positions, const int* doc_start,
-                       const T* wte, const T* wpe, size_t N, size_t vocab_start, size_t Vp,
-                       size_t C, Cpu) {
+void embedding_forward(T* out,                                                        // (N,C)
+                       const int* tokens, const int* positions, const int* doc_start, // (N) each
+                       const T* wte, const T* wpe, // (Vp,C) (P,C) or null
+                       size_t N, size_t vocab_start, size_t Vp, size_t C, Cpu) {
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        T* y = out + n * C;
-        size_t own = size_t(tokens[n]) - vocab_start; // beyond Vp also where the token is below
+        T* y = out + n * C; // (C)
+
+        // The token's row; a token below the shard wraps around, beyond Vp.
+        size_t own = size_t(tokens[n]) - vocab_start;
         if (own < Vp)
             memcpy(y, wte + own * C, C * sizeof(T));
         else
             memset(y, 0, C * sizeof(T));
+
+        // The position's.
         if (!wpe) continue;
         const T* position = wpe + size_t(positions[n] - doc_start[n]) * C;
         #pragma omp simd
-        for (size_t c = 0; c < C; c++) y[c] = from_acc<T>(to_acc(y[c]) + to_acc(position[c]));
+        for (size_t c = 0; c < C; c++)
+            y[c] = from_acc<T>(to_acc(y[c]) + to_acc(position[c]));
     }
 }
 
+// Add each row of dout to its token's row and its position's; a null table is frozen.
 template <typename T>
-void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe, const T* dout, const int* tokens,
-                               const int* positions, const int* doc_start, void* /*scratch*/,
+void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C) (P,C), = or +=
+                               const T* dout,                           // (N,C)
+                               const int* tokens, const int* positions, // (N) (N)
+                               const int* doc_start, void* /*scratch*/, // (N)
                                size_t N, size_t vocab_start, size_t Vp, size_t P, size_t C,
                                bool accumulate, Cpu) {
     typedef acc_t<T> A;
     auto zero = [](A* table, size_t rows, size_t C) {
         #pragma omp parallel for
-        for (size_t r = 0; r < rows; r++) memset(table + r * C, 0, C * sizeof(A));
+        for (size_t r = 0; r < rows; r++)
+            memset(table + r * C, 0, C * sizeof(A));
     };
+
+    // Clear whole tables: most rows have no token in a batch.
     if (!accumulate && dwte) zero(dwte, Vp, C);
     if (!accumulate && dwpe) zero(dwpe, P, C);
+
+    // A thread owns columns and walks all rows: no two threads add to the same element.
     constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
         size_t end = C - c0 < COLUMNS ? C : c0 + COLUMNS;
         for (size_t n = 0; n < N; n++) {
-            const T* d = dout + n * C;
+            const T* d = dout + n * C; // (C)
             size_t own = size_t(tokens[n]) - vocab_start;
+            // A token of another shard adds nothing here.
             A* token = dwte && own < Vp ? dwte + own * C : nullptr;
             A* position = dwpe ? dwpe + size_t(positions[n] - doc_start[n]) * C : nullptr;
-            for (size_t c = c0; token && c < end; c++) token[c] += to_acc(d[c]);
-            for (size_t c = c0; position && c < end; c++) position[c] += to_acc(d[c]);
+            for (size_t c = c0; token && c < end; c++)
+                token[c] += to_acc(d[c]);
+            for (size_t c = c0; position && c < end; c++)
+                position[c] += to_acc(d[c]);
         }
     }
 }
 
+// The CPU adds in the rows' own order and sorts nothing.
 inline size_t embedding_scratch_bytes(size_t, Cpu) { return 0; }
 
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
-#if KERNELS
+#if LLMC_KERNELS
 
-// WARPS warps a row
+// WARPS warps share a row.
 template <typename T, int P, int WARPS>
 __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* positions,
                                          const int* doc_start, const T* wte, const T* wpe, size_t N,
                                          size_t vocab_start, size_t Vp, size_t C) {
     RowOfBlock<WARPS> row;
     if (row.n >= N) return;
+
+    // Find the two table rows of this token.
     size_t own = size_t(tokens[row.n]) - vocab_start;
-    const T* token = own < Vp ? wte + own * C : nullptr;
+    const T* token = own < Vp ? wte + own * C : nullptr; // (C)
     const T* position = wpe ? wpe + size_t(positions[row.n] - doc_start[row.n]) * C : nullptr;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        // Another shard's token leaves zeros: the ranks' outputs are summed afterwards.
         Pack<T, P> x = {};
         if (token) x = load<P>(token + c);
         if (position) {
             Pack<T, P> y = load<P>(position + c);
-            for (int i = 0; i < P; i++) x.v[i] = from_acc<T>(to_float(x.v[i]) + to_float(y.v[i]));
+            for (int i = 0; i < P; i++)
+                x.v[i] = from_acc<T>(to_float(x.v[i]) + to_float(y.v[i]));
         }
         store(out + row.n * C + c, x);
     }
 }
 
-// The row of its table that row n adds to; `rows`: none.
+// Maps row n of dout to the row of its table that it adds to; `rows`: to none.
 struct EmbeddingKeys {
     const int *key, *less; // (N) (N) or null
     unsigned start, rows;
@@ -102,37 +127,53 @@ struct EmbeddingKeys {
     }
 };
 
-// Rows sorted by key, equal keys in row order: a radix sort, DIGIT_BITS a pass. A warp walks a tile
-// of rows in order; `counts` (DIGITS, tiles) is what each tile has of each digit, then with a sum
-// over all that comes before where the tile's next row of that digit goes.
+// A radix sort of rows by key, DIGIT_BITS a pass, equal keys in row order. A warp walks a tile of
+// rows in order.
+//   1. count (SCATTER false): counts (DIGITS, tiles), how often a tile has each digit
+//   2. scan: counts become the place where a tile's next row of a digit goes
+//   3. scatter (SCATTER true): each row goes to its place
 constexpr int DIGIT_BITS = 9, DIGITS = 1 << DIGIT_BITS, SORT_TILE = 1024;
 
+//   sorted, rows (N), null rows: 0 .. N-1   counts (DIGITS, tiles)
 template <bool SCATTER>
 __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows, EmbeddingKeys keys,
                                       int shift, size_t N) {
-    SHARED(int, next, DIGITS);
+    LLMC_SHARED(int, next, DIGITS);
     unsigned lane = threadIdx.x;
-    size_t from = size_t(blockIdx.x) * SORT_TILE, to = from + SORT_TILE < N ? from + SORT_TILE : N;
+    size_t from = size_t(blockIdx.x) * SORT_TILE;
+    size_t to = from + SORT_TILE < N ? from + SORT_TILE : N;
+
+    // Start each digit at zero, or at its place in the sorted list.
     for (unsigned d = lane; d < DIGITS; d += 32)
         next[d] = SCATTER ? counts[d * gridDim.x + blockIdx.x] : 0;
-    __syncwarp(); // next is there
+    __syncwarp(); // all lanes have written next
+
+    // Walk in order: equal keys keep the rows' order, and so the sums their bits.
     for (size_t start = from; start < to; start += 32) {
+        // Take 32 rows, a lane each.
         size_t i = start + lane;
         bool mine = i < to;
         int n = mine ? (rows ? rows[i] : int(i)) : 0;
         unsigned digit = mine ? keys(n) >> shift & (DIGITS - 1) : 0;
-        // the lanes that have my digit
+
+        // Find the lanes with this lane's digit, bit by bit.
         unsigned peers = __ballot_sync(ALL_LANES, mine);
         for (int bit = 0; bit < DIGIT_BITS; bit++) {
             unsigned ones = __ballot_sync(ALL_LANES, digit >> bit & 1);
             peers &= digit >> bit & 1 ? ones : ~ones;
         }
-        int before = __popc(peers & ((1u << lane) - 1)), at = next[digit] + before;
-        __syncwarp(); // next is read
+
+        // Place the row after the peers before it; the first peer counts all of them.
+        int before = __popc(peers & ((1u << lane) - 1));
+        int at = next[digit] + before;
+        __syncwarp(); // all lanes have read next
         if (mine && SCATTER) sorted[at] = n;
-        if (mine && before == 0) next[digit] = at + __popc(peers);
-        __syncwarp(); // and written
+        if (mine && before == 0)
+            next[digit] = at + __popc(peers);
+        __syncwarp(); // the next rows may read
     }
+
+    // Leave the tile's counts to the scan.
     for (unsigned d = lane; !SCATTER && d < DIGITS; d += 32)
         counts[d * gridDim.x + blockIdx.x] = next[d];
 }
@@ -140,69 +181,98 @@ __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows,
 // counts[i] = the sum of all before it; one block
 constexpr int SCAN_THREADS = 1024;
 static __global__ void embedding_scan_kernel(int* counts, size_t count) {
-    SHARED(int, sums, SCAN_THREADS);
-    size_t each = ceil_div(count, size_t(SCAN_THREADS)), from = threadIdx.x * each,
-           to = from + each < count ? from + each : count;
+    LLMC_SHARED(int, sums, SCAN_THREADS);
+
+    // Sum a range of counts for each thread.
+    size_t each = ceil_div(count, SCAN_THREADS);
+    size_t from = threadIdx.x * each;
+    size_t to = from + each < count ? from + each : count;
     int sum = 0;
-    for (size_t i = from; i < to; i++) sum += counts[i];
+    for (size_t i = from; i < to; i++)
+        sum += counts[i];
     sums[threadIdx.x] = sum;
-    __syncthreads(); // the sums of all threads are there
+    __syncthreads(); // all have written
+
+    // Add the sum 1, 2, 4, .. threads before: after each step it covers twice as many.
     for (unsigned step = 1; step < SCAN_THREADS; step *= 2) {
         int before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
-        __syncthreads(); // they are read
+        __syncthreads(); // all have read
         sums[threadIdx.x] += before;
-        __syncthreads(); // and longer
+        __syncthreads(); // all have added
     }
+
+    // Write each count's place.
     int total = sums[threadIdx.x] - sum;
     for (size_t i = from; i < to; i++) {
         int own = counts[i];
-        counts[i] = total, total += own;
+        counts[i] = total;
+        total += own;
     }
 }
 
-template <int P> __global__ void embedding_zero_kernel(float* table, size_t n) {
+// Where the table is not accumulated.
+template <int P>
+__global__ void embedding_zero_kernel(float* table, size_t n) {
     size_t i = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * P;
-    if (i < n) store(table + i, Pack<float, P>{});
+    if (i < n)
+        store(table + i, Pack<float, P>{});
 }
 
-// A warp a sorted row and 32 * P columns: where a key begins, it adds that key's rows to the table.
-constexpr int ADD_WARPS = 4, ADD_AHEAD = 16; // rows whose loads are under way together
+// A warp has a sorted row and 32 * P columns: where a key begins, it adds that key's rows to the
+// table, ADD_AHEAD loads under way together.
+constexpr int ADD_WARPS = 4, ADD_AHEAD = 16;
 template <typename T, int P>
 __global__ void embedding_add_kernel(float* table, const T* dout, const int* sorted,
                                      EmbeddingKeys keys, size_t N, size_t C) {
-    constexpr int F = P % 4 ? 1 : 4; // of the table's floats, 16 bytes at a time
-    size_t i = size_t(blockIdx.x) * ADD_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr int F = P % 4 ? 1 : 4; // the table's floats, 16 bytes at a time
+    size_t i = size_t(blockIdx.x) * ADD_WARPS + threadIdx.x / 32;
+    size_t lane = threadIdx.x % 32;
     size_t c = (size_t(blockIdx.y) * 32 + lane) * P;
+
+    // Leave, the warp together, if the row has no key here or the key began before.
     if (i >= N) return;
     unsigned key = keys(sorted[i]);
     if (key == keys.rows) return;
-    if (i > 0 && keys(sorted[i - 1]) == key) return; // it began before; the warp leaves together
+    if (i > 0 && keys(sorted[i - 1]) == key)
+        return;
+
+    // Start from the table's row.
     bool mine = c < C;
-    const T* column = dout + (mine ? c : 0);
-    float* out = table + size_t(key) * C + c;
+    const T* column = dout + (mine ? c : 0);  // (N,C) from column c on
+    float* out = table + size_t(key) * C + c; // (P)
     Pack<float, F> sum[P / F] = {};
-    for (int k = 0; mine && k < P / F; k++) sum[k] = load<F>(out + k * F);
+    for (int k = 0; mine && k < P / F; k++)
+        sum[k] = load<F>(out + k * F);
 
     for (bool more = true; more; i += 32) {
-        // the next 32 row numbers, a lane each; those of the key come first
+        // Read the next 32 row numbers, a lane each; those of the key come first.
         int n = i + lane < N ? sorted[i + lane] : 0;
         int count = __popc(__ballot_sync(ALL_LANES, i + lane < N && keys(n) == key));
         auto row = [&](int r) {
             return load<P>(column + size_t(__shfl_sync(ALL_LANES, n, r)) * C);
         };
         auto add = [&](Pack<T, P> d) {
-            for (int k = 0; k < P; k++) sum[k / F].v[k % F] += to_float(d.v[k]);
+            for (int k = 0; k < P; k++)
+                sum[k / F].v[k % F] += to_float(d.v[k]);
         };
+
+        // Add them in order.
         int r = 0;
         for (; r + ADD_AHEAD <= count; r += ADD_AHEAD) {
             Pack<T, P> d[ADD_AHEAD];
-            for (int a = 0; a < ADD_AHEAD; a++) d[a] = row(r + a);
-            for (int a = 0; a < ADD_AHEAD; a++) add(d[a]);
+            for (int a = 0; a < ADD_AHEAD; a++)
+                d[a] = row(r + a);
+            for (int a = 0; a < ADD_AHEAD; a++)
+                add(d[a]);
         }
-        for (; r < count; r++) add(row(r));
+        for (; r < count; r++)
+            add(row(r));
         more = count == 32;
     }
-    for (int k = 0; mine && k < P / F; k++) store(out + k * F, sum[k]);
+
+    // Write: no other warp has this key and these columns, so no atomics.
+    for (int k = 0; mine && k < P / F; k++)
+        store(out + k * F, sum[k]);
 }
 
 // ----------------------------------------------------------------------------
@@ -213,42 +283,60 @@ void embedding_forward(T* out, const int* tokens, const int* positions, const in
                        const T* wte, const T* wpe, size_t N, size_t vocab_start, size_t Vp,
                        size_t C, cudaStream_t stream) {
     pick_row_kernel<T>(C, can_vectorize<T>(C, out, wte, wpe), [&](auto P, auto WARPS) {
-        launch(embedding_forward_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(), 0,
-               stream, out, tokens, positions, doc_start, wte, wpe, N, vocab_start, Vp, C);
+        launch(embedding_forward_kernel<T, P, WARPS>,
+               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               out, tokens, positions, doc_start, wte, wpe, N, vocab_start, Vp, C);
     });
 }
 
+// Two lists of rows, read and written by turns, and the counts.
 inline size_t embedding_scratch_bytes(size_t N, cudaStream_t) {
-    return (2 * N + DIGITS * ceil_div(N, size_t(SORT_TILE))) * sizeof(int);
+    return (2 * N + DIGITS * ceil_div(N, SORT_TILE)) * sizeof(int);
 }
 
-// table (rows,C) = or += the rows of dout, each where its key says
+// table (rows,C) = or += the rows of dout (N,C), each where its key says
 template <typename T>
 void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratch, size_t N,
                    size_t C, bool accumulate, cudaStream_t stream) {
     size_t rows = keys.rows;
-    int *sorted = static_cast<int*>(scratch), *other = sorted + N, *counts = other + N;
-    size_t tiles = ceil_div(N, size_t(SORT_TILE));
-    const int* from = nullptr; // the first pass reads rows as they are
+    unsigned tiles = unsigned(ceil_div(N, SORT_TILE));
+    int* sorted = static_cast<int*>(scratch); // (N)
+    int* other = sorted + N;                  // (N)
+    int* counts = other + N;                  // (DIGITS, tiles)
+
+    // Sort, digit by digit; the first pass reads rows as they are.
+    const int* from = nullptr;
+    // `rows` is a key too: rows that add to none go behind all others.
     for (int shift = 0; shift == 0 || rows >> shift > 0; shift += DIGIT_BITS) {
         if (from) std::swap(sorted, other);
-        launch(embedding_sort_kernel<false>, unsigned(tiles), 32, 0, stream, sorted, counts, from,
-               keys, shift, N);
-        launch(embedding_scan_kernel, 1, SCAN_THREADS, 0, stream, counts, DIGITS * tiles);
-        launch(embedding_sort_kernel<true>, unsigned(tiles), 32, 0, stream, sorted, counts, from,
-               keys, shift, N);
+        launch(embedding_sort_kernel<false>,
+               tiles, 32, 0, stream,
+               sorted, counts, from, keys, shift, N);
+        launch(embedding_scan_kernel,
+               1, SCAN_THREADS, 0, stream,
+               counts, DIGITS * tiles);
+        launch(embedding_sort_kernel<true>,
+               tiles, 32, 0, stream,
+               sorted, counts, from, keys, shift, N);
         from = sorted;
     }
+
+    // Zero the table.
     auto zero = [&](auto P) {
-        launch(embedding_zero_kernel<P>, unsigned(ceil_div(rows * C, size_t(256 * P))), 256, 0,
-               stream, table, rows * C);
+        unsigned grid = unsigned(ceil_div(rows * C, 256 * P));
+        launch(embedding_zero_kernel<P>,
+               grid, 256, 0, stream,
+               table, rows * C);
     };
-    if (!accumulate) can_vectorize<float>(C, table) ? zero(Int<4>()) : zero(Int<1>());
+    if (!accumulate)
+        can_vectorize<float>(C, table) ? zero(Int<4>()) : zero(Int<1>());
+
+    // Add.
     auto add = [&](auto P) {
-        launch(
-            embedding_add_kernel<T, P>,
-            dim3(unsigned(ceil_div(N, size_t(ADD_WARPS))), unsigned(ceil_div(C, size_t(32 * P)))),
-            ADD_WARPS * 32, 0, stream, table, dout, from, keys, N, C);
+        dim3 grid(unsigned(ceil_div(N, ADD_WARPS)), unsigned(ceil_div(C, 32 * P)));
+        launch(embedding_add_kernel<T, P>,
+               grid, ADD_WARPS * 32, 0, stream,
+               table, dout, from, keys, N, C);
     };
     can_vectorize<T>(C, dout, table) ? add(Int<VECTOR<T>>()) : add(Int<1>());
 }
@@ -258,9 +346,13 @@ void embedding_backward_weight(float* dwte, float* dwpe, const T* dout, const in
                                const int* positions, const int* doc_start, void* scratch, size_t N,
                                size_t vocab_start, size_t Vp, size_t P, size_t C, bool accumulate,
                                cudaStream_t stream) {
-    EmbeddingKeys of_token = {tokens, nullptr, unsigned(vocab_start), unsigned(Vp)},
-                  of_position = {positions, doc_start, 0, unsigned(P)};
-    if (dwte) embedding_add(dwte, dout, of_token, scratch, N, C, accumulate, stream);
-    if (dwpe) embedding_add(dwpe, dout, of_position, scratch, N, C, accumulate, stream);
+    EmbeddingKeys of_token = {tokens, nullptr, unsigned(vocab_start), unsigned(Vp)};
+    EmbeddingKeys of_position = {positions, doc_start, 0, unsigned(P)};
+    if (dwte)
+        embedding_add(dwte, dout, of_token, scratch, N, C, accumulate, stream);
+    if (dwpe)
+        embedding_add(dwpe, dout, of_position, scratch, N, C, accumulate, stream);
 }
 #endif
+
+} // namespace llmc

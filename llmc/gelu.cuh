@@ -1,84 +1,145 @@
 // gelu.cuh - GELU in its tanh form, forward and backward - arXiv:1606.08415
 //   gelu(x) = x/2 * (1 + tanh(u)),  u = sqrt(2/pi) * (x + 0.044715 x^3)
 //   gelu'(x) = (1 + tanh(u))/2 + x/2 * (1 - tanh(u)^2) * u'
-//   inp, out, dinp, dout (n)
-//   Contract: out =, dinp = (dinp may be dout).  Bitwise repeatable. tanh's error is absolute and
-//             below 3e-7: what 1 + tanh needs.
+//   inp, out, dinp, dout (n), or in backward rows (N,C)
+//   Contract: out =, dinp = (dinp may be dout), sums = parts of the sum of dinp's rows: of the
+//             gradient of inp's bias; null: not wanted. column_sums adds what gelu_parts names.
+//             Bitwise repeatable. tanh's error is absolute and below 3e-7: what 1 + tanh needs.
 //   Cost: memory-bound. forward reads inp, writes out; backward reads inp, dout, writes dinp.
-//   To copy: this file and common.h.
+//   To copy: this file, column_sums.cuh, types.h and cuda_common.h.
 #pragma once
-#include "common.h"
+#include "column_sums.cuh"
+
+namespace llmc {
 
 // ----------------------------------------------------------------------------
 // CPU
 
 constexpr double GELU_SCALE = 0.7978845608028654; // sqrt(2 / pi)
 
-template <typename T> void gelu_forward(T* out, const T* inp, size_t n, Cpu) {
+// tanh is a polynomial, which g++ vectorises.
+template <typename T>
+void gelu_forward(T* out, const T* inp, size_t n, Cpu) { // (n) (n)
     typedef acc_t<T> A;
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
-        A x = to_acc(inp[i]), u = A(GELU_SCALE) * (x + A(0.044715) * x * x * x);
+        A x = to_acc(inp[i]);
+        // Cube by products: a call of pow would not vectorise.
+        A u = A(GELU_SCALE) * (x + A(0.044715) * x * x * x);
         out[i] = from_acc<T>(A(0.5) * x * (1 + fast_tanh(u)));
     }
 }
 
-template <typename T> void gelu_backward(T* dinp, const T* dout, const T* inp, size_t n, Cpu) {
+// tanh is computed again: cheaper than keeping it.
+template <typename T>
+void gelu_backward(T* dinp, const T* dout, const T* inp, size_t n, Cpu) { // (n) (n) (n)
     typedef acc_t<T> A;
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
-        A x = to_acc(inp[i]), u = A(GELU_SCALE) * (x + A(0.044715) * x * x * x), t = fast_tanh(u);
+        A x = to_acc(inp[i]);
+        A u = A(GELU_SCALE) * (x + A(0.044715) * x * x * x);
+        A t = fast_tanh(u);
+        // du is u', slope is gelu'(x); both as in the header.
         A du = A(GELU_SCALE) * (1 + 3 * A(0.044715) * x * x);
-        dinp[i] = from_acc<T>(to_acc(dout[i]) * (A(0.5) * (1 + t) + A(0.5) * x * (1 - t * t) * du));
+        A slope = A(0.5) * (1 + t) + A(0.5) * x * (1 - t * t) * du;
+        dinp[i] = from_acc<T>(to_acc(dout[i]) * slope);
     }
+}
+
+// Rows, and their sum: its one part is the sum itself.
+template <typename T>
+void gelu_backward(T* dinp, acc_t<T>* sums, const T* dout, const T* inp, // (N,C) (1,C) (N,C) (N,C)
+                   size_t N, size_t C, Cpu where) {
+    void* no_scratch = nullptr;
+    gelu_backward(dinp, dout, inp, N * C, where);
+    if (sums)
+        column_sums(sums, dinp, no_scratch, N, C, false, where);
 }
 
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
-#if KERNELS
+#if LLMC_KERNELS
 
-// tanh by one fast exponential: for large u it is infinity, or 0, and the quotient still right
+// tanh by one fast exponential. For large |u| that is infinity or 0, and the quotient still right.
 __device__ inline float gelu_tanh(float u) { return 1 - __fdividef(2, __expf(2 * u) + 1); }
 
-template <typename T, int P> __global__ void gelu_forward_kernel(T* out, const T* inp, size_t n) {
+// P elements a thread, the last one fewer.
+template <typename T, int P>
+__global__ void gelu_forward_kernel(T* out, const T* inp, size_t n) {
     size_t i = first_element<P>();
     if (i >= n) return;
+    // One pack holds the inputs, then the results.
     Pack<T, P> p = load_some<P>(inp + i, n - i);
     for (int k = 0; k < P; k++) {
-        float x = to_float(p.v[k]), u = float(GELU_SCALE) * (x + 0.044715f * x * x * x);
+        float x = to_float(p.v[k]);
+        float u = float(GELU_SCALE) * (x + 0.044715f * x * x * x);
         p.v[k] = from_acc<T>(0.5f * x * (1 + gelu_tanh(u)));
     }
     store_some(out + i, p, n - i);
 }
 
+// Block (columns, strip of rows). dinp may be dout: a thread has read its elements before it writes
+// them. What is summed is what is written, rounded.
+//   dinp, dout, inp (N,C)   sums (parts,C) or null
 template <typename T, int P>
-__global__ void gelu_backward_kernel(T* dinp, const T* dout, const T* inp, size_t n) {
-    size_t i = first_element<P>();
-    if (i >= n) return;
-    Pack<T, P> p = load_some<P>(inp + i, n - i), d = load_some<P>(dout + i, n - i);
-    for (int k = 0; k < P; k++) {
-        float x = to_float(p.v[k]), u = float(GELU_SCALE) * (x + 0.044715f * x * x * x);
-        float t = gelu_tanh(u), du = float(GELU_SCALE) * (1 + 3 * 0.044715f * x * x);
-        float slope = 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * du;
-        d.v[k] = from_acc<T>(to_float(d.v[k]) * slope);
-    }
-    store_some(dinp + i, d, n - i);
+__global__ void gelu_backward_kernel(T* dinp, float* sums, const T* dout, const T* inp, size_t N,
+                                     size_t C, size_t rows) {
+    size_t from = blockIdx.y * rows, to = from + rows < N ? from + rows : N;
+    float* part = sums ? sums + blockIdx.y * C : nullptr;
+    sum_strip<P>(part, from, to, blockIdx.x * size_t(32 * P), C, [&](size_t n, size_t c) {
+        Pack<T, P> p = load<P>(inp + n * C + c), d = load<P>(dout + n * C + c);
+        for (int k = 0; k < P; k++) {
+            float x = to_float(p.v[k]);
+            float u = float(GELU_SCALE) * (x + 0.044715f * x * x * x);
+            float t = gelu_tanh(u);
+            float du = float(GELU_SCALE) * (1 + 3 * 0.044715f * x * x);
+            float slope = 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * du;
+            d.v[k] = from_acc<T>(to_float(d.v[k]) * slope);
+        }
+        store(dinp + n * C + c, d);
+        return d;
+    });
 }
 
 // ----------------------------------------------------------------------------
 // launchers
 
-template <typename T> void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream) {
+// Any n and alignment.
+template <typename T>
+void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream) {
     pick_element_kernel<T>(n, can_vectorize<T>(0, out, inp), [&](auto P, unsigned grid) {
         launch(gelu_forward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, inp, n);
     });
 }
 
+// Any size and alignment.
 template <typename T>
-void gelu_backward(T* dinp, const T* dout, const T* inp, size_t n, cudaStream_t stream) {
-    pick_element_kernel<T>(n, can_vectorize<T>(0, dinp, dout, inp), [&](auto P, unsigned grid) {
-        launch(gelu_backward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, dinp, dout, inp, n);
-    });
+void gelu_backward(T* dinp, float* sums, const T* dout, const T* inp, size_t N, size_t C,
+                   cudaStream_t stream) {
+    size_t parts = column_parts(N, stream), rows = ceil_div(N, parts);
+    // One pointer that is not aligned sends all three to single elements.
+    bool vector = can_vectorize<T>(C, dinp, dout, inp);
+    auto run = [&](auto P) {
+        dim3 grid(unsigned(ceil_div(C, 32 * P)), unsigned(parts));
+        launch(gelu_backward_kernel<T, P>, grid, COLUMN_WARPS * 32, 0, stream, dinp, sums, dout,
+               inp, N, C, rows);
+    };
+    vector ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+// Elements of `sums`: a part for each strip of rows.
+template <typename S>
+size_t gelu_sums(size_t N, size_t C, S where) { return column_parts(N, where) * C; }
+
+// The parts, for column_sums to make the bias's gradient of; null: frozen.
+template <typename A, typename S>
+PartialSums<A> gelu_parts(A* dbias, const A* sums, size_t N, size_t C, S where) {
+    return {dbias, sums, column_parts(N, where), C, C};
+}
+
+} // namespace llmc

@@ -1,219 +1,306 @@
-// gpt2.h - GPT-2: its tables and its layers, forward and backward - openai.com/research/better-language-models
+// gpt2.h - GPT-2: tables, block and head, both ways - openai.com/research/better-language-models
 //   embedding   x = wte[token] + wpe[position]
-//   block       x = x + proj(attention(qkv(ln_1(x))));  x = x + proj(gelu(fc(ln_2(x))))
+//   block       x = x + attn_proj(attention(attn(ln_1(x))))
+//               x = x + fc_proj(gelu(fc(ln_2(x))))
 //   head        logits = ln_f(x) wte^T
-//   A block's backward comes in two halves: _backward_input makes the gradient of its input and
-//   every gradient that
-//   its weights need; _backward_weight makes the weights' gradients. A pipeline schedule may place
-//   them apart.
+//   Names and order are those of train_gpt_min.cpp. Products are column- or row-parallel (on one
+//   rank: plain); those of one input come as a list {{result, weight, bias}, ...}.
+//   The backward pass has two halves, which a pipeline schedule may place apart:
+//   block_backward_input makes the gradient of the block's input and those that its weights wait
+//   for, block_backward_weight makes the gradients of its weights.
+//
+//   N = B*T rows of a micro-batch. R rows of the residual stream: N, or with sequence parallelism
+//   this rank's part of them. NH, NKV and F are what this rank has. QKV = (NH + 2 NKV) HS.
+//   inp, out, dinp, dout (R,C)   cache (positions,2,NKV*HS), or null: only generation has one
+//   Contract: out, dinp, activations =   gradients of weights = or += (accumulate)
+//   Cost: a block's forward pass takes 24 N C^2 FLOPs in products and 2 N T C in attention (half of
+//         the square is masked); its backward pass twice the products, 2.5 times the attention.
 #pragma once
-#include "embedding.cuh"
 #include "gelu.cuh"
 #include "head.h"
 #include "layernorm.cuh"
 
+namespace llmc {
+
 // ----------------------------------------------------------------------------
-// tables
+// the family: weights [out, in], and what a block makes
 
 // clang-format off
-struct Gpt2Block { // [out, in]
-    Weight ln_1, ln_1_bias, c_attn, c_attn_bias, c_proj, c_proj_bias;          // (C) (C) (3C,C) (3C) (C,C) (C)
-    Weight ln_2, ln_2_bias, fc, fc_bias, fc_proj, fc_proj_bias;                // (C) (C) (F,C) (F) (C,F) (C)
+struct Gpt2 {
+    static constexpr const char* model_types[] = {"gpt2"};      // in config.json
+    static constexpr const char* block_prefix = "h.";           // "h.0.ln_1.weight" is block 0's
+    static constexpr const char* body_prefix = "transformer.";  // files: before all but lm_head
+
+    struct Embedding {
+        Weight wte, wpe;                          // (Vp,C) (P,C)
+    };
+
+    struct Block {
+        Weight ln_1_weight, ln_1_bias;            // (C) (C)
+        Weight attn_weight, attn_bias;            // (QKV,C) (QKV)
+        Weight attn_proj_weight, attn_proj_bias;  // (C,NH*HS) (C)
+        Weight ln_2_weight, ln_2_bias;            // (C) (C)
+        Weight fc_weight, fc_bias;                // (F,C) (F)
+        Weight fc_proj_weight, fc_proj_bias;      // (C,F) (C)
+    };
+
+    struct Head {
+        Weight ln_f_weight, ln_f_bias;            // (C) (C)
+        Weight lm_head;                           // (Vp,C), where tied wte itself
+    };
+
+    template <typename T> struct Acts {
+        T* ln_1;                                  // (R,C)
+        acc_t<T> *ln_1_mean, *ln_1_rstd;          // (R) (R)
+        T* qkv;                                   // (N,QKV)    queries, keys, values
+        T* attention;                             // (N,NH*HS)
+        acc_t<T>* lse;                            // (B,NH,T)   log of the sum of exp(scores)
+        T* middle;                                // (R,C)      the residual stream after attention
+        T* ln_2;                                  // (R,C)
+        acc_t<T> *ln_2_mean, *ln_2_rstd;          // (R) (R)
+        T *fc, *gelu;                             // (N,F) (N,F)
+
+        T *dfc, *dln_2, *dmiddle;                 // (N,F) (R,C) (R,C)
+        T *dattention, *dqkv, *dln_1;             // (N,NH*HS) (N,QKV) (R,C)
+        acc_t<T> *ln_1_sums, *ln_2_sums;          // parts of gradients of weights and biases
+        acc_t<T>* fc_sums;                        // parts of fc's dbias
+        T *dout_all, *dmiddle_all;                // (N,C) (N,C)  rows of all ranks, where R < N
+    };
 };
-struct Gpt2Embedding { Weight wte, wpe; };                                     // (Vp,C) (P,C)
-struct Gpt2Head { Weight ln_f, ln_f_bias, lm_head; };                          // (C) (C) (Vp,C)
 // clang-format on
 
-// row(where, name, shape, init, decay, shard, transposed)
-template <typename Row> void gpt2_block_parameters(Gpt2Block& w, const Shape& s, Row row) {
-    Init normal = normal_init(0.02), residual = normal_init(0.02 / std::sqrt(2.0 * s.L));
-    size_t QKV = (s.NH + 2 * s.NKV) * s.HS;
-    row(w.ln_1, "ln_1.weight", {s.C}, ONES, false, Shard{}, false);
-    row(w.ln_1_bias, "ln_1.bias", {s.C}, ZEROS, false, Shard{}, false);
-    row(w.c_attn, "attn.c_attn.weight", {QKV, s.C}, normal, true, Shard{0, 3}, true);
-    row(w.c_attn_bias, "attn.c_attn.bias", {QKV}, ZEROS, false, Shard{0, 3}, false);
-    row(w.c_proj, "attn.c_proj.weight", {s.C, s.NH * s.HS}, residual, true, Shard{1}, true);
-    row(w.c_proj_bias, "attn.c_proj.bias", {s.C}, ZEROS, false, Shard{}, false);
-    row(w.ln_2, "ln_2.weight", {s.C}, ONES, false, Shard{}, false);
-    row(w.ln_2_bias, "ln_2.bias", {s.C}, ZEROS, false, Shard{}, false);
-    row(w.fc, "mlp.c_fc.weight", {s.F, s.C}, normal, true, Shard{0}, true);
-    row(w.fc_bias, "mlp.c_fc.bias", {s.F}, ZEROS, false, Shard{0}, false);
-    row(w.fc_proj, "mlp.c_proj.weight", {s.C, s.F}, residual, true, Shard{1}, true);
-    row(w.fc_proj_bias, "mlp.c_proj.bias", {s.C}, ZEROS, false, Shard{}, false);
+// ----------------------------------------------------------------------------
+// tables: each function shows its rows to a visitor, which makes the table or binds pointers
+
+// clang-format off
+// Tensor parallelism cuts columns [out/tp, in] or rows [out, in/tp], or leaves a parameter whole;
+// of attn it cuts the columns of queries, keys and values each. Files hold transposed as [in, out].
+template <typename Row>
+void block_parameters(Gpt2::Block& w, const Shape& s, Row row) {
+    size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = (s.NH + 2 * s.NKV) * s.HS;
+    Shard whole = {}, columns = {0}, rows = {1}, qkv = {0, 3};
+
+    // 2L products add to the residual stream: they start smaller by sqrt(2L).
+    Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+
+    //  weight              name                  shape     start   decays cut      transposed
+    row(w.ln_1_weight,      "ln_1.weight",        {C},      ONES,   false, whole,   false);
+    row(w.ln_1_bias,        "ln_1.bias",          {C},      ZEROS,  false, whole,   false);
+    row(w.attn_weight,      "attn.c_attn.weight", {QKV, C}, normal, true,  qkv,     true);
+    row(w.attn_bias,        "attn.c_attn.bias",   {QKV},    ZEROS,  false, qkv,     false);
+    row(w.attn_proj_weight, "attn.c_proj.weight", {C, Q},   small,  true,  rows,    true);
+    row(w.attn_proj_bias,   "attn.c_proj.bias",   {C},      ZEROS,  false, whole,   false);
+    row(w.ln_2_weight,      "ln_2.weight",        {C},      ONES,   false, whole,   false);
+    row(w.ln_2_bias,        "ln_2.bias",          {C},      ZEROS,  false, whole,   false);
+    row(w.fc_weight,        "mlp.c_fc.weight",    {F, C},   normal, true,  columns, true);
+    row(w.fc_bias,          "mlp.c_fc.bias",      {F},      ZEROS,  false, columns, false);
+    row(w.fc_proj_weight,   "mlp.c_proj.weight",  {C, F},   small,  true,  rows,    true);
+    row(w.fc_proj_bias,     "mlp.c_proj.bias",    {C},      ZEROS,  false, whole,   false);
 }
 
-// what a block makes: kept or made again, and who reads it last
-template <typename T> struct Gpt2Acts {
-    T *ln_1, *qkv, *att, *resid, *ln_2, *fc, *gelu; // forward
-    acc_t<T>*ln_1_mean, *ln_1_rstd, *lse, *ln_2_mean, *ln_2_rstd;
-    T *dfc, *dln_2, *dresid, *datt, *dqkv, *dln_1; // backward
-    T *dout_all, *dresid_all; // sequence parallelism: dout and dresid with the rows of all ranks
-};
+// Recomputation drops rows after the forward pass: selective the CHEAP, full the KEPT as well.
+// GRADIENT rows are born in the backward pass, whose input half (B) or weight half (W) reads last.
+template <typename T, typename S, typename Row>
+void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+    size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = (s.NH + 2 * s.NKV) * s.HS;
+    size_t R = N / s.row_ranks;
+    using enum Keep;
+    using enum Last;
 
-template <typename T, typename Row>
-void gpt2_block_activations(Gpt2Acts<T>& a, const Shape& s, size_t N, Row row) {
-    size_t QKV = (s.NH + 2 * s.NKV) * s.HS, Q = s.NH * s.HS, R = N / s.row_ranks;
-    row(a.ln_1, "ln_1", R * s.C, Keep::CHEAP, Last::W);            // (B,T,C)
-    row(a.ln_1_mean, "ln_1.mean", R, Keep::CHEAP, Last::W);        // (B,T)
-    row(a.ln_1_rstd, "ln_1.rstd", R, Keep::CHEAP, Last::W);        // (B,T)
-    row(a.qkv, "qkv", N * QKV, Keep::KEPT, Last::B);               // (B,T,3,NH,HS)
-    row(a.att, "attention", N * Q, Keep::KEPT, Last::W);           // (B,T,NH,HS)
-    row(a.lse, "log-sum-exp", N * s.NH, Keep::KEPT, Last::B);      // (B,NH,T)
-    row(a.resid, "residual", R * s.C, Keep::KEPT, Last::W);        // (B,T,C)
-    row(a.ln_2, "ln_2", R * s.C, Keep::CHEAP, Last::W);            // (B,T,C)
-    row(a.ln_2_mean, "ln_2.mean", R, Keep::CHEAP, Last::W);        // (B,T)
-    row(a.ln_2_rstd, "ln_2.rstd", R, Keep::CHEAP, Last::W);        // (B,T)
-    row(a.fc, "fc", N * s.F, Keep::KEPT, Last::B);                 // (B,T,F)
-    row(a.gelu, "gelu", N * s.F, Keep::CHEAP, Last::W);            // (B,T,F)
-    row(a.dfc, "d fc", N * s.F, Keep::GRADIENT, Last::W);          // (B,T,F)
-    row(a.dln_2, "d ln_2", R * s.C, Keep::GRADIENT, Last::W);      // (B,T,C)
-    row(a.dresid, "d residual", R * s.C, Keep::GRADIENT, Last::W); // (B,T,C)
-    row(a.datt, "d attention", N * Q, Keep::GRADIENT, Last::B);    // (B,T,NH,HS)
-    row(a.dqkv, "d qkv", N * QKV, Keep::GRADIENT, Last::W);        // (B,T,3,NH,HS)
-    row(a.dln_1, "d ln_1", R * s.C, Keep::GRADIENT, Last::W);      // (B,T,C)
+    //  pointer         name                    elements   dropped   last read
+    row(a.ln_1,         "ln_1",                 R * C,     CHEAP,    W);
+    row(a.ln_1_mean,    "ln_1.mean",            R,         CHEAP,    B);
+    row(a.ln_1_rstd,    "ln_1.rstd",            R,         CHEAP,    B);
+    row(a.qkv,          "qkv",                  N * QKV,   KEPT,     B);
+    row(a.attention,    "attention",            N * Q,     KEPT,     W);
+    row(a.lse,          "log-sum-exp",          N * s.NH,  KEPT,     B);
+    row(a.middle,       "middle",               R * C,     KEPT,     B);
+    row(a.ln_2,         "ln_2",                 R * C,     CHEAP,    W);
+    row(a.ln_2_mean,    "ln_2.mean",            R,         CHEAP,    B);
+    row(a.ln_2_rstd,    "ln_2.rstd",            R,         CHEAP,    B);
+    row(a.fc,           "fc",                   N * F,     KEPT,     B);
+    row(a.gelu,         "gelu",                 N * F,     CHEAP,    W);
+
+    row(a.dfc,          "d fc",                 N * F,     GRADIENT, W);
+    row(a.dln_2,        "d ln_2",               R * C,     GRADIENT, B);
+    row(a.dmiddle,      "d middle",             R * C,     GRADIENT, W);
+    row(a.dattention,   "d attention",          N * Q,     GRADIENT, B);
+    row(a.dqkv,         "d qkv",                N * QKV,   GRADIENT, W);
+    row(a.dln_1,        "d ln_1",               R * C,     GRADIENT, B);
+    row(a.ln_1_sums,    "d ln_1, sums", layernorm_sums(R, C, where), GRADIENT, W);
+    row(a.ln_2_sums,    "d ln_2, sums", layernorm_sums(R, C, where), GRADIENT, W);
+    row(a.fc_sums,      "d fc, sums",        gelu_sums(N, F, where), GRADIENT, W);
     if (s.row_ranks == 1) return;
-    row(a.dout_all, "d out, all rows", N * s.C, Keep::GRADIENT, Last::W);        // (B,T,C)
-    row(a.dresid_all, "d residual, all rows", N * s.C, Keep::GRADIENT, Last::W); // (B,T,C)
+    row(a.dout_all,     "d out, all rows",      N * C,     GRADIENT, W);
+    row(a.dmiddle_all,  "d middle, all rows",   N * C,     GRADIENT, W);
 }
 
-// ----------------------------------------------------------------------------
-// the block
-
-// q, k and v lie side by side in a row of qkv.
-template <typename T, typename S>
-void gpt2_attention_forward(Ctx<S>& ctx, const Gpt2Acts<T>& a, T* cache) {
-    const Shape& s = ctx.shape;
-    size_t width = s.NH * s.HS, kv = s.NKV * s.HS, stride = width + 2 * kv;
-    Keys<T> keys = keys_seen(ctx, cache, a.qkv + width, a.qkv + width + kv, stride);
-    attention_forward(a.att, a.lse, a.qkv, keys.k, keys.v, ctx.batch.positions, keys.positions,
-                      ctx.batch.doc_start, ctx.slopes,
-                      attention_dims(ctx, keys.Tk, stride, keys.stride), ctx.blas, ctx.where);
-}
-
-// Everything that the backward pass reads: the forward pass but its last product, and what full
-// recomputation runs.
-template <typename T, typename S>
-void gpt2_block_activate(Ctx<S>& ctx, const T* inp, const Gpt2Block& w, const Gpt2Acts<T>& a,
-                         T* cache) {
-    const Shape& s = ctx.shape;
-    const T* nothing = nullptr;
-    size_t N = ctx.batch.rows(), R = stream_rows(ctx);
-    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1.as<T>(), w.ln_1_bias.as<T>(), R,
-                      s.C, s.norm_eps, ctx.where);
-    linear_forward(a.qkv, all_rows(ctx, a.ln_1), w.c_attn, &w.c_attn_bias, nothing, N, ctx.blas,
-                   ctx.where);
-    rotate_forward(ctx, a.qkv, s.NH + s.NKV, (s.NH + 2 * s.NKV) * s.HS);
-    gpt2_attention_forward(ctx, a, cache);
-    row_parallel_forward(ctx, a.resid, a.att, w.c_proj, &w.c_proj_bias, inp);
-    layernorm_forward(a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.resid, w.ln_2.as<T>(),
-                      w.ln_2_bias.as<T>(), R, s.C, s.norm_eps, ctx.where);
-    linear_forward(a.fc, all_rows(ctx, a.ln_2), w.fc, &w.fc_bias, nothing, N, ctx.blas, ctx.where);
-    gelu_forward(a.gelu, a.fc, N * s.F, ctx.where);
-}
-
-template <typename T, typename S>
-void gpt2_block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2Block& w, const Gpt2Acts<T>& a,
-                        T* cache) {
-    gpt2_block_activate(ctx, inp, w, a, cache);
-    row_parallel_forward(ctx, out, a.gelu, w.fc_proj, &w.fc_proj_bias, a.resid);
-}
-
-// Selective recomputation: the norms and the activation function again, no product.
-template <typename T, typename S>
-void gpt2_block_activate_cheap(Ctx<S>& ctx, const T* inp, const Gpt2Block& w,
-                               const Gpt2Acts<T>& a) {
-    const Shape& s = ctx.shape;
-    size_t R = stream_rows(ctx);
-    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1.as<T>(), w.ln_1_bias.as<T>(), R,
-                      s.C, s.norm_eps, ctx.where);
-    layernorm_forward(a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.resid, w.ln_2.as<T>(),
-                      w.ln_2_bias.as<T>(), R, s.C, s.norm_eps, ctx.where);
-    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where);
-}
-
-template <typename T, typename S>
-void gpt2_block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
-                               const Gpt2Block& w, const Gpt2Acts<T>& a) {
-    const Shape& s = ctx.shape;
-    size_t N = ctx.batch.rows(), R = stream_rows(ctx);
-    size_t width = s.NH * s.HS, kv = s.NKV * s.HS, stride = width + 2 * kv;
-    linear_backward_input(a.dfc, all_rows(ctx, a.dout_all, dout), w.fc_proj, N, false, ctx.blas,
-                          ctx.where);
-    gelu_backward(a.dfc, a.dfc, a.fc, N * s.F, ctx.where);
-    T* dln_2 = partial_rows(ctx, a.dln_2);
-    linear_backward_input(dln_2, a.dfc, w.fc, N, false, ctx.blas, ctx.where);
-    sum_rows(ctx, a.dln_2, dln_2);
-    layernorm_backward_input(a.dresid, dout, a.dln_2, a.resid, w.ln_2.as<T>(), a.ln_2_mean,
-                             a.ln_2_rstd, R, s.C, ctx.where);
-    linear_backward_input(a.datt, all_rows(ctx, a.dresid_all, a.dresid), w.c_proj, N, false,
-                          ctx.blas, ctx.where);
-    attention_backward(a.dqkv, a.dqkv + width, a.dqkv + width + kv, a.datt, a.att, a.lse, a.qkv,
-                       a.qkv + width, a.qkv + width + kv, ctx.batch.positions, ctx.batch.positions,
-                       ctx.batch.doc_start, ctx.slopes,
-                       attention_dims(ctx, ctx.batch.T, stride, stride), ctx.blas, ctx.where);
-    rotate_backward(ctx, a.dqkv, s.NH + s.NKV, stride);
-    T* dln_1 = partial_rows(ctx, a.dln_1);
-    linear_backward_input(dln_1, a.dqkv, w.c_attn, N, false, ctx.blas, ctx.where);
-    sum_rows(ctx, a.dln_1, dln_1);
-    layernorm_backward_input(dinp, a.dresid, a.dln_1, inp, w.ln_1.as<T>(), a.ln_1_mean, a.ln_1_rstd,
-                             R, s.C, ctx.where);
-}
-
-template <typename T, typename S>
-void gpt2_block_backward_weight(Ctx<S>& ctx, const T* dout, const T* inp, const Gpt2Block& w,
-                                const Gpt2Acts<T>& a, bool accumulate) {
-    typedef acc_t<T> A;
-    size_t N = ctx.batch.rows(), R = stream_rows(ctx), C = ctx.shape.C;
-    bool cut = ctx.shape.row_ranks > 1;
-    row_parallel_backward_weight(ctx, w.fc_proj, &w.fc_proj_bias, dout, cut ? a.dout_all : dout,
-                                 a.gelu, accumulate);
-    linear_backward_weight(w.fc, &w.fc_bias, a.dfc, all_rows(ctx, a.ln_2), N, accumulate, ctx.blas,
-                           ctx.where);
-    layernorm_backward_weight((A*)w.ln_2.grad, (A*)w.ln_2_bias.grad, a.dln_2, a.resid, a.ln_2_mean,
-                              a.ln_2_rstd, ctx.blas.scratch, R, C, accumulate, ctx.where);
-    row_parallel_backward_weight(ctx, w.c_proj, &w.c_proj_bias, a.dresid,
-                                 cut ? a.dresid_all : a.dresid, a.att, accumulate);
-    linear_backward_weight(w.c_attn, &w.c_attn_bias, a.dqkv, all_rows(ctx, a.ln_1), N, accumulate,
-                           ctx.blas, ctx.where);
-    layernorm_backward_weight((A*)w.ln_1.grad, (A*)w.ln_1_bias.grad, a.dln_1, inp, a.ln_1_mean,
-                              a.ln_1_rstd, ctx.blas.scratch, R, C, accumulate, ctx.where);
-}
-
-// ----------------------------------------------------------------------------
-// embedding and head
-
-template <typename Row> void gpt2_embedding_parameters(Gpt2Embedding& w, const Shape& s, Row row) {
+// The token table is cut by rows over tp; positions are few, and every rank holds them whole.
+template <typename Row>
+void embedding_parameters(Gpt2::Embedding& w, const Shape& s, Row row) {
     row(w.wte, "wte.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
-template <typename Row> void gpt2_position_parameters(Gpt2Embedding& w, const Shape& s, Row row) {
+template <typename Row>
+void position_parameters(Gpt2::Embedding& w, const Shape& s, Row row) {
     row(w.wpe, "wpe.weight", {s.P, s.C}, normal_init(0.02), true, Shard{}, false);
 }
-template <typename Row> void gpt2_head_parameters(Gpt2Head& w, const Shape& s, Row row) {
-    row(w.ln_f, "ln_f.weight", {s.C}, ONES, false, Shard{}, false);
+
+// A tied head has no row of its own: with_head() points lm_head at the token table.
+template <typename Row>
+void head_parameters(Gpt2::Head& w, const Shape& s, Row row) {
+    row(w.ln_f_weight, "ln_f.weight", {s.C}, ONES, false, Shard{}, false);
     row(w.ln_f_bias, "ln_f.bias", {s.C}, ZEROS, false, Shard{}, false);
-    if (!s.tied)
-        row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+    if (s.tied) return;
+    row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
+// clang-format on
 
-// inp: my rows; a.norm: all
+// ----------------------------------------------------------------------------
+// LayerNorm of this rank's rows of the residual stream
+
 template <typename T, typename S>
-void gpt2_head_norm(Ctx<S>& ctx, const T* inp, const Gpt2Head& w, const HeadActs<T>& a, size_t R) {
-    T* norm = my_rows(ctx, a.norm);
-    layernorm_forward(norm, a.mean, a.rstd, inp, w.ln_f.as<T>(), w.ln_f_bias.as<T>(), R,
+void layernorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* mean, acc_t<T>* rstd, // (R,C) (R) (R)
+                       const T* inp, const Weight& weight, const Weight& bias) {
+    layernorm_forward(out, mean, rstd, inp, weight.as<T>(), bias.as<T>(), stream_rows(ctx),
                       ctx.shape.C, ctx.shape.norm_eps, ctx.where);
-    all_rows(ctx, a.norm, norm);
 }
 
+// dinp = dresidual (or null: 0) + the norm's own part; sums = parts of dweight, dbias and of the
+// gradient of the bias that joined the stream at dresidual
 template <typename T, typename S>
-void gpt2_head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const Gpt2Head& w,
-                        const HeadActs<T>& a, acc_t<T> scale, bool accumulate) {
-    typedef acc_t<T> A;
-    size_t R = stream_rows(ctx), C = ctx.shape.C;
-    gpt2_head_norm(ctx, inp, w, a, R);
-    head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);
-    const T* dnorm = my_rows(ctx, a.dnorm);
-    layernorm_backward_weight((A*)w.ln_f.grad, (A*)w.ln_f_bias.grad, dnorm, inp, a.mean, a.rstd,
-                              ctx.blas.scratch, R, C, accumulate, ctx.where);
-    layernorm_backward_input(dinp, (const T*)nullptr, dnorm, inp, w.ln_f.as<T>(), a.mean, a.rstd, R,
-                             C, ctx.where);
+void layernorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, // (R,C) (R,C)
+                        const T* dout, const T* inp,                              // (R,C) (R,C)
+                        const Weight& weight, const acc_t<T>* mean, const acc_t<T>* rstd) {
+    layernorm_backward(dinp, sums, dresidual, dout, inp, weight.as<T>(), mean, rstd,
+                       stream_rows(ctx), ctx.shape.C, ctx.where);
 }
+
+// List the parts for column_sums.
+template <typename T, typename S>
+std::vector<PartialSums<acc_t<T>>> layernorm_parts(Ctx<S>& ctx, const Weight& weight,
+                                                   const Weight& bias, const Weight& joined_bias,
+                                                   const acc_t<T>* sums) {
+    return layernorm_parts(grad_of<T>(weight), grad_of<T>(bias), grad_of<T>(joined_bias), sums,
+                           stream_rows(ctx), ctx.shape.C, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the block: two branches that read the residual stream and add to it
+
+// Point at queries, keys and values, which lie side by side in a row of qkv (N,QKV).
+template <typename T>
+Qkv<T> split_qkv(const Shape& s, T* qkv) {
+    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS, QKV = Q + 2 * KV;
+    return {qkv, qkv + Q, qkv + Q + KV, QKV, QKV};
+}
+
+// Full recomputation passes no out (null): it needs everything but the block's output.
+template <typename T, typename S>
+void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
+                   const Gpt2::Acts<T>& a, T* cache) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+
+    // Let each token look at itself and those before it.
+    layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
+    column_parallel_forward(ctx, {{a.qkv, w.attn_weight, w.attn_bias}}, a.ln_1);
+    attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), cache);
+    row_parallel_forward(ctx, a.middle, a.attention, w.attn_proj_weight, w.attn_proj_bias, inp);
+
+    // Let each token work on what it saw.
+    layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.middle, w.ln_2_weight, w.ln_2_bias);
+    column_parallel_forward(ctx, {{a.fc, w.fc_weight, w.fc_bias}}, a.ln_2);
+    gelu_forward(a.gelu, a.fc, N * s.F, ctx.where);
+    if (out)
+        row_parallel_forward(ctx, out, a.gelu, w.fc_proj_weight, w.fc_proj_bias, a.middle);
+}
+
+// Make again what the level of recomputation dropped: the norms and GELU, or everything.
+template <typename T, typename S>
+void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2::Acts<T>& a,
+                     Recompute level) {
+    T *no_out = nullptr, *no_cache = nullptr;
+    if (level == Recompute::FULL)
+        return block_forward(ctx, no_out, inp, w, a, no_cache);
+    layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
+    layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.middle, w.ln_2_weight, w.ln_2_bias);
+    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * ctx.shape.F, ctx.where);
+}
+
+// Everything but the gradients of weights, of which it makes what is at hand: parts of sums.
+template <typename T, typename S>
+void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
+                          const Gpt2::Block& w, const Gpt2::Acts<T>& a) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+
+    // Walk back through the second branch. GELU's gradient becomes fc's in the same memory.
+    T* dgelu = a.dfc; // (N,F)
+    row_parallel_backward_input(ctx, dgelu, a.dout_all, dout, w.fc_proj_weight);
+    gelu_backward(a.dfc, a.fc_sums, dgelu, a.fc, N, s.F, ctx.where);
+    column_parallel_backward_input(ctx, a.dln_2, {{a.dfc, w.fc_weight}});
+    layernorm_backward(ctx, a.dmiddle, a.ln_2_sums, dout, a.dln_2, a.middle, w.ln_2_weight,
+                       a.ln_2_mean, a.ln_2_rstd);
+
+    // Walk back through the first.
+    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.attn_proj_weight);
+    attention_backward(ctx, split_qkv(s, a.dqkv), a.dattention, a.attention, a.lse,
+                       split_qkv(s, a.qkv));
+    column_parallel_backward_input(ctx, a.dln_1, {{a.dqkv, w.attn_weight}});
+    layernorm_backward(ctx, dinp, a.ln_1_sums, a.dmiddle, a.dln_1, inp, w.ln_1_weight,
+                       a.ln_1_mean, a.ln_1_rstd);
+}
+
+// The gradients of weights, from what block_backward_input has made of the same dout and inp.
+template <typename T, typename S>
+void block_backward_weight(Ctx<S>& ctx, const T* dout, const Gpt2::Block& w,
+                           const Gpt2::Acts<T>& a, bool accumulate) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+
+    // Give the matrices of both branches their gradients.
+    row_parallel_backward_weight(ctx, w.fc_proj_weight, dout, a.dout_all, a.gelu, accumulate);
+    column_parallel_backward_weight(ctx, {{a.dfc, w.fc_weight}}, a.ln_2, accumulate);
+    row_parallel_backward_weight(ctx, w.attn_proj_weight, a.dmiddle, a.dmiddle_all, a.attention,
+                                 accumulate);
+    column_parallel_backward_weight(ctx, {{a.dqkv, w.attn_weight}}, a.ln_1, accumulate);
+
+    // Norms and GELU have made parts already of all sums over rows but one: add all up together.
+    auto parts = layernorm_parts<T>(ctx, w.ln_1_weight, w.ln_1_bias, w.attn_proj_bias, a.ln_1_sums);
+    auto ln_2 = layernorm_parts<T>(ctx, w.ln_2_weight, w.ln_2_bias, w.fc_proj_bias, a.ln_2_sums);
+    parts.insert(parts.end(), ln_2.begin(), ln_2.end());
+    parts.push_back(gelu_parts(grad_of<T>(w.fc_bias), a.fc_sums, N, s.F, ctx.where));
+    column_sums<T>({{grad_of<T>(w.attn_bias), a.dqkv, N, w.attn_weight.rows}}, parts,
+                   ctx.blas.scratch, accumulate, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the head: the final norm here, logits and loss in head.h
+
+// Norm `rows` rows of inp, then gather those of all ranks into a.norm (N,C).
+template <typename T, typename S>
+void head_norm(Ctx<S>& ctx, const T* inp, const Gpt2::Head& w, const HeadActs<T>& a, size_t rows) {
+    T* norm = my_rows(ctx, a.norm); // (rows,C)
+    layernorm_forward(norm, a.mean, a.rstd, inp, w.ln_f_weight.as<T>(), w.ln_f_bias.as<T>(), rows,
+                      ctx.shape.C, ctx.shape.norm_eps, ctx.where);
+    gather_rows(ctx, a.norm, norm);
+}
+
+// The head's forward pass keeps nothing, so this is all of it: loss and gradients.
+template <typename T, typename S>
+void head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const Gpt2::Head& w,
+                   const HeadActs<T>& a, acc_t<T> scale, bool accumulate) {
+    head_norm(ctx, inp, w, a, stream_rows(ctx));
+    head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);
+
+    // Walk back through the norm, where the residual stream's gradient begins.
+    const T* dnorm = my_rows(ctx, a.dnorm); // (R,C)
+    const T* dresidual = nullptr;
+    acc_t<T>* sums = static_cast<acc_t<T>*>(ctx.blas.scratch);
+    layernorm_backward(ctx, dinp, sums, dresidual, dnorm, inp, w.ln_f_weight, a.mean, a.rstd);
+    column_sums<T>({}, layernorm_parts<T>(ctx, w.ln_f_weight, w.ln_f_bias, {}, sums), nullptr,
+                   accumulate, ctx.where);
+}
+
+} // namespace llmc

@@ -1,56 +1,138 @@
-// head.h - the language-model head: logits, loss and their gradients over chunks of rows
-//   Logits would take B*T*V. They never do: the head walks chunks of rows, and for each makes
-//   logits, loss, the gradient of the logits in their own place, and the gradients of its input and
-//   weight (arXiv:2411.09009 reports how much that saves). So the head's forward pass keeps
-//   nothing, and training runs all of it in the backward pass.
-//   Tensor-parallel ranks have the logits of their own tokens, and reduce a row's maximum, sum and
-//   target.
-//   Evaluating, each row's loss is kept, and what says whether its target is the likeliest.
-//   loss = sum over valid rows; gradients are scaled by 1 / (valid targets of the global batch).
+// head.h - the two ends of a model: embedding, and logits with their loss over chunks of rows
+//   x = wte[token] (+ wpe[position])
+//   loss = sum over rows with a target of -log softmax(logits)[target],   logits = norm(x) W^T
+//   All logits would take N V elements. They never exist: the head walks chunks of rows, and for
+//   each makes logits, loss, the logits' gradient in their own place, and from it the gradients of
+//   its input and weight (arXiv:2411.09009 reports how much that saves). Its forward pass therefore
+//   keeps nothing, and training runs all of the head in the backward pass.
+//   Tensor-parallel ranks have the logits of their own tokens (tensor_parallel.h, 4).
+//   Contract: gradients are scaled by 1 / (valid targets of the global batch), the loss is not.
+//   Cost: 2 N V C FLOPs forward, 4 N V C more for the gradients. Memory: logits_bytes of the shape
+//         for the logits, 2 N C elements for the norm and its gradient.
 #pragma once
 #include <algorithm>
 #include "crossentropy.cuh"
+#include "embedding.cuh"
 #include "tensor_parallel.h"
 
-// Rows a chunk: as many as the shape's logits_bytes hold, and enough for products at full speed.
-inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
-    size_t fit = s.logits_bytes / (s.Vp() * element_bytes);
-    return std::min(N, std::max(fit / 64 * 64, size_t(64)));
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the embedding
+
+// wpe: null without learned positions.
+template <typename T, typename S>
+void embedding_forward(Ctx<S>& ctx, T* out, const T* wte, const T* wpe) { // (R,C) (Vp,C) (P,C)
+    const Batch& b = ctx.batch;
+    const Shape& s = ctx.shape;
+    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
+
+    // Look up the tokens that this rank's rows of wte stand for. One rank adds positions.
+    const T* positions = ctx.tp.rank == 0 ? wpe : nullptr;
+    embedding_forward(partial, b.tokens, b.positions, b.doc_start, wte, positions, b.rows(),
+                      s.vocab_start, s.Vp(), s.C, ctx.where);
+    sum_rows(ctx, out, partial);
 }
 
+// A rank adds the rows of all ranks to its part of wte, and its own rows to wpe.
+template <typename T, typename S>
+void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (Vp,C) (P,C) or null
+                               const T* dout, bool accumulate) {            // (R,C)
+    const Batch& b = ctx.batch;
+    const Shape& s = ctx.shape;
+    auto add = [&](acc_t<T>* to_wte, acc_t<T>* to_wpe, const T* rows, size_t first, size_t count) {
+        embedding_backward_weight(to_wte, to_wpe, rows, b.tokens + first, b.positions + first,
+                                  b.doc_start + first, ctx.blas.scratch, count, s.vocab_start,
+                                  s.Vp(), s.P, s.C, accumulate, ctx.where);
+    };
+
+    // Positions take only this rank's rows: with sequence parallelism REDUCE adds the parts.
+    acc_t<T>* none = nullptr;
+    size_t R = stream_rows(ctx), first = s.row_ranks > 1 ? size_t(ctx.tp.rank) * R : 0;
+    add(dwte, none, gather_rows(ctx, dout), 0, b.rows());
+    if (dwpe) add(none, dwpe, dout, first, R);
+}
+
+// ----------------------------------------------------------------------------
+// the head's tables
+
+// Fill in the chunk of logits where the shape names none. On a CPU a chunk should not leave the
+// caches by much. On a GPU each chunk reads and writes the float gradient of the whole table, and
+// its products have to fill the device with tiles of 128 rows.
+inline Shape with_logits(Shape s, size_t bytes, size_t rows) {
+    if (s.logits_bytes) return s;
+    s.logits_bytes = bytes;
+    s.logits_rows = rows;
+    return s;
+}
+inline Shape with_logits(const Shape& s, Cpu) { return with_logits(s, size_t(64) << 20, 64); }
+#if LLMC_KERNELS
+inline Shape with_logits(const Shape& s, cudaStream_t) {
+    return with_logits(s, size_t(512) << 20, 128);
+}
+#endif
+
+// Choose the rows of a chunk: as many as logits_bytes hold, in steps of logits_rows, and one step
+// at least, so that products run at full speed.
+inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
+    size_t fit = s.logits_bytes / (s.Vp() * element_bytes);
+    return std::min(N, std::max(fit / s.logits_rows * s.logits_rows, s.logits_rows));
+}
+
+// clang-format off
+// Pointers into the head's scratch; a chunk has at most head_chunk_rows() rows.
 template <typename T> struct HeadActs {
-    T *norm, *dnorm, *logits;                                         // (N,C) (N,C) (chunk,Vp)
-    acc_t<T>*mean, *rstd, *losses, *row_max, *sum_exp, *target_logit; // (N) (N) (N) (chunk) ..
+    T *norm, *dnorm;                              // (N,C) (N,C)
+    T* logits;                                    // (chunk,Vp) then their gradient
+    acc_t<T> *mean, *rstd;                        // (N) (N)    the final norm's
+    acc_t<T>* losses;                             // (N)
+    acc_t<T> *row_max, *sum_exp, *target_logit;   // (chunk) each
 };
 
+// An evaluation keeps these of each row; the target is the likeliest where target_logit = row_max.
 template <typename T> struct RowLosses {
-    acc_t<T>*losses, *row_max, *target_logit; // (N) each
+    acc_t<T> *losses, *row_max, *target_logit;    // (N) each
 };
 
-// All of it lives only while the head runs; rows: the head's, all of a micro-batch, or one when
-// generating.
+// HeadActs live only while the head runs. N: rows of a micro-batch, or one when generating.
 template <typename T, typename Row>
 void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t chunk = head_chunk_rows(s, N, sizeof(T));
-    row(a.norm, "norm", N * s.C, Keep::GRADIENT, Last::B);
-    row(a.mean, "norm.mean", N, Keep::GRADIENT, Last::B);
-    row(a.rstd, "norm.rstd", N, Keep::GRADIENT, Last::B);
-    row(a.dnorm, "d norm", N * s.C, Keep::GRADIENT, Last::B);
-    row(a.logits, "logits", chunk * s.Vp(), Keep::GRADIENT, Last::B);
-    row(a.row_max, "row max", chunk, Keep::GRADIENT, Last::B);
-    row(a.sum_exp, "sum of exp", chunk, Keep::GRADIENT, Last::B);
-    row(a.target_logit, "target logit", chunk, Keep::GRADIENT, Last::B);
-    row(a.losses, "losses", N, Keep::GRADIENT, Last::B);
+    using enum Keep;
+    using enum Last;
+
+    //  pointer          name            elements          dropped   last read
+    row(a.norm,          "norm",         N * s.C,          GRADIENT, B);
+    row(a.mean,          "norm.mean",    N,                GRADIENT, B);
+    row(a.rstd,          "norm.rstd",    N,                GRADIENT, B);
+    row(a.dnorm,         "d norm",       N * s.C,          GRADIENT, B);
+    row(a.logits,        "logits",       chunk * s.Vp(),   GRADIENT, B);
+    row(a.row_max,       "row max",      chunk,            GRADIENT, B);
+    row(a.sum_exp,       "sum of exp",   chunk,            GRADIENT, B);
+    row(a.target_logit,  "target logit", chunk,            GRADIENT, B);
+    row(a.losses,        "losses",       N,                GRADIENT, B);
+}
+// clang-format on
+
+// ----------------------------------------------------------------------------
+// logits and loss
+
+// Logits of rows [n, n + rows).
+template <typename T, typename S>
+void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n,
+                       size_t rows) {
+    const T* no_residual = nullptr;
+    linear_forward(a.logits, a.norm + n * ctx.shape.C, lm_head, nullptr, no_residual, rows,
+                   ctx.blas, ctx.where);
 }
 
-// Logits and losses of rows [n, n + rows).
+// Their losses.
 template <typename T, typename S>
-void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n,
-                     size_t rows) {
+void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
     const Shape& s = ctx.shape;
-    const int* targets = ctx.batch.targets + n;
-    linear_forward(a.logits, a.norm + n * s.C, lm_head, nullptr, (const T*)nullptr, rows, ctx.blas,
-                   ctx.where);
+    const int* targets = ctx.batch.targets + n; // (rows)
+
+    // Reduce each row: its maximum, the sum of exp(logit - maximum), the target's logit.
     if (ctx.tp.size == 1) {
         crossentropy_max_sum(a.row_max, a.sum_exp, a.target_logit, a.logits, targets, rows, s.V,
                              s.Vp(), ctx.where);
@@ -65,20 +147,22 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, s
     crossentropy_loss(a.losses + n, a.row_max, a.sum_exp, a.target_logit, targets, rows, ctx.where);
 }
 
-// The loss, and what an evaluation keeps of each row: its loss, its largest logit and its target's.
+// Evaluate: the loss, and what is kept of each row.
 template <typename T, typename S>
-void head_loss(Ctx<S>& ctx, double* loss, const RowLosses<T>& rows, HeadActs<T> a,
+void head_loss(Ctx<S>& ctx, double* loss, const RowLosses<T>& kept, HeadActs<T> a,
                const Weight& lm_head) {
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
-    a.losses = rows.losses;
+    a.losses = kept.losses;
     for (size_t n = 0; n < N; n += chunk) {
-        a.row_max = rows.row_max + n, a.target_logit = rows.target_logit + n;
-        head_chunk_loss(ctx, a, lm_head, n, std::min(chunk, N - n));
+        a.row_max = kept.row_max + n;
+        a.target_logit = kept.target_logit + n;
+        head_chunk_logits(ctx, a, lm_head, n, std::min(chunk, N - n));
+        head_chunk_loss(ctx, a, n, std::min(chunk, N - n));
     }
     crossentropy_total(loss, a.losses, N, ctx.where);
 }
 
-// loss, my rows of dnorm and the weight's gradient; scale = 1 / valid targets of the global batch
+// Train: the loss, this rank's rows of a.dnorm, and the weight's gradient.
 template <typename T, typename S>
 void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head,
                         acc_t<T> scale, bool accumulate) {
@@ -86,15 +170,31 @@ void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const W
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(s, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
         size_t rows = std::min(chunk, N - n);
-        const T* norm = a.norm + n * s.C;
-        head_chunk_loss(ctx, a, lm_head, n, rows);
-        crossentropy_backward(a.logits, ctx.batch.targets + n, a.row_max, a.sum_exp, scale, rows,
-                              s.V, s.Vp(), s.vocab_start, ctx.where);
-        linear_backward_input(a.dnorm + n * s.C, a.logits, lm_head, rows, false, ctx.blas,
-                              ctx.where);
+        const T* norm = a.norm + n * s.C; // (rows,C)
+        T* dnorm = a.dnorm + n * s.C;     // (rows,C) {+tp}
+        head_chunk_logits(ctx, a, lm_head, n, rows);
+
+        // Turn logits into losses and their own gradient; where the vocabulary is whole, at once.
+        const int* targets = ctx.batch.targets + n; // (rows)
+        GradientScale gradient_scale = {double(scale), ctx.loss_scale};
+        if (ctx.tp.size == 1) {
+            crossentropy_forward_backward(a.losses + n, a.logits, targets, gradient_scale, rows,
+                                          s.V, s.Vp(), ctx.where);
+        } else {
+            head_chunk_loss(ctx, a, n, rows);
+            crossentropy_backward(a.logits, targets, a.row_max, a.sum_exp, gradient_scale, rows,
+                                  s.V, s.Vp(), s.vocab_start, ctx.where);
+        }
+
+        // Go back through the product.
+        linear_backward_input(dnorm, a.logits, lm_head, rows, false, ctx.blas, ctx.where);
         linear_backward_weight(lm_head, nullptr, a.logits, norm, rows, accumulate || n > 0,
                                ctx.blas, ctx.where);
     }
+
+    // Sum dnorm over ranks: each had the part of its own tokens.
     sum_rows(ctx, my_rows(ctx, a.dnorm), a.dnorm);
     crossentropy_total(loss, a.losses, N, ctx.where);
 }
+
+} // namespace llmc

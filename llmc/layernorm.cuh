@@ -5,20 +5,24 @@
 //   inp, out, dinp, dout (N,C)   weight, bias (C)   dweight, dbias (C) acc
 //   mean, rstd (N) acc, kept for backward
 //   Contract: out, mean, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
-//             dweight, dbias = or += (accumulate); null: frozen.
-//             Bitwise repeatable, on the CPU for any number of threads: partial sums meet in a fixed
+//             sums = parts of dweight, dbias and the sum of dresidual's rows, of layernorm_sums
+//             elements; null: not wanted. The last is the gradient of a bias that joined the
+//             residual stream there. column_sums adds the parts that layernorm_parts names.
+//             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
-//   Cost: memory-bound. forward reads inp, writes out; backward_input reads inp, dout, dresidual,
-//         writes dinp; backward_weight reads inp, dout, and on the GPU writes and reads a scratch
-//         of layernorm_scratch_bytes.
-//   To copy: this file and common.h.
+//   Cost: memory-bound. forward reads inp, writes out; backward reads inp, dout, dresidual, writes
+//         dinp, and on the GPU sums: one of each for about 32 rows.
+//   To copy: this file, column_sums.cuh, types.h and cuda_common.h.
 #pragma once
 #include <type_traits>
-#include "common.h"
+#include "column_sums.cuh"
+
+namespace llmc {
 
 // ----------------------------------------------------------------------------
 // CPU
 
+// A task a row; mean and rstd are kept for backward.
 template <typename T>
 void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N) (N)
                        const T* inp, const T* weight, const T* bias, // (N,C) (C) (C)
@@ -26,72 +30,99 @@ void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        const T* x = inp + n * C;
-        T* y = out + n * C;
+        const T* x = inp + n * C; // (C)
+        T* y = out + n * C;       // (C)
+
         // Mean, then the variance around it: exact where one pass over x*x would cancel.
         A sum = 0, square = 0;
         #pragma omp simd reduction(+ : sum)
-        for (size_t c = 0; c < C; c++) sum += to_acc(x[c]);
+        for (size_t c = 0; c < C; c++)
+            sum += to_acc(x[c]);
         A m = sum / A(C);
         #pragma omp simd reduction(+ : square)
-        for (size_t c = 0; c < C; c++) square += (to_acc(x[c]) - m) * (to_acc(x[c]) - m);
+        for (size_t c = 0; c < C; c++)
+            square += (to_acc(x[c]) - m) * (to_acc(x[c]) - m);
         A r = 1 / std::sqrt(square / A(C) + A(eps));
+
+        // Normalise, scale, shift.
+        // Weight and bias are shared by all rows and stay in the cache.
         #pragma omp simd
         for (size_t c = 0; c < C; c++)
             y[c] = from_acc<T>((to_acc(x[c]) - m) * r * to_acc(weight[c]) + to_acc(bias[c]));
+
+        // Keep the statistics as they were used: backward takes them, unrounded.
         mean[n] = m;
         rstd[n] = r;
     }
 }
 
+// dresidual may be dinp: each element is read before it is written.
+// A task a row. mean(g) is the gradient through the mean, mean(g * xhat) the one through rstd.
 template <typename T>
-void layernorm_backward_input(T* dinp, const T* dresidual,
-                              const T* dout,                 // (N,C) = (N,C) or null, (N,C)
-                              const T* inp, const T* weight, // (N,C) (C)
-                              const acc_t<T>* mean, const acc_t<T>* rstd, size_t N, size_t C, Cpu) {
+void layernorm_backward_input(T* dinp, const T* dresidual,                  // (N,C) (N,C) or null
+                              const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
+                              const acc_t<T>* mean, const acc_t<T>* rstd,   // (N) (N)
+                              size_t N, size_t C, Cpu) {
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        const T *d = dout + n * C, *x = inp + n * C,
-                *residual = dresidual ? dresidual + n * C : nullptr;
-        T* dx = dinp + n * C;
-        A m = mean[n], r = rstd[n], sum_g = 0, sum_gx = 0;
+        const T* d = dout + n * C;                                   // (C)
+        const T* x = inp + n * C;                                    // (C)
+        const T* residual = dresidual ? dresidual + n * C : nullptr; // (C)
+        T* dx = dinp + n * C;                                        // (C)
+
+        // The two row means of the gradient.
+        A m = mean[n], r = rstd[n];
+        A sum_g = 0, sum_gx = 0;
         #pragma omp simd reduction(+ : sum_g, sum_gx)
         for (size_t c = 0; c < C; c++) {
             A g = to_acc(d[c]) * to_acc(weight[c]);
             sum_g += g;
             sum_gx += g * ((to_acc(x[c]) - m) * r);
         }
-        A mean_g = sum_g / A(C), mean_gx = sum_gx / A(C);
+        A mean_g = sum_g / A(C);
+        A mean_gx = sum_gx / A(C);
+
+        // The input gradient joins the residual stream.
         auto gradient = [&](size_t c) {
             return r *
                    (to_acc(d[c]) * to_acc(weight[c]) - mean_g - (to_acc(x[c]) - m) * r * mean_gx);
         };
+
+        // Choose outside the loops, so that each of them vectorises.
         if (residual) {
             #pragma omp simd
-            for (size_t c = 0; c < C; c++) dx[c] = from_acc<T>(to_acc(residual[c]) + gradient(c));
+            for (size_t c = 0; c < C; c++)
+                dx[c] = from_acc<T>(to_acc(residual[c]) + gradient(c));
         } else {
             #pragma omp simd
-            for (size_t c = 0; c < C; c++) dx[c] = from_acc<T>(gradient(c));
+            for (size_t c = 0; c < C; c++)
+                dx[c] = from_acc<T>(gradient(c));
         }
     }
 }
 
+// Sums over rows: dout * xhat for the weight, dout for the bias.
 template <typename T>
-void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias, // (C) (C), = or +=
-                               const T* dout, const T* inp, const acc_t<T>* mean,
-                               const acc_t<T>* rstd, void* /*scratch*/, size_t N, size_t C,
-                               bool accumulate, Cpu) {
+void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C) (C), = or +=
+                               const T* dout, const T* inp,                // (N,C) (N,C)
+                               const acc_t<T>* mean, const acc_t<T>* rstd, // (N) (N)
+                               size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
-    // a thread owns so many columns: the order of its sums is the rows', and AVX-512 holds them all
+    // A thread owns these columns and adds the rows in order; AVX-512 registers hold all its sums.
     constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
+        // The last block may be narrower.
         size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
-        A dw[COLUMNS] = {}, db[COLUMNS] = {};
-        auto add_rows = [&](auto columns) { // whole blocks have a constant width: sums in registers
+        A dw[COLUMNS] = {};
+        A db[COLUMNS] = {};
+
+        // Sum the rows; the number of columns is a constant where that is possible.
+        auto add_rows = [&](auto columns) {
             for (size_t n = 0; n < N; n++) {
-                const T *d = dout + n * C + c0, *x = inp + n * C + c0;
+                const T* d = dout + n * C + c0; // (columns)
+                const T* x = inp + n * C + c0;  // (columns)
                 A m = mean[n], r = rstd[n];
                 #pragma omp simd
                 for (size_t c = 0; c < columns; c++) {
@@ -100,138 +131,188 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias, // (C) (C), =
                 }
             }
         };
+
+        // Whole blocks have a constant width: only then do the sums stay in registers.
         if (count == COLUMNS)
             add_rows(std::integral_constant<size_t, COLUMNS>());
         else
             add_rows(count);
+
+        // Write, or add to what earlier micro-batches left.
         for (size_t c = 0; c < count; c++) {
-            if (dweight) dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
-            if (dbias) dbias[c0 + c] = accumulate ? dbias[c0 + c] + db[c] : db[c];
+            if (dweight)
+                dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
+            if (dbias)
+                dbias[c0 + c] = accumulate ? dbias[c0 + c] + db[c] : db[c];
         }
     }
 }
 
-inline size_t layernorm_scratch_bytes(size_t, size_t, Cpu) { return 0; }
+// Both halves; the one part of each sum is the sum itself.
+template <typename T>
+void layernorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,3,C) (N,C)
+                        const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
+                        const acc_t<T>* mean, const acc_t<T>* rstd,   // (N) (N)
+                        size_t N, size_t C, Cpu where) {
+    // dresidual first: dinp may take its place.
+    void* no_scratch = nullptr;
+    if (sums && dresidual)
+        column_sums(sums + 2 * C, dresidual, no_scratch, N, C, false, where);
+    layernorm_backward_input(dinp, dresidual, dout, inp, weight, mean, rstd, N, C, where);
+    if (sums)
+        layernorm_backward_weight(sums, sums + C, dout, inp, mean, rstd, N, C, false, where);
+}
 
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
-#if KERNELS
+#if LLMC_KERNELS
 
-// WARPS warps share a row; P elements a load. Second and third readings of a row come from L1.
+// WARPS warps share a row; P elements a load. The second and third reading of a row come from L1.
+//   out, inp (N,C)   weight, bias (C)   mean, rstd (N)
 template <typename T, int P, int WARPS>
 __global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const T* inp,
                                          const T* weight, const T* bias, size_t N, size_t C,
                                          float eps) {
     RowOfBlock<WARPS> row;
     if (row.n >= N) return; // all threads of a row leave together
-    const T* x = inp + row.n * C;
-    T* y = out + row.n * C;
+    const T* x = inp + row.n * C; // (C)
+    T* y = out + row.n * C;       // (C)
 
     // Mean, then the variance around it: exact where one pass over x*x would cancel.
     float sum = 0, square = 0;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c);
-        for (int i = 0; i < P; i++) sum += to_float(p.v[i]);
+        for (int i = 0; i < P; i++)
+            sum += to_float(p.v[i]);
     }
+    // All threads of the row must call sum(): it has barriers where warps share the row.
     float m = row.sum(sum) / float(C);
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c);
-        for (int i = 0; i < P; i++) square += (to_float(p.v[i]) - m) * (to_float(p.v[i]) - m);
+        for (int i = 0; i < P; i++)
+            square += (to_float(p.v[i]) - m) * (to_float(p.v[i]) - m);
     }
     float r = 1 / sqrtf(row.sum(square) / float(C) + eps);
 
     // Normalise, scale, shift.
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        Pack<T, P> p = load<P>(x + c), w = load<P>(weight + c), b = load<P>(bias + c), o;
+        Pack<T, P> p = load<P>(x + c),
+                   w = load<P>(weight + c),
+                   b = load<P>(bias + c), o;
         for (int i = 0; i < P; i++)
             o.v[i] = from_acc<T>((to_float(p.v[i]) - m) * r * to_float(w.v[i]) + to_float(b.v[i]));
         store(y + c, o);
     }
-    if (row.thread == 0) mean[row.n] = m, rstd[row.n] = r;
+
+    // Keep the statistics; one thread of the row writes them.
+    if (row.thread > 0) return;
+    mean[row.n] = m;
+    rstd[row.n] = r;
 }
 
-template <typename T, int P, int WARPS>
-__global__ void layernorm_backward_input_kernel(T* dinp, const T* dresidual, const T* dout,
-                                                const T* inp, const T* weight, const float* mean,
-                                                const float* rstd, size_t N, size_t C) {
-    RowOfBlock<WARPS> row;
-    if (row.n >= N) return;
-    const T *d = dout + row.n * C, *x = inp + row.n * C;
-    float m = mean[row.n], r = rstd[row.n], sum_g = 0, sum_gx = 0;
-
-    // The two row means of the gradient.
-    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c);
-        for (int i = 0; i < P; i++) {
-            float g = to_float(pd.v[i]) * to_float(pw.v[i]);
-            sum_g += g;
-            sum_gx += g * ((to_float(px.v[i]) - m) * r);
-        }
-    }
-    float mean_g = row.sum(sum_g) / float(C), mean_gx = row.sum(sum_gx) / float(C);
-
-    // The input gradient joins the residual stream.
-    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c), o = {};
-        if (dresidual) o = load<P>(dresidual + row.n * C + c);
-        for (int i = 0; i < P; i++) {
-            float g = to_float(pd.v[i]) * to_float(pw.v[i]), xhat = (to_float(px.v[i]) - m) * r;
-            o.v[i] = from_acc<T>(to_float(o.v[i]) + r * (g - mean_g - xhat * mean_gx));
-        }
-        store(dinp + row.n * C + c, o);
-    }
-}
-
-// What row n adds to dweight and dbias.
-template <typename T> struct LayernormWeightTerm {
-    const T *dout, *inp;
-    const float *mean, *rstd;
-    size_t C;
-    template <int P> __device__ void add(float (&sum)[2][P], size_t n, size_t c) const {
-        Pack<T, P> pd = load<P>(dout + n * C + c), px = load<P>(inp + n * C + c);
+// A block owns a strip of rows: it writes their gradients, and its part of the three sums, from one
+// reading. A thread reads its elements of dresidual before it writes them.
+//   dinp, dresidual, dout, inp (N,C)   sums (parts,3,C)   weight (C)   mean, rstd (N)
+template <typename T, int P, int WARPS, int PACKS>
+__global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidual, const T* dout,
+                                          const T* inp, const T* weight, const float* mean,
+                                          const float* rstd, size_t N, size_t C, size_t rows) {
+    StripOfRows<P, WARPS, PACKS> strip(N, rows);
+    StripSums<3, P, WARPS, PACKS> sums_of_strip(sums, C);
+    for (size_t n = strip.first; n < strip.end; n += strip.step) {
         float m = mean[n], r = rstd[n];
-        for (int i = 0; i < P; i++) {
-            sum[0][i] += to_float(pd.v[i]) * ((to_float(px.v[i]) - m) * r);
-            sum[1][i] += to_float(pd.v[i]);
-        }
+        Pack<T, P> d[strip.HELD], x[strip.HELD], o[strip.HELD];
+
+        // Start from the residual's gradient, or from zero.
+        auto read = [&](int k, size_t c) {
+            d[k] = load<P>(dout + n * C + c);
+            x[k] = load<P>(inp + n * C + c);
+            o[k] = dresidual ? load<P>(dresidual + n * C + c) : Pack<T, P>{};
+        };
+
+        // The two row means of the gradient.
+        float of_row[2] = {};
+        strip.for_packs(C, [&](int k, size_t c) {
+            read(k, c);
+            Pack<T, P> w = load<P>(weight + c);
+            for (int i = 0; i < P; i++) {
+                float g = to_float(d[k].v[i]) * to_float(w.v[i]);
+                of_row[0] += g;
+                of_row[1] += g * ((to_float(x[k].v[i]) - m) * r);
+            }
+        });
+        // sum() gives every thread the same bits, so all of them agree on the means.
+        strip.sum(of_row);
+        float mean_g = of_row[0] / float(C), mean_gx = of_row[1] / float(C);
+
+        // The input gradient joins the residual stream, what it was made of the sums.
+        strip.for_packs(C, [&](int k, size_t c) {
+            if (PACKS == 0) read(k, c);
+            sums_of_strip.take(c, n == strip.first);
+            Pack<T, P> w = load<P>(weight + c);
+            for (int i = 0; i < P; i++) {
+                float dv = to_float(d[k].v[i]), g = dv * to_float(w.v[i]);
+                float xhat = (to_float(x[k].v[i]) - m) * r;
+                float before = to_float(o[k].v[i]);
+                o[k].v[i] = from_acc<T>(before + r * (g - mean_g - xhat * mean_gx));
+                sums_of_strip.sum[k][0][i] += dv * xhat;
+                sums_of_strip.sum[k][1][i] += dv;
+                sums_of_strip.sum[k][2][i] += before;
+            }
+            sums_of_strip.leave_row(c);
+            store(dinp + n * C + c, o[k]);
+        });
     }
-};
+    if (PACKS > 0) sums_of_strip.write(strip);
+}
 
 // ----------------------------------------------------------------------------
 // launchers
 
+// Any C and alignment: 16 bytes a load where C and all pointers are multiples of them.
 template <typename T>
 void layernorm_forward(T* out, float* mean, float* rstd, const T* inp, const T* weight,
                        const T* bias, size_t N, size_t C, float eps, cudaStream_t stream) {
     bool vector = can_vectorize<T>(C, out, inp, weight, bias);
     pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
-        launch(layernorm_forward_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(), 0,
-               stream, out, mean, rstd, inp, weight, bias, N, C, eps);
+        launch(layernorm_forward_kernel<T, P, WARPS>,
+               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               out, mean, rstd, inp, weight, bias, N, C, eps);
     });
 }
 
+// Null dresidual: dinp = dx alone.
 template <typename T>
-void layernorm_backward_input(T* dinp, const T* dresidual, const T* dout, const T* inp,
-                              const T* weight, const float* mean, const float* rstd, size_t N,
-                              size_t C, cudaStream_t stream) {
+void layernorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
+                        const T* weight, const float* mean, const float* rstd, size_t N, size_t C,
+                        cudaStream_t stream) {
+    size_t parts = strip_parts(N, stream);
+    // An absent dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
-    pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
-        launch(layernorm_backward_input_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(),
-               0, stream, dinp, dresidual, dout, inp, weight, mean, rstd, N, C);
+    pick_strip_kernel<T, 3>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
+        launch(layernorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(),
+               0, stream,
+               dinp, sums, dresidual, dout, inp, weight, mean, rstd, N, C, ceil_div(N, parts));
     });
-}
-
-inline size_t layernorm_scratch_bytes(size_t N, size_t C, cudaStream_t) {
-    return sum_columns_scratch_bytes(N, C, 2);
-}
-
-template <typename T>
-void layernorm_backward_weight(float* dweight, float* dbias, const T* dout, const T* inp,
-                               const float* mean, const float* rstd, void* scratch, size_t N,
-                               size_t C, bool accumulate, cudaStream_t stream) {
-    if (!dweight && !dbias) return;
-    sum_columns<T>({dweight, dbias}, LayernormWeightTerm<T>{dout, inp, mean, rstd, C}, scratch, N,
-                   C, accumulate, can_vectorize<T>(C, dout, inp), stream);
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+// Elements of `sums`: for each strip of rows a part of three.
+template <typename S>
+size_t layernorm_sums(size_t N, size_t C, S where) { return strip_parts(N, where) * 3 * C; }
+
+// The parts, for column_sums to make dweight, dbias and the third sum of; null: not wanted.
+template <typename A, typename S>
+std::vector<PartialSums<A>> layernorm_parts(A* dweight, A* dbias, A* dresidual_bias, // (C) each
+                                            const A* sums, size_t N, size_t C, S where) {
+    size_t parts = strip_parts(N, where), stride = 3 * C;
+    return {{dweight, sums, parts, stride, C},
+            {dbias, sums + C, parts, stride, C},
+            {dresidual_bias, sums + 2 * C, parts, stride, C}};
+}
+
+} // namespace llmc

@@ -1,58 +1,91 @@
-// layout.h - which ranks a rank works with: the groups of the grid's axes - arXiv:2104.04473
-//   world    all ranks: checkpoints and exports
-//   dp       all data-parallel ranks of my stage: samples and losses
-//   shard    those of them that share each bucket; replica: those that have the same shard
-//   pp       my pipeline: streams and their gradients
-//   tie      its first and last rank, where a tied table has its two gradients
-//   tp       the ranks that share each layer; kv: those of them that share a key/value head
-//   A group of one costs nothing: the same code runs on one rank.
+// layout.h - how a run is spread over ranks - arXiv:2104.04473, arXiv:2407.21783
+//   world = dp * pp * cp * tp. The first axis of the order has its ranks side by side: by default
+//   tp, so that it stays inside a machine, then cp, pp, and dp last. No result depends on the
+//   order. A layout is made from the flags once, and layout_at() places a rank in it. Plan, model,
+//   shapes and groups of ranks read it from there; a layout of 1x1x1x1 is the same code.
 #pragma once
-#include "action.h"
-#include "comm.h"
+#include <array>
+#include <string>
+#include <vector>
+#include "pipeline.h"
 
-struct Comms {
-    Comm world, dp, shard, replica, pp, tie, tp, kv;
+namespace llmc {
+
+struct Axis {
+    int size = 1;
+    int rank = 0; // this rank's coordinate
 };
 
-// The ranks of the grid that f(coordinates) takes, in order.
-template <typename F> std::vector<int> ranks_where(const Grid& sizes, F f) {
-    std::vector<int> ranks;
-    for (int r = 0; r < sizes.world(); r++)
-        if (f(grid_at(sizes, r))) ranks.push_back(r);
-    return ranks;
+// The ranks over which a bucket's gradient is summed and its state is sharded. Experts will bring a
+// smaller group, for each rank holds some of them only.
+enum class Group : uint8_t {
+    DATA // dp * cp: every rank that sees other tokens
+};
+
+struct Layout {
+    // Axes, and the order in which ranks are dealt to them.
+    Axis tp, cp, pp, dp;
+    std::array<Axis Layout::*, 4> order = {&Layout::tp, &Layout::cp, &Layout::pp, &Layout::dp};
+    bool sequence_parallel = false; // tp ranks share the rows of norms and residual stream
+
+    // ZeRO.
+    int zero = 0;       // stage 0 to 3
+    int zero_group = 0; // ranks that share a bucket; 0: all of the bucket's group
+    int prefetch = 1;   // layers ahead of its use that a bucket is gathered
+    bool whole_matrices = false; // shards cut no matrix of a block, as the optimizer's row asks
+
+    // The pipeline. Stage s stands on rank s % pp; its layers end where those of s + 1 begin.
+    Pipeline pipeline = Pipeline::ONE_F_ONE_B;
+    int chunks = 1;               // stages a rank
+    std::vector<int> first_layer; // empty: one stage holds every layer
+    std::vector<Schedule> given;  // Pipeline::GIVEN: every rank's schedule
+
+    int world() const { return dp.size * pp.size * cp.size * tp.size; }
+    int stages() const { return pp.size * chunks; }
+};
+
+// The same layout, as rank `rank` of the world stands in it.
+inline Layout layout_at(Layout layout, int rank) {
+    for (auto name : layout.order) {
+        Axis& axis = layout.*name;
+        axis.rank = rank % axis.size;
+        rank /= axis.size;
+    }
+    return layout;
 }
 
-// `shards` divides dp, `kv_ranks` tp: neighbours share a bucket, a key/value head.
-inline Comms make_comms(const Comm& world, const Grid& me, int shards, int kv_ranks = 1) {
-    auto split = [&](const char* name, auto f) {
-        return comm_split(world, name, ranks_where(me, f));
-    };
-    auto group = [&](const char* name, auto f) {
-        return split(name, [&](const Grid& g) {
-            return g.cp_rank == me.cp_rank && g.tp_rank == me.tp_rank && f(g);
-        });
-    };
-    Comms c;
-    c.world = world;
-    auto stage = [&](const Grid& g) { return g.pp_rank == me.pp_rank; };
-    auto line = [&](const Grid& g) { return g.dp_rank == me.dp_rank; };
-    c.dp = group("dp", stage);
-    c.shard = group("shard", [&](const Grid& g) {
-        return stage(g) && g.dp_rank / shards == me.dp_rank / shards;
-    });
-    c.replica = group("replica", [&](const Grid& g) {
-        return stage(g) && g.dp_rank % shards == me.dp_rank % shards;
-    });
-    c.pp = group("pp", line);
-    bool end = me.pp_rank == 0 || me.pp_rank == me.pp - 1;
-    if (end && me.pp > 1)
-        c.tie = group("tie", [&](const Grid& g) {
-            return line(g) && (g.pp_rank == 0 || g.pp_rank == g.pp - 1);
-        });
-    auto layer = [&](const Grid& g) { return stage(g) && line(g) && g.cp_rank == me.cp_rank; };
-    c.tp = split("tp", layer);
-    c.kv = split("kv", [&](const Grid& g) {
-        return layer(g) && g.tp_rank / kv_ranks == me.tp_rank / kv_ranks;
-    });
-    return c;
+// "tp-pp-dp", nearest first; cp stands behind tp.
+inline std::array<Axis Layout::*, 4> layout_order(const std::string& text) {
+    std::array<Axis Layout::*, 4> order;
+    size_t count = 0;
+    for (size_t at = 0; at < text.size(); at += 3) {
+        char first = text[at];
+        order[count++] = first == 't' ? &Layout::tp : first == 'p' ? &Layout::pp : &Layout::dp;
+        if (first == 't')
+            order[count++] = &Layout::cp;
+    }
+    return order;
 }
+
+// ----------------------------------------------------------------------------
+// a group of ranks, cut in shards: neighbours share a bucket, equal places hold the same shard
+
+inline Axis group_axis(const Layout& layout, Group) {
+    return {layout.dp.size * layout.cp.size, layout.dp.rank * layout.cp.size + layout.cp.rank};
+}
+
+// The ranks that share a bucket, and which shard this rank holds.
+inline Axis shard_axis(const Layout& layout, Group group) {
+    Axis all = group_axis(layout, group);
+    int shards = layout.zero_group ? layout.zero_group : all.size;
+    return {shards, all.rank % shards};
+}
+
+// The ranks that hold the same shard.
+inline Axis replica_axis(const Layout& layout, Group group) {
+    Axis all = group_axis(layout, group);
+    int shards = shard_axis(layout, group).size;
+    return {all.size / shards, all.rank / shards};
+}
+
+} // namespace llmc

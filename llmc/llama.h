@@ -1,227 +1,389 @@
-// llama.h - Llama, Mistral, Qwen2: tables and layers, forward and backward - arXiv:2302.13971, arXiv:2407.21783
+// llama.h - Llama, Mistral, Qwen2, Qwen3: tables, block, head - arXiv:2302.13971, arXiv:2505.09388
 //   embedding   x = embed_tokens[token]
-//   block       x = x + o_proj(attention(rope(q), rope(k), v)),  q, k, v = proj(norm(x))
-//               x = x + down_proj(silu(gate) * up),              gate, up = proj(norm(x))
+//   block       x = x + o_proj(attention(rope(q), rope(k), v)),  q, k, v = proj(norm_1(x))
+//               x = x + down_proj(silu(gate) * up),              gate, up = proj(norm_2(x))
 //   head        logits = lm_head(norm(x))
-//   Qwen2 has biases on q, k and v; elsewhere they do not exist and their Weight is null.
+//   The text is gpt2.h's, step for step: so are N, R, the contract and the two halves of the
+//   backward pass. Q = NH HS, KV = NKV HS: fewer key/value heads than heads may serve (GQA).
+//   Qwen2 has biases on q, k and v, a Llama may have them on all products; a bias that a model
+//   does not have is a Weight without data. Qwen3 norms each head of q and k before RoPE; without
+//   such norms the rows that hold q and k before them are null.
+//   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + 3 F) FLOPs in products and 2 N T Q in
+//         attention; its backward pass twice the products, 2.5 times the attention.
 #pragma once
-#include "embedding.cuh"
 #include "head.h"
 #include "rmsnorm.cuh"
 #include "swiglu.cuh"
 
+namespace llmc {
+
 // ----------------------------------------------------------------------------
-// tables
+// the family: weights [out, in], and what a block makes
 
 // clang-format off
-struct LlamaBlock { // [out, in]
-    Weight norm_1, q, q_bias, k, k_bias, v, v_bias, o;                         // (C) (NH*HS,C) (NKV*HS,C) (C,NH*HS)
-    Weight norm_2, gate, up, down;                                             // (C) (F,C) (F,C) (C,F)
+struct Llama {
+    static constexpr const char* model_types[] = {"llama", "mistral", "qwen2", "qwen3"};
+    static constexpr const char* block_prefix = "model.layers.";
+    static constexpr const char* body_prefix = "";              // names begin with "model." already
+
+    struct Embedding {
+        Weight wte;                               // (Vp,C)
+    };
+
+    struct Block {
+        Weight norm_1;                            // (C)
+        Weight q, q_bias;                         // (Q,C) (Q)
+        Weight k, k_bias;                         // (KV,C) (KV)
+        Weight v, v_bias;                         // (KV,C) (KV)
+        Weight q_norm, k_norm;                    // (HS) (HS)
+        Weight o, o_bias;                         // (C,Q) (C)
+        Weight norm_2;                            // (C)
+        Weight gate, gate_bias;                   // (F,C) (F)
+        Weight up, up_bias;                       // (F,C) (F)
+        Weight down, down_bias;                   // (C,F) (C)
+    };
+
+    struct Head {
+        Weight norm;                              // (C)
+        Weight lm_head;                           // (Vp,C), where tied wte itself
+    };
+
+    template <typename T> struct Acts {
+        T* norm_1;                                // (R,C)
+        acc_t<T>* norm_1_rstd;                    // (R)
+        T *q_raw, *k_raw;                         // (N,Q) (N,KV)  before their norms, or null
+        acc_t<T> *q_rstd, *k_rstd;                // (N,NH) (N,NKV)
+        T *q, *k, *v;                             // (N,Q) (N,KV) (N,KV)
+        T* attention;                             // (N,Q)
+        acc_t<T>* lse;                            // (B,NH,T)   log of the sum of exp(scores)
+        T* middle;                                // (R,C)      the residual stream after attention
+        T* norm_2;                                // (R,C)
+        acc_t<T>* norm_2_rstd;                    // (R)
+        T *gate, *up, *swiglu;                    // (N,F) (N,F) (N,F)
+
+        T *dswiglu, *dup, *dnorm_2, *dmiddle;     // (N,F) (N,F) (R,C) (R,C)
+        T *dattention, *dq, *dk, *dv, *dnorm_1;   // (N,Q) (N,Q) (N,KV) (N,KV) (R,C)
+        T *dq_raw, *dk_raw;                       // (N,Q) (N,KV)  before their norms, or null
+        acc_t<T> *norm_1_sums, *norm_2_sums;      // parts of the norms' dweight
+        acc_t<T> *q_norm_sums, *k_norm_sums;      // parts of theirs
+        T *dout_all, *dmiddle_all;                // (N,C) (N,C)  rows of all ranks, where R < N
+    };
 };
-struct LlamaEmbedding { Weight table; };                                       // (Vp,C)
-struct LlamaHead { Weight norm, lm_head; };                                    // (C) (Vp,C)
 // clang-format on
 
-template <typename Row> void llama_block_parameters(LlamaBlock& w, const Shape& s, Row row) {
-    Init normal = normal_init(0.02), residual = normal_init(0.02 / std::sqrt(2.0 * s.L));
-    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
-    Shard heads = {0}, kv_heads = {0, 1, int(s.NKV)};
-    row(w.norm_1, "input_layernorm.weight", {s.C}, ONES, false, Shard{}, false);
-    row(w.q, "self_attn.q_proj.weight", {Q, s.C}, normal, true, heads, false);
-    row(w.k, "self_attn.k_proj.weight", {KV, s.C}, normal, true, kv_heads, false);
-    row(w.v, "self_attn.v_proj.weight", {KV, s.C}, normal, true, kv_heads, false);
-    if (s.qkv_bias) {
-        row(w.q_bias, "self_attn.q_proj.bias", {Q}, ZEROS, false, heads, false);
-        row(w.k_bias, "self_attn.k_proj.bias", {KV}, ZEROS, false, kv_heads, false);
-        row(w.v_bias, "self_attn.v_proj.bias", {KV}, ZEROS, false, kv_heads, false);
-    }
-    row(w.o, "self_attn.o_proj.weight", {s.C, Q}, residual, true, Shard{1}, false);
-    row(w.norm_2, "post_attention_layernorm.weight", {s.C}, ONES, false, Shard{}, false);
-    row(w.gate, "mlp.gate_proj.weight", {s.F, s.C}, normal, true, Shard{0}, false);
-    row(w.up, "mlp.up_proj.weight", {s.F, s.C}, normal, true, Shard{0}, false);
-    row(w.down, "mlp.down_proj.weight", {s.C, s.F}, residual, true, Shard{1}, false);
-}
-
-template <typename T> struct LlamaActs {
-    T *norm_1, *q, *k, *v, *att, *resid, *norm_2, *gate, *up, *swiglu; // forward
-    acc_t<T>*rstd_1, *lse, *rstd_2;
-    T *dswiglu, *dup, *dnorm_2, *dresid, *datt, *dq, *dk, *dv, *dnorm_1; // backward
-    T *dout_all, *dresid_all; // sequence parallelism: dout and dresid with the rows of all ranks
-};
-
-template <typename T, typename Row>
-void llama_block_activations(LlamaActs<T>& a, const Shape& s, size_t N, Row row) {
-    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS, R = N / s.row_ranks;
-    row(a.norm_1, "norm_1", R * s.C, Keep::CHEAP, Last::W);               // (B,T,C)
-    row(a.rstd_1, "norm_1.rstd", R, Keep::CHEAP, Last::W);                // (B,T)
-    row(a.q, "q", N * Q, Keep::KEPT, Last::B);                            // (B,T,NH,HS)
-    row(a.k, "k", N * KV, Keep::KEPT, Last::B);                           // (B,T,NKV,HS)
-    row(a.v, "v", N * KV, Keep::KEPT, Last::B);                           // (B,T,NKV,HS)
-    row(a.att, "attention", N * Q, Keep::KEPT, Last::W);                  // (B,T,NH,HS)
-    row(a.lse, "log-sum-exp", N * s.NH, Keep::KEPT, Last::B);             // (B,NH,T)
-    row(a.resid, "residual", R * s.C, Keep::KEPT, Last::W);               // (B,T,C)
-    row(a.norm_2, "norm_2", R * s.C, Keep::CHEAP, Last::W);               // (B,T,C)
-    row(a.rstd_2, "norm_2.rstd", R, Keep::CHEAP, Last::W);                // (B,T)
-    row(a.gate, "gate", N * s.F, Keep::KEPT, Last::B);                    // (B,T,F)
-    row(a.up, "up", N * s.F, Keep::KEPT, Last::B);                        // (B,T,F)
-    row(a.swiglu, "swiglu", N * s.F, Keep::CHEAP, Last::W);               // (B,T,F)
-    row(a.dswiglu, "d swiglu, d gate", N * s.F, Keep::GRADIENT, Last::W); // (B,T,F)
-    row(a.dup, "d up", N * s.F, Keep::GRADIENT, Last::W);                 // (B,T,F)
-    row(a.dnorm_2, "d norm_2", R * s.C, Keep::GRADIENT, Last::W);         // (B,T,C)
-    row(a.dresid, "d residual", R * s.C, Keep::GRADIENT, Last::W);        // (B,T,C)
-    row(a.datt, "d attention", N * Q, Keep::GRADIENT, Last::B);           // (B,T,NH,HS)
-    row(a.dq, "d q", N * Q, Keep::GRADIENT, Last::W);                     // (B,T,NH,HS)
-    row(a.dk, "d k", N * KV, Keep::GRADIENT, Last::W);                    // (B,T,NKV,HS)
-    row(a.dv, "d v", N * KV, Keep::GRADIENT, Last::W);                    // (B,T,NKV,HS)
-    row(a.dnorm_1, "d norm_1", R * s.C, Keep::GRADIENT, Last::W);         // (B,T,C)
-    if (s.row_ranks == 1) return;
-    row(a.dout_all, "d out, all rows", N * s.C, Keep::GRADIENT, Last::W);        // (B,T,C)
-    row(a.dresid_all, "d residual, all rows", N * s.C, Keep::GRADIENT, Last::W); // (B,T,C)
-}
-
 // ----------------------------------------------------------------------------
-// the block
+// tables: each function shows its rows to a visitor, which makes the table or binds pointers
 
-template <typename T, typename S>
-void llama_attention_forward(Ctx<S>& ctx, const LlamaActs<T>& a, T* cache) {
-    const Shape& s = ctx.shape;
-    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
-    rotate_forward(ctx, a.q, s.NH, Q);
-    rotate_forward(ctx, a.k, s.NKV, KV);
-    Keys<T> keys = keys_seen(ctx, cache, a.k, a.v, KV);
-    attention_forward(a.att, a.lse, a.q, keys.k, keys.v, ctx.batch.positions, keys.positions,
-                      ctx.batch.doc_start, ctx.slopes, attention_dims(ctx, keys.Tk, Q, keys.stride),
-                      ctx.blas, ctx.where);
-}
-
-// Everything that the backward pass reads: the forward pass but its last product, and what full
-// recomputation runs.
-template <typename T, typename S>
-void llama_block_activate(Ctx<S>& ctx, const T* inp, const LlamaBlock& w, const LlamaActs<T>& a,
-                          T* cache) {
-    const Shape& s = ctx.shape;
-    const T* nothing = nullptr;
-    size_t N = ctx.batch.rows(), R = stream_rows(ctx);
-    rmsnorm_forward(a.norm_1, a.rstd_1, inp, w.norm_1.as<T>(), R, s.C, s.norm_eps, ctx.where);
-    const T* norm = all_rows(ctx, a.norm_1);
-    linear_forward(a.q, norm, w.q, bias_of(w.q_bias), nothing, N, ctx.blas, ctx.where);
-    linear_forward(a.k, norm, w.k, bias_of(w.k_bias), nothing, N, ctx.blas, ctx.where);
-    linear_forward(a.v, norm, w.v, bias_of(w.v_bias), nothing, N, ctx.blas, ctx.where);
-    llama_attention_forward(ctx, a, cache);
-    row_parallel_forward(ctx, a.resid, a.att, w.o, nullptr, inp);
-    rmsnorm_forward(a.norm_2, a.rstd_2, a.resid, w.norm_2.as<T>(), R, s.C, s.norm_eps, ctx.where);
-    norm = all_rows(ctx, a.norm_2);
-    linear_forward(a.gate, norm, w.gate, nullptr, nothing, N, ctx.blas, ctx.where);
-    linear_forward(a.up, norm, w.up, nullptr, nothing, N, ctx.blas, ctx.where);
-    swiglu_forward(a.swiglu, a.gate, a.up, N * s.F, ctx.where);
-}
-
-template <typename T, typename S>
-void llama_block_forward(Ctx<S>& ctx, T* out, const T* inp, const LlamaBlock& w,
-                         const LlamaActs<T>& a, T* cache) {
-    llama_block_activate(ctx, inp, w, a, cache);
-    row_parallel_forward(ctx, out, a.swiglu, w.down, nullptr, a.resid);
-}
-
-// Selective recomputation: the norms and the activation function again, no product.
-template <typename T, typename S>
-void llama_block_activate_cheap(Ctx<S>& ctx, const T* inp, const LlamaBlock& w,
-                                const LlamaActs<T>& a) {
-    const Shape& s = ctx.shape;
-    size_t R = stream_rows(ctx);
-    rmsnorm_forward(a.norm_1, a.rstd_1, inp, w.norm_1.as<T>(), R, s.C, s.norm_eps, ctx.where);
-    rmsnorm_forward(a.norm_2, a.rstd_2, a.resid, w.norm_2.as<T>(), R, s.C, s.norm_eps, ctx.where);
-    swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * s.F, ctx.where);
-}
-
-template <typename T, typename S>
-void llama_block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
-                                const LlamaBlock& w, const LlamaActs<T>& a) {
-    const Shape& s = ctx.shape;
-    size_t N = ctx.batch.rows(), R = stream_rows(ctx), Q = s.NH * s.HS, KV = s.NKV * s.HS;
-    linear_backward_input(a.dswiglu, all_rows(ctx, a.dout_all, dout), w.down, N, false, ctx.blas,
-                          ctx.where);
-    swiglu_backward(a.dswiglu, a.dup, a.dswiglu, a.gate, a.up, N * s.F,
-                    ctx.where); // dswiglu becomes dgate
-    T* dnorm = partial_rows(ctx, a.dnorm_2);
-    linear_backward_input(dnorm, a.dswiglu, w.gate, N, false, ctx.blas, ctx.where);
-    linear_backward_input(dnorm, a.dup, w.up, N, true, ctx.blas, ctx.where);
-    sum_rows(ctx, a.dnorm_2, dnorm);
-    rmsnorm_backward_input(a.dresid, dout, a.dnorm_2, a.resid, w.norm_2.as<T>(), a.rstd_2, R, s.C,
-                           ctx.where);
-    linear_backward_input(a.datt, all_rows(ctx, a.dresid_all, a.dresid), w.o, N, false, ctx.blas,
-                          ctx.where);
-    attention_backward(a.dq, a.dk, a.dv, a.datt, a.att, a.lse, a.q, a.k, a.v, ctx.batch.positions,
-                       ctx.batch.positions, ctx.batch.doc_start, ctx.slopes,
-                       attention_dims(ctx, ctx.batch.T, Q, KV), ctx.blas, ctx.where);
-    rotate_backward(ctx, a.dq, s.NH, Q);
-    rotate_backward(ctx, a.dk, s.NKV, KV);
-    dnorm = partial_rows(ctx, a.dnorm_1);
-    linear_backward_input(dnorm, a.dq, w.q, N, false, ctx.blas, ctx.where);
-    linear_backward_input(dnorm, a.dk, w.k, N, true, ctx.blas, ctx.where);
-    linear_backward_input(dnorm, a.dv, w.v, N, true, ctx.blas, ctx.where);
-    sum_rows(ctx, a.dnorm_1, dnorm);
-    rmsnorm_backward_input(dinp, a.dresid, a.dnorm_1, inp, w.norm_1.as<T>(), a.rstd_1, R, s.C,
-                           ctx.where);
-}
-
-template <typename T, typename S>
-void llama_block_backward_weight(Ctx<S>& ctx, const T* dout, const T* inp, const LlamaBlock& w,
-                                 const LlamaActs<T>& a, bool accumulate) {
-    typedef acc_t<T> A;
-    size_t N = ctx.batch.rows(), R = stream_rows(ctx), C = ctx.shape.C;
-    bool cut = ctx.shape.row_ranks > 1;
-    row_parallel_backward_weight(ctx, w.down, nullptr, dout, cut ? a.dout_all : dout, a.swiglu,
-                                 accumulate);
-    const T* norm = all_rows(ctx, a.norm_2);
-    linear_backward_weight(w.gate, nullptr, a.dswiglu, norm, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.up, nullptr, a.dup, norm, N, accumulate, ctx.blas, ctx.where);
-    rmsnorm_backward_weight((A*)w.norm_2.grad, a.dnorm_2, a.resid, a.rstd_2, ctx.blas.scratch, R, C,
-                            accumulate, ctx.where);
-    row_parallel_backward_weight(ctx, w.o, nullptr, a.dresid, cut ? a.dresid_all : a.dresid, a.att,
-                                 accumulate);
-    norm = all_rows(ctx, a.norm_1);
-    linear_backward_weight(w.q, bias_of(w.q_bias), a.dq, norm, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.k, bias_of(w.k_bias), a.dk, norm, N, accumulate, ctx.blas, ctx.where);
-    linear_backward_weight(w.v, bias_of(w.v_bias), a.dv, norm, N, accumulate, ctx.blas, ctx.where);
-    rmsnorm_backward_weight((A*)w.norm_1.grad, a.dnorm_1, inp, a.rstd_1, ctx.blas.scratch, R, C,
-                            accumulate, ctx.where);
-}
-
-// ----------------------------------------------------------------------------
-// embedding and head
-
+// clang-format off
+// Tensor parallelism cuts columns [out/tp, in] or rows [out, in/tp], or leaves a parameter whole.
+// It never cuts a key/value head: ranks share one where there are more ranks than such heads.
 template <typename Row>
-void llama_embedding_parameters(LlamaEmbedding& w, const Shape& s, Row row) {
-    row(w.table, "model.embed_tokens.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0},
-        false);
+void block_parameters(Llama::Block& w, const Shape& s, Row row) {
+    size_t C = s.C, F = s.F, Q = s.NH * s.HS, KV = s.NKV * s.HS;
+    Shard whole = {}, columns = {0}, rows = {1}, kv = {0, 1, int(s.NKV)};
+    Shard heads = {-1, 1, 0, Partial::HEADS}; // one norm for the heads of all ranks
+
+    // 2L products add to the residual stream: they start smaller by sqrt(2L).
+    Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+
+    //  weight    name                               shape    start   decays cut      transposed
+    row(w.norm_1, "input_layernorm.weight",          {C},     ONES,   false, whole,   false);
+    row(w.q,      "self_attn.q_proj.weight",         {Q, C},  normal, true,  columns, false);
+    row(w.k,      "self_attn.k_proj.weight",         {KV, C}, normal, true,  kv,      false);
+    row(w.v,      "self_attn.v_proj.weight",         {KV, C}, normal, true,  kv,      false);
+    if (s.qkv_bias) {
+        row(w.q_bias, "self_attn.q_proj.bias",       {Q},     ZEROS,  false, columns, false);
+        row(w.k_bias, "self_attn.k_proj.bias",       {KV},    ZEROS,  false, kv,      false);
+        row(w.v_bias, "self_attn.v_proj.bias",       {KV},    ZEROS,  false, kv,      false);
+    }
+    if (s.qk_norm) {
+        row(w.q_norm, "self_attn.q_norm.weight",     {s.HS},  ONES,   false, heads,   false);
+        row(w.k_norm, "self_attn.k_norm.weight",     {s.HS},  ONES,   false, heads,   false);
+    }
+    row(w.o,      "self_attn.o_proj.weight",         {C, Q},  small,  true,  rows,    false);
+    if (s.o_bias)
+        row(w.o_bias, "self_attn.o_proj.bias",       {C},     ZEROS,  false, whole,   false);
+    row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
+    row(w.gate,   "mlp.gate_proj.weight",            {F, C},  normal, true,  columns, false);
+    row(w.up,     "mlp.up_proj.weight",              {F, C},  normal, true,  columns, false);
+    row(w.down,   "mlp.down_proj.weight",            {C, F},  small,  true,  rows,    false);
+    if (s.mlp_bias) {
+        row(w.gate_bias, "mlp.gate_proj.bias",       {F},     ZEROS,  false, columns, false);
+        row(w.up_bias,   "mlp.up_proj.bias",         {F},     ZEROS,  false, columns, false);
+        row(w.down_bias, "mlp.down_proj.bias",       {C},     ZEROS,  false, whole,   false);
+    }
 }
-template <typename Row> void llama_head_parameters(LlamaHead& w, const Shape& s, Row row) {
+
+// Recomputation drops rows after the forward pass: selective the CHEAP, full the KEPT as well.
+// GRADIENT rows are born in the backward pass. Its half B or W is the last to read a row.
+template <typename T, typename S, typename Row>
+void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+    size_t C = s.C, F = s.F, Q = s.NH * s.HS, KV = s.NKV * s.HS;
+    size_t R = N / s.row_ranks;
+    using enum Keep;
+    using enum Last;
+    Keep product = s.qk_norm ? CHEAP : KEPT; // a norm makes them again
+    Last normed = s.qk_norm ? B : W;         // products read what is before the norm
+
+    //  pointer         name                    elements   dropped   last read
+    row(a.norm_1,       "norm_1",               R * C,     CHEAP,    W);
+    row(a.norm_1_rstd,  "norm_1.rstd",          R,         CHEAP,    B);
+    if (s.qk_norm) {
+        row(a.q_raw,    "q before norm",        N * Q,     KEPT,     B);
+        row(a.k_raw,    "k before norm",        N * KV,    KEPT,     B);
+        row(a.q_rstd,   "q.rstd",               N * s.NH,  CHEAP,    B);
+        row(a.k_rstd,   "k.rstd",               N * s.NKV, CHEAP,    B);
+    }
+    row(a.q,            "q",                    N * Q,     product,  B);
+    row(a.k,            "k",                    N * KV,    product,  B);
+    row(a.v,            "v",                    N * KV,    KEPT,     B);
+    row(a.attention,    "attention",            N * Q,     KEPT,     W);
+    row(a.lse,          "log-sum-exp",          N * s.NH,  KEPT,     B);
+    row(a.middle,       "middle",               R * C,     KEPT,     B);
+    row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
+    row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
+    row(a.gate,         "gate",                 N * F,     KEPT,     B);
+    row(a.up,           "up",                   N * F,     KEPT,     B);
+    row(a.swiglu,       "swiglu",               N * F,     CHEAP,    W);
+
+    row(a.dswiglu,      "d swiglu, d gate",     N * F,     GRADIENT, W);
+    row(a.dup,          "d up",                 N * F,     GRADIENT, W);
+    row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
+    row(a.dmiddle,      "d middle",             R * C,     GRADIENT, W);
+    row(a.dattention,   "d attention",          N * Q,     GRADIENT, B);
+    row(a.dq,           "d q",                  N * Q,     GRADIENT, normed);
+    row(a.dk,           "d k",                  N * KV,    GRADIENT, normed);
+    row(a.dv,           "d v",                  N * KV,    GRADIENT, W);
+    row(a.dnorm_1,      "d norm_1",             R * C,     GRADIENT, B);
+    row(a.norm_1_sums,  "d norm_1, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
+    row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
+    if (s.qk_norm) {
+        row(a.dq_raw,   "d q before norm",      N * Q,     GRADIENT, W);
+        row(a.dk_raw,   "d k before norm",      N * KV,    GRADIENT, W);
+        row(a.q_norm_sums, "d q norm, sums", rmsnorm_sums(N * s.NH, s.HS, where), GRADIENT, W);
+        row(a.k_norm_sums, "d k norm, sums", rmsnorm_sums(N * s.NKV, s.HS, where), GRADIENT, W);
+    }
+    if (s.row_ranks == 1) return;
+    row(a.dout_all,     "d out, all rows",      N * C,     GRADIENT, W);
+    row(a.dmiddle_all,  "d middle, all rows",   N * C,     GRADIENT, W);
+}
+
+// RoPE turns queries and keys inside attention, so there is no table of positions.
+template <typename Row>
+void embedding_parameters(Llama::Embedding& w, const Shape& s, Row row) {
+    const char* name = "model.embed_tokens.weight";
+    row(w.wte, name, {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+}
+template <typename Row>
+void position_parameters(Llama::Embedding&, const Shape&, Row) {} // none
+
+// A tied head has no row of its own: with_head() points lm_head at the token table.
+template <typename Row>
+void head_parameters(Llama::Head& w, const Shape& s, Row row) {
     row(w.norm, "model.norm.weight", {s.C}, ONES, false, Shard{}, false);
-    if (!s.tied)
-        row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+    if (s.tied) return;
+    row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+}
+// clang-format on
+
+// ----------------------------------------------------------------------------
+// RMSNorm of this rank's rows of the residual stream
+
+// RMSNorm takes no mean and no bias: one number a row, rstd, is all that backward needs.
+template <typename T, typename S>
+void rmsnorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, // (R,C) (R)
+                     const T* inp, const Weight& weight) {
+    rmsnorm_forward(out, rstd, inp, weight.as<T>(), stream_rows(ctx), ctx.shape.C,
+                    ctx.shape.norm_eps, ctx.where);
 }
 
-// inp: my rows; a.norm: all
+// dinp = dresidual (or null: 0) + the norm's own part; sums = parts of dweight
 template <typename T, typename S>
-void llama_head_norm(Ctx<S>& ctx, const T* inp, const LlamaHead& w, const HeadActs<T>& a,
-                     size_t R) {
-    T* norm = my_rows(ctx, a.norm);
-    rmsnorm_forward(norm, a.rstd, inp, w.norm.as<T>(), R, ctx.shape.C, ctx.shape.norm_eps,
+void rmsnorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, // (R,C) (R,C)
+                      const T* dout, const T* inp,                              // (R,C) (R,C)
+                      const Weight& weight, const acc_t<T>* rstd) {
+    rmsnorm_backward(dinp, sums, dresidual, dout, inp, weight.as<T>(), rstd, stream_rows(ctx),
+                     ctx.shape.C, ctx.where);
+}
+
+// List the parts for column_sums.
+template <typename T, typename S>
+PartialSums<acc_t<T>> rmsnorm_parts(Ctx<S>& ctx, const Weight& weight, const acc_t<T>* sums) {
+    return rmsnorm_parts(grad_of<T>(weight), sums, stream_rows(ctx), ctx.shape.C, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// Qwen3's norms of q and k: a row is a head of a token. Without them `raw` is null.
+
+// The rows that a projection writes: those before the norm, or without one those behind it.
+template <typename T>
+T* projected(T* raw, T* normed) { return raw ? raw : normed; }
+
+// out = RMSNorm(raw), each head for itself
+template <typename T, typename S>
+void qk_norm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, const T* raw, // (N,heads,HS) (N,heads)
+                     const Weight& weight, size_t heads) {
+    if (!raw) return;
+    rmsnorm_forward(out, rstd, raw, weight.as<T>(), ctx.batch.rows() * heads, ctx.shape.HS,
+                    ctx.shape.norm_eps, ctx.where);
+}
+
+// Make the normed heads again as attention left them: rotated.
+template <typename T, typename S>
+void qk_norm_recompute(Ctx<S>& ctx, T* out, acc_t<T>* rstd, const T* raw, // (N,heads,HS) (N,heads)
+                       const Weight& weight, size_t heads) {
+    if (!raw) return;
+    qk_norm_forward(ctx, out, rstd, raw, weight, heads);
+    rotate_forward<T>(ctx, {out, heads, heads * ctx.shape.HS});
+}
+
+// draw = the gradient of dout through the norm; sums = parts of dweight
+template <typename T, typename S>
+void qk_norm_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, const T* dout, // (N,heads,HS) each
+                      const T* raw, const Weight& weight, const acc_t<T>* rstd, size_t heads) {
+    if (!raw) return;
+    const T* no_residual = nullptr;
+    rmsnorm_backward(draw, sums, no_residual, dout, raw, weight.as<T>(), rstd,
+                     ctx.batch.rows() * heads, ctx.shape.HS, ctx.where);
+}
+
+// All heads share a weight; this rank's gradient is of its own heads {+tp}.
+template <typename T, typename S>
+PartialSums<acc_t<T>> qk_norm_parts(Ctx<S>& ctx, const Weight& weight, const acc_t<T>* sums,
+                                    size_t heads) {
+    return rmsnorm_parts(grad_of<T>(weight), sums, ctx.batch.rows() * heads, ctx.shape.HS,
+                         ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the block: two branches that read the residual stream and add to it
+
+// Full recomputation passes no out (null): it needs everything but the block's output.
+template <typename T, typename S>
+void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
+                   const Llama::Acts<T>& a, T* cache) {
+    size_t N = ctx.batch.rows(), F = ctx.shape.F;
+    size_t Q = w.q.rows, KV = w.k.rows;
+
+    // Let tokens look at those before them.
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    T *q = projected(a.q_raw, a.q), *k = projected(a.k_raw, a.k);
+    column_parallel_forward(
+        ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}, {a.v, w.v, w.v_bias}}, a.norm_1);
+    qk_norm_forward(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
+    qk_norm_forward(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
+    attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
+    row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
+
+    // Let each token work on what it saw.
+    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
+                            a.norm_2);
+    swiglu_forward(a.swiglu, a.gate, a.up, N * F, ctx.where);
+    if (out)
+        row_parallel_forward(ctx, out, a.swiglu, w.down, w.down_bias, a.middle);
+}
+
+// Make again what the level of recomputation dropped: norms and SwiGLU, or everything.
+template <typename T, typename S>
+void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a,
+                     Recompute level) {
+    T *no_out = nullptr, *no_cache = nullptr;
+    if (level == Recompute::FULL)
+        return block_forward(ctx, no_out, inp, w, a, no_cache);
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
+    qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
+    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * ctx.shape.F, ctx.where);
+}
+
+// Everything but the gradients of weights, of which it makes what is at hand: parts of sums.
+template <typename T, typename S>
+void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
+                          const Llama::Block& w, const Llama::Acts<T>& a) {
+    size_t N = ctx.batch.rows(), F = ctx.shape.F;
+    size_t Q = w.q.rows, KV = w.k.rows;
+
+    // Walk back through the second branch; SwiGLU turns its gradient into gate's in place.
+    T* dgate = a.dswiglu; // (N,F)
+    row_parallel_backward_input(ctx, a.dswiglu, a.dout_all, dout, w.down);
+    swiglu_backward(dgate, a.dup, a.dswiglu, a.gate, a.up, N * F, ctx.where);
+    column_parallel_backward_input(ctx, a.dnorm_2, {{dgate, w.gate}, {a.dup, w.up}});
+    rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
+                     a.norm_2_rstd);
+
+    // Walk back through the first.
+    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.o);
+    attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
+                       {a.q, a.k, a.v, Q, KV});
+    T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
+    qk_norm_backward(ctx, dq, a.q_norm_sums, a.dq, a.q_raw, w.q_norm, a.q_rstd, ctx.shape.NH);
+    qk_norm_backward(ctx, dk, a.k_norm_sums, a.dk, a.k_raw, w.k_norm, a.k_rstd, ctx.shape.NKV);
+    column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
+    rmsnorm_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1,
+                     a.norm_1_rstd);
+}
+
+// The gradients of weights, from what block_backward_input has made of the same dout and inp.
+template <typename T, typename S>
+void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
+                           const Llama::Acts<T>& a, bool accumulate) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows(), R = stream_rows(ctx), Q = w.q.rows, KV = w.k.rows;
+
+    // Give the second branch's matrices their gradients.
+    T* dgate = a.dswiglu; // (N,F)
+    row_parallel_backward_weight(ctx, w.down, dout, a.dout_all, a.swiglu, accumulate);
+    column_parallel_backward_weight(ctx, {{dgate, w.gate}, {a.dup, w.up}}, a.norm_2, accumulate);
+
+    // And the first's.
+    T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
+    row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
+    column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}}, a.norm_1,
+                                    accumulate);
+
+    // Norms have parts of theirs already; add up all sums over rows together.
+    column_sums<T>({{grad_of<T>(w.down_bias), dout, R, s.C},
+                    {grad_of<T>(w.gate_bias), dgate, N, s.F},
+                    {grad_of<T>(w.up_bias), a.dup, N, s.F},
+                    {grad_of<T>(w.o_bias), a.dmiddle, R, s.C},
+                    {grad_of<T>(w.q_bias), dq, N, Q},
+                    {grad_of<T>(w.k_bias), dk, N, KV},
+                    {grad_of<T>(w.v_bias), a.dv, N, KV}},
+                   {rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums),
+                    rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
+                    qk_norm_parts<T>(ctx, w.q_norm, a.q_norm_sums, s.NH),
+                    qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV)},
+                   ctx.blas.scratch, accumulate, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the head: the final norm here, logits and loss in head.h
+
+// Norm `rows` rows of inp, then gather those of all ranks into a.norm (N,C).
+template <typename T, typename S>
+void head_norm(Ctx<S>& ctx, const T* inp, const Llama::Head& w, const HeadActs<T>& a, size_t rows) {
+    T* norm = my_rows(ctx, a.norm); // (rows,C)
+    rmsnorm_forward(norm, a.rstd, inp, w.norm.as<T>(), rows, ctx.shape.C, ctx.shape.norm_eps,
                     ctx.where);
-    all_rows(ctx, a.norm, norm);
+    gather_rows(ctx, a.norm, norm);
 }
 
+// The head's forward pass keeps nothing, so this is all of it: loss and gradients.
 template <typename T, typename S>
-void llama_head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const LlamaHead& w,
-                         const HeadActs<T>& a, acc_t<T> scale, bool accumulate) {
-    typedef acc_t<T> A;
-    size_t R = stream_rows(ctx), C = ctx.shape.C;
-    llama_head_norm(ctx, inp, w, a, R);
+void head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const Llama::Head& w,
+                   const HeadActs<T>& a, acc_t<T> scale, bool accumulate) {
+    head_norm(ctx, inp, w, a, stream_rows(ctx));
     head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);
-    const T* dnorm = my_rows(ctx, a.dnorm);
-    rmsnorm_backward_weight((A*)w.norm.grad, dnorm, inp, a.rstd, ctx.blas.scratch, R, C, accumulate,
-                            ctx.where);
-    rmsnorm_backward_input(dinp, (const T*)nullptr, dnorm, inp, w.norm.as<T>(), a.rstd, R, C,
-                           ctx.where);
+
+    // Walk back through the norm, where the residual stream's gradient begins.
+    const T* dnorm = my_rows(ctx, a.dnorm); // (R,C)
+    const T* dresidual = nullptr;
+    acc_t<T>* sums = static_cast<acc_t<T>*>(ctx.blas.scratch);
+    rmsnorm_backward(ctx, dinp, sums, dresidual, dnorm, inp, w.norm, a.rstd);
+    column_sums<T>({}, {rmsnorm_parts<T>(ctx, w.norm, sums)}, nullptr, accumulate, ctx.where);
 }
+
+} // namespace llmc

@@ -1,15 +1,14 @@
 // matmul.cuh - matrix products on raw pointers: out (M,N) = a (M,K) b (K,N), each with any strides
-//   Behind it on the CPU: oneDNN where the build has it, blocked loops of our own otherwise, and
-//   always for double, the reference. On the GPU cuBLASLt; in the emulator the same blocked loops.
-//   Blas is a rank's handle: the products made so far, and the scratch that the caller planned. No
-//   hidden state.
-//   a, b (T) with strides {row, column} in elements, one of them 1 on the GPU   out T or acc_t<T>,
-//   rows contiguous   bias (N) T   residual as out
+//   On the CPU: oneDNN where the build has it, else blocked loops of our own, which also serve fp16
+//   and double, the reference. On the GPU: cuBLASLt; in the emulator the same blocked loops.
+//   Blas is a rank's handle: the products made so far, and the scratch that the caller planned.
+//   a, b (T) with strides {row, column} in elements, one of them 1 on the GPU
+//   out T or acc_t<T>, rows contiguous   bias (N) T   residual as out
 //   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable for
 //             equal threads; our own loops for any number of threads; on the GPU for an equal
 //             choice of algorithm, which is measured once (blas_rehearse) and kept in a file.
 //   Cost: 2 M N K FLOPs.
-//   To copy: this file and common.h.
+//   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -17,7 +16,7 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
-#include "common.h"
+#include "cuda_common.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -30,6 +29,9 @@
 #include <unistd.h>
 #endif
 
+namespace llmc {
+
+// OpenMP's, or one.
 inline int threads_here(Cpu) {
 #ifdef _OPENMP
     return omp_get_max_threads();
@@ -38,6 +40,7 @@ inline int threads_here(Cpu) {
 #endif
 }
 
+// This thread's number in its parallel region.
 inline int thread_here() {
 #ifdef _OPENMP
     return omp_get_thread_num();
@@ -46,19 +49,21 @@ inline int thread_here() {
 #endif
 }
 
-struct Strides { // element (i,j) lies at i * row + j * column
+// Element (i,j) lies at i * row + j * column.
+struct Strides {
     size_t row, column;
 };
 
-struct Product { // what a product is, but for its pointers
+// All of a product but its pointers.
+struct Product {
     size_t M, N, K;
-    Strides a, b;
+    Strides a, b;   // (M,K) (K,N)
     size_t out_row; // elements between rows of out
     bool accumulate = false;
     bool pack_b = false; // oneDNN first copies b to the scratch in the layout it likes best
 };
 
-// What tells one made product from another: sizes, strides, types, what is added, alignment.
+// Tells one made product from another: sizes, strides, types, what is added, alignment.
 typedef std::array<size_t, 10> ProductKey;
 inline ProductKey product_key(const Product& p, Type in, Type out, bool bias, bool residual,
                               size_t align = 0) {
@@ -73,17 +78,20 @@ struct MadeProduct {
     dnnl::matmul primitive;
     std::unordered_map<int, dnnl::memory> args; // pointed at the operands before each run
     size_t scratch_bytes = 0;                   // the primitive's own, or the packing's
-    dnnl::reorder pack;                         // with pack_b alone, as what follows
+
+    // With pack_b: the copy of b, which lies at the end of the scratch.
+    dnnl::reorder pack;
     std::unordered_map<int, dnnl::memory> pack_args;
-    size_t packed_bytes = 0; // of b, at the end of the scratch
+    size_t packed_bytes = 0;
 };
 #endif
 
 #if defined(__CUDACC__)
-struct
-    GpuAlgorithm { // a name of our own: nvcc 13.0 fails on vectors of the library's unnamed struct
+// A name of our own: nvcc 13.0 fails on vectors of the library's unnamed struct.
+struct GpuAlgorithm {
     cublasLtMatmulAlgo_t value;
 };
+// A product's descriptors and its algorithm.
 struct GpuProduct {
     cublasLtMatmulDesc_t what = nullptr;
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
@@ -92,13 +100,13 @@ struct GpuProduct {
 };
 #endif
 
+// A rank's handle: no product keeps hidden state.
 struct Blas {
     void* scratch = nullptr; // of the action that runs, from the caller's arena
     size_t scratch_bytes = 0;
 #ifdef WITH_ONEDNN
     dnnl::engine engine = dnnl::engine(dnnl::engine::kind::cpu, 0);
-    // Products made so far: [0] by the whole rank, [1 + t] by thread t alone, inside a parallel
-    // region.
+    // Products made so far: [0] by the whole rank, [1 + t] by thread t alone, in a parallel region.
     typedef std::map<ProductKey, MadeProduct> Products;
     std::vector<Products> made = std::vector<Products>(1 + size_t(threads_here(Cpu{})));
 #endif
@@ -106,14 +114,17 @@ struct Blas {
     cublasLtHandle_t cublas = nullptr;
     std::map<ProductKey, GpuProduct> gpu;
     std::map<ProductKey, GpuAlgorithm> known; // choices of earlier runs
-    bool rehearsing = false; // contents do not matter now: measure what is not yet chosen
+    bool rehearsing = false; // contents do not matter now: measure products not yet chosen
 #endif
 };
 
+// Lend the handle the scratch of the action that comes next.
 inline void blas_scratch(Blas& blas, void* scratch, size_t bytes) {
-    blas.scratch = scratch, blas.scratch_bytes = bytes;
+    blas.scratch = scratch;
+    blas.scratch_bytes = bytes;
 }
 
+// A line for the user, who may not know that a library is missing.
 inline const char* matmul_backend() {
 #ifdef WITH_ONEDNN
     return "matrix products by oneDNN";
@@ -124,14 +135,17 @@ inline const char* matmul_backend() {
 
 // ----------------------------------------------------------------------------
 // CPU: our own loops. A thread packs a panel of b, columns side by side, and runs tiles of 4 rows
-// over it.
+// of a over it.
 
+// In float, the sums of 4 rows and 64 columns fill 16 of AVX-512's 32 registers.
 constexpr size_t PANEL = 64; // columns
 
+// A panel (K,PANEL) for each thread.
 inline size_t matmul_plain_scratch_bytes(size_t K, size_t acc_bytes, int threads) {
     return size_t(threads) * K * PANEL * acc_bytes;
 }
 
+// Write `count` sums of a row of out; bias and residual or null.
 template <typename T, typename O>
 void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, const T* bias,
                     const O* residual) {
@@ -145,25 +159,38 @@ void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, 
 
 // Columns [j0, j0 + count) of out, all rows.
 template <typename T, typename O>
-void matmul_panel(O* out, const T* a, const T* b, const T* bias, const O* residual,
-                  const Product& p, size_t j0, size_t count, acc_t<T>* panel) {
+void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
+                  const T* bias, const O* residual, // (N) (M,N), or null
+                  const Product& p, size_t j0, size_t count,
+                  acc_t<T>* panel) { // (K,PANEL)
     typedef acc_t<T> A;
+    // g++'s own vectors, of one AVX-512 register or several narrower ones.
+    // They need no more alignment than an element has.
     typedef A Vector __attribute__((vector_size(64), aligned(alignof(A))));
     constexpr size_t LANES = 64 / sizeof(A), VECTORS = PANEL / LANES;
+
+    // Pack the panel (K, PANEL), zeros beyond `count`.
+    // b may have any strides: only the packing sees them.
     for (size_t k = 0; k < p.K; k++)
         for (size_t j = 0; j < PANEL; j++)
             panel[k * PANEL + j] =
                 j < count ? to_acc(b[k * p.b.row + (j0 + j) * p.b.column]) : A(0);
+
     for (size_t i0 = 0; i0 < p.M; i0 += 4) {
+        // Sum four rows of out.
         size_t rows = std::min(p.M - i0, size_t(4));
         Vector sum[4][VECTORS] = {};
         for (size_t k = 0; k < p.K; k++) {
             const Vector* bk = reinterpret_cast<const Vector*>(panel + k * PANEL);
             for (size_t r = 0; r < 4; r++) {
+                // A row beyond M is zeros: the loop keeps its constant length.
                 A x = r < rows ? to_acc(a[(i0 + r) * p.a.row + k * p.a.column]) : A(0);
-                for (size_t v = 0; v < VECTORS; v++) sum[r][v] += x * bk[v];
+                for (size_t v = 0; v < VECTORS; v++)
+                    sum[r][v] += x * bk[v];
             }
         }
+
+        // Write those that there are.
         for (size_t r = 0; r < rows; r++) {
             size_t at = (i0 + r) * p.out_row + j0;
             store_tile_row<T, O>(out + at, reinterpret_cast<const A*>(sum[r]), count, p.accumulate,
@@ -172,76 +199,105 @@ void matmul_panel(O* out, const T* a, const T* b, const T* bias, const O* residu
     }
 }
 
+// scratch: matmul_plain_scratch_bytes(), a panel for each thread.
+// Threads share out columns, never k: a sum has one order for any number of threads.
 template <typename T, typename O>
 void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residual,
                   const Product& p, void* scratch) {
     #pragma omp parallel for
-    for (size_t j0 = 0; j0 < p.N; j0 += PANEL)
-        matmul_panel(out, a, b, bias, residual, p, j0, std::min(PANEL, p.N - j0),
-                     static_cast<acc_t<T>*>(scratch) + size_t(thread_here()) * p.K * PANEL);
+    for (size_t j0 = 0; j0 < p.N; j0 += PANEL) {
+        acc_t<T>* panel = static_cast<acc_t<T>*>(scratch) + thread_here() * p.K * PANEL;
+        matmul_panel(out, a, b, bias, residual, p, j0, std::min(PANEL, p.N - j0), panel);
+    }
 }
 
 // ----------------------------------------------------------------------------
 // CPU: oneDNN
 
 #ifdef WITH_ONEDNN
+// oneDNN's products; the other types run in our own loops.
+constexpr bool onednn_takes(Type t) { return t == Type::F32 || t == Type::BF16; }
+
+// AMX multiplies pairs of bf16 along K. oneDNN 2.6, which is Debian 12's, answers K = 63 with wrong
+// sums or an illegal instruction, so odd lengths, which no model's channels have, run in our loops.
+inline bool onednn_takes(Type t, size_t K) {
+    return onednn_takes(t) && (t != Type::BF16 || K % 2 == 0);
+}
+
 inline dnnl::memory::data_type dnnl_type(Type t) {
+    LLMC_CHECK(onednn_takes(t), "oneDNN is asked for a product of %s", type_name(t));
     return t == Type::BF16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
 }
 
-// what oneDNN takes; float16 and double run in our own loops
-constexpr bool onednn_takes(Type t) { return t == Type::F32 || t == Type::BF16; }
-
+// A matrix (rows, cols) as oneDNN describes it: strides alone say that it is transposed.
 inline dnnl::memory::desc matrix_desc(size_t rows, size_t cols, Type t, Strides s) {
     typedef dnnl::memory::dims dims;
     return dnnl::memory::desc(dims{long(rows), long(cols)}, dnnl_type(t),
                               dims{long(s.row), long(s.column)});
 }
 
+// Scratch comes from the caller: no run allocates.
 inline dnnl::primitive_attr product_attr() {
     dnnl::primitive_attr attr;
     attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
     return attr;
 }
 
+// Cheap: sizes, strides, post-ops, and so the scratch.
 inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine, const Product& p,
                                                      Type in, Type out, bool bias, bool residual) {
-    auto a = matrix_desc(p.M, p.K, in, p.a), b = matrix_desc(p.K, p.N, in, p.b);
+    // The operands; a packed b may have any layout.
+    auto a = matrix_desc(p.M, p.K, in, p.a);
+    auto b = matrix_desc(p.K, p.N, in, p.b);
     auto o = matrix_desc(p.M, p.N, out, {p.out_row, 1});
     if (p.pack_b)
         b = dnnl::memory::desc({long(p.K), long(p.N)}, dnnl_type(in),
                                dnnl::memory::format_tag::any);
+
+    // Add after the product, in an order that residual_arg() counts on.
     dnnl::post_ops post;
     if (p.accumulate) post.append_sum(1.0f);
-    if (residual) post.append_binary(dnnl::algorithm::binary_add, o);
+    if (residual)
+        post.append_binary(dnnl::algorithm::binary_add, o);
     dnnl::primitive_attr attr = product_attr();
     attr.set_post_ops(post);
-    if (!bias) return {dnnl::matmul::desc(a, b, o), attr, engine};
+
+    // Give the bias as a matrix of one row, which oneDNN repeats.
+    if (!bias)
+        return {dnnl::matmul::desc(a, b, o), attr, engine};
     return {dnnl::matmul::desc(a, b, matrix_desc(1, p.N, in, {p.N, 1}), o), attr, engine};
 }
 
-// The argument of the residual, a post-op, which is numbered in their order.
+// The residual's argument: post-ops are numbered in their order.
 inline int residual_arg(const Product& p) {
     return DNNL_ARG_ATTR_MULTIPLE_POST_OP(p.accumulate ? 1 : 0) | DNNL_ARG_SRC_1;
 }
 
+// Dear, it compiles code: made once for each key.
 inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Type in, Type out,
                                 bool bias, bool residual) {
     auto d = describe_product(engine, p, in, out, bias, residual);
+    // Arguments get their addresses in run_product().
     auto unbound = [&](const dnnl::memory::desc& x) {
         return dnnl::memory(x, engine, DNNL_MEMORY_NONE);
     };
+
+    // The product and its arguments.
     MadeProduct m;
-    m.stream = dnnl::stream(engine), m.primitive = dnnl::matmul(d);
+    m.stream = dnnl::stream(engine);
+    m.primitive = dnnl::matmul(d);
     m.args = {{DNNL_ARG_SRC, unbound(d.src_desc())},
               {DNNL_ARG_WEIGHTS, unbound(d.weights_desc())},
               {DNNL_ARG_DST, unbound(d.dst_desc())},
               {DNNL_ARG_SCRATCHPAD, unbound(d.scratchpad_desc())}};
-    if (bias) m.args[DNNL_ARG_BIAS] = unbound(d.bias_desc());
-    if (residual) m.args[residual_arg(p)] = unbound(d.dst_desc());
+    if (bias)
+        m.args[DNNL_ARG_BIAS] = unbound(d.bias_desc());
+    if (residual)
+        m.args[residual_arg(p)] = unbound(d.dst_desc());
     m.scratch_bytes = round_up(d.scratchpad_desc().get_size(), 64);
     if (!p.pack_b) return m;
 
+    // The copy of b before it, whose scratch is the same bytes.
     auto b = matrix_desc(p.K, p.N, in, p.b);
     dnnl::reorder::primitive_desc pack(engine, b, engine, d.weights_desc(), product_attr());
     m.pack = dnnl::reorder(pack);
@@ -253,9 +309,11 @@ inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Ty
     return m;
 }
 
+// The product of this key, made at the first call.
 inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& p, Type in,
                                        Type out, bool bias, bool residual) {
     ProductKey key = product_key(p, in, out, bias, residual);
+    // A map's elements stay where they are: the reference outlives later products.
     Blas::Products& made = blas.made[cache];
     auto it = made.find(key);
     if (it == made.end())
@@ -263,21 +321,28 @@ inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& 
     return it->second;
 }
 
+// Point an argument at an operand. oneDNN's handles know no const; it only reads its sources.
 inline void point(const std::unordered_map<int, dnnl::memory>& args, int arg, const void* data) {
     args.at(arg).set_data_handle(const_cast<void*>(data));
 }
 
+// Run one product. Its scratch serves the packing, then the primitive; the packed b lies behind.
 inline void run_product(const MadeProduct& m, void* out, const void* a, const void* b,
                         const void* bias, const void* residual, const Product& p, void* scratch) {
+    // Pack b.
     if (m.packed_bytes) {
         void* packed = static_cast<unsigned char*>(scratch) + m.scratch_bytes;
-        point(m.pack_args, DNNL_ARG_FROM, b), point(m.pack_args, DNNL_ARG_TO, packed);
+        point(m.pack_args, DNNL_ARG_FROM, b);
+        point(m.pack_args, DNNL_ARG_TO, packed);
         point(m.pack_args, DNNL_ARG_SCRATCHPAD, scratch);
         m.pack.execute(m.stream, m.pack_args);
         b = packed;
     }
-    point(m.args, DNNL_ARG_SRC, a), point(m.args, DNNL_ARG_WEIGHTS, b),
-        point(m.args, DNNL_ARG_DST, out);
+
+    // Multiply.
+    point(m.args, DNNL_ARG_SRC, a);
+    point(m.args, DNNL_ARG_WEIGHTS, b);
+    point(m.args, DNNL_ARG_DST, out);
     if (bias) point(m.args, DNNL_ARG_BIAS, bias);
     if (residual) point(m.args, residual_arg(p), residual);
     point(m.args, DNNL_ARG_SCRATCHPAD, scratch);
@@ -288,38 +353,44 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
 // ----------------------------------------------------------------------------
 // one function for both
 
+// Bytes of scratch that one product needs, asked for before the run.
 inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
                                    int threads) {
 #ifdef WITH_ONEDNN
-    if (onednn_takes(in)) {
+    if (onednn_takes(in, p.K)) {
         MadeProduct m =
             make_product(dnnl::engine(dnnl::engine::kind::cpu, 0), p, in, out, bias, residual);
         return m.scratch_bytes + m.packed_bytes;
     }
 #endif
+    // Our own loops need the same for every kind of product.
     (void)out, (void)bias, (void)residual;
-    return matmul_plain_scratch_bytes(p.K, in == Type::F64 ? 8 : 4, threads);
+    size_t acc_bytes = in == Type::F64 ? sizeof(double) : sizeof(float);
+    return matmul_plain_scratch_bytes(p.K, acc_bytes, threads);
 }
 
-// `cache` 0: all threads of the rank work; 1 + t: thread t of a parallel region works alone.
-// `scratch` is the caller's.
+// `cache` 0: all threads of the rank work; 1 + t: thread t of a parallel region works alone, in a
+// scratch of its own.
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, size_t cache, void* scratch, size_t scratch_bytes, Cpu) {
 #ifdef WITH_ONEDNN
-    if constexpr (onednn_takes(type_of<T>())) {
+    if (onednn_takes(type_of<T>(), p.K)) {
         const MadeProduct& m =
             find_product(blas, cache, p, type_of<T>(), type_of<O>(), bias, residual);
-        CHECK(m.scratch_bytes + m.packed_bytes <= scratch_bytes,
-              "a product of %zu x %zu x %zu needs %zu bytes of scratch, the plan gave %zu", p.M,
-              p.N, p.K, m.scratch_bytes + m.packed_bytes, scratch_bytes);
+        size_t needed = m.scratch_bytes + m.packed_bytes;
+
+        // Never write beyond what the plan has counted.
+        LLMC_CHECK(needed <= scratch_bytes,
+                   "a product of %zu x %zu x %zu needs %zu bytes of scratch, the plan gave %zu",
+                   p.M, p.N, p.K, needed, scratch_bytes);
         run_product(m, out, a, b, bias, residual, p, scratch);
         return;
     }
 #endif
     (void)blas, (void)cache;
-    CHECK(matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), 1) <= scratch_bytes,
-          "a product over %zu needs more scratch than %zu bytes", p.K, scratch_bytes);
+    LLMC_CHECK(matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), 1) <= scratch_bytes,
+               "a product over %zu needs more scratch than %zu bytes", p.K, scratch_bytes);
     matmul_plain(out, a, b, bias, residual, p, scratch);
 }
 
@@ -334,173 +405,250 @@ inline bool blas_rehearse(Blas&, bool /*begin*/, Cpu) { return false; } // nothi
 // ----------------------------------------------------------------------------
 // GPU: cuBLASLt; in the emulator a plain product behind the same function
 
-#if KERNELS
+#if LLMC_KERNELS
 
 inline int threads_here(cudaStream_t) { return 1; } // scratch is a launch's, not a thread's
 
 #if defined(__CUDACC__)
-#define CUBLAS_CHECK(call)                                                  \
-    do {                                                                    \
-        cublasStatus_t cublas_status_ = (call);                             \
-        CHECK(cublas_status_ == CUBLAS_STATUS_SUCCESS, "cuBLASLt says: %s", \
-              cublasLtGetStatusString(cublas_status_));                     \
+#define LLMC_CUBLAS_CHECK(call)                                                   \
+    do {                                                                          \
+        cublasStatus_t cublas_status_ = (call);                                   \
+        LLMC_CHECK(cublas_status_ == CUBLAS_STATUS_SUCCESS, "cuBLASLt says: %s",  \
+                   cublasLtGetStatusString(cublas_status_));                      \
     } while (0)
 
-constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20; // what cuBLAS asks for on Hopper
+constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20; // bytes that cuBLAS asks for on Hopper
 
+// No default: for a type without a case the compiler warns, and the program ends here.
 inline cudaDataType_t cuda_type(Type t) {
-    return t == Type::BF16 ? CUDA_R_16BF : t == Type::F16 ? CUDA_R_16F : CUDA_R_32F;
+    switch (t) {
+    case Type::F32: return CUDA_R_32F;
+    case Type::BF16: return CUDA_R_16BF;
+    case Type::F16: return CUDA_R_16F;
+    case Type::F64: break; // the reference's alone
+    }
+    die("cuBLASLt is asked for a product of a type that is not built");
 }
 
 // The largest power of two, up to 256 bytes, that all addresses are multiples of.
-template <typename... Ps> size_t common_alignment(const Ps*... ps) {
+template <typename... Ps>
+size_t common_alignment(const Ps*... ps) {
     uintptr_t all = (uintptr_t(ps) | ...) | 256;
     return all & -all;
 }
 
 // cuBLASLt counts columns first: our rows are its columns, so out^T = b^T a^T and b comes first.
 inline GpuProduct make_gpu_product(const Product& p, Type in, Type out, bool bias) {
-    CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
-          "a product of %zu x %zu x %zu has an operand without a stride of 1", p.M, p.N, p.K);
+    LLMC_CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
+               "a product of %zu x %zu x %zu has an operand without a stride of 1", p.M, p.N, p.K);
+
+    // Describe the computation.
     GpuProduct g;
-    CUBLAS_CHECK(cublasLtMatmulDescCreate(&g.what, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    LLMC_CUBLAS_CHECK(cublasLtMatmulDescCreate(&g.what, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     auto set = [&](cublasLtMatmulDescAttributes_t name, auto value) {
-        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, name, &value, sizeof(value)));
+        LLMC_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, name, &value, sizeof(value)));
     };
+    // Rows of ours that are contiguous are columns of its: no transposition.
     set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
     set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
     if (bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+
+    // Describe how the operands lie.
     auto layout = [&](cublasLtMatrixLayout_t* l, Type t, size_t rows, size_t cols, size_t ld) {
-        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, cuda_type(t), rows, cols, int64_t(ld)));
+        LLMC_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, cuda_type(t), rows, cols, int64_t(ld)));
     };
+    // A leading dimension is the stride that is not 1.
     p.b.column == 1 ? layout(&g.b, in, p.N, p.K, p.b.row) : layout(&g.b, in, p.K, p.N, p.b.column);
     p.a.column == 1 ? layout(&g.a, in, p.K, p.M, p.a.row) : layout(&g.a, in, p.M, p.K, p.a.column);
     layout(&g.out, out, p.N, p.M, p.out_row);
     return g;
 }
 
-// What the library thinks are the fastest, best first.
+// The library's guesses at the fastest algorithms, best first.
 inline std::vector<GpuAlgorithm> gpu_candidates(Blas& blas, const GpuProduct& g, size_t align) {
+    // Ask for what the scratch and the operands' alignment allow.
     cublasLtMatmulPreference_t want;
-    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&want));
+    LLMC_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&want));
     auto set = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(want, name, &value, sizeof(value)));
+        LLMC_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(want, name, &value, sizeof(value)));
     };
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, PRODUCT_WORKSPACE);
+    // Parts of a sum over K are added in float: left alone, cuBLASLt may add them in bf16.
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+    // One alignment stands for all: the worst of the operands'.
     for (auto name :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
           CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
         set(name, uint32_t(align));
+
+    // Take up to eight.
     cublasLtMatmulHeuristicResult_t found[8];
     int count = 0;
-    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(blas.cublas, g.what, g.b, g.a, g.out, g.out, want,
-                                                8, found, &count));
+    LLMC_CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(blas.cublas, g.what, g.b, g.a, g.out, g.out,
+                                                     want, 8, found, &count));
     cublasLtMatmulPreferenceDestroy(want);
-    CHECK(count > 0, "cuBLASLt has no algorithm for this product");
     std::vector<GpuAlgorithm> list;
-    for (int i = 0; i < count; i++) list.push_back({found[i].algo});
+    for (int i = 0; i < count; i++)
+        if (found[i].state == CUBLAS_STATUS_SUCCESS)
+            list.push_back({found[i].algo});
+    LLMC_CHECK(!list.empty(), "cuBLASLt has no algorithm for this product");
     return list;
 }
 
-inline void run_gpu_product(Blas& blas, const GpuProduct& g, const GpuAlgorithm& algorithm,
-                            void* out, const void* a, const void* b, const void* bias,
-                            const void* added, cudaStream_t stream) {
+// Whether an algorithm of an earlier run does this product in our scratch: a damaged file, or one
+// of another program, may say what is no longer true.
+inline bool algorithm_fits(Blas& blas, const GpuProduct& g, const GpuAlgorithm& algorithm) {
+    cublasLtMatmulHeuristicResult_t found;
+    cublasStatus_t status = cublasLtMatmulAlgoCheck(blas.cublas, g.what, g.b, g.a, g.out, g.out,
+                                                    &algorithm.value, &found);
+    return status == CUBLAS_STATUS_SUCCESS && found.workspaceSize <= PRODUCT_WORKSPACE;
+}
+
+// residual and accumulate are the same to cuBLASLt: what beta, 0 or 1, multiplies.
+inline cublasStatus_t run_gpu_product(Blas& blas, const GpuProduct& g,
+                                      const GpuAlgorithm& algorithm, void* out, const void* a,
+                                      const void* b, const void* bias, const void* added,
+                                      cudaStream_t stream) {
+    // The bias's address is part of the description: set it at each run.
     float one = 1, zero = 0;
     if (bias)
-        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-                                                    &bias, sizeof(bias)));
-    CUBLAS_CHECK(cublasLtMatmul(blas.cublas, g.what, &one, b, g.b, a, g.a, added ? &one : &zero,
-                                added ? added : out, g.out, out, g.out, &algorithm.value,
-                                blas.scratch, PRODUCT_WORKSPACE, stream));
+        LLMC_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                                                         &bias, sizeof(bias)));
+    return cublasLtMatmul(blas.cublas, g.what, &one, b, g.b, a, g.a, added ? &one : &zero,
+                          added ? added : out, g.out, out, g.out, &algorithm.value, blas.scratch,
+                          PRODUCT_WORKSPACE, stream);
 }
 
 // Seconds of one of several runs, by the GPU's clock.
-template <typename F> double gpu_seconds(F f, int runs, cudaStream_t stream) {
+template <typename F>
+double gpu_seconds(F f, int runs, cudaStream_t stream) {
     cudaEvent_t from, to;
-    CUDA_CHECK(cudaEventCreate(&from));
-    CUDA_CHECK(cudaEventCreate(&to));
+    LLMC_CUDA_CHECK(cudaEventCreate(&from));
+    LLMC_CUDA_CHECK(cudaEventCreate(&to));
+
+    // Queue all runs between two events, and wait once.
     f(); // warms up
-    CUDA_CHECK(cudaEventRecord(from, stream));
-    for (int i = 0; i < runs; i++) f();
-    CUDA_CHECK(cudaEventRecord(to, stream));
-    CUDA_CHECK(cudaEventSynchronize(to));
+    LLMC_CUDA_CHECK(cudaEventRecord(from, stream));
+    for (int i = 0; i < runs; i++)
+        f();
+    LLMC_CUDA_CHECK(cudaEventRecord(to, stream));
+    LLMC_CUDA_CHECK(cudaEventSynchronize(to));
+
+    // Take the mean.
     float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, from, to));
-    cudaEventDestroy(from), cudaEventDestroy(to);
+    LLMC_CUDA_CHECK(cudaEventElapsedTime(&ms, from, to));
+    cudaEventDestroy(from);
+    cudaEventDestroy(to);
     return ms * 1e-3 / runs;
+}
+
+// The product's descriptors and algorithm, made at the first call.
+inline GpuProduct& find_gpu_product(Blas& blas, const ProductKey& key, const Product& p, Type in,
+                                    Type out, bool bias, size_t align) {
+    GpuProduct& g = blas.gpu[key];
+    if (g.what) return g;
+    g = make_gpu_product(p, in, out, bias);
+
+    // Take an earlier measurement's choice, else the library's first guess.
+    auto known = blas.known.find(key);
+    g.chosen = known != blas.known.end() && algorithm_fits(blas, g, known->second);
+    g.algorithm = g.chosen ? known->second : gpu_candidates(blas, g, align)[0];
+    return g;
 }
 
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, cudaStream_t stream) {
-    CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE, "a product needs %zu bytes of scratch, has %zu",
-          PRODUCT_WORKSPACE, blas.scratch_bytes);
-    CHECK(!(residual && p.accumulate) && !(bias && type_of<T>() != type_of<O>()),
-          "not built: accumulate with a residual, a bias of another type than out");
-    if (!blas.cublas) CUBLAS_CHECK(cublasLtCreate(&blas.cublas));
+    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
+               "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
+               blas.scratch_bytes);
+
+    // cuBLASLt adds one matrix, and a bias of out's own type.
+    LLMC_CHECK(!(residual && p.accumulate) && !(bias && type_of<T>() != type_of<O>()),
+               "not built: accumulate with a residual, a bias of another type than out");
+
+    // The handle belongs to the GPU that is current at the first product.
+    if (!blas.cublas) LLMC_CUBLAS_CHECK(cublasLtCreate(&blas.cublas));
+
+    // Find the product, or make it.
     const O* added = residual ? residual : p.accumulate ? out : nullptr;
     size_t align = common_alignment(out, a, b, bias, added);
     ProductKey key = product_key(p, type_of<T>(), type_of<O>(), bias, added, align);
-    GpuProduct& g = blas.gpu[key];
-    if (!g.what) {
-        g = make_gpu_product(p, type_of<T>(), type_of<O>(), bias);
-        auto known = blas.known.find(key);
-        g.chosen = known != blas.known.end();
-        g.algorithm = g.chosen ? known->second : gpu_candidates(blas, g, align)[0];
-    }
+    GpuProduct& g = find_gpu_product(blas, key, p, type_of<T>(), type_of<O>(), bias, align);
     auto run = [&](const GpuAlgorithm& algorithm) {
-        run_gpu_product(blas, g, algorithm, out, a, b, bias, added, stream);
+        return run_gpu_product(blas, g, algorithm, out, a, b, bias, added, stream);
     };
+
+    // Choose its algorithm by measuring, if contents do not matter now.
     if (blas.rehearsing && !g.chosen) {
         double best = 1e30;
         for (const GpuAlgorithm& candidate : gpu_candidates(blas, g, align)) {
+            if (run(candidate) != CUBLAS_STATUS_SUCCESS) continue;
             double seconds = gpu_seconds([&] { run(candidate); }, 5, stream);
-            if (seconds < best) best = seconds, g.algorithm = candidate;
+            if (seconds >= best) continue;
+            best = seconds;
+            g.algorithm = candidate;
         }
-        g.chosen = true, blas.known[key] = g.algorithm;
+        g.chosen = true;
+        blas.known[key] = g.algorithm;
     }
-    run(g.algorithm);
+    LLMC_CUBLAS_CHECK(run(g.algorithm));
 }
+
+// Raise it when other algorithms are allowed: choices of older programs are measured again.
+constexpr int CHOICES_VERSION = 2;
 
 // The choices on disk: one line a product, its key and the algorithm's eight words. They hold for
 // one GPU and one version of the library, which the file's name says.
 inline std::string choices_file() {
     const char* home = getenv("HOME");
     std::string name = device_name(cudaStream_t{});
+    // A file's name must have no spaces or slashes.
     for (char& c : name)
         if (!isalnum((unsigned char)c)) c = '-';
     return std::string(home ? home : "/tmp") + "/.cache/train_gpt-products-" + name + "-" +
-           std::to_string(cublasLtGetVersion()) + ".txt";
+           std::to_string(cublasLtGetVersion()) + "-" + std::to_string(CHOICES_VERSION) + ".txt";
 }
 
+// A file cut short gives the lines before the cut.
 inline void read_choices(Blas& blas) {
     static_assert(sizeof(cublasLtMatmulAlgo_t) == 64);
     FILE* f = fopen(choices_file().c_str(), "r");
     if (!f) return;
+    // Take line after line: a key's numbers, then the algorithm's words in hexadecimal.
     for (;;) {
         ProductKey key;
         GpuAlgorithm algorithm;
         bool whole = true;
-        for (size_t& x : key) whole = whole && fscanf(f, "%zu", &x) == 1;
-        for (uint64_t& x : algorithm.value.data) whole = whole && fscanf(f, "%lx", &x) == 1;
+        for (size_t& x : key)
+            whole = whole && fscanf(f, "%zu", &x) == 1;
+        for (uint64_t& x : algorithm.value.data)
+            whole = whole && fscanf(f, "%lx", &x) == 1;
         if (!whole) break;
         blas.known[key] = algorithm;
     }
     fclose(f);
 }
 
-// Whole or not at all: several runs may end at the same time.
+// Write the file whole or not at all: several runs may end at the same time.
 inline void write_choices(const Blas& blas) {
-    std::string path = choices_file(),
-                temporary = path + "." + std::to_string(getpid()) + "-" + std::to_string(this_rank);
+    // Open a file of this process's own.
+    std::string path = choices_file();
+    std::string temporary = path + "." + std::to_string(getpid()) + "-" + std::to_string(this_rank);
     mkdir(path.substr(0, path.rfind('/')).c_str(), 0777);
     FILE* f = fopen(temporary.c_str(), "w");
     if (!f) return; // a cache: without it the next run measures again
+
+    // Write a line for each product.
     for (const auto& [key, algorithm] : blas.known) {
         for (size_t x : key) fprintf(f, "%zu ", x);
-        for (uint64_t x : algorithm.value.data) fprintf(f, "%lx ", x);
+        for (uint64_t x : algorithm.value.data)
+            fprintf(f, "%lx ", x);
         fprintf(f, "\n");
     }
+
+    // Put it in the old one's place, in one step that no reader can see half done.
     if (fclose(f) == 0)
         rename(temporary.c_str(), path.c_str());
     else
@@ -516,15 +664,22 @@ inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
 
 #else // the emulator
 
-constexpr size_t PRODUCT_WORKSPACE = 256;
+// Small, but not 0: a plan that forgets the scratch must fail in the tests.
+constexpr size_t PRODUCT_WORKSPACE = 256; // bytes
 
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, cudaStream_t) {
-    CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
-          "a product of %zu x %zu x %zu has an operand without a stride of 1", p.M, p.N, p.K);
-    CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE, "a product needs %zu bytes of scratch, has %zu",
-          PRODUCT_WORKSPACE, blas.scratch_bytes);
+    LLMC_CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
+               "a product of %zu x %zu x %zu has an operand without a stride of 1", p.M, p.N, p.K);
+    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
+               "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
+               blas.scratch_bytes);
+
+    emulator::note_launch(&matmul_plain<T, O>);
+    emulator::catch_up();
+
+    // The panels are the emulator's own: a GPU's plan has no room for them.
     std::vector<unsigned char> panels(
         matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), threads_here(Cpu{})));
     matmul_plain(out, a, b, bias, residual, p, panels.data());
@@ -532,3 +687,5 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
 inline bool blas_rehearse(Blas&, bool, cudaStream_t) { return true; }
 #endif
 #endif
+
+} // namespace llmc

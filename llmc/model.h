@@ -1,21 +1,24 @@
-// model.h - what a model is: its shape, the presets, its parameters, buckets and activations as tables
-//   A model is a row of layers: layer 0 embeds, layers 1..L are blocks, layer L+1 is the head (final
-//   norm, logits, loss). Layers and buckets are two things. A layer is what runs; a bucket is one
-//   flat buffer of parameters, the unit that is updated (and, over many ranks, gathered, reduced and
-//   sharded). A layer uses one or more buckets:
+// model.h - what a model is: its shape, and its parameters, buckets, activations as tables
+//   A model is a row of layers: layer 0 embeds, layers 1..L are blocks, layer L+1 is the head
+//   (final norm, logits, loss). Layers and buckets are two things. A layer is what runs; a bucket
+//   is one flat buffer of parameters, the unit that is updated (and, over many ranks, gathered,
+//   reduced and sharded). A layer uses one or more buckets:
 //     "embedding"  the token table           layer 0, and layer L+1 too when the head is tied to it
 //     "positions"  the table of positions    layer 0 (learned positions only)
 //     "block.l"    a block's parameters      layer l + 1
 //     "head"       final norm, untied head   layer L+1
-//   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16): offsets
-//   are the same in the weight, gradient, master and moment buffers.
-//   Tables are written once, in gpt2.h and llama.h, as functions that visit their rows: one visitor
-//   makes the table, another binds a block's pointers.
+//   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16), where
+//   buckets.h says: offsets are the same in the weight, gradient, master and moment buffers. Tables
+//   are written once, in gpt2.h and llama.h, as functions that visit their rows: one visitor makes
+//   the table, another binds a block's pointers.
 #pragma once
+#include <algorithm>
 #include <string>
 #include <vector>
-#include "common.h"
-#include "grid.h"
+#include "layout.h"
+#include "rope.cuh"
+
+namespace llmc {
 
 // ----------------------------------------------------------------------------
 // shape
@@ -23,9 +26,10 @@
 enum class Family { GPT2, LLAMA };
 enum class Position { LEARNED, ROPE, ALIBI };
 
+// The default is GPT-2's: presets and config.json state only what differs.
 struct Shape {
     Family family = Family::GPT2;
-    std::string hf_type = "gpt2";   // model_type in config.json: gpt2, llama, mistral, qwen2
+    std::string hf_type = "gpt2";   // model_type in config.json: gpt2, llama, mistral, qwen2, qwen3
     size_t L = 0;                   // blocks
     size_t NH = 0, NKV = 0, HS = 0; // heads, key/value heads, head size
     size_t C = 0, F = 0;            // channels, ffn width
@@ -33,20 +37,32 @@ struct Shape {
     size_t P = 0;                   // positions the model is made for: T and prompts stay below
     Position position = Position::LEARNED;
     bool qkv_bias = true; // of GPT-2 and Qwen2
+    bool o_bias = false, mlp_bias = false; // of some Llamas: on o; on gate, up and down
+    bool qk_norm = false;                  // Qwen3: each head's q and k are normed before RoPE
     bool tied = true;     // the head is the token table
     float norm_eps = 1e-5f;
     double rope_theta = 10000;
     RopeScaling rope_scaling;
-    size_t sliding_window = 0;              // Mistral: keys further back are not seen; 0: none
-    size_t logits_bytes = size_t(64) << 20; // the head's logits at a time: a chunk of rows
-    // What a tensor-parallel rank sees (tensor_parallel.h): NH, NKV, F and V are its own; V may be 0.
+    size_t sliding_window = 0;              // keys further back are not seen; 0: none
+    size_t window_from = 0;                 // Qwen: the first block that has the window
+    size_t logits_bytes = 0; // the head's logits at a time; 0: as head.h chooses for the device
+    size_t logits_rows = 64; // a chunk of them is a multiple of these rows
+
+    // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); V may be 0.
     size_t vocab_start = 0; // its first token
     size_t padded = 0;      // rows of its tables, 0: V rounded up
     size_t row_ranks = 1;   // ranks that share the rows of the residual stream
-    // padded with zero rows that never reach a file
+
+    // The vocabulary as tables hold it: padded with zero rows that never reach a file.
     size_t Vp() const { return padded ? padded : round_up(V, 128); }
 };
 
+// The window of a layer; 0: its queries see all keys before them. Block b is layer b + 1.
+inline size_t window_of(const Shape& s, int layer) {
+    return layer > int(s.window_from) ? s.sliding_window : 0;
+}
+
+// Shapes as their papers state them: a head has C / NH channels, GPT-2's ffn 4 C.
 inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {
     Shape s;
     s.L = L, s.NH = s.NKV = NH, s.HS = C / NH, s.C = C, s.F = 4 * C, s.V = V, s.P = P;
@@ -62,43 +78,6 @@ inline Shape llama_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F, si
     return s;
 }
 
-inline Shape llama31_shape(size_t L, size_t NH, size_t C, size_t F) {
-    Shape s = llama_shape(L, NH, 8, C, F, 128256, 131072, 500000);
-    s.rope_scaling = {8, 1, 4, 8192};
-    return s;
-}
-
-inline Shape qwen2_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
-    Shape s = llama_shape(L, NH, NKV, C, F, 151936, 32768, 1000000);
-    s.hf_type = "qwen2", s.qkv_bias = true, s.tied = true, s.norm_eps = 1e-6f;
-    return s;
-}
-
-struct Preset {
-    const char* name;
-    Shape shape;
-    const char* help;
-};
-
-inline std::vector<Preset> model_presets() {
-    return {
-        {"tiny", gpt2_shape(4, 4, 128, 256, 1024), "GPT-2 of 0.9M parameters over bytes"},
-        {"tiny-llama", llama_shape(4, 4, 2, 128, 352, 256, 1024, 10000),
-         "Llama of 0.8M parameters over bytes"},
-        {"gpt2", gpt2_shape(12, 12, 768), "124M"},
-        {"gpt2-medium", gpt2_shape(24, 16, 1024), "350M"},
-        {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
-        {"gpt2-xl", gpt2_shape(48, 25, 1600), "1558M"},
-        {"tinyllama-1.1b", llama_shape(22, 32, 4, 2048, 5632, 32000, 2048, 10000),
-         "TinyLlama 1.1B"},
-        {"llama2-7b", llama_shape(32, 32, 32, 4096, 11008, 32000, 4096, 10000), "Llama 2 7B"},
-        {"llama3-8b", llama_shape(32, 32, 8, 4096, 14336, 128256, 8192, 500000), "Llama 3 8B"},
-        {"llama3-70b", llama_shape(80, 64, 8, 8192, 28672, 128256, 8192, 500000), "Llama 3 70B"},
-        {"llama3-405b", llama31_shape(126, 128, 16384, 53248), "Llama 3.1 405B"},
-        {"qwen2.5-0.5b", qwen2_shape(24, 14, 2, 896, 4864), "Qwen2.5 0.5B"},
-    };
-}
-
 // ----------------------------------------------------------------------------
 // parameters
 
@@ -109,20 +88,28 @@ struct Init {
 constexpr Init ZEROS = {0, 0}, ONES = {1, 0};
 inline Init normal_init(double std) { return {0, float(std)}; }
 
+// Why tensor-parallel ranks hold parts of a gradient that must be summed. ROWS: each rank
+// saw its own rows, which is so only with sequence parallelism. HEADS: each rank saw its
+// own heads, always.
+enum class Partial : uint8_t { ROWS, HEADS };
+
 // How tensor parallelism cuts a parameter: along `axis` of its shape, which holds `parts` equal
 // pieces side by side (3 for GPT-2's q, k, v in one matrix), each cut in tp. Key/value heads stay
 // whole: of fewer `units` than ranks, tp / units neighbours hold the same one.
 struct Shard {
     int axis = -1; // -1: every rank holds the whole
     int parts = 1;
-    int units = 0; // 0: any number of cuts
+    int units = 0;                   // 0: any number of cuts
+    Partial partial = Partial::ROWS; // of a whole parameter's gradient
 };
-// Ranks that hold the same piece.
+
+// The number of ranks that hold the same piece.
 inline int replication(const Shard& s, int tp) {
     if (s.axis < 0) return tp;
     return s.units && tp > s.units ? tp / s.units : 1;
 }
 
+// A row of the parameter table, and the piece of it that this rank has.
 struct Parameter {
     std::string name;          // the Hugging Face name
     std::vector<size_t> shape; // (rows, cols) as [out, in], or (C); the vocabulary is padded here
@@ -133,58 +120,93 @@ struct Parameter {
     bool decay;
     int layer; // the layer that defines it
     int bucket = 0;
-    int pieces = 1;    // that tensor parallelism makes of it
-    size_t offset = 0; // of this rank's piece, elements from the start of its bucket
+    int pieces = 1;    // pieces that tensor parallelism makes of it
+    size_t offset = 0; // this rank's piece: elements from the start of its bucket
+
     size_t rows() const { return shape[0]; }
     size_t cols() const { return shape.size() == 2 ? shape[1] : 1; }
     size_t elements() const { return rows() * cols(); }
     size_t file_elements() const { return file_rows * cols(); }
-    // this rank's piece
+
+    // This rank's piece.
     size_t local_rows() const { return rows() / (shard.axis == 0 ? size_t(pieces) : 1); }
     size_t local_cols() const { return cols() / (shard.axis == 1 ? size_t(pieces) : 1); }
     size_t local_elements() const { return elements() / size_t(pieces); }
 };
 
-// Of a tensor-parallel rank: first what all ranks have (norms, biases of the stream), then what
-// some have (key/value heads), then what it alone has: gradients that ranks share are one range.
+// Buckets are found by role, never by position: a technique may add its own anywhere.
+enum class Role : uint8_t {
+    TOKENS,    // the token table, and the head where it is tied
+    POSITIONS, // the table of learned positions
+    BLOCK,     // one block's parameters
+    HEAD       // final norm, untied head
+};
+
+// Parameters lie in a bucket by who must add their gradients, so that each sum is one range:
+//   [0, by_heads)        every tp rank holds them, and adds parts from its heads: norms of q and k
+//   [by_heads, common)   every tp rank holds them: norms, biases of the stream
+//   [common, shared)     key/value heads that several tp ranks hold
+//   [shared, elements)   this tp rank's own
 struct Bucket {
     std::string name;
-    int first, count;          // its parameters in the table
-    std::vector<int> in_order; // by offset
-    size_t elements;           // padded: the end of the last parameter rounded up to 128
-    size_t common, shared;     // ends of the first two groups
-    bool trainable;            // a frozen bucket has no gradient, no update
+    Role role;
+    Group group;               // the ranks that reduce and shard it
     std::vector<int> layers;   // the layers that use it
+    bool trainable = true;     // a frozen bucket has no gradient and no update
+    int first = 0, count = 0;  // its parameters in the table
+    std::vector<int> in_order = {}; // its parameters by offset
+    size_t elements = 0;       // the end of the last parameter rounded up to 128
+    size_t by_heads = 0, common = 0, shared = 0;
+    size_t shard = 0; // elements of a shard that cuts no matrix (buckets.h); 0: cut anywhere
+
     bool tied() const { return layers.size() > 1; }
 };
 
+// The tables that every plan reads: parameters and buckets, as one tensor-parallel rank has them.
 struct Model {
     Shape shape; // whole
     int tp = 1;
     std::vector<Parameter> parameters;
     std::vector<Bucket> buckets;
+
     int layers() const { return int(shape.L) + 2; }
     int head() const { return int(shape.L) + 1; }
+    bool is_block(int layer) const { return layer > 0 && layer < head(); }
 };
 
+inline bool uses(const Bucket& bucket, int layer) {
+    return std::count(bucket.layers.begin(), bucket.layers.end(), layer) > 0;
+}
+
+// The buckets that a layer uses, in the table's order.
 inline std::vector<int> buckets_of(const Model& m, int layer) {
     std::vector<int> found;
-    for (size_t b = 0; b < m.buckets.size(); b++)
-        for (int l : m.buckets[b].layers)
-            if (l == layer) found.push_back(int(b));
+    for (int b = 0; b < int(m.buckets.size()); b++)
+        if (uses(m.buckets[b], layer))
+            found.push_back(b);
     return found;
+}
+
+// The bucket of a role that a layer uses; -1: there is none.
+inline int find_bucket(const Model& m, Role role, int layer) {
+    for (int b : buckets_of(m, layer))
+        if (m.buckets[b].role == role) return b;
+    return -1;
 }
 
 // Every parameter once, without padding: what "a model of N parameters" counts.
 inline size_t parameter_count(const Model& m) {
     size_t n = 0;
-    for (const Parameter& p : m.parameters) n += p.file_elements();
+    for (const Parameter& p : m.parameters)
+        n += p.file_elements();
     return n;
 }
 
-inline int add_bucket(Model& m, const std::string& name, std::vector<int> layers) {
-    m.buckets.push_back({name, int(m.parameters.size()), 0, {}, 0, 0, 0, true, layers});
-    return int(m.buckets.size()) - 1;
+// Open a bucket: the parameters that follow belong to it.
+inline void add_bucket(Model& m, const std::string& name, Role role, std::vector<int> layers) {
+    Bucket bucket = {name, role, Group::DATA, layers};
+    bucket.first = int(m.parameters.size());
+    m.buckets.push_back(bucket);
 }
 
 // Append a parameter to the last bucket.
@@ -195,33 +217,19 @@ inline void add_parameter(Model& m, Parameter p) {
     m.parameters.push_back(p);
 }
 
-// When all are there: where each parameter lies in its bucket.
-inline void place_parameters(Model& m) {
-    for (Bucket& b : m.buckets) {
-        auto place = [&](bool common, bool shared) {
-            for (int i = b.first; i < b.first + b.count; i++) {
-                Parameter& p = m.parameters[size_t(i)];
-                if ((p.shard.axis < 0) != common || (p.shard.units > 0) != shared) continue;
-                p.offset = b.elements;
-                b.elements = round_up(p.offset + p.local_elements(), 128);
-                b.in_order.push_back(i);
-            }
-            return b.elements;
-        };
-        b.common = place(true, false), b.shared = place(false, true), place(false, false);
-    }
-}
-
-// Where a rank's elements lie in the whole parameter, as runs of consecutive elements: f(local,
-// global, count). Initial weights, checkpoints and exports go through here, so that none depends on
-// the layout.
-template <typename F> void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
+// Where a rank's elements lie in the whole parameter, as runs of consecutive elements:
+// f(local, global, count). Initial weights, checkpoints and exports go through here, so that none
+// depends on the layout.
+template <typename F>
+void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
     size_t same = size_t(replication(p.shard, tp)), pieces = size_t(tp) / same;
-    if (pieces == 1) return f(size_t(0), size_t(0), p.elements());
+    if (pieces == 1)
+        return f(size_t(0), size_t(0), p.elements());
     size_t inner = p.shard.axis == 0 ? p.cols() : 1;
     size_t part = p.shape[size_t(p.shard.axis)] / size_t(p.shard.parts) * inner,
            run = part / pieces, piece = size_t(tp_rank) / same;
-    for (size_t k = 0; k < p.elements() / part; k++) f(k * run, k * part + piece * run, run);
+    for (size_t k = 0; k < p.elements() / part; k++)
+        f(k * run, k * part + piece * run, run);
 }
 
 // ----------------------------------------------------------------------------
@@ -234,11 +242,11 @@ enum class Recompute { NONE, SELECTIVE, FULL };
 //   CHEAP     norm and activation-function outputs: selective recomputation drops them too
 //   GRADIENT  born in the backward pass
 enum class Keep { KEPT, CHEAP, GRADIENT };
-enum class Last {
-    B,
-    W
-}; // who reads it last: the input half or the weight half of the backward pass
 
+// Who reads it last: the backward pass's input half (B), or its weight half (W).
+enum class Last { B, W };
+
+// A row of the activation table: elements and bytes on this rank, for one micro-batch.
 struct Activation {
     const char* name;
     size_t elements;
@@ -247,7 +255,10 @@ struct Activation {
     Last last;
 };
 
+// Whether the forward pass drops a row because R makes it again.
 inline bool recomputed(Keep keep, Recompute level) {
     return level == Recompute::FULL ? keep != Keep::GRADIENT
                                     : level == Recompute::SELECTIVE && keep == Keep::CHEAP;
 }
+
+} // namespace llmc

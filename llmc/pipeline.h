@@ -1,13 +1,14 @@
 // pipeline.h - pipeline schedules, their sends and receives, their proof - arXiv:1806.03377
 //   A model's layers are cut into pp * chunks stages; stage s is on rank s % pp. A schedule is one
-//   rank's list of slots; F0.1 is the forward pass of micro-batch 0 through stage 1:
+//   rank's list of slots. F0.1, wherever it is printed, is the forward pass of micro-batch 0
+//   through stage 1; the letter is one of
 //     F  forward    B  backward, both halves; or apart:  I  input's gradient  W  weights' gradient
-//   1. schedule_of     what each rank does, in which order; or read_schedule, from a file
-//   2. add_transfers   what crosses between ranks: one group of receives and sends before each slot
+//   1. schedule_of     each rank's slots in their order; or read_schedule, from a file
+//   2. add_transfers   messages between ranks: one group of receives and sends before each slot
 //   3. check_schedule  "" or the fault: slots, their order, a deadlock if sends wait for receives
 //   4. simulate        when each slot runs, the idle share, the most activations alive at a time
 //   5. split_layers    which layers make a stage
-//   4 ranks, 5 micro-batches, B twice as long as F; a line for each rank, 0 to 3:
+//   4 ranks, 5 micro-batches, B twice as long as F; line r is rank r, which has stage r:
 //     1F1B - arXiv:1806.03377
 //       F0 F1 F2 F3                   B0 -- F4 B1 --    B2 --    B3 --    B4 --
 //          F0 F1 F2             B0 -- F3 B1 -- F4 B2 --    B3 --    B4 --
@@ -23,12 +24,14 @@
 //   1F1B         arXiv:1806.03377  (p-1) (F+I+W)           min(m, p-r)
 //   interleaved  arXiv:2104.04473  (p-1) (F+I+W)           min(vm, 2(p-r-1) + (v-1)p + 1)
 //   ZB-H1        arXiv:2401.10241  (p-1) (F+I-W)           min(m, p), of these min(m, p-r) before I
-//   p = pp, v = chunks (1 but for interleaved), m >= p micro-batches, and for interleaved's live
-//   activations a multiple of p; F I W of one stage. A chunk has 1/v of a rank's layers, so that
-//   interleaved idles 1/v as long as 1F1B, for v times the messages. From I to W only what W needs
-//   has to live. Sends that wait for their receives cost no time: a test has all sizes to 8, 4, 24.
-//   Contract: the weight gradients of a stage add in ascending micro-batch order, on this the check
-//   insists: all schedules have the same sums, bit for bit. All follows from sizes, before the run.
+//   p = pp, v = chunks (1 but for interleaved), m >= p micro-batches (for interleaved's live
+//   activations a multiple of p), F I W the times of one stage. A chunk has 1/v of a rank's layers:
+//   interleaved idles 1/v as long as 1F1B, for v times the messages. After I a stage keeps only
+//   what W needs. Sends that wait for their receives cost no time: a test tries all sizes up to
+//   8 ranks, 4 chunks and 24 micro-batches.
+//   Contract: the weight gradients of a stage add in ascending micro-batch order, and the check
+//   insists on it: all schedules have the same sums, bit for bit. Everything follows from the
+//   sizes, before the run.
 //   To copy: this file.
 #pragma once
 #include <algorithm>
@@ -42,10 +45,12 @@
 #include <tuple>
 #include <vector>
 
-enum class Pass : char { F = 'F', B = 'B', I = 'I', W = 'W' };
+namespace llmc {
+
+enum class SlotOp : char { F = 'F', B = 'B', I = 'I', W = 'W' };
 
 struct Slot {
-    Pass pass;
+    SlotOp op;
     int micro;
     int stage; // 0 .. pp * chunks - 1
 };
@@ -55,100 +60,118 @@ typedef std::vector<Slot> Schedule; // one rank's, in order
 enum class Pipeline { GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, GIVEN }; // GIVEN: by a file
 
 inline bool operator==(const Slot& a, const Slot& b) {
-    return a.pass == b.pass && a.micro == b.micro && a.stage == b.stage;
+    return a.op == b.op && a.micro == b.micro && a.stage == b.stage;
 }
 
-// Makes the gradient that the stage below waits for: all of B, or its input half.
-inline bool is_backward(Pass pass) { return pass == Pass::B || pass == Pass::I; }
+// Whether a slot makes the gradient that the stage below waits for: B does, and its input half.
+inline bool is_backward(SlotOp op) { return op == SlotOp::B || op == SlotOp::I; }
 
-template <typename... Part> std::string concat(const Part&... part) {
+// "F0.1": the operation, the micro-batch, the stage
+inline std::string name_of(const Slot& s) {
+    return char(s.op) + std::to_string(s.micro) + "." + std::to_string(s.stage);
+}
+
+// A sentence made of its parts: text and numbers.
+template <typename... Part>
+std::string fault_text(const Part&... part) {
     std::ostringstream s;
     (s << ... << part);
     return s.str();
 }
 
-inline std::string name_of(const Slot& s) {
-    return char(s.pass) + std::to_string(s.micro) + "." + std::to_string(s.stage);
-}
-
 // ----------------------------------------------------------------------------
 // schedules
 
-// A rank's forward or backward passes in their order. Micro-batches go in groups: a group passes
-// chunk 0, then chunk 1, and so on; backward the last chunk comes first. `group` divides the
-// micro-batches in the textbook. Else some groups have more, never less: a small one would be back
-// at rank 0 before the pipeline is full, and wait.
-inline Schedule pass_order(Pass pass, int group, int pp, int chunks, int micro_batches, int rank) {
+// One rank's forward or backward passes in their order. Micro-batches go in groups: a group passes
+// chunk 0, then chunk 1, and so on; backward the last chunk comes first. In the textbook `group`
+// divides the micro-batches. Where it does not, some groups have more and none has less: a small
+// group would be back at rank 0 before the pipeline is full, and wait.
+inline Schedule pass_order(SlotOp op, int group, int pp, int chunks, int micro_batches, int rank) {
     Schedule s;
     int groups = std::max(1, micro_batches / group);
-    for (int g = 0, first = 0; g < groups; g++) {
+    int first = 0;
+    for (int g = 0; g < groups; g++) {
         int size = micro_batches / groups + (g < micro_batches % groups);
-        for (int i = 0; i < chunks; i++)
+        for (int i = 0; i < chunks; i++) {
+            int chunk = op == SlotOp::F ? i : chunks - 1 - i;
             for (int m = first; m < first + size; m++)
-                s.push_back({pass, m, (pass == Pass::F ? i : chunks - 1 - i) * pp + rank});
+                s.push_back({op, m, chunk * pp + rank});
+        }
         first += size;
     }
     return s;
 }
 
-// `warmup` forward passes, then forward and backward in turn, then the backward passes left.
+// Run `warmup` forward passes, then forward and backward in turn, then the backward passes left.
 inline Schedule alternate(const Schedule& forward, const Schedule& backward, int warmup) {
     Schedule s;
-    int f = 0, n = int(forward.size());
+    int n = int(forward.size());
+    int f = 0;
     for (int b = 0; b < n; b++) {
-        for (; f < n && f <= warmup + b; f++) s.push_back(forward[f]);
+        for (; f < n && f <= warmup + b; f++)
+            s.push_back(forward[f]);
         s.push_back(backward[b]);
     }
     return s;
 }
 
-// Before: F and B. After: B is parted into I and W, and W comes `delay` backward passes later. The
-// first stage has its gradients sooner; late W fill what would be the bubble at the end.
+// Before: slots F and B. After: each B is I, and its W comes `delay` backward passes later. The
+// first stage has its gradients sooner, and late W fill the idle time at the end.
 inline Schedule delay_weights(const Schedule& in, int delay) {
     Schedule s, weights;
-    size_t done = 0;
-    for (Slot a : in) {
-        s.push_back({a.pass == Pass::B ? Pass::I : a.pass, a.micro, a.stage});
-        if (a.pass == Pass::B) weights.push_back({Pass::W, a.micro, a.stage});
-        if (weights.size() - done > size_t(delay)) s.push_back(weights[done++]);
+    size_t done = 0; // of weights
+    for (Slot slot : in) {
+        s.push_back({slot.op == SlotOp::B ? SlotOp::I : slot.op, slot.micro, slot.stage});
+        if (slot.op == SlotOp::B)
+            weights.push_back({SlotOp::W, slot.micro, slot.stage});
+        if (weights.size() - done > size_t(delay))
+            s.push_back(weights[done++]);
     }
     s.insert(s.end(), weights.begin() + done, weights.end());
     return s;
 }
 
-// A rank's schedule. GPipe over several chunks is breadth-first (arXiv:2211.05953); 1F1B over
+// One rank's schedule. GPipe over several chunks is breadth-first (arXiv:2211.05953); 1F1B over
 // several is the interleaved schedule, and zero-bubble begins from it. GIVEN: see read_schedule.
 inline Schedule schedule_of(Pipeline kind, int pp, int chunks, int micro_batches, int rank) {
     if (kind == Pipeline::GIVEN) return {};
-    int m = micro_batches, group = kind == Pipeline::GPIPE ? m : pp;
-    int groups = std::max(1, m / group), largest = (m + groups - 1) / groups;
+    int m = micro_batches;
+    int group = kind == Pipeline::GPIPE ? m : pp;
+    int groups = std::max(1, m / group);
+    int largest = (m + groups - 1) / groups; // micro-batches of a group
+
+    // Forward passes before the first backward pass: a rank waits for the ranks behind it.
     bool interleaved = chunks > 1 || kind == Pipeline::INTERLEAVED;
     int warmup = pp - rank - 1;
     if (interleaved) warmup = 2 * warmup + (chunks - 1) * largest;
     if (kind == Pipeline::GPIPE) warmup = chunks * m;
-    Schedule s = alternate(pass_order(Pass::F, group, pp, chunks, m, rank),
-                           pass_order(Pass::B, group, pp, chunks, m, rank), warmup);
+
+    Schedule s = alternate(pass_order(SlotOp::F, group, pp, chunks, m, rank),
+                           pass_order(SlotOp::B, group, pp, chunks, m, rank), warmup);
     return kind == Pipeline::ZERO_BUBBLE ? delay_weights(s, rank) : s;
 }
 
-// Every rank's.
+// Every rank's schedule.
 inline std::vector<Schedule> schedules_of(Pipeline kind, int pp, int chunks, int micro_batches) {
     std::vector<Schedule> all;
-    for (int r = 0; r < pp; r++) all.push_back(schedule_of(kind, pp, chunks, micro_batches, r));
+    for (int r = 0; r < pp; r++)
+        all.push_back(schedule_of(kind, pp, chunks, micro_batches, r));
     return all;
 }
 
-// A schedule as text: a line for each rank, words like F0.1, and comments after #.
+// Schedules as text: a line for each rank, and words like F0.1 (micro-batch 0, stage 1).
 inline std::string write_schedule(const std::vector<Schedule>& all) {
     std::string text;
     for (const Schedule& mine : all) {
-        for (const Slot& s : mine) text += (&s == mine.data() ? "" : " ") + name_of(s);
+        for (const Slot& s : mine)
+            text += (&s == mine.data() ? "" : " ") + name_of(s);
         text += "\n";
     }
     return text;
 }
 
-// Reads one, of a file or a string. "" or what is wrong in which line; the check comes after.
+// Read such a text, of a file or a string; comments begin with #. Returns "" or what is wrong in
+// which line. Whether the schedule can run is check_schedule's question.
 inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
     if (!in) return "the schedule cannot be read: is the path right?";
     all.clear();
@@ -156,97 +179,121 @@ inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
     for (int number = 1; std::getline(in, line); number++) {
         std::istringstream words(line.substr(0, line.find('#')));
         Schedule mine;
+
+        // A word is a letter, digits, a dot, digits, and nothing else.
         while (words >> word) {
-            char pass = 0, rest = 0;
-            int micro = 0, stage = 0;
+            char op = 0;
+            char rest = 0;
+            int micro = 0;
+            int stage = 0;
             bool digits = word.find_first_not_of("0123456789.", 1) == std::string::npos;
-            int n = sscanf(word.c_str(), "%c%6d.%6d%c", &pass, &micro, &stage, &rest);
-            if (n != 3 || !digits || std::string("FBIW").find(pass) == std::string::npos)
-                return concat("line ", number, ": '", word,
-                              "' is no slot: write a letter of FBIW, ",
-                              "the micro-batch, a dot and the stage, like F0.1");
-            mine.push_back({Pass(pass), micro, stage});
+            int n = sscanf(word.c_str(), "%c%6d.%6d%c", &op, &micro, &stage, &rest);
+            if (n != 3 || !digits || std::string("FBIW").find(op) == std::string::npos)
+                return fault_text("line ", number, ": '", word,
+                                  "' is no slot: write a letter of FBIW, ",
+                                  "the micro-batch, a dot and the stage, like F0.1");
+            mine.push_back({SlotOp(op), micro, stage});
         }
+
+        // A line without a word is no rank's.
         if (!mine.empty()) all.push_back(mine);
     }
     return all.empty() ? "the schedule is empty: write a line of slots for each rank" : "";
 }
 
 // ----------------------------------------------------------------------------
-// steps: slots and what crosses between ranks
+// steps: slots, and the messages between ranks
 
 // One end of a message. It crosses the border below `stage`: an activation goes up from stage - 1
-// into it, a gradient comes down from it into stage - 1.
+// into `stage`, a gradient comes down from `stage` into stage - 1.
 struct Transfer {
     bool send;
-    int peer;
+    int peer; // the rank at the other end
     bool gradient;
     int micro, stage;
 };
 
-// The transfers are one group, executed before the slot: all are posted at once, and the group is
-// over when all are done. The last step of a rank has no slot; it holds the sends that are left.
-struct Step {
+// A step's transfers are one group, executed before its slot: all are posted at once, and the group
+// is over when all are done. A rank's last step has no slot; it holds the sends that are left.
+struct ScheduleStep {
     bool has_slot = false;
     Slot slot = {};
     std::vector<Transfer> transfers = {};
 };
 
-template <typename T> using PerStep = std::vector<std::vector<T>>; // [rank][step]
+template <typename T> using PerRank = std::vector<std::vector<T>>; // [rank][step]
+typedef PerRank<ScheduleStep> Steps;
 
+// "activation 0.1": of micro-batch 0, across the border below stage 1
 inline std::string name_of(const Transfer& t) {
     return (t.gradient ? "gradient " : "activation ") + std::to_string(t.micro) + "." +
            std::to_string(t.stage);
 }
 
-// What crosses where, at either end.
-typedef std::tuple<bool, int, int> Key;
-inline Key key_of(const Transfer& t) { return {t.gradient, t.micro, t.stage}; }
+// A message's identity, the same at either end: gradient, micro, stage.
+typedef std::tuple<bool, int, int> MessageKey;
+inline MessageKey key_of(const Transfer& t) { return {t.gradient, t.micro, t.stage}; }
 
-// What a slot makes for the next stage, and what it needs from the stage before, on whatever rank
-// these are. For B and I the next stage is the one below. W makes and needs nothing.
+// The message that a slot makes for the next stage, and the one that it needs from the stage
+// before; for B and I the next stage is the one below. W has neither. The peer stays -1 until
+// crossings_of() knows whether the other stage is on another rank.
 inline Transfer made_by(const Slot& s) {
-    bool gradient = is_backward(s.pass);
+    bool gradient = is_backward(s.op);
     return {true, -1, gradient, s.micro, gradient ? s.stage : s.stage + 1};
 }
 
 inline Transfer needed_by(const Slot& s) {
-    bool gradient = is_backward(s.pass);
+    bool gradient = is_backward(s.op);
     return {false, -1, gradient, s.micro, gradient ? s.stage + 1 : s.stage};
 }
 
 // A message: slot `made` of rank `from` makes it, slot `used` of rank `to` needs it.
 struct Crossing {
-    int from, made, to, used;
+    int from, made;
+    int to, used;
     Transfer send, receive; // its ends
 };
 
-// All messages, rank by rank of their receivers.
+// All messages between different ranks, in the order of their receivers.
 inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int pp) {
-    std::map<Key, Crossing> made;
+    // Note who makes each message.
+    std::map<MessageKey, Crossing> made;
     for (int r = 0; r < pp; r++)
-        for (int i = 0; i < int(all[r].size()); i++)
-            if (Transfer t = made_by(all[r][i]); all[r][i].pass != Pass::W)
-                made[key_of(t)] = {r, i, -1, -1, t, {}};
+        for (int i = 0; i < int(all[r].size()); i++) {
+            if (all[r][i].op == SlotOp::W)
+                continue;
+            Transfer t = made_by(all[r][i]);
+            made[key_of(t)] = {r, i, -1, -1, t, {}};
+        }
+
+    // Join each with the slot that needs it, unless that is on the same rank.
     std::vector<Crossing> messages;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
+            if (all[r][i].op == SlotOp::W)
+                continue;
             Transfer t = needed_by(all[r][i]);
             auto maker = made.find(key_of(t));
-            if (all[r][i].pass == Pass::W || maker == made.end() || maker->second.from == r)
+            if (maker == made.end() || maker->second.from == r)
                 continue;
+
             Crossing m = maker->second;
-            m.to = m.send.peer = r, m.used = i, m.receive = t, m.receive.peer = m.from;
+            m.to = r;
+            m.used = i;
+            m.send.peer = r;
+            m.receive = t;
+            m.receive.peer = m.from;
             messages.push_back(m);
         }
     return messages;
 }
 
 // The schedules as steps without transfers.
-inline PerStep<Step> bare_steps(const std::vector<Schedule>& all, int pp) {
-    PerStep<Step> steps(pp);
+inline Steps bare_steps(const std::vector<Schedule>& all, int pp) {
+    Steps steps(pp);
     for (int r = 0; r < pp; r++) {
-        for (const Slot& s : all[r]) steps[r].push_back({true, s});
+        for (const Slot& s : all[r])
+            steps[r].push_back({true, s});
         steps[r].push_back({});
     }
     return steps;
@@ -255,47 +302,60 @@ inline PerStep<Step> bare_steps(const std::vector<Schedule>& all, int pp) {
 // ----------------------------------------------------------------------------
 // time
 
-struct Costs { // of a stage and a micro-batch; B takes I + W
-    double F = 1, I = 1, W = 1;
+// Time of a micro-batch in one stage, in any unit; B takes I + W.
+struct Costs {
+    double F = 1;
+    double I = 1;
+    double W = 1;
 };
 
-inline double time_of(const Step& s, const Costs& c) {
+inline double time_of(const ScheduleStep& s, const Costs& c) {
     if (!s.has_slot) return 0;
-    Pass p = s.slot.pass;
-    return p == Pass::F ? c.F : p == Pass::I ? c.I : p == Pass::W ? c.W : c.I + c.W;
+    SlotOp op = s.slot.op;
+    return op == SlotOp::F ? c.F : op == SlotOp::I ? c.I : op == SlotOp::W ? c.W : c.I + c.W;
 }
 
-// A step begins after the end of step `step` of `rank`, because of `what`.
+// A step begins after the end of step `step` of `rank`, because of the message `what`.
 struct Wait {
     int rank, step;
     Transfer what;
 };
 
+typedef PerRank<std::vector<Wait>> Waits;
+
 struct Timeline {
-    PerStep<double> start, end; // of the steps that ran: after a deadlock not all did
+    PerRank<double> start, end; // of the steps that ran: after a deadlock not all did
 };
 
-// Runs every rank's steps in order, each as soon as all that it waits for has ended. In rounds each
-// step takes one, but a backward pass may share the round of the forward pass before it.
-inline Timeline run_steps(const PerStep<Step>& steps, const PerStep<std::vector<Wait>>& waits,
-                          const Costs& costs = {}, bool in_rounds = false) {
+// Run every rank's steps in order, each as soon as the steps that it waits for have ended. With
+// in_rounds costs do not count: each step takes one round, which a backward pass may share with the
+// forward pass right before it.
+inline Timeline run_steps(const Steps& steps, const Waits& waits, const Costs& costs = {},
+                          bool in_rounds = false) {
     size_t pp = steps.size();
-    Timeline t = {PerStep<double>(pp), PerStep<double>(pp)};
+    Timeline t = {PerRank<double>(pp), PerRank<double>(pp)};
     auto has_ended = [&](const Wait& w) { return size_t(w.step) < t.end[w.rank].size(); };
+
+    // Run one step: it starts after the step before it and after all that it waits for.
     auto run = [&](size_t r, size_t i) {
-        bool shares = in_rounds && i > 0 && steps[r][i - 1].slot.pass == Pass::F &&
-                      steps[r][i].slot.pass != Pass::F;
+        bool shares = in_rounds && i > 0 && steps[r][i - 1].slot.op == SlotOp::F &&
+                      steps[r][i].slot.op != SlotOp::F;
         double start = i == 0 ? 0 : shares ? t.start[r][i - 1] : t.end[r][i - 1];
-        for (const Wait& w : waits[r][i]) start = std::max(start, t.end[w.rank][w.step]);
+        for (const Wait& w : waits[r][i])
+            start = std::max(start, t.end[w.rank][w.step]);
         t.start[r].push_back(start);
         t.end[r].push_back(start + (in_rounds ? 1 : time_of(steps[r][i], costs)));
     };
+
+    // Take each rank as far as it comes, until no rank moves.
     for (bool moved = true; moved;) {
         moved = false;
         for (size_t r = 0; r < pp; r++)
-            for (size_t i = t.end[r].size(); i < steps[r].size(); i++, moved = true) {
-                if (!std::all_of(waits[r][i].begin(), waits[r][i].end(), has_ended)) break;
+            for (size_t i = t.end[r].size(); i < steps[r].size(); i++) {
+                if (!std::all_of(waits[r][i].begin(), waits[r][i].end(), has_ended))
+                    break;
                 run(r, i);
+                moved = true;
             }
     }
     return t;
@@ -308,73 +368,91 @@ inline double last_end(const Timeline& t) {
     return last;
 }
 
-// "" or the cycle: from where a rank stopped, follow what it waits for until a rank comes again.
-inline std::string deadlock_in(const PerStep<Step>& steps, const PerStep<std::vector<Wait>>& waits,
-                               const Timeline& t) {
-    int pp = int(steps.size()), rank = 0;
-    while (rank < pp && t.end[rank].size() == steps[rank].size()) rank++;
+// "" or the deadlock's cycle, from a timeline in which some rank has stopped.
+inline std::string deadlock_in(const Steps& steps, const Waits& waits, const Timeline& t) {
+    int pp = int(steps.size());
+    int rank = 0;
+    while (rank < pp && t.end[rank].size() == steps[rank].size())
+        rank++;
     if (rank == pp) return "";
+
+    // Follow what a rank waits for, from any that stopped. After pp moves it is on the cycle.
     auto blocker = [&](int r) {
         for (const Wait& w : waits[r][t.end[r].size()])
-            if (size_t(w.step) >= t.end[w.rank].size()) return w;
+            if (size_t(w.step) >= t.end[w.rank].size())
+                return w;
         return Wait{};
     };
-    for (int i = 0; i < pp; i++) rank = blocker(rank).rank; // on the cycle now, wherever it began
+    for (int i = 0; i < pp; i++)
+        rank = blocker(rank).rank;
+
+    // Tell the cycle, once around.
     std::string text = "deadlock";
     int first = rank;
     do {
         Wait w = blocker(rank);
         size_t i = t.end[rank].size();
-        const Step& step = steps[rank][i];
-        text += concat(rank == first ? ": " : "; ", "rank ", rank, " in step ", i, " before ",
-                       step.has_slot ? name_of(step.slot) : "its end", " waits to ",
-                       w.what.send ? "send " : "receive ", name_of(w.what),
-                       w.what.send ? " to rank " : " from rank ", w.rank);
+        const ScheduleStep& step = steps[rank][i];
+        text += fault_text(rank == first ? ": " : "; ", "rank ", rank, " in step ", i, " before ",
+                           step.has_slot ? name_of(step.slot) : "its end", " waits to ",
+                           w.what.send ? "send " : "receive ", name_of(w.what),
+                           w.what.send ? " to rank " : " from rank ", w.rank);
         rank = w.rank;
     } while (rank != first);
     return text;
 }
 
-// What steps wait for if sends never wait: the ends of the slots whose messages they need.
-inline PerStep<std::vector<Wait>> waits_for_data(const PerStep<Step>& steps,
-                                                 const std::vector<Crossing>& messages) {
-    PerStep<std::vector<Wait>> waits;
-    for (const std::vector<Step>& rank : steps) waits.emplace_back(rank.size());
-    for (const Crossing& m : messages) waits[m.to][m.used].push_back({m.from, m.made, m.receive});
+// The waits if sends never wait: a slot begins after the slots whose messages it needs.
+inline Waits waits_for_data(const Steps& steps, const std::vector<Crossing>& messages) {
+    Waits waits;
+    for (const std::vector<ScheduleStep>& rank : steps)
+        waits.emplace_back(rank.size());
+    for (const Crossing& m : messages)
+        waits[m.to][m.used].push_back({m.from, m.made, m.receive});
     return waits;
 }
 
 // ----------------------------------------------------------------------------
 // transfers
 
-// Pairs the k-th send from one rank to another with the k-th receive there, as libraries without
-// tags do: each end's step waits until the other rank has ended the step before its own end.
-// "" or the first pair that differs.
-inline std::string pair_transfers(const PerStep<Step>& steps, PerStep<std::vector<Wait>>& waits) {
+// Pair the k-th send from one rank to another with the k-th receive there, as libraries without
+// tags do. Each end's step waits until the other rank has ended the step before its own end: both
+// groups must have begun. Returns "" or the first pair that differs.
+inline std::string pair_transfers(const Steps& steps, Waits& waits) {
     struct End {
         int step;
         Transfer what;
     };
     std::map<std::pair<int, int>, std::vector<End>> sends, receives; // of (from, to)
     waits = waits_for_data(steps, {});
+
+    // List the ends of each pair of ranks, in the order of their steps.
     for (int r = 0; r < int(steps.size()); r++)
         for (int i = 0; i < int(steps[r].size()); i++)
             for (const Transfer& t : steps[r][i].transfers)
                 (t.send ? sends[{r, t.peer}] : receives[{t.peer, r}]).push_back({i, t});
     for (const auto& [ends, list] : receives) sends[ends]; // a pair that receives only
+
     for (const auto& [ends, sent] : sends) {
         auto [from, to] = ends;
         const std::vector<End>& received = receives[ends];
         for (size_t k = 0; k < std::max(sent.size(), received.size()); k++) {
+            // Compare the two ends.
             bool both = k < sent.size() && k < received.size();
             if (!both || key_of(sent[k].what) != key_of(received[k].what))
-                return concat("message ", k, " from rank ", from, " to rank ", to, ": ",
-                              k < sent.size() ? name_of(sent[k].what) : "nothing", " is sent, ",
-                              k < received.size() ? name_of(received[k].what) : "nothing",
-                              " is received");
-            int i = sent[k].step, j = received[k].step;
-            if (j > 0) waits[from][i].push_back({to, j - 1, sent[k].what});
-            if (i > 0) waits[to][j].push_back({from, i - 1, received[k].what});
+                return fault_text("message ", k, " from rank ", from, " to rank ", to, ": ",
+                                  k < sent.size() ? name_of(sent[k].what) : "nothing",
+                                  " is sent, ",
+                                  k < received.size() ? name_of(received[k].what) : "nothing",
+                                  " is received");
+
+            // Let each wait for the other. A first step has none before it.
+            int i = sent[k].step;
+            int j = received[k].step;
+            if (j > 0)
+                waits[from][i].push_back({to, j - 1, sent[k].what});
+            if (i > 0)
+                waits[to][j].push_back({from, i - 1, received[k].what});
         }
     }
     return "";
@@ -384,81 +462,95 @@ inline std::string pair_transfers(const PerStep<Step>& steps, PerStep<std::vecto
 // each send waits for its receive and each receive for its send.
 //   The rule: on both sides a message goes with the first step that starts no sooner than the
 //   message is made, in a timeline where sends never wait.
-//   The proof: a group waits until each peer has ended the slot before its group. In this timeline
-//   that slot starts sooner than the message is made, the slot after the waiting group does not. So
-//   every wait leads to an earlier start, and none in a circle.
+//   The proof: a group before slot i waits until its peer has ended slot j - 1, where the peer's
+//   group stands before slot j. By the rule slot j - 1 starts before the message is made, slot i
+//   does not. So every wait leads to a slot that starts earlier, and none leads in a circle.
 // Both sides have the messages between two ranks in the order in which they were made: no tags.
-// To receive only just before the slot that needs it would be simpler; interleaved schedules
-// deadlock so. The price is that a message may lie in its buffer for some slots.
-inline PerStep<Step> place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
+// It would be simpler to receive just before the slot that needs a message, but interleaved
+// schedules deadlock so. The price is that a message may lie in its buffer for some slots.
+inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
     std::vector<Crossing> messages = crossings_of(all, pp);
-    PerStep<Step> steps = bare_steps(all, pp);
+    Steps steps = bare_steps(all, pp);
     Timeline t = run_steps(steps, waits_for_data(steps, messages), Costs(), in_rounds);
+
+    // Sort the messages by the time at which they are made.
     auto made_at = [&](const Crossing& m) { return t.end[m.from][m.made]; };
     std::sort(messages.begin(), messages.end(), [&](const Crossing& a, const Crossing& b) {
         return std::tuple(made_at(a), a.made, a.from) < std::tuple(made_at(b), b.made, b.from);
     });
+
+    // Place both ends by the rule, receives first.
     auto place = [&](int rank, double time, const Transfer& transfer) {
         const std::vector<double>& start = t.start[rank];
         size_t i = std::lower_bound(start.begin(), start.end(), time) - start.begin();
         steps[rank][i].transfers.push_back(transfer);
     };
-    for (const Crossing& m : messages) place(m.to, made_at(m), m.receive); // receives first
-    for (const Crossing& m : messages) place(m.from, made_at(m), m.send);
+    for (const Crossing& m : messages)
+        place(m.to, made_at(m), m.receive);
+    for (const Crossing& m : messages)
+        place(m.from, made_at(m), m.send);
     return steps;
 }
 
-// Groups between all slots, or only between rounds of a forward and a backward pass: those that let
-// the ranks wait less. 1F1B needs a message as soon as it is made, so the first. Interleaved warms
-// up for twice as long, which gives messages the time of a round; there the first would often find
-// the peer in the middle of a longer backward pass.
-inline PerStep<Step> add_transfers(const std::vector<Schedule>& all, int pp) {
-    PerStep<Step> best;
+// Place groups between any two slots, or only between rounds of a forward and a backward pass,
+// whichever lets the ranks wait less. The first suits 1F1B, which needs a message as soon as it is
+// made. Rounds suit the interleaved schedule: it warms up for twice as long, so a message has the
+// time of a round, and between any two slots it would often find its peer in a long backward pass.
+inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
+    Steps best;
     double least = INFINITY;
     for (bool in_rounds : {false, true}) {
-        PerStep<Step> steps = place_transfers(all, pp, in_rounds);
-        PerStep<std::vector<Wait>> waits;
+        Steps steps = place_transfers(all, pp, in_rounds);
+        Waits waits;
         pair_transfers(steps, waits);
         double time = last_end(run_steps(steps, waits));
-        if (time < least) best = std::move(steps), least = time;
+        if (time >= least) continue;
+        best = std::move(steps);
+        least = time;
     }
     return best;
 }
 
-// One rank's.
-inline std::vector<Step> add_transfers(const std::vector<Schedule>& all, int rank, int pp) {
+// One rank's steps.
+inline std::vector<ScheduleStep> add_transfers(const std::vector<Schedule>& all, int rank, int pp) {
     return add_transfers(all, pp)[rank];
 }
 
 // ----------------------------------------------------------------------------
 // the check
 
-// "" or what a slot needs, or a transfer sends, though the rank has neither made nor received it.
-inline std::string check_arrivals(const std::vector<Step>& steps, int rank, int stages) {
-    std::set<Key> here;
+// "" or the first message that a slot needs or a transfer sends too early: the rank has neither
+// made nor received it by then.
+inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int rank, int stages) {
+    std::set<MessageKey> here;
     for (size_t i = 0; i < steps.size(); i++) {
         const Slot& slot = steps[i].slot;
+        auto fault = [&](const auto&... what) {
+            return fault_text("rank ", rank, " in step ", i, ": ", what...);
+        };
+
+        // The group first: sends take what is here, receives bring more.
         for (const Transfer& t : steps[i].transfers)
             if (t.send && !here.count(key_of(t)))
-                return concat("rank ", rank, " in step ", i, ": ", name_of(t),
-                              " is sent before it is made");
+                return fault(name_of(t), " is sent before it is made");
         for (const Transfer& t : steps[i].transfers)
             if (!here.insert(key_of(t)).second && !t.send)
-                return concat("rank ", rank, " in step ", i, ": ", name_of(t),
-                              " is received again");
-        if (!steps[i].has_slot || slot.pass == Pass::W) continue;
-        Transfer need = needed_by(slot); // but at the two ends of the pipeline
+                return fault(name_of(t), " is received again");
+
+        // Then the slot. The pipeline's two ends need nothing from outside.
+        if (!steps[i].has_slot || slot.op == SlotOp::W)
+            continue;
+        Transfer need = needed_by(slot);
         if (need.stage > 0 && need.stage < stages && !here.count(key_of(need)))
-            return concat("rank ", rank, " in step ", i, ": ", name_of(slot), " needs ",
-                          name_of(need), ", which comes later or never");
+            return fault(name_of(slot), " needs ", name_of(need), ", which comes later or never");
         here.insert(key_of(made_by(slot)));
     }
     return "";
 }
 
 // "" or the fault of steps with transfers. A deadlock names its whole cycle.
-inline std::string check_transfers(const PerStep<Step>& steps, int stages) {
-    PerStep<std::vector<Wait>> waits;
+inline std::string check_transfers(const Steps& steps, int stages) {
+    Waits waits;
     std::string fault = pair_transfers(steps, waits);
     for (size_t r = 0; r < steps.size() && fault.empty(); r++)
         fault = check_arrivals(steps[r], int(r), stages);
@@ -470,48 +562,67 @@ inline std::string check_transfers(const PerStep<Step>& steps, int stages) {
 inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunks,
                                int micro_batches) {
     enum { F = 1, I = 2, W = 4, ALL = 7 };
-    std::vector<std::vector<int>> done(chunks, std::vector<int>(micro_batches));
+    std::vector<std::vector<int>> done(chunks, std::vector<int>(micro_batches)); // bits of F, I, W
     std::vector<int> next(chunks); // the micro-batch that adds its weight gradients next
     for (size_t i = 0; i < mine.size(); i++) {
-        auto [pass, micro, stage] = mine[i];
+        auto [op, micro, stage] = mine[i];
         auto fault = [&](const auto&... what) {
-            return concat("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ", what...);
+            return fault_text("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ", what...);
         };
+
+        // The slot exists and is this rank's.
         if (micro < 0 || micro >= micro_batches)
             return fault("micro-batches are 0 to ", micro_batches - 1);
-        if (stage < 0 || stage >= pp * chunks) return fault("stages are 0 to ", pp * chunks - 1);
-        if (stage % pp != rank) return fault("the stage is on rank ", stage % pp);
+        if (stage < 0 || stage >= pp * chunks)
+            return fault("stages are 0 to ", pp * chunks - 1);
+        if (stage % pp != rank)
+            return fault("the stage is on rank ", stage % pp);
+
+        // It comes once, and after the slots that it needs.
         int& state = done[stage / pp][micro];
-        int does = pass == Pass::F ? F : pass == Pass::I ? I : pass == Pass::W ? W : I | W;
+        int does = op == SlotOp::F ? F : op == SlotOp::I ? I : op == SlotOp::W ? W : I | W;
         if (state & does) return fault("done before");
-        if (does != F && !(state & F)) return fault("F must come first");
-        if (does == W && !(state & I)) return fault("I must come first");
+        if (does != F && !(state & F))
+            return fault("F must come first");
+        if (does == W && !(state & I))
+            return fault("I must come first");
         if (does & W && micro != next[stage / pp]++)
             return fault("weight gradients add in ascending order, micro-batch ",
                          next[stage / pp] - 1, " is next");
         state |= does;
     }
+
+    // None is missing.
     for (int c = 0; c < chunks; c++)
-        for (int m = 0; m < micro_batches; m++)
-            if (int state = done[c][m]; state != ALL) {
-                Pass lacks = !(state & F) ? Pass::F : !(state & I) ? Pass::B : Pass::W;
-                return concat("rank ", rank, " lacks ", name_of(Slot{lacks, m, c * pp + rank}));
-            }
+        for (int m = 0; m < micro_batches; m++) {
+            int state = done[c][m];
+            if (state == ALL) continue;
+            SlotOp lacks = !(state & F) ? SlotOp::F : !(state & I) ? SlotOp::B : SlotOp::W;
+            return fault_text("rank ", rank, " lacks ", name_of(Slot{lacks, m, c * pp + rank}));
+        }
     return "";
 }
 
-// "" or the fault of a set of schedules.
+// "" or the fault of a set of schedules:
+//   1. each rank's own slots   2. their order, if sends never wait   3. their transfers
 inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int chunks,
                                   int micro_batches) {
-    if (int(all.size()) != pp) return concat(all.size(), " schedules for ", pp, " ranks");
-    std::string fault;
-    for (int r = 0; r < pp && fault.empty(); r++)
-        fault = check_slots(all[r], r, pp, chunks, micro_batches);
+    // 1. Each rank by itself.
+    if (int(all.size()) != pp)
+        return fault_text(all.size(), " schedules for ", pp, " ranks");
+    for (int r = 0; r < pp; r++) {
+        std::string fault = check_slots(all[r], r, pp, chunks, micro_batches);
+        if (!fault.empty()) return fault;
+    }
+
+    // 2. No circle of slots that need each other: only then is there a timeline to place groups in.
+    Steps steps = bare_steps(all, pp);
+    Waits waits = waits_for_data(steps, crossings_of(all, pp));
+    std::string fault = deadlock_in(steps, waits, run_steps(steps, waits));
     if (!fault.empty()) return fault;
-    PerStep<Step> steps = bare_steps(all, pp);
-    PerStep<std::vector<Wait>> waits = waits_for_data(steps, crossings_of(all, pp));
-    fault = deadlock_in(steps, waits, run_steps(steps, waits));
-    return fault.empty() ? check_transfers(add_transfers(all, pp), pp * chunks) : fault;
+
+    // 3. The groups, although sends wait.
+    return check_transfers(add_transfers(all, pp), pp * chunks);
 }
 
 // ----------------------------------------------------------------------------
@@ -519,50 +630,57 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
 
 struct Simulation {
     double time;                // from the first slot's start to the last one's end
-    double bubble;              // idle share of it; all ranks are busy for as long
-    std::vector<int> peak_live; // per rank: most (micro, stage) whose F is done and B or W is not
-    PerStep<double> start, end; // of every slot
+    double bubble;              // idle share of it, the same on all ranks
+    std::vector<int> peak_live; // (pp) each rank's peak_live
+    PerRank<double> start, end; // of every slot
 };
 
-// The most stages and micro-batches whose F is done and whose B or W is not.
+// The most pairs of a stage and a micro-batch at a time whose F is done and whose B or W is not.
 inline int peak_live(const Schedule& mine) {
-    int live = 0, peak = 0;
+    int live = 0;
+    int peak = 0;
     for (const Slot& s : mine) {
-        live += s.pass == Pass::F ? 1 : s.pass == Pass::I ? 0 : -1;
+        live += s.op == SlotOp::F ? 1 : s.op == SlotOp::I ? 0 : -1;
         peak = std::max(peak, live);
     }
     return peak;
 }
 
-// Before: schedules that pass the check. Sends never wait; or, blocking, as the groups above do.
+// Before: schedules that pass the check. Sends never wait; or, with `blocking`, groups of transfers
+// wait as above.
 inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs& costs = {},
                            bool blocking = false) {
-    PerStep<Step> steps = blocking ? add_transfers(all, pp) : bare_steps(all, pp);
-    PerStep<std::vector<Wait>> waits = waits_for_data(steps, crossings_of(all, pp));
+    Steps steps = blocking ? add_transfers(all, pp) : bare_steps(all, pp);
+    Waits waits = waits_for_data(steps, crossings_of(all, pp));
     if (blocking) pair_transfers(steps, waits);
     Timeline t = run_steps(steps, waits, costs);
+
+    // Add up what ranks do; drop the last steps, which have no slot.
     Simulation s = {last_end(t), 0, std::vector<int>(pp), t.start, t.end};
     double busy = 0; // all ranks
     for (int r = 0; r < pp; r++) {
-        for (const Step& step : steps[r]) busy += time_of(step, costs);
+        for (const ScheduleStep& step : steps[r])
+            busy += time_of(step, costs);
         s.peak_live[r] = peak_live(all[r]);
-        s.start[r].pop_back(), s.end[r].pop_back(); // the step without slot
+        s.start[r].pop_back();
+        s.end[r].pop_back();
     }
     s.bubble = 1 - busy / (pp * s.time);
     return s;
 }
 
 // The timeline as text: a line for each rank, three characters for each second, -- while a slot
-// goes on. For costs that are whole seconds.
+// goes on. A slot is its letter and micro-batch; the stage is left out. Costs are whole seconds.
 inline std::string picture_of(const std::vector<Schedule>& all, const Simulation& s) {
     std::string text;
     for (size_t r = 0; r < all.size(); r++) {
         std::string line;
         for (size_t i = 0; i < all[r].size(); i++) {
             line.resize(size_t(s.start[r][i]) * 3, ' ');
-            std::string name = concat(char(all[r][i].pass), all[r][i].micro);
+            std::string name = char(all[r][i].op) + std::to_string(all[r][i].micro);
             line += name + std::string(name.size() < 3 ? 3 - name.size() : 0, ' ');
-            for (int k = 1; k < int(s.end[r][i] - s.start[r][i]); k++) line += "-- ";
+            for (int k = 1; k < int(s.end[r][i] - s.start[r][i]); k++)
+                line += "-- ";
         }
         text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
     }
@@ -572,26 +690,29 @@ inline std::string picture_of(const std::vector<Schedule>& all, const Simulation
 // ----------------------------------------------------------------------------
 // layers into stages
 
-// The first layer of each stage, and the number of layers at the end; empty if there are more
-// stages than layers. No layer is dropped and no stage is empty. The largest stage cost is the
-// least possible; among those splits the sum of squares is least; among those the first stage is
-// the shortest, then the second: they keep the most activations. Costs (>= 0) count to a billionth
-// of their sum; whole numbers exactly.
+// Return the first layer of each stage, and the number of layers at the end; nothing if there are
+// more stages than layers. No layer is dropped and no stage is empty.
+//   1. The largest stage's cost is the least possible.
+//   2. Among those splits the sum of squares is least.
+//   3. Among those the first stage is shortest, then the second: they keep the most activations.
+// cost (n) >= 0 counts to a billionth of its sum; whole numbers count exactly.
 inline std::vector<int> split_layers(const std::vector<double>& cost, int stages) {
     int n = int(cost.size());
     if (stages < 1 || stages > n) return {};
     const int64_t NONE = INT64_MAX;
+
+    // Make the costs integers, their sum below 2^30: equal sums stay equal.
     double total = 0;
     for (double c : cost) total += c;
-    int exponent; // costs as integers, their sum below 2^30: equal sums stay equal
+    int exponent;
     std::frexp(total, &exponent);
-    std::vector<int64_t> sum(n + 1);
+    std::vector<int64_t> sum(n + 1); // of the layers before
     for (int i = 0; i < n; i++)
         sum[i + 1] = sum[i] + std::llround(std::ldexp(cost[i], 30 - exponent));
 
-    // best[k][i]: layers i to n-1 in k stages; `join` adds a stage of some cost before a rest
+    // best[k][i]: layers i to n - 1 in k stages. `join` adds a stage of some cost before a rest.
     auto solve = [&](auto join) {
-        PerStep<int64_t> best(stages + 1, std::vector<int64_t>(n + 1, NONE));
+        PerRank<int64_t> best(stages + 1, std::vector<int64_t>(n + 1, NONE));
         best[0][n] = 0;
         for (int k = 1; k <= stages; k++)
             for (int i = 0; i < n; i++)
@@ -599,16 +720,24 @@ inline std::vector<int> split_layers(const std::vector<double>& cost, int stages
                     best[k][i] = std::min(best[k][i], join(sum[end] - sum[i], best[k - 1][end]));
         return best;
     };
+
+    // 1. and 2.: the largest cost, then the squares of splits that keep to it.
     int64_t largest = solve([](int64_t c, int64_t rest) { return std::max(c, rest); })[stages][0];
     auto squares = [&](int64_t c, int64_t rest) {
         return c > largest || rest == NONE ? NONE : c * c + rest;
     };
-    PerStep<int64_t> best = solve(squares);
+    PerRank<int64_t> best = solve(squares);
+
+    // 3. End each stage as soon as the rest can still be best.
     std::vector<int> first = {0};
     for (int k = stages; k > 0; k--) {
-        int i = first.back(), end = i + 1;
-        while (squares(sum[end] - sum[i], best[k - 1][end]) != best[k][i]) end++;
+        int i = first.back();
+        int end = i + 1;
+        while (squares(sum[end] - sum[i], best[k - 1][end]) != best[k][i])
+            end++;
         first.push_back(end);
     }
     return first;
 }
+
+} // namespace llmc

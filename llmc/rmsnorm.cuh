@@ -3,201 +3,268 @@
 //   dx  = rstd * (g - xhat * mean(g * xhat)),   g = dout * weight,  xhat = x * rstd
 //   inp, out, dinp, dout (N,C)   weight (C)   dweight (C) acc   rstd (N) acc, kept for backward
 //   Contract: out, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
-//             dweight = or += (accumulate); null: frozen.
-//             Bitwise repeatable, on the CPU for any number of threads: partial sums meet in a fixed
+//             sums = parts of dweight, of rmsnorm_sums elements; null: frozen. column_sums adds
+//             the parts that rmsnorm_parts names, = or += (accumulate).
+//             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
-//   Cost: memory-bound. forward reads inp, writes out; backward_input reads inp, dout, dresidual,
-//         writes dinp; backward_weight reads inp, dout, and on the GPU writes and reads a scratch
-//         of rmsnorm_scratch_bytes.
-//   To copy: this file and common.h.
+//   Cost: memory-bound. forward reads inp, writes out; backward reads inp, dout, dresidual, writes
+//         dinp, and on the GPU sums: one of each for about 32 rows.
+//   To copy: this file, column_sums.cuh, types.h and cuda_common.h.
 #pragma once
-#include "common.h"
+#include <type_traits>
+#include "column_sums.cuh"
+
+namespace llmc {
 
 // ----------------------------------------------------------------------------
 // CPU
 
+// A task a row; rstd is kept for backward.
 template <typename T>
-void rmsnorm_forward(T* out, acc_t<T>* rstd, const T* inp, const T* weight, // (N,C) (N) (N,C) (C)
+void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
+                     const T* inp, const T* weight, // (N,C) (C)
                      size_t N, size_t C, float eps, Cpu) {
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        const T* x = inp + n * C;
-        T* y = out + n * C;
+        const T* x = inp + n * C; // (C)
+        T* y = out + n * C;       // (C)
+
+        // The root mean square.
         A square = 0;
         #pragma omp simd reduction(+ : square)
-        for (size_t c = 0; c < C; c++) square += to_acc(x[c]) * to_acc(x[c]);
+        for (size_t c = 0; c < C; c++)
+            square += to_acc(x[c]) * to_acc(x[c]);
         A r = 1 / std::sqrt(square / A(C) + A(eps));
+
+        // Normalise, scale.
         #pragma omp simd
-        for (size_t c = 0; c < C; c++) y[c] = from_acc<T>(to_acc(x[c]) * r * to_acc(weight[c]));
+        for (size_t c = 0; c < C; c++)
+            y[c] = from_acc<T>(to_acc(x[c]) * r * to_acc(weight[c]));
+        // Keep it as it was used: backward takes it, unrounded.
         rstd[n] = r;
     }
 }
 
+// dresidual may be dinp: each element is read before it is written.
+// A task a row. mean(g * xhat) is the gradient through rstd; no mean is taken out of x.
 template <typename T>
-void rmsnorm_backward_input(T* dinp, const T* dresidual,
-                            const T* dout, // (N,C) = (N,C) or null, (N,C)
-                            const T* inp, const T* weight, const acc_t<T>* rstd, size_t N, size_t C,
-                            Cpu) {
+void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,C) (N,C) or null
+                            const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
+                            const acc_t<T>* rstd,                         // (N)
+                            size_t N, size_t C, Cpu) {
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        const T *d = dout + n * C, *x = inp + n * C,
-                *residual = dresidual ? dresidual + n * C : nullptr;
-        T* dx = dinp + n * C;
+        const T* d = dout + n * C;                                   // (C)
+        const T* x = inp + n * C;                                    // (C)
+        const T* residual = dresidual ? dresidual + n * C : nullptr; // (C)
+        T* dx = dinp + n * C;                                        // (C)
+
+        // The row mean of g * xhat.
         A r = rstd[n], sum = 0;
         #pragma omp simd reduction(+ : sum)
-        for (size_t c = 0; c < C; c++) sum += to_acc(d[c]) * to_acc(weight[c]) * (to_acc(x[c]) * r);
+        for (size_t c = 0; c < C; c++)
+            sum += to_acc(d[c]) * to_acc(weight[c]) * (to_acc(x[c]) * r);
         A mean_gx = sum / A(C);
+
+        // The input gradient joins the residual stream.
         auto gradient = [&](size_t c) {
             return r * (to_acc(d[c]) * to_acc(weight[c]) - to_acc(x[c]) * r * mean_gx);
         };
+
+        // Choose outside the loops, so that each of them vectorises.
         if (residual) {
             #pragma omp simd
-            for (size_t c = 0; c < C; c++) dx[c] = from_acc<T>(to_acc(residual[c]) + gradient(c));
+            for (size_t c = 0; c < C; c++)
+                dx[c] = from_acc<T>(to_acc(residual[c]) + gradient(c));
         } else {
             #pragma omp simd
-            for (size_t c = 0; c < C; c++) dx[c] = from_acc<T>(gradient(c));
+            for (size_t c = 0; c < C; c++)
+                dx[c] = from_acc<T>(gradient(c));
         }
     }
 }
 
-// a thread owns so many columns: the order of its sums is the rows', and AVX-512 holds them all
+// The columns that a thread owns: a type, since nvcc knows no constant of a function in there.
 struct RmsnormColumns {
     constexpr operator size_t() const { return 128; }
 };
 
+// The sum over rows of dout * xhat.
 template <typename T>
-void rmsnorm_backward_weight(acc_t<T>* dweight, const T* dout, const T* inp, const acc_t<T>* rstd,
-                             void* /*scratch*/, // (C) = or +=
+void rmsnorm_backward_weight(acc_t<T>* dweight,                                 // (C), = or +=
+                             const T* dout, const T* inp, const acc_t<T>* rstd, // (N,C) (N,C) (N)
                              size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
     if (!dweight) return;
+    // A thread owns these columns and adds the rows in order; AVX-512 registers hold all its sums.
     constexpr size_t COLUMNS = RmsnormColumns();
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
+        // The last block may be narrower.
         size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
         A dw[COLUMNS] = {};
-        auto add_rows = [&](auto columns) { // whole blocks have a constant width: sums in registers
+
+        // Sum the rows; the number of columns is a constant where that is possible.
+        auto add_rows = [&](auto columns) {
             for (size_t n = 0; n < N; n++) {
-                const T *d = dout + n * C + c0, *x = inp + n * C + c0;
+                const T* d = dout + n * C + c0; // (columns)
+                const T* x = inp + n * C + c0;  // (columns)
                 A r = rstd[n];
                 #pragma omp simd
-                for (size_t c = 0; c < columns; c++) dw[c] += to_acc(d[c]) * (to_acc(x[c]) * r);
+                for (size_t c = 0; c < columns; c++)
+                    dw[c] += to_acc(d[c]) * (to_acc(x[c]) * r);
             }
         };
+
+        // Whole blocks have a constant width: only then do the sums stay in registers.
         if (count == COLUMNS)
             add_rows(RmsnormColumns());
         else
             add_rows(count);
+
+        // Write, or add to what earlier micro-batches left.
         for (size_t c = 0; c < count; c++)
             dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
     }
 }
 
-inline size_t rmsnorm_scratch_bytes(size_t, size_t, Cpu) { return 0; }
+// Both halves; the one part of the sum is the sum itself.
+template <typename T>
+void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,C) (N,C)
+                      const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
+                      const acc_t<T>* rstd, size_t N, size_t C, Cpu where) {
+    rmsnorm_backward_input(dinp, dresidual, dout, inp, weight, rstd, N, C, where);
+    rmsnorm_backward_weight(sums, dout, inp, rstd, N, C, false, where);
+}
 
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
-#if KERNELS
+#if LLMC_KERNELS
 
 // WARPS warps share a row; P elements a load. The second reading of a row comes from L1.
+//   out, inp (N,C)   weight (C)   rstd (N)
 template <typename T, int P, int WARPS>
 __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const T* weight, size_t N,
                                        size_t C, float eps) {
     RowOfBlock<WARPS> row;
     if (row.n >= N) return; // all threads of a row leave together
-    const T* x = inp + row.n * C;
+    const T* x = inp + row.n * C; // (C)
+
+    // The root mean square.
     float square = 0;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c);
-        for (int i = 0; i < P; i++) square += to_float(p.v[i]) * to_float(p.v[i]);
+        for (int i = 0; i < P; i++)
+            square += to_float(p.v[i]) * to_float(p.v[i]);
     }
+    // All threads of the row must call sum(): it has barriers where warps share the row.
     float r = 1 / sqrtf(row.sum(square) / float(C) + eps);
+
+    // Normalise, scale.
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        Pack<T, P> p = load<P>(x + c), w = load<P>(weight + c);
-        for (int i = 0; i < P; i++) p.v[i] = from_acc<T>(to_float(p.v[i]) * r * to_float(w.v[i]));
+        Pack<T, P> p = load<P>(x + c),
+                   w = load<P>(weight + c);
+        for (int i = 0; i < P; i++)
+            p.v[i] = from_acc<T>(to_float(p.v[i]) * r * to_float(w.v[i]));
         store(out + row.n * C + c, p);
     }
     if (row.thread == 0) rstd[row.n] = r;
 }
 
-template <typename T, int P, int WARPS>
-__global__ void rmsnorm_backward_input_kernel(T* dinp, const T* dresidual, const T* dout,
-                                              const T* inp, const T* weight, const float* rstd,
-                                              size_t N, size_t C) {
-    RowOfBlock<WARPS> row;
-    if (row.n >= N) return;
-    const T *d = dout + row.n * C, *x = inp + row.n * C;
-    float r = rstd[row.n], sum = 0;
-
-    // The row mean of g * xhat.
-    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c);
-        for (int i = 0; i < P; i++)
-            sum += to_float(pd.v[i]) * to_float(pw.v[i]) * (to_float(px.v[i]) * r);
-    }
-    float mean_gx = row.sum(sum) / float(C);
-
-    // The input gradient joins the residual stream.
-    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        Pack<T, P> pd = load<P>(d + c), px = load<P>(x + c), pw = load<P>(weight + c), o = {};
-        if (dresidual) o = load<P>(dresidual + row.n * C + c);
-        for (int i = 0; i < P; i++) {
-            float g = to_float(pd.v[i]) * to_float(pw.v[i]), xhat = to_float(px.v[i]) * r;
-            o.v[i] = from_acc<T>(to_float(o.v[i]) + r * (g - xhat * mean_gx));
-        }
-        store(dinp + row.n * C + c, o);
-    }
-}
-
-// What row n adds to dweight.
-template <typename T> struct RmsnormWeightTerm {
-    const T *dout, *inp;
-    const float* rstd;
-    size_t C;
-    template <int P> __device__ void add(float (&sum)[1][P], size_t n, size_t c) const {
-        Pack<T, P> pd = load<P>(dout + n * C + c), px = load<P>(inp + n * C + c);
+// A block owns a strip of rows: it writes their gradients, and its part of dweight, from one
+// reading. A thread reads its elements of dresidual before it writes them.
+//   dinp, dresidual, dout, inp (N,C)   sums (parts,C)   weight (C)   rstd (N)
+template <typename T, int P, int WARPS, int PACKS>
+__global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual, const T* dout,
+                                        const T* inp, const T* weight, const float* rstd, size_t N,
+                                        size_t C, size_t rows) {
+    StripOfRows<P, WARPS, PACKS> strip(N, rows);
+    StripSums<1, P, WARPS, PACKS> sums_of_strip(sums, C);
+    for (size_t n = strip.first; n < strip.end; n += strip.step) {
         float r = rstd[n];
-        for (int i = 0; i < P; i++) sum[0][i] += to_float(pd.v[i]) * (to_float(px.v[i]) * r);
+        Pack<T, P> d[strip.HELD], x[strip.HELD], o[strip.HELD];
+
+        // Start from the residual's gradient, or from zero.
+        auto read = [&](int k, size_t c) {
+            d[k] = load<P>(dout + n * C + c);
+            x[k] = load<P>(inp + n * C + c);
+            o[k] = dresidual ? load<P>(dresidual + n * C + c) : Pack<T, P>{};
+        };
+
+        // The row mean of g * xhat.
+        float of_row[1] = {};
+        strip.for_packs(C, [&](int k, size_t c) {
+            read(k, c);
+            Pack<T, P> w = load<P>(weight + c);
+            for (int i = 0; i < P; i++)
+                of_row[0] +=
+                    to_float(d[k].v[i]) * to_float(w.v[i]) * (to_float(x[k].v[i]) * r);
+        });
+        strip.sum(of_row);
+        float mean_gx = of_row[0] / float(C);
+
+        // The input gradient joins the residual stream; xhat joins the sum.
+        strip.for_packs(C, [&](int k, size_t c) {
+            if (PACKS == 0) read(k, c);
+            sums_of_strip.take(c, n == strip.first);
+            Pack<T, P> w = load<P>(weight + c);
+            for (int i = 0; i < P; i++) {
+                float dv = to_float(d[k].v[i]), g = dv * to_float(w.v[i]);
+                float xhat = to_float(x[k].v[i]) * r;
+                o[k].v[i] = from_acc<T>(to_float(o[k].v[i]) + r * (g - xhat * mean_gx));
+                sums_of_strip.sum[k][0][i] += dv * xhat;
+            }
+            sums_of_strip.leave_row(c);
+            store(dinp + n * C + c, o[k]);
+        });
     }
-};
+    if (PACKS > 0) sums_of_strip.write(strip);
+}
 
 // ----------------------------------------------------------------------------
 // launchers
 
+// Any C and alignment: 16 bytes a load where C and all pointers are multiples of them.
 template <typename T>
 void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t N, size_t C,
                      float eps, cudaStream_t stream) {
     bool vector = can_vectorize<T>(C, out, inp, weight);
     pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
-        launch(rmsnorm_forward_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(), 0,
-               stream, out, rstd, inp, weight, N, C, eps);
+        launch(rmsnorm_forward_kernel<T, P, WARPS>,
+               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               out, rstd, inp, weight, N, C, eps);
     });
 }
 
+// Null dresidual: dinp = dx alone.
 template <typename T>
-void rmsnorm_backward_input(T* dinp, const T* dresidual, const T* dout, const T* inp,
-                            const T* weight, const float* rstd, size_t N, size_t C,
-                            cudaStream_t stream) {
+void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
+                      const T* weight, const float* rstd, size_t N, size_t C,
+                      cudaStream_t stream) {
+    size_t parts = strip_parts(N, stream);
+    // An absent dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
-    pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
-        launch(rmsnorm_backward_input_kernel<T, P, WARPS>, row_grid<WARPS>(N), row_block<WARPS>(),
-               0, stream, dinp, dresidual, dout, inp, weight, rstd, N, C);
+    pick_strip_kernel<T, 1>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
+        launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(), 0,
+               stream, dinp, sums, dresidual, dout, inp, weight, rstd, N, C, ceil_div(N, parts));
     });
-}
-
-inline size_t rmsnorm_scratch_bytes(size_t N, size_t C, cudaStream_t) {
-    return sum_columns_scratch_bytes(N, C, 1);
-}
-
-template <typename T>
-void rmsnorm_backward_weight(float* dweight, const T* dout, const T* inp, const float* rstd,
-                             void* scratch, size_t N, size_t C, bool accumulate,
-                             cudaStream_t stream) {
-    if (!dweight) return;
-    sum_columns<T>({dweight}, RmsnormWeightTerm<T>{dout, inp, rstd, C}, scratch, N, C, accumulate,
-                   can_vectorize<T>(C, dout, inp), stream);
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+// Elements of `sums`: a part for each strip of rows.
+template <typename S>
+size_t rmsnorm_sums(size_t N, size_t C, S where) { return strip_parts(N, where) * C; }
+
+// The parts, for column_sums to make dweight of; null: frozen.
+template <typename A, typename S>
+PartialSums<A> rmsnorm_parts(A* dweight, const A* sums, size_t N, size_t C, S where) {
+    return {dweight, sums, strip_parts(N, where), C, C};
+}
+
+} // namespace llmc

@@ -1,55 +1,128 @@
-// rope.cuh - rotary position embedding, with Llama-3's scaling - arXiv:2104.09864, 2407.21783
-//   Pairs (i, i + HS/2) of a head turn by the angle position * f_i, f_i = theta^(-2i/HS): Hugging
-//   Face's order.
+// rope.cuh - rotary position embedding and its scalings - arXiv:2104.09864, 2407.21783, 2309.00071
+//   Pairs (i, i + HS/2) of a head, Hugging Face's order, turn by the angle position * f_i,
+//   f_i = theta^(-2i/HS).
 //   Llama 3.1 scales f by its wavelength w = 2 pi / f against the original context P0:
 //     w < P0/high: f;   w > P0/low: f / factor;   between: (1-s) f / factor + s f,
 //     s = (P0/w - low) / (high - low)
+//   YaRN blends by i instead, from where f turns beta_fast times in P0 positions (f stays) to where
+//   it turns beta_slow times (f / factor); cos and sin are times its attention factor.
+//   Linear scaling: f / factor.
 //   x, dx: rows n of heads (NH,HS), row n at n * row_stride   positions (N)
 //   table (P, HS/2, 2): cos, sin
-//   Contract: in place. backward turns the other way: the inverse, and so the gradient.
+//   Contract: in place. backward turns the other way, which is the gradient.
 //             Bitwise repeatable.
 //   Cost: memory-bound: reads and writes x.
-//   To copy: this file and common.h.
+//   To copy: this file, types.h and cuda_common.h.
 #pragma once
-#include "common.h"
+#include <algorithm>
+#include "cuda_common.h"
 
+namespace llmc {
+
+enum class RopeKind { LLAMA3, LINEAR, YARN };
+
+// How rotary frequencies are scaled, a part of a model's shape.
+struct RopeScaling {
+    float factor = 1; // 1: not at all
+    // Llama 3: wavelengths over original_positions / low are stretched in full, under / high not.
+    float low_freq_factor = 1, high_freq_factor = 4;
+    // Tokens in the context that the model knew before its frequencies were scaled.
+    int original_positions = 8192;
+    RopeKind kind = RopeKind::LLAMA3;
+    // YaRN: turns in that context; over fast nothing is stretched, under slow all is.
+    float beta_fast = 32, beta_slow = 1;
+    bool truncate = true;       // the blend begins and ends at whole pairs
+    float attention_factor = 1; // of cosines and sines
+};
+
+// Whether anything is scaled.
+inline bool scales(const RopeScaling& s) { return s.factor != 1 || s.attention_factor != 1; }
+
+// The part of pair i that YaRN stretches, 0 to 1.
+inline double yarn_stretched(size_t i, size_t HS, double theta, const RopeScaling& s) {
+    // The pair, not a whole number, that turns so often in the original context.
+    auto pair_of = [&](double turns) {
+        return double(HS) * std::log(s.original_positions / (turns * 2 * M_PI)) /
+               (2 * std::log(theta));
+    };
+    double low = pair_of(s.beta_fast), high = pair_of(s.beta_slow);
+    if (s.truncate) {
+        low = std::floor(low);
+        high = std::ceil(high);
+    }
+
+    // Rise from 0 to 1 between the two.
+    low = std::max(low, 0.0);
+    high = std::min(high, double(HS) - 1);
+    if (low == high) high += 0.001;
+    return std::clamp((double(i) - low) / (high - low), 0.0, 1.0);
+}
+
+// The part of a frequency that Llama 3.1 stretches, 0 to 1.
+inline double llama3_stretched(double f, const RopeScaling& s) {
+    double wavelength = 2 * M_PI / f;
+    double P0 = s.original_positions;
+
+    // Short waves stay, long ones are stretched, those between are blended.
+    if (wavelength < P0 / s.high_freq_factor) return 0;
+    if (wavelength > P0 / s.low_freq_factor) return 1;
+    return 1 - (P0 / wavelength - s.low_freq_factor) /
+                   (double(s.high_freq_factor) - s.low_freq_factor);
+}
+
+// f_i, scaled.
 inline double rope_frequency(size_t i, size_t HS, double theta, const RopeScaling& s) {
     double f = std::pow(theta, -2.0 * double(i) / double(HS));
     if (s.factor == 1) return f;
-    double wavelength = 2 * M_PI / f, P0 = s.original_positions;
-    if (wavelength < P0 / s.high_freq_factor) return f;
-    if (wavelength > P0 / s.low_freq_factor) return f / s.factor;
-    double smooth =
-        (P0 / wavelength - s.low_freq_factor) / (double(s.high_freq_factor) - s.low_freq_factor);
-    return (1 - smooth) * f / s.factor + smooth * f;
+    double stretched = s.kind == RopeKind::LINEAR ? 1
+                       : s.kind == RopeKind::YARN ? yarn_stretched(i, HS, theta, s)
+                                                  : llama3_stretched(f, s);
+    return stretched * f / s.factor + (1 - stretched) * f;
 }
 
+// Made once, by the host: angles in double, then rounded.
 template <typename A>
-void rope_table(A* table /*(P, HS/2, 2)*/, size_t P, size_t HS, double theta, RopeScaling scaling) {
+void rope_table(A* table, // (P, HS/2, 2): cos, sin
+                size_t P, size_t HS, double theta, RopeScaling scaling) {
+    double size = scaling.attention_factor;
     for (size_t i = 0; i < HS / 2; i++) {
         double f = rope_frequency(i, HS, theta, scaling);
+        // Near 100,000 an angle in float would be off by up to 0.004 radians.
         for (size_t p = 0; p < P; p++) {
-            table[(p * (HS / 2) + i) * 2] = A(std::cos(double(p) * f));
-            table[(p * (HS / 2) + i) * 2 + 1] = A(std::sin(double(p) * f));
+            table[(p * (HS / 2) + i) * 2] = A(std::cos(double(p) * f) * size);
+            table[(p * (HS / 2) + i) * 2 + 1] = A(std::sin(double(p) * f) * size);
         }
     }
 }
 
+// Heads that turn, in rows that may hold more: q and k lie beside v.
+template <typename T> struct RopeHeads {
+    T* rows = nullptr; // row n: (NH,HS) at n * row_stride
+    size_t NH = 0, row_stride = 0;
+};
+
 // ----------------------------------------------------------------------------
 // CPU
 
+// Turn forwards (direction 1) or back (-1).
 template <typename T>
-void rope_rotate(T* x, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
-                 size_t row_stride, acc_t<T> direction) {
+void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
+                 const acc_t<T>* table,      // (P, HS/2, 2)
+                 size_t N, size_t NH, size_t HS, size_t row_stride, acc_t<T> direction) {
+    typedef acc_t<T> A;
     size_t half = HS / 2;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        const acc_t<T>* turn = table + size_t(positions[n]) * HS;
+        // All heads of a row turn alike: they share its cosines and sines.
+        const A* turn = table + size_t(positions[n]) * HS; // (HS/2, 2)
+
+        // Turn the pairs of every head.
         for (size_t h = 0; h < NH; h++) {
-            T* head = x + n * row_stride + h * HS;
+            T* head = x + n * row_stride + h * HS; // (HS)
             for (size_t i = 0; i < half; i++) {
-                acc_t<T> a = to_acc(head[i]), b = to_acc(head[i + half]), c = turn[2 * i],
-                         s = direction * turn[2 * i + 1];
+                A a = to_acc(head[i]), b = to_acc(head[i + half]);
+                // The direction changes the sine's sign alone: cos is even.
+                A c = turn[2 * i], s = direction * turn[2 * i + 1];
                 head[i] = from_acc<T>(a * c - b * s);
                 head[i + half] = from_acc<T>(b * c + a * s);
             }
@@ -58,69 +131,99 @@ void rope_rotate(T* x, const int* positions, const acc_t<T>* table, size_t N, si
 }
 
 template <typename T>
-void rope_forward(T* x, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
-                  size_t row_stride, Cpu) {
-    rope_rotate(x, positions, table, N, NH, HS, row_stride, acc_t<T>(1));
-}
-
-template <typename T>
-void rope_backward(T* dx, const int* positions, const acc_t<T>* table, size_t N, size_t NH,
-                   size_t HS, size_t row_stride, Cpu) {
-    rope_rotate(dx, positions, table, N, NH, HS, row_stride, acc_t<T>(-1));
+void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc_t<T>* table,
+                 size_t N, size_t HS, acc_t<T> direction, Cpu) {
+    for (const RopeHeads<T>& x : {q, k})
+        rope_rotate(x.rows, positions, table, N, x.NH, HS, x.row_stride, direction);
 }
 
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
-#if KERNELS
+#if LLMC_KERNELS
 
-// A block a row; a thread takes P pairs of a head at a time.
+// Block (row, operand); a thread takes P pairs of a head at a time.
 template <typename T, int P>
-__global__ void rope_kernel(T* x, const int* positions, const float* table, unsigned NH,
-                            unsigned HS, size_t row_stride, float direction) {
-    const float* turn = table + size_t(positions[blockIdx.x]) * HS;
-    T* row = x + blockIdx.x * row_stride;
-    unsigned half = HS / 2, packs = half / P; // of a head
-    for (unsigned k = threadIdx.x; k < NH * packs; k += blockDim.x) {
-        unsigned i = k % packs * P;
-        T* head = row + k / packs * HS + i;
+__global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions,
+                            const float* table, unsigned HS, float direction) {
+    const float* turn = table + size_t(positions[blockIdx.x]) * HS; // (HS/2, 2)
+    RopeHeads<T> x = blockIdx.y ? k : q;
+    unsigned NH = unsigned(x.NH);
+    T* row = x.rows + blockIdx.x * x.row_stride; // (NH,HS)
+    // Sizes of a row fit 32 bits, which divide much faster than 64.
+    unsigned half = HS / 2;
+    unsigned packs = half / P; // of a head
+    for (unsigned at = threadIdx.x; at < NH * packs; at += blockDim.x) {
+        unsigned i = at % packs * P;
+        T* head = row + at / packs * HS + i; // the pairs' first halves
+
+        // One pack of each half: lane j of both is pair i + j.
         Pack<T, P> a = load<P>(head), b = load<P>(head + half);
-        for (int j = 0; j < P; j++) {
-            Pack<float, 2> angle = load<2>(turn + 2 * (i + j)); // cos, sin
-            float u = to_float(a.v[j]), v = to_float(b.v[j]), c = angle.v[0],
-                  s = direction * angle.v[1];
-            a.v[j] = from_acc<T>(u * c - v * s);
-            b.v[j] = from_acc<T>(v * c + u * s);
+        // Cosines are float for 16-bit x too: rounding happens once, at the store.
+        constexpr int ANGLES = P > 1 ? 2 : 1; // of a load: 16 bytes
+        for (int j = 0; j < P; j += ANGLES) {
+            Pack<float, 2 * ANGLES> angle = load<2 * ANGLES>(turn + 2 * (i + j)); // cos, sin, ..
+            for (int i = 0; i < ANGLES; i++) {
+                float u = to_float(a.v[j + i]), v = to_float(b.v[j + i]);
+                float c = angle.v[2 * i], s = direction * angle.v[2 * i + 1];
+                a.v[j + i] = from_acc<T>(u * c - v * s);
+                b.v[j + i] = from_acc<T>(v * c + u * s);
+            }
         }
-        store(head, a), store(head + half, b);
+        store(head, a);
+        store(head + half, b);
     }
 }
 
 // ----------------------------------------------------------------------------
 // launchers
 
+// One launch for both. As many threads a row as it has packs, 256 at most.
 template <typename T>
-void rope_rotate(T* x, const int* positions, const float* table, size_t N, size_t NH, size_t HS,
-                 size_t row_stride, float direction, cudaStream_t stream) {
+void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const float* table, size_t N,
+                 size_t HS, float direction, cudaStream_t stream) {
+    // CUDA refuses a grid without blocks.
     if (N == 0) return;
     auto rotate = [&](auto P) {
-        size_t work = NH * (HS / 2 / P), threads = work < 256 ? round_up(work, 32) : 256;
-        launch(rope_kernel<T, P>, unsigned(N), unsigned(threads), 0, stream, x, positions, table,
-               unsigned(NH), unsigned(HS), row_stride, direction);
+        size_t work = std::max(q.NH, k.NH) * (HS / 2 / P); // packs of a row
+        size_t threads = work < 256 ? round_up(work, 32) : 256;
+        launch(rope_kernel<T, P>, dim3(unsigned(N), k.NH ? 2 : 1), unsigned(threads), 0, stream, q,
+               k, positions, table, unsigned(HS), direction);
     };
-    bool vector = can_vectorize<T>(HS / 2, x) && row_stride % VECTOR<T> == 0;
+    // Halves of heads are loaded in packs, so each must begin at a multiple of one.
+    bool vector = can_vectorize<T>(HS / 2, q.rows, k.rows) && can_vectorize<float>(0, table) &&
+                  q.row_stride % VECTOR<T> == 0 && k.row_stride % VECTOR<T> == 0;
     vector ? rotate(Int<VECTOR<T>>()) : rotate(Int<1>());
 }
-
-template <typename T>
-void rope_forward(T* x, const int* positions, const float* table, size_t N, size_t NH, size_t HS,
-                  size_t row_stride, cudaStream_t stream) {
-    rope_rotate(x, positions, table, N, NH, HS, row_stride, 1.0f, stream);
-}
-
-template <typename T>
-void rope_backward(T* dx, const int* positions, const float* table, size_t N, size_t NH, size_t HS,
-                   size_t row_stride, cudaStream_t stream) {
-    rope_rotate(dx, positions, table, N, NH, HS, row_stride, -1.0f, stream);
-}
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+// Queries and keys in one launch; k may be none.
+template <typename T, typename S>
+void rope_forward(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc_t<T>* table,
+                  size_t N, size_t HS, S where) {
+    rope_rotate(q, k, positions, table, N, HS, acc_t<T>(1), where);
+}
+
+// The gradient of a turn is the turn back, by the same size.
+template <typename T, typename S>
+void rope_backward(RopeHeads<T> dq, RopeHeads<T> dk, const int* positions, const acc_t<T>* table,
+                   size_t N, size_t HS, S where) {
+    rope_rotate(dq, dk, positions, table, N, HS, acc_t<T>(-1), where);
+}
+
+// One of them.
+template <typename T, typename S>
+void rope_forward(T* x, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
+                  size_t row_stride, S where) {
+    rope_forward({x, NH, row_stride}, RopeHeads<T>{}, positions, table, N, HS, where);
+}
+template <typename T, typename S>
+void rope_backward(T* dx, const int* positions, const acc_t<T>* table, size_t N, size_t NH,
+                   size_t HS, size_t row_stride, S where) {
+    rope_backward({dx, NH, row_stride}, RopeHeads<T>{}, positions, table, N, HS, where);
+}
+
+} // namespace llmc

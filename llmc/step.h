@@ -1,193 +1,172 @@
 // step.h - the executor: what each action of a plan does, and the one loop that runs them
-//   Collectives of the plan are started where they stand and finished as late as their data allow:
-//   finish_before() in action.h says where, and the arena keeps their bytes until then. On NCCL they
-//   run on a stream of their own, behind what compute had been given at their start; their finish
-//   lets compute wait for them, not the host. On LOCAL and MPI the host finishes them.
+//   run_plan() is the loop: finish what finish_before() names, then run the action or start it.
+//     input     run_load (load.h): tokens, targets, positions, starts of documents
+//     layers    run_forward, run_recompute, run_backward: the family's blocks (gpt2.h, llama.h)
+//     the end   run_tie, run_norm, run_update
+//     between   collectives: started where they stand, finished as late as their data allow
+//   On NCCL the plan's collectives run on a stream of their own, behind what compute had been given
+//   when they started; their finish makes compute wait, not the host. On LOCAL and MPI the host
+//   finishes them.
 //   Contract: the bits do not depend on when a collective happens between its start and its finish.
 #pragma once
-#include "dataloader.h"
-#include "trainer.h"
+#include "load.h"
+#include "placement_notes.h"
+
+namespace llmc {
 
 // ----------------------------------------------------------------------------
-// the input of a step
+// what an action hands to blocks and operators
 
-// Samples of one global batch go round the data-parallel ranks: micro-batch m of rank r takes the
-// samples from cursor + (m * dp + r) * B on. Changing dp, B or the accumulation keeps the sequence
-// of samples.
-template <typename T, typename S> void run_load(Trainer<T, S>& t) {
+// Hand the blocks a micro-batch. In generation generate_batch() has done so.
+template <typename T, typename S>
+void bind_batch(Trainer<T, S>& t, int micro) {
     const Plan& p = t.plans[t.plan];
-    size_t N = p.B * p.T;
-    t.valid = 0;
-    for (int m = 0; m < p.micro_batches; m++) {
-        int* home = address<int>(t, {Kind::TOKENS, -1, m});
-        int *tokens = host_side(home, t.staging + size_t(m) * 4 * N, t.ctx.where),
-            *targets = tokens + N, *positions = targets + N, *doc_start = positions + N;
-        for (size_t b = 0; b < p.B; b++) {
-            uint64_t sample = t.cursor + (uint64_t(m) * t.grid.dp + t.grid.dp_rank) * p.B + b;
-            bool beyond = sample >= t.samples_end;
-            size_t row = b * p.T;
-            std::string wrong =
-                t.window(beyond ? t.samples_end - 1 : sample, tokens + row, targets + row);
-            USER_CHECK(wrong.empty(), "%s", wrong.c_str());
-            split_documents(doc_start + row, targets + row, tokens + row, p.T, t.document_end);
-            for (size_t i = row; i < row + p.T; i++) {
-                if (beyond) targets[i] = -1;
-                positions[i] = int(i - row);
-                t.valid += targets[i] >= 0;
-            }
-        }
-        copy_in(home, tokens, 4 * N * sizeof(int), t.ctx.where);
-    }
-}
-
-// The micro-batch as the blocks see it.
-template <typename T, typename S> void bind_batch(Trainer<T, S>& t, int micro) {
-    const Plan& p = t.plans[t.plan];
-    Batch& b = t.ctx.batch;
-    if (p.mode == Mode::GENERATE) return; // the sampler has set it
+    if (p.mode == Mode::GENERATE) return;
     const int* tokens = address<int>(t, {Kind::TOKENS, -1, micro});
-    size_t N = p.B * p.T;
-    b = {p.B, p.T, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
+    size_t N = p.rows();
+    t.ctx.batch = {p.B, p.T, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
 }
 
-template <typename T, typename S> void bind_scratch(Trainer<T, S>& t, int layer) {
-    const Place* scratch = arena_find(t.arena, t.plan, t.at, {Kind::SCRATCH, layer});
-    unsigned char* base = scratch ? t.arena.base + scratch->offset : nullptr;
-    size_t tail = scratch ? tail_bytes<T>(t.plans[t.plan], t.model, layer) : 0,
-           front = scratch ? scratch->bytes - tail : 0;
-    blas_scratch(t.ctx.blas, base, front);
-    t.ctx.all_rows = base + front;
+// Hand the operators a layer's scratch.
+template <typename T, typename S>
+void bind_scratch(Trainer<T, S>& t, int layer) {
+    unsigned char* workspace = scratch_address(t, layer, ScratchKind::WORKSPACE);
+    size_t bytes = workspace ? t.scratch[t.plan].at(layer).find(ScratchKind::WORKSPACE)->bytes : 0;
+    blas_scratch(t.ctx.blas, workspace, bytes);
+    t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
 }
 
 // ----------------------------------------------------------------------------
-// embedding and head, by family
+// streams: what a layer reads, what it writes, and their gradients: (R,C) each
 
-template <typename T, typename S> void run_embedding_forward(Trainer<T, S>& t, Action a) {
-    const Batch& b = t.ctx.batch;
-    const Shape& s = t.ctx.shape;
-    bool adds = s.position == Position::LEARNED && t.ctx.tp.rank == 0;
-    T *out = address<T>(t, {Kind::STREAM, 1, a.micro}), *part = partial_rows(t.ctx, out);
-    embedding_forward(part, b.tokens, b.positions, b.doc_start, weights_of(t, 0),
-                      adds ? weights_of(t, 1) : nullptr, b.rows(), s.vocab_start, s.Vp(), s.C,
-                      t.ctx.where);
-    sum_rows(t.ctx, out, part);
+template <typename T, typename S>
+T* input_of(const Trainer<T, S>& t, const Action& a) {
+    return address<T>(t, {Kind::STREAM, a.layer, a.micro});
+}
+template <typename T, typename S>
+T* output_of(const Trainer<T, S>& t, const Action& a) {
+    return address<T>(t, {Kind::STREAM, a.layer + 1, a.micro});
+}
+template <typename T, typename S>
+T* input_gradient(const Trainer<T, S>& t, const Action& a) {
+    return address<T>(t, {Kind::DSTREAM, a.layer, a.micro});
+}
+template <typename T, typename S>
+const T* output_gradient(const Trainer<T, S>& t, const Action& a) {
+    return address<const T>(t, {Kind::DSTREAM, a.layer + 1, a.micro});
 }
 
-// The table of tokens has its gradient of all rows, that of positions of mine.
-template <typename T, typename S> void run_embedding_backward(Trainer<T, S>& t, Action a) {
-    const Batch& b = t.ctx.batch;
-    const Shape& s = t.ctx.shape;
-    const T* dout = address<const T>(t, {Kind::DSTREAM, 1, a.micro});
-    acc_t<T>* none = nullptr;
-    auto backward = [&](acc_t<T>* dwte, acc_t<T>* dwpe, const T* rows, size_t first, size_t count) {
-        embedding_backward_weight(dwte, dwpe, rows, b.tokens + first, b.positions + first,
-                                  b.doc_start + first, t.ctx.blas.scratch, count, s.vocab_start,
-                                  s.Vp(), s.P, s.C, !a.first, t.ctx.where);
-    };
-    backward(gradients_of(t, 0, 0), none, all_rows(t.ctx, dout), 0, b.rows());
-    if (s.position != Position::LEARNED) return;
-    size_t R = stream_rows(t.ctx), first = s.row_ranks > 1 ? size_t(t.ctx.tp.rank) * R : 0;
-    backward(none, gradients_of(t, 1, 0), dout, first, R);
+// ----------------------------------------------------------------------------
+// embedding and head
+
+// Models with RoPE or ALiBi have no table of positions: wpe is null.
+template <typename T, typename S>
+void run_embedding_forward(Trainer<T, S>& t, const Action& a) {
+    int positions = find_bucket(t.model, Role::POSITIONS, a.layer);
+    const T* wte = weights_of(t, find_bucket(t.model, Role::TOKENS, a.layer)); // (Vp,C)
+    const T* wpe = positions >= 0 ? weights_of(t, positions) : nullptr;        // (P,C)
+    embedding_forward(t.ctx, output_of(t, a), wte, wpe);
+}
+
+// A frozen table has no gradient: its pointer is null.
+template <typename T, typename S>
+void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
+    int positions = find_bucket(t.model, Role::POSITIONS, a.layer);
+    acc_t<T>* dwte = gradients_of(t, find_bucket(t.model, Role::TOKENS, a.layer), a.layer);
+    acc_t<T>* dwpe = positions >= 0 ? gradients_of(t, positions, a.layer) : nullptr;
+    embedding_backward_weight(t.ctx, dwte, dwpe, output_gradient(t, a), !a.first);
 }
 
 // Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
 // loss, and each row's. Generation: the logits of the last row.
-template <typename T, typename S> void run_head_forward(Trainer<T, S>& t, Action a) {
+template <typename T, typename S>
+void run_head_forward(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
-    const Shape& s = t.model.shape;
     if (p.mode == Mode::TRAIN) return;
-    HeadActs<T> acts = head_acts(t, a.layer);
-    const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
+
+    // Choose the rows: all that this rank has, or in generation the last one alone.
+    HeadActs<T> acts = head_acts(t);
+    const T* inp = input_of(t, a);
     size_t rows = stream_rows(t.ctx);
-    if (p.mode == Mode::GENERATE) inp += (rows - 1) * s.C, rows = 1;
-    const Weight lm_head = s.family == Family::GPT2 ? gpt2_head(t).lm_head : llama_head(t).lm_head;
-    if (s.family == Family::GPT2)
-        gpt2_head_norm(t.ctx, inp, gpt2_head(t), acts, rows);
-    else
-        llama_head_norm(t.ctx, inp, llama_head(t), acts, rows);
-    if (p.mode == Mode::EVALUATE)
-        return head_loss(t.ctx, address<double>(t, {Kind::LOSS, -1, a.micro}),
-                         row_losses(t, a.micro), acts, lm_head);
-    linear_forward(address<T>(t, {Kind::LOGITS, -1, a.micro}), acts.norm, lm_head, nullptr,
-                   (const T*)nullptr, 1, t.ctx.blas, t.ctx.where);
+    if (p.mode == Mode::GENERATE) {
+        inp += (rows - 1) * t.model.shape.C;
+        rows = 1;
+    }
+
+    with_head(t, [&](const auto& w) {
+        head_norm(t.ctx, inp, w, acts, rows);
+        if (p.mode == Mode::EVALUATE) {
+            double* loss = address<double>(t, {Kind::LOSS, -1, a.micro});
+            head_loss(t.ctx, loss, row_losses(t, a.micro), acts, w.lm_head);
+        } else {
+            T* logits = address<T>(t, {Kind::LOGITS, -1, a.micro});
+            const T* no_residual = nullptr;
+            linear_forward(logits, acts.norm, w.lm_head, nullptr, no_residual, 1, t.ctx.blas,
+                           t.ctx.where);
+        }
+    });
 }
 
-template <typename T, typename S> void run_head_backward(Trainer<T, S>& t, Action a) {
-    T* dinp = address<T>(t, {Kind::DSTREAM, a.layer, a.micro});
-    const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
+// The scale makes gradients those of the mean over all valid targets of the global batch.
+template <typename T, typename S>
+void run_head_backward(Trainer<T, S>& t, const Action& a) {
     double* loss = address<double>(t, {Kind::LOSS, -1, a.micro});
     acc_t<T> scale = t.valid ? acc_t<T>(1) / acc_t<T>(t.valid) : 0;
-    HeadActs<T> acts = head_acts(t, a.layer);
-    if (t.model.shape.family == Family::GPT2)
-        gpt2_head_backward(t.ctx, dinp, loss, inp, gpt2_head(t), acts, scale, !a.first);
-    else
-        llama_head_backward(t.ctx, dinp, loss, inp, llama_head(t), acts, scale, !a.first);
+    with_head(t, [&](const auto& w) {
+        const T* inp = input_of(t, a);
+        head_backward(t.ctx, input_gradient(t, a), loss, inp, w, head_acts(t), scale, !a.first);
+    });
 }
 
 // ----------------------------------------------------------------------------
-// blocks, by family
+// layers
 
-template <typename T, typename S> void run_forward(Trainer<T, S>& t, Action a) {
+// A cache exists in generation only; blocks take null for none.
+template <typename T, typename S>
+void run_forward(Trainer<T, S>& t, const Action& a) {
     if (a.layer == 0) return run_embedding_forward(t, a);
-    if (a.layer == t.model.head()) return run_head_forward(t, a);
+    if (a.layer == t.model.head())
+        return run_head_forward(t, a);
     bool generates = t.plans[t.plan].mode == Mode::GENERATE;
     T* cache = generates ? address<T>(t, {Kind::CACHE, a.layer}) : nullptr;
-    T* out = address<T>(t, {Kind::STREAM, a.layer + 1, a.micro});
-    const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
-    switch (t.model.shape.family) {
-    case Family::GPT2:
-        return gpt2_block_forward(t.ctx, out, inp, gpt2_block(t, a.layer), gpt2_acts(t, a), cache);
-    case Family::LLAMA:
-        return llama_block_forward(t.ctx, out, inp, llama_block(t, a.layer), llama_acts(t, a),
-                                   cache);
-    }
+    const T* inp = input_of(t, a);
+    with_block(t, a, [&](const auto& w, const auto& acts) {
+        block_forward(t.ctx, output_of(t, a), inp, w, acts, cache);
+    });
 }
 
-template <typename T, typename S> void run_recompute(Trainer<T, S>& t, Action a) {
-    const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
-    T* no_cache = nullptr;
-    bool full = t.plans[t.plan].recompute == Recompute::FULL;
-    if (t.model.shape.family == Family::GPT2) {
-        Gpt2Block w = gpt2_block(t, a.layer);
-        full ? gpt2_block_activate(t.ctx, inp, w, gpt2_acts(t, a), no_cache)
-             : gpt2_block_activate_cheap(t.ctx, inp, w, gpt2_acts(t, a));
-    } else {
-        LlamaBlock w = llama_block(t, a.layer);
-        full ? llama_block_activate(t.ctx, inp, w, llama_acts(t, a), no_cache)
-             : llama_block_activate_cheap(t.ctx, inp, w, llama_acts(t, a));
-    }
+// R leaves the streams alone: it fills only the rows that F has dropped.
+template <typename T, typename S>
+void run_recompute(Trainer<T, S>& t, const Action& a) {
+    const T* inp = input_of(t, a);
+    with_block(t, a, [&](const auto& w, const auto& acts) {
+        block_recompute(t.ctx, inp, w, acts, t.plans[t.plan].recompute);
+    });
 }
 
-template <typename T, typename S> void run_backward_input(Trainer<T, S>& t, Action a) {
-    T* dinp = address<T>(t, {Kind::DSTREAM, a.layer, a.micro});
-    const T* dout = address<const T>(t, {Kind::DSTREAM, a.layer + 1, a.micro});
-    const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
-    switch (t.model.shape.family) {
-    case Family::GPT2:
-        return gpt2_block_backward_input(t.ctx, dinp, dout, inp, gpt2_block(t, a.layer),
-                                         gpt2_acts(t, a));
-    case Family::LLAMA:
-        return llama_block_backward_input(t.ctx, dinp, dout, inp, llama_block(t, a.layer),
-                                          llama_acts(t, a));
-    }
+// The input half leaves the gradients that W reads in GRADIENT_W.
+template <typename T, typename S>
+void run_backward_input(Trainer<T, S>& t, const Action& a) {
+    const T* inp = input_of(t, a);
+    with_block(t, a, [&](const auto& w, const auto& acts) {
+        block_backward_input(t.ctx, input_gradient(t, a), output_gradient(t, a), inp, w, acts);
+    });
 }
 
-template <typename T, typename S> void run_backward_weight(Trainer<T, S>& t, Action a) {
+// The embedding has no input half, so all of its backward is here.
+template <typename T, typename S>
+void run_backward_weight(Trainer<T, S>& t, const Action& a) {
     if (a.layer == 0) return run_embedding_backward(t, a);
-    const T* dout = address<const T>(t, {Kind::DSTREAM, a.layer + 1, a.micro});
-    const T* inp = address<const T>(t, {Kind::STREAM, a.layer, a.micro});
-    switch (t.model.shape.family) {
-    case Family::GPT2:
-        return gpt2_block_backward_weight(t.ctx, dout, inp, gpt2_block(t, a.layer), gpt2_acts(t, a),
-                                          !a.first);
-    case Family::LLAMA:
-        return llama_block_backward_weight(t.ctx, dout, inp, llama_block(t, a.layer),
-                                           llama_acts(t, a), !a.first);
-    }
+    with_block(t, a, [&](const auto& w, const auto& acts) {
+        block_backward_weight(t.ctx, output_gradient(t, a), w, acts, !a.first);
+    });
 }
 
-template <typename T, typename S> void run_backward(Trainer<T, S>& t, Action a) {
-    if (a.layer == t.model.head()) return run_head_backward(t, a);
+// The whole of B, as the two halves one after the other.
+template <typename T, typename S>
+void run_backward(Trainer<T, S>& t, const Action& a) {
+    if (a.layer == t.model.head())
+        return run_head_backward(t, a);
     if (a.layer > 0) run_backward_input(t, a);
     run_backward_weight(t, a);
 }
@@ -195,298 +174,360 @@ template <typename T, typename S> void run_backward(Trainer<T, S>& t, Action a) 
 // ----------------------------------------------------------------------------
 // the end of a step
 
-// Both gradients of a tied table, the embedding's and then the head's, into one; with the head on
-// another stage each of the two ranks gets the sum.
-template <typename T, typename S> void run_tie(Trainer<T, S>& t, const Action& a) {
-    typedef acc_t<T> A;
-    const Plan& p = t.plans[t.plan];
-    size_t n = t.model.buckets[size_t(a.bucket)].elements;
-    A *grad = address<A>(t, {Kind::GRAD, a.bucket}),
-      *tied = address<A>(t, {Kind::GRAD_TIED, a.bucket});
-    if (!tied_apart(p, t.model, a.bucket)) return add_gradients(grad, tied, n, t.ctx.where);
-    bool embeds = is_mine(p, t.model, 0);
-    all_reduce_sum(t.comms.tie, embeds ? grad : tied, n, t.ctx.where);
-    if (!embeds) copy_rows(grad, n * sizeof(A), tied, n * sizeof(A), n * sizeof(A), 1, t.ctx.where);
-}
-
-// What this rank reduces, updates and publishes of a bucket.
-struct Portion {
-    size_t first, count; // elements of the bucket, padding included
-    bool sharded;
-};
-template <typename T, typename S> Portion my_part(const Trainer<T, S>& t, int bucket) {
-    const Plan& p = t.plans[t.plan];
-    const Bucket& b = t.model.buckets[size_t(bucket)];
-    bool sharded = is_sharded(p, t.model, {Kind::MASTER, bucket});
-    size_t shard = shard_elements(p, b);
-    return sharded ? Portion{shard * size_t(p.shard), shard, true}
-                   : Portion{0, whole_elements(p, b), false};
-}
-// My part of a datum: of one that is kept whole, within it.
-template <typename P, typename T, typename S>
-P* part_of(const Trainer<T, S>& t, Data d, const Portion& part) {
-    P* x = address<P>(t, d);
-    return x && part.sharded && !is_sharded(t.plans[t.plan], t.model, d) ? x + part.first : x;
-}
-
-// The end of what another tensor-parallel rank counts of a bucket.
+// Add both gradients of a tied table, the embedding's and then the head's, into one. With the head
+// on another stage each of the two ranks gets the sum.
 template <typename T, typename S>
-size_t others_count(const Trainer<T, S>& t, const Bucket& bucket) {
-    const Plan& p = t.plans[t.plan];
-    if (p.tp_rank == 0) return 0;
-    return p.tp_rank % ranks_of_kv_head(p, t.model) ? bucket.shared : bucket.common;
+void run_tie(Trainer<T, S>& t, const Action& a) {
+    typedef acc_t<T> A;
+    const Bucket& bucket = t.model.buckets[a.bucket];
+    size_t n = bucket.elements, bytes = n * sizeof(A);
+    A* grad = address<A>(t, {Kind::GRAD, a.bucket});
+    A* tied = address<A>(t, {Kind::GRAD_TIED, a.bucket});
+    if (!tied_apart(t.layout, t.model, a.bucket))
+        return add_gradients(grad, tied, n, t.ctx.where);
+
+    // Each rank gives its own gradient, sums over the pair, and keeps the result as GRAD.
+    bool embeds = is_mine(t.layout, t.model, bucket.layers.front());
+    all_reduce_sum(t.comms.tie, embeds ? grad : tied, n, t.ctx.where);
+    if (!embeds)
+        copy_rows(grad, bytes, tied, bytes, bytes, 1, t.ctx.where);
 }
 
-// Squares over fixed chunks of each bucket, added in the buckets' order whatever the layout: each
-// rank fills in the chunks that it has, the others' are zero in its table. What tensor-parallel
-// ranks share, the first of them counts.
-template <typename T, typename S> void run_norm(Trainer<T, S>& t) {
-    const Plan& p = t.plans[t.plan];
-    double* sums = address<double>(t, {Kind::SCRATCH, -1});
-    size_t chunks = norm_chunks(t.model), at = 0;
-    device_zero(sums, chunks * sizeof(double), t.ctx.where);
+// Where this rank's own count of a bucket begins, in elements: what lies before is replicated over
+// tp, and another rank counts it.
+template <typename T, typename S>
+size_t own_count(const Trainer<T, S>& t, const Bucket& bucket) {
+    if (t.layout.tp.rank == 0) return 0;
+    bool first_of_head = t.layout.tp.rank % ranks_of_kv_head(t.layout, t.model) == 0;
+    return first_of_head ? bucket.common : bucket.shared;
+}
+
+// Sum squares over fixed chunks of each bucket, in the buckets' order whatever the layout. A rank
+// fills in the chunks that it has and the others stay zero: adding the tables of shards and stages
+// changes no bit. Tensor-parallel ranks have pieces of the same chunks, which do add up.
+template <typename T, typename S>
+void run_norm(Trainer<T, S>& t) {
+    S where = t.ctx.where;
+    unsigned char* scratch = scratch_address(t, -1, ScratchKind::NORM_SUMS);
+    double* sums = reinterpret_cast<double*>(scratch); // (chunks)
+    size_t chunks = norm_chunks(t.model), start = 0;   // start: of this bucket's chunks
+    device_zero(sums, chunks * sizeof(double), where);
+
     for (int b = 0; b < int(t.model.buckets.size()); b++) {
-        const Bucket& bucket = t.model.buckets[size_t(b)];
-        // of a table on two stages the first one counts
-        if (bucket.trainable && is_mine(p, t.model, bucket.layers.front())) {
-            Portion part = my_part(t, b);
-            std::vector<TensorRow> rows =
-                tensor_rows(t.model, b, part.first, part.first + part.count);
-            const acc_t<T>* grad = part_of<const acc_t<T>>(t, {Kind::GRAD, b}, part);
-            size_t first = norm_chunks(t.model, b, part.first);
-            grad_squares(sums + at + first, grad, rows.data(), rows.size(), t.ctx.where);
-            size_t others = norm_chunks(t.model, b, others_count(t, bucket));
-            if (others > first)
-                device_zero(sums + at + first, (others - first) * sizeof(double), t.ctx.where);
-        }
-        at += norm_chunks(t.model, b, bucket.elements);
+        const Bucket& bucket = t.model.buckets[b];
+        double* mine = sums + start;
+        start += norm_chunks(t.model, b, bucket.elements);
+
+        // A tied table lives on two stages; count it on the first only.
+        if (!bucket.trainable || !is_mine(t.layout, t.model, bucket.layers.front()))
+            continue;
+
+        // Square this rank's range.
+        Range range = updated_range(t.layout, t.model, b);
+        auto rows = tensor_rows(t.model, b, range.first, range.first + range.count);
+        const acc_t<T>* grad = updated_part<const acc_t<T>>(t, {Kind::GRAD, b}, range);
+        size_t first = norm_chunks(t.model, b, range.first);
+        grad_squares(mine + first, grad, rows.data(), rows.size(), where);
+
+        // Leave out what another tensor-parallel rank counts.
+        size_t own = norm_chunks(t.model, b, own_count(t, bucket));
+        if (own > first)
+            device_zero(mine + first, (own - first) * sizeof(double), where);
     }
-    if (p.zero > 0) all_reduce_sum(t.comms.shard, sums, chunks, t.ctx.where);
-    all_reduce_sum(t.comms.tp, sums, chunks, t.ctx.where);
-    all_reduce_sum(t.comms.pp, sums, chunks, t.ctx.where);
-    grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip, t.ctx.where);
+
+    // Add the ranks' tables, so that every rank has the same norm.
+    if (t.layout.zero > 0)
+        all_reduce_sum(t.comms.data(Group::DATA).shard, sums, chunks, where);
+    all_reduce_sum(t.comms.tp, sums, chunks, where);
+    all_reduce_sum(t.comms.pp, sums, chunks, where);
+    grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip,
+                     where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
 }
 
-template <typename T, typename S> void run_update(Trainer<T, S>& t, const Action& a) {
+// Update this rank's range. StepScale lies in device memory, so the host need not know the norm.
+template <typename T, typename S>
+void run_update(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     const Hyper& h = t.hyper;
-    Portion part = my_part(t, a.bucket);
-    T* weight = part_of<T>(t, {Kind::WEIGHT, a.bucket}, part);
-    float* master = part_of<float>(t, {Kind::MASTER, a.bucket}, part);
-    const A* grad = part_of<const A>(t, {Kind::GRAD, a.bucket}, part);
-    A* m = address<A>(t, {Kind::MOMENTS, a.bucket}); // first moments, then second moments
+    Range range = updated_range(t.layout, t.model, a.bucket);
+    T* weight = updated_part<T>(t, {Kind::WEIGHT, a.bucket}, range);
+    float* master = updated_part<float>(t, {Kind::MASTER, a.bucket}, range);
+    const A* grad = updated_part<const A>(t, {Kind::GRAD, a.bucket}, range);
+    auto state = [&](int s) { return updated_part<A>(t, {Kind::STATE, a.bucket, s}, range); };
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
-    std::vector<TensorRow> rows =
-        tensor_rows(t.model, a.bucket, part.first, part.first + part.count);
-    if (h.adamw)
-        adamw_update(weight, master, grad, m, m + part.count, rows.data(), rows.size(),
-                     {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay}, scale, t.ctx.where);
-    else
-        sgd_update(weight, master, grad, rows.data(), rows.size(), h.lr, h.weight_decay, scale,
-                   t.ctx.where);
+    auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
+
+    // A null master: weights are as wide as float already.
+    switch (t.plans[t.plan].optimizer) {
+    case Optimizer::ADAMW:
+        return adamw_update(weight, master, grad, state(0), state(1), rows.data(), rows.size(),
+                            {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay}, scale, t.ctx.where);
+    case Optimizer::SGD:
+        return sgd_update(weight, master, grad, rows.data(), rows.size(), h.lr, h.weight_decay,
+                          scale, t.ctx.where);
+    }
 }
 
 // ----------------------------------------------------------------------------
 // collectives: an action starts one, the loop finishes it where finish_before() says
 
-template <typename S> struct Flight { // a collective on its way
-    Pending<S> pending = {};
-    std::function<void()> rest = {}; // what follows its arrival
-    int action = -1;
-    decltype(record_point(S())) arrived = {}; // NCCL: behind all of it in the comm stream
-};
 // On NCCL collectives have a stream of their own, and all of one is given to it at the start.
-template <typename T, typename S> bool in_stream_order(const Trainer<T, S>& t) {
+template <typename T, typename S>
+bool in_stream_order(const Trainer<T, S>& t) {
     return t.comms.world.nccl != nullptr;
 }
-template <typename T, typename S> S comm_where(const Trainer<T, S>& t) {
+template <typename T, typename S>
+S comm_where(const Trainer<T, S>& t) {
     return in_stream_order(t) ? t.comm_stream : t.ctx.where;
 }
 
-// Sums over the ranks that have parts of what tensor parallelism shares, at once: they compute in
-// step. Then over the data-parallel ranks, all of the gradient, or my shard of it: over those that
-// share the bucket, and at the finish over those that have the same shard; a micro-batch's is added.
-template <typename T, typename S> Flight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
+// The gradient of a bucket that REDUCE sums: a micro-batch's, or the step's.
+template <typename T, typename S>
+acc_t<T>* whole_gradient(const Trainer<T, S>& t, int bucket) {
+    bool each = reduced_each(t.layout, t.model, bucket);
+    return address<acc_t<T>>(t, {each ? Kind::PARTIAL : Kind::GRAD, bucket});
+}
+
+// ZeRO-2 and 3 reduce a micro-batch's gradient into the step's shard; else in place.
+template <typename T, typename S>
+InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
-    S where = comm_where(t);
-    Portion part = my_part(t, a.bucket);
-    bool each = reduced_each(t.plans[t.plan], t.model, a.bucket), first = a.first;
-    A *grad = address<A>(t, {Kind::GRAD, a.bucket}),
-      *whole = each ? address<A>(t, {Kind::PARTIAL, a.bucket}) : grad, *mine = whole + part.first;
-    const Comms& comms = t.comms;
-    const Bucket& bucket = t.model.buckets[size_t(a.bucket)];
-    if (t.plans[t.plan].sequence_parallel) all_reduce_sum(comms.tp, whole, bucket.common, where);
-    all_reduce_sum(comms.kv, whole + bucket.common, bucket.shared - bucket.common, where);
-    size_t whole_bytes = whole_elements(t.plans[t.plan], bucket) * sizeof(A);
-    Flight<S> f;
-    f.pending = part.sharded ? start_reduce_scatter_sum(comms.shard, mine, whole, part.count, where)
-                             : start_all_reduce_sum(comms.shard, whole, part.count, where);
-    f.rest = [=, &comms] {
-        all_reduce_sum(comms.replica, mine, part.count, where);
-        size_t bytes = part.count * sizeof(A);
-        if (each && first) copy_rows(grad, bytes, mine, bytes, bytes, 1, where);
-        if (each && !first) add_gradients(grad, mine, part.count, where);
-        Placements* checked = comms.world.info ? comms.world.info->placements : nullptr;
-        if (each && checked) placement_forget(*checked, whole, whole_bytes);
-    };
+    bool each = reduced_each(t.layout, t.model, a.bucket);
+    A* grad = address<A>(t, {Kind::GRAD, a.bucket});
+    A* whole = whole_gradient(t, a.bucket);
+    return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, each ? grad : nullptr, a.first,
+                       comm_where(t));
+}
+
+// ZeRO-3: bring together the weights that layers are about to read.
+template <typename T, typename S>
+InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
+    T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
+    const T* shard = address<const T>(t, {Kind::WEIGHT, a.bucket});
+    return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, comm_where(t));
+}
+
+// ZeRO-1 and 2: every rank gets the shards that the others have updated.
+template <typename T, typename S>
+InFlight<S> start_publish(Trainer<T, S>& t, const Action& a) {
+    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
+    return zero_publish(t.comms, t.layout, t.model, a.bucket, weight, comm_where(t));
+}
+
+// Post all messages of an exchange together, so that no send waits for a receive behind it.
+template <typename T, typename S>
+InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
+    const Plan& p = t.plans[t.plan];
+    size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.rows() / t.ctx.shape.row_ranks;
+    size_t bytes = rows * t.model.shape.C * sizeof(T);
+    std::vector<CommMessage> messages;
+    for (const Transfer& x : a.transfers) {
+        T* stream = address<T>(t, data_of(t.layout, t.model, x));
+        messages.push_back({stream, bytes, x.peer, x.send, x.gradient});
+    }
+    int count = int(messages.size());
+    auto exchange = start_exchange_apart(t.comms.pp, messages.data(), count, comm_where(t));
+    InFlight<S> f;
+    f.pending = std::move(exchange.received);
+    f.sent = std::move(exchange.sent);
     return f;
 }
 
-// Every rank's shard of the weights to all: updated ones, or for a use.
-template <typename T, typename S> Flight<S> start_publish(Trainer<T, S>& t, const Action& a) {
-    Portion part = my_part(t, a.bucket);
-    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
-    return {
-        start_all_gather(t.comms.shard, weight, weight + part.first, part.count, comm_where(t))};
-}
-template <typename T, typename S> Flight<S> start_gather(Trainer<T, S>& t, const Action& a) {
-    return {start_all_gather(t.comms.shard, address<T>(t, {Kind::GATHERED, a.bucket}),
-                             address<const T>(t, {Kind::WEIGHT, a.bucket}),
-                             my_part(t, a.bucket).count, comm_where(t))};
-}
+// Start a collective; the caller keeps it until finish_before() says that its data are needed.
+template <typename T, typename S>
+InFlight<S> start_collective(Trainer<T, S>& t, const Action& a) {
+    // Layers use the communicator of tp too: sum what its ranks share where layers compute.
+    if (a.op == Op::REDUCE)
+        zero_reduce_shared(t.comms, t.layout, t.model, a.bucket, whole_gradient(t, a.bucket),
+                           t.ctx.where);
 
-template <typename T, typename S> Flight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
-    const Plan& p = t.plans[t.plan];
-    size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.B * p.T / t.ctx.shape.row_ranks;
-    size_t bytes = rows * t.model.shape.C * sizeof(T);
-    std::vector<CommMessage> messages;
-    for (const Transfer& x : a.transfers)
-        messages.push_back(
-            {address<T>(t, data_of(p, t.model, x)), bytes, x.peer, x.send, x.gradient});
-    return {start_exchange(t.comms.pp, messages.data(), int(messages.size()), comm_where(t))};
-}
-
-template <typename T, typename S> Flight<S> start_collective(Trainer<T, S>& t, const Action& a) {
+    // On a stream of its own, wait until what it reads is there.
     bool apart = in_stream_order(t);
-    if (apart) wait_point(record_point(t.ctx.where), t.comm_stream); // what it reads is there
-    Flight<S> f = a.kind == Do::SENDRECV ? start_sendrecv(t, a)
-                  : a.kind == Do::GATHER ? start_gather(t, a)
-                  : a.kind == Do::REDUCE ? start_reduce(t, a)
+    if (apart)
+        wait_point(record_point(t.ctx.where), t.comm_stream);
+
+    InFlight<S> f = a.op == Op::SENDRECV ? start_sendrecv(t, a)
+                    : a.op == Op::GATHER ? start_gather(t, a)
+                    : a.op == Op::REDUCE ? start_reduce(t, a)
                                          : start_publish(t, a);
+
+    // On a stream of its own all of it is given now, the rest too, and a point marks its end.
     f.action = t.at;
     if (apart && f.rest) f.rest();
     if (apart) f.arrived = record_point(t.comm_stream);
     return f;
 }
-template <typename T, typename S> void finish_collective(Trainer<T, S>& t, Flight<S>& f) {
+
+// Finish what a collective writes, then what it reads: of an exchange, what it receives and what it
+// sends. On NCCL both end at one point: only the compute stream waits there, and `rest` has been
+// given to the other stream already.
+template <typename T, typename S>
+void finish_writes(Trainer<T, S>& t, InFlight<S>& f) {
     finish(f.pending);
-    if (in_stream_order(t))
+    if (in_stream_order(t)) {
         wait_point(f.arrived, t.ctx.where);
-    else if (f.rest)
+    } else if (f.rest) {
         f.rest();
+    }
+}
+template <typename T, typename S>
+void finish_collective(Trainer<T, S>& t, InFlight<S>& f) {
+    finish_writes(t, f);
+    finish(f.sent);
 }
 
 // ----------------------------------------------------------------------------
 // the loop
 
 // One action, all of it.
-template <typename T, typename S> void run_action(Trainer<T, S>& t, const Action& a) {
+template <typename T, typename S>
+void run_action(Trainer<T, S>& t, const Action& a) {
+    // Hand over what the operators expect in ctx.
     if (a.micro >= 0) bind_batch(t, a.micro);
     bind_scratch(t, a.layer);
-    switch (a.kind) {
-    case Do::LOAD: return run_load(t);
-    case Do::COUNT: return all_reduce_sum(t.comms.dp, &t.valid, 1, Cpu{});
-    case Do::RELEASE: return; // its bytes are others' from here on
-    case Do::F: return run_forward(t, a);
-    case Do::B: return run_backward(t, a);
-    case Do::I: return run_backward_input(t, a);
-    case Do::W: return run_backward_weight(t, a);
-    case Do::R: return run_recompute(t, a);
-    case Do::TIE: return run_tie(t, a);
-    case Do::NORM: return run_norm(t);
-    case Do::UPDATE: return run_update(t, a);
-    case Do::SENDRECV:
-    case Do::GATHER:
-    case Do::REDUCE:
-    case Do::PUBLISH: {
-        Flight<S> f = start_collective(t, a);
+    t.ctx.shape.sliding_window = window_of(t.model.shape, a.layer);
+    switch (a.op) {
+    // The input. RELEASE only marks a place in the plan.
+    case Op::LOAD: return run_load(t);
+    case Op::COUNT: return all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
+    case Op::RELEASE: return; // its bytes are others' from here on
+
+    case Op::F: return run_forward(t, a);
+    case Op::B: return run_backward(t, a);
+    case Op::I: return run_backward_input(t, a);
+    case Op::W: return run_backward_weight(t, a);
+    case Op::R: return run_recompute(t, a);
+
+    case Op::TIE: return run_tie(t, a);
+    case Op::NORM: return run_norm(t);
+    case Op::UPDATE: return run_update(t, a);
+
+    // Collectives, started and finished at once: for callers that run one action alone.
+    case Op::SENDRECV:
+    case Op::GATHER:
+    case Op::REDUCE:
+    case Op::PUBLISH: {
+        InFlight<S> f = start_collective(t, a);
         return finish_collective(t, f);
     }
     }
 }
 
-// What an action has left along the axes of the plan's collectives, where ranks are checked
-// (comm_placement.h): a sum that is left out or made twice is then a message.
-template <typename T, typename S> void note_placements(Trainer<T, S>& t, const Action& a) {
-    RankInfo* info = t.comms.world.info;
-    if (!info || !info->placements) return;
-    const Plan& p = t.plans[size_t(t.plan)];
-    auto note = [&](Data d, auto* from, size_t count, const char* axis, Placement holds) {
-        placement_set(*info->placements, from, count * sizeof(*from), axis, holds,
-                      data_text(d, t.model));
-    };
-    auto partial = [&](Data d, std::initializer_list<const char*> axes) {
-        const Bucket& b = t.model.buckets[size_t(d.of)];
-        acc_t<T>* grad = address<acc_t<T>>(t, d);
-        for (const char* axis : axes) note(d, grad, whole_elements(p, b), axis, Placement::PARTIAL);
-        if (p.sequence_parallel) note(d, grad, b.common, "tp", Placement::PARTIAL);
-        note(d, grad + b.common, b.shared - b.common, "kv", Placement::PARTIAL);
-    };
-    if (reaches_weights(a.kind))
-        for (int b : buckets_of(t.model, a.layer))
-            if (t.model.buckets[size_t(b)].trainable)
-                partial({gradient_kind(p, t.model, b, a.layer), b}, {"shard", "replica", "tie"});
-    if (a.kind == Do::TIE) partial({Kind::GRAD, a.bucket}, {"shard", "replica"});
-    if (a.kind != Do::UPDATE) return;
-    Data weight = {Kind::WEIGHT, a.bucket};
-    Portion mine = my_part(t, a.bucket);
-    if (mine.sharded)
-        note(weight, part_of<T>(t, weight, mine), mine.count, "shard", Placement::SHARDED);
-}
-
-// f under the name that the watchdog says of a wait, and as a box of the timeline.
+// Run f under the action's name: the watchdog's, a profiler's, the stopwatch's. what: "", "WAIT ".
 template <typename T, typename S, typename F>
-void run_named(Trainer<T, S>& t, const std::string& name, F f) {
-    if (RankInfo* info = t.comms.world.info) info->action = name;
-    double start = t.trace ? clock_seconds() : 0;
+void run_named(Trainer<T, S>& t, const char* what, const Action& a, F f) {
+    std::string name = what + action_text(a, t.model);
+    if (RankInfo* info = t.comms.world.info)
+        info->action = name;
+    NamedRange range(name.c_str());
+    start_lap(t.watch, what, a, t.ctx.where);
     f();
-    if (!t.trace) return;
-    wait_for(t.ctx.where);
-    t.trace->push_back({name, start, clock_seconds()});
+    end_lap(t.watch, t.ctx.where);
 }
 
-// Collectives are started where they stand, and go on beside the actions that follow.
-template <typename T, typename S> void run_plan(Trainer<T, S>& t, int plan) {
+// Finish each half that is due before action `at`, and forget what is over. An exchange that only
+// sends has nothing to finish but what it sends.
+template <typename T, typename S>
+void finish_due(Trainer<T, S>& t, std::vector<InFlight<S>>& flights, const Plan& p,
+                const std::vector<Finish>& finish_at) {
+    for (InFlight<S>& f : flights) {
+        const Finish& due = finish_at[f.action];
+        bool together = in_stream_order(t) && due.first() <= t.at;
+        bool writes = together || due.writes <= t.at;
+        bool reads = together || due.reads <= t.at;
+        const Action& a = p.actions[f.action];
+        bool only_sends = f.sent.c && !f.pending.c && !f.arrived_here && !together;
+
+        // The two halves of an exchange are waits of their own.
+        if (writes && !f.arrived_here && !only_sends) {
+            run_named(t, "WAIT ", a, [&] { finish_writes(t, f); });
+            f.arrived_here = true;
+        }
+        if (reads && f.sent.c) {
+            const char* what = f.arrived_here ? "WAIT sends of " : "WAIT ";
+            run_named(t, what, a, [&] { finish(f.sent); });
+        }
+        f.over = writes && reads;
+    }
+    std::erase_if(flights, [](const InFlight<S>& f) { return f.over; });
+}
+
+// Start a plan: each action in its order. A device may still be at work on return.
+template <typename T, typename S>
+void start_plan(Trainer<T, S>& t, int plan) {
+    const Plan& p = t.plans[plan];
+    const std::vector<Finish>& finish = t.arena.finish[plan];
     t.plan = plan;
-    const Plan& p = t.plans[size_t(plan)];
-    t.ctx.shape = rank_shape(p, t.model), t.ctx.tp = t.comms.tp;
-    const std::vector<int>& finish = t.arena.finish[size_t(plan)];
-    std::vector<Flight<S>> flights;
+    t.ctx.shape = rank_shape(p, t.model);
+    t.ctx.tp = t.comms.tp;
+
+    // One place past the last action finishes what is still in flight.
+    std::vector<InFlight<S>> flights;
     int end = int(p.actions.size());
-    auto due = [&](const Flight<S>& f) { return finish[size_t(f.action)] <= t.at; };
     for (t.at = 0; t.at <= end; t.at++) {
-        for (Flight<S>& f : flights)
-            if (due(f))
-                run_named(t, "WAIT " + action_text(p.actions[size_t(f.action)], t.model),
-                          [&] { finish_collective(t, f); });
-        std::erase_if(flights, due);
+        finish_due(t, flights, p, finish);
         if (t.at == end) break;
-        const Action& a = p.actions[size_t(t.at)];
-        run_named(t, action_text(a, t.model), [&] {
-            if (queue_of(a.kind) == Queue::COMM)
+
+        // Run the action, or start it.
+        const Action& a = p.actions[t.at];
+        run_named(t, "", a, [&] {
+            if (queue_of(a.op) == Queue::COMPUTE) {
+                run_action(t, a);
+                note_placements(t, a);
+                if (t.after) t.after(a);
+            } else {
                 flights.push_back(start_collective(t, a));
-            else
-                run_action(t, a), note_placements(t, a);
+            }
         });
     }
-    if (in_stream_order(t)) wait_for_peers(t.comms.world, t.ctx.where);
+
     t.at = end - 1; // what outlives the plan is read from here
 }
 
-// The loss of the plan that has just run: the mean over its valid targets.
+// Run a plan. Where peers may fail to come, wait for it: other waits know no limit of time.
+template <typename T, typename S>
+void run_plan(Trainer<T, S>& t, int plan) {
+    start_plan(t, plan);
+    if (in_stream_order(t))
+        wait_for_peers(t.comms.world, t.ctx.where);
+}
+
+// The loss of a plan: the mean over its valid targets.
 struct Loss {
     double sum = 0;
     int64_t valid = 0;
     double mean() const { return valid ? sum / double(valid) : 0; }
 };
 
-// All ranks call it.
-template <typename T, typename S> Loss plan_loss(const Trainer<T, S>& t) {
-    Loss loss = {0, t.valid};
-    const Plan& p = t.plans[t.plan];
-    for (int m = 0; m < p.micro_batches && is_mine(p, t.model, t.model.head()); m++)
-        loss.sum += read_value<double>(t, {Kind::LOSS, -1, m});
-    all_reduce_sum(t.comms.dp, &loss.sum, 1, Cpu{});
-    all_reduce_sum(t.comms.pp, &loss.sum, 1, Cpu{}); // the last stage has it
-    return loss;
+// The host hears this of a plan that is over.
+struct PlanResult {
+    Loss loss;
+    StepScale scale; // of training
+};
+
+// Wait for the plan, once, and hear all of it. All ranks call: the last stage has the loss, each
+// data-parallel rank a part of it.
+template <typename T, typename S>
+PlanResult plan_result(const Trainer<T, S>& t) {
+    // Order the copies behind the plan's work.
+    bool has_head = is_mine(t.layout, t.model, t.model.head());
+    int micro_batches = t.plans[t.plan].micro_batches;
+    std::vector<const double*> losses;
+    for (int m = 0; has_head && m < micro_batches; m++)
+        losses.push_back(ask_for(t, {Kind::LOSS, -1, m}, t.answers + m));
+    StepScale* room = reinterpret_cast<StepScale*>(t.answers + micro_batches);
+    const StepScale* scale = ask_for(t, {Kind::SCALE}, room);
+    wait_for_peers(t.comms.world, t.ctx.where);
+
+    PlanResult result = {{0, t.valid}, scale ? *scale : StepScale()};
+    double& sum = result.loss.sum;
+    for (const double* loss : losses)
+        sum += *loss;
+    all_reduce_sum(t.comms.samples, &sum, 1, Cpu{});
+    all_reduce_sum(t.comms.pp, &sum, 1, Cpu{});
+    return result;
 }
+template <typename T, typename S>
+Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }
+
+} // namespace llmc

@@ -5,27 +5,40 @@
 //   Contract: out =, dgate =, dup =; dgate may be dout or gate, dup may be up.  Bitwise repeatable.
 //   Cost: memory-bound. forward reads gate, up, writes out; backward reads dout, gate, up, writes
 //         dgate, dup.
-//   To copy: this file and common.h.
+//   To copy: this file, types.h and cuda_common.h.
 #pragma once
-#include "common.h"
+#include "cuda_common.h"
+
+namespace llmc {
 
 // ----------------------------------------------------------------------------
 // CPU
 
-template <typename T> void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu) {
+// exp is a polynomial, which g++ vectorises.
+template <typename T>
+void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu) { // (n) (n) (n)
+    typedef acc_t<T> A;
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
-        acc_t<T> g = to_acc(gate[i]), s = 1 / (1 + fast_exp(-g));
+        A g = to_acc(gate[i]);
+        // s is the sigmoid, in (0, 1).
+        A s = 1 / (1 + fast_exp(-g));
         out[i] = from_acc<T>(g * s * to_acc(up[i]));
     }
 }
 
+// Every input is read before an output that may be it is written.
 template <typename T>
-void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up, size_t n, Cpu) {
+void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
+                     const T* dout, const T* gate, const T* up, // (n) (n) (n)
+                     size_t n, Cpu) {
+    typedef acc_t<T> A;
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
-        acc_t<T> d = to_acc(dout[i]), g = to_acc(gate[i]), u = to_acc(up[i]),
-                 s = 1 / (1 + fast_exp(-g));
+        A d = to_acc(dout[i]), g = to_acc(gate[i]), u = to_acc(up[i]);
+        // Compute s again: keeping it would cost a write and a read of memory.
+        A s = 1 / (1 + fast_exp(-g));
+        // out = silu(g) u: gate's gradient has u silu'(g), up's has silu(g).
         dgate[i] = from_acc<T>(d * u * s * (1 + g * (1 - s)));
         dup[i] = from_acc<T>(d * g * s);
     }
@@ -34,17 +47,21 @@ void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
-#if KERNELS
+#if LLMC_KERNELS
 
+// By one fast exponential and a fast division, each right to some units in the last place.
 __device__ inline float fast_sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
 
+// P elements a thread, the last one fewer.
 template <typename T, int P>
 __global__ void swiglu_forward_kernel(T* out, const T* gate, const T* up, size_t n) {
     size_t i = first_element<P>();
     if (i >= n) return;
-    Pack<T, P> pg = load_some<P>(gate + i, n - i), pu = load_some<P>(up + i, n - i);
+    Pack<T, P> pg = load_some<P>(gate + i, n - i);
+    Pack<T, P> pu = load_some<P>(up + i, n - i);
     for (int k = 0; k < P; k++) {
         float g = to_float(pg.v[k]);
+        // up's pack takes the result: both packs are in registers.
         pu.v[k] = from_acc<T>(g * fast_sigmoid(g) * to_float(pu.v[k]));
     }
     store_some(out + i, pu, n - i);
@@ -56,11 +73,13 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
                                        size_t n) {
     size_t i = first_element<P>();
     if (i >= n) return;
-    Pack<T, P> pd = load_some<P>(dout + i, n - i), pg = load_some<P>(gate + i, n - i),
-               pu = load_some<P>(up + i, n - i);
+    Pack<T, P> pd = load_some<P>(dout + i, n - i);
+    Pack<T, P> pg = load_some<P>(gate + i, n - i);
+    Pack<T, P> pu = load_some<P>(up + i, n - i);
     for (int k = 0; k < P; k++) {
-        float d = to_float(pd.v[k]), g = to_float(pg.v[k]), u = to_float(pu.v[k]),
-              s = fast_sigmoid(g);
+        float d = to_float(pd.v[k]), g = to_float(pg.v[k]), u = to_float(pu.v[k]);
+        float s = fast_sigmoid(g);
+        // The packs of gate and up become their gradients.
         pg.v[k] = from_acc<T>(d * u * s * (1 + g * (1 - s)));
         pu.v[k] = from_acc<T>(d * g * s);
     }
@@ -71,6 +90,7 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
 // ----------------------------------------------------------------------------
 // launchers
 
+// Any n and alignment.
 template <typename T>
 void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t stream) {
     pick_element_kernel<T>(n, can_vectorize<T>(0, out, gate, up), [&](auto P, unsigned grid) {
@@ -81,6 +101,7 @@ void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t s
 template <typename T>
 void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up, size_t n,
                      cudaStream_t stream) {
+    // One pointer that is not aligned sends all five to single elements.
     bool vector = can_vectorize<T>(0, dgate, dup, dout, gate, up);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
         launch(swiglu_backward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, dgate, dup, dout,
@@ -88,3 +109,5 @@ void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up
     });
 }
 #endif
+
+} // namespace llmc

@@ -1,58 +1,88 @@
-// tensor_parallel.h - heads, ffn channels and vocabulary cut over ranks, and the rows between them - arXiv:1909.08053, arXiv:2205.05198
-//   tp ranks share every layer. Of a matrix [out, in] a rank has a piece:
-//     column-parallel  q, k, v, fc, gate, up, logits   [out/tp, in]   from x its own columns of y
-//     row-parallel     attention's and the ffn's last  [out, in/tp]   from its columns a part of y
-//   1. enter: each rank has the whole norm(x); column-parallel products, attention, activation
-//      function need no message. Backward, the ranks' gradients of norm(x) are parts of a sum.
-//   2. leave: y = sum over ranks of the row-parallel parts; the first adds bias and residual.
-//   3. embedding: a rank knows the rows of its tokens; y = sum over ranks.
-//   4. head: logits (rows, V/tp); their maximum, sum of exponentials and the target's logit are
-//      each reduced over ranks, so that no rank ever has all logits of a row.
-//   Without sequence parallelism each sum is an all-reduce and x is the same on all ranks. With it
-//   rank r has rows [r N/tp, (r+1) N/tp) of x: 1. gathers rows, 2. and 3. reduce-scatter them, and
-//   norms, residuals and what is kept of them are divided by tp. Gradients of what all ranks have
-//   (norms, biases after a sum, positions) are then sums over ranks, as are those of key/value heads
-//   that several ranks share, all added in one place (start_reduce in step.h).
-//   Cost of a block and micro-batch, in (tp-1)/tp N C elements that a rank sends: four all-reduces
-//   are 8; with sequence parallelism 10, since backward gathers the rows of both norms again.
+// tensor_parallel.h - heads, ffn and vocabulary cut over ranks - arXiv:1909.08053, arXiv:2205.05198
+//   tp ranks share every layer; each has a piece of every large matrix [out, in]:
+//     column-parallel  q, k, v, fc, gate, up, logits    [out/tp, in]   x -> its columns of y
+//     row-parallel     attention's and the ffn's last   [out, in/tp]   its columns of x -> {+tp} y
+//   1. column-parallel   f, then the product. f passes x on; backward it sums dx over ranks.
+//                        What follows, attention or activation function, needs no message.
+//   2. row-parallel      the product, then g. g sums y over ranks; backward it passes dy on.
+//                        Bias and residual are added once.
+//   3. embedding         a rank looks up the tokens of its rows of the table: {+tp} y, then g.
+//   4. head              f, then logits (rows, V/tp). Ranks reduce a row's maximum, its sum of
+//                        exponentials and its target's logit; none ever has all logits of a row.
+//
+//   Without sequence parallelism every rank has all N rows of the residual stream, and a sum is an
+//   all-reduce. With it rank r has the R = N/tp rows [r R, (r+1) R), norms and residuals take 1/tp
+//   of the memory, and each message splits in two:
+//     f   all-gather rows; backward reduce-scatter        g   reduce-scatter; backward all-gather
+//   Gradients of weights that all ranks have (norms, biases after a sum, positions) are then {+tp};
+//   those of key/value heads that several ranks share always are. zero_reduce() sums both.
+//   Every message here is on the critical path.
+//   Cost of a block and micro-batch, in (tp-1)/tp N C elements sent by a rank: four all-reduces are
+//   8; with sequence parallelism 10, for the backward pass gathers the rows of both norms again.
 #pragma once
 #include "context.h"
 
+namespace llmc {
+
+// Whether tp ranks can share a model's heads and ffn. More ranks than key/value heads are fine
+// where each head goes to a whole number of ranks.
+inline bool tp_divides(const Shape& s, size_t tp) {
+    return s.NH % tp == 0 && s.F % tp == 0 && (s.NKV % tp == 0 || tp % s.NKV == 0);
+}
+
 // The shape as rank `rank` of tp computes with it.
 inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
-    size_t n = size_t(tp), rows = s.Vp() / n;
-    s.vocab_start = size_t(rank) * rows, s.padded = rows;
+    size_t n = size_t(tp);
+    size_t rows = s.Vp() / n; // of the token table; the last ranks' may be padding alone
+    s.vocab_start = size_t(rank) * rows;
+    s.padded = rows;
     s.V = s.V > s.vocab_start ? std::min(s.V - s.vocab_start, rows) : 0;
-    s.NH /= n, s.F /= n, s.NKV = std::max(s.NKV / n, size_t(1));
+
+    // With fewer key/value heads than ranks several ranks share one.
+    s.NH /= n;
+    s.NKV = std::max(s.NKV / n, size_t(1));
+    s.F /= n;
     s.row_ranks = sequence_parallel ? n : 1;
     return s;
 }
 
 // ----------------------------------------------------------------------------
-// the rows of the stream: (N,C), or this rank's part of them
+// rows of the residual stream: all N of them, or R = N / row_ranks with sequence parallelism
 
-template <typename S> size_t stream_rows(const Ctx<S>& ctx) {
+template <typename S>
+size_t stream_rows(const Ctx<S>& ctx) { // R
     return ctx.batch.rows() / ctx.shape.row_ranks;
 }
-// Mine of all rows.
-template <typename T, typename S> T* my_rows(const Ctx<S>& ctx, T* all) {
-    bool cut = ctx.shape.row_ranks > 1;
-    return cut ? all + size_t(ctx.tp.rank) * stream_rows(ctx) * ctx.shape.C : all;
+
+// The slice of `all` that belongs to this rank.
+template <typename T, typename S>
+T* my_rows(const Ctx<S>& ctx, T* all) { // (N,C) -> (R,C)
+    bool whole = ctx.shape.row_ranks == 1;
+    return whole ? all : all + size_t(ctx.tp.rank) * stream_rows(ctx) * ctx.shape.C;
 }
-// All rows, gathered into `all` (where `rows` may stand already) unless every rank has them.
-template <typename T, typename S> const T* all_rows(Ctx<S>& ctx, T* all, const T* rows) {
+
+// Gather every rank's rows into `all`, in which this rank's may lie already. Where each rank has
+// all of them nothing is copied: `rows` itself comes back.
+template <typename T, typename S>
+const T* gather_rows(Ctx<S>& ctx, T* all, const T* rows) { // (N,C) from (R,C)
     if (ctx.shape.row_ranks == 1) return rows;
     all_gather(ctx.tp, all, rows, stream_rows(ctx) * ctx.shape.C, ctx.where);
     return all;
 }
-template <typename T, typename S> const T* all_rows(Ctx<S>& ctx, const T* rows) {
-    return all_rows(ctx, static_cast<T*>(ctx.all_rows), rows);
+// The same into the layer's scratch, good until the next use of it.
+template <typename T, typename S>
+const T* gather_rows(Ctx<S>& ctx, const T* rows) {
+    return gather_rows(ctx, static_cast<T*>(ctx.all_rows), rows);
 }
-// A sum over ranks: its parts (N,C) are made where partial_rows says, then sum_rows gives out.
-template <typename T, typename S> T* partial_rows(Ctx<S>& ctx, T* out) {
+
+// A sum over ranks: write your part of it, all N rows, to partial_rows(); sum_rows() reduces the
+// parts into `out`. The two are one buffer unless rows are scattered.
+template <typename T, typename S>
+T* partial_rows(Ctx<S>& ctx, T* out) { // (N,C) for (R,C)
     return ctx.shape.row_ranks == 1 ? out : static_cast<T*>(ctx.all_rows);
 }
-template <typename T, typename S> void sum_rows(Ctx<S>& ctx, T* out, const T* partial) {
+template <typename T, typename S>
+void sum_rows(Ctx<S>& ctx, T* out, const T* partial) { // (R,C) of (N,C) {+tp}
     size_t n = stream_rows(ctx) * ctx.shape.C;
     if (ctx.shape.row_ranks == 1)
         all_reduce_sum(ctx.tp, out, n, ctx.where);
@@ -61,28 +91,86 @@ template <typename T, typename S> void sum_rows(Ctx<S>& ctx, T* out, const T* pa
 }
 
 // ----------------------------------------------------------------------------
-// row-parallel products; column-parallel ones are linear.cuh's, on all rows
+// column-parallel products of one input: f, then this rank's columns of each result
+//   column_parallel_forward(ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}}, x)
 
-// out = sum over ranks of inp w^T, + bias + residual (or null) once
+template <typename T> struct ColumnProduct {
+    T* y;             // (N,OC); in the backward pass dy
+    Weight weight;    // (OC,C)
+    Weight bias = {}; // (OC), or without data: none
+};
+
+// y = inp W^T + bias
 template <typename T, typename S>
-void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, const Weight& w, const Weight* bias,
-                          const T* residual) {
+void column_parallel_forward(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>> products,
+                             const T* inp) { // (R,C)
+    const T* rows = gather_rows(ctx, inp);   // (N,C)
+    const T* no_residual = nullptr;
+    for (const ColumnProduct<T>& p : products)
+        linear_forward(p.y, rows, p.weight, bias_of(p.bias), no_residual, ctx.batch.rows(),
+                       ctx.blas, ctx.where);
+}
+
+// dinp = sum over products and ranks of dy W
+template <typename T, typename S>
+void column_parallel_backward_input(Ctx<S>& ctx, T* dinp, // (R,C)
+                                    std::initializer_list<ColumnProduct<T>> products) {
+    T* partial = partial_rows(ctx, dinp); // (N,C) {+tp}
+    bool accumulate = false;
+    for (const ColumnProduct<T>& p : products) {
+        linear_backward_input(partial, p.y, p.weight, ctx.batch.rows(), accumulate, ctx.blas,
+                              ctx.where);
+        accumulate = true;
+    }
+    sum_rows(ctx, dinp, partial);
+}
+
+// dW = or += dy^T inp; biases are the caller's. Gathering inp again costs a message and saves
+// keeping all its rows.
+template <typename T, typename S>
+void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>> products,
+                                     const T* inp, bool accumulate) { // (R,C)
+    const T* rows = gather_rows(ctx, inp);                            // (N,C)
+    for (const ColumnProduct<T>& p : products)
+        linear_backward_weight(p.weight, nullptr, p.y, rows, ctx.batch.rows(), accumulate,
+                               ctx.blas, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// row-parallel products: of this rank's columns of the input, then g
+
+// out = sum over ranks of inp W^T, + bias (or without data: none) + residual
+template <typename T, typename S>
+void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, // (R,C) (N,IC)
+                          const Weight& w, const Weight& bias, const T* residual) { // (R,C)
     size_t parts = ctx.shape.row_ranks, R = stream_rows(ctx);
-    T* partial = partial_rows(ctx, out);
-    for (size_t i = 0; i < parts; i++) { // bias and residual: to my rows, or by the first rank
+    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
+    for (size_t i = 0; i < parts; i++) { // rows of rank i
+        // Add bias and residual once: to scattered rows their owner, else the first rank.
         bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
-        linear_forward(partial + i * R * w.rows, inp + i * R * w.cols, w, adds ? bias : nullptr,
-                       adds ? residual : (const T*)nullptr, R, ctx.blas, ctx.where);
+        linear_forward(partial + i * R * w.rows, inp + i * R * w.cols, w,
+                       adds ? bias_of(bias) : nullptr, adds ? residual : (const T*)nullptr, R,
+                       ctx.blas, ctx.where);
     }
     sum_rows(ctx, out, partial);
 }
 
-// dout: my rows, of which the bias has its gradient; all: those of all ranks
+// dinp = dout W. With sequence parallelism `all` keeps the gathered dout for the weight's gradient.
 template <typename T, typename S>
-void row_parallel_backward_weight(Ctx<S>& ctx, const Weight& w, const Weight* bias, const T* dout,
-                                  const T* all, const T* inp, bool accumulate) {
-    linear_backward_weight(w, nullptr, all, inp, ctx.batch.rows(), accumulate, ctx.blas, ctx.where);
-    if (bias && bias->grad)
-        column_sums(static_cast<acc_t<T>*>(bias->grad), dout, ctx.blas.scratch, stream_rows(ctx),
-                    w.rows, accumulate, ctx.where);
+void row_parallel_backward_input(Ctx<S>& ctx, T* dinp, T* all, // (N,IC) (N,C)
+                                 const T* dout, const Weight& w) { // (R,C)
+    const T* rows = gather_rows(ctx, all, dout); // (N,C)
+    linear_backward_input(dinp, rows, w, ctx.batch.rows(), false, ctx.blas, ctx.where);
 }
+
+// dW = or += dout^T inp, of all rows. The bias's gradient is the caller's, of this rank's rows.
+template <typename T, typename S>
+void row_parallel_backward_weight(Ctx<S>& ctx, const Weight& w,
+                                  const T* dout, const T* all, // (R,C) (N,C)
+                                  const T* inp, bool accumulate) { // (N,IC)
+    const T* rows = ctx.shape.row_ranks == 1 ? dout : all; // (N,C)
+    linear_backward_weight(w, nullptr, rows, inp, ctx.batch.rows(), accumulate, ctx.blas,
+                           ctx.where);
+}
+
+} // namespace llmc

@@ -1,100 +1,213 @@
-// zero.h - sharded data parallelism as passes over a plan - arXiv:1910.02054, arXiv:2304.11277
-//   Data-parallel ranks share a bucket in equal shards. What is cut, beside the work of the update:
-//     stage 0   nothing       gradients are all-reduced once a step
-//     stage 1   masters and moments   gradients reduce-scattered once a step; weights published
-//     stage 2   and gradients         reduce-scattered after each micro-batch, added in a shard
-//     stage 3   and weights           gathered for each use, let go after it; nothing to publish
-//   What is on the critical path, and what goes on beside it (finish_before() in action.h):
-//     GATHER(l)   w[P/d] -> w[P]                    beside the `prefetch` layers before l
-//     REDUCE(l)   dw[P]{partial} -> dw[P/d], added  stages 2, 3: beside the next layer's backward;
-//                                                   stages 0, 1: beside all backward that is left
-//     PUBLISH(l)  w[P/d] -> w[P]                    beside the updates of the buckets after l
-//     NORM        d partial sums, one for all       on it
-//   A tied table's two gradients are added at the end of the step, so its bucket, and those of the
-//   same layers, reduce there, in every stage.
-//   Memory of N elements in bf16 over d ranks, with float gradients, masters and moments:
-//     stage 0: 18 N   1: 6 N + 12 N/d   2: 2 N + 16 N/d   3: 18 N/d and the buckets in use
-//     and in stages 2 and 3 the gradients of a micro-batch: of one layer, of two while they overlap
+// zero.h - ZeRO-1, 2, 3: state, gradients, weights in shards - arXiv:1910.02054, arXiv:2304.11277
+//   The d ranks of a bucket's group share its P elements, padded, in shards of P/d. w: weights, dw:
+//   gradient.
+//     stage 0   nothing is cut                 dw all-reduced once a step
+//     stage 1   masters, optimizer state       dw reduce-scattered once a step; w published
+//     stage 2   ... and gradients              dw reduce-scattered after each micro-batch
+//     stage 3   ... and weights                w gathered for each use, then released
+//   Collectives, and what runs beside them until finish_before() (action.h):
+//     GATHER(b)   w[P/d] -> w[P]                    the `prefetch` layers before its use
+//     REDUCE(b)   dw[P]{partial} -> dw[P/d]         stages 2, 3: the next layer's backward
+//                                                   stages 0, 1: all backward that is left
+//     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets
+//     NORM        each rank's sums -> one norm      nothing: it is on the critical path
+//   A tied table's two gradients are added at the end of the step. So its bucket is reduced once a
+//   step in every stage, and so are those that share a layer with it (positions, the head's norm).
+//   Memory of P elements in bf16 over d ranks, with float gradients, masters and moments, in bytes:
+//     stage 0: 18 P   1: 6 P + 12 P/d   2: 2 P + 16 P/d   3: 18 P/d and the buckets in use
+//     stages 2 and 3 also hold a micro-batch's gradient of one layer, of two while they overlap
+//   The file has two halves: passes that place the actions, and the collectives that run them.
 #pragma once
 #include "action.h"
+#include "comm/comms.h"
+#include "grad_norm.cuh"
+#include "memory.h"
+
+namespace llmc {
 
 // Bytes that one parameter takes: (2, 2, 12) in the paper's table, (2, 4, 12) in our bf16.
 struct ParameterBytes {
-    double weight, gradient, optimizer; // optimizer: master and moments
+    double weight, gradient, optimizer; // optimizer: master and state
 };
-// What of them is left on one of d ranks.
+
+// The bytes that are left on one of d ranks.
 inline double zero_bytes(const ParameterBytes& whole, int zero, int d) {
     auto cut = [&](double bytes, int since) { return zero >= since ? bytes / d : bytes; };
     return cut(whole.weight, 3) + cut(whole.gradient, 2) + cut(whole.optimizer, 1);
 }
 
-inline bool reaches_weights(Do kind) { return kind == Do::B || kind == Do::W; }
-inline bool computes(Do kind) {
-    return kind == Do::F || kind == Do::B || kind == Do::I || kind == Do::W || kind == Do::R;
-}
+// ----------------------------------------------------------------------------
+// passes
 
-// Before: backward passes. After: each bucket is reduced as soon as its gradient is whole: after
-// each micro-batch, or after the last; those of tied tables are left to the end of the step.
+// Before: backward passes. After: a bucket is reduced as soon as its gradient is whole, after each
+// micro-batch or after the last one. Tied tables are left to the end of the step.
 inline Plan add_reduce(const Plan& in, const Model& model) {
     Plan p = in;
     p.actions.clear();
-    std::map<int, int> last_micro, reduced; // of a layer; of a bucket
+    std::map<int, int> last_micro; // of a layer
     for (const Action& a : in.actions)
-        if (reaches_weights(a.kind)) last_micro[a.layer] = a.micro;
+        if (reaches_weights(a.op))
+            last_micro[a.layer] = a.micro;
+
+    std::set<int> begun; // buckets whose gradient has its first part
     for (const Action& a : in.actions) {
         p.actions.push_back(a);
-        if (!reaches_weights(a.kind)) continue;
+        if (!reaches_weights(a.op)) continue;
         for (int b : buckets_of(model, a.layer)) {
-            const Bucket& bucket = model.buckets[size_t(b)];
-            bool each = reduced_each(p, model, b);
-            if (!bucket.trainable || bucket.tied() || !is_reduced(p, model, b)) continue;
-            if (each)
-                p.actions.push_back({Do::REDUCE, a.micro, -1, b, reduced[b]++ == 0});
-            else if (a.micro == last_micro[a.layer])
-                p.actions.push_back({Do::REDUCE, -1, -1, b});
+            const Bucket& bucket = model.buckets[b];
+            if (!bucket.trainable || bucket.tied() || !is_reduced(p.layout, model, b))
+                continue;
+            if (reduced_each(p.layout, model, b)) {
+                bool first = begun.insert(b).second;
+                p.actions.push_back({Op::REDUCE, a.micro, -1, b, first});
+            } else if (a.micro == last_micro[a.layer]) {
+                p.actions.push_back({Op::REDUCE, -1, -1, b});
+            }
         }
     }
     return p;
 }
 
-// Before: actions that read buckets. After, in stage 3: GATHER stands `prefetch` layers before a
-// bucket's use, RELEASE behind it; a bucket that is used again sooner than that stays.
-inline Plan add_gather(const Plan& in, const Model& model) {
-    if (in.zero < 3 || in.shards == 1) return in;
-    struct Use {
-        int first, last; // compute actions, counted
-    };
-    std::map<int, std::vector<Use>> uses; // of a bucket
+// One use of a gathered bucket: the first and the last action that read it, by their numbers
+// among the compute actions of the plan.
+struct BucketUse {
+    int first, last;
+};
+
+// A bucket that is used again within the prefetch distance stays: both uses are one.
+inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, const Model& model) {
+    std::map<int, std::vector<BucketUse>> uses; // of a bucket
     int count = 0;
-    for (const Action& a : in.actions) {
-        if (!computes(a.kind)) continue;
-        for (Data d : access(in, model, a).reads) {
+    for (const Action& a : p.actions) {
+        if (!computes(a.op)) continue;
+        for (Data d : access(p, model, a).reads) {
             if (d.kind != Kind::GATHERED) continue;
-            std::vector<Use>& all = uses[d.of];
-            if (!all.empty() && count - all.back().last <= in.prefetch + 1)
-                all.back().last = count;
-            else
-                all.push_back({count, count});
+            std::vector<BucketUse>& all = uses[d.of];
+            bool stays = !all.empty() && count - all.back().last <= p.layout.prefetch + 1;
+            if (!stays) all.push_back({count, count});
+            all.back().last = count;
         }
         count++;
     }
+    return uses;
+}
+
+// Before: actions that read buckets. After, in stage 3: GATHER stands `prefetch` compute actions
+// before a bucket's use, RELEASE behind it.
+inline Plan add_gather(const Plan& in, const Model& model) {
+    if (in.layout.zero < 3) return in;
+
+    // Decide what stands before and behind each compute action.
     std::map<int, std::vector<Action>> before, behind;
-    for (auto& [bucket, all] : uses)
-        for (Use u : all) {
-            before[std::max(0, u.first - in.prefetch)].push_back({Do::GATHER, -1, -1, bucket});
-            behind[u.last].push_back({Do::RELEASE, -1, -1, bucket});
+    for (auto& [bucket, uses] : uses_of_gathered(in, model))
+        for (BucketUse use : uses) {
+            int at = std::max(0, use.first - in.layout.prefetch);
+            before[at].push_back({Op::GATHER, -1, -1, bucket});
+            behind[use.last].push_back({Op::RELEASE, -1, -1, bucket});
         }
+
+    // Write the list anew.
     Plan p = in;
     p.actions.clear();
-    count = 0;
+    auto append = [&](const std::vector<Action>& some) {
+        p.actions.insert(p.actions.end(), some.begin(), some.end());
+    };
+    int count = 0;
     for (const Action& a : in.actions) {
-        bool counts = computes(a.kind);
-        if (counts) p.actions.insert(p.actions.end(), before[count].begin(), before[count].end());
+        if (computes(a.op)) append(before[count]);
         p.actions.push_back(a);
-        if (counts) {
-            p.actions.insert(p.actions.end(), behind[count].begin(), behind[count].end());
-            count++;
-        }
+        if (computes(a.op))
+            append(behind[count++]);
     }
     return p;
 }
+
+// ----------------------------------------------------------------------------
+// collectives: each is started here, and finished by the executor where finish_before() says
+
+// The range of a bucket that this rank reduces, updates and publishes, in elements.
+struct Range {
+    size_t first, count;
+    bool sharded; // ZeRO: others have the rest
+};
+inline Range updated_range(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    bool sharded = is_sharded(layout, model, {Kind::MASTER, bucket});
+    size_t shard = shard_elements(layout, b);
+    if (!sharded)
+        return {0, whole_elements(layout, b), false};
+    return {shard * size_t(shard_axis(layout, b.group).rank), shard, true};
+}
+
+// REDUCE sums a bucket's gradient over every rank that holds a part of it.
+//   1. tp       what tensor-parallel ranks share; finished at once, for these ranks run in step
+//   2. shard    reduce-scatter under ZeRO, all-reduce without; in flight until finish_before()
+//   3. replica  hybrid sharding only: the groups that hold the same shard
+//   4. ZeRO-2, 3: add this micro-batch's shard to the step's gradient
+
+// Step 1, of whole (P). `where` is that of layers: they use the same communicators, and beside
+// other buckets on their way a layer would wait for those.
+template <typename A, typename S>
+void zero_reduce_shared(const Comms& comms, const Layout& layout, const Model& model, int b,
+                        A* whole, S where) {
+    const Bucket& bucket = model.buckets[b];
+    size_t partial = partial_over_tp(layout, bucket), shared = bucket.shared - bucket.common;
+    if (partial) all_reduce_sum(comms.tp, whole, partial, where);
+    if (shared)
+        all_reduce_sum(comms.kv, whole + bucket.common, shared, where);
+}
+
+// Steps 2 to 4. whole (P): the partial gradient, which becomes the sum. grad (P/d): the step's
+// gradient where each micro-batch is reduced, else null. first: it is written, not added to.
+template <typename A, typename S>
+InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& model, int b,
+                        A* whole, A* grad, bool first, S where) {
+    const Bucket& bucket = model.buckets[b];
+    const DataComms& data = comms.data(bucket.group);
+    Range range = updated_range(layout, model, b);
+    A* mine = whole + range.first;
+
+    // 2. Start the sum over the ranks that see other tokens.
+    InFlight<S> f;
+    f.pending = range.sharded
+                    ? start_reduce_scatter_sum(data.shard, mine, whole, range.count, where)
+                    : start_all_reduce_sum(data.shard, whole, range.count, where);
+
+    size_t whole_bytes = whole_elements(layout, bucket) * sizeof(A);
+    f.rest = [=, &comms, &data] {
+        // 3. Sum the shard over its replicas.
+        all_reduce_sum(data.replica, mine, range.count, where);
+
+        // 4. Collect this micro-batch's shard.
+        if (!grad) return;
+        size_t bytes = range.count * sizeof(A);
+        if (first) {
+            copy_rows(grad, bytes, mine, bytes, bytes, 1, where);
+        } else {
+            add_gradients(grad, mine, range.count, where);
+        }
+        Placements* checked = comms.placements();
+        if (checked) placement_forget(*checked, whole, whole_bytes);
+    };
+    return f;
+}
+
+// Send every rank's updated shard of the weights to all, in place: weight (P).
+template <typename T, typename S>
+InFlight<S> zero_publish(const Comms& comms, const Layout& layout, const Model& model, int b,
+                         T* weight, S where) {
+    Range range = updated_range(layout, model, b);
+    const Comm& shard = comms.data(model.buckets[b].group).shard;
+    return {start_all_gather(shard, weight, weight + range.first, range.count, where)};
+}
+
+// Gather a bucket's weights for a use: weight (P/d) -> whole (P).
+template <typename T, typename S>
+InFlight<S> zero_gather(const Comms& comms, const Layout& layout, const Model& model, int b,
+                        T* whole, const T* weight, S where) {
+    size_t count = updated_range(layout, model, b).count;
+    const Comm& shard = comms.data(model.buckets[b].group).shard;
+    return {start_all_gather(shard, whole, weight, count, where)};
+}
+
+} // namespace llmc

@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
 # One command on a machine with a GPU: build, test, train, measure, and write what came out.
 # usage: scripts/gpu_check.sh [--prebuilt DIR] [--only PART]...      PART: build kernels large sanitizer agree
-#        bench ladders peers step
+#        bench ladders peers step multi
 #   --prebuilt DIR   build nothing: use the programs in DIR (what `make gpu` puts into build/gpu; those of
 #                    `make gpu MPI=0` need neither Open MPI nor NCCL)
 #   --only PART      run these parts alone; what the others wrote before stays
 # Writes dev/results/gpu_<chip>.json (a line a figure) and .md, after each part. Without a GPU every part
-# but the build is skipped with its reason. The default run takes less than eight minutes.
+# but the build is skipped with its reason. Every command has a time limit, which LIMIT=SECONDS replaces. The last line
+# says what to do next.
+#
+# The first hour on a rented GPU:
+#   before   elsewhere, without a GPU: make gpu MPI=0; copy build/gpu, scripts, llmc, dev/bench and README.md there
+#   1.       scripts/gpu_check.sh --prebuilt build/gpu --only kernels    each kernel against the CPU
+#   2.       .. --only agree --only sanitizer                            a run against the CPU; what the tools find
+#   3.       .. --only bench --only ladders --only step --only peers     the figures, and PyTorch's
+#   4.       two GPUs: make gpu there, with Open MPI and NCCL; then --only multi
+#   After a FAIL nothing that follows is worth its time. CUDA_LAUNCH_BLOCKING=1 lets an error name the kernel it is from.
 set -u
 cd "$(dirname "$0")/.."
 dir=build/gpu prebuilt=0 parts=()
@@ -17,21 +26,43 @@ while [ $# -gt 0 ]; do
     *) echo "gpu_check.sh: error: $1 is no option: see the head of this file" >&2; exit 2 ;;
     esac
 done
-all=(build kernels large sanitizer agree bench ladders peers step)
+all=(build kernels large sanitizer agree bench ladders peers step multi)
 [ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 for part in "${parts[@]}"; do
     [[ " ${all[*]} " == *" $part "* ]] || { echo "gpu_check.sh: error: no part is called $part: ${all[*]}" >&2; exit 2; }
 done
+
+# CUDA's libraries are the toolkit's, or those that PyTorch brought.
+given=${LD_LIBRARY_PATH:-}
+for folder in /usr/local/cuda/lib64 $(python3 -c 'import glob, nvidia
+print(*(f for p in nvidia.__path__ for f in glob.glob(p + "/*/lib")))' 2>/dev/null); do
+    [ -d "$folder" ] && export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folder"
+done
+# Open MPI refuses root, which is who one is in a container, and more ranks than cores.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 
 chip=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
 results=${RESULTS:-dev/results} work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 name=$(echo "${chip:-none}" | tr -c 'A-Za-z0-9\n' '-')
 json=$results/gpu_$name.json md=$results/gpu_$name.md
-passed=0 failed=0 skipped=0
+passed=0 failed=0 skipped=0 broken=() # parts with a FAIL
 ok() { passed=$((passed + 1)); echo "ok      $1"; }
-bad() { failed=$((failed + 1)); echo "FAIL    $1"; }
+bad() { failed=$((failed + 1)); broken+=("$part"); echo "FAIL    $1"; }
 skip() { skipped=$((skipped + 1)); echo "skipped $1: $2"; }
+
+# Run a command for at most so many seconds; what it prints goes to the log.
+try() { # seconds, what it is, log, command
+    local seconds=${LIMIT:-$1} what=$2 log=$3 status
+    shift 3
+    timeout -k 10 "$seconds" "$@" >"$log" 2>&1
+    status=$?
+    [ $status -ne 0 ] || return 0
+    [ $status -ne 124 ] || what="$what: more than $seconds s"
+    bad "$what"
+    tail -n 30 "$log"
+    return 1
+}
 
 # Keep the figures of parts that are not run again; add those of this one; write both files.
 record() { # part, file of JSON lines
@@ -43,67 +74,107 @@ record() { # part, file of JSON lines
     {
         echo "# $chip"
         echo
-        echo "\`scripts/gpu_check.sh\`, $(nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/CUDA \1/p'), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)."
+        local cuda commit
+        cuda=$(nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/CUDA \1/p')
+        commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+        echo "\`scripts/gpu_check.sh\`, $cuda, commit $commit."
         echo "share: of the copy rate or of a product of 8192^3, measured in the same run."
         echo
         echo '| from | part | what | rate | unit | share |'
         echo '|---|---|---|---:|---|---:|'
-        sed -nE 's/^\{"from": "([^"]*)", "part": "([^"]*)", "what": "([^"]*)", "rate": ([^,]*), "unit": "([^"]*)"(, "share": ([^}]*))?\}$/| \1 | \2 | \3 | \4 | \5 | \7 |/p' "$json"
+        local text='"([^"]*)"'
+        sed -nE "s/^\{\"from\": $text, \"part\": $text, \"what\": $text, \"rate\": ([^,]*), \"unit\": $text(, \"share\": ([^}]*))?\}$/| \1 | \2 | \3 | \4 | \5 | \7 |/p" "$json"
     } >"$md"
 }
 
 build() {
     if [ $prebuilt = 1 ]; then skip build "the programs are in $dir"; return; fi
     if ! command -v nvcc >/dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then skip build "there is no nvcc"; return; fi
-    make --no-print-directory gpu >"$work/build.log" 2>&1 && ok build || { bad build; tail -n 20 "$work/build.log"; }
+    # A machine without the trainer's libraries still builds the kernels' tests and benchmarks.
+    try 3600 build "$work/build.log" make -k --no-print-directory gpu && ok build
 }
-program() { # its path, or nothing and the reason
-    [ -x "$dir/$1" ] && return 0
-    skip "$2" "$dir/$1 is not there"
+program() { # whether it is there with all its libraries; else why it is skipped
+    [ -x "$dir/$1" ] || { skip "$2" "$dir/$1 is not there"; return 1; }
+    local missing # libraries, or versions of the C library that this one is too old for
+    missing=$(ldd "$dir/$1" 2>&1 | sed -n "s/[[:space:]]*\(.*\) => not found.*/\1/p; s/.*version .\(.*\)' not found.*/\1/p" |
+        sort -u | paste -sd' ')
+    [ -n "$missing" ] || return 0
+    skip "$2" "$dir/$1 misses $missing"
     return 1
 }
-tests() { # part, program
+# A program that finds no GPU where nvidia-smi does has met a driver older than its CUDA.
+tests() { # part, program, seconds
     program "$2" "$1" || return
-    "$dir/$2" >"$work/$2.log" 2>&1 && ok "$1: $2: $(tail -n 1 "$work/$2.log")" || { bad "$1: $2"; tail -n 30 "$work/$2.log"; }
+    try "$3" "$1: $2" "$work/$2.log" "$dir/$2" || return
+    if grep -q '^0 passed' "$work/$2.log"; then bad "$1: $2: $(grep '^skipped' "$work/$2.log")"; return; fi
+    ok "$1: $2: $(tail -n 1 "$work/$2.log")"
 }
-kernels() { for t in test_kernels test_attention_kernels test_attention_sm90 test_device; do tests kernels $t; done; }
-large() { tests large test_large; }
+kernels() { for t in test_kernels test_attention_kernels test_attention_sm90 test_device; do tests kernels $t 240; done; }
+large() { tests large test_large 300; }
+
+# Some rows of each table; a tool slows a kernel down by 10 to 100. It is not known whether racecheck follows TMA and
+# mbarriers: its silence about Hopper's kernels says little.
 sanitizer() {
     command -v compute-sanitizer >/dev/null || { skip sanitizer "there is no compute-sanitizer"; return; }
-    program test_kernels sanitizer || return
-    for tool in memcheck racecheck; do
-        compute-sanitizer --tool $tool --error-exitcode 9 "$dir/test_kernels" bf16 >"$work/$tool.log" 2>&1 &&
-            ok "sanitizer: $tool" || { bad "sanitizer: $tool"; tail -n 30 "$work/$tool.log"; }
+    local run tool log status
+    for run in "test_kernels bf16" "test_attention_kernels bf16, unusual" "test_attention_sm90 gaps"; do
+        set -- "${run%% *}" "${run#* }"
+        program "$1" sanitizer || continue
+        for tool in memcheck racecheck initcheck synccheck; do
+            log=$work/$tool.$1.log
+            timeout -k 10 "${LIMIT:-90}" compute-sanitizer --tool $tool --error-exitcode 9 "$dir/$1" "$2" >"$log" 2>&1
+            status=$?
+            case $status in
+            0) ok "sanitizer: $tool: $1 '$2'" ;;
+            124) skip "sanitizer: $tool: $1 '$2'" "more than ${LIMIT:-90} s; $(grep -c '^ok ' "$log") rows were right" ;;
+            *) bad "sanitizer: $tool: $1 '$2'"; grep -v '^ok ' "$log" | head -n 30 ;;
+            esac
+        done
     done
 }
-# 50 steps on the CPU and on the GPU: equal losses, but for float's roundings, which training makes grow
+
+data=$(echo README.md llmc/*.h | tr ' ' ',') # the program does not lie beside its sources
+small=(--data "$data" --precision fp32 --model tiny-llama --seq 256 --micro-batch 1 --batch-tokens 512
+    --eval-every 0 --eval-tokens 512 --sample-every 0 --sample-tokens 1) # a CPU takes a minute for 50 steps
+losses() { grep -o '"loss":[0-9.e+-]*' "$1" | cut -d: -f2; }
+same_losses() { # what it is, steps, most, two runs' folders: equal but for float's roundings, which training makes grow
+    paste <(losses "$4/log.jsonl") <(losses "$5/log.jsonl") | awk -v steps="$2" -v allowed="$3" '
+        {d = ($1 - $2) / $1; if (d < 0) d = -d; if (d > most) most = d; n++}
+        END {printf "%d steps, losses differ by %.1e at most\n", n, most; exit !(n == steps && most < allowed)}' >"$work/same" &&
+        ok "$1: $(cat "$work/same")" || bad "$1: $(cat "$work/same"), $3 allowed"
+}
+# the same training on the CPU and on the GPU
 agree() {
     program train_gpt agree || return
     for device in cpu cuda; do
-        "$dir/train_gpt" --device $device --precision fp32 --steps 50 --eval-every 0 --sample-every 0 --out "$work/$device" \
-            >"$work/$device.log" 2>&1 || { bad "agree: training on $device"; tail -n 5 "$work/$device.log"; return; }
+        try 240 "agree: training on $device" "$work/$device.log" "$dir/train_gpt" "${small[@]}" --device $device \
+            --steps 50 --out "$work/$device" || return
     done
-    paste <(grep -o '"loss":[0-9.e+-]*' "$work/cpu/log.jsonl" | cut -d: -f2) <(grep -o '"loss":[0-9.e+-]*' "$work/cuda/log.jsonl" | cut -d: -f2) |
-        awk '{d = ($1 - $2) / $1; if (d < 0) d = -d; if (d > most) most = d; n++} END {printf "%d steps, losses differ by %.1e at most\n", n, most; exit !(n == 50 && most < 1e-3)}' >"$work/agree" &&
-        ok "agree: $(cat "$work/agree")" || bad "agree: $(cat "$work/agree")"
+    same_losses agree 50 1e-3 "$work/cpu" "$work/cuda"
 }
 bench() {
     program bench_kernels bench || return
-    "$dir/bench_kernels" >"$work/bench" 2>"$work/bench.err" && ok "bench: $(grep -c '^{' "$work/bench") figures" || { bad bench; cat "$work/bench.err"; }
+    try 300 bench "$work/bench" "$dir/bench_kernels" && ok "bench: $(grep -c '^{' "$work/bench") figures"
     record bench "$work/bench"
 }
 # what the tables in the ladders' heads are filled with
 ladders() {
     for l in layernorm_forward attention_forward matmul; do
         program ladder_$l ladders || continue
-        "$dir/ladder_$l" >"$work/ladder_$l" 2>&1 && ok "ladders: $l" || bad "ladders: $l"
+        try 120 "ladders: $l" "$work/ladder_$l" "$dir/ladder_$l" && ok "ladders: $l"
         cat "$work/ladder_$l"
     done
 }
 peers() {
-    python3 -c 'import torch' 2>/dev/null || { skip peers "PyTorch is not installed"; return; }
-    timeout 240 python3 dev/bench/peers.py >"$work/peers" 2>"$work/peers.err" && ok "peers: $(grep -c '^{' "$work/peers") figures" || { bad peers; tail -n 5 "$work/peers.err"; }
-    grep '^skipped' "$work/peers"
+    timeout 120 python3 -c 'import torch' 2>/dev/null || { skip peers "PyTorch is not installed"; return; }
+    : >"$work/peers"
+    local part_of
+    for part_of in attention ops gpt2 gpt2-xl; do # the last two are compiled first, which takes minutes
+        try 400 "peers: $part_of" "$work/peer" env LD_LIBRARY_PATH="$given" python3 dev/bench/peers.py $part_of &&
+            ok "peers: $part_of: $(grep -c '^{' "$work/peer") figures"
+        grep '^skipped' "$work/peer"
+        cat "$work/peer" >>"$work/peers"
+    done
     record peers "$work/peers"
 }
 # a whole step of GPT-2 124M and 1.5B: tokens a second, the median of the last steps
@@ -112,8 +183,9 @@ step() {
     : >"$work/step"
     for run in "gpt2 32" "gpt2-xl 8"; do
         set -- $run
-        "$dir/train_gpt" --device cuda --model $1 --precision bf16 --seq 1024 --micro-batch $2 --batch-tokens $(($2 * 1024)) \
-            --steps 25 --eval-every 0 --sample-every 0 --out "$work/$1" >"$work/$1.log" 2>&1 || { bad "step: $1"; tail -n 5 "$work/$1.log"; continue; }
+        try 300 "step: $1" "$work/$1.log" "$dir/train_gpt" --data "$data" --device cuda --model $1 --precision bf16 \
+            --seq 1024 --micro-batch $2 --batch-tokens $(($2 * 1024)) --steps 25 --eval-every 0 --sample-every 0 \
+            --out "$work/$1" || continue
         rate=$(grep -o '"tokens_per_second":[0-9.e+]*' "$work/$1/log.jsonl" | cut -d: -f2 | tail -n 15 | sort -g | sed -n 8p)
         ok "step: $1: $rate tokens/s"
         echo "{\"part\": \"step\", \"what\": \"$1 bf16, B=$2 T=1024\", \"rate\": $rate, \"unit\": \"tokens/s\"}" >>"$work/step"
@@ -121,7 +193,28 @@ step() {
     record step "$work/step"
 }
 
+# Two ranks, each on a GPU of its own, train as one GPU does.
+multi() {
+    program train_gpt multi || return
+    [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] || { skip multi "one GPU answers"; return; }
+    command -v mpirun >/dev/null || { skip multi "there is no mpirun"; return; }
+    ldd "$dir/train_gpt" 2>&1 | grep -q libnccl || { skip multi "$dir/train_gpt is built without NCCL"; return; }
+    if program test_comm multi; then
+        try 180 "multi: test_comm" "$work/comm.log" mpirun -np 2 "$dir/test_comm" --nccl &&
+            ok "multi: test_comm: $(tail -n 1 "$work/comm.log")"
+    fi
+    local run=("$dir/train_gpt" "${small[@]}" --device cuda --steps 20)
+    try 120 "multi: one GPU" "$work/one.log" "${run[@]}" --out "$work/one" || return
+    for layout in "--dp 2" "--tp 2 --sequence-parallel" "--pp 2" "--dp 2 --zero 3"; do
+        rm -rf "$work/two"
+        # shellcheck disable=SC2086 # a layout is several words
+        try 180 "multi: $layout" "$work/two.log" mpirun -np 2 "${run[@]}" $layout --out "$work/two" &&
+            same_losses "multi: $layout" 20 1e-4 "$work/one" "$work/two"
+    done
+}
+
 echo "GPU: ${chip:-none answers}"
+[ -z "$chip" ] || nvidia-smi --query-gpu=compute_cap,driver_version,memory.total --format=csv,noheader
 for part in "${parts[@]}"; do
     if [ -z "$chip" ] && [ $part != build ]; then
         skip $part "no GPU answers"
@@ -132,4 +225,13 @@ for part in "${parts[@]}"; do
     fi
 done
 echo "$passed passed, $failed failed, $skipped skipped"
+if [ -z "$chip" ]; then
+    echo "next: the same where nvidia-smi names a GPU; the head of scripts/gpu_check.sh says how"
+elif [ $failed -gt 0 ]; then
+    echo "next: mend the first FAIL, then repeat it with --only ${broken[0]}"
+elif [ ! -e "$md" ]; then
+    echo "next: --only bench --only step, whose figures go to $md"
+else
+    echo "next: look at $md; git add $md $json"
+fi
 [ $failed -eq 0 ]

@@ -1,19 +1,181 @@
 #!/usr/bin/env bash
-# Write the README's table of files from their first lines; --check only says whether it is current.
+# Write the tables that are made of files' first lines and lengths: README's reading path and techniques,
+# and the whole of llmc/README.md. With --check it only says whether they are current, and
+# whether every file and test that a page names is there.
+#   A table stands between <!-- NAME --> and <!-- end of NAME -->. No list here has to be complete: a file that an
+#   order does not name comes behind those it names, and a name without a file is passed over.
 set -eu
 cd "$(dirname "$0")/.."
-table() {
-    echo '| file | lines | what it is |'
-    echo '|---|---:|---|'
-    for f in train_gpt_min.cpp train_gpt.cu llmc/common.h llmc/{embedding,layernorm,rmsnorm,rope,gelu,swiglu,matmul,linear,attention,attention_sm80,attention_sm90,hopper,crossentropy,adamw,grad_norm}.cuh \
-        llmc/{model,gpt2,llama,head,context,grid,action,plan,pipeline,tensor_parallel,zero,layout,timeline,comm,comm_group,comm_local,comm_mpi,comm_nccl,comm_placement,arena,trainer,step,generate,evaluate,explain}.h \
-        llmc/{config,tokenizer,tokenizer_files,tokenizer_export,dataloader,prepare,text_batch,text_stream,files,safetensors,huggingface,model_files,checkpoint,lr_schedule,sampler,logger,mfu,rand}.h; do
-        printf '| [%s](%s) | %d | %s |\n' "$(basename "$f")" "$f" "$(wc -l <"$f")" "$(head -n 1 "$f" | sed -E 's|^// [^ ]+ - ||; s|arXiv:([0-9.]+)|[arXiv:\1](https://arxiv.org/abs/\1)|g')"
+fail() { echo "readme_table.sh: error: $*" >&2; exit 1; }
+
+# The first line of each file, "// name - what it is - arXiv:1234.56789", without its name; papers become links.
+what_it_is() { # file
+    local line
+    line=$(head -n 1 "$1")
+    [[ $line == "// $(basename "$1") - "* ]] || fail "$1: its first line is not '// $(basename "$1") - what it is'"
+    sed -E 's|^// [^ ]+ - ||; s|arXiv:([0-9.]+)|[arXiv:\1](https://arxiv.org/abs/\1)|g' <<<"$line"
+}
+lines() { cat "$@" | wc -l; }
+row() { # file, as the table's own folder sees it
+    printf '| [%s](%s) | %d | %s |\n' "$(basename "$1")" "$2" "$(lines "$1")" "$(what_it_is "$1")"
+}
+
+# Files of a folder in an order of names without endings, then the rest by the alphabet.
+ordered() { # files, one a line, on standard input; then names
+    local files name file
+    files=$(sort)
+    for name in "$@"; do
+        grep -E "(^|/)$name\.[a-z]+$" <<<"$files" || true
+    done
+    for file in $files; do
+        name=$(basename "$file")
+        [[ " $* " == *" ${name%.*} "* ]] || echo "$file"
     done
 }
-readme=$(awk -v table="$(table)" '/<!-- table -->/ {print; print table; skip = 1} /<!-- end of table -->/ {skip = 0} !skip || /<!-- end/ {if (!/<!-- table -->/) print}' README.md)
+
+# ----------------------------------------------------------------------------
+# groups: the folder says which wing; what operators include and what cuts the work is named
+
+ground="types cuda_common memory rand attention_types"
+cuts="layout grid pipeline zero tensor_parallel sequence_parallel context_parallel expert_parallel placement"
+matching() { grep -E "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
+without() { grep -vE "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
+operators() {
+    { ls llmc/*.cuh; ls llmc/*.h | matching "$ground"; } |
+        ordered types cuda_common memory rand embedding layernorm rmsnorm rope gelu swiglu matmul linear \
+            attention_types attention_rows attention_cpu attention_tiled attention_merge attention \
+            attention_sm80 attention_sm90 mma hopper crossentropy optimizer adamw grad_norm
+}
+parallelism() { ls llmc/*.h | matching "$cuts" | ordered $cuts; }
+the_step() {
+    ls llmc/*.h | without "$ground $cuts" |
+        ordered action plan arena model buckets parameters sizes family gpt2 llama head context trainer load step placement_notes optimizer documents text
+}
+wing() { ls llmc/"$1"/* | ordered "${@:2}"; }
+
+group() { # heading, one sentence; files on standard input
+    printf '## %s\n\n%s\n\n| file | lines | what it is |\n|---|---:|---|\n' "$1" "$2"
+    while read -r file; do row "$file" "${file#llmc/}"; done
+    echo
+}
+contents() {
+    cat <<'END'
+# llmc: the files
+
+`scripts/readme_table.sh` writes this page from the files' first lines. The techniques stand flat in this folder;
+what is no technique has three wings, `comm/`, `io/` and `run/`. Operators include the files of the first group only.
+`io/` may include everything but `run/`, and only the program includes `run/`.
+
+END
+    operators | group "Operators" \
+        "Each is maths, a CPU version, CUDA kernels and launchers, and can be copied with what its line *To copy* names."
+    the_step | group "The step" \
+        "A training step as a printed, checked list of actions, the models, and the loop that runs it."
+    parallelism | group "Parallelism" "How ranks share the work."
+    wing comm comm group comms local mpi nccl placement | group "comm: messages between ranks" \
+        "One interface; ranks are threads, MPI processes, or processes with a GPU each."
+    wing io config config_notes help tokenizer tokenizer_files tokenizer_export dataloader documents prepare text_batch text_stream text \
+        checkpoint safetensors huggingface model_files files logger numbers mfu lr_schedule \
+        explain timeline generate sampler evaluate likelihood | group "io: data, files, reports" \
+        "What goes into a run and what comes out of it."
+    wing run run choose folder report sample | group "run: the life of a run" \
+        "What \`train_gpt.cu\` calls before, during and after its steps."
+}
+
+# ----------------------------------------------------------------------------
+# README's tables: short, without the spaces that other tables have
+
+# The files that a reader needs for the step of one rank, in reading order; a reader takes 50 lines a minute.
+minutes() { echo $((($1 + 49) / 50)); }
+path() {
+    local all=() file why n
+    echo '|minutes|lines|file|read it for|'
+    echo '|---:|---:|---|---|'
+    while IFS='|' read -r file why; do
+        [ -e "$file" ] || continue
+        [ "$file" = train_gpt_min.cpp ] || all+=("$file")
+        n=$(lines "$file")
+        echo "|$(minutes "$n")|$n|[$(basename "$file")]($file)|$why|"
+    done <<'END'
+train_gpt_min.cpp|GPT-2 on one core, no options; the trainer must give its losses
+llmc/action.h|the words of a plan; what each action reads and writes
+llmc/plan.h|how a plan is made
+llmc/model.h|tables of parameters, buckets, activations
+llmc/context.h|what a block is handed besides its pointers
+llmc/gpt2.h|the blocks as straight text
+llmc/trainer.h|one rank's state
+llmc/step.h|what each action does, and the one loop that runs them
+END
+    n=$(lines "${all[@]}")
+    echo "|$(minutes "$n")|$n|**the step**|all but the first row|"
+    [ "$n" -le 2500 ] || echo "readme_table.sh: the step takes $n lines; at most 2500 are promised to a reader" >&2
+}
+
+# What a file is, up to what its first line says of the details; its papers as links of their own.
+in_short() { # file
+    local line papers
+    line=$(head -n 1 "$1" | sed -E 's|^// [^ ]+ - ||')
+    papers=$(grep -oE '[0-9]{4}\.[0-9]{5}' <<<"$line" | sed -E 's|(.*)|[\1](https://arxiv.org/abs/\1)|' | paste -sd' ' -)
+    line=${line%% - *}
+    case $line in
+    *[:\;]*) line=${line%%[:;]*} ;;
+    *,*) line=${line%, *} ;;
+    esac
+    echo "$line|$papers"
+}
+techniques() {
+    local name file
+    some() { # heading, names
+        echo "|**$1**||||"
+        for name in "${@:2}"; do
+            for file in llmc/"$name".cuh llmc/"$name".h llmc/comm/"$name".h; do
+                [ ! -e "$file" ] || echo "|[$(basename "$file")]($file)|$(lines "$file")|$(in_short "$file")|"
+            done
+        done
+    }
+    echo '|file|lines|what it is|arXiv|'
+    echo '|---|---:|---|---|'
+    some operators embedding layernorm rmsnorm rope swiglu matmul linear attention attention_sm80 attention_sm90 crossentropy adamw
+    some "the step" action plan arena step gpt2 llama
+    some parallelism layout pipeline zero tensor_parallel comm
+}
+
+between() { # name, text: README.md on standard input with the table put in
+    awk -v name="$1" -v text="$2" '
+        $0 == "<!-- " name " -->" {print; print text; skip = 1; found++; next}
+        $0 == "<!-- end of " name " -->" {skip = 0}
+        !skip
+        END {if (found != 1 || skip) exit 1}' || fail "README.md: no table stands between <!-- $1 --> and <!-- end of $1 -->"
+}
+readme=$(between path "$(path)" <README.md)
+readme=$(between techniques "$(techniques)" <<<"$readme")
+list=$(contents)
+
+# Every file and every test program that a page names is there.
+names_exist() {
+    local page name wrong=0
+    for page in README.md CONTRIBUTING.md docs/*.md llmc/README.md scripts/README.md test/README.md dev/golden/README.md; do
+        while read -r name; do # links, seen from the page's folder
+            [ -e "$(dirname "$page")/$name" ] ||
+                { echo "$page: links to $name, which is not there" >&2; wrong=1; }
+        done < <(grep -oE '\]\([^)#]+' "$page" | cut -c3- | grep -v '^http')
+        while read -r name; do # `llmc/plan.h`, seen from the root; patterns too
+            compgen -G "$name" >/dev/null ||
+                { echo "$page: names $name, which is not there" >&2; wrong=1; }
+        done < <(grep -oE '`(llmc|test|scripts|docs|dev)/[A-Za-z0-9_./*]+' "$page" | cut -c2- | grep -v '/$' | grep -v NAME)
+        while read -r name; do # programs
+            compgen -G "test/*/$name.cpp" >/dev/null ||
+                { echo "$page: names $name, and no test is called that" >&2; wrong=1; }
+        done < <(grep -oE '\btest_[a-z0-9_]+\b' "$page" | sort -u)
+    done
+    return $wrong
+}
+
 if [ "${1:-}" = --check ]; then
-    [ "$readme" = "$(cat README.md)" ] || { echo "README.md: its table is not current: run scripts/readme_table.sh"; exit 1; }
+    [ "$readme" = "$(cat README.md)" ] || fail "README.md: its tables are not current: run scripts/readme_table.sh"
+    [ "$list" = "$(cat llmc/README.md)" ] || fail "llmc/README.md is not current: run scripts/readme_table.sh"
+    names_exist || fail "a page names what is not there"
 else
     printf '%s\n' "$readme" >README.md
+    printf '%s\n' "$list" >llmc/README.md
 fi

@@ -53,11 +53,11 @@ train() { # flags
     *)
         launch=(mpirun -np "$GPUS" --bind-to none "$program")
         [ "$(id -u)" != 0 ] || launch=(mpirun --allow-run-as-root "${launch[@]:1}")
+        launch=(scripts/multi_node/gently.sh "${launch[@]}")
         set -- "$@" --device cuda
         ;;
     esac
-    ! compgen -G "$out/step_*[0-9]" >/dev/null || set -- "$@" --resume
-    [ -n "${DRY:-}" ] || mkdir -p "$out"
+    set -- "$@" --resume # a new run where there is no checkpoint
     run "${launch[@]}" "$@" ${FLAGS:-}
 }
 with_file() { # a file, then the flags that are given where it is there; what they take is not in EXPLAIN's table

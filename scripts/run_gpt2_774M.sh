@@ -4,50 +4,21 @@
 # Expected: what llm.c reached is in discussion 580, which we could not read; OpenAI's own model has a validation loss of
 # 3.001 on this text and HellaSwag 43.2 by llm.c's count (llm.c, dev/vislog.ipynb). llm.c's time on 8 A100: 1.7 s a step,
 # 135 hours. Measured with this program: not yet. A GPU of 80 GB holds it; of 40 GB with FLAGS="--micro-batch 16".
-# EXPLAIN=1 prints (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
-#   parameters 774030080 (774.03M): matrices and tables 773428480, vectors 601600; in 39 buckets; padding 60160
-#   run: 286102 steps x 524288 tokens = 1.5e+11 tokens of 4.927e+09 FLOPs = 7.391e+20 FLOPs
+# EXPLAIN=1 prints, among other lines (with a CPU's workspace; a GPU's takes 0.1 to 0.2 GiB more):
+#   parameters 774030080 (774.0M): matrices and tables 773428480, vectors 601600; in 39 buckets; padding 60160
+#   run: 286102 steps x 524288 tokens = 150.0B tokens of 4.9B FLOPs = 7.391e20 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 1645.1 hours, on 8 GPUs 205.6, $2879
 #     H100 at 40% of 989 TFLOP/s in bf16: 519.0 hours, on 8 GPUs 64.9, $1816
-#   memory of a rank, in MiB, by its place in the pipeline; a line stands for 8; 18 bytes a parameter, 7.5 on each of 8 ranks by ZeRO 1
-#   bubble: ranks are idle 0.0% of a step
-#     rank   persistent  activations        total  kept at once  layers
-#        0       5812.2      47241.6      53053.8             1  0..37
-#     the largest                   55630910720    53053.8 MiB  rank 0
-#   rank 0 of 8
-#   memory, in bytes
-#     weights                        1549402112     1477.6 MiB  █▏
-#     gradients                      3098804224     2955.2 MiB  ██▎
-#     gradient of the tied head       257556480      245.6 MiB  ▏  added to the table's once a step
-#     master weights                  387350528      369.4 MiB  ▎  float
-#     optimizer moments               774701056      738.8 MiB  ▌  float
-#     key/value cache                  26726400       25.5 MiB
-#     activations (train)           49536369416    47241.6 MiB  ███████████████████████████████████▋
-#       live at B(0,36), the fullest moment
-#       batch and losses                1048584        1.0 MiB
-#       gradients of activations     1090519040     1040.0 MiB  ▊
-#       kept activations            45411729408    43308.0 MiB  ████████████████████████████████▋
-#       residual stream              3019898880     2880.0 MiB  ██▏
-#       workspace                      13173504       12.6 MiB
-#     activations (evaluate)         1442906880     1376.1 MiB  █
-#       live at F(0,1), the fullest moment
-#       batch and losses                 524288        0.5 MiB
-#       kept activations             1261436928     1203.0 MiB  ▉
-#       residual stream               167772160      160.0 MiB  ▏
-#       workspace                      13173504       12.6 MiB
-#     activations (generate)             470612        0.4 MiB
-#       live at F(0,1), the fullest moment
-#       batch and losses                    596        0.0 MiB
-#       kept activations                  39680        0.0 MiB
-#       residual stream                    5120        0.0 MiB
-#       workspace                        425216        0.4 MiB
-#     total                         55630910720    53053.8 MiB  one allocation; plans share the passing bytes
+#     activations (train)           49536456712     46.1 GiB  ███████████████████████████████████▋
+#     total                         55630998016     51.8 GiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
 fetch data/fineweb100B/fineweb_train_001030.bin dev/data/fineweb.py --100B --shards 1030
 fetch data/gpt2/encoder.json dev/data/tokenizer.py gpt2
 fetch data/hellaswag_val.jsonl dev/data/hellaswag.py || echo "$name: going on without HellaSwag"
-train --model gpt2-large --precision bf16 --data 'data/fineweb100B/fineweb_train_*.bin' --val data/fineweb100B/fineweb_val_000000.bin \
+train --model gpt2-large --precision bf16 --data 'data/fineweb100B/fineweb_train_*.bin' \
+    --val data/fineweb100B/fineweb_val_000000.bin \
     --seq 1024 --micro-batch 32 --batch-tokens 524288 --steps 286102 --zero 1 \
     --lr 2.5e-4 --min-lr 0 --warmup 700 --weight-decay 0.1 --beta1 0.9 --beta2 0.95 --clip 1 \
     --eval-every 250 --eval-tokens 10485760 --sample-every 300000 --sample-tokens 144 --save-every 4000 \
-    $(with_file data/gpt2 --tokenizer data/gpt2) $(with_file data/hellaswag_val.jsonl --evaluate hellaswag=data/hellaswag_val.jsonl)
+    $(with_file data/gpt2 --tokenizer data/gpt2) \
+    $(with_file data/hellaswag_val.jsonl --evaluate hellaswag=data/hellaswag_val.jsonl)

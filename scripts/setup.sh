@@ -21,6 +21,7 @@ want mpicxx libopenmpi-dev
 want mpirun openmpi-bin
 if [ "${1:-}" = test ]; then
     need gtest/gtest.h libgtest-dev
+    need ctags universal-ctags
     need python3 python3
 fi
 if [ "${1:-}" = plot ]; then
@@ -37,7 +38,7 @@ fi
 sudo=""
 [ "$(id -u)" = 0 ] || sudo=sudo
 export DEBIAN_FRONTEND=noninteractive
-log=/tmp/setup.$$.log
+log=$(mktemp)
 install() {
     [ $# -eq 0 ] || { $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends "$@"; } >"$log" 2>&1 || {
         tail -n 5 "$log" >&2
@@ -47,5 +48,6 @@ install() {
 }
 install ${needed[@]+"${needed[@]}"} || exit 1
 install ${better[@]+"${better[@]}"} ||
-    echo "setup: going on without ${better[*]}: slower matrix products without oneDNN, no .zst files without zstd, no processes as ranks without MPI" >&2
+    echo "setup: going on without ${better[*]}: slower matrix products without oneDNN," \
+        "no .zst files without zstd, no processes as ranks without MPI" >&2
 rm -f "$log"

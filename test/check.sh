@@ -1,106 +1,142 @@
 #!/usr/bin/env bash
-# The longer checks, about an hour on two cores: the suite and the kernels under AddressSanitizer and UBSan; the
-# operators, the kernels and the step under ThreadSanitizer; without oneDNN; with one and three threads; a bounded
-# fuzz; every operator file alone; a sample of mutants. Last line: N passed, N failed.
+# The longer checks. Cheap ones run at every commit; of the expensive ones each commit gets every third, its
+# neighbours the others: three in a row run all. Last line: N passed, N failed.
+#   make check               what this commit gets: with `make test` less than an hour on two cores
+#   make check ALL=1         everything
+#   test/check.sh list       says which they are, and runs none
 set -u
 cd "$(dirname "$0")/.."
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000} # waiting threads sleep soon: others use the cores too
+mode=${1:-run}
 passed=0 failed=0
+
+# ----------------------------------------------------------------------------
+# steps
+
 step() { # a name, then a command whose exit status is the verdict
-    local name=$1 start=$SECONDS log
+    local name=$1 start=$SECONDS log verdict=FAIL
     shift
-    log=$(mktemp)
-    if "$@" >"$log" 2>&1; then
-        passed=$((passed + 1)) verdict=ok
-    else
-        failed=$((failed + 1)) verdict=FAIL
+    if [ "$mode" = list ]; then
+        echo "run  $name"
+        return
     fi
-    printf '%-4s %-58s (%d s)\n' "$verdict" "$name" $((SECONDS - start))
+    log=$(mktemp)
+    "$@" >"$log" 2>&1 && verdict=ok
+    if [ $verdict = ok ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+    printf '%-4s %-66s (%d s)\n' "$verdict" "$name" $((SECONDS - start))
     [ $verdict = FAIL ] && tail -n 40 "$log"
     grep -h -o 'skipped: .*' "$log" | sort | uniq -c
     rm -f "$log"
 }
+
+# A commit's number is its place in history. A shallow clone has no history: there its hash stands for it.
+commit=$(git rev-list --count HEAD 2>/dev/null || echo 0)
+if [ "$(git rev-parse --is-shallow-repository 2>/dev/null)" = true ]; then
+    commit=$((16#$(git rev-parse HEAD | cut -c1-8)))
+fi
+turn=0
+dealt() { # is this commit dealt the next expensive check? Says so where it is not
+    turn=$((turn + 1))
+    [ "${ALL:-0}" = 1 ] || [ $(((commit + turn) % 3)) = 0 ] && return
+    echo "skipped: dealt to another commit: $1"
+    return 1
+}
+deal() { # as step, where this commit gets it
+    dealt "$1" && step "$@"
+}
+
 make_quiet() { make --no-print-directory -j2 "$@"; }
 
-# AddressSanitizer and UBSan. oneDNN's JIT code is not instrumented; leaks of its global caches are not ours.
-asan="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
-export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
+deal_runs() { # of a build: what it is called, its folder, the arrays of make's flags and of runs
+    local what=$1 folder=$2 run mine=() programs=()
+    local -n build_flags=$3 runs=$4
+    for run in "${runs[@]}"; do
+        dealt "$what: $run" || continue
+        mine+=("$run")
+        programs+=("$folder/${run%% *}")
+        [ "$run" != test_interchange ] || programs+=("$folder/train_gpt") # which it runs
+    done
+    [ ${#mine[@]} -gt 0 ] || return 0
+    step "$what: build" make_quiet "BUILD=$folder" "${build_flags[@]}" "${programs[@]}"
+    for run in "${mine[@]}"; do
+        # shellcheck disable=SC2086 # a run is a program and its arguments
+        step "$what: $run" env "TRAIN_GPT=$folder/train_gpt" "$folder"/$run
+    done
+}
+
+# ----------------------------------------------------------------------------
+# cheap: at every commit
+
 step "the README's table of files is current" scripts/readme_table.sh --check
-step "build with AddressSanitizer and UBSan" make_quiet BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" \
-    build/asan/test_ops build/asan/test_model build/asan/test_data build/asan/test_prepare build/asan/test_tokenizer build/asan/test_files build/asan/test_evaluate build/asan/test_interchange build/asan/train_gpt build/asan/fuzz_readers \
-    build/asan/test_faults build/asan/test_kernels build/asan/test_attention_kernels build/asan/test_attention_sm90 build/asan/test_layouts build/asan/test_comm
-step "operators, AddressSanitizer" build/asan/test_ops --seed 11
-step "the step, AddressSanitizer" build/asan/test_model
-step "layouts, AddressSanitizer" build/asan/test_layouts
-step "collectives, AddressSanitizer" build/asan/test_comm
-step "data readers, AddressSanitizer" build/asan/test_data
-step "data preparation, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_prepare
-step "tokenizers, AddressSanitizer" build/asan/test_tokenizer
-step "files and checkpoints, AddressSanitizer" build/asan/test_files
-step "evaluation, AddressSanitizer" build/asan/test_evaluate
-step "files of others, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_interchange
-step "faults of files, AddressSanitizer" env TRAIN_GPT=build/asan/train_gpt build/asan/test_faults
-step "kernels, AddressSanitizer" build/asan/test_kernels
-step "attention's kernels, AddressSanitizer" build/asan/test_attention_kernels
-step "attention's kernels for Hopper, AddressSanitizer" build/asan/test_attention_sm90
-step "ladders, AddressSanitizer" make_quiet DEVICE=cpu BUILD=build/asan OPT="-O1 -march=native" EXTRA="$asan" ladders
-step "hostile files for 60 s, AddressSanitizer" build/asan/fuzz_readers --seconds 60 --seed 3
+step "the page and the tree: test/style.sh" test/style.sh
+step "every mutant's fragment stands" test/mutate found
+step "build" make_quiet all tests-built build/bench_ops
+step "operators at -O3, as the program has them" build/bench_ops --seed "$commit"
 
-# ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
-step "build with ThreadSanitizer" make_quiet BUILD=build/tsan ONEDNN=0 MPI=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g" \
-    build/tsan/test_model build/tsan/test_layouts build/tsan/test_comm build/tsan/test_prepare build/tsan/test_ops build/tsan/test_kernels build/tsan/test_attention_kernels build/tsan/test_attention_sm90
-step "the step, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_model
-step "layouts, ThreadSanitizer" build/tsan/test_layouts
-step "collectives, ThreadSanitizer" build/tsan/test_comm
-step "data preparation, ThreadSanitizer" build/tsan/test_prepare
-step "operators, ThreadSanitizer, without oneDNN and OpenMP" build/tsan/test_ops --seed 12
-step "ladders, ThreadSanitizer" make_quiet DEVICE=cpu BUILD=build/tsan ONEDNN=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" \
-    EXTRA="-fsanitize=thread -g" ladders
-step "planted bugs that sanitizers find" test/emulator_bugs.sh build/emulator
-step "kernels, ThreadSanitizer" build/tsan/test_kernels
-step "attention's kernels, ThreadSanitizer" build/tsan/test_attention_kernels
-step "attention's kernels for Hopper, ThreadSanitizer" build/tsan/test_attention_sm90
-
-# Without oneDNN; with other numbers of threads.
-step "build without oneDNN" make_quiet BUILD=build/plain ONEDNN=0 all build/plain/test_ops build/plain/test_model
-step "operators without oneDNN" build/plain/test_ops --seed 13
-step "the step without oneDNN" build/plain/test_model
-for threads in 1 3; do
-    step "the step with $threads threads" env OMP_NUM_THREADS=$threads build/test_model
-    step "operators with $threads threads" env OMP_NUM_THREADS=$threads build/test_ops --seed $threads
-done
-for seed in 21 22 23; do
-    step "operators, seed $seed" build/test_ops --seed $seed
-    step "kernels, seed $seed" build/test_kernels --seed $seed
-    step "attention's kernels, seed $seed" build/test_attention_kernels --seed $seed
-    step "attention's kernels for Hopper, seed $seed" build/test_attention_sm90 --seed $seed
-done
-
-step "ladders, emulated" make_quiet DEVICE=cpu ladders
-
-# Files that are copied into other projects compile with what their headers name.
-step "operator files alone" test/copycheck.sh
-
-# The script for machines with a GPU, with stand-ins for the GPU and its programs.
+# The scripts for machines with GPUs and for many machines, with stand-ins; what scripts and pages say.
 step "scripts/gpu_check.sh" test/gpu_check_test.sh
-
-# The scripts for many machines, on two slots of this one.
+step "GPU programs on a bare machine" test/bare_machine_test.sh
 step "scripts/multi_node" test/multi_node_test.sh
-
-# The scripts that reproduce published runs: their comments are what --explain says.
 step "scripts/run_*.sh" test/scripts_test.sh
 
 # Plots, event files, and the scripts that download data, against a server on this machine.
-step "dev/tensorboard.py" test/tensorboard_test.py
-step "dev/data" test/data_scripts_test.py
-step "dev/plot.py" test/plot_test.py
-step "scores against lm-evaluation-harness, where it is" test/lm_eval_check.py
+step "dev/tensorboard.py" test/io/tensorboard_test.py
+step "dev/data" test/io/data_scripts_test.py
+step "dev/plot.py" test/io/plot_test.py
+step "dev/bench/sass.py" test/io/sass_test.py
 
-# Exports as transformers reads them, where it is installed.
-step "exports in transformers" test/transformers_check.py
+# Other programs read what this one writes, where they are installed.
+step "scores against lm-evaluation-harness" test/io/lm_eval_check.py
+step "exports in transformers" test/io/transformers_check.py
+step "configurations and tokenizers of Hugging Face" test/io/huggingface_check.py
 
-# A seeded sample of mutants; `make mutate` runs all.
-step "a sample of 8 mutants turns the suite red" test/mutate 8 1
+# Other mutants at each commit; `make mutate` runs all.
+step "a sample of 6 mutants turns the suite red" test/mutate 6 "$commit"
 
+# ----------------------------------------------------------------------------
+# sanitizers
+
+# oneDNN's JIT code is not instrumented; leaks of its global caches are not ours.
+export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
+asan=(OPT="-O1 -march=native" EXTRA="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g")
+asan_runs=("test_ops --seed 11" test_model test_layouts test_comm test_types test_data test_safetensors
+    test_prepare test_tokenizer test_golden test_huggingface test_checkpoint test_evaluate test_interchange
+    test_faults test_kernels test_attention_kernels test_attention_sm90 "fuzz_readers --seconds 60 --seed 3")
+deal_runs "AddressSanitizer and UBSan" build/asan asan asan_runs
+deal "AddressSanitizer and UBSan: ladders" make_quiet DEVICE=cpu BUILD=build/asan "${asan[@]}" ladders
+
+# ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
+tsan=(ONEDNN=0 MPI=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g")
+tsan_runs=("test_ops --seed 12" test_model test_layouts test_comm test_prepare test_kernels
+    test_attention_kernels test_attention_sm90)
+deal_runs "ThreadSanitizer" build/tsan tsan tsan_runs
+deal "ThreadSanitizer: ladders" make_quiet DEVICE=cpu BUILD=build/tsan "${tsan[@]}" ladders
+deal "planted bugs that sanitizers find" test/harness/emulator_bugs.sh build/emulator
+
+# ----------------------------------------------------------------------------
+# other builds, threads and seeds
+
+plain=(ONEDNN=0)
+plain_runs=("test_ops --seed 13" test_model)
+deal_runs "without oneDNN" build/plain plain plain_runs
+deal "without oneDNN: the program" make_quiet BUILD=build/plain ONEDNN=0 all
+for threads in 1 3; do
+    deal "the step with $threads threads" env OMP_NUM_THREADS=$threads build/test_model
+    deal "operators with $threads threads" env OMP_NUM_THREADS=$threads build/bench_ops --seed $threads
+done
+for seed in 21 22 23; do
+    for program in bench_ops test_kernels test_attention_kernels test_attention_sm90; do
+        deal "$program with seed $seed" build/$program --seed $seed
+    done
+done
+deal "ladders, emulated" make_quiet DEVICE=cpu ladders
+
+# Files that are copied into other projects compile with what their headers name.
+deal "operator files alone" test/copycheck.sh
+
+# What ptxas makes of attention's overlap, which the emulator cannot see.
+deal "limits on attention's machine code" test/sass_guard_test.sh
+
+[ "$mode" = list ] && exit
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]

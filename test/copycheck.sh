@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Every operator file compiles alone, with the files that its "To copy" line names and no others: by
-# g++, and by nvcc where there is one. Last line: N passed, N failed.
+# Every file with a "To copy" line is copied with the files that line names and no others, into a
+# project with names of its own (test/copycheck.cu), which calls the file's launchers: by g++ and in
+# the emulator the calls run, nvcc compiles them, where there is one. Last line: N passed, N failed.
 # usage: test/copycheck.sh [FILE ...]      without FILE: all, and README's example, which also runs
 set -u
 cd "$(dirname "$0")/.."
@@ -8,45 +9,64 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 [ -n "$nvcc" ] || echo "skipped: nvcc (there is no CUDA toolkit)"
+warnings="-Wall -Wextra -Wno-unknown-pragmas -Werror"
+gcc="g++ -std=c++20 -O0 $warnings -x c++"
 passed=0 failed=0
-example() { # the program between README's ```cpp and ```, by its own command; it prints what README says
-    rm -rf "$folder"/* && cp llmc/{layernorm.cuh,common.h} "$folder"
+
+# the program between README's ```cpp and ```, by its own command; it prints what README says
+example() {
+    rm -rf "$folder"/* && cp llmc/{layernorm.cuh,column_sums.cuh,types.h,cuda_common.h} "$folder"
     sed -n '/^```cpp/,/^```$/{/^```/!p}' README.md >"$folder/example.cu"
     local command says
     command=$(sed -n 's/^    \(g++ .* -o example\) .*/\1/p' README.md)
     says=$(sed -n 's/^    \.\/example *# //p' README.md)
     [ -n "$says" ] && (cd "$folder" && $command && [ "$(./example)" = "$says" ])
 }
+
+# verdict WHAT COMMAND...: run it among the copied files, count and print
+verdict() {
+    local what=$1
+    shift
+    if (cd "$folder/llmc" && "$@") >"$folder/log" 2>&1 && ! grep -q 'warning' "$folder/log"; then
+        passed=$((passed + 1))
+        echo "ok   $what"
+    else
+        failed=$((failed + 1))
+        echo "FAIL $what"
+        head -20 "$folder/log"
+    fi
+}
+
 if [ $# = 0 ]; then
-    set -- llmc/*.cuh
+    set -- $(grep -l '^//   To copy:' llmc/*.h llmc/*.cuh)
     if example; then passed=$((passed + 1)); echo "ok   README's example"
     else failed=$((failed + 1)); echo "FAIL README's example"; fi
 fi
 for file in "$@"; do
-    # the line, and those that continue it
+    # the "To copy" line, and those that continue it
     line=$(sed -n '/To copy:/,/^#pragma once/p' "$file" | grep '^//' | tr '\n' ' ')
     names=$(grep -oE '[a-z0-9_]+\.(cuh|h)' <<<"$line")
-    rm -rf "$folder"/* && cp "$file" "$folder" && for name in $names; do cp "llmc/$name" "$folder"; done
+    rm -rf "$folder"/* && mkdir -p "$folder/llmc" "$folder/test"
+    cp "$file" test/copycheck.cu "$folder/llmc"
+    for name in $names; do cp "llmc/$name" "$folder/llmc"; done
     main=$(basename "$file")
     [[ $line != *"which includes this file"* ]] || main=${names%%$'\n'*}
-    echo "#include \"$main\"
-int main() {}" >"$folder/alone.cu"
-    for compiler in g++ ${nvcc:+nvcc}; do
-        if [ $compiler = g++ ]; then
-            command="g++ -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -x c++ -fsyntax-only"
-        else
-            command="$nvcc -std=c++20 -x cu -gencode=arch=compute_90a,code=sm_90a -c -o $folder/alone.o"
-        fi
-        if [ -n "$names" ] && (cd "$folder" && $command alone.cu) >"$folder/log" 2>&1; then
-            passed=$((passed + 1))
-            echo "ok   $file with $(echo $names) ($compiler)"
-        else
-            failed=$((failed + 1))
-            echo "FAIL $file with $(echo $names) ($compiler)"
-            [ -n "$names" ] || echo "it has no line 'To copy: this file, ...'"
-            head -20 "$folder/log" 2>/dev/null
-        fi
-    done
+    what="$file with $(echo ${names:-no other file})"
+    [ -n "$line" ] || { failed=$((failed + 1)); echo "FAIL $file has no line 'To copy: ...'"; continue; }
+    word=${main%.*}
+
+    verdict "$what (g++)" sh -c "$gcc '-DCOPIED=\"$main\"' -DCOPY_$word copycheck.cu -o a && ./a"
+    cp -r test/harness "$folder/test" # the emulator's own files, for the project's tests alone
+    verdict "$what (emulator)" \
+        sh -c "$gcc -DEMULATE '-DCOPIED=\"$main\"' -DCOPY_$word copycheck.cu -o a && ./a"
+    [ -z "$nvcc" ] || verdict "$what (nvcc)" "$nvcc" -std=c++20 -x cu "-DCOPIED=\"$main\"" \
+        "-DCOPY_$word" -gencode=arch=compute_90a,code=sm_90a -c copycheck.cu -o a.o
+    # each of Hopper's own kernels, compiled for another GPU, says so and traps: none is empty
+    [ -z "$nvcc" ] || [ "$word" != attention_sm90 ] || verdict "$what (nvcc, another GPU)" \
+        sh -c "$nvcc -std=c++20 -x cu '-DCOPIED=\"$main\"' -DCOPY_$word -arch=sm_80 -ptx copycheck.cu -o a.ptx &&
+            awk '/[.]entry.*attention_hopper_(for|back)ward/ {kernel = 1; kernels++}
+                /trap;/ && kernel {kernel = 0; traps++}
+                END {exit !(kernels && kernels == traps)}' a.ptx"
 done
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]

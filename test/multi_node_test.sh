@@ -34,4 +34,15 @@ scripts/multi_node/mpirun.sh "$work/hosts" 2 "$program" $flags --pp 2 >"$work/pr
 OMP_NUM_THREADS=1 "$program" $flags --local-ranks 2 --pp 2 >"$work/threads"
 diff <(losses "$work/processes") <(losses "$work/threads")
 [ "$(losses "$work/threads" | wc -l)" = 3 ]
+
+# Ctrl-C saves, in every rank after the same step.
+scripts/multi_node/mpirun.sh "$work/hosts" 2 "$program" $flags --steps 1000000 --pp 2 --out "$work/out" >"$work/stopped" 2>&1 &
+job=$!
+for _ in $(seq 300); do grep -q "step .*10/1000000" "$work/stopped" && break || sleep 0.1; done
+kill -TERM "$job"
+status=0
+wait "$job" || status=$?
+[ "$status" = 138 ] || { echo "it ended with $status, not 128 + SIGUSR1"; cat "$work/stopped"; exit 1; }
+grep -q "stopped by SIGUSR1 at step" "$work/stopped"
+ls -d "$work"/out/step_*[0-9] >/dev/null
 echo "ok: scripts/multi_node"

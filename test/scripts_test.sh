@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# scripts/run_*.sh: what each one's comment says of EXPLAIN=1 is what the program says, and README's tables of hours and
-# memory too; what they would run; a run of the smallest, and its resumption. Needs no network.
-# usage: test/scripts_test.sh [--write]      --write puts what the program says into the comments
+# scripts/run_*.sh and the pages: what they say that the program prints is what it prints. A script's comment holds lines
+# of EXPLAIN=1; scripts/README.md hours and dollars; docs/layouts.md memory; README.md and docs/ hold blocks of output.
+# Then what the scripts would run; a run of the smallest, and its resumption. Needs no network.
+# usage: test/scripts_test.sh [--write]      --write puts what the program says into the comments and the blocks
 set -eu
 cd "$(dirname "$0")/.."
 export TRAIN_GPT=${TRAIN_GPT:-build/train_gpt}
@@ -13,36 +14,65 @@ fail() { echo "FAIL $*"; exit 1; }
 scripts=(scripts/run_gpt2_*.sh scripts/run_tiny*.sh)
 [ ${#scripts[@]} = 7 ] || fail "there are ${#scripts[@]} scripts"
 
-# The block: the lines that begin with "#   " after the one that announces it.
+# The block: the lines that begin with "#   " after the one that announces it. Six of them are kept.
 block() { sed -n '/^# EXPLAIN=1 prints/,/^[^#]/{s/^#   //p}' "$1"; }
+kept() { grep -E '^parameters|^run:|^  (A100|H100) at|^  activations \(train|^  total'; }
 # The workspace is the machine's: lines that count it lose their numbers, and all lose their bars. The rest is exact.
-exact() { sed -E '/workspace|activations \(|^  total|the largest|^ +[0-9]+ /s/[0-9.]+//g; s/[█▏▎▍▌▋▊▉]//g; s/ +/ /g'; }
+exact() {
+    sed -E '/workspace|activations \(|^  total|the largest|^ +[0-9]+ /s/[0-9.]+//g; s/[█▏▎▍▌▋▊▉]//g; s/ +/ /g'
+}
 for script in "${scripts[@]}"; do
-    EXPLAIN=1 "$script" >"$work/says"
-    grep -q '^  total' "$work/says" || fail "$script: EXPLAIN=1 prints no table"
+    EXPLAIN=1 "$script" | kept >"$work/says"
+    [ "$(wc -l <"$work/says")" = 6 ] || fail "$script: EXPLAIN=1 prints no table"
     if [ "${1:-}" = --write ]; then
         sed -e '/^# EXPLAIN=1 prints/,/^[^#]/{/^#   /d}' "$script" |
             awk -v says="$work/says" '{print} /^# EXPLAIN=1 prints/ {while ((getline line < says) > 0) print "#   " line}' >"$work/new"
         cp "$work/new" "$script"
     fi
-    diff <(block "$script" | exact) <(exact <"$work/says") || fail "$script: its comment is not what EXPLAIN=1 prints: test/scripts_test.sh --write"
+    diff <(block "$script" | exact) <(exact <"$work/says") ||
+        fail "$script: its comment is not what EXPLAIN=1 prints: test/scripts_test.sh --write"
 done
 
-# README's row of each script for GPUs holds the hours and dollars of 8 H100.
+# Blocks of the pages. A line <!-- prints: COMMAND --> stands above the fence; the block's own first line is "$ " and
+# the command as a reader types it.
+blocks=0
+for page in README.md docs/*.md; do
+    while IFS=: read -r line _; do
+        command=$(sed -n "${line}s/^<!-- prints: \(.*\) -->$/\1/p" "$page")
+        OMP_NUM_THREADS=1 bash -c "${command//build\/train_gpt/$program}" >"$work/says"
+        [ -s "$work/says" ] || fail "$page:$line: its command prints nothing: $command"
+        if [ "${1:-}" = --write ]; then
+            awk -v line="$line" -v says="$work/says" '
+                NR == line + 2 {print; while ((getline text < says) > 0) print text; skip = 1; next}
+                skip && /^```/ {skip = 0}
+                !skip' "$page" >"$work/new"
+            [[ $(sed -n "$((line + 2))p" "$page") == '$ '* ]] || fail "$page:$((line + 2)) does not begin with \$"
+            cp "$work/new" "$page"
+        fi
+        diff <(sed -n "$((line + 3)),/^\`\`\`/{/^\`\`\`/!p}" "$page" | exact) <(exact <"$work/says") ||
+            fail "$page:$line: its block is not what the program prints: test/scripts_test.sh --write"
+        blocks=$((blocks + 1))
+    done < <(grep -n '^<!-- prints: ' "$page" | sort -t: -k1,1nr) # the last first: lines move
+done
+[ $blocks -ge 2 ] || fail "README.md and docs/ hold $blocks blocks of output"
+
+# The row of each script for GPUs in scripts/README.md holds the hours and dollars of 8 H100.
 for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh; do
     row=$(EXPLAIN=1 "$script" | awk '/^  H100 at/ {sub(",", "", $14); print "| " $14 " | " $15 " |"}')
-    grep -F "| \`$script\` |" README.md | grep -qF "$row" || fail "README.md: the row of $script does not say: $row"
+    grep -F "| \`$script\` |" scripts/README.md | grep -qF "$row" ||
+        fail "scripts/README.md: the row of $script does not say: $row"
 done
 
-# README's GiB are the program's, to the digit shown: a workspace of another machine may turn that by one.
+# docs/layouts.md's GiB are the program's, to the digit shown: a workspace of another machine may turn that by one.
 gib() { # flags
-    "$TRAIN_GPT" --precision bf16 --sample-tokens 0 --explain "$@" | awk '/^  (the largest|total)/ {sub(/ MiB.*/, ""); print $NF / 1024; exit}'
+    "$TRAIN_GPT" --precision bf16 --sample-tokens 0 --explain "$@" |
+        awk '/^  (the largest|total)/ {for (i = 2; $i !~ /^[0-9]+$/; i++); print $i / 2 ^ 30; exit}'
 }
-is_gib() { # what README says, then flags
+is_gib() { # what the page says, then flags
     awk -v says="$1" -v found="$(gib "${@:2}")" 'BEGIN {exit !(found > 0 && says - found < 0.151 && found - says < 0.151)}' ||
-        fail "README.md: $1 GiB, not $(gib "${@:2}"): ${*:2}"
+        fail "docs/layouts.md: $1 GiB, not $(gib "${@:2}"): ${*:2}"
 }
-section() { sed -n "/^<!-- $1 -->/,/^<!-- end of $1 -->/p" README.md; }
+section() { sed -n "/^<!-- $1 -->/,/^<!-- end of $1 -->/p" docs/layouts.md; }
 cells=0
 while read -r model row; do
     while read -r says flags; do
@@ -55,7 +85,15 @@ while read -r says flags; do
     is_gib "$says" --model tinyllama-1.1b --seq 2048 --micro-batch 8 $flags
     cells=$((cells + 1))
 done < <(section layouts | sed -nE 's/^\| `([^`]*)` .* ([0-9.]+) \|$/\2 \1/p')
-[ $cells = 29 ] || fail "README.md's tables of memory have $cells cells"
+[ $cells = 29 ] || fail "docs/layouts.md's tables of memory have $cells cells"
+
+# The first run's flags: accepted, and its sample ends before the first position that was never trained.
+"$TRAIN_GPT" --config scripts/first_run.cfg --steps 2 --eval-tokens 512 >"$work/dry" 2>&1 ||
+    { cat "$work/dry"; fail "scripts/first_run.cfg"; }
+grep -q '^step 2 | val loss [0-9.]' "$work/dry" || fail "scripts/first_run.cfg prints no val loss"
+set_to() { sed -n "s/^$1 = //p" scripts/first_run.cfg; }
+prompt=$(set_to prompt)
+[ $((${#prompt} + $(set_to sample-tokens))) -lt "$(set_to seq)" ] || fail "scripts/first_run.cfg: its sample is longer than seq"
 
 # What would run on no, one and eight GPUs. TRAIN_GPT empty: the scripts build.
 dry() { TRAIN_GPT='' DRY=1 "$@" >"$work/dry" || fail "$*"; }
@@ -64,12 +102,12 @@ root=
 [ "$(id -u)" != 0 ] || root='--allow-run-as-root '
 for script in "${scripts[@]}"; do
     dry env GPUS=8 OUT="$work/o" FLAGS="--steps 7" "$script"
-    says "^mpirun $root-np 8 --bind-to none build/train_gpt .* --device cuda --steps 7 $"
+    says "^scripts/multi_node/gently.sh mpirun $root-np 8 --bind-to none build/train_gpt .* --device cuda --resume --steps 7 $"
     says "^make DEVICE=cuda build/train_gpt $"
     dry env GPUS=1 OUT="$work/o" "$script"
-    says "^build/train_gpt .* --out $work/o --device cuda $"
+    says "^build/train_gpt .* --out $work/o --device cuda --resume $"
     dry env GPUS=0 OUT="$work/o" "$script"
-    says "^build/train_gpt .* --out $work/o --device cpu $"
+    says "^build/train_gpt .* --out $work/o --device cpu --resume $"
     says "^make DEVICE=cpu build/train_gpt $"
     [ ! -e "$work/o" ] || fail "$script: DRY=1 makes $work/o"
     GPUS=many "$script" >"$work/dry" 2>&1 && fail "$script takes GPUS=many"
@@ -78,12 +116,6 @@ done
 dry env GPUS=0 scripts/run_gpt2_124M.sh
 [ -e data/gpt2 ] || says '^dev/data/tokenizer.py gpt2 $'
 says '--tokenizer data/gpt2 --evaluate hellaswag=data/hellaswag_val.jsonl '
-mkdir -p "$work/o/step_00000100.tmp"
-dry env GPUS=1 OUT="$work/o" scripts/run_gpt2_124M.sh
-! grep -q -- --resume "$work/dry" || fail "half a checkpoint is no checkpoint"
-mkdir "$work/o/step_00000100"
-dry env GPUS=1 OUT="$work/o" scripts/run_gpt2_124M.sh
-says '--resume'
 
 # Without a GPU the scripts for GPUs say so; a stand-in for nvidia-smi lists two.
 mkdir "$work/bin"
@@ -98,7 +130,8 @@ repo=$work/repo
 mkdir -p "$repo"/{data/{gpt2,llama2,fineweb10B,fineweb100B,finewebedu100B,tinyllama},dev/data} && cp -r scripts "$repo"
 printf '#!/bin/sh\nexit 1\n' >"$repo/dev/data/hellaswag.py" && chmod +x "$repo/dev/data/hellaswag.py"
 touch "$repo/data/gpt2/encoder.json" "$repo/data/llama2/tokenizer.model" "$repo/data/tinyllama/edu.json"
-for shard in fineweb10B/fineweb_{train_000103,val_000000} fineweb100B/fineweb_{train_000315,train_001030,val_000000} \
+for shard in fineweb10B/fineweb_{train_000103,val_000000} \
+    fineweb100B/fineweb_{train_000315,train_001030,val_000000} \
     finewebedu100B/edu_fineweb_{train_000336,val_000000} tinyllama/edu{_000000,.val}; do
     python3 -c 'import array, struct, sys
 n = 999 + len(sys.argv[1])  # files of the same bytes are refused
@@ -106,23 +139,29 @@ sys.stdout.buffer.write(struct.pack("<3i", 20240520, 1, n).ljust(1024, b"\0") + 
 done
 PATH=$work/bin:$PATH TRAIN_GPT=$program "$repo/scripts/run_gpt2_124M.sh" >"$work/dry"
 says 'going on without HellaSwag'
-grep -q -- "-np 2 .* --tokenizer data/gpt2 --out out/gpt2_124M --device cuda" "$work/run" && ! grep -q -- --evaluate "$work/run" || fail "$(cat "$work/run")"
+grep -q -- "-np 2 .* --tokenizer data/gpt2 --out out/gpt2_124M --device cuda" "$work/run" &&
+    ! grep -q -- --evaluate "$work/run" || fail "$(cat "$work/run")"
 for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh; do
-    small="--layers 1 --heads 2 --channels 16 --seq 16 --micro-batch 2 --batch-tokens 32 --eval-tokens 32 --sample-tokens 2 --tokenizer byte"
+    small="--layers 1 --heads 2 --channels 16 --seq 16 --micro-batch 2 --batch-tokens 32 --eval-tokens 32"
+    small+=" --sample-tokens 2 --tokenizer byte --vocab 50257"
     [[ $script = *llama* ]] && small+=" --kv-heads 1"
     for steps in 2 3; do
-        TRAIN_GPT=$program GPUS=0 OUT=$work/${script##*/} FLAGS="$small --steps $steps" "$repo/$script" >"$work/dry" 2>&1 || { cat "$work/dry"; fail "$script"; }
+        TRAIN_GPT=$program GPUS=0 OUT=$work/${script##*/} FLAGS="$small --steps $steps" "$repo/$script" \
+            >"$work/dry" 2>&1 || { cat "$work/dry"; fail "$script"; }
     done
     says '^resumed at step 2$'
-    says '^val loss [0-9.]+'
+    says '^step [0-9]+ \| val loss [0-9.]+'
 done
 
 # The smallest for real: three steps, then two more of the same run.
 seq 1 4000 >"$work/numbers.txt"
 small="--layers 1 --channels 48 --seq 32 --micro-batch 2 --batch-tokens 64 --eval-tokens 64 --sample-tokens 8 --save-every 3"
-tiny() { DATA=$work/numbers.txt OUT=$work/tiny FLAGS="$small $1" scripts/run_tinyshakespeare.sh >"$work/dry" 2>&1 || { cat "$work/dry"; fail "run_tinyshakespeare.sh"; }; }
+tiny() { # more flags
+    DATA=$work/numbers.txt OUT=$work/tiny FLAGS="$small $1" scripts/run_tinyshakespeare.sh >"$work/dry" 2>&1 ||
+        { cat "$work/dry"; fail "run_tinyshakespeare.sh"; }
+}
 tiny "--steps 3"
-says '^val loss [0-9.]+'
+says '^step [0-9]+ \| val loss [0-9.]+'
 tiny "--steps 5"
 says '^resumed at step 3$'
 grep -q '"step":5,' "$work/tiny/log.jsonl" || fail "no step 5 in log.jsonl"

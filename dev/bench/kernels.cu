@@ -10,9 +10,12 @@
 #include "../../llmc/gelu.cuh"
 #include "../../llmc/layernorm.cuh"
 #include "../../llmc/linear.cuh"
+#include "../../llmc/memory.h"
 #include "../../llmc/rmsnorm.cuh"
 #include "../../llmc/rope.cuh"
 #include "../../llmc/swiglu.cuh"
+
+using namespace llmc;
 
 static const cudaStream_t STREAM = nullptr;
 
@@ -20,7 +23,7 @@ static const cudaStream_t STREAM = nullptr;
 template <typename T> struct Buffer {
     T* data = nullptr;
     explicit Buffer(size_t n, float scale = 1) {
-        CUDA_CHECK(cudaMalloc(&data, n * sizeof(T)));
+        LLMC_CUDA_CHECK(cudaMalloc(&data, n * sizeof(T)));
         std::vector<T> part(n < 1000003 ? n : 1000003);
         uint64_t x = 88172645463325252ull;
         for (T& v : part) {
@@ -37,7 +40,7 @@ template <typename T> struct Buffer {
 struct Integers {
     int* data = nullptr;
     template <typename F> Integers(size_t n, F value) {
-        CUDA_CHECK(cudaMalloc(&data, n * sizeof(int)));
+        LLMC_CUDA_CHECK(cudaMalloc(&data, n * sizeof(int)));
         fill_memory(data, n, value, STREAM);
     }
     Integers(const Integers&) = delete;
@@ -80,7 +83,7 @@ static void measure_ceilings() {
     {
         Buffer<float> a(bytes / 4), b(bytes / 4);
         copy_rate = 2.0 * double(bytes) / seconds_of([&] {
-                        CUDA_CHECK(cudaMemcpyAsync(b.data, a.data, bytes, cudaMemcpyDeviceToDevice,
+                        LLMC_CUDA_CHECK(cudaMemcpyAsync(b.data, a.data, bytes, cudaMemcpyDeviceToDevice,
                                                    STREAM));
                     });
     }
@@ -113,29 +116,24 @@ template <typename T> void norms(const char* type) {
         return snprintf(what, sizeof(what), "%s %s (%zu,%zu)", op, type, N, C), what;
     };
     Buffer<T> x(N * C), w(C), b(C), out(N * C), dout(N * C), dx(N * C);
-    Buffer<float> mean(N), rstd(N), dw(C), db(C),
-        scratch(layernorm_scratch_bytes(N, C, STREAM) / 4);
+    Buffer<float> mean(N), rstd(N), dw(C), db(C), sums(layernorm_sums(N, C, STREAM));
     memory_row("norms", name("layernorm forward"), 2.0 * B, [&] {
         layernorm_forward(out.data, mean.data, rstd.data, x.data, w.data, b.data, N, C, 1e-5f,
                           STREAM);
     });
-    memory_row("norms", name("layernorm backward_input with residual"), 4.0 * B, [&] {
-        layernorm_backward_input(dx.data, out.data, dout.data, x.data, w.data, mean.data, rstd.data,
-                                 N, C, STREAM);
-    });
-    memory_row("norms", name("layernorm backward_weight"), 2.0 * B, [&] {
-        layernorm_backward_weight(dw.data, db.data, dout.data, x.data, mean.data, rstd.data,
-                                  scratch.data, N, C, true, STREAM);
+    memory_row("norms", name("layernorm backward with residual"), 4.0 * B, [&] {
+        layernorm_backward(dx.data, sums.data, out.data, dout.data, x.data, w.data, mean.data,
+                           rstd.data, N, C, STREAM);
+        auto parts = layernorm_parts<float>(dw.data, db.data, nullptr, sums.data, N, C, STREAM);
+        column_sums<T>({}, parts, nullptr, true, STREAM);
     });
     memory_row("norms", name("rmsnorm forward"), 2.0 * B,
                [&] { rmsnorm_forward(out.data, rstd.data, x.data, w.data, N, C, 1e-5f, STREAM); });
-    memory_row("norms", name("rmsnorm backward_input with residual"), 4.0 * B, [&] {
-        rmsnorm_backward_input(dx.data, out.data, dout.data, x.data, w.data, rstd.data, N, C,
-                               STREAM);
-    });
-    memory_row("norms", name("rmsnorm backward_weight"), 2.0 * B, [&] {
-        rmsnorm_backward_weight(dw.data, dout.data, x.data, rstd.data, scratch.data, N, C, true,
-                                STREAM);
+    memory_row("norms", name("rmsnorm backward with residual"), 4.0 * B, [&] {
+        rmsnorm_backward(dx.data, sums.data, out.data, dout.data, x.data, w.data, rstd.data, N, C,
+                         STREAM);
+        auto parts = rmsnorm_parts<float>(dw.data, sums.data, N, C, STREAM);
+        column_sums<T>({}, {parts}, nullptr, true, STREAM);
     });
 }
 
@@ -149,8 +147,12 @@ template <typename T> void elementwise(const char* type) {
     Buffer<T> a(n), b(n), c(n), d(n);
     memory_row("elementwise", name("gelu forward"), 2 * B,
                [&] { gelu_forward(c.data, a.data, n, STREAM); });
-    memory_row("elementwise", name("gelu backward"), 3 * B,
-               [&] { gelu_backward(c.data, b.data, a.data, n, STREAM); });
+    Buffer<float> sums(C), parts(gelu_sums(N, C, STREAM));
+    memory_row("elementwise", name("gelu backward and the bias's gradient"), 3 * B, [&] {
+        gelu_backward(c.data, parts.data, b.data, a.data, N, C, STREAM);
+        column_sums<T>({}, {gelu_parts<float>(sums.data, parts.data, N, C, STREAM)}, nullptr, true,
+                       STREAM);
+    });
     memory_row("elementwise", name("swiglu forward"), 3 * B,
                [&] { swiglu_forward(c.data, a.data, b.data, n, STREAM); });
     memory_row("elementwise", name("swiglu backward, in place"), 5 * B,
@@ -160,9 +162,8 @@ template <typename T> void elementwise(const char* type) {
     memory_row("elementwise", name("rope forward"), 2.0 * double(N * NH * HS * sizeof(T)), [&] {
         rope_forward(a.data, positions.data, table.data, N, NH, HS, NH * HS, STREAM);
     });
-    Buffer<float> sums(C), scratch(sum_columns_scratch_bytes(N, C, 1) / 4);
     memory_row("elementwise", name("column sums"), B,
-               [&] { column_sums(sums.data, a.data, scratch.data, N, C, true, STREAM); });
+               [&] { column_sums(sums.data, a.data, parts.data, N, C, true, STREAM); });
 }
 
 template <typename T> void head(const char* type) {
@@ -218,7 +219,8 @@ static void optimizer() {
     });
     memory_row("optimizer", "gradient norm", 4.0 * double(n), [&] {
         grad_squares(sums.data, grad.data, n, STREAM);
-        grad_norm_finish(where, sums.data, n / GRAD_NORM_CHUNK, 1.0f, STREAM);
+        grad_norm_finish(where, sums.data, n / GRAD_NORM_CHUNK, 1.0f, STREAM, {},
+                         {h.beta1, h.beta2});
     });
 }
 
@@ -239,22 +241,19 @@ template <typename T> void attention(const char* type) {
         size_t need = attention_scratch_bytes<T>(d, 1, STREAM);
         Buffer<float> room(need / 4 + 1);
         Integers at(N, [&](size_t i) { return int(i % s.seq); }), zero(N, [](size_t) { return 0; });
-        Blas blas;
-        with_scratch(blas, room, need);
-        const float* none = nullptr;
+        AttentionOperands<T> x = {q.data,  k.data,  v.data,    dout.data, at.data,
+                                  at.data, zero.data, nullptr, d};
         double pairs = double(s.B * s.NH * s.HS) * double(s.seq) * double(s.seq) / 2;
         char what[120];
         snprintf(what, sizeof(what), "attention forward %s B=%zu T=%zu NH=%zu NKV=%zu HS=%zu", type,
                  s.B, s.seq, s.NH, s.NKV, s.HS);
         product_row("attention", what, 4 * pairs, [&] {
-            attention_forward(out.data, lse.data, q.data, k.data, v.data, at.data, at.data,
-                              zero.data, none, d, blas, STREAM);
+            attention_forward(out.data, lse.data, x, room.data, STREAM);
         });
         snprintf(what, sizeof(what), "attention backward %s B=%zu T=%zu NH=%zu NKV=%zu HS=%zu",
                  type, s.B, s.seq, s.NH, s.NKV, s.HS);
         product_row("attention", what, 10 * pairs, [&] {
-            attention_backward(dq.data, dk.data, dv.data, dout.data, out.data, lse.data, q.data,
-                               k.data, v.data, at.data, at.data, zero.data, none, d, blas, STREAM);
+            attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, room.data, STREAM);
         });
     }
 }
@@ -294,9 +293,8 @@ static void products() {
 
 int main(int argc, char** argv) {
     std::string part = argc > 1 ? argv[1] : "";
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-        printf("skipped: no GPU answers\n");
+    if (std::string why = no_gpu_because(); !why.empty()) {
+        printf("skipped: %s\n", why.c_str());
         return 0;
     }
     struct Part {

@@ -10,8 +10,11 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
-#include "../../llmc/mfu.h"
+#include "../../llmc/io/mfu.h"
+#include "../../llmc/parameters.h"
 #include "../../llmc/step.h"
+
+using namespace llmc;
 
 using namespace dnnl;
 typedef memory::format_tag Tag;
@@ -20,9 +23,9 @@ typedef memory::data_type DataType;
 static double best_seconds(const std::function<void()>& f) {
     double best = 1e30;
     for (int i = 0; i < 4; i++) {
-        double start = seconds_now();
+        double start = clock_seconds();
         f();
-        if (i > 0) best = std::min(best, seconds_now() - start);
+        if (i > 0) best = std::min(best, clock_seconds() - start);
     }
     return best;
 }
@@ -115,7 +118,7 @@ static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int ti
 }
 
 template <typename T> static void bench(size_t B, size_t T_) {
-    Shape s = gpt2_shape(12, 12, 768);
+    Shape s = with_logits(gpt2_shape(12, 12, 768), Cpu{});
     size_t N = B * T_, chunk = head_chunk_rows(s, N, sizeof(T));
     double flops = 0, fastest = 0, ours = 0;
     printf("GPT-2 124M, B %zu, T %zu, %s, %d threads\n", B, T_, type_name(type_of<T>()),
@@ -135,7 +138,7 @@ template <typename T> static void bench(size_t B, size_t T_) {
     trainer_allocate(t);
     init_constants(t);
     init_weights(t, 1);
-    t.hyper = {true, 1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
+    t.hyper = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
     t.window = [&](uint64_t sample, int* tokens, int* targets) {
         for (size_t i = 0; i < T_; i++)
             tokens[i] = int((sample * 31 + i * 7) % s.V),
@@ -147,19 +150,19 @@ template <typename T> static void bench(size_t B, size_t T_) {
     std::map<std::string, double> times;
     for (int i = 0; i <= runs; i++) {
         std::map<std::string, double> now;
-        double start = seconds_now();
+        double start = clock_seconds();
         t.plan = 0;
         for (t.at = 0; t.at < int(t.plans[0].actions.size()); t.at++) {
             Action a = t.plans[0].actions[size_t(t.at)];
-            double before = seconds_now();
+            double before = clock_seconds();
             run_action(t, a);
             bool head = a.layer == t.model.head();
-            now[std::string(do_name(a.kind)) + (a.layer == 0  ? " embedding"
+            now[std::string(op_name(a.op)) + (a.layer == 0  ? " embedding"
                                                 : head        ? " head"
                                                 : a.layer > 0 ? " blocks"
-                                                              : "")] += seconds_now() - before;
+                                                              : "")] += clock_seconds() - before;
         }
-        if (i > 0 && seconds_now() - start < best) best = seconds_now() - start, times = now;
+        if (i > 0 && clock_seconds() - start < best) best = clock_seconds() - start, times = now;
     }
     double model_flops =
         (6.0 * double(parameter_count(t.model)) + 6.0 * double(s.L * s.C * T_)) * double(N);

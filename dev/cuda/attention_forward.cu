@@ -1,11 +1,11 @@
-// attention_forward.cu - a ladder: causal attention, from three passes to llmc/attention.cuh - arXiv:2205.14135
+// attention_forward.cu - a ladder: attention, from three passes to tensor cores - arXiv:2205.14135
 //   s_ij = q_i.k_j / sqrt(HS) for j <= i,   p_i = softmax(s_i),   out_i = sum_j p_ij v_j
 //   q, k, v, out (B,T,NH,HS) float, in rung 6 bf16   lse (B,NH,T): log of the sum of exp
 //   The work: 4 HS FLOPs for each (query, key) seen, 2 HS for the score and 2 HS for its share of
 //   out: 2 B NH HS T (T + 1). The operands are 16 B T NH HS bytes, T / 8 FLOPs to the byte: limited
 //   by arithmetic, if only the scores stay on the chip. On paper 67 TFLOP/s in float, 989 in bf16.
 //
-//   rung                                           H200, TFLOP/s, B = 16, T = 1024, NH = 12, HS = 64
+//   rung                                          H200, TFLOP/s, B = 16, T = 1024, NH = 12, HS = 64
 //     1  three passes over a row of scores
 //     2  a thread a score
 //     3  online softmax
@@ -14,11 +14,13 @@
 //     6  llmc/attention.cuh in bf16, tensor cores
 //
 //   make ladders, or by hand
-//     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/attention_forward.cu -lpthread       checks
-//     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/attention_forward.cu -lcublasLt         checks and measures
+//     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/attention_forward.cu -lpthread    checks
+//     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/attention_forward.cu -lcublasLt      and measures
 #include "../../llmc/attention.cuh"
-#include "../../test/attention_inputs.h"
+#include "../../test/kernels/attention_inputs.h"
 #include "ladder.h"
+
+using namespace llmc;
 
 constexpr int HS = 64; // known to the compiler: a head's channels are registers in rungs 3 and 4
 
@@ -28,7 +30,7 @@ template <typename E> struct Attention {
     const E *q, *k, *v;               // (B,T,NH,HS)
     const int *positions, *doc_start; // (B,T), what llmc asks in place of an index
     float* scores;                    // (B,NH,T,T), in rungs 1 and 2
-    Blas* blas;                       // the scratch of llmc's
+    void* scratch;                    // of llmc's
     size_t B, T, NH;
     __device__ size_t at(size_t b, size_t t, size_t h) const { return ((b * T + t) * NH + h) * HS; }
 };
@@ -57,11 +59,20 @@ __global__ void three_passes_kernel(Floats a) {
     Query my(n, a);
     const float* q = a.q + a.at(my.b, my.i, my.h);
     float *p = a.scores + n * a.T, most = -INFINITY, sum = 0;
+
+    // Scores and their maximum.
     for (size_t j = 0; j <= my.i; j++) {
         p[j] = dot(q, a.k + a.at(my.b, j, my.h), HS) * SCALE;
         most = larger(p[j], most);
     }
-    for (size_t j = 0; j <= my.i; j++) p[j] = expf(p[j] - most), sum += p[j];
+
+    // Exponentials and their sum.
+    for (size_t j = 0; j <= my.i; j++) {
+        p[j] = expf(p[j] - most);
+        sum += p[j];
+    }
+
+    // The values' sum.
     for (int e = 0; e < HS; e++) {
         float x = 0;
         for (size_t j = 0; j <= my.i; j++) x += p[j] * a.v[a.at(my.b, j, my.h) + e];
@@ -156,7 +167,8 @@ __global__ void online_softmax_kernel(Floats a) {
     for (size_t j = 0; j <= my.i; j++) {
         float s = score(q, a.k + a.at(my.b, j, my.h)), now = larger(s, most);
         float rescale = expf(most - now), p = expf(s - now);
-        total = total * rescale + p, most = now;
+        total = total * rescale + p;
+        most = now;
         add_values(sum, rescale, p, a.v + a.at(my.b, j, my.h));
     }
     store_query(a, my, sum, most, total);
@@ -175,30 +187,38 @@ static void online_softmax(const Floats& a, cudaStream_t stream) {
 constexpr int QUERIES = 128, KEYS = 16, TILE = KEYS * HS; // of a block, of a tile
 
 __global__ void __launch_bounds__(QUERIES) key_tiles_kernel(Floats a) {
-    SHARED(float, k, TILE);
-    SHARED(float, v, TILE);
+    LLMC_SHARED(float, k, TILE);
+    LLMC_SHARED(float, v, TILE);
     size_t i0 = size_t(blockIdx.x) * QUERIES, i = i0 + threadIdx.x;
     bool real = i < a.T; // the others load tiles with the block
     Query my((size_t(blockIdx.z) * a.NH + blockIdx.y) * a.T + (real ? i : 0), a);
     size_t end = i0 + QUERIES < a.T ? i0 + QUERIES : a.T; // no query of the block sees more
     float q[HS], sum[HS] = {}, most = -INFINITY, total = 0;
     for (int e = 0; e < HS; e++) q[e] = a.q[a.at(my.b, my.i, my.h) + e];
+
     for (size_t j0 = 0; j0 < end; j0 += KEYS) {
+        // Copy a tile, 16 bytes a thread at a time.
         __syncthreads(); // the tile before is read
         for (int c = threadIdx.x * 4; c < TILE; c += QUERIES * 4) {
             size_t j = j0 + c / HS, from = a.at(my.b, j < a.T ? j : 0, my.h) + c % HS;
-            store(k + c, load<4>(a.k + from)), store(v + c, load<4>(a.v + from));
+            store(k + c, load<4>(a.k + from));
+            store(v + c, load<4>(a.v + from));
         }
         __syncthreads(); // this one is there
         if (!real || j0 > i) continue;
+
+        // Scores, and the maximum so far.
         float s[KEYS], now = most;
         #pragma unroll
         for (int j = 0; j < KEYS; j++) {
             s[j] = j0 + j <= i ? score(q, k + j * HS) : -INFINITY;
             now = larger(s[j], now);
         }
+
+        // Move the sums to it; add the values.
         float rescale = expf(most - now);
-        total *= rescale, most = now;
+        total *= rescale;
+        most = now;
         for (float& x : sum) x *= rescale;
         #pragma unroll
         for (int j = 0; j < KEYS; j++) {
@@ -223,10 +243,11 @@ static void key_tiles(const Floats& a, cudaStream_t stream) {
 //   the tile before is worked on, and p goes from one product to the next in registers: on paper 15
 //   times the FLOPs of float.
 
-template <typename E> void llmc(const Attention<E>& a, cudaStream_t stream) {
+template <typename E> void library(const Attention<E>& a, cudaStream_t stream) {
     AttentionDims d = {a.B, a.T, a.T, a.NH, a.NH, HS, a.NH * HS, a.NH * HS};
-    attention_forward(a.out, a.lse, a.q, a.k, a.v, a.positions, a.positions, a.doc_start,
-                      (const float*)nullptr, d, *a.blas, stream);
+    AttentionOperands<E> x = {a.q,         a.k,         a.v,     nullptr, a.positions,
+                              a.positions, a.doc_start, nullptr, d};
+    attention_forward(a.out, a.lse, x, a.scratch, stream);
 }
 
 // ----------------------------------------------------------------------------
@@ -239,9 +260,11 @@ static const Rung<Run<float>> in_float[] = {
     {"a thread a score", thread_a_score},
     {"online softmax", online_softmax},
     {"tiles of keys in shared memory", key_tiles},
-    {"llmc/attention.cuh in float", llmc<float>},
+    {"llmc/attention.cuh in float", library<float>},
 };
-static const Rung<Run<bf16>> in_bf16[] = {{"llmc/attention.cuh in bf16, tensor cores", llmc<bf16>}};
+static const Rung<Run<bf16>> in_bf16[] = {
+    {"llmc/attention.cuh in bf16, tensor cores", library<bf16>},
+};
 
 struct Shape {
     size_t B, T, NH;
@@ -256,17 +279,15 @@ template <typename E> struct Operands {
     Array<float> lse{rows * s.NH}, scores{rows * s.NH * s.T};
     Array<int> positions{rows}, doc_start{rows};
     Array<unsigned char> scratch{attention_scratch_bytes<E>(s.dims(), 1, cudaStream_t{})};
-    Blas blas = {};
     void run(Run<E> f) {
         f({out.data, lse.data, q.data, k.data, v.data, positions.data, doc_start.data, scores.data,
-           &blas, s.B, s.T, s.NH},
+           scratch.data, s.B, s.T, s.NH},
           nullptr);
     }
     void prepare() { // positions count from 0 in each sequence, which is one document
         auto position = [this](size_t n) { return int(n % s.T); };
         fill_memory(positions.data, rows, position, cudaStream_t{});
         device_zero(doc_start.data, rows * sizeof(int), cudaStream_t{});
-        blas_scratch(blas, scratch.data, scratch.bytes());
     }
 };
 
@@ -277,14 +298,19 @@ template <typename E> void check(Check& c, Run<E> run, Shape s) {
     std::vector<double> want(n), want_lse(s.B * s.NH * s.T);
     std::vector<int> positions(s.B * s.T), doc_start(s.B * s.T);
     for (size_t n = 0; n < s.B * s.T; n++) positions[n] = int(n % s.T);
-    Workspace work(attention_scratch_bytes<double>(s.dims(), threads_here(Cpu{}), Cpu{}));
-    attention_forward(want.data(), want_lse.data(), q.data(), k.data(), v.data(), positions.data(),
-                      positions.data(), doc_start.data(), (const float*)nullptr, s.dims(),
-                      work.blas, Cpu{});
+
+    // The definition, in double.
+    AttentionOperands<double> x = {q.data(),         k.data(),         v.data(),         nullptr,
+                                   positions.data(), positions.data(), doc_start.data(), nullptr,
+                                   s.dims()};
+    attention_forward_reference(want.data(), want_lse.data(), x);
+
     every_order(c, [&](Outputs& o) {
         Operands<E> x{s};
         x.prepare();
-        fill(x.q, q), fill(x.k, k), fill(x.v, v);
+        fill(x.q, q);
+        fill(x.k, k);
+        fill(x.v, v);
         x.run(run);
         // two sums after each other; in bf16 the exponentials are rounded too
         o.add("out", x.out, want, tolerance<E>(HS + s.T, sizeof(E) < 4 ? 2 : 0));

@@ -4,7 +4,9 @@
 //   checked at small odd sizes against the CPU version in double, in the emulator under all orders
 //   of threads; on a GPU it is measured too.
 #pragma once
-#include "../../test/kernel_table.h"
+#include "../../test/kernels/kernel_table.h"
+
+using namespace llmc;
 
 #if defined(__CUDACC__)
 constexpr bool ON_GPU = true;
@@ -13,15 +15,13 @@ constexpr bool ON_GPU = false;
 template <typename F> double gpu_seconds(F, int, cudaStream_t) { return 0; } // time is not emulated
 #endif
 
-// What rungs are measured on: on zeros a GPU is faster.
+// Rungs are measured on random numbers: on zeros a GPU is faster.
 template <typename T> void fill_random(Array<T>& x) {
-    fill_memory(
-        x.data, x.n,
-        [](size_t i) {
-            uint64_t bits = (i + 1) * 0x9e3779b97f4a7c15ull;
-            return from_acc<T>(float(double((bits ^ bits >> 29) * bits >> 11) * 0x1p-52 - 1));
-        },
-        cudaStream_t{});
+    auto value = [](size_t i) {
+        uint64_t bits = (i + 1) * 0x9e3779b97f4a7c15ull;
+        return from_acc<T>(float(double((bits ^ bits >> 29) * bits >> 11) * 0x1p-52 - 1));
+    };
+    fill_memory(x.data, x.n, value, cudaStream_t{});
 }
 
 template <typename T> void fill(Array<T>& to, const std::vector<double>& x) {
@@ -44,15 +44,21 @@ struct Work { // of one run
 // Returns how many failed.
 template <typename Run, size_t COUNT, typename F, typename G>
 int climb(int first, const Rung<Run> (&ladder)[COUNT], F check, Work work, G seconds) {
-    int failed = 0, devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0)
-        return printf("skipped: no GPU answers\n"), 0;
+    int failed = 0;
+    if (std::string why = no_gpu_because(); !why.empty()) {
+        printf("skipped: %s\n", why.c_str());
+        return 0;
+    }
     for (const Rung<Run>& rung : ladder) {
+        // Check.
         Check c;
-        c.random.seed(1), c.row = rung.name;
+        c.random.seed(1);
+        c.row = rung.name;
         check(c, rung.run);
         bool good = c.failures == 0 && c.checks > 0;
         failed += !good;
+
+        // Print, on a GPU with its rate.
         printf("%-4s %d  %-*s", good ? "ok" : "FAIL", first++, ON_GPU ? 44 : 0, rung.name);
         if (ON_GPU) {
             double s = seconds(rung.run);

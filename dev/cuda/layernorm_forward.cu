@@ -1,8 +1,8 @@
-// layernorm_forward.cu - a ladder: LayerNorm forward, from one thread a row to llmc/layernorm.cuh - arXiv:1607.06450
+// layernorm_forward.cu - a ladder: LayerNorm, from one thread a row to ours - arXiv:1607.06450
 //   out = (x - mean(x)) * rstd * weight + bias,   rstd = 1 / sqrt(var(x) + eps)      per row of C
 //   inp, out (N,C) bf16   weight, bias (C) bf16   mean, rstd (N) float
-//   What any kernel must move: inp once, out once, 4 N C bytes; 8 FLOPs an element are nothing
-//   beside that. So the rate counts those bytes, and the ceiling is a copy's, 4.8 TB/s on paper.
+//   Any kernel must move inp once, out once, 4 N C bytes; 8 FLOPs an element are nothing beside
+//   that. So the rate counts those bytes, and the ceiling is a copy's, 4.8 TB/s on paper.
 //
 //   rung                                 H200, GB/s of 4 N C bytes, N = 65536, C = 768
 //     1  one thread a row
@@ -12,10 +12,12 @@
 //     5  llmc/layernorm.cuh
 //
 //   make ladders, or by hand
-//     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/layernorm_forward.cu -lpthread       checks
-//     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/layernorm_forward.cu -lcublasLt         checks and measures
+//     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/layernorm_forward.cu -lpthread     checks
+//     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/layernorm_forward.cu -lcublasLt       measures too
 #include "../../llmc/layernorm.cuh"
 #include "ladder.h"
+
+using namespace llmc;
 
 typedef bf16 T;
 
@@ -37,17 +39,20 @@ struct Layernorm {
 __global__ void thread_a_row_kernel(Layernorm a) {
     size_t n = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (n >= a.N) return;
-    const T* x = a.inp + n * a.C;
+    const T* x = a.inp + n * a.C; // (C)
+
+    // Sums of x*x and of x would save a reading, and cancel where the mean is large.
     float sum = 0, square = 0;
     for (size_t c = 0; c < a.C; c++) sum += to_float(x[c]);
     float m = sum / float(a.C);
-    // sum(x*x) - m*m would save a reading, and cancel where the mean is large
     for (size_t c = 0; c < a.C; c++) square += (to_float(x[c]) - m) * (to_float(x[c]) - m);
     float r = 1 / sqrtf(square / float(a.C) + a.eps);
+
     for (size_t c = 0; c < a.C; c++)
         a.out[n * a.C + c] =
             from_acc<T>((to_float(x[c]) - m) * r * to_float(a.weight[c]) + to_float(a.bias[c]));
-    a.mean[n] = m, a.rstd[n] = r;
+    a.mean[n] = m;
+    a.rstd[n] = r;
 }
 
 static void thread_a_row(const Layernorm& a, cudaStream_t stream) {
@@ -64,7 +69,7 @@ constexpr int WARPS = 4; // of a block, in this rung and the next two
 __global__ void warp_a_row_kernel(Layernorm a) {
     size_t n = size_t(blockIdx.x) * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= a.N) return; // whole warps: no shuffle misses a lane
-    const T* x = a.inp + n * a.C;
+    const T* x = a.inp + n * a.C; // (C)
     float sum = 0, square = 0;
     for (size_t c = lane; c < a.C; c += 32) sum += to_float(x[c]);
     float m = warp_sum(sum) / float(a.C);
@@ -73,7 +78,9 @@ __global__ void warp_a_row_kernel(Layernorm a) {
     for (size_t c = lane; c < a.C; c += 32)
         a.out[n * a.C + c] =
             from_acc<T>((to_float(x[c]) - m) * r * to_float(a.weight[c]) + to_float(a.bias[c]));
-    if (lane == 0) a.mean[n] = m, a.rstd[n] = r;
+    if (lane > 0) return;
+    a.mean[n] = m;
+    a.rstd[n] = r;
 }
 
 static void warp_a_row(const Layernorm& a, cudaStream_t stream) {
@@ -91,7 +98,9 @@ constexpr int P = VECTOR<T>; // elements of 16 bytes
 __global__ void vector_loads_kernel(Layernorm a) {
     size_t n = size_t(blockIdx.x) * WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * P;
     if (n >= a.N) return;
-    const T* x = a.inp + n * a.C;
+    const T* x = a.inp + n * a.C; // (C)
+
+    // Mean, then the variance around it.
     float sum = 0, square = 0;
     for (size_t c = first; c < a.C; c += 32 * P) {
         Pack<T, P> p = load<P>(x + c);
@@ -103,35 +112,42 @@ __global__ void vector_loads_kernel(Layernorm a) {
         for (int i = 0; i < P; i++) square += (to_float(p.v[i]) - m) * (to_float(p.v[i]) - m);
     }
     float r = 1 / sqrtf(warp_sum(square) / float(a.C) + a.eps);
+
+    // Normalise, scale, shift.
     for (size_t c = first; c < a.C; c += 32 * P) {
         Pack<T, P> p = load<P>(x + c), w = load<P>(a.weight + c), b = load<P>(a.bias + c), o;
         for (int i = 0; i < P; i++)
             o.v[i] = from_acc<T>((to_float(p.v[i]) - m) * r * to_float(w.v[i]) + to_float(b.v[i]));
         store(a.out + n * a.C + c, o);
     }
-    if (first == 0) a.mean[n] = m, a.rstd[n] = r;
+    if (first > 0) return;
+    a.mean[n] = m;
+    a.rstd[n] = r;
 }
 
 static void vector_loads(const Layernorm& a, cudaStream_t stream) {
-    CHECK(a.C % P == 0, "this rung wants rows of 16-byte packs, C is %zu", a.C);
+    LLMC_CHECK(a.C % P == 0, "this rung wants rows of 16-byte packs, C is %zu", a.C);
     launch(vector_loads_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, 0, stream, a);
 }
 
 // ----------------------------------------------------------------------------
 // 4. The row stays in registers: one reading, all of its loads under way before the first sum.
 //   Memory sees the same bytes as before; L1 sees a third, and a row's latency is waited for once,
-//   not once a pass. The price is a bound, known to the compiler: C <= 1024, 16 of a lane's registers.
+//   not once a pass. The price is a bound known to the compiler, C <= 1024: 16 registers a lane.
 
 constexpr int PACKS = 4; // that a lane holds
 
 __global__ void row_in_registers_kernel(Layernorm a) {
     size_t n = size_t(blockIdx.x) * WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * P;
     if (n >= a.N) return;
-    Pack<T, P> row[PACKS] = {}; // beyond C zeros, which add nothing to the first sum
+
+    // Load the row; beyond C zeros, which add nothing to the first sum.
+    Pack<T, P> row[PACKS] = {};
     #pragma unroll
     for (int k = 0; k < PACKS; k++)
         if (first + k * 32 * P < a.C) row[k] = load<P>(a.inp + n * a.C + first + k * 32 * P);
 
+    // Mean, then the variance around it.
     float sum = 0, square = 0;
     #pragma unroll
     for (int k = 0; k < PACKS; k++)
@@ -144,6 +160,8 @@ __global__ void row_in_registers_kernel(Layernorm a) {
             square += x * x;
         }
     float r = 1 / sqrtf(warp_sum(square) / float(a.C) + a.eps);
+
+    // Normalise, scale, shift.
     #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         size_t c = first + k * 32 * P;
@@ -154,11 +172,14 @@ __global__ void row_in_registers_kernel(Layernorm a) {
                 from_acc<T>((to_float(row[k].v[i]) - m) * r * to_float(w.v[i]) + to_float(b.v[i]));
         store(a.out + n * a.C + c, o);
     }
-    if (first == 0) a.mean[n] = m, a.rstd[n] = r;
+    if (first > 0) return;
+    a.mean[n] = m;
+    a.rstd[n] = r;
 }
 
 static void row_in_registers(const Layernorm& a, cudaStream_t stream) {
-    CHECK(a.C % P == 0 && a.C <= PACKS * 32 * P, "this rung has no registers for C = %zu", a.C);
+    LLMC_CHECK(a.C % P == 0 && a.C <= PACKS * 32 * P, "this rung has no registers for C = %zu",
+               a.C);
     launch(row_in_registers_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, 0, stream, a);
 }
 
@@ -167,7 +188,7 @@ static void row_in_registers(const Layernorm& a, cudaStream_t stream) {
 //   Any C and alignment, and no bound: L1 holds what rung 4 held in registers. Where memory is the
 //   limit both should reach it; rung 4 shows what the second and third readings from L1 cost.
 
-static void llmc(const Layernorm& a, cudaStream_t stream) {
+static void library(const Layernorm& a, cudaStream_t stream) {
     layernorm_forward(a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, a.N, a.C, a.eps, stream);
 }
 
@@ -180,15 +201,18 @@ static const Rung<Run> ladder[] = {{"one thread a row", thread_a_row},
                                    {"one warp a row", warp_a_row},
                                    {"16-byte loads", vector_loads},
                                    {"the row stays in registers", row_in_registers},
-                                   {"llmc/layernorm.cuh", llmc}};
+                                   {"llmc/layernorm.cuh", library}};
 
 static void check(Check& c, Run run, size_t N, size_t C) {
     const float eps = 1e-5f;
-    auto x = rounded<T>(normals(c, N * C)), w = rounded<T>(normals(c, C)),
-         b = rounded<T>(normals(c, C));
+    auto x = rounded<T>(normals(c, N * C));
+    auto w = rounded<T>(normals(c, C)), b = rounded<T>(normals(c, C));
+
+    // Want: the CPU in double.
     std::vector<double> want(N * C), want_mean(N), want_rstd(N);
     layernorm_forward(want.data(), want_mean.data(), want_rstd.data(), x.data(), w.data(), b.data(),
                       N, C, eps, Cpu{});
+
     every_order(c, [&](Outputs& o) {
         Array<T> out(N * C), inp(x), weight(w), bias(b);
         Array<float> mean(N), rstd(N);
@@ -203,12 +227,8 @@ static double seconds(Run run, size_t N, size_t C) {
     Array<T> out(N * C), inp(N * C), weight(C), bias(C);
     Array<float> mean(N), rstd(N);
     for (Array<T>* x : {&inp, &weight, &bias}) fill_random(*x);
-    return gpu_seconds(
-        [&] {
-            run({out.data, mean.data, rstd.data, inp.data, weight.data, bias.data, N, C, 1e-5f},
-                nullptr);
-        },
-        20, nullptr);
+    Layernorm a = {out.data, mean.data, rstd.data, inp.data, weight.data, bias.data, N, C, 1e-5f};
+    return gpu_seconds([&] { run(a, nullptr); }, 20, nullptr);
 }
 
 int main() {

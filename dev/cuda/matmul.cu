@@ -19,6 +19,8 @@
 #include "../../llmc/matmul.cuh"
 #include "ladder.h"
 
+using namespace llmc;
+
 typedef bf16 T;
 
 struct Linear {
@@ -51,27 +53,28 @@ static void thread_an_output(const Linear& a, cudaStream_t stream) {
 
 // ----------------------------------------------------------------------------
 // 2. Tiles in shared memory: 32 x 32 outputs a block, 32 steps of the sum at a time.
-//   An element that a block loads serves 32 outputs, and lanes load neighbours, whole sectors. Still
-//   two loads for each multiply-add, now from shared memory, a cycle each, since rows of SIDE + 1 keep
-//   a column's numbers in different banks: 4 schedulers could start
-//   4 multiply-adds in a cycle, and get one in two: about 1/8 of the peak.
+//   An element that a block loads serves 32 outputs, and lanes load neighbours, whole sectors.
+//   Still two loads for each multiply-add, now from shared memory, a cycle each, since rows of SIDE
+//   + 1 keep a column's numbers in different banks. 4 schedulers could start 4 multiply-adds in a
+//   cycle, and get one in two: about 1/8 of the peak.
 
 constexpr int SIDE = 32, SQUARE = SIDE * SIDE;
 
 __global__ void shared_tiles_kernel(Linear a) {
-    SHARED(float, inp, SQUARE);
-    SHARED(float, weight, SQUARE + SIDE); // (SIDE, SIDE + 1): lanes read down a column
+    LLMC_SHARED(float, inp, SQUARE);
+    LLMC_SHARED(float, weight, SQUARE + SIDE); // (SIDE, SIDE + 1): lanes read down a column
     size_t m = size_t(blockIdx.y) * SIDE + threadIdx.y, n0 = size_t(blockIdx.x) * SIDE;
     int x = threadIdx.x, y = threadIdx.y;
+
     float sum = 0;
     for (size_t k0 = 0; k0 < a.K; k0 += SIDE) {
         size_t k = k0 + x;
         bool row = m < a.M && k < a.K, column = n0 + y < a.N && k < a.K;
         inp[y * SIDE + x] = row ? to_float(a.inp[m * a.K + k]) : 0;
         weight[y * (SIDE + 1) + x] = column ? to_float(a.weight[(n0 + y) * a.K + k]) : 0;
-        __syncthreads(); // the tiles are there
+        __syncthreads(); // all threads have written
         for (int i = 0; i < SIDE; i++) sum += inp[y * SIDE + i] * weight[x * (SIDE + 1) + i];
-        __syncthreads(); // and read
+        __syncthreads(); // all have read: the next tiles may be written
     }
     if (m < a.M && n0 + x < a.N) a.out[m * a.N + n0 + x] = from_acc<T>(sum);
 }
@@ -89,8 +92,9 @@ static void shared_tiles(const Linear& a, cudaStream_t stream) {
 //   last, less what loading and waiting at barriers take. Tiles lie with the step first, so that a
 //   thread's numbers of one step are neighbours.
 
-constexpr int BLOCK = 128, STEPS = 16,
-              FLOATS = STEPS * BLOCK; // outputs along both sides, steps of the sum in a tile
+constexpr int BLOCK = 128;            // outputs along both sides
+constexpr int STEPS = 16;             // of the sum in a tile
+constexpr int FLOATS = STEPS * BLOCK; // of a tile
 
 // rows [row0, row0 + BLOCK) of x (rows, K), steps [k0, k0 + STEPS), as tile (STEPS, BLOCK)
 __device__ inline void load_turned(float* tile, const T* x, size_t row0, size_t rows, size_t k0,
@@ -101,19 +105,22 @@ __device__ inline void load_turned(float* tile, const T* x, size_t row0, size_t 
     for (int i = 0; i < 8; i++) tile[(first + i) * BLOCK + r] = to_float(p.v[i]);
 }
 
-// Of eight rows or columns a thread has 4 at 4 i and 4 at 64 + 4 i: a warp reads neighbours.
+// A thread's eight rows or columns: 4 at 4 i and 4 at 64 + 4 i, so that a warp reads neighbours.
 __device__ inline int mine(int i, int j) { return j / 4 * 64 + i * 4 + j % 4; }
 
 __global__ void __launch_bounds__(256) register_tiles_kernel(Linear a) {
-    SHARED(float, inp, FLOATS);
-    SHARED(float, weight, FLOATS);
+    LLMC_SHARED(float, inp, FLOATS);
+    LLMC_SHARED(float, weight, FLOATS);
     size_t m0 = size_t(blockIdx.y) * BLOCK, n0 = size_t(blockIdx.x) * BLOCK;
     int x = threadIdx.x % 16, y = threadIdx.x / 16;
+
     float sum[8][8] = {};
     for (size_t k0 = 0; k0 < a.K; k0 += STEPS) {
         load_turned(inp, a.inp, m0, a.M, k0, a.K);
         load_turned(weight, a.weight, n0, a.N, k0, a.K);
-        __syncthreads(); // the tiles are there
+        __syncthreads(); // all threads have written
+
+        // Each step: 16 numbers, 64 multiply-adds.
         #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const float *rows = inp + k * BLOCK + y * 4, *columns = weight + k * BLOCK + x * 4;
@@ -124,8 +131,10 @@ __global__ void __launch_bounds__(256) register_tiles_kernel(Linear a) {
                 #pragma unroll
                 for (int j = 0; j < 8; j++) sum[i][j] += r[i / 4].v[i % 4] * c[j / 4].v[j % 4];
         }
-        __syncthreads(); // and read
+        __syncthreads(); // all have read: the next tiles may be written
     }
+
+    // Write the outputs.
     #pragma unroll
     for (int i = 0; i < 8; i++)
         #pragma unroll
@@ -136,7 +145,7 @@ __global__ void __launch_bounds__(256) register_tiles_kernel(Linear a) {
 }
 
 static void register_tiles(const Linear& a, cudaStream_t stream) {
-    CHECK(a.K % 8 == 0, "this rung wants rows of 16-byte packs, K is %zu", a.K);
+    LLMC_CHECK(a.K % 8 == 0, "this rung wants rows of 16-byte packs, K is %zu", a.K);
     dim3 grid(unsigned(ceil_div(a.N, BLOCK)), unsigned(ceil_div(a.M, BLOCK)));
     launch(register_tiles_kernel, grid, 256, 0, stream, a);
 }
@@ -144,10 +153,10 @@ static void register_tiles(const Linear& a, cudaStream_t stream) {
 // ----------------------------------------------------------------------------
 // 4. Tensor cores, by mma.sync: a warp multiplies (16,16) by (16,8) in one instruction.
 //   15 times the peak of float, and the tiles stay in bf16: half the bytes. Four warps with 64 x 64
-//   outputs each: for 16 steps of the sum 8 loads by ldmatrix, of 512 bytes and 4 cycles each, serve
-//   32 products, a cycle each at the full rate. With 64 x 32 it would be 6 for 16, and shared memory
-//   the limit. Tiles come by cp.async, past the registers, and one ahead: memory works while the
-//   tensor cores do.
+//   outputs each: for 16 steps of the sum 8 loads by ldmatrix, of 512 bytes and 4 cycles each,
+//   serve 32 products, a cycle each at the full rate. With 64 x 32 it would be 6 for 16, and shared
+//   memory the limit. Tiles come by cp.async, past the registers, and one ahead: memory works while
+//   the tensor cores do.
 
 constexpr int DEPTH = 32; // steps of the sum in a tile
 // 80 bytes a row: the 8 rows that ldmatrix reads at a time lie in 32 different banks
@@ -165,14 +174,16 @@ __device__ inline void load_async(T* tile, const T* x, size_t row0, size_t rows,
 }
 
 __global__ void __launch_bounds__(THREADS) tensor_cores_kernel(Linear a) {
-    SHARED(T, inp, 2 * TILE);
-    SHARED(T, weight, 2 * TILE);
+    LLMC_SHARED(T, inp, 2 * TILE);
+    LLMC_SHARED(T, weight, 2 * TILE);
     size_t m0 = size_t(blockIdx.y) * BLOCK, n0 = size_t(blockIdx.x) * BLOCK;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int row = warp / 2 * 64, column = warp % 2 * 64; // the warp's outputs in the block's
     float sum[4][8][4] = {};                         // 4 x 8 products of (16,8), 4 numbers a lane
+
+    // Tiles come two stages in turn; beyond K an empty one, so that waits count on.
     auto load_stage = [&](size_t stage, size_t k0) {
-        if (k0 >= a.K) return cp_async_commit(); // none, so that waits count on
+        if (k0 >= a.K) return cp_async_commit();
         load_async(inp + stage * TILE, a.inp, m0, a.M, k0, a.K);
         load_async(weight + stage * TILE, a.weight, n0, a.N, k0, a.K);
         cp_async_commit();
@@ -182,9 +193,11 @@ __global__ void __launch_bounds__(THREADS) tensor_cores_kernel(Linear a) {
         load_stage(stage ^ 1, k0 + DEPTH);
         cp_async_wait<1>(); // this thread's part of all but the next
         __syncthreads();    // and everyone's
-        const T *x = inp + stage * TILE, *w = weight + stage * TILE;
+        const T *x = inp + stage * TILE, *w = weight + stage * TILE; // (BLOCK, ROW) each
+
         #pragma unroll
         for (int k = 0; k < DEPTH; k += 16) {
+            // Load the fragments.
             uint32_t fx[4][4], fw[4][4]; // fragments: 16 rows each, 16 steps
             #pragma unroll
             for (int i = 0; i < 4; i++)
@@ -193,6 +206,8 @@ __global__ void __launch_bounds__(THREADS) tensor_cores_kernel(Linear a) {
             for (int j = 0; j < 4; j++)
                 ldmatrix_x4(fw[j], w + (column + 16 * j + lane / 16 * 8 + lane % 8) * ROW + k +
                                        lane / 8 % 2 * 8);
+
+            // Multiply.
             #pragma unroll
             for (int i = 0; i < 4; i++)
                 #pragma unroll
@@ -203,8 +218,10 @@ __global__ void __launch_bounds__(THREADS) tensor_cores_kernel(Linear a) {
         }
         __syncthreads(); // this stage is read: the next load may overwrite it
     }
+
+    // Write the outputs: a lane has two neighbours in rows lane / 4 and lane / 4 + 8.
     #pragma unroll
-    for (int i = 0; i < 8; i++) // a lane has two neighbours in rows lane / 4 and lane / 4 + 8
+    for (int i = 0; i < 8; i++)
         #pragma unroll
         for (int j = 0; j < 8; j++) {
             size_t m = m0 + row + 8 * i + lane / 4, n = n0 + column + 8 * j + lane % 4 * 2;
@@ -215,7 +232,7 @@ __global__ void __launch_bounds__(THREADS) tensor_cores_kernel(Linear a) {
 }
 
 static void tensor_cores(const Linear& a, cudaStream_t stream) {
-    CHECK(a.K % 8 == 0 && a.N % 2 == 0, "this rung wants K in eights and N even");
+    LLMC_CHECK(a.K % 8 == 0 && a.N % 2 == 0, "this rung wants K in eights and N even");
     dim3 grid(unsigned(ceil_div(a.N, BLOCK)), unsigned(ceil_div(a.M, BLOCK)));
     launch(tensor_cores_kernel, grid, THREADS, 0, stream, a);
 }
@@ -250,6 +267,7 @@ static void check(Check& c, Run run, size_t M, size_t N, size_t K) {
     const double* none = nullptr;
     matmul_plain(want.data(), x.data(), w.data(), none, none, {M, N, K, {K, 1}, {1, K}, N},
                  panels.data());
+
     every_order(c, [&](Outputs& o) {
         Array<T> out(M * N), inp(x), weight(w);
         Array<unsigned char> scratch(PRODUCT_WORKSPACE);
@@ -265,7 +283,10 @@ static double seconds(Run run, size_t M, size_t N, size_t K) {
     Array<unsigned char> scratch(PRODUCT_WORKSPACE);
     Blas blas;
     blas_scratch(blas, scratch.data, scratch.n);
-    fill_random(inp), fill_random(weight);
+    fill_random(inp);
+    fill_random(weight);
+
+    // Let cuBLASLt choose its algorithm before the clock runs.
     auto once = [&] { run({out.data, inp.data, weight.data, M, N, K, &blas}, nullptr); };
     blas_rehearse(blas, true, cudaStream_t{});
     once();

@@ -9,6 +9,9 @@ column, for train_gpt --prepare. Reads a batch of rows at a time, never a whole
 file; the output gets its name when it is whole. Needs pyarrow: pip install pyarrow
 """
 import argparse, json, os, sys
+
+# train_gpt starts this with python3 -I, which looks for modules neither here nor in the current folder.
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from download import (
     DownloadError, bytes_text, hugging_face_download, hugging_face_files, main_with_errors,
 )

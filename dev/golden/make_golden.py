@@ -65,9 +65,11 @@ def gpt2_shapes(c):
     return shapes
 
 
-def attention(q, k, v):  # (B, heads, T, HS)
+def attention(q, k, v, window=None):  # (B, heads, T, HS)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    if window:
+        hidden |= torch.ones_like(hidden).tril(-window)
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
@@ -91,7 +93,7 @@ def gpt2_logits(w, tokens, c):
     return x @ w["transformer.wte.weight"].T
 
 
-# ---- Llama and Qwen2
+# ---- Llama, Qwen2 and Qwen3
 
 def llama_config(**more):
     c = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=101, hidden_size=32,
@@ -114,19 +116,36 @@ def qwen2_config():
     return c
 
 
+def qwen3_config():
+    # heads wider than C / NH, biases on q, k, v and o, and a window in the second block
+    return llama_config(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=83,
+                        intermediate_size=40, head_dim=12, tie_word_embeddings=True,
+                        attention_bias=True, rope_scaling=None, use_sliding_window=True,
+                        sliding_window=10, max_window_layers=1)
+
+
+def head_size(c):
+    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+
+
 def llama_shapes(c):
     C, I = c["hidden_size"], c["intermediate_size"]
-    HS = C // c["num_attention_heads"]
-    KV = c["num_key_value_heads"] * HS
+    HS = head_size(c)
+    Q, KV = c["num_attention_heads"] * HS, c["num_key_value_heads"] * HS
+    biased = c["model_type"] == "qwen2" or c["attention_bias"]
     shapes = {"model.embed_tokens.weight": (c["vocab_size"], C)}
     for l in range(c["num_hidden_layers"]):
         p = f"model.layers.{l}."
         shapes[p + "input_layernorm.weight"] = (C,)
-        for name, rows in (("q", C), ("k", KV), ("v", KV)):
+        for name, rows in (("q", Q), ("k", KV), ("v", KV)):
             shapes[p + f"self_attn.{name}_proj.weight"] = (rows, C)
-            if c["model_type"] == "qwen2":
+            if biased:
                 shapes[p + f"self_attn.{name}_proj.bias"] = (rows,)
-        shapes.update({p + "self_attn.o_proj.weight": (C, C),
+        if c["model_type"] == "qwen3":
+            shapes.update({p + f"self_attn.{name}_norm.weight": (HS,) for name in "qk"})
+        if c.get("attention_bias"):
+            shapes[p + "self_attn.o_proj.bias"] = (C,)
+        shapes.update({p + "self_attn.o_proj.weight": (C, Q),
                        p + "post_attention_layernorm.weight": (C,),
                        p + "mlp.gate_proj.weight": (I, C), p + "mlp.up_proj.weight": (I, C),
                        p + "mlp.down_proj.weight": (C, I)})
@@ -158,7 +177,7 @@ def rotate(x, frequencies):  # (B, heads, T, HS): pairs (i, i + HS/2)
 
 def llama_logits(w, tokens, c):
     C, NH, NKV = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    HS = C // NH
+    HS = head_size(c)
     scale = lambda x: (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).rsqrt()
     norm = lambda x, weight: x * scale(x) * weight
     split = lambda x, heads: x.view(*x.shape[:2], heads, HS).transpose(1, 2)
@@ -170,9 +189,13 @@ def llama_logits(w, tokens, c):
         h = norm(x, w[p + "input_layernorm.weight"])
         q, k, v = (split(linear(h, f"self_attn.{n}_proj"), heads)
                    for n, heads in (("q", NH), ("k", NKV), ("v", NKV)))
+        if c["model_type"] == "qwen3":
+            q, k = (norm(y, w[p + f"self_attn.{n}_norm.weight"]) for n, y in (("q", q), ("k", k)))
         q, k = rotate(q, frequencies), rotate(k, frequencies)
         k, v = (y.repeat_interleave(NH // NKV, 1) for y in (k, v))
-        x = x + linear(attention(q, k, v).transpose(1, 2).reshape(x.shape), "self_attn.o_proj")
+        window = c.get("use_sliding_window") and l >= c["max_window_layers"] and c["sliding_window"]
+        seen = attention(q, k, v, window).transpose(1, 2).flatten(2)
+        x = x + linear(seen, "self_attn.o_proj")
         h = norm(x, w[p + "post_attention_layernorm.weight"])
         gated = F.silu(linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj")
         x = x + linear(gated, "mlp.down_proj")
@@ -231,11 +254,12 @@ def golden(weights, logits_of, tokens, targets):
 
 def transformers_golden(folder, tokens, targets):
     """golden() again. The norms, softmax and rotary tables of transformers are float32 whatever the
-    model's type; here the name torch.float32 and the method float() mean float64 while its model is
-    built and run, so that all is float64."""
+    model's type; here the names torch.float32 and torch.float and the method float() mean float64 while
+    its model is built and run, so that all is float64."""
     from transformers import AutoModelForCausalLM
     loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with mock.patch.object(torch, "float32", torch.float64), \
+         mock.patch.object(torch, "float", torch.float64), \
          mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         model = type(loaded)(loaded.config).double().eval()
         model.load_state_dict(loaded.state_dict())
@@ -266,9 +290,8 @@ def compare_with_transformers(folder, numbers, tokens, targets):
         import transformers
     except ImportError:
         return "transformers cannot be imported: not compared"
-    if tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (4, 43):
-        return (f"transformers {transformers.__version__} does not know Llama-3 rotary scaling "
-                "(4.43 does): not compared")
+    if tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (4, 51):
+        return f"transformers {transformers.__version__} does not know Qwen3 (4.51 does): not compared"
     theirs = transformers_golden(folder, tokens, targets)
     assert set(theirs) == set(numbers) - {"tokens", "targets", "step_losses"}
     worst = {}  # kind of number: largest difference over the largest number
@@ -287,7 +310,8 @@ def main():
     for name, config, shapes_of, logits_of in (
             ("gpt2-tiny", gpt2_config(), gpt2_shapes, gpt2_logits),
             ("llama-tiny", llama_config(), llama_shapes, llama_logits),
-            ("qwen2-tiny", qwen2_config(), llama_shapes, llama_logits)):
+            ("qwen2-tiny", qwen2_config(), llama_shapes, llama_logits),
+            ("qwen3-tiny", qwen3_config(), llama_shapes, llama_logits)):
         folder = os.path.join(HERE, name)
         os.makedirs(folder, exist_ok=True)
         torch.manual_seed(1234)

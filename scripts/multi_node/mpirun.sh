@@ -17,5 +17,5 @@ machines=$(grep -cvE '^[[:space:]]*(#|$)' "$hosts") || fail "$hosts names no mac
 cores=$(nproc)
 threads=$((cores > ranks ? cores / ranks : 1))
 [ "$(id -u)" = 0 ] && root=--allow-run-as-root || root=
-exec mpirun $root --hostfile "$hosts" --map-by "ppr:$ranks:node" --bind-to none -np $((machines * ranks)) \
+exec "$(dirname "$0")/gently.sh" mpirun $root --hostfile "$hosts" --map-by "ppr:$ranks:node" --bind-to none -np $((machines * ranks)) \
     -x OMP_NUM_THREADS=$threads -x PATH -x LD_LIBRARY_PATH "$program" "$@"

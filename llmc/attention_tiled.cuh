@@ -1,0 +1,530 @@
+// attention_tiled.cuh - attention on the CPU in tiles: products, online softmax - arXiv:2205.14135
+//   A task is a head's block of ATTENTION_Q queries; it walks blocks of ATTENTION_K keys:
+//   scores = q k^T, masked; running maximum and sum; out += p v, rescaled when the maximum moves.
+//   Backward, a task is a key head: p from lse, ds = p (dout v^T - D) scale, then
+//   dv += p^T dout,  dk += ds^T q,  dq += ds k.
+//   q, k, v, out, lse as attention_types.h has them.
+//   Contract: out, lse =   dq, dk, dv = or += (x.accumulate).  T or acc_t<T> for out and gradients.
+//             A row that sees nothing: out 0, lse -inf, gradients 0.
+//             Bitwise repeatable for any number of threads: a task owns what it writes.
+//   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; blocks that no query sees
+//         are skipped. Memory, a thread: tiles, k and v of a head, dk and dv of a head in acc_t<T>.
+//   To copy: this file, attention_cpu.cuh, attention_types.h, matmul.cuh, cuda_common.h and types.h
+#pragma once
+#include "attention_cpu.cuh"
+#include "matmul.cuh"
+
+namespace llmc {
+
+constexpr size_t ATTENTION_Q = 128; // queries in a block
+constexpr size_t ATTENTION_K = 128; // keys in a block
+constexpr size_t ATTENTION_FEW = 8; // fewer rows (decoding) go through our own loops
+
+// A soft cap, and values of another width than keys, go through the reference.
+template <typename T>
+bool tiles_take(const AttentionOperands<T>& x) {
+    return x.softcap == 0 && x.d.HS_v == x.d.HS;
+}
+
+// ----------------------------------------------------------------------------
+// a thread's tiles. Heads are copied to dense rows: for a strided operand oneDNN 2.6 takes another,
+// slower implementation, which allocates 70 to 230 KB at each call.
+
+template <typename T>
+struct HeadRows { // the rows of one head
+    const T* data;
+    size_t stride; // elements between rows
+    const T* row(size_t i) const { return data + i * stride; }
+};
+
+// A thread's share of the scratch.
+template <typename T> struct AttentionTile {
+    acc_t<T> *scores, *dscores; // (Q,K)
+    T *p, *ds;                  // (Q,K) as operands
+    T *q, *dout;                // (Q,HS) dense
+    T *k, *v;                   // (Tk,HS) dense
+    acc_t<T>* sum;              // (Q,HS)
+    acc_t<T> *row_max, *row_sum, *D; // (Q)
+    acc_t<T> *dk, *dv;               // (Tk,HS)
+    unsigned char* products;         // scratch of the matrix products
+    size_t products_bytes;
+};
+
+// (rows, keys) = q k^T;  (rows, HS) += p v;  (keys, HS) += p^T dout
+// Product: M, N, K; strides {row, column} of a and of b; row stride of the result; accumulate.
+inline Product scores_product(size_t rows, size_t keys, size_t HS, size_t q_stride,
+                              size_t k_stride) {
+    return {rows, keys, HS, {q_stride, 1}, {1, k_stride}, keys};
+}
+inline Product values_product(size_t rows, size_t keys, size_t HS, size_t v_stride) {
+    return {rows, HS, keys, {keys, 1}, {v_stride, 1}, HS, true};
+}
+inline Product keys_product(size_t rows, size_t keys, size_t HS, size_t q_stride) {
+    return {keys, HS, rows, {1, keys}, {q_stride, 1}, HS, true};
+}
+
+// The sizes that blocks of T rows come in.
+// At most two: full blocks, and the last one.
+inline std::vector<size_t> block_sizes(size_t T, size_t block) {
+    std::vector<size_t> sizes;
+    if (T >= block) sizes.push_back(block);
+    if (T % block) sizes.push_back(T % block);
+    return sizes;
+}
+
+// Bytes that the largest of a thread's products may ask for.
+template <typename T>
+size_t attention_product_scratch(const AttentionDims& d) {
+    Type t = type_of<T>(), a = type_of<acc_t<T>>();
+    size_t most = 0;
+    auto need = [&](const Product& p) {
+        most = std::max(most, matmul_scratch_bytes(p, t, a, false, false, 1));
+    };
+
+    // Ask for every shape that a block can have, and every kind of product.
+    for (size_t rows : block_sizes(d.Tq, ATTENTION_Q))
+        for (size_t keys : block_sizes(d.Tk, ATTENTION_K)) {
+            need(scores_product(rows, keys, d.HS, d.HS, d.HS));
+            need(values_product(rows, keys, d.HS, d.HS));
+            need(keys_product(rows, keys, d.HS, d.HS));
+        }
+
+    // With a key/value cache Tk grows, its last block takes every size: plain loops cover those.
+    return most + matmul_plain_scratch_bytes(std::max(ATTENTION_K, d.HS), sizeof(acc_t<T>), 1);
+}
+
+// Lay out a thread's share. Returns its bytes before the products' own scratch, which is the rest.
+template <typename T>
+size_t attention_tile(AttentionTile<T>& tile, unsigned char* share, size_t share_bytes,
+                      const AttentionDims& d) {
+    size_t next = 0;
+    // 256-byte steps keep arrays on cache lines of their own.
+    auto take = [&](auto*& p, size_t n) {
+        p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(share + next);
+        next += round_up(n * sizeof(*p), 256);
+    };
+    size_t Q = ATTENTION_Q, K = ATTENTION_K;
+
+    // A block's scores, and their gradients.
+    take(tile.scores, Q * K);
+    take(tile.dscores, Q * K);
+    take(tile.p, Q * K);
+    take(tile.ds, Q * K);
+
+    // A head's operands.
+    take(tile.q, Q * d.HS);
+    take(tile.dout, Q * d.HS);
+    take(tile.k, d.Tk * d.HS);
+    take(tile.v, d.Tk * d.HS);
+
+    // A head's sums.
+    take(tile.sum, Q * d.HS);
+    take(tile.row_max, Q);
+    take(tile.row_sum, Q);
+    take(tile.D, Q);
+    take(tile.dk, d.Tk * d.HS);
+    take(tile.dv, d.Tk * d.HS);
+
+    tile.products = share + next;
+    tile.products_bytes = share_bytes - next;
+    return next;
+}
+
+// Bytes for all threads. A null share only counts.
+template <typename T>
+size_t attention_scratch_bytes(const AttentionDims& d, int threads, Cpu) {
+    AttentionTile<T> tile;
+    size_t tiles = attention_tile<T>(tile, nullptr, 0, d);
+    return (tiles + round_up(attention_product_scratch<T>(d), 256)) * size_t(threads);
+}
+
+template <typename T>
+AttentionTile<T> my_tile(const Blas& blas, const AttentionDims& d, Cpu where) {
+    AttentionTile<T> tile;
+    // Threads share the scratch evenly, in multiples of 256 bytes.
+    size_t share = blas.scratch_bytes / size_t(threads_here(where)) / 256 * 256;
+    unsigned char* mine = static_cast<unsigned char*>(blas.scratch) + thread_here() * share;
+    size_t used = attention_tile(tile, mine, share, d);
+    LLMC_CHECK(used <= share, "attention needs %zu bytes of scratch a thread, the plan gave %zu",
+               used, share);
+    return tile;
+}
+
+// Copy `rows` rows of HS channels to `to`, one after the other.
+template <typename T>
+HeadRows<T> dense_rows(T* to, HeadRows<T> from, size_t rows, size_t HS) {
+    for (size_t i = 0; i < rows; i++)
+        memcpy(to + i * HS, from.row(i), HS * sizeof(T));
+    return {to, HS};
+}
+
+// A product with few rows or a short sum.
+template <typename T>
+void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
+    typedef acc_t<T> A;
+    for (size_t i = 0; i < p.M; i++) {
+        A* row = out + i * p.out_row;
+        const T* ai = a + i * p.a.row;
+        if (!p.accumulate)
+            std::fill_n(row, p.N, A(0));
+
+        // Take dot products where the rows of b^T are contiguous.
+        for (size_t j = 0; p.b.column != 1 && j < p.N; j++) {
+            const T* bj = b + j * p.b.column;
+            A sum = 0;
+            #pragma omp simd reduction(+ : sum)
+            for (size_t k = 0; k < p.K; k++)
+                sum += to_acc(ai[k * p.a.column]) * to_acc(bj[k * p.b.row]);
+            row[j] += sum;
+        }
+
+        // Else add up rows of b.
+        for (size_t k = 0; p.b.column == 1 && k < p.K; k++) {
+            const T* bk = b + k * p.b.row;
+            A x = to_acc(ai[k * p.a.column]);
+            #pragma omp simd
+            for (size_t j = 0; j < p.N; j++)
+                row[j] += x * to_acc(bk[j]);
+        }
+    }
+}
+
+// One thread's product. Few rows avoid oneDNN: it would compile anew at each length in decoding.
+template <typename T>
+void tile_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p, const AttentionTile<T>& t,
+                 Blas& blas, Cpu where) {
+    // The fused matmul's other operands are not used here.
+    const T* bias = nullptr;
+    const acc_t<T>* residual = nullptr;
+    if (p.M < ATTENTION_FEW || p.K < ATTENTION_FEW)
+        return few_rows_matmul(out, a, b, p);
+    matmul(out, a, b, bias, residual, p, blas, 1 + size_t(thread_here()), t.products,
+           t.products_bytes, where);
+}
+
+// ----------------------------------------------------------------------------
+// the mask of a block of queries and a block of keys
+
+// Positions of a block's queries and keys, and what they say of the block as a whole.
+struct BlockMask {
+    const int *q_positions, *doc_start; // (rows)
+    const int* k_positions;             // (keys)
+    size_t rows, keys;
+    int window;
+    bool nothing;    // no query sees any of the keys
+    bool everything; // every query sees all of them
+};
+
+inline BlockMask mask_of(const int* q_positions, const int* doc_start, const int* k_positions,
+                         size_t rows, size_t keys, int window) {
+    // Compare extremes, not pairs. A block that only looks mixed costs a mask, no error.
+    auto [q_low, q_high] = std::minmax_element(q_positions, q_positions + rows);
+    auto [d_low, d_high] = std::minmax_element(doc_start, doc_start + rows);
+    auto [k_low, k_high] = std::minmax_element(k_positions, k_positions + keys);
+    bool nothing = *k_low > *q_high || *k_high < *d_low || *q_low - *k_high >= window;
+    bool everything = *k_high <= *q_low && *k_low >= *d_high && *q_high - *k_low < window;
+    return {q_positions, doc_start, k_positions, rows, keys, window, nothing, everything};
+}
+
+// Scale a block's scores (rows, keys) in place, add ALiBi, and set -inf where a key is masked.
+template <typename A>
+void mask_scores(A* scores, const BlockMask& m, A scale, A slope) {
+    for (size_t i = 0; i < m.rows; i++) {
+        A* row = scores + i * m.keys;
+        int position = m.q_positions[i], start = m.doc_start[i];
+        #pragma omp simd
+        for (size_t j = 0; j < m.keys; j++) {
+            int distance = position - m.k_positions[j];
+            A x = row[j] * scale - slope * A(distance);
+            // The same three tests as AttentionOperands::visible().
+            bool seen = distance >= 0 && distance < m.window && m.k_positions[j] >= start;
+            row[j] = seen ? x : A(-INFINITY);
+        }
+    }
+}
+
+// Returns the factor that the scores still lack: a block that is seen whole needs no pass.
+template <typename A>
+A finish_scores(A* scores, const BlockMask& m, A scale, A slope) {
+    if (m.everything && slope == 0) return scale;
+    mask_scores(scores, m, scale, slope);
+    return 1;
+}
+
+// ----------------------------------------------------------------------------
+// forward
+
+// Join a block's scores to the running softmax: exponentials become operands (t.p), sums and
+// outputs are rescaled to the new maximum.
+template <typename T>
+void online_softmax(AttentionTile<T>& t, const BlockMask& m, size_t HS, acc_t<T> factor) {
+    typedef acc_t<T> A;
+    for (size_t i = 0; i < m.rows; i++) {
+        const A* row = t.scores + i * m.keys;
+        T* p = t.p + i * m.keys;
+
+        // Find the maximum so far. A row that has seen nothing rescales from 0.
+        A most = A(-INFINITY), sum = 0;
+        #pragma omp simd reduction(max : most)
+        for (size_t j = 0; j < m.keys; j++)
+            most = row[j] > most ? row[j] : most;
+        most = std::max(t.row_max[i], most * factor);
+        A base = most == A(-INFINITY) ? 0 : most;
+        A rescale = fast_exp_low(t.row_max[i] - base);
+
+        // Exponentials below it, and their sum.
+        #pragma omp simd reduction(+ : sum)
+        for (size_t j = 0; j < m.keys; j++) {
+            A e = fast_exp_low(row[j] * factor - base);
+            p[j] = from_acc<T>(e);
+            sum += e;
+        }
+        // Carry the row over to the next block of keys.
+        t.row_max[i] = most;
+        t.row_sum[i] = t.row_sum[i] * rescale + sum;
+        for (size_t e = 0; e < HS; e++)
+            t.sum[i * HS + e] *= rescale;
+    }
+}
+
+// One head's block of queries: their positions, their rows, and the keys they may see.
+template <typename T> struct AttentionBlock {
+    HeadRows<T> q, k, v, dout;
+    const int *q_positions = nullptr, *doc_start = nullptr; // (rows)
+    const int* k_positions = nullptr;                       // (Tk)
+    size_t rows = 0;
+    acc_t<T> slope = 0;
+};
+
+// Leave a block's sums in t.sum and t.row_sum.
+template <typename T>
+void attention_forward_block(const AttentionBlock<T>& a, const AttentionOperands<T>& x,
+                             AttentionTile<T>& t, Blas& blas, Cpu where) {
+    typedef acc_t<T> A;
+    const AttentionDims& d = x.d;
+    // Start from nothing seen.
+    std::fill_n(t.row_max, a.rows, A(-INFINITY));
+    std::fill_n(t.row_sum, a.rows, A(0));
+    std::fill_n(t.sum, a.rows * d.HS, A(0));
+
+    // Walk the blocks of keys that some query sees.
+    for (size_t j = 0; j < d.Tk; j += ATTENTION_K) {
+        BlockMask m = mask_of(a.q_positions, a.doc_start, a.k_positions + j, a.rows,
+                              std::min(ATTENTION_K, d.Tk - j), d.window);
+        if (m.nothing) continue;
+
+        // Scores.
+        Product scores = scores_product(a.rows, m.keys, d.HS, a.q.stride, a.k.stride);
+        tile_matmul(t.scores, a.q.data, a.k.row(j), scores, t, blas, where);
+        A factor = finish_scores(t.scores, m, x.scale, a.slope);
+
+        // Softmax, and the values it weighs.
+        online_softmax(t, m, d.HS, factor);
+        Product values = values_product(a.rows, m.keys, d.HS, a.v.stride);
+        tile_matmul(t.sum, (const T*)t.p, a.v.row(j), values, t, blas, where);
+    }
+}
+
+// Divide by the sums of exponentials. out: rows NH*HS apart; lse (rows).
+template <typename T, typename O>
+void store_attention(O* out, acc_t<T>* lse, const AttentionTile<T>& t, size_t rows,
+                     const AttentionDims& d) {
+    typedef acc_t<T> A;
+    for (size_t i = 0; i < rows; i++) {
+        bool seen = !(t.row_sum[i] <= 0); // NaN has been seen
+        A inverse = seen ? 1 / t.row_sum[i] : 0;
+        const A* sum = t.sum + i * d.HS;
+        for (size_t e = 0; e < d.HS; e++)
+            out[i * d.NH * d.HS + e] = from_acc<O>(sum[e] * inverse);
+        lse[i] = seen ? t.row_max[i] + std::log(t.row_sum[i]) : A(-INFINITY);
+    }
+}
+
+template <typename T, typename O>
+void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operands, Blas& blas,
+                       Cpu where) {
+    const AttentionOperands<T> x = completed(operands);
+    const AttentionDims& d = x.d;
+    // Rare operands go through the definition: slow, and right.
+    if (!tiles_take(x)) return attention_forward_reference(out, lse, x);
+    size_t blocks = ceil_div(d.Tq, ATTENTION_Q), group = d.NH / d.NKV;
+    #pragma omp parallel
+    {
+        // A thread keeps one tile for all its tasks.
+        AttentionTile<T> t = my_tile<T>(blas, d, where);
+        HeadRows<T> keys = {}, values = {};
+        const T* held = nullptr; // whose keys are at hand: neighbouring tasks mostly share them
+        // Tasks differ in length, from one block of keys to all: hand them out as threads ask.
+        #pragma omp for collapse(3) schedule(dynamic)
+        for (size_t b = 0; b < d.B; b++)
+            for (size_t h = 0; h < d.NH; h++)
+                for (size_t block = 0; block < blocks; block++) {
+                    size_t i = (blocks - 1 - block) * ATTENTION_Q; // longest first
+                    size_t rows = std::min(ATTENTION_Q, d.Tq - i);
+
+                    // Copy the operands to dense rows, the keys once for the tasks that share them.
+                    const T* k = x.k + x.key_at(b, h / group, 0);
+                    if (k != held) {
+                        held = k;
+                        keys = {k, d.k_stride};
+                        values = {x.v + x.value_at(b, h / group, 0), d.v_stride};
+                        // In decoding the copy would cost more than the products.
+                        if (d.Tq >= ATTENTION_FEW) {
+                            keys = dense_rows(t.k, keys, d.Tk, d.HS);
+                            values = dense_rows(t.v, values, d.Tk, d.HS);
+                        }
+                    }
+                    // Few queries stay where they are: our own loops take any stride.
+                    HeadRows<T> queries = {x.query(b, h, i), d.q_stride};
+                    if (rows >= ATTENTION_FEW)
+                        queries = dense_rows(t.q, queries, rows, d.HS);
+
+                    // Run the block.
+                    AttentionBlock<T> a = {queries, keys, values, {}};
+                    a.q_positions = x.q_positions + b * d.Tq + i;
+                    a.doc_start = x.doc_start + b * d.Tq + i;
+                    a.k_positions = x.k_positions + b * d.Tk;
+                    a.rows = rows;
+                    a.slope = x.slope(h);
+                    attention_forward_block(a, x, t, blas, where);
+                    store_attention(out + x.out_at(b, h, i), lse + x.lse_at(b, h, i), t, rows, d);
+                }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// backward
+
+// p = exp(s - lse), ds = p (dp - D) scale, both as operands
+template <typename T>
+void backward_scores(AttentionTile<T>& t, const acc_t<T>* lse, const BlockMask& m, acc_t<T> factor,
+                     acc_t<T> scale) {
+    typedef acc_t<T> A;
+    for (size_t i = 0; i < m.rows; i++) {
+        const A *row = t.scores + i * m.keys, *dp = t.dscores + i * m.keys;
+        T *p = t.p + i * m.keys, *ds = t.ds + i * m.keys;
+        // A row that sees nothing has only -inf scores: any finite base gives p = 0.
+        A base = lse[i] == A(-INFINITY) ? 0 : lse[i], D = t.D[i];
+        #pragma omp simd
+        for (size_t j = 0; j < m.keys; j++) {
+            A e = fast_exp_low(row[j] * factor - base);
+            p[j] = from_acc<T>(e);
+            ds[j] = from_acc<T>(e * (dp[j] - D) * scale);
+        }
+    }
+}
+
+// D = the sums of dout out, whose rows are NH*HS apart
+template <typename T>
+void backward_row_sums(AttentionTile<T>& t, const T* dout, const T* out, size_t rows,
+                       const AttentionDims& d) {
+    for (size_t i = 0; i < rows; i++) {
+        acc_t<T> sum = 0;
+        const T *a = dout + i * d.NH * d.HS, *b = out + i * d.NH * d.HS;
+        #pragma omp simd reduction(+ : sum)
+        for (size_t e = 0; e < d.HS; e++)
+            sum += to_acc(a[e]) * to_acc(b[e]);
+        t.D[i] = sum;
+    }
+}
+
+// Leave a block's dq in t.sum; add its part of dk and dv to t.dk and t.dv.
+template <typename T>
+void attention_backward_block(const AttentionBlock<T>& a, const acc_t<T>* lse,
+                              const AttentionOperands<T>& x, AttentionTile<T>& t, Blas& blas,
+                              Cpu where) {
+    typedef acc_t<T> A;
+    const size_t rows = a.rows, HS = x.d.HS;
+    // All five products of a block run in this thread, on its own scratch.
+    auto product = [&](A* out, const T* left, const T* right, const Product& p) {
+        tile_matmul(out, left, right, p, t, blas, where);
+    };
+    std::fill_n(t.sum, rows * HS, A(0));
+
+    // Walk the blocks of keys; dq collects in t.sum over all of them.
+    for (size_t j = 0; j < x.d.Tk; j += ATTENTION_K) {
+        BlockMask m = mask_of(a.q_positions, a.doc_start, a.k_positions + j, rows,
+                              std::min(ATTENTION_K, x.d.Tk - j), x.d.window);
+        if (m.nothing) continue;
+        const T *k = a.k.row(j), *v = a.v.row(j);
+
+        // Scores, and gradients of p.
+        product(t.scores, a.q.data, k, scores_product(rows, m.keys, HS, a.q.stride, a.k.stride));
+        product(t.dscores, a.dout.data, v,
+                scores_product(rows, m.keys, HS, a.dout.stride, a.v.stride));
+        A factor = finish_scores(t.scores, m, x.scale, a.slope);
+        backward_scores(t, lse, m, factor, x.scale);
+
+        // The three gradients.
+        // ds carries scale, so dk and dq need no factor.
+        product(t.dv + j * HS, t.p, a.dout.data, keys_product(rows, m.keys, HS, a.dout.stride));
+        product(t.dk + j * HS, t.ds, a.q.data, keys_product(rows, m.keys, HS, a.q.stride));
+        product(t.sum, t.ds, k, values_product(rows, m.keys, HS, a.k.stride));
+    }
+}
+
+// (rows, HS) to rows `stride` apart
+template <typename O, typename A>
+void store_rows(O* out, const A* x, size_t rows, size_t stride, size_t HS, bool accumulate) {
+    for (size_t i = 0; i < rows; i++)
+        for (size_t e = 0; e < HS; e++)
+            put(out + i * stride + e, x[i * HS + e], accumulate);
+}
+
+template <typename T, typename Q, typename K>
+void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
+                        const AttentionOperands<T>& operands, Blas& blas, Cpu where) {
+    const AttentionOperands<T> x = completed(operands);
+    const AttentionDims& d = x.d;
+    if (!tiles_take(x))
+        return attention_backward_reference(dq, dk, dv, out, lse, x);
+    size_t group = d.NH / d.NKV, out_stride = d.NH * d.HS;
+    #pragma omp parallel
+    {
+        AttentionTile<T> t = my_tile<T>(blas, d, where);
+        // A task owns a key head: its dk, dv, and the dq of the heads that read it.
+        #pragma omp for collapse(2) schedule(dynamic)
+        for (size_t b = 0; b < d.B; b++)
+            for (size_t kh = 0; kh < d.NKV; kh++) {
+                // Start the head's sums; copy its keys and values to dense rows.
+                std::fill_n(t.dk, d.Tk * d.HS, acc_t<T>(0));
+                std::fill_n(t.dv, d.Tk * d.HS, acc_t<T>(0));
+                const T *k = x.k + x.key_at(b, kh, 0), *v = x.v + x.value_at(b, kh, 0);
+                HeadRows<T> keys = dense_rows(t.k, {k, d.k_stride}, d.Tk, d.HS);
+                HeadRows<T> values = dense_rows(t.v, {v, d.v_stride}, d.Tk, d.HS);
+
+                // Take the queries of every head that reads them, a block at a time.
+                for (size_t h = kh * group; h < (kh + 1) * group; h++)
+                    for (size_t i = 0; i < d.Tq; i += ATTENTION_Q) {
+                        size_t rows = std::min(ATTENTION_Q, d.Tq - i);
+                        const T* dout = x.gradient(b, h, i);
+                        // D comes from out, which the block itself never reads.
+                        backward_row_sums(t, dout, out + x.out_at(b, h, i), rows, d);
+
+                        // Copy the rows of q and dout; point to the rest.
+                        AttentionBlock<T> a = {{}, keys, values, {}};
+                        a.q = dense_rows(t.q, {x.query(b, h, i), d.q_stride}, rows, d.HS);
+                        a.dout = dense_rows(t.dout, {dout, out_stride}, rows, d.HS);
+                        a.q_positions = x.q_positions + b * d.Tq + i;
+                        a.doc_start = x.doc_start + b * d.Tq + i;
+                        a.k_positions = x.k_positions + b * d.Tk;
+                        a.rows = rows;
+                        a.slope = x.slope(h);
+                        // Add to dk and dv; the dq is whole, for it has met all keys.
+                        attention_backward_block(a, lse + x.lse_at(b, h, i), x, t, blas, where);
+                        store_rows(dq + x.query_at(b, h, i), t.sum, rows, d.q_stride, d.HS,
+                                   x.accumulate);
+                    }
+
+                // Round the sums over all queries to the gradients' type, once.
+                store_rows(dk + x.key_at(b, kh, 0), t.dk, d.Tk, d.k_stride, d.HS, x.accumulate);
+                store_rows(dv + x.value_at(b, kh, 0), t.dv, d.Tk, d.v_stride, d.HS, x.accumulate);
+            }
+    }
+}
+
+// The kernels that are chosen, for the log: on the CPU there is no choice.
+template <typename T>
+std::string attention_backend(const AttentionDims&, Cpu) { return ""; }
+
+} // namespace llmc

@@ -1,0 +1,176 @@
+// attention_types.h - what versions of attention share: operands, mask, ALiBi - arXiv:2108.12409
+//   s_ij = cap(scale q_i.k_j) - slope_h (pos_i - pos_j),   cap(x) = softcap tanh(x / softcap)
+//   Query i sees key j when doc_start_i <= pos_j <= pos_i and, with a sliding window,
+//   pos_i - pos_j < window. Positions and documents come from the batch, never from an index.
+//   MHA, MQA, GQA: head h reads key head h / (NH/NKV).
+//   Contract: scale, HS_v, v_stride and the batch strides may be left 0: completed() gives them
+//             their usual values.
+//   To copy: this file and types.h.
+#pragma once
+#include <climits>
+#include <type_traits>
+#include "types.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// sizes
+
+struct AttentionDims {
+    // Tk exceeds Tq with a key/value cache: new queries meet all keys so far.
+    size_t B = 0, Tq = 0, Tk = 0; // sequences, queries and keys of each
+    size_t NH = 0, NKV = 0;       // heads of queries, of keys and values
+    size_t HS = 0;                // channels of a head of q and k
+    // Strides count elements: q, k and v may lie side by side in one buffer.
+    size_t q_stride = 0;          // elements between rows of q and dq
+    size_t k_stride = 0;          // the same of k and dk
+    int window = INT_MAX;         // how many keys a query sees, itself included
+    size_t HS_v = 0;              // channels of a head of v and out; 0: HS
+    size_t v_stride = 0;          // of v and dv; 0: k_stride
+    // elements between sequences of q, of k, of v; 0: they follow each other
+    size_t q_batch = 0, k_batch = 0, v_batch = 0;
+    bool any_order = false; // Hopper: sum dQ as blocks finish, faster and not repeatable
+};
+
+// Give sizes left 0 their usual values: equal heads, sequences one after the other.
+inline AttentionDims completed(AttentionDims d) {
+    if (!d.HS_v) d.HS_v = d.HS;
+    if (!d.v_stride) d.v_stride = d.k_stride;
+    if (!d.q_batch)
+        d.q_batch = d.Tq * d.q_stride;
+    if (!d.k_batch)
+        d.k_batch = d.Tk * d.k_stride;
+    if (!d.v_batch)
+        d.v_batch = d.Tk * d.v_stride;
+    return d;
+}
+
+// Whether v lies as k does; the tensor-core kernels read both at the same offsets.
+inline bool values_lie_as_keys(const AttentionDims& dims) {
+    AttentionDims d = completed(dims);
+    return d.HS_v == d.HS && d.v_stride == d.k_stride && d.v_batch == d.k_batch;
+}
+
+// ----------------------------------------------------------------------------
+// operands, read by the CPU and by kernels
+
+// Positions count within the whole sequence, not within this rank's rows: a rank may hold any
+// piece of the context.
+template <typename T> struct AttentionOperands {
+    const T* q = nullptr;             // (B,Tq,NH,HS)
+    const T* k = nullptr;             // (B,Tk,NKV,HS)
+    const T* v = nullptr;             // (B,Tk,NKV,HS_v)
+    const T* dout = nullptr;          // (B,Tq,NH,HS_v), backward only
+    const int* q_positions = nullptr; // (B,Tq)
+    const int* k_positions = nullptr; // (B,Tk)
+    const int* doc_start = nullptr;   // (B,Tq) first position of the query's document
+    const float* slopes = nullptr;    // (NH) ALiBi, or null
+    AttentionDims d = {};
+    acc_t<T> scale = 0;      // 0: 1 / sqrt(HS)
+    acc_t<T> softcap = 0;    // 0: none
+    bool accumulate = false; // backward: dq, dk, dv += in place of =
+
+    LLMC_HD const T* query(size_t b, size_t h, size_t i) const {
+        return q + query_at(b, h, i);
+    }
+    LLMC_HD const T* gradient(size_t b, size_t h, size_t i) const {
+        return dout + out_at(b, h, i);
+    }
+    // Where the row of a head begins: in q and dq; in k and dk; in v and dv; in out and dout.
+    LLMC_HD size_t query_at(size_t b, size_t h, size_t i) const {
+        return b * d.q_batch + i * d.q_stride + h * d.HS;
+    }
+    LLMC_HD size_t key_at(size_t b, size_t kh, size_t j) const {
+        return b * d.k_batch + j * d.k_stride + kh * d.HS;
+    }
+    LLMC_HD size_t value_at(size_t b, size_t kh, size_t j) const {
+        return b * d.v_batch + j * d.v_stride + kh * d.HS_v;
+    }
+    // out and dout are dense; only q, k and v have strides.
+    LLMC_HD size_t out_at(size_t b, size_t h, size_t i) const {
+        return ((b * d.Tq + i) * d.NH + h) * d.HS_v;
+    }
+    // lse is (B,NH,Tq): the queries of a head are contiguous.
+    LLMC_HD size_t lse_at(size_t b, size_t h, size_t i) const { return (b * d.NH + h) * d.Tq + i; }
+
+    // Whether query i sees key j; distance: between their positions.
+    LLMC_HD bool visible(size_t b, size_t i, size_t j, int& distance) const {
+        // Rows and columns that only fill up a tile see nothing.
+        if (i >= d.Tq || j >= d.Tk)
+            return false;
+        int at = k_positions[b * d.Tk + j];
+        distance = q_positions[b * d.Tq + i] - at;
+        return distance >= 0 && distance < d.window && at >= doc_start[b * d.Tq + i];
+    }
+    LLMC_HD float slope(size_t h) const { return slopes ? slopes[h] : 0; }
+
+    // A product q.k with scale and softcap; the derivative of the cap at what it gave.
+    LLMC_HD acc_t<T> capped(acc_t<T> product) const {
+        acc_t<T> s = product * scale;
+        return softcap == 0 ? s : softcap * std::tanh(s / softcap);
+    }
+    // tanh' = 1 - tanh^2, and s / softcap is that tanh: s is the capped score.
+    LLMC_HD acc_t<T> cap_derivative(acc_t<T> s) const {
+        return softcap == 0 ? 1 : 1 - s / softcap * (s / softcap);
+    }
+};
+
+// The same for operands. 1 / sqrt(HS) keeps q.k near unit variance for unit q and k.
+template <typename T>
+AttentionOperands<T> completed(AttentionOperands<T> x) {
+    x.d = completed(x.d);
+    if (x.scale == 0)
+        x.scale = 1 / std::sqrt(acc_t<T>(x.d.HS));
+    return x;
+}
+
+// *to = or += x
+template <typename O>
+LLMC_HD inline void put(O* to, acc_t<O> x, bool accumulate) {
+    *to = from_acc<O>(accumulate ? to_acc(*to) + x : x);
+}
+
+// ----------------------------------------------------------------------------
+// CUDA's own 16-bit types: the same bits under the types that the kernels know
+
+// Layouts are equal, so the casts below change no bit and cost nothing.
+template <typename T> struct NativeType { typedef T type; };
+#if defined(__CUDA_BF16_H__) && defined(__CUDA_FP16_H__)
+template <>
+struct NativeType<__nv_bfloat16> { typedef bf16 type; };
+template <>
+struct NativeType<__half> { typedef fp16 type; };
+#endif
+template <typename T> using native_t = typename NativeType<T>::type;
+template <typename T> constexpr bool IS_NATIVE = std::is_same_v<T, native_t<T>>;
+
+template <typename T>
+native_t<T>* as_native(T* p) { return reinterpret_cast<native_t<T>*>(p); }
+template <typename T>
+const native_t<T>* as_native(const T* p) {
+    return reinterpret_cast<const native_t<T>*>(p);
+}
+template <typename T>
+AttentionOperands<native_t<T>> as_native(const AttentionOperands<T>& x) {
+    return {as_native(x.q), as_native(x.k), as_native(x.v), as_native(x.dout),
+            x.q_positions,  x.k_positions,  x.doc_start,    x.slopes,
+            x.d,            x.scale,        x.softcap,      x.accumulate};
+}
+
+// ----------------------------------------------------------------------------
+// ALiBi
+
+// With n heads, n a power of two, head h slopes by 2^(-8 (h+1) / n). Any other count continues with
+// every second slope of the next power.
+inline void alibi_slopes(float* slopes, size_t NH) { // (NH)
+    size_t n = 1;
+    while (n * 2 <= NH) n *= 2;
+    for (size_t h = 0; h < NH; h++) {
+        // From head n on: 2^(-4/n), 2^(-12/n), ..., exponents halfway between the first heads'.
+        double first = -8.0 * double(h + 1) / double(n);
+        double further = -4.0 * double(2 * (h - n) + 1) / double(n);
+        slopes[h] = float(std::pow(2.0, h < n ? first : further));
+    }
+}
+
+} // namespace llmc

@@ -1,0 +1,97 @@
+// buckets.h - where parameters lie in a bucket, and where its shards are cut
+//   A bucket is cut in equal shards of whole norm chunks, wherever that falls: AdamW and SGD update
+//   each element alone. An optimizer that works on a matrix as one (Layout::whole_matrices) needs
+//   each of a block's matrices in one shard. Then a matrix that a cut would meet starts at the next
+//   shard, and the shards are the smallest that are enough:
+//     shard 0 | ln_1, q k v, o .....|     a block of GPT-2 on two ranks: 4 C^2 and 8 C^2 elements;
+//     shard 1 | fc, proj            |     dots: padding, which makes both as long
+//   Vectors may be cut, and so may tables (embedding, positions, head): no such optimizer takes
+//   them as matrices. Of more shards than matrices some are nothing but padding.
+#pragma once
+#include "model.h"
+
+namespace llmc {
+
+// Shards are equal and hold whole chunks of the norm, so a bucket is padded where it is cut.
+constexpr size_t SHARD_ALIGN = 4096; // elements
+inline size_t shard_elements(const Layout& layout, const Bucket& b) {
+    size_t shards = size_t(shard_axis(layout, b.group).size);
+    if (b.shard) return b.shard;
+    return shards == 1 ? b.elements : round_up(ceil_div(b.elements, shards), SHARD_ALIGN);
+}
+inline size_t whole_elements(const Layout& layout, const Bucket& b) {
+    return shard_elements(layout, b) * size_t(shard_axis(layout, b.group).size);
+}
+
+// The first place from `at` on where a matrix of n elements is in one shard; 0: nothing is cut.
+// It starts a chunk of the norm, whose sums are then the same however the bucket is cut.
+inline size_t matrix_place(size_t at, size_t n, size_t shard) {
+    at = round_up(at, SHARD_ALIGN);
+    bool cut = shard && at / shard != (at + n - 1) / shard;
+    return cut ? round_up(at, shard) : at;
+}
+
+// Give each parameter of a bucket its place. whole: matrices are not cut, by shards of b.shard.
+inline void place_bucket(Model& m, Bucket& b, bool whole) {
+    b.elements = 0;
+    b.in_order = {};
+
+    // Lay the parameters of one kind behind those before, and return where they end.
+    auto place = [&](auto belongs) {
+        for (int i = b.first; i < b.first + b.count; i++) {
+            Parameter& p = m.parameters[i];
+            if (!belongs(p.shard)) continue;
+            bool matrix = whole && p.shape.size() == 2;
+            p.offset = matrix ? matrix_place(b.elements, p.local_elements(), b.shard) : b.elements;
+            b.elements = round_up(p.offset + p.local_elements(), 128);
+            b.in_order.push_back(i);
+        }
+        return b.elements;
+    };
+
+    b.by_heads = place([](Shard s) { return s.axis < 0 && s.partial == Partial::HEADS; });
+    b.common = place([](Shard s) { return s.axis < 0 && s.partial == Partial::ROWS; });
+    b.shared = place([](Shard s) { return s.axis >= 0 && s.units > 0; });
+    place([](Shard s) { return s.axis >= 0 && s.units == 0; });
+}
+
+// Place a bucket in the smallest shards that hold its matrices whole. No larger shards need more of
+// them, so the search halves what is left.
+inline void place_whole_matrices(Model& m, Bucket& b, size_t shards) {
+    // One shard is enough for the bucket; less than its largest matrix is not.
+    b.shard = 0;
+    place_bucket(m, b, true);
+    size_t largest = 1;
+    for (int i : b.in_order)
+        if (m.parameters[i].shape.size() == 2)
+            largest = std::max(largest, m.parameters[i].local_elements());
+    if (shards == 1) return;
+
+    // Count in units of SHARD_ALIGN.
+    size_t least = ceil_div(largest, SHARD_ALIGN);
+    size_t enough = ceil_div(b.elements, SHARD_ALIGN);
+    while (least < enough) {
+        size_t middle = (least + enough) / 2;
+        b.shard = middle * SHARD_ALIGN;
+        place_bucket(m, b, true);
+        bool fits = b.elements <= shards * b.shard;
+        (fits ? enough : least) = fits ? middle : middle + 1;
+    }
+    b.shard = enough * SHARD_ALIGN;
+    place_bucket(m, b, true);
+}
+
+// Give all parameters their places, once all are there. Without ZeRO nothing is cut.
+inline void place_parameters(Model& m, const Layout& layout) {
+    for (Bucket& b : m.buckets) {
+        bool whole = layout.whole_matrices && b.role == Role::BLOCK;
+        int shards = layout.zero ? shard_axis(layout, b.group).size : 1;
+        if (whole) {
+            place_whole_matrices(m, b, size_t(shards));
+        } else {
+            place_bucket(m, b, false);
+        }
+    }
+}
+
+} // namespace llmc

@@ -1,0 +1,392 @@
+// comm.h - collectives and messages between ranks, by threads, MPI or NCCL - arXiv:1909.08053
+//   all_reduce_sum, _max (x, n)       x_r = x_0 + x_1 + ... on every rank     PARTIAL -> REPLICATED
+//   reduce_scatter_sum (out, in, n)   out (n) = sum over ranks of in[rank]    PARTIAL -> SHARDED
+//   all_gather (out, in, n)           out (size, n) = in_0, in_1, ...         SHARDED -> REPLICATED
+//   all_to_all (out, in, n)           out[q] (n) = in_q[rank] (n)             SHARDED -> SHARDED
+//   broadcast (x, n, root), barrier, exchange (messages, count)
+//   n counts elements of float, double, bf16, fp16, int, long or unsigned char. In place: out is in
+//   + rank * n (reduce_scatter), in is out + rank * n (all_gather).
+//   1. start_X   hands over the buffers, which belong to the collective from here on
+//   2. finish    waits for the result; the buffers are the caller's again
+//   Any number may be outstanding, finished in any order, of different groups too. Every rank of a
+//   group starts the same ones in the same order; on NCCL exchanges count too.
+//   Where it runs: Cpu buffers go over LOCAL or MPI. A stream's go over NCCL, in the stream's
+//   order, or over LOCAL, ranks of one process that share a GPU, whose calls wait for the stream.
+//   Contract: LOCAL, and MPI and NCCL with fixed_order, add in rank order, float for bf16 and fp16,
+//   rounded once: the bits depend on neither timing nor backend. Without fixed_order sums go in the
+//   library's order where it has the type. A NaN survives a maximum. A group of one returns on the
+//   first line (out of place: a copy). No wait is for ever: see RankInfo::timeout_s.
+//   Cost: LOCAL moves each byte of a buffer once in and once out, and the ranks share the work.
+//   On MPI and NCCL a rank sends (size-1)/size of the buffer, twice for all_reduce; a sum in rank
+//   order needs scratch, on MPI a few MiB, on NCCL the size of `in`. A rank sums whole cache lines:
+//   rank 0 adds a short sum alone.
+//   To copy: this file, local.h, mpi.h, nccl.h, placement.h, group.h, rand.h, memory.h,
+//   cuda_common.h and types.h.
+#pragma once
+#include "../rand.h"
+#include "local.h"
+#include "mpi.h"
+#include "nccl.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// groups
+
+// End the job with this message, said once.
+// Threads of one process must not all print: the first one speaks for the job.
+[[noreturn]] inline void comm_stop(const Comm& c, const std::string& message) {
+    if (c.local) local_stop(c, message);
+    if (c.mpi) mpi_stop(message);
+    die(message.c_str());
+}
+
+// Make the group of these ranks of c, in this order; only they call. Streams need a communicator
+// too, where ranks have GPUs: comms.h.
+inline Comm comm_split(const Comm& c, const std::string& name, const std::vector<int>& places) {
+    Comm part = c;
+    part.name = name;
+    part.size = int(places.size());
+    // Members are numbers in the world, so a message names a rank the same in every group.
+    part.rank = -1;
+    part.members.clear();
+    for (int i = 0; i < part.size; i++) {
+        part.members.push_back(c.members[places[i]]);
+        if (places[i] == c.rank) part.rank = i;
+    }
+    LLMC_CHECK(part.rank >= 0, "rank %d makes the group '%s' without itself", c.rank, name.c_str());
+
+    // A group of one sends nothing; any other gets the backends that c has, but for NCCL.
+    part.nccl = nullptr;
+    if (part.size == 1) {
+        part.backend = Backend::NONE;
+        return part;
+    }
+    if (c.local)
+        part.local = local_split(c, name, part.members);
+    if (c.mpi) part.mpi = mpi_split(c, places);
+    if (c.nccl) part.backend = Backend::MPI;
+    return part;
+}
+
+// ----------------------------------------------------------------------------
+// start and finish: one core for all collectives
+
+// A started collective. Whoever drops it unfinished ends the job.
+// It moves and never copies: the buffers have one owner, who finishes once.
+template <typename S> struct Pending {
+    struct Part {
+        std::shared_ptr<LocalOp> op;
+        int party; // this rank's number in op
+        Call<S> call;
+    };
+    const Comm* c = nullptr; // null: nothing is on its way
+    Call<S> call = {};
+    S where = {};
+    std::vector<Part> parts;    // LOCAL: the collective, or each message
+    std::unique_ptr<MpiOp> mpi; // MPI: the collective, or all messages
+
+    Pending() = default;
+    Pending(Pending&& other) { *this = std::move(other); }
+    // Swap: what this one had ends with `other`, which says so if it was unfinished.
+    Pending& operator=(Pending&& other) {
+        std::swap(c, other.c);
+        std::swap(call, other.call);
+        std::swap(where, other.where);
+        parts.swap(other.parts);
+        mpi.swap(other.mpi);
+        return *this;
+    }
+    // A destructor that waited could hang for ever behind an error, so it ends the job.
+    ~Pending() {
+        for (Part& p : parts)
+            local_withdraw(*c, *p.op);
+        if (mpi)
+            mpi_stop(rank_text(*c) + " left " + where_text(*c, call.kind) + " unfinished");
+    }
+};
+
+// Wait for the result; a stream on NCCL waits by itself. Finishing twice does nothing.
+template <typename S> void finish(Pending<S>& p) {
+    if (!p.c) return;
+    // Wait for each part, in the order in which they started.
+    const Comm& c = *p.c;
+    for (auto& part : p.parts)
+        local_finish(c, *part.op, part.party, part.call, p.where);
+    p.parts.clear();
+    if (p.mpi) mpi_finish(*p.mpi);
+    p.mpi.reset();
+
+    // Note what the output holds now.
+    if (p.call.kind != Collective::EXCHANGE)
+        placement_note(c, p.call);
+    p.c = nullptr;
+}
+
+// A test may ask that everything happens in the start.
+// Code that is right only when data arrive late fails under it, and the other way round.
+template <typename S>
+void finish_now_if_early(Pending<S>& p) {
+    if (p.c && p.c->local && p.c->local->world->settings.moment == Moment::EARLIEST)
+        finish(p);
+}
+
+inline void check_has_nccl(const Comm& c) {
+    LLMC_CHECK(c.nccl, "the group '%s' has no NCCL, which a GPU sends with", c.name.c_str());
+}
+
+// Give a collective to the stream. NCCL has no barrier: wait for the stream, then meet by MPI.
+template <typename S>
+void give_to_stream(const Comm& c, const Call<S>& call, S where) {
+    check_has_nccl(c);
+    if (call.kind != Collective::BARRIER)
+        return nccl_collective(c, call, where);
+    // A host's barrier counts only once the stream's work is over.
+    wait_for(where);
+    std::unique_ptr<MpiOp> barrier = mpi_start(c, {call.kind, nullptr, nullptr, 0});
+    mpi_finish(*barrier);
+}
+
+// Start a collective. A group of one copies its input, and nothing is on its way.
+template <typename S>
+Pending<S> comm_start(const Comm& c, const Call<S>& call, S where) {
+    Pending<S> p;
+    // Handle the common case of one GPU before anything is looked up.
+    if (c.size == 1) {
+        if (call.in && call.out)
+            copy_bytes(call.out, call.in, call.bytes(), where);
+        return p;
+    }
+    LLMC_CHECK(c.local || c.mpi, "the group '%s' has nothing to send with", c.name.c_str());
+    if (std::string wrong = placement_check(c, call); !wrong.empty())
+        comm_stop(c, wrong);
+
+    // Hand it to the backend.
+    p.c = &c;
+    p.call = call;
+    p.where = where;
+    if (c.local) {
+        wait_for(where); // the input is there
+        p.parts.push_back({local_start(c, call), c.rank, call});
+    } else if constexpr (std::is_same_v<S, Cpu>) {
+        p.mpi = mpi_start(c, call);
+    } else {
+        give_to_stream(c, call, where);
+    }
+    finish_now_if_early(p);
+    return p;
+}
+
+// ----------------------------------------------------------------------------
+// messages
+
+// An exchange in two halves: received data may be used while sent data is still on its way.
+template <typename S> struct PendingExchange {
+    Pending<S> received;
+    Pending<S> sent;
+};
+
+// Peers and tags must exist; a group of one has no peer.
+inline void check_messages(const Comm& c, const CommMessage* messages, int count) {
+    // Messages carry their tag to the backend: a wrong one would match another message, or none.
+    const char* name = c.name.c_str();
+    LLMC_CHECK(c.size > 1 || count == 0, "a message in '%s', a group of one", name);
+    LLMC_CHECK(c.local || c.mpi || count == 0, "the group '%s' has nothing to send with", name);
+    for (int i = 0; i < count; i++) {
+        int peer = messages[i].peer;
+        int tag = messages[i].tag;
+        bool fits = peer >= 0 && peer < c.size && tag >= 0 && tag < MESSAGE_TAGS;
+        LLMC_CHECK(fits, "message %d of %d in '%s': peer %d, tag %d", i, count, name, peer, tag);
+    }
+}
+
+// Begin an exchange: LOCAL waits for the data that a stream computes; NCCL sends all messages
+// behind it, as one kernel.
+template <typename S>
+void begin_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
+    check_messages(c, messages, count);
+    if (count == 0) return;
+    if (c.local) return wait_for(where);
+    // A backend's Cpu messages start in start_messages(), where the halves may be apart.
+    if constexpr (!std::is_same_v<S, Cpu>) {
+        check_has_nccl(c);
+        nccl_exchange(c, messages, count, where);
+    }
+}
+
+// Start messages of an exchange that finish together. On NCCL they have been sent already.
+template <typename S>
+Pending<S> start_messages(const Comm& c, const CommMessage* messages, int count, S where) {
+    Pending<S> p;
+    if (count == 0) return p;
+    // Set the call that finish() and its messages look at.
+    p.c = &c;
+    p.call.kind = Collective::EXCHANGE;
+    p.where = where;
+
+    // LOCAL: each message is an operation of two parties, 0 the sender and 1 the receiver.
+    for (int i = 0; i < count && c.local; i++) {
+        const CommMessage& m = messages[i];
+        char* data = static_cast<char*>(m.data);
+        Call<S> call = {p.call.kind, m.send ? data : nullptr, m.send ? nullptr : data, m.bytes};
+        p.parts.push_back({local_start_message(c, m, call), m.send ? 0 : 1, call});
+    }
+    // MPI: all messages are one operation.
+    if constexpr (std::is_same_v<S, Cpu>)
+        if (!c.local)
+            p.mpi = mpi_start_exchange(c, messages, count);
+    return p;
+}
+
+// Start messages (count) to and from peers. Any number goes at once, in any order: no rank has to
+// receive before it sends.
+template <typename S>
+Pending<S> start_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
+    begin_exchange(c, messages, count, where);
+    Pending<S> p = start_messages(c, messages, count, where);
+    finish_now_if_early(p);
+    return p;
+}
+
+// The same, for a caller who uses what it receives before its peers take what it sends. NCCL makes
+// one kernel of an exchange: there both halves end together, in the stream's order.
+template <typename S>
+PendingExchange<S> start_exchange_apart(const Comm& c, const CommMessage* messages, int count,
+                                        S where) {
+    begin_exchange(c, messages, count, where);
+    std::vector<CommMessage> receives, sends;
+    for (int i = 0; i < count; i++)
+        (messages[i].send ? sends : receives).push_back(messages[i]);
+
+    // Post both halves before either may wait: a peer may finish them in the other order.
+    PendingExchange<S> p;
+    p.received = start_messages(c, receives.data(), int(receives.size()), where);
+    p.sent = start_messages(c, sends.data(), int(sends.size()), where);
+    finish_now_if_early(p.received);
+    finish_now_if_early(p.sent);
+    return p;
+}
+
+// ----------------------------------------------------------------------------
+// the collectives
+
+// Erase the type: n elements of T become bytes, with the function that reduces them.
+template <typename T, typename S>
+Call<S> typed_call(Collective kind, T* out, const T* in, size_t n, bool max = false) {
+    // Name the type of both pointers: a conditional alone cannot choose the overload for S.
+    Reduce<S> sum = reduce_ranks<T, false>;
+    Reduce<S> maximum = reduce_ranks<T, true>;
+    Call<S> call = {};
+    call.kind = kind;
+    call.in = reinterpret_cast<const char*>(in);
+    call.out = reinterpret_cast<char*>(out);
+    call.n = n;
+    call.element = element_of<T>();
+    call.max = max;
+    call.reduce = max ? maximum : sum;
+    return call;
+}
+
+// Each start hands over its buffers until finish(); sizes are counts of elements a rank.
+template <typename T, typename S> // x (n)
+Pending<S> start_all_reduce_sum(const Comm& c, T* x, size_t n, S where) {
+    return comm_start(c, typed_call<T, S>(Collective::ALL_REDUCE, x, x, n), where);
+}
+template <typename T, typename S> // x (n)
+Pending<S> start_all_reduce_max(const Comm& c, T* x, size_t n, S where) {
+    return comm_start(c, typed_call<T, S>(Collective::ALL_REDUCE, x, x, n, true), where);
+}
+template <typename T, typename S> // out (n), in (size, n)
+Pending<S> start_reduce_scatter_sum(const Comm& c, T* out, const T* in, size_t n, S where) {
+    return comm_start(c, typed_call<T, S>(Collective::REDUCE_SCATTER, out, in, n), where);
+}
+template <typename T, typename S> // out (size, n), in (n)
+Pending<S> start_all_gather(const Comm& c, T* out, const T* in, size_t n, S where) {
+    return comm_start(c, typed_call<T, S>(Collective::ALL_GATHER, out, in, n), where);
+}
+// In place a rank would overwrite what a slower peer has yet to read.
+template <typename T, typename S> // out, in (size, n), apart
+Pending<S> start_all_to_all(const Comm& c, T* out, const T* in, size_t n, S where) {
+    LLMC_CHECK(c.size == 1 || n == 0 || in + c.size * n <= out || out + c.size * n <= in,
+          "all-to-all on '%s' in place", c.name.c_str());
+    return comm_start(c, typed_call<T, S>(Collective::ALL_TO_ALL, out, in, n), where);
+}
+// The root only gives, the others only get.
+template <typename T, typename S> // x (n)
+Pending<S> start_broadcast(const Comm& c, T* x, size_t n, int root, S where) {
+    Call<S> call = typed_call<T, S>(Collective::BROADCAST, x, x, n);
+    call.root = root;
+    if (c.rank == root)
+        call.out = nullptr;
+    else
+        call.in = nullptr;
+    return comm_start(c, call, where);
+}
+
+// The same, started and finished: for what is short or needed at once.
+template <typename T, typename S>
+void all_reduce_sum(const Comm& c, T* x, size_t n, S where) {
+    Pending<S> p = start_all_reduce_sum(c, x, n, where);
+    finish(p);
+}
+template <typename T, typename S>
+void all_reduce_max(const Comm& c, T* x, size_t n, S where) {
+    Pending<S> p = start_all_reduce_max(c, x, n, where);
+    finish(p);
+}
+template <typename T, typename S>
+void reduce_scatter_sum(const Comm& c, T* out, const T* in, size_t n, S where) {
+    Pending<S> p = start_reduce_scatter_sum(c, out, in, n, where);
+    finish(p);
+}
+template <typename T, typename S>
+void all_gather(const Comm& c, T* out, const T* in, size_t n, S where) {
+    Pending<S> p = start_all_gather(c, out, in, n, where);
+    finish(p);
+}
+template <typename T, typename S>
+void all_to_all(const Comm& c, T* out, const T* in, size_t n, S where) {
+    Pending<S> p = start_all_to_all(c, out, in, n, where);
+    finish(p);
+}
+template <typename T, typename S>
+void broadcast(const Comm& c, T* x, size_t n, int root, S where) {
+    Pending<S> p = start_broadcast(c, x, n, root, where);
+    finish(p);
+}
+template <typename S>
+void exchange(const Comm& c, const CommMessage* messages, int count, S where) {
+    Pending<S> p = start_exchange(c, messages, count, where);
+    finish(p);
+}
+// No rank leaves before the last one has come.
+template <typename S> void barrier(const Comm& c, S where) {
+    Pending<S> p = comm_start<S>(c, {Collective::BARRIER, nullptr, nullptr, 0}, where);
+    finish(p);
+}
+
+// Wait for all that `where` was given; on NCCL end the job where a peer does not come.
+// A stream alone would wait for ever: a kernel of NCCL knows no time limit.
+template <typename S>
+void wait_for_peers(const Comm& c, S where) {
+    if constexpr (!std::is_same_v<S, Cpu>)
+        if (c.nccl) return nccl_wait(c, where);
+    wait_for(where);
+}
+
+// Check that every rank has the same text: its options, its program's bytes.
+inline void check_same(const Comm& c, const char* what, const std::string& text) {
+    // Compare hashes: texts may be as long as the program.
+    std::vector<int64_t> all(c.size);
+    int64_t mine = int64_t(fnv1a(text));
+    all_gather(c, all.data(), &mine, 1, Cpu());
+    for (int r = 1; r < c.size; r++)
+        if (all[r] != all[0]) {
+            if (c.rank > 0) barrier(c, Cpu()); // the first rank says so, and ends this wait
+            comm_stop(c, std::string(what) + " of " + ranks_text({c.members[r]}) +
+                             " is not that of " + ranks_text({c.members[0]}) +
+                             ": start all ranks with the same program and options");
+        }
+}
+
+} // namespace llmc

@@ -1,0 +1,123 @@
+// comms.h - the groups of ranks that a rank works with, made from the layout - arXiv:2104.04473
+//   world     all ranks: checkpoints and exports
+//   data(g)   a bucket's group: shard, the ranks that share the bucket;
+//             replica, those that hold the same shard
+//   samples   the ranks that see other tokens of the batch: counts and losses are summed here
+//   pp        this pipeline: activations and their gradients
+//   tie       its first and last rank, where a tied table has its two gradients
+//   tp        the ranks that share each layer; kv: those of them that share a key/value head
+//   A group of one returns on the first line of each collective: the same code runs on one rank.
+#pragma once
+#include <functional>
+#include "../layout.h"
+#include "comm.h"
+
+namespace llmc {
+
+// Without hybrid sharding `shard` is the whole group and `replica` has one rank.
+struct DataComms {
+    Comm shard, replica;
+};
+
+// A Comm that make_comms() leaves empty is a group of one.
+struct Comms {
+    Comm world, samples, pp, tie, tp, kv;
+    DataComms of_group[1]; // by Group
+
+    const DataComms& data(Group group) const { return of_group[int(group)]; }
+    DataComms& data(Group group) { return of_group[int(group)]; }
+
+    // The record of what buffers hold along each axis, where a run checks it (placement.h).
+    Placements* placements() const { return world.info ? world.info->placements : nullptr; }
+};
+
+// A collective that was started and not yet finished.
+template <typename S> struct InFlight {
+    Pending<S> pending = {};         // what it writes: an exchange's receives
+    Pending<S> sent = {};            // an exchange's sends
+    std::function<void()> rest = {}; // what follows when `pending` is there
+    int action = -1;                 // its place in the plan
+    bool arrived_here = false, over = false; // finished: what it writes, all of it
+    decltype(record_point(S())) arrived = {}; // NCCL: the point behind it in its stream
+};
+
+// The ranks whose place f takes, in order.
+template <typename F>
+std::vector<int> ranks_where(const Layout& layout, F f) {
+    std::vector<int> ranks;
+    for (int r = 0; r < layout.world(); r++)
+        if (f(layout_at(layout, r)))
+            ranks.push_back(r);
+    return ranks;
+}
+
+// Make the communicators of the groups that streams send with; counts and losses go over MPI. All
+// ranks of the world call.
+//   world, shard, replica, pp, tie   collectives of the plan: one stream, one after the other
+//   tp, kv                           between a layer's products, beside them: apart
+inline void attach_gpus(Comms& c) {
+    // Groups of a kind have the same size on all ranks, except for a pipeline's two ends.
+    auto split = [](Comm& part, const Comm& parent) {
+        if (part.size > 1)
+            part = nccl_split(part, parent);
+    };
+    split(c.data(Group::DATA).shard, c.world);
+    split(c.data(Group::DATA).replica, c.world);
+    split(c.pp, c.world);
+    if (c.pp.size > 1) c.tie = nccl_split(c.tie, c.pp);
+
+    // Where only tensor parallelism is in use, nothing runs beside it.
+    if (c.tp.size == c.world.size)
+        split(c.tp, c.world);
+    else
+        c.tp = nccl_attach(c.tp);
+    split(c.kv, c.tp);
+}
+
+// `kv_ranks` divides tp: neighbours share a key/value head. All ranks of the world call it.
+inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
+    // A group is a question about places in the layout: the ranks for which it is true.
+    auto same = [&](Axis Layout::*axis, const Layout& other) {
+        return (me.*axis).rank == (other.*axis).rank;
+    };
+    auto split = [&](const char* name, auto f) {
+        return comm_split(world, name, ranks_where(me, f));
+    };
+
+    // Ranks of one stage that hold the same pieces of its layers.
+    auto stage = [&](const Layout& o) { return same(&Layout::pp, o) && same(&Layout::tp, o); };
+
+    // Ranks of one stage and one piece, which see other tokens.
+    Comms c;
+    c.world = world;
+    c.samples = split("dp", [&](const Layout& o) { return stage(o) && same(&Layout::cp, o); });
+    Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
+    c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
+        return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;
+    });
+    c.data(Group::DATA).replica = split("replica", [&](const Layout& o) {
+        return stage(o) && shard_axis(o, Group::DATA).rank == shard.rank;
+    });
+
+    // The pipeline, and its two ends.
+    auto line = [&](const Layout& o) {
+        return same(&Layout::dp, o) && same(&Layout::cp, o) && same(&Layout::tp, o);
+    };
+    auto is_end = [](const Layout& o) { return o.pp.rank == 0 || o.pp.rank == o.pp.size - 1; };
+    c.pp = split("pp", line);
+    if (me.pp.size > 1 && is_end(me))
+        c.tie = split("tie", [&](const Layout& o) { return line(o) && is_end(o); });
+
+    // Ranks that share each layer.
+    auto layer = [&](const Layout& o) {
+        return same(&Layout::pp, o) && same(&Layout::dp, o) && same(&Layout::cp, o);
+    };
+    c.tp = split("tp", layer);
+    c.kv = split("kv", [&](const Layout& o) {
+        return layer(o) && o.tp.rank / kv_ranks == me.tp.rank / kv_ranks;
+    });
+    if (world.nccl) attach_gpus(c);
+    return c;
+}
+
+} // namespace llmc

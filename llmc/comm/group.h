@@ -1,0 +1,345 @@
+// group.h - a group of ranks, a collective on it with its type erased, sums in rank order
+//   A Comm is a group as one of its ranks sees it. A Call says which collective runs on which
+//   buffers: comm.h makes it, a backend (local.h, mpi.h, nccl.h) carries it out.
+//   Lengths are elements where they are called n or count, and bytes where the name says so.
+//   Contract: reduce_ranks adds its inputs in their order, bf16 and fp16 in float, rounded once.
+//   To copy: this file, memory.h, cuda_common.h and types.h.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <type_traits>
+#include "../memory.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace llmc {
+
+// NONE: a group of one. NCCL: buffers on a GPU; the same group's Cpu buffers go over MPI.
+enum class Backend { NONE, LOCAL, MPI, NCCL };
+
+// ----------------------------------------------------------------------------
+// a group of ranks as one of them sees it
+
+struct MpiOp;
+struct NcclGroup;
+struct Placements;
+
+// State that all groups of a rank share. Its owner keeps it for as long as there is a group.
+struct RankInfo {
+    int rank = 0;                     // in the world
+    std::string place;                // "dp 1, tp 0"
+    std::string action;               // the action that runs now, for the watchdog's message
+    double timeout_s = 600;           // a longer wait ends the job; 0: wait for ever
+    Placements* placements = nullptr; // null: buffers are not checked
+    std::vector<MpiOp*> outstanding;  // started and not finished, of all groups
+    std::vector<NcclGroup*> communicators; // on this rank's GPU, in the order of their making
+};
+
+struct LocalGroup;
+struct MpiGroup;
+
+// Copies share the backend's part, which ends with the last of them.
+struct Comm {
+    Backend backend = Backend::NONE;
+    int rank = 0;               // in this group
+    int size = 1;
+    std::string name = "world"; // also the axis of placements
+    bool fixed_order = true;    // sums in rank order, on MPI and NCCL too
+    std::vector<int> members = {0}; // (size) ranks in the world
+    RankInfo* info = nullptr;
+
+    // The backend's own part; null where the group has none.
+    std::shared_ptr<LocalGroup> local;
+    std::shared_ptr<MpiGroup> mpi;
+    std::shared_ptr<NcclGroup> nccl;
+};
+
+// One end of a message. Messages of one pair and tag match in the order in which they start.
+struct CommMessage {
+    void* data; // (bytes)
+    size_t bytes;
+    int peer; // in the group
+    bool send;
+    int tag = 0; // 0 .. MESSAGE_TAGS - 1
+};
+// Collectives take the tags above.
+constexpr int MESSAGE_TAGS = 1024;
+
+// ----------------------------------------------------------------------------
+// a collective, its element type erased
+
+// The first four are those of Type, in its order; then integers.
+enum class Element { F32, BF16, F16, F64, I32, I64, U8 };
+constexpr const char* ELEMENT_NAMES[] = {"float", "bf16", "fp16", "double", "int", "long", "byte"};
+constexpr size_t ELEMENT_BYTES[] = {4, 2, 2, 8, 4, 8, 1};
+
+// A type as backends know it: integers by their width, the rest by types.h.
+template <typename T> constexpr Element element_of() {
+    if constexpr (std::is_integral_v<T>) {
+        constexpr bool byte = sizeof(T) == 1;
+        static_assert(byte != std::is_signed_v<T> && sizeof(T) != 2, "int, long or unsigned char");
+        return byte ? Element::U8 : sizeof(T) == 8 ? Element::I64 : Element::I32;
+    } else {
+        static_assert(int(Type::F64) == int(Element::F64) && int(Type::F16) == int(Element::F16));
+        return Element(int(type_of<T>()));
+    }
+}
+
+// EXCHANGE is a set of messages that start together, or one of them.
+// clang-format off
+enum class Collective {
+    ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST, BARRIER, EXCHANGE
+};
+// clang-format on
+inline const char* collective_name(Collective kind) {
+    constexpr const char* NAMES[] = {"all-reduce", "reduce-scatter", "all-gather", "all-to-all",
+                                     "broadcast",  "barrier",        "exchange"};
+    return NAMES[int(kind)];
+}
+
+// Reduce n_in buffers of `count` elements in their order, and write the result to n_out buffers.
+// A backend calls it on erased bytes; typed_call() (comm.h) has chosen the type.
+template <typename S>
+using Reduce = void (*)(void* const* outs, int n_out, const void* const* ins, int n_in,
+                        size_t count, S where);
+
+// A collective, or one message: what a rank hands to a backend.
+template <typename S> struct Call {
+    Collective kind;
+    const char* in; // (in_bytes)
+    char* out;      // (out_bytes)
+    size_t n;       // elements of one rank's shard; of an all-reduce or broadcast, all of them
+    Element element = Element::U8;
+    int root = 0;               // of a broadcast
+    bool max = false;           // the maximum instead of the sum
+    Reduce<S> reduce = nullptr; // for a sum in rank order
+    size_t stride = 0; // of a part of a longer reduce-scatter: elements between two shards of in
+
+    size_t unit() const { return ELEMENT_BYTES[int(element)]; } // bytes of an element
+    size_t bytes() const { return n * unit(); }                 // of one rank's shard
+
+    // The whole of in and out, in a group of `size` ranks.
+    size_t in_bytes(int size) const {
+        bool shards = kind == Collective::REDUCE_SCATTER || kind == Collective::ALL_TO_ALL;
+        return bytes() * (shards ? size : 1);
+    }
+    size_t out_bytes(int size) const {
+        bool shards = kind == Collective::ALL_GATHER || kind == Collective::ALL_TO_ALL;
+        return bytes() * (shards ? size : 1);
+    }
+    // Whether in and out overlap.
+    bool in_place(int size) const {
+        return in && out && in < out + out_bytes(size) && out < in + in_bytes(size);
+    }
+};
+
+// The range of n elements that rank r sums. Ranges are whole cache lines, the last ones shorter.
+struct ElementRange {
+    size_t first, count;
+};
+inline ElementRange range_of(size_t n, int size, int r) {
+    // 64 elements are whole cache lines for every type, so two ranks never write the same line.
+    size_t most = round_up(ceil_div(n, size), 64);
+    size_t first = std::min(n, r * most);
+    return {first, std::min(n - first, most)};
+}
+
+// ----------------------------------------------------------------------------
+// the texts of failures
+
+// "rank 2", "ranks 1, 2"
+inline std::string ranks_text(const std::vector<int>& ranks) {
+    std::string s = ranks.size() == 1 ? "rank " : "ranks ";
+    for (size_t i = 0; i < ranks.size(); i++)
+        s += (i ? ", " : "") + std::to_string(ranks[i]);
+    return s;
+}
+
+// "rank 3 (dp 1, tp 1)"
+inline std::string rank_text(const Comm& c) {
+    std::string place = c.info->place.empty() ? "" : " (" + c.info->place + ")";
+    return "rank " + std::to_string(c.info->rank) + place;
+}
+
+// "all-reduce on 'dp'"
+inline std::string where_text(const Comm& c, Collective kind) {
+    return std::string(collective_name(kind)) + " on '" + c.name + "'";
+}
+
+// "rank 0 waited 600.0 s in all-reduce on 'dp' during action REDUCE(3): rank 2 has not arrived"
+inline std::string overdue_text(const Comm& c, Collective kind, double seconds,
+                                const std::vector<int>& missing) {
+    char waited[64];
+    snprintf(waited, sizeof(waited), " waited %.1f s in ", seconds);
+    std::string action = c.info->action.empty() ? "" : " during action " + c.info->action;
+    std::string who = missing.empty()       ? "some ranks have"
+                      : missing.size() == 1 ? ranks_text(missing) + " has"
+                                            : ranks_text(missing) + " have";
+    return rank_text(c) + waited + where_text(c, kind) + action + ": " + who + " not arrived";
+}
+
+// ----------------------------------------------------------------------------
+// the clock, and the cores of a rank
+
+// Seconds on a clock that never goes back; only differences mean something.
+inline double clock_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+// Let this rank's OpenMP loops use so many threads, at least one.
+#ifdef _OPENMP
+inline int cores_here() { return omp_get_num_procs(); }
+inline void use_threads(int threads) { omp_set_num_threads(std::max(1, threads)); }
+#else
+inline int cores_here() { return 1; }
+inline void use_threads(int) {}
+#endif
+
+// ----------------------------------------------------------------------------
+// sums in rank order, in float or wider; integers in themselves
+
+// Widen an element to the type that sums are made in, and round the sum back.
+template <typename T> LLMC_HD inline auto to_sum(T x) {
+    if constexpr (std::is_integral_v<T>)
+        return x;
+    else
+        return to_acc(x);
+}
+template <typename T, typename A>
+LLMC_HD inline T from_sum(A x) {
+    if constexpr (std::is_integral_v<T>)
+        return x;
+    else
+        return from_acc<T>(x);
+}
+
+// Add two values, or take the larger one; a NaN stays.
+template <bool MAX, typename A>
+LLMC_HD inline A combine(A a, A b) {
+    if constexpr (MAX)
+        return b > a || b != b ? b : a;
+    else
+        return A(a + b);
+}
+
+// outs (n_out), ins (n_in) of `count` elements each; an output may be an input. Every thread has
+// elements of its own: the bits depend on the order of the inputs alone.
+template <typename T, bool MAX>
+void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in, size_t count,
+                  Cpu) {
+    typedef decltype(to_sum(T())) A;
+    constexpr size_t PART = 1024; // elements: their sums stay in L1
+
+    #pragma omp parallel for if (count > size_t(1) << 18)
+    for (size_t from = 0; from < count; from += PART) {
+        size_t part = std::min(PART, count - from);
+        A sum[PART];
+        T rounded[PART];
+
+        // Add the part of every input, in rank order.
+        const T* first = static_cast<const T*>(ins[0]) + from;
+        for (size_t i = 0; i < part; i++)
+            sum[i] = to_sum(first[i]);
+        for (int r = 1; r < n_in; r++) {
+            const T* next = static_cast<const T*>(ins[r]) + from;
+            for (size_t i = 0; i < part; i++)
+                sum[i] = combine<MAX>(sum[i], to_sum(next[i]));
+        }
+
+        // Round once, and write the result to every output.
+        for (size_t i = 0; i < part; i++)
+            rounded[i] = from_sum<T>(sum[i]);
+        for (int r = 0; r < n_out; r++)
+            memcpy(static_cast<T*>(outs[r]) + from, rounded, part * sizeof(T));
+    }
+}
+
+// Copy what comes from this rank itself; in place there is nothing to do.
+inline void copy_bytes(void* to, const void* from, size_t bytes, Cpu) {
+    if (to != from && bytes)
+        memcpy(to, from, bytes);
+}
+
+#if LLMC_KERNELS
+constexpr int MAX_GPU_RANKS = 64; // as many addresses fit a launch
+
+// Addresses that a launch passes by value.
+struct RankPointers {
+    void* p[MAX_GPU_RANKS];
+};
+
+// A thread reduces P elements of every buffer: 16 bytes where all of them are aligned, else one.
+template <typename T, bool MAX, int P>
+__global__ void reduce_ranks_kernel(RankPointers outs, int n_out, RankPointers ins, int n_in,
+                                    size_t count) {
+    size_t i = first_element<P>();
+    if (i >= count) return;
+
+    // Add P elements of every input, in rank order.
+    decltype(to_sum(T())) sum[P];
+    Pack<T, P> x = load_some<P>(static_cast<const T*>(ins.p[0]) + i, count - i);
+    for (int k = 0; k < P; k++)
+        sum[k] = to_sum(x.v[k]);
+    for (int r = 1; r < n_in; r++) {
+        x = load_some<P>(static_cast<const T*>(ins.p[r]) + i, count - i);
+        for (int k = 0; k < P; k++)
+            sum[k] = combine<MAX>(sum[k], to_sum(x.v[k]));
+    }
+
+    // Round once, and write the result to every output.
+    for (int k = 0; k < P; k++)
+        x.v[k] = from_sum<T>(sum[k]);
+    for (int r = 0; r < n_out; r++)
+        store_some(static_cast<T*>(outs.p[r]) + i, x, count - i);
+}
+
+template <typename T, bool MAX>
+void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in, size_t count,
+                  cudaStream_t stream) {
+    LLMC_CHECK(n_in <= MAX_GPU_RANKS, "%d ranks: raise MAX_GPU_RANKS", n_in);
+    RankPointers to = {};
+    RankPointers from = {};
+    bool vector = true; // every buffer begins at a multiple of 16 bytes
+    for (int r = 0; r < n_out; r++) {
+        to.p[r] = outs[r];
+        vector &= uintptr_t(outs[r]) % 16 == 0;
+    }
+    for (int r = 0; r < n_in; r++) {
+        from.p[r] = const_cast<void*>(ins[r]);
+        vector &= uintptr_t(ins[r]) % 16 == 0;
+    }
+    pick_element_kernel<T>(count, vector, [&](auto P, unsigned blocks) {
+        launch(reduce_ranks_kernel<T, MAX, P>, blocks, ELEMENT_THREADS, 0, stream, to, n_out, from,
+               n_in, count);
+    });
+}
+
+// Turn floats into integers of the same order, a NaN above all, or back. A library's maximum of the
+// integers is that of the floats and keeps a NaN, which its maximum of floats may lose.
+template <bool BACK>
+__global__ void order_floats_kernel(int32_t* x, size_t n) { // (n) bits of floats
+    size_t i = first_element<1>();
+    if (i >= n) return;
+    // Bits of floats order like integers; those of negative ones run the other way.
+    int32_t bits = x[i];
+    bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    int32_t turned = bits < 0 ? bits ^ 0x7fffffff : bits;
+    x[i] = nan && !BACK ? 0x7fffffff : turned;
+}
+template <bool BACK> void order_floats(void* x, size_t n, cudaStream_t stream) {
+    if (n == 0) return;
+    unsigned blocks = unsigned(ceil_div(n, size_t(ELEMENT_THREADS)));
+    launch(order_floats_kernel<BACK>, blocks, ELEMENT_THREADS, 0, stream, static_cast<int32_t*>(x),
+           n);
+}
+
+inline void copy_bytes(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+    if (to != from && bytes)
+        LLMC_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+#endif
+
+} // namespace llmc

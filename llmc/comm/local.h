@@ -1,0 +1,447 @@
+// local.h - ranks are threads of one process and read each other's memory
+//   1. start    a rank posts its buffers: they belong to the collective until its finish()
+//   2. finish   wait until all ranks have started, then carry out items that nobody has taken. An
+//               item is the sum of a range of elements, or the copy of what one rank gets. Nobody
+//               waits for a peer that computes meanwhile: whoever is in finish() does the work.
+//   A wait sleeps on a condition variable, after a short spin where every rank has a core.
+//   A rank that throws, ends early or waits too long makes every other rank's next collective throw
+//   RankFailure, after one message; no rank touches the buffers of a rank that has left.
+//   To copy: this file, placement.h, group.h, memory.h, cuda_common.h and types.h.
+#pragma once
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+#include "placement.h"
+
+namespace llmc {
+
+// When an outstanding collective happens, for tests of the waits around it: the bits must be equal.
+//   EARLIEST  all happens in start, which waits for the peers
+//   LATEST    the result is NaN until finish(), which refuses an input that has changed since start
+enum class Moment { ANY, EARLIEST, LATEST };
+
+// Tests change these; a run has the defaults.
+struct LocalSettings {
+    Moment moment = Moment::ANY;
+    double timeout_s = 600;
+    bool placements = false;        // each rank has a table of what its buffers hold
+    std::string* failure = nullptr; // receives the message of a failure; null: it goes to stderr
+};
+
+// Every collective throws this once a rank has failed; run_local_ranks catches it.
+struct RankFailure {};
+
+// The threads of one run, and whether one of them has failed.
+// It outlives its threads: run_local_ranks() joins them before it ends.
+struct LocalWorld {
+    int ranks;
+    LocalSettings settings;
+    std::mutex mutex;
+    std::atomic<bool> failed = false;
+    std::vector<std::atomic<bool>> ended; // (ranks)
+
+    // A group that some of its ranks have not joined yet.
+    struct Opening {
+        std::shared_ptr<LocalGroup> group;
+        std::vector<int> joined; // ranks in the world
+    };
+    std::vector<Opening> openings;
+
+    LocalWorld(int ranks, LocalSettings settings)
+        : ranks(ranks), settings(settings), ended(ranks) {}
+};
+
+// A collective, or a message, that some of its parties have started. The group's mutex guards all
+// of it; those who spin read the two counts without.
+struct LocalOp {
+    Collective kind;
+    std::string text; // all parties must ask for the same
+    struct Party {
+        int rank; // in the group
+        bool posted = false;
+        const char* in = nullptr; // (in_bytes)
+        char* out = nullptr;      // (out_bytes)
+        std::vector<char> snapshot; // LATEST: in, as it was at start
+    };
+    std::vector<Party> parties; // all ranks; of a message: sender, receiver
+    int items = 0;   // pieces of its work; a barrier has none
+    int claimed = 0; // items that some rank has taken
+    std::atomic<int> arrived = 0; // parties
+    std::atomic<int> done = 0;    // items
+    bool broken = false;          // a party has left: its memory may be gone
+
+    LocalOp(Collective kind, std::string text, const std::vector<int>& ranks, int items)
+        : kind(kind), text(text), items(items) {
+        for (int r : ranks)
+            parties.push_back({r, false, nullptr, nullptr, {}});
+    }
+    bool all_arrived() const { return arrived == int(parties.size()); }
+};
+
+// A group of threads, and what some of them have started.
+struct LocalGroup {
+    LocalWorld* world;
+    std::string name;
+    std::vector<int> members; // (size) ranks in the world
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<size_t> started;               // (size) collectives that each rank has started
+    std::deque<std::shared_ptr<LocalOp>> open; // collectives that some rank has not started
+    size_t first_open = 0;                     // the number of open's first one
+    std::map<std::array<int, 3>, std::deque<std::shared_ptr<LocalOp>>> mail; // (from, to, tag)
+
+    LocalGroup(LocalWorld* world, std::string name, std::vector<int> members)
+        : world(world), name(name), members(members), started(members.size()) {}
+};
+
+// ----------------------------------------------------------------------------
+// failures, and waits that end in one
+
+// Say the first failure, once; every rank's next collective throws.
+inline void local_fail(LocalWorld& world, const std::string& message) {
+    // The first failure explains the rest, which only follow from it.
+    std::lock_guard lock(world.mutex);
+    if (world.failed) return;
+    world.failed = true;
+    if (world.settings.failure)
+        *world.settings.failure = message;
+    else
+        fprintf(stderr, "train_gpt: error: %s\n", message.c_str());
+}
+
+// Fail with this message, and leave the collective.
+[[noreturn]] inline void local_stop(const Comm& c, const std::string& message) {
+    local_fail(*c.local->world, message);
+    throw RankFailure();
+}
+
+// Wait for ready(), which the group's mutex guards. With `op` the wait ends in a failure when a
+// rank fails, ends or takes too long; without it the rank waits for work that is in progress.
+template <typename F>
+void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, F ready) {
+    // Spinning threads on a shared core would take it from the one they wait for.
+    LocalGroup& g = *c.local;
+    static const int cores = std::max(1u, std::thread::hardware_concurrency());
+
+    // Spin for a moment where each rank has a core: it saves a sleep.
+    if (!ready() && g.world->ranks <= cores) {
+        lock.unlock();
+        for (int i = 0; i < 2000 && !ready(); i++) {}
+        lock.lock();
+    }
+
+    // Sleep, and look around 50 times a second.
+    double start = clock_seconds();
+    double limit = c.info->timeout_s;
+    while (!ready()) {
+        g.changed.wait_for(lock, std::chrono::milliseconds(20));
+        if (!op || ready()) continue;
+
+        // Find who has not come, and whether they still can.
+        std::vector<int> missing, ended;
+        for (const LocalOp::Party& p : op->parties)
+            if (!p.posted)
+                missing.push_back(g.members[p.rank]);
+        for (int r : missing)
+            if (g.world->ended[r])
+                ended.push_back(r);
+
+        // Give up where nobody can come, or after the limit.
+        double waited = clock_seconds() - start;
+        if (!ended.empty())
+            local_fail(*g.world, rank_text(c) + " waits in " + where_text(c, op->kind) + " for " +
+                                     ranks_text(ended) + ", which ended before");
+        else if (limit > 0 && waited > limit)
+            local_fail(*g.world, overdue_text(c, op->kind, waited, missing));
+        if (g.world->failed) throw RankFailure();
+    }
+}
+
+// ----------------------------------------------------------------------------
+// start
+
+// Hand a party's buffers to the collective. The caller holds the group's mutex.
+template <typename S>
+void local_arrive(const Comm& c, LocalOp& op, int party, const Call<S>& call) {
+    // Note where this party's buffers are.
+    LocalGroup& g = *c.local;
+    if (op.broken) throw RankFailure();
+    LocalOp::Party& p = op.parties[party];
+    p.in = call.in;
+    p.out = call.out;
+
+    // LATEST: keep the input as it is now, and fill the output with NaN of every type.
+    if constexpr (std::is_same_v<S, Cpu>)
+        if (g.world->settings.moment == Moment::LATEST) {
+            if (call.in)
+                p.snapshot.assign(call.in, call.in + call.in_bytes(c.size));
+            p.in = p.snapshot.data();
+            if (call.out)
+                memset(call.out, 0xff, call.out_bytes(c.size));
+        }
+
+    // Wake those who wait for the last party.
+    p.posted = true;
+    op.arrived++;
+    if (op.all_arrived()) g.changed.notify_all();
+}
+
+// "all-reduce (sum) of 10 float"
+template <typename S>
+std::string call_text(const Call<S>& call) {
+    // The text stands for the call: equal texts are equal kinds, counts, types and roots.
+    std::string s = collective_name(call.kind);
+    if (call.kind == Collective::BARRIER) return s;
+    if (call.kind == Collective::ALL_REDUCE)
+        s += call.max ? " (max)" : " (sum)";
+    s += " of " + std::to_string(call.n) + " " + ELEMENT_NAMES[int(call.element)];
+    return call.kind == Collective::BROADCAST ? s + " from " + std::to_string(call.root) : s;
+}
+
+// Join the collective that the group's ranks start as their next one, or open it.
+template <typename S>
+std::shared_ptr<LocalOp> local_start(const Comm& c, const Call<S>& call) {
+    LocalGroup& g = *c.local;
+    std::string text = call_text(call);
+    std::lock_guard lock(g.mutex);
+    if (g.world->failed) throw RankFailure();
+
+    // Find it by its number: ranks start the same collectives in the same order.
+    size_t index = g.started[c.rank] - g.first_open;
+    if (index == g.open.size()) {
+        std::vector<int> ranks;
+        for (int r = 0; r < c.size; r++)
+            ranks.push_back(r);
+        int items = call.kind == Collective::BARRIER ? 0 : c.size;
+        g.open.push_back(std::make_shared<LocalOp>(call.kind, text, ranks, items));
+    }
+
+    // Compare what this rank asks for with what its peers do.
+    std::shared_ptr<LocalOp> op = g.open[index];
+    if (op->text != text)
+        local_stop(c, rank_text(c) + " starts " + text + " on '" + c.name +
+                          "' where its peers start " + op->text);
+
+    // Arrive, and forget the collectives that all have started.
+    g.started[c.rank]++;
+    local_arrive(c, *op, c.rank, call);
+    for (; !g.open.empty() && g.open.front()->all_arrived(); g.first_open++)
+        g.open.pop_front();
+    return op;
+}
+
+// Meet the message's other end, or leave this end in the mail.
+template <typename S>
+std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m,
+                                             const Call<S>& call) {
+    LocalGroup& g = *c.local;
+    std::lock_guard lock(g.mutex);
+    if (g.world->failed) throw RankFailure();
+    int from = m.send ? c.rank : m.peer;
+    int to = m.send ? m.peer : c.rank;
+    int party = m.send ? 0 : 1;
+
+    // Take the first of its pair and tag whose other end waits, or open one.
+    auto& queue = g.mail[{from, to, m.tag}];
+    auto at = std::find_if(queue.begin(), queue.end(),
+                           [&](auto& op) { return !op->parties[party].posted; });
+    std::string text = std::to_string(m.bytes) + " bytes";
+    if (at == queue.end())
+        at = queue.insert(at, std::make_shared<LocalOp>(call.kind, text, std::vector{from, to}, 1));
+    std::shared_ptr<LocalOp> op = *at;
+
+    // Compare the two ends' lengths, then arrive.
+    if (op->text != text)
+        local_stop(c, rank_text(c) + (m.send ? " sends " : " receives ") + text + " on '" + c.name +
+                          "' where " + ranks_text({g.members[m.peer]}) + " has " + op->text);
+    local_arrive(c, *op, party, call);
+    if (op->all_arrived()) queue.erase(at);
+    return op;
+}
+
+// ----------------------------------------------------------------------------
+// finish
+
+// Carry out item i of a collective that all have started. It writes what no other item reads or
+// writes. `alone`, for LATEST: carry out all that party i gets, from the parties' snapshots.
+template <typename S>
+void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S where) {
+    // Ranks read each other's buffers directly: all are in one process.
+    int size = int(op.parties.size());
+    size_t bytes = call.bytes();
+    const LocalOp::Party& mine = op.parties[i];
+    std::vector<const void*> ins(size); // (size) of `bytes` each, or of a range
+    std::vector<void*> outs(size);      // the same
+
+    switch (op.kind) {
+    case Collective::ALL_REDUCE: { // sum range i, and write it to every rank
+        ElementRange range = alone ? ElementRange{0, call.n} : range_of(call.n, size, i);
+        for (int r = 0; r < size; r++)
+            ins[r] = op.parties[r].in + range.first * call.unit();
+        for (int r = 0; r < size; r++)
+            outs[r] = op.parties[r].out + range.first * call.unit();
+        if (alone) outs[0] = mine.out;
+        call.reduce(outs.data(), alone ? 1 : size, ins.data(), size, range.count, where);
+        break;
+    }
+    case Collective::REDUCE_SCATTER:
+        for (int r = 0; r < size; r++)
+            ins[r] = op.parties[r].in + i * bytes;
+        outs[0] = mine.out;
+        call.reduce(outs.data(), 1, ins.data(), size, call.n, where);
+        break;
+
+    case Collective::ALL_GATHER:
+        for (int r = 0; r < size; r++)
+            copy_bytes(mine.out + r * bytes, op.parties[r].in, bytes, where);
+        break;
+    case Collective::ALL_TO_ALL:
+        for (int r = 0; r < size; r++)
+            copy_bytes(mine.out + r * bytes, op.parties[r].in + i * bytes, bytes, where);
+        break;
+    case Collective::BROADCAST:
+        if (i != call.root)
+            copy_bytes(mine.out, op.parties[call.root].in, bytes, where);
+        break;
+    case Collective::EXCHANGE: // a message: its sender is party 0, its receiver party 1
+        copy_bytes(op.parties[1].out, op.parties[0].in, bytes, where);
+        break;
+    case Collective::BARRIER: break;
+    }
+}
+
+// Wait until all parties have started, take part in the work, and wait until all of it is done.
+template <typename S>
+void local_finish(const Comm& c, LocalOp& op, int party, const Call<S>& call, S where) {
+    // Meet: nobody's input may be read before it is there.
+    LocalGroup& g = *c.local;
+    std::unique_lock lock(g.mutex);
+    local_wait(c, lock, &op, [&] { return op.all_arrived(); });
+
+    // LATEST: each party makes its own result now, from inputs that must not have changed.
+    if (g.world->settings.moment == Moment::LATEST && std::is_same_v<S, Cpu>) {
+        lock.unlock();
+        const std::vector<char>& was = op.parties[party].snapshot;
+        if (!was.empty() && !call.in_place(c.size) && memcmp(was.data(), call.in, was.size()))
+            local_stop(c, rank_text(c) + " changed the input of " + where_text(c, op.kind) +
+                              " before it was finished");
+        if (call.out)
+            local_item(op, party, call, true, where);
+        return;
+    }
+
+    // Carry out items that nobody has taken.
+    while (op.claimed < op.items) {
+        if (op.broken) throw RankFailure();
+        int item = op.claimed++;
+        lock.unlock();
+        local_item(op, item, call, false, where);
+        wait_for(where);
+        lock.lock();
+        if (++op.done == op.claimed)
+            g.changed.notify_all();
+    }
+
+    // Wait for those that peers carry out.
+    local_wait(c, lock, nullptr, [&] { return op.done == op.items; });
+}
+
+// Leave with a collective outstanding: nobody may touch this rank's buffers afterwards.
+inline void local_withdraw(const Comm& c, LocalOp& op) {
+    // Break it, unless all its work is done. An exception has been told already.
+    LocalGroup& g = *c.local;
+    std::unique_lock lock(g.mutex);
+    if (!op.broken && op.done < std::max(op.items, 1)) {
+        op.broken = true;
+        if (!std::uncaught_exceptions())
+            local_fail(*g.world, rank_text(c) + " left " + where_text(c, op.kind) + " unfinished");
+    }
+
+    // Let those finish who touch them now.
+    local_wait(c, lock, nullptr, [&] { return op.done == op.claimed; });
+}
+
+// ----------------------------------------------------------------------------
+// groups and ranks
+
+// Make the group of these ranks of the world, in this order; only they call, with the same list.
+inline std::shared_ptr<LocalGroup> local_split(const Comm& c, const std::string& name,
+                                               const std::vector<int>& members) {
+    LocalWorld& world = *c.local->world;
+    std::lock_guard lock(world.mutex);
+
+    // Join the group if others have opened it and this rank is not in it yet; else open it.
+    auto at = std::find_if(world.openings.begin(), world.openings.end(), [&](auto& o) {
+        return o.group->name == name && o.group->members == members &&
+               std::find(o.joined.begin(), o.joined.end(), c.info->rank) == o.joined.end();
+    });
+    if (at == world.openings.end())
+        at = world.openings.insert(at, {std::make_shared<LocalGroup>(&world, name, members), {}});
+
+    // Forget the opening once all have joined.
+    std::shared_ptr<LocalGroup> group = at->group;
+    at->joined.push_back(c.info->rank);
+    if (at->joined.size() == members.size())
+        world.openings.erase(at);
+    return group;
+}
+
+// Run body(world) as `ranks` threads, each with its part of the cores. Returns 0 when every body
+// has returned, or returned 0; else 1, after the first failure has been said.
+template <typename F>
+int run_local_ranks(int ranks, LocalSettings settings, F body) {
+    // Make the group of all.
+    LocalWorld world(ranks, settings);
+    std::vector<int> members(ranks);
+    for (int r = 0; r < ranks; r++)
+        members[r] = r;
+    auto group = std::make_shared<LocalGroup>(&world, "world", members);
+
+    auto run_rank = [&](int rank) {
+        // Describe the rank, and the world as it sees it.
+        this_rank = rank;
+        use_threads(cores_here() / ranks);
+        Placements placements;
+        RankInfo info;
+        info.rank = rank;
+        info.timeout_s = settings.timeout_s;
+        if (settings.placements) info.placements = &placements;
+        Comm c;
+        c.rank = rank;
+        c.size = ranks;
+        c.members = members;
+        c.info = &info;
+        if (ranks > 1) {
+            c.backend = Backend::LOCAL;
+            c.local = group;
+        }
+
+        // Run the body; whatever ends it early is said once.
+        try {
+            if constexpr (std::is_void_v<decltype(body(c))>)
+                body(c);
+            else if (int status = body(c))
+                local_fail(world, rank_text(c) + " ended with status " + std::to_string(status));
+        } catch (const RankFailure&) {
+        } catch (const std::exception& e) {
+            local_fail(world, rank_text(c) + " failed: " + e.what());
+        } catch (...) {
+            local_fail(world, rank_text(c) + " failed");
+        }
+        world.ended[rank] = true;
+    };
+
+    // Start the ranks, and wait for all of them.
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; r++)
+        threads.emplace_back(run_rank, r);
+    for (std::thread& t : threads) t.join();
+    return world.failed;
+}
+
+} // namespace llmc

@@ -1,0 +1,25 @@
+// documents.h - where the documents of a window of tokens begin, so that each sees itself alone
+//   split_documents   tokens (T), targets (T), `end` -> doc_start (T), targets (T)
+//   doc_start[i] is the position where the document of position i begins; attention looks no
+//   further back. `end` is the token that ends a document; with -1 the window is one document.
+//   The end belongs to the document before it, so the model learns that a text ends. The token that
+//   follows an end cannot be told from it, so the target there is ignored (-1).
+//   Of a document that began before the window, only the part inside the window is seen.
+#pragma once
+#include <cstddef>
+
+namespace llmc {
+
+// All arrays are the host's; `targets` is changed in place.
+inline void split_documents(int* doc_start, int* targets, const int* tokens, size_t T, int end) {
+    int start = 0;
+    for (size_t i = 0; i < T; i++) {
+        doc_start[i] = start;
+        // The next position begins another document.
+        if (tokens[i] != end) continue;
+        start = int(i) + 1;
+        targets[i] = -1;
+    }
+}
+
+} // namespace llmc

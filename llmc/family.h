@@ -1,0 +1,98 @@
+// family.h - the families of models: a row each, and the one place that chooses between them
+//   A family is a struct of facts (model_types, block_prefix, body_prefix) and types (Embedding,
+//   Block, Head, Acts), and functions that are found by these types:
+//     tables   embedding_parameters, position_parameters, block_parameters, head_parameters,
+//              block_activations
+//     block    block_forward, block_recompute, block_backward_input, block_backward_weight
+//     head     head_norm, head_backward
+//   A new family is its header, its name in `enum class Family`, and a row here.
+#pragma once
+#include "buckets.h"
+#include "gpt2.h"
+#include "llama.h"
+
+namespace llmc {
+
+// Call f with the family's struct: with_family(shape.family, [&](auto family) { ... }).
+template <typename F> void with_family(Family family, F f) {
+    switch (family) {
+    case Family::GPT2: return f(Gpt2{});
+    case Family::LLAMA: return f(Llama{});
+    }
+}
+
+// ----------------------------------------------------------------------------
+// tables made by visiting a family's rows
+
+// The parameter table of a shape, as a layout cuts it: over tp ranks, and where ZeRO may.
+inline Model make_model(const Shape& shape, const Layout& layout = {}) {
+    int tp = layout.tp.size;
+    Model model;
+    model.shape = shape;
+    model.shape.padded = round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
+    model.tp = tp;
+
+    // Padding comes first: the visitors below read it through Vp().
+    const Shape& s = model.shape;
+
+    // A row is appended to the bucket that is open.
+    std::string prefix;
+    int layer = 0, head = model.head();
+
+    // Vocabulary tables are padded in memory, but their files have V rows.
+    auto row = [&](Weight&, const char* name, std::initializer_list<size_t> dims, Init init,
+                   bool decay, Shard shard, bool transposed) {
+        size_t rows = *dims.begin();
+        bool vocabulary = shard.axis == 0 && (layer == 0 || layer == head);
+        add_parameter(model, {prefix + name, dims, vocabulary ? s.V : rows, transposed, shard, init,
+                              decay, layer});
+    };
+
+    with_family(s.family, [&](auto family) {
+        typename decltype(family)::Embedding embedding;
+        typename decltype(family)::Block block;
+        typename decltype(family)::Head last;
+
+        // Layer 0 embeds.
+        std::vector<int> users = s.tied ? std::vector<int>{0, head} : std::vector<int>{0};
+        add_bucket(model, "embedding", Role::TOKENS, users);
+        embedding_parameters(embedding, s, row);
+        if (s.position == Position::LEARNED) {
+            add_bucket(model, "positions", Role::POSITIONS, {0});
+            position_parameters(embedding, s, row);
+        }
+
+        // Blocks, each a bucket.
+        for (layer = 1; layer < head; layer++) {
+            std::string number = std::to_string(layer - 1);
+            add_bucket(model, "block." + number, Role::BLOCK, {layer});
+            prefix = family.block_prefix + number + ".";
+            block_parameters(block, s, row);
+        }
+
+        // The head.
+        prefix = "";
+        add_bucket(model, "head", Role::HEAD, {head});
+        head_parameters(last, s, row);
+    });
+    place_parameters(model, layout);
+    return model;
+}
+
+// The activation table of a block of N rows.
+// T is the type of activations; statistics of norms and attention are wider, in acc. Sums over rows
+// have more parts on a GPU.
+template <typename T, typename S>
+std::vector<Activation> activation_table(const Shape& s, size_t N, S where) {
+    std::vector<Activation> rows;
+    auto row = [&](auto*& p, const char* name, size_t n, Keep keep, Last last) {
+        rows.push_back({name, n, n * sizeof(*p), keep, last});
+    };
+    with_family(s.family, [&](auto family) {
+        typename decltype(family)::template Acts<T> acts;
+        block_activations(acts, s, N, where, row);
+    });
+    return rows;
+}
+
+} // namespace llmc

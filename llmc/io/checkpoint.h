@@ -1,0 +1,684 @@
+// checkpoint.h - crash-safe checkpoints: each rank writes what it owns, any layout loads them
+//   OUT/step_00000100/rank_00003.safetensors   the elements that rank 3 owns, as flat tensors
+//                                              "param.NAME" (the masters, or the weights),
+//                                              "m.NAME" and "v.NAME" (AdamW's moments)
+//   OUT/step_00000100/manifest.json            step, cursor, seed, model; and for each file
+//     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
+//   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank has
+//   it; for_each_run (model.h) says where they lie in the whole. Each element is in one file, its
+//   owner's: see owns() (parameters.h). A rank that owns nothing makes no file. Padding of the
+//   vocabulary is in none.
+//   Save   1. the first rank makes step_N.tmp
+//          2. every rank writes and syncs its file
+//          3. the ranks tell each other size and CRC-32, or what went wrong
+//          4. the first rank writes the manifest, then renames the folder
+//          5. the first rank removes the oldest checkpoints, but never the best one
+//   Why a kill loses nothing: a folder is called step_N only after every byte in it is synced, and
+//   it loses that name before its first file is removed. Until 4 is over, nothing that was there
+//   before has changed. A kill leaves at most a step_N.tmp, which no load reads and the next save
+//   removes. One gap: a save of a step that is there already, on a file system that cannot exchange
+//   two names (replace_folder() in files.h), leaves that step without a name for a moment.
+//   Load   1. each of N ranks verifies every N-th file. Only sizes and checksums are believed, the
+//             manifest's own too. A broken checkpoint is skipped for the one before it.
+//          2. every rank looks at all it needs before any rank changes anything
+//          3. each rank puts one parameter at a time together, and keeps its part of it
+//   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
+#pragma once
+#include <sys/stat.h>
+#include <filesystem>
+#include <fstream>
+#include "files.h"
+#include "manifest.h"
+#include "safetensors.h"
+#include "../text.h"
+#include "../parameters.h"
+
+namespace llmc {
+
+// The numbers that make a run go on where it stopped.
+// The seed stands for the random state: every stream is a function of it and of a name.
+struct CheckpointInfo {
+    int64_t step = 0;    // of the run
+    uint64_t cursor = 0; // samples taken
+    uint64_t seed = 0;
+    nlohmann::json config;
+    int64_t tokens = 0;     // trained on so far, whatever the batches were
+    int64_t best_step = -1; // of the lowest validation loss; -1: none is kept
+    double best_loss = 0;
+    std::vector<int64_t> broken = {}; // newer steps that a load has skipped
+};
+
+// The processor's name: another one may round a sum differently.
+inline std::string cpu_name() {
+    std::ifstream in("/proc/cpuinfo");
+    for (std::string line; std::getline(in, line);)
+        if (line.rfind("model name", 0) == 0)
+            return line.substr(std::min(line.find(':') + 2, line.size()));
+    return "unknown";
+}
+
+// A checkpoint fits a run when all of this is equal.
+// Layout, precision and batch are not part of it: a run may change those and go on.
+inline nlohmann::json model_identity(const Shape& s) {
+    const char* positions[] = {"learned", "rope", "alibi"};
+    const char* kinds[] = {"llama3", "linear", "yarn"};
+
+    // clang-format off
+    return {
+        {"family",         s.hf_type},
+        {"layers",         s.L},
+        {"heads",          s.NH},
+        {"kv_heads",       s.NKV},
+        {"head_size",      s.HS},
+        {"channels",       s.C},
+        {"ffn",            s.F},
+        {"vocab",          s.V},
+        {"positions",      s.P},
+        {"position",       positions[int(s.position)]},
+        {"tied",           s.tied},
+        {"qkv_bias",       s.qkv_bias},
+        {"o_bias",         s.o_bias},
+        {"mlp_bias",       s.mlp_bias},
+        {"qk_norm",        s.qk_norm},
+        {"norm_eps",       s.norm_eps},
+        {"sliding_window", s.sliding_window},
+        {"window_from",    s.window_from},
+        {"rope_theta",     s.rope_theta},
+        {"rope_kind",               kinds[int(s.rope_scaling.kind)]},
+        {"rope_factor",             s.rope_scaling.factor},
+        {"rope_low_freq_factor",    s.rope_scaling.low_freq_factor},
+        {"rope_high_freq_factor",   s.rope_scaling.high_freq_factor},
+        {"rope_original_positions", s.rope_scaling.original_positions},
+        {"rope_beta_fast",          s.rope_scaling.beta_fast},
+        {"rope_beta_slow",          s.rope_scaling.beta_slow},
+        {"rope_truncate",           s.rope_scaling.truncate},
+        {"rope_attention_factor",   s.rope_scaling.attention_factor},
+    };
+    // clang-format on
+}
+
+// Fields that older checkpoints lack: their models had the default.
+inline bool is_newer_field(const std::string& key) {
+    for (const char* newer : {"o_bias", "mlp_bias", "qk_norm", "window_from", "rope_kind",
+                              "rope_beta_fast", "rope_beta_slow", "rope_truncate",
+                              "rope_attention_factor"})
+        if (key == newer) return true;
+    return false;
+}
+
+// "step_00000100": zeros in front make the alphabet's order the steps', up to 10^8 - 1 steps.
+inline std::string step_folder(int64_t step) {
+    char name[32];
+    snprintf(name, sizeof(name), "step_%08lld", (long long)step);
+    return name;
+}
+
+// "rank_00003.safetensors"
+inline std::string rank_file(int rank) {
+    char name[32];
+    snprintf(name, sizeof(name), "rank_%05d.safetensors", rank);
+    return name;
+}
+
+// The steps of the whole checkpoints in `out`, newest first. With the ending ".tmp": of those that
+// a crash left unfinished.
+inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char* ending = "") {
+    std::vector<int64_t> steps;
+    if (DIR* d = opendir(out.c_str())) {
+        while (dirent* e = readdir(d)) {
+            long long step = -1;
+            // Write the name back and compare: step_5 or step_00000100.old are somebody else's.
+            bool read = sscanf(e->d_name, "step_%lld", &step) == 1 && step >= 0;
+            if (read && step_folder(step) + ending == e->d_name)
+                steps.push_back(step);
+        }
+        closedir(d);
+    }
+    std::sort(steps.rbegin(), steps.rend());
+    return steps;
+}
+
+// ----------------------------------------------------------------------------
+// the state of a rank as tensors
+
+// A tensor of a rank's file: a parameter, or one of its moments.
+// Its data name the place on this rank, its parameter the shape and the cut.
+struct StateTensor {
+    std::string name;
+    Data data;
+    const Parameter* p;
+};
+
+// List the state: the masters where there are any, else the weights; moments of what is trained.
+template <typename T, typename S>
+std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
+    // An evaluation keeps no moments, and then loads none.
+    bool stateful = keeps_any(t, Kind::STATE);
+    std::vector<StateTensor> list;
+    Kind weights = sizeof(T) < sizeof(acc_t<T>) ? Kind::MASTER : Kind::WEIGHT;
+    for (const Parameter& p : t.model.parameters) {
+        list.push_back({"param." + p.name, {weights, p.bucket}, &p});
+        if (!stateful || !t.model.buckets[p.bucket].trainable)
+            continue;
+        int number = 0;
+        for (std::string state : optimizer_row(t.plans[0].optimizer).states)
+            list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
+    }
+    return list;
+}
+
+// The elements of a tensor that this rank writes: those it keeps and owns, without the vocabulary's
+// padding. Padding ends the whole table, so it ends a rank's range too.
+template <typename T, typename S>
+KeptRange owned_range(const Trainer<T, S>& t, const StateTensor& s) {
+    // Count the real words: a range may begin in words and end in padding.
+    KeptRange range = kept_range(t, s.data, *s.p);
+    size_t words = s.p->file_elements();
+    size_t real = 0;
+    for_each_kept(t.layout, *s.p, range, [&](size_t, size_t global, size_t count) {
+        real += std::min(count, words - std::min(global, words));
+    });
+    range.count = owns(t, s.data, *s.p) ? real : 0;
+    return range;
+}
+
+// The first element of a tensor on this rank.
+template <typename T, typename S>
+acc_t<T>* kept_address(const Trainer<T, S>& t, const StateTensor& s) {
+    return address<acc_t<T>>(t, s.data);
+}
+
+// ----------------------------------------------------------------------------
+// what ranks tell each other
+
+// Gather each rank's text, on every rank.
+inline std::vector<std::string> gather_texts(const Comm& c, std::string text) {
+    // Tell the lengths first.
+    std::vector<int64_t> sizes(c.size);
+    int64_t size = int64_t(text.size());
+    all_gather(c, sizes.data(), &size, 1, Cpu{});
+
+    // Make all as long as the longest: an all-gather takes equal counts.
+    size_t most = *std::max_element(sizes.begin(), sizes.end());
+    text.resize(most);
+    std::string all(most * sizes.size(), 0);
+    all_gather(c, reinterpret_cast<unsigned char*>(all.data()),
+               reinterpret_cast<const unsigned char*>(text.data()), most, Cpu{});
+
+    // Cut the padding off again.
+    std::vector<std::string> texts;
+    for (size_t r = 0; r < sizes.size(); r++)
+        texts.push_back(all.substr(r * most, sizes[r]));
+    return texts;
+}
+
+// The error of the first rank that has one: where one rank fails, all fail.
+inline std::string first_error(const Comm& c, const std::string& wrong) {
+    for (const std::string& text : gather_texts(c, wrong))
+        if (!text.empty()) return text;
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// save
+
+// Write this rank's file, and its entry in the manifest; neither where the rank owns nothing.
+template <typename T, typename S>
+std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
+                            nlohmann::json* entry) {
+    typedef acc_t<T> A;
+
+    // List what this rank owns.
+    std::vector<std::pair<StateTensor, KeptRange>> owned;
+    std::vector<TensorSpec> specs;
+    nlohmann::json ranges;
+    for (const StateTensor& s : state_tensors(t)) {
+        KeptRange range = owned_range(t, s);
+        if (range.count == 0) continue;
+        owned.push_back({s, range});
+        specs.push_back({s.name, type_of<A>(), {range.count}});
+        ranges[s.name] = {range.first, range.count};
+    }
+    if (owned.empty()) return "";
+
+    // Write it, a tensor at a time: a rank never holds a second copy of its state.
+    std::string name = rank_file(t.comms.world.rank);
+    FileWriter w;
+    writer_open(&w, folder + "/" + name, specs, {});
+    for (auto& [s, range] : owned) {
+        if (!w.wrong.empty()) break;
+        std::vector<A> values(range.count);
+        size_t bytes = range.count * sizeof(A);
+        copy_out(values.data(), kept_address(t, s) + range.at, bytes, t.ctx.where);
+        writer_put(w, values.data(), bytes);
+    }
+    std::string wrong = writer_close(&w);
+
+    // Describe it. The sum is of the bytes handed to the file, not of what a disk gives back.
+    *entry = {{"file", name},
+              {"bytes", w.bytes},
+              {"crc32", w.crc},
+              {"tp", t.layout.tp.size},
+              {"tp_rank", t.layout.tp.rank},
+              {"tensors", ranges}};
+    return wrong;
+}
+
+// Write what describes the files, with a checksum of its own; then sync the folder's names.
+template <typename T, typename S>
+std::string write_manifest(const Trainer<T, S>& t, const CheckpointInfo& info,
+                           const std::string& folder, const nlohmann::json& files) {
+    // Save the optimizer's own count of updates too: Adam's bias correction goes on from it.
+    bool trained = address<StepScale>(t, {Kind::SCALE});
+    int64_t updates = trained ? read_value<StepScale>(t, {Kind::SCALE}).step : 0;
+    // Threads and processor only make a note on resume: they may change the last bits of a sum.
+    nlohmann::json manifest = {{"format", CHECKPOINT_FORMAT},
+                               {"step", info.step},
+                               {"cursor", info.cursor},
+                               {"seed", info.seed},
+                               {"tokens", info.tokens},
+                               {"config", info.config},
+                               {"model", model_identity(t.model.shape)},
+                               {"optimizer", optimizer_row(t.plans[0].optimizer).name},
+                               {"optimizer_step", updates},
+                               {"precision", type_name(type_of<T>())},
+                               {"threads", threads_here(t.ctx.where)},
+                               {"cpu", cpu_name()},
+                               {"files", files}};
+
+    if (trained && t.hyper.loss_scaling.on)
+        manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
+    if (info.best_step >= 0) {
+        manifest["best_step"] = info.best_step;
+        manifest["best_loss"] = info.best_loss;
+    }
+
+    // The manifest's checksum covers the files' checksums, so it vouches for the folder.
+    manifest["crc32"] = manifest_crc(manifest);
+    std::string wrong = write_text_file(folder + "/manifest.json", manifest_text(manifest));
+    return wrong.empty() ? sync_folder(folder) : wrong;
+}
+
+// Rename a folder before its files go: half a checkpoint never looks like a whole one.
+inline void remove_checkpoint(const std::string& folder) {
+    std::string going = folder + ".tmp";
+    remove_folder(rename(folder.c_str(), going.c_str()) == 0 ? going : folder);
+}
+
+// Make step_N.tmp, after removing what crashes left.
+inline std::string make_temporary(const std::string& out, const std::string& temporary) {
+    for (int64_t stale : checkpoint_steps(out, ".tmp"))
+        remove_folder(out + "/" + step_folder(stale) + ".tmp");
+    if (mkdir(temporary.c_str(), 0777) == 0)
+        return "";
+    return temporary + ": cannot be made: " + strerror(errno);
+}
+
+// Put a checkpoint out of the way of the next resume, and of --keep: its bytes may still be wanted.
+// Returns "" or what is wrong; *name is what the folder is called now: step_N.newer, .newer.2, ...
+inline std::string set_aside(const std::string& out, int64_t step, const std::string& ending,
+                             std::string* name) {
+    std::string folder = out + "/" + step_folder(step);
+    *name = folder + ending;
+    for (int n = 2; ::access(name->c_str(), F_OK) == 0; n++)
+        *name = concat(folder, ending, ".", n);
+    if (rename(folder.c_str(), name->c_str()) == 0) return "";
+    return folder + ": cannot be renamed: " + strerror(errno);
+}
+
+// Save a checkpoint in `out` by the header's steps. Of those before it only the `keep` newest and
+// the best one stay.
+template <typename T, typename S>
+std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
+                            const std::string& out, int keep) {
+    // Each step ends in first_error(): no rank goes on alone, and none waits for one that failed.
+    const Comm& world = t.comms.world;
+    bool first = world.rank == 0;
+    std::string folder = out + "/" + step_folder(info.step);
+    std::string temporary = folder + ".tmp";
+
+    // 1. The first rank makes the folder.
+    std::string wrong = first_error(world, first ? make_temporary(out, temporary) : "");
+    if (!wrong.empty()) return wrong;
+
+    // 2. Every rank writes its file.  3. The ranks tell each other what they wrote.
+    nlohmann::json entry, files;
+    wrong = first_error(world, write_rank_file(t, temporary, &entry));
+    for (const std::string& text : gather_texts(world, entry.is_null() ? "" : entry.dump()))
+        if (!text.empty())
+            files.push_back(nlohmann::json::parse(text));
+
+    // 4. The manifest, then the name. A folder that has it already is replaced: the same step, of
+    // the run that this one repeats.
+    if (first && wrong.empty())
+        wrong = write_manifest(t, info, temporary, files);
+    if (first && wrong.empty())
+        wrong = replace_folder(temporary, folder);
+    wrong = first_error(world, wrong);
+    if (first && !wrong.empty()) remove_folder(temporary);
+    if (!wrong.empty()) return wrong + "; the checkpoints before it are as they were";
+
+    // 5. Remove the oldest. Steps above this one stay: they belong to a run that got further.
+    std::vector<int64_t> steps = first ? checkpoint_steps(out) : std::vector<int64_t>();
+    for (size_t i = keep; i < steps.size(); i++)
+        if (steps[i] < info.step && steps[i] != info.best_step)
+            remove_checkpoint(out + "/" + step_folder(steps[i]));
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// load
+
+// Compare a file's size and checksum with the manifest's.
+inline std::string verify_file(const std::string& folder, const nlohmann::json& entry) {
+    std::string path = folder + "/" + entry["file"].get<std::string>();
+    // Reading every byte costs as much as loading; a bit that has turned shows itself only so.
+    size_t bytes = 0;
+    uint32_t crc = 0;
+    std::string wrong = file_crc(path, &bytes, &crc);
+    if (!wrong.empty()) return wrong;
+    if (entry["bytes"] != bytes)
+        return concat(path, ": is ", bytes, " bytes, the manifest says ", entry["bytes"].dump());
+    if (entry["crc32"] != crc)
+        return concat(path, ": its checksum is ", crc, ", the manifest says ",
+                      entry["crc32"].dump());
+    return "";
+}
+
+// Verify a checkpoint, each rank every N-th file: "" and its manifest, or why it is not whole.
+inline std::string verify_checkpoint(const Comm& world, const std::string& folder,
+                                     nlohmann::json* manifest) {
+    std::string wrong = read_manifest(folder, manifest);
+    // Files of a format that this program does not know are not looked at.
+    bool ours = wrong.empty() && manifest->value("format", nlohmann::json()) == CHECKPOINT_FORMAT;
+    size_t count = ours ? (*manifest)["files"].size() : 0;
+    for (size_t i = world.rank; wrong.empty() && i < count; i += world.size)
+        wrong = verify_file(folder, (*manifest)["files"][i]);
+    return first_error(world, wrong);
+}
+
+// Whether a whole checkpoint fits this run.
+template <typename T, typename S>
+std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest,
+                           const std::string& folder, bool moments) {
+    // Compare from the general to the particular: the first difference explains those behind it.
+    nlohmann::json format = manifest.value("format", nlohmann::json());
+    if (format != CHECKPOINT_FORMAT)
+        return concat(folder, ": is of format ", json_word(format), ", this program reads ",
+                      CHECKPOINT_FORMAT);
+
+    nlohmann::json own = model_identity(t.model.shape);
+    // Name the first field that differs, with both values.
+    const nlohmann::json defaults = model_identity(Shape());
+    for (auto& [key, value] : own.items()) {
+        nlohmann::json absent = is_newer_field(key) ? defaults[key] : nlohmann::json();
+        nlohmann::json saved = manifest["model"].value(key, absent);
+        if (saved != value)
+            return concat(folder, ": is of another model: its ", key, " is ", json_word(saved),
+                          ", this run's ", value.dump());
+    }
+    // An optimizer without moments goes on from any other's weights.
+    std::string saved = printable(manifest["optimizer"].get<std::string>());
+    const char* name = optimizer_row(t.plans[0].optimizer).name;
+    if (moments && saved != name)
+        return concat(folder, ": was trained with ", saved, " and has no moments of ", name,
+                      "'s: go on with --optimizer ", saved);
+    return "";
+}
+
+// The files of a checkpoint, each opened when it is first needed.
+// The files stay mapped until all is read. A tensor's pieces may come from any of them.
+struct SavedFiles {
+    const Model& model;
+    std::string folder;
+    nlohmann::json entries;        // of the manifest
+    std::vector<SafeTensors> open; // [entry]
+    std::map<int, Model> cut;      // the model as this many tp ranks cut it and pad its vocabulary
+};
+
+// Elements that lie side by side, in a file and in the whole parameter.
+// The data may lie at any address: safetensors align the header and not each tensor.
+struct Piece {
+    const unsigned char* data; // in the mapped file
+    size_t global, count;
+};
+
+// Find a state tensor in file i, and check its type and size.
+inline std::string find_saved_tensor(SavedFiles& files, size_t i, const StateTensor& s, Type type,
+                                     const SafeTensor** found) {
+    const nlohmann::json& entry = files.entries[i];
+    std::string path = files.folder + "/" + entry["file"].get<std::string>();
+    SafeTensors& file = files.open[i];
+    std::string wrong = file.map ? "" : safetensors_open(&file, path);
+    if (!wrong.empty()) return wrong;
+
+    // The manifest and the file's own header must say the same.
+    const SafeTensor* x = safetensors_find(file, s.name);
+    if (!x) return path + ": tensor " + s.name + " is missing";
+    size_t count = entry["tensors"][s.name][1].get<size_t>();
+    if (x->dtype != type_name(type) || x->elements() != count)
+        return concat(path, ": tensor ", s.name, " is ", x->dtype, shape_text(x->shape), ", not ",
+                      type_name(type), shape_text({count}));
+    *found = x;
+    return "";
+}
+
+// Add the pieces of a state tensor that file i has.
+inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s, Type type,
+                               std::vector<Piece>* pieces) {
+    const nlohmann::json& entry = files.entries[i];
+    if (!entry["tensors"].contains(s.name)) return "";
+    const SafeTensor* x = nullptr;
+    std::string wrong = find_saved_tensor(files, i, s, type, &x);
+    if (!wrong.empty()) return wrong;
+
+    // The parameter as the ranks that wrote the file cut it.
+    int tp = entry["tp"].get<int>();
+    int tp_rank = entry["tp_rank"].get<int>();
+    Layout writers;
+    writers.tp.size = tp;
+    if (!files.cut.count(tp))
+        files.cut[tp] = make_model(files.model.shape, writers);
+    const Parameter& saved = files.cut[tp].parameters[s.p - &files.model.parameters[0]];
+
+    // Cut the file's range [first, first + count) into runs of the whole.
+    size_t first = entry["tensors"][s.name][0].get<size_t>();
+    size_t count = x->elements();
+    size_t found = 0;
+    for_each_run(saved, tp_rank, tp, [&](size_t local, size_t global, size_t n) {
+        size_t from = std::max(local, first);
+        size_t end = std::min(local + n, first + count);
+        if (from >= end) return;
+        const unsigned char* data = x->data + (from - first) * type_bytes(type);
+        pieces->push_back({data, global + from - local, end - from});
+        found += end - from;
+    });
+    if (found == count) return "";
+    std::string path = files.folder + "/" + entry["file"].get<std::string>();
+    return path + ": tensor " + s.name + " reaches beyond its parameter";
+}
+
+// Find a tensor's pieces in all files, in order. Each element must be there once.
+inline std::string find_pieces(SavedFiles& files, const StateTensor& s, Type type,
+                               std::vector<Piece>* pieces) {
+    pieces->clear();
+    std::string wrong;
+    for (size_t i = 0; wrong.empty() && i < files.open.size(); i++)
+        wrong = file_pieces(files, i, s, type, pieces);
+    if (!wrong.empty()) return wrong;
+    std::sort(pieces->begin(), pieces->end(),
+              [](const Piece& a, const Piece& b) { return a.global < b.global; });
+
+    // Walk over the whole: no gap, no overlap, nothing behind its end.
+    size_t reached = 0;
+    size_t all = s.p->file_elements();
+    auto elements = [&](size_t from, size_t end, const char* are) {
+        return concat(files.folder, ": tensor ", s.name, ": elements ", from, " to ", end, " of ",
+                      all, are);
+    };
+    for (const Piece& piece : *pieces) {
+        size_t end = piece.global + piece.count;
+        if (piece.global > reached)
+            return elements(reached, piece.global, " are in no file");
+        if (piece.global < reached)
+            return elements(piece.global, std::min(end, reached), " are there twice");
+        reached = end;
+    }
+    if (reached > all) return elements(all, reached, " are vocabulary padding");
+    return reached < all ? elements(reached, all, " are in no file") : "";
+}
+
+// Put a whole tensor together, and keep this rank's part of it.
+template <typename T, typename S>
+void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece>& pieces) {
+    // Each rank builds the whole parameter in turn, so the peak on the host is one parameter.
+    typedef acc_t<T> A;
+    std::vector<A> values(s.p->elements(), A(0)); // the whole; padding stays 0
+    for (const Piece& piece : pieces)
+        memcpy(values.data() + piece.global, piece.data, piece.count * sizeof(A));
+    if (s.data.kind != Kind::STATE)
+        return set_weight(t, *s.p, values.data());
+
+    // Keep this rank's range of a moment; set_weight() has done the same for a weight.
+    KeptRange range = kept_range(t, s.data, *s.p);
+    std::vector<A> kept(range.count);
+    for_each_kept(t.layout, *s.p, range, [&](size_t at, size_t global, size_t count) {
+        std::copy_n(values.data() + global, count, kept.data() + at);
+    });
+    size_t bytes = range.count * sizeof(A);
+    if (bytes)
+        copy_in(kept_address(t, s) + range.at, kept.data(), bytes, t.ctx.where);
+    wait_for(t.ctx.where); // the copy reads `kept`, which ends here
+}
+
+// Read all state from a verified checkpoint. All ranks look at all they need first: a checkpoint
+// that does not fit changes nothing.
+template <typename T, typename S>
+std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohmann::json& entries) {
+    // A pipeline rank reads the tensors of its own stages only.
+    SavedFiles files = {t.model, folder, entries, std::vector<SafeTensors>(entries.size()), {}};
+    std::vector<StateTensor> mine;
+    for (const StateTensor& s : state_tensors(t))
+        if (bucket_is_mine(t.layout, t.model, s.p->bucket))
+            mine.push_back(s);
+
+    // Look. A number of ranks that does not cut this model would leave ranks without a head.
+    std::vector<Piece> pieces;
+    std::string wrong;
+    Type type = type_of<acc_t<T>>();
+    for (const nlohmann::json& entry : entries)
+        if (wrong.empty() && !tp_divides(t.model.shape, entry["tp"].get<size_t>()))
+            wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
+                           " tensor-parallel ranks wrote it, which cannot share this model's "
+                           "heads");
+    for (size_t i = 0; wrong.empty() && i < mine.size(); i++)
+        wrong = find_pieces(files, mine[i], type, &pieces);
+    wrong = first_error(t.comms.world, wrong);
+    if (!wrong.empty()) wrong += "; to go on from the checkpoint before, remove " + folder;
+
+    // Take.
+    for (size_t i = 0; wrong.empty() && i < mine.size(); i++) {
+        find_pieces(files, mine[i], type, &pieces);
+        take_tensor(t, mine[i], pieces);
+    }
+    for (SafeTensors& file : files.open) safetensors_close(&file);
+    return wrong;
+}
+
+// The steps of the checkpoints as the first rank sees them, newest first.
+inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::string& out) {
+    std::vector<int64_t> steps = world.rank == 0 ? checkpoint_steps(out) : std::vector<int64_t>();
+    // A folder on a network may look different to each rank: all must try the same steps.
+    int64_t count = int64_t(steps.size());
+    broadcast(world, &count, 1, 0, Cpu{});
+    steps.resize(count);
+    broadcast(world, steps.data(), steps.size(), 0, Cpu{});
+    return steps;
+}
+
+// Take the counters of the run that goes on: the caller's, and the optimizer's step on the device.
+template <typename T, typename S>
+void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json& m) {
+    info->step = m["step"].get<int64_t>();
+    info->cursor = m["cursor"].get<uint64_t>();
+    info->seed = m["seed"].get<uint64_t>();
+    info->config = m.value("config", nlohmann::json());
+    if (!info->config.is_object()) info->config = nlohmann::json::object();
+    if (m.contains("best_step")) {
+        info->best_step = m["best_step"].get<int64_t>();
+        info->best_loss = m["best_loss"].get<double>();
+    }
+
+    // Manifests of older programs do not count tokens; all their batches were alike.
+    nlohmann::json batch = info->config.value("batch-tokens", nlohmann::json(0));
+    int64_t alike = batch.is_number_integer() ? info->step * batch.get<int64_t>() : 0;
+    info->tokens = m.contains("tokens") ? m["tokens"].get<int64_t>() : alike;
+
+    StepScale* home = address<StepScale>(t, {Kind::SCALE});
+    if (!home) return; // a run that only evaluates has none
+    // Adam's bias correction needs the step; the rest of the struct stays as the run began it.
+    StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
+    scale.step = m["optimizer_step"].get<int64_t>();
+    const LossScaling& rule = t.hyper.loss_scaling;
+    if (rule.on && m.contains("loss_scale")) {
+        scale.loss = loss_scale_of(m["loss_scale"]);
+        if (!rule.dynamic) scale.loss.now = rule.start; // the command line's
+    }
+    copy_in(home, &scale, sizeof(scale), t.ctx.where);
+    wait_for(t.ctx.where);
+}
+
+// Note what may make this run differ from an uninterrupted one.
+template <typename T, typename S>
+void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
+                      std::vector<std::string>* notes) {
+    // Notes are no errors: the loss curve is the same within rounding.
+    int threads = threads_here(t.ctx.where);
+    std::string cpu = printable(m["cpu"].get<std::string>());
+    if (m["threads"] != threads || cpu != cpu_name())
+        notes->push_back(concat("the checkpoint was made by ", m["threads"].dump(), " threads on ",
+                                cpu, "; this run has ", threads, " on ", cpu_name(),
+                                ": bits may differ from an uninterrupted run"));
+    std::string precision = m["precision"].get<std::string>();
+    if (precision != type_name(type_of<T>()))
+        notes->push_back("the checkpoint was trained in " + printable(precision));
+    if (t.hyper.loss_scaling.on && !m.contains("loss_scale"))
+        notes->push_back(concat("the checkpoint has no loss scale: it begins at ",
+                                t.hyper.loss_scaling.start));
+}
+
+// Load the newest whole checkpoint in `out`, or the one of step `only`. Broken ones are skipped and
+// named in `notes`. A whole one that does not fit is an error: going back behind it silently would
+// lose a run.
+template <typename T, typename S>
+std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::string& out,
+                            std::vector<std::string>* notes, int64_t only = -1) {
+    // Try the newest first; go back only behind what is broken.
+    bool moments = keeps_any(t, Kind::STATE);
+    const Comm& world = t.comms.world;
+    for (int64_t step : first_ranks_steps(world, out)) {
+        if (only >= 0 && step != only) continue;
+        std::string folder = out + "/" + step_folder(step);
+        nlohmann::json manifest;
+        std::string wrong = verify_checkpoint(world, folder, &manifest);
+        if (!wrong.empty()) {
+            notes->push_back(wrong + ": skipped");
+            info->broken.push_back(step);
+            continue;
+        }
+
+        // Load it, or say why it does not fit.
+        wrong = first_error(world, check_identity(t, manifest, folder, moments));
+        if (wrong.empty())
+            wrong = read_files(t, folder, manifest["files"]);
+        if (!wrong.empty()) return wrong;
+        take_counters(t, info, manifest);
+        note_differences(t, manifest, notes);
+        return "";
+    }
+    return out + ": holds no whole checkpoint" + (only >= 0 ? concat(" of step ", only) : "") +
+           (notes->empty() ? "" : " (the broken ones are named above)") +
+           ": start without --resume, or give the --out of the run to go on with";
+}
+
+} // namespace llmc

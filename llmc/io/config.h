@@ -1,0 +1,698 @@
+// config.h - one struct and one table of flags: command line, --config files, log's copy
+//   A row of the table is a flag: its name, its field, what it accepts, a line of help. A flag that
+//   is not built yet is a row too, and is refused by name.
+//   Checks that need more than one field are in config_check(), each with both numbers and a fix.
+//   They run once, before anything is allocated.
+#pragma once
+#include <algorithm>
+#include <climits>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <string>
+#include <variant>
+#include <vector>
+#include <nlohmann/json.hpp>
+#include "../presets.h"
+#include "../tensor_parallel.h"
+#include "../text.h"
+
+namespace llmc {
+
+// clang-format off
+// A run's options. The member names are not the flags' names: the table below joins the two.
+// The initial values are the defaults that --help shows.
+struct Config {
+    // model; a size of 0: as --model has it
+    std::string model = "tiny", position;
+    bool scratch = false;
+    // L, NH, NKV, C, F and V of a Shape
+    int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0, vocab = 0;
+
+    // data
+    std::string data, val, tokenizer;
+    // T and B; one forward and backward pass of a rank takes B sequences of T tokens
+    int seq = 0, micro_batch = 8;
+    // tokens an optimizer step, counted over all data-parallel ranks
+    int64_t batch_tokens = 0;
+    bool document_mask = false;
+    int document_end = -1;
+
+    // data preparation
+    std::string prepare, field = "text";
+    // tokens; 0: a single shard, and no validation shard
+    int64_t shard_tokens = 0, val_tokens = 0;
+    int threads = 0;
+
+    // optimizer
+    int64_t steps = 600;
+    std::string optimizer = "adamw", schedule = "cosine";
+    // min_lr -1 becomes a tenth of lr in config_check()
+    double lr = 1e-3, min_lr = -1;
+    int64_t warmup = 20;
+    double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
+    int64_t seed = 1337;
+
+    // numbers and memory
+    std::string precision = "fp32";
+    // of fp16; 0 and -1: as the rule has it
+    std::string loss_scale = "dynamic", loss_scale_rule = "megatron";
+    int loss_scale_window = 0, loss_scale_hysteresis = 0;
+    double loss_scale_min = -1;
+    bool fp8 = false;
+    std::string recompute = "none", offload = "none";
+
+    // layout
+    // ranks an axis; their product is the number of ranks. dp 0 takes what the other axes leave.
+    int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1;
+    int zero = 0, zero_group = 0, chunks = 1, prefetch = 1, local_ranks = 1;
+    bool sequence_parallel = false, fixed_order = false;
+    std::string pipeline = "1f1b", grid_order = "tp-pp-dp", comm = "auto";
+
+    // files
+    // out survives a kill and can be resumed; an export holds weights alone
+    std::string out, export_dir, export_dtype = "fp32";
+    int64_t save_every = 0;
+    double save_minutes = 10;
+    int keep = 2;
+    bool keep_best = false, resume = false;
+    // -1: the newest
+    int64_t resume_step = -1;
+
+    // looking
+    // steps, tokens, steps
+    int64_t eval_every = 0, eval_tokens = 16384, sample_every = 0, log_every = 0;
+    bool eval = false;
+    std::string evaluate, prompt;
+    int sample_tokens = 200, samples = 1;
+    bool ignore_eos = false;
+    double temperature = 1.0, top_p = 1.0;
+    int top_k = 0;
+    std::string device = "auto", timeline, profile;
+    bool explain = false, help = false, version = false;
+    // -1: no layer's actions are printed
+    int layer = -1;
+
+    // names of the flags that the command line and its files gave; all others have their defaults
+    std::set<std::string> given = {};
+};
+// clang-format on
+
+// Whether the user set a flag, so that a default which follows from other flags must not.
+inline bool given(const Config& c, const std::string& name) { return c.given.count(name) > 0; }
+
+// A field's place in Config and its type. The type decides what a value may look like.
+typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Config::*,
+                     std::string Config::*>
+    Field;
+
+// A row whose name is empty begins a group, which its help names.
+struct Flag {
+    const char* name;
+    Field field;
+    // "a|b|c": one of them; "low..high": a number; "= x (why)": only x, until it is built; "": any
+    const char* accepts;
+    const char* help;
+};
+
+// clang-format off
+// Every flag, in the order --help prints. Renaming one breaks users' config files.
+inline const std::vector<Flag>& config_table() {
+    typedef Config C;
+    static const std::vector<Flag> table = {
+        {"", &C::help, "", "Model"},
+        {"model", &C::model, "",
+         "a preset (listed below), or whose weights are loaded: a Hugging Face folder, a .bin of "
+         "llm.c or llama2.c"},
+        {"scratch", &C::scratch, "", "with a folder or a file: take its shape, not its weights"},
+        {"layers", &C::layers, "0..10000", "change the preset's number of blocks"},
+        {"heads", &C::heads, "0..100000", "change the number of attention heads"},
+        {"kv-heads", &C::kv_heads, "0..100000", "change the number of key/value heads"},
+        {"channels", &C::channels, "0..1000000", "change the width of the residual stream"},
+        {"ffn", &C::ffn, "0..10000000", "change the width of the feed-forward layer"},
+        {"vocab", &C::vocab, "0..100000000", "change the vocabulary; new weights: the tokenizer's"},
+        {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
+
+        {"", &C::help, "", "Data"},
+        {"data", &C::data, "",
+         "training text (.txt) or token shards (.bin), commas or a pattern between files; without "
+         "it: this project's own sources"},
+        {"val", &C::val, "", "validation files; without it: the last tenth of each training file"},
+        {"tokenizer", &C::tokenizer, "",
+         "how text becomes tokens: byte, or PATH: tokenizer.json, .model, .bin, .tiktoken, or a "
+         "folder with one (GPT-2: vocab.bpe, encoder.json); without it: the --model folder's own, "
+         "else byte"},
+        {"seq", &C::seq, "0..16777216", "tokens a sequence, T (0: 256, or what the model allows)"},
+        {"micro-batch", &C::micro_batch, "1..1000000", "sequences a micro-batch, B"},
+        {"batch-tokens", &C::batch_tokens, "0..1000000000000",
+         "tokens an optimizer step, over all ranks; accumulation follows (0: one micro-batch)"},
+        {"document-mask", &C::document_mask, "",
+         "train on documents apart: none sees or predicts another, positions restart"},
+        {"document-end", &C::document_end, "-1..100000000",
+         "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
+
+        {"", &C::help, "",
+         "Data preparation: --prepare OUT.bin --data FILES --tokenizer PATH, then --data OUT.bin"},
+        {"prepare", &C::prepare, "",
+         "OUT.bin: write token shards of --data (.txt, .jsonl, each also .gz or .zst; .parquet; "
+         "nanoGPT's .bin; - for JSON lines on standard input) and leave; the same call goes on "
+         "after a kill"},
+        {"field", &C::field, "", "the text of a JSON line, or the parquet column"},
+        {"shard-tokens", &C::shard_tokens, "0..2147483647",
+         "tokens a shard, written as OUT_000000.bin, ... (0: one shard, OUT.bin)"},
+        {"val-tokens", &C::val_tokens, "0..2147483647",
+         "the first N tokens go to OUT.val.bin, which the pattern OUT_*.bin does not match"},
+        {"threads", &C::threads, "0..1024", "that tokenize (0: one a core)"},
+
+        {"", &C::help, "", "Optimizer"},
+        {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
+        {"optimizer", &C::optimizer, "adamw|sgd", "sgd has no momentum"},
+        {"lr", &C::lr, "0..1000", "peak learning rate"},
+        {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
+        {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},
+        {"schedule", &C::schedule, "cosine|linear|wsd|constant", "how the learning rate falls"},
+        {"weight-decay", &C::weight_decay, "0..1000", "decoupled decay of matrices and tables"},
+        {"beta1", &C::beta1, "0..1", "AdamW"},
+        {"beta2", &C::beta2, "0..1", "AdamW"},
+        {"eps", &C::eps, "0..1", "AdamW"},
+        {"clip", &C::clip, "0..1000000", "largest global gradient norm (0: no clipping)"},
+        {"seed", &C::seed, "0..9007199254740991", "of initial weights, data order and sampling"},
+
+        {"", &C::help, "", "Numbers and memory"},
+        {"precision", &C::precision, "fp32|bf16|fp16",
+         "weights and activations; sums, gradients of weights, moments and masters stay float"},
+        {"loss-scale", &C::loss_scale, "",
+         "fp16: what gradients are multiplied by; dynamic, or a power of two that stays"},
+        {"loss-scale-rule", &C::loss_scale_rule, "megatron|pytorch|deepspeed",
+         "when it doubles and halves"},
+        {"loss-scale-window", &C::loss_scale_window, "0..1000000000",
+         "steps without overflow before it doubles (0: 1000, pytorch's 2000)"},
+        {"loss-scale-hysteresis", &C::loss_scale_hysteresis, "0..1000000",
+         "overflows before it halves (0: 2, pytorch's 1)"},
+        {"loss-scale-min", &C::loss_scale_min, "-1..1000000000",
+         "it falls no lower (-1: 1, pytorch's 0)"},
+        {"fp8", &C::fp8, "= false (fp8 products)", "fp8 matrix products"},
+        {"recompute", &C::recompute, "none|selective|full",
+         "selective: norms and activation functions; full: keep a block's input only"},
+        {"offload", &C::offload, "= none (offload)", "keep optimizer state on the host"},
+
+        {"", &C::help, "", "Layout"},
+        {"dp", &C::dp, "0..1000000", "data-parallel ranks; 0: what the other axes leave"},
+        {"tp", &C::tp, "1..1000000",
+         "tensor-parallel ranks, which share heads, ffn and vocabulary"},
+        {"pp", &C::pp, "1..1000000", "pipeline-parallel ranks"},
+        {"cp", &C::cp, "= 1 (context parallelism)", "context-parallel ranks"},
+        {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
+        {"sequence-parallel", &C::sequence_parallel, "",
+         "they share the rows of norms and residuals too"},
+        {"zero", &C::zero, "0..3",
+         "what data-parallel ranks shard: 1 moments, 2 gradients, 3 weights"},
+        {"grid-order", &C::grid_order, "tp-pp-dp|tp-dp-pp|pp-tp-dp|pp-dp-tp|dp-tp-pp|dp-pp-tp",
+         "which axis has its ranks side by side, which comes next"},
+        {"zero-group", &C::zero_group, "0..1000000",
+         "data-parallel ranks that share a shard's buckets, such groups replicate; 0: all"},
+        {"pipeline", &C::pipeline, "",
+         "gpipe, 1f1b, interleaved, zero-bubble, or a file with a line of slots (F0.1) a rank"},
+        {"chunks", &C::chunks, "1..1000", "stages of each pipeline rank"},
+        {"prefetch", &C::prefetch, "0..1000",
+         "ZeRO-3: layers gathered ahead; 0: no collective that costs memory overlaps"},
+        {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
+        {"comm", &C::comm, "= auto (NCCL)",
+         "what carries messages; auto: MPI under mpirun, else memory"},
+        {"fixed-order", &C::fixed_order, "",
+         "add ranks in rank order, on GPUs by our own code and not by NCCL's; always so on CPUs"},
+
+        {"", &C::help, "", "Files"},
+        {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
+        {"save-every", &C::save_every, "0..1000000000000",
+         "steps between checkpoints (0: by --save-minutes, and at the end)"},
+        {"save-minutes", &C::save_minutes, "0..1000000",
+         "minutes between checkpoints, where --out is given (0: by --save-every alone)"},
+        {"keep", &C::keep, "1..1000000", "newest checkpoints kept"},
+        {"keep-best", &C::keep_best, "",
+         "keep the checkpoint of the lowest validation loss too, saved when it is found"},
+        {"resume", &C::resume, "",
+         "go on from the newest whole checkpoint in --out, with the model, data and optimizer it "
+         "was made with where flags say nothing else; a new run where there is none"},
+        {"resume-step", &C::resume_step, "-1..1000000000000",
+         "with --resume: from the checkpoint of this step (-1: the newest)"},
+        {"export", &C::export_dir, "",
+         "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2"},
+        {"export-dtype", &C::export_dtype, "fp32|bf16|fp16", "its element type"},
+
+        {"", &C::help, "", "Looking"},
+        {"eval-every", &C::eval_every, "0..1000000000000",
+         "steps between validation losses (0: at the end only)"},
+        {"eval-tokens", &C::eval_tokens, "1..1000000000000", "validation tokens at most"},
+        {"eval", &C::eval, "", "only evaluate, print `val loss`, and leave"},
+        {"evaluate", &C::evaluate, "",
+         "TASK=FILE,...: score completions at each evaluation: hellaswag, arc-easy, "
+         "arc-challenge, piqa, winogrande, lambada"},
+        {"sample-every", &C::sample_every, "0..1000000000000",
+         "steps between samples (0: at the end only)"},
+        {"prompt", &C::prompt, "",
+         "text that a sample continues; -: each line of standard input"},
+        {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens a sample, at most"},
+        {"samples", &C::samples, "1..1000000", "samples of each prompt"},
+        {"ignore-eos", &C::ignore_eos, "", "go on behind the token that ends a text"},
+        {"temperature", &C::temperature, "0..1000", "0 is greedy"},
+        {"top-k", &C::top_k, "0..100000000", "sample from the k likeliest (0: all)"},
+        {"top-p", &C::top_p, "0..1", "sample from the likeliest that hold this share"},
+        {"device", &C::device, "auto|cpu|cuda", "where it runs"},
+        {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
+        {"layer", &C::layer, "-1..10000",
+         "with --explain: one layer's actions, with what they read and write"},
+        {"timeline", &C::timeline, "",
+         "FILE.svg: draw the last step, or with --explain the schedule; FILE.json: a trace for "
+         "Chrome"},
+        {"profile", &C::profile, "",
+         "FILE: a table of what each kind of action took, over all steps but the first"},
+        {"log-every", &C::log_every, "0..1000000000000",
+         "steps between printed lines (0: each of 100 steps, of more every tenth; on a terminal "
+         "one line in place); log.jsonl has all"},
+        {"help", &C::help, "", "this text"},
+        {"version", &C::version, "", "the program's version, and what it was built with"},
+    };
+    return table;
+}
+// clang-format on
+
+// ----------------------------------------------------------------------------
+// values
+
+// A field as text, which set_field reads back.
+inline std::string field_text(const Config& c, const Field& f) {
+    return std::visit(
+        [&](auto member) {
+            // A stream prints 0.001 as users write it; std::to_string would say 0.001000.
+            const auto& v = c.*member;
+            if constexpr (std::is_same_v<decltype(v), const std::string&>)
+                return v;
+            else if constexpr (std::is_same_v<decltype(v), const bool&>)
+                return std::string(v ? "true" : "false");
+            else {
+                std::ostringstream s;
+                s << v;
+                return s.str();
+            }
+        },
+        f);
+}
+
+// Read a number of a range: "" or what the flag wants instead.
+inline std::string parse_number(const std::string& text, double low, double high, bool whole,
+                                double* value) {
+    char* end = nullptr;
+    double v = strtod(text.c_str(), &end);
+    *value = v;
+    // Refuse a rest behind the number (12k) and NaN, which lies in no range.
+    bool good = !text.empty() && !*end && v >= low && v <= high && (!whole || v == std::floor(v));
+    if (good) return "";
+    return concat("wants ", whole ? "a whole number" : "a number", " from ", int64_t(low), " to ",
+                  int64_t(high), ", not '", text, "'"); // a stream would say 1.67772e+07
+}
+
+// Set a flag's field from text: "" or what the flag wants instead.
+inline std::string set_field(Config& c, const Flag& f, const std::string& text) {
+    // A switch.
+    if (auto b = std::get_if<bool Config::*>(&f.field)) {
+        if (text != "true" && text != "false")
+            return "wants true or false, not '" + text + "'";
+        c.** b = text == "true";
+        return "";
+    }
+
+    // A text, of which the row may list all.
+    if (auto s = std::get_if<std::string Config::*>(&f.field)) {
+        std::string accepts = f.accepts, choice;
+        c.** s = text;
+        if (accepts.empty() || accepts[0] == '=')
+            return "";
+        for (std::istringstream in(accepts); std::getline(in, choice, '|');)
+            if (choice == text) return "";
+        return "wants one of " + accepts + ", not '" + text + "'";
+    }
+
+    // A number, from the row's "low..high".
+    // A double holds every whole number below 2^53, so one parser serves all three types.
+    double low = -1e15, high = 1e15, v = 0;
+    const char* dots = strstr(f.accepts, "..");
+    if (f.accepts[0] != '=' && dots) {
+        low = atof(f.accepts);
+        high = atof(dots + 2);
+    }
+    bool whole = !std::holds_alternative<double Config::*>(f.field);
+    std::string wrong = parse_number(text, low, high, whole, &v);
+    if (!wrong.empty()) return wrong;
+    // Store it in the field's own type.
+    if (auto i = std::get_if<int Config::*>(&f.field)) {
+        if (v < INT_MIN || v > INT_MAX) return "is too large: " + text;
+        c.** i = int(v);
+    }
+    if (auto i = std::get_if<int64_t Config::*>(&f.field))
+        c.** i = int64_t(v);
+    if (auto d = std::get_if<double Config::*>(&f.field))
+        c.** d = v;
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// names
+
+// Letters to insert, drop or change until a is b (Levenshtein), a row of the table at a time.
+inline size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++)
+        row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        // row[j]: the distance from a's first i letters to b's first j. diagonal: the value of
+        // the row before, which the new one has just replaced.
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t above = row[j];
+            row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+            diagonal = above;
+        }
+    }
+    return row[b.size()];
+}
+
+// The name that was meant, or "": four letters away it is no misspelling, nor where half of the
+// letters are other ones.
+inline std::string nearest(const std::string& name, const std::vector<std::string>& names) {
+    // Among equals the first of the table wins.
+    std::string best;
+    size_t least = 4;
+    for (const std::string& n : names) {
+        size_t distance = edit_distance(name, n);
+        if (distance >= least || 2 * distance > std::max(name.size(), n.size())) continue;
+        least = distance;
+        best = n;
+    }
+    return best;
+}
+
+// The row of a flag, or null.
+inline const Flag* find_flag(const std::string& name) {
+    for (const Flag& f : config_table())
+        if (*f.name && name == f.name)
+            return &f;
+    return nullptr;
+}
+
+// Refuse a name, and offer the nearest one.
+inline std::string unknown_flag(const std::string& name) {
+    std::vector<std::string> names;
+    for (const Flag& f : config_table())
+        if (*f.name) names.push_back(f.name);
+    std::string close = nearest(name, names);
+    return "unknown flag --" + name + (close.empty() ? "" : ": did you mean --" + close + "?") +
+           " (--help lists them all)";
+}
+
+// ----------------------------------------------------------------------------
+// reading: the command line, and files of `name = value` lines
+
+// Set the flag of a name: "" or a message that begins with the flag.
+inline std::string set_flag(Config& c, const std::string& name, const std::string& value) {
+    const Flag* f = find_flag(name);
+    if (!f) return unknown_flag(name);
+    std::string wrong = set_field(c, *f, value);
+    c.given.insert(name);
+    return wrong.empty() ? "" : "--" + name + " " + wrong;
+}
+
+// Read a file of `name = value` lines; # begins a comment. A message begins with FILE:LINE.
+inline std::string read_config_file(Config& c, const std::string& path) {
+    std::ifstream in(path);
+    if (!in) return "--config " + path + ": no such file";
+    // A file from Windows ends its lines in CR LF.
+    auto trim = [](std::string s) {
+        size_t a = s.find_first_not_of(" \t\r"), b = s.find_last_not_of(" \t\r");
+        return a == std::string::npos ? "" : s.substr(a, b - a + 1);
+    };
+
+    // Set a flag a line. Line numbers count from 1, as editors show them.
+    std::string line;
+    for (int number = 1; std::getline(in, line); number++) {
+        line = trim(line.substr(0, line.find('#')));
+        if (line.empty()) continue;
+        std::string at = concat(path, ":", number, ": ");
+        size_t equals = line.find('=');
+        if (equals == std::string::npos)
+            return at + "wants `name = value`, not '" + line + "'";
+        std::string name = trim(line.substr(0, equals));
+        std::string wrong = set_flag(c, name, trim(line.substr(equals + 1)));
+        if (!wrong.empty()) return at + wrong;
+    }
+    return "";
+}
+
+// Read --name value or --name=value; a switch may stand alone. --config FILE counts where it
+// stands: what comes after it wins.
+inline std::string parse_arguments(Config& c, int argc, char** argv) {
+    for (int i = 1; i < argc; i++) {
+        std::string word = argv[i];
+        if (word == "-h") word = "--help";
+        if (word.rfind("--", 0) != 0)
+            return "'" + word + "' is no flag: flags look like --steps 100 (--help lists them all)";
+
+        // Find the flag. --config is no row of the table: a file might read itself.
+        size_t equals = word.find('=');
+        bool joined = equals != std::string::npos;
+        std::string name = word.substr(2, joined ? equals - 2 : equals);
+        const Flag* f = find_flag(name);
+        if (!f && name != "config") return unknown_flag(name);
+
+        // A switch takes the next word only where that is true or false.
+        std::string value = joined ? word.substr(equals + 1) : i + 1 < argc ? argv[i + 1] : "";
+        bool is_switch = f && std::holds_alternative<bool Config::*>(f->field);
+        bool alone = is_switch && !joined && value != "true" && value != "false";
+        if (alone) value = "true";
+        if (!joined && !alone && ++i == argc)
+            return "--" + name + " wants a value";
+        std::string wrong =
+            name == "config" ? read_config_file(c, value) : set_flag(c, name, value);
+        if (!wrong.empty()) return wrong;
+    }
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// the copy in log and checkpoint
+
+// All fields by the names of their flags, as log.jsonl and checkpoints keep them.
+inline nlohmann::json config_json(const Config& c) {
+    nlohmann::json j;
+    for (const Flag& f : config_table())
+        if (*f.name)
+            std::visit([&](auto member) { j[f.name] = c.*member; }, f.field);
+    return j;
+}
+
+// ----------------------------------------------------------------------------
+// the shape, and what only several fields together can get wrong
+
+// "tiny, tiny-llama, gpt2, ..."
+inline std::string preset_names() {
+    std::string names;
+    for (const Preset& p : model_presets())
+        names += concat(names.empty() ? "" : ", ", p.name);
+    return names;
+}
+
+// Change a preset's or folder's shape as the flags say.
+inline std::string override_shape(const Config& c, Shape& s) {
+    // Without --kv-heads, a model with a key/value head for each head keeps one for each.
+    if (c.heads && !c.kv_heads && s.NKV == s.NH)
+        s.NKV = c.heads;
+    if (c.kv_heads) s.NKV = c.kv_heads;
+    if (c.heads) s.NH = c.heads;
+
+    // Without --ffn, the feed-forward layer keeps its ratio to the channels.
+    if (c.channels && !c.ffn)
+        s.F = s.F * c.channels / s.C;
+    if (c.channels) s.C = c.channels;
+    if (c.ffn) s.F = c.ffn;
+
+    // Take the rest as it is given.
+    if (c.layers) s.L = c.layers;
+    if (c.vocab) s.V = c.vocab;
+    if (c.position == "learned") s.position = Position::LEARNED;
+    if (c.position == "rope") s.position = Position::ROPE;
+    if (c.position == "alibi") s.position = Position::ALIBI;
+
+    // The head size follows from heads and channels, where either has changed.
+    if (!c.heads && !c.channels) return "";
+    if (s.C % s.NH) {
+        // Offer the divisors of the channels that lie within 8 of the wanted heads.
+        std::string fix;
+        for (size_t d = 1; d <= s.C; d++)
+            if (s.C % d == 0 && d + 8 > s.NH && d < s.NH + 8)
+                fix += concat(" ", d);
+        if (!fix.empty()) fix = ": heads that do, near it:" + fix;
+        return concat("--heads ", s.NH, " does not divide --channels ", s.C, fix);
+    }
+    s.HS = s.C / s.NH;
+    return "";
+}
+
+// Refuse what is not built.
+inline std::string check_built(const Config& c) {
+    // Refuse a row that begins with "=" only where the user has changed its default.
+    Config defaults;
+    for (const Flag& f : config_table()) {
+        std::string value = field_text(c, f.field);
+        if (f.accepts[0] != '=' || value == field_text(defaults, f.field))
+            continue;
+        return concat("--", f.name, " ", value, ": not built yet ", strchr(f.accepts, '('));
+    }
+    if (c.device == "cuda" && !LLMC_KERNELS)
+        return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
+               "--device cpu";
+    return "";
+}
+
+// Refuse a shape that no block computes.
+inline std::string check_shape(const Shape& s) {
+    if (s.NH % s.NKV)
+        return concat("--kv-heads ", s.NKV, " does not divide --heads ", s.NH);
+    if (s.position == Position::ROPE && s.HS % 2)
+        return concat("RoPE turns pairs, and a head size of ", s.HS,
+                      " is odd: change --heads or --channels");
+    if (s.family == Family::GPT2 && s.NKV != s.NH)
+        return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
+    if (s.family == Family::LLAMA && s.position == Position::LEARNED)
+        return "Llama has no table of positions: use --position rope or alibi";
+    return "";
+}
+
+// The ranks that the axes make.
+inline int rank_count(const Config& c) { return c.dp * c.tp * c.pp; }
+
+// Tensor-parallel ranks need equal shares of heads, ffn and, with --sequence-parallel, rows.
+// ranks: that there are; 0: as many as are wanted.
+inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t ranks) {
+    // List the sizes that divide everything, the ranks too: every message below can name them.
+    size_t tp = c.tp;
+    std::string fix;
+    for (size_t d = 1; d <= s.NH; d++)
+        if (tp_divides(s, d) && ranks % (d * c.pp) == 0)
+            fix += concat(fix.empty() ? ": try --tp " : ", ", d);
+    if (s.NH % tp)
+        return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
+    if (s.F % tp)
+        return concat("--tp ", tp, " does not divide the ffn's ", s.F, " channels", fix);
+    if (!tp_divides(s, tp))
+        return concat("--tp ", tp, " and ", s.NKV, " key/value heads do not divide each other",
+                      fix);
+
+    // Check the rows. The micro-batch's B and T are one dimension of rows, B*T.
+    if (!c.sequence_parallel) return "";
+    if (tp == 1) return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
+    size_t rows = size_t(c.micro_batch) * c.seq;
+    if (rows % tp)
+        return concat("--sequence-parallel: --tp ", tp, " does not divide micro-batch x seq = ",
+                      rows, " rows: try --seq ", round_up(c.seq, tp));
+    return "";
+}
+
+// The axes must make as many ranks as there are. --explain needs none.
+inline std::string check_layout(Config& c, const Shape& s, int processes) {
+    if (processes > 1 && c.local_ranks > 1)
+        return concat("--local-ranks ", c.local_ranks, " in each of ", processes,
+                      " processes: use one of the two");
+
+    // Share the heads first: the number of ranks that is wanted then is one that works.
+    int ranks = std::max(processes, c.local_ranks);
+    std::string wrong = check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks));
+    if (!wrong.empty()) return wrong;
+
+    // --dp 0 is what the other axes leave.
+    if (c.dp == 0)
+        c.dp = std::max(1, ranks / (c.tp * c.pp));
+    int wanted = rank_count(c);
+    if (wanted != ranks && !c.explain)
+        return concat("--dp ", c.dp, " x --tp ", c.tp, " x --pp ", c.pp, " are ", wanted,
+                      " ranks, and there are ", ranks, ": use --local-ranks ", wanted,
+                      " or mpirun -np ", wanted);
+
+    // Embedding and head count as layers, so a small model may have more stages than blocks.
+    int layers = int(s.L) + 2, stages = c.pp * c.chunks;
+    if (stages > layers)
+        return concat("--pp ", c.pp, " x --chunks ", c.chunks, " are ", stages,
+                      " stages, and the model has ", layers,
+                      " layers (blocks, embedding and head): use fewer");
+    if (c.zero_group && c.dp % c.zero_group)
+        return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp);
+    if (c.chunks > 1 && c.pipeline == "1f1b")
+        return concat("--chunks ", c.chunks,
+                      " needs --pipeline interleaved, gpipe or zero-bubble");
+
+#if LLMC_KERNELS && !defined(WITH_NCCL)
+    if (processes > 1 && c.device == "cuda")
+        return concat(processes,
+                      " processes with --device cuda: this program is built without NCCL: install "
+                      "libnccl-dev and make again, or use --device cpu");
+#endif
+    return "";
+}
+
+// A batch is whole micro-batches on every rank; --batch-tokens 0 is one of each.
+inline std::string check_batch(Config& c, const Shape& s) {
+    // Accumulation is a whole number of micro-batches: a part of one would need a plan of its own.
+    int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;
+    if (c.batch_tokens == 0) c.batch_tokens = step_tokens;
+    if (size_t(c.seq) > s.P)
+        return concat("--seq ", c.seq, " is beyond the model's ", s.P, " positions: use --seq ",
+                      s.P, " or less");
+    if (c.batch_tokens % step_tokens == 0) return "";
+    // Offer the multiple below and the one above; below the first there is none.
+    int64_t down = c.batch_tokens / step_tokens * step_tokens;
+    int64_t up = down + step_tokens;
+    return concat("--batch-tokens ", c.batch_tokens, " is no multiple of micro-batch x seq x dp = ",
+                  c.micro_batch, " x ", c.seq, " x ", c.dp, " = ", step_tokens, ": try ",
+                  down ? concat(down, " or ") : "", up);
+}
+
+// Some flags want another one.
+inline std::string check_together(const Config& c) {
+    if (c.min_lr > c.lr)
+        return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
+    if (c.document_end >= 0 && !c.document_mask)
+        return concat("--document-end ", c.document_end,
+                      " says where --document-mask cuts: give --document-mask too");
+    if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
+        return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
+    if (c.resume && c.out.empty())
+        return "--resume goes on from the newest checkpoint in --out: give --out DIR";
+    if (c.resume_step >= 0 && !c.resume)
+        return "--resume-step chooses what --resume goes on from: give --resume too";
+    if (c.save_every && c.out.empty()) return "--save-every wants a folder: give --out DIR";
+    if (c.keep_best && c.out.empty()) return "--keep-best wants a folder: give --out DIR";
+    return "";
+}
+
+// Check everything, and fill in what was left to the program. processes: of the MPI job, or 1.
+inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
+    // Check what needs no other number first: later messages then talk of a possible shape.
+    std::string wrong = check_built(c);
+    if (wrong.empty()) wrong = check_shape(s);
+    if (!wrong.empty()) return wrong;
+
+    // Fill in the defaults that depend on the shape or on another flag.
+    if (c.seq == 0)
+        c.seq = int(std::min(s.P, size_t(256)));
+    if (c.min_lr < 0) c.min_lr = c.lr / 10;
+    bool drawn = c.timeline.ends_with(".svg") || c.timeline.ends_with(".json");
+    if (!c.timeline.empty() && (!drawn || c.timeline.size() <= 5))
+        return "--timeline " + c.timeline + ": FILE.svg or FILE.json";
+
+    // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
+    wrong = check_layout(c, s, processes);
+    if (wrong.empty()) wrong = check_batch(c, s);
+    return wrong.empty() ? check_together(c) : wrong;
+}
+
+} // namespace llmc

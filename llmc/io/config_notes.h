@@ -1,0 +1,69 @@
+// config_notes.h - flags that cannot work are refused, and flags that change nothing are noted
+//   Runs after config_check(), which fills in defaults. Only flags that the user gave are noted.
+#pragma once
+#include "config.h"
+
+namespace llmc {
+
+// Refuse what cannot work, or does nothing at all.
+inline std::string refuse_idle_flags(const Config& c) {
+    for (auto& [name, beta] : {std::pair("beta1", c.beta1), std::pair("beta2", c.beta2)})
+        if (beta >= 1)
+            return concat("--", name, " 1 never forgets: the first step divides by 1 - ", name,
+                          " = 0; use a number below 1");
+    if (given(c, "threads"))
+        return concat("--threads ", c.threads,
+                      " is for --prepare: a run takes OMP_NUM_THREADS=", c.threads);
+    if (c.layer >= 0 && !c.explain)
+        return concat("--layer ", c.layer, " is printed by --explain: give --explain too");
+    if (!c.profile.empty() && (c.explain || c.eval || c.steps == 0))
+        return concat("--profile ", c.profile, " times the actions of steps, and ",
+                      c.explain ? "--explain" : c.eval ? "--eval" : "--steps 0", " runs none");
+    bool idle = c.steps == 0 && !c.eval && c.sample_tokens == 0 && c.export_dir.empty();
+    if (idle && !c.explain)
+        return "--steps 0 and --sample-tokens 0 leave nothing to do: give --steps, --eval or "
+               "--export";
+    return "";
+}
+
+// Flags that were given and change nothing, a line each.
+inline std::vector<std::string> config_notes(const Config& c) {
+    // A flag, whether it can work here, and with which other one it would.
+    struct Pair {
+        const char* name;
+        bool works;
+        const char* wants;
+    };
+    bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
+    // clang-format off
+    const Pair pairs[] = {
+        {"keep",          !c.out.empty(),            "--out"},
+        {"export-dtype",  !c.export_dir.empty(),     "--export"},
+        {"field",         false,                     "--prepare"},
+        {"shard-tokens",  false,                     "--prepare"},
+        {"val-tokens",    false,                     "--prepare"},
+        {"zero-group",    shards,                    "--zero"},
+        {"prefetch",      c.zero == 3,               "--zero 3"},
+        {"min-lr",        c.schedule != "constant",  "a schedule that falls"},
+        {"top-k",         draws,                     "a --temperature above 0"},
+        {"top-p",         draws,                     "a --temperature above 0"},
+        {"prompt",        samples,                   "--sample-tokens"},
+        {"sample-every",  samples,                   "--sample-tokens"},
+    };
+    // clang-format on
+    std::vector<std::string> notes;
+    for (const Pair& p : pairs)
+        if (given(c, p.name) && !p.works)
+            notes.push_back(concat("--", p.name, " does nothing without ", p.wants));
+
+    // Numbers that fit their ranges, and not each other.
+    if (shards && c.dp == 1)
+        notes.push_back(
+            concat("--zero ", c.zero, " shards nothing: there is one data-parallel rank"));
+    if (given(c, "warmup") && c.steps > 0 && c.warmup >= c.steps)
+        notes.push_back(concat("--warmup ", c.warmup, " is all of --steps ", c.steps,
+                               ": the learning rate never reaches --lr"));
+    return notes;
+}
+
+} // namespace llmc

@@ -1,0 +1,441 @@
+// dataloader.h - windows of tokens from text and token shards, mapped, larger than memory
+//   .txt   Any text, tokenized when it is opened; where a byte is a token nothing is copied. The
+//          text of a special token (<|endoftext|>) becomes that token. Files that are known to be
+//          no text are refused (file_kind.h).
+//   .bin   llm.c's shards: a header of 256 int32 {magic, version, tokens}, then the tokens:
+//          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3).
+//          prepare.h writes them.
+//   windows    A file of n tokens has (n-1)/T windows. Window i holds the tokens iT .. iT+T:
+//              T inputs, and the same shifted by one as targets.
+//   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W): every window
+//              once an epoch, in an order keyed by seed and epoch, with no memory. The cursor of a
+//              run is one number: the samples taken so far.
+//   documents  With --document-mask the documents of a window do not see each other (documents.h).
+//   validation Without files of its own it gets the last tenth of each file. The two splits share
+//              no token.
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include <glob.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <algorithm>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+#include "../documents.h"
+#include "../rand.h"
+#include "../text.h"
+#include "file_kind.h"
+#include "mapping.h"
+#include "tokenizer.h"
+
+namespace llmc {
+
+// An open file, and the range of its tokens that belongs to this split.
+// Ranges count tokens, from the first one behind the header.
+struct DataFile {
+    std::string path;
+    const unsigned char* tokens = nullptr; // the first token, mapped
+    size_t width = 1;                      // bytes a token
+    size_t first = 0;                      // the range, in tokens
+    size_t count = 0;
+    size_t windows = 0;
+    size_t windows_before = 0; // in the files before this one
+    uint64_t device = 0;
+    uint64_t inode = 0;
+    std::shared_ptr<const std::vector<int>> encoded = nullptr; // owns the tokens of a text
+    std::string note = ""; // that it looks like no text
+};
+
+// Training windows are shuffled; validation reads its own from the start, in order.
+enum class Split { TRAIN, VAL };
+
+// Nothing in it moves: a sample's number alone says which window it is, so a run can resume.
+struct DataLoader {
+    std::vector<DataFile> files;
+    size_t T = 0;       // tokens a window
+    size_t V = 0;       // the model's vocabulary
+    size_t windows = 0; // in all files
+    size_t tokens = 0;
+    uint64_t seed = 0;
+    bool shuffle = true;
+};
+
+// Whether any file is text, which the run's tokenizer has made tokens of.
+inline bool has_text(const DataLoader& d) {
+    auto text = [](const DataFile& f) { return f.encoded || f.width == 1; };
+    return std::any_of(d.files.begin(), d.files.end(), text);
+}
+
+// ----------------------------------------------------------------------------
+// files
+
+// "a.bin,b\\,c.txt" -> "a.bin", "b,c.txt"
+inline std::vector<std::string> split_paths(const std::string& value) {
+    std::vector<std::string> items = {""};
+    for (size_t at = 0; at < value.size(); at++) {
+        bool escaped = value[at] == '\\' && at + 1 < value.size() && value[at + 1] == ',';
+        if (value[at] == ',')
+            items.push_back("");
+        else
+            items.back() += value[at += escaped];
+    }
+    return items;
+}
+
+// A path as --data takes it: a comma in it does not end it.
+inline std::string escape_commas(const std::string& path) {
+    std::string escaped;
+    for (char c : path)
+        escaped += c == ',' ? "\\," : std::string(1, c);
+    return escaped;
+}
+
+// "a.bin,b/*.txt" -> the files; those of a pattern in alphabetical order.
+inline std::string data_paths(const std::string& value, std::vector<std::string>* paths) {
+    // A file of this very name is one file, whatever signs are in it.
+    auto exists = [](const std::string& path) { return ::access(path.c_str(), F_OK) == 0; };
+    if (exists(value)) {
+        paths->push_back(value);
+        return "";
+    }
+
+    for (const std::string& item : split_paths(value)) {
+        // glob() sorts: all ranks number the windows alike.
+        glob_t found;
+        bool pattern = item.find_first_of("*?[") != std::string::npos && !exists(item);
+        if (pattern && glob(item.c_str(), 0, nullptr, &found) == 0) {
+            paths->insert(paths->end(), found.gl_pathv, found.gl_pathv + found.gl_pathc);
+            globfree(&found);
+        } else if (pattern) {
+            return item + ": no file matches";
+        } else if (!item.empty()) {
+            paths->push_back(item);
+        }
+    }
+    return paths->empty() ? "no data file in '" + value + "'" : "";
+}
+
+// The command that makes a shard of nanoGPT's tokens without a header, which mostly are GPT-2's.
+inline std::string prepare_tokens_command(const std::string& path, const std::string& tokenizer) {
+    if (tokenizer != "byte") return prepare_command(path, tokenizer);
+    return "dev/data/tokenizer.py gpt2, then " + prepare_command(path, "data/gpt2");
+}
+
+// Check the header of a mapped shard, and step over it.
+inline std::string read_shard_header(DataFile* f, size_t bytes, const std::string& tokenizer) {
+    // 256 words: magic number, version, count of tokens; the rest is 0.
+    int32_t header[256];
+    if (bytes < sizeof(header))
+        return concat(f->path, ": ", bytes,
+                      " bytes are no token shard: its header alone has 1024");
+    memcpy(header, f->tokens, sizeof(header));
+
+    // The magic number names the version, and that the width of a token.
+    if (header[0] != 20240520 && header[0] != 20240801)
+        return concat(f->path, ": magic number ", header[0],
+                      " is not a token shard's (20240520 or 20240801); text files end in .txt. Are "
+                      "these 16-bit tokens without a header, as nanoGPT's train.bin has them, this "
+                      "makes shards of them: ",
+                      prepare_tokens_command(f->path, tokenizer));
+    int version = header[0] == 20240520 ? 1 : 7;
+    if (header[1] != version)
+        return concat(f->path, ": version ", header[1], " of magic ", header[0],
+                      " is unknown, only ", version, " is");
+    f->width = version == 1 ? 2 : 4;
+
+    // The file must hold exactly as many tokens as the header promises.
+    size_t body = bytes - sizeof(header);
+    size_t promised = uint32_t(header[2]);
+    if (body != promised * f->width)
+        return concat(f->path, ": the header promises ", promised, " tokens of ", f->width,
+                      " bytes, the file holds ", body,
+                      " bytes of them: it is cut short or not whole; make it again");
+    f->tokens += sizeof(header);
+    f->count = promised;
+    return "";
+}
+
+// Map a file. It stays mapped as long as the program runs.
+// tokenizer: as --tokenizer gave it, for the commands that messages name.
+inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
+    void* begin = nullptr;
+    struct stat s = {};
+    std::string wrong = map_whole_file(f->path, &begin, &f->count, &s);
+    if (!wrong.empty()) return wrong;
+    f->tokens = static_cast<const unsigned char*>(begin);
+    f->device = s.st_dev;
+    f->inode = s.st_ino;
+
+    // Refuse what is neither text nor tokens; note what only looks so.
+    std::string_view head(static_cast<const char*>(begin), std::min(f->count, size_t(1) << 16));
+    wrong = no_text(f->path, head, tokenizer);
+    if (!wrong.empty()) return wrong;
+    if (f->path.size() > 4 && f->path.ends_with(".bin"))
+        return read_shard_header(f, f->count, tokenizer);
+    f->note = binary_note(f->path, head);
+    return "";
+}
+
+// Replace a mapped text by its tokens. With a token for each byte the text is its own tokens.
+inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
+    if (tokenizer.kind == TokenizerKind::BYTE) return;
+    std::string_view text((const char*)f->tokens, f->count);
+    f->encoded = std::make_shared<std::vector<int>>(encode(tokenizer, text, true));
+    // The tokens take the text's place; `encoded` keeps them alive in every copy of the file.
+    unmap_file((void*)f->tokens, f->count);
+    f->tokens = (const unsigned char*)f->encoded->data();
+    f->width = sizeof(int);
+    f->count = f->encoded->size();
+}
+
+// Keep one split of a file's tokens. Training gets [0, n - n/10) and validation the rest, so that
+// they share not even a target.
+inline void keep_split(DataFile* f, Split split) {
+    // The end is held back and not a sample of the whole: windows near each other share text.
+    size_t held_back = f->count / 10;
+    if (split == Split::VAL)
+        f->first = f->count - held_back;
+    f->count = split == Split::VAL ? held_back : f->count - held_back;
+}
+
+// Open the files of one split. own_validation: validation has files of its own, and all tokens of
+// these files belong to the split.
+inline std::string data_open(DataLoader* d, const std::string& value, Split split,
+                             bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
+                             uint64_t seed) {
+    // Find the files before any is opened.
+    std::vector<std::string> paths;
+    std::string wrong = data_paths(value, &paths);
+    if (!wrong.empty()) return wrong;
+    *d = {};
+    d->T = T;
+    d->V = V;
+    d->seed = seed;
+    d->shuffle = split == Split::TRAIN;
+
+    // Open each, in the order given: it decides the numbers of the windows.
+    for (const std::string& path : paths) {
+        DataFile f;
+        f.path = path;
+        wrong = open_data_file(&f, tokenizer.name);
+        if (!wrong.empty()) return wrong;
+
+        // A text becomes tokens, all of which the model must know.
+        bool text = f.width == 1;
+        if (text && size_t(tokenizer.vocab_size) > V)
+            return concat(path, ": --tokenizer ", tokenizer.name, " writes ", tokenizer.vocab_size,
+                          " tokens, the model has ", V,
+                          ": give the model's tokenizer, or --vocab with new weights");
+        if (text) tokenize_text(&f, tokenizer);
+
+        // Cut it into windows. The last target lies one token behind the last input.
+        if (!own_validation) keep_split(&f, split);
+        f.windows = f.count > 0 ? (f.count - 1) / T : 0;
+        f.windows_before = d->windows;
+        d->windows += f.windows;
+        d->tokens += f.count;
+        d->files.push_back(f);
+    }
+
+    // A split without a window cannot be trained or judged on.
+    bool tenth = !own_validation && split == Split::VAL;
+    if (d->windows == 0)
+        return concat(split == Split::TRAIN ? "the training" : "the validation", " text has ",
+                      d->tokens, " tokens in ", paths[0], paths.size() > 1 ? " and others" : "",
+                      ": a sequence takes ", T + 1, "; give more text or a smaller --seq",
+                      tenth ? ", or validation files with --val" : "");
+    return "";
+}
+
+// Refuse validation on a file that is trained on, by whatever name.
+inline std::string data_disjoint(const DataLoader& train, const DataLoader& val) {
+    // Device and inode tell a file whatever its name: links and ./ lead to the same one.
+    for (const DataFile& a : train.files)
+        for (const DataFile& b : val.files)
+            if (a.device == b.device && a.inode == b.inode)
+                return b.path +
+                       " is in --data and in --val: validation text must not be trained on; leave "
+                       "--val out to hold back a tenth of each file";
+    return "";
+}
+
+// List the notes on all files.
+inline std::vector<std::string> data_notes(const DataLoader& d) {
+    std::vector<std::string> notes;
+    for (const DataFile& f : d.files)
+        if (!f.note.empty()) notes.push_back(f.note);
+    return notes;
+}
+
+// One line for the log.
+inline std::string data_text(const DataLoader& d) {
+    return concat(d.files.size(), d.files.size() == 1 ? " file, " : " files, ", d.tokens,
+                  " tokens, ", d.windows, " windows of ", d.T);
+}
+
+// The project's own text, for a first run without a download. The program lies in the repository,
+// or in a folder of it.
+inline std::vector<std::string> project_sources(const std::string& folder) {
+    std::vector<std::string> found;
+    for (std::string root : {folder, folder + "../"}) {
+        // Other folders have pages of their own: the program's source says which is the root.
+        if (::access((root + "train_gpt.cu").c_str(), R_OK) != 0) continue;
+        for (const char* pattern :
+             {"*.md", "*.cu", "*.cpp", "Makefile", "llmc/*.h", "llmc/*.cuh", "llmc/*/*.h",
+              "test/*/*.h", "test/*/*.cpp", "scripts/*.sh", "dev/*/*.h", "dev/*/*.cpp"}) {
+            glob_t g;
+            if (glob((root + pattern).c_str(), 0, nullptr, &g))
+                continue;
+            found.insert(found.end(), g.gl_pathv, g.gl_pathv + g.gl_pathc);
+            globfree(&g);
+        }
+        if (!found.empty()) break;
+    }
+    return found;
+}
+
+// ----------------------------------------------------------------------------
+// documents
+
+// The token that usually ends the documents of a file: the tokenizer's in a text; in llm.c's shards
+// GPT-2's <|endoftext|> or Llama 3's <|begin_of_text|>, which stands before each document and so
+// ends the one before it.
+inline int usual_document_end(const DataFile& f, const Tokenizer& tokenizer) {
+    bool text = f.width == 1 || f.encoded;
+    return text ? tokenizer.eot : f.width == 2 ? 50256 : 128000;
+}
+
+// Find the token that ends the documents of all files: `given`, or with -1 the usual one.
+inline std::string data_document_end(const DataLoader& d, const Tokenizer& tokenizer, int given,
+                                     int* end) {
+    // Take the first file's word, then compare.
+    const DataFile& first = d.files.front();
+    *end = given >= 0 ? given : usual_document_end(first, tokenizer);
+    if (*end < 0)
+        return "--document-mask: --tokenizer " + tokenizer.name +
+               " has no token that ends a text: say which one ends the documents of " + first.path +
+               ", as in --document-end 10 for lines";
+
+    // One token for all files, and one that the model knows.
+    for (const DataFile& f : d.files)
+        if (given < 0 && usual_document_end(f, tokenizer) != *end)
+            return concat("--document-mask: token ", *end, " ends the documents of ", first.path,
+                          ", not those of ", f.path, ": give files of one kind, or --document-end");
+    if (size_t(*end) >= d.V)
+        return concat("--document-mask: token ", *end, ", which ends the documents of ", first.path,
+                      ", is beyond the model's vocabulary of ", d.V,
+                      ": say which token does with --document-end");
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// windows
+
+// A permutation of [0, n) keyed by seed and epoch: a Feistel network of four rounds over the next
+// power of four, walked until it lands inside.
+inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint64_t n) {
+    // At most three of four places lie outside, so the walk takes four tries or fewer on average.
+    int half = 0; // bits of each half
+    while ((uint64_t(1) << (2 * half)) < n)
+        half++;
+    uint64_t mask = (uint64_t(1) << half) - 1;
+    // A stream an epoch: each one has an order of its own.
+    uint64_t stream = fnv1a("windows." + std::to_string(epoch));
+    uint64_t x = place;
+
+    // Each round mixes one half with a keyed hash of the other. It can be undone, so no two places
+    // become the same.
+    do {
+        uint64_t left = x >> half;
+        uint64_t right = x & mask;
+        for (uint64_t r = 0; r < 4; r++) {
+            uint64_t mixed = left ^ (random_block(seed, stream, right + (r << 32))[0] & mask);
+            left = right;
+            right = mixed;
+        }
+        x = left << half | right;
+    } while (x >= n);
+    return x;
+}
+
+// Token i of a file's range.
+inline int64_t token_at(const DataFile& f, size_t i) {
+    // Tokens have one, two or four bytes; memcpy leaves the upper ones 0.
+    const unsigned char* p = f.tokens + (f.first + i) * f.width;
+    if (f.width == 1) return *p;
+    uint32_t t = 0;
+    memcpy(&t, p, f.width); // little-endian, as the shards are
+    return t;
+}
+
+// Say which token of a file the model does not have. position: in the file, from its first token.
+inline std::string beyond_vocabulary(const DataFile& f, size_t position, size_t V) {
+    int64_t token = token_at(f, position - f.first);
+    return concat(f.path, ": token ", token, " at position ", position,
+                  " is beyond the model's vocabulary of ", V,
+                  ": the text was tokenized for another model, or the file is damaged: make it "
+                  "again");
+}
+
+// The first of `count` tokens that is V or more; `count`: there is none. W: a token's type.
+template <typename W>
+size_t first_beyond(const unsigned char* bytes, size_t count, size_t V) {
+    // The largest of a block is found many tokens at a time; only a bad block is looked at closely.
+    const W* tokens = reinterpret_cast<const W*>(bytes);
+    const size_t block = 1 << 14;
+    for (size_t from = 0; from < count; from += block) {
+        size_t end = std::min(from + block, count);
+        W most = 0;
+        for (size_t i = from; i < end; i++)
+            most = std::max(most, tokens[i]);
+        if (most < V) continue;
+        return size_t(std::find_if(tokens + from, tokens + end, [&](W t) { return t >= V; }) -
+                      tokens);
+    }
+    return count;
+}
+
+// Look for tokens that the model does not have, before a run of days meets one. At most `bytes`
+// bytes of the shards are read; load_window() looks at all.
+inline std::string check_tokens(const DataLoader& d, size_t bytes) {
+    for (const DataFile& f : d.files) {
+        // A text has just been tokenized; where every number is a token there is nothing to find.
+        bool shard = f.width > 1 && !f.encoded;
+        if (!shard || d.V > (uint64_t(1) << (8 * f.width)) - 1)
+            continue;
+        size_t count = std::min(f.count, bytes / f.width);
+        const unsigned char* begin = f.tokens + f.first * f.width;
+        size_t found = f.width == 2 ? first_beyond<uint16_t>(begin, count, d.V)
+                                    : first_beyond<uint32_t>(begin, count, d.V);
+        if (found < count) return beyond_vocabulary(f, f.first + found, d.V);
+        bytes -= count * f.width;
+    }
+    return "";
+}
+
+// Fill tokens and targets, both (T), of a sample.
+inline std::string load_window(const DataLoader& d, uint64_t sample, int* tokens, int* targets) {
+    // Find the window, and the file that it lies in.
+    uint64_t window = sample % d.windows;
+    if (d.shuffle)
+        window = permutation(d.seed, sample / d.windows, window, d.windows);
+    auto ends_behind = [](uint64_t w, const DataFile& f) {
+        return w < f.windows_before + f.windows;
+    };
+    const DataFile& f = *std::upper_bound(d.files.begin(), d.files.end(), window, ends_behind);
+    size_t start = (window - f.windows_before) * d.T;
+
+    // Copy its T + 1 tokens: each is an input but the last, and a target but the first.
+    for (size_t i = 0; i <= d.T; i++) {
+        int64_t token = token_at(f, start + i);
+        if (size_t(token) >= d.V)
+            return beyond_vocabulary(f, f.first + start + i, d.V);
+        if (i < d.T) tokens[i] = int(token);
+        if (i > 0) targets[i - 1] = int(token);
+    }
+    return "";
+}
+
+} // namespace llmc

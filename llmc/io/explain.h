@@ -1,0 +1,371 @@
+// explain.h - what --explain prints: parameters, the run's FLOPs and hours, memory, the actions
+//   A bar beside a line of the memory table is its share of the total, 40 columns wide.
+//   Plans share the bytes of activations, so the total counts the largest plan's. The lines under a
+//   plan are what lives at its peak.
+//   The end says which GPU holds a rank, and what the words of the actions mean.
+//   Nothing is run or allocated. Data-parallel ranks of a stage are alike: a cluster of any size
+//   takes one line, and one placing, for each rank of the pipeline.
+#pragma once
+#include "mfu.h"
+#include "numbers.h"
+#include "../text.h"
+#include "../trainer.h"
+
+namespace llmc {
+
+// A bar by eighths of a column: U+2588 is a full column, U+258F an eighth.
+inline std::string bar_text(double share) {
+    // Each character has three bytes; only the last one differs.
+    int eighths = int(share * 40 * 8 + 0.5);
+    std::string text;
+    for (; eighths > 0; eighths -= 8)
+        text += std::string("\xe2\x96") + char(0x90 - std::min(eighths, 8));
+    return text;
+}
+
+// A line of the memory table; "" for no bytes. total: what the bar is a share of, 0 for no bar.
+inline std::string memory_line(const char* what, size_t bytes, size_t total,
+                               const std::string& why = "") {
+    if (!bytes) return "";
+    // Bytes to compare with a tool's numbers, and in a unit to read.
+    char text[128];
+    snprintf(text, sizeof(text), "  %-26s %14zu %12s", what, bytes,
+             bytes_text(double(bytes)).c_str());
+    std::string bar = total ? bar_text(double(bytes) / double(total)) : "";
+    return text + (bar.empty() ? "" : "  " + bar) + (why.empty() ? "" : "  " + why) + "\n";
+}
+
+// Elements by kind; padding is allocated and never reaches a file.
+// The count is the files', which is what a model's name and its papers mean.
+inline std::string parameters_text(const Model& model) {
+    size_t total = parameter_count(model);
+    size_t matrices = 0, vectors = 0, padding = 0; // elements
+    for (const Parameter& p : model.parameters) {
+        (p.shape.size() == 2 ? matrices : vectors) += p.file_elements();
+        padding += p.elements() - p.file_elements();
+    }
+    char line[256];
+    snprintf(line, sizeof(line),
+             "parameters %zu (%s): matrices and tables %zu, vectors %zu; in %zu buckets; "
+             "padding %zu\n",
+             total, count_text(double(total)).c_str(), matrices, vectors, model.buckets.size(),
+             padding);
+    return line;
+}
+
+// The FLOPs of a training run, and its hours on GPUs at a utilisation that good trainers reach: an
+// assumption, not a measurement.
+inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t batch_tokens,
+                            int ranks) {
+    // Count the work: it does not depend on the layout.
+    constexpr double UTILISATION = 0.4;
+    double tokens = double(steps) * double(batch_tokens);
+    double each = flops_per_token(model, T);
+    double flops = tokens * each;
+    char line[160];
+    snprintf(line, sizeof(line),
+             "run: %lld steps x %lld tokens = %s tokens of %s FLOPs = %s FLOPs\n",
+             (long long)steps, (long long)batch_tokens, count_text(tokens).c_str(),
+             count_text(each).c_str(), power_text(flops).c_str());
+    std::string text = line;
+
+    // Divide by the peak of two common GPUs, for one and for all ranks.
+    for (const char* device : {"A100", "H100"}) {
+        double peak = data_sheet(device)->half * 1e12;
+        snprintf(line, sizeof(line), "  %s at %.0f%% of %.0f TFLOP/s in bf16: %.1f hours", device,
+                 100 * UTILISATION, peak / 1e12, run_hours(flops, peak, UTILISATION, 1));
+        text += line;
+        snprintf(line, sizeof(line), ", on %d GPUs %.1f", ranks,
+                 run_hours(flops, peak, UTILISATION, ranks));
+        if (ranks > 1) text += line;
+        text += "\n";
+    }
+    return text;
+}
+
+// ----------------------------------------------------------------------------
+// memory of one rank
+
+// The line of a plan's memory table that a datum counts to.
+inline const char* meaning_of(Kind kind) {
+    switch (kind) {
+    case Kind::KEPT_B:
+    case Kind::KEPT_W: return "  kept activations";
+    case Kind::REDO_B:
+    case Kind::REDO_W: return "  recomputed activations";
+    case Kind::GRADIENT_B:
+    case Kind::GRADIENT_W:
+    case Kind::DSTREAM: return "  gradients of activations";
+    case Kind::STREAM: return "  residual stream";
+    case Kind::SCRATCH: return "  workspace";
+    default: return "  batch and losses";
+    }
+}
+
+// Find the action at which a plan's passing data take most bytes.
+inline int find_peak(const Arena& arena, const Plan& p, int plan, size_t* bytes) {
+    std::vector<int64_t> change(p.actions.size() + 1); // [action]: bytes begun less bytes ended
+    for (auto& [d, lives] : arena.passing[plan])
+        for (const Place& l : lives) {
+            change[l.first] += int64_t(l.bytes);
+            change[l.last + 1] -= int64_t(l.bytes);
+        }
+
+    // Add the changes up; the first of equal peaks is the one shown.
+    int64_t now = 0, most = -1;
+    int at = 0;
+    for (size_t i = 0; i < p.actions.size(); i++) {
+        now += change[i];
+        if (now <= most) continue;
+        most = now;
+        at = int(i);
+    }
+    *bytes = size_t(most);
+    return at;
+}
+
+// A plan's peak, and the bytes that live there by meaning.
+inline std::string peak_text(const Arena& arena, const Plan& p, const Model& model, int plan,
+                             const char* what) {
+    // Find the peak, and sum by meaning what lives there.
+    size_t most = 0;
+    int at = find_peak(arena, p, plan, &most);
+    std::map<std::string, size_t> sums; // [meaning]
+    for (auto& [d, lives] : arena.passing[plan])
+        for (const Place& l : lives)
+            if (l.first <= at && at <= l.last)
+                sums[meaning_of(d.kind)] += l.bytes;
+
+    // Write the plan's line, then its parts.
+    std::string text = memory_line(what, most, arena.device().bytes);
+    text += "    peak at " + action_text(p.actions[at], model) + "\n";
+    for (auto& [part, bytes] : sums)
+        text += memory_line(part.c_str(), bytes, arena.device().bytes);
+    return text;
+}
+
+// The memory table of a rank.
+inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plans,
+                               const Model& model) {
+    // List what lasts the whole run.
+    std::map<Kind, size_t> sums;
+    for (auto& [d, place] : arena.lasting)
+        sums[d.kind] += place.bytes;
+    std::string text = "memory, in bytes\n";
+    auto add = [&](const char* what, Kind kind, const char* why = "") {
+        text += memory_line(what, sums[kind], arena.device().bytes, why);
+    };
+    add("weights", Kind::WEIGHT);
+    add("gradients", Kind::GRAD);
+    add("gradient of the tied head", Kind::GRAD_TIED, "added to the table's once a step");
+    add("master weights", Kind::MASTER, "float");
+    add("optimizer moments", Kind::STATE, "float");
+    add("constants", Kind::CONSTANTS, "rotary tables, slopes");
+    add("key/value cache", Kind::CACHE);
+
+    // List what each plan has in passing. A second plan that evaluates is the tasks', and further
+    // ones differ in their lengths alone.
+    const char* modes[] = {"activations (train)", "activations (evaluate)",
+                           "activations (generate)"};
+    for (size_t i = 0; i < plans.size(); i++) {
+        bool second = i > 0 && plans[i].mode == plans[i - 1].mode;
+        bool third = second && i > 1 && plans[i].mode == plans[i - 2].mode;
+        if (third) continue;
+        const char* what = second ? "activations (tasks)" : modes[int(plans[i].mode)];
+        text += peak_text(arena, plans[i], model, int(i), what);
+    }
+    const char* why = "one allocation; plans share the passing bytes";
+    text += memory_line("total", arena.device().bytes, 0, why);
+    return text;
+}
+
+// The head's chunk (head.h), which its scratch holds on the last stage.
+template <typename T> std::string logits_text(const Plan& p, const Model& model) {
+    Shape s = rank_shape(p, model);
+    size_t N = head_rows(p);
+    size_t rows = head_chunk_rows(s, N, sizeof(T));
+    return concat("the head makes logits of ", rows, " rows at a time of ", N, ": ",
+                  bytes_text(double(rows * s.Vp() * sizeof(T))), " of its scratch\n");
+}
+
+// ----------------------------------------------------------------------------
+// a cluster: a line for each rank of the pipeline
+
+// "0..3, 8..11": the layers of a rank's stages.
+inline std::string layers_text(const Plan& p, const Model& model) {
+    std::string text;
+    for (int s = p.layout.pp.rank; s < p.layout.stages(); s += p.layout.pp.size) {
+        // Interleaved stages lie a whole pipeline apart.
+        int first = first_layer(p.layout, model, s);
+        int last = first_layer(p.layout, model, s + 1) - 1;
+        text += concat(text.empty() ? "" : ", ", first, last > first ? concat("..", last) : "");
+    }
+    return text;
+}
+
+// Bytes of a parameter's state, without padding and buckets in use.
+template <typename T> ParameterBytes parameter_bytes(const PlanOptions& options) {
+    if (options.mode != Mode::TRAIN) return {sizeof(T), 0, 0};
+    // A master exists only where weights are stored in fewer bits than they are summed.
+    double state = sizeof(acc_t<T>);
+    double master = sizeof(T) < sizeof(acc_t<T>) ? state : 0;
+    size_t states = optimizer_row(options.optimizer).states.size();
+    return {sizeof(T), state, master + double(states) * state};
+}
+
+// These bytes, and what ZeRO leaves of them.
+template <typename T>
+std::string parameter_text(const Layout& layout, const PlanOptions& options) {
+    int shards = shard_axis(layout, Group::DATA).size;
+    ParameterBytes whole = parameter_bytes<T>(options);
+    char line[128];
+    snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
+             zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards), shards, layout.zero);
+    return line;
+}
+
+// NCCL takes bytes of a GPU beside the plan's, and only it knows how many. Its users report 0.5 to
+// 1.6 GB a communicator (NCCL's issues 964 and 864); those that share buffers count once: the
+// plan's, and tensor parallelism's beside them (comms.h).
+inline std::string nccl_text(const Layout& layout) {
+    int others = layout.world() / layout.tp.size;
+    int sets = 1 + (layout.tp.size > 1 && others > 1);
+    char line[160];
+    snprintf(line, sizeof(line),
+             "  on GPUs NCCL takes %d %s of buffers beside it, %.1f to %.1f GB by an estimate\n",
+             sets, sets > 1 ? "sets" : "set", 0.5 * sets, 1.6 * sets);
+    return line;
+}
+
+// Make the plans of all ranks of the pipeline, check them together, and place each. "" or what is
+// wrong with them; `text` is the table, `most` the bytes of the largest rank.
+template <typename T, typename S>
+std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& options,
+                         const Model& model, S where, std::string* text, size_t* most) {
+    // Make and check every plan, for each rank of the pipeline.
+    const PlanOptions& o = options[0];
+    int pp = layout.pp.size;
+    std::vector<std::vector<Plan>> plans(static_cast<size_t>(pp)); // [rank][plan]
+    for (const PlanOptions& option : options) {
+        std::vector<Plan> ranks = make_plans(layout, model, option);
+        std::string wrong = plans_check(ranks, model);
+        if (!wrong.empty()) return wrong;
+        for (int r = 0; r < pp; r++)
+            plans[r].push_back(ranks[r]);
+    }
+
+    // Say what one line stands for, and how long ranks wait for each other.
+    *text = concat("memory of a rank, by its place in the pipeline; a line stands for ",
+                   layout.dp.size * layout.tp.size, "; ", parameter_text<T>(layout, o), "\n");
+    std::vector<int> kept(plans.size(), 1); // [rank]: stages whose activations live at once
+    char line[160];
+    if (o.mode == Mode::TRAIN) {
+        Simulation s = simulate(schedules_of(layout, o.micro_batches), pp);
+        snprintf(line, sizeof(line), "bubble: ranks are idle %.1f%% of a step\n", 100 * s.bubble);
+        *text += line;
+        kept = s.peak_live;
+    }
+
+    // Place each rank's plans: the largest rank decides which GPU is needed.
+    *text += "  rank   persistent  activations        total  kept at once  layers\n";
+    *most = 0;
+    int largest = 0;
+    for (int r = 0; r < pp; r++) {
+        Arena arena = place_plans<T>(plans[r], model, where);
+        const Memory& memory = arena.device();
+        std::string lasting = bytes_text(double(memory.persistent_bytes));
+        std::string passing = bytes_text(double(memory.bytes - memory.persistent_bytes));
+        snprintf(line, sizeof(line), "  %4d %12s %12s %12s  %12d  ", r, lasting.c_str(),
+                 passing.c_str(), bytes_text(double(memory.bytes)).c_str(), kept[r]);
+        *text += line + layers_text(plans[r][0], model) + "\n";
+        // Among equals the first is named.
+        if (memory.bytes <= *most) continue;
+        *most = memory.bytes;
+        largest = r;
+    }
+    *text += memory_line("the largest", *most, 0, concat("rank ", largest));
+    *text += nccl_text(layout);
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// which GPU
+
+// Memory of common GPUs, in the GB of their names, and who has it.
+struct GpuMemory {
+    int gigabytes;
+    const char* gpus;
+};
+inline const std::vector<GpuMemory>& gpu_memories() {
+    static const std::vector<GpuMemory> sizes = {
+        {24, "RTX 3090, RTX 4090"}, {48, "L40S"}, {80, "A100, H100"}, {141, "H200"}};
+    return sizes;
+}
+
+// Bytes that a run can have of them: CUDA's context and its libraries take the rest.
+inline double usable_bytes(const GpuMemory& m) { return 0.95 * m.gigabytes * 1073741824; }
+
+// Say which GPUs hold a rank of so many bytes. Where none does: how many of the two largest hold
+// the model's state, equally shared, which is the least that any layout needs.
+inline std::string fits_text(double rank_bytes, double state_bytes) {
+    const std::vector<GpuMemory>& sizes = gpu_memories();
+    for (const GpuMemory& m : sizes)
+        if (rank_bytes <= usable_bytes(m))
+            return concat("fits a GPU of ", m.gigabytes, " GB (", m.gpus, ")\n");
+
+    std::string needs;
+    for (size_t i = sizes.size() - 2; i < sizes.size(); i++) {
+        double gpus = std::max(2.0, std::ceil(state_bytes / usable_bytes(sizes[i])));
+        needs += concat(needs.empty() ? "" : " or ", gpus, " x ", sizes[i].gigabytes, " GB");
+    }
+    return concat("fits no GPU: a rank of ", bytes_text(rank_bytes), ". The model's state, ",
+                  bytes_text(state_bytes), ", needs ", needs, " and more for activations:\n",
+                  "  share it with --tp, --pp and --zero 3; take less with --recompute full and ",
+                  "--micro-batch 1\n");
+}
+
+// The words of a plan; docs/plan.md explains them at length.
+inline const char* legend_text() {
+    return "words: F forward, B backward of (micro-batch,layer), where split I then W; layer 0 "
+           "embeds,\n"
+           "  the last is the head; R repeats what a forward pass did not keep\n"
+           "  LOAD reads tokens; COUNT sums over ranks the targets that the loss is a mean over\n"
+           "  bucket: the parameters that move together. GATHER brings a sharded one, RELEASE "
+           "drops it,\n"
+           "  REDUCE sums its gradient over ranks, PUBLISH sends its updated weights around\n"
+           "  TIE adds both gradients of a shared table; NORM measures the gradient; UPDATE is the "
+           "optimizer\n";
+}
+
+// ----------------------------------------------------------------------------
+// one layer
+
+// The actions of a layer for the first micro-batch, with what they read and write, and where.
+inline std::string layer_text(const Arena& arena, const Plan& p, const Model& model, int plan,
+                              int layer) {
+    std::string text;
+    for (size_t i = 0; i < p.actions.size(); i++) {
+        // One micro-batch stands for all: the others do the same at other addresses.
+        Action a = p.actions[i];
+        if (a.layer != layer || a.micro > 0) continue;
+        text += action_text(a, model) + "\n";
+
+        // A datum without a place is not on this rank, or is not stored at all.
+        auto list = [&](const char* what, const std::vector<Data>& data) {
+            for (Data d : data) {
+                const Place* place = arena_find(arena, plan, int(i), d);
+                if (!place) continue;
+                char line[160];
+                snprintf(line, sizeof(line), "  %-7s %-24s %14zu bytes at %zu\n", what,
+                         data_text(d, model).c_str(), place->bytes, place->offset);
+                text += line;
+            }
+        };
+        Access x = access(p, model, a);
+        list("reads", x.reads);
+        list("writes", x.writes);
+    }
+    return text;
+}
+
+} // namespace llmc

@@ -1,0 +1,141 @@
+// file_kind.h - what a file is by its name and its first bytes; --data refuses what is no text
+//   Trained on as text, a compressed file is noise and a JSON file mostly brackets: the loss falls,
+//   and nobody sees why it stays high. So known endings and known first bytes are refused, each
+//   with the command that makes token shards of the file where there is one.
+//   A JSON file without the ending is text: so is much else that begins with a bracket.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include "../text.h"
+
+namespace llmc {
+
+// Quote a text, so that a shell takes it as one word.
+inline std::string shell_quoted(const std::string& text) {
+    // Inside single quotes a shell reads nothing but the closing one.
+    std::string quoted = "'";
+    for (char c : text)
+        quoted += c == '\'' ? "'\\''" : std::string(1, c);
+    return quoted + "'";
+}
+
+// A word of a command as people write it: quoted only where the shell would read it otherwise.
+inline std::string shell_word(const std::string& text) {
+    auto plain = [](char c) {
+        return isalnum((unsigned char)c) || strchr("/._-+=:@%", c);
+    };
+    for (char c : text)
+        if (!c || !plain(c)) return shell_quoted(text);
+    return text.empty() ? "''" : text;
+}
+
+// Whether --prepare reads a file of this name.
+inline bool prepare_reads(std::string name) {
+    if (name.ends_with(".parquet")) return true;
+    for (std::string packed : {".gz", ".zst"})
+        if (name.ends_with(packed)) {
+            name.resize(name.size() - packed.size());
+            break;
+        }
+    return name.ends_with(".txt") || name.ends_with(".jsonl");
+}
+
+// The command that makes token shards of a file. The output lies beside the input.
+inline std::string prepare_command(const std::string& path, const std::string& tokenizer) {
+    std::string stem = path;
+    for (const char* ending : {".parquet", ".gz", ".zst", ".jsonl", ".txt", ".bin"})
+        if (stem.ends_with(ending))
+            stem.resize(stem.size() - strlen(ending));
+    // Bytes have no token that begins or ends a text: lines do.
+    std::string with = tokenizer == "byte" ? "--document-end 10"
+                                           : "--tokenizer " + shell_word(tokenizer);
+    return "train_gpt --prepare " + shell_word(stem + ".shards.bin") + " --data " +
+           shell_word(path) + " " + with;
+}
+
+// The kind of a file by its first bytes, as a message says it; "": none that is known.
+inline std::string kind_by_bytes(std::string_view head) {
+    struct Magic {
+        std::string_view bytes;
+        const char* kind;
+    };
+    using namespace std::string_view_literals;
+
+    // UTF-32's mark begins with UTF-16's, so it stands first.
+    static const Magic known[] = {
+        {"\x1f\x8b"sv, "compressed (gzip)"},
+        {"\x28\xb5\x2f\xfd"sv, "compressed (zstd)"},
+        {"BZh"sv, "compressed (bzip2)"},
+        {"\xfd"
+         "7zXZ\0"sv,
+         "compressed (xz)"},
+        {"PK\3\4"sv, "a zip archive"},
+        {"PAR1"sv, "a parquet file"},
+        {"\x7f"
+         "ELF"sv,
+         "a program (ELF)"},
+        {"\xff\xfe\0\0"sv, "text in UTF-32"},
+        {"\0\0\xfe\xff"sv, "text in UTF-32"},
+        {"\xff\xfe"sv, "text in UTF-16"},
+        {"\xfe\xff"sv, "text in UTF-16"},
+    };
+
+    for (const Magic& m : known)
+        if (head.starts_with(m.bytes)) return m.kind;
+    return "";
+}
+
+// The kind of a file by its ending; "": text, as far as the name says.
+inline std::string kind_by_name(const std::string& path) {
+    const std::pair<const char*, const char*> endings[] = {{".gz", "compressed (gzip)"},
+                                                           {".zst", "compressed (zstd)"},
+                                                           {".parquet", "a parquet file"},
+                                                           {".jsonl", "JSON lines"},
+                                                           {".json", "JSON"}};
+    for (auto [ending, kind] : endings)
+        if (path.ends_with(ending)) return kind;
+    return "";
+}
+
+// Why a file is no text to train on, and what to do; "": it is one, or bytes that nobody knows.
+inline std::string no_text(const std::string& path, std::string_view head,
+                           const std::string& tokenizer) {
+    // The first bytes know better than the name.
+    std::string kind = kind_by_bytes(head);
+    if (kind.empty()) kind = kind_by_name(path);
+    if (kind.empty()) return "";
+    std::string wrong = path + ": is " + kind + ", and --data reads plain text and token shards: ";
+
+    // Text in other letters; JSON that is not a document a line; what only --prepare reads.
+    if (kind.starts_with("text in"))
+        return wrong + "write it as UTF-8: iconv -f " + kind.substr(8) + " -t UTF-8 " +
+               shell_word(path) + " > " + shell_word(path + ".utf8.txt");
+    if (prepare_reads(path) && !kind_by_name(path).empty())
+        return wrong + prepare_command(path, tokenizer) + " makes shards of it";
+    if (kind == "JSON")
+        return wrong + "write a document a line, {\"text\": \"...\"}, into a .jsonl for --prepare";
+    if (kind.starts_with("compressed") || kind == "a parquet file")
+        return wrong + "unpack it, or give it a name that ends in .txt.gz, .jsonl.gz, .txt.zst, "
+                       ".jsonl.zst or .parquet, which --prepare reads";
+    return wrong + "give the text itself";
+}
+
+// Note a text that looks like none: zeros, or more than a hundredth of bytes that are no UTF-8.
+inline std::string binary_note(const std::string& path, std::string_view head) {
+    size_t zeros = 0, foreign = 0;
+    for (size_t at = 0, n; at < head.size(); at += n) {
+        // A character that the end of `head` cuts in two is none of them.
+        n = utf8_length(head.substr(at));
+        bool cut = n == 0 && head.size() - at < 4;
+        zeros += head[at] == 0;
+        foreign += n == 0 && !cut;
+        n = n ? n : 1;
+    }
+    if (zeros == 0 && foreign * 100 <= head.size()) return "";
+    return concat(path, ": ", zeros, " zero bytes and ", foreign,
+                  " bytes that are not UTF-8 in the first ", head.size(), ": is it text?");
+}
+
+} // namespace llmc

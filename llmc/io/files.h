@@ -1,0 +1,299 @@
+// files.h - files that are whole or not there, folders swapped in one step, CRC-32
+//   FileWriter   1. streams into PATH.tmp   2. writer_close syncs it, and renames it to PATH
+//   On any failure PATH is as it was and PATH.tmp is gone. A kill leaves PATH.tmp, which nothing
+//   reads. To survive a power cut the folder has to be synced too (sync_folder).
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <zlib.h>
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+#include <nlohmann/json.hpp>
+#include "../text.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// files
+
+struct FileWriter {
+    std::string path;
+    int fd = -1;
+    size_t bytes = 0;    // written so far
+    size_t expected = 0; // that the whole file has
+    uint32_t crc = 0;    // of what is written
+    std::string wrong;   // the first thing that failed
+};
+
+// Make the names in a folder survive a power cut.
+inline std::string sync_folder(const std::string& folder) {
+    int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY);
+    bool good = fd >= 0 && fsync(fd) == 0;
+    std::string why = strerror(errno);
+    if (fd >= 0) close(fd);
+    return good ? "" : folder + ": " + why;
+}
+
+// "a/b.txt" -> "a/", "b.txt" -> "."
+inline std::string folder_of(const std::string& path) {
+    size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "." : path.substr(0, slash + 1);
+}
+
+// Start PATH.tmp.
+inline std::string writer_create(FileWriter* w, const std::string& path) {
+    *w = {};
+    w->path = path;
+    w->fd = open((path + ".tmp").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (w->fd < 0)
+        w->wrong = path + ": cannot be written: " + strerror(errno);
+    return w->wrong;
+}
+
+// Append bytes. After a failure nothing more is written.
+inline void writer_put(FileWriter& w, const void* data, size_t bytes) {
+    const unsigned char* p = static_cast<const unsigned char*>(data);
+    while (bytes > 0 && w.wrong.empty()) {
+        ssize_t n = write(w.fd, p, std::min(bytes, size_t(1) << 24));
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) {
+            w.wrong = w.path + ": cannot be written: " + strerror(n < 0 ? errno : ENOSPC);
+            return;
+        }
+        w.crc = uint32_t(crc32(w.crc, p, uInt(n)));
+        p += n;
+        bytes -= n;
+        w.bytes += n;
+    }
+}
+
+// Sync the file and rename it to its final name. On any failure the temporary file is removed.
+inline std::string writer_close(FileWriter* w) {
+    if (w->wrong.empty() && w->bytes != w->expected)
+        w->wrong = concat(w->path, ": ", w->bytes, " bytes written, the header promises ",
+                          w->expected);
+
+    // Sync and close. A full disk may show only now.
+    if (w->fd >= 0 && fsync(w->fd) != 0 && w->wrong.empty())
+        w->wrong = w->path + ": cannot be written: " + strerror(errno);
+    if (w->fd >= 0 && close(w->fd) != 0 && w->wrong.empty())
+        w->wrong = w->path + ": cannot be written: " + strerror(errno);
+    w->fd = -1;
+
+    // Rename: from this moment the new file counts.
+    std::string temporary = w->path + ".tmp";
+    if (w->wrong.empty() && rename(temporary.c_str(), w->path.c_str()) != 0)
+        w->wrong = w->path + ": cannot be renamed: " + strerror(errno);
+    if (!w->wrong.empty())
+        unlink(temporary.c_str());
+    return w->wrong;
+}
+
+// Write a small file in one call.
+inline std::string write_text_file(const std::string& path, const std::string& text) {
+    FileWriter w;
+    if (!writer_create(&w, path).empty())
+        return w.wrong;
+    writer_put(w, text.data(), text.size());
+    w.expected = text.size();
+    return writer_close(&w);
+}
+
+// ----------------------------------------------------------------------------
+// reading
+
+// Name what a path leads to, where that is no file.
+inline std::string kind_of_node(mode_t mode) {
+    return S_ISDIR(mode)                      ? "a folder"
+           : S_ISFIFO(mode)                   ? "a pipe"
+           : S_ISSOCK(mode)                   ? "a socket"
+           : S_ISCHR(mode) || S_ISBLK(mode) ? "a device"
+                                              : "something else";
+}
+
+// Open a file for reading, and say how long it is. All readers of files begin here.
+inline std::string open_regular(const std::string& path, int* fd, struct stat* s) {
+    // Without O_NONBLOCK a pipe that nobody writes to would wait for ever.
+    *fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (*fd < 0) return path + ": " + strerror(errno);
+    if (fstat(*fd, s) == 0 && S_ISREG(s->st_mode))
+        return "";
+
+    // A pipe has no end to map or to go back from, a device none at all.
+    close(*fd);
+    *fd = -1;
+    return path + ": is no file but " + kind_of_node(s->st_mode);
+}
+
+// Read up to `bytes` bytes of an open file; -1: it cannot be read.
+inline ssize_t read_some(int fd, void* to, size_t bytes) {
+    ssize_t n = 0;
+    do n = read(fd, to, bytes);
+    while (n < 0 && errno == EINTR);
+    return n;
+}
+
+// Larger files than this are none of those that are read whole: JSON, and tokenizers.
+constexpr size_t MOST_BYTES_READ = size_t(1) << 32;
+
+// Read all bytes of a file.
+inline std::string read_whole_file(const std::string& path, std::string* bytes) {
+    int fd = -1;
+    struct stat s = {};
+    std::string wrong = open_regular(path, &fd, &s);
+    if (!wrong.empty()) return wrong;
+    bytes->clear();
+    if (size_t(s.st_size) > MOST_BYTES_READ)
+        wrong = concat(path, ": has ", s.st_size, " bytes, and at most ", MOST_BYTES_READ,
+                       " are read: is it the right file?");
+
+    // Read to the end, wherever it is now: a file of /proc says that it has 0 bytes.
+    std::vector<char> buffer(size_t(1) << 16);
+    for (ssize_t n = 1; wrong.empty() && n > 0;) {
+        n = read_some(fd, buffer.data(), buffer.size());
+        if (n < 0)
+            wrong = path + ": " + strerror(errno);
+        else
+            bytes->append(buffer.data(), size_t(n));
+    }
+    close(fd);
+    return wrong;
+}
+
+// Read a file through, for its size and CRC-32.
+inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* crc) {
+    int fd = -1;
+    struct stat s = {};
+    std::string wrong = open_regular(path, &fd, &s);
+    if (!wrong.empty()) return wrong;
+    std::vector<unsigned char> buffer(size_t(1) << 20);
+    *bytes = 0;
+    *crc = 0;
+    ssize_t n = 0;
+    while ((n = read_some(fd, buffer.data(), buffer.size())) > 0) {
+        *bytes += size_t(n);
+        *crc = uint32_t(crc32(*crc, buffer.data(), uInt(n)));
+    }
+    close(fd);
+    return n == 0 ? "" : path + ": cannot be read";
+}
+
+// ----------------------------------------------------------------------------
+// locks
+
+// Lock a name for this process: PATH is made, and the lock ends with unlock_file() or with the
+// process, however it ends. A PATH that a kill has left locks nothing.
+//   *fd   the lock; -1 where the file system has no locks, or PATH cannot be written
+//   taken what to say where another process has it
+inline std::string lock_file(const std::string& path, int* fd, const std::string& taken) {
+    for (;;) {
+        // Make it. In a folder that cannot be written to nobody writes.
+        *fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        if (*fd < 0 && (errno == EACCES || errno == EROFS)) return "";
+        if (*fd < 0) return path + ": cannot be made: " + strerror(errno);
+        bool locked = flock(*fd, LOCK_EX | LOCK_NB) == 0;
+        bool refused = !locked && errno == EWOULDBLOCK;
+
+        // Whoever had it may have removed the name between our two calls: then lock the new file.
+        struct stat mine = {}, there = {};
+        bool same = fstat(*fd, &mine) == 0 && stat(path.c_str(), &there) == 0 &&
+                    mine.st_ino == there.st_ino && mine.st_dev == there.st_dev;
+        if (locked && same) return "";
+        close(*fd);
+        *fd = -1;
+        if (refused) return taken;
+        if (!locked) return "";
+    }
+}
+
+// Remove the file, and end the lock.
+inline void unlock_file(const std::string& path, int fd) {
+    // The name goes first: a file without a name locks nobody out.
+    if (fd < 0) return;
+    unlink(path.c_str());
+    close(fd);
+}
+
+// ----------------------------------------------------------------------------
+// folders
+
+// Whether an export has a file of this name.
+inline bool export_file(const std::string& name) {
+    for (const char* own : {"config.json", "generation_config.json", "tokenizer.json",
+                            "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+                            "added_tokens.json", "chat_template.jinja", "chat_template.json"})
+        if (name == own || name == std::string(own) + ".tmp")
+            return true;
+    return name.rfind("model", 0) == 0 && name.find(".safetensors") != std::string::npos;
+}
+
+// Whether an export or a checkpoint has a file of this name. Nothing else is ever removed,
+// whatever a folder is called.
+inline bool own_file(const std::string& name) {
+    bool rank = name.rfind("rank_", 0) == 0 && name.find(".safetensors") != std::string::npos;
+    return export_file(name) || rank || name.rfind("manifest.json", 0) == 0;
+}
+
+// Remove the program's own files from a folder, and the folder when nothing is left in it.
+inline void remove_folder(const std::string& folder) {
+    DIR* d = opendir(folder.c_str());
+    if (!d) return;
+    while (dirent* e = readdir(d))
+        if (own_file(e->d_name))
+            unlink((folder + "/" + e->d_name).c_str());
+    closedir(d);
+    rmdir(folder.c_str());
+}
+
+// Put a whole new folder in the place of an old one, or of nothing. At every moment one of the two
+// is there, except on file systems that cannot exchange two names.
+inline std::string replace_folder(const std::string& fresh, const std::string& folder) {
+    bool old = ::access(folder.c_str(), F_OK) == 0;
+    unsigned how = old ? RENAME_EXCHANGE : 0;
+    bool good = renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, folder.c_str(), how) == 0;
+
+    // Without an exchange: put the old folder aside, and back where the second rename fails.
+    if (!good && old && (errno == EINVAL || errno == ENOSYS)) {
+        std::string aside = folder + ".old";
+        if (rename(folder.c_str(), aside.c_str()) == 0) {
+            good = rename(fresh.c_str(), folder.c_str()) == 0;
+            rename(aside.c_str(), good ? fresh.c_str() : folder.c_str());
+        }
+    }
+    if (!good) return folder + ": cannot be renamed: " + strerror(errno);
+
+    // Remove the old folder, which now has the name that the new one had.
+    std::string wrong = sync_folder(folder_of(folder));
+    if (old) remove_folder(fresh);
+    return wrong;
+}
+
+// ----------------------------------------------------------------------------
+// manifests
+
+// JSON as it is written: on one line, or indented by a manifest. Bytes that are no UTF-8 (in a path
+// of the configuration) are replaced, where plain dump() would throw.
+inline std::string json_text(const nlohmann::json& j, int indent = -1) {
+    return j.dump(indent, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+inline std::string manifest_text(const nlohmann::json& manifest) { return json_text(manifest, 1); }
+
+// The checksum that a manifest carries: of its own text without the checksum. A JSON text that is
+// parsed and printed again is the same, so a reader can check it.
+inline uint32_t manifest_crc(nlohmann::json manifest) {
+    manifest.erase("crc32");
+    std::string text = manifest_text(manifest);
+    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(text.data());
+    return uint32_t(crc32(0, bytes, uInt(text.size())));
+}
+
+} // namespace llmc

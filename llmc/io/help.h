@@ -1,0 +1,98 @@
+// help.h - what --help and --version print: the table of flags, and how the program was built
+#pragma once
+#include <sys/ioctl.h>
+#include <unistd.h>
+#include "config.h"
+
+namespace llmc {
+
+// Columns: where help begins; how wide lines are at most, and at least.
+constexpr size_t HELP_COLUMN = 34, HELP_WIDTH = 100, HELP_NARROW = 60;
+
+// The columns of a page on this terminal, clamped to HELP_NARROW..HELP_WIDTH; a pipe gets the most.
+inline size_t terminal_columns() {
+    struct winsize size = {};
+    bool sized = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+    return sized ? std::clamp(size_t(size.ws_col), HELP_NARROW, HELP_WIDTH) : HELP_WIDTH;
+}
+
+// Break a text at spaces so that its lines end by `width`. All but the first begin at `from`.
+inline std::string wrapped(const std::string& help, size_t from, size_t width) {
+    std::string text, word;
+    size_t column = from;
+    for (std::istringstream words(help); words >> word;) {
+        bool fits = column + 1 + word.size() <= width;
+        if (column > from)
+            text += fits ? " " : "\n" + std::string(from, ' ');
+        column = (column > from && fits ? column + 1 : from) + word.size();
+        text += word;
+    }
+    return text;
+}
+
+// A row of --help; a name that is too long for its column has a line to itself.
+inline std::string help_row(std::string left, const std::string& help, size_t width) {
+    if (left.size() >= HELP_COLUMN)
+        left += "\n" + std::string(HELP_COLUMN, ' ');
+    else
+        left.resize(HELP_COLUMN, ' ');
+    return left + wrapped(help, HELP_COLUMN, width) + "\n";
+}
+
+// The text of --help: examples, then a group a paragraph, each default in brackets.
+inline std::string help_text(size_t width = HELP_WIDTH) {
+    std::string text =
+        "train_gpt [--flag value ...]     trains, evaluates and samples GPT-2 and Llama\n\n"
+        "  train_gpt --data text.txt --steps 2400 --out run\n"
+        "  train_gpt --model HF_FOLDER --steps 0 --prompt 'Once upon a time'\n"
+        "  train_gpt --model llama3-8b --precision bf16 --zero 3 --dp 8 --explain\n\n" +
+        wrapped("--config FILE holds the same names as `name = value` lines; --flag=value is "
+                "--flag value.", 0, width) + "\n";
+    Config defaults;
+    for (const Flag& f : config_table()) {
+        // A row without a name begins a group.
+        if (!*f.name) {
+            text += "\n" + wrapped(f.help, 0, width) + "\n";
+            continue;
+        }
+        // Show choices behind the name and the default behind the help; ranges stay unsaid.
+        std::string accepts = f.accepts, help = f.help, value = field_text(defaults, f.field);
+        bool choice = accepts.find('|') != std::string::npos;
+        bool is_switch = std::holds_alternative<bool Config::*>(f.field);
+        if (!value.empty() && !is_switch)
+            help += " (" + value + ")";
+        if (accepts[0] == '=') help += " - not built yet";
+        text += help_row(concat("  --", f.name, choice ? " " + accepts : ""), help, width);
+    }
+
+    text += "\nPresets\n";
+    for (const Preset& p : model_presets())
+        text += help_row(concat("  ", p.name), p.help, width);
+    return text;
+}
+
+// ----------------------------------------------------------------------------
+// version
+
+constexpr const char* VERSION = "1.0";
+
+// Whether a macro is defined: one that is not expands to its own name.
+#define LLMC_EXPANDED(...) #__VA_ARGS__
+#define LLMC_DEFINED(name) (std::string(LLMC_EXPANDED(name)) != #name)
+
+// One line: the version, the compiler, and the libraries that the program was built with.
+inline std::string version_text() {
+    const std::pair<const char*, bool> parts[] = {
+        {"OpenMP", LLMC_DEFINED(_OPENMP)},  {"oneDNN", LLMC_DEFINED(WITH_ONEDNN)},
+        {"zstd", LLMC_DEFINED(WITH_ZSTD)},  {"MPI", LLMC_DEFINED(WITH_MPI)},
+        {"NCCL", LLMC_DEFINED(WITH_NCCL)},  {"CUDA kernels", bool(LLMC_KERNELS)},
+    };
+    std::string text = concat("train_gpt ", VERSION, ", built by ",
+                              LLMC_DEFINED(__clang__) ? "" : "g++ ", __VERSION__, ";");
+    for (auto& [name, there] : parts)
+        text += concat(there ? " " : " no ", name, ",");
+    text.back() = '\n';
+    return text;
+}
+
+} // namespace llmc

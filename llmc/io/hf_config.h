@@ -1,0 +1,448 @@
+// hf_config.h - config.json of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3 and a Shape
+//   Reading  a key that changes what a model computes is read, or refused by its name unless it has
+//            the one value that is built. A key left out has the default of transformers' class.
+//   Writing  every size, for defaults differ between transformers' versions.
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include "../family.h"
+#include "json.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// config.json -> Shape
+
+// A config.json, read key by key. Reading goes on after an error, which is kept for the end.
+struct HfConfig {
+    nlohmann::json j;
+    std::string path;
+    std::string wrong; // the first thing that is wrong
+    bool has(const char* key) const { return j.contains(key) && !j[key].is_null(); }
+};
+
+// Keep a message, if it is the first.
+// Later errors often follow from the first and would only distract.
+template <typename... Parts>
+void hf_wrong(HfConfig& c, const Parts&... parts) {
+    if (c.wrong.empty())
+        c.wrong = concat(c.path, ": ", parts...);
+}
+
+// A size from 1 to 2^24. otherwise: where the key is missing; 0: it must be there.
+inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
+    if (!c.has(key) && otherwise) return otherwise;
+    // Two such sizes multiply within 64 bits; hf_check_sizes() limits what they make.
+    bool good = c.has(key) && c.j[key].is_number_unsigned() && c.j[key].get<uint64_t>() > 0 &&
+                c.j[key].get<uint64_t>() <= (1u << 24);
+    if (good)
+        return c.j[key].get<size_t>();
+    if (c.has(key))
+        hf_wrong(c, key, " is ", json_word(c.j[key]), ", which is no size");
+    else
+        hf_wrong(c, key, " is missing");
+    return 1; // a shape of ones can be made; what is wrong is said later
+}
+
+// A number; `otherwise` where the key is missing or null.
+inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
+    if (!j.contains(key) || j[key].is_null())
+        return otherwise;
+    if (j[key].is_number())
+        return j[key].get<double>();
+    hf_wrong(c, key, " is ", json_word(j[key]), ", which is no number");
+    return otherwise;
+}
+
+// A number above zero.
+inline double hf_positive(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
+    double x = hf_number(c, j, key, otherwise);
+    if (x > 0) return x;
+    std::string found = j.contains(key) ? json_word(j[key]) : nlohmann::json(x).dump();
+    hf_wrong(c, key, " is ", found, ", not above zero");
+    return otherwise;
+}
+
+// True or false; `otherwise` where the key is missing or null.
+inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) {
+    if (!c.has(key)) return otherwise;
+    if (c.j[key].is_boolean())
+        return c.j[key].get<bool>();
+    hf_wrong(c, key, " is ", json_word(c.j[key]), ", neither true nor false");
+    return otherwise;
+}
+
+// Refuse a variant that is not built: a key may be missing, or have this value, or another name of
+// it. A variant that went unnoticed would train, with wrong numbers.
+inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json& only,
+                             const nlohmann::json& alias = nullptr) {
+    if (!c.has(key) || c.j[key] == only || c.j[key] == alias)
+        return;
+    hf_wrong(c, key, " ", json_word(c.j[key]), " is not built yet, only ", only.dump(), " is");
+}
+
+// GPT-2's keys.
+inline Shape hf_gpt2_shape(HfConfig& c) {
+    // n_ctx is the older name of n_positions, n_inner null means 4 n_embd.
+    size_t C = hf_size(c, "n_embd");
+    Shape s = gpt2_shape(hf_size(c, "n_layer"), hf_size(c, "n_head"), C, hf_size(c, "vocab_size"),
+                         hf_size(c, "n_positions", c.has("n_ctx") ? hf_size(c, "n_ctx") : 0));
+    s.F = hf_size(c, "n_inner", 4 * C);
+
+    // Take transformers' defaults where a key is left out.
+    s.norm_eps = float(hf_positive(c, c.j, "layer_norm_epsilon", 1e-5));
+    s.tied = hf_flag(c, "tie_word_embeddings", true);
+
+    // Refuse other activations, and scores that are scaled otherwise.
+    hf_refuse_unless(c, "activation_function", "gelu_new", "gelu_pytorch_tanh");
+    hf_refuse_unless(c, "scale_attn_weights", true);
+    hf_refuse_unless(c, "scale_attn_by_inverse_layer_idx", false);
+    if (C % s.NH)
+        hf_wrong(c, "n_head ", s.NH, " does not divide n_embd ", C);
+    return s;
+}
+
+// The object that scales RoPE: rope_scaling, or rope_parameters of newer files; empty: there is
+// none. Where a file has both, the older name wins.
+inline nlohmann::json hf_rope_object(HfConfig& c) {
+    for (const char* key : {"rope_scaling", "rope_parameters"}) {
+        if (!c.has(key)) continue;
+        if (!c.j[key].is_object()) {
+            hf_wrong(c, key, " is no object");
+            continue;
+        }
+        if (!c.j[key].empty()) return c.j[key];
+    }
+    return nlohmann::json::object();
+}
+
+// Read Llama 3.1's RoPE scaling.
+inline void hf_rope_llama3(HfConfig& c, const nlohmann::json& r, RopeScaling& x) {
+    x.kind = RopeKind::LLAMA3;
+    x.factor = float(hf_positive(c, r, "factor", 8));
+    x.low_freq_factor = float(hf_positive(c, r, "low_freq_factor", 1));
+    x.high_freq_factor = float(hf_positive(c, r, "high_freq_factor", 4));
+    if (x.low_freq_factor >= x.high_freq_factor)
+        hf_wrong(c, "rope scaling has low_freq_factor ", nlohmann::json(x.low_freq_factor).dump(),
+                 ", not below high_freq_factor ", nlohmann::json(x.high_freq_factor).dump());
+}
+
+// Read YaRN's. positions: of the model now, against those that it knew before.
+inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions, RopeScaling& x) {
+    x.kind = RopeKind::YARN;
+    double factor = hf_positive(c, r, "factor", double(positions) / x.original_positions);
+    x.factor = float(factor);
+    x.beta_fast = float(hf_positive(c, r, "beta_fast", 32));
+    x.beta_slow = float(hf_positive(c, r, "beta_slow", 1));
+    if (r.contains("truncate") && !r["truncate"].is_boolean())
+        hf_wrong(c, "truncate is ", json_word(r["truncate"]), ", neither true nor false");
+    else
+        x.truncate = r.value("truncate", true);
+
+    // Cosines and sines grow with the logarithm of the factor, unless the file says how much.
+    auto names = [&](const char* key) { return r.contains(key) && !r[key].is_null(); };
+    bool both = names("mscale") && names("mscale_all_dim");
+    double scale = hf_positive(c, r, "mscale", 1);
+    double all = hf_positive(c, r, "mscale_all_dim", 1);
+    auto grown = [&](double m) { return factor <= 1 ? 1 : 0.1 * m * std::log(factor) + 1; };
+    double otherwise = both ? grown(scale) / grown(all) : grown(1);
+    x.attention_factor = float(hf_positive(c, r, "attention_factor", otherwise));
+}
+
+// RoPE's base and its scaling. rope_type was called type before.
+inline void hf_rope(HfConfig& c, Shape& s) {
+    // Read theta from the top, then from the object, which wins.
+    const nlohmann::json r = hf_rope_object(c);
+    s.rope_theta = hf_positive(c, c.j, "rope_theta", 10000);
+    s.rope_theta = hf_positive(c, r, "rope_theta", s.rope_theta);
+    for (const nlohmann::json& part : {c.j, r})
+        if (hf_number(c, part, "partial_rotary_factor", 1) != 1)
+            hf_wrong(c, "partial_rotary_factor ", json_word(part["partial_rotary_factor"]),
+                     " is not built yet, only 1.0 is");
+
+    // The type may be left out, or be no text in a broken file.
+    nlohmann::json named = r.value("rope_type", r.value("type", nlohmann::json()));
+    if (named.is_null() || named == "default") return;
+    std::string type = named.is_string() ? printable(named.get<std::string>()) : json_word(named);
+
+    // The context that the model knew before; the key at the top wins.
+    RopeScaling& x = s.rope_scaling;
+    double original = hf_positive(c, r, "original_max_position_embeddings", double(s.P));
+    original = hf_positive(c, c.j, "original_max_position_embeddings", original);
+    x.original_positions = int(std::clamp(original, 1.0, double(1 << 24)));
+
+    // Dynamic NTK scaling changes only sequences longer than max_position_embeddings;
+    // none is longer here.
+    if (type == "dynamic") return;
+    if (type == "llama3") return hf_rope_llama3(c, r, x);
+    if (type == "yarn") return hf_rope_yarn(c, r, s.P, x);
+    if (type != "linear")
+        return hf_wrong(c, "rope scaling ", type,
+                        " is not built yet: linear, dynamic, llama3 and yarn are");
+    x.kind = RopeKind::LINEAR;
+    x.factor = float(hf_positive(c, r, "factor", 1));
+}
+
+// Read which layers have Qwen's window: layer_types names each, else those from max_window_layers
+// on. Only windows that begin at one layer and go on to the last are built.
+inline size_t hf_first_window(HfConfig& c, size_t L) {
+    if (!c.has("layer_types"))
+        return c.has("max_window_layers") && c.j["max_window_layers"] == 0
+                   ? 0 : hf_size(c, "max_window_layers", 28);
+
+    // Find the first windowed layer; no layer behind it may be without.
+    const nlohmann::json& types = c.j["layer_types"];
+    size_t first = L;
+    bool good = types.is_array() && types.size() == L;
+    for (size_t l = 0; good && l < L; l++) {
+        bool window = types[l] == "sliding_attention";
+        good = window || (types[l] == "full_attention" && first == L);
+        if (window) first = std::min(first, l);
+    }
+    if (!good)
+        hf_wrong(c, "layer_types of this kind is not built yet, only full_attention for the first "
+                    "layers and sliding_attention for the others is");
+    return first;
+}
+
+// The window of attention, from the keys that the family's class reads.
+inline void hf_window(HfConfig& c, Shape& s) {
+    // Llama has none. Mistral's is in all layers: without the key 4096, and null is none.
+    bool left_out = !c.j.contains("sliding_window");
+    if (s.hf_type == "llama") return;
+    if (s.hf_type == "mistral") {
+        if (left_out || c.has("sliding_window"))
+            s.sliding_window = hf_size(c, "sliding_window", 4096);
+        return;
+    }
+
+    // Qwen's must be switched on.
+    bool windows = hf_flag(c, "use_sliding_window", false) && (left_out || c.has("sliding_window"));
+    size_t size = windows ? hf_size(c, "sliding_window", 4096) : 0;
+    size_t first = windows || c.has("layer_types") ? hf_first_window(c, s.L) : s.L;
+    if (first >= s.L) return;
+    if (!windows) return hf_wrong(c, "layer_types has windows, and use_sliding_window is not true");
+    s.sliding_window = size;
+    s.window_from = first;
+}
+
+// Read which products have biases.
+inline void hf_biases(HfConfig& c, Shape& s) {
+    // Qwen2's q, k and v have theirs always, and no class reads a key for them.
+    bool reads_attention = s.hf_type == "llama" || s.hf_type == "qwen3";
+    bool reads_mlp = s.hf_type == "llama";
+    if (reads_attention)
+        s.o_bias = hf_flag(c, "attention_bias", false);
+    else
+        hf_refuse_unless(c, "attention_bias", false);
+    if (reads_mlp)
+        s.mlp_bias = hf_flag(c, "mlp_bias", false);
+    else
+        hf_refuse_unless(c, "mlp_bias", false);
+    s.qkv_bias = s.o_bias || s.hf_type == "qwen2";
+}
+
+// A family, and what transformers' class of it takes for keys that config.json leaves out.
+struct HfDefaults {
+    const char* type;
+    size_t kv_heads; // 0: as many as heads
+    size_t positions;
+    size_t head_size; // 0: C / NH
+};
+constexpr HfDefaults HF_DEFAULTS[] = {{"llama", 0, 2048, 0},
+                                      {"mistral", 8, 131072, 0},
+                                      {"qwen2", 32, 32768, 0},
+                                      {"qwen3", 32, 32768, 128}};
+
+// One of the families of HF_DEFAULTS. They differ in defaults, biases and windows.
+inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
+    // Read the sizes. Key/value heads that are null are as many as heads.
+    size_t C = hf_size(c, "hidden_size");
+    size_t NH = hf_size(c, "num_attention_heads");
+    bool all = family.kv_heads == 0 || c.j.contains("num_key_value_heads");
+    size_t NKV = hf_size(c, "num_key_value_heads", all ? NH : family.kv_heads);
+    Shape s = llama_shape(hf_size(c, "num_hidden_layers"), NH, NKV, C,
+                          hf_size(c, "intermediate_size"), hf_size(c, "vocab_size"),
+                          hf_size(c, "max_position_embeddings", family.positions), 10000);
+
+    // Read what may differ from family to family. head_dim is not always C / NH.
+    s.hf_type = family.type;
+    s.HS = hf_size(c, "head_dim",
+                   family.head_size ? family.head_size : std::max(C / NH, size_t(1)));
+    s.qk_norm = s.hf_type == "qwen3";
+    s.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", 1e-6));
+    s.tied = hf_flag(c, "tie_word_embeddings", false);
+    hf_refuse_unless(c, "hidden_act", "silu", "swish");
+    hf_rope(c, s);
+    hf_biases(c, s);
+    hf_window(c, s);
+
+    // Refuse heads that share unequally.
+    if (!family.head_size && !c.has("head_dim") && C % NH)
+        hf_wrong(c, "num_attention_heads ", NH, " does not divide hidden_size ", C);
+    if (NH % s.NKV)
+        hf_wrong(c, "num_key_value_heads ", s.NKV, " does not divide num_attention_heads ", NH);
+    return s;
+}
+
+// Refuse sizes whose products overflow: the file is broken, or no model's.
+inline void hf_check_sizes(HfConfig& c, const Shape& s) {
+    // The limits lie far above any published model.
+    size_t widest = std::max({s.C, s.F, s.NH * s.HS});
+    if (s.L > 1024 || widest > (1u << 20))
+        hf_wrong(c, s.L, " layers, up to ", widest,
+                 " wide: models of up to 1024 layers and 1048576 channels can be read");
+}
+
+// The shape that a parsed config.json describes, or another file's numbers under its keys.
+inline std::string hf_shape(Shape* shape, HfConfig& c) {
+    // The family decides which keys are read; `architectures` is not looked at.
+    bool named = c.has("model_type") && c.j["model_type"].is_string();
+    std::string type = named ? c.j["model_type"].get<std::string>() : "";
+    const HfDefaults* llama =
+        std::find_if(std::begin(HF_DEFAULTS), std::end(HF_DEFAULTS),
+                     [&](const HfDefaults& family) { return type == family.type; });
+    if (type == "gpt2")
+        *shape = hf_gpt2_shape(c);
+    else if (llama != std::end(HF_DEFAULTS))
+        *shape = hf_llama_shape(c, *llama);
+    else
+        return c.path + ": model_type '" + printable(type.substr(0, 80)) +
+               "' is not supported: gpt2, llama, mistral, qwen2 and qwen3 are";
+    hf_check_sizes(c, *shape);
+    return c.wrong;
+}
+
+// Read a folder's config.json.
+inline std::string hf_read_config(Shape* shape, const std::string& folder) {
+    HfConfig c;
+    c.path = folder + "/config.json";
+    if (::access(c.path.c_str(), F_OK) != 0)
+        return folder +
+               ": has no config.json: a Hugging Face folder holds config.json and *.safetensors";
+    std::string wrong = read_json(c.path, &c.j);
+    return wrong.empty() ? hf_shape(shape, c) : wrong;
+}
+
+// ----------------------------------------------------------------------------
+// Shape -> config.json: what Hugging Face's class cannot describe, and what it can
+
+// Hugging Face's class has no key for these: an export would load and compute something else.
+inline std::string hf_refusal(Gpt2, const Shape& s) {
+    if (s.position != Position::LEARNED)
+        return "--export: Hugging Face's GPT-2 has learned positions only: drop --export, or use "
+               "--position learned";
+    if (s.NKV != s.NH || s.NH * s.HS != s.C)
+        return "--export: Hugging Face's GPT-2 has as many key/value heads as heads, and heads as "
+               "wide as its channels together: drop --export";
+    return "";
+}
+
+inline std::string hf_refusal(Llama, const Shape& s) {
+    // A window would be lost on the way: Llama's class has no key for it.
+    if (s.hf_type == "llama" && s.sliding_window)
+        return "--export: Hugging Face's Llama has no window: drop --export";
+
+    // transformers has no key for biases on q, k and v alone: those are Qwen2's, always.
+    bool qwen2 = s.hf_type == "qwen2";
+    if (s.qkv_bias != (qwen2 || s.o_bias) || (qwen2 && s.o_bias))
+        return "--export: biases on q, k and v alone are Qwen2's, always: drop --export";
+    if (s.position != Position::ROPE)
+        return "--export: Hugging Face's Llama has RoPE only: drop --export, or use --position "
+               "rope";
+    return "";
+}
+
+// The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
+inline double decimal(float x) {
+    // Nine digits tell any two floats apart, so the loop always ends with the right value.
+    char text[32];
+    for (int digits = 1; digits <= 9; digits++) {
+        snprintf(text, sizeof(text), "%.*g", digits, double(x));
+        if (strtof(text, nullptr) == x) break;
+    }
+    return strtod(text, nullptr);
+}
+
+// clang-format off
+// gelu_new: the tanh form, which this program computes; "gelu" would be the exact one.
+inline nlohmann::ordered_json hf_json(Gpt2, const Shape& s) {
+    return {
+        {"architectures",       {"GPT2LMHeadModel"}},
+        {"model_type",          "gpt2"},
+        {"vocab_size",          s.V},
+        {"n_positions",         s.P},
+        {"n_ctx",               s.P},
+        {"n_embd",              s.C},
+        {"n_layer",             s.L},
+        {"n_head",              s.NH},
+        {"n_inner",             s.F},
+        {"activation_function", "gelu_new"},
+        {"layer_norm_epsilon",  decimal(s.norm_eps)},
+    };
+}
+
+inline nlohmann::ordered_json hf_rope_json(const RopeScaling& r) {
+    // Each kind has its own keys.
+    if (r.kind == RopeKind::LINEAR)
+        return {{"rope_type", "linear"}, {"factor", decimal(r.factor)}};
+    if (r.kind == RopeKind::LLAMA3)
+        return {
+            {"rope_type",                        "llama3"},
+            {"factor",                           decimal(r.factor)},
+            {"low_freq_factor",                  decimal(r.low_freq_factor)},
+            {"high_freq_factor",                 decimal(r.high_freq_factor)},
+            {"original_max_position_embeddings", r.original_positions},
+        };
+
+    // YaRN's attention factor is written whole: mscale is in it.
+    return {
+        {"rope_type",                        "yarn"},
+        {"factor",                           decimal(r.factor)},
+        {"attention_factor",                 decimal(r.attention_factor)},
+        {"beta_fast",                        decimal(r.beta_fast)},
+        {"beta_slow",                        decimal(r.beta_slow)},
+        {"truncate",                         r.truncate},
+        {"original_max_position_embeddings", r.original_positions},
+    };
+}
+
+// Defaults differ between transformers' versions, so every size is written.
+inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
+    const char* architecture = s.hf_type == "qwen3"     ? "Qwen3ForCausalLM"
+                               : s.hf_type == "qwen2"   ? "Qwen2ForCausalLM"
+                               : s.hf_type == "mistral" ? "MistralForCausalLM"
+                                                        : "LlamaForCausalLM";
+    nlohmann::ordered_json j = {
+        {"architectures",           {architecture}},
+        {"model_type",              s.hf_type},
+        {"vocab_size",              s.V},
+        {"max_position_embeddings", s.P},
+        {"hidden_size",             s.C},
+        {"intermediate_size",       s.F},
+        {"num_hidden_layers",       s.L},
+        {"num_attention_heads",     s.NH},
+        {"num_key_value_heads",     s.NKV},
+        {"head_dim",                s.HS},
+        {"hidden_act",              "silu"},
+        {"rms_norm_eps",            decimal(s.norm_eps)},
+        {"rope_theta",              s.rope_theta},
+    };
+
+    if (scales(s.rope_scaling)) j["rope_scaling"] = hf_rope_json(s.rope_scaling);
+    if (s.o_bias) j["attention_bias"] = true;
+    if (s.mlp_bias) j["mlp_bias"] = true;
+
+    // Mistral's window: a key left out would mean 4096. Qwen's has a switch, and a first layer.
+    if (s.sliding_window)
+        j["sliding_window"] = s.sliding_window;
+    else if (s.hf_type == "mistral")
+        j["sliding_window"] = nullptr;
+    if (s.sliding_window && s.hf_type != "mistral") {
+        j["use_sliding_window"] = true;
+        j["max_window_layers"] = s.window_from;
+    }
+    return j;
+}
+// clang-format on
+
+} // namespace llmc

@@ -1,0 +1,458 @@
+// huggingface.h - Hugging Face folders of GPT-2, Llama, Mistral, Qwen2, Qwen3: weights, exports
+//   Reading  config.json becomes a Shape (hf_config.h). model.safetensors, or the shards that
+//            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
+//            are stored [in, out] (Conv1D) and are transposed on the way.
+//   Writing  the same, from the float masters, without the vocabulary's padding. The folder is
+//            written under another name and renamed when it is whole. An export loads again to the
+//            same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
+//            AutoModelForCausalLM load and generate.
+//   Every function returns "" or one line that says what is wrong.
+#pragma once
+#include <dirent.h>
+#include <filesystem>
+#include "../trainer.h"
+#include "checkpoint.h"
+#include "hf_config.h"
+#include "json.h"
+#include "safetensors.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// safetensors -> weights
+
+// The mapped files of a folder, closed at the end of the scope.
+// Tensors point into the maps, so they end with this struct.
+struct HfFiles {
+    std::vector<SafeTensors> files;
+    ~HfFiles() {
+        for (SafeTensors& f : files) safetensors_close(&f);
+    }
+};
+
+// Read an index of shards: which file each tensor is in, and the files.
+inline std::string hf_read_index(const std::string& path, nlohmann::json* weight_map,
+                                 std::set<std::string>* files) {
+    nlohmann::json index;
+    std::string wrong = read_json(path, &index);
+    if (!wrong.empty()) return wrong;
+    if (!index.contains("weight_map") || !index["weight_map"].is_object())
+        return path + ": has no weight_map";
+
+    // A path with a slash could name any file of the machine.
+    *weight_map = index["weight_map"];
+    for (auto& [tensor, file] : weight_map->items()) {
+        if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos)
+            return path + ": " + printable(tensor) + " is in no file of this folder";
+        files->insert(file.get<std::string>());
+    }
+    return "";
+}
+
+// Open one file, or else the shards of an index: the order in which transformers looks.
+inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
+    // See which form the folder has.
+    std::string index_path = folder + "/model.safetensors.index.json";
+    bool one = ::access((folder + "/model.safetensors").c_str(), F_OK) == 0;
+    bool sharded = !one && ::access(index_path.c_str(), F_OK) == 0;
+    if (!one && !sharded)
+        return folder +
+               "/model.safetensors: No such file, and no model.safetensors.index.json: weights in "
+               "another format must be converted first";
+
+    // List the files, each once.
+    std::set<std::string> names;
+    if (one) names.insert("model.safetensors");
+    nlohmann::json weight_map = nlohmann::json::object();
+    std::string wrong = sharded ? hf_read_index(index_path, &weight_map, &names) : "";
+    if (!wrong.empty()) return wrong;
+
+    // Open each. A tensor that is there twice could be either.
+    std::map<std::string, std::string> seen; // [tensor]: its file
+    for (const std::string& name : names) {
+        h->files.emplace_back();
+        wrong = safetensors_open(&h->files.back(), folder + "/" + name);
+        if (!wrong.empty()) return wrong;
+        for (const SafeTensor& t : h->files.back().tensors)
+            if (!seen.insert({t.name, name}).second)
+                return concat(folder, ": tensor ", t.name, " is in ", seen[t.name],
+                              " and again in ", name);
+    }
+
+    // The index must be right about every tensor.
+    for (auto& [tensor, file] : weight_map.items())
+        if (!seen.count(tensor) || seen[tensor] != file.get<std::string>())
+            return index_path + ": " + printable(tensor) + " is not in " +
+                   printable(file.get<std::string>());
+    return "";
+}
+
+// Find a tensor. GPT-2's are called with and without the prefix of GPT2LMHeadModel.
+// Each file is asked: the index has been checked already and is not needed again.
+inline const SafeTensor* hf_find(const HfFiles& h, const std::string& name) {
+    for (const SafeTensors& f : h.files)
+        for (const char* prefix : {"", "transformer."})
+            if (const SafeTensor* t = safetensors_find(f, prefix + name))
+                return t;
+    return nullptr;
+}
+
+// The shape of a parameter in a file: without padding, transposed where Conv1D is.
+inline std::vector<size_t> file_shape(const Parameter& p) {
+    std::vector<size_t> shape = p.shape;
+    // Rows beyond file_rows pad the vocabulary for tensor-parallel ranks.
+    shape[0] = p.file_rows;
+    if (p.transposed && shape.size() == 2)
+        std::swap(shape[0], shape[1]);
+    return shape;
+}
+
+// x (rows,cols) becomes (cols,rows): Conv1D's matrices, on their way in and out.
+inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, size_t cols) {
+    std::vector<float> y(rows * cols); // (cols,rows)
+    // Each thread writes whole rows of y: threads never meet in a cache line but at the borders.
+    #pragma omp parallel for
+    for (size_t c = 0; c < cols; c++)
+        for (size_t r = 0; r < rows; r++)
+            y[c * rows + r] = x[r * cols + c];
+    return y;
+}
+
+// Check that a tensor is there, with its parameter's shape and a type that can be read.
+inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p,
+                                   const std::string& folder) {
+    // Name both shapes: the usual cause is a config.json of another size of the same model.
+    if (!t) return folder + ": tensor " + p.name + " is missing";
+    if (t->shape != file_shape(p))
+        return concat(folder, ": tensor ", t->name, " has the shape ", shape_text(t->shape),
+                      ", config.json asks for ", shape_text(file_shape(p)));
+    if (!is_float_dtype(t->dtype))
+        return concat(folder, ": tensor ", t->name, " is ", t->dtype,
+                      "; F32, F16, BF16 and F64 can be read");
+    return "";
+}
+
+// All values of a tensor.
+inline std::vector<float> tensor_floats(const SafeTensor& t) {
+    std::vector<float> values(t.elements());
+    tensor_to_float(values.data(), t, 0, values.size());
+    return values;
+}
+
+// Set a weight from a file's values, which are [out, in] and without padding.
+template <typename T, typename S>
+void set_file_weight(Trainer<T, S>& t, const Parameter& p, std::vector<float> values) {
+    // Padding rows are 0, as a new model has them.
+    values.resize(p.elements(), 0.0f);
+    set_weight(t, p, values.data());
+}
+
+// Buffers that older files carry beside the parameters.
+// They are causal masks and rotary frequencies, which this program computes.
+inline bool hf_ignored(const std::string& name) {
+    return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
+           name.ends_with("rotary_emb.inv_freq");
+}
+
+// Load all weights of a folder. Every rank reads each tensor, and keeps its part.
+template <typename T, typename S>
+std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
+    HfFiles h;
+    std::string wrong = hf_open_files(&h, folder);
+    if (!wrong.empty()) return wrong;
+
+    // Every parameter must have its tensor.
+    std::set<std::string> used;
+    if (t.model.shape.tied) used.insert("lm_head.weight"); // a copy of the token table
+    for (const Parameter& p : t.model.parameters) {
+        const SafeTensor* tensor = hf_find(h, p.name);
+        wrong = hf_check_tensor(tensor, p, folder);
+        if (!wrong.empty()) return wrong;
+        used.insert(tensor->name);
+        std::vector<float> values = tensor_floats(*tensor);
+        if (p.transposed)
+            values = transpose(values, tensor->shape[0], tensor->shape[1]);
+        set_file_weight(t, p, values);
+    }
+
+    // Every tensor must have its parameter.
+    for (const SafeTensors& f : h.files)
+        for (const SafeTensor& x : f.tensors)
+            if (!used.count(x.name) && !hf_ignored(x.name))
+                return folder + ": tensor " + x.name +
+                       " belongs to nothing in this model: config.json is another model's";
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// weights -> a folder
+
+// An export's files beside the weights.
+struct ExportTokenizer {
+    int bos = -1, eos = -1; // tokens; -1: not known
+    std::map<std::string, std::string> files = {}; // [name]: the content
+    // Keys of the config.json that the model came with.
+    nlohmann::ordered_json kept = nlohmann::ordered_json::object();
+};
+
+// Take over what the folder that a model came from says beside its shape: keys of config.json that
+// this program does not know, and files that say how to use the model.
+inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
+                                  bool own_tokenizer) {
+    // Keys. A type of weights is the export's own; ids are of the folder's tokenizer.
+    std::string text;
+    std::string wrong = read_whole_file(folder + "/config.json", &text);
+    if (!wrong.empty()) return wrong;
+    e->kept = nlohmann::ordered_json::parse(text, nullptr, false);
+    if (!e->kept.is_object()) return folder + "/config.json: is no JSON object";
+    e->kept.erase("dtype");
+    for (const char* id : {"bos_token_id", "eos_token_id", "pad_token_id"})
+        if (!own_tokenizer) e->kept.erase(id);
+
+    // Files, which speak of the tokenizer's tokens.
+    for (const char* name : {"generation_config.json", "special_tokens_map.json",
+                             "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
+        std::string path = folder + "/" + name;
+        if (!own_tokenizer || ::access(path.c_str(), F_OK) != 0) continue;
+        wrong = read_whole_file(path, &e->files[name]);
+        if (!wrong.empty()) return wrong;
+    }
+    return "";
+}
+
+// The folder that an export's name stands for. "exports/new/" is "exports/new": the folder it is
+// written into stands beside it, never inside. A link is followed, and stays.
+inline std::string export_folder(std::string path) {
+    // Follow as many links as the system would.
+    auto strip = [&] {
+        while (path.size() > 1 && (path.back() == '/' || path.ends_with("/.")))
+            path.pop_back();
+    };
+    strip();
+    std::error_code none;
+    for (int links = 0; links < 40 && std::filesystem::is_symlink(path, none); links++) {
+        std::filesystem::path target = std::filesystem::read_symlink(path, none);
+        path = (std::filesystem::path(path).parent_path() / target).string();
+        strip();
+    }
+    return path;
+}
+
+// The names in a folder; none where it is no folder.
+inline std::vector<std::string> names_in(const std::string& folder) {
+    std::vector<std::string> names;
+    if (DIR* d = opendir(folder.c_str())) {
+        while (dirent* e = readdir(d))
+            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
+                names.push_back(e->d_name);
+        closedir(d);
+    }
+    return names;
+}
+
+// Whether an export may be written there: in a folder of its own, which only an older export fills.
+inline std::string hf_check_folder(const std::string& folder) {
+    // Refuse the current folder, which cannot be exchanged for another.
+    std::error_code none;
+    std::string path = export_folder(folder);
+    if (std::filesystem::equivalent(path, ".", none))
+        return "--export " + folder + ": is the current folder: name a new one, as ./export";
+
+    // Look at the parent: the export is written beside the folder and renamed into it.
+    std::string parent = folder_of(path);
+    if (::access(parent.c_str(), W_OK | X_OK) != 0)
+        return "--export " + folder + ": cannot be written: " + parent + ": " + strerror(errno);
+
+    // Refuse a file of that name.
+    struct stat st;
+    if (stat(path.c_str(), &st) == 0 && !S_ISDIR(st.st_mode))
+        return "--export " + folder + ": is a file, an export is a folder: choose another name";
+
+    // Refuse a folder with files of any other origin: the rename would remove them.
+    std::vector<std::string> names = names_in(path);
+    for (const std::string& name : names)
+        if (!export_file(name))
+            return "--export " + folder + ": holds " + printable(name) +
+                   ", which is no export of ours: choose a new folder";
+
+    // Refuse one with files of ours that are no model, such as a tokenizer's.
+    bool config = std::count(names.begin(), names.end(), "config.json") > 0;
+    bool weights = std::any_of(names.begin(), names.end(), [](const std::string& name) {
+        return name.ends_with(".safetensors");
+    });
+    if (names.empty() || (config && weights)) return "";
+    return "--export " + folder + ": holds " + printable(names[0]) +
+           " and no whole model: choose a new folder";
+}
+
+// null where a token is not known: a key left out would mean the family's first model's.
+inline nlohmann::ordered_json begin_and_end(const ExportTokenizer& t) {
+    nlohmann::ordered_json j = {{"bos_token_id", nullptr}, {"eos_token_id", nullptr}};
+    if (t.bos >= 0) j["bos_token_id"] = t.bos;
+    if (t.eos >= 0) j["eos_token_id"] = t.eos;
+    return j;
+}
+
+// ----------------------------------------------------------------------------
+// tensors' names
+
+// GPT2LMHeadModel keeps its body under "transformer.", its head beside it.
+inline std::string hf_name(Gpt2, const std::string& name) {
+    return name == "lm_head.weight" ? name : "transformer." + name;
+}
+inline std::string hf_name(Llama, const std::string& name) { return name; }
+
+// ----------------------------------------------------------------------------
+// writing a folder
+
+// Check when the run starts: the folder, and that config.json can describe the shape.
+// A refusal at the end would cost the run.
+inline std::string hf_export_check(const Shape& s, const std::string& folder) {
+    std::string wrong = hf_check_folder(folder);
+    if (!wrong.empty()) return wrong;
+    with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
+    return wrong;
+}
+
+// The whole config.json: what is kept of another one, then our own keys.
+inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
+                                             const ExportTokenizer& tokenizer) {
+    nlohmann::ordered_json j = tokenizer.kept;
+    with_family(s.family, [&](auto family) { j.update(hf_json(family, s)); });
+    j["tie_word_embeddings"] = s.tied;
+    j["torch_dtype"] = dtype == Type::BF16  ? "bfloat16"
+                       : dtype == Type::F16 ? "float16"
+                                            : "float32";
+
+    // Several tokens may end a text: a list is kept.
+    const nlohmann::ordered_json ids = begin_and_end(tokenizer);
+    for (const auto& [key, id] : ids.items())
+        if (!j.contains(key) || j[key].is_null())
+            j[key] = id;
+    return j;
+}
+
+// The name of a parameter in an export.
+inline std::string export_name(const Parameter& p, const Shape& s) {
+    std::string name;
+    with_family(s.family, [&](auto family) { name = hf_name(family, p.name); });
+    return name;
+}
+
+// Write parameters [first, last) into a file. All ranks call, and gather each parameter once, also
+// after a failure: get_weight() is collective. The first rank writes; all have its error.
+template <typename T, typename S>
+std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first,
+                              size_t last, Type dtype) {
+    // List the tensors first: the header stands in front of the data.
+    const std::vector<Parameter>& table = t.model.parameters;
+    std::vector<TensorSpec> specs;
+    for (size_t i = first; i < last; i++)
+        specs.push_back({export_name(table[i], t.model.shape), dtype, file_shape(table[i])});
+
+    // Write one parameter at a time; the host holds one, as floats.
+    FileWriter w;
+    bool writes = t.comms.world.rank == 0;
+    if (writes) writer_open(&w, path, specs, {{"format", "pt"}});
+    for (size_t i = first; i < last; i++) {
+        const Parameter& p = table[i];
+        std::vector<float> values = get_weight(t, p);
+        if (!writes || !w.wrong.empty()) continue;
+        values.resize(p.file_elements()); // padding is at the end
+        if (p.transposed)
+            values = transpose(values, p.rows(), p.cols());
+        writer_put(w, values, dtype);
+    }
+    return first_error(t.comms.world, writes ? writer_close(&w) : "");
+}
+
+// Cut the table into files of at most shard_bytes, or of one parameter that is larger.
+struct ExportShards {
+    std::vector<size_t> starts = {0}; // the first parameter of each file
+    size_t total = 0;                 // bytes of all
+};
+inline ExportShards export_shards(const std::vector<Parameter>& table, Type dtype,
+                                  size_t shard_bytes) {
+    ExportShards shards;
+    size_t bytes = 0; // of the last file
+    for (size_t i = 0; i < table.size(); i++) {
+        size_t own = table[i].file_elements() * type_bytes(dtype);
+        if (bytes && bytes + own > shard_bytes) {
+            shards.starts.push_back(i);
+            bytes = 0;
+        }
+        bytes += own;
+        shards.total += own;
+    }
+    return shards;
+}
+
+// Write a whole export into an empty folder. All ranks call; the first one writes.
+template <typename T, typename S>
+std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
+                         size_t shard_bytes, const ExportTokenizer& tokenizer) {
+    const std::vector<Parameter>& table = t.model.parameters;
+    ExportShards shards = export_shards(table, dtype, shard_bytes);
+    size_t files = shards.starts.size();
+
+    // Write the weights.
+    nlohmann::ordered_json weight_map; // [tensor]: its file
+    for (size_t f = 0; f < files; f++) {
+        char name[64] = "model.safetensors";
+        if (files > 1)
+            snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", f + 1, files);
+        size_t first = shards.starts[f];
+        size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
+        std::string wrong = write_export_file(t, folder + "/" + name, first, last, dtype);
+        if (!wrong.empty()) return wrong;
+        for (size_t i = first; i < last; i++)
+            weight_map[export_name(table[i], t.model.shape)] = name;
+    }
+
+    // Write what describes them.
+    if (t.comms.world.rank > 0) return "";
+    std::map<std::string, std::string> texts = tokenizer.files;
+    nlohmann::ordered_json index = {{"metadata", {{"total_size", shards.total}}},
+                                    {"weight_map", weight_map}};
+    if (files > 1) texts["model.safetensors.index.json"] = index.dump(2);
+    texts["config.json"] = hf_config_json(t.model.shape, dtype, tokenizer).dump(2) + "\n";
+    if (tokenizer.eos >= 0 && !texts.count("generation_config.json"))
+        texts["generation_config.json"] = begin_and_end(tokenizer).dump(2) + "\n";
+    for (const auto& [name, text] : texts) {
+        std::string wrong = write_text_file(folder + "/" + name, text);
+        if (!wrong.empty()) return wrong;
+    }
+    return sync_folder(folder);
+}
+
+// Make the folder that an export is written into, after removing what a crash left.
+inline std::string make_export_folder(const std::string& folder, const std::string& temporary) {
+    remove_folder(temporary);
+    if (mkdir(temporary.c_str(), 0777) == 0) return "";
+    return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
+}
+
+// Export a folder, whole or not at all. All ranks call; the first one writes, the others take part
+// in gathering each parameter. All return the first error.
+template <typename T, typename S>
+std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
+                      size_t shard_bytes = size_t(5) << 30, const ExportTokenizer& tokenizer = {}) {
+    // Each step ends in first_error(): no rank goes on alone, and none waits for one that failed.
+    const Comm& world = t.comms.world;
+    bool first = world.rank == 0;
+
+    // Begin a folder beside the last one, which stays whole until the new one is.
+    std::string path = export_folder(folder);
+    std::string temporary = path + ".exporting";
+    std::string wrong = first_error(world, first ? make_export_folder(folder, temporary) : "");
+    if (!wrong.empty()) return wrong;
+
+    // Fill it, and give it the name.
+    wrong = write_export(t, temporary, dtype, shard_bytes, tokenizer);
+    if (first && wrong.empty()) wrong = replace_folder(temporary, path);
+    wrong = first_error(world, wrong);
+    if (first && !wrong.empty()) remove_folder(temporary);
+    return wrong;
+}
+
+} // namespace llmc

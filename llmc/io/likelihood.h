@@ -1,0 +1,172 @@
+// likelihood.h - log-likelihoods of completions: candidates of about one length run in one plan
+//   Candidates of about one length are samples of an evaluation's plan, padded to the longest of
+//   them. Attention is causal, so padding at the end changes no scored row. With six lengths
+//   HellaSwag's candidates are padded to 1.15 times their tokens; with one length it was twice as
+//   many.
+//   Contract: any layout gives the same sums but for the rounding of its reductions.
+#pragma once
+#include <numeric>
+#include "evaluate.h"
+#include "../step.h"
+
+namespace llmc {
+
+// Candidates of about one length. They run in a plan of their own.
+struct ScoreGroup {
+    size_t T = 1;                     // of the plan
+    std::vector<size_t> members = {}; // of Evaluation::candidates, shorter ones first
+    int plan = -1;
+};
+
+// Run samples 0 .. count - 1 of a window through an evaluation's plan; each() after every batch. A
+// run that is stopped leaves the rest out. Afterwards the trainer has its own window and cursor
+// again. All ranks call it.
+template <typename T, typename S, typename F>
+void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& window, F each) {
+    const Plan& p = t.plans[plan];
+    Window window_before = t.window;
+    uint64_t cursor_before = t.cursor, end_before = t.samples_end;
+    int document_end_before = t.document_end;
+
+    // Documents are not masked: losses with and without --document-mask are to be compared.
+    t.window = window;
+    t.samples_end = count;
+    t.document_end = -1;
+    // Each turn takes B samples on each data-parallel rank; rows behind the last sample are blank.
+    for (t.cursor = 0; t.cursor < count; t.cursor += p.B * t.layout.dp.size) {
+        run_plan(t, plan);
+        each();
+        if (t.stopped && t.stopped()) break;
+    }
+
+    // Give training back its place: an evaluation must not change which samples come next.
+    t.window = window_before;
+    t.cursor = cursor_before;
+    t.samples_end = end_before;
+    t.document_end = document_end_before;
+}
+
+// Inputs of a candidate's row: its tokens but the last, padded to a multiple that products like.
+inline size_t padded_inputs(const Candidate& c, size_t P) {
+    return std::min(P, round_up(std::max(c.tokens.size() - 1, size_t(1)), size_t(8)));
+}
+
+// Candidates of T tokens that fit so many rows; at least one.
+inline size_t candidates_at_once(size_t rows, size_t T) { return std::max(size_t(1), rows / T); }
+
+// Cut the candidates, sorted by length, into at most `most` groups, so that plans of `rows` rows
+// compute the fewest tokens: padding, and what the last turn of a group leaves blank. The cuts do
+// not depend on the layout, for a sum's rounding may depend on the shape of its products.
+inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& candidates,
+                                               size_t rows, size_t P, size_t most = 6) {
+    std::vector<size_t> order(candidates.size());
+    std::iota(order.begin(), order.end(), size_t(0));
+    auto T_of = [&](size_t i) { return padded_inputs(candidates[i], P); };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return T_of(a) < T_of(b); });
+
+    // List the lengths, and how many candidates are no longer than each.
+    std::vector<size_t> lengths, count = {0};
+    for (size_t i = 0; i < order.size(); i++) {
+        if (lengths.empty() || lengths.back() != T_of(order[i])) {
+            lengths.push_back(T_of(order[i]));
+            count.push_back(0);
+        }
+        count.back() = i + 1;
+    }
+
+    // fewest[g][j]: cheapest cost of the j shortest lengths in g groups; begin[g][j]: first length
+    // of the last group
+    size_t n = lengths.size(), never = ~size_t(0) / 2;
+    std::vector<std::vector<size_t>> fewest(most + 1, std::vector<size_t>(n + 1, never));
+    std::vector<std::vector<size_t>> begin(most + 1, std::vector<size_t>(n + 1, 0));
+    fewest[0][0] = 0;
+    for (size_t g = 1; g <= most; g++)
+        for (size_t j = 1; j <= n; j++)
+            for (size_t i = 0; i < j; i++) {
+                size_t T = lengths[j - 1], turn = candidates_at_once(rows, T);
+                size_t tokens = fewest[g - 1][i] + round_up(count[j] - count[i], turn) * T;
+                if (tokens >= fewest[g][j]) continue;
+                fewest[g][j] = tokens;
+                begin[g][j] = i;
+            }
+
+    // Walk back from the best number of groups; among equals the fewest groups count.
+    size_t best = 1;
+    for (size_t g = 2; g <= most; g++)
+        if (fewest[g][n] < fewest[best][n]) best = g;
+    std::vector<ScoreGroup> groups;
+    for (size_t j = n; j > 0; j = begin[best--][j]) {
+        ScoreGroup group = {lengths[j - 1]};
+        group.members.assign(order.begin() + long(count[begin[best][j]]),
+                             order.begin() + long(count[j]));
+        groups.insert(groups.begin(), group);
+    }
+    return groups;
+}
+
+// The plan that a group's candidates run in: as many as fit the rows of `like`.
+inline PlanOptions score_plan(const PlanOptions& like, size_t T, const Layout& layout = {}) {
+    PlanOptions p = like;
+    p.T = T;
+    p.B = candidates_at_once(like.B * like.T, T);
+    if (layout.sequence_parallel) // ranks share the rows equally
+        p.B = round_up(p.B, size_t(layout.tp.size));
+    return p;
+}
+
+// tokens, targets (T): only the completion is predicted.
+inline void candidate_window(const Candidate& c, size_t T, int* tokens, int* targets) {
+    // Row i predicts token i + 1. Target -1 has no loss; token 0 pads, and no scored row sees it.
+    size_t n = c.tokens.size() - 1;
+    for (size_t i = 0; i < T; i++) {
+        tokens[i] = i < n ? c.tokens[i] : 0;
+        targets[i] = i < n && i + c.scored >= n ? c.tokens[i + 1] : -1;
+    }
+}
+
+// Score the candidates of a group: the log-likelihood of each, and whether it is greedy. All ranks
+// call it, and all have the scores.
+template <typename T, typename S>
+void score_group(Trainer<T, S>& t, const ScoreGroup& group, std::vector<Candidate>& candidates) {
+    const Plan& p = t.plans[group.plan];
+    size_t N = p.B * p.T, n = group.members.size();
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
+        candidate_window(candidates[group.members[sample]], p.T, tokens, targets);
+        return std::string();
+    };
+
+    // One rank computes each candidate; on the others it stays 0.
+    std::vector<double> sums(n, 0), greedy(n, 0);
+    std::vector<acc_t<T>> rows(3 * N); // losses (N), largest logits (N), the targets' logits (N)
+    run_samples(t, group.plan, n, window, [&] {
+        RowLosses<T> kept = row_losses(t, 0);
+        if (!kept.losses || t.layout.tp.rank > 0) return; // other tp ranks have the same
+        copy_out(rows.data(), kept.losses, rows.size() * sizeof(rows[0]), t.ctx.where);
+
+        for (size_t b = 0; b < p.B; b++) {
+            // Add up the completion's rows, which end where the candidate ends.
+            size_t sample = t.cursor + t.layout.dp.rank * p.B + b;
+            if (sample >= n) break;
+            const Candidate& c = candidates[group.members[sample]];
+            size_t end = b * p.T + c.tokens.size() - 1;
+            greedy[sample] = 1;
+            for (size_t i = end - c.scored; i < end; i++) {
+                sums[sample] -= double(rows[i]);
+                if (rows[2 * N + i] < rows[N + i])
+                    greedy[sample] = 0;
+            }
+        }
+    });
+
+    // Sum over all ranks: one of them has each value and the others add 0, so nothing is rounded.
+    all_reduce_sum(t.comms.world, sums.data(), n, Cpu{});
+    all_reduce_sum(t.comms.world, greedy.data(), n, Cpu{});
+    for (size_t i = 0; i < n; i++) {
+        Candidate& c = candidates[group.members[i]];
+        c.log_likelihood = sums[i];
+        c.greedy = greedy[i] > 0;
+    }
+}
+
+} // namespace llmc

@@ -1,0 +1,186 @@
+// logger.h - the step line on the terminal and log.jsonl beside the checkpoints
+//   step 10/99 | loss 3.2104 | norm 0.91 | lr 3.0e-04 | 12.3 ms | 83.2k tok/s | mfu 41.0% | eta 2s
+//   log.jsonl has an object a line:
+//     first         {config, flops_per_token}
+//     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 the
+//                   loss_scale of the next step too
+//     a validation  {step, val_loss, val_tokens, bits_per_byte}
+//     --evaluate    {step, hellaswag, hellaswag_norm, ...}
+//   On a terminal the step line changes in place; a pipe or a file gets about every tenth.
+//   A resumed run drops the lines of steps it will do again. dev/plot.py draws the file.
+#pragma once
+#include <sys/ioctl.h>
+#include <unistd.h>
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <nlohmann/json.hpp>
+#include "files.h"
+#include "numbers.h"
+
+namespace llmc {
+
+// Where the log goes.
+// The ETA starts afresh on resume: the machine may be another.
+struct Logger {
+    std::string path;          // empty: no file
+    std::string pending;       // lines that a full disk has not taken yet
+    double seconds_a_step = 0; // smoothed, for the ETA; 0: no step yet
+
+    // The display; see open_display().
+    int64_t every = 0;
+    int columns = 0;        // of the terminal; 0: standard output is none
+    bool open_line = false; // the cursor is behind a step line
+};
+
+// The numbers of a step line.
+struct StepReport {
+    int64_t step, steps; // done, of how many
+    double loss, norm, lr, seconds;
+    int64_t step_tokens, tokens; // of this step, of the run so far
+    double mfu;                  // 0 to 1
+    double loss_scale = 0;       // fp16: of the next step; 0: none
+};
+
+// A step line as people read it. A rate above the peak means that the peak was measured while the
+// machine was busy: about all of it is used, and no more can be said.
+inline std::string step_text(const StepReport& r, double seconds_left) {
+    int width = int(std::to_string(r.steps).size()) + 1;
+    char mfu[32], text[256];
+    snprintf(mfu, sizeof(mfu), "%.1f%%", r.mfu * 100);
+    snprintf(text, sizeof(text),
+             "step %*lld/%lld | loss %.4f | norm %.2f | lr %.1e | "
+             "%.1f ms | %s tok/s | mfu %s | eta %s",
+             width, (long long)r.step, (long long)r.steps, r.loss, r.norm, r.lr, r.seconds * 1e3,
+             rate_text(double(r.step_tokens) / r.seconds).c_str(), r.mfu > 1 ? "~100%" : mfu,
+             duration_text(seconds_left).c_str());
+    return text;
+}
+
+// ----------------------------------------------------------------------------
+// the terminal
+
+// Say where step lines go. every: --log-every, 0 for the program's choice. A process of a job has a
+// terminal of mpirun's own, which nobody looks at: its lines end in a file or a pipe.
+inline void open_display(Logger& log, int64_t every, bool of_job) {
+    log.every = every;
+    struct winsize size = {};
+    bool sized = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+    bool terminal = isatty(STDOUT_FILENO) && !of_job;
+    log.columns = !terminal ? 0 : sized ? size.ws_col : 80;
+}
+
+// Whether a step's line goes to a pipe or a file: the first and the last always, between them each
+// step of a short run, else every tenth.
+inline bool is_shown(int64_t every, bool first, int64_t step, int64_t steps) {
+    if (every == 0) every = steps <= 100 ? 1 : 10;
+    return first || step == steps || step % every == 0;
+}
+
+// End the step line on a terminal before something else is printed: it is left open for the next
+// step's line to cover.
+inline void finish_line(Logger& log) {
+    if (!log.open_line) return;
+    printf("\n");
+    fflush(stdout);
+    log.open_line = false;
+}
+
+// On a terminal one line changes in place, and stays where --log-every or the last step says so.
+// A line that is cut to the width never wraps: the next one could not cover it.
+inline void show_step(Logger& log, const std::string& text, bool first, int64_t step,
+                      int64_t steps) {
+    if (log.columns) {
+        printf("\r%s\x1b[K", text.substr(0, size_t(log.columns) - 1).c_str());
+        log.open_line = true;
+        bool stays = step == steps || (log.every && step % log.every == 0);
+        if (stays) finish_line(log);
+    } else if (is_shown(log.every, first, step, steps)) {
+        printf("%s\n", text.c_str());
+    }
+    fflush(stdout);
+}
+
+// ----------------------------------------------------------------------------
+// log.jsonl
+
+// Write text at the end of a file, or nothing of it.
+inline bool append_whole(const std::string& path, const std::string& text) {
+    // Open the file anew each time: it may be moved or cut while the run goes on.
+    int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (fd < 0) return false;
+    off_t end = lseek(fd, 0, SEEK_END);
+    ssize_t written = write(fd, text.data(), text.size());
+
+    // Half a line would be no JSON, and the rest is written again.
+    bool whole = written == ssize_t(text.size());
+    bool cut = whole || ftruncate(fd, end) == 0;
+    close(fd);
+    return whole && cut;
+}
+
+// Append a line: a killed run has logged what it did. Lines that find no room wait for the next
+// call: a log never ends a run. Returns a note, once, when they begin to wait.
+inline std::string log_append(Logger& log, const nlohmann::json& j) {
+    if (log.path.empty()) return "";
+    bool waited = !log.pending.empty();
+    log.pending += json_text(j);
+    if (append_whole(log.path, log.pending))
+        log.pending.clear();
+    if (waited || log.pending.empty()) return "";
+    return log.path + ": cannot be written (is the disk full?): its lines wait in memory";
+}
+
+// Write what has waited, at the end of a run: "" or what is lost.
+inline std::string log_close(Logger& log) {
+    if (log.pending.empty() || append_whole(log.path, log.pending)) return "";
+    return log.path + ": cannot be written: its last lines are lost";
+}
+
+// Start the file. On resume keep the lines up to the step that the run goes on from.
+inline std::string log_open(Logger& log, const std::string& path, int64_t resumed_step,
+                            const nlohmann::json& first) {
+    // Read what to keep. A line that a crash cut in half is no JSON, and is dropped.
+    log.path = path;
+    std::string kept, line;
+    std::ifstream in(path);
+    while (resumed_step > 0 && std::getline(in, line)) {
+        nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
+        nlohmann::json step = j.is_object() ? j.value("step", nlohmann::json(0)) : nlohmann::json();
+        if (step.is_number() && step <= resumed_step)
+            kept += line + "\n";
+    }
+
+    // Write the file anew, with its first line where nothing is kept.
+    if (kept.empty()) kept = json_text(first);
+    std::string wrong = write_text_file(path, kept);
+    return wrong.empty() ? "" : wrong + ": choose another --out";
+}
+
+// Show the step, and append it to the log.
+inline std::string log_step(Logger& log, const StepReport& r) {
+    // Smooth over about ten steps: the ETA must not jump with each slow step.
+    bool first = log.seconds_a_step == 0;
+    double& smooth = log.seconds_a_step;
+    smooth = first ? r.seconds : 0.9 * smooth + 0.1 * r.seconds;
+    double left = smooth * double(r.steps - r.step); // seconds
+
+    // Print to people; the log has the same numbers unrounded, of every step.
+    show_step(log, step_text(r, left), first, r.step, r.steps);
+    nlohmann::json j = {{"step", r.step},
+                        {"loss", r.loss},
+                        {"grad_norm", r.norm},
+                        {"lr", r.lr},
+                        {"tokens", r.tokens},
+                        {"ms", r.seconds * 1e3},
+                        {"tokens_per_second", double(r.step_tokens) / r.seconds},
+                        {"mfu", r.mfu}};
+
+    // A step that fp16 skips may have no loss and has no norm: JSON knows no infinity.
+    if (!std::isfinite(r.loss)) j.erase("loss");
+    if (!std::isfinite(r.norm)) j.erase("grad_norm");
+    if (r.loss_scale > 0) j["loss_scale"] = r.loss_scale;
+    return log_append(log, j);
+}
+
+} // namespace llmc

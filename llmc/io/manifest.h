@@ -1,0 +1,131 @@
+// manifest.h - a checkpoint's manifest.json: read, and believed only field by field
+//   Its checksum tells damage, not malice: anyone can compute one. So every number has a range, a
+//   file has the name of a rank's file and lies in the checkpoint's own folder, and a cut of the
+//   model is one that the model has.
+//   Every function that returns a text returns "" or what is wrong.
+#pragma once
+#include <climits>
+#include "../loss_scale.cuh"
+#include "json.h"
+
+namespace llmc {
+
+// Raise it when an old program would misread a new folder, or the other way round.
+constexpr int CHECKPOINT_FORMAT = 2;
+
+// Whether a name is that of a rank's file, rank_00003.safetensors. No other file is opened: a path
+// could lead out of the folder.
+inline bool is_rank_file(const std::string& name) {
+    // Write it back and compare: rank_3.safetensors is somebody else's.
+    int rank = -1;
+    char again[64];
+    if (sscanf(name.c_str(), "rank_%9d", &rank) != 1 || rank < 0)
+        return false;
+    snprintf(again, sizeof(again), "rank_%05d.safetensors", rank);
+    return name == again;
+}
+
+// Check a file's entry: its name, its size and sum, how the model was cut, and its tensors' ranges.
+inline std::string check_file_entry(const nlohmann::json& f) {
+    typedef nlohmann::json::value_t Type;
+    if (!f.is_object()) return "an entry of files is no object";
+    std::string wrong = check_type(f, "file", Type::string);
+    if (wrong.empty()) wrong = check_type(f, "tensors", Type::object);
+    if (!wrong.empty()) return wrong;
+    if (!is_rank_file(f["file"].get<std::string>()))
+        return "file is " + json_word(f["file"]) + ", which is no name of a rank's file";
+
+    // A million ranks are more than there are; config.h allows no more either.
+    wrong = check_integer(f, "bytes", 0, UINT64_MAX);
+    if (wrong.empty()) wrong = check_integer(f, "crc32", 0, UINT32_MAX);
+    if (wrong.empty()) wrong = check_integer(f, "tp", 1, 1000000);
+    if (wrong.empty()) wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
+
+    // Whether a range fits its parameter is seen when it is read.
+    for (const auto& [name, range] : f["tensors"].items()) {
+        bool pair = range.is_array() && range.size() == 2 && range[0].is_number_unsigned() &&
+                    range[1].is_number_unsigned();
+        if (wrong.empty() && !pair)
+            wrong = "the range of tensor " + printable(name) + " is not two positions";
+    }
+    return wrong;
+}
+
+// fp16's loss scale, and how far its rule is.
+inline nlohmann::json loss_scale_json(const LossScale& s) {
+    return {{"scale", s.now}, {"clean", s.clean}, {"spent", s.spent}, {"skipped", s.skipped}};
+}
+inline LossScale loss_scale_of(const nlohmann::json& j) {
+    return {j["scale"].get<float>(), j["clean"].get<int>(), j["spent"].get<int>(),
+            j["skipped"].get<int>()};
+}
+inline std::string check_loss_scale(const nlohmann::json& j) {
+    if (!j.is_object()) return "loss_scale is no object";
+    std::string wrong;
+    for (const char* key : {"clean", "spent", "skipped"})
+        if (wrong.empty()) wrong = check_integer(j, key, 0, INT_MAX);
+    bool scale = j.contains("scale") && j["scale"].is_number() && j["scale"] > 0.0;
+    return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
+}
+
+// Check the fields that not every manifest has: older programs wrote no tokens, and a best step is
+// there where one is kept.
+inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) {
+    std::string wrong;
+    if (m.contains("tokens")) wrong = check_integer(m, "tokens", 0, INT64_MAX / 2);
+    if (wrong.empty() && m.contains("best_step"))
+        wrong = check_integer(m, "best_step", 0, most_steps);
+    bool loss = m.contains("best_loss") && m["best_loss"].is_number();
+    if (wrong.empty() && m.contains("best_step") && !loss)
+        wrong = "best_loss is missing, or no number";
+    if (wrong.empty() && m.contains("loss_scale")) wrong = check_loss_scale(m["loss_scale"]);
+
+    // Flags are read one by one, each as the command line's.
+    bool flags = !m.contains("config") || m["config"].is_object() || m["config"].is_null();
+    return wrong.empty() && !flags ? "config is " + json_word(m["config"]) : wrong;
+}
+
+// Check every field that a load uses.
+inline std::string check_manifest(const nlohmann::json& m) {
+    typedef nlohmann::json::value_t Type;
+    const uint64_t most_steps = 1000000000000; // as --steps allows
+    std::string wrong = check_integer(m, "step", 0, most_steps);
+    if (wrong.empty()) wrong = check_integer(m, "optimizer_step", 0, most_steps);
+    if (wrong.empty()) wrong = check_integer(m, "cursor", 0, UINT64_MAX);
+    if (wrong.empty()) wrong = check_integer(m, "seed", 0, UINT64_MAX);
+    if (wrong.empty()) wrong = check_integer(m, "threads", 1, 1000000);
+    for (const char* key : {"optimizer", "precision", "cpu"})
+        if (wrong.empty()) wrong = check_type(m, key, Type::string);
+    if (wrong.empty()) wrong = check_type(m, "model", Type::object);
+    if (wrong.empty()) wrong = check_type(m, "files", Type::array);
+    if (wrong.empty() && m["files"].empty()) wrong = "it names no files";
+    if (wrong.empty()) wrong = check_optional(m, most_steps);
+    if (!wrong.empty()) return wrong;
+
+    // Check the files, each on its own.
+    for (const nlohmann::json& f : m["files"])
+        if (wrong.empty()) wrong = check_file_entry(f);
+    return wrong;
+}
+
+// Read a manifest, and check that it is whole. One of another format comes back unchecked: the
+// caller says which format it is.
+inline std::string read_manifest(const std::string& folder, nlohmann::json* manifest) {
+    std::string path = folder + "/manifest.json", text;
+    if (::access(path.c_str(), F_OK) != 0)
+        return folder + ": has no manifest.json";
+    const std::string broken = folder + ": manifest.json is broken";
+
+    // Check the sum before any field is believed.
+    std::string wrong = read_json(path, manifest);
+    if (!wrong.empty()) return broken + " (" + wrong + ")";
+    const nlohmann::json& m = *manifest;
+    if (!m.contains("crc32") || m["crc32"] != manifest_crc(m))
+        return broken + ": its checksum is another";
+    if (!m.contains("format") || m["format"] != CHECKPOINT_FORMAT)
+        return "";
+    wrong = check_manifest(m);
+    return wrong.empty() ? "" : broken + ": " + wrong;
+}
+
+} // namespace llmc

@@ -1,0 +1,411 @@
+// model_files.h - models in one file: llm.c's and llama2.c's .bin - github.com/karpathy
+//   The file's first word says which kind it is. Numbers are little-endian:
+//     llm.c, GPT-2     256 int32: 20240326, version, positions, V, L, NH, C, Vp; the tensors:
+//                      version 3 float, 5 bf16; the token table has Vp rows, V of them in use
+//     llm.c, Llama 3   256 int32: 20240803, version 3 or 5, positions, V, L, NH, NKV, C, what F is
+//                      a multiple of, whether RoPE is scaled, Llama's version (3, then 0 or 1); 256
+//                      floats: a factor of F, eps, theta
+//     llama2.c         "24ka", version 1, then what the older form begins with, whether the head is
+//                      tied; zeros up to 256 bytes; float tensors
+//     llama2.c, older  7 int32: C, F, L, NH, NKV, V (below zero: the head is not tied), positions;
+//                      float tensors, with two tables of RoPE. It has no mark of its own: a file is
+//                      one when its size is exactly what these numbers ask for
+//   Reading  a header becomes what Hugging Face's config.json would say, and is checked as that.
+//            Tensors of one name lie together, layer after layer. All are [out, in], so nothing is
+//            transposed. Both projects' RoPE turns neighbours (2i, 2i+1), Hugging Face's turns
+//            (i, i + HS/2): the rows of q and k are put in its order.
+//   Writing  llm.c's GPT-2, whole or not at all.
+//   Every function returns "" or one line that says what is wrong.
+#pragma once
+#include <sstream>
+#include "huggingface.h"
+
+namespace llmc {
+
+// The first words of files.
+constexpr int32_t LLMC_GPT2_MARK = 20240326, LLMC_LLAMA_MARK = 20240803, LLAMA2C_MARK = 0x616b3432;
+
+// A mapped file that looks like safetensors from here on.
+struct ModelFile {
+    SafeTensors file; // tensors by their Hugging Face names
+    Shape shape;
+    bool neighbours = false; // RoPE turns (2i, 2i+1)
+};
+
+// A header in the words of config.json.
+// Every format goes through hf_shape(), so a broken number is refused in one place.
+struct ModelHeader {
+    HfConfig config;
+    std::string dtype = "F32";
+    const char* order = nullptr; // of the tensors, see below
+    size_t bytes = 0;            // of the header
+    size_t skipped = 0;          // elements that are no parameter's
+};
+
+// Tensors in a file's order. A name that the model has in layers stands for all of them, one after
+// another. Names with commas lie together in each layer. - is what is no parameter.
+
+// clang-format off
+constexpr const char* LLMC_GPT2_ORDER =
+    "wte.weight - wpe.weight "
+    "ln_1.weight ln_1.bias attn.c_attn.weight attn.c_attn.bias attn.c_proj.weight attn.c_proj.bias "
+    "ln_2.weight ln_2.bias mlp.c_fc.weight mlp.c_fc.bias mlp.c_proj.weight mlp.c_proj.bias "
+    "ln_f.weight ln_f.bias";
+
+constexpr const char* LLMC_LLAMA_ORDER =
+    "model.embed_tokens.weight "
+    "input_layernorm.weight "
+    "self_attn.q_proj.weight,self_attn.k_proj.weight,self_attn.v_proj.weight "
+    "self_attn.o_proj.weight "
+    "post_attention_layernorm.weight "
+    "mlp.up_proj.weight mlp.gate_proj.weight mlp.down_proj.weight "
+    "model.norm.weight lm_head.weight";
+
+constexpr const char* LLAMA2C_OLD_ORDER =
+    "model.embed_tokens.weight "
+    "input_layernorm.weight "
+    "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight "
+    "self_attn.o_proj.weight "
+    "post_attention_layernorm.weight "
+    "mlp.gate_proj.weight mlp.down_proj.weight mlp.up_proj.weight "
+    "model.norm.weight - lm_head.weight";
+
+constexpr const char* LLAMA2C_ORDER =
+    "input_layernorm.weight post_attention_layernorm.weight model.norm.weight "
+    "model.embed_tokens.weight "
+    "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight "
+    "self_attn.o_proj.weight "
+    "mlp.gate_proj.weight mlp.down_proj.weight mlp.up_proj.weight "
+    "lm_head.weight";
+// clang-format on
+
+// ----------------------------------------------------------------------------
+// headers
+
+// Word i of a file; 0 beyond the end.
+template <typename A>
+A word_at(const SafeTensors& f, size_t i) {
+    A word = 0;
+    // A file may be shorter than its header; the size is checked once the shape is known.
+    if ((i + 1) * sizeof(A) <= f.bytes)
+        memcpy(&word, static_cast<const char*>(f.map) + i * sizeof(A), sizeof(A));
+    return word;
+}
+
+// A number as a JSON file would have it: hf_size asks whether it is unsigned.
+inline nlohmann::json number_at(const SafeTensors& f, size_t i) {
+    int32_t word = word_at<int32_t>(f, i);
+    return word < 0 ? nlohmann::json(word) : nlohmann::json(uint64_t(word));
+}
+
+// Read the type of an llm.c file's tensors, which its version says.
+inline std::string read_llmc_version(ModelHeader* h, const SafeTensors& f) {
+    // The version names the element type; headers of other versions have other words.
+    int version = word_at<int32_t>(f, 1);
+    h->dtype = version == 5 ? "BF16" : "F32";
+    if (version == 3 || version == 5) return "";
+    return concat(f.path, ": is of version ", version,
+                  " of llm.c's model files; 3 (float) and 5 (bf16) can be read: write it again "
+                  "with a newer llm.c");
+}
+
+// llm.c's GPT-2: 256 words.
+inline std::string read_llmc_gpt2(ModelHeader* h, const SafeTensors& f) {
+    h->order = LLMC_GPT2_ORDER;
+    h->bytes = 256 * 4;
+    // clang-format off
+    h->config.j = {
+        {"model_type",  "gpt2"},
+        {"n_positions", number_at(f, 2)},
+        {"vocab_size",  number_at(f, 3)},
+        {"n_layer",     number_at(f, 4)},
+        {"n_head",      number_at(f, 5)},
+        {"n_embd",      number_at(f, 6)},
+    };
+    // clang-format on
+
+    // The token table ends in Vp - V rows of padding.
+    int64_t V = word_at<int32_t>(f, 3);
+    int64_t C = word_at<int32_t>(f, 6);
+    int64_t Vp = word_at<int32_t>(f, 7);
+    h->skipped = size_t(Vp - V) * size_t(C);
+    std::string wrong = read_llmc_version(h, f);
+    if (!wrong.empty() || Vp >= V) return wrong;
+    return concat(f.path, ": has a token table of ", Vp, " rows for a vocabulary of ", V,
+                  ": write it again with a newer llm.c");
+}
+
+// llm.c's Llama 3: 256 words, then 256 floats.
+inline std::string read_llmc_llama(ModelHeader* h, const SafeTensors& f) {
+    // The ffn is 2/3 of 4 C, times a factor, each cut to a whole number, up to the next multiple.
+    double C = word_at<int32_t>(f, 7);
+    double multiple = word_at<int32_t>(f, 8);
+    double factor = decimal(word_at<float>(f, 256));
+    double ffn = multiple * std::ceil(std::floor(factor * std::floor(8 * C / 3)) / multiple);
+
+    h->order = LLMC_LLAMA_ORDER;
+    h->bytes = 2 * 256 * 4;
+    // clang-format off
+    h->config.j = {
+        {"model_type",              "llama"},
+        {"max_position_embeddings", number_at(f, 2)},
+        {"vocab_size",              number_at(f, 3)},
+        {"num_hidden_layers",       number_at(f, 4)},
+        {"num_attention_heads",     number_at(f, 5)},
+        {"num_key_value_heads",     number_at(f, 6)},
+        {"hidden_size",             number_at(f, 7)},
+        {"intermediate_size",       uint64_t(ffn >= 1 && ffn < 0x1p31 ? ffn : 0)},
+        {"rms_norm_eps",            decimal(word_at<float>(f, 257))},
+        {"rope_theta",              decimal(word_at<float>(f, 258))},
+    };
+    // clang-format on
+    if (word_at<int32_t>(f, 9))
+        h->config.j["rope_scaling"] = {{"rope_type", "llama3"},
+                                       {"original_max_position_embeddings", 8192}};
+    return read_llmc_version(h, f);
+}
+
+// Read the seven numbers that both of llama2.c's forms have, from word `at` on.
+inline void read_llama2c_numbers(ModelHeader* h, const SafeTensors& f, size_t at) {
+    // A negative vocabulary says that the head has a table of its own.
+    int64_t V = word_at<int32_t>(f, at + 5);
+    // clang-format off
+    h->config.j = {
+        {"model_type",              "llama"},
+        {"hidden_size",             number_at(f, at)},
+        {"intermediate_size",       number_at(f, at + 1)},
+        {"num_hidden_layers",       number_at(f, at + 2)},
+        {"num_attention_heads",     number_at(f, at + 3)},
+        {"num_key_value_heads",     number_at(f, at + 4)},
+        {"vocab_size",              uint64_t(std::abs(V))},
+        {"max_position_embeddings", number_at(f, at + 6)},
+        {"rms_norm_eps",            1e-5},
+        {"tie_word_embeddings",     V > 0},
+    };
+    // clang-format on
+}
+
+// llama2.c's version 1; RoPE's tables are not in it.
+inline std::string read_llama2c(ModelHeader* h, const SafeTensors& f) {
+    int version = word_at<int32_t>(f, 1);
+    read_llama2c_numbers(h, f, 2);
+    h->order = LLAMA2C_ORDER;
+    h->bytes = 256;
+    h->config.j["tie_word_embeddings"] = word_at<unsigned char>(f, 36) != 0;
+    if (version == 1) return "";
+    return concat(f.path, ": is of version ", version, " of llama2.c's model files",
+                  version == 2 ? " (int8)" : "",
+                  "; 1 and the older form without a version can be read: export it again with "
+                  "--version 1");
+}
+
+// llama2.c's older form; the two tables of RoPE stand before the head.
+inline std::string read_llama2c_old(ModelHeader* h, const SafeTensors& f) {
+    read_llama2c_numbers(h, f, 0);
+    h->order = LLAMA2C_OLD_ORDER;
+    h->bytes = 7 * 4;
+    int64_t C = word_at<int32_t>(f, 0);
+    int64_t NH = word_at<int32_t>(f, 3);
+    int64_t P = word_at<int32_t>(f, 6);
+    if (NH > 0) h->skipped = size_t(P) * size_t(C / NH / 2 * 2); // cosines and sines
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// tensors
+
+// f(parameter) for each in a file's order; f(null) for what is no parameter.
+template <typename F>
+void for_each_in_order(const Model& model, const char* order, F f) {
+    std::map<std::string, const Parameter*> table; // [name]
+    for (const Parameter& p : model.parameters)
+        table[p.name] = &p;
+    std::string block; // "h."
+    with_family(model.shape.family, [&](auto family) { block = family.block_prefix; });
+
+    std::string names, name;
+    for (std::istringstream words(order); words >> names;) {
+        if (names == "-" || table.count(names)) {
+            f(names == "-" ? nullptr : table[names]);
+            continue;
+        }
+        // A name that no layer has is a head that is the token table.
+        for (size_t l = 0; l < model.shape.L; l++)
+            for (std::istringstream together(names); std::getline(together, name, ',');) {
+                auto found = table.find(concat(block, l, ".", name));
+                if (found != table.end())
+                    f(found->second);
+            }
+    }
+}
+
+// Place each of the model's tensors in the file. Returns the size that the file must have: a
+// tensor's data is null where it begins beyond the end.
+inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
+    const unsigned char* begin = static_cast<const unsigned char*>(m->file.map);
+    // Lay the tensors one behind the other: the file has no table of them.
+    size_t width = dtype_bytes(h.dtype);
+    size_t at = h.bytes;
+    for_each_in_order(make_model(m->shape), h.order, [&](const Parameter* p) {
+        if (!p) {
+            at += h.skipped * width;
+            return;
+        }
+        SafeTensor t;
+        t.name = p->name;
+        t.dtype = h.dtype;
+        t.shape = p->shape;
+        t.shape[0] = p->file_rows;
+        t.bytes = t.elements() * width;
+        if (at <= m->file.bytes)
+            t.data = begin + at;
+        m->file.tensors.push_back(t);
+        at += t.bytes;
+    });
+
+    // safetensors_find() searches by halves.
+    std::sort(m->file.tensors.begin(), m->file.tensors.end(),
+              [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
+    return at;
+}
+
+// Read a mapped file's header, and place its tensors.
+inline std::string read_model_file(ModelFile* m) {
+    // Choose the format by the first word. RoPE's pairs are neighbours in all but GPT-2.
+    const SafeTensors& f = m->file;
+    ModelHeader h;
+    h.config.path = f.path;
+    int32_t mark = word_at<int32_t>(f, 0);
+    bool marked = mark == LLMC_GPT2_MARK || mark == LLMC_LLAMA_MARK || mark == LLAMA2C_MARK;
+    m->neighbours = mark != LLMC_GPT2_MARK;
+    std::string wrong = mark == LLMC_GPT2_MARK    ? read_llmc_gpt2(&h, f)
+                        : mark == LLMC_LLAMA_MARK ? read_llmc_llama(&h, f)
+                        : mark == LLAMA2C_MARK    ? read_llama2c(&h, f)
+                                                  : read_llama2c_old(&h, f);
+    if (!wrong.empty()) return wrong;
+
+    // Without a mark, the size alone tells whether it is a model file.
+    wrong = hf_shape(&m->shape, h.config);
+    size_t size = wrong.empty() ? place_tensors(m, h) : 0;
+    if (!marked && size != f.bytes) {
+        std::string why = size ? concat("as llama2.c's older form its numbers ask for ", size,
+                                        " bytes, it has ", f.bytes)
+                               : "its numbers are no model's of llama2.c's older form";
+        return concat(f.path, ": is no model file: it begins with ", mark,
+                      ", not with 20240326 or 20240803 (llm.c) or ak42 (llama2.c), and ", why,
+                      "; of a Hugging Face model give the folder");
+    }
+    if (wrong.empty() && size != f.bytes)
+        wrong = concat(f.path, ": is ", f.bytes, " bytes long, its header asks for ", size,
+                       ": get it again");
+    return wrong;
+}
+
+inline void model_file_close(ModelFile* m) { safetensors_close(&m->file); }
+
+// Map a file and place its tensors. After an error nothing is open.
+inline std::string model_file_open(ModelFile* m, const std::string& path) {
+    *m = {};
+    std::string wrong = map_file(&m->file, path);
+    if (!wrong.empty()) return wrong;
+    wrong = read_model_file(m);
+    if (!wrong.empty()) model_file_close(m);
+    return wrong;
+}
+
+// The shape alone, which decides what is allocated.
+// Opening maps the file and reads its header only, so it costs next to nothing.
+inline std::string model_file_shape(Shape* shape, const std::string& path) {
+    ModelFile m;
+    std::string wrong = model_file_open(&m, path);
+    *shape = m.shape;
+    model_file_close(&m);
+    return wrong;
+}
+
+// Rows (2i, 2i+1) of each head of x (NH*HS,C) become rows (i, i + HS/2).
+inline std::vector<float> in_halves(const std::vector<float>& x, size_t HS, size_t C) {
+    // The model's RoPE turns element i of a head with i + HS/2, as Hugging Face's does.
+    std::vector<float> y(x.size());
+    for (size_t row = 0; row < x.size() / C; row++) {
+        size_t e = row % HS; // in its head
+        size_t to = row - e + e / 2 + e % 2 * (HS / 2);
+        std::copy_n(&x[row * C], C, &y[to * C]);
+    }
+    return y;
+}
+
+// Load all weights of a file. Every rank reads each tensor, and keeps its part.
+template <typename T, typename S>
+std::string model_file_load(Trainer<T, S>& t, const std::string& path) {
+    ModelFile m;
+    std::string wrong = model_file_open(&m, path);
+    if (!wrong.empty()) return wrong;
+    for (const Parameter& p : t.model.parameters) {
+        const SafeTensor* tensor = safetensors_find(m.file, p.name);
+        LLMC_CHECK(tensor, "%s has no %s", path.c_str(), p.name.c_str());
+        // Only queries and keys turn; values keep their order.
+        bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
+        std::vector<float> values = tensor_floats(*tensor);
+        if (m.neighbours && turns)
+            values = in_halves(values, m.shape.HS, p.cols());
+        set_file_weight(t, p, values);
+    }
+    model_file_close(&m);
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// writing
+
+// Check when the run starts: the path, and that llm.c's GPT-2 has this shape.
+inline std::string model_file_check(const Shape& s, const std::string& path, Type dtype) {
+    if (::access(folder_of(path).c_str(), W_OK | X_OK) != 0)
+        return "--export " + path + ": cannot be written: " + folder_of(path) + ": " +
+               strerror(errno);
+    struct stat st;
+    if (stat(path.c_str(), &st) == 0 && !S_ISREG(st.st_mode))
+        return "--export " + path + ": is no file: choose another name";
+
+    bool like_gpt2 = s.family == Family::GPT2 && s.position == Position::LEARNED && s.tied &&
+                     s.NKV == s.NH && s.NH * s.HS == s.C && s.F == 4 * s.C && s.norm_eps == 1e-5f;
+    if (!like_gpt2)
+        return "--export " + path +
+               ": llm.c's file is of a GPT-2 as it was published (learned positions, a tied head, "
+               "ffn of four times the channels): export into a folder";
+    if (dtype == Type::F16)
+        return "--export " + path + ": llm.c's files are float or bf16: --export-dtype bf16";
+    return "";
+}
+
+// Export an llm.c file, whole or not at all. All ranks call; the first one writes, the others take
+// part in gathering each parameter.
+template <typename T, typename S>
+std::string model_file_export(const Trainer<T, S>& t, const std::string& path, Type dtype) {
+    const Shape& s = t.model.shape;
+    bool writes = t.comms.world.rank <= 0;
+    size_t Vp = round_up(s.V, 128); // the file's own padding, whatever the layout has
+    size_t skipped = (Vp - s.V) * s.C;
+
+    FileWriter w;
+    if (writes) {
+        size_t version = dtype == Type::BF16 ? 5 : 3;
+        std::vector<size_t> numbers = {LLMC_GPT2_MARK, version, s.P, s.V, s.L, s.NH, s.C, Vp};
+        std::vector<int32_t> header(numbers.begin(), numbers.end());
+        header.resize(256);
+        size_t elements = parameter_count(t.model) + skipped;
+        writer_create(&w, path);
+        w.expected = header.size() * 4 + elements * type_bytes(dtype);
+        writer_put(w, header.data(), header.size() * 4);
+    }
+
+    for_each_in_order(t.model, LLMC_GPT2_ORDER, [&](const Parameter* p) {
+        std::vector<float> values = p ? get_weight(t, *p) : std::vector<float>();
+        if (!writes) return;
+        values.resize(p ? p->file_elements() : skipped);
+        writer_put(w, values, dtype);
+    });
+    return writes ? writer_close(&w) : "";
+}
+
+} // namespace llmc

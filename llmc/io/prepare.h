@@ -1,0 +1,707 @@
+// prepare.h - text, JSON lines and parquet files to token shards, by many threads, resumable
+//   Inputs     FILE.txt, FILE.jsonl, each also .gz or .zst; FILE.parquet; - ; FILE.bin, nanoGPT's
+//              tokens of 16 bits without a header (text_stream.h)
+//   Documents  A JSON line is one: the string of its --field; the texts of special tokens in it are
+//              text. A .txt file is one, cut where it holds the tokenizer's end of text
+//              (<|endoftext|>); between cuts its tokens are those of training on the file itself.
+//              Before each document stands the token that begins a text (Llama) or else ends one
+//              (GPT-2), as in llm.c's shards, or --document-end. Empty documents leave nothing.
+//   Outputs    OUT.val.bin, the first --val-tokens; then OUT.bin, or OUT_000000.bin and so on of
+//              --shard-tokens each, the last one shorter: a document may cross the border.
+//              Shards are llm.c's (dataloader.h): 16 bits a token where the vocabulary fits,
+//              else 32.
+//              OUT.json, written last: tokenizer, inputs, and each shard's tokens, documents that
+//              begin in it, bytes and CRC-32.
+//   Algorithm  1. the main thread reads the inputs in batches of a mebibyte: whole lines, or a
+//                 block of a text that ends where its tokens do (text_cut)
+//              2. threads make tokens of batches; a few for each thread are in memory
+//              3. the main thread writes them in order: the number of threads changes no byte
+//   Lock       OUT.lock, while it runs: a second call with this OUT.bin is told so at once.
+//   Resume     OUT.progress tells after each shard in which batch it ended. The same call goes on
+//              there, so that a kill loses one shard's work and changes no byte. A compressed input
+//              and standard input are read again up to there.
+//   Bad lines  (no JSON, no such field) are counted, and the first one is shown. The run ends when
+//              they are more than 10 and a hundredth of all lines so far. Bytes that are no UTF-8
+//              are kept, in lines too.
+//   Memory     does not grow with the inputs: (2 threads + 2) batches. A line has at most 64 MiB.
+//   Cost       the tokenizer's, and JSON's (dev/LOG.md has the figures)
+//   Errors     "" or one line that says what is wrong
+#pragma once
+#include <sys/stat.h>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include "config.h"
+#include "dataloader.h"
+#include "files.h"
+#include "logger.h"
+#include "mfu.h"
+#include "text_batch.h"
+#include "tokenizer_files.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// shards
+
+constexpr size_t SHARD_HEADER_BYTES = 1024;
+constexpr size_t MAX_SHARD_TOKENS = 2147483647; // the header's count is an int32
+
+// The output: its plan, how far it is, the batch and the shard in work.
+struct ShardOutput {
+    std::string stem; // OUT without .bin
+    size_t shard_tokens = 0;
+    size_t val_tokens = 0;
+    int document_token = 0; // stands before each document
+    size_t width = 2;       // bytes a token
+    nlohmann::json identity; // what the output is made from
+    // so far
+    nlohmann::json shards = nlohmann::json::array(); // the whole ones
+    size_t lines = 0;
+    size_t malformed = 0;
+    std::string first_malformed; // as this run has met it
+    size_t tokens = 0;
+    bool begins = false; // a document begins with the next token
+    // the batch in work
+    nlohmann::json batch_at; // where it begins, and the counts at that moment
+    size_t from_batch = 0;   // its tokens that are written
+    size_t skip = 0;         // its tokens that earlier shards have
+    // the shard in work
+    FileWriter file;
+    std::vector<unsigned char> buffer;
+    size_t in_shard = 0; // tokens
+    size_t documents_in_shard = 0;
+};
+
+// The manifest is written at the end, the progress file after each shard.
+// The pattern OUT_*.bin matches neither.
+inline std::string manifest_path(const ShardOutput& o) { return o.stem + ".json"; }
+inline std::string progress_path(const ShardOutput& o) { return o.stem + ".progress"; }
+inline bool next_is_val(const ShardOutput& o) { return o.val_tokens > 0 && o.shards.empty(); }
+
+// The name of the shard that comes next.
+// The validation shard is not counted: training shards begin at 0.
+inline std::string next_shard(const ShardOutput& o) {
+    if (next_is_val(o)) return o.stem + ".val.bin";
+    if (o.shard_tokens == 0) return o.stem + ".bin";
+    char number[32];
+    snprintf(number, sizeof(number), "_%06zu.bin", o.shards.size() - (o.val_tokens > 0));
+    return o.stem + number;
+}
+
+// How many tokens the next shard takes.
+inline size_t next_shard_tokens(const ShardOutput& o) {
+    return next_is_val(o) ? o.val_tokens : o.shard_tokens ? o.shard_tokens : MAX_SHARD_TOKENS;
+}
+
+// Write a JSON text with its own checksum, safe from a power cut.
+inline std::string write_json(const std::string& path, nlohmann::json j) {
+    // Sync the folder too: a file's name is not safe when its bytes are.
+    j["crc32"] = manifest_crc(j);
+    std::string wrong = write_text_file(path, manifest_text(j));
+    return wrong.empty() ? sync_folder(folder_of(path)) : wrong;
+}
+
+// Note how far the output is: the whole shards, and how much of the batch in work they hold.
+inline std::string write_progress(const ShardOutput& o) {
+    nlohmann::json j = o.identity;
+    j["shards"] = o.shards;
+    j["batch"] = o.batch_at;
+    j["written"] = o.from_batch;
+    return write_json(progress_path(o), j);
+}
+
+// Start a shard. The header's place stays empty until the shard is whole.
+inline bool open_shard(ShardOutput& o) {
+    if (writer_create(&o.file, next_shard(o)).empty() &&
+        lseek(o.file.fd, SHARD_HEADER_BYTES, SEEK_SET) < 0)
+        o.file.wrong = o.file.path + ": " + strerror(errno);
+    return o.file.wrong.empty();
+}
+
+// Give the buffered tokens to the file.
+inline void flush(ShardOutput& o) {
+    writer_put(o.file, o.buffer.data(), o.buffer.size());
+    o.buffer.clear();
+}
+
+// Finish a shard. Its header is written last, when the tokens are counted; in the file and in the
+// checksum it comes first.
+inline std::string close_shard(ShardOutput& o) {
+    FileWriter& w = o.file;
+    flush(o);
+
+    // Write the header in front of the tokens.
+    bool narrow = o.width == 2;
+    int32_t header[SHARD_HEADER_BYTES / 4] = {narrow ? 20240520 : 20240801, narrow ? 1 : 7,
+                                              int32_t(o.in_shard)};
+    size_t body = w.bytes;
+    uint32_t body_crc = w.crc;
+    w.crc = 0;
+    if (lseek(w.fd, 0, SEEK_SET) != 0)
+        w.wrong = w.path + ": " + strerror(errno);
+    writer_put(w, header, sizeof(header));
+    w.crc = uint32_t(crc32_combine(w.crc, body_crc, z_off_t(body)));
+
+    // Give the file its name.
+    w.expected = sizeof(header) + o.in_shard * o.width;
+    std::string wrong = writer_close(&w);
+    if (wrong.empty())
+        wrong = sync_folder(folder_of(w.path));
+    if (!wrong.empty()) return wrong;
+
+    // Note it: from now on a run that is killed goes on behind this shard.
+    o.shards.push_back({{"file", w.path.substr(w.path.rfind('/') + 1)},
+                        {"tokens", o.in_shard},
+                        {"documents", o.documents_in_shard},
+                        {"bytes", w.expected},
+                        {"crc32", w.crc}});
+    o.in_shard = 0;
+    o.documents_in_shard = 0;
+    return write_progress(o);
+}
+
+// Append n tokens to the shard in work.
+inline void buffer_tokens(ShardOutput& o, const int* tokens, size_t n) {
+    // A MiB at a time goes to the file: a call for each document would be slow.
+    size_t at = o.buffer.size();
+    o.buffer.resize(at + n * o.width);
+    for (size_t i = 0; i < n; i++)
+        memcpy(&o.buffer[at + i * o.width], tokens + i, o.width); // little-endian
+    o.in_shard += n;
+    o.from_batch += n;
+    o.tokens += n;
+    if (o.buffer.size() >= size_t(1) << 20)
+        flush(o);
+}
+
+// Write tokens of the batch in work, to as many shards as they take. begins: they are the one that
+// stands before a document.
+inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, bool begins) {
+    // Leave out those that earlier shards have.
+    size_t known = o.skip - std::min(o.skip, o.from_batch);
+    size_t skipped = std::min(count, known);
+    o.from_batch += skipped;
+    tokens += skipped;
+    count -= skipped;
+
+    while (count > 0) {
+        // Start a shard where none is open. Without --shard-tokens there is only one.
+        bool fresh = o.file.fd < 0;
+        if (fresh && o.shard_tokens == 0 && o.shards.size() > (o.val_tokens > 0))
+            return concat(o.stem, ".bin: is full with ", MAX_SHARD_TOKENS,
+                          " tokens, which is all that a shard can hold: give --shard-tokens "
+                          "100000000");
+        if (fresh && !open_shard(o)) return o.file.wrong;
+
+        // Fill it up.
+        size_t n = std::min(count, next_shard_tokens(o) - o.in_shard);
+        o.documents_in_shard += begins;
+        buffer_tokens(o, tokens, n);
+        tokens += n;
+        count -= n;
+        std::string wrong = o.in_shard == next_shard_tokens(o) ? close_shard(o) : o.file.wrong;
+        if (!wrong.empty()) return wrong;
+    }
+    return "";
+}
+
+// Write a batch: its documents, each behind the token that begins one.
+inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
+    if (!b.wrong.empty()) return b.wrong;
+    o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
+                  {"lines", o.lines}, {"malformed", o.malformed}, {"begins", o.begins}};
+    o.from_batch = 0;
+
+    // Tokens up to the next DOCUMENT are one document's. An empty one leaves nothing.
+    for (auto from = b.tokens.begin(), to = from; from != b.tokens.end(); from = to) {
+        if (*from == DOCUMENT) {
+            o.begins = true;
+            to = from + 1;
+            continue;
+        }
+        to = std::find(from, b.tokens.end(), DOCUMENT);
+        std::string wrong = o.begins ? put_tokens(o, &o.document_token, 1, true) : "";
+        if (wrong.empty())
+            wrong = put_tokens(o, &*from, to - from, false);
+        if (!wrong.empty()) return wrong;
+        o.begins = false;
+    }
+    o.skip = 0;
+
+    // Some bad lines are forgiven, many are an error.
+    if (o.first_malformed.empty()) o.first_malformed = b.first_malformed;
+    if (o.malformed == 0 && b.malformed > 0)
+        fprintf(stderr, "note: %s; such lines are left out\n", b.first_malformed.c_str());
+    o.lines += b.lines_read;
+    o.malformed += b.malformed;
+    if (o.malformed > 10 + o.lines / 100)
+        return concat(o.malformed, " of the first ", o.lines,
+                      " lines are bad, which is more than 10 and a hundredth of them: ",
+                      b.first_malformed);
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// what is there already
+
+// A checksum of all that decides a tokenizer's tokens; its files' names do not.
+inline uint32_t tokenizer_crc(const Tokenizer& t) {
+    // Add a zero behind each text, so that "ab" "c" and "a" "bc" differ.
+    uint32_t crc = 0;
+    auto add = [&](const void* data, size_t bytes) {
+        crc = uint32_t(crc32(crc, static_cast<const unsigned char*>(data), uInt(bytes)));
+    };
+    for (const std::string& piece : t.pieces)
+        add(piece.c_str(), piece.size() + 1);
+    for (const std::string& pattern : t.pattern_texts)
+        add(pattern.c_str(), pattern.size() + 1);
+    for (const Merge& m : t.merges)
+        add(&m, sizeof(m));
+    add(t.scores.data(), t.scores.size() * sizeof(float));
+    add(&t.unicode_form, sizeof(t.unicode_form));
+    return crc;
+}
+
+// All that decides the shards' bytes. A run goes on only where all of it is the same.
+// The count of threads is not among it: batches are written in order.
+inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, const ShardOutput& o,
+                                       const std::vector<TextInput>& inputs, size_t batch_bytes) {
+    nlohmann::json files = nlohmann::json::array();
+    for (const TextInput& i : inputs)
+        files.push_back({{"file", i.path}, {"bytes", i.bytes}, {"modified", i.modified}});
+    return {{"format", 1},
+            {"inputs", files},
+            {"field", c.field},
+            {"tokenizer", {{"vocab", t.vocab_size}, {"crc32", tokenizer_crc(t)}}},
+            {"document_token", o.document_token},
+            {"shard_tokens", o.shard_tokens},
+            {"val_tokens", o.val_tokens},
+            {"batch_bytes", batch_bytes}};
+}
+
+// The first thing in which a manifest or progress file differs from this call, in words.
+inline std::string state_differs(const nlohmann::json& found, const nlohmann::json& identity) {
+    // The likeliest change comes first: a message names one cause.
+    const std::pair<const char*, const char*> parts[] = {
+        {"inputs", "other --data, or files that have changed since"},
+        {"tokenizer", "another --tokenizer"},
+        {"field", "another --field"},
+        {"document_token", "another --document-end"},
+        {"shard_tokens", "another --shard-tokens"},
+        {"val_tokens", "another --val-tokens"},
+        {"format", "another version of the program"},
+        {"batch_bytes", "another version of the program"}};
+    for (auto [part, says] : parts)
+        if (!found.contains(part) || found[part] != identity[part])
+            return says;
+    return "";
+}
+
+// Check that the shards that a manifest or progress file names are there, of the size it says.
+inline std::string check_shards(const nlohmann::json& shards, const std::string& path) {
+    // Sizes suffice: a full checksum would read everything again at each start.
+    struct stat s;
+    for (const nlohmann::json& shard : shards) {
+        std::string file = folder_of(path) + "/" + shard["file"].get<std::string>();
+        if (stat(file.c_str(), &s) != 0 || size_t(s.st_size) != shard["bytes"])
+            return file + ": is gone, or has another size than " + path + " says: remove " + path +
+                   " to start again";
+    }
+    return "";
+}
+
+// Check the fields of a manifest or progress file that a run uses.
+inline std::string check_state(const nlohmann::json& found) {
+    typedef nlohmann::json::value_t Type;
+    std::string wrong = check_type(found, "shards", Type::array);
+    for (size_t i = 0; wrong.empty() && i < found["shards"].size(); i++) {
+        // Files lie beside this one: a path could lead elsewhere.
+        const nlohmann::json& shard = found["shards"][i];
+        if (!shard.is_object()) return "a shard is no object";
+        for (const char* key : {"tokens", "documents", "bytes", "crc32"})
+            if (wrong.empty()) wrong = check_integer(shard, key, 0, INT64_MAX);
+        if (wrong.empty()) wrong = check_type(shard, "file", Type::string);
+        if (wrong.empty() && shard["file"].get<std::string>().find('/') != std::string::npos)
+            wrong = "file is " + json_word(shard["file"]) + ", which is no name";
+    }
+
+    // Only a progress file says where the last batch began.
+    const nlohmann::json at = found.value("batch", nlohmann::json());
+    if (!wrong.empty() || at.is_null()) return wrong;
+    if (!at.is_object()) return "batch is no object";
+    wrong = check_integer(found, "written", 0, INT64_MAX);
+    for (const char* key : {"file", "offset", "line", "lines", "malformed"})
+        if (wrong.empty()) wrong = check_integer(at, key, 0, INT64_MAX);
+    return wrong.empty() ? check_type(at, "begins", Type::boolean) : wrong;
+}
+
+// Read a manifest or progress file. `found` stays null where there is none, and where another
+// call's progress has no shard yet, so that nothing is lost.
+inline std::string read_state(const ShardOutput& o, const std::string& path,
+                              nlohmann::json* found) {
+    std::string bytes;
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0)
+        return "";
+    std::string wrong = read_whole_file(path, &bytes);
+    if (!wrong.empty()) return wrong;
+
+    // Check that it is whole, by its own checksum.
+    const std::string fix = ": remove it, or choose another name";
+    bool whole = parse_json(bytes, path, found).empty() && found->contains("crc32") &&
+                 (*found)["crc32"] == manifest_crc(*found) && check_state(*found).empty();
+    if (!whole) return path + ": is there, and is none of --prepare's files or is damaged" + fix;
+
+    // Check that it is this call's.
+    std::string other = state_differs(*found, o.identity);
+    if (!other.empty() && (*found)["shards"].empty()) {
+        *found = nullptr;
+        return "";
+    }
+    if (!other.empty()) return path + ": was made from " + other + fix;
+    return check_shards((*found)["shards"], path);
+}
+
+// Refuse to write beside another preparation's shards: the pattern OUT_*.bin would train on both.
+inline std::string check_no_shards(const ShardOutput& o) {
+    for (const char* ending : {".bin", ".val.bin", "_[0-9]*.bin"}) {
+        std::vector<std::string> found;
+        struct stat s;
+        if (data_paths(o.stem + ending, &found).empty() && stat(found[0].c_str(), &s) == 0)
+            return found[0] + ": is there already: remove it, or choose another name";
+    }
+    return "";
+}
+
+// Take up what the last run has left. done: it has left nothing to do.
+inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
+    // With a manifest nothing is left to do.
+    nlohmann::json manifest;
+    std::string wrong = read_state(o, manifest_path(o), &manifest);
+    if (!wrong.empty()) return wrong;
+    *done = !manifest.is_null();
+    if (*done) {
+        o.shards = manifest["shards"];
+        unlink(progress_path(o).c_str());
+        return "";
+    }
+
+    // Without a progress file this is the first run: begin one.
+    nlohmann::json progress;
+    wrong = read_state(o, progress_path(o), &progress);
+    if (!wrong.empty()) return wrong;
+    if (progress.is_null()) {
+        wrong = check_no_shards(o);
+        return wrong.empty() ? write_progress(o) : wrong;
+    }
+
+    // Else go on behind the whole shards, in the batch in which the last one ended.
+    o.shards = progress["shards"];
+    for (const nlohmann::json& shard : o.shards)
+        o.tokens += shard["tokens"].get<size_t>();
+    const nlohmann::json& at = progress["batch"];
+    if (at.is_null()) return "";
+    o.skip = progress["written"];
+    o.lines = at["lines"];
+    o.malformed = at["malformed"];
+    o.begins = at["begins"];
+    r.file = at["file"];
+    r.offset = at["offset"];
+    r.line = at["line"];
+    fprintf(stderr, "prepare: goes on after %zu whole shards\n", o.shards.size());
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// the life of a preparation
+
+// One line that is rewritten on a terminal, and a line now and then in a file.
+struct PrepareProgress {
+    size_t bytes_all;        // of the inputs, on disk
+    size_t tokens_before;    // written by earlier runs
+    size_t bytes_before = 0; // read when this run had its first tokens
+    double start = clock_seconds();
+    double shown = start;
+    bool live = isatty(2);
+};
+
+// Show how far it is, if the last time is long enough ago.
+inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
+    double now = clock_seconds();
+    if (p.bytes_before == 0) p.bytes_before = bytes;
+    if (now - p.shown < (p.live ? 0.2 : 5))
+        return;
+    p.shown = now;
+
+    // The rest takes as long, byte for byte, as what this run has read.
+    double rate = double(tokens - p.tokens_before) / (now - p.start);
+    double done = double(bytes) - double(p.bytes_before);
+    double left = double(p.bytes_all) - double(bytes);
+    std::string eta = done > 0 ? duration_text((now - p.start) * left / done) : "?";
+
+    fprintf(stderr, "%sprepare %5.1f%% | %s tokens | %s tok/s | eta %s%s", p.live ? "\r" : "",
+            100 * double(bytes) / double(std::max<size_t>(p.bytes_all, 1)),
+            rate_text(double(tokens)).c_str(), rate_text(rate).c_str(), eta.c_str(),
+            p.live ? "\033[K" : "\n");
+}
+
+// Threads that take batches off a queue, the oldest first.
+struct Workers {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<TextBatch*> waiting;
+    bool over = false;
+    std::vector<std::thread> threads;
+};
+
+// Start `count` threads, each of which does work(batch) for one batch after the other.
+template <typename F>
+void workers_start(Workers& w, int count, F work) {
+    for (int i = 0; i < count; i++)
+        // The lock is held except during the work itself.
+        w.threads.emplace_back([&w, work] {
+            for (std::unique_lock<std::mutex> lock(w.mutex);;) {
+                w.changed.wait(lock, [&] { return w.over || !w.waiting.empty(); });
+                if (w.waiting.empty()) return;
+                TextBatch* b = w.waiting.front();
+                w.waiting.pop_front();
+
+                // Work without the lock.
+                lock.unlock();
+                work(*b);
+                lock.lock();
+                b->done = true;
+                w.changed.notify_all();
+            }
+        });
+}
+
+// Queue a batch.
+inline void workers_add(Workers& w, TextBatch* b) {
+    std::lock_guard<std::mutex> lock(w.mutex);
+    w.waiting.push_back(b);
+    w.changed.notify_all();
+}
+
+// Wait until a batch has its tokens.
+inline void workers_wait(Workers& w, const TextBatch& b) {
+    std::unique_lock<std::mutex> lock(w.mutex);
+    w.changed.wait(lock, [&] { return b.done; });
+}
+
+// Let the threads finish what they have begun, and drop what is still waiting.
+// Nobody may touch a batch afterwards, so the threads are joined.
+inline void workers_end(Workers& w) {
+    {
+        std::lock_guard<std::mutex> lock(w.mutex);
+        w.over = true;
+        w.waiting.clear();
+    }
+    w.changed.notify_all();
+    for (std::thread& t : w.threads)
+        t.join();
+}
+
+// Say why there is nothing to train on.
+inline std::string no_document(const ShardOutput& o, const BatchReader& r) {
+    std::string path = r.inputs[0].path;
+    if (o.malformed == 0) return path + ": holds no document";
+    return concat("all ", o.malformed, " lines are bad: ", o.first_malformed);
+}
+
+// Finish the last shard; or remove it where `wrong` tells of a failure, or tokens are too few.
+inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::string wrong) {
+    // Validation that is shorter than asked for would leave nothing to train on.
+    if (wrong.empty() && next_is_val(o))
+        wrong = concat("--val-tokens ", o.val_tokens, ": the inputs have only ", o.in_shard,
+                       " tokens: give fewer, or more --data");
+    if (wrong.empty() && o.in_shard > 0)
+        wrong = close_shard(o);
+    if (o.file.fd >= 0) {
+        o.file.wrong = wrong;
+        writer_close(&o.file); // removes what is not whole
+    }
+
+    // Validation alone is no data to train on.
+    if (wrong.empty() && o.shards.size() == size_t(o.val_tokens > 0))
+        wrong = o.val_tokens ? concat("--val-tokens ", o.val_tokens,
+                                      " takes all tokens: none is left to train on")
+                             : no_document(o, r);
+    return wrong;
+}
+
+// Read, tokenize and write all that is left of the inputs: the algorithm above.
+inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t, int threads) {
+    // Start the threads. Each has a batch to itself, and the tokenizer is only read.
+    std::vector<size_t> before = {0}; // bytes of the inputs before each one
+    for (const TextInput& i : r.inputs)
+        before.push_back(before.back() + i.bytes);
+    PrepareProgress progress = {before.back(), o.tokens};
+    Workers workers;
+    workers_start(workers, threads,
+                  [&](TextBatch& b) { tokenize_batch(b, t, r.field, r.inputs[b.file].path); });
+
+    std::deque<std::unique_ptr<TextBatch>> batches; // in order
+    std::string wrong;
+    for (bool more = true; wrong.empty();) {
+        // 1, 2. Keep the threads busy: read ahead, as many batches as memory is planned for.
+        while (more && batches.size() < size_t(2 * threads + 2)) {
+            auto b = std::make_unique<TextBatch>();
+            more = read_batch(r, b.get());
+            if (!more) break;
+            batches.push_back(std::move(b));
+            workers_add(workers, batches.back().get());
+        }
+        if (batches.empty()) break;
+
+        // 3. Write the oldest one.
+        std::unique_ptr<TextBatch> b = std::move(batches.front());
+        batches.pop_front();
+        workers_wait(workers, *b);
+        wrong = write_batch(o, *b);
+        show_progress(progress, before[b->file] + b->position, o.tokens);
+    }
+    workers_end(workers);
+
+    // Clear the progress line, and finish.
+    if (progress.live) fprintf(stderr, "\r\033[K");
+    if (r.open) stream_close(r.stream);
+    if (wrong.empty()) wrong = r.wrong;
+    return close_last_shard(o, r, wrong);
+}
+
+// The sum of one number over all shards.
+inline size_t sum_of(const nlohmann::json& shards, const char* key) {
+    size_t sum = 0;
+    for (const nlohmann::json& s : shards)
+        sum += s[key].get<size_t>();
+    return sum;
+}
+
+// Check the flags, and make the plan of the output.
+inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutput* o) {
+    // Refuse what makes no sense together.
+    if (!c.prepare.ends_with(".bin") || c.prepare.size() == 4)
+        return "--prepare " + c.prepare + ": OUT.bin, the name of what is written";
+    if (c.data.empty()) return "--prepare makes shards of --data: give --data FILES";
+    if (!c.val.empty())
+        return "--prepare: validation is the first --val-tokens of --data: leave --val out";
+
+    // The folder must be there.
+    o->stem = c.prepare.substr(0, c.prepare.size() - 4);
+    struct stat s;
+    std::string folder = folder_of(o->stem);
+    if (stat(folder.c_str(), &s) != 0 || !S_ISDIR(s.st_mode))
+        return "--prepare " + c.prepare + ": there is no folder " + folder + ": make it first";
+
+    // Before a document stands the token that begins a text, or else the one that ends it.
+    o->document_token = c.document_end >= 0 ? c.document_end : t.bos >= 0 ? t.bos : t.eot;
+    if (o->document_token < 0)
+        return "--prepare: --tokenizer " + t.name +
+               " has no token that begins or ends a text: say which one goes before each document, "
+               "as in --document-end 10 for a newline";
+    if (o->document_token >= t.vocab_size)
+        return concat("--document-end ", o->document_token, ": --tokenizer ", t.name,
+                      " has the tokens 0 to ", t.vocab_size - 1);
+
+    // Plan the output. Two bytes hold a token of a vocabulary up to 65536.
+    o->shard_tokens = c.shard_tokens;
+    o->val_tokens = c.val_tokens;
+    o->width = t.vocab_size <= 65536 ? 2 : 4;
+    return "";
+}
+
+// Describe the inputs that --data names.
+inline std::string describe_inputs(std::vector<TextInput>* inputs, const std::string& data) {
+    std::vector<std::string> paths;
+    std::string wrong = data_paths(data, &paths);
+    for (size_t i = 0; i < paths.size() && wrong.empty(); i++) {
+        inputs->emplace_back();
+        wrong = input_describe(&inputs->back(), paths[i]);
+    }
+    return wrong;
+}
+
+// The program that prints parquet: dev/data is in the program's folder, or beside it.
+inline std::string parquet_script(const std::string& program_folder) {
+    std::string script = "dev/data/parquet_text.py";
+    struct stat s;
+    bool inside = stat((program_folder + script).c_str(), &s) == 0;
+    return program_folder + (inside ? "" : "../") + script;
+}
+
+// Write the manifest: with it the preparation is whole.
+inline std::string write_manifest(const ShardOutput& o, const Tokenizer& t) {
+    nlohmann::json manifest = o.identity;
+    manifest["shards"] = o.shards;
+    manifest["lines"] = o.lines;
+    manifest["malformed_lines"] = o.malformed;
+    manifest["tokenizer_name"] = t.name;
+    manifest["tokens"] = sum_of(o.shards, "tokens");
+    manifest["documents"] = sum_of(o.shards, "documents");
+    return write_json(manifest_path(o), manifest);
+}
+
+// Say what there is now, and how to train on it.
+inline void print_prepared(const ShardOutput& o, const Config& c, bool already) {
+    printf("%s%zu documents, %zu tokens in %zu shards: %s\n", already ? "already prepared: " : "",
+           sum_of(o.shards, "documents"), sum_of(o.shards, "tokens"), o.shards.size(),
+           manifest_path(o).c_str());
+    std::string data = o.shard_tokens ? "'" + o.stem + "_*.bin'" : c.prepare;
+    std::string val = o.val_tokens ? " --val " + o.stem + ".val.bin" : "";
+    printf("train:  train_gpt --data %s%s; with --document-mask also --document-end %d\n",
+           data.c_str(), val.c_str(), o.document_token);
+}
+
+// Do what the last run has left to do.
+inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutput& o,
+                                  BatchReader& r) {
+    bool done = false;
+    std::string wrong = resume(o, r, &done);
+    if (!wrong.empty()) return wrong;
+    if (!done) {
+        int threads = c.threads ? c.threads : int(std::thread::hardware_concurrency());
+        wrong = write_all(o, r, t, std::max(threads, 1));
+        if (wrong.empty()) wrong = write_manifest(o, t);
+        if (!wrong.empty()) return wrong;
+        unlink(progress_path(o).c_str());
+        if (o.malformed > 0)
+            fprintf(stderr, "note: %zu of %zu lines are left out\n", o.malformed, o.lines);
+    }
+    print_prepared(o, c, done);
+    return "";
+}
+
+// --prepare, from the flags to the manifest. program_folder: where the program lies.
+inline std::string prepare(const Config& c, const Tokenizer& t, const std::string& program_folder,
+                           const BatchLimits& limits = {}) {
+    // Look at the flags and the inputs.
+    ShardOutput o;
+    BatchReader r;
+    std::string wrong = prepare_check(c, t, &o);
+    if (wrong.empty())
+        wrong = describe_inputs(&r.inputs, c.data);
+    if (!wrong.empty()) return wrong;
+    o.identity = prepare_identity(c, t, o, r.inputs, limits.batch);
+    r.script = parquet_script(program_folder);
+    r.field = c.field;
+    r.limits = limits;
+    for (const auto& [text, token] : t.special)
+        if (token == t.eot) r.end_text = text;
+
+    // Two at once would write the same files.
+    int lock = -1;
+    const std::string lock_path = o.stem + ".lock";
+    wrong = lock_file(lock_path, &lock,
+                      "--prepare " + c.prepare +
+                          ": another process is writing it: wait for it, or choose another name");
+    if (!wrong.empty()) return wrong;
+    wrong = prepare_locked(c, t, o, r);
+    unlock_file(lock_path, lock);
+    return wrong;
+}
+
+} // namespace llmc

@@ -1,0 +1,359 @@
+// safetensors.h - reading and writing safetensors files - github.com/huggingface/safetensors
+//   A file: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
+//   tensors' bytes.
+//   Reading maps the file and believes nothing: lengths, JSON, duplicates, shapes, offsets,
+//   overlaps and holes are checked before a tensor is handed out.
+//   Writing streams into a temporary file, syncs it, and renames it: a file of the final name is
+//   whole.
+//   Errors: a function that returns a text returns "" or one line that says what is wrong. Nothing
+//   exits or throws.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+#include <nlohmann/json.hpp>
+#include "../types.h"
+#include "files.h"
+#include "mapping.h"
+
+namespace llmc {
+
+// A tensor of an open file.
+// The data point into the map, at any alignment: read them with memcpy.
+struct SafeTensor {
+    std::string name, dtype;
+    std::vector<size_t> shape;
+    const unsigned char* data = nullptr;
+    size_t bytes = 0;
+    size_t elements() const {
+        size_t n = 1;
+        for (size_t d : shape) n *= d;
+        return n;
+    }
+};
+
+// An open file: its bytes are mapped as long as it is open.
+struct SafeTensors {
+    std::string path;
+    void* map = nullptr;
+    size_t bytes = 0;
+    std::vector<SafeTensor> tensors; // sorted by name
+    std::map<std::string, std::string> metadata;
+};
+
+// "(2, 3)"
+inline std::string shape_text(const std::vector<size_t>& shape) {
+    std::string text = "(";
+    for (size_t i = 0; i < shape.size(); i++)
+        text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + ")";
+}
+
+// End the mapping. Its tensors' data is gone.
+// Closing twice does nothing.
+inline void safetensors_close(SafeTensors* s) {
+    if (s->map)
+        unmap_file(s->map, s->bytes);
+    *s = {};
+}
+
+// A tensor by its name; null where there is none.
+inline const SafeTensor* safetensors_find(const SafeTensors& s, const std::string& name) {
+    // The tensors are sorted by name, so halves are searched.
+    auto before = [](const SafeTensor& t, const std::string& n) { return t.name < n; };
+    auto it = std::lower_bound(s.tensors.begin(), s.tensors.end(), name, before);
+    return it != s.tensors.end() && it->name == name ? &*it : nullptr;
+}
+
+// ----------------------------------------------------------------------------
+// element types
+
+// Bytes of an element; 0 for a type that the format does not have.
+// Integers are listed to be checked; only floats can be loaded.
+inline size_t dtype_bytes(const std::string& dtype) {
+    // clang-format off
+    static const std::map<std::string, size_t> known = {
+        {"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"F8_E4M3", 1}, {"F8_E5M2", 1},
+        {"I64", 8}, {"I32", 4}, {"I16", 2}, {"I8", 1},
+        {"U64", 8}, {"U32", 4}, {"U16", 2}, {"U8", 1},   {"BOOL", 1}};
+    // clang-format on
+    auto it = known.find(dtype);
+    return it == known.end() ? 0 : it->second;
+}
+
+// A half has 1 bit of sign, 5 of exponent, 10 of mantissa.
+inline float half_to_float(uint16_t h) {
+    uint32_t sign = uint32_t(h & 0x8000) << 16;
+    uint32_t exponent = h >> 10 & 31;
+    uint32_t mantissa = h & 1023;
+    if (exponent == 0) // zero, or subnormal
+        return (sign ? -1.0f : 1.0f) * float(mantissa) * 0x1p-24f;
+    uint32_t u = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+// Round to nearest, ties to even. What is too large becomes infinity, a NaN stays a NaN.
+inline uint16_t float_to_half(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    uint32_t sign = u >> 16 & 0x8000;
+    uint32_t absolute = u & 0x7fffffff;
+
+    // NaN, then from 65520 on infinity, then the subnormals: whole numbers of 2^-24.
+    if (absolute > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (absolute >= 0x477ff000) return uint16_t(sign | 0x7c00);
+    if (absolute < 0x38800000) {
+        float scaled = std::fabs(f) * 0x1p24f;
+        return uint16_t(sign | uint32_t(std::nearbyintf(scaled)));
+    }
+
+    // Drop 13 bits of the mantissa, and move the exponent's bias from 127 to 15.
+    uint32_t rounded = absolute + 0xfff + (absolute >> 13 & 1);
+    return uint16_t(sign | (rounded - 0x38000000) >> 13);
+}
+
+// Whether tensor_to_float can read a type.
+inline bool is_float_dtype(const std::string& d) {
+    return d == "F32" || d == "F16" || d == "BF16" || d == "F64";
+}
+
+// Read `count` elements, from `first` on, as floats.
+inline void tensor_to_float(float* out, const SafeTensor& t, size_t first, size_t count) {
+    // A double rounds once, to float; bf16 and fp16 are exact.
+    const unsigned char* p = t.data + first * dtype_bytes(t.dtype);
+    #pragma omp parallel for
+    for (size_t i = 0; i < count; i++) {
+        if (t.dtype == "F32") {
+            memcpy(out + i, p + 4 * i, 4);
+        } else if (t.dtype == "F64") {
+            double d;
+            memcpy(&d, p + 8 * i, 8);
+            out[i] = float(d);
+        } else {
+            uint16_t h;
+            memcpy(&h, p + 2 * i, 2);
+            out[i] = t.dtype == "BF16" ? to_float(bf16{h}) : half_to_float(h);
+        }
+    }
+}
+
+// Round floats to the type of a file.
+inline void float_to_type(void* out, const float* in, size_t count, Type type) {
+    if (type == Type::F32) {
+        memcpy(out, in, count * 4);
+        return;
+    }
+    uint16_t* halves = static_cast<uint16_t*>(out);
+    for (size_t i = 0; i < count; i++)
+        halves[i] = type == Type::BF16 ? from_acc<bf16>(in[i]).bits : float_to_half(in[i]);
+}
+
+// ----------------------------------------------------------------------------
+// reading
+
+// Notices a name that stands twice in an object, while parsing: afterwards the object has only the
+// last of the two.
+// Two programs could read such a file as two different models.
+struct DuplicateKeys {
+    std::vector<std::set<std::string>> open; // the names in each object that is not closed yet
+    std::string twice;
+    bool operator()(int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
+        if (event == nlohmann::json::parse_event_t::object_start)
+            open.push_back({});
+        if (event == nlohmann::json::parse_event_t::object_end)
+            open.pop_back();
+        if (event == nlohmann::json::parse_event_t::key &&
+            !open.back().insert(value.get<std::string>()).second)
+            twice = value.get<std::string>();
+        return true;
+    }
+};
+
+// Check a shape, and count its elements.
+inline std::string read_shape(SafeTensor* t, const nlohmann::json& shape, size_t* elements) {
+    *elements = 1;
+    if (!shape.is_array()) return "has a shape that is no list";
+    for (const nlohmann::json& d : shape) {
+        // A list is not printed: printing recurses, and a header of brackets would end the stack.
+        if (!d.is_number_unsigned())
+            return "has a shape with " + (d.is_structured() ? d.type_name() : d.dump()) +
+                   ", which is no size";
+        t->shape.push_back(d.get<size_t>());
+        if (__builtin_mul_overflow(*elements, t->shape.back(), elements))
+            return "has a shape too large for any file";
+    }
+    return "";
+}
+
+// Check one entry of the header. body: bytes of all tensors; begin: where this one's bytes begin.
+inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry, size_t body,
+                                     size_t* begin) {
+    if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") ||
+        !entry.contains("data_offsets"))
+        return "has no dtype, shape and data_offsets";
+
+    // Its type and shape say how many bytes it needs.
+    const nlohmann::json& dtype = entry["dtype"];
+    if (!dtype.is_string()) return "has a dtype that is no text";
+    t->dtype = dtype.get<std::string>();
+    size_t width = dtype_bytes(t->dtype);
+    if (!width) return "has the unknown dtype " + printable(t->dtype);
+    size_t elements;
+    std::string wrong = read_shape(t, entry["shape"], &elements);
+    if (!wrong.empty()) return wrong;
+
+    // Its offsets must lie in the file, as many bytes apart.
+    const nlohmann::json& offsets = entry["data_offsets"];
+    bool numbers = offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
+                   offsets[1].is_number_unsigned();
+    if (!numbers) return "has data_offsets that are not two positions";
+    size_t end = offsets[1].get<size_t>();
+    *begin = offsets[0].get<size_t>();
+    if (*begin > end || end > body)
+        return concat("lies at ", *begin, " to ", end, " of ", body, " bytes of data");
+    t->bytes = end - *begin;
+    bool countless = elements > SIZE_MAX / width;
+    if (countless || t->bytes != elements * width)
+        return concat("has ", t->bytes, " bytes, its shape and dtype ", t->dtype, " need ",
+                      countless ? "more than there are" : std::to_string(elements * width));
+    return "";
+}
+
+// Check that the tensors' bytes cover the data, each byte once.
+inline std::string check_spans(std::vector<std::pair<size_t, size_t>> spans, size_t body) {
+    // A gap or an overlap could hide bytes that no reader checks.
+    std::sort(spans.begin(), spans.end());
+    size_t reached = 0;
+    for (auto [begin, end] : spans) {
+        if (begin < reached) return concat("two tensors overlap at byte ", begin, " of the data");
+        if (begin > reached)
+            return concat("bytes ", reached, " to ", begin, " of the data belong to no tensor");
+        reached = end;
+    }
+    if (reached != body)
+        return concat("the tensors end at byte ", reached, " of ", body, " bytes of data");
+    return "";
+}
+
+// Check the header of a mapped file, and list its tensors.
+inline std::string read_safetensors_header(SafeTensors* s) {
+    // Find the header.
+    const unsigned char* file = static_cast<const unsigned char*>(s->map);
+    if (s->bytes < 8)
+        return concat("is ", s->bytes, " bytes long, too short for a safetensors file");
+    uint64_t length;
+    memcpy(&length, file, 8);
+    if (length > s->bytes - 8 || length > 100000000)
+        return concat("its header is said to take ", length, " bytes, the file has ", s->bytes,
+                      ": truncated, or no safetensors file");
+
+    // Parse it.
+    DuplicateKeys keys;
+    const unsigned char* data = file + 8 + length;
+    nlohmann::json header = nlohmann::json::parse(file + 8, data, std::ref(keys), false);
+    if (header.is_discarded() || !header.is_object())
+        return "its header is no JSON object";
+    if (!keys.twice.empty())
+        return "names " + printable(keys.twice) + " twice";
+
+    // Take its tensors, and the texts of its metadata.
+    size_t body = s->bytes - 8 - length;
+    std::vector<std::pair<size_t, size_t>> spans; // {begin, end} of each tensor's bytes
+    for (auto& [name, entry] : header.items()) {
+        if (name == "__metadata__") {
+            for (auto& [key, value] : entry.items())
+                if (value.is_string())
+                    s->metadata[key] = value.get<std::string>();
+            continue;
+        }
+        SafeTensor t;
+        t.name = name;
+        size_t begin = 0;
+        std::string wrong = read_tensor_entry(&t, entry, body, &begin);
+        if (!wrong.empty()) return "tensor " + printable(name) + " " + wrong;
+        t.data = data + begin;
+        spans.push_back({begin, begin + t.bytes});
+        s->tensors.push_back(t);
+    }
+    return check_spans(spans, body);
+}
+
+// Map a file. safetensors_close ends the mapping.
+inline std::string map_file(SafeTensors* s, const std::string& path) {
+    *s = {};
+    s->path = path;
+    struct stat st = {};
+    return map_whole_file(path, &s->map, &s->bytes, &st);
+}
+
+// Open a file: map it, check its header, sort its tensors by name.
+inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
+    std::string wrong = map_file(s, path);
+    if (!wrong.empty()) return wrong;
+    wrong = read_safetensors_header(s);
+    if (!wrong.empty()) {
+        safetensors_close(s);
+        return path + ": " + wrong;
+    }
+    std::sort(s->tensors.begin(), s->tensors.end(),
+              [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// writing: names, types and shapes first, then the data in the same order
+
+struct TensorSpec {
+    std::string name;
+    Type type;
+    std::vector<size_t> shape;
+    size_t bytes() const {
+        size_t n = type_bytes(type);
+        for (size_t d : shape) n *= d;
+        return n;
+    }
+};
+
+// Create a file, and write its header.
+inline std::string writer_open(FileWriter* w, const std::string& path,
+                               const std::vector<TensorSpec>& specs,
+                               const std::map<std::string, std::string>& metadata) {
+    // Give each tensor its place: they lie one behind the other.
+    nlohmann::ordered_json header = nlohmann::ordered_json::object();
+    if (!metadata.empty()) header["__metadata__"] = metadata;
+    size_t offset = 0;
+    for (const TensorSpec& t : specs) {
+        header[t.name] = {{"dtype", type_name(t.type)},
+                          {"shape", t.shape},
+                          {"data_offsets", {offset, offset + t.bytes()}}};
+        offset += t.bytes();
+    }
+
+    // Print the header; spaces at its end align the data. Bytes that are no UTF-8 (a path in the
+    // metadata, say) are replaced, where plain dump() would throw.
+    std::string text = header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    text.resize(round_up(text.size(), 8), ' ');
+
+    // Write it. The data follows, tensor by tensor.
+    if (!writer_create(w, path).empty())
+        return w->wrong;
+    uint64_t length = text.size();
+    w->expected = 8 + length + offset;
+    writer_put(*w, &length, 8);
+    writer_put(*w, text.data(), text.size());
+    return w->wrong;
+}
+
+// Append a tensor's values, in the type of the file.
+inline void writer_put(FileWriter& w, const std::vector<float>& values, Type type) {
+    if (values.empty()) return;
+    std::vector<unsigned char> bytes(values.size() * type_bytes(type));
+    float_to_type(bytes.data(), values.data(), values.size(), type);
+    writer_put(w, bytes.data(), bytes.size());
+}
+
+} // namespace llmc

@@ -1,0 +1,57 @@
+// sampler.h - the next token from a row of logits: temperature, top-k, top-p - arXiv:1904.09751
+//   1. p = softmax(logits / temperature); temperature 0 is greedy, the lowest index among equals
+//   2. keep the top_k likeliest; 0 keeps all
+//   3. of those keep the fewest whose share reaches top_p; 1 keeps all
+//   4. draw one of what is kept
+//   logits (V)   `uniform` in [0,1) decides the draw: equal numbers give equal tokens
+//   Cost: a few passes over V, and a sort of V where top_k or top_p cut.   To copy: this file.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace llmc {
+
+// order: room for (probability, token) pairs, kept from call to call.
+inline int sample_token(const float* logits, size_t V, float temperature, int top_k, float top_p,
+                        double uniform, std::vector<std::pair<float, int>>& order) {
+    // 1. Compute the probabilities, not yet divided by their sum.
+    if (temperature <= 0 || top_k == 1)
+        return int(std::max_element(logits, logits + V) - logits);
+    float most = *std::max_element(logits, logits + V);
+    order.resize(V);
+    for (size_t v = 0; v < V; v++)
+        order[v] = {std::exp((logits[v] - most) / temperature), int(v)};
+
+    // 2. Sort, likeliest first and lower tokens first among equals; keep top_k.
+    if (top_k > 0 || top_p < 1)
+        std::sort(order.begin(), order.end(), [](auto a, auto b) {
+            return a.first != b.first ? a.first > b.first : a.second < b.second;
+        });
+    if (top_k > 0 && size_t(top_k) < V)
+        order.resize(top_k);
+    double sum = 0;
+    for (auto& [p, token] : order) sum += p;
+
+    // 3. Keep the first tokens whose share of the sum reaches top_p, at least one.
+    if (top_p < 1) {
+        double share = 0;
+        size_t n = 0;
+        while (n < order.size() && share < double(top_p) * sum)
+            share += order[n++].first;
+        order.resize(std::max(n, size_t(1)));
+        sum = share;
+    }
+
+    // 4. Walk the kept tokens until their probabilities reach the drawn share.
+    double left = uniform * sum;
+    for (auto& [p, token] : order) {
+        left -= p;
+        if (left < 0) return token;
+    }
+    return order.back().second; // rounding left a little over
+}
+
+} // namespace llmc

@@ -1,0 +1,148 @@
+// memory.h - memory and streams where things run, as the host reaches them
+//   Each function has two overloads, for Cpu{} and for a cudaStream_t: the step is one text.
+//   To copy: this file, types.h and cuda_common.h.
+#pragma once
+#include <sys/mman.h>
+#include <vector>
+#include "cuda_common.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// CPU
+
+// Copy from the host, which must not touch `from` before wait_for().
+inline void copy_in(void* to, const void* from, size_t bytes, Cpu) {
+    if (to != from) memcpy(to, from, bytes);
+}
+
+// Copy to the host: `to` has it after wait_for(), or at once. A device copies beside the host only
+// to staging memory.
+inline void copy_out_later(void* to, const void* from, size_t bytes, Cpu) {
+    if (to != from) memcpy(to, from, bytes);
+}
+inline void copy_out(void* to, const void* from, size_t bytes, Cpu) { memcpy(to, from, bytes); }
+
+// Copy a matrix's rows; strides in bytes.
+inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
+                      size_t row_bytes, size_t rows, Cpu) {
+    char* out = static_cast<char*>(to);
+    const char* in = static_cast<const char*>(from);
+    for (size_t r = 0; r < rows; r++)
+        memcpy(out + r * to_stride, in + r * from_stride, row_bytes);
+}
+
+// On the CPU every call has done its work when it returns.
+inline void wait_for(Cpu) {}
+
+// Another stream beside this one.
+inline Cpu open_stream(Cpu where) { return where; }
+inline void close_stream(Cpu) {}
+
+// A point in what a stream has been given; another stream waits at it, once.
+inline int record_point(Cpu) { return 0; }
+inline void wait_point(int, Cpu) {}
+
+// Where the host prepares data for copy_in() and finds copy_out_later()'s: at home on the CPU, else
+// in pinned memory.
+inline void* staging_memory(size_t, Cpu) { return nullptr; }
+inline void staging_free(void*, Cpu) {}
+template <typename T>
+T* host_side(T* home, T*, Cpu) { return home; }
+
+// Zero-filled memory where things run, or null when there is not enough. On the CPU, a page takes
+// room when it is first touched.
+inline void* device_memory(size_t bytes, Cpu) {
+    // mmap refuses a length of 0.
+    void* p = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return nullptr;
+    // Huge pages are a wish; refusal does no harm.
+    madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+inline void device_free(void* p, size_t bytes, Cpu) { munmap(p, bytes ? bytes : 1); }
+inline void device_zero(void* p, size_t bytes, Cpu) { memset(p, 0, bytes); }
+
+// to[i] = value(i), computed by the host
+template <typename T, typename F>
+void fill_memory(T* to, size_t n, F value, Cpu) {
+    #pragma omp parallel for
+    for (size_t i = 0; i < n; i++)
+        to[i] = value(i);
+}
+
+// ----------------------------------------------------------------------------
+// GPU
+
+#if LLMC_KERNELS
+
+// A copy from pinned memory returns at once; from other memory the host may wait.
+inline void copy_in(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+    LLMC_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
+}
+inline void wait_for(cudaStream_t stream) { LLMC_CUDA_CHECK(cudaStreamSynchronize(stream)); }
+// Non-blocking: it does not wait for the default stream.
+inline cudaStream_t open_stream(cudaStream_t) {
+    cudaStream_t stream = nullptr;
+    LLMC_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return stream;
+}
+inline void close_stream(cudaStream_t stream) { LLMC_CUDA_CHECK(cudaStreamDestroy(stream)); }
+
+// An event without timing is the cheaper kind.
+inline cudaEvent_t record_point(cudaStream_t stream) {
+    cudaEvent_t point = nullptr;
+    LLMC_CUDA_CHECK(cudaEventCreateWithFlags(&point, cudaEventDisableTiming));
+    LLMC_CUDA_CHECK(cudaEventRecord(point, stream));
+    return point;
+}
+inline void wait_point(cudaEvent_t point, cudaStream_t stream) {
+    LLMC_CUDA_CHECK(cudaStreamWaitEvent(stream, point, 0));
+    LLMC_CUDA_CHECK(cudaEventDestroy(point)); // freed when it is reached
+}
+inline void copy_out_later(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+    LLMC_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
+}
+inline void copy_out(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+    copy_out_later(to, from, bytes, stream);
+    wait_for(stream);
+}
+inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
+                      size_t row_bytes, size_t rows, cudaStream_t stream) {
+    LLMC_CUDA_CHECK(cudaMemcpy2DAsync(to, to_stride, from, from_stride, row_bytes, rows,
+                                      cudaMemcpyDeviceToDevice, stream));
+}
+// Pinned: copies from it run beside compute.
+inline void* staging_memory(size_t bytes, cudaStream_t) {
+    void* p = nullptr;
+    LLMC_CUDA_CHECK(cudaMallocHost(&p, bytes));
+    return p;
+}
+inline void staging_free(void* p, cudaStream_t) { LLMC_CUDA_CHECK(cudaFreeHost(p)); }
+template <typename T>
+T* host_side(T*, T* staged, cudaStream_t) { return staged; }
+inline void* device_memory(size_t bytes, cudaStream_t stream) {
+    void* p = nullptr;
+    // No room is no error here: the caller says what did not fit.
+    if (cudaMalloc(&p, bytes ? bytes : 1) != cudaSuccess)
+        return nullptr;
+    LLMC_CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
+    return p;
+}
+inline void device_free(void* p, size_t, cudaStream_t) { LLMC_CUDA_CHECK(cudaFree(p)); }
+template <typename T, typename F>
+void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
+    constexpr size_t PART = size_t(1) << 22; // elements: what the host holds at a time
+    std::vector<T> part(n < PART ? n : PART);
+    for (size_t at = 0; at < n; at += PART) {
+        size_t count = n - at < PART ? n - at : PART;
+        auto value_of_part = [&](size_t i) { return value(at + i); };
+        fill_memory(part.data(), count, value_of_part, Cpu{});
+        copy_in(to + at, part.data(), count * sizeof(T), stream);
+        wait_for(stream);
+    }
+}
+#endif
+
+} // namespace llmc

@@ -1,0 +1,102 @@
+// mma.cuh - inline-PTX wrappers of one warp, for Ampere and later: ldmatrix, mma, cp.async, packing
+//   The 16-bit types are bf16 and fp16 exactly, by name: a type of the same size is refused.
+//   Fragments as the PTX manual has them (ISA 8.7): lane l has row l / 4, columns 2 (l % 4) and the
+//   next, of each 8 by 8 part.
+//   Each wrapper has an executable model: test/harness/emulator_warp.h.
+//   Contract: what is .aligned in PTX is called by all lanes of a warp, alike.
+//   To copy: this file, types.h and cuda_common.h.
+#pragma once
+#include <type_traits>
+#include "cuda_common.h"
+
+#if defined(EMULATE)
+#include "../test/harness/emulator_warp.h"
+#elif defined(__CUDACC__)
+#define LLMC_DEV __device__ __forceinline__
+#endif
+
+namespace llmc {
+
+// The types that tensor cores multiply here, by name: __nv_bfloat16 has two bytes as fp16 has.
+template <typename T>
+constexpr bool IS_BF16_OR_FP16 = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
+#define LLMC_TENSOR_CORE_TYPE(T)                  \
+    static_assert(IS_BF16_OR_FP16<T>,             \
+                  "tensor cores take llmc::bf16 and llmc::fp16; as_native() turns pointers to " \
+                  "__nv_bfloat16 and __half into those")
+
+#if defined(__CUDACC__)
+
+// The address of shared memory in its own space, as instructions want it.
+LLMC_DEV uint32_t smem_u32(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// ---- matrices of 8 by 8, four at a time ----------------------------------------------------
+// Lane 8 m + r brings the address of row r of matrix m; _t: transposed.
+// A row is 8 elements, 16 bytes, and starts at a multiple of 16. r[m]: this lane's two of matrix m.
+LLMC_DEV void ldmatrix_x4(uint32_t (&r)[4], const void* s) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(smem_u32(s)));
+}
+// A lane gets column l / 4 of each matrix, its rows 2 (l % 4) and the next.
+LLMC_DEV void ldmatrix_x4_t(uint32_t (&r)[4], const void* s) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(smem_u32(s)));
+}
+
+// ---- products: d (16,8) += a (16,K) b (K,8), in float ---------------------------------------
+// a[0]: rows 0-7, a[1]: rows 8-15 of columns 0-7; a[2], a[3]: the same of columns 8-15.
+// b[0]: rows 0-7, b[1]: rows 8-15. d[0], d[1]: row l / 4; d[2], d[3]: the row 8 below.
+#define MMA_M16N8K16(type)                                                    \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <typename T>
+LLMC_DEV void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    LLMC_TENSOR_CORE_TYPE(T);
+    if constexpr (std::is_same_v<T, bf16>)
+        MMA_M16N8K16("bf16");
+    else
+        MMA_M16N8K16("f16");
+}
+#undef MMA_M16N8K16
+
+// ---- cp.async: copies that a thread starts, collects into groups and waits for ----------------
+// 16 bytes to shared memory: the first `bytes` are read, the others are 0.
+// Fewer bytes, even 0, still need a valid address. The copy passes by L1.
+LLMC_DEV void cp_async16(void* s, const void* g, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_u32(s)),
+                 "l"(g), "r"(bytes)
+                 : "memory");
+}
+// Close a group of the copies started so far, maybe none; groups end in order.
+LLMC_DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Covers this thread's copies alone: a block's barrier must follow before others read.
+template <int N>
+LLMC_DEV void cp_async_wait() { // for all groups but the last N
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// ---- numbers -----------------------------------------------------------------------------------
+// ex2(-inf) is 0, which masks rely on. Relative error about 2^-22; denormal results become 0.
+LLMC_DEV float ex2(float x) { // 2^x
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// Two numbers as T in one register.
+template <typename T>
+LLMC_DEV uint32_t pack(float low, float high) {
+    LLMC_TENSOR_CORE_TYPE(T);
+    uint32_t r;
+    if constexpr (std::is_same_v<T, bf16>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+#endif
+
+} // namespace llmc

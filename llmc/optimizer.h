@@ -1,0 +1,41 @@
+// optimizer.h - an optimizer is a row: its state tensors, and what it needs of a parameter
+//   A state tensor has the parameter's elements in acc (float; double for double), and is sharded,
+//   saved and resharded with it: plan, arena, checkpoint and --explain read this table. The update
+//   itself is the operator (adamw.cuh), called in run_update() of step.h.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace llmc {
+
+// Checkpoints store the name, so the order here is free.
+enum class Optimizer : uint8_t { ADAMW, SGD };
+
+// The facts that the rest of the program asks of an optimizer.
+struct OptimizerRow {
+    const char* name;                // of --optimizer
+    std::vector<const char*> states; // names in a checkpoint: "m.wte.weight"
+    bool whole_matrices;             // its update takes a block's matrices whole (buckets.h)
+};
+
+// Rows stand in the order of the enum.
+inline const std::vector<OptimizerRow>& optimizer_rows() {
+    static const std::vector<OptimizerRow> rows = {
+        {"adamw", {"m", "v"}, false}, // first and second moments
+        {"sgd", {}, false},
+    };
+    return rows;
+}
+inline const OptimizerRow& optimizer_row(Optimizer optimizer) {
+    return optimizer_rows()[int(optimizer)];
+}
+
+// config_check() has refused every name that has no row.
+inline Optimizer optimizer_named(const std::string& name) {
+    for (size_t i = 0; i < optimizer_rows().size(); i++)
+        if (name == optimizer_rows()[i].name) return Optimizer(i);
+    return Optimizer::ADAMW;
+}
+
+} // namespace llmc

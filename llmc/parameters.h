@@ -1,0 +1,152 @@
+// parameters.h - parameters whole, and the range that a rank keeps: drawn, written, read
+//   Everything goes by the global element, so that no result depends on the layout: initial
+//   weights are keyed by seed, name and global index; checkpoint and export read and write through
+//   fetch() and make_weight().
+#pragma once
+#include "trainer.h"
+
+namespace llmc {
+
+// The range of this rank's piece of a parameter that it keeps of a datum.
+struct KeptRange {
+    size_t first, count; // elements of the piece
+    size_t at;           // where the first of them lies in what is kept
+};
+
+// The overlap of two ranges of the bucket: this piece of the parameter, and what the rank keeps.
+// Without one, or without a place for the datum, all three numbers are zero.
+template <typename T, typename S>
+KeptRange kept_range(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    size_t kept = kept_first(t.layout, t.model, d);
+    size_t kept_end = kept + kept_elements(t.layout, t.model, d);
+    size_t first = std::max(p.offset, kept);
+    size_t end = std::min(p.offset + p.local_elements(), kept_end);
+    if (first >= end || !arena_find(t.arena, t.plan, t.at, d))
+        return {0, 0, 0};
+    return {first - p.offset, end - first, first - kept};
+}
+
+// f(at, global, count) for each run of kept elements: `at` counts from the first kept one,
+// `global` in the whole parameter.
+template <typename F>
+void for_each_kept(const Layout& layout, const Parameter& p, KeptRange range, F f) {
+    size_t range_end = range.first + range.count;
+    auto clip = [&](size_t local, size_t global, size_t count) {
+        size_t first = std::max(local, range.first), end = std::min(local + count, range_end);
+        if (first < end)
+            f(first - range.first, global + first - local, end - first);
+    };
+    for_each_run(p, layout.tp.rank, layout.tp.size, clip);
+}
+
+// Every rank answers alike, for masters exist by the type of weights alone.
+template <typename T, typename S>
+bool keeps_any(const Trainer<T, S>& t, Kind kind) {
+    for (auto& [d, place] : t.arena.lasting)
+        if (d.kind == kind && place.bytes) return true;
+    return false;
+}
+
+// The owner of elements: among the ranks that keep them, the one that gives them.
+template <typename T, typename S>
+bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    const Bucket& bucket = t.model.buckets[p.bucket];
+    const DataComms& data = t.comms.data(bucket.group);
+
+    // Among ranks with equal elements, the first along every axis owns them.
+    bool first_replica = data.replica.rank == 0;
+    bool first_shard = is_sharded(t.layout, t.model, d) || data.shard.rank == 0;
+    bool first_piece = t.layout.tp.rank % replication(p.shard, t.layout.tp.size) == 0;
+    bool first_stage = is_mine(t.layout, t.model, bucket.layers.front());
+    return first_replica && first_shard && first_piece && first_stage;
+}
+
+// ----------------------------------------------------------------------------
+// writing
+
+// Store what this rank keeps of a parameter into its weight and master. values(to, global, count)
+// gives elements from `global` on, as trained: A is float or wider, padding is zero.
+template <typename A, typename T, typename S, typename F>
+void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
+    Data weight = {Kind::WEIGHT, p.bucket}, master = {Kind::MASTER, p.bucket};
+    KeptRange of_weight = kept_range(t, weight, p), of_master = kept_range(t, master, p);
+
+    // Make the longer range once: it contains the other.
+    KeptRange most = of_weight.count > of_master.count ? of_weight : of_master;
+    std::vector<A> kept(most.count);
+    for_each_kept(t.layout, p, most, [&](size_t at, size_t global, size_t count) {
+        values(kept.data() + at, global, count);
+    });
+
+    // Store it in both types.
+    auto store = [&](auto* to, KeptRange range, auto convert) {
+        const A* from = kept.data() + (range.first - most.first);
+        auto value = [=](size_t i) { return convert(from[i]); };
+        if (range.count)
+            fill_memory(to + range.at, range.count, value, t.ctx.where);
+    };
+    store(address<T>(t, weight), of_weight, [](A x) { return from_acc<T>(acc_t<T>(x)); });
+    store(address<float>(t, master), of_master, [](A x) { return float(x); });
+}
+
+// The same from all elements of the parameter.
+template <typename T, typename S, typename A>
+void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
+    make_weight<A>(t, p, [&](A* to, size_t global, size_t count) {
+        std::copy_n(values + global, count, to);
+    });
+}
+
+// Draw the weights that --seed says: counter-based, keyed by name and global element.
+template <typename T, typename S>
+void init_weights(Trainer<T, S>& t, uint64_t seed) {
+    for (const Parameter& p : t.model.parameters) {
+        size_t end = p.file_elements(); // what follows is padding, and zero
+        make_weight<float>(t, p, [&](float* to, size_t global, size_t count) {
+            size_t real = global < end ? std::min(count, end - global) : 0;
+            std::fill_n(to, count, 0.0f);
+            if (p.init.std > 0) {
+                fill_normal(to, seed, fnv1a(p.name), global, real, p.init.std);
+            } else {
+                std::fill_n(to, real, p.init.value);
+            }
+        });
+    }
+}
+
+// ----------------------------------------------------------------------------
+// reading: collective, on every rank the whole parameter
+
+// A parameter's values of a datum of V, from the ranks that own them.
+template <typename V, typename T, typename S>
+std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    std::vector<V> values(p.elements(), V{});
+    KeptRange range = kept_range(t, d, p);
+    if (range.count && owns(t, d, p)) {
+        std::vector<V> kept(range.count);
+        const V* from = address<const V>(t, d) + range.at;
+        copy_out(kept.data(), from, range.count * sizeof(V), t.ctx.where);
+        for_each_kept(t.layout, p, range, [&](size_t at, size_t global, size_t count) {
+            std::copy_n(kept.data() + at, count, values.data() + global);
+        });
+    }
+
+    // Add bytes: one rank gives each element, the others give zero.
+    unsigned char* bytes = reinterpret_cast<unsigned char*>(values.data());
+    all_reduce_sum(t.comms.world, bytes, values.size() * sizeof(V), Cpu{});
+    return values;
+}
+
+// The float values of a parameter as trained: the master where there is one.
+template <typename T, typename S>
+std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
+    if (keeps_any(t, Kind::MASTER))
+        return fetch<float>(t, {Kind::MASTER, p.bucket}, p);
+    std::vector<T> weight = fetch<T>(t, {Kind::WEIGHT, p.bucket}, p);
+    std::vector<float> values(weight.size());
+    for (size_t i = 0; i < values.size(); i++)
+        values[i] = float(to_acc(weight[i]));
+    return values;
+}
+
+} // namespace llmc

@@ -1,0 +1,53 @@
+// placement_notes.h - what an action leaves along each axis of ranks: whole, shards, parts of a sum
+//   Only tests ask for it (comm/placement.h): a collective is then checked against what its data
+//   are, so that a sum which is left out or made twice is a message.
+#pragma once
+#include "trainer.h"
+
+namespace llmc {
+
+// Note what an action has left, where ranks are checked.
+template <typename T, typename S>
+void note_placements(Trainer<T, S>& t, const Action& a) {
+    Placements* placements = t.comms.placements();
+    if (!placements) return;
+    auto note = [&](Data d, auto* from, size_t count, const char* axis, Placement holds) {
+        size_t bytes = count * sizeof(*from);
+        placement_set(*placements, from, bytes, axis, holds, data_text(d, t.model));
+    };
+    auto partial = [&](Data d, std::initializer_list<const char*> axes) {
+        const Bucket& b = t.model.buckets[d.of];
+        acc_t<T>* grad = address<acc_t<T>>(t, d);
+        size_t whole = whole_elements(t.layout, b);
+        for (const char* axis : axes)
+            note(d, grad, whole, axis, Placement::PARTIAL);
+        note(d, grad, partial_over_tp(t.layout, b), "tp", Placement::PARTIAL);
+        note(d, grad + b.common, b.shared - b.common, "kv", Placement::PARTIAL);
+    };
+
+    // Backward passes leave parts of gradients.
+    if (reaches_weights(a.op))
+        for (int b : buckets_of(t.model, a.layer))
+            if (t.model.buckets[b].trainable)
+                partial({gradient_kind(t.layout, t.model, b, a.layer), b},
+                        {"shard", "replica", "tie"});
+    if (a.op == Op::TIE)
+        partial({Kind::GRAD, a.bucket}, {"shard", "replica"});
+
+    // A release leaves bytes to any other data; the last action that read them had their place.
+    const Place* gathered = nullptr;
+    for (int at = t.at; a.op == Op::RELEASE && at >= 0 && !gathered; at--)
+        gathered = arena_find(t.arena, t.plan, at, {Kind::GATHERED, a.bucket});
+    if (gathered)
+        placement_forget(*placements, t.arena.device().base + gathered->offset, gathered->bytes);
+
+    // An update leaves shards of weights.
+    if (a.op != Op::UPDATE) return;
+    Data weight = {Kind::WEIGHT, a.bucket};
+    Range range = updated_range(t.layout, t.model, a.bucket);
+    T* mine = updated_part<T>(t, weight, range);
+    if (range.sharded)
+        note(weight, mine, range.count, "shard", Placement::SHARDED);
+}
+
+} // namespace llmc

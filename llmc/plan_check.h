@@ -1,0 +1,310 @@
+// plan_check.h - the check of plans before anything runs: one rank's, a pipeline's together
+//   check_order   each micro-batch passes a stage's layers in order, forward once and backward once
+//   check_data    nothing is read that nothing wrote
+//   check_sends   what other stages need is sent once
+//   check_update  gradients are whole before NORM; each bucket is reduced, updated, published once
+//   check_live    as many activations are kept at once as the schedule says
+//   check_pipeline  messages between ranks pair in order, and none waits for ever
+//   Each returns "" or what is wrong, in words of the plan.
+#pragma once
+#include "plan.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the check of one rank's plan: each returns "" or what is wrong
+
+// Nothing is read that nothing wrote.
+inline std::string check_data(const Plan& p, const Model& model) {
+    // Walk the plan with the set of data that have been written so far.
+    std::set<Data> written;
+    for (const Action& a : p.actions) {
+        if (a.op == Op::RELEASE)
+            written.erase({Kind::GATHERED, a.bucket});
+        Access x = access(p, model, a);
+
+        for (Data d : x.reads) {
+            bool given = p.mode == Mode::GENERATE && d.kind == Kind::TOKENS;
+            bool gradient = d.kind == Kind::GRAD || d.kind == Kind::GRAD_TIED;
+            bool lasts = persistent(d.kind) && !gradient; // gradients are made anew in each step
+            if (!lasts && !given && !written.count(d))
+                return action_text(a, model) + " reads " + data_text(d, model) +
+                       ", which nothing before it wrote";
+        }
+
+        // F drops what will be recomputed.
+        bool dropped = a.op == Op::F && p.recompute != Recompute::NONE;
+        for (Data d : x.writes) {
+            bool redone = d.kind == Kind::REDO_B || d.kind == Kind::REDO_W;
+            if (!(redone && dropped)) written.insert(d);
+        }
+    }
+    return "";
+}
+
+// One micro-batch passes a stage's layers in order: forward once, then backward once.
+inline std::string check_stage_order(const Plan& p, const Model& model, int m, int stage) {
+    // Follow the two fronts: forward moves up the layers, backward down.
+    int first = first_layer(p.layout, model, stage), end = first_layer(p.layout, model, stage + 1);
+    int forward = first, backward = end - 1; // the layers that are next
+    int weights = 0;
+    auto out_of_order = [&](const Action& a, int next) {
+        return action_text(a, model) + " is out of order: layer " + std::to_string(next) +
+               " is next";
+    };
+
+    for (const Action& a : p.actions) {
+        if (a.micro != m || a.layer < first || a.layer >= end)
+            continue;
+        if (a.op == Op::F && a.layer != forward++)
+            return out_of_order(a, forward - 1);
+        bool input = a.op == Op::B || a.op == Op::I;
+        if (input && a.layer != backward--)
+            return out_of_order(a, backward + 1);
+        if (input && forward < end)
+            return action_text(a, model) + " comes before the forward pass has ended";
+        weights += reaches_weights(a.op);
+    }
+
+    // Every layer must have been passed, both ways.
+    std::string at = "micro-batch " + std::to_string(m);
+    if (forward != end) return at + " is not forward through every layer";
+    if (p.mode != Mode::TRAIN) return "";
+    bool embedding_left = backward == 0 && first == 0; // it has no input half
+    if (backward >= first && !embedding_left) return at + " is not backward through every layer";
+    if (weights != end - first) return at + " does not reach every layer's weights once";
+    return "";
+}
+
+// Each stage of this rank is in order, and no action is of a layer that stands elsewhere.
+inline std::string check_order(const Plan& p, const Model& model) {
+    const Axis& pp = p.layout.pp;
+    for (int m = 0; m < p.micro_batches; m++)
+        for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
+            std::string wrong = check_stage_order(p, model, m, s);
+            if (!wrong.empty()) return wrong;
+        }
+    for (const Action& a : p.actions)
+        if (a.layer >= 0 && !is_mine(p.layout, model, a.layer))
+            return action_text(a, model) + " is another rank's";
+    return "";
+}
+
+// How often the actions of the step's end meet each bucket.
+struct BucketUses {
+    int ties = 0, reductions = 0, updates = 0, publications = 0;
+};
+
+// Gradients are whole before NORM, updates come after it, publications after their update.
+inline std::string check_end_order(const Plan& p, const Model& model,
+                                   std::vector<BucketUses>& uses) {
+    // Walk the plan once and remember what has happened.
+    bool counted = false, norm = false;
+    for (const Action& a : p.actions) {
+        std::string text = action_text(a, model);
+        bool weights = reaches_weights(a.op);
+        if (a.op == Op::B && !counted)
+            return text + " needs the count of valid targets, and COUNT has not run";
+        if (norm && (weights || a.op == Op::TIE || a.op == Op::REDUCE))
+            return text + " comes after NORM";
+
+        // A layer adds to no gradient that has been summed.
+        for (int b : weights ? buckets_of(model, a.layer) : std::vector<int>{})
+            if (uses[b].reductions && !reduced_each(p.layout, model, b))
+                return text + " adds to " + model.buckets[b].name + " after its REDUCE";
+
+        // Count the action for its bucket; COUNT and NORM have none.
+        BucketUses none;
+        BucketUses& bucket = a.bucket >= 0 ? uses[a.bucket] : none;
+        switch (a.op) {
+        case Op::COUNT: counted = true; break;
+        case Op::NORM: norm = true; break;
+        case Op::REDUCE: bucket.reductions++; break;
+        // A tied gradient must be whole before other ranks add it to theirs.
+        case Op::TIE:
+            bucket.ties++;
+            if (bucket.reductions) return text + " comes after its REDUCE";
+            break;
+        // Updates need the norm, and publications need what the update has written.
+        case Op::UPDATE:
+            if (!norm) return text + " comes before NORM";
+            if (bucket.updates++) return text + " comes twice";
+            break;
+        case Op::PUBLISH:
+            if (!bucket.updates) return text + " comes before its UPDATE";
+            bucket.publications++;
+            break;
+        default: break;
+        }
+    }
+    return counted ? "" : "the valid targets are never counted";
+}
+
+// Each bucket meets the end of the step as often as its layout asks, no more and no less.
+inline std::string check_update(const Plan& p, const Model& model) {
+    if (p.mode != Mode::TRAIN) return "";
+
+    // Check the order first, which counts the uses too.
+    std::vector<BucketUses> uses(model.buckets.size());
+    std::string wrong = check_end_order(p, model, uses);
+    if (!wrong.empty()) return wrong;
+
+    for (int b = 0; b < int(model.buckets.size()); b++) {
+        const Bucket& bucket = model.buckets[b];
+
+        // Only what this rank trains is updated.
+        bool mine = bucket.trainable && bucket_is_mine(p.layout, model, b);
+        if (mine != bool(uses[b].updates))
+            return "bucket " + bucket.name +
+                   (mine ? " is never updated" : " is updated, and is not trained here");
+
+        // Hold the counts against the layout: a missing sum and a double one are both wrong.
+        int reductions = reduced_each(p.layout, model, b) ? p.micro_batches : 1;
+        if (!mine || !is_reduced(p.layout, model, b))
+            reductions = 0;
+        auto times = [&](int found, int wanted, const char* what) {
+            if (found != wanted && wrong.empty())
+                wrong = "bucket " + bucket.name + what + std::to_string(found) + " times, not " +
+                        std::to_string(wanted);
+        };
+        times(uses[b].ties, mine && bucket.tied(), " has its two gradients added ");
+        times(uses[b].reductions, reductions, " is reduced ");
+        times(uses[b].publications, mine && is_published(p.layout, bucket), " is published ");
+        if (!wrong.empty()) return wrong;
+    }
+    return "";
+}
+
+// As many stages keep their activations at once as the schedule says; one where nothing is trained.
+inline std::string check_live(const Plan& p, const Model& model) {
+    size_t peak = 0, allowed = 1;
+    bool trains = p.mode == Mode::TRAIN;
+    if (trains) {
+        std::vector<Schedule> all = schedules_of(p.layout, p.micro_batches);
+        allowed = size_t(peak_live(all[p.layout.pp.rank]));
+    }
+
+    // Walk the plan: a stage lives from its first forward layer to its last backward one.
+    std::set<std::pair<int, int>> live; // (micro-batch, stage)
+    for (const Action& a : p.actions) {
+        if (a.layer < 0) continue;
+        int stage = stage_of(p.layout, model, a.layer);
+
+        // The first layer of a stage begins its life; in training the same layer ends it.
+        bool first = a.layer == first_layer(p.layout, model, stage);
+        bool last = a.layer + 1 == first_layer(p.layout, model, stage + 1);
+        if (a.op == Op::F && first)
+            live.insert({a.micro, stage});
+        peak = std::max(peak, live.size());
+        bool over = trains ? reaches_weights(a.op) && first : last;
+        if (over) live.erase({a.micro, stage});
+    }
+    if (peak <= allowed) return "";
+    return std::to_string(peak) + " stages hold their activations at once, not " +
+           std::to_string(allowed);
+}
+
+// Each stage's outputs for other ranks are sent once.
+inline std::string check_sends(const Plan& p, const Model& model) {
+    // Count the sends of each datum.
+    std::map<Data, int> sent;
+    for (const Action& a : p.actions)
+        for (const Transfer& t : a.transfers)
+            if (t.send)
+                sent[data_of(p.layout, model, t)]++;
+    auto once = [&](Data d) -> std::string {
+        if (sent[d] == 1) return "";
+        return data_text(d, model) + " is sent " + std::to_string(sent[d]) + " times, not once";
+    };
+
+    const Axis& pp = p.layout.pp;
+    for (int m = 0; m < p.micro_batches && pp.size > 1; m++)
+        for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
+            // Forward sends the stage's output, backward the gradient of its input.
+            std::string wrong;
+            int begin = first_layer(p.layout, model, s), end = first_layer(p.layout, model, s + 1);
+            if (s + 1 < p.layout.stages())
+                wrong = once({Kind::STREAM, end, m});
+            if (wrong.empty() && s > 0 && p.mode == Mode::TRAIN)
+                wrong = once({Kind::DSTREAM, begin, m});
+            if (!wrong.empty()) return wrong;
+        }
+    return "";
+}
+
+// All checks of one rank's plan; the first that fails speaks.
+inline std::string plan_check(const Plan& p, const Model& model) {
+    for (auto check : {check_order, check_data, check_sends, check_update, check_live}) {
+        std::string wrong = check(p, model);
+        if (!wrong.empty()) return wrong;
+    }
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// the check of a pipeline's plans together: what no rank can see alone
+
+// A plan as the proof of pipeline.h sees it: groups of messages, each with the slot that follows.
+inline std::vector<ScheduleStep> message_steps(const Plan& p, const Model& model) {
+    std::vector<ScheduleStep> steps;
+    size_t named = 0; // steps whose slot is known
+    for (const Action& a : p.actions) {
+        if (a.op == Op::SENDRECV)
+            steps.push_back({false, {}, a.transfers});
+        if (!computes(a.op)) continue;
+
+        // Name the slot as pipeline.h does; recomputation counts as part of the backward.
+        SlotOp op = a.op == Op::F   ? SlotOp::F
+                    : a.op == Op::I ? SlotOp::I
+                    : a.op == Op::W ? SlotOp::W
+                                    : SlotOp::B;
+
+        // Messages without a slot of their own belong to the one that follows.
+        for (; named < steps.size(); named++) {
+            steps[named].has_slot = true;
+            steps[named].slot = {op, a.micro, stage_of(p.layout, model, a.layer)};
+        }
+    }
+    return steps;
+}
+
+// Messages pair in order, and all end although sends wait for receives. Where the whole pipeline
+// meets, at the gradient norm and a tied table's two gradients, no message follows. Ranks of other
+// pipelines have the same plans: a rank meets them at the same actions.
+inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& model) {
+    // Look at each rank: messages, norms, and the order of its ties.
+    PerRank<ScheduleStep> steps;
+    std::vector<std::vector<int>> ties(ranks.size()); // the buckets, in order
+    for (size_t r = 0; r < ranks.size(); r++) {
+        std::string rank = "rank " + std::to_string(r);
+        int norms = 0;
+        for (const Action& a : ranks[r].actions) {
+            norms += a.op == Op::NORM;
+            if (a.op == Op::TIE)
+                ties[r].push_back(a.bucket);
+            if (a.op == Op::SENDRECV && (norms || !ties[r].empty()))
+                return rank + ": " + action_text(a, model) + " comes after what ranks do together";
+        }
+        if (norms != (ranks[r].mode == Mode::TRAIN))
+            return rank + " takes part in the gradient norm " + std::to_string(norms) + " times";
+        steps.push_back(message_steps(ranks[r], model));
+    }
+    if (ties.front() != ties.back()) return "the first and the last rank tie different tables";
+
+    // Pair the messages, then run all ranks at once and see whether any waits for ever.
+    PerRank<std::vector<Wait>> waits;
+    std::string wrong = pair_transfers(steps, waits);
+    return wrong.empty() ? deadlock_in(steps, waits, run_steps(steps, waits)) : wrong;
+}
+
+// Every rank's plan, and all of them together.
+inline std::string plans_check(const std::vector<Plan>& ranks, const Model& model) {
+    for (size_t r = 0; r < ranks.size(); r++) {
+        std::string wrong = plan_check(ranks[r], model);
+        if (!wrong.empty())
+            return "rank " + std::to_string(r) + ": " + wrong;
+    }
+    return check_pipeline(ranks, model);
+}
+
+} // namespace llmc

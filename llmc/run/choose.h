@@ -1,0 +1,328 @@
+// choose.h - before the run: what the flags name becomes a shape, text, data, a layout and plans
+//   Nothing is allocated here, and every mistake of a user is found here where it can be.
+#pragma once
+#include "../io/checkpoint.h"
+#include "../io/model_files.h"
+#include "../io/tokenizer_export.h"
+#include "run.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// shape, tokenizer, prompt, data
+
+// The shape that --model names: a Hugging Face folder's, a file's or a preset's, then the flags.
+inline Shape choose_shape(const Config& c) {
+    Shape s;
+
+    // A model on disk has its shape; its weights fit no other.
+    if (mode_t type = file_type(c.model)) {
+        or_die(type == S_IFDIR ? hf_read_config(&s, c.model) : model_file_shape(&s, c.model));
+        bool reshaped = c.layers || c.heads || c.kv_heads || c.channels || c.ffn || c.vocab ||
+                        c.position.size();
+        LLMC_USER_CHECK(c.scratch || !reshaped,
+                        "%s has weights of its own shape: to change the shape, start from new "
+                        "weights with --scratch",
+                        c.model.c_str());
+    } else {
+        // A preset. Where none has the name, suggest the nearest.
+        std::vector<std::string> names;
+        for (const Preset& p : model_presets()) {
+            names.push_back(p.name);
+            if (c.model == p.name) s = p.shape;
+        }
+        std::string close = nearest(c.model, names);
+        LLMC_USER_CHECK(s.L > 0,
+                        "--model %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
+                        c.model.c_str(), close.empty() ? "" : ": did you mean ", close.c_str(),
+                        close.empty() ? "" : "?", preset_names().c_str());
+    }
+    or_die(override_shape(c, s));
+    return s;
+}
+
+// Without --vocab, new weights have as many tokens as the tokenizer that the user names.
+inline void follow_tokenizer(Run& run) {
+    Config& c = run.config;
+    bool new_weights = c.scratch || !file_type(c.model);
+    if (new_weights && given(c, "tokenizer") && !given(c, "vocab"))
+        c.vocab = run.tokenizer.vocab_size;
+}
+
+// Left out, the tokenizer is the model folder's own, where it has one.
+inline void open_tokenizer(Run& run) {
+    Config& c = run.config;
+    bool left_out = c.tokenizer.empty();
+    if (left_out && file_type(c.model) == S_IFDIR)
+        c.tokenizer = tokenizer_in(c.model);
+    if (c.tokenizer.empty()) c.tokenizer = "byte";
+    std::string wrong = tokenizer_open(&run.tokenizer, c.tokenizer);
+    LLMC_USER_CHECK(wrong.empty(), "%s%s", wrong.c_str(),
+                    left_out ? "; --tokenizer byte leaves the folder's out" : "");
+    if (left_out && c.tokenizer != "byte" && is_first(run))
+        printf("tokenizer: %s\n", c.tokenizer.c_str());
+}
+
+// Whether there is a validation loss. --eval that asks for tasks alone has none: without data it
+// would be the loss of the project's own sources.
+inline bool wants_validation(const Config& c) {
+    bool tasks_alone = !c.evaluate.empty() && !given(c, "data") && !given(c, "val");
+    return c.eval ? !tasks_alone : c.steps > 0;
+}
+
+// Note files that look like no text, and look for tokens that the model does not have.
+// A gibibyte of shards takes less than a second from memory, and some seconds from a disk.
+inline void look_at_data(Run& run) {
+    const size_t most = size_t(1) << 30;
+    for (const DataLoader* d : {&run.train, &run.val}) {
+        // Without --val both splits are of the same files.
+        bool again = d == &run.val && run.config.val.empty() && !run.train.files.empty();
+        for (const std::string& text : data_notes(*d))
+            if (!again) note(run, printable(text));
+        or_die(check_tokens(*d, most));
+    }
+}
+
+// Open training and validation data, and see that they have no text in common.
+inline void open_data(Run& run) {
+    Config& c = run.config;
+
+    // Without --data, train on the project's own sources.
+    std::string files = c.data;
+    if (files.empty()) {
+        for (const std::string& f : project_sources(program_folder()))
+            files += (files.empty() ? "" : ",") + escape_commas(f);
+        LLMC_USER_CHECK(!files.empty(),
+                        "no --data, and the project's own sources are not beside the program: give "
+                        "--data FILE");
+    }
+
+    // Validation is --val, or the end of the data.
+    bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
+    if (train)
+        or_die(data_open(&run.train, files, Split::TRAIN, apart, run.tokenizer, c.seq, run.shape.V,
+                         c.seed));
+    or_die(data_open(&run.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
+                     run.shape.V, c.seed));
+
+    // Weights that were trained on another tokenizer's tokens make nonsense of a text.
+    bool trained = file_type(c.model) && !c.scratch;
+    LLMC_USER_CHECK(!trained || vocab_matches(run) || !(has_text(run.train) || has_text(run.val)),
+                    "--data: %s", foreign_tokenizer(run).c_str());
+
+    // One rank looks at the files for all.
+    if (is_first(run)) look_at_data(run);
+
+    // Evaluate at least one sample, and at most all that there are.
+    run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));
+    if (vocab_matches(run))
+        run.val_bytes = target_bytes(run.val, run.tokenizer, run.val_samples);
+    if (train && apart)
+        or_die(data_disjoint(run.train, run.val));
+    if (train && c.document_mask)
+        or_die(data_document_end(run.train, run.tokenizer, c.document_end, &run.document_end));
+}
+
+// The questions of --evaluate, the same on all ranks.
+inline void open_tasks(Run& run) {
+    const Config& c = run.config;
+    if (c.evaluate.empty()) return;
+    LLMC_USER_CHECK(vocab_matches(run), "--evaluate: %s", foreign_tokenizer(run).c_str());
+    or_die(read_tasks(&run.tasks, c.evaluate, run.tokenizer, run.shape.P));
+    if (run.world.size == 1) return;
+
+    // Ranks read the file each for itself; compare what they read.
+    std::string all;
+    for (const Candidate& x : run.tasks.candidates)
+        for (int token : x.tokens)
+            all += std::to_string(token) + " ";
+    check_same(run.world, "the questions of --evaluate", all);
+}
+
+// Keep what the model's folder says beside its shape. Another shape is another model's.
+inline void keep_for_export(Run& run) {
+    const Config& c = run.config;
+    Shape s;
+    bool same = file_type(c.model) == S_IFDIR && hf_read_config(&s, c.model).empty() &&
+                model_identity(s) == model_identity(run.shape);
+    if (!same) return;
+
+    // Keep bos and eos only if this run uses the folder's own tokenizer,
+    // or bytes where the folder has none.
+    std::error_code none;
+    std::string own = tokenizer_in(c.model);
+    bool folder = file_type(c.tokenizer) == S_IFDIR;
+    std::string chosen = folder ? tokenizer_in(c.tokenizer) : c.tokenizer;
+    bool own_tokenizer = own.empty() ? c.tokenizer == "byte"
+                                     : std::filesystem::equivalent(own, chosen, none);
+    or_die(keep_of_folder(&run.exported, c.model, own_tokenizer));
+}
+
+// Check the export before the run, for nothing may fail after it. A tokenizer that is not the
+// model's stays out.
+inline void prepare_export(Run& run) {
+    const Config& c = run.config;
+    const Tokenizer& t = run.tokenizer;
+    std::error_code none;
+
+    // Refuse to overwrite the weights that this run reads.
+    LLMC_USER_CHECK(!std::filesystem::equivalent(c.model, c.export_dir, none),
+                    "--export %s: is what --model reads: choose another name",
+                    c.export_dir.c_str());
+    if (is_model_file(c.export_dir))
+        return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
+    or_die(hf_export_check(run.shape, c.export_dir));
+    if (is_first(run)) or_die(try_folder("export", c.export_dir));
+
+    // A model without its tokenizer is still an export; say what is left out.
+    bool known = vocab_matches(run);
+    std::string why = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
+                            : "--tokenizer " + c.tokenizer + " is not the model's";
+    run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1; // GPT-2's
+    run.exported.bos = known && t.bos >= 0 ? t.bos : run.exported.eos;
+    if (!why.empty() && is_first(run))
+        printf("--export writes no tokenizer.json: %s\n", why.c_str());
+    keep_for_export(run);
+
+    // Say what will be gone.
+    if (is_first(run) && !names_in(export_folder(c.export_dir)).empty())
+        note(run, "--export " + c.export_dir + " holds an export, which the new one replaces");
+}
+
+// ----------------------------------------------------------------------------
+// layout and plans
+
+// --pipeline names a schedule, or a file that has one.
+inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<Schedule>* given) {
+    const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
+    for (int i = 0; i < 4; i++)
+        if (c.pipeline == names[i]) return Pipeline(i);
+
+    // Read and check the user's schedule before any rank depends on it.
+    std::ifstream file(c.pipeline);
+    LLMC_USER_CHECK(file,
+                    "--pipeline %s is neither gpipe, 1f1b, interleaved, zero-bubble nor a file",
+                    c.pipeline.c_str());
+    std::string wrong = read_schedule(file, *given);
+    if (wrong.empty())
+        wrong = check_schedule(*given, c.pp, c.chunks, micro_batches);
+    LLMC_USER_CHECK(wrong.empty(), "--pipeline %s: %s", c.pipeline.c_str(), wrong.c_str());
+    return Pipeline::GIVEN;
+}
+
+// Share out the layers over stages by their products: the head's is the vocabulary's.
+inline std::vector<int> choose_stages(const Shape& shape, int stages) {
+    Model model = make_model(shape);
+    std::vector<double> cost(model.layers(), 0);
+    for (const Parameter& p : model.parameters)
+        if (p.shape.size() == 2 && p.layer > 0)
+            cost[p.layer] += double(p.elements());
+    if (shape.tied)
+        cost.back() = double(shape.Vp() * shape.C);
+    return split_layers(cost, stages);
+}
+
+// Micro-batches of a step on one data-parallel rank: config_check() has seen that they are whole.
+inline int micro_batches(const Config& c) {
+    return int(c.batch_tokens / (int64_t(c.micro_batch) * c.seq * c.dp));
+}
+
+// The layout that the flags describe, the same for every rank: the only place that reads them.
+inline Layout choose_layout(const Config& c, const Shape& shape) {
+    Layout layout;
+
+    // The grid: ranks along each axis, and the order in which they are numbered.
+    layout.dp.size = c.dp;
+    layout.tp.size = c.tp;
+    layout.pp.size = c.pp;
+    layout.order = layout_order(c.grid_order);
+    layout.sequence_parallel = c.sequence_parallel;
+
+    // ZeRO: what is sharded, over how many ranks, how far ahead weights are gathered, and what the
+    // cuts must leave whole.
+    layout.zero = c.zero;
+    layout.zero_group = c.zero_group;
+    layout.prefetch = c.prefetch;
+    layout.whole_matrices = optimizer_row(optimizer_named(c.optimizer)).whole_matrices;
+
+    // The pipeline: its schedule, and the first layer of each stage.
+    layout.chunks = c.chunks;
+    layout.pipeline = choose_pipeline(c, micro_batches(c), &layout.given);
+    if (layout.stages() > 1)
+        layout.first_layer = choose_stages(shape, layout.stages());
+    return layout;
+}
+
+// config_check() has refused every other name.
+inline Recompute recompute_named(const std::string& name) {
+    if (name == "full") return Recompute::FULL;
+    return name == "selective" ? Recompute::SELECTIVE : Recompute::NONE;
+}
+
+// Choose what this run does as plans: train, evaluate, score candidates, generate.
+inline std::vector<PlanOptions> choose_plans(Run& run) {
+    const Config& c = run.config;
+    std::vector<PlanOptions> plans;
+    auto add = [&](const PlanOptions& p) {
+        plans.push_back(p);
+        return int(plans.size()) - 1;
+    };
+
+    // Train. The other plans are the same but for what they change below.
+    PlanOptions train;
+    train.B = size_t(c.micro_batch);
+    train.T = size_t(c.seq);
+    train.micro_batches = micro_batches(c);
+    train.optimizer = optimizer_named(c.optimizer);
+    train.recompute = recompute_named(c.recompute);
+    if (c.steps > 0 && !c.eval)
+        run.train_plan = add(train);
+
+    // Evaluate.
+    PlanOptions evaluate = train;
+    evaluate.mode = Mode::EVALUATE;
+    evaluate.recompute = Recompute::NONE;
+    evaluate.micro_batches = 1;
+    bool only_exports = c.steps == 0 && !c.eval && c.sample_tokens == 0;
+    if (wants_validation(c))
+        run.evaluate_plan = add(evaluate);
+    if (only_exports) add(evaluate); // nothing runs, but a plan places the exported weights
+
+    // Score the candidates of --evaluate, those of about one length in a plan of their own.
+    size_t rows = evaluate.B * evaluate.T;
+    run.score_groups = group_by_length(run.tasks.candidates, rows, run.shape.P);
+    for (ScoreGroup& group : run.score_groups)
+        group.plan = add(score_plan(evaluate, group.T, run.layout));
+
+    // Generate one sequence; the cache holds the longest prompt and all tokens that follow.
+    PlanOptions generate = evaluate;
+    generate.mode = Mode::GENERATE;
+    generate.B = generate.T = 1;
+    for (const Prompt& p : run.prompts)
+        generate.T = std::max(generate.T, p.tokens.size());
+    generate.cache = std::min(run.context_length, generate.T + size_t(c.sample_tokens));
+    if (c.sample_tokens > 0 && !c.eval)
+        run.generate_plan = add(generate);
+    return plans;
+}
+
+// Check that the plans of all ranks of the pipeline fit together, before anything runs.
+inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptions>& options,
+                                     const Model& model) {
+    if (run.layout.pp.size == 1) return;
+    for (const PlanOptions& o : options) {
+        std::vector<Plan> plans = make_plans(run.layout, model, o);
+        or_die_on_all_ranks(run, plans_check(plans, model));
+    }
+}
+
+// The layout in words, for the first line and the timeline's title.
+inline std::string axes_text(const Config& c) {
+    return concat("dp ", c.dp, " x tp ", c.tp,
+                  c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp);
+}
+inline std::string layout_text(const Config& c) {
+    return concat(c.model, ", ", axes_text(c), ", zero ", c.zero, ", ", c.pipeline);
+}
+
+} // namespace llmc

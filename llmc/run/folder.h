@@ -1,0 +1,337 @@
+// folder.h - the folder of --out: one run's, its checkpoints and its log, and how a run goes on
+//   OUT/lock           held while a run writes there: a second one is told, and leaves
+//   OUT/log.jsonl      a line a step; see logger.h
+//   OUT/step_00000100  a checkpoint; see checkpoint.h
+//   1. take_folder     before anything else: make it, lock it, refuse one that holds another run
+//   2. adopt_flags     --resume: what is trained is the checkpoint's where flags say nothing else
+//   3. resume          weights, moments and counters; a new run where there is no checkpoint
+//   4. save            when it is time, and at the end. A save that fails never ends the run
+#pragma once
+#include <sys/file.h>
+#include "../io/checkpoint.h"
+#include "health.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the folder is this run's
+
+// Whether a log has more than its first line, which is the configuration's.
+inline bool log_has_steps(const std::string& out) {
+    std::ifstream in(out + "/log.jsonl");
+    std::string line;
+    return std::getline(in, line) && std::getline(in, line);
+}
+
+// Say in words which run a folder holds; "": none that a new run would destroy.
+inline std::string run_in(const std::string& out) {
+    std::vector<int64_t> steps = checkpoint_steps(out);
+    if (!steps.empty()) return concat("a run at step ", steps[0]);
+    return log_has_steps(out) ? "a run's log" : "";
+}
+
+// Take the lock, which the system gives back when the process ends, however it ends.
+inline std::string lock_folder(const std::string& out) {
+    std::string path = out + "/lock";
+    int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0)
+        return "--out " + out + ": cannot be written: " + strerror(errno);
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
+        std::string pid = concat(getpid(), "\n");
+        bool told = ftruncate(fd, 0) == 0 && write(fd, pid.data(), pid.size()) > 0;
+        (void)told; // a full disk: the lock holds without the number
+        return "";
+    }
+
+    // Only a lock that somebody holds is a reason to leave: some network file systems have none.
+    bool held = errno == EWOULDBLOCK;
+    char pid[16] = {};
+    bool known = read(fd, pid, sizeof(pid) - 1) > 0;
+    close(fd);
+    if (!held) return "";
+    return concat("--out ", out, ": another run is writing there",
+                  known ? concat(" (process ", atoll(pid), ")") : "",
+                  ": wait for its end, or choose another --out");
+}
+
+// Make the folder and those above it, and take it for this run.
+inline std::string make_folder(const Config& c) {
+    std::error_code error;
+    std::filesystem::create_directories(c.out, error);
+    if (error) return "--out " + c.out + ": cannot be made: " + error.message();
+    std::string wrong = lock_folder(c.out);
+    if (!wrong.empty()) return wrong;
+
+    // Another run's checkpoints and log are not this one's to remove.
+    std::string holds = run_in(c.out);
+    if (c.resume || holds.empty()) return "";
+    return concat("--out ", c.out, " holds ", holds,
+                  ": --resume goes on with it, or choose another --out");
+}
+
+// Whether this run writes to --out: it trains. Everything else only reads there.
+inline bool writes_folder(const Config& c) {
+    return !c.out.empty() && c.steps > 0 && !c.eval && !c.explain;
+}
+
+// Take the folder, before anything takes time. The first process does so for all.
+inline void take_folder(const Run& run) {
+    const Config& c = run.config;
+    std::string wrong;
+    if (is_first(run) && writes_folder(c))
+        wrong = make_folder(c);
+
+    // Who only looks at a run's weights has to say so.
+    bool looks = is_first(run) && !c.out.empty() && !writes_folder(c) && !c.explain && !c.resume;
+    if (looks && !checkpoint_steps(c.out).empty())
+        wrong = concat("--out ", c.out, " holds ", run_in(c.out),
+                       ": --resume takes its weights; without --out they are new ones");
+    or_die_on_all_ranks(run, first_error(run.world, wrong));
+}
+
+// ----------------------------------------------------------------------------
+// flags of the checkpoint
+
+// The groups of flags that describe what is trained, and not where or for how long.
+inline bool describes_training(const std::string& group) {
+    return group == "Model" || group == "Data" || group == "Optimizer" ||
+           group == "Numbers and memory";
+}
+
+// A value of a manifest's configuration as text that set_field() reads.
+inline std::string json_value_text(const nlohmann::json& value) {
+    return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+// Whether a flag that was left out says something else once another one is given: the default
+// --min-lr is a tenth of the peak, so of the new one.
+inline bool follows_given(const Config& c, const nlohmann::json& saved, const std::string& name) {
+    if (name != "min-lr" || !given(c, "lr") || !saved.contains("lr")) return false;
+    bool numbers = saved["lr"].is_number() && saved[name].is_number();
+    return numbers && saved[name].get<double>() == saved["lr"].get<double>() / 10;
+}
+
+// Take the flags that the command line leaves out from the checkpoint, and name those that differ.
+// A flag that this program does not know, or a value it refuses, is left alone.
+inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
+    std::string group, differences;
+    for (const Flag& f : config_table()) {
+        if (!*f.name) {
+            group = f.help;
+            continue;
+        }
+        if (!describes_training(group) || !saved.contains(f.name)) continue;
+        std::string was = json_value_text(saved[f.name]);
+        std::string now = field_text(c, f.field);
+
+        // Adopt it, or say that it differs. Numbers are compared as numbers: 1e-3 is 0.001.
+        Config as_saved = c;
+        if (!set_field(as_saved, f, was).empty()) continue;
+        was = field_text(as_saved, f.field);
+        if (was == now) continue;
+        if (!given(c, f.name) && !follows_given(c, saved, f.name)) {
+            c = as_saved;
+        } else if (given(c, f.name)) {
+            differences += concat(differences.empty() ? "" : ", ", "--", f.name, " was ",
+                                  was.empty() ? "not given" : printable(was));
+        }
+    }
+    return differences;
+}
+
+// The newest checkpoint's manifest, or the chosen one's; null where none can be read. What is
+// broken is looked at again when it is loaded.
+inline nlohmann::json newest_manifest(const Config& c) {
+    for (int64_t step : checkpoint_steps(c.out)) {
+        if (c.resume_step >= 0 && step != c.resume_step) continue;
+        nlohmann::json manifest;
+        if (read_manifest(c.out + "/" + step_folder(step), &manifest).empty())
+            return manifest;
+    }
+    return {};
+}
+
+// --resume: the command line says what changes, the checkpoint the rest.
+inline void adopt_checkpoint(Run& run) {
+    Config& c = run.config;
+    if (!c.resume || c.out.empty()) return;
+    nlohmann::json manifest = newest_manifest(c);
+    if (!manifest.is_object() || !manifest.contains("config")) return;
+    std::string differences = adopt_flags(c, manifest["config"]);
+    if (!differences.empty() && writes_folder(c))
+        note(run, "this run differs from its checkpoint: " + differences);
+}
+
+// ----------------------------------------------------------------------------
+// going on
+
+// Checkpoints that the run has gone back behind are put aside, and kept: the next resume must not
+// take them, and --keep must not count them.
+inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
+    const std::string& out = run.config.out;
+    std::string wrong;
+    for (int64_t step : is_first(run) ? checkpoint_steps(out) : std::vector<int64_t>()) {
+        if (step <= run.step || !wrong.empty()) continue;
+        bool is_broken = std::count(broken.begin(), broken.end(), step) > 0;
+        std::string name;
+        wrong = set_aside(out, step, is_broken ? ".broken" : ".newer", &name);
+        if (wrong.empty())
+            note(run, concat(out, "/", step_folder(step), " is now ", name,
+                             ": this run goes on from before it"));
+    }
+    or_die_on_all_ranks(run, first_error(run.world, wrong));
+}
+
+// Continue from a checkpoint of --out, whatever layout it was written with; false: there is none,
+// and a new run begins. What it leaves behind moves only once its weights have been looked at.
+template <typename T, typename S>
+bool resume(Run& run, Trainer<T, S>& t) {
+    const Config& c = run.config;
+    if (first_ranks_steps(run.world, c.out).empty() && c.resume_step < 0 && writes_folder(c)) {
+        note(run, c.out + " holds no checkpoint: a new run begins");
+        return false;
+    }
+
+    // Load it.
+    CheckpointInfo info;
+    std::vector<std::string> notes;
+    std::string wrong = checkpoint_load(t, &info, c.out, &notes, c.resume_step);
+    for (const std::string& text : notes)
+        note(run, text);
+    or_die_on_all_ranks(run, wrong);
+    run.weights = c.out + "/" + step_folder(info.step);
+    run.step = info.step;
+    if (run.train_plan < 0) return true;
+
+    // The order of samples depends on the seed, so another one would repeat some and miss others.
+    LLMC_USER_CHECK(
+        info.seed == uint64_t(c.seed),
+        "the checkpoint was made with --seed %llu, not %lld: the data order would change",
+        (unsigned long long)info.seed, (long long)c.seed);
+    t.cursor = info.cursor;
+    run.tokens = info.tokens;
+    run.kept_step = info.best_step;
+    run.kept_loss = info.best_loss;
+    if (run.kept_step >= 0) {
+        run.best_step = run.kept_step;
+        run.best_loss = run.kept_loss;
+    }
+    check_weights(run, t);
+    set_newer_aside(run, info.broken);
+
+    // Say where it goes on, or that it has been there.
+    if (is_first(run) && run.step < c.steps)
+        printf("resumed at step %lld\n", (long long)run.step);
+    else if (is_first(run))
+        printf("nothing to train: --steps %lld, the checkpoint has %lld\n", (long long)c.steps,
+               (long long)run.step);
+    return true;
+}
+
+// The log begins with the configuration, so that a plot can say what it shows. Only a run that
+// trains writes it: another one may be training there.
+template <typename T, typename S>
+void open_log(Run& run, const Trainer<T, S>& t) {
+    const Config& c = run.config;
+    if (run.train_plan < 0 || c.out.empty() || !is_first(run))
+        return;
+    nlohmann::json first = {{"config", config_json(c)},
+                            {"flops_per_token", flops_per_token(t.model, size_t(c.seq))}};
+    or_die(log_open(run.log, c.out + "/log.jsonl", run.step, first));
+}
+
+// ----------------------------------------------------------------------------
+// saving
+
+// Seconds from a failed save to the next try, and between the tries at a run's end.
+constexpr double RETRY_SECONDS = 60, RETRY_AT_THE_END = 5;
+
+// Whether this rank's clock wants a checkpoint now. Only the first rank is asked.
+inline bool clock_wants_save(const Run& run) {
+    const Config& c = run.config;
+    if (c.out.empty() || !is_first(run)) return false;
+    double now = clock_seconds();
+    if (run.saves.retry) return now >= run.saves.retry;
+    return c.save_minutes > 0 && now - run.saves.last >= 60 * c.save_minutes;
+}
+
+// Save a checkpoint of this step: "" or why there is none. The cursor goes along, so that a
+// resumed run reads on where this one stopped.
+template <typename T, typename S>
+std::string try_to_save(Run& run, Trainer<T, S>& t) {
+    // Weights that were ruined by the last update would push good ones out of --keep.
+    std::string ruined = ruined_weights(run, t);
+    if (!ruined.empty()) return ruined;
+
+    CheckpointInfo info;
+    info.step = run.step;
+    info.cursor = t.cursor;
+    info.seed = uint64_t(run.config.seed);
+    info.config = config_json(run.config);
+    info.tokens = run.tokens;
+    info.best_step = run.kept_step;
+    info.best_loss = run.kept_loss;
+    return checkpoint_save(t, info, run.config.out, run.config.keep);
+}
+
+// Save when it is time. What fails is said, and tried again: a disk may have room in a minute.
+template <typename T, typename S>
+void save(Run& run, Trainer<T, S>& t) {
+    Saves& saves = run.saves;
+    if (run.config.out.empty() || saves.step == run.step) return;
+    std::string wrong = try_to_save(run, t);
+    double now = clock_seconds();
+    bool fails = !wrong.empty(), failed_before = saves.retry > 0;
+    saves.retry = fails ? now + RETRY_SECONDS : 0;
+    if (!fails) {
+        saves.last = now;
+        saves.step = run.step;
+    }
+
+    // Say when it begins to fail, and when it works again.
+    if (fails == failed_before) return;
+    note(run, fails ? concat("step ", run.step, " is not saved: ", wrong,
+                             ": the run goes on, and tries again")
+                    : concat("step ", run.step, " is saved"));
+}
+
+// Save at the end of the run. Nothing comes after it, so it waits for room as long as
+// --save-minutes says; a signal ends the wait.
+template <typename T, typename S>
+void save_at_the_end(Run& run, Trainer<T, S>& t) {
+    if (run.config.out.empty() || run.saves.step == run.step) return;
+    double end = clock_seconds() + 60 * run.config.save_minutes;
+    std::string wrong = try_to_save(run, t);
+    bool said = false;
+    while (!wrong.empty() && !run.ruined) {
+        Wishes all = agree(run.world, {stop_signal, is_first(run) && clock_seconds() < end});
+        if (all.stop || !all.save) break;
+        if (!std::exchange(said, true))
+            note(run, concat(wrong, ": waiting for room, up to ", run.config.save_minutes,
+                             " minutes"));
+        std::this_thread::sleep_for(std::chrono::duration<double>(RETRY_AT_THE_END));
+        wrong = try_to_save(run, t);
+    }
+
+    if (wrong.empty()) run.saves.step = run.step;
+    if (is_first(run) && !wrong.empty())
+        report_failure(run, concat("step ", run.step, " is not saved: ", wrong));
+}
+
+// With --keep-best, after an evaluation: save a checkpoint that stays where its loss is the lowest
+// one so far.
+template <typename T, typename S>
+void keep_best(Run& run, Trainer<T, S>& t) {
+    bool better = run.kept_step < 0 || run.val_loss < run.kept_loss;
+    if (!run.config.keep_best || !better) return;
+    int64_t step_before = std::exchange(run.kept_step, run.step);
+    double loss_before = std::exchange(run.kept_loss, run.val_loss);
+    save(run, t);
+    if (run.saves.step == run.step) return;
+
+    // It could not be saved: the best one that there is stays.
+    run.kept_step = step_before;
+    run.kept_loss = loss_before;
+}
+
+} // namespace llmc

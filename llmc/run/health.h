@@ -1,0 +1,216 @@
+// health.h - values that are not finite: in weights, in a step; and weights that are ruined
+//   first_bad_weight    after a load and before a save: every weight of this rank is looked at
+//   ruined_weights      before a save: the weights are tried on the text of the last step. A model
+//                       that has learned its text by heart is no good on other text, and not ruined
+//   trace_bad_value     after a step that diverged: the step is done again, and each action's
+//                       results are looked at as they are made. A norm that is not finite updates
+//                       nothing, so the step makes the same values but for the order of sums.
+#pragma once
+#include "../io/checkpoint.h"
+#include "choose.h"
+#include "stop.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// values
+
+// The values of an array that are not finite: how many, the first one's index, the others' range.
+struct BadValues {
+    size_t count = 0, first = 0;
+    double low = INFINITY, high = -INFINITY; // of those that are finite
+};
+
+// Look at `x` (n), where it runs; the host holds a part at a time.
+template <typename P, typename S>
+BadValues find_bad_values(const P* x, size_t n, S where) {
+    constexpr size_t PART = size_t(1) << 20; // elements
+    std::vector<P> part(std::min(n, PART));
+    BadValues bad;
+    for (size_t at = 0; at < n; at += PART) {
+        size_t count = std::min(PART, n - at);
+        copy_out(part.data(), x + at, count * sizeof(P), where);
+        for (size_t i = 0; i < count; i++) {
+            double value = double(to_acc(part[i]));
+            if (std::isfinite(value)) {
+                bad.low = std::min(bad.low, value);
+                bad.high = std::max(bad.high, value);
+            } else if (bad.count++ == 0) {
+                bad.first = at + i;
+            }
+        }
+    }
+    return bad;
+}
+
+// "ffn_act: 3 of 4096 values are not finite, the first at 17; finite ones span -2.1 to 3e38"
+inline std::string bad_values_text(const std::string& name, const BadValues& bad, size_t n) {
+    std::string others =
+        bad.count == n ? "" : concat("; finite ones span ", bad.low, " to ", bad.high);
+    return concat(name, ": ", bad.count, " of ", n, " values are not finite, the first at ",
+                  bad.first, others);
+}
+
+// Name the first weight of this rank that is not finite; "": all are.
+template <typename T, typename S>
+std::string first_bad_weight(const Trainer<T, S>& t) {
+    for (const Parameter& p : t.model.parameters) {
+        Data weight = {Kind::WEIGHT, p.bucket};
+        KeptRange range = kept_range(t, weight, p);
+        if (!range.count) continue;
+        BadValues bad = find_bad_values(address<T>(t, weight) + range.at, range.count, t.ctx.where);
+        if (bad.count) return bad_values_text(p.name, bad, range.count);
+    }
+    return "";
+}
+
+// Refuse weights that no step can use, before a step says so in other words.
+template <typename T, typename S>
+void check_weights(const Run& run, const Trainer<T, S>& t) {
+    std::string wrong = first_error(run.world, first_bad_weight(t));
+    if (!wrong.empty())
+        wrong = run.weights + ": " + wrong + ": these weights are ruined, take others";
+    or_die_on_all_ranks(run, wrong);
+}
+
+// ----------------------------------------------------------------------------
+// before a save
+
+// The loss of a micro-batch of the last step's text on each data-parallel rank.
+template <typename T, typename S>
+double try_weights(Run& run, Trainer<T, S>& t) {
+    uint64_t samples = t.plans[run.evaluate_plan].B * uint64_t(t.layout.dp.size);
+    uint64_t start = t.cursor - std::min(t.cursor, samples);
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
+        return load_window(run.train, start + sample, tokens, targets);
+    };
+    double loss = 0;
+    run_samples(t, run.evaluate_plan, samples, window, [&] { loss = plan_loss(t).mean(); });
+
+    // Ranks decide by it, so it must be the same to the last bit.
+    broadcast(run.world, &loss, 1, 0, Cpu{});
+    return loss;
+}
+
+// Say why weights must not be saved over good ones; "": they may. No step has measured the loss
+// after the last update, so it is measured here, on the text that it learned from.
+template <typename T, typename S>
+std::string ruined_weights(Run& run, Trainer<T, S>& t) {
+    std::string wrong = first_error(run.world, first_bad_weight(t));
+    if (wrong.empty()) {
+        double loss = try_weights(run, t);
+        if (blown_up(loss, run.shape.V, run.first_loss))
+            wrong = concat("its loss on the last step's text is ", loss, ", and guessing costs ",
+                           std::log(double(run.shape.V)));
+    }
+    run.ruined = !wrong.empty();
+    return run.ruined ? "the weights are ruined: " + wrong : "";
+}
+
+// ----------------------------------------------------------------------------
+// the first value that is not finite
+
+// A visitor of activation rows that looks at each after an action.
+template <typename T, typename S> struct FindBadActs : BindActs<T, S> {
+    S where;
+    std::string* found;
+
+    FindBadActs(const Trainer<T, S>& t, const Action& a, std::string* f)
+        : BindActs<T, S>(t, a), where(t.ctx.where), found(f) {}
+    template <typename P>
+    void operator()(P*& pointer, const char* name, size_t n, Keep keep, Last last) {
+        BindActs<T, S>::operator()(pointer, name, n, keep, last);
+        if constexpr (std::is_same_v<P, T> || std::is_same_v<P, acc_t<T>>) {
+            // Gradients lie here before a backward pass makes them.
+            if (!pointer || !found->empty() || keep == Keep::GRADIENT) return;
+            BadValues bad = find_bad_values(pointer, n, where);
+            if (bad.count) *found = bad_values_text(name, bad, n);
+        }
+    }
+};
+
+// Look at a stream or its gradient; null where the action has none.
+template <typename T, typename S>
+std::string bad_stream(const Trainer<T, S>& t, const T* x, const char* name) {
+    if (!x) return "";
+    size_t n = t.plans[t.plan].rows() / t.ctx.shape.row_ranks * t.model.shape.C;
+    BadValues bad = find_bad_values(x, n, t.ctx.where);
+    return bad.count ? bad_values_text(name, bad, n) : "";
+}
+
+// Look at the gradients of a layer's parameters.
+template <typename T, typename S>
+std::string bad_gradient(const Trainer<T, S>& t, const Action& a) {
+    for (int b : buckets_of(t.model, a.layer)) {
+        const acc_t<T>* grad = gradients_of(t, b, a.layer);
+        for (int i : t.model.buckets[b].in_order) {
+            const Parameter& p = t.model.parameters[i];
+            if (!grad || p.bucket != b) continue;
+            size_t n = p.local_elements();
+            BadValues bad = find_bad_values(grad + p.offset, n, t.ctx.where);
+            if (bad.count) return bad_values_text("gradient of " + p.name, bad, n);
+        }
+    }
+    return "";
+}
+
+// Name what an action has just made that is not finite; "": nothing.
+template <typename T, typename S>
+std::string bad_results(const Trainer<T, S>& t, const Action& a) {
+    std::string found;
+    bool block = a.layer > 0 && a.layer < t.model.head();
+    bool forward = a.op == Op::F || a.op == Op::R;
+    if (!forward && a.op != Op::B && a.op != Op::I && a.op != Op::W) return "";
+
+    // Forward: look at results in the order in which they are made.
+    if (forward && block)
+        with_family(t.model.shape.family, [&](auto family) {
+            typename decltype(family)::template Acts<T> acts = {};
+            block_activations(acts, t.ctx.shape, t.plans[t.plan].rows(), t.ctx.where,
+                              FindBadActs<T, S>(t, a, &found));
+        });
+    if (a.op == Op::F && a.layer < t.model.head() && found.empty())
+        found = bad_stream(t, output_of(t, a), "output");
+
+    // Backward: the embedding has no input to give a gradient to.
+    bool gives_input = a.op == Op::B || a.op == Op::I;
+    if (gives_input && a.layer > 0)
+        found = bad_stream(t, input_gradient(t, a), "gradient of the input");
+    if (reaches_weights(a.op) && found.empty())
+        found = bad_gradient(t, a);
+    return found;
+}
+
+// Where in a step a value was found. Among ranks the earliest counts: forward before backward,
+// then micro-batches in order, then layers as the pass goes.
+inline int64_t when_in_step(const Action& a, int layers) {
+    bool backward = a.op != Op::F;
+    int64_t layer = backward ? layers - a.layer : a.layer;
+    return (int64_t(backward) << 60) + (int64_t(a.micro) << 30) + layer;
+}
+
+// Do the step again and name the first value that is not finite; "": there was none this time.
+// All ranks call, and have the same answer.
+template <typename T, typename S>
+std::string trace_bad_value(Run& run, Trainer<T, S>& t) {
+    int64_t when = INT64_MAX;
+    std::string what;
+    t.after = [&](const Action& a) {
+        if (!what.empty()) return;
+        std::string found = bad_results(t, a);
+        if (found.empty()) return;
+        when = when_in_step(a, t.model.layers());
+        what = concat("micro-batch ", a.micro, ", layer ", a.layer, ", ", action_text(a, t.model),
+                      ", ", found);
+    };
+    run_plan(t, run.train_plan);
+    t.after = nullptr;
+
+    // Take the earliest of all ranks.
+    std::vector<int64_t> all(run.world.size);
+    all_gather(run.world, all.data(), &when, 1, Cpu{});
+    std::vector<std::string> texts = gather_texts(run.world, what);
+    return texts[size_t(std::min_element(all.begin(), all.end()) - all.begin())];
+}
+
+} // namespace llmc

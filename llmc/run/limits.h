@@ -1,0 +1,203 @@
+// limits.h - memory and disk that this machine has left, asked before the run
+//   CPU memory is given out page by page as it is touched, so a run that is too large is not
+//   refused by the system: it is killed minutes later, without a line. The plan knows every byte,
+//   so the program refuses first, and names flags that fit.
+#pragma once
+#include <sys/statvfs.h>
+#include "../io/checkpoint.h"
+#include "choose.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// memory
+
+// A number at the start of a file; `otherwise` where there is no such file or it says "max".
+inline size_t number_in_file(const std::string& path, size_t otherwise) {
+    std::ifstream in(path);
+    size_t n = 0;
+    return in >> n ? n : otherwise;
+}
+
+// Bytes of a control group that hold files: the system frees them when somebody needs room.
+inline size_t cgroup_cache(const std::string& group, const char* prefix) {
+    std::ifstream in(group + "/memory.stat");
+    size_t bytes = 0, n = 0;
+    for (std::string name; in >> name >> n;)
+        if (name == concat(prefix, "inactive_file") || name == concat(prefix, "active_file"))
+            bytes += n;
+    return bytes;
+}
+
+// Bytes that a control group may still take; SIZE_MAX: it has no limit.
+inline size_t cgroup_room(const std::string& group, bool second) {
+    size_t most = number_in_file(
+        group + (second ? "/memory.max" : "/memory.limit_in_bytes"), SIZE_MAX);
+    if (most == SIZE_MAX) return most;
+    size_t used =
+        number_in_file(group + (second ? "/memory.current" : "/memory.usage_in_bytes"), 0);
+    used -= std::min(used, cgroup_cache(group, second ? "" : "total_"));
+    return most > used ? most - used : 0;
+}
+
+// The least room of this process's control group and those above it. Containers and batch systems
+// set such limits.
+inline size_t cgroup_left() {
+    size_t least = SIZE_MAX;
+    std::ifstream groups("/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+        // "0::/a/b" is of version 2, "7:memory:/a/b" of version 1.
+        bool second = line.rfind("0::", 0) == 0;
+        size_t at = line.find(":memory:");
+        if (!second && at == std::string::npos) continue;
+        std::string root = second ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+        std::string group = line.substr(second ? 3 : at + 8);
+
+        // Walk up to the root: inside a container that is the container's own group.
+        for (;; group.resize(group.rfind('/'))) {
+            least = std::min(least, cgroup_room(root + group, second));
+            if (group.find('/') == std::string::npos) break;
+        }
+    }
+    return least;
+}
+
+// Bytes that this machine can still give: what is free, and what the system can free.
+inline size_t memory_left(Cpu) {
+    size_t left = SIZE_MAX;
+    std::ifstream in("/proc/meminfo");
+    for (std::string line; std::getline(in, line);)
+        if (line.rfind("MemAvailable:", 0) == 0)
+            left = strtoull(line.c_str() + strlen("MemAvailable:"), nullptr, 10) * 1024;
+    return std::min(left, cgroup_left());
+}
+#if LLMC_KERNELS
+inline size_t memory_left(cudaStream_t) {
+    size_t left = 0, all = 0;
+    LLMC_CUDA_CHECK(cudaMemGetInfo(&left, &all));
+    return left;
+}
+#endif
+
+// Ranks that take their memory from the same place: on the CPU those of this machine, which has one
+// boot; on GPUs threads of a process share one, and processes have their own.
+template <typename S> int ranks_here(const Run& run, S) {
+    if (run.world.local) return run.world.size;
+    if (!std::is_same_v<S, Cpu>) return 1;
+    std::string boot;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    std::vector<std::string> all = gather_texts(run.world, boot);
+    return int(std::count(all.begin(), all.end(), boot));
+}
+
+// Bytes that a rank of a configuration takes; 0: the configuration is refused.
+template <typename T, typename S>
+size_t arena_bytes(const Run& like, Config c, int rank, S where) {
+    // A smaller micro-batch is accumulated more often: the global batch stays.
+    int processes = like.world.local ? 1 : like.world.size;
+    if (!config_check(c, like.shape, processes).empty())
+        return 0;
+    Run run = like;
+    run.config = c;
+    Trainer<T, S> t;
+    t.ctx.where = where;
+    trainer_place(t, run.shape, choose_plans(run), layout_at(choose_layout(c, run.shape), rank));
+    return t.arena.device().bytes;
+}
+
+// Flags that make a rank fit `room` bytes, the least change first; "" where none does.
+template <typename T, typename S>
+std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
+    // Ask first whether anything helps. A schedule from a file is for one number of micro-batches.
+    Config least = run.config;
+    bool any_batch = run.layout.pipeline != Pipeline::GIVEN;
+    least.micro_batch = any_batch ? 1 : least.micro_batch;
+    least.recompute = "full";
+    if (arena_bytes<T>(run, least, rank, where) > room) return "";
+
+    for (const char* recompute : {"", "selective", "full"}) {
+        for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
+            Config c = run.config;
+            c.micro_batch = B;
+            std::string flags;
+            if (B != run.config.micro_batch)
+                flags += concat(" --micro-batch ", B);
+            if (*recompute) {
+                c.recompute = recompute;
+                flags += concat(" --recompute ", recompute);
+            }
+            size_t bytes = arena_bytes<T>(run, c, rank, where);
+            if (bytes && bytes <= room) return flags;
+        }
+    }
+    return "";
+}
+
+// Refuse a run that this machine has no memory for: the number, and flags that fit.
+template <typename T, typename S>
+void check_memory(const Run& run, const Trainer<T, S>& t) {
+    // A part stays free for what is no plan's: the program, its data and tokenizer, a save's copy.
+    int ranks = ranks_here(run, t.ctx.where);
+    size_t left = memory_left(t.ctx.where);
+    size_t share = (left - left / 32) / size_t(ranks);
+    int64_t mine[2] = {int64_t(t.arena.device().bytes), int64_t(share)};
+    std::vector<int64_t> all(2 * size_t(run.world.size));
+    all_gather(run.world, all.data(), mine, 2, Cpu{});
+
+    // Stages and machines differ: speak of the rank that lacks most.
+    int worst = 0;
+    auto lacks = [&](int rank) { return all[2 * rank] - all[2 * rank + 1]; };
+    for (int rank = 1; rank < run.world.size; rank++)
+        if (lacks(rank) > lacks(worst)) worst = rank;
+    if (lacks(worst) <= 0) return;
+
+    // The first rank says so for all.
+    size_t needed = size_t(all[2 * worst]), room = size_t(all[2 * worst + 1]);
+    std::string fit = is_first(run) ? flags_that_fit<T>(run, worst, room, t.ctx.where) : "";
+    std::string of_rank = run.world.size > 1 ? concat("rank ", worst) : "this run";
+    or_die_on_all_ranks(
+        run, concat(of_rank, " needs ", bytes_text(double(needed)), ", and ",
+                    bytes_text(double(room)), " are left", ranks > 1 ? " for it: " : ": ",
+                    fit.empty() ? "no --micro-batch or --recompute makes it fit: take a smaller "
+                                  "--model, or more ranks (--explain shows where the bytes go)"
+                                : "these flags fit:" + fit));
+}
+
+// ----------------------------------------------------------------------------
+// disk
+
+// Bytes of a checkpoint: the state of all ranks together.
+template <typename T, typename S>
+size_t checkpoint_bytes(const Trainer<T, S>& t) {
+    size_t elements = 0;
+    for (const StateTensor& s : state_tensors(t))
+        elements += s.p->file_elements();
+    return elements * sizeof(acc_t<T>);
+}
+
+// Bytes that a user may still write where a path is; SIZE_MAX: not known.
+inline size_t disk_left(const std::string& path) {
+    struct statvfs fs;
+    if (statvfs(path.c_str(), &fs) != 0) return SIZE_MAX;
+    return size_t(fs.f_bavail) * fs.f_frsize;
+}
+
+// A save makes the new checkpoint before it removes the oldest, so there is one more than --keep.
+template <typename T, typename S>
+void check_disk(const Run& run, const Trainer<T, S>& t) {
+    const Config& c = run.config;
+    if (c.out.empty() || !is_first(run)) return;
+    size_t bytes = checkpoint_bytes(t);
+    size_t most = size_t(c.keep) + 1 + c.keep_best;
+    size_t there = std::min(most, checkpoint_steps(c.out).size());
+    size_t needed = (most - there) * bytes;
+    size_t left = disk_left(c.out);
+    LLMC_USER_CHECK(needed <= left,
+                    "--out %s: %zu checkpoints of %s do not fit the %s that its disk has left: "
+                    "make room, or choose another --out%s",
+                    c.out.c_str(), most, bytes_text(double(bytes)).c_str(),
+                    bytes_text(double(left)).c_str(),
+                    c.keep > 1 ? " or a smaller --keep" : "");
+}
+
+} // namespace llmc

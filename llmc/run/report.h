@@ -1,0 +1,265 @@
+// report.h - what a run tells: validation, tasks, samples, exports, timelines, the plan
+#pragma once
+#include "../io/explain.h"
+#include "../io/mfu.h"
+#include "health.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// validation, tasks, samples, exports
+
+// The loss over the validation samples: all ranks take part, and all have the sum.
+template <typename T, typename S>
+Loss evaluate(Run& run, Trainer<T, S>& t) {
+    Loss total;
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
+        return load_window(run.val, sample, tokens, targets);
+    };
+    run_samples(t, run.evaluate_plan, run.val_samples, window, [&] {
+        Loss loss = plan_loss(t);
+        total.sum += loss.sum;
+        total.valid += loss.valid;
+    });
+    return total;
+}
+
+// Bits per byte can be compared between tokenizers, the loss cannot. A loss of weights that no step
+// of this run has changed has no step in front.
+template <typename T, typename S>
+void report_validation(Run& run, Trainer<T, S>& t) {
+    if (run.val.windows == 0) return;
+    Loss loss = evaluate(run, t);
+    if (run.stopped) return; // in the middle: the loss is of some samples only
+    broadcast(run.world, &loss.sum, 1, 0, Cpu{}); // ranks decide by it
+    run.val_loss = loss.mean();
+    if (loss.mean() < run.best_loss) {
+        run.best_loss = loss.mean();
+        run.best_step = run.step;
+    }
+    if (!is_first(run)) return;
+
+    // Print and log the same numbers.
+    finish_line(run.log);
+    nlohmann::json line = {{"step", run.step}, {"val_loss", loss.mean()}};
+    line["val_tokens"] = loss.valid;
+    if (run.step > 0) printf("step %lld | ", (long long)run.step);
+    printf("val loss %.4f", loss.mean());
+    if (run.val_bytes) {
+        double bits = bits_per_byte(loss.sum, run.val_bytes);
+        line["bits_per_byte"] = bits;
+        printf(" | %.4f bits per byte", bits);
+    }
+    printf(" | %lld tokens\n", (long long)loss.valid);
+    fflush(stdout);
+    note(run, log_append(run.log, line));
+}
+
+// All ranks score; the first prints and logs.
+template <typename T, typename S>
+void report_tasks(Run& run, Trainer<T, S>& t) {
+    if (run.score_groups.empty()) return;
+    for (const ScoreGroup& group : run.score_groups)
+        score_group(t, group, run.tasks.candidates);
+    if (!is_first(run) || run.stopped) return;
+    finish_line(run.log);
+    nlohmann::json line = {{"step", run.step}};
+    for (const Task& task : run.tasks.tasks) {
+        Score score = score_task(task, run.tasks.candidates);
+        printf("%s", score_text(task, score).c_str());
+        score_log(line, task, score);
+    }
+    fflush(stdout);
+    note(run, log_append(run.log, line));
+}
+
+// Everything that --eval and --eval-every ask for.
+template <typename T, typename S>
+void report_evaluation(Run& run, Trainer<T, S>& t) {
+    report_validation(run, t);
+    report_tasks(run, t);
+}
+
+// Weights in the layout of other programs; Hugging Face folders in files of 5 GiB. Weights that
+// the run has ruined do not replace an export that is there. Returns whether it is written.
+template <typename T, typename S>
+bool write_export(Run& run, Trainer<T, S>& t) {
+    const Config& c = run.config;
+    if (c.export_dir.empty()) return false;
+    constexpr size_t FILE_BYTES = size_t(5) << 30;
+    std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
+    if (wrong.empty())
+        wrong = is_model_file(c.export_dir)
+                    ? model_file_export(t, c.export_dir, export_type(c))
+                    : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported);
+    wrong = first_error(run.world, wrong);
+    if (is_first(run) && !wrong.empty())
+        report_failure(run, "--export " + c.export_dir + ": " + wrong);
+    return wrong.empty();
+}
+
+// Close the run: what it did, its best validation loss, and where its files are.
+inline void report_end(Run& run, bool exported) {
+    const Config& c = run.config;
+    if (!is_first(run)) return;
+    finish_line(run.log);
+    int64_t steps = run.step - run.first_step;
+    if (steps > 0) {
+        printf("done: %lld steps, %s tokens in %s", (long long)steps,
+               count_text(double(steps) * double(c.batch_tokens)).c_str(),
+               duration_text(clock_seconds() - run.started).c_str());
+        if (std::isfinite(run.best_loss))
+            printf(" | best val loss %.4f at step %lld", run.best_loss, (long long)run.best_step);
+        printf("\n");
+    }
+
+    // Name what is there: a run without --out has left nothing but an export.
+    std::string saved = c.out + "/" + step_folder(run.step);
+    if (steps > 0 && !c.out.empty()) {
+        if (file_type(saved)) printf("  checkpoint  %s\n", saved.c_str());
+        printf("  log         %s/log.jsonl\n", c.out.c_str());
+    }
+    if (exported) printf("  export      %s\n", c.export_dir.c_str());
+}
+
+// ----------------------------------------------------------------------------
+// pictures and plans
+
+// One rank's timed actions, on every rank.
+inline std::vector<TimedAction> broadcast_trace(const Comm& world, std::vector<TimedAction> trace,
+                                                int from) {
+    // Names have a fixed length on the way; longer ones are cut.
+    int64_t count = int64_t(trace.size());
+    broadcast(world, &count, 1, from, Cpu{});
+    trace.resize(size_t(count));
+    for (TimedAction& a : trace) {
+        char name[256] = {};
+        snprintf(name, sizeof(name), "%s", a.name.c_str());
+        broadcast(world, reinterpret_cast<unsigned char*>(name), sizeof(name), from, Cpu{});
+        broadcast(world, &a.start, 1, from, Cpu{});
+        broadcast(world, &a.end, 1, from, Cpu{});
+        a.name = name;
+    }
+    return trace;
+}
+
+// The timed actions of all ranks, from the first one's start on. All ranks call it.
+inline Trace gather_trace(const Run& run) {
+    Trace all;
+    for (int r = 0; r < run.world.size; r++)
+        all.push_back(broadcast_trace(run.world, run.trace, r));
+
+    // Count time from the earliest start of any rank.
+    double first = INFINITY;
+    for (auto& rank : all)
+        for (TimedAction& a : rank)
+            first = std::min(first, a.start);
+    for (auto& rank : all)
+        for (TimedAction& a : rank) {
+            a.start -= first;
+            a.end -= first;
+        }
+    return all;
+}
+
+// All ranks give their times; the first writes the file.
+inline void draw_timeline(Run& run) {
+    Trace trace = gather_trace(run);
+    if (!is_first(run)) return;
+    std::string title = layout_text(run.config) + ": the last step";
+    report_failure(run, write_timeline(run.config.timeline, trace, title, "rank", "ms"));
+}
+
+// Whether the step that comes is timed action by action: all are, or the last.
+inline bool wants_times(const Run& run) {
+    const Config& c = run.config;
+    return !c.profile.empty() || (!c.timeline.empty() && run.step + 1 == c.steps);
+}
+
+// After a step of so many seconds: read its actions' times, draw the last step's, add up all. The
+// first step also makes what later ones find ready: the profile has it only where it is alone.
+template <typename T, typename S>
+void take_times(Run& run, Trainer<T, S>& t, double seconds) {
+    const Config& c = run.config;
+    run.trace = read_laps(t.watch, t.model);
+    t.watch.on = false;
+    if (!c.timeline.empty() && run.step + 1 == c.steps) draw_timeline(run);
+    if (run.step == run.first_step + 1) run.profile = {};
+    if (!c.profile.empty()) profile_add(run.profile, run.trace, seconds);
+}
+
+// Write --profile's table, of the first rank.
+inline void report_profile(Run& run) {
+    const Config& c = run.config;
+    if (c.profile.empty() || run.profile.steps == 0) return;
+    std::string title = concat(layout_text(c), ": rank 0 of ", run.world.size);
+    std::string wrong = write_text_file(c.profile, profile_text(run.profile, title));
+    report_failure(run, wrong.empty() ? "" : "--profile: " + wrong);
+}
+
+// --timeline with --explain: the pipeline's simulation.
+inline void draw_simulation(const Run& run, const Plan& p) {
+    std::vector<Schedule> all = schedules_of(p.layout, p.micro_batches);
+    Simulation s = simulate(all, p.layout.pp.size);
+    char idle[64];
+    snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
+    const char* row = p.layout.chunks > 1 ? "pp rank" : "stage";
+    or_die(write_timeline(run.config.timeline, simulated_trace(all, s),
+                          layout_text(run.config) + idle, row, "forward passes"));
+}
+
+// Print what --explain tells: the run, its ranks, memory, and the actions of a step.
+template <typename T, typename S>
+void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOptions>& options) {
+    if (!is_first(run)) return; // it speaks of all ranks
+    const Config& c = run.config;
+    const Model& model = t.model;
+    bool trains = run.train_plan >= 0;
+    int plan = std::max(0, trains ? run.train_plan : run.evaluate_plan);
+
+    // Refuse before drawing: a run that ends here leaves no timeline.
+    LLMC_USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
+                    model.head());
+    if (!c.timeline.empty() && trains)
+        draw_simulation(run, t.plans[plan]);
+
+    // The run, and its ranks where there are several.
+    std::string text;
+    size_t most = t.arena.device().bytes; // of any rank
+    if (trains)
+        text = run_text(model, size_t(c.seq), c.steps, c.batch_tokens, rank_count(c));
+    if (rank_count(c) > 1) {
+        std::string ranks;
+        or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most));
+        text += concat(ranks, "rank 0 of ", rank_count(c), "\n");
+    }
+
+    // Memory, then a single layer's actions or all of them.
+    text += memory_text(t.arena, t.plans, model) + logits_text<T>(t.plans[plan], model);
+    double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)]), 0, 1);
+    text += fits_text(double(most), state * double(parameter_count(model)));
+    if (c.layer >= 0) {
+        text += concat("actions of layer ", c.layer, ", first micro-batch\n",
+                       layer_text(t.arena, t.plans[plan], model, plan, c.layer));
+    } else {
+        text += "actions of a step, kind(micro-batch,layer)\n" + plan_text(t.plans[plan], model);
+        text += legend_text();
+    }
+    fputs(text.c_str(), stdout);
+}
+
+// Measure what mfu is a share of. Threads as ranks run side by side only while each has cores of
+// its own; on one GPU they take turns.
+template <typename T, typename S>
+void measure_peak(Run& run, S where) {
+    // Only the first rank measures: the others wait at the first collective.
+    if (run.train_plan < 0 || !is_first(run)) return;
+    Peak peak = machine_peak<T>(where);
+    int cores = std::max(1, int(std::thread::hardware_concurrency()) / threads_here(Cpu{}));
+    int at_once = std::is_same_v<S, Cpu> ? std::min(run.world.size, cores) : 1;
+    run.peak = peak.flops * (run.world.local ? at_once : run.world.size);
+    printf("mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s in %s: %s\n",
+           run.peak / 1e9, run.config.precision.c_str(), peak.says.c_str());
+}
+
+} // namespace llmc

@@ -1,0 +1,221 @@
+// sample.h - samples: the texts they start from, the tokens that end them, how they are printed
+//   starts     --prompt; with --prompt - each line of standard input; without one, the token that
+//              begins texts
+//   ends       the tokens that end a text: the tokenizer's, those that the model's config.json
+//              and generation_config.json name, and the one that ends the data's documents;
+//              --ignore-eos goes on behind them
+//   positions  the model's. A table of positions that starts from new weights is trained up to
+//              --seq only, and what the model says behind that is noise.
+#pragma once
+#include <iostream>
+#include "../io/generate.h"
+#include "choose.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// tokens that begin and end texts
+
+// The tokens that a model's own files name; -1 and none: they name none.
+struct TextTokens {
+    int bos = -1;
+    std::vector<int> eos = {};
+};
+
+// Add the tokens of a JSON file, where a key may be missing, null, a number or a list.
+inline void read_text_tokens(TextTokens* t, const std::string& path) {
+    nlohmann::json j;
+    if (!read_json(path, &j).empty()) return;
+    nlohmann::json bos = j.value("bos_token_id", nlohmann::json());
+    nlohmann::json eos = j.value("eos_token_id", nlohmann::json());
+    if (bos.is_number_integer()) t->bos = bos;
+    if (!eos.is_array()) eos = nlohmann::json::array({eos});
+    for (const nlohmann::json& token : eos)
+        if (token.is_number_integer()) t->eos.push_back(token);
+}
+
+// The tokens that the files of --model name. llama2.c's models all begin with 1 and end with 2.
+inline TextTokens model_text_tokens(const Run& run) {
+    const std::string& model = run.config.model;
+    TextTokens t;
+    mode_t type = file_type(model);
+    if (type == S_IFDIR) {
+        read_text_tokens(&t, model + "/config.json");
+        read_text_tokens(&t, model + "/generation_config.json");
+    } else if (type && run.shape.family == Family::LLAMA) {
+        t = {1, {2}};
+    } else if (run.shape.V == 50257) { // GPT-2's end of text also begins
+        t = {50256, {50256}};
+    }
+    return t;
+}
+
+// The token that ends the documents of the data; -1: none is known.
+inline int data_end(const Run& run) {
+    if (run.document_end >= 0) return run.document_end;
+    const std::vector<DataFile>& files = run.val.files;
+    return files.empty() ? -1 : usual_document_end(files.front(), run.tokenizer);
+}
+
+// All tokens that end a sample. One that begins a text ends the one before it.
+inline std::set<int> choose_stop_tokens(const Run& run) {
+    std::set<int> tokens;
+    if (run.config.ignore_eos) return tokens;
+    TextTokens model = model_text_tokens(run);
+    std::vector<int> found = model.eos;
+    found.push_back(model.bos);
+    found.push_back(data_end(run));
+    if (vocab_matches(run)) {
+        found.push_back(run.tokenizer.eot);
+        found.push_back(run.tokenizer.bos);
+    }
+
+    // A file may name a token that the model does not have.
+    for (int token : found)
+        if (token >= 0 && size_t(token) < run.shape.V) tokens.insert(token);
+    return tokens;
+}
+
+// ----------------------------------------------------------------------------
+// prompts
+
+// The lines of standard input that hold something. The first rank alone can read it: it gives them
+// to the others.
+inline std::vector<std::string> read_prompts(const Run& run) {
+    std::string text;
+    if (is_first(run))
+        text.assign(std::istreambuf_iterator<char>(std::cin), {});
+    int64_t bytes = int64_t(text.size());
+    broadcast(run.world, &bytes, 1, 0, Cpu{});
+    text.resize(size_t(bytes));
+    broadcast(run.world, reinterpret_cast<unsigned char*>(text.data()), text.size(), 0, Cpu{});
+
+    std::vector<std::string> prompts;
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+        if (line.ends_with('\r')) line.pop_back();
+        if (!line.empty()) prompts.push_back(line);
+    }
+    return prompts;
+}
+
+// Where the tokenizer is foreign, start from the token that the model's files name, or its last.
+// Else encode the prompt, behind the token that begins texts.
+// Without both, start from the named token, the end of text, or a new line.
+inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt) {
+    const Tokenizer& t = run.tokenizer;
+    int V = int(run.shape.V);
+    int bos = model_text_tokens(run).bos;
+    bool named = bos >= 0 && bos < V;
+    if (!vocab_matches(run))
+        return {named ? bos : V - 1};
+    if (!prompt.empty() || t.bos >= 0)
+        return encode_from_start(t, prompt);
+    if (named) return {bos};
+    return t.eot >= 0 ? std::vector<int>{t.eot} : encode(t, "\n");
+}
+
+// Positions that a sample may use.
+inline size_t choose_context_length(const Run& run) {
+    const Config& c = run.config;
+    bool new_weights = c.scratch || !file_type(c.model);
+    bool table = run.shape.position == Position::LEARNED;
+    return new_weights && table ? std::min(run.shape.P, size_t(c.seq)) : run.shape.P;
+}
+
+// Keep the end of a prompt that is longer than the positions, with room for a sample behind it.
+inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, size_t wanted) {
+    if (tokens->size() < std::max(positions, size_t(2))) return;
+    size_t keep = std::max(size_t(1), positions - std::min(wanted, positions / 2));
+    tokens->erase(tokens->begin(), tokens->end() - long(keep));
+    if (bos >= 0) tokens->front() = bos;
+}
+
+// Choose what samples start from, where they end, and say what is cut.
+inline void choose_prompts(Run& run) {
+    const Config& c = run.config;
+    LLMC_USER_CHECK(c.prompt.empty() || vocab_matches(run), "--prompt: %s",
+                    foreign_tokenizer(run).c_str());
+    std::vector<std::string> texts = {c.prompt};
+    if (c.prompt == "-") texts = read_prompts(run);
+    LLMC_USER_CHECK(!texts.empty(), "--prompt -: standard input has no line that holds text");
+    run.stop_tokens = choose_stop_tokens(run);
+
+    // Encode each prompt, and cut what is longer than the positions.
+    size_t positions = choose_context_length(run), wanted = size_t(c.sample_tokens), longest = 0;
+    run.context_length = positions;
+    bool speaks = is_first(run) && wanted > 0 && !c.eval && !c.explain;
+    for (const std::string& text : texts) {
+        Prompt p = {text, prompt_tokens(run, text)};
+        size_t before = p.tokens.size();
+        shorten_prompt(&p.tokens, run.tokenizer.bos, positions, wanted);
+        size_t kept = p.tokens.size();
+        if (kept < before && speaks)
+            note(run, concat("prompt ", run.prompts.size() + 1, " has ", before,
+                             " tokens: samples continue its last ", kept));
+        longest = std::max(longest, kept);
+        run.prompts.push_back(p);
+    }
+
+    // Say before the run that samples will be shorter than asked for.
+    if (longest + wanted <= positions + 1 || !speaks) return;
+    bool trained = positions < run.shape.P;
+    note(run, concat("samples end at ", positions + 1, " tokens with their prompt: ",
+                     trained ? concat("--seq ", c.seq, " trains no more positions")
+                             : "the model has no more positions"));
+}
+
+// ----------------------------------------------------------------------------
+// printing
+
+// "step 200 | sample 2 of 3": which one follows. A single one of a model that no step has changed
+// needs no title.
+inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
+    std::string title;
+    if (step > 0) title = concat("step ", step);
+    if (step > 0 || samples > 1)
+        title += concat(title.empty() ? "" : " | ", "sample");
+    if (samples > 1) title += concat(" ", number + 1, " of ", samples);
+    return title.empty() ? "" : title + "\n";
+}
+
+// Print a prompt and what the model continues it with: text, or numbers where the tokenizer is not
+// the one of the model.
+template <typename T, typename S>
+void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t number) {
+    const Config& c = run.config;
+    bool text = vocab_matches(run);
+    auto emit = [&](int token) {
+        if (!is_first(run)) return;
+        std::string piece = text ? decode(run.tokenizer, token) : std::to_string(token) + " ";
+        fputs(piece.c_str(), stdout);
+        fflush(stdout);
+    };
+
+    // Print the prompt, then each token as it comes.
+    int64_t samples = int64_t(run.prompts.size()) * c.samples;
+    if (is_first(run))
+        printf("%s---\n%s", sample_title(run.step, number, samples).c_str(), prompt.text.c_str());
+    for (size_t i = 0; !text && i < prompt.tokens.size(); i++)
+        emit(prompt.tokens[i]);
+
+    // Draws are keyed by seed, step and number, so a resumed run samples what the first would have.
+    Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
+    how.number = number;
+    how.ends = run.stop_tokens;
+    generate(t, run.generate_plan, prompt.tokens, size_t(c.sample_tokens), how, emit);
+    if (is_first(run)) printf("\n---\n");
+}
+
+// Continue each prompt --samples times.
+template <typename T, typename S>
+void print_samples(Run& run, Trainer<T, S>& t) {
+    if (run.generate_plan < 0) return;
+    finish_line(run.log);
+    int64_t number = 0;
+    for (const Prompt& prompt : run.prompts)
+        for (int i = 0; i < run.config.samples; i++)
+            print_sample(run, t, prompt, number++);
+}
+
+} // namespace llmc

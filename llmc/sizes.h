@@ -1,0 +1,243 @@
+// sizes.h - how many bytes each datum takes on this rank, known before the run
+//   data_bytes() answers for every Kind of action.h. The parameter, activation and scratch
+//   tables give elements, layout and options cut them; the arena places the answers,
+//   --explain prints them.
+#pragma once
+#include "adamw.cuh"
+#include "arena.h"
+#include "family.h"
+#include "grad_norm.cuh"
+#include "rand.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// activations
+
+// The group in which a row of the activation table lies.
+inline Kind activation_group(Keep keep, Last last, Recompute level) {
+    bool w = last == Last::W;
+    if (keep == Keep::GRADIENT)
+        return w ? Kind::GRADIENT_W : Kind::GRADIENT_B;
+    if (recomputed(keep, level))
+        return w ? Kind::REDO_W : Kind::REDO_B;
+    return w ? Kind::KEPT_W : Kind::KEPT_B;
+}
+
+// The shape that this rank computes with under a plan: generation never cuts rows.
+inline Shape rank_shape(const Plan& p, const Model& model) {
+    bool cut_rows = p.layout.sequence_parallel && p.mode != Mode::GENERATE;
+    return rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
+}
+
+// ----------------------------------------------------------------------------
+// the rows that norm and optimizer walk
+
+// The parameters of elements [from, to) of a bucket, by their distance from `from`.
+// Rows are keyed by the parameter's name, so that stochastic rounding is the same for all shards.
+inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
+    const Bucket& b = model.buckets[bucket];
+    std::vector<TensorRow> rows;
+    for (int i : b.in_order) {
+        const Parameter& p = model.parameters[i];
+        size_t start = std::max(p.offset, from);
+        size_t end = std::min(p.offset + p.local_elements(), to);
+        if (start < end)
+            rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset});
+    }
+    return rows;
+}
+
+// Chunks of the norm in the first `to` elements of a bucket; in all buckets.
+inline size_t norm_chunks(const Model& model, int bucket, size_t to) {
+    size_t n = 0;
+    for (const TensorRow& row : tensor_rows(model, bucket, 0, to))
+        n += chunks_of(row);
+    return n;
+}
+inline size_t norm_chunks(const Model& model) {
+    size_t n = 0;
+    for (size_t b = 0; b < model.buckets.size(); b++)
+        n += norm_chunks(model, int(b), model.buckets[b].elements);
+    return n;
+}
+
+// ----------------------------------------------------------------------------
+// scratch: what a layer needs only while it runs, as a table of rows
+
+enum class ScratchKind : uint8_t {
+    WORKSPACE, // products, norms, attention, embedding: beside their operands
+    ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
+    HEAD,      // the head's own activations (head.h)
+    NORM_SUMS  // a sum of squares a chunk
+};
+
+// Offsets count bytes from the start of the layer's scratch.
+struct ScratchRow {
+    ScratchKind name;
+    size_t offset, bytes;
+};
+
+// Rows lie side by side: unlike the arena's data, all of them live while the layer runs.
+struct ScratchTable {
+    std::vector<ScratchRow> rows;
+    size_t bytes = 0;
+
+    void add(ScratchKind name, size_t size) {
+        if (!size) return;
+        rows.push_back({name, bytes, size});
+        bytes += round_up(size, ARENA_ALIGN);
+    }
+    const ScratchRow* find(ScratchKind name) const {
+        for (const ScratchRow& row : rows)
+            if (row.name == name) return &row;
+        return nullptr;
+    }
+};
+
+// Rows that the head works on: all of a micro-batch, or the last one when generating.
+inline size_t head_rows(const Plan& p) { return p.mode == Mode::GENERATE ? 1 : p.rows(); }
+
+// The head's own rows, counted by the visitor that trainer.h binds them with.
+template <typename T>
+size_t head_bytes(const Plan& p, const Shape& s) {
+    size_t bytes = 0;
+    HeadActs<T> acts;
+    head_activations(acts, s, head_rows(p), [&](auto*& a, const char*, size_t n, Keep, Last) {
+        bytes += round_up(n * sizeof(*a), ARENA_ALIGN);
+    });
+    return bytes;
+}
+
+// The head's products have a chunk of rows, the last one fewer.
+template <typename T, typename S>
+size_t head_workspace(const Plan& p, const Shape& s, S where) {
+    size_t rows = head_rows(p), chunk = head_chunk_rows(s, rows, sizeof(T)), rest = rows % chunk;
+    // One figure serves both families: LayerNorm has a sum more.
+    size_t most = layernorm_sums(p.rows(), s.C, where) * sizeof(acc_t<T>);
+    most = std::max(most, linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where));
+    if (rest)
+        most = std::max(most, linear_scratch_bytes<T>(rest, s.Vp(), s.C, where));
+    return most;
+}
+
+// Operators run one after another, so the workspace is the most that any of them asks for.
+template <typename T, typename S>
+size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int layer, S where) {
+    size_t N = p.rows(), most = 0, sums = 0;
+    bool generates = p.mode == Mode::GENERATE;
+
+    // Products have all rows, one token's when generating, or a rank's share of the rows.
+    // All biases may be summed in one call.
+    for (const Parameter& w : model.parameters) {
+        if (w.layer != layer) continue;
+        if (w.shape.size() == 1) {
+            sums += column_sums_scratch_bytes(N, w.local_elements(), where);
+            continue;
+        }
+        for (size_t rows : {N, generates ? p.B : N, N / s.row_ranks}) {
+            size_t bytes = linear_scratch_bytes<T>(rows, w.local_rows(), w.local_cols(), where);
+            most = std::max(most, bytes);
+        }
+    }
+    most = std::max(most, sums);
+
+    // Attention has the prompt's queries, and then one token's.
+    for (size_t Tq : {p.T, generates ? size_t(1) : p.T}) {
+        AttentionDims d = attention_shape(s, p.B, Tq, std::max(p.T, p.cache));
+        most = std::max(most, attention_scratch_bytes<T>(d, threads_here(where), where));
+    }
+    return most;
+}
+
+// The scratch of a layer; of layer -1, the norm's.
+template <typename T, typename S>
+ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where) {
+    const Shape s = rank_shape(p, model);
+    size_t N = p.rows(), all_rows = s.row_ranks > 1 ? N * s.C * sizeof(T) : 0;
+
+    // The norm and the head have rows of their own; embedding and blocks gather rows over tp.
+    ScratchTable table;
+    if (layer < 0) {
+        table.add(ScratchKind::NORM_SUMS, norm_chunks(model) * sizeof(double));
+    } else if (layer == model.head()) {
+        table.add(ScratchKind::WORKSPACE, head_workspace<T>(p, s, where));
+        table.add(ScratchKind::HEAD, head_bytes<T>(p, s));
+    } else {
+        size_t workspace = layer == 0 ? embedding_scratch_bytes(N, where)
+                                      : block_workspace<T>(p, model, s, layer, where);
+        table.add(ScratchKind::WORKSPACE, workspace);
+        table.add(ScratchKind::ALL_ROWS, all_rows);
+    }
+    return table;
+}
+
+// ----------------------------------------------------------------------------
+// every datum
+
+// RoPE's table (P, HS/2, 2), or ALiBi's slopes (NH).
+template <typename T>
+size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
+    size_t positions = std::max(p.T, p.cache);
+    switch (s.position) {
+    case Position::ROPE: return round_up(positions * s.HS * sizeof(acc_t<T>), ARENA_ALIGN);
+    case Position::ALIBI: return model.shape.NH * sizeof(float);
+    default: return 0;
+    }
+}
+
+// The rows of the activation table that lie in a group.
+template <typename T, typename S>
+size_t activation_bytes(const Plan& p, const Shape& s, Kind group, S where) {
+    size_t bytes = 0;
+    for (const Activation& row : activation_table<T>(s, p.rows(), where))
+        if (activation_group(row.keep, row.last, p.recompute) == group)
+            bytes += round_up(row.bytes, ARENA_ALIGN);
+    return bytes;
+}
+
+// Bytes of a datum on this rank under a plan. 0: the plan has nothing of that kind.
+template <typename T, typename S>
+size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
+    typedef acc_t<T> A;
+    const Shape s = rank_shape(p, model);
+    size_t N = p.rows(), elements = of_bucket(d.kind) ? kept_elements(p.layout, model, d) : 0;
+    switch (d.kind) {
+    // Buckets. Gradients and moments are in acc; a master only where weights are narrower.
+    case Kind::WEIGHT:
+    case Kind::GATHERED: return elements * sizeof(T);
+    case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * sizeof(float) : 0;
+    case Kind::STATE:
+    case Kind::GRAD:
+    case Kind::PARTIAL:
+    case Kind::GRAD_TIED: return elements * sizeof(A);
+
+    // Single values and tables that last.
+    case Kind::SCALE: return sizeof(StepScale);
+    case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
+    case Kind::CACHE: return p.cache * 2 * s.NKV * s.HS * sizeof(T);
+
+    // A step's input: tokens, targets, positions, doc_start; generation adds the cache's rows.
+    case Kind::VALID: return 0; // a number of the trainer's
+    case Kind::TOKENS: return (4 * N + p.cache) * sizeof(int);
+
+    // The residual stream, whose rows sequence parallelism shares out, and the head's results.
+    case Kind::STREAM:
+    case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
+    case Kind::LOSS: // evaluation keeps three numbers of each row behind the sum
+        return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(double);
+    case Kind::LOGITS: return s.Vp() * sizeof(T);
+
+    // A layer's own memory: scratch, and the six groups of its activations.
+    case Kind::SCRATCH: return scratch_table<T>(p, model, d.of, where).bytes;
+    case Kind::KEPT_B:
+    case Kind::KEPT_W:
+    case Kind::REDO_B:
+    case Kind::REDO_W:
+    case Kind::GRADIENT_B:
+    case Kind::GRADIENT_W: return activation_bytes<T>(p, s, d.kind, where);
+    }
+    return 0;
+}
+
+} // namespace llmc

@@ -1,0 +1,76 @@
+// text.h - one text from several parts, and texts of files as messages show them
+//   concat("rank ", 3, " of ", name) is "rank 3 of ...". A part is anything that a stream prints:
+//   text, characters, whole numbers, and fractions with six digits.
+//   printable() and in_quotes() show what a file holds. A terminal obeys escape sequences, so no
+//   control character reaches it: it is shown as \x1b is here.
+//   To copy: this file.
+#pragma once
+#include <sstream>
+#include <string>
+#include <string_view>
+
+namespace llmc {
+
+// Made for messages and names: a stream for each call is too slow for inner loops.
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    return text.str();
+}
+
+// The length of the UTF-8 character that a text (not empty) begins with; 0: it begins with none.
+// There are no overlong forms, no surrogates, nothing above U+10FFFF (RFC 3629).
+inline size_t utf8_length(std::string_view text) {
+    unsigned char c = (unsigned char)text[0];
+    if (c < 0x80) return 1;
+    size_t n = c < 0xc2 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 0;
+    if (n > text.size()) return 0;
+
+    // The second byte's range depends on the first; the others go from 0x80 to 0xbf.
+    unsigned char low = c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80;
+    unsigned char high = c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
+    for (size_t i = 1; i < n; i++) {
+        if ((unsigned char)text[i] < low || (unsigned char)text[i] > high)
+            return 0;
+        low = 0x80;
+        high = 0xbf;
+    }
+    return n;
+}
+
+// A text as a message shows it, on one line: control characters and bytes that are no UTF-8 become
+// \n, \t or \x1b.
+inline std::string printable(std::string_view text) {
+    std::string shown;
+    for (size_t at = 0, n; at < text.size(); at += n) {
+        // U+0080 to U+009F are control characters too: "\xc2\x9b" begins a sequence as ESC [ does.
+        unsigned char c = (unsigned char)text[at];
+        n = utf8_length(text.substr(at));
+        bool control = c < 0x20 || c == 0x7f || n == 0 ||
+                       (c == 0xc2 && (unsigned char)text[at + 1] < 0xa0);
+        if (!control) {
+            shown += text.substr(at, n);
+            continue;
+        }
+
+        // Show it byte by byte; the second byte of such a character comes next, and is none itself.
+        char hex[8];
+        snprintf(hex, sizeof(hex), "\\x%02x", c);
+        shown += c == '\n' ? "\\n" : c == '\t' ? "\\t" : hex;
+        n = 1;
+    }
+    return shown;
+}
+
+// The beginning of a text in quotes.
+inline std::string in_quotes(std::string_view text) {
+    // A reader shall recognise it, not read it whole.
+    const size_t most = 80;
+    std::string quoted = "\"";
+    for (char c : text.substr(0, most))
+        quoted += c == '"' || c == '\\' ? std::string("\\") + c : std::string(1, c);
+    return printable(quoted) + "\"" + (text.size() > most ? "..." : "");
+}
+
+} // namespace llmc

@@ -1,0 +1,473 @@
+// copycheck.cu - a stranger's project: names of its own, one copied file, and calls of its launchers
+//   test/copycheck.sh compiles it for each file with a "To copy" line: -DCOPIED='"gelu.cuh"' -DCOPY_gelu.
+//   nvcc instantiates the calls with float, bf16, __nv_bfloat16 and __half; the emulator runs them,
+//   on the CPU and as kernels; plain g++ runs the CPU's alone. The narrow types must come near
+//   float, within their rounding; __nv_bfloat16 must give bf16's bits.
+#include <cmath>
+#include <cstdio>
+#include <initializer_list>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+// A host project may have these: a CHECK of one argument, and these names, with its own meaning.
+inline int host_checks = 0;
+#define CHECK(x) host_checks += (x) ? 1 : 1000
+enum class Type { HOST = 7 };
+struct Pack {
+    int low, high;
+};
+template <typename X> X load(const X* p) { return *p; }
+template <typename X> void store(X* p, X x) { *p = x; }
+inline int pack(int low, int high) { return low | high << 8; }
+inline int launch(int x) { return x + 1; }
+inline int die(int x) { return x + 2; }
+
+#include COPIED
+
+static void host_still_means_its_own() {
+    int x = 3;
+    store(&x, load(&x) + 1);
+    Pack p = {x, 1};
+    CHECK(x == 4);
+    CHECK(pack(p.low, p.high) == 260);
+    CHECK(int(Type::HOST) == 7);
+    CHECK(launch(1) == 2 && die(1) == 3);
+}
+
+// ----------------------------------------------------------------------------
+// what a call is given, and its results
+
+// Multiples of 1/4 that every type holds exactly; equal for equal seeds.
+template <typename T> std::vector<T> numbers(size_t n, unsigned seed);
+
+// All that the calls of a file wrote, as double, array by array.
+struct Results {
+    std::vector<std::vector<double>> arrays;
+    template <typename X> void add(const std::vector<X>& x);
+};
+
+#if defined(COPY_pipeline)
+
+// Five lines of a planner: schedules, their transfers, their proof.
+static int copied_calls() {
+    using llmc::Pipeline;
+    int failed = 0;
+    for (Pipeline kind : {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::ZERO_BUBBLE}) {
+        std::vector<llmc::Schedule> all = llmc::schedules_of(kind, 4, 1, 8);
+        std::string fault = llmc::check_schedule(all, 4, 1, 8);
+        if (all.size() != 4 || llmc::write_schedule(all).empty() || !fault.empty()) failed++;
+    }
+    return failed;
+}
+
+#elif __has_include("types.h")
+#include "types.h"
+
+template <typename T> std::vector<T> numbers(size_t n, unsigned seed) {
+    std::vector<T> x(n);
+    for (size_t i = 0; i < n; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        x[i] = llmc::from_acc<T>(float(int(seed >> 27) - 16) / 4 + 0.25f);
+    }
+    return x;
+}
+template <typename X> void Results::add(const std::vector<X>& x) {
+    std::vector<double> y;
+    for (X v : x) y.push_back(double(llmc::to_acc(v)));
+    arrays.push_back(y);
+}
+
+#endif
+
+// ----------------------------------------------------------------------------
+// the calls of each file: S is llmc::Cpu or cudaStream_t
+
+[[maybe_unused]] constexpr size_t N = 6, C = 40; // rows, channels
+typedef std::vector<float> Floats;
+
+#if defined(COPY_layernorm)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> x = numbers<T>(N * C, 1), w = numbers<T>(C, 2), b = numbers<T>(C, 3);
+    std::vector<T> out(N * C), dout = numbers<T>(N * C, 4), dx(N * C);
+    Floats mean(N), rstd(N), dw(C), db(C), dj(C), sums(llmc::layernorm_sums(N, C, where));
+    llmc::layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N,
+                            C, 1e-5f, where);
+    llmc::layernorm_backward(dx.data(), sums.data(), x.data(), dout.data(), x.data(), w.data(),
+                             mean.data(), rstd.data(), N, C, where);
+    llmc::column_sums<T>({}, llmc::layernorm_parts<float>(dw.data(), db.data(), dj.data(),
+                                                          sums.data(), N, C, where),
+                         nullptr, false, where);
+    r.add(out);
+    r.add(dx);
+    r.add(dw);
+    r.add(db);
+    r.add(dj);
+}
+
+#elif defined(COPY_rmsnorm)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> x = numbers<T>(N * C, 1), w = numbers<T>(C, 2);
+    std::vector<T> out(N * C), dout = numbers<T>(N * C, 4), dx(N * C);
+    Floats rstd(N), dw(C), sums(llmc::rmsnorm_sums(N, C, where));
+    llmc::rmsnorm_forward(out.data(), rstd.data(), x.data(), w.data(), N, C, 1e-5f, where);
+    llmc::rmsnorm_backward(dx.data(), sums.data(), x.data(), dout.data(), x.data(), w.data(),
+                           rstd.data(), N, C, where);
+    llmc::column_sums<T>({}, {llmc::rmsnorm_parts<float>(dw.data(), sums.data(), N, C, where)},
+                         nullptr, false, where);
+    r.add(out);
+    r.add(dx);
+    r.add(dw);
+}
+
+#elif defined(COPY_gelu)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> x = numbers<T>(N * C, 1), out(N * C), dout = numbers<T>(N * C, 2), dx(N * C);
+    Floats sums(llmc::gelu_sums(N, C, where)), db(C);
+    llmc::gelu_forward(out.data(), x.data(), N * C, where);
+    llmc::gelu_backward(dx.data(), sums.data(), dout.data(), x.data(), N, C, where);
+    llmc::column_sums<T>({}, {llmc::gelu_parts<float>(db.data(), sums.data(), N, C, where)},
+                         nullptr, false, where);
+    r.add(out);
+    r.add(dx);
+    r.add(db);
+}
+
+#elif defined(COPY_column_sums)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> x = numbers<T>(N * C, 1);
+    std::vector<char> scratch(llmc::column_sums_scratch_bytes(N, C, where) + 1);
+    Floats sums(C);
+    llmc::column_sums<T>({{sums.data(), x.data(), N, C}}, {}, scratch.data(), false, where);
+    r.add(sums);
+}
+
+#elif defined(COPY_swiglu)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> gate = numbers<T>(N * C, 1), up = numbers<T>(N * C, 2), out(N * C);
+    std::vector<T> dout = numbers<T>(N * C, 3), dgate(N * C), dup(N * C);
+    llmc::swiglu_forward(out.data(), gate.data(), up.data(), N * C, where);
+    llmc::swiglu_backward(dgate.data(), dup.data(), dout.data(), gate.data(), up.data(), N * C,
+                          where);
+    r.add(out);
+    r.add(dgate);
+    r.add(dup);
+}
+
+#elif defined(COPY_rope)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t NH = 5, HS = 8;
+    Floats table(N * HS);
+    llmc::rope_table(table.data(), N, HS, 10000.0, {});
+    std::vector<int> positions = {5, 4, 3, 2, 1, 0};
+    std::vector<T> x = numbers<T>(N * C, 1), dx = numbers<T>(N * C, 2);
+    llmc::rope_forward(x.data(), positions.data(), table.data(), N, NH, HS, C, where);
+    llmc::rope_backward(dx.data(), positions.data(), table.data(), N, NH, HS, C, where);
+    r.add(x);
+    r.add(dx);
+}
+
+#elif defined(COPY_embedding)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t V = 9, P = 7;
+    std::vector<int> tokens = {8, 0, 3, 3, 3, 1}, positions = {0, 1, 2, 3, 4, 6}, starts(N, 0);
+    std::vector<T> wte = numbers<T>(V * C, 1), wpe = numbers<T>(P * C, 2), out(N * C);
+    std::vector<T> dout = numbers<T>(N * C, 3);
+    Floats dwte(V * C), dwpe(P * C);
+    std::vector<int> scratch(llmc::embedding_scratch_bytes(N, where) / sizeof(int) + 1);
+    llmc::embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), wte.data(),
+                            wpe.data(), N, 0, V, C, where);
+    llmc::embedding_backward_weight(dwte.data(), dwpe.data(), dout.data(), tokens.data(),
+                                    positions.data(), starts.data(), scratch.data(), N, 0, V, P, C,
+                                    false, where);
+    r.add(out);
+    r.add(dwte);
+    r.add(dwpe);
+}
+
+#elif defined(COPY_crossentropy)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t V = 37;
+    std::vector<T> logits = numbers<T>(N * C, 1), fused = logits;
+    std::vector<int> targets = {0, 36, -1, 7, 7, 20};
+    Floats row_max(N), sum_exp(N), target(N), losses(N), fused_losses(N);
+
+    // In steps, as a sharded vocabulary needs them;
+    llmc::crossentropy_max(row_max.data(), logits.data(), N, V, C, where);
+    llmc::crossentropy_sum(sum_exp.data(), target.data(), logits.data(), targets.data(),
+                           row_max.data(), N, V, C, 0, where);
+    llmc::crossentropy_max_sum(row_max.data(), sum_exp.data(), target.data(), logits.data(),
+                               targets.data(), N, V, C, where);
+    llmc::crossentropy_loss(losses.data(), row_max.data(), sum_exp.data(), target.data(),
+                            targets.data(), N, where);
+    llmc::crossentropy_backward(logits.data(), targets.data(), row_max.data(), sum_exp.data(), 0.5f,
+                                N, V, C, 0, where);
+    r.add(losses);
+    r.add(logits);
+
+    // and in one call.
+    llmc::crossentropy_forward_backward(fused_losses.data(), fused.data(), targets.data(), 0.5f, N,
+                                        V, C, where);
+    std::vector<double> total(1);
+    llmc::crossentropy_total(total.data(), fused_losses.data(), N, where);
+    r.add(fused_losses);
+    r.add(fused);
+    r.add(Floats{float(total[0])});
+}
+
+#elif defined(COPY_adamw)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t n = N * C;
+    llmc::AdamW h = {0.125f, 0.9f, 0.95f, 1e-8f, 0.1f};
+    std::vector<T> w = numbers<T>(n, 1), rounded = w, plain = w, steps = w;
+    Floats grad = numbers<float>(n, 2), master, m(n), v(n), m2(n), v2(n);
+    for (T x : w) master.push_back(llmc::to_float(x));
+
+    // With masters; without, rounded at random; and plain SGD. None has a StepScale.
+    for (h.step = 1; h.step <= 2; h.step++)
+        llmc::adamw_update(w.data(), master.data(), grad.data(), m.data(), v.data(), n, h, nullptr,
+                           where);
+    h.stochastic = true;
+    h.step = 1;
+    llmc::adamw_update(rounded.data(), nullptr, grad.data(), m2.data(), v2.data(), n, h, nullptr,
+                       where);
+    llmc::sgd_update(plain.data(), nullptr, grad.data(), n, 0.125f, 0.1f, nullptr, where);
+    r.add(w);
+    r.add(rounded);
+    r.add(plain);
+
+    // Rounded at random, small steps are not lost: some weights have moved, not all.
+    llmc::AdamW tiny = {1e-5f, 0.9f, 0.95f, 1e-8f, 0};
+    tiny.stochastic = true;
+    Floats m3(n), v3(n);
+    llmc::adamw_update(steps.data(), nullptr, grad.data(), m3.data(), v3.data(), n, tiny, nullptr,
+                       where);
+    std::vector<T> before = numbers<T>(n, 1);
+    size_t moved = 0;
+    for (size_t i = 0; i < n; i++) moved += llmc::to_float(steps[i]) != llmc::to_float(before[i]);
+    r.add(Floats{moved > 0 ? 1.0f : 0.0f});
+}
+
+#elif defined(COPY_grad_norm)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t n = 5000;
+    Floats grad = numbers<float>(n, 1), other = numbers<float>(n, 2);
+    std::vector<double> sums(llmc::ceil_div(n, llmc::GRAD_NORM_CHUNK));
+    llmc::StepScale scale = {};
+    llmc::add_gradients(grad.data(), other.data(), n, where);
+    llmc::grad_squares(sums.data(), grad.data(), n, where);
+    llmc::grad_norm_finish(&scale, sums.data(), sums.size(), 1.0f, where);
+    r.add(Floats{float(scale.norm), scale.scale, float(scale.finite), float(scale.step)});
+}
+
+#elif defined(COPY_matmul)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t K = 24;
+    std::vector<T> a = numbers<T>(N * K, 1), b = numbers<T>(K * C, 2), bias = numbers<T>(C, 3);
+    std::vector<T> residual = numbers<T>(N * C, 4), out(N * C);
+    Floats sums(N * C);
+    llmc::Product p = {N, C, K, {K, 1}, {C, 1}, C};
+    std::vector<char> scratch(size_t(64) << 20);
+    llmc::Blas blas;
+    llmc::blas_scratch(blas, scratch.data(), scratch.size());
+    const T* no_bias = nullptr;
+    const float* no_residual = nullptr;
+    llmc::matmul(out.data(), a.data(), b.data(), bias.data(), residual.data(), p, blas, where);
+    llmc::matmul(sums.data(), a.data(), b.data(), no_bias, no_residual, p, blas, where);
+    r.add(out);
+    r.add(sums);
+}
+
+#elif defined(COPY_linear)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t IC = 24;
+    std::vector<T> x = numbers<T>(N * IC, 1), w = numbers<T>(C * IC, 2), b = numbers<T>(C, 3);
+    std::vector<T> dout = numbers<T>(N * C, 4), out(N * C), dx(N * IC);
+    Floats dw(C * IC), db(C);
+    llmc::Weight weight = {w.data(), llmc::type_of<T>(), C, IC, dw.data(), nullptr};
+    llmc::Weight bias = {b.data(), llmc::type_of<T>(), C, 1, db.data(), nullptr};
+    std::vector<char> scratch(llmc::linear_scratch_bytes<T>(N, C, IC, where));
+    llmc::Blas blas;
+    llmc::blas_scratch(blas, scratch.data(), scratch.size());
+    const T* no_residual = nullptr;
+    llmc::linear_forward(out.data(), x.data(), weight, &bias, no_residual, N, blas, where);
+    llmc::linear_backward_input(dx.data(), dout.data(), weight, N, false, blas, where);
+    llmc::linear_backward_weight(weight, &bias, dout.data(), x.data(), N, false, blas, where);
+    r.add(out);
+    r.add(dx);
+    r.add(dw);
+    r.add(db);
+}
+
+#elif defined(COPY_attention_merge)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t NH = 5, HS = 8; // N rows of C channels
+    Floats out = numbers<float>(N * C, 1), lse = numbers<float>(NH * N, 2);
+    std::vector<T> part = numbers<T>(N * C, 3);
+    Floats part_lse = numbers<float>(NH * N, 4);
+    llmc::attention_merge(out.data(), lse.data(), part.data(), part_lse.data(), 1, N, NH, HS,
+                          where);
+    r.add(out);
+    r.add(lse);
+}
+
+#elif defined(COPY_attention) || defined(COPY_attention_cpu) || defined(COPY_attention_tiled) || \
+    defined(COPY_attention_sm80) || defined(COPY_attention_sm90)
+#define HAS_CALLS
+
+// Two heads of queries on one of keys; every query sees the keys up to its own.
+template <typename T> struct Sequence {
+    static constexpr size_t L = 33, NH = 2, HS = 64;
+    std::vector<T> q = numbers<T>(L * NH * HS, 1), k = numbers<T>(L * HS, 2);
+    std::vector<T> v = numbers<T>(L * HS, 3), dout = numbers<T>(L * NH * HS, 4);
+    std::vector<T> out = std::vector<T>(L * NH * HS), dq = out;
+    std::vector<T> dk = std::vector<T>(L * HS), dv = dk;
+    Floats lse = Floats(NH * L);
+    std::vector<int> positions, starts = std::vector<int>(L, 0);
+    std::vector<char> scratch = std::vector<char>(size_t(4) << 20);
+    llmc::AttentionOperands<T> x;
+    Sequence() {
+        for (size_t i = 0; i < L; i++) positions.push_back(int(i));
+        x.q = q.data();
+        x.k = k.data();
+        x.v = v.data();
+        x.dout = dout.data();
+        x.q_positions = positions.data();
+        x.k_positions = positions.data();
+        x.doc_start = starts.data();
+        x.d = {1, L, L, NH, 1, HS, NH * HS, HS};
+        x.scale = 1.0f / 64;
+    }
+    void give(Results& r) const {
+        r.add(out);
+        r.add(lse);
+        r.add(dq);
+        r.add(dk);
+        r.add(dv);
+    }
+};
+
+#if defined(COPY_attention_cpu)
+template <typename T, typename S> void calls(Results& r, S) {
+    if constexpr (!std::is_same_v<S, llmc::Cpu>) return;
+    Sequence<T> s;
+    llmc::attention_forward_reference(s.out.data(), s.lse.data(), s.x);
+    llmc::attention_backward_reference(s.dq.data(), s.dk.data(), s.dv.data(), s.out.data(),
+                                       s.lse.data(), s.x);
+    s.give(r);
+}
+
+#elif defined(COPY_attention_tiled)
+template <typename T, typename S> void calls(Results& r, S where) {
+    if constexpr (std::is_same_v<S, llmc::Cpu>) {
+        Sequence<T> s;
+        llmc::Blas blas;
+        llmc::blas_scratch(blas, s.scratch.data(), s.scratch.size());
+        llmc::attention_forward(s.out.data(), s.lse.data(), s.x, blas, where);
+        llmc::attention_backward(s.dq.data(), s.dk.data(), s.dv.data(), s.out.data(), s.lse.data(),
+                                 s.x, blas, where);
+        s.give(r);
+    }
+}
+
+#elif !LLMC_KERNELS
+template <typename T, typename S> void calls(Results&, S) {}
+
+#else
+// Kernels alone: each file's own launchers; those for tensor cores take 16-bit types only.
+#if defined(COPY_attention)
+#define ATTENTION(direction) llmc::attention_##direction
+#define TAKES(T) true
+#elif defined(COPY_attention_sm80)
+#define ATTENTION(direction) llmc::attention_mma_##direction
+#define TAKES(T) sizeof(T) == 2
+#else
+#define ATTENTION(direction) llmc::attention_hopper_##direction
+#define TAKES(T) sizeof(T) == 2
+#endif
+template <typename T, typename S> void calls(Results& r, S where) {
+    if constexpr (!std::is_same_v<S, llmc::Cpu> && TAKES(T)) {
+        Sequence<T> s;
+        ATTENTION(forward)(s.out.data(), s.lse.data(), s.x, s.scratch.data(), where);
+        ATTENTION(backward)(s.dq.data(), s.dk.data(), s.dv.data(), s.out.data(), s.lse.data(), s.x,
+                            s.scratch.data(), where);
+        s.give(r);
+    }
+}
+#endif
+#endif
+
+// ----------------------------------------------------------------------------
+// comparing
+
+#if defined(HAS_CALLS)
+
+template <typename T, typename S> Results run(S where) {
+    Results r;
+    calls<T>(r, where);
+    return r;
+}
+
+// Differences in units of each array's largest number; returns how many arrays are off.
+static int compare(const char* what, const Results& got, const Results& want, double allowed) {
+    int failed = 0;
+    if (got.arrays.empty() || want.arrays.empty()) return 0; // a file of one of the two
+    for (size_t k = 0; k < want.arrays.size(); k++) {
+        double most = 1e-30, worst = 0;
+        for (double x : want.arrays[k]) most = std::fmax(most, std::fabs(x));
+        for (size_t i = 0; i < want.arrays[k].size(); i++) {
+            double error = std::fabs(got.arrays[k][i] - want.arrays[k][i]) / most;
+            if (!(error <= worst)) worst = error;
+        }
+        if (worst <= allowed) continue;
+        printf("%s: array %zu is off by %.2g, %.2g allowed\n", what, k, worst, allowed);
+        failed++;
+    }
+    return failed;
+}
+
+// A few roundings are allowed: to bf16, of 8 significant bits, and to fp16, of 11.
+template <typename S> int compare_types(S where) {
+    Results f = run<float>(where), b = run<llmc::bf16>(where), h = run<llmc::fp16>(where);
+    int failed = compare("bf16", b, f, 4.0 / 256) + compare("fp16", h, f, 4.0 / 2048);
+#if defined(__CUDA_BF16_H__)
+    failed += compare("__nv_bfloat16, bf16", run<__nv_bfloat16>(where), b, 0);
+    failed += compare("__half, fp16", run<__half>(where), h, 0);
+#endif
+    printf("%zu arrays compared\n", b.arrays.size());
+    return failed;
+}
+
+static int copied_calls() {
+    int failed = compare_types(llmc::Cpu{});
+#if LLMC_KERNELS
+    cudaStream_t stream = {};
+    failed += compare_types(stream);
+    failed += compare("kernels, CPU", run<float>(stream), run<float>(llmc::Cpu{}), 1e-5);
+#endif
+    return failed;
+}
+
+#elif !defined(COPY_pipeline)
+static int copied_calls() { return 0; } // a file without launchers of its own
+#endif
+
+int main() {
+    host_still_means_its_own();
+    int failed = copied_calls() + (host_checks != 4);
+    printf("%s: %s\n", COPIED, failed ? "FAIL" : "right");
+    return failed > 0;
+}

@@ -1,0 +1,776 @@
+// emulator.h - CUDA kernels on the CPU: the threads of a block are fibers of one OS thread
+//   The kernels' own source is compiled by g++ with -DEMULATE; llmc/memory.h includes this file in
+//   place of the CUDA headers. What it finds, each shown by a planted bug in test_emulator.cpp:
+//     a race or a missing barrier   results differ between thread orders (forward, reverse,
+//                                   shuffled); with -fsanitize=thread the kernel's line
+//     a divergent barrier           __syncthreads from two places; a deadlock: who waits where
+//     an early return               before a barrier, or in a shuffle's mask
+//     a wrong shuffle               lanes outside the mask, or read from outside it
+//     out of bounds                 with -fsanitize=address, shared arrays included
+//     memory nobody wrote           shared memory is NaN when a block starts
+//   A fiber runs until it waits: at a barrier for the block, at a shuffle for the lanes in its
+//   mask. All state is per OS thread, so rank threads may launch at the same time. Kernels of a
+//   stream run when they are launched. Under ThreadSanitizer a fiber is a thread of its own and only
+//   barriers and atomics order fibers: shuffles exchange registers and order no memory.
+//   What it cannot show: weak memory order, bank conflicts, register pressure, time.
+#pragma once
+#include <sys/mman.h>
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <source_location>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#define EMULATOR_ASAN(x) x
+#else
+#define EMULATOR_ASAN(x)
+#endif
+
+#if defined(__SANITIZE_THREAD__)
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags); // flags 1: the switch orders nothing
+void __tsan_acquire(void* object);
+void __tsan_release(void* object);
+void __tsan_read_range(void* from, unsigned long bytes);
+void __tsan_write_range(void* to, unsigned long bytes);
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+#define EMULATOR_TSAN(x) x
+#else
+#define EMULATOR_TSAN(x)
+#endif
+#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline)) // by ThreadSanitizer
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct uint3 {
+    unsigned x, y, z;
+};
+
+namespace emulator {
+
+typedef std::source_location Site;
+
+// ----------------------------------------------------------------------------
+// settings and errors
+
+enum class Order { FORWARD, REVERSE, SHUFFLED };
+
+struct Settings {
+    Order order = Order::FORWARD; // in which threads of a block, and blocks of a grid, take turns
+    uint64_t seed = 1;            // of SHUFFLED
+    bool latest =
+        false; // asynchronous copies and products happen at their wait, else at their issue
+};
+inline thread_local Settings settings;
+
+// How often this thread has launched each kernel, by address; products and memory sets count too.
+inline thread_local std::map<const void*, size_t> launches;
+template <typename F> void note_launch(F* kernel) {
+    launches[reinterpret_cast<const void*>(kernel)]++;
+}
+
+inline std::mutex messages_lock;
+inline std::vector<std::string> messages; // what was found wrong since take_messages()
+
+inline std::vector<std::string> take_messages() {
+    std::lock_guard<std::mutex> lock(messages_lock);
+    return std::move(messages);
+}
+
+// ----------------------------------------------------------------------------
+// fibers
+
+constexpr size_t STACK_BYTES = size_t(256) << 10, PAGE = 4096;
+
+// What a fiber of a sanitized build needs beside its stack; made once, used by many blocks.
+struct Worker {
+    unsigned char* stack = nullptr;
+    void* tsan = nullptr;
+    void* fake_stack = nullptr;
+};
+
+struct Block;
+
+enum class State { READY, WAITS, RETURNED };
+
+struct Fiber {
+    void* sp = nullptr;
+    Worker* worker = nullptr;
+    Block* block = nullptr;
+    State state = State::READY;
+    uint3 thread = {0, 0, 0};
+    unsigned index = 0; // in its block
+    // while it waits: for what, where, and whether it still has to
+    const char* what = "";
+    Site site;
+    bool (*pending)(void*) = nullptr;
+    void* pending_arg = nullptr;
+    // while it waits for the lanes of a warp operation
+    unsigned mask = 0;
+    const void* in = nullptr;
+    void* out = nullptr;
+    bool in_operation = false;
+    // asynchronous operations of this thread: copies (emulator_warp.h), stores and products
+    // (emulator_hopper.h)
+    std::shared_ptr<void> async, stores, products;
+    void (*at_return)(Fiber&) = nullptr;
+};
+
+// Arrivals at one of a block's 16 barriers. Two objects for ThreadSanitizer, by turns: a thread
+// that is already at the next barrier must not seem ordered before one that has not left this one.
+struct Barrier {
+    unsigned arrived = 0, expected = 0;
+    uint64_t generation = 0;
+    Site site;
+    char order[2];
+};
+
+struct SharedArray {
+    const char* file;
+    unsigned line;
+    size_t offset, bytes;
+};
+
+constexpr size_t STATIC_SHARED_BYTES = size_t(48) << 10; // CUDA's limit for declared arrays
+constexpr size_t ARENA_BYTES = size_t(384) << 10;        // room for the gaps between arrays
+
+// The GPU that launchers meet: the one with the least shared memory, so that what runs here runs on
+// all. Tests of Hopper's kernels set theirs.
+struct Gpu {
+    int major, minor;
+    size_t block_shared_bytes; // declared and dynamic
+};
+constexpr Gpu AMPERE = {8, 6, size_t(99) << 10}, HOPPER = {9, 0, size_t(227) << 10};
+inline Gpu gpu = AMPERE;
+
+struct Block {
+    uint3 index = {0, 0, 0};
+    std::vector<Fiber> fibers;
+    unsigned returned = 0;
+    Barrier barriers[16];
+    char warp_order[32][2]; // for ThreadSanitizer, as in Barrier
+    uint64_t warp_generation[32] = {};
+    unsigned char* arena = nullptr; // shared memory, 1024-byte aligned
+    void* arena_start = nullptr;
+    size_t arena_used = 0, static_bytes = 0, dynamic_bytes = 0;
+    std::vector<SharedArray> arrays;
+    // emulator_hopper.h
+    std::map<const void*, std::shared_ptr<void>> objects; // mbarriers, by address
+    std::vector<unsigned char> async_view;                // shared memory, as that proxy sees it
+    std::vector<uint64_t> wgmma_log[8];                   // of each warpgroup
+    bool registers_set = false;
+    int free_registers = 0;
+    unsigned registers[32] = {}; // of each warp's threads
+    void (*at_end)(Block&) = nullptr;
+};
+
+struct Machine {
+    dim3 grid, block;
+    void (*body)(void*) = nullptr;
+    void* body_arg = nullptr;
+    Fiber* running = nullptr;
+    void* main_sp = nullptr;
+    void* main_tsan = nullptr;
+    void* main_fake_stack = nullptr;
+    const void* main_stack = nullptr;
+    size_t main_stack_bytes = 0;
+    std::vector<std::vector<Worker>> workers; // one set for each block that is resident
+    uint64_t random = 1;
+    std::vector<std::function<void()>> late; // writes that nothing waits for but the launch's end
+    char launched, done;                     // objects for ThreadSanitizer
+};
+inline thread_local Machine machine;
+
+// Inside, ThreadSanitizer looks away: the emulator's own state is no part of the kernel.
+struct Unseen {
+    Unseen() { EMULATOR_TSAN(AnnotateIgnoreReadsBegin("", 0); AnnotateIgnoreWritesBegin("", 0);) }
+    ~Unseen() { EMULATOR_TSAN(AnnotateIgnoreWritesEnd("", 0); AnnotateIgnoreReadsEnd("", 0);) }
+};
+
+EMULATOR_UNSEEN inline Fiber& self() { return *machine.running; }
+EMULATOR_UNSEEN inline uint3 thread_index() { return machine.running->thread; }
+EMULATOR_UNSEEN inline uint3 block_index() { return machine.running->block->index; }
+EMULATOR_UNSEEN inline unsigned thread_number() { return machine.running->index; }
+EMULATOR_UNSEEN inline dim3 block_size() { return machine.block; }
+EMULATOR_UNSEEN inline dim3 grid_size() { return machine.grid; }
+
+inline std::string where(const Site& s) {
+    const char* name = strrchr(s.file_name(), '/');
+    return std::string(name ? name + 1 : s.file_name()) + ":" + std::to_string(s.line());
+}
+
+inline void error(const Site& site, const char* format, ...) {
+    Unseen unseen;
+    char text[1024];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text, sizeof(text), format, list);
+    va_end(list);
+    std::string line = where(site) + ": ";
+    if (machine.running) {
+        const Fiber& f = *machine.running;
+        char place[128];
+        snprintf(place, sizeof(place), "block (%u,%u,%u) thread %u: ", f.block->index.x,
+                 f.block->index.y, f.block->index.z, f.index);
+        line += place;
+    }
+    std::lock_guard<std::mutex> lock(messages_lock);
+    if (messages.size() < 20) messages.push_back(line + text);
+}
+
+#if defined(__x86_64__)
+extern "C" void emulator_switch(void** save_sp, void* load_sp);
+asm(R"(.text
+.weak emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+.size emulator_switch, .-emulator_switch
+)");
+#else
+#error "the emulator's fiber switch is written for x86-64; add one for this machine here"
+#endif
+
+EMULATOR_UNSEEN inline void to_main() {
+    Fiber& f = *machine.running;
+    EMULATOR_ASAN(__sanitizer_start_switch_fiber(&f.worker->fake_stack, machine.main_stack,
+                                                 machine.main_stack_bytes);)
+    EMULATOR_TSAN(__tsan_switch_to_fiber(machine.main_tsan, 1);)
+    emulator_switch(&f.sp, machine.main_sp);
+    EMULATOR_ASAN(__sanitizer_finish_switch_fiber(f.worker->fake_stack, &machine.main_stack,
+                                                  &machine.main_stack_bytes);)
+}
+
+EMULATOR_UNSEEN inline void to_fiber(Fiber& f) {
+    machine.running = &f;
+    EMULATOR_ASAN(__sanitizer_start_switch_fiber(&machine.main_fake_stack, f.worker->stack + PAGE,
+                                                 STACK_BYTES - PAGE);)
+    EMULATOR_TSAN(__tsan_switch_to_fiber(f.worker->tsan, 1);)
+    emulator_switch(&machine.main_sp, f.sp);
+    EMULATOR_ASAN(__sanitizer_finish_switch_fiber(machine.main_fake_stack, nullptr, nullptr);)
+    machine.running = nullptr;
+}
+
+EMULATOR_UNSEEN inline void fiber_entry() {
+    EMULATOR_ASAN(
+        __sanitizer_finish_switch_fiber(nullptr, &machine.main_stack, &machine.main_stack_bytes);)
+    EMULATOR_TSAN(__tsan_acquire(&machine.launched);)
+    machine.body(machine.body_arg);
+    if (machine.running->at_return) machine.running->at_return(*machine.running);
+    EMULATOR_TSAN(__tsan_release(&machine.done);)
+    machine.running->state = State::RETURNED;
+    machine.running->block->returned++;
+    to_main();
+    abort(); // nobody resumes a thread that has returned
+}
+
+// The running fiber waits while pending() is true; others run meanwhile.
+template <typename F> void wait_while(F pending, const char* what, const Site& site) {
+    Unseen unseen;
+    if (!pending()) return;
+    Fiber& f = self();
+    f.what = what, f.site = site;
+    f.pending = [](void* p) { return (*static_cast<F*>(p))(); };
+    f.pending_arg = &pending;
+    f.state = State::WAITS;
+    to_main();
+}
+
+// ----------------------------------------------------------------------------
+// barriers
+
+inline void barrier_arrive(Barrier& b, unsigned expected, const Site& site) {
+    if (b.arrived == 0) b.expected = expected, b.site = site;
+    if (b.expected != expected)
+        error(site, "barrier for %u threads, but %s said %u", expected, where(b.site).c_str(),
+              b.expected);
+    EMULATOR_TSAN(__tsan_release(&b.order[b.generation & 1]);)
+    if (++b.arrived == b.expected) b.arrived = 0, b.generation++;
+}
+
+inline void barrier_sync(Barrier& b, unsigned expected, const char* what, const Site& site) {
+    Unseen unseen;
+    uint64_t mine = b.generation;
+    barrier_arrive(b, expected, site);
+    wait_while([&b, mine] { return b.generation == mine; }, what, site);
+    EMULATOR_TSAN(__tsan_acquire(&b.order[mine & 1]);)
+}
+
+inline void syncthreads(const Site& site) {
+    Unseen unseen;
+    Block& block = *self().block;
+    Barrier& b = block.barriers[0];
+    if (b.arrived > 0 && (b.site.line() != site.line() || b.site.file_name() != site.file_name()))
+        error(site, "a divergent barrier: other threads of the block wait at %s",
+              where(b.site).c_str());
+    if (block.returned)
+        error(site, "__syncthreads after %u threads of the block have returned", block.returned);
+    barrier_sync(b, unsigned(block.fibers.size()), "__syncthreads", site);
+}
+
+// bar.sync and bar.arrive on barriers 1 to 15, of `threads` threads
+inline Barrier& named_barrier(int id, int threads, const Site& site) {
+    Block& block = *self().block;
+    if (id < 1 || id > 15 || threads % 32 || threads > int(block.fibers.size()))
+        error(site, "named barrier %d of %d threads: ids are 1 to 15, threads a multiple of 32", id,
+              threads);
+    return block.barriers[id & 15];
+}
+
+// ----------------------------------------------------------------------------
+// warp operations: each lane brings `in` and gets f(lane, ins), once all of the mask are there
+
+template <typename In> struct Lanes {
+    const Fiber* warp;
+    unsigned mask;
+    Site site;
+    const In& operator[](unsigned lane) const {
+        if (lane > 31 || !(mask >> lane & 1)) {
+            error(site, "lane %u is read, but is not in the mask %08x", lane, mask);
+            return *static_cast<const In*>(warp[__builtin_ctz(mask)].in);
+        }
+        return *static_cast<const In*>(warp[lane].in);
+    }
+};
+
+template <typename In, typename F>
+auto warp_operation(unsigned mask, const char* what, const In& in, F f, const Site& site) {
+    typedef decltype(f(0u, std::declval<Lanes<In>>())) Out;
+    Unseen unseen;
+    Fiber& me = self();
+    Block& block = *me.block;
+    unsigned lane = me.index % 32;
+    Fiber* warp = &block.fibers[me.index - lane];
+    unsigned present = std::min<unsigned>(32, unsigned(block.fibers.size()) - (me.index - lane));
+    Out out{};
+    if (!(mask >> lane & 1)) {
+        error(site, "lane %u calls %s with mask %08x, which it is not in", lane, what, mask);
+        return out;
+    }
+    me.mask = mask, me.in = &in, me.out = &out, me.in_operation = true, me.what = what,
+    me.site = site;
+    bool complete = true;
+    unsigned there = 0;
+    for (unsigned l = 0; l < 32; l++) {
+        if (!(mask >> l & 1)) continue;
+        if (l >= present || warp[l].state == State::RETURNED) {
+            error(site, "%s: lane %u is in the mask %08x but has returned", what, l, mask);
+            continue;
+        }
+        if (!warp[l].in_operation) {
+            complete = false;
+            continue;
+        }
+        if (warp[l].mask != mask || strcmp(warp[l].what, what) != 0 ||
+            warp[l].site.line() != site.line()) {
+            error(site, "%s: lane %u is in %s at %s with mask %08x", what, l, warp[l].what,
+                  where(warp[l].site).c_str(), warp[l].mask);
+            complete = false;
+            continue;
+        }
+        there |= 1u << l;
+    }
+    if (complete) {
+        Lanes<In> lanes = {warp, there, site};
+        for (unsigned l = 0; l < 32; l++)
+            if (there >> l & 1) *static_cast<Out*>(warp[l].out) = f(l, lanes);
+        for (unsigned l = 0; l < 32; l++)
+            if (there >> l & 1) warp[l].in_operation = false;
+    }
+    wait_while([&me] { return me.in_operation; }, what, site);
+    return out;
+}
+
+inline void syncwarp(unsigned mask, const Site& site) {
+    Block& block = *self().block;
+    unsigned warp = self().index / 32;
+    uint64_t generation;
+    {
+        Unseen unseen;
+        generation = block.warp_generation[warp];
+    }
+    (void)generation;
+    EMULATOR_TSAN(__tsan_release(&block.warp_order[warp][generation & 1]);)
+    warp_operation(
+        mask, "__syncwarp", 0,
+        [&](unsigned lane, const Lanes<int>&) {
+            if (lane == unsigned(__builtin_ctz(mask))) block.warp_generation[warp]++;
+            return 0;
+        },
+        site);
+    EMULATOR_TSAN(__tsan_acquire(&block.warp_order[warp][generation & 1]);)
+}
+
+// ----------------------------------------------------------------------------
+// shared memory: one arena a block, NaN when it starts; gaps between arrays for AddressSanitizer
+
+inline void* take_shared(Block& b, size_t bytes, size_t align) {
+    size_t at = (b.arena_used + align - 1) / align * align;
+    if (at + bytes + 128 > ARENA_BYTES) {
+        error(Site::current(), "%zu bytes of shared memory are more than a block has", bytes);
+        at = 0;
+    }
+    b.arena_used = at + bytes + 128;
+    EMULATOR_ASAN(__asan_unpoison_memory_region(b.arena + at, bytes);)
+    return b.arena + at;
+}
+
+template <typename T> T* shared_array(size_t count, const Site& site) {
+    Unseen unseen;
+    Block& b = *self().block;
+    for (const SharedArray& a : b.arrays)
+        if (a.line == site.line() && a.file == site.file_name())
+            return reinterpret_cast<T*>(b.arena + a.offset);
+    size_t bytes = count * sizeof(T);
+    unsigned char* p = static_cast<unsigned char*>(take_shared(b, bytes, 128));
+    b.static_bytes += bytes;
+    if (b.static_bytes > STATIC_SHARED_BYTES)
+        error(site, "%zu bytes of declared shared memory: CUDA allows 48 KiB, the rest is dynamic",
+              b.static_bytes);
+    if (b.static_bytes + b.dynamic_bytes > gpu.block_shared_bytes)
+        error(site, "%zu bytes of shared memory: a block has %zu",
+              b.static_bytes + b.dynamic_bytes, gpu.block_shared_bytes);
+    b.arrays.push_back({site.file_name(), site.line(), size_t(p - b.arena), bytes});
+    return reinterpret_cast<T*>(p);
+}
+
+EMULATOR_UNSEEN inline unsigned char* dynamic_shared_memory() { return self().block->arena; }
+
+// ----------------------------------------------------------------------------
+// the scheduler
+
+inline uint64_t next_random() {
+    machine.random = machine.random * 6364136223846793005ull + 1442695040888963407ull;
+    return machine.random >> 33;
+}
+
+inline std::vector<unsigned> turns(size_t n) {
+    std::vector<unsigned> order(n);
+    for (size_t i = 0; i < n; i++)
+        order[i] = unsigned(settings.order == Order::REVERSE ? n - 1 - i : i);
+    if (settings.order == Order::SHUFFLED)
+        for (size_t i = n; i > 1; i--) std::swap(order[i - 1], order[next_random() % i]);
+    return order;
+}
+
+inline void start_block(Block& b, size_t number, size_t slot, size_t shared_bytes) {
+    unsigned n = machine.block.x * machine.block.y * machine.block.z;
+    if (machine.workers.size() <= slot) machine.workers.resize(slot + 1);
+    std::vector<Worker>& workers = machine.workers[slot];
+    while (workers.size() < n) {
+        Worker w;
+        void* p = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) perror("emulator: a fiber's stack"), exit(1);
+        mprotect(p, PAGE, PROT_NONE); // an overflow stops here
+        w.stack = static_cast<unsigned char*>(p);
+        EMULATOR_TSAN(w.tsan = __tsan_create_fiber(0);)
+        workers.push_back(w);
+    }
+    b.fibers.assign(n, {});
+    for (unsigned i = 0; i < n; i++) {
+        Fiber& f = b.fibers[i];
+        f.block = &b, f.index = i;
+        f.thread = {i % machine.block.x, i / machine.block.x % machine.block.y,
+                    i / (machine.block.x * machine.block.y)};
+        // a block's thread i is not the next block's thread i for ThreadSanitizer
+        f.worker = &workers[(i + number) % n];
+        EMULATOR_ASAN(__asan_unpoison_memory_region(f.worker->stack + PAGE, STACK_BYTES - PAGE);)
+        void** sp = reinterpret_cast<void**>(f.worker->stack + STACK_BYTES);
+        *--sp = nullptr; // the entry finds its stack aligned as after a call
+        *--sp = reinterpret_cast<void*>(fiber_entry);
+        for (int r = 0; r < 6; r++) *--sp = nullptr;
+        f.sp = sp;
+    }
+    // fresh memory for each block, so that ThreadSanitizer does not see two blocks share it
+    b.arena_start = malloc(ARENA_BYTES + 1024);
+    b.arena = reinterpret_cast<unsigned char*>((uintptr_t(b.arena_start) + 1023) / 1024 * 1024);
+    memset(b.arena, 0xff, ARENA_BYTES);
+    EMULATOR_ASAN(__asan_poison_memory_region(b.arena, ARENA_BYTES);)
+    b.dynamic_bytes = shared_bytes;
+    take_shared(b, shared_bytes, 1024);
+}
+
+inline void end_block(Block& b) {
+    if (b.at_end) b.at_end(b);
+    EMULATOR_ASAN(__asan_unpoison_memory_region(b.arena, ARENA_BYTES);)
+    free(b.arena_start);
+}
+
+// Threads that can go on do so, each until it waits again; false: none could.
+inline bool run_turn(Block& b) {
+    bool any = false;
+    for (unsigned i : turns(b.fibers.size())) {
+        Fiber& f = b.fibers[i];
+        if (f.state == State::WAITS && !f.pending(f.pending_arg)) f.state = State::READY;
+        if (f.state != State::READY) continue;
+        to_fiber(f);
+        any = true;
+    }
+    return any;
+}
+
+inline void report_deadlock(const Block& b) {
+    std::map<std::string, std::vector<unsigned>> places;
+    for (const Fiber& f : b.fibers)
+        places[f.state == State::RETURNED ? std::string("has returned")
+                                          : std::string(f.what) + " at " + where(f.site)]
+            .push_back(f.index);
+    std::string text;
+    for (const auto& [place, threads] : places)
+        text += "; " + std::to_string(threads.size()) + " threads from " +
+                std::to_string(threads[0]) + " on: " + place;
+    error(Site::current(), "deadlock in block (%u,%u,%u)%s", b.index.x, b.index.y, b.index.z,
+          text.c_str());
+}
+
+// Blocks start in order, one at a time; when all resident blocks wait, the next is started beside
+// them. In FORWARD order a block must be able to end with only earlier ones before it, as on a GPU
+// that is full.
+inline void run_blocks(size_t shared_bytes) {
+    dim3 g = machine.grid;
+    size_t count = size_t(g.x) * g.y * g.z, started = 0;
+    std::vector<unsigned> order = turns(count);
+    struct Resident {
+        Block* block;
+        size_t slot;
+    };
+    std::vector<Resident> resident;
+    std::vector<bool> slots;
+    auto start = [&] {
+        size_t slot = 0, number = order[started++];
+        while (slot < slots.size() && slots[slot]) slot++;
+        slots.resize(std::max(slots.size(), slot + 1));
+        slots[slot] = true;
+        Block* b = new Block;
+        b->index = {unsigned(number % g.x), unsigned(number / g.x % g.y),
+                    unsigned(number / (size_t(g.x) * g.y))};
+        start_block(*b, number, slot, shared_bytes);
+        resident.push_back({b, slot});
+    };
+    while (started < count || !resident.empty()) {
+        if (resident.empty()) start();
+        bool any = false;
+        for (size_t r = 0; r < resident.size(); r++) {
+            Block* b = resident[r].block;
+            any |= run_turn(*b);
+            if (b->returned < b->fibers.size()) continue;
+            end_block(*b), delete b;
+            slots[resident[r].slot] = false;
+            resident.erase(resident.begin() + ptrdiff_t(r--));
+            any = true;
+        }
+        if (any) continue;
+        if (started < count && settings.order != Order::FORWARD) {
+            start();
+            continue;
+        }
+        for (Resident& r : resident)
+            report_deadlock(*r.block), end_block(*r.block), delete r.block;
+        return;
+    }
+}
+
+// Copies from the host that a stream was given. They happen as late as they may: before the
+// stream's next work, or when somebody waits. A host that has changed or freed what they read
+// learns of it.
+inline thread_local std::vector<std::function<void()>> given;
+inline void catch_up() {
+    for (auto& copy : given) copy();
+    given.clear();
+}
+
+template <typename F>
+void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
+    catch_up();
+    Unseen unseen;
+    size_t threads = size_t(block.x) * block.y * block.z;
+    if (threads == 0 || threads > 1024 || block.z > 64 || grid.x == 0 || grid.y == 0 ||
+        grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
+        shared_bytes > gpu.block_shared_bytes) {
+        error(Site::current(),
+              "invalid launch: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory",
+              grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes);
+        return;
+    }
+    machine.grid = grid, machine.block = block;
+    machine.random = settings.seed;
+    machine.body = [](void* p) { (*static_cast<F*>(p))(); };
+    machine.body_arg = &kernel;
+    EMULATOR_TSAN(machine.main_tsan = __tsan_get_current_fiber();
+                  __tsan_release(&machine.launched);)
+    run_blocks(shared_bytes);
+    EMULATOR_TSAN(__tsan_acquire(&machine.done);)
+    for (; !machine.late.empty(); machine.late.pop_back()) machine.late.back()();
+}
+
+} // namespace emulator
+
+// ----------------------------------------------------------------------------
+// CUDA's own names
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __restrict__
+#define threadIdx (emulator::thread_index())
+#define blockIdx (emulator::block_index())
+#define blockDim (emulator::block_size())
+#define gridDim (emulator::grid_size())
+
+typedef struct EmulatedStream* cudaStream_t;
+
+using std::max;
+using std::min;
+
+inline void __syncthreads(emulator::Site site = emulator::Site::current()) {
+    emulator::syncthreads(site);
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu,
+                       emulator::Site site = emulator::Site::current()) {
+    emulator::syncwarp(mask, site);
+}
+
+namespace emulator {
+struct Exchange {
+    uint64_t value;
+    unsigned from; // lane to read from; 32: my own
+};
+template <typename T> T shuffle(unsigned mask, const char* what, T x, unsigned from, Site site) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles move 4 or 8 bytes");
+    Exchange in = {0, from};
+    memcpy(&in.value, &x, sizeof(T));
+    uint64_t got = warp_operation(
+        mask, what, in,
+        [](unsigned lane, const Lanes<Exchange>& all) {
+            unsigned from = all[lane].from;
+            return all[from == 32 ? lane : from].value;
+        },
+        site);
+    T y;
+    memcpy(&y, &got, sizeof(T));
+    return y;
+}
+inline unsigned lane_here() { return thread_number() % 32; }
+} // namespace emulator
+
+template <typename T>
+T __shfl_sync(unsigned mask, T x, int from, int width = 32,
+              emulator::Site site = emulator::Site::current()) {
+    unsigned lane = emulator::lane_here(), first = lane / unsigned(width) * unsigned(width);
+    return emulator::shuffle(mask, "__shfl_sync", x, first + unsigned(from) % unsigned(width),
+                             site);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T x, int lane_mask, int width = 32,
+                  emulator::Site site = emulator::Site::current()) {
+    unsigned lane = emulator::lane_here(), from = lane ^ unsigned(lane_mask);
+    bool own = from / unsigned(width) > lane / unsigned(width);
+    return emulator::shuffle(mask, "__shfl_xor_sync", x, own ? 32 : from, site);
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T x, unsigned delta, int width = 32,
+                 emulator::Site site = emulator::Site::current()) {
+    unsigned lane = emulator::lane_here();
+    bool own = lane % unsigned(width) < delta;
+    return emulator::shuffle(mask, "__shfl_up_sync", x, own ? 32 : lane - delta, site);
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T x, unsigned delta, int width = 32,
+                   emulator::Site site = emulator::Site::current()) {
+    unsigned lane = emulator::lane_here();
+    bool own = lane % unsigned(width) + delta >= unsigned(width);
+    return emulator::shuffle(mask, "__shfl_down_sync", x, own ? 32 : lane + delta, site);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate,
+                              emulator::Site site = emulator::Site::current()) {
+    return emulator::warp_operation(
+        mask, "a vote", predicate != 0,
+        [](unsigned, const emulator::Lanes<bool>& all) {
+            unsigned votes = 0;
+            for (unsigned l = 0; l < 32; l++)
+                if (all.mask >> l & 1 && all[l]) votes |= 1u << l;
+            return votes;
+        },
+        site);
+}
+inline int __any_sync(unsigned mask, int predicate,
+                      emulator::Site site = emulator::Site::current()) {
+    return __ballot_sync(mask, predicate, site) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate,
+                      emulator::Site site = emulator::Site::current()) {
+    return __ballot_sync(mask, !predicate, site) == 0;
+}
+
+// Atomics are relaxed, as on the GPU; a fence before and after orders what they guard.
+template <typename T> T atomicAdd(T* p, T x) {
+    if constexpr (std::is_floating_point_v<T>) {
+        std::atomic_ref<T> a(*p);
+        return a.fetch_add(x, std::memory_order_relaxed);
+    } else {
+        return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
+    }
+}
+template <typename T> T atomicMax(T* p, T x) {
+    T old = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (old < x &&
+           !__atomic_compare_exchange_n(p, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return old;
+}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+template <typename T> T __ldg(const T* p) { return *p; }
+template <typename T> T __ldcs(const T* p) { return *p; }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+
+#include "emulator_runtime.h"

@@ -1,0 +1,960 @@
+// test_emulator.cpp - the emulator's own tests: small kernels with a planted bug, and their right twins
+//   test_emulator             every bug must be reported, or show in the result; no right twin may
+//   test_emulator bug NAME    one kernel with its bug, or
+//   test_emulator right NAME  without, in every order: for a sanitizer to look (emulator_bugs.sh);
+//                             NAME "all": all of them
+//   A kernel is a template over whether it has its bug. Known answers of swizzle, descriptors and
+//   fragments are written from the PTX manual's figures, not from the models.
+#include <cinttypes>
+#include <set>
+#include "../../llmc/hopper.cuh"
+
+using namespace llmc;
+
+namespace {
+
+// ----------------------------------------------------------------------------
+// the harness
+
+int passed = 0, failed = 0;
+void verdict(bool good, const std::string& name, const std::string& why = "") {
+    printf("%s %s%s%s\n", good ? "ok" : "FAIL", name.c_str(), why.empty() ? "" : ": ", why.c_str());
+    good ? passed++ : failed++;
+}
+
+constexpr size_t OUTPUTS = 16384;
+typedef std::vector<float> Output;
+typedef void (*Kernel)(float* out);
+
+struct Bug {
+    const char* name;
+    const char* message; // what is reported; null: results differ; "": only a sanitizer sees it
+    unsigned threads, blocks;
+    size_t shared_bytes;
+    Kernel bug, right;
+};
+
+struct Findings {
+    std::vector<std::string> messages;
+    std::set<std::string> results; // bits
+    bool poison = false;           // NaN in a result
+};
+
+// in the three thread orders, asynchronous operations at their earliest and latest
+Findings run_all(Kernel kernel, const Bug& b) {
+    Findings f;
+    for (int order = 0; order < 3; order++)
+        for (bool latest : {false, true}) {
+            emulator::settings = {emulator::Order(order), 7, latest};
+            Output out(OUTPUTS);
+            launch(kernel, b.blocks, b.threads, b.shared_bytes, cudaStream_t{}, out.data());
+            for (const std::string& m : emulator::take_messages()) f.messages.push_back(m);
+            for (float x : out) f.poison |= x != x;
+            f.results.insert(std::string(reinterpret_cast<char*>(out.data()), OUTPUTS * 4));
+        }
+    emulator::settings = {};
+    return f;
+}
+
+void check_right(const Bug& b) {
+    Findings f = run_all(b.right, b);
+    std::string why = !f.messages.empty()     ? f.messages[0]
+                      : f.results.size() != 1 ? std::to_string(f.results.size()) + " results"
+                      : f.poison              ? "NaN in the result"
+                                              : "";
+    verdict(why.empty(), std::string(b.name) + ", right", why);
+}
+void check_bug(const Bug& b) {
+    if (b.message && !*b.message) return; // emulator_bugs.sh
+    Findings f = run_all(b.bug, b);
+    bool found = !b.message && (f.results.size() > 1 || f.poison);
+    std::string why = b.message ? "not reported" : "the same result in every order";
+    if (b.message)
+        for (const std::string& m : f.messages) {
+            found |= m.find(b.message) != std::string::npos;
+            why = "reported is: " + m;
+        }
+    verdict(found, std::string(b.name) + ", planted", found ? "" : why);
+}
+
+// ----------------------------------------------------------------------------
+// barriers, shared and global memory
+
+template <bool BUG> void missing_barrier(float* out) {
+    LLMC_SHARED(float, x, 64);
+    x[threadIdx.x] = float(threadIdx.x);
+    if (!BUG) __syncthreads();
+    out[threadIdx.x] = x[63 - threadIdx.x]; // LINE missing_barrier
+}
+
+// the value is written again as it was: only ThreadSanitizer can see it
+template <bool BUG> void write_after_read(float* out) {
+    LLMC_SHARED(float, x, 64);
+    x[threadIdx.x] = 1;
+    __syncthreads();
+    out[threadIdx.x] = x[63 - threadIdx.x];
+    if (!BUG) __syncthreads();
+    x[threadIdx.x] = 1; // LINE write_after_read
+}
+
+// likewise by a copy whose size the compiler knows to be small, and copies by instructions
+template <bool BUG> void copy_into_a_tile_in_use(float* out) {
+    LLMC_SHARED(float, x, 256);
+    for (int i = 0; i < 4; i++) x[threadIdx.x * 4 + i] = 0;
+    __syncthreads();
+    out[threadIdx.x] = x[255 - threadIdx.x * 4];
+    if (!BUG) __syncthreads();
+    int bytes = threadIdx.x % 2 ? 16 : 0;
+    cp_async16(x + threadIdx.x * 4, out + 1000, bytes); // LINE copy_into_a_tile_in_use
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
+template <bool BUG> void divergent_barrier(float* out) {
+    if (BUG && threadIdx.x % 2)
+        __syncthreads();
+    else
+        __syncthreads();
+    out[threadIdx.x] = 1;
+}
+
+template <bool BUG> void return_before_barrier(float* out) {
+    if (BUG && threadIdx.x == 5) return;
+    __syncthreads();
+    out[threadIdx.x] = 1;
+}
+
+template <bool BUG> void outside_the_mask(float* out) {
+    unsigned mask = BUG ? 0x0000ffffu : ALL_LANES;
+    out[threadIdx.x] = __shfl_sync(mask, float(threadIdx.x), 3);
+}
+template <bool BUG> void reads_outside_the_mask(float* out) {
+    float x = 1;
+    if (threadIdx.x < 16) x = __shfl_sync(0x0000ffffu, float(threadIdx.x), BUG ? 20 : 3);
+    out[threadIdx.x] = x;
+}
+template <bool BUG> void returned_lane_in_mask(float* out) {
+    if (BUG && threadIdx.x == 31) return;
+    out[threadIdx.x] = __shfl_xor_sync(ALL_LANES, float(threadIdx.x), 1);
+}
+template <bool BUG> void different_shuffles(float* out) {
+    float x = float(threadIdx.x);
+    if (BUG && threadIdx.x < 16)
+        x = __shfl_xor_sync(ALL_LANES, x, 1);
+    else
+        x = __shfl_down_sync(ALL_LANES, x, 1);
+    out[threadIdx.x] = x;
+}
+
+template <bool BUG> void beyond_shared(float* out) {
+    LLMC_SHARED(float, x, 64);
+    x[threadIdx.x] = 1;
+    __syncthreads();
+    out[threadIdx.x] = x[threadIdx.x + (BUG && threadIdx.x == 63)]; // LINE beyond_shared
+}
+template <bool BUG> void beyond_global(float* out) {
+    out[threadIdx.x + (BUG && threadIdx.x == 63 ? OUTPUTS - 63 : 0)] = 1; // LINE beyond_global
+}
+template <bool BUG> void never_written(float* out) {
+    LLMC_SHARED(float, x, 65);
+    x[threadIdx.x] = 1;
+    __syncthreads();
+    out[threadIdx.x] = x[threadIdx.x + BUG];
+}
+template <bool BUG> void too_much_shared(float* out) {
+    LLMC_SHARED(float, x, (BUG ? 49 : 48) * 256);
+    x[threadIdx.x] = 1;
+    out[threadIdx.x] = x[threadIdx.x];
+}
+
+// a warp waits for a barrier that nobody else comes to
+template <bool BUG> void deadlock(float* out) {
+    if (!BUG || threadIdx.x < 32) bar_sync(3, 64);
+    out[threadIdx.x] = 1;
+}
+template <bool BUG> void barrier_of_two_sizes(float* out) {
+    bar_sync(1, BUG && threadIdx.x < 32 ? 32 : 64);
+    out[threadIdx.x] = 1;
+}
+// a consumer that says it is done before it has read
+template <bool BUG> void named_barriers(float* out) {
+    LLMC_SHARED(float, x, 32);
+    for (int i = 0; i < 4; i++)
+        if (threadIdx.x < 32) {
+            if (i > 0) bar_sync(2, 64); // free
+            x[threadIdx.x] = float(i * 100 + threadIdx.x);
+            bar_arrive(1, 64); // full
+        } else {
+            bar_sync(1, 64);
+            if (BUG && i < 3) bar_arrive(2, 64);
+            __syncwarp();
+            float y = x[63 - threadIdx.x]; // LINE named_barriers
+            if (!BUG && i < 3) bar_arrive(2, 64);
+            out[i * 32 + threadIdx.x - 32] = y;
+        }
+}
+// a block that waits for the next one's turn
+template <bool BUG> void turns_of_blocks(float* out) {
+    int* turn = reinterpret_cast<int*>(out + 1000);
+    if (threadIdx.x == 0) {
+        wait_for_turn(turn, int(blockIdx.x) + (BUG && blockIdx.x == 2));
+        out[0] = out[0] * 2 + float(blockIdx.x); // LINE turns_of_blocks
+        pass_turn(turn);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// cp.async
+
+template <bool BUG> void copy_without_wait(float* out) {
+    LLMC_SHARED(float, x, 128);
+    out[1000 + threadIdx.x * 4] = float(threadIdx.x);
+    cp_async16(x + threadIdx.x * 4, out + 1000 + threadIdx.x * 4);
+    cp_async_commit();
+    if (!BUG) cp_async_wait<0>();
+    out[threadIdx.x] = x[threadIdx.x * 4];
+    cp_async_wait<0>();
+}
+template <bool BUG> void copy_waits_for_too_few(float* out) {
+    LLMC_SHARED(float, x, 256);
+    for (int stage = 0; stage < 2; stage++) {
+        out[1000 + threadIdx.x * 4] = float(threadIdx.x);
+        cp_async16(x + stage * 128 + threadIdx.x * 4, out + 1000 + threadIdx.x * 4);
+        cp_async_commit();
+    }
+    BUG ? cp_async_wait<1>() : cp_async_wait<0>();
+    out[threadIdx.x] = x[128 + threadIdx.x * 4];
+    cp_async_wait<0>();
+}
+
+// ----------------------------------------------------------------------------
+// mbarrier and TMA. The tensor is out + 4096, rows of 64 numbers of 16 bits.
+
+CUtensorMap map_of(float* out, size_t columns = 64, size_t rows = 16, unsigned box_rows = 8) {
+    const size_t all = 64 * rows;
+    return make_tensor_map<bf16, 4>(reinterpret_cast<bf16*>(out + 4096), {columns, rows, 1, 1},
+                                    {64, all, all}, {64, box_rows, 1, 1}, true);
+}
+void fill_tensor(float* out, int rows) { // by the first warp; bf16 0 to 255
+    bf16* x = reinterpret_cast<bf16*>(out + 4096);
+    if (threadIdx.x < 32)
+        for (int i = int(threadIdx.x); i < rows * 64; i += 32)
+            x[i] = from_acc<bf16>(float(i % 256));
+}
+float number_at(const unsigned char* tile, int row, int column) { // of a swizzled tile
+    int chunk = (column / 8) ^ (row % 8);
+    return to_float(reinterpret_cast<const bf16*>(tile + row * 128 + chunk * 16)[column % 8]);
+}
+void one_mbarrier(uint64_t* bar, unsigned count = 1) {
+    if (threadIdx.x == 0) mbar_init(bar, count), mbar_init_fence();
+    __syncthreads();
+}
+
+template <bool BUG> void load_without_wait(float* out) {
+    unsigned char* tile = dynamic_shared();
+    LLMC_SHARED(uint64_t, bar, 1);
+    CUtensorMap map = map_of(out);
+    fill_tensor(out, 16);
+    one_mbarrier(bar);
+    if (threadIdx.x == 0) {
+        mbar_expect_tx(bar, 1024);
+        tma_load_4d(tile, &map, bar, 0, 8, 0, 0);
+    }
+    if (!BUG || threadIdx.x == 40) mbar_wait(bar, 0);
+    out[threadIdx.x] = number_at(tile, 3, int(threadIdx.x));
+    mbar_wait(bar, 0);
+}
+template <bool BUG> void load_waits_for_the_phase_before(float* out) {
+    unsigned char* tile = dynamic_shared();
+    LLMC_SHARED(uint64_t, bar, 1);
+    CUtensorMap map = map_of(out);
+    fill_tensor(out, 16);
+    one_mbarrier(bar);
+    for (int i = 0; i < 2; i++) {
+        if (threadIdx.x == 0) {
+            mbar_expect_tx(bar, 1024);
+            tma_load_4d(tile + i * 1024, &map, bar, 0, i * 8, 0, 0);
+        }
+        mbar_wait(bar, BUG ? 0 : i);
+        out[i * 64 + threadIdx.x] = number_at(tile + i * 1024, 3, int(threadIdx.x)) + i;
+        if (!BUG || i == 0) __syncthreads();
+    }
+    mbar_wait(bar, 1);
+}
+// the slot is loaded again while it is read
+template <bool BUG> void load_into_a_slot_in_use(float* out) {
+    unsigned char* tile = dynamic_shared();
+    LLMC_SHARED(uint64_t, bar, 2); // full, empty
+    CUtensorMap map = map_of(out, 64, 32);
+    fill_tensor(out, 32);
+    if (threadIdx.x == 0) mbar_init(bar, 1), mbar_init(bar + 1, 32), mbar_init_fence();
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        if (threadIdx.x == 0)
+            for (int i = 0; i < 4; i++) {
+                mbar_wait(bar + 1, (i + 1) & 1);
+                mbar_expect_tx(bar, 1024);
+                tma_load_4d(tile, &map, bar, 0, i * 8, 0, 0); // LINE load_into_a_slot_in_use
+            }
+    } else {
+        for (int i = 0; i < 4; i++) {
+            mbar_wait(bar, i & 1);
+            if (BUG) mbar_arrive(bar + 1); // says that the slot is free, and reads it then
+            float x = number_at(tile, i, int(threadIdx.x));
+            if (!BUG) mbar_arrive(bar + 1);
+            out[i * 32 + threadIdx.x] = x;
+        }
+    }
+}
+template <bool BUG> void wrong_bytes(float* out) {
+    unsigned char* tile = dynamic_shared();
+    LLMC_SHARED(uint64_t, bar, 1);
+    CUtensorMap map = map_of(out);
+    fill_tensor(out, 16);
+    one_mbarrier(bar);
+    if (threadIdx.x == 0) {
+        mbar_expect_tx(bar, BUG ? 1040 : 1024);
+        tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
+    }
+    mbar_wait(bar, 0);
+    out[threadIdx.x] = number_at(tile, 1, int(threadIdx.x));
+}
+template <bool BUG> void no_init_fence(float* out) {
+    LLMC_SHARED(uint64_t, bar, 1);
+    if (threadIdx.x == 0) {
+        mbar_init(bar, 64);
+        if (!BUG) mbar_init_fence();
+    }
+    __syncthreads();
+    mbar_arrive(bar);
+    mbar_wait(bar, 0);
+    out[threadIdx.x] = 1;
+}
+template <bool BUG> void never_initialised(float* out) {
+    LLMC_SHARED(uint64_t, bar, 2);
+    one_mbarrier(bar, 64);
+    mbar_arrive(bar + BUG);
+    if (!BUG) mbar_wait(bar, 0);
+    out[threadIdx.x] = 1;
+}
+// the barrier that orders the initialisation is missing; the order of threads hides it
+template <bool BUG> void init_without_barrier(float* out) {
+    LLMC_SHARED(uint64_t, bar, 1);
+    if (threadIdx.x == 0) mbar_init(bar, 1), mbar_init_fence(); // LINE init_without_barrier
+    if (!BUG) __syncthreads();
+    if (threadIdx.x == 0) mbar_arrive(bar);
+    if (threadIdx.x == 0 || !BUG) mbar_wait(bar, 0);
+    if (threadIdx.x > 0 && BUG) __syncwarp(1u << threadIdx.x % 32), mbar_wait(bar, 0);
+    out[threadIdx.x] = 1;
+}
+template <bool BUG> void too_many_arrivals(float* out) {
+    LLMC_SHARED(uint64_t, bar, 1);
+    unsigned char* tile = dynamic_shared();
+    CUtensorMap map = map_of(out);
+    fill_tensor(out, 16);
+    one_mbarrier(bar);
+    if (threadIdx.x == 0) {
+        mbar_expect_tx(bar, 1024);
+        if (BUG) mbar_arrive(bar);
+        tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
+    }
+    mbar_wait(bar, 0);
+    out[threadIdx.x] = number_at(tile, 1, int(threadIdx.x));
+}
+template <bool BUG> void load_in_flight_at_end(float* out) {
+    unsigned char* tile = dynamic_shared();
+    LLMC_SHARED(uint64_t, bar, 1);
+    CUtensorMap map = map_of(out);
+    fill_tensor(out, 16);
+    one_mbarrier(bar);
+    if (threadIdx.x == 0) {
+        mbar_expect_tx(bar, 1024);
+        tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
+        if (!BUG) mbar_wait(bar, 0);
+    }
+    out[threadIdx.x] = 1;
+}
+template <bool BUG> void unaligned_tile(float* out) {
+    unsigned char* tile = dynamic_shared() + (BUG ? 512 : 0);
+    LLMC_SHARED(uint64_t, bar, 1);
+    CUtensorMap map = map_of(out);
+    fill_tensor(out, 16);
+    one_mbarrier(bar);
+    if (threadIdx.x == 0) {
+        mbar_expect_tx(bar, 1024);
+        tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
+    }
+    mbar_wait(bar, 0);
+    out[threadIdx.x] = 1;
+}
+
+// ----------------------------------------------------------------------------
+// stores
+
+void write_tile(unsigned char* tile, float x) { // 64 threads, 8 rows
+    for (int i = int(threadIdx.x); i < 8 * 64; i += int(blockDim.x))
+        reinterpret_cast<bf16*>(tile)[i] = from_acc<bf16>(x + float(i % 64));
+}
+template <bool BUG> void store_without_fence(float* out) {
+    unsigned char* tile = dynamic_shared();
+    CUtensorMap map = map_of(out);
+    write_tile(tile, 1);
+    if (!BUG) fence_async_smem();
+    __syncthreads();
+    if (threadIdx.x == 0) tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit(), bulk_wait<0>();
+}
+// one thread's fence does not show what the others write
+template <bool BUG> void store_with_one_fence(float* out) {
+    unsigned char* tile = dynamic_shared();
+    CUtensorMap map = map_of(out);
+    write_tile(tile, 1);
+    if (!BUG || threadIdx.x == 0) fence_async_smem();
+    __syncthreads();
+    if (threadIdx.x == 0) tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit(), bulk_wait<0>();
+}
+template <bool BUG> void source_changes_under_a_store(float* out) {
+    unsigned char* tile = dynamic_shared();
+    CUtensorMap map = map_of(out);
+    for (int i = 0; i < 2; i++) {
+        write_tile(tile, float(i * 10));
+        fence_async_smem();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            tma_store_4d(&map, tile, 0, i * 8, 0, 0), bulk_commit();
+            if (!BUG || i == 1) bulk_wait_read<0>();
+        }
+        __syncthreads();
+    }
+}
+template <bool BUG> void store_not_waited_for(float* out) {
+    unsigned char* tile = dynamic_shared();
+    CUtensorMap map = map_of(out);
+    write_tile(tile, 1);
+    fence_async_smem();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit();
+        if (!BUG) bulk_wait_read<0>();
+    }
+}
+template <bool BUG> void store_not_committed(float* out) {
+    unsigned char* tile = dynamic_shared();
+    CUtensorMap map = map_of(out);
+    write_tile(tile, 1);
+    fence_async_smem();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tma_store_4d(&map, tile, 0, 0, 0, 0);
+        if (!BUG) bulk_commit();
+        bulk_wait<0>();
+    }
+}
+// wait_group.read says that the source is read, not that the sum has arrived
+template <bool BUG> void reads_a_sum_too_early(float* out) {
+    float* x = reinterpret_cast<float*>(dynamic_shared());
+    for (int i = 0; i < 4; i++) x[threadIdx.x * 4 + i] = float(i);
+    fence_async_smem();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bulk_reduce_add_f32(out + 1024, x, 1024), bulk_commit();
+        bulk_reduce_add_f32(out + 1024, x, 1024), bulk_commit();
+        BUG ? bulk_wait_read<0>() : bulk_wait<0>();
+        out[0] = out[1024 + 3];
+        bulk_wait<0>();
+    }
+}
+
+// ----------------------------------------------------------------------------
+// wgmma: 64 rows of a, 64 columns, K = 16, by one warpgroup
+
+// K-major operands of 64 rows and 64 columns at `tile`: small whole numbers
+void write_operand(unsigned char* tile, int seed) {
+    for (int i = int(threadIdx.x); i < 64 * 64; i += int(blockDim.x)) {
+        int row = i / 64, column = i % 64;
+        auto* x = reinterpret_cast<bf16*>(tile + row * 128 + ((column / 8) ^ (row % 8)) * 16);
+        x[column % 8] = from_acc<bf16>(float((row * 7 + column * 3 + seed) % 5 - 2));
+    }
+}
+struct Operands {
+    unsigned char *a, *b;
+    uint64_t da, db;
+};
+Operands two_operands() {
+    Operands x;
+    x.a = dynamic_shared(), x.b = x.a + 8192;
+    write_operand(x.a, 1), write_operand(x.b, 2);
+    fence_async_smem();
+    __syncthreads();
+    x.da = descriptor(smem_u32(x.a), 16, 1024), x.db = descriptor(smem_u32(x.b), 16, 1024);
+    return x;
+}
+void put_result(float* out, const float (&d)[32]) {
+    for (int i = 0; i < 32; i++) out[threadIdx.x * 32 + i] = d[i];
+}
+
+template <bool BUG> void product_without_wait(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0);
+    wg_commit();
+    if (!BUG) wg_wait<0>();
+    put_result(out, d);
+    wg_wait<0>();
+}
+template <bool BUG> void product_waits_for_too_few(float* out) {
+    Operands x = two_operands();
+    float d[32], e[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0), wg_commit();
+    wgmma<bf16, 64, 0, 0>(e, x.da, x.db + 2, 0), wg_commit();
+    BUG ? wg_wait<1>() : wg_wait<0>();
+    for (int i = 0; i < 32; i++) d[i] += e[i];
+    put_result(out, d);
+    wg_wait<0>();
+}
+template <bool BUG> void product_without_register_fence(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    for (float& y : d) y = 1;
+    if (!BUG) wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 1), wg_commit();
+    wg_wait<0>();
+    put_result(out, d);
+}
+template <bool BUG> void product_not_committed(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0);
+    if (!BUG) wg_commit();
+    wg_wait<0>();
+    put_result(out, d);
+    wg_commit(), wg_wait<0>();
+}
+template <bool BUG> void product_of_unfenced_operand(float* out) {
+    unsigned char *a = dynamic_shared(), *b = a + 8192;
+    write_operand(a, 1);
+    fence_async_smem();
+    write_operand(b, 2);
+    if (!BUG) fence_async_smem();
+    __syncthreads();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, descriptor(smem_u32(a), 16, 1024), descriptor(smem_u32(b), 16, 1024),
+                          0);
+    wg_commit(), wg_wait<0>();
+    put_result(out, d);
+}
+template <bool BUG> void operand_changes_under_a_product(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0), wg_commit();
+    if (!BUG) wg_wait<0>();
+    __syncthreads();
+    write_operand(x.b, 3);
+    fence_async_smem();
+    __syncthreads();
+    wg_wait<0>();
+    put_result(out, d);
+}
+template <bool BUG> void register_operand_changes(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    uint32_t a[4];
+    for (uint32_t& y : a) y = pack<bf16>(float(threadIdx.x % 3), 1);
+    wg_fence();
+    wgmma_rs<bf16, 64, 0>(d, a, x.db, 0), wg_commit();
+    if (!BUG) wg_wait<0>();
+    for (uint32_t& y : a) y = pack<bf16>(2, 2);
+    wg_wait<0>();
+    put_result(out, d);
+    out[OUTPUTS - 1 - threadIdx.x] = float(a[0]);
+}
+template <bool BUG> void accumulator_changes(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    for (float& y : d) y = 1;
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 1), wg_commit();
+    if (!BUG) wg_wait<0>();
+    for (float& y : d) y *= 2;
+    wg_wait<0>();
+    put_result(out, d);
+}
+template <bool BUG> void warps_disagree(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db + (BUG && threadIdx.x >= 96 ? 2 : 0), 0), wg_commit();
+    wg_wait<0>();
+    put_result(out, d);
+}
+template <bool BUG> void descriptor_inside_a_swizzle(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db + (BUG ? 8 : 0), 0), wg_commit();
+    wg_wait<0>();
+    put_result(out, d);
+}
+template <bool BUG> void products_in_flight_at_end(float* out) {
+    Operands x = two_operands();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0), wg_commit();
+    if (!BUG) wg_wait<0>();
+    out[threadIdx.x] = 1;
+}
+// one warp reads what another has not finished writing: no barrier
+template <bool BUG> void operand_without_barrier(float* out) {
+    unsigned char *a = dynamic_shared(), *b = a + 8192;
+    write_operand(a, 1), write_operand(b, 2); // LINE operand_without_barrier
+    fence_async_smem();
+    if (!BUG) __syncthreads();
+    float d[32];
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, descriptor(smem_u32(a), 16, 1024), descriptor(smem_u32(b), 16, 1024),
+                          0);
+    wg_commit(), wg_wait<0>();
+    put_result(out, d);
+    __syncthreads();
+}
+
+// ----------------------------------------------------------------------------
+// registers: 384 threads start with 168 each
+
+template <bool BUG> void too_many_registers(float* out) {
+    if (threadIdx.x < 128)
+        BUG ? regs_dec<40>() : regs_dec<24>();
+    else
+        regs_inc<240>();
+    out[threadIdx.x] = 1;
+}
+template <bool BUG> void registers_by_seven(float* out) {
+    if (threadIdx.x < 128)
+        BUG ? regs_dec<25>() : regs_dec<24>();
+    else
+        regs_inc<232>();
+    out[threadIdx.x] = 1;
+}
+template <bool BUG> void more_is_less(float* out) {
+    BUG ? regs_inc<160>() : regs_dec<160>();
+    out[threadIdx.x] = 1;
+}
+
+// ----------------------------------------------------------------------------
+
+#define BUG_ROW(name, message, threads, blocks, shared) \
+    { #name, message, threads, blocks, shared, name < true>, name < false> }
+const Bug BUGS[] = {
+    BUG_ROW(missing_barrier, nullptr, 64, 1, 0),
+    BUG_ROW(write_after_read, "", 64, 1, 0),
+    BUG_ROW(copy_into_a_tile_in_use, "", 64, 1, 0),
+    BUG_ROW(divergent_barrier, "a divergent barrier", 64, 1, 0),
+    BUG_ROW(return_before_barrier, "have returned", 64, 1, 0),
+    BUG_ROW(outside_the_mask, "which it is not in", 32, 1, 0),
+    BUG_ROW(reads_outside_the_mask, "but is not in the mask", 32, 1, 0),
+    BUG_ROW(returned_lane_in_mask, "but has returned", 32, 1, 0),
+    BUG_ROW(different_shuffles, "is in __shfl", 32, 1, 0),
+    BUG_ROW(beyond_shared, "", 64, 1, 0),
+    BUG_ROW(beyond_global, "", 64, 1, 0),
+    BUG_ROW(never_written, nullptr, 64, 1, 0),
+    BUG_ROW(too_much_shared, "CUDA allows 48 KiB", 64, 1, 0),
+    BUG_ROW(deadlock, "32 threads from 0 on: bar_sync at", 64, 1, 0),
+    BUG_ROW(barrier_of_two_sizes, "barrier for", 64, 1, 0),
+    BUG_ROW(named_barriers, nullptr, 64, 1, 0),
+    BUG_ROW(turns_of_blocks, "deadlock", 32, 4, 0),
+    BUG_ROW(copy_without_wait, nullptr, 32, 1, 0),
+    BUG_ROW(copy_waits_for_too_few, nullptr, 32, 1, 0),
+    BUG_ROW(load_without_wait, nullptr, 64, 1, 1024),
+    BUG_ROW(load_waits_for_the_phase_before, nullptr, 64, 1, 2048),
+    BUG_ROW(load_into_a_slot_in_use, "", 64, 1, 1024),
+    BUG_ROW(wrong_bytes, "64 threads from 0 on: mbar_wait at", 64, 1, 1024),
+    BUG_ROW(no_init_fence, "has had no mbar_init_fence()", 64, 1, 0),
+    BUG_ROW(never_initialised, "no mbarrier has been initialised", 64, 1, 0),
+    BUG_ROW(init_without_barrier, "no mbarrier has been initialised", 64, 1, 0),
+    BUG_ROW(too_many_arrivals, "more than 1 arrivals", 64, 1, 1024),
+    BUG_ROW(load_in_flight_at_end, "ends before a load", 64, 1, 1024),
+    BUG_ROW(unaligned_tile, "is not 1024-byte aligned", 64, 1, 2048),
+    BUG_ROW(store_without_fence, "no fence_async_smem()", 64, 1, 1024),
+    BUG_ROW(store_with_one_fence, "no fence_async_smem()", 64, 1, 1024),
+    BUG_ROW(source_changes_under_a_store, nullptr, 64, 1, 1024),
+    BUG_ROW(store_not_waited_for, "no bulk_wait_read()", 64, 1, 1024),
+    BUG_ROW(store_not_committed, "has not committed", 64, 1, 1024),
+    BUG_ROW(reads_a_sum_too_early, nullptr, 64, 1, 1024),
+    BUG_ROW(product_without_wait, nullptr, 128, 1, 16384),
+    BUG_ROW(product_waits_for_too_few, nullptr, 128, 1, 16384),
+    BUG_ROW(product_without_register_fence, "no wg_fence()", 128, 1, 16384),
+    BUG_ROW(product_not_committed, "are not committed", 128, 1, 16384),
+    BUG_ROW(product_of_unfenced_operand, "no fence_async_smem()", 128, 1, 16384),
+    BUG_ROW(operand_changes_under_a_product, nullptr, 128, 1, 16384),
+    BUG_ROW(register_operand_changes, nullptr, 128, 1, 16384),
+    BUG_ROW(accumulator_changes, nullptr, 128, 1, 16384),
+    BUG_ROW(warps_disagree, "disagree on product 0", 128, 1, 16384),
+    BUG_ROW(descriptor_inside_a_swizzle, "in row 1 of a swizzle's 8", 128, 1, 16384),
+    BUG_ROW(products_in_flight_at_end, "returns with products in flight", 128, 1, 16384),
+    BUG_ROW(operand_without_barrier, nullptr, 128, 1, 16384),
+    BUG_ROW(too_many_registers, "setmaxnreg, for registers", 384, 1, 0),
+    BUG_ROW(registers_by_seven, "setmaxnreg 25", 384, 1, 0),
+    BUG_ROW(more_is_less, "setmaxnreg.inc to 160", 384, 1, 0),
+};
+
+// ----------------------------------------------------------------------------
+// known answers
+
+template <typename F> bool answers(unsigned threads, size_t shared, F kernel) {
+    bool good = true;
+    for (int order = 0; order < 3; order++)
+        for (bool latest : {false, true}) {
+            emulator::settings = {emulator::Order(order), 7, latest};
+            emulator::run_grid(1, threads, shared, [&] { kernel(good); });
+            for (const std::string& m : emulator::take_messages())
+                printf("  %s\n", m.c_str()), good = false;
+        }
+    emulator::settings = {};
+    return good;
+}
+
+// which chunk of a row of 8 chunks is at which place under the 128-byte swizzle
+const int SWIZZLE_128[8][8] = {{0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6},
+                               {2, 3, 0, 1, 6, 7, 4, 5}, {3, 2, 1, 0, 7, 6, 5, 4},
+                               {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2},
+                               {6, 7, 4, 5, 2, 3, 0, 1}, {7, 6, 5, 4, 3, 2, 1, 0}};
+
+std::vector<uint16_t> counting(size_t n) {
+    std::vector<uint16_t> x(n);
+    for (size_t i = 0; i < n; i++) x[i] = uint16_t(i);
+    return x;
+}
+
+void known_swizzle() {
+    std::vector<uint16_t> x = counting(16 * 64);
+    auto map =
+        make_tensor_map<bf16, 4>(reinterpret_cast<bf16*>(x.data()), {64, 16, 1, 1},
+                                 {64, 1024, 1024}, {64, 16, 1, 1}, true);
+    bool good = answers(32, 2048, [&](bool& good) {
+        LLMC_SHARED(uint64_t, bar, 1);
+        auto* tile = reinterpret_cast<uint16_t*>(dynamic_shared());
+        one_mbarrier(bar);
+        if (threadIdx.x == 0) mbar_expect_tx(bar, 2048), tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
+        mbar_wait(bar, 0);
+        for (int row = 0; row < 16; row++)
+            for (int place = 0; place < 8; place++)
+                for (int i = 0; i < 8; i++)
+                    good &= tile[row * 64 + place * 8 + i] ==
+                            row * 64 + SWIZZLE_128[row % 8][place] * 8 + i;
+    });
+    verdict(good, "known answer: the 128-byte swizzle");
+}
+
+// a box over the edges of a (5,3,2,2) tensor of rows of 72: zeros, and no store
+void known_edges() {
+    constexpr size_t D = 40, H = 3, T = 5, B = 2;
+    std::vector<uint16_t> x = counting(B * T * H * D), y(x.size(), 7);
+    auto map_of = [](std::vector<uint16_t>& x) {
+        return make_tensor_map<bf16, 4>(reinterpret_cast<bf16*>(x.data()), {D, H, T, B},
+                                        {D, H * D, T * H * D}, {64, 1, 4, 1}, true);
+    };
+    auto from = map_of(x), to = map_of(y);
+    bool good = answers(32, 1024, [&](bool& good) {
+        LLMC_SHARED(uint64_t, bar, 1);
+        auto* tile = reinterpret_cast<uint16_t*>(dynamic_shared());
+        one_mbarrier(bar);
+        if (threadIdx.x == 0) mbar_expect_tx(bar, 512), tma_load_4d(tile, &from, bar, 0, 2, 3, 1);
+        mbar_wait(bar, 0);
+        for (size_t row = 0; row < 4; row++)
+            for (size_t c = 0; c < 64; c++) {
+                uint16_t got = tile[row * 64 + (c / 8 ^ row) * 8 + c % 8];
+                bool inside = c < D && row < 2;
+                good &= got == (inside ? uint16_t(((1 * T + 3 + row) * H + 2) * D + c) : 0);
+            }
+        __syncthreads();
+        if (threadIdx.x == 0) tma_store_4d(&to, tile, 0, 2, 3, 1), bulk_commit(), bulk_wait<0>();
+    });
+    for (size_t i = 0; i < y.size(); i++) {
+        size_t h = i / D % H, t = i / (H * D) % T, b = i / (T * H * D);
+        good &= y[i] == (b == 1 && h == 2 && t >= 3 ? uint16_t(i) : 7);
+    }
+    verdict(good, "known answer: tiles over a tensor's edges");
+}
+
+void known_descriptor() {
+    // address 0x400, leading 16, stride 1024 bytes: fields of 16 bytes, swizzle mode 1 in bits 62, 63
+    verdict(descriptor(0x400, 16, 1024) == 0x4000004000010040ull &&
+                descriptor(0x22000, 8192, 1024) == 0x4000004002002200ull,
+            "known answer: descriptors");
+}
+
+// d = a b^T with operands of either major-ness, by a layout of this test's own
+uint32_t place(bool mn_major, int i, int k, int rows) { // in numbers, of (row i, k)
+    int line = mn_major ? k : i, column = mn_major ? i : k, lines = mn_major ? 64 : rows;
+    return uint32_t(column / 64 * lines * 64 + line * 64 +
+                    SWIZZLE_128[line % 8][column % 64 / 8] * 8 + column % 8);
+}
+template <typename T, int N, int tA, int tB> void known_product(const char* name) {
+    auto a_of = [](int i, int k) { return float((i * 5 + k * 3) % 7 - 3); };
+    auto b_of = [](int j, int k) { return float((j * 2 + k * 5) % 11 - 5); };
+    bool good = answers(128, 8192 + N * 128, [&](bool& good) {
+        T *a = reinterpret_cast<T*>(dynamic_shared()), *b = a + 4096;
+        for (int i = int(threadIdx.x); i < 64 * 64; i += 128)
+            a[place(tA, i / 64, i % 64, 64)] = from_acc<T>(a_of(i / 64, i % 64));
+        for (int i = int(threadIdx.x); i < N * 64; i += 128)
+            b[place(tB, i / 64, i % 64, N)] = from_acc<T>(b_of(i / 64, i % 64));
+        fence_async_smem();
+        __syncthreads();
+        float d[N / 2];
+        wg_fence();
+        for (int k = 0; k < 4; k++) { // 64 of K
+            uint32_t step_a = tA ? 2048 : 32, step_b = tB ? 2048 : 32;
+            wgmma<T, N, tA, tB>(d, descriptor(smem_u32(a) + k * step_a, 8192, 1024),
+                                descriptor(smem_u32(b) + k * step_b, 8192, 1024), k > 0);
+        }
+        wg_commit(), wg_wait<0>();
+        for (int x = 0; x < N / 2; x++) {
+            int row = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4 + (x & 2) * 4;
+            int column = x / 4 * 8 + int(threadIdx.x) % 4 * 2 + x % 2;
+            float want = 0;
+            for (int k = 0; k < 64; k++) want += a_of(row, k) * b_of(column, k);
+            good &= d[x] == want;
+        }
+    });
+    verdict(good, std::string("known answer: wgmma ") + name);
+}
+
+// where fragments are, element by element as the manual's figures have them
+struct Place {
+    unsigned thread, index;
+    int row, column;
+};
+void known_accumulators() {
+    const Place figure[] = {{0, 0, 0, 0},   {0, 1, 0, 1},    {0, 2, 8, 0},     {0, 3, 8, 1},
+                            {0, 4, 0, 8},   {1, 0, 0, 2},    {4, 0, 1, 0},     {31, 3, 15, 7},
+                            {32, 0, 16, 0}, {37, 6, 25, 10}, {127, 31, 63, 63}};
+    // a (row, 0) = row, b (column, 1) = column and ones: d = row + 64 column
+    bool good = answers(128, 16384, [&](bool& good) {
+        bf16 *a = reinterpret_cast<bf16*>(dynamic_shared()), *b = a + 4096;
+        for (int i = int(threadIdx.x); i < 64 * 64; i += 128) {
+            float column = float(i % 64), row = float(i / 64);
+            a[place(false, i / 64, i % 64, 64)] = from_acc<bf16>(column == 0   ? row
+                                                                 : column == 1 ? 64
+                                                                               : 0);
+            b[place(false, i / 64, i % 64, 64)] = from_acc<bf16>(column == 0   ? 1
+                                                                 : column == 1 ? row
+                                                                               : 0);
+        }
+        fence_async_smem();
+        __syncthreads();
+        float d[32];
+        wg_fence();
+        wgmma<bf16, 64, 0, 0>(d, descriptor(smem_u32(a), 16, 1024),
+                              descriptor(smem_u32(b), 16, 1024), 0);
+        wg_commit(), wg_wait<0>();
+        for (const Place& p : figure)
+            if (p.thread == threadIdx.x) good &= d[p.index] == float(p.row + 64 * p.column);
+    });
+    verdict(good, "known answer: accumulators of wgmma");
+}
+// a register operand: (thread, number of 16 bits) has (row, k)
+void known_register_operand() {
+    const Place figure[] = {{0, 0, 0, 0},  {0, 1, 0, 1},    {0, 2, 8, 0},   {0, 4, 0, 8},
+                            {0, 6, 8, 8},  {5, 0, 1, 2},    {5, 3, 9, 3},   {5, 5, 1, 11},
+                            {5, 7, 9, 11}, {31, 7, 15, 15}, {66, 4, 32, 12}};
+    bool good = true;
+    for (const Place& p : figure)
+        good &= answers(128, 8192, [&](bool& good) {
+            bf16* b = reinterpret_cast<bf16*>(dynamic_shared()); // b (n, k) = n == k
+            for (int i = int(threadIdx.x); i < 64 * 64; i += 128)
+                b[place(false, i / 64, i % 64, 64)] = from_acc<bf16>(float(i / 64 == i % 64));
+            fence_async_smem();
+            __syncthreads();
+            float d[32];
+            uint32_t a[4] = {};
+            if (threadIdx.x == p.thread)
+                a[p.index / 2] = uint32_t(from_acc<bf16>(3).bits) << (p.index % 2 * 16);
+            wg_fence();
+            wgmma_rs<bf16, 64, 0>(d, a, descriptor(smem_u32(b), 16, 1024), 0);
+            wg_commit(), wg_wait<0>();
+            for (int x = 0; x < 32; x++) {
+                int row = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4 + (x & 2) * 4;
+                int column = x / 4 * 8 + int(threadIdx.x) % 4 * 2 + x % 2;
+                good &= d[x] == (row == p.row && column == p.column ? 3 : 0);
+            }
+        });
+    verdict(good, "known answer: register operands of wgmma");
+}
+
+// mma.m16n8k16: numbers of a, b, and d of lane 5, and of its neighbours in the figures
+void known_mma() {
+    const Place a_figure[] = {{5, 0, 1, 2},  {5, 1, 1, 3},  {5, 2, 9, 2},
+                              {5, 4, 1, 10}, {5, 7, 9, 11}, {31, 7, 15, 15}};
+    const Place b_figure[] = {
+        {5, 0, 2, 1}, {5, 1, 3, 1}, {5, 2, 10, 1}, {5, 3, 11, 1}, {30, 3, 13, 7}}; // (k, column)
+    const Place d_figure[] = {
+        {5, 0, 1, 2}, {5, 1, 1, 3}, {5, 2, 9, 2}, {5, 3, 9, 3}, {31, 3, 15, 7}};
+    bool good = answers(32, 0, [&](bool& good) {
+        // one number of a against one of b: the product is where their row and column are
+        for (const Place& pa : a_figure)
+            for (const Place& pb : b_figure) {
+                uint32_t a[4] = {}, b[2] = {};
+                uint32_t two = from_acc<bf16>(2).bits;
+                if (threadIdx.x == pa.thread) a[pa.index / 2] = two << (pa.index % 2 * 16);
+                if (threadIdx.x == pb.thread) b[pb.index / 2] = two << (pb.index % 2 * 16);
+                float d[4] = {};
+                mma_m16n8k16<bf16>(d, a, b);
+                float sum = warp_sum(d[0] + d[1] + d[2] + d[3]);
+                good &= sum == (pa.column == pb.row ? 4 : 0);
+                for (const Place& pd : d_figure)
+                    if (pd.thread == threadIdx.x && pa.column == pb.row)
+                        good &= d[pd.index] == (pd.row == pa.row && pd.column == pb.column ? 4 : 0);
+            }
+    });
+    verdict(good, "known answer: fragments of mma");
+}
+// ldmatrix: lane 4 r + c has columns 2 c and 2 c + 1 of row r; transposed: rows 2 c and the next of
+// column r
+void known_ldmatrix() {
+    bool good = answers(32, 0, [&](bool& good) {
+        LLMC_SHARED(uint16_t, x, 256);
+        for (int i = int(threadIdx.x); i < 256; i += 32) x[i] = uint16_t(i);
+        __syncthreads();
+        uint32_t r[4], t[4];
+        ldmatrix_x4(r, x + threadIdx.x * 8);
+        ldmatrix_x4_t(t, x + threadIdx.x * 8);
+        if (threadIdx.x == 5)
+            good &= r[0] == (10u | 11u << 16) && r[3] == (202u | 203u << 16) &&
+                    t[0] == (17u | 25u << 16) && t[2] == (145u | 153u << 16);
+        if (threadIdx.x == 31) good &= r[1] == (126u | 127u << 16) && t[1] == (119u | 127u << 16);
+        __syncthreads();
+        stmatrix_x4(x + threadIdx.x * 8, t); // the transpose of each matrix
+        __syncthreads();
+        for (int i = int(threadIdx.x); i < 256; i += 32)
+            good &= x[i] == i / 64 * 64 + i % 8 * 8 + i % 64 / 8;
+    });
+    verdict(good, "known answer: fragments of ldmatrix, stmatrix");
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    setvbuf(stdout, nullptr, _IOLBF, 1 << 12); // what has passed before a crash is seen
+    if (argc == 3) {
+        int found = 0;
+        for (const Bug& b : BUGS)
+            if (!strcmp(argv[2], "all") || !strcmp(argv[2], b.name))
+                found++, run_all(!strcmp(argv[1], "bug") ? b.bug : b.right, b);
+        if (found == 0) fprintf(stderr, "test_emulator: no bug is called %s\n", argv[2]);
+        return found == 0;
+    }
+    for (const Bug& b : BUGS) check_bug(b), check_right(b);
+    known_swizzle(), known_edges(), known_descriptor(), known_accumulators();
+    known_register_operand(), known_mma(), known_ldmatrix();
+    known_product<bf16, 64, 0, 0>("m64n64, both K-major");
+    known_product<fp16, 128, 0, 0>("m64n128, both K-major, fp16");
+    known_product<bf16, 128, 0, 1>("m64n128, b MN-major");
+    known_product<bf16, 64, 1, 1>("m64n64, both MN-major");
+    known_product<fp16, 64, 1, 0>("m64n64, a MN-major, fp16");
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0;
+}

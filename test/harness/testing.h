@@ -1,0 +1,122 @@
+// testing.h - what the tests share: files of their own, the program, the fixtures, EXPECT_HAS
+//   scratch(name)   a path in this process's own folder, which goes when the tests are over
+//   Scratch         a test with a folder of its own: dir, path(name), put(name, bytes)
+//   program()       train_gpt: $TRAIN_GPT, or build/train_gpt; shell() runs it, or anything
+//   FIXTURES        reference files of other projects: texts, tokenizers, trained models, and what
+//                   their own programs made of them. $FIXTURES is their folder; without it
+//                   fixtures/ in this repository, or else shared/fixtures beside the repository.
+//                   Tests that need them are skipped where there are none, and say so.
+#pragma once
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+
+namespace fs = std::filesystem;
+
+// ----------------------------------------------------------------------------
+// texts
+
+inline bool has(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
+
+inline testing::AssertionResult holds(const char*, const char*, const std::string& text,
+                                      const std::string& part) {
+    if (has(text, part)) return testing::AssertionSuccess();
+    return testing::AssertionFailure() << "'" << part << "' is not in '" << text << "'";
+}
+
+#define EXPECT_HAS(text, part) EXPECT_PRED_FORMAT2(holds, text, part)
+
+// ----------------------------------------------------------------------------
+// files
+
+inline std::string read_file(const std::string& path) {
+    std::ifstream in(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// Write a file, and the folders above it. Returns its path.
+inline std::string put_file(const std::string& path, const std::string& bytes) {
+    fs::create_directories(fs::path(path).parent_path());
+    std::ofstream(path, std::ios::binary) << bytes;
+    return path;
+}
+
+// A folder's files and their bytes, by name.
+inline std::map<std::string, std::string> folder_bytes(const std::string& folder) {
+    std::map<std::string, std::string> files;
+    for (const fs::directory_entry& e : fs::directory_iterator(folder))
+        files[e.path().filename().string()] = read_file(e.path().string());
+    return files;
+}
+
+inline std::string scratch(const std::string& name) {
+    static const std::string folder =
+        testing::TempDir() + "train_gpt_test_" + std::to_string(getpid());
+    fs::create_directories(folder);
+    return folder + "/" + name;
+}
+
+struct RemoveScratch : testing::Environment {
+    void TearDown() override { fs::remove_all(fs::path(scratch("x")).parent_path()); }
+};
+inline testing::Environment* const remove_scratch =
+    testing::AddGlobalTestEnvironment(new RemoveScratch);
+
+struct Scratch : testing::Test {
+    std::string dir;
+    void SetUp() override {
+        dir = scratch(testing::UnitTest::GetInstance()->current_test_info()->name());
+        fs::remove_all(dir);
+        fs::create_directories(dir);
+    }
+    void TearDown() override { fs::remove_all(dir); }
+
+    std::string path(const std::string& name) const { return dir + "/" + name; }
+    std::string put(const std::string& name, const std::string& bytes) const {
+        return put_file(path(name), bytes);
+    }
+};
+
+// ----------------------------------------------------------------------------
+// fixtures and golden files
+
+inline const std::string ROOT = REPO_ROOT;
+
+inline const std::string FIXTURES = [] {
+    if (const char* given = getenv("FIXTURES")) return std::string(given);
+    return fs::exists(ROOT + "/fixtures") ? ROOT + "/fixtures" : ROOT + "/../shared/fixtures";
+}();
+
+#define NEEDS_FIXTURES()                      \
+    if (!fs::exists(FIXTURES + "/README.md")) \
+    GTEST_SKIP() << "skipped: no fixtures; FIXTURES=FOLDER says where they are"
+
+// ----------------------------------------------------------------------------
+// the program
+
+inline std::string program() {
+    const char* given = getenv("TRAIN_GPT");
+    return fs::absolute(given ? given : ROOT + "/build/train_gpt").string();
+}
+
+// What a command left: its exit status, and its stdout and stderr together.
+struct Ran {
+    int status;
+    std::string text;
+};
+
+inline Ran shell(const std::string& command) {
+    FILE* pipe = popen(("(" + command + ") 2>&1 </dev/null").c_str(), "r");
+    Ran r = {-1, ""};
+    char buffer[4096];
+    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) r.text.append(buffer, n);
+    r.status = WEXITSTATUS(pclose(pipe));
+    return r;
+}

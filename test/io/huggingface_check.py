@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+"""Configurations and tokenizers of Hugging Face: each is read as its own library reads it, or refused.
+
+usage: test/io/huggingface_check.py [TRAIN_GPT]     prints `skipped: ...` where transformers is not installed
+
+Models: a tiny model with large random weights for each config.json, made by transformers. Its loss on a text and its
+greedy tokens must be those of the program, and those of the program's export when transformers loads it. Tokenizers: a
+small tokenizer.json of each kind, made by tokenizers; the tokens of awkward texts must be the same. What the program
+refuses it must refuse by one line. Anything else is a silent difference, and the exit status says so.
+All hold with transformers 5.23.0 and tokenizers 0.23.3.
+"""
+import json, os, re, shutil, struct, subprocess, sys, tempfile
+
+os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+try:
+    import tokenizers, torch, transformers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ImportError as e:
+    print(f"skipped: no {e.name}")
+    sys.exit(0)
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PROGRAM = sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "build/train_gpt")
+SEQ, SAMPLED, PROMPT = 48, 30, "Once upon a time, the 3 kings'"
+TEXT = "It's 1234567 o'clock;  we'll   see what the kings of the north have brought from the fields. " * 8
+
+
+def run(*arguments):
+    out = subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True)
+    return out.returncode, out.stdout, out.stderr.decode(errors="replace").strip()
+
+
+# ---- models
+
+GPT2 = dict(model_type="gpt2", vocab_size=256, n_positions=64, n_embd=24, n_layer=2, n_head=3)
+LLAMA = dict(model_type="llama", vocab_size=256, hidden_size=32, intermediate_size=44, num_hidden_layers=3,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+MISTRAL, QWEN2, QWEN3 = (dict(LLAMA, model_type=t) for t in ("mistral", "qwen2", "qwen3"))
+QWEN3["head_dim"] = 12
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+def configurations():
+    """(family, keys that differ)"""
+    for more in ({}, dict(n_inner=40), dict(n_inner=None), dict(tie_word_embeddings=False),
+                 dict(layer_norm_epsilon=0.1), dict(activation_function="gelu_new"),
+                 dict(activation_function="gelu_pytorch_tanh"), dict(activation_function="gelu"),
+                 dict(activation_function="relu"), dict(activation_function="silu"),
+                 dict(scale_attn_weights=False), dict(scale_attn_by_inverse_layer_idx=True),
+                 dict(reorder_and_upcast_attn=True), dict(add_cross_attention=True), dict(n_head=4)):
+        yield GPT2, more
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3):
+        for more in ({}, dict(num_key_value_heads=1), dict(num_key_value_heads=4), dict(num_key_value_heads=None),
+                     dict(head_dim=6), dict(rms_norm_eps=0.1), dict(tie_word_embeddings=True),
+                     dict(rope_theta=50.0), dict(rope_parameters=dict(rope_type="default", rope_theta=77.0)),
+                     dict(hidden_act="swish"), dict(hidden_act="gelu"), dict(hidden_act="relu"),
+                     dict(attention_bias=True), dict(mlp_bias=True), dict(sliding_window=8),
+                     dict(sliding_window=8, use_sliding_window=True), dict(sliding_window=8, use_sliding_window=False),
+                     dict(sliding_window=None), dict(rope_scaling=dict(type="linear", factor=3.0)),
+                     dict(rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=3.0)),
+                     dict(rope_scaling=dict(rope_type="dynamic", factor=3.0)), dict(rope_scaling=LLAMA3),
+                     dict(rope_scaling=YARN), dict(rope_scaling=dict(YARN, factor=None)),
+                     dict(rope_scaling=dict(YARN, truncate=False, beta_fast=4.0, beta_slow=0.5)),
+                     dict(rope_scaling=dict(YARN, mscale=0.7, mscale_all_dim=0.4)),
+                     dict(rope_scaling=dict(YARN, attention_factor=1.3)),
+                     dict(rope_scaling=dict(YARN), original_max_position_embeddings=8),
+                     dict(rope_scaling=dict(type="linear", factor=3.0), rope_parameters=dict(YARN, rope_theta=9.0)),
+                     dict(rope_scaling=dict(rope_type="longrope", factor=2.0, short_factor=[1.0] * 4,
+                                            long_factor=[2.0] * 4)),
+                     dict(partial_rotary_factor=0.5)):
+            yield family, more
+    for family in (QWEN2, QWEN3):
+        for more in (WINDOWS, dict(WINDOWS, max_window_layers=0), dict(WINDOWS, max_window_layers=3),
+                     dict(WINDOWS, layer_types=[FULL, FULL, WINDOW]), dict(WINDOWS, layer_types=[WINDOW, FULL, WINDOW]),
+                     dict(layer_types=[FULL] * 3), dict(use_sliding_window=True, sliding_window=8)):
+            yield family, more
+    yield LLAMA, dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_scaling=YARN)
+    yield QWEN3, dict(WINDOWS, attention_bias=True, rope_scaling=LLAMA3, num_key_value_heads=1)
+    for other in ("phi", "gemma", "gemma2", "mixtral", "olmo", "qwen2_moe", "smollm3", "phi3", "gpt_neox"):
+        yield dict(LLAMA, model_type=other), {}
+
+
+def make_model(folder, config):
+    """The folder, with weights that no variant hides behind; a line if transformers refuses."""
+    os.makedirs(folder)
+    json.dump(config, open(f"{folder}/config.json", "w"))
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager")
+        torch.manual_seed(5)
+        for name, p in model.named_parameters():
+            p.data = torch.randn_like(p) * 0.2 + (1.0 if "norm" in name or "ln_" in name else 0.0) * (p.dim() == 1)
+        model.tie_weights()
+        model.save_pretrained(f"{folder}.saved")
+        shutil.copy(f"{folder}.saved/model.safetensors", folder)
+        return ""
+    except Exception as e:
+        return f"{type(e).__name__}: {e}".split("\n")[0]
+
+
+def theirs(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    ids = torch.tensor(list(TEXT.encode()))
+    windows = (len(ids) - 1) // SEQ
+    x, y = ids[: windows * SEQ].view(-1, SEQ), ids[1 : windows * SEQ + 1].view(-1, SEQ)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1).double(), y.flatten()).item()
+    prompt = torch.tensor([list(PROMPT.encode())])
+    # without a cache: transformers' own forgets behind a window that Llama's attention does not have
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED, do_sample=False, use_cache=False,
+                         eos_token_id=None, pad_token_id=0)
+    return loss, bytes(out[0].tolist())
+
+
+def check_model(folder, data):
+    """What differs; "" where all agrees; a refusal is an exception."""
+    common = ["--model", folder, "--device", "cpu", "--tokenizer", "byte", "--seq", SEQ, "--data", data, "--val", data + ".val.txt"]
+    rc, out, error = run(*common, "--eval")
+    if rc:
+        raise PermissionError(error)
+    loss = float(re.findall(rb"val loss (-?[\d.]+|-?nan)", out)[-1])
+    rc, out, error = run(*common, "--steps", 0, "--temperature", 0, "--sample-tokens", SAMPLED, "--ignore-eos",
+                         "--prompt", PROMPT, "--export", folder + ".export")
+    if rc:
+        raise PermissionError(error)
+    their_loss, their_text = theirs(folder)
+    export_loss, _ = theirs(folder + ".export")
+    text = out.split(b"---\n", 1)[1]
+    # ours is printed with four digits
+    if not abs(loss - their_loss) < 1e-4 + 2e-6 * abs(their_loss):
+        return f"loss {loss:.4f}, transformers {their_loss:.4f}"
+    if not abs(export_loss - their_loss) < 1e-5:
+        return f"loss of the export {export_loss:.5f}, transformers {their_loss:.5f}"
+    if not text.startswith(their_text.replace(b"\0", b"")):
+        return f"text {text[:60]!r}, transformers {their_text!r}"
+    return ""
+
+
+# ---- tokenizers
+
+CORPUS = ["the quick brown fox jumps over the lazy dog, and the dogs of the north sleep. It's what we'll see in 1234 days!",
+          "  spaces   and\ttabs\nlines\r\n\r\n ends ", "À bientôt, naïve façade — 你好世界 Привет мир 🙂 e\u0301 ﬁ ½ Ⅻ ١٢٣"] * 8
+END = "<|endoftext|>"
+PIECES = ["", " ", "  ", "\n", "\t \n", "a", "the", " the dogs", "The DOGS'll", "12345 67", "x=y+1;//", "e\u0301\u00e9", "\u00a0\u2003x\u180ey",
+          "你好", "🙂🙂", "<x>", " <x> ", "a<x>b", "a <x>  <x>b", "_<x>", "\u0301<x>", "Ⓐ<x>", "\u200d<x>", "-<x>-", "<y>", "q<y>", " <y>the", "the<y> the",
+          "ﬁ<y>", END, f"a {END} b", f"{END}<x>", "▁the▁", "<x><y>", "<xy>", "\u0085<x>\u2028z", "١<x>", "don't <x>'t", "½Ⅻ", "a\r\nb"]
+TEXTS = [a + b for a in PIECES for b in ("", " end") if a + b] + ["".join(PIECES), " ".join(PIECES)]
+
+
+def byte_level(normalizer=None, pre=None, **bpe):
+    t = Tokenizer(models.BPE(**bpe))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre is None)
+    t.pre_tokenizer = level if pre is None else pre_tokenizers.Sequence([pre, level])
+    if normalizer:
+        t.normalizer = normalizer
+    t.decoder = decoders.ByteLevel()
+    t.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=340, special_tokens=[END], show_progress=False,
+                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return t
+
+
+def byte_fallback(normalizer=None, pre=None, **bpe):
+    vocab = {"<unk>": 0, END: 1, **{f"<0x{b:02X}>": b + 2 for b in range(256)}}
+    letters = sorted({c for text in CORPUS for c in text.replace(" ", "▁")} - set("🙂你好世"))
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("d", "o"), ("do", "g"), ("▁", "dog"), ("▁", "▁"), ("i", "n"), ("o", "v")]
+    for piece in letters + [a + b for a, b in merges]:
+        vocab.setdefault(piece, len(vocab))
+    t = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True, **bpe))
+    if normalizer:
+        t.normalizer = normalizer
+    if pre:
+        t.pre_tokenizer = pre
+    t.add_special_tokens([END])
+    return t
+
+
+def added(t, *tokens):
+    for content, special, flags in tokens:
+        token = AddedToken(content, special=special, **flags)
+        t.add_special_tokens([token]) if special else t.add_tokens([token])
+    return t
+
+
+def edited(t, **model):
+    j = json.loads(t.to_str())
+    j["model"].update(model)
+    return j
+
+
+def tokenizer_kinds():
+    N, P = normalizers, pre_tokenizers
+    yield "byte level", byte_level()
+    for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"):
+        yield name, byte_level(getattr(N, name)())
+    yield "NFD, then lower case", byte_level(N.Sequence([N.NFD(), N.Lowercase()]))
+    yield "replace", byte_level(N.Replace("dog", "cat"))
+    yield "digits alone", byte_level(pre=P.Digits(individual_digits=True))
+    yield "digits together", byte_level(pre=P.Digits(individual_digits=False))
+    yield "split", byte_level(pre=P.Split(Regex(r"\w+|[^\w\s]+|\s+"), "isolated"))
+    yield "split, merged with the next", byte_level(pre=P.Split(Regex(r"\s"), "merged_with_next"))
+    yield "split, removed", byte_level(pre=P.Split(Regex(r"\s"), "removed"))
+    yield "split, inverted", byte_level(pre=P.Split(Regex(r"\w+|\W+"), "removed", invert=True))
+    yield "split, words", byte_level(pre=P.Split(Regex(r"\W|\b\w+?\b|[\w']+"), "isolated"))
+    yield "white space", byte_level(pre=P.Whitespace())
+    yield "punctuation", byte_level(pre=P.Punctuation())
+    yield "prefix space", (lambda j: (j["pre_tokenizer"].update(add_prefix_space=True), j)[1])(edited(byte_level()))
+    yield "ignore_merges", edited(byte_level(), ignore_merges=True)
+    yield "dropout", edited(byte_level(), dropout=0.0)
+    yield "suffix", edited(byte_level(), end_of_word_suffix="</w>")
+    prepend = N.Sequence([N.Prepend("▁"), N.Replace(" ", "▁")])
+    yield "prepend", byte_fallback(prepend)
+    yield "replace alone", byte_fallback(N.Replace(" ", "▁"))
+    for scheme in ("always", "first", "never"):
+        yield f"metaspace {scheme}", byte_fallback(pre=P.Metaspace(prepend_scheme=scheme))
+    yield "metaspace, no split", byte_fallback(pre=P.Metaspace(prepend_scheme="always", split=False))
+    for flags in (dict(lstrip=True), dict(rstrip=True), dict(lstrip=True, rstrip=True), dict(single_word=True),
+                  dict(single_word=True, lstrip=True, rstrip=True)):
+        for special in (False, True):
+            token = ("<x>", special, flags)
+            yield f"added {'special ' * special}{' '.join(flags)}", added(byte_level(), token)
+    yield "added, normalized", added(byte_level(N.NFC()), ("e\u0301", False, dict(normalized=True)), ("<x>", False, {}))
+    yield "added, as it is", added(byte_level(N.NFC()), ("e\u0301", False, dict(normalized=False)), ("<x>", True, {}))
+    yield "added, one in another", added(byte_level(), ("<x>", True, {}), ("<x><y>", False, dict(normalized=False)), ("x>", False, {}))
+    yield "added, special normalized", added(byte_level(N.NFKC()), ("<x>", True, dict(normalized=True)), ("fi<y>", True, dict(normalized=True)))
+    mixed = (("<x>", False, dict(normalized=True)), ("<y>", False, dict(normalized=False)))
+    yield "added, prepend", added(byte_fallback(prepend), *mixed)
+    for scheme in ("always", "first", "never"):
+        yield f"added, metaspace {scheme}", added(byte_fallback(pre=P.Metaspace(prepend_scheme=scheme)), *mixed)
+    t = byte_level()
+    t.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, t.token_to_id(END))])
+    yield "template", t
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁the", -1.0), ("a", -2.0), (END, 0.0)], 0))
+    yield "unigram", unigram
+    yield "word level", Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, END: 2}, unk_token="<unk>"))
+    yield "word piece", Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, END: 2}))
+
+
+def prepared(folder, data, end):
+    rc, out, error = run("--prepare", f"{folder}/out.bin", "--data", data, "--tokenizer", folder, "--document-end", end)
+    if rc:
+        raise PermissionError(error)
+    tokens = []
+    for name in sorted(n for n in os.listdir(folder) if re.fullmatch(r"out(_\d+)?\.bin", n)):
+        raw = open(f"{folder}/{name}", "rb").read()
+        width = {20240520: 2, 20240801: 4}[struct.unpack("<i", raw[:4])[0]]
+        tokens += struct.unpack(f"<{(len(raw) - 1024) // width}{'H' if width == 2 else 'I'}", raw[1024:])
+        os.remove(f"{folder}/{name}")
+    for name in [n for n in os.listdir(folder) if n.startswith("out")]:
+        os.remove(f"{folder}/{name}")
+    return tokens
+
+
+def check_tokenizer(folder, kind):
+    os.makedirs(folder)
+    text = json.dumps(kind) if isinstance(kind, dict) else kind.to_str()
+    open(f"{folder}/tokenizer.json", "w").write(text)
+    t = Tokenizer.from_str(text)
+    end = t.token_to_id(END)
+
+    # documents, in which special tokens are text; then one text, in which they are tokens
+    with open(f"{folder}/x.jsonl", "w") as f:
+        f.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    whole = "\n".join(TEXTS)
+    open(f"{folder}/x.txt", "w", newline="").write(whole)
+    for special, data in ((False, "x.jsonl"), (True, "x.txt")):
+        t.encode_special_tokens = not special
+        texts = [whole] if special else TEXTS
+        want = [id for text in texts for id in [end, *t.encode(text, add_special_tokens=False).ids]]
+        got = prepared(folder, f"{folder}/{data}", end)
+        if special and got[:1] != [end]:
+            got = [end, *got]
+        if got != want:
+            at = next((i for i, (a, b) in enumerate(zip(got, want)) if a != b), min(len(got), len(want)))
+            show = lambda ids: [t.id_to_token(i) for i in ids[max(at - 3, 0) : at + 3]]
+            return f"{data}, token {at}: {show(got)}, tokenizers {show(want)}"
+    return ""
+
+
+# ---- all of them
+
+def report(name, check, counts):
+    try:
+        wrong = check()
+        state = "FAIL" if wrong else "ok"
+    except PermissionError as e:
+        # one line of ours, which names what is not built
+        wrong = str(e).split("error: ", 1)[-1]
+        state = "refused" if "\n" not in wrong and "error: " in str(e) else "FAIL"
+    counts[state] = counts.get(state, 0) + 1
+    print(f"{state:8}{name}{': ' + wrong[-150:] if wrong else ''}", flush=True)
+
+
+def main():
+    counts = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        data = f"{scratch}/data.txt"
+        open(data, "w").write(PROMPT * 100)
+        open(data + ".val.txt", "w").write(TEXT)
+        for number, (family, more) in enumerate(configurations()):
+            folder = f"{scratch}/model{number}"
+            name = f"{family['model_type']} {json.dumps(more) if more else ''}"
+            refused = make_model(folder, dict(family, **more))
+            if refused:
+                rc, _, error = run("--model", folder, "--device", "cpu", "--steps", 0, "--sample-tokens", 0)
+                state = "refused" if rc and "error: " in error else "theirs"
+                counts[state] = counts.get(state, 0) + 1
+                print(f"{state:8}{name}: transformers: {refused[-100:]}")
+            else:
+                report(name, lambda: check_model(folder, data), counts)
+            shutil.rmtree(folder + ".export", ignore_errors=True)
+        for number, (name, kind) in enumerate(tokenizer_kinds()):
+            report(f"tokenizer.json, {name}", lambda: check_tokenizer(f"{scratch}/tokenizer{number}", kind), counts)
+    print(", ".join(f"{n} {state}" for state, n in counts.items()))
+    sys.exit(counts.get("FAIL", 0) > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+// saved_models.h - small models whose files are written and read: shapes of every family, random
+// weights, and what to compare; for tests of exports, checkpoints and golden files
+#pragma once
+#include <omp.h>
+#include "../../llmc/io/checkpoint.h"
+#include "../../llmc/io/generate.h"
+#include "../../llmc/io/huggingface.h"
+#include "../harness/testing.h"
+#include "../step/small_models.h"
+
+using namespace llmc;
+using nlohmann::json;
+
+// The models are tiny: a team of threads would only wait, and a forked child has none.
+inline const int one_thread = (omp_set_num_threads(1), 1);
+
+inline json read_json(const std::string& path) { return json::parse(read_file(path)); }
+
+inline Plan plan_of(Mode mode, size_t B, size_t T, size_t cache = 0) {
+    Plan p;
+    p.mode = mode;
+    p.B = B;
+    p.T = T;
+    p.cache = cache;
+    return p;
+}
+
+// The logits behind a prompt.
+template <typename T>
+std::vector<float> logits_after(Trainer<T, Cpu>& t, int plan, const std::vector<int>& prompt) {
+    generate_batch(t, plan, prompt.data(), prompt.size(), 0);
+    run_plan(t, plan);
+    const T* logits = address<const T>(t, {Kind::LOGITS, -1, 0});
+    return std::vector<float>(logits, logits + t.model.shape.V);
+}
+
+template <typename T>
+std::vector<int> greedy(Trainer<T, Cpu>& t, int plan, std::vector<int> prompt, size_t count) {
+    std::vector<int> ids = prompt;
+    generate(t, plan, prompt, count, Sampling{0}, [&](int token) { ids.push_back(token); });
+    return ids;
+}
+
+// ----------------------------------------------------------------------------
+// a safetensors file, open
+
+struct TensorFile {
+    SafeTensors file;
+    TensorFile(const std::string& path) { EXPECT_EQ(safetensors_open(&file, path), ""); }
+    ~TensorFile() { safetensors_close(&file); }
+    std::vector<float> floats(const std::string& name) const {
+        const SafeTensor* t = safetensors_find(file, name);
+        EXPECT_TRUE(t) << name;
+        std::vector<float> x(t ? t->elements() : 0);
+        if (t) tensor_to_float(x.data(), *t, 0, x.size());
+        return x;
+    }
+    std::vector<int> ints(const std::string& name) const {
+        const SafeTensor* t = safetensors_find(file, name);
+        EXPECT_TRUE(t && t->dtype == "I32") << name;
+        std::vector<int> x(t ? t->elements() : 0);
+        if (t) memcpy(x.data(), t->data, t->bytes);
+        return x;
+    }
+    // a tensor of this parameter as the trainer holds it, [out, in]
+    std::vector<float> of(const std::string& kind, const Parameter& p, const Shape& s) const {
+        std::string name = kind + p.name;
+        if (!safetensors_find(file, name)) name = kind + export_name(p, s);
+        std::vector<float> x = floats(name);
+        EXPECT_EQ(x.size(), p.file_elements()) << name;
+        return p.transposed ? transpose(x, p.cols(), p.rows()) : x;
+    }
+};
+
+inline double largest(const std::vector<float>& x) {
+    double most = 0;
+    for (float f : x) most = std::max(most, double(std::fabs(f)));
+    return most;
+}
+
+// ----------------------------------------------------------------------------
+// models
+
+// Every family, tied and not; 61 words, which the trainer pads to 128.
+inline std::vector<Shape> saved_shapes() {
+    Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), gpt2_untied = gpt2;
+    Shape llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000), llama_tied = llama, mistral = llama,
+          qwen2 = llama;
+    gpt2_untied.tied = false;
+    llama.rope_scaling = {8, 1, 4, 16}, llama_tied.tied = true, llama_tied.HS = 6,
+    llama_tied.norm_eps = 1e-3f;
+    mistral.hf_type = "mistral", mistral.sliding_window = 7;
+    qwen2.hf_type = "qwen2", qwen2.qkv_bias = true, qwen2.rope_theta = 1e6;
+    Shape mistral_endless = mistral, qwen2_tied = qwen2, biased = llama, yarn = llama, qwen3 = qwen2;
+    mistral_endless.sliding_window = 0, qwen2_tied.tied = true;
+    qwen2.sliding_window = 5, qwen2.window_from = 1;
+    qwen3.hf_type = "qwen3", qwen3.qk_norm = true, qwen3.qkv_bias = false, qwen3.HS = 6;
+    biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
+    biased.rope_scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
+    yarn.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
+    return {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless, qwen2, qwen2_tied, biased, yarn, qwen3};
+}
+
+inline std::string shape_name(const Shape& s) {
+    return s.hf_type + (s.tied ? ", tied" : ", untied");
+}
+
+template <typename T> void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) { // norms and biases too
+    for (const Parameter& p : t.model.parameters) {
+        std::vector<float> v(p.elements());
+        for (size_t i = 0; i < p.file_elements(); i++)
+            v[i] = float(normal(seed, fnv1a(p.name), i)) * 0.2f;
+        set_weight(t, p, v.data());
+    }
+}
+
+inline Window squares_window(size_t V) {
+    return [V](uint64_t sample, int* tokens, int* targets) {
+        for (uint64_t i = 0; i < 16; i++) {
+            tokens[i] = int((sample * 5 + i * i) % V);
+            targets[i] = int((sample * 5 + (i + 1) * (i + 1)) % V);
+        }
+        return std::string();
+    };
+}
+
+template <typename T>
+std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool adamw = true) {
+    Plan plan = plan_of(Mode::TRAIN, 2, 16);
+    plan.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
+    auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
+    fill_weights(m->t, seed);
+    m->t.window = squares_window(s.V);
+    return m;
+}
+
+template <typename A, typename B> void expect_same_weights(const Small<A>& a, const Small<B>& b) {
+    for (const Parameter& p : a.t.model.parameters)
+        EXPECT_EQ(get_weight(a.t, p), get_weight(b.t, p))
+            << p.name << " of " << shape_name(a.t.model.shape);
+}

@@ -1,0 +1,568 @@
+// test_checkpoint.cpp - checkpoints: round trips to the bit in every layout, broken files skipped or
+// refused by name, and nothing lost when a save fails or is killed
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <csignal>
+#include "saved_models.h"
+
+struct Checkpoints : Scratch {};
+
+// ----------------------------------------------------------------------------
+// checkpoints
+
+// Weights, masters, moments, and the optimizer's count of steps, whole on every rank.
+template <typename T> std::string state_of(const Small<T>& m) {
+    std::string state;
+    auto append = [&](auto values, const Parameter& p) { // layouts pad the vocabulary as they need
+        auto words = values.begin() + long(p.file_elements());
+        EXPECT_TRUE(std::all_of(words, values.end(), [](auto x) { return to_acc(x) == 0; }));
+        state.append((const char*)values.data(), p.file_elements() * sizeof(values[0]));
+    };
+    for (const StateTensor& s : state_tensors(m.t))
+        append(fetch<acc_t<T>>(m.t, s.data, *s.p), *s.p);
+    for (const Parameter& p : m.t.model.parameters)
+        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p), p);
+    const StepScale& scale = *address<const StepScale>(m.t, {Kind::SCALE});
+    const LossScale& loss = scale.loss;
+    return concat(state, scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent, " ",
+                  loss.skipped);
+}
+
+struct Loaded {
+    std::string wrong;
+    CheckpointInfo info;
+    std::vector<std::string> notes;
+};
+template <typename T> Loaded load_checkpoint(Small<T>& m, const std::string& out) {
+    Loaded l;
+    l.wrong = checkpoint_load(m.t, &l.info, out, &l.notes);
+    return l;
+}
+
+template <typename T>
+void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
+    SCOPED_TRACE(shape_name(s) + (adamw ? ", adamw" : ", sgd"));
+    auto a = random_model<T>(s, 3, adamw), b = random_model<T>(s, 4, adamw);
+    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 2; };
+    if (type_of<T>() == Type::F16) // so large that the first steps overflow, and so do later ones
+        for (auto* m : {a.get(), b.get()}) {
+            m->t.hyper.loss_scaling = {.on = true, .start = 0x1p24f, .window = 1, .hysteresis = 1};
+            init_loss_scale(m->t);
+        }
+    std::string out = dir + "/out", stale = out + "/step_00000001.tmp";
+    fs::remove_all(out);
+    fs::create_directories(stale); // what a crash left
+    put_file(stale + "/rank_00000.safetensors", "half");
+    for (int i = 0; i < 3; i++) step(*a);
+    if (adamw) step(*b); // its own moments and count of steps are to go
+    ASSERT_TRUE(state_of(*a) != state_of(*b));
+    ASSERT_EQ(checkpoint_save(a->t, {3, a->t.cursor, ~0ull, {{"lr", 1}}}, out, 2), "");
+    EXPECT_FALSE(fs::exists(stale));
+    Loaded l = load_checkpoint(*b, out);
+    ASSERT_EQ(l.wrong, "");
+    EXPECT_EQ(l.notes, std::vector<std::string>());
+    EXPECT_EQ(l.info.step, 3);
+    EXPECT_EQ(l.info.cursor, 6u);
+    EXPECT_EQ(l.info.seed, ~0ull);
+    EXPECT_EQ(l.info.config, (json{{"lr", 1}}));
+    EXPECT_TRUE(state_of(*a) == state_of(*b));
+    TensorFile g(out + "/step_00000003/rank_00000.safetensors");
+    for (const StateTensor& x : state_tensors(a->t)) // no padding
+        EXPECT_EQ(safetensors_find(g.file, x.name)->elements(), x.p->file_elements()) << x.name;
+    EXPECT_EQ(g.file.tensors.size(), a->t.model.parameters.size() * (adamw ? 3 : 1));
+    b->t.cursor = l.info.cursor; // and both go on alike
+    step(*a), step(*b);
+    EXPECT_TRUE(state_of(*a) == state_of(*b));
+}
+
+TEST_F(Checkpoints, CheckpointsLoadToTheSameBits) {
+    for (const Shape& s : saved_shapes())
+        for (bool adamw : {true, false}) {
+            checkpoint_round_trip<float>(dir, s, adamw);
+            checkpoint_round_trip<bf16>(dir, s, adamw);
+            checkpoint_round_trip<fp16>(dir, s, adamw);
+        }
+    checkpoint_round_trip<double>(dir, saved_shapes()[0], true);
+}
+
+TEST_F(Checkpoints, CheckpointsOfOtherPrecisionAreNoted) {
+    auto a = random_model<bf16>(saved_shapes()[0]);
+    auto b = random_model<float>(saved_shapes()[0], 4);
+    ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 1), "");
+    Loaded l = load_checkpoint(*b, dir);
+    EXPECT_EQ(l.wrong, "");
+    EXPECT_EQ(l.notes, (std::vector<std::string>{"the checkpoint was trained in BF16"}));
+    expect_same_weights(*a, *b); // float takes the masters
+    auto c = random_model<double>(saved_shapes()[0]);
+    EXPECT_HAS(load_checkpoint(*c, dir).wrong, "param.wte.weight is F32(732), not F64(732)");
+    std::string manifest = dir + "/step_00000001/manifest.json";
+    json m = read_json(manifest);
+    m["threads"] = 99, m["cpu"] = "Another";
+    m["crc32"] = manifest_crc(m);
+    put_file(manifest, m.dump());
+    l = load_checkpoint(*a, dir);
+    EXPECT_EQ(l.wrong, "");
+    ASSERT_EQ(l.notes.size(), 1u);
+    EXPECT_HAS(l.notes[0], "99 threads on Another");
+}
+
+TEST_F(Checkpoints, KeepRemovesOlderCheckpoints) {
+    auto m = random_model<float>(saved_shapes()[0]);
+    for (int64_t step : {1, 2, 3, 4}) {
+        m->t.cursor = uint64_t(step);
+        ASSERT_EQ(checkpoint_save(m->t, {step, uint64_t(step), 0, {}}, dir, 2), "");
+    }
+    EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
+    for (const char* other :
+         {"/step_1", "/step_00000009x", "/step_00000007.tmp.tmp", "/notes"}) // no checkpoints
+        fs::create_directories(dir + other);
+    EXPECT_EQ(load_checkpoint(*m, dir).info.step, 4);
+    ASSERT_EQ(checkpoint_save(m->t, {4, 44, 0, {}}, dir, 2), ""); // again
+    EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
+    EXPECT_EQ(load_checkpoint(*m, dir).info.cursor, 44u);
+    ASSERT_EQ(checkpoint_save(m->t, {3, 33, 0, {}}, dir, 1),
+              ""); // a run that went back: what is newer stays
+    EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
+    ASSERT_EQ(checkpoint_save(m->t, {10, 10, 0, {}}, dir, 1), "");
+    EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{10}));
+    EXPECT_TRUE(fs::exists(dir + "/notes") && fs::exists(dir + "/step_1"));
+    EXPECT_HAS(checkpoint_save(m->t, {11, 0, 0, {}}, dir + "/nowhere", 1),
+               "cannot be made: No such file");
+}
+
+TEST_F(Checkpoints, BrokenCheckpointsAreSkippedAndNamed) {
+    auto m = random_model<float>(saved_shapes()[0]),
+         saved = random_model<float>(saved_shapes()[0], 4);
+    run_plan(saved->t, 0);
+    ASSERT_EQ(checkpoint_save(saved->t, {1, 1, 0, {}}, dir, 5), "");
+    std::string older = state_of(*saved);
+    run_plan(saved->t, 0);
+    ASSERT_EQ(checkpoint_save(saved->t, {2, 2, 0, {}}, dir, 5), "");
+    std::string newest = dir + "/step_00000002", file = newest + "/rank_00000.safetensors";
+    std::string manifest = newest + "/manifest.json", whole = read_file(file),
+                list = read_file(manifest);
+    auto falls_back = [&](const std::string& part) {
+        SCOPED_TRACE("manifest " + read_file(manifest).substr(0, 2000));
+        fill_weights(m->t, 9);
+        Loaded l = load_checkpoint(*m, dir);
+        EXPECT_EQ(l.wrong, "");
+        EXPECT_EQ(l.info.step, 1);
+        EXPECT_TRUE(state_of(*m) == older);
+        ASSERT_EQ(l.notes.size(), 1u);
+        EXPECT_HAS(l.notes[0], newest);
+        EXPECT_HAS(l.notes[0], part);
+        EXPECT_HAS(l.notes[0], ": skipped");
+    };
+    for (size_t size : {size_t(0), size_t(7), size_t(1000), whole.size() - 1}) {
+        put_file(file, whole.substr(0, size));
+        falls_back("is " + std::to_string(size) + " bytes, the manifest says " +
+                   std::to_string(whole.size()));
+    }
+    put_file(file, whole + "x");
+    falls_back("is " + std::to_string(whole.size() + 1) + " bytes, the manifest says");
+    for (size_t at = 0; at < whole.size(); at += at < 16 ? 1 : whole.size() / 9) {
+        std::string flipped = whole;
+        flipped[at] ^= char(1 << at % 8);
+        put_file(file, flipped), falls_back("its checksum is");
+    }
+    fs::remove(file), falls_back("rank_00000.safetensors: No such file");
+    put_file(file, whole);
+    fs::remove(manifest), falls_back("has no manifest.json");
+    for (size_t size : {size_t(0), size_t(1), list.size() / 2, list.size() - 3})
+        put_file(manifest, list.substr(0, size)), falls_back("manifest.json is broken");
+    for (const char* text : {"{}", "[]", "3", "null"})
+        put_file(manifest, text), falls_back("manifest.json is broken");
+    for (const char* key : {"step", "cursor", "seed", "model", "optimizer", "optimizer_step",
+                            "precision", "threads", "cpu", "files"})
+        for (json bad : {json(), json(2.5), json({1}), json({{"file", 1}}), json(true)}) {
+            json changed = json::parse(list);
+            changed[key] = bad;
+            if (key == std::string("model") && bad.is_object()) continue; // of another model
+            put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
+            changed.erase(key);
+            put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
+        }
+    json changed = json::parse(list);
+    changed["files"] = json::array(); // nothing to check is nothing whole
+    put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
+    put_file(manifest, list);
+    EXPECT_EQ(load_checkpoint(*m, dir).info.step, 2);
+    EXPECT_TRUE(state_of(*m) == state_of(*saved));
+
+    fs::resize_file(file, 10); // all of them
+    fs::resize_file(dir + "/step_00000001/rank_00000.safetensors", 10);
+    Loaded l = load_checkpoint(*m, dir);
+    EXPECT_HAS(l.wrong, dir + ": holds no whole checkpoint (the broken ones are named above)");
+    EXPECT_EQ(l.notes.size(), 2u);
+    fs::remove_all(newest), fs::remove_all(dir + "/step_00000001");
+    EXPECT_HAS(load_checkpoint(*m, dir).wrong, "holds no whole checkpoint: start without --resume");
+    EXPECT_HAS(load_checkpoint(*m, dir + "/nowhere").wrong, "holds no whole checkpoint");
+}
+
+TEST_F(Checkpoints, ACheckpointOfAnotherModelIsRefusedByName) {
+    Shape base = saved_shapes()[2];
+    auto a = random_model<float>(base);
+    ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 2), "");
+    auto refused = [&](const char* key, const char* theirs, const char* ours, auto change) {
+        Shape other = base;
+        change(other);
+        auto b = random_model<float>(other);
+        Loaded l = load_checkpoint(*b, dir);
+        EXPECT_HAS(l.wrong, "step_00000001: is of another model");
+        EXPECT_HAS(l.wrong, std::string("its ") + key + " is " + theirs + ", this run's " + ours);
+        EXPECT_EQ(l.notes.size(), 0u);
+    };
+    refused("layers", "2", "1", [](Shape& s) { s.L = 1; });
+    refused("heads", "4", "2", [](Shape& s) { s.NH = 2; });
+    refused("kv_heads", "2", "1", [](Shape& s) { s.NKV = 1; });
+    refused("head_size", "4", "6", [](Shape& s) { s.HS = 6; });
+    refused("channels", "16", "24", [](Shape& s) { s.C = 24; });
+    refused("ffn", "20", "24", [](Shape& s) { s.F = 24; });
+    refused("vocab", "61", "62", [](Shape& s) { s.V = 62; });
+    refused("positions", "32", "64", [](Shape& s) { s.P = 64; });
+    refused("tied", "false", "true", [](Shape& s) { s.tied = true; });
+    refused("family", "\"llama\"", "\"mistral\"", [](Shape& s) { s.hf_type = "mistral"; });
+    refused("qkv_bias", "false", "true", [](Shape& s) { s.qkv_bias = true; });
+    refused("rope_theta", "10000.0", "20000.0", [](Shape& s) { s.rope_theta = 20000; });
+    refused("rope_factor", "8.0", "2.0", [](Shape& s) { s.rope_scaling.factor = 2; });
+    refused("position", "\"rope\"", "\"alibi\"", [](Shape& s) { s.position = Position::ALIBI; });
+
+    auto sgd = random_model<float>(base, 3, false);
+    EXPECT_EQ(load_checkpoint(*sgd, dir).wrong, ""); // leaves the moments
+    expect_same_weights(*a, *sgd);
+    ASSERT_EQ(checkpoint_save(sgd->t, {2, 0, 0, {}}, dir, 2), "");
+    EXPECT_HAS(load_checkpoint(*a, dir).wrong,
+               "was trained with sgd and has no moments of adamw's: go on with --optimizer sgd");
+}
+
+// An evaluation has no moments, and takes the weights alone.
+TEST_F(Checkpoints, AnEvaluationLoadsACheckpointOfTraining) {
+    for (bool adamw : {true, false}) {
+        auto a = random_model<bf16>(saved_shapes()[7], 3, adamw);
+        run_plan(a->t, 0);
+        ASSERT_EQ(checkpoint_save(a->t, {1, 2, 0, {}}, dir, 2), "");
+        Small<bf16> e(saved_shapes()[7], {plan_of(Mode::EVALUATE, 1, 16)});
+        ASSERT_EQ(address<float>(e.t, {Kind::STATE, 0}), nullptr);
+        Loaded l = load_checkpoint(e, dir);
+        EXPECT_EQ(l.wrong, "");
+        EXPECT_EQ(l.info.cursor, 2u);
+        for (const Parameter& p : a->t.model.parameters) {
+            const bf16* x = address<bf16>(a->t, {Kind::WEIGHT, p.bucket}) + p.offset;
+            const bf16* y = address<bf16>(e.t, {Kind::WEIGHT, p.bucket}) + p.offset;
+            EXPECT_EQ(memcmp(x, y, p.elements() * sizeof(bf16)), 0) << p.name;
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// checkpoints of many ranks
+
+struct LayoutCase {
+    int dp, pp, zero, shards;
+    int files; // that a checkpoint has
+    int tp = 1;
+    bool whole_matrices = false; // in each shard
+    int ranks() const { return dp * pp * tp; }
+};
+static const std::vector<LayoutCase> layouts = {
+    {1, 1, 0, 1, 1}, {2, 1, 0, 2, 1},    {2, 1, 1, 2, 2},    {2, 1, 3, 2, 2}, {1, 2, 0, 1, 2},
+    {2, 2, 2, 2, 4}, {1, 1, 0, 1, 4, 4}, {2, 1, 3, 2, 4, 2}, {4, 2, 2, 2, 4}, // groups of two
+    {2, 1, 2, 2, 2, 1, true}};
+
+static std::string layout_name(const LayoutCase& l) {
+    return "dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
+           std::to_string(l.pp) + " zero " + std::to_string(l.zero) + " groups of " +
+           std::to_string(l.shards) + (l.whole_matrices ? " of whole matrices" : "");
+}
+
+// Ranks as threads, each with its part of the same random model: body(model).
+template <typename T, typename F>
+void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
+    int status = run_local_ranks(l.ranks(), {}, [&](const Comm& world) {
+        omp_set_num_threads(1);
+        Layout sizes = small_layout(l.dp, l.tp, l.pp);
+        sizes.zero = l.zero;
+        sizes.zero_group = l.shards;
+        sizes.whole_matrices = l.whole_matrices;
+        sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
+        Plan p = plan_of(Mode::TRAIN, 1, 16);
+        p.micro_batches = 8 / l.dp;
+        p.layout = layout_at(sizes, world.rank);
+        Small<T> m(s, {p});
+        m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
+        fill_weights(m.t, seed);
+        m.t.window = squares_window(s.V);
+        body(m);
+    });
+    EXPECT_EQ(status, 0) << layout_name(l);
+}
+
+// Parameters are cut by shards, and the vocabulary's padding is.
+static std::vector<Shape> shapes_to_cut() {
+    Shape llama = llama_shape(2, 4, 2, 64, 64, 61, 32, 10000); // a shard of nothing but padding
+    return {gpt2_shape(2, 4, 48, 100, 16), llama};
+}
+
+// Load on one rank, two shards, two stages: all say the same, and what is refused changes nothing.
+static Loaded load_everywhere(const std::string& out, const Shape& s, bool changes) {
+    std::vector<Loaded> said;
+    std::mutex mutex;
+    for (const LayoutCase& l : {layouts[0], layouts[3], layouts[4]})
+        on_ranks<float>(l, s, 4, [&](Small<float>& m) {
+            std::string before = state_of(m);
+            Loaded now = load_checkpoint(m, out);
+            EXPECT_EQ(state_of(m) != before, changes);
+            std::lock_guard<std::mutex> lock(mutex);
+            said.push_back(now);
+        });
+    for (const Loaded& l : said) {
+        EXPECT_EQ(l.wrong, said[0].wrong);
+        if (changes) {
+            EXPECT_EQ(l.info.step, said[0].info.step);
+            EXPECT_EQ(l.notes.at(0), said[0].notes.at(0));
+        }
+    }
+    return said[0];
+}
+
+template <typename T> void save_and_load_in_all_layouts(const std::string& dir, const Shape& s) {
+    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 8; };
+    for (const LayoutCase& from : layouts) {
+        std::string saved, next, out = dir + "/out";
+        fs::remove_all(out), fs::create_directories(out);
+        on_ranks<T>(from, s, 3, [&](Small<T>& m) {
+            step(m), step(m);
+            EXPECT_EQ(checkpoint_save(m.t, {2, m.t.cursor, 7, {}}, out, 1), "");
+            std::string state = state_of(m);
+            step(m);
+            std::string later = state_of(m);
+            if (m.t.comms.world.rank == 0) saved = state, next = later;
+        });
+        EXPECT_EQ(int(folder_bytes(out + "/step_00000002").size()), from.files + 1)
+            << layout_name(from);
+        for (const LayoutCase& to : layouts)
+            on_ranks<T>(to, s, 4, [&](Small<T>& m) {
+                SCOPED_TRACE(layout_name(from) + " read by " + layout_name(to));
+                Loaded l = load_checkpoint(m, out);
+                EXPECT_EQ(l.wrong, "");
+                EXPECT_TRUE(l.info.step == 2 && l.info.cursor == 16 && l.info.seed == 7);
+                EXPECT_TRUE(state_of(m) == saved);
+                if (&from != &to) return;
+                m.t.cursor = l.info.cursor;
+                step(m);
+                EXPECT_TRUE(state_of(m) == next);
+            });
+    }
+}
+
+TEST_F(Checkpoints, CheckpointsOfAnyLayoutLoadInAnyOther) {
+    save_and_load_in_all_layouts<float>(dir, shapes_to_cut()[0]);
+    save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1]);
+}
+
+// Shares as two ranks of tensor parallelism would write them, each cut once more at a third.
+TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
+    Shape s = gpt2_shape(2, 4, 64, 200, 256); // ffn and positions are as many as padded words
+    auto a = random_model<float>(s);
+    for (const Parameter& p : a->t.model.parameters)
+        EXPECT_EQ(p.file_rows, p.name == "wte.weight" ? 200 : p.rows()) << p.name;
+    run_plan(a->t, 0);
+    ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 1), "");
+    std::string folder = dir + "/step_00000001", manifest = folder + "/manifest.json";
+    json m = read_json(manifest);
+    m["files"] = json::array();
+    Model cut_in_two = make_model(s, small_layout(1, 2));
+    TensorFile whole(folder + "/rank_00000.safetensors");
+    for (int rank = 0; rank < 4; rank++) {
+        int tp_rank = rank % 2, third = rank / 2;
+        std::vector<TensorSpec> specs;
+        std::vector<float> data;
+        json ranges;
+        for (const StateTensor& x : state_tensors(a->t)) {
+            std::vector<float> values = whole.floats(x.name), local;
+            const Parameter& p = cut_in_two.parameters[size_t(x.p - &a->t.model.parameters[0])];
+            bool mine = p.shard.axis >= 0 || tp_rank == 0; // of what both have one writes
+            for_each_run(p, tp_rank, 2, [&](size_t, size_t global, size_t n) {
+                for (size_t i = global; mine && i < std::min(global + n, values.size()); i++)
+                    local.push_back(values[i]);
+            });
+            size_t cut = local.size() / 3, first = third ? cut : 0,
+                   count = third ? local.size() - cut : cut;
+            if (count == 0) continue;
+            specs.push_back({x.name, Type::F32, {count}});
+            ranges[x.name] = {first, count};
+            data.insert(data.end(), local.begin() + long(first),
+                        local.begin() + long(first + count));
+        }
+        FileWriter w;
+        writer_open(&w, folder + "/" + rank_file(rank), specs, {});
+        writer_put(w, data.data(), data.size() * sizeof(float));
+        ASSERT_EQ(writer_close(&w), "");
+        m["files"].push_back({{"file", rank_file(rank)},
+                              {"bytes", w.bytes},
+                              {"crc32", w.crc},
+                              {"tp", 2},
+                              {"tp_rank", tp_rank},
+                              {"tensors", ranges}});
+    }
+    m["crc32"] = manifest_crc(m);
+    put_file(manifest, manifest_text(m));
+    std::string saved = state_of(*a);
+    for (const LayoutCase& l : {layouts[0], layouts[5]})
+        on_ranks<float>(l, s, 4, [&](Small<float>& b) {
+            EXPECT_EQ(load_checkpoint(b, dir).wrong, "");
+            EXPECT_TRUE(state_of(b) == saved) << layout_name(l);
+        });
+}
+
+TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
+    Shape s = shapes_to_cut()[0];
+    for (int64_t step : {1, 2})
+        on_ranks<float>(layouts[3], s, uint64_t(step), [&](Small<float>& m) {
+            run_plan(m.t, 0);
+            EXPECT_EQ(checkpoint_save(m.t, {step, uint64_t(step), 0, {}}, dir, 5), "");
+        });
+    std::string folder = dir + "/step_00000002", manifest = folder + "/manifest.json",
+                list = read_file(manifest);
+    auto falls_back = [&](const std::string& part) {
+        Loaded l = load_everywhere(dir, s, true);
+        EXPECT_EQ(l.wrong, "");
+        EXPECT_EQ(l.info.step, 1);
+        EXPECT_HAS(l.notes.at(0), part);
+        EXPECT_HAS(l.notes.at(0), ": skipped");
+    };
+    for (const char* name : {"rank_00000.safetensors", "rank_00001.safetensors"}) {
+        std::string file = folder + "/" + name, whole = read_file(file), flipped = whole;
+        fs::remove(file), falls_back(std::string(name) + ": No such file");
+        put_file(file, whole.substr(0, whole.size() - 1));
+        falls_back(std::string(name) + ": is " + std::to_string(whole.size() - 1) + " bytes");
+        flipped[flipped.size() - 9] ^= 4;
+        put_file(file, flipped), falls_back(std::string(name) + ": its checksum is");
+        put_file(file, whole);
+    }
+    // manifests that are whole and wrong: refused
+    auto change_manifest = [&](auto change) {
+        json m = json::parse(list);
+        change(m["files"]);
+        m["crc32"] = manifest_crc(m);
+        put_file(manifest, manifest_text(m));
+    };
+    auto refused = [&](const std::string& part, auto change) {
+        change_manifest(change);
+        Loaded l = load_everywhere(dir, s, false);
+        EXPECT_HAS(l.wrong, folder);
+        EXPECT_HAS(l.wrong, part);
+        EXPECT_EQ(l.notes.size(), 0u);
+    };
+    const std::string cut = "m.h.0.mlp.c_fc.weight"; // [0, 6528) is the first rank's, of 9216
+    auto range = [&](json& files, int rank) -> json& { return files[rank]["tensors"][cut]; };
+    json files = json::parse(list)["files"];
+    size_t at = range(files, 1)[0].get<size_t>();
+    ASSERT_TRUE(at > 0 && at < 9216);
+    ASSERT_EQ(range(files, 0), json({0, at}));
+    ASSERT_EQ(range(files, 1), json({at, 9216 - at}));
+    std::string where = "tensor " + cut + ": elements ", edge = std::to_string(at);
+    refused("are there twice", [&](json& f) { f.push_back(f[1]); });
+    refused("are in no file", [&](json& f) { f.erase(1); });
+    refused(where + edge + " to 9216 of 9216 are in no file",
+            [&](json& f) { f[1]["tensors"].erase(cut); });
+    refused(where + "0 to " + edge + " of 9216 are in no file",
+            [&](json& f) { f[0]["tensors"].erase(cut); });
+    refused(where + std::to_string(at - 1) + " to " + edge + " of 9216 are there twice",
+            [&](json& f) { range(f, 1)[0] = at - 1; });
+    refused("tensor " + cut + " reaches beyond its parameter",
+            [&](json& f) { range(f, 1)[0] = at + 1; });
+    refused("tensor " + cut + " reaches beyond its parameter",
+            [&](json& f) { range(f, 1)[0] = ~size_t(0); });
+    const std::string table = "param.wte.weight"; // 100 of 128 rows are words
+    FileWriter w;
+    writer_open(&w, folder + "/rank_00002.safetensors", {{table, Type::F32, {10}}}, {});
+    writer_put(w, std::vector<float>(10).data(), 40);
+    ASSERT_EQ(writer_close(&w), "");
+    refused(
+        "elements 4800 to 4810 of 4800 are vocabulary padding; to go on from the checkpoint "
+        "before, remove " +
+            folder,
+        [&](json& f) {
+            f.push_back({{"file", "rank_00002.safetensors"},
+                         {"bytes", w.bytes},
+                         {"crc32", w.crc},
+                         {"tp", 1},
+                         {"tp_rank", 0},
+                         {"tensors", {{table, {4800, 10}}}}});
+        });
+    refused("tensor " + cut + " is F32(" + edge + "), not F32(" + std::to_string(at - 1) + ")",
+            [&](json& f) { range(f, 0)[1] = at - 1; });
+    const std::string lost = "m.h.1.ln_1.bias";
+    refused("rank_00001.safetensors: tensor " + lost + " is missing", [&](json& f) {
+        f[1]["tensors"][lost] = f[0]["tensors"][lost], f[0]["tensors"].erase(lost);
+    });
+    for (json bad : {json(3), json({0}), json({0, -1}), json({0, 1.5}), json({0, 1, 2}), json()}) {
+        change_manifest([&](json& f) { range(f, 1) = bad; });
+        falls_back("manifest.json is broken");
+    }
+    for (const char* key : {"file", "bytes", "crc32", "tp", "tp_rank", "tensors"}) {
+        change_manifest([&](json& f) { f[1].erase(key); }), falls_back("manifest.json is broken");
+        change_manifest([&](json& f) { f[1][key] = -1; }), falls_back("manifest.json is broken");
+    }
+    change_manifest([&](json& f) { f[1]["tp_rank"] = 1; }), falls_back("manifest.json is broken");
+    EXPECT_HAS(load_everywhere(dir + "/nowhere", s, false).wrong, "holds no whole checkpoint");
+}
+
+// A full disk: one line, and the checkpoints before it are as they were.
+TEST_F(Checkpoints, ASaveThatFailsLosesNothing) {
+    auto m = random_model<float>(saved_shapes()[0]);
+    ASSERT_EQ(checkpoint_save(m->t, {1, 1, 0, {}}, dir, 1), "");
+    auto before = folder_bytes(dir + "/step_00000001");
+    rlimit saved, small;
+    getrlimit(RLIMIT_FSIZE, &saved);
+    auto handler = signal(SIGXFSZ, SIG_IGN);
+    for (size_t bytes : {size_t(0), size_t(100), size_t(20000)}) {
+        small = saved, small.rlim_cur = bytes;
+        setrlimit(RLIMIT_FSIZE, &small);
+        std::string wrong = checkpoint_save(m->t, {2, 2, 0, {}}, dir, 1);
+        setrlimit(RLIMIT_FSIZE, &saved);
+        EXPECT_HAS(wrong,
+                   "cannot be written: File too large; the checkpoints before it are as they were");
+        EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{1}));
+        EXPECT_EQ(checkpoint_steps(dir, ".tmp"), std::vector<int64_t>());
+        EXPECT_TRUE(folder_bytes(dir + "/step_00000001") == before);
+    }
+    signal(SIGXFSZ, handler);
+}
+
+// A child is killed at each of its writes in turn: what is there afterwards loads to an older or
+// the new state.
+TEST_F(Checkpoints, KilledAtAnyWriteNothingIsLost) {
+    Shape s = saved_shapes()[0];
+    for (const LayoutCase& layout : {layouts[0], layouts[5]}) {
+        auto save = [&](int64_t step) {
+            on_ranks<float>(layout, s, uint64_t(step), [&](Small<float>& m) {
+                EXPECT_EQ(checkpoint_save(m.t, {step, 0, 0, {}}, dir, 5), "");
+            });
+        };
+        save(1);
+        size_t largest_file = 0;
+        for (const auto& [name, bytes] : folder_bytes(dir + "/step_00000001"))
+            largest_file = std::max(largest_file, bytes.size());
+        int killed = 0, whole = 0;
+        for (size_t limit = 0; limit < largest_file * 11 / 10; limit += largest_file / 23) {
+            pid_t child = fork();
+            if (child == 0) {
+                rlimit r = {limit, limit}; // SIGXFSZ kills the writer at this byte of a file
+                setrlimit(RLIMIT_FSIZE, &r);
+                save(2);
+                _exit(0);
+            }
+            int status;
+            waitpid(child, &status, 0);
+            Loaded l = load_checkpoint(*random_model<float>(s), dir);
+            ASSERT_EQ(l.wrong, "") << limit;
+            EXPECT_EQ(l.info.step, WIFEXITED(status) ? 2 : 1) << limit;
+            (WIFEXITED(status) ? whole : killed)++;
+            fs::remove_all(dir + "/step_00000002");
+        }
+        EXPECT_GT(killed, 15);
+        EXPECT_GT(whole, 0);
+    }
+}

@@ -1,0 +1,613 @@
+// test_evaluate.cpp - files to texts to candidates to scores: each against values written here, and
+// log-likelihoods against the logits that generation makes, in any layout
+#include <mutex>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "../../llmc/io/likelihood.h"
+#include "../../llmc/io/generate.h"
+#include "../../llmc/io/huggingface.h"
+#include "../harness/testing.h"
+#include "../step/small_models.h"
+
+using namespace llmc;
+
+namespace {
+
+std::string write(const std::string& name, const std::string& bytes) {
+    return put_file(scratch(name), bytes);
+}
+
+// A question's candidates as (context|completion) in bytes, a line each, the right one with a *.
+std::string text_of(const Evaluation& e, const Question& q) {
+    std::string text;
+    for (size_t i = q.first; i < q.first + q.count; i++) {
+        const Candidate& c = e.candidates[i];
+        std::string all;
+        for (int token : c.tokens) all += char(token);
+        text += all.substr(0, all.size() - c.scored) + "|" + all.substr(all.size() - c.scored) +
+                (int(i - q.first) == q.label ? "*\n" : "\n");
+    }
+    return text;
+}
+
+// All questions of a file, where a byte is a token.
+std::string texts_of_file(const std::string& task, const std::string& name,
+                          const std::string& bytes) {
+    Evaluation e;
+    std::string wrong = read_tasks(&e, task + "=" + write(name, bytes), Tokenizer(), 1 << 20), all;
+    if (!wrong.empty()) return wrong;
+    for (const Question& q : e.tasks.at(0).questions) all += text_of(e, q);
+    return all;
+}
+
+// ----------------------------------------------------------------------------
+// files
+
+TEST(Files, HellaSwagAsPublished) {
+    const char* line =
+        R"({"ind": 4, "activity_label": "Removing ice", "ctx_a": "A [header] man  is [step] out. [title] Cold", )"
+        R"("ctx_b": "then HE is", "ctx": "unused", "endings": [" wipes [substeps] it.", "a", "b", "[title] c [d"], )"
+        R"("label": LABEL, "split": "val"})";
+    for (const char* label : {"2", "\"2\""})
+        EXPECT_EQ(texts_of_file("hellaswag", "h.jsonl", replace_all(line, "LABEL", label) + "\n"),
+                  "Removing ice: A man is out.. Cold Then he is| wipes it.\n"
+                  "Removing ice: A man is out.. Cold Then he is| a\n"
+                  "Removing ice: A man is out.. Cold Then he is| b*\n"
+                  "Removing ice: A man is out.. Cold Then he is|  c [d\n")
+            << label;
+}
+
+TEST(Files, HellaSwagInSixLines) {
+    EXPECT_EQ(texts_of_file("hellaswag", "h.txt",
+                            "Roof: A man. he\n3\nis.\nwas [x]\n  be\nd\r\nNext\n0\na\nb\nc\nd"),
+              "Roof: A man. he| is.\nRoof: A man. he| was [x]\nRoof: A man. he|   be\n"
+              "Roof: A man. he| d*\nNext| a*\nNext| b\nNext| c\nNext| d\n");
+}
+
+TEST(Files, ArcInBothForms) {
+    std::string want = "Question: Why?\nAnswer:| sun\nQuestion: Why?\nAnswer:| moon*\n";
+    EXPECT_EQ(texts_of_file("arc-easy", "a.jsonl",
+                            R"({"id":"x","question":{"stem":"Why?","choices":[)"
+                            R"({"text":"sun","label":"A"},{"text":"moon","label":"B"}]},)"
+                            R"("answerKey":"B"})"),
+              want);
+    EXPECT_EQ(texts_of_file("arc-challenge", "a.jsonl",
+                            R"({"id":"x","question":"Why?","choices":{"text":["sun","moon"],)"
+                            R"("label":["1","2"]},"answerKey":"2"})"),
+              want);
+}
+
+TEST(Files, PiqaWithLabelsInTheLineAndBeside) {
+    std::string want = "Question: g\nAnswer:| one\nQuestion: g\nAnswer:| two*\n";
+    EXPECT_EQ(texts_of_file("piqa", "in_line.jsonl",
+                            R"({"goal":"g","sol1":"one","sol2":"two","label":1})"),
+              want);
+    write("beside-labels.lst", "1\n0\n");
+    std::string line = R"({"goal":"g","sol1":"one","sol2":"two"})";
+    EXPECT_EQ(texts_of_file("piqa", "beside.jsonl", line + "\n" + line + "\n"),
+              want + "Question: g\nAnswer:| one*\nQuestion: g\nAnswer:| two\n");
+}
+
+// The contexts differ, what is scored is the same.
+TEST(Files, Winogrande) {
+    EXPECT_EQ(texts_of_file("winogrande", "w.jsonl",
+                            R"({"sentence":"Ann met Bo and _ was  late. ","option1":"Ann",)"
+                            R"("option2":"Bo","answer":"2"})"),
+              "Ann met Bo and Ann| was  late.\nAnn met Bo and Bo| was  late.*\n");
+}
+
+TEST(Files, LambadaInBothForms) {
+    std::string want = "he said to| Mary*\na \"b\"| c.*\n";
+    EXPECT_EQ(texts_of_file("lambada", "l.jsonl",
+                            "{\"text\": \"he said to Mary\"}\n{\"text\": \"a \\\"b\\\" c.\"}\n"),
+              want);
+    EXPECT_EQ(texts_of_file("lambada", "l.txt", "he said to Mary\na \"b\" c.\n"), want);
+}
+
+TEST(Files, SeveralTasksShareTheCandidates) {
+    Evaluation e;
+    ASSERT_EQ(read_tasks(&e,
+                         "lambada=" + write("l.txt", "a b\nc d\n") + ",piqa=" +
+                             write("p.jsonl", R"({"goal":"g","sol1":"a","sol2":"bcd","label":0})"),
+                         Tokenizer(), 100),
+              "");
+    ASSERT_EQ(e.tasks.size(), 2u);
+    EXPECT_EQ(e.tasks[1].name, "piqa");
+    EXPECT_EQ(text_of(e, e.tasks[0].questions[1]), "c| d*\n");
+    EXPECT_EQ(text_of(e, e.tasks[1].questions[0]),
+              "Question: g\nAnswer:| a*\nQuestion: g\nAnswer:| bcd\n");
+    EXPECT_EQ(e.candidates[3].tokens.size(), strlen("Question: g\nAnswer: bcd"));
+}
+
+TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
+    auto refuses = [](const std::string& value, const std::string& says, size_t P = 100) {
+        Evaluation e;
+        std::string wrong = read_tasks(&e, value, Tokenizer(), P);
+        EXPECT_NE(wrong.find(says), std::string::npos) << value << ": " << wrong;
+        EXPECT_EQ(wrong.rfind("--evaluate", 0), 0u) << wrong;
+    };
+    auto bad = [&](const std::string& task, const std::string& bytes, const std::string& says) {
+        std::string path = write(task + ".bad", bytes);
+        refuses(task + "=" + path, path + says);
+    };
+    refuses("hellaswag", "wants name=FILE, not 'hellaswag'");
+    refuses("helaswag=x", "no task 'helaswag': did you mean hellaswag?");
+    refuses("x=y", "tasks: hellaswag, arc-easy, arc-challenge, piqa, winogrande, lambada");
+    refuses("piqa=/no/such", "/no/such: No such file");
+    refuses("piqa=" + testing::TempDir(), "is no file but a folder");
+    std::string passage = write("l.txt", "a bcd\n");
+    refuses("lambada=" + passage + ",lambada=" + passage, "lambada is there twice");
+    refuses("lambada=" + passage, passage + ":1: a completion has 4 tokens, the model 3", 3);
+    bad("lambada", "", ": is empty");
+    bad("lambada", "a b\n\nc d\n", ":2: is empty");
+    bad("lambada", "a b \n", ":1: a completion is empty");
+    bad("lambada", "one\n", ":1: a context is empty");
+    bad("lambada", "{\"text\": 3}\n", ":1: wants a text \"text\"");
+    bad("hellaswag", "a\n0\n1\n2\n3\n4\na\n0\n1\n2\n3\n", ":7: wants six lines");
+    bad("hellaswag", "a\n4\n1\n2\n3\n4\n", ":1: label 4 is none of the 4 choices");
+    bad("hellaswag", "a\nx\n1\n2\n3\n4\n", ":1: wants a number \"label\", not 'x'");
+    std::string h =
+        R"({"activity_label":"a","ctx_a":"b","ctx_b":"c","endings":["d","e"],"label":0})";
+    bad("hellaswag", h + "\n{\n", ":2: is no JSON object");
+    bad("hellaswag", h + "\n" + replace_all(h, "ctx_b", "ctx_c"), ":2: wants a text \"ctx_b\"");
+    bad("hellaswag", replace_all(h, "[\"d\",\"e\"]", "[1]"),
+        ":1: wants a list of texts \"endings\"");
+    bad("hellaswag", replace_all(h, ":0", ":2"), ":1: label 2 is none of the 2 choices");
+    bad("hellaswag", replace_all(h, ":0", ":-1"), ":1: wants a number \"label\", not '-1'");
+    bad("hellaswag", replace_all(h, ",\"label\":0", ""), ":1: wants a text \"label\"");
+    bad("hellaswag", replace_all(h, "\"e\"", "\"[e]\""), ":1: a completion is empty");
+    bad("piqa", "a b\n", ":1: is no JSON object");
+    bad("piqa", R"({"goal":"g","sol1":"a","sol2":"b"})", ":1: has no \"label\", and");
+    write("short-labels.lst", "0\n");
+    std::string two = write("short.jsonl", "{\"goal\":\"g\"}\n{}\n");
+    refuses("piqa=" + two, "short-labels.lst: has 1 labels for the 2 questions");
+    bad("winogrande", R"({"sentence":"a b","option1":"a","option2":"b","answer":"1"})",
+        ":1: wants a _ in \"sentence\"");
+    bad("winogrande", R"({"sentence":"a _ b","option1":"a","option2":"b","answer":"3"})",
+        ":1: label 2 is none of the 2");
+    bad("winogrande", R"({"sentence":"a _","option1":"a","option2":"b","answer":"1"})",
+        ":1: a completion is empty");
+    std::string a =
+        R"({"question":"q","choices":{"text":["s","m"],"label":["A","B"]},"answerKey":"C"})";
+    bad("arc-easy", a, ":1: answerKey 'C' is none of the labels of the 2 choices");
+    bad("arc-easy", replace_all(a, "[\"A\",\"B\"]", "[\"A\",\"B\",\"C\"]"), ":1: answerKey 'C'");
+    bad("arc-easy", replace_all(a, "choices", "chances"), ":1: wants a list of texts");
+    bad("arc-easy", R"({"question":{"stem":"q","choices":["A"]},"answerKey":"A"})",
+        ":1: wants a text");
+}
+
+// Cuts of every length and changed bytes: refused or read, never worse.
+TEST(Files, AnyBytesAreReadOrRefused) {
+    std::string line =
+        R"({"activity_label":"a","ctx_a":"[b]","ctx_b":"c","endings":["d [x","e"],"label":0,)"
+        R"("question":{"stem":"s","choices":[{"text":"t","label":"A"}]},"answerKey":"A",)"
+        R"("goal":"g","sol1":"h","sol2":"i","sentence":"a _ b","option1":"o","option2":"p",)"
+        R"("answer":"1","text":"a b"})";
+    for (const TaskKind& kind : task_kinds()) {
+        int read = 0;
+        for (size_t i = 0; i <= 2 * line.size(); i += 3) {
+            std::string bytes = line.substr(0, std::min(i, line.size()));
+            if (i > line.size())
+                bytes[i - line.size() - 1] = "\"[{:,}]\n\x80"[random_block(3, 1, i)[0] % 9];
+            Evaluation e;
+            read += read_tasks(&e, std::string(kind.name) + "=" + write("any", bytes), Tokenizer(),
+                               100) == "";
+        }
+        EXPECT_GT(read, 20) << kind.name; // what it does not look at may be anything
+    }
+}
+
+// ----------------------------------------------------------------------------
+// texts and tokens
+
+TEST(Texts, WhiteSpaceAndLettersAsPythonHasThem) {
+    EXPECT_EQ(strip(" \t\n\v\f\r\x1c a b\u00a0\u2003\u3000 "), "a b");
+    EXPECT_EQ(strip("\u200b"), "\u200b"); // a zero-width space is none
+    EXPECT_EQ(strip(" \u0085\u2028 "), "");
+    EXPECT_EQ(capitalize("hE SAID"), "He said");
+    EXPECT_EQ(capitalize(""), "");
+    EXPECT_EQ(capitalize("1A"), "1a");
+    EXPECT_EQ(count_characters("a\u00e9\u20ac\U0001f600"), 4u);
+    EXPECT_EQ(without_marks(" a [b][c] d [title] e   f "), "a d. e  f");
+    EXPECT_EQ(without_marks("[a\nb] [c [d] e]"), "[a\nb] e]"); // no mark spans lines
+}
+
+TEST(Texts, TokensOfContextAndCompletion) {
+    Tokenizer t;
+    auto made = [&](const char* context, const char* completion, size_t P = 100) {
+        Candidate c;
+        EXPECT_EQ(make_candidate(&c, t, {context, completion}, P), "");
+        return c;
+    };
+    typedef std::vector<int> Tokens;
+    Candidate c = made("ab", " cd");
+    EXPECT_EQ(c.tokens, (Tokens{'a', 'b', ' ', 'c', 'd'}));
+    EXPECT_EQ(c.scored, 3u);
+    EXPECT_EQ(c.characters, 2u);
+    c = made("ab \n", " \u00e9"); // white space moves; characters are the completion's own
+    EXPECT_EQ(c.scored, 5u);
+    EXPECT_EQ(c.characters, 1u);
+    c = made("abc", " de", 4); // of 6 tokens the last 5: 4 inputs, and a target behind them
+    EXPECT_EQ(c.tokens, (Tokens{'b', 'c', ' ', 'd', 'e'}));
+    EXPECT_EQ(c.scored, 3u);
+    EXPECT_EQ(made("abc", " de", 3).tokens, (Tokens{'c', ' ', 'd', 'e'}));
+    t.eot = 256;
+    EXPECT_EQ(made("", " a").tokens, (Tokens{256, ' ', 'a'}));
+    EXPECT_EQ(made(" ", " a").scored, 3u);
+    EXPECT_EQ(made("b", " a").tokens, (Tokens{'b', ' ', 'a'}));
+    t.bos = 257;
+    EXPECT_EQ(made("", " a").tokens, (Tokens{257, ' ', 'a'}));
+    EXPECT_EQ(made("b", " a").tokens, (Tokens{257, 'b', ' ', 'a'}));
+    EXPECT_EQ(made("b", " a").scored, 2u);
+}
+
+// A word that continues the context's last one has its tokens cut where the context's count says.
+TEST(Texts, TokensAreThoseOfBothTogether) {
+    NEEDS_FIXTURES();
+    Tokenizer t;
+    ASSERT_EQ(tokenizer_open(&t, FIXTURES + "/tokenizers/gpt2"), "");
+    Candidate c;
+    ASSERT_EQ(make_candidate(&c, t, {"Hello wor", "ld again"}, 100), "");
+    std::vector<int> whole = encode(t, "Hello world again"), context = encode(t, "Hello wor");
+    EXPECT_EQ(c.tokens, whole);
+    EXPECT_EQ(c.scored, whole.size() - context.size());
+    EXPECT_NE(make_candidate(&c, t, {"Hello wor", "ld"}, 100), ""); // 2 tokens and 2 tokens
+}
+
+// ----------------------------------------------------------------------------
+// scores
+
+TEST(Scores, OfKnownLogLikelihoods) {
+    std::vector<Candidate> c(8);
+    double sums[] = {-4, -3, -6, -6, -2, -9, -1, -5};
+    size_t characters[] = {4, 2, 3, 3, 1, 9, 1, 1};
+    for (size_t i = 0; i < 8; i++) c[i].log_likelihood = sums[i], c[i].characters = characters[i];
+    Task task = {"piqa", {{0, 2, 0}, {2, 2, 0}, {4, 2, 1}, {6, 2, 0}}};
+    Score s = score_task(task, c);
+    // likeliest: 1 0 0 0, of equals the first; by character -1 and -1.5, equal, -2 and -1, -1 and -5
+    EXPECT_DOUBLE_EQ(s.acc.mean, 2 / 4.0);
+    EXPECT_DOUBLE_EQ(s.acc_norm.mean, 4 / 4.0);
+    EXPECT_DOUBLE_EQ(s.acc.error, std::sqrt(1.0 / 3) / 2); // deviations of a half
+    EXPECT_EQ(s.acc_norm.error, 0);
+    EXPECT_EQ(score_text(task, s), "piqa 4/4  acc 0.5000 +- 0.2887  acc_norm 1.0000 +- 0.0000\n");
+    Json j;
+    score_log(j, task, s);
+    EXPECT_EQ(j, (Json{{"piqa", 0.5}, {"piqa_norm", 1.0}}));
+}
+
+TEST(Scores, OfOneCompletionEach) {
+    std::vector<Candidate> c(2);
+    c[0].log_likelihood = -1, c[1].log_likelihood = -3, c[1].greedy = true;
+    c[0].characters = c[1].characters = 1;
+    Task task = {"lambada", {{0, 1, 0}, {1, 1, 0}}};
+    Score s = score_task(task, c);
+    EXPECT_DOUBLE_EQ(s.acc.mean, 0.5);
+    EXPECT_DOUBLE_EQ(s.perplexity(), std::exp(2.0));
+    // deviations of 1: their sample standard deviation is sqrt(2), over sqrt(2)
+    EXPECT_EQ(score_text(task, s), "lambada 1/2  acc 0.5000 +- 0.5000  perplexity 7.389 +- 7.4\n");
+    Json j;
+    score_log(j, task, s);
+    EXPECT_EQ(j, (Json{{"lambada", 0.5}, {"lambada_perplexity", s.perplexity()}}));
+}
+
+// ----------------------------------------------------------------------------
+// bits per byte
+
+TEST(BitsPerByte, BytesOfTheTargets) {
+    EXPECT_DOUBLE_EQ(bits_per_byte(6 * std::log(2.0), 3), 2);
+    DataLoader d;
+    ASSERT_EQ(data_open(&d, write("t.txt", "0123456789a"), Split::VAL, true, Tokenizer(), 5, 256, 1),
+              "");
+    d.shuffle = false;
+    EXPECT_EQ(target_bytes(d, Tokenizer(), 1), 5u);
+    EXPECT_EQ(target_bytes(d, Tokenizer(), 2), 10u);
+    Tokenizer special;
+    add_special(&special, "<|seven|>", '7');
+    EXPECT_EQ(target_bytes(d, special, 1), 5u);
+    EXPECT_EQ(target_bytes(d, special, 2), 9u);
+}
+
+TEST(BitsPerByte, SpecialTokensHaveNone) {
+    NEEDS_FIXTURES();
+    Tokenizer t;
+    ASSERT_EQ(tokenizer_open(&t, FIXTURES + "/tokenizers/gpt2"), "");
+    std::string first = "The",
+                rest = " quick brown fox<|endoftext|>\u00e9t\u00e9 <|endoftext|>jumps";
+    size_t T = encode(t, first + rest, true).size() - 1;
+    DataLoader d;
+    ASSERT_EQ(data_open(&d, write("t.txt", first + rest), Split::VAL, true, t, T, 50257, 1), "");
+    ASSERT_EQ(encode(t, first).size(), 1u); // it is no target
+    EXPECT_EQ(target_bytes(d, t, 1), rest.size() - 2 * strlen("<|endoftext|>"));
+}
+
+// ----------------------------------------------------------------------------
+// log-likelihoods
+
+// Candidates of random tokens: contexts and completions of many lengths, up to the positions' end.
+std::vector<Candidate> random_candidates(const Shape& s, size_t count, size_t longest) {
+    std::vector<Candidate> all(count);
+    for (size_t i = 0; i < count; i++) {
+        auto random = [&](size_t k) { return size_t(random_block(17, i, k)[0]); };
+        size_t n = i == 0 ? longest + 1 : 2 + random(0) % longest;
+        for (size_t k = 0; k < n; k++) all[i].tokens.push_back(int(random(k + 2) % s.V));
+        all[i].scored = i == 1 ? n - 1 : 1 + random(1) % (n - 1);
+        all[i].characters = 1;
+    }
+    return all;
+}
+
+// One prefix at a time, from the logits that generation makes: an independent way.
+void score_by_generating(Trainer<double, Cpu>& t, int plan, Candidate& c) {
+    c.log_likelihood = 0, c.greedy = true;
+    for (size_t n = c.tokens.size() - c.scored; n < c.tokens.size(); n++) {
+        generate_batch(t, plan, c.tokens.data(), n, 0);
+        run_plan(t, plan);
+        const double* logits = address<const double>(t, {Kind::LOGITS, -1, 0});
+        double sum = 0, target = logits[c.tokens[n]];
+        for (size_t v = 0; v < t.model.shape.V; v++) {
+            sum += std::exp(logits[v] - target);
+            if (logits[v] > target) c.greedy = false;
+        }
+        c.log_likelihood -= std::log(sum);
+    }
+}
+
+// All candidates in one plan.
+template <typename T>
+void score_candidates(Trainer<T, Cpu>& t, int plan, std::vector<Candidate>& candidates) {
+    ScoreGroup group;
+    group.plan = plan;
+    for (size_t i = 0; i < candidates.size(); i++) group.members.push_back(i);
+    score_group(t, group, candidates);
+}
+
+void one_thread() { // models this small gain nothing by more
+#ifdef _OPENMP
+    omp_set_num_threads(1);
+#endif
+}
+
+Plan forward_plan(Mode mode, size_t B, size_t T, size_t cache = 0) {
+    Plan p = small_plan(B, T, 1);
+    p.mode = mode, p.cache = cache;
+    return p;
+}
+
+// Half of the completions are made greedy, so that both answers occur.
+void make_greedy(Trainer<double, Cpu>& t, int plan, Candidate& c) {
+    for (size_t n = c.tokens.size() - c.scored; n < c.tokens.size(); n++) {
+        std::vector<int> prompt(c.tokens.begin(), c.tokens.begin() + long(n));
+        generate(t, plan, prompt, 1, {0}, [&](int token) { c.tokens[n] = token; });
+    }
+}
+
+// 16 terms of a size below 8, of which each carries 16 roundings: found are 3e-15.
+constexpr double ROUNDING = 16 * 8 * 16 * 2.3e-16;
+
+TEST(LogLikelihoods, AreThoseOfGenerationsLogits) {
+    one_thread();
+    for (const Shape& s : all_shapes()) {
+        constexpr size_t LONGEST = 14, COUNT = 7;
+        std::vector<Plan> plans = {forward_plan(Mode::GENERATE, 1, LONGEST, LONGEST + 1)};
+        for (size_t B : {1, 3, 8}) // with padding behind the rows, and without
+            plans.push_back(forward_plan(Mode::EVALUATE, B, LONGEST + B / 2));
+        Fixture<double> f(s, plans);
+        std::vector<Candidate> want = random_candidates(s, COUNT, LONGEST);
+        for (size_t i = 0; i < COUNT; i++) {
+            if (i % 2) make_greedy(f.t, 0, want[i]);
+            score_by_generating(f.t, 0, want[i]);
+            EXPECT_TRUE(want[i].greedy || i % 2 == 0);
+        }
+        for (int plan : {1, 2, 3}) {
+            std::vector<Candidate> all = want;
+            f.t.cursor = 77, f.t.document_end = 3;
+            score_candidates(f.t, plan, all);
+            EXPECT_EQ(f.t.cursor, 77u);
+            EXPECT_EQ(f.t.document_end, 3);
+            EXPECT_EQ(f.t.samples_end, ~uint64_t(0));
+            for (size_t i = 0; i < COUNT; i++) {
+                EXPECT_NEAR(all[i].log_likelihood, want[i].log_likelihood, ROUNDING) << i;
+                EXPECT_EQ(all[i].greedy, want[i].greedy) << i;
+            }
+        }
+        EXPECT_FALSE(want[0].greedy) << "of random tokens";
+    }
+}
+
+// A head that takes its rows in many chunks keeps each row's own.
+TEST(LogLikelihoods, RowsOfManyChunks) {
+    one_thread();
+    Shape s = small_gpt2();
+    std::vector<Candidate> whole = random_candidates(s, 40, 16), chunks = whole;
+    for (auto* all : {&whole, &chunks}) {
+        if (all == &chunks) s.logits_bytes = 1; // 64 rows a chunk, of 640
+        Fixture<double> f(s, {forward_plan(Mode::EVALUATE, 40, 16)});
+        EXPECT_EQ(head_chunk_rows(f.t.model.shape, 640, 8), all == &chunks ? 64u : 640u);
+        score_candidates(f.t, 0, *all);
+    }
+    for (size_t i = 0; i < whole.size(); i++) {
+        EXPECT_NEAR(whole[i].log_likelihood, chunks[i].log_likelihood, ROUNDING);
+        EXPECT_EQ(whole[i].greedy, chunks[i].greedy);
+    }
+}
+
+struct Ranks {
+    int dp = 1, tp = 1, pp = 1, chunks = 1, zero = 0;
+    bool sequence_parallel = false;
+};
+
+TEST(LogLikelihoods, AreTheSameInEveryLayout) {
+    one_thread();
+    for (const Shape& s : {small_gpt2(), small_llama()}) {
+        constexpr size_t COUNT = 11; // nothing divides it
+        std::vector<Candidate> want = random_candidates(s, COUNT, 16);
+        {
+            Fixture<double> f(
+                s, {forward_plan(Mode::EVALUATE, 1, 16), forward_plan(Mode::GENERATE, 1, 16, 17)});
+            for (size_t i = 0; i < want.size(); i += 2) make_greedy(f.t, 1, want[i]);
+            score_candidates(f.t, 0, want);
+        }
+        int tp = s.NH % 4 ? 3 : 4;
+        for (const Ranks& l : std::vector<Ranks>{{2},
+                                                 {3, 1, 1, 1, 3},
+                                                 {1, tp},
+                                                 {1, tp, 1, 1, 0, true},
+                                                 {1, 1, 2},
+                                                 {1, 1, 2, 2},
+                                                 {2, 1, 2, 1, 2},
+                                                 {2, tp, 2, 1, 3, true}}) {
+            std::mutex mutex;
+            std::string text = concat("dp ", l.dp, " tp ", l.tp, " pp ", l.pp, " zero ", l.zero);
+            int status = run_local_ranks(l.dp * l.tp * l.pp, {}, [&](const Comm& world) {
+                one_thread();
+                Layout sizes = small_layout(l.dp, l.tp, l.pp);
+                sizes.chunks = l.chunks;
+                sizes.pipeline = l.chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
+                sizes.zero = l.zero;
+                sizes.sequence_parallel = l.sequence_parallel;
+                sizes.first_layer =
+                    split_layers(std::vector<double>(s.L + 2, 1.0), sizes.stages());
+                Layout me = layout_at(sizes, world.rank);
+                Plan p = small_plan(2, 8, 1);
+                p.layout = me;
+                PlanOptions evaluate = p;
+                evaluate.mode = Mode::EVALUATE;
+                std::vector<Candidate> got = want;
+                std::vector<ScoreGroup> groups = group_by_length(got, 32, s.P);
+                std::vector<Plan> plans = {p};
+                for (ScoreGroup& group : groups) {
+                    group.plan = int(plans.size());
+                    plans.push_back({score_plan(evaluate, group.T, me), me, {}});
+                }
+                Fixture<double> f(s, plans);
+                f.t.comms = make_comms(world, me, ranks_of_kv_head(me, f.t.model));
+                for (const ScoreGroup& group : groups) score_group(f.t, group, got);
+                std::lock_guard<std::mutex> lock(mutex);
+                EXPECT_EQ(groups.size(), 2u);
+                for (size_t i = 0; i < COUNT; i++) {
+                    const Candidate &a = got[i], &b = want[i];
+                    EXPECT_NEAR(a.log_likelihood, b.log_likelihood, ROUNDING)
+                        << text << " rank " << world.rank << " candidate " << i;
+                    EXPECT_EQ(a.greedy, b.greedy) << text << " candidate " << i;
+                }
+            });
+            EXPECT_EQ(status, 0) << text;
+        }
+    }
+}
+
+TEST(LogLikelihoods, ThePlanFitsTheCandidates) {
+    PlanOptions like = forward_plan(Mode::EVALUATE, 8, 256), p;
+    p = score_plan(like, 104);
+    EXPECT_EQ(p.T, 104u);
+    EXPECT_EQ(p.B, 19u); // 19 * 104 are the most within 2048 rows
+    EXPECT_EQ(score_plan(like, 1022).B, 2u);
+    EXPECT_EQ(score_plan(like, 4000).B, 1u);
+    Layout cut = small_layout(1, 2);
+    cut.sequence_parallel = true;
+    EXPECT_EQ(score_plan(like, 4000, cut).B, 2u);
+}
+
+// Candidates that have so many inputs each.
+std::vector<Candidate> of_lengths(const std::vector<size_t>& lengths) {
+    std::vector<Candidate> all(lengths.size());
+    for (size_t i = 0; i < all.size(); i++) all[i].tokens.resize(lengths[i] + 1);
+    return all;
+}
+
+TEST(Groups, CandidatesOfOneLengthRunTogether) {
+    // Padded: 8, 8, 16, 96, 96, 96 tokens. With a row of 96 at once there is no turn to fill.
+    std::vector<ScoreGroup> groups = group_by_length(of_lengths({90, 3, 96, 8, 89, 9}), 1, 96, 3);
+    ASSERT_EQ(groups.size(), 3u);
+    EXPECT_EQ(groups[0].T, 8u);
+    EXPECT_EQ(groups[0].members, (std::vector<size_t>{1, 3}));
+    EXPECT_EQ(groups[1].members, (std::vector<size_t>{5}));
+    EXPECT_EQ(groups[2].T, 96u);
+    EXPECT_EQ(groups[2].members, (std::vector<size_t>{0, 2, 4}));
+    EXPECT_EQ(group_by_length(of_lengths({90, 3, 96, 8, 89, 9}), 1, 96, 2).size(), 2u);
+
+    // A few candidates fill one turn of the longest: more plans would compute more blanks.
+    groups = group_by_length(of_lengths({90, 3, 96, 8, 89, 9}), 1024, 96);
+    ASSERT_EQ(groups.size(), 1u);
+    EXPECT_EQ(groups[0].members.size(), 6u);
+
+    // 16 and 16 inputs, or one of 8, what is left of its turn, and one of 16: fewer groups count.
+    EXPECT_EQ(group_by_length(of_lengths({8, 16}), 16, 96).size(), 1u);
+
+    EXPECT_TRUE(group_by_length({}, 64, 96).empty());
+    EXPECT_EQ(group_by_length(of_lengths({100}), 64, 97)[0].T, 97u) << "no more than positions";
+    EXPECT_EQ(group_by_length(of_lengths({0}), 64, 97)[0].T, 8u);
+}
+
+// The fewest tokens of all ways to cut, and each candidate once.
+TEST(Groups, CutsAreTheBest) {
+    for (uint64_t seed = 0; seed < 50; seed++) {
+        std::vector<size_t> lengths(40);
+        for (size_t i = 0; i < lengths.size(); i++) lengths[i] = 1 + random_block(seed, 1, i)[0] % 64;
+        std::vector<Candidate> all = of_lengths(lengths);
+        auto tokens = [&](const std::vector<ScoreGroup>& groups) {
+            size_t sum = 0;
+            for (const ScoreGroup& g : groups)
+                sum += round_up(g.members.size(), candidates_at_once(128, g.T)) * g.T;
+            return sum;
+        };
+        std::vector<ScoreGroup> groups = group_by_length(all, 128, 64, 3);
+        std::vector<int> seen(all.size());
+        for (const ScoreGroup& g : groups)
+            for (size_t i : g.members) seen[i] += padded_inputs(all[i], 64) <= g.T;
+        EXPECT_EQ(seen, std::vector<int>(all.size(), 1));
+
+        size_t best = ~size_t(0); // over all pairs of cuts at multiples of 8
+        for (size_t a = 0; a <= 64; a += 8)
+            for (size_t b = a; b <= 64; b += 8) {
+                std::vector<ScoreGroup> cut(3);
+                cut[0].T = a, cut[1].T = b, cut[2].T = 64;
+                for (size_t i = 0; i < all.size(); i++) {
+                    size_t T = padded_inputs(all[i], 64);
+                    cut[T <= a ? 0 : T <= b ? 1 : 2].members.push_back(i);
+                }
+                for (ScoreGroup& g : cut) // the longest that is there
+                    for (size_t& T = g.T = 8; size_t i : g.members)
+                        T = std::max(T, padded_inputs(all[i], 64));
+                best = std::min(best, tokens(cut));
+            }
+        EXPECT_EQ(tokens(groups), best) << seed;
+    }
+}
+
+// ----------------------------------------------------------------------------
+// a trained model on real questions
+
+TEST(Fixtures, Stories260kOnHellaSwag) {
+    NEEDS_FIXTURES();
+    std::string model = FIXTURES + "/checkpoints/stories260K/hf";
+    Tokenizer tokenizer;
+    ASSERT_EQ(tokenizer_open(&tokenizer, FIXTURES + "/tokenizers/tinystories512/tok512.bin"), "");
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, model), "");
+    Evaluation e;
+    ASSERT_EQ(read_tasks(&e, "hellaswag=" + FIXTURES + "/eval/hellaswag_val_first400.txt",
+                         tokenizer, s.P),
+              "");
+    EXPECT_EQ(e.candidates.size(), 1600u);
+    std::vector<ScoreGroup> groups = group_by_length(e.candidates, 2048, s.P);
+    std::vector<Plan> plans;
+    size_t computed = 0, needed = 0; // tokens
+    for (ScoreGroup& group : groups) {
+        PlanOptions p = score_plan(forward_plan(Mode::EVALUATE, 4, 512), group.T);
+        group.plan = int(plans.size());
+        plans.push_back({p, {}, {}});
+        computed += round_up(group.members.size(), p.B) * p.T;
+    }
+    for (const Candidate& c : e.candidates) needed += c.tokens.size() - 1;
+    EXPECT_LT(double(computed), 1.2 * double(needed)) << "padded to the longest: twice as many";
+    Fixture<float> f(s, plans);
+    ASSERT_EQ(hf_load_weights(f.t, model), "");
+    for (const ScoreGroup& group : groups) score_group(f.t, group, e.candidates);
+    Score score = score_task(e.tasks[0], e.candidates);
+    EXPECT_EQ(score_text(e.tasks[0], score),
+              "hellaswag 105/400  acc 0.2850 +- 0.0226  acc_norm 0.2625 +- 0.0220\n");
+}
+
+} // namespace

@@ -1,0 +1,695 @@
+// test_faults.cpp - what a crash, a full disk or a hostile file does to checkpoints and exports: every call that changes
+// files fails in turn, and what is left must load
+#include <sys/syscall.h>
+#include <cstdarg>
+#include "../../llmc/io/prepare.h"
+#include "saved_models.h"
+
+using namespace llmc;
+
+struct Files : Scratch {};
+
+// The weights of one parameter.
+template <typename T> std::vector<float> weight(const Small<T>& m, const std::string& name) {
+    for (const Parameter& p : m.t.model.parameters)
+        if (p.name == name) return get_weight(m.t, p);
+    return {};
+}
+
+static std::string config_error(const std::string& dir, const std::string& json) {
+    std::ofstream(dir + "/config.json") << json;
+    Shape s;
+    return hf_read_config(&s, dir);
+}
+
+static Shape shape_of(int i) {
+    Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000),
+          qwen = llama;
+    qwen.hf_type = "qwen2", qwen.qkv_bias = true, qwen.tied = true,
+    llama.rope_scaling = {8, 1, 4, 16};
+    Shape untied = gpt2;
+    untied.tied = false;
+    return std::vector<Shape>{gpt2, untied, llama, qwen}[size_t(i)];
+}
+
+// On many ranks each keeps its shard of all (ZeRO-3).
+template <typename T>
+std::unique_ptr<Small<T>> sharded_model(const Shape& s, uint64_t seed = 3, const Comm& world = {}) {
+    Plan p = plan_of(Mode::TRAIN, 2, 16);
+    p.layout = small_layout(world.size);
+    p.layout.zero = 3;
+    p.layout = layout_at(p.layout, world.rank);
+    auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{p});
+    m->t.comms = make_comms(world, p.layout);
+    init_weights(m->t, seed);
+    for (const Parameter& p : m->t.model.parameters) { // vectors too
+        std::vector<float> v(p.elements());
+        for (size_t i = 0; i < p.file_elements(); i++) v[i] = float(normal(seed, fnv1a(p.name), i));
+        set_weight(m->t, p, v.data());
+    }
+    m->t.window = [V = s.V](uint64_t sample, int* tokens, int* targets) {
+        for (int i = 0; i < 16; i++)
+            tokens[i] = int((sample * 5 + uint64_t(i)) % V),
+            targets[i] = int((sample * 5 + uint64_t(i) + 1) % V);
+        return std::string();
+    };
+    return m;
+}
+
+template <typename T> std::string state_of(Small<T>& m) { // whole on every rank
+    std::string state;
+    auto append = [&](const auto& values) {
+        state.append((const char*)values.data(), values.size() * sizeof(values[0]));
+    };
+    for (const StateTensor& s : state_tensors(m.t))
+        append(fetch<acc_t<T>>(m.t, s.data, *s.p));
+    for (const Parameter& p : m.t.model.parameters)
+        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p));
+    return state;
+}
+
+// ----------------------------------------------------------------------------
+// a disk that stops: every call that changes files passes through here, in place of the C library's,
+// one at a time
+
+enum class Fault { NONE, CRASH, ONCE, SHORT };
+struct Disk {
+    bool counting = false, exchanges = true; // can two names change places?
+    Fault fault = Fault::NONE;
+    long calls = 0, at = 0;       // the call that the fault meets
+    std::string met;              // which one it was
+    std::vector<std::string> log; // "write name", "fsync name", ...
+    std::set<ino_t> unsynced;     // files with bytes that a power cut may take
+};
+static Disk disk;
+static std::recursive_mutex disk_mutex; // ranks are threads
+#define ONE_AT_A_TIME std::lock_guard<std::recursive_mutex> one_at_a_time(disk_mutex)
+
+static std::string name_of(const std::string& path) { return fs::path(path).filename().string(); }
+static std::string name_of(int fd) {
+    return name_of(fs::read_symlink("/proc/self/fd/" + std::to_string(fd)).string());
+}
+
+// After a crash nothing reaches the disk any more; a call that fails once is followed by calls that work.
+static bool fails(const char* call, const std::string& name) {
+    if (!disk.counting) return false;
+    ONE_AT_A_TIME;
+    long number = disk.calls++;
+    disk.log.push_back(std::string(call) + " " + name);
+    if (number == disk.at) disk.met = disk.log.back();
+    bool fault = disk.fault == Fault::CRASH ? number >= disk.at
+                                            : disk.fault == Fault::ONCE && number == disk.at;
+    if (fault) errno = ENOSPC;
+    return fault;
+}
+
+extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
+    ONE_AT_A_TIME;
+    struct stat s;
+    if (!disk.counting || fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
+        return syscall(SYS_write, fd, data, bytes);
+    bool fault = fails("write", name_of(fd));
+    if (disk.fault == Fault::SHORT && disk.calls % 2) return errno = EINTR, -1;
+    disk.unsynced.insert(s.st_ino);
+    if (disk.fault == Fault::SHORT)
+        return syscall(SYS_write, fd, data, std::max(bytes / 2, size_t(1)));
+    if (fault && disk.calls == disk.at + 1)
+        (void)syscall(SYS_write, fd, data, bytes / 2); // half of it was out
+    return fault ? (errno = ENOSPC, -1) : syscall(SYS_write, fd, data, bytes);
+}
+extern "C" int fsync(int fd) { // takes notes only: no test pulls the plug, and this is quick
+    ONE_AT_A_TIME;
+    struct stat s;
+    if (disk.counting && fails("fsync", name_of(fd))) return -1;
+    if (fstat(fd, &s) == 0) disk.unsynced.erase(s.st_ino);
+    return 0;
+}
+extern "C" int open(const char* path, int flags, ...) {
+    va_list more;
+    va_start(more, flags);
+    int mode = flags & O_CREAT ? va_arg(more, int) : 0;
+    va_end(more);
+    if ((flags & O_CREAT) && fails("open", name_of(path))) return -1;
+    return int(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
+}
+extern "C" int mkdir(const char* path, mode_t mode) noexcept {
+    return fails("mkdir", name_of(path)) ? -1 : int(syscall(SYS_mkdirat, AT_FDCWD, path, mode));
+}
+extern "C" int unlink(const char* path) noexcept {
+    return fails("unlink", name_of(path)) ? -1 : int(syscall(SYS_unlinkat, AT_FDCWD, path, 0));
+}
+extern "C" int rmdir(const char* path) noexcept {
+    return fails("rmdir", name_of(path)) ? -1
+                                         : int(syscall(SYS_unlinkat, AT_FDCWD, path, AT_REMOVEDIR));
+}
+extern "C" int rename(const char* from, const char* to) noexcept {
+    return fails("rename", name_of(to))
+               ? -1
+               : int(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
+}
+extern "C" int renameat2(int, const char* from, int, const char* to, unsigned flags) noexcept {
+    if (flags && !disk.exchanges) return errno = EINVAL, -1;
+    return fails("rename", name_of(to))
+               ? -1
+               : int(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags));
+}
+
+static void disk_arm(Fault fault, long at = 0) {
+    disk = Disk(), disk.fault = fault, disk.at = at, disk.counting = true;
+}
+// And a power cut takes half of what no fsync has kept.
+static void disk_disarm(const std::string& dir) {
+    disk.counting = false;
+    for (const fs::directory_entry& e : fs::recursive_directory_iterator(dir)) {
+        struct stat s;
+        bool lost = disk.fault == Fault::CRASH && e.is_regular_file() &&
+                    stat(e.path().c_str(), &s) == 0 && disk.unsynced.count(s.st_ino);
+        if (lost) fs::resize_file(e.path(), e.file_size() / 2);
+    }
+}
+
+static std::string leftovers(const std::string& dir) {
+    std::string found;
+    for (const fs::directory_entry& e : fs::recursive_directory_iterator(dir)) {
+        std::string ending = e.path().extension();
+        if (ending == ".tmp" || ending == ".old" || ending == ".exporting")
+            found += " " + e.path().string();
+    }
+    return found;
+}
+
+// Two states and a third trainer to load into.
+struct Two {
+    std::unique_ptr<Small<float>> a, b, c;
+    std::string state[2];
+    Two(const Shape& s = shape_of(2), const Comm& world = {})
+        : a(sharded_model<float>(s, 3, world)),
+          b(sharded_model<float>(s, 4, world)),
+          c(sharded_model<float>(s, 5, world)) {
+        for (Small<float>* m : {a.get(), b.get()}) run_plan(m->t, 0);
+        state[0] = state_of(*a), state[1] = state_of(*b);
+    }
+    std::string load(const std::string& out, CheckpointInfo* info,
+                     std::vector<std::string>* notes) {
+        return checkpoint_load(c->t, info, out, notes);
+    }
+};
+
+// On one rank, and where two have something to write: body(the first to speak, two states).
+template <typename F> void on_ranks(int ranks, F body) {
+    Shape wide = llama_shape(2, 4, 2, 64, 60, 61, 32, 10000);
+    int status = run_local_ranks(ranks, {}, [&](const Comm& world) {
+        omp_set_num_threads(1);
+        Two two(ranks == 1 ? shape_of(2) : wide, world);
+        body(world, two);
+    });
+    EXPECT_EQ(status, 0);
+}
+
+// Save b's state as step 2 where steps of a's state are; the disk fails at every call in turn.
+static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vector<int64_t> before,
+                        int keep) {
+    std::string base = dir + "/base", out = dir + "/out";
+    fs::remove_all(base), fs::create_directories(base);
+    std::atomic<bool> last = false;
+    on_ranks(ranks, [&](const Comm& world, Two& two) {
+        bool first = world.rank == 0;
+        for (int64_t step : before)
+            ASSERT_EQ(checkpoint_save(two.a->t, {step, uint64_t(step), 0, {}}, base, 9), "");
+        for (long at = 0; !last; at++) {
+            if (first) {
+                fs::remove_all(out);
+                fs::copy(base, out, fs::copy_options::recursive);
+                disk_arm(fault, at);
+            }
+            barrier(world, Cpu{});
+            std::string wrong = checkpoint_save(two.b->t, {2, 22, 0, {}}, out, keep);
+            barrier(world, Cpu{});
+            if (first) disk_disarm(out), last = disk.calls <= at; // it met no call: all are done
+            barrier(world, Cpu{});
+            std::string met = "call " + std::to_string(at) + ": " + disk.met;
+            CheckpointInfo info;
+            std::vector<std::string> notes;
+            ASSERT_EQ(two.load(out, &info, &notes), "") << met;
+            ASSERT_TRUE(notes.empty()) << notes[0] << " after " << met;
+            ASSERT_TRUE(state_of(*two.c) == two.state[info.cursor == 22]) << met;
+            if (wrong.empty()) {
+                ASSERT_EQ(info.cursor, 22u) << met;
+            } else {
+                ASSERT_NE(wrong.find(out), std::string::npos) << wrong;
+            }
+            std::string call = disk.met.substr(0, disk.met.find(' '));
+            bool removal =
+                call == "unlink" || call == "rmdir" || disk.met == "rename step_00000001.tmp";
+            if (fault == Fault::ONCE && !removal && !last) {
+                ASSERT_EQ(leftovers(out), "") << met;
+                ASSERT_NE(wrong, "") << met;
+            }
+            barrier(world, Cpu{});
+            ASSERT_EQ(checkpoint_save(two.b->t, {3, 0, 0, {}}, out, 1), ""); // and it tidies up
+            barrier(world, Cpu{});
+            ASSERT_EQ(leftovers(out), "") << met;
+            barrier(world, Cpu{});
+        }
+    });
+    EXPECT_GT(disk.calls, 50);
+}
+
+TEST_F(Files, ACrashAtAnyCallOfASaveLeavesAWholeCheckpoint) {
+    for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::CRASH, {1}, 1);
+}
+TEST_F(Files, ACrashAtAnyCallOfSavingAStepAgainLeavesIt) {
+    sweep_saves(dir, 1, Fault::CRASH, {2}, 5);
+}
+TEST_F(Files, AFailureOfAnyCallOfASaveIsNamed) {
+    for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::ONCE, {1}, 1);
+    sweep_saves(dir, 1, Fault::ONCE, {1, 2}, 5);
+}
+
+// Whatever call the disk stops at, the same command then makes what it makes on a good disk.
+TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
+    Config c;
+    Tokenizer bytes;
+    c.prepare = dir + "/out/x.bin", c.document_end = 10, c.shard_tokens = 20, c.val_tokens = 5;
+    c.data = put("a.jsonl", "{\"text\": \"one document\"}\n{\"text\": \"and another one\"}\n");
+    auto files = [&] {
+        std::map<std::string, std::string> all;
+        for (const auto& e : fs::directory_iterator(dir + "/out"))
+            all[e.path().filename()] = read_file(e.path());
+        return all;
+    };
+    auto prepared = [&] {
+        testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
+        std::string wrong = prepare(c, bytes, "");
+        testing::internal::GetCapturedStdout(), testing::internal::GetCapturedStderr();
+        return wrong;
+    };
+    fs::create_directories(dir + "/out");
+    ASSERT_EQ(prepared(), "");
+    auto expected = files();
+    ASSERT_EQ(expected.size(), 4u); // no lock; 29 tokens: 5, 20 and 4, and the manifest
+    for (Fault fault : {Fault::CRASH, Fault::ONCE, Fault::SHORT})
+        for (long at = 0;; at++) {
+            fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+            disk_arm(fault, at);
+            std::string wrong = prepared();
+            disk_disarm(dir + "/out");
+            std::string met = "call " + std::to_string(at) + ": " + disk.met;
+            bool last = disk.calls <= at || fault == Fault::SHORT;
+            if (!last && disk.met != "unlink x.progress" && disk.met != "unlink x.lock") {
+                ASSERT_NE(wrong.find(dir + "/out"), std::string::npos)
+                    << met << ": '" << wrong << "'";
+            }
+            if (fault == Fault::ONCE) {
+                ASSERT_EQ(leftovers(dir + "/out"), "") << met;
+            }
+            ASSERT_EQ(prepared(), "") << met;
+            ASSERT_TRUE(files() == expected) << met;
+            if (last) break;
+        }
+    EXPECT_GT(disk.calls, 20);
+}
+
+TEST_F(Files, ACrashOrFailureAtAnyCallOfAnExportLeavesAWholeOne) {
+    Two two(shape_of(1));
+    std::string base = dir + "/base", out = dir + "/out";
+    fs::create_directories(base);
+    ASSERT_EQ(hf_export(two.a->t, base + "/e", Type::F32), "");
+    std::string a = read_file(base + "/e/model.safetensors"), b;
+    ASSERT_EQ(hf_export(two.b->t, dir + "/b", Type::F32), "");
+    b = read_file(dir + "/b/model.safetensors");
+    for (Fault fault : {Fault::CRASH, Fault::ONCE})
+        for (long at = 0;; at++) {
+            fs::remove_all(out);
+            fs::copy(base, out, fs::copy_options::recursive);
+            disk_arm(fault, at);
+            std::string wrong = hf_export(two.b->t, out + "/e", Type::F32);
+            disk_disarm(out);
+            std::string got = read_file(out + "/e/model.safetensors");
+            ASSERT_TRUE(got == b || (got == a && !wrong.empty()))
+                << "call " << at << ": " << disk.met << ": " << wrong;
+            ASSERT_EQ(hf_load_weights(two.c->t, out + "/e"), "") << disk.met;
+            if (disk.calls <= at) break;
+            ASSERT_EQ(hf_export(two.b->t, out + "/e", Type::F32), "") << disk.met;
+            ASSERT_EQ(leftovers(out), "") << disk.met;
+        }
+}
+
+TEST_F(Files, ShortAndInterruptedWritesAreFinished) {
+    Two two;
+    disk_arm(Fault::SHORT);
+    std::string wrong = checkpoint_save(two.b->t, {2, 22, 0, {}}, dir, 1);
+    disk_disarm(dir);
+    ASSERT_EQ(wrong, "");
+    CheckpointInfo info;
+    std::vector<std::string> notes;
+    ASSERT_EQ(two.load(dir, &info, &notes), "");
+    EXPECT_EQ(state_of(*two.c), two.state[1]);
+}
+
+TEST_F(Files, WhereNamesCannotBeExchangedTheOldFolderStepsAside) {
+    Two two(shape_of(1));
+    disk = Disk(), disk.exchanges = false;
+    for (Small<float>* m : {two.a.get(), two.b.get()}) {
+        EXPECT_EQ(checkpoint_save(m->t, {2, 0, 0, {}}, dir, 1), "");
+        EXPECT_EQ(hf_export(m->t, dir + "/e", Type::F32), "");
+    }
+    disk = Disk();
+    EXPECT_EQ(leftovers(dir), "");
+    CheckpointInfo info;
+    std::vector<std::string> notes;
+    ASSERT_EQ(two.load(dir, &info, &notes), "");
+    EXPECT_EQ(state_of(*two.c), two.state[1]);
+    ASSERT_EQ(hf_load_weights(two.a->t, dir + "/e"), "");
+    for (const Parameter& p : two.a->t.model.parameters)
+        EXPECT_EQ(get_weight(two.a->t, p), get_weight(two.b->t, p)) << p.name;
+}
+
+// What a name promises is on the disk before the name is; what is replaced goes last.
+TEST_F(Files, ASaveSyncsBeforeItRenames) {
+    on_ranks(2, [&](const Comm& world, Two& two) {
+        ASSERT_EQ(checkpoint_save(two.a->t, {1, 0, 0, {}}, dir, 1), "");
+        if (world.rank == 0) disk_arm(Fault::NONE);
+        barrier(world, Cpu{});
+        ASSERT_EQ(checkpoint_save(two.b->t, {2, 0, 0, {}}, dir, 1), "");
+    });
+    disk_disarm(dir);
+    auto last = [&](const std::string& call) {
+        auto it = std::find(disk.log.rbegin(), disk.log.rend(), call);
+        EXPECT_NE(it, disk.log.rend()) << call;
+        return disk.log.rend() - it;
+    };
+    for (const std::string rank : {"rank_00000.safetensors", "rank_00001.safetensors"}) {
+        std::vector<std::string> order = {
+            "mkdir step_00000002.tmp", "write " + rank + ".tmp",   "fsync " + rank + ".tmp",
+            "rename " + rank,          "write manifest.json.tmp",  "fsync manifest.json.tmp",
+            "rename manifest.json",    "fsync step_00000002.tmp",  "rename step_00000002",
+            "fsync " + name_of(dir),   "rename step_00000001.tmp", "unlink manifest.json"};
+        for (size_t i = 0; i + 1 < order.size(); i++)
+            EXPECT_LT(last(order[i]), last(order[i + 1])) << order[i] << ", " << order[i + 1];
+    }
+    EXPECT_TRUE(disk.unsynced.empty());
+}
+
+// ----------------------------------------------------------------------------
+// hostile manifests and configurations
+
+// A byte of the manifest changes, or its end is cut: step 1 is loaded, or step 2 exactly.
+TEST_F(Files, AnyBrokenManifestIsNoticed) {
+    Two two;
+    ASSERT_EQ(checkpoint_save(two.a->t, {1, 11, 0, {}}, dir, 5), "");
+    ASSERT_EQ(checkpoint_save(two.b->t, {2, 22, 7, {{"lr", 0.1}}}, dir, 5), "");
+    std::string path = dir + "/step_00000002/manifest.json", whole = read_file(path);
+    int skipped = 0;
+    auto check = [&](const std::string& bytes, size_t at) {
+        std::ofstream(path, std::ios::binary) << bytes;
+        CheckpointInfo info;
+        std::vector<std::string> notes;
+        ASSERT_EQ(two.load(dir, &info, &notes), "") << at;
+        bool newer = info.step == 2;
+        skipped += !newer;
+        ASSERT_TRUE(newer || notes.size() == 1) << at;
+        ASSERT_EQ(info.cursor, newer ? 22u : 11u) << at;
+        ASSERT_EQ(info.seed, newer ? 7u : 0u) << at;
+        ASSERT_EQ(state_of(*two.c), two.state[newer]) << at;
+    };
+    size_t stride = std::max(whole.size() / 300, size_t(1)), tries = 0;
+    for (size_t at = 0; at < whole.size(); at += stride, tries++) {
+        std::string flipped = whole;
+        flipped[at] = char(flipped[at] ^ 1 << at % 7);
+        check(flipped, at);
+    }
+    EXPECT_GT(skipped, int(tries * 9 / 10));
+    for (size_t size = 0; size < whole.size() - 1; size += whole.size() / 20)
+        check(whole.substr(0, size), size);
+    size_t digit = whole.find("\"cursor\": 22");
+    ASSERT_NE(digit, std::string::npos);
+    skipped = 0;
+    check(std::string(whole).replace(digit, 12, "\"cursor\": 23"),
+          digit); // still JSON, still a number
+    EXPECT_EQ(skipped, 1);
+}
+
+TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
+    auto m = sharded_model<float>(shape_of(2));
+    ASSERT_EQ(checkpoint_save(m->t, {1, 0, 0, {}}, dir, 5), "");
+    ASSERT_EQ(checkpoint_save(m->t, {2, 0, 0, {{"data", "\xff\xfe"}}}, dir, 5),
+              ""); // a path that is no UTF-8
+    CheckpointInfo info;
+    std::vector<std::string> notes;
+    ASSERT_EQ(checkpoint_load(m->t, &info, dir, &notes), "");
+    EXPECT_EQ(info.step, 2);
+    std::string path = dir + "/step_00000002/manifest.json", before = state_of(*m);
+    nlohmann::json whole = read_json(path);
+    auto load = [&](Small<float>& into, const std::function<void(nlohmann::json&)>& change) {
+        nlohmann::json manifest = whole;
+        change(manifest);
+        manifest["crc32"] = manifest_crc(manifest);
+        std::ofstream(path) << manifest_text(manifest);
+        notes.clear();
+        return checkpoint_load(into.t, &info, dir, &notes);
+    };
+    EXPECT_HAS(load(*m, [](auto& j) { j["format"] = 1; }), "is of format 1, this program reads 2");
+    EXPECT_HAS(load(*m, [](auto& j) { j["files"].push_back(j["files"][0]); }),
+               "param.model.embed_tokens.weight: elements 0 to 976 of 976 are there twice");
+    EXPECT_HAS(load(*m, [](auto& j) { j["optimizer"] = "sgd"; }), "go on with --optimizer sgd");
+    EXPECT_HAS(load(*m, [](auto& j) { j["files"][0]["tp"] = 1000; }),
+               "1000 tensor-parallel ranks wrote it, which cannot share this model's heads");
+    nlohmann::json identity = model_identity(shape_of(2));
+    for (const auto& [key, value] : identity.items()) {
+        std::string name = key;
+        EXPECT_HAS(load(*m, [&](auto& j) { j["model"][name] = "other"; }),
+                   "its " + name + " is \"other\", this run's");
+        if (is_newer_field(name)) continue;
+        EXPECT_HAS(load(*m, [&](auto& j) { j["model"].erase(name); }), "its " + name + " is null");
+    }
+    EXPECT_EQ(state_of(*m), before); // none of them touched it
+    EXPECT_EQ(load(*m, [&](auto& j) {
+        for (const auto& [key, value] : identity.items())
+            if (is_newer_field(key)) j["model"].erase(key);
+    }), ""); // of an older program
+    EXPECT_EQ(load(*m, [](auto& j) { j["threads"] = 99; }), "");
+    ASSERT_EQ(notes.size(), 1u);
+    EXPECT_HAS(notes[0], "bits may differ");
+    EXPECT_EQ(load(*m, [](auto& j) { j["files"] = nlohmann::json::array(); }),
+              ""); // nothing would be checked: skipped
+    EXPECT_EQ(info.step, 1);
+    load(*m, [](auto&) {});
+    auto wide = sharded_model<double>(shape_of(2));
+    EXPECT_HAS(checkpoint_load(wide->t, &info, dir, &notes), "is F32");
+    auto narrow = sharded_model<bf16>(shape_of(2), 4); // float masters fit both
+    notes.clear();
+    EXPECT_EQ(checkpoint_load(narrow->t, &info, dir, &notes), "");
+    EXPECT_EQ(get_weight(narrow->t, narrow->t.model.parameters[3]),
+              get_weight(m->t, m->t.model.parameters[3]));
+    EXPECT_EQ(notes.size(), 1u);
+}
+
+static nlohmann::json llama_json() {
+    return {{"model_type", "llama"},
+            {"hidden_size", 16},
+            {"num_attention_heads", 4},
+            {"num_key_value_heads", 2},
+            {"num_hidden_layers", 2},
+            {"intermediate_size", 20},
+            {"vocab_size", 9},
+            {"max_position_embeddings", 64},
+            {"head_dim", 4},
+            {"rms_norm_eps", 1e-5},
+            {"rope_theta", 1e4},
+            {"hidden_act", "silu"},
+            {"attention_bias", false},
+            {"mlp_bias", false},
+            {"tie_word_embeddings", false},
+            {"rope_scaling",
+             {{"rope_type", "llama3"},
+              {"factor", 8.0},
+              {"low_freq_factor", 1.0},
+              {"high_freq_factor", 4.0},
+              {"original_max_position_embeddings", 16}}}};
+}
+static nlohmann::json gpt2_json() {
+    return {{"model_type", "gpt2"},
+            {"n_embd", 12},
+            {"n_head", 3},
+            {"n_layer", 2},
+            {"vocab_size", 7},
+            {"n_positions", 9},
+            {"n_ctx", 9},
+            {"n_inner", 20},
+            {"layer_norm_epsilon", 1e-5},
+            {"tie_word_embeddings", true},
+            {"activation_function", "gelu_new"},
+            {"scale_attn_weights", true}};
+}
+
+// Whatever a field holds: a shape that could be built, or a line that names the file. Never an exception.
+TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
+    std::vector<nlohmann::json> values = {nullptr,
+                                          "x",
+                                          "",
+                                          -1,
+                                          0,
+                                          1.5,
+                                          1e300,
+                                          4294967296,
+                                          UINT64_MAX,
+                                          true,
+                                          false,
+                                          nlohmann::json::object(),
+                                          nlohmann::json::array()};
+    auto check = [&](const nlohmann::json& j) {
+        std::ofstream(dir + "/config.json") << j;
+        Shape s;
+        std::string wrong = hf_read_config(&s, dir);
+        EXPECT_TRUE(wrong.empty() || wrong.find(dir) == 0) << wrong;
+        if (!wrong.empty()) return;
+        EXPECT_TRUE(s.L && s.NH && s.NKV && s.HS && s.C && s.F && s.V && s.P && s.norm_eps > 0 &&
+                    s.rope_theta > 0)
+            << j;
+        EXPECT_LT(double(s.L) * double(s.C) * double(s.F + 4 * s.NH * s.HS), 1e17) << j;
+    };
+    for (const nlohmann::json& good : {gpt2_json(), llama_json()}) {
+        check(good);
+        for (const auto& [key, value] : good.items())
+            for (const nlohmann::json& v : values) {
+                nlohmann::json j = good;
+                j[key] = v, check(j);
+                j.erase(key), check(j);
+            }
+    }
+    for (const char* type : {"llama3", "linear", "dynamic", "yarn"})
+        for (const char* key : {"rope_type", "type", "factor", "low_freq_factor",
+                                "high_freq_factor", "original_max_position_embeddings",
+                                "rope_theta", "beta_fast", "beta_slow", "truncate", "mscale",
+                                "mscale_all_dim", "attention_factor", "partial_rotary_factor"})
+            for (const nlohmann::json& v : values) {
+                nlohmann::json j = llama_json();
+                j["rope_scaling"]["rope_type"] = type;
+                j["rope_scaling"][key] = v, check(j);
+                if (std::string(key) == "type") j["rope_scaling"].erase("rope_type"), check(j);
+            }
+    for (const char* key : {"layer_types", "max_window_layers", "sliding_window",
+                            "use_sliding_window", "attention_bias", "num_key_value_heads"})
+        for (const nlohmann::json& v : values)
+            for (const char* type : {"mistral", "qwen2"}) {
+                nlohmann::json j = llama_json();
+                j.erase("rope_scaling");
+                j["model_type"] = type, j["use_sliding_window"] = true;
+                j[key] = v, check(j);
+            }
+}
+
+TEST_F(Files, ConfigsThatAreReadableButWrongAreNamed) {
+    auto wrong = [&](const char* key, const nlohmann::json& value) {
+        nlohmann::json j = llama_json();
+        j[key] = value;
+        return config_error(dir, j.dump());
+    };
+    EXPECT_EQ(wrong("rope_theta", 1e4), "");
+    EXPECT_HAS(wrong("tie_word_embeddings", "yes"),
+               "tie_word_embeddings is \"yes\", neither true nor false");
+    EXPECT_HAS(wrong("rope_scaling", {{"rope_type", 5}}), "rope scaling 5 is not built yet");
+    EXPECT_HAS(wrong("rope_theta", 0), "rope_theta is 0, not above zero");
+    EXPECT_HAS(wrong("rms_norm_eps", -1e-5), "rms_norm_eps is -1e-05, not above zero");
+    EXPECT_HAS(wrong("num_hidden_layers", 1 << 24), "16777216 layers");
+    EXPECT_HAS(
+        wrong("rope_scaling",
+              {{"rope_type", "llama3"}, {"low_freq_factor", 4.0}, {"high_freq_factor", 4.0}}),
+        "not below high_freq_factor");
+    EXPECT_HAS(wrong("rope_scaling", {{"rope_type", "llama3"}, {"high_freq_factor", 0.5}}),
+               "low_freq_factor 1.0, not below high_freq_factor 0.5");
+    EXPECT_HAS(wrong("mlp_bias", 1), "mlp_bias is 1, neither true nor false");
+    EXPECT_HAS(wrong("model_type", "gpt_neox"),
+               "'gpt_neox' is not supported: gpt2, llama, mistral, qwen2 and qwen3 are");
+}
+
+// ----------------------------------------------------------------------------
+// more of folders
+
+TEST_F(Files, AnyShapeThatCanBeExportedIsReadBackWhole) {
+    Shape narrow = shape_of(2), mistral = shape_of(2), eps = shape_of(0);
+    narrow.HS = 6, mistral.hf_type = "mistral", mistral.rope_scaling = {}, eps.norm_eps = 0.1f / 3;
+    Shape windowed = mistral;
+    windowed.sliding_window = 24;
+    for (const Shape& shape : {narrow, mistral, windowed, eps}) {
+        auto m = sharded_model<float>(shape), other = sharded_model<float>(shape, 4);
+        ASSERT_EQ(hf_export_check(shape, dir + "/e"), "");
+        ASSERT_EQ(hf_export(m->t, dir + "/e", Type::F32), "");
+        Shape s;
+        ASSERT_EQ(hf_read_config(&s, dir + "/e"), "");
+        EXPECT_EQ(model_identity(s), model_identity(shape));
+        ASSERT_EQ(hf_load_weights(other->t, dir + "/e"), "");
+        for (const Parameter& p : m->t.model.parameters)
+            EXPECT_EQ(get_weight(m->t, p), get_weight(other->t, p)) << p.name;
+    }
+    EXPECT_EQ(nlohmann::json(decimal(1e-5f)).dump(), "1e-05");
+}
+
+TEST_F(Files, ExportsThatCannotBeAreRefusedAtTheStart) {
+    Shape alibi = shape_of(0), rope = shape_of(0), llama = shape_of(2), biased = shape_of(2),
+          grouped = shape_of(0);
+    alibi.position = Position::ALIBI, rope.position = Position::ROPE,
+    llama.position = Position::ALIBI, biased.qkv_bias = true, grouped.NKV = 1;
+    EXPECT_HAS(hf_export_check(alibi, dir + "/e"), "learned positions only");
+    EXPECT_HAS(hf_export_check(rope, dir + "/e"), "learned positions only");
+    EXPECT_HAS(hf_export_check(llama, dir + "/e"), "RoPE only");
+    EXPECT_HAS(hf_export_check(biased, dir + "/e"), "Qwen2");
+    EXPECT_HAS(hf_export_check(grouped, dir + "/e"), "key/value heads");
+    EXPECT_HAS(hf_export_check(shape_of(0), dir + "/none/e"),
+               "cannot be written: " + dir + "/none/: No such file");
+    EXPECT_HAS(hf_export_check(shape_of(0), put("file", "x")), "is a file");
+    auto m = sharded_model<float>(shape_of(0));
+    ASSERT_EQ(checkpoint_save(m->t, {1, 0, 0, {}}, dir, 1), "");
+    EXPECT_HAS(hf_export_check(shape_of(0), dir + "/step_00000001"), "which is no export of ours");
+}
+
+// Folders of others keep their files, whatever they are called.
+TEST_F(Files, NobodyElsesFilesAreRemoved) {
+    auto m = sharded_model<float>(shape_of(0));
+    for (const char* name : {"e.old/notes.txt", "e.tmp/model.safetensors", "e.exporting/notes.txt",
+                             "step_00000001.tmp/notes.txt"})
+        put(name, "mine");
+    EXPECT_HAS(hf_export(m->t, dir + "/e", Type::F32), "e.exporting: cannot be made");
+    fs::remove_all(dir + "/e.exporting");
+    for (int twice = 0; twice < 2; twice++)
+        EXPECT_EQ(hf_export(m->t, dir + "/e/", Type::F32), ""); // with a slash
+    EXPECT_EQ(checkpoint_save(m->t, {2, 0, 0, {}}, dir, 1), "");
+    for (const char* name :
+         {"e.old/notes.txt", "e.tmp/model.safetensors", "step_00000001.tmp/notes.txt"})
+        EXPECT_EQ(read_file(dir + "/" + name), "mine") << name;
+    EXPECT_EQ(hf_load_weights(m->t, dir + "/e"), "");
+}
+
+TEST_F(Files, OneFileCountsBeforeShards) {
+    auto a = sharded_model<float>(shape_of(0)), b = sharded_model<float>(shape_of(0), 4),
+         c = sharded_model<float>(shape_of(0), 5);
+    ASSERT_EQ(hf_export(a->t, dir + "/e", Type::F32), "");
+    ASSERT_EQ(hf_export(b->t, dir + "/s", Type::F32, 3000), "");
+    for (const fs::directory_entry& e : fs::directory_iterator(dir + "/s"))
+        if (e.path().filename() != "config.json")
+            fs::copy(e.path(), dir + "/e/" + e.path().filename().string());
+    EXPECT_EQ(hf_load_weights(c->t, dir + "/e"), "");
+    EXPECT_EQ(weight(*c, "wte.weight"), weight(*a, "wte.weight"));
+}
+
+TEST_F(Files, DoublesAreRoundedToFloat) {
+    auto m = sharded_model<float>(shape_of(0)), other = sharded_model<float>(shape_of(0), 4);
+    std::vector<TensorSpec> specs;
+    for (const Parameter& p : m->t.model.parameters)
+        specs.push_back({p.name, Type::F64, file_shape(p)});
+    FileWriter w;
+    ASSERT_EQ(writer_open(&w, dir + "/model.safetensors", specs, {}), "");
+    for (const Parameter& p : m->t.model.parameters) {
+        std::vector<float> x = get_weight(m->t, p);
+        x.resize(p.file_elements());
+        if (p.transposed) x = transpose(x, p.rows(), p.cols());
+        std::vector<double> wide(x.begin(), x.end());
+        for (double& d : wide) d *= 1 + 0x1p-30; // less than half a float's last bit
+        writer_put(w, wide.data(), wide.size() * sizeof(double));
+    }
+    ASSERT_EQ(writer_close(&w), "");
+    ASSERT_EQ(hf_load_weights(other->t, dir), "");
+    for (const Parameter& p : m->t.model.parameters)
+        EXPECT_EQ(get_weight(m->t, p), get_weight(other->t, p)) << p.name;
+}

@@ -1,0 +1,229 @@
+// test_golden.cpp - golden numbers from PyTorch, and trained models of others: their logits, losses
+// and texts, from their own files
+#include "../../llmc/io/tokenizer_files.h"
+#include "saved_models.h"
+
+// ----------------------------------------------------------------------------
+// golden numbers from PyTorch, in float and in double
+
+// The bounds. In double only the golden files' own rounding to float is left, 6e-8 of a value.
+struct Bounds {
+    double loss;      // absolute
+    double logits;    // of the largest
+    double gradients; // of the tensor's largest, and of the norm
+    double weights;   // absolute, after three steps
+    // Adam divides a gradient by its size. Where it is smaller than this, relative to its tensor's
+    // largest, rounding in float may turn its sign: such a weight may be off by `steps`, lr.
+    double near_zero;
+    double steps;
+};
+static const Bounds IN_FLOAT = {1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3},
+                    IN_DOUBLE = {1e-6, 1e-6, 1e-6, 1e-6, 0, 0};
+
+template <typename T> void compare_with_golden(const std::string& name, Bounds bounds) {
+    std::string folder = ROOT + "/dev/golden/" + name;
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, folder), "");
+    TensorFile golden(folder + "/golden.safetensors");
+    std::vector<int> golden_tokens = golden.ints("tokens"), golden_targets = golden.ints("targets");
+    const size_t B = 3, N = 24;
+    ASSERT_EQ(golden_tokens.size(), B * N);
+    ASSERT_EQ(golden_targets.size(), B * N);
+    Small<T> m(s, {plan_of(Mode::TRAIN, B, N), plan_of(Mode::GENERATE, 1, N, N)});
+    ASSERT_EQ(hf_load_weights(m.t, folder), "");
+
+    std::vector<float> logits = golden.floats("logits");
+    ASSERT_EQ(logits.size(), B * N * s.V);
+    const double bound = bounds.logits * largest(logits);
+    for (size_t b = 0; b < B; b++)
+        for (size_t length = 1; length <= N; length++) {
+            const int* row = golden_tokens.data() + b * N;
+            const float* want = logits.data() + (b * N + length - 1) * s.V;
+            std::vector<float> got = logits_after(m.t, 1, {row, row + length});
+            for (size_t v = 0; v < s.V; v++) ASSERT_NEAR(got[v], want[v], bound) << "logits";
+        }
+
+    m.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        memcpy(tokens, golden_tokens.data() + sample * N, N * sizeof(int));
+        memcpy(targets, golden_targets.data() + sample * N, N * sizeof(int));
+        return std::string();
+    };
+    std::vector<float> losses = golden.floats("step_losses");
+    ASSERT_EQ(losses.size(), 3u);
+    EXPECT_EQ(losses[0], golden.floats("loss")[0]);
+    for (size_t step = 0; step < 3; step++) {
+        run_plan(m.t, 0);
+        EXPECT_NEAR(plan_loss(m.t).mean(), losses[step], bounds.loss) << "step " << step;
+        if (step > 0) continue;
+        double norm = golden.floats("grad_norm")[0];
+        EXPECT_GT(norm, 0.5) << "nothing would be clipped";
+        EXPECT_NEAR(address<const StepScale>(m.t, {Kind::SCALE})->norm, norm,
+                    bounds.gradients * norm);
+        for (const Parameter& p : m.t.model.parameters) {
+            const acc_t<T>* got = address<const acc_t<T>>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
+            std::vector<float> want = golden.of("grad.", p, s);
+            const double gradient_bound = bounds.gradients * largest(want);
+            for (size_t i = 0; i < want.size(); i++)
+                ASSERT_NEAR(got[i], want[i], gradient_bound) << p.name;
+        }
+    }
+    for (const Parameter& p : m.t.model.parameters) {
+        std::vector<float> want = golden.of("after.", p, s), grad = golden.of("grad.", p, s),
+                           got = get_weight(m.t, p);
+        size_t excused = 0;
+        for (size_t i = 0; i < want.size(); i++) {
+            double miss = std::fabs(double(got[i]) - want[i]);
+            bool excuse = std::fabs(grad[i]) < bounds.near_zero * largest(grad);
+            EXPECT_LE(miss, excuse ? bounds.steps : bounds.weights)
+                << p.name << "[" << i << "], gradient " << grad[i];
+            excused += excuse && miss > bounds.weights;
+        }
+        // GPT-2's key biases, a third of c_attn's, have no gradient at all: softmax does not see
+        // them
+        bool key_bias = has(p.name, "c_attn.bias");
+        EXPECT_LE(excused, want.size() / (key_bias ? 3 : 50)) << p.name;
+    }
+}
+
+TEST(Golden, Gpt2InFloat) { compare_with_golden<float>("gpt2-tiny", IN_FLOAT); }
+TEST(Golden, Gpt2InDouble) { compare_with_golden<double>("gpt2-tiny", IN_DOUBLE); }
+TEST(Golden, LlamaInFloat) { compare_with_golden<float>("llama-tiny", IN_FLOAT); }
+TEST(Golden, LlamaInDouble) { compare_with_golden<double>("llama-tiny", IN_DOUBLE); }
+TEST(Golden, Qwen2InFloat) { compare_with_golden<float>("qwen2-tiny", IN_FLOAT); }
+TEST(Golden, Qwen2InDouble) { compare_with_golden<double>("qwen2-tiny", IN_DOUBLE); }
+TEST(Golden, Qwen3InFloat) { compare_with_golden<float>("qwen3-tiny", IN_FLOAT); }
+TEST(Golden, Qwen3InDouble) { compare_with_golden<double>("qwen3-tiny", IN_DOUBLE); }
+
+// ----------------------------------------------------------------------------
+// trained checkpoints of others
+
+struct Fixtures : Scratch {};
+
+TEST_F(Fixtures, Stories260kSpeaksItsExpectedText) {
+    NEEDS_FIXTURES();
+    std::string folder = FIXTURES + "/checkpoints/stories260K";
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, folder + "/hf"), "");
+    Small<float> m(s, {plan_of(Mode::GENERATE, 1, 1, 256)});
+    ASSERT_EQ(hf_load_weights(m.t, folder + "/hf"), "");
+    std::vector<int> expected =
+        read_json(folder + "/expected_greedy_ids.json")["ids"].get<std::vector<int>>();
+    EXPECT_EQ(greedy(m.t, 0, {1}, expected.size() - 1), expected);
+    EXPECT_GE(expected.size(), 200u);
+}
+
+TEST_F(Fixtures, Stories260kHasItsExpectedLoss) {
+    NEEDS_FIXTURES();
+    json reference =
+        read_json(FIXTURES + "/checkpoints/stories260K/helper_reference/tinystories_loss.json");
+    ASSERT_EQ(reference["per_story"].size(), 40u);
+    Tokenizer tokenizer;
+    ASSERT_EQ(tokenizer_open(&tokenizer, FIXTURES + "/tokenizers/tinystories512/tok512.bin"), "");
+    std::string text = read_file(FIXTURES + "/text/tinystories_v2_gpt4_sample_2MiB.txt"),
+                mark = "<|endoftext|>";
+    const char* blank = " \n\r\t";
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, FIXTURES + "/checkpoints/stories260K/hf"), "");
+    Small<float> m(s, {plan_of(Mode::EVALUATE, 1, 512)});
+    ASSERT_EQ(hf_load_weights(m.t, FIXTURES + "/checkpoints/stories260K/hf"), "");
+    double sum = 0;
+    int64_t count = 0;
+    size_t at = 0;
+    for (size_t story = 0; story < reference["per_story"].size(); story++) {
+        size_t end = text.find(mark, at), a = text.find_first_not_of(blank, at);
+        size_t b = text.find_last_not_of(blank, end - 1);
+        std::vector<int> ids = encode(tokenizer, text.substr(a, b + 1 - a));
+        ids.insert(ids.begin(), tokenizer.bos);
+        EXPECT_TRUE(story > 0 || ids == reference["ids_of_story_0"].get<std::vector<int>>());
+        at = end + mark.size();
+        m.t.window = [&](uint64_t, int* tokens, int* targets) {
+            for (size_t i = 0; i < 512; i++) {
+                tokens[i] = i < ids.size() ? ids[i] : 0;
+                targets[i] = i + 1 < ids.size() ? ids[i + 1] : -1;
+            }
+            return std::string();
+        };
+        run_plan(m.t, 0);
+        Loss loss = plan_loss(m.t);
+        EXPECT_NEAR(loss.mean(), reference["per_story"][story]["mean_nll"].get<double>(), 1e-5)
+            << "story " << story;
+        sum += loss.sum, count += loss.valid;
+    }
+    EXPECT_EQ(count, reference["total_predictions"].get<int64_t>());
+    EXPECT_NEAR(sum / double(count), reference["mean_nll"].get<double>(), 1e-5);
+}
+
+TEST_F(Fixtures, TinyRandomGpt2GivesItsExpectedLogits) {
+    NEEDS_FIXTURES();
+    std::string folder = FIXTURES + "/checkpoints/tiny-random-gpt2";
+    json e = read_json(folder + "/expected.json");
+    put_file(dir + "/config.json", e["config"].dump());
+    fs::copy(folder + "/model.safetensors", dir + "/model.safetensors");
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, dir), "");
+    Small<float> m(s, {plan_of(Mode::GENERATE, 1, 4, 16)});
+    ASSERT_EQ(hf_load_weights(m.t, dir), "");
+    std::vector<float> all;
+    for (int b = 0; b < 2; b++) {
+        std::vector<int> ids = e["input_ids"][size_t(b)].get<std::vector<int>>();
+        for (size_t length = 1; length <= 4; length++) {
+            std::vector<float> logits =
+                logits_after(m.t, 0, {ids.begin(), ids.begin() + long(length)});
+            all.insert(all.end(), logits.begin(), logits.end());
+        }
+        EXPECT_EQ(greedy(m.t, 0, ids, 6),
+                  e["greedy_sequences_len10"][size_t(b)].get<std::vector<int>>());
+    }
+    std::vector<float> sampled = e["sampled_logits_prompt"].get<std::vector<float>>();
+    ASSERT_EQ(sampled.size() * 200, all.size());
+    for (size_t i = 0; i < sampled.size(); i++) EXPECT_NEAR(all[i * 200], sampled[i], 1e-5) << i;
+}
+
+// Through L layers a token reaches L (window - 1) positions ahead, and no further; also where the
+// keys come from the cache.
+TEST(Windows, WhatIsFurtherBackHasNoInfluence) {
+    Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
+    s.sliding_window = 5;
+    Small<float> m(s, {plan_of(Mode::GENERATE, 1, 16, 32)});
+    init_weights(m.t, 3);
+    auto changed = [&](size_t length, size_t cached) { // how far the first token's influence goes
+        std::vector<float> logits[2];
+        for (int which = 0; which < 2; which++) {
+            std::vector<int> ids(length, 11);
+            ids[0] = which;
+            logits[which] = logits_after(m.t, 0, {ids.begin(), ids.end() - long(cached)});
+            for (size_t past = length - cached; past < length; past++) {
+                generate_batch(m.t, 0, &ids[past], 1, past);
+                run_plan(m.t, 0);
+                const float* x = address<const float>(m.t, {Kind::LOGITS, -1, 0});
+                logits[which].assign(x, x + s.V);
+            }
+        }
+        return logits[0] != logits[1];
+    };
+    for (size_t cached : {0, 3}) {
+        EXPECT_TRUE(changed(9, cached)) << cached;   // position 8 = 2 (5 - 1)
+        EXPECT_FALSE(changed(10, cached)) << cached; // position 9
+    }
+}
+
+// A window from block 1 on: block 0 sees all, block 1 five tokens. With one of the two attentions
+// switched off the other's reach is left.
+TEST(Windows, BeginAtABlock) {
+    Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
+    s.sliding_window = 5, s.window_from = 1;
+    for (int off : {0, 1}) {
+        Small<float> m(s, {plan_of(Mode::GENERATE, 1, 16, 32)});
+        init_weights(m.t, 3);
+        for (const Parameter& p : m.t.model.parameters)
+            if (p.name == "model.layers." + std::to_string(off) + ".self_attn.o_proj.weight")
+                set_weight(m.t, p, std::vector<float>(p.elements()).data());
+        auto changed = [&](size_t length) { // by the first token, at the last place
+            std::vector<int> ids(length, 11), other = ids;
+            other[0] = 12;
+            return logits_after(m.t, 0, ids) != logits_after(m.t, 0, other);
+        };
+        EXPECT_TRUE(changed(5)) << off;
+        EXPECT_EQ(changed(6), off == 1) << off;
+    }
+}

@@ -1,0 +1,725 @@
+// test_huggingface.cpp - Hugging Face folders: config.json, exports that load to the same bits, weights
+// of others, and every malformed one with its line
+#include <sys/resource.h>
+#include <csignal>
+#include "saved_models.h"
+
+struct HuggingFace : Scratch {};
+
+// ----------------------------------------------------------------------------
+// config.json
+
+static json gpt2_json() {
+    return {{"model_type", "gpt2"}, {"n_embd", 12},     {"n_head", 3},
+            {"n_layer", 2},         {"vocab_size", 61}, {"n_positions", 16}};
+}
+static json llama_json(const char* type = "llama") {
+    json j = {{"model_type", type},     {"hidden_size", 16},       {"num_attention_heads", 4},
+              {"num_hidden_layers", 2}, {"intermediate_size", 20}, {"vocab_size", 61}};
+    if (type != std::string("llama")) j["num_key_value_heads"] = 2; // else 8 or 32
+    return j;
+}
+static json llama3_scaling() {
+    return {{"rope_type", "llama3"},
+            {"factor", 4.0},
+            {"low_freq_factor", 2.0},
+            {"high_freq_factor", 8.0},
+            {"original_max_position_embeddings", 64}};
+}
+
+// What config.json says of a shape, or what is wrong with it; `more` replaces and adds keys.
+static std::string config_error(const std::string& dir, json config,
+                                const json& more = json::object(), Shape* s = nullptr) {
+    config.update(more);
+    put_file(dir + "/config.json", config.dump());
+    Shape unused;
+    return hf_read_config(s ? s : &unused, dir);
+}
+static Shape config_shape(const std::string& dir, const json& config,
+                          const json& more = json::object()) {
+    Shape s;
+    EXPECT_EQ(config_error(dir, config, more, &s), "");
+    return s;
+}
+
+TEST_F(HuggingFace, ConfigOfGpt2) {
+    Shape s = config_shape(dir, gpt2_json());
+    EXPECT_EQ(s.family, Family::GPT2);
+    EXPECT_EQ(s.position, Position::LEARNED);
+    EXPECT_EQ((std::vector<size_t>{s.L, s.NH, s.NKV, s.HS, s.C, s.F, s.V, s.P}),
+              (std::vector<size_t>{2, 3, 3, 4, 12, 48, 61, 16}));
+    EXPECT_TRUE(s.tied && s.qkv_bias);
+    EXPECT_EQ(s.norm_eps, 1e-5f);
+    s = config_shape(dir, gpt2_json(),
+                     {{"n_inner", 20},
+                      {"layer_norm_epsilon", 1e-3},
+                      {"tie_word_embeddings", false},
+                      {"activation_function", "gelu_new"},
+                      {"scale_attn_weights", true}});
+    EXPECT_EQ(s.F, 20u);
+    EXPECT_EQ(s.norm_eps, 1e-3f);
+    EXPECT_FALSE(s.tied);
+    EXPECT_EQ(config_shape(dir, gpt2_json(), {{"n_inner", nullptr}}).F, 48u);
+    json older = gpt2_json();
+    older.erase("n_positions");
+    EXPECT_EQ(config_shape(dir, older, {{"n_ctx", 24}}).P, 24u);
+}
+
+TEST_F(HuggingFace, ConfigOfLlama) {
+    Shape s = config_shape(dir, llama_json());
+    EXPECT_EQ(s.family, Family::LLAMA);
+    EXPECT_EQ(s.position, Position::ROPE);
+    EXPECT_EQ((std::vector<size_t>{s.L, s.NH, s.NKV, s.HS, s.C, s.F, s.V, s.P}),
+              (std::vector<size_t>{2, 4, 4, 4, 16, 20, 61, 2048}));
+    EXPECT_EQ(s.rope_theta, 10000);
+    EXPECT_EQ(s.rope_scaling.factor, 1);
+    EXPECT_EQ(s.norm_eps, 1e-6f);
+    EXPECT_FALSE(s.tied || s.qkv_bias);
+    s = config_shape(dir, llama_json(),
+                     {{"num_key_value_heads", 2},
+                      {"head_dim", 6},
+                      {"max_position_embeddings", 99},
+                      {"rms_norm_eps", 1e-3},
+                      {"rope_theta", 7},
+                      {"tie_word_embeddings", true}});
+    EXPECT_EQ((std::vector<size_t>{s.NKV, s.HS, s.P}), (std::vector<size_t>{2, 6, 99}));
+    EXPECT_EQ(s.norm_eps, 1e-3f);
+    EXPECT_EQ(s.rope_theta, 7);
+    EXPECT_TRUE(s.tied);
+    EXPECT_EQ(config_shape(dir, llama_json(), {{"hidden_size", 18}, {"head_dim", 4}}).HS,
+              4u); // heads need not divide
+    EXPECT_EQ(config_shape(dir, llama_json(), {{"sliding_window", 9}}).sliding_window,
+              0u); // Llama has none
+}
+
+TEST_F(HuggingFace, ConfigOfRope) {
+    auto expect_scaled = [](const Shape& s) {
+        EXPECT_EQ(s.rope_scaling.factor, 4);
+        EXPECT_EQ(s.rope_scaling.low_freq_factor, 2);
+        EXPECT_EQ(s.rope_scaling.high_freq_factor, 8);
+        EXPECT_EQ(s.rope_scaling.original_positions, 64);
+    };
+    Shape s = config_shape(dir, llama_json(),
+                           {{"rope_theta", 500000.0}, {"rope_scaling", llama3_scaling()}});
+    expect_scaled(s);
+    EXPECT_EQ(s.rope_theta, 500000);
+    json parameters = llama3_scaling(), older = llama3_scaling();
+    parameters["rope_theta"] = 3.5;
+    s = config_shape(dir, llama_json(), {{"rope_parameters", parameters}}); // of newer files
+    expect_scaled(s);
+    EXPECT_EQ(s.rope_theta, 3.5);
+    older.erase("rope_type");
+    older["type"] = "llama3";
+    expect_scaled(config_shape(dir, llama_json(), {{"rope_scaling", older}}));
+    for (json none : {json(nullptr), json::object(), json{{"rope_type", "default"}},
+                      json{{"rope_type", nullptr}}})
+        EXPECT_EQ(config_shape(dir, llama_json(), {{"rope_scaling", none}}).rope_scaling.factor, 1)
+            << none;
+    auto wrong = [&](const json& scaling) {
+        return config_error(dir, llama_json(), {{"rope_scaling", scaling}});
+    };
+    for (const char* key : {"rope_type", "type"})
+        for (const char* kind : {"longrope", "su", "proportional"})
+            EXPECT_HAS(wrong({{key, kind}}), std::string("rope scaling ") + kind +
+                                                 " is not built yet: linear, dynamic, llama3 and "
+                                                 "yarn are");
+    EXPECT_HAS(wrong({{"rope_type", 3}}), "rope scaling 3 is not built yet");
+    EXPECT_HAS(wrong({{"rope_type", {1}}}), "rope scaling");
+    EXPECT_HAS(wrong("llama3"), "rope_scaling is no object");
+    EXPECT_HAS(wrong({{"rope_type", "llama3"}, {"factor", "x"}}),
+               "factor is \"x\", which is no number");
+    EXPECT_HAS(wrong({{"rope_type", "linear"}, {"factor", -2}}), "factor is -2, not above zero");
+    for (bool inside : {false, true}) {
+        json more = {{"rope_scaling", {{"rope_type", "linear"}, {"factor", 2}}}};
+        (inside ? more["rope_scaling"] : more)["partial_rotary_factor"] = 0.5;
+        EXPECT_HAS(config_error(dir, llama_json(), more), "partial_rotary_factor 0.5 is not built");
+    }
+}
+
+// The numbers are transformers' own (5.23).
+TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
+    auto scaling = [&](const json& r, const json& more = json::object()) {
+        json all = {{"rope_scaling", r}, {"max_position_embeddings", 256}};
+        all.update(more);
+        return config_shape(dir, llama_json(), all).rope_scaling;
+    };
+    RopeScaling s = scaling({{"type", "linear"}, {"factor", 2.5}});
+    EXPECT_EQ(s.kind, RopeKind::LINEAR);
+    EXPECT_EQ(s.factor, 2.5f);
+    EXPECT_FALSE(scales(scaling({{"type", "dynamic"}, {"factor", 2.0}}))); // up to 256 tokens
+
+    json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 64}};
+    s = scaling(yarn);
+    EXPECT_EQ(s.kind, RopeKind::YARN);
+    EXPECT_EQ((std::vector<float>{s.factor, s.beta_fast, s.beta_slow, float(s.original_positions)}),
+              (std::vector<float>{4, 32, 1, 64}));
+    EXPECT_TRUE(s.truncate);
+    EXPECT_NEAR(s.attention_factor, 1.138629436111989, 1e-7);
+    yarn.update({{"mscale", 0.7}, {"mscale_all_dim", 0.5}, {"beta_fast", 8}, {"truncate", false}});
+    s = scaling(yarn);
+    EXPECT_NEAR(s.attention_factor, 1.0259286501478284, 1e-7);
+    EXPECT_EQ(s.beta_fast, 8);
+    EXPECT_FALSE(s.truncate);
+    yarn["attention_factor"] = 1.25;
+    EXPECT_EQ(scaling(yarn).attention_factor, 1.25f);
+
+    // Positions known before: of the object, of the file's top, which wins, else all there are. A
+    // factor of null is all over those.
+    EXPECT_EQ(scaling(yarn, {{"original_max_position_embeddings", 32}}).original_positions, 32);
+    yarn["factor"] = nullptr;
+    EXPECT_EQ(scaling(yarn).factor, 4);
+    yarn.erase("original_max_position_embeddings");
+    EXPECT_EQ(scaling(yarn).original_positions, 256);
+
+    // Scales below zero would turn cosines and sines over.
+    yarn.erase("attention_factor");
+    for (const char* key : {"mscale", "mscale_all_dim"}) {
+        json broken = yarn;
+        broken[key] = -30;
+        EXPECT_HAS(config_error(dir, llama_json(), {{"rope_scaling", broken}}),
+                   std::string(key) + " is -30, not above zero");
+    }
+    HfConfig c; // a number that is computed, for a key that is missing
+    hf_positive(c, json::object(), "attention_factor", -2);
+    EXPECT_EQ(c.wrong, ": attention_factor is -2.0, not above zero");
+
+    json older = {{"type", "linear"}, {"factor", 2.0}}, newer = {{"type", "linear"}, {"factor", 3.0}};
+    EXPECT_EQ(scaling(older, {{"rope_parameters", newer}}).factor, 2);
+    EXPECT_EQ(scaling(json::object(), {{"rope_parameters", newer}}).factor, 3);
+}
+
+TEST_F(HuggingFace, ConfigOfBiases) {
+    Shape s = config_shape(dir, llama_json(), {{"attention_bias", true}});
+    EXPECT_TRUE(s.qkv_bias && s.o_bias && !s.mlp_bias);
+    s = config_shape(dir, llama_json(), {{"mlp_bias", true}});
+    EXPECT_TRUE(!s.qkv_bias && !s.o_bias && s.mlp_bias);
+    s = config_shape(dir, llama_json("qwen2"));
+    EXPECT_TRUE(s.qkv_bias && !s.o_bias && !s.mlp_bias);
+}
+
+TEST_F(HuggingFace, OtherNamesOfActivations) {
+    config_shape(dir, llama_json(), {{"hidden_act", "swish"}});
+    config_shape(dir, gpt2_json(), {{"activation_function", "gelu_pytorch_tanh"}});
+}
+
+TEST_F(HuggingFace, WhatAFileLeavesOutIsTheClasssDefault) {
+    for (auto [type, heads, positions] : {std::tuple{"llama", 32, 2048}, {"mistral", 8, 131072},
+                                          {"qwen2", 32, 32768}, {"qwen3", 32, 32768}}) {
+        json j = llama_json(type);
+        j.erase("num_key_value_heads");
+        Shape s = config_shape(dir, j, {{"num_attention_heads", 32}, {"hidden_size", 64}});
+        EXPECT_EQ(s.NKV, size_t(heads));
+        EXPECT_EQ(s.P, size_t(positions));
+        EXPECT_EQ(config_shape(dir, j, {{"num_key_value_heads", nullptr}}).NKV, 4u);
+    }
+}
+
+TEST_F(HuggingFace, ConfigOfMistralAndQwen2) {
+    Shape s = config_shape(dir, llama_json("mistral"),
+                           {{"sliding_window", 32}, {"num_key_value_heads", 2}});
+    EXPECT_EQ(s.hf_type, "mistral");
+    EXPECT_EQ(s.sliding_window, 32u);
+    EXPECT_EQ(s.NKV, 2u);
+    EXPECT_FALSE(s.qkv_bias || s.tied);
+    EXPECT_EQ(
+        config_shape(dir, llama_json("mistral"), {{"sliding_window", nullptr}}).sliding_window, 0u);
+    EXPECT_EQ(config_shape(dir, llama_json("mistral")).sliding_window, 4096u);
+    // a switch that only Qwen has
+    EXPECT_EQ(config_shape(dir, llama_json("mistral"),
+                           {{"sliding_window", 32}, {"use_sliding_window", false}}).sliding_window,
+              32u);
+    EXPECT_EQ(config_shape(dir, llama_json(),
+                           {{"sliding_window", 8},
+                            {"use_sliding_window", true},
+                            {"max_window_layers", 0}}).sliding_window,
+              0u);
+    EXPECT_HAS(config_error(dir, llama_json("mistral"), {{"sliding_window", 0}}),
+               "sliding_window is 0, which is no");
+    s = config_shape(
+        dir, llama_json("qwen2"),
+        {{"sliding_window", 32}, {"use_sliding_window", false}, {"tie_word_embeddings", true}});
+    EXPECT_EQ(s.hf_type, "qwen2");
+    EXPECT_EQ(s.sliding_window, 0u);
+    EXPECT_TRUE(s.qkv_bias && s.tied);
+    EXPECT_EQ(config_shape(dir, llama_json("qwen2"), {{"sliding_window", 32}}).sliding_window, 0u);
+}
+
+TEST_F(HuggingFace, ConfigOfQwen3) {
+    Shape s = config_shape(dir, llama_json("qwen3"));
+    EXPECT_TRUE(s.qk_norm && !s.qkv_bias && !s.o_bias && !s.tied);
+    EXPECT_EQ((std::vector<size_t>{s.HS, s.NKV, s.P}), (std::vector<size_t>{128, 2, 32768}));
+    s = config_shape(dir, llama_json("qwen3"), {{"head_dim", 6}, {"attention_bias", true}});
+    EXPECT_TRUE(s.HS == 6 && s.qkv_bias && s.o_bias);
+    EXPECT_FALSE(config_shape(dir, llama_json("qwen2")).qk_norm);
+    EXPECT_HAS(config_error(dir, llama_json("qwen3"), {{"mlp_bias", true}}),
+               "mlp_bias true is not built yet");
+}
+
+// A layer's window by its number: block b is layer b + 1.
+TEST_F(HuggingFace, ConfigOfQwensWindows) {
+    auto windows = [&](const json& more) {
+        json all = {{"use_sliding_window", true}, {"sliding_window", 32}, {"num_hidden_layers", 4}};
+        all.update(more);
+        Shape s = config_shape(dir, llama_json("qwen2"), all);
+        return std::vector<size_t>{window_of(s, 1), window_of(s, 2), window_of(s, 3),
+                                   window_of(s, 4)};
+    };
+    typedef std::vector<size_t> Sizes;
+    EXPECT_EQ(windows(json::object()), (Sizes{0, 0, 0, 0})); // from layer 28 on
+    EXPECT_EQ(windows({{"max_window_layers", 0}}), (Sizes{32, 32, 32, 32}));
+    EXPECT_EQ(windows({{"max_window_layers", 3}}), (Sizes{0, 0, 0, 32}));
+    EXPECT_EQ(windows({{"max_window_layers", 0}, {"sliding_window", nullptr}}), (Sizes{0, 0, 0, 0}));
+    EXPECT_EQ(windows({{"max_window_layers", 0}, {"use_sliding_window", false}}),
+              (Sizes{0, 0, 0, 0}));
+    json full = "full_attention", window = "sliding_attention";
+    EXPECT_EQ(windows({{"layer_types", {full, full, window, window}}}), (Sizes{0, 0, 32, 32}));
+    EXPECT_EQ(windows({{"layer_types", {full, full, full, full}}}), (Sizes{0, 0, 0, 0}));
+    for (const json& types : {json{full, window, full, window}, json{window, window}, json{full, full, full, "x"}, json("x")})
+        EXPECT_HAS(config_error(dir, llama_json("qwen2"),
+                                {{"use_sliding_window", true},
+                                 {"num_hidden_layers", 4},
+                                 {"layer_types", types}}),
+                   "layer_types of this kind is not built yet");
+    EXPECT_HAS(config_error(dir, llama_json("qwen2"), {{"layer_types", {full, window}}}),
+               "layer_types has windows, and use_sliding_window is not true");
+}
+
+TEST_F(HuggingFace, ConfigErrorsAreNamed) {
+    Shape s;
+    EXPECT_HAS(hf_read_config(&s, dir), "has no config.json");
+    EXPECT_HAS(hf_read_config(&s, dir + "/nowhere"), "has no config.json");
+    for (const char* text :
+         {"", "{", "no", "[1,2]", "3", "\"gpt2\"", "{\"model_type\":\"gpt2\",}", "\xff\xfe{}"}) {
+        put_file(dir + "/config.json", text);
+        EXPECT_HAS(hf_read_config(&s, dir), "config.json: is no JSON object") << text;
+    }
+    for (json type : {json("bert"), json(""), json(3), json(nullptr), json("GPT2")})
+        EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", type}}),
+                   "is not supported: gpt2, llama, mistral");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", "bert"}}), "model_type 'bert'");
+
+    for (const json& whole :
+         {gpt2_json(), llama_json(), llama_json("mistral"), llama_json("qwen2")})
+        for (auto& [key, value] : whole.items()) {
+            if (key == "model_type" || key == "num_key_value_heads") continue;
+            json lacking = whole;
+            lacking.erase(key);
+            EXPECT_HAS(config_error(dir, lacking), ": " + key + " is missing");
+            EXPECT_HAS(config_error(dir, whole, {{key, nullptr}}), ": " + key + " is missing");
+            for (json bad : {json("12"), json(0), json(-12), json(12.5), json(true), json({12}),
+                             json(1u << 30)})
+                EXPECT_TRUE(has(config_error(dir, whole, {{key, bad}}), ": " + key + " is ") &&
+                            has(config_error(dir, whole, {{key, bad}}), ", which is no size"))
+                    << key << bad;
+        }
+    for (const char* key : {"num_key_value_heads", "head_dim", "max_position_embeddings"})
+        EXPECT_HAS(config_error(dir, llama_json(), {{key, 0}}),
+                   std::string(key) + " is 0, which is no size");
+    for (const char* key : {"rope_theta", "rms_norm_eps"})
+        EXPECT_HAS(config_error(dir, llama_json(), {{key, "x"}}),
+                   std::string(key) + " is \"x\", which is no number");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_inner", "x"}}),
+               "n_inner is \"x\", which is no size");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"layer_norm_epsilon", "x"}}), "which is no number");
+
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_head", 5}}),
+               "n_head 5 does not divide n_embd 12");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 3}}),
+               "num_attention_heads 3 does not divide");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 32}}),
+               "num_attention_heads 32 does not");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 3}}),
+               "num_key_value_heads 3 does not divide");
+    EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 8}}),
+               "num_key_value_heads 8 does not divide");
+
+    auto refused = [&](const json& whole, const char* key, const json& value) {
+        std::string expected = std::string(key) + " " + value.dump() + " is not built yet";
+        EXPECT_HAS(config_error(dir, whole, {{key, value}}), expected);
+    };
+    refused(gpt2_json(), "activation_function", "relu");
+    refused(gpt2_json(), "activation_function", "gelu");
+    refused(gpt2_json(), "scale_attn_weights", false);
+    refused(gpt2_json(), "scale_attn_by_inverse_layer_idx", true);
+    for (const char* type : {"llama", "mistral", "qwen2"}) {
+        refused(llama_json(type), "hidden_act", "gelu");
+        if (type == std::string("llama")) continue;
+        refused(llama_json(type), "attention_bias", true);
+        refused(llama_json(type), "mlp_bias", true);
+    }
+    // brackets in brackets: printing them would end the stack
+    std::string deep(1 << 20, '['), config = gpt2_json().dump();
+    for (const char* key : {"\"n_embd\":12", "\"n_layer\":2"}) {
+        std::string text = config,
+                    nested = std::string(key).substr(0, std::string(key).find(':') + 1) + deep;
+        text.replace(text.find(key), strlen(key), nested + std::string(deep.size(), ']'));
+        put_file(dir + "/config.json", text);
+        EXPECT_HAS(hf_read_config(&s, dir), "config.json: is nested more than 100 brackets deep");
+    }
+    std::string text = config;
+    text.insert(1, "\"activation_function\":" + deep + std::string(deep.size(), ']') + ",");
+    put_file(dir + "/config.json", text);
+    EXPECT_HAS(hf_read_config(&s, dir), "config.json: is nested more than 100 brackets deep");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_embd", {1}}}), "n_embd is array");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"activation_function", {1}}}),
+               "activation_function array is not built yet");
+}
+
+// ----------------------------------------------------------------------------
+// exports
+
+static void expect_same_shape(const Shape& a, const Shape& b) {
+    EXPECT_EQ(model_identity(a), model_identity(b));
+    EXPECT_EQ(a.norm_eps, b.norm_eps);
+    EXPECT_EQ(a.sliding_window, b.sliding_window);
+    EXPECT_EQ(a.rope_scaling.low_freq_factor, b.rope_scaling.low_freq_factor);
+    EXPECT_EQ(a.rope_scaling.high_freq_factor, b.rope_scaling.high_freq_factor);
+    EXPECT_EQ(a.rope_scaling.original_positions, b.rope_scaling.original_positions);
+}
+
+template <typename T> static void export_round_trip(const std::string& dir) {
+    for (const Shape& s : saved_shapes())
+        for (size_t shard_bytes : {size_t(5) << 30, size_t(3000), size_t(1)}) {
+            // a file a tensor, each synced, takes its time
+            if (shard_bytes == 1 && s.family == Family::LLAMA && !s.qkv_bias) continue;
+            std::string folder = dir + "/export"; // over the one before
+            auto a = random_model<T>(s), b = random_model<T>(s, 4);
+            ASSERT_EQ(hf_export(a->t, folder, Type::F32, shard_bytes), "");
+            auto files = folder_bytes(folder);
+            size_t shards = files.size() - 1 - files.count("model.safetensors.index.json");
+            EXPECT_EQ(files.count("config.json"), 1u);
+            EXPECT_EQ(files.count("model.safetensors.index.json"), shards > 1);
+            if (shard_bytes > 3000)
+                EXPECT_EQ(shards, 1u);
+            else if (shard_bytes == 1)
+                EXPECT_EQ(shards, a->t.model.parameters.size());
+            else
+                EXPECT_GT(shards, 2u);
+            EXPECT_FALSE(fs::exists(folder + ".tmp") || fs::exists(folder + ".old"));
+            Shape read;
+            ASSERT_EQ(hf_read_config(&read, folder), "");
+            expect_same_shape(read, s);
+            ASSERT_EQ(hf_load_weights(b->t, folder), "") << shape_name(s);
+            expect_same_weights(*a, *b);
+        }
+}
+TEST_F(HuggingFace, ExportsLoadToTheSameBits) {
+    export_round_trip<float>(dir);
+    export_round_trip<bf16>(dir); // of its masters
+}
+
+// Half of the last place at most; and what has been rounded once stays as it is.
+TEST_F(HuggingFace, NarrowExportsRoundToNearestOnce) {
+    for (const Shape& s : saved_shapes())
+        for (Type type : {Type::BF16, Type::F16}) {
+            auto a = random_model<float>(s), b = random_model<float>(s, 4),
+                 c = random_model<float>(s, 5);
+            ASSERT_EQ(hf_export(a->t, dir + "/once", type), "");
+            ASSERT_EQ(hf_load_weights(b->t, dir + "/once"), "");
+            for (const Parameter& p : a->t.model.parameters) {
+                std::vector<float> x = get_weight(a->t, p), y = get_weight(b->t, p);
+                for (size_t i = 0; i < x.size(); i++) {
+                    double half = type == Type::BF16 ? std::fabs(x[i]) * 0x1p-8
+                                                     : std::fabs(x[i]) * 0x1p-11 + 0x1p-25;
+                    ASSERT_NEAR(x[i], y[i], half) << p.name;
+                }
+            }
+            ASSERT_EQ(hf_export(b->t, dir + "/twice", type, 2000), "");
+            ASSERT_EQ(hf_load_weights(c->t, dir + "/twice"), "");
+            expect_same_weights(*b, *c);
+            ASSERT_EQ(hf_export(c->t, dir + "/thrice", type), "");
+            EXPECT_TRUE(folder_bytes(dir + "/once") == folder_bytes(dir + "/thrice"));
+        }
+}
+
+// Names, shapes and order of elements as Hugging Face has them, and no row of padding.
+TEST_F(HuggingFace, ExportsHoldWhatHuggingFaceExpects) {
+    typedef std::map<std::string, std::vector<size_t>> Table;
+    Table gpt2 = {{"transformer.wte.weight", {61, 12}},
+                  {"transformer.wpe.weight", {16, 12}},
+                  {"transformer.ln_f.weight", {12}},
+                  {"transformer.ln_f.bias", {12}}};
+    Table llama = {{"model.embed_tokens.weight", {61, 16}},
+                   {"model.norm.weight", {16}},
+                   {"lm_head.weight", {61, 16}}};
+    Table gpt2_block = {{"ln_1.weight", {12}},
+                        {"ln_1.bias", {12}},
+                        {"attn.c_attn.weight", {12, 36}},
+                        {"attn.c_attn.bias", {36}},
+                        {"attn.c_proj.weight", {12, 12}},
+                        {"attn.c_proj.bias", {12}},
+                        {"ln_2.weight", {12}},
+                        {"ln_2.bias", {12}},
+                        {"mlp.c_fc.weight", {12, 48}},
+                        {"mlp.c_fc.bias", {48}},
+                        {"mlp.c_proj.weight", {48, 12}},
+                        {"mlp.c_proj.bias", {12}}};
+    Table llama_block = {
+        {"input_layernorm.weight", {16}},      {"self_attn.q_proj.weight", {16, 16}},
+        {"self_attn.k_proj.weight", {8, 16}},  {"self_attn.v_proj.weight", {8, 16}},
+        {"self_attn.o_proj.weight", {16, 16}}, {"post_attention_layernorm.weight", {16}},
+        {"mlp.gate_proj.weight", {20, 16}},    {"mlp.up_proj.weight", {20, 16}},
+        {"mlp.down_proj.weight", {16, 20}}};
+    for (std::string l : {"0.", "1."}) {
+        for (auto& [name, shape] : gpt2_block) gpt2["transformer.h." + l + name] = shape;
+        for (auto& [name, shape] : llama_block) llama["model.layers." + l + name] = shape;
+    }
+    Table gpt2_untied = gpt2, qwen2 = llama;
+    gpt2_untied["lm_head.weight"] = {61, 12};
+    for (std::string l : {"0.", "1."})
+        for (std::string n : {"q", "k", "v"})
+            qwen2["model.layers." + l + "self_attn." + n + "_proj.bias"] = {n == "q" ? 16u : 8u};
+    Table qwen2_tied = qwen2;
+    qwen2_tied.erase("lm_head.weight");
+
+    std::vector<Shape> shapes = saved_shapes();
+    std::map<size_t, Table> tables = {{0, gpt2},  {1, gpt2_untied}, {2, llama},
+                                      {4, llama}, {6, qwen2},       {7, qwen2_tied}};
+    for (auto& [i, table] : tables) {
+        auto m = random_model<float>(shapes[i]);
+        ASSERT_EQ(hf_export(m->t, dir + "/export", Type::F32), "");
+        TensorFile file(dir + "/export/model.safetensors");
+        Table found;
+        for (const SafeTensor& t : file.file.tensors) found[t.name] = t.shape;
+        EXPECT_EQ(found, table) << shape_name(shapes[i]);
+        EXPECT_EQ(file.file.metadata["format"], "pt");
+        if (i > 0) continue;
+        for (const Parameter& p : m->t.model.parameters) { // Conv1D's are [in, out]
+            std::vector<float> in_file = file.floats("transformer." + p.name),
+                               own = get_weight(m->t, p);
+            bool conv = p.name.rfind("h.", 0) == 0 && p.shape.size() == 2;
+            for (size_t i = 0; i < in_file.size(); i++) {
+                size_t row = i / p.rows(), col = i % p.rows();
+                ASSERT_EQ(in_file[i], own[conv ? col * p.cols() + row : i]) << p.name;
+            }
+        }
+    }
+    json config = read_json(dir + "/export/config.json");
+    EXPECT_EQ(config["architectures"][0], "Qwen2ForCausalLM");
+    EXPECT_EQ(config["torch_dtype"], "float32");
+}
+
+// A folder is replaced whole or not at all; nothing of others' is replaced.
+TEST_F(HuggingFace, ExportsThatFailLeaveTheOlderOne) {
+    std::vector<Shape> shapes = saved_shapes();
+    auto a = random_model<float>(shapes[2]), b = random_model<float>(shapes[2], 4);
+    std::string folder = dir + "/export";
+    ASSERT_EQ(hf_export(a->t, folder, Type::F32), "");
+    auto before = folder_bytes(folder);
+    EXPECT_HAS(hf_export(a->t, dir + "/no/such/export", Type::F32), "No such file or directory");
+    rlimit saved, small;
+    getrlimit(RLIMIT_FSIZE, &saved);
+    small = saved, small.rlim_cur = before["model.safetensors"].size() / 2; // a full disk
+    auto handler = signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &small);
+    std::string wrong = hf_export(b->t, folder, Type::F32);
+    setrlimit(RLIMIT_FSIZE, &saved);
+    signal(SIGXFSZ, handler);
+    EXPECT_HAS(wrong, "cannot be written: File too large");
+    EXPECT_TRUE(folder_bytes(folder) == before);
+    EXPECT_FALSE(fs::exists(folder + ".tmp"));
+
+    EXPECT_EQ(hf_export_check(shapes[2], folder), "");
+    EXPECT_EQ(hf_export_check(shapes[2], dir + "/new"), "");
+    put_file(folder + "/thesis.txt", "");
+    EXPECT_HAS(hf_export_check(shapes[2], folder), "holds thesis.txt, which is no export of ours");
+    Shape alibi = shapes[0], learned = shapes[2];
+    alibi.position = Position::ALIBI, learned.position = Position::LEARNED;
+    EXPECT_HAS(hf_export_check(alibi, dir + "/new"), "learned positions only");
+    EXPECT_HAS(hf_export_check(learned, dir + "/new"), "RoPE only");
+}
+
+// Two ranks: what the first one cannot write, both say, and neither waits for the other.
+TEST_F(HuggingFace, ExportsThatFailOnTheFirstRankFailOnAll) {
+    Shape s = saved_shapes()[2];
+    std::string wrong[2];
+    auto export_on_both = [&](const std::string& folder, size_t shard_bytes) {
+        LocalSettings settings;
+        settings.timeout_s = 10;
+        int status = run_local_ranks(2, settings, [&](const Comm& world) {
+            omp_set_num_threads(1);
+            Trainer<float, Cpu> t;
+            Plan plan = plan_of(Mode::TRAIN, 1, 4);
+            trainer_place(t, s, {plan}, layout_at(small_layout(2, 1, 1), world.rank));
+            t.comms = make_comms(world, t.layout, ranks_of_kv_head(t.layout, t.model));
+            trainer_allocate(t);
+            fill_weights(t, 3);
+            wrong[world.rank] = hf_export(t, folder, Type::F32, shard_bytes);
+            trainer_free(t);
+        });
+        EXPECT_EQ(status, 0);
+        EXPECT_EQ(wrong[0], wrong[1]);
+        return wrong[1];
+    };
+
+    // A folder that cannot be made, a disk that fills in the only file, and in one of several.
+    EXPECT_EQ(export_on_both(dir + "/good", 1 << 30), "");
+    EXPECT_HAS(export_on_both(dir + "/no/such", 1 << 30), "cannot be made: No such file");
+    size_t whole = fs::file_size(dir + "/good/model.safetensors");
+    rlimit saved, small;
+    getrlimit(RLIMIT_FSIZE, &saved);
+    auto handler = signal(SIGXFSZ, SIG_IGN);
+    for (size_t shard_bytes : {size_t(1) << 30, whole / 3}) {
+        small = saved, small.rlim_cur = whole / 4;
+        setrlimit(RLIMIT_FSIZE, &small);
+        std::string full = export_on_both(dir + "/full", shard_bytes);
+        setrlimit(RLIMIT_FSIZE, &saved);
+        EXPECT_HAS(full, "cannot be written: File too large");
+        EXPECT_FALSE(fs::exists(dir + "/full") || fs::exists(dir + "/full.exporting"));
+    }
+    signal(SIGXFSZ, handler);
+}
+
+// ----------------------------------------------------------------------------
+// weights of others
+
+// Write a file of these tensors, all of different floats.
+static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs) {
+    FileWriter w;
+    ASSERT_EQ(writer_open(&w, path, specs, {}), "");
+    float next = 0;
+    for (const TensorSpec& s : specs) {
+        std::vector<float> numbers(s.bytes() / 4);
+        for (float& x : numbers) x = ++next;
+        writer_put(w, numbers.data(), s.bytes());
+    }
+    ASSERT_EQ(writer_close(&w), "");
+}
+
+static std::vector<TensorSpec> specs_of(const Model& model, const std::string& prefix = "") {
+    std::vector<TensorSpec> specs;
+    for (const Parameter& p : model.parameters)
+        specs.push_back(
+            {p.name == "lm_head.weight" ? p.name : prefix + p.name, Type::F32, file_shape(p)});
+    return specs;
+}
+
+// GPT2Model's names, GPT2LMHeadModel's names, and tensors that older files carry beside the
+// parameters.
+TEST_F(HuggingFace, Gpt2LoadsWithAndWithoutItsPrefix) {
+    for (size_t i : {0, 1}) {
+        auto a = random_model<float>(saved_shapes()[i]),
+             b = random_model<float>(saved_shapes()[i], 4);
+        write_tensors(dir + "/model.safetensors", specs_of(a->t.model));
+        ASSERT_EQ(hf_load_weights(a->t, dir), "");
+        auto specs = specs_of(b->t.model, "transformer.");
+        specs.push_back({"transformer.h.0.attn.bias", Type::F32, {1, 1, 4, 4}});
+        specs.push_back({"transformer.h.1.attn.masked_bias", Type::F32, {1}});
+        if (i == 0)
+            specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: the table again
+        write_tensors(dir + "/model.safetensors", specs);
+        ASSERT_EQ(hf_load_weights(b->t, dir), "");
+        expect_same_weights(*a, *b);
+        EXPECT_EQ(get_weight(a->t, a->t.model.parameters[0])[13], 14);
+    }
+}
+
+TEST_F(HuggingFace, WrongTensorsAreNamed) {
+    std::string file = dir + "/model.safetensors";
+    for (size_t which : {0, 1, 2, 7}) {
+        Shape s = saved_shapes()[which];
+        auto m = random_model<float>(s);
+        const Model& model = m->t.model;
+        auto load = [&](const std::vector<TensorSpec>& specs) {
+            write_tensors(file, specs);
+            return hf_load_weights(m->t, dir);
+        };
+        const std::vector<TensorSpec> good = specs_of(model);
+        EXPECT_EQ(load(good), "");
+        for (const Parameter& p : model.parameters) { // the padding stays zero
+            std::vector<float> x = get_weight(m->t, p);
+            EXPECT_EQ(std::count(x.begin() + long(p.file_elements()), x.end(), 0.0f),
+                      long(p.elements() - p.file_elements()))
+                << p.name;
+        }
+        for (size_t i = 0; i < good.size(); i += i < 4 || i + 3 > good.size() ? 1 : 5) {
+            auto specs = good;
+            specs.erase(specs.begin() + long(i));
+            EXPECT_HAS(load(specs), "tensor " + good[i].name + " is missing");
+            specs = good, specs[i].shape.back()++;
+            EXPECT_HAS(load(specs), "tensor " + good[i].name + " has the shape " +
+                                        shape_text(specs[i].shape) + ", config.json asks for " +
+                                        shape_text(good[i].shape));
+            specs = good, specs[i].shape.push_back(1);
+            EXPECT_HAS(load(specs),
+                       " has the shape " + shape_text(specs[i].shape) + ", config.json asks for ");
+            write_tensors(file, good);
+            std::string bytes = read_file(file), entry = "\"" + good[i].name + "\":{\"dtype\":\"";
+            put_file(file, bytes.replace(bytes.find(entry) + entry.size(), 3, "I32"));
+            EXPECT_HAS(hf_load_weights(m->t, dir),
+                       "tensor " + good[i].name + " is I32; F32, F16, BF16 and F64 can");
+        }
+        auto specs = good;
+        specs[0].shape[0] = 128; // our padding in their file
+        EXPECT_HAS(load(specs), "has the shape (128, ");
+        specs = good, specs.push_back({"h.7.ln_1.weight", Type::F32, {12}});
+        EXPECT_HAS(load(specs), "tensor h.7.ln_1.weight belongs to nothing in this model");
+        specs = good, specs.push_back({"transformer." + good[0].name, Type::F32, good[0].shape});
+        EXPECT_HAS(load(specs), "belongs to nothing");
+        specs = good,
+        specs.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", Type::F32, {2}});
+        EXPECT_EQ(load(specs), "");
+        if (s.tied) {
+            specs.push_back({"lm_head.weight", Type::F32, good[0].shape});
+            EXPECT_EQ(load(specs), "");
+        }
+    }
+    Shape turned_shape = gpt2_shape(2, 3, 12, 61, 16); // [out, in] where [in, out] is asked for
+    auto m = random_model<float>(turned_shape);
+    auto specs = specs_of(m->t.model);
+    for (TensorSpec& s : specs)
+        if (s.name == "h.0.mlp.c_fc.weight") std::swap(s.shape[0], s.shape[1]);
+    write_tensors(file, specs);
+    EXPECT_HAS(hf_load_weights(m->t, dir),
+               "h.0.mlp.c_fc.weight has the shape (48, 12), config.json asks for (12, 48)");
+    fs::resize_file(file, 999);
+    EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors: ");
+    fs::remove(file);
+    EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors: No such file");
+}
+
+TEST_F(HuggingFace, WrongShardsAreNamed) {
+    auto m = random_model<float>(saved_shapes()[0]);
+    const std::vector<TensorSpec> all = specs_of(m->t.model);
+    std::vector<TensorSpec> first(all.begin(), all.begin() + 5), rest(all.begin() + 5, all.end());
+    json map;
+    auto index = [&](const json& map) {
+        put_file(dir + "/model.safetensors.index.json", json{{"weight_map", map}}.dump());
+        return hf_load_weights(m->t, dir);
+    };
+    auto with = [&](const char* tensor, const json& file) {
+        json changed = map;
+        changed[tensor] = file;
+        return index(changed);
+    };
+    for (const TensorSpec& t : first) map[t.name] = "a.safetensors";
+    for (const TensorSpec& t : rest) map[t.name] = "b.safetensors";
+    write_tensors(dir + "/a.safetensors", first);
+    write_tensors(dir + "/b.safetensors", rest);
+    EXPECT_EQ(index(map), "");
+    EXPECT_HAS(with("ln_f.bias", "c.safetensors"), "c.safetensors: No such file");
+    EXPECT_HAS(with("ln_f.bias", "a.safetensors"), "ln_f.bias is not in a.safetensors");
+    EXPECT_HAS(with("nothing", "a.safetensors"), "nothing is not in a.safetensors");
+    for (json file : {json("../a.safetensors"), json("/a.safetensors"), json(3), json(),
+                      json({"a.safetensors"})})
+        EXPECT_HAS(with("ln_f.bias", file), "ln_f.bias is in no file of this folder");
+    for (const char* text : {"", "{", "[]", "{}", "{\"weight_map\":[]}", "{\"weight_map\":null}"}) {
+        put_file(dir + "/model.safetensors.index.json", text);
+        bool object = strchr(text, '}');
+        EXPECT_HAS(hf_load_weights(m->t, dir),
+                   std::string("model.safetensors.index.json: ") +
+                       (object ? "has no weight_map" : "is no JSON object"));
+    }
+    rest.push_back(first[0]); // twice
+    write_tensors(dir + "/b.safetensors", rest);
+    EXPECT_HAS(index(map), "tensor wte.weight is in a.safetensors and again in b.safetensors");
+    rest.pop_back(), rest.pop_back();
+    write_tensors(dir + "/b.safetensors", rest);
+    EXPECT_HAS(index(map), "ln_f.bias is not in b.safetensors");
+    map.erase("ln_f.bias");
+    EXPECT_HAS(index(map), "tensor ln_f.bias is missing");
+    fs::resize_file(dir + "/b.safetensors", 500);
+    EXPECT_HAS(index(map), "b.safetensors: ");
+    fs::remove(dir + "/a.safetensors");
+    EXPECT_HAS(index(map), "a.safetensors: No such file");
+}

@@ -1,0 +1,865 @@
+// test_prepare.cpp - token shards from text, JSON lines and parquet: known answers, any number of threads, kills, bad input
+//   The tokens expected are those of encode() on whole documents, or bytes written down by hand.
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <map>
+#include <random>
+#include "../../llmc/io/prepare.h"
+#include "../harness/testing.h"
+
+using namespace llmc;
+
+typedef std::vector<int> Tokens;
+static const std::string PROGRAM_FOLDER = ROOT + "/build/";
+
+struct Prepare : Scratch {
+    Config c;
+    Tokenizer t;
+    BatchLimits limits;
+    void SetUp() override {
+        Scratch::SetUp();
+        fs::create_directories(dir + "/out");
+        c.prepare = dir + "/out/x.bin", c.document_end = 10, c.threads = 2;
+    }
+    std::string out(const std::string& name) { return dir + "/out/" + name; }
+    // prepare() of c.data; stdout and stderr go to `says`
+    std::string says;
+    std::string run() {
+        testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
+        std::string wrong = prepare(c, t, PROGRAM_FOLDER, limits);
+        says = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
+        return wrong;
+    }
+    std::string again() { // from nothing
+        fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+        return run();
+    }
+    nlohmann::json manifest() { return nlohmann::json::parse(read_file(out("x.json"))); }
+    std::map<std::string, std::string> files() { return folder_bytes(dir + "/out"); }
+};
+
+// A shard read without the loader.
+static Tokens shard(const std::string& path) {
+    std::string bytes = read_file(path);
+    int32_t header[256] = {};
+    memcpy(header, bytes.data(), std::min(bytes.size(), sizeof(header)));
+    size_t width = header[0] == 20240520 && header[1] == 1   ? 2
+                   : header[0] == 20240801 && header[1] == 7 ? 4
+                                                             : 0;
+    EXPECT_TRUE(width) << path << ": " << header[0] << " " << header[1];
+    for (int i = 3; i < 256; i++) EXPECT_EQ(header[i], 0);
+    EXPECT_EQ(bytes.size(), 1024 + size_t(header[2]) * width) << path;
+    Tokens tokens;
+    for (size_t at = 1024; width && at < bytes.size(); at += width) {
+        uint32_t token = 0;
+        memcpy(&token, &bytes[at], width);
+        tokens.push_back(int(token));
+    }
+    return tokens;
+}
+
+static Tokens tokens_of(const std::string& bytes) { return Tokens(bytes.begin(), bytes.end()); }
+
+static Tokens joined(std::vector<Tokens> parts) {
+    Tokens all;
+    for (const Tokens& p : parts) all.insert(all.end(), p.begin(), p.end());
+    return all;
+}
+
+// Bytes, a few merges over them that cross what they can, GPT-2's pattern, an end of text.
+static Tokenizer small_bpe() {
+    Tokenizer t;
+    t.name = "small", t.kind = TokenizerKind::BPE;
+    for (int b = 0; b < 256; b++) set_piece(&t, b, std::string(1, char(b)));
+    std::vector<Merge> merges;
+    for (auto [left, right] :
+         {std::pair(' ', 'a'), {'a', 'b'}, {'\n', '\n'}, {' ', ' '}, {256, 'b'}}) {
+        int token = int(t.pieces.size());
+        set_piece(&t, token, t.pieces[size_t(left)] + t.pieces[size_t(right)]);
+        merges.push_back(merge_of(left, right, uint32_t(token), token));
+    }
+    for (int i = 0; i < int(t.pieces.size()); i++) set_word_piece(&t, i);
+    EXPECT_EQ(set_bytes(&t), "");
+    set_merges(&t, merges);
+    EXPECT_EQ(add_pattern(&t, R"('s|'t| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)"), "");
+    t.eot = int(t.pieces.size());
+    set_piece(&t, t.eot, "");
+    add_special(&t, "<|endoftext|>", t.eot);
+    t.vocab_size = int(t.pieces.size());
+    return t;
+}
+
+static std::string random_text(std::mt19937& random, size_t count) {
+    const std::string parts[] = {
+        "a",        "b",    "ab", " ",  "  ", "\n",  "\n\n",          ".",     "'s",
+        "\xc3\xa9", "\xff", "12", " a", " b", "x y", "<|endoftext|>", "<|end", "\xe4\xb8\xad"};
+    std::string text;
+    for (size_t i = 0; i < count; i++) text += parts[random() % std::size(parts)];
+    return text;
+}
+
+static std::string gzipped(const std::string& bytes, const std::string& path) {
+    gzFile f = gzopen(path.c_str(), "wb");
+    gzwrite(f, bytes.data(), unsigned(bytes.size()));
+    gzclose(f);
+    return read_file(path);
+}
+
+static std::string zstd_of(const std::string& bytes, int checksum = 1) { // as the program zstd does
+#ifdef WITH_ZSTD
+    std::string packed(ZSTD_compressBound(bytes.size()), 0);
+    ZSTD_CCtx* z = ZSTD_createCCtx();
+    ZSTD_CCtx_setParameter(z, ZSTD_c_checksumFlag, checksum);
+    packed.resize(ZSTD_compress2(z, packed.data(), packed.size(), bytes.data(), bytes.size()));
+    ZSTD_freeCCtx(z);
+    return packed;
+#else
+    return (void)checksum, bytes;
+#endif
+}
+#ifdef WITH_ZSTD
+static const std::vector<std::string> PACKED = {"", ".gz", ".zst"};
+#else
+static const std::vector<std::string> PACKED = {"", ".gz"};
+#endif
+
+// ----------------------------------------------------------------------------
+// known answers
+
+TEST_F(Prepare, ATextIsADocument) {
+    c.data = put("a.txt", "one\ntwo") + "," + put("b.txt", "three\n");
+    ASSERT_EQ(run(), "");
+    EXPECT_EQ(shard(out("x.bin")), tokens_of("\none\ntwo\nthree\n"));
+    EXPECT_HAS(says, "2 documents, 15 tokens in 1 shards");
+    EXPECT_EQ(manifest()["documents"], 2);
+    EXPECT_EQ(files().size(), 2u); // and the manifest
+}
+
+TEST_F(Prepare, ATextIsCutAtItsEndOfText) {
+    t = small_bpe(), c.document_end = -1;
+    c.data = put("a.txt", "<|endoftext|>ab<|endoftext|><|endoftext|>\nc<|endoftext|>") + "," +
+             put("e.txt", "") + "," + put("b.txt", "d");
+    ASSERT_EQ(run(), "");
+    EXPECT_EQ(shard(out("x.bin")), (Tokens{t.eot, 257, t.eot, '\n', 'c', t.eot, 'd'}));
+    EXPECT_EQ(manifest()["documents"], 3);
+    // where the tokenizer has a token that begins a text, as Llama's have, it is that one
+    t.bos = 7;
+    c.prepare = dir + "/out/bos.bin";
+    ASSERT_EQ(run(), "");
+    EXPECT_EQ(shard(out("bos.bin")), (Tokens{7, 257, 7, '\n', 'c', 7, 'd'}));
+    c.document_end = 9, c.prepare = dir + "/out/given.bin";
+    ASSERT_EQ(run(), "");
+    EXPECT_EQ(shard(out("given.bin")), (Tokens{9, 257, 9, '\n', 'c', 9, 'd'}));
+}
+
+TEST_F(Prepare, AJsonLineIsADocument) {
+    t = small_bpe(), c.document_end = -1, c.field = "body";
+    c.data = put("a.jsonl",
+                 "{\"body\": \"ab\", \"text\": \"no\"}\n\n \t\r\n"
+                 "{\"x\": {\"body\": \"no\"}, \"body\": \"\\u00e9\\n\\\"\"}\r\n"
+                 "{\"body\": \"\"}\n"
+                 "{\"body\": \"<|endoftext|>\"}\n"
+                 "{\"body\": \"\xff\xc3\xa9\\u00e9\"}"); // no newline at the end
+    ASSERT_EQ(run(), "");
+    Tokens end = {t.eot};
+    EXPECT_EQ(shard(out("x.bin")), joined({end,
+                                           {257},
+                                           end,
+                                           encode(t, "\xc3\xa9\n\""),
+                                           end,
+                                           tokens_of("<|endoftext|>"),
+                                           end,
+                                           {255, 0xc3, 0xa9, 0xc3, 0xa9}}));
+    EXPECT_EQ(manifest()["lines"], 5);
+    EXPECT_EQ(manifest()["malformed_lines"], 0);
+    EXPECT_EQ(manifest()["documents"], 4);
+}
+
+TEST_F(Prepare, EveryByteOfALineComesBack) {
+    std::string bytes = "\xef\xb7\x90 \xef\xbf\xbd "; // a noncharacter and U+FFFD themselves, too
+    for (int b = 0x80; b < 256; b++) bytes += char(b);
+    c.data = put("a.jsonl", "{\"text\": \"" + bytes + "\"}");
+    ASSERT_EQ(run(), "");
+    Tokens expected = {10};
+    for (unsigned char b : bytes) expected.push_back(b);
+    EXPECT_EQ(shard(out("x.bin")), expected);
+}
+
+TEST_F(Prepare, PackedFilesAreTheirContents) {
+    std::string text, lines;
+    for (int i = 0; i < 3000; i++) {
+        text += "line " + std::to_string(i * 7919 % 1000) + "\n";
+        lines += "{\"text\": \"" + std::to_string(i) + "\"}\n";
+    }
+    for (const std::string name : {"a.txt", "a.jsonl"}) {
+        const std::string& bytes = name == "a.txt" ? text : lines;
+        size_t half = bytes.size() / 2;
+        put(name, bytes);
+        // two members, two frames
+        put(name + ".gz",
+            gzipped(bytes.substr(0, half), dir + "/1") + gzipped(bytes.substr(half), dir + "/1"));
+        put(name + ".zst", zstd_of(bytes.substr(0, half), 0) + zstd_of(bytes.substr(half), 0));
+        Tokens expected;
+        for (const std::string& packed : PACKED)
+            for (size_t batch : {1 << 20, 100}) {
+                c.data = dir + "/" + name + packed, limits.batch = batch;
+                ASSERT_EQ(again(), "");
+                Tokens got = shard(out("x.bin"));
+                if (expected.empty()) expected = got;
+                EXPECT_EQ(got, expected) << packed;
+                EXPECT_EQ(manifest()["documents"], name == "a.txt" ? 1 : 3000);
+            }
+    }
+}
+
+TEST_F(Prepare, AWideVocabularyTakes32Bits) {
+    t = small_bpe(), c.document_end = -1;
+    t.vocab_size = 65536;
+    c.data = put("a.txt", "ab");
+    ASSERT_EQ(run(), "");
+    EXPECT_EQ(read_file(out("x.bin")).size(), 1024 + 2 * 2u);
+    t.vocab_size = 65537, c.document_end = 65536;
+    ASSERT_EQ(again(), "");
+    EXPECT_EQ(read_file(out("x.bin")).size(), 1024 + 2 * 4u);
+    EXPECT_EQ(shard(out("x.bin")), (Tokens{65536, 257}));
+}
+
+// ----------------------------------------------------------------------------
+// shards
+
+TEST_F(Prepare, ShardsHoldWhatTheyShould) {
+    c.data = put("a.jsonl", "{\"text\": \"abcd\"}\n{\"text\": \"ef\"}\n{\"text\": \"ghij\"}\n");
+    Tokens all = tokens_of("\nabcd\nef\nghij"); // 13
+    for (int64_t val : {0, 1, 5, 12})
+        for (int64_t size : {0, 1, 4, 6, 13, 100}) {
+            c.val_tokens = val, c.shard_tokens = size;
+            ASSERT_EQ(again(), "");
+            Tokens got;
+            std::vector<std::string> names;
+            if (val) names.push_back("x.val.bin");
+            for (size_t i = 0; size && i < ceil_div(size_t(13 - val), size_t(size)); i++)
+                names.push_back("x_00000" + std::to_string(i % 10) + ".bin");
+            if (size == 1) // more than ten
+                for (size_t i = 10 + (val > 0); i < names.size(); i++)
+                    names[i] = "x_00001" + std::to_string(i % 10 - (val > 0)) + ".bin";
+            if (!size) names.push_back("x.bin");
+            ASSERT_EQ(files().size(), names.size() + 1);
+            nlohmann::json m = manifest();
+            for (size_t i = 0; i < names.size(); i++) {
+                Tokens part = shard(out(names[i]));
+                size_t expected = i == 0 && val ? size_t(val) : size ? size_t(size) : 13;
+                EXPECT_TRUE(part.size() == expected || i + 1 == names.size()) << names[i];
+                got.insert(got.end(), part.begin(), part.end());
+                const nlohmann::json& entry = m["shards"][i];
+                size_t bytes = 0;
+                uint32_t crc = 0;
+                EXPECT_EQ(file_crc(out(names[i]), &bytes, &crc), "");
+                EXPECT_EQ(entry["file"], names[i]);
+                EXPECT_EQ(entry["bytes"], bytes);
+                EXPECT_EQ(entry["crc32"], crc);
+                EXPECT_EQ(entry["tokens"], part.size());
+                EXPECT_EQ(entry["documents"], std::count(part.begin(), part.end(), 10));
+            }
+            EXPECT_EQ(got, all) << val << " " << size;
+            EXPECT_EQ(m["crc32"], manifest_crc(m));
+        }
+}
+
+// The pattern that a user writes finds the training shards, the loader opens them, and documents are
+// apart.
+TEST_F(Prepare, TheLoaderReadsThem) {
+    std::string lines;
+    for (int i = 0; i < 50; i++) lines += "{\"text\": \"document " + std::to_string(i) + "\"}\n";
+    c.data = put("a.jsonl", lines), c.val_tokens = 100, c.shard_tokens = 200;
+    ASSERT_EQ(run(), "");
+    EXPECT_HAS(says, "--data '" + dir + "/out/x_*.bin' --val " + dir + "/out/x.val.bin");
+    DataLoader train, val;
+    ASSERT_EQ(data_open(&train, dir + "/out/x_*.bin", Split::TRAIN, true, t, 16, 256, 1), "");
+    ASSERT_EQ(data_open(&val, out("x.val.bin"), Split::VAL, true, t, 16, 256, 1), "");
+    EXPECT_EQ(data_disjoint(train, val), "");
+    EXPECT_EQ(val.tokens, 100u);
+    EXPECT_EQ(train.tokens + val.tokens, manifest()["tokens"].get<size_t>());
+    int end = 0;
+    ASSERT_EQ(data_document_end(train, t, 10, &end), "");
+    train.shuffle = false;
+    Tokens tokens(16), targets(16), doc_start(16), expected(shard(out("x_000000.bin")));
+    ASSERT_EQ(load_window(train, 0, tokens.data(), targets.data()), "");
+    EXPECT_EQ(tokens, Tokens(expected.begin(), expected.begin() + 16));
+    split_documents(doc_start.data(), targets.data(), tokens.data(), 16, end);
+    EXPECT_EQ(std::count(targets.begin(), targets.end(), -1),
+              std::count(tokens.begin(), tokens.end(), 10));
+}
+
+// ----------------------------------------------------------------------------
+// threads, batches, kills
+
+TEST_F(Prepare, ThreadsAndBatchesChangeNoByte) {
+    t = small_bpe(), c.document_end = -1, c.shard_tokens = 4000, c.val_tokens = 300;
+    std::mt19937 random(5);
+    std::string lines;
+    for (int i = 0; i < 300; i++)
+        lines += nlohmann::json({{"text", random_text(random, random() % 60)}})
+                     .dump(-1, ' ', false, nlohmann::json::error_handler_t::ignore) +
+                 "\n";
+    c.data = put("a.jsonl", lines) + "," + put("b.txt", random_text(random, 5000)) + "," +
+             put("c.jsonl", lines);
+    std::map<std::string, std::string> one;
+    limits.batch = 1000;
+    for (int threads : {1, 2, 3, 8}) {
+        c.threads = threads;
+        ASSERT_EQ(again(), "");
+        if (threads == 1) one = files();
+        EXPECT_TRUE(files() == one) << threads;
+    }
+    // batches of lines may have any size: only the manifest tells it
+    one.erase("x.json");
+    c.data = dir + "/a.jsonl";
+    ASSERT_EQ(again(), "");
+    one = files(), one.erase("x.json");
+    for (size_t batch : {1, 10, 333, 100000}) {
+        limits.batch = batch;
+        ASSERT_EQ(again(), "");
+        auto all = files();
+        all.erase("x.json");
+        EXPECT_TRUE(all == one) << batch;
+    }
+}
+
+// What the blocks of a text become is what the whole text does.
+static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, size_t batch) {
+    std::string path = scratch("blocks.txt");
+    std::ofstream(path, std::ios::binary) << text;
+    std::vector<TextInput> inputs(1);
+    ASSERT_EQ(input_describe(&inputs[0], path), "");
+    std::string end_text;
+    for (const auto& [special, token] : t.special)
+        if (token == t.eot) end_text = special;
+    BatchReader r;
+    r.inputs = inputs;
+    r.end_text = end_text, r.limits.batch = batch;
+    Tokens got, whole = encode(t, text, true);
+    std::string back;
+    size_t blocks = 0;
+    for (TextBatch b; read_batch(r, &b); blocks++) {
+        EXPECT_EQ(b.offset, back.size());
+        EXPECT_LE(b.text.size(), batch);
+        back += b.text;
+        tokenize_batch(b, t, "", path);
+        if (b.offset == 0) b.tokens.erase(b.tokens.begin()); // the document's begin
+        got.insert(got.end(), b.tokens.begin(), b.tokens.end());
+    }
+    fs::remove(path);
+    EXPECT_EQ(r.wrong, "");
+    EXPECT_TRUE(back == text);
+    EXPECT_GE(blocks, text.size() / batch);
+    for (int& token : whole)
+        if (token == t.eot || token == t.bos) token = DOCUMENT;
+    auto [a, b] = std::mismatch(got.begin(), got.end(), whole.begin(), whole.end());
+    EXPECT_TRUE(a == got.end() && b == whole.end())
+        << t.name << ", batch " << batch << ": differs at token " << a - got.begin();
+}
+
+// Where words, spaces and ends of text are near each other, so that a block always has a place to end.
+static std::string english_text(std::mt19937& random, size_t count) {
+    const std::string parts[] = {"a ab",          " b",         "'s ",  ".\n\nA", "  x\n",  "12 3",
+                                 "<|endoftext|>", "\xc3\xa9 e", "\xff", "\n",     "it's b", "(x y)",
+                                 "   ",           "I am",       " \n z"};
+    std::string text;
+    for (size_t i = 0; i < count; i++) text += parts[random() % std::size(parts)] + " the end";
+    return text;
+}
+
+TEST_F(Prepare, BlocksOfATextHaveTheTokensOfTheWhole) {
+    std::mt19937 random(8);
+    for (size_t batch : {40, 64, 100, 1000})
+        blocks_are_the_whole(small_bpe(), english_text(random, 600), batch);
+}
+
+// A space goes in front of a text, not of a block; of several spaces one stays.
+TEST_F(Prepare, BlocksOfATextHaveNoSpaceInFront) {
+    std::mt19937 random(8);
+    for (bool extra : {true, false})
+        for (bool once : {true, false}) {
+            t = small_bpe();
+            t.sentencepiece = true, t.patterns.clear();
+            t.prefix = Prefix::SPACE, t.prefix_once = once, t.extra_spaces = extra;
+            for (size_t batch : {40, 100, 1000})
+                blocks_are_the_whole(t, english_text(random, 600), batch);
+        }
+}
+
+TEST_F(Prepare, BlocksOfATextHaveTheTokensOfTheWholeWithKnownTokenizers) {
+    NEEDS_FIXTURES();
+    std::mt19937 random(9);
+    std::string stories = read_file(FIXTURES + "/text/tinystories_v2_gpt4_sample_2MiB.txt")
+                              .substr(0, 300000),
+                plays = read_file(FIXTURES + "/text/tinyshakespeare.txt").substr(0, 300000);
+    for (const char* name : {"gpt2", "llama2/tokenizer.model", "llama2/tokenizer.bin",
+                             "llama3/tokenizer.model", "tinystories512/tok512.bin"}) {
+        Tokenizer known;
+        ASSERT_EQ(tokenizer_open(&known, FIXTURES + "/tokenizers/" + name), "");
+        for (size_t batch : {300, 1000, 65536})
+            for (const std::string& text : {stories, plays, english_text(random, 500)})
+                blocks_are_the_whole(known, text, batch);
+    }
+}
+
+// No place to end at: the text is whole all the same.
+TEST_F(Prepare, ATextWithoutSpacesComesBack) {
+    t = small_bpe(), c.document_end = -1;
+    std::mt19937 random(2);
+    for (int i = 0; i < 20; i++) {
+        std::string text = random_text(random, 400), back;
+        std::erase(text, i % 2 ? ' ' : '<');
+        if (i % 4 > 1) std::erase(text, '\n');
+        c.data = put("a.txt", text);
+        limits.batch = 32 + random() % 40; // an end of text, and as much again
+        ASSERT_EQ(again(), "");
+        for (int token : shard(out("x.bin"))) back += decode(t, token);
+        for (size_t at; (at = text.find("<|endoftext|>")) != std::string::npos;) text.erase(at, 13);
+        EXPECT_TRUE(back == text) << i;
+    }
+}
+
+// A child that prepares, and is killed after a while: whether it came to its end before.
+static bool finished_before(Prepare& p, int microseconds) {
+    pid_t child = fork();
+    if (child == 0) {
+        (void)!freopen("/dev/null", "w", stdout), (void)!freopen("/dev/null", "w", stderr);
+        _exit(prepare(p.c, p.t, PROGRAM_FOLDER, p.limits).empty() ? 0 : 1);
+    }
+    usleep(useconds_t(microseconds));
+    kill(child, SIGKILL);
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0);
+    return !WIFSIGNALED(status);
+}
+
+TEST_F(Prepare, AKillAtAnyMomentChangesNoByte) {
+    t = small_bpe(), c.document_end = -1, c.shard_tokens = 3000, c.val_tokens = 1000,
+    limits.batch = 2000;
+    std::mt19937 random(6);
+    std::string lines, text = random_text(random, 20000);
+    for (int i = 0; i < 1500; i++)
+        lines += i % 300 == 7 ? "{bad}\n" : "{\"text\": \"ab " + std::to_string(random()) + "\"}\n";
+    put("b.txt.gz", gzipped(text, dir + "/1")), put("c.txt.zst", zstd_of(text));
+    c.data = put("a.jsonl", lines) + "," + dir + "/b.txt.gz," + dir + "/" +
+             (PACKED.size() == 3 ? "c.txt.zst" : "b.txt.gz") + "," + dir + "/a.jsonl";
+    double start = clock_seconds();
+    ASSERT_EQ(run(), "");
+    int whole = int((clock_seconds() - start) * 1e6), kills = 0, resumed = 0;
+    auto expected = files();
+    ASSERT_GT(expected.size(), 20u);
+    for (int round = 0; round < 6 || resumed < 6; round++) {
+        ASSERT_LT(round, 50) << kills << " kills";
+        fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+        int before = kills;
+        for (bool done = false; !done;) {
+            c.threads = 1 + int(random() % 3);
+            bool goes_on = fs::exists(out("x_000000.bin"));
+            done = finished_before(*this, int(random() % unsigned(whole)));
+            kills += !done, resumed += goes_on;
+            whole += done ? 0 : whole / 20; // the machine may be slower than it was,
+            ASSERT_LT(kills, before + 200);
+        }
+        if (kills == before) whole -= whole / 4; // or faster
+        ASSERT_EQ(run(), "");
+        EXPECT_HAS(says, "already prepared");
+        auto got = files();
+        for (auto& [name, bytes] : expected) EXPECT_TRUE(got[name] == bytes) << name;
+        EXPECT_EQ(got.size(), expected.size());
+    }
+}
+
+TEST_F(Prepare, AFinishedOneSaysSoAndDoesNothing) {
+    c.data = put("a.txt", "some text"), c.shard_tokens = 4;
+    ASSERT_EQ(run(), "");
+    auto before = files();
+    auto time = fs::last_write_time(out("x.json"));
+    ASSERT_EQ(run(), "");
+    EXPECT_HAS(says, "already prepared: 1 documents, 10 tokens in 3 shards");
+    EXPECT_TRUE(files() == before);
+    EXPECT_EQ(fs::last_write_time(out("x.json")), time);
+}
+
+// ----------------------------------------------------------------------------
+// what is refused
+
+TEST_F(Prepare, OtherInputsAreRefused) {
+    c.data = put("a.txt", "some text"), c.shard_tokens = 4;
+    auto written = fs::last_write_time(c.data);
+    Config first = c;
+    for (bool finished : {true, false}) {
+        c = first, t = {};
+        ASSERT_EQ(again(), "");
+        std::string state = out("x.json");
+        if (!finished) { // as if it had been killed before its last shard
+            nlohmann::json j = manifest();
+            state = out("x.progress");
+            j["shards"].erase(2);
+            j["batch"] = {{"file", 0},  {"offset", 0},    {"line", 1},
+                          {"lines", 0}, {"malformed", 0}, {"begins", false}};
+            j["written"] = 8;
+            ASSERT_EQ(write_json(state, j), "");
+            std::string last = read_file(out("x_000002.bin"));
+            fs::remove(out("x.json")), fs::remove(out("x_000002.bin"));
+            ASSERT_EQ(run(), "");
+            EXPECT_EQ(read_file(out("x_000002.bin")), last);
+            ASSERT_EQ(write_json(state, j), "");
+            fs::remove(out("x.json"));
+        }
+        auto before = files();
+        auto refused = [&](const std::string& why) {
+            std::string wrong = run();
+            EXPECT_HAS(wrong, state + ": was made from " + why);
+            EXPECT_HAS(wrong, "remove it, or choose another name");
+            EXPECT_TRUE(files() == before);
+            c = first, t = {};
+        };
+        c.data = put("b.txt", "some text"), refused("other --data");
+        c.data += "," + dir + "/b.txt", refused("other --data");
+        c.shard_tokens = 5, refused("another --shard-tokens");
+        c.val_tokens = 1, refused("another --val-tokens");
+        c.document_end = 11, refused("another --document-end");
+        c.field = "body", refused("another --field");
+        t = small_bpe(), refused("another --tokenizer");
+        ASSERT_EQ(add_pattern(&t, "."), ""), refused("another --tokenizer");
+        put("a.txt", "some texts"), refused("other --data, or files that have changed since");
+        put("a.txt", "some text");
+        fs::last_write_time(c.data, written);
+        fs::resize_file(out("x_000001.bin"), 1025);
+        EXPECT_HAS(run(), "x_000001.bin: is gone, or has another size");
+        std::ofstream(state) << "{}";
+        EXPECT_HAS(run(), state + ": is there, and is none of --prepare's files");
+    }
+    for (const char* name : {"x_000000.bin", "x_000123.bin", "x.bin", "x.val.bin"}) {
+        fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+        std::ofstream(out(name)) << "mine";
+        EXPECT_HAS(run(), std::string(name) + ": is there already");
+        EXPECT_EQ(read_file(out(name)), "mine");
+    }
+}
+
+TEST_F(Prepare, BadFlagsAreRefused) {
+    std::string text = put("a.txt", "some text");
+    Config first = c;
+    auto refused = [&](const std::string& part) {
+        EXPECT_HAS(run(), part);
+        EXPECT_EQ(files().size(), 0u) << part;
+        c = first, c.data = text;
+    };
+    refused("give --data");
+    c.prepare = "out", refused("--prepare out: OUT.bin");
+    c.prepare = ".bin", refused("OUT.bin");
+    c.prepare = dir + "/absent/x.bin", refused("there is no folder " + dir + "/absent/");
+    c.val = text, refused("leave --val out");
+    c.document_end = -1, refused("has no token that begins or ends a text");
+    c.document_end = 256, refused("has the tokens 0 to 255");
+    c.data = dir + "/absent.txt", refused("absent.txt: No such file");
+    c.data = dir + "/*.json", refused("no file matches");
+    c.data = put("a.csv", "1"), refused("wants a name that ends in .txt or .jsonl");
+    fs::create_directories(dir + "/d.txt");
+    c.data = dir + "/d.txt", refused("is no file");
+    c.val_tokens = 11;
+    EXPECT_HAS(run(), "--val-tokens 11: the inputs have only 10 tokens");
+    c.val_tokens = 10; // nothing was written: no state is in the way
+    EXPECT_HAS(run(), "--val-tokens 10 takes all tokens");
+    c.val_tokens = 0, c.data = put("e.txt", "");
+    EXPECT_HAS(again(), "e.txt: holds no document");
+    for (const auto& [name, bytes] : files()) EXPECT_FALSE(name.ends_with(".tmp")) << name;
+}
+
+TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
+    std::string good = "{\"text\": \"a\"}\n";
+    std::string bad[] = {"{\"text\": \"a\"\n",        "[1]\n",      "{\"txt\": \"a\"}\n",
+                         "{\"text\": 5}\n",           "\"text\"\n", "{\"text\": null}\n",
+                         "{\"text\": \"\\ud800\"}\n", "nonsense\n"};
+    std::string lines = good + good;
+    for (const std::string& b : bad) lines += b + good;
+    c.data = put("a.jsonl", good) + "," + put("b.jsonl", lines);
+    limits.batch = 64;
+    ASSERT_EQ(run(), "");
+    EXPECT_EQ(shard(out("x.bin")).size(), 2 * 11u);
+    EXPECT_HAS(says, "note: " + dir + "/b.jsonl:3: is no JSON object");
+    EXPECT_EQ(says.find("b.jsonl:5"), std::string::npos);
+    EXPECT_EQ(manifest()["malformed_lines"], 8);
+    EXPECT_EQ(manifest()["lines"], 19);
+    // ten, and a hundredth of the lines so far
+    auto with_bad = [&](int lines, int last) {
+        std::string text;
+        for (int i = 0; i < lines - last; i++) text += good;
+        for (int i = 0; i < last; i++) text += bad[2];
+        c.data = put("c.jsonl", text);
+        limits.batch = 1 << 20; // looks once
+        return again();
+    };
+    EXPECT_EQ(with_bad(1000, 20), "");
+    EXPECT_HAS(with_bad(999, 20), "20 of the first 999 lines are bad");
+    EXPECT_HAS(with_bad(999, 20), "c.jsonl:980: has no string \"text\": --field says which");
+    EXPECT_EQ(files().count("x.bin"), 0u);
+    limits = {64, 100};
+    c.data = put("d.jsonl", good + "{\"text\": \"" + std::string(90, 'x') + "\"}\n");
+    EXPECT_EQ(again(), "");
+    c.data = put("d.jsonl", good + "{\"text\": \"" + std::string(190, 'x') + "\"}\n");
+    EXPECT_HAS(again(), "d.jsonl:2: a line of more than 100 bytes");
+}
+
+TEST_F(Prepare, FilesCutShortAreNamed) {
+    std::string text;
+    std::mt19937 random(3);
+    for (int i = 0; i < 50000; i++) text += char('a' + random() % 26);
+    for (const std::string& packed : PACKED) {
+        if (packed.empty()) continue;
+        std::string whole = packed == ".gz" ? gzipped(text, dir + "/1") : zstd_of(text),
+                    name = "a.txt" + packed;
+        for (size_t size : {size_t(0), size_t(1), size_t(12), whole.size() / 2, whole.size() - 1}) {
+            c.data = put(name, whole.substr(0, size));
+            std::string wrong = again();
+            EXPECT_HAS(wrong, name + ": is ");
+            EXPECT_EQ(files().count("x.bin"), 0u) << size;
+            if (size > 12) {
+                EXPECT_HAS(wrong, "cut short");
+            }
+        }
+        c.data = put(name, whole + std::string(512, '\0')); // a tape's block
+        if (packed == ".gz") {
+            EXPECT_EQ(again(), "");
+            EXPECT_EQ(says.find("note"), std::string::npos) << says;
+            c.data = put(name, whole + "and something else");
+            EXPECT_EQ(again(), "");
+            EXPECT_HAS(says, "bytes behind its last gzip member are left out");
+            EXPECT_EQ(shard(out("x.bin")).size(), text.size() + 1);
+            c.data = put(name, whole + "\x1f and something else");
+            EXPECT_EQ(again(), "");
+            EXPECT_HAS(says, "bytes behind its last gzip member are left out");
+        } else {
+            EXPECT_HAS(again(), "is no zstd file, or other bytes follow its frames");
+        }
+        std::string broken = whole;
+        broken[whole.size() / 2] ^= 64, broken[whole.size() / 2 + 1] ^= 64;
+        c.data = put(name, broken);
+        EXPECT_HAS(again(), name + ": is damaged in or before byte ");
+        c.data = put(name, text);
+        EXPECT_HAS(again(), name + ": is no ");
+    }
+}
+
+TEST_F(Prepare, OneProcessWritesAName) {
+    c.data = put("a.txt", "one");
+    int lock = -1;
+    ASSERT_EQ(lock_file(out("x.lock"), &lock, "?"), "");
+    EXPECT_HAS(run(), "x.bin: another process is writing it");
+    EXPECT_EQ(files().size(), 1u);
+    unlock_file(out("x.lock"), lock);
+    put("out/x.lock", ""); // what a kill has left
+    EXPECT_EQ(run(), "");
+    EXPECT_EQ(files().size(), 2u);
+}
+
+// nanoGPT's files: each document ends with the token that ends a text.
+TEST_F(Prepare, TokensWithoutAHeaderBecomeAShard) {
+    t = small_bpe(), c.document_end = -1;
+    Tokens expected;
+    std::string bytes;
+    auto add = [&](int token) { bytes += {char(token & 255), char(token >> 8)}; };
+    for (int document = 0; document < 50; document++) {
+        expected.push_back(t.eot);
+        for (int i = 0; i <= document; i++) add(i * 5), expected.push_back(i * 5);
+        add(t.eot);
+    }
+    c.data = put("train.bin", bytes);
+    for (size_t batch : {7, 64, 1 << 20}) {
+        limits.batch = batch;
+        ASSERT_EQ(again(), "");
+        EXPECT_EQ(shard(out("x.bin")), expected);
+        EXPECT_EQ(manifest()["documents"], 50);
+    }
+    c.data = put("train.bin", bytes + "\xff\x7f");
+    EXPECT_HAS(again(), "train.bin: token 32767 at position " + std::to_string(bytes.size() / 2) +
+                            " is none of the 262 of --tokenizer small");
+    c.data = put("odd.bin", "abc");
+    EXPECT_HAS(again(), "3 bytes are no tokens of 16 bits");
+    c.data = put("train.bin", bytes);
+    ASSERT_EQ(again(), "");
+    fs::copy(out("x.bin"), path("shard.bin"));
+    c.data = path("shard.bin");
+    EXPECT_HAS(again(), "is a token shard already: train_gpt --data ");
+}
+
+TEST_F(Prepare, NamesThatHideAKindAreRefused) {
+    c.data = put("a.txt", gzipped("text", dir + "/1"));
+    EXPECT_HAS(run(), "a.txt: is compressed (gzip), which its name does not say");
+    c.data = put("a.jsonl", "\xff\xfe{");
+    EXPECT_HAS(again(), "a.jsonl: is text in UTF-16");
+}
+
+TEST_F(Prepare, WhereAllLinesAreBadTheFirstIsNamed) {
+    c.data = put("a.jsonl", "{\"text\": 1}\n{\"text\": 2}\n");
+    EXPECT_HAS(run(), "all 2 lines are bad: " + dir + "/a.jsonl:1: has no string \"text\"");
+    c.data = put("b.jsonl", "\n");
+    EXPECT_HAS(again(), "b.jsonl: holds no document");
+}
+
+// A file that says what it likes, with a right checksum.
+TEST_F(Prepare, ProgressIsBelievedFieldByField) {
+    c.data = put("a.txt", "one and two"), c.shard_tokens = 4;
+    ASSERT_EQ(run(), "");
+    nlohmann::json good = manifest();
+    auto with = [&](const std::function<void(nlohmann::json&)>& change) {
+        nlohmann::json j = good;
+        change(j);
+        j["crc32"] = manifest_crc(j);
+        put("out/x.json", manifest_text(j));
+        return run();
+    };
+    EXPECT_EQ(with([](auto&) {}), "");
+    const std::string damaged = "is none of --prepare's files or is damaged";
+    EXPECT_HAS(with([](auto& j) { j["shards"][0]["file"] = "../x"; }), damaged);
+    EXPECT_HAS(with([](auto& j) { j["shards"][0]["file"] = 3; }), damaged);
+    EXPECT_HAS(with([](auto& j) { j["shards"][0]["tokens"] = "4"; }), damaged);
+    EXPECT_HAS(with([](auto& j) { j["shards"][0] = 4; }), damaged);
+    EXPECT_HAS(with([](auto& j) { j["shards"] = 4; }), damaged);
+    EXPECT_HAS(with([](auto& j) { j["batch"] = 4; }), damaged);
+    EXPECT_HAS(with([](auto& j) { j["batch"] = {{"file", -1}}; }), damaged);
+}
+
+// Python imports nothing from the folder that the program is started in.
+TEST_F(Prepare, PythonRunsNothingOfTheDatasFolder) {
+    std::string evil = "open('" + path("ran") + "', 'w')\n";
+    for (const char* name : {"pyarrow.py", "json.py", "download.py", "sitecustomize.py"})
+        put(name, evil);
+    fs::path before = fs::current_path();
+    fs::current_path(dir);
+    for (const char* name : {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"})
+        setenv(name, dir.c_str(), 1);
+    c.data = put("a.parquet", "PAR1");
+    std::string wrong = run();
+    for (const char* name : {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"}) unsetenv(name);
+    fs::current_path(before);
+    EXPECT_NE(wrong, ""); // without pyarrow, or with it: this is no parquet file
+    EXPECT_FALSE(fs::exists(path("ran")));
+}
+
+TEST_F(Prepare, AFullDiskLeavesNoShardThatLooksWhole) {
+    c.data = put("a.txt", std::string(100000, 'x')), c.shard_tokens = 20000;
+    pid_t child = fork();
+    if (child == 0) {
+        signal(SIGXFSZ, SIG_IGN);
+        rlimit limit = {30000, 30000};
+        setrlimit(RLIMIT_FSIZE, &limit);
+        std::string wrong = prepare(c, t, PROGRAM_FOLDER);
+        bool named =
+            wrong.find("x_000000.bin: cannot be written: File too large") != std::string::npos;
+        _exit(named ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+    EXPECT_EQ(files().size(), 1u); // what goes on
+    EXPECT_EQ(files().count("x.progress"), 1u);
+    EXPECT_EQ(run(), ""); // there is room again
+    EXPECT_EQ(manifest()["tokens"], 100001);
+}
+
+// ----------------------------------------------------------------------------
+// memory, progress, parquet
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool SANITIZED = true;
+#else
+constexpr bool SANITIZED = false;
+#endif
+
+TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
+    if (SANITIZED) GTEST_SKIP() << "skipped: sanitizers keep memory of their own";
+    auto peak = [&](const std::string& name, size_t megabytes) { // kB
+        std::string piece =
+            name == "a.jsonl" ? "{\"text\": \"many words of one document\"}\n" : "words and words ";
+        std::string block;
+        while (block.size() < 1 << 20) block += piece;
+        {
+            std::ofstream file(dir + "/" + name, std::ios::binary);
+            for (size_t i = 0; i < megabytes; i++) file << block;
+        }
+        c.data = dir + "/" + name;
+        fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+        pid_t child = fork();
+        if (child == 0) {
+            (void)!freopen("/dev/null", "w", stdout), (void)!freopen("/dev/null", "w", stderr);
+            _exit(prepare(c, t, PROGRAM_FOLDER).empty() ? 0 : 1);
+        }
+        int status = 0;
+        rusage used;
+        wait4(child, &status, 0, &used);
+        EXPECT_EQ(status, 0);
+        return used.ru_maxrss;
+    };
+    long small = peak("a.txt", 20), large = peak("a.txt", 200);
+    EXPECT_LT(large, small + 16 * 1024) << small; // 180 MB more of text
+    small = peak("a.jsonl", 5), large = peak("a.jsonl", 50);
+    EXPECT_LT(large, small + 16 * 1024) << small;
+}
+
+TEST_F(Prepare, ProgressIsALineNowAndThen) {
+    for (bool live : {false, true}) {
+        PrepareProgress p = {1000, 0};
+        p.live = live, p.bytes_before = 100, p.start = clock_seconds() - 10;
+        p.shown = clock_seconds() - 6;
+        testing::internal::CaptureStderr();
+        for (int i = 0; i < 100; i++) show_progress(p, 600, 5000000);
+        std::string text = testing::internal::GetCapturedStderr();
+        EXPECT_EQ(text, std::string(live ? "\r" : "") +
+                            "prepare  60.0% | 5.00M tokens | 500.0k tok/s | eta 8s" +
+                            (live ? "\033[K" : "\n"));
+    }
+}
+
+// The script runs on a stand-in for pyarrow that takes a file's lines for its rows.
+TEST_F(Prepare, ParquetComesThroughAChild) {
+    fs::create_directories(dir + "/pyarrow");
+    put("pyarrow/__init__.py", "class ArrowException(Exception): pass\n");
+    put("pyarrow/parquet.py", R"(import pyarrow
+class ParquetFile:
+    def __init__(self, path): self.path, self.schema_arrow = path, self
+    names = ["text", "body"]
+    def __enter__(self): return self
+    def __exit__(self, *e): pass
+    def iter_batches(self, batch_size, columns): yield self
+    def column(self, i): return self
+    def to_pylist(self):
+        lines = open(self.path).read().split("|")
+        if "broken" in lines: raise pyarrow.ArrowException("broken")
+        return [None if l == "none" else l for l in lines]
+pyarrow.parquet = __import__("sys").modules[__name__]
+)");
+    // A python3 that finds it, and that must be called with -I.
+    fs::create_directories(dir + "/bin");
+    put("bin/python3", "#!/bin/sh\n[ \"$1\" = -I ] || exit 9\nshift\nPATH=${PATH#*:}\n"
+                       "PYTHONPATH='" + dir + "' exec python3 \"$@\"\n");
+    fs::permissions(dir + "/bin/python3", fs::perms::owner_all);
+    std::string path = getenv("PATH");
+    setenv("PATH", (dir + "/bin:" + path).c_str(), 1);
+    std::string name = "it's a \"file\".parquet";
+    c.data = put(name, "one|two\nlines|none|\xc3\xa9"), c.field = "body";
+    ASSERT_EQ(run(), "");
+    Tokens expected = tokens_of("\none\ntwo\nlines\n");
+    expected.insert(expected.end(), {0xc3, 0xa9});
+    EXPECT_EQ(shard(out("x.bin")), expected);
+    EXPECT_EQ(manifest()["documents"], 3);
+    put(name, "one|broken");
+    EXPECT_HAS(again(), name + ": cannot be read; the lines above say why");
+    EXPECT_HAS(says, "cannot be read as parquet: broken");
+    c.field = "absent";
+    EXPECT_HAS(again(), name + ": cannot be read");
+    EXPECT_HAS(says, "has no column absent");
+    put("pyarrow/__init__.py", "raise ImportError\n");
+    EXPECT_HAS(again(), name + ": parquet files need pyarrow: pip install pyarrow");
+    setenv("PATH", dir.c_str(), 1);
+    EXPECT_HAS(again(), name + ": parquet files need Python: install python3");
+    setenv("PATH", path.c_str(), 1);
+    testing::internal::CaptureStdout();
+    EXPECT_HAS(prepare(c, t, dir + "/"), "which is not there");
+    testing::internal::GetCapturedStdout();
+}

@@ -1,0 +1,1050 @@
+// test_tokenizer.cpp - tokenizers of every kind of file: known answers, round trips, bad files
+//   The files are written here, with answers worked out by hand, by a second implementation of BPE
+//   on strings, or by trying all cuts of a word. Where the fixtures are at hand also the texts and
+//   tokens that llama.cpp keeps for GPT-2, Llama 2 and Llama 3.
+#include <map>
+#include <random>
+#include <thread>
+#include "../../llmc/io/dataloader.h"
+#include "../../llmc/io/tokenizer_files.h"
+#include "../harness/testing.h"
+
+using namespace llmc;
+
+using nlohmann::json;
+typedef std::vector<int> Tokens;
+typedef std::vector<std::string> Texts;
+
+static std::string put(const std::string& name, const std::string& bytes) {
+    return put_file(scratch(name), bytes);
+}
+
+static Tokenizer opened(const std::string& path) {
+    Tokenizer t;
+    EXPECT_EQ(tokenizer_open(&t, path), "");
+    return t;
+}
+
+static Texts pieces(const Tokenizer& t, const std::string& text, bool special = false) {
+    Texts out;
+    for (int token : encode(t, text, special)) out.push_back(decode(t, token));
+    return out;
+}
+
+static std::string random_text(std::mt19937& random, const Texts& parts, size_t count) {
+    std::string text;
+    for (size_t i = 0; i < count; i++) text += parts[random() % parts.size()];
+    return text;
+}
+
+// ----------------------------------------------------------------------------
+// files, written
+
+// GPT-2's letter for a byte, from the rule and not from the reader's table
+static std::string letter(int b) {
+    static const Texts letters = [] {
+        Texts of(256);
+        int next = 256;
+        for (int i = 0; i < 256; i++) {
+            bool itself = (i >= '!' && i <= '~') || (i >= 0xa1 && i <= 0xac) || i >= 0xae;
+            int c = itself ? i : next++;
+            of[size_t(i)] = c < 0x80 ? std::string(1, char(c))
+                                     : std::string{char(0xc0 | c >> 6), char(0x80 | (c & 0x3f))};
+        }
+        return of;
+    }();
+    return letters[size_t(b)];
+}
+
+static std::string letters(const std::string& bytes) {
+    std::string text;
+    for (unsigned char c : bytes) text += letter(c);
+    return text;
+}
+
+static std::string base64(const std::string& bytes) {
+    const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    std::string out;
+    for (size_t i = 0; i < bytes.size(); i += 3) {
+        uint32_t bits = 0;
+        for (size_t k = 0; k < 3; k++)
+            bits = bits << 8 | (i + k < bytes.size() ? (unsigned char)bytes[i + k] : 0);
+        for (size_t k = 0; k < 4; k++)
+            out += i + k > bytes.size() ? '=' : digits[bits >> (18 - 6 * k) & 63];
+    }
+    return out;
+}
+
+// A byte-level tokenizer: bytes are the tokens 0..255, then a token a merge.
+struct ByteLevel {
+    std::vector<std::pair<std::string, std::string>> merges;
+    Texts pieces() const {
+        Texts out;
+        for (int b = 0; b < 256; b++) out.push_back(std::string(1, char(b)));
+        for (const auto& [a, b] : merges) out.push_back(a + b);
+        return out;
+    }
+    json vocabulary() const {
+        json v;
+        for (const std::string& piece : pieces()) v[letters(piece)] = v.size();
+        return v;
+    }
+};
+
+static std::string put_gpt2(const std::string& folder, const ByteLevel& b) {
+    std::string lines = "#version: 0.2\n";
+    for (const auto& [l, r] : b.merges) lines += letters(l) + " " + letters(r) + "\n";
+    json vocabulary = b.vocabulary();
+    vocabulary["<|endoftext|>"] = vocabulary.size();
+    put(folder + "/encoder.json", vocabulary.dump());
+    return fs::path(put(folder + "/vocab.bpe", lines)).parent_path();
+}
+
+static json tokenizer_json(const ByteLevel& b, bool pairs = false) {
+    json merges = json::array();
+    for (const auto& [l, r] : b.merges)
+        pairs ? merges.push_back({letters(l), letters(r)})
+              : merges.push_back(letters(l) + " " + letters(r));
+    return {{"normalizer", nullptr},
+            {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}}},
+            {"post_processor", nullptr},
+            {"added_tokens",
+             {{{"id", 256 + b.merges.size()}, {"content", "<|endoftext|>"}, {"special", true}}}},
+            {"model", {{"type", "BPE"}, {"vocab", b.vocabulary()}, {"merges", merges}}}};
+}
+
+static std::string put_json(const json& j, const std::string& name = "tokenizer.json") {
+    return put(name, j.dump());
+}
+
+static std::string put_tiktoken(const std::string& name, const ByteLevel& b) {
+    std::string lines;
+    size_t rank = 0;
+    for (const std::string& piece : b.pieces())
+        lines += base64(piece) + " " + std::to_string(rank++) + "\n";
+    return put(name, lines);
+}
+
+// protobuf: a varint, a field of either kind
+static std::string varint(uint64_t x) {
+    std::string out;
+    for (; x >= 0x80; x >>= 7) out += char(x | 0x80);
+    return out + char(x);
+}
+static std::string field(int number, uint64_t value) {
+    return varint(uint64_t(number) << 3) + varint(value);
+}
+static std::string field(int number, const std::string& bytes) {
+    return varint(uint64_t(number) << 3 | 2) + varint(bytes.size()) + bytes;
+}
+static std::string field(int number, float value) {
+    return varint(uint64_t(number) << 3 | 5) + std::string((const char*)&value, 4);
+}
+
+struct Piece {
+    std::string text; // "_" stands for U+2581
+    float score = 0;
+    int type = NORMAL;
+};
+struct SentencePiece {
+    std::vector<Piece> pieces;
+    int model = 2; // 1 unigram, 2 BPE
+    bool prefix = true, remove_extra = false, defaults = false;
+};
+static const std::string META = "\xe2\x96\x81";
+
+static std::string model_bytes(const SentencePiece& s) {
+    std::string file;
+    for (const Piece& p : s.pieces)
+        file += field(1, field(1, replace_all(p.text, "_", META)) + field(2, p.score) +
+                             field(3, uint64_t(p.type)));
+    file += field(2, field(3, uint64_t(s.model)) + field(41, uint64_t(1)));
+    std::string spaces = field(3, uint64_t(s.prefix)) + field(4, uint64_t(s.remove_extra));
+    return file + field(3, field(1, std::string("identity")) + (s.defaults ? "" : spaces));
+}
+
+static std::vector<Piece> with_controls(std::vector<Piece> rest, bool bytes) {
+    std::vector<Piece> all = {{"<unk>", 0, UNKNOWN}, {"<s>", 0, CONTROL}, {"</s>", 0, CONTROL}};
+    char name[8];
+    for (int b = 0; bytes && b < 256; b++)
+        snprintf(name, sizeof(name), "<0x%02X>", b), all.push_back({name, 0, BYTE_PIECE});
+    all.insert(all.end(), rest.begin(), rest.end());
+    return all;
+}
+
+// llama2.c's form of the same pieces
+static std::string bin_bytes(const std::vector<Piece>& pieces) {
+    auto number = [](auto x) { return std::string((const char*)&x, 4); };
+    std::string file;
+    size_t longest = 0;
+    for (const Piece& p : pieces) {
+        std::string text = replace_all(p.text, "_", " ");
+        if (p.type == CONTROL) text = "\n" + text + "\n";
+        file += number(p.score) + number(int(text.size())) + text;
+        longest = std::max(longest, text.size());
+    }
+    return number(int(longest)) + file;
+}
+
+// ----------------------------------------------------------------------------
+// bytes
+
+TEST(Tokenizer, BytesThereAndBack) {
+    Tokenizer t = opened("byte");
+    EXPECT_EQ(t.vocab_size, 256);
+    std::string all, back;
+    for (int i = 0; i < 256; i++) all += char(i);
+    Tokens tokens = encode(t, all);
+    for (int i = 0; i < 256; i++) EXPECT_EQ(tokens[size_t(i)], i);
+    for (int token : tokens) back += decode(t, token);
+    EXPECT_EQ(back, all);
+    EXPECT_EQ(decode(t, tokens), all);
+}
+
+TEST(Tokenizer, Utf8Length) {
+    struct Case {
+        const char* text;
+        size_t length;
+    };
+    for (const Case& c : std::vector<Case>{{"a", 1},
+                                           {"\x7f", 1},
+                                           {"\x80", 0},
+                                           {"\xc1\xbf", 0}, // overlong
+                                           {"\xc2\x80", 2},
+                                           {"\xdf\xbf", 2},
+                                           {"\xdf", 0}, // cut
+                                           {"\xe0\x9f\xbf", 0},
+                                           {"\xe0\xa0\x80", 3},
+                                           {"\xed\x9f\xbf", 3},
+                                           {"\xed\xa0\x80", 0}, // a surrogate
+                                           {"\xef\xbf\xbf", 3},
+                                           {"\xe1\x80\x7f", 0},
+                                           {"\xe1\x80\xc0", 0},
+                                           {"\xf0\x8f\xbf\xbf", 0},
+                                           {"\xf0\x90\x80\x80", 4},
+                                           {"\xf4\x8f\xbf\xbf", 4},
+                                           {"\xf4\x90\x80\x80", 0}, // above U+10FFFF
+                                           {"\xf5\x80\x80\x80", 0},
+                                           {"\xf0\x90\x80", 0}})
+        EXPECT_EQ(utf8_length(c.text), c.length) << c.text;
+    EXPECT_EQ(utf8_length(std::string_view("\xc3\xa9", 1)), 0u); // what follows is not its own
+}
+
+// ----------------------------------------------------------------------------
+// byte-level BPE
+
+static const ByteLevel HELLO = {{{"l", "l"},     // 256
+                                 {"h", "e"},     // 257
+                                 {"he", "ll"},   // 258
+                                 {"hell", "o"},  // 259
+                                 {" ", "w"},     // 260
+                                 {"o", "r"},     // 261
+                                 {" w", "or"},   // 262
+                                 {"a", "a"},     // 263
+                                 {"aa", "aa"}}}; // 264
+
+TEST(Bpe, TheLowestRankMergesFirstAndOfEqualsTheLeftmost) {
+    Tokenizer t = opened(put_gpt2("hello", HELLO));
+    EXPECT_EQ(t.vocab_size, 266);
+    EXPECT_EQ(t.eot, 265);
+    EXPECT_EQ(t.bos, -1);
+    EXPECT_EQ(encode(t, "hello world"), (Tokens{259, 262, 'l', 'd'}));
+    EXPECT_EQ(encode(t, "hellll"), (Tokens{258, 256}));
+    EXPECT_EQ(encode(t, "lll"), (Tokens{256, 'l'})); // the left two
+    EXPECT_EQ(encode(t, "aaaaaaa"), (Tokens{264, 263, 'a'}));
+    EXPECT_EQ(encode(t, "o r"), (Tokens{'o', ' ', 'r'})); // another word: no merge over the cut
+    EXPECT_EQ(encode(t, ""), Tokens());
+    EXPECT_EQ(decode(t, encode(t, "hello world")), "hello world");
+    EXPECT_EQ(decode(t, 262), " wor");
+    EXPECT_EQ(decode(t, -1) + decode(t, 266), "");
+}
+
+// What a neighbour's merge has changed waits for its new rank: bc, then (bc)d before a(bc).
+TEST(Bpe, AMergeOfANeighbourChangesTheRank) {
+    ByteLevel b = {{{"b", "c"}, {"a", "b"}, {"bc", "d"}, {"a", "bc"}}};
+    Tokenizer t = opened(put_gpt2("ranks", b));
+    EXPECT_EQ(encode(t, "abcd"), (Tokens{'a', 258}));
+    EXPECT_EQ(encode(t, "abc"), Tokens{259});
+}
+
+// BPE on strings: look at all neighbours, merge the first of the lowest rank, again.
+static Tokens slow_bpe(const ByteLevel& b, const std::string& word) {
+    std::map<std::pair<std::string, std::string>, size_t> rank;
+    for (size_t i = 0; i < b.merges.size(); i++) rank.insert({b.merges[i], i});
+    Texts parts;
+    for (char c : word) parts.push_back(std::string(1, c));
+    for (;;) {
+        size_t best = b.merges.size(), at = 0;
+        for (size_t i = 0; i + 1 < parts.size(); i++) {
+            auto found = rank.find({parts[i], parts[i + 1]});
+            if (found != rank.end() && found->second < best) best = found->second, at = i;
+        }
+        if (best == b.merges.size()) break;
+        parts[at] += parts[at + 1];
+        parts.erase(parts.begin() + long(at) + 1);
+    }
+    Texts all = b.pieces();
+    Tokens tokens;
+    for (const std::string& part : parts)
+        tokens.push_back(int(std::find(all.begin(), all.end(), part) - all.begin()));
+    return tokens;
+}
+
+// merges of pieces drawn at random, each piece once
+static ByteLevel random_merges(std::mt19937& random, const std::string& alphabet, size_t count) {
+    ByteLevel b;
+    Texts known;
+    for (char c : alphabet) known.push_back(std::string(1, c));
+    while (b.merges.size() < count) {
+        std::string l = known[random() % known.size()], r = known[random() % known.size()];
+        if (l.size() + r.size() > 12 || std::count(known.begin(), known.end(), l + r)) continue;
+        b.merges.push_back({l, r});
+        known.push_back(l + r);
+    }
+    return b;
+}
+
+TEST(Bpe, AgreesWithBpeOnStrings) {
+    std::mt19937 random(1);
+    for (int trial = 0; trial < 20; trial++) {
+        ByteLevel b = random_merges(random, "abc", 40);
+        Tokenizer t = opened(put_gpt2("random", b));
+        for (size_t length : {1, 2, 3, 5, 17, 60, 300}) {
+            std::string word = random_text(random, {"a", "b", "c"}, length);
+            EXPECT_EQ(encode(t, word), slow_bpe(b, word)) << word;
+        }
+    }
+}
+
+TEST(Bpe, AMergeMayBeginLikeAComment) {
+    Tokenizer t = opened(put_gpt2("hash", {{{"#", "#"}, {"##", "#"}}}));
+    EXPECT_EQ(encode(t, "###"), Tokens{257});
+}
+
+// tiktoken has ranks and no merges: a pair merges where the two together are a piece, of whatever
+// pieces they are made.
+TEST(Bpe, RanksMergeWhateverTogetherIsAPiece) {
+    ByteLevel b = {{{"a", "b"}, {"b", "c"}, {"ab", "c"}}}; // 256, 257, 258
+    Tokenizer t = opened(put_tiktoken("small.r50k_base.tiktoken", b));
+    EXPECT_EQ(encode(t, "xabc"), (Tokens{'x', 258}));
+    b = {{{"b", "c"}, {"a", "b"}, {"ab", "c"}}};
+    t = opened(put_tiktoken("small.r50k_base.tiktoken", b));
+    EXPECT_EQ(encode(t, "xabc"), (Tokens{'x', 258})); // bc, then a + bc
+    EXPECT_EQ(encode(opened(put_gpt2("pairs", b)), "xabc"),
+              (Tokens{'x', 'a', 256})); // never a + bc
+    t = opened(put_tiktoken("small.r50k_base.tiktoken", {{{"ab", "c"}}}));
+    EXPECT_EQ(encode(t, "abc"), Tokens{256}); // a word that is a piece, though no merges lead there
+    EXPECT_EQ(encode(t, "abcd"), (Tokens{'a', 'b', 'c', 'd'}));
+}
+
+TEST(Bpe, OneTokenizerInEveryFormOfFile) {
+    std::mt19937 random(2);
+    ByteLevel b = random_merges(random, "ab c", 60);
+    for (auto& [l, r] : b.merges) // a space begins a word
+        if ((l + r).find(' ', 1) != std::string::npos) l = l + r, r = "";
+    std::erase_if(b.merges, [](const auto& m) { return m.second.empty(); });
+    auto whole = [&](const std::pair<std::string, std::string>& m) { // its parts may have gone
+        Texts all = b.pieces();
+        return std::count(all.begin(), all.end(), m.first) &&
+               std::count(all.begin(), all.end(), m.second);
+    };
+    for (size_t before = 0; before != b.merges.size();)
+        before = b.merges.size(), std::erase_if(b.merges, [&](const auto& m) { return !whole(m); });
+    ASSERT_GT(b.merges.size(), 20u);
+    std::vector<Tokenizer> all = {
+        opened(put_gpt2("forms", b)),
+        opened(put_json(tokenizer_json(b))),
+        opened(put_json(tokenizer_json(b, true), "pairs/tokenizer.json")),
+        opened(fs::path(scratch("pairs/x")).parent_path()),
+    };
+    for (int i = 0; i < 50; i++) {
+        std::string text =
+            random_text(random, {"a", "b", "c", " ", "  ", "\n", "7", "!", "\xc3\xa9"}, 200);
+        Tokens expected = encode(all[0], text);
+        for (const Tokenizer& t : all) {
+            EXPECT_EQ(encode(t, text), expected);
+            EXPECT_EQ(decode(t, expected), text);
+            EXPECT_EQ(t.vocab_size, all[0].vocab_size);
+            EXPECT_EQ(t.eot, all[0].eot);
+        }
+    }
+}
+
+TEST(Bpe, AMegabyteOfOneLetterIsMergedToo) { // pair by pair it would take an hour
+    Tokenizer t = opened(put_gpt2("hello", HELLO));
+    EXPECT_EQ(encode(t, std::string(1 << 20, 'a')), Tokens(1 << 18, 264));
+    std::mt19937 random(3);
+    std::string letters = random_text(random, {"a", "h", "e", "l", "o"}, 1 << 20);
+    EXPECT_EQ(decode(t, encode(t, letters)), letters);
+}
+
+// ----------------------------------------------------------------------------
+// words. With ignore_merges a word that is a piece is one token: where the words are as expected,
+// each is one.
+
+static void splits(json pre_tokenizer, const Texts& words) {
+    json j = tokenizer_json({});
+    std::string text;
+    for (const std::string& word : words) {
+        text += word;
+        json& vocabulary = j["model"]["vocab"];
+        size_t next = vocabulary.size() + 1;
+        if (!vocabulary.contains(letters(word))) vocabulary[letters(word)] = next;
+    }
+    j["model"]["ignore_merges"] = true;
+    j["pre_tokenizer"] = pre_tokenizer;
+    EXPECT_EQ(pieces(opened(put_json(j)), text), words) << text;
+}
+
+static json split_regex(const std::string& pattern) {
+    return {{"type", "Split"}, {"pattern", {{"Regex", pattern}}}, {"behavior", "Isolated"}};
+}
+
+TEST(Words, Gpt2) {
+    json gpt2 = {{"type", "ByteLevel"}, {"add_prefix_space", false}};
+    splits(gpt2, {"I", "'ll", " go", " there", "'s", " 12", "\xc3\xa9", "?!", "\n \t", " x", "  "});
+    splits(gpt2, {"a", "   ", " b", "\n\n", "\n", "c"}); // the last space goes with the word
+    splits(gpt2, {"caf\xc3\xa9", " \xe4\xb8\xad\xe6\x96\x87", "\xc2\xbd", "\xe2\x82\xac"});
+    splits(gpt2, {"I", "'", "LL"}); // no contraction in capitals
+    // U+2003 is white space, U+180E has not been since Unicode 6.3
+    splits(gpt2, {"a", "\xe2\x80\x83", "b"});
+    splits(gpt2, {"a", "\xe1\xa0\x8e!", "b"});
+    splits(gpt2, {"a", " ", " \xe1\xa0\x8e", "b"});
+}
+
+TEST(Words, Cl100kAndO200k) {
+    splits(split_regex(CL100K_PATTERN),
+           {"I", "'LL", " go", "123", "45", "(x", "()\n\n", "b", "  \n", " ", " c"});
+    splits(split_regex(O200K_PATTERN), {"Hello", "World's", " XMLHttp", "123", "4", " //\n", "x",
+                                        "A\xc3\x89"
+                                        "b"});
+}
+
+TEST(Words, DigitsSequenceAndLiterals) {
+    json gpt2 = {{"type", "ByteLevel"}}, digits = {{"type", "Digits"}, {"individual_digits", true}};
+    json together = {{"type", "Digits"}, {"individual_digits", false}};
+    json plain = {{"type", "ByteLevel"}, {"use_regex", false}};
+    auto sequence = [](json a, json b) {
+        return json{{"type", "Sequence"}, {"pretokenizers", {a, b}}};
+    };
+    splits(sequence(digits, gpt2), {"in", " ", "1", "9", "9", "x", " y"});
+    splits(sequence(together, gpt2), {"in", " ", "199", "x"});
+    splits(sequence(split_regex(R"(\p{N}{1,3})"), plain), {"in ", "199", "5", "x y"});
+    splits(plain, {"nothing is cut, 1 word"});
+    splits(nullptr, {"nothing is cut, 1 word"});
+    json literal = {{"type", "Split"}, {"pattern", {{"String", "a."}}}, {"behavior", "Isolated"}};
+    splits(literal, {"xabx", "a.", "b"});
+    splits(split_regex(R"(\w+)"), {"caf\xc3\xa9", ", ", "\xc3\xa9t\xc3\xa9"});
+    // marks and circled letters are of words, joiners are not
+    splits(split_regex(R"(\w+)"), {"e\xcc\x81_\xe2\x92\xb6\xc2\xbd", "\xe2\x80\x8d", "b"});
+    splits(split_regex(R"(\W|[\w']+)"), {"e\xcc\x81's", "-", "-", "b"});
+    splits(split_regex(R"(\b.+?\b)"), {"e\xcc\x81", " ", "b"});
+    // digits are every script's
+    splits(split_regex(R"(\d+)"), {"a", "4\xd9\xa3", "b"});
+    json removed = split_regex("[a-z]+| ");
+    removed["behavior"] = "Removed", removed["invert"] = true;
+    splits(removed, {"some", " ", "words"});
+}
+
+TEST(Words, ThatComeAgainAreTheSame) {
+    std::mt19937 random(4);
+    ByteLevel b = random_merges(random, "abc", 40);
+    Tokenizer t = opened(put_gpt2("again", b));
+    Texts words;
+    for (int i = 0; i < 3000; i++)
+        words.push_back("\n" + random_text(random, {"a", "b", "c"}, 1 + random() % 9));
+    std::string text;
+    Tokens expected;
+    for (int i = 0; i < 20000; i++) {
+        const std::string& word = words[random() % words.size()];
+        text += word;
+        expected.push_back('\n');
+        for (int token : slow_bpe(b, word.substr(1))) expected.push_back(token);
+    }
+    EXPECT_EQ(encode(t, text), expected);
+}
+
+// ----------------------------------------------------------------------------
+// special and added tokens
+
+TEST(Special, OnlyWhereAskedForAndTheLongest) {
+    json j = tokenizer_json(HELLO);
+    j["added_tokens"].push_back({{"id", 266}, {"content", "<|end|>"}, {"special", true}});
+    j["added_tokens"].push_back({{"id", 267}, {"content", "<|end|>!"}, {"special", true}});
+    j["added_tokens"].push_back({{"id", 268}, {"content", "\t\t"}, {"special", false}});
+    Tokenizer t = opened(put_json(j));
+    EXPECT_EQ(t.vocab_size, 269);
+    std::string text = "hello<|end|>!x<|end|><|endoftext|>\t\t\t";
+    EXPECT_EQ(encode(t, text, true), (Tokens{259, 267, 'x', 266, 265, 268, '\t'}));
+    Tokens plain = encode(t, text);
+    for (int token : {265, 266, 267}) EXPECT_EQ(std::count(plain.begin(), plain.end(), token), 0);
+    EXPECT_EQ(std::count(plain.begin(), plain.end(), 268), 1); // added tokens always
+    EXPECT_EQ(decode(t, plain), text);
+    EXPECT_EQ(decode(t, encode(t, text, true)), text);
+    EXPECT_EQ(encode(t, "<|end", true), encode(t, "<|end"));
+}
+
+TEST(Special, NeverMadeOfWords) {
+    json j = tokenizer_json(HELLO);
+    j["pre_tokenizer"] = nullptr;
+    j["model"]["ignore_merges"] = true;
+    j["model"]["vocab"]["<|endoftext|>"] = 265;
+    Tokenizer t = opened(put_json(j));
+    EXPECT_EQ(encode(t, "<|endoftext|>").size(), 13u);
+    EXPECT_EQ(encode(t, "<|endoftext|>", true), Tokens{265});
+}
+
+// As the library tokenizers does: its answers, on a token of its own behind the bytes and HELLO's.
+struct AddedCase {
+    json rule;
+    std::string text;
+    Texts pieces; // of the text; white space that a token takes in is in none
+};
+TEST(Special, AddedTokensTakeInWhatTheirRulesSay) {
+    for (bool special : {false, true})
+        for (const AddedCase& c : std::vector<AddedCase>{
+                 {{{"lstrip", true}}, "a \t<x> b", {"a", "<x>", " ", "b"}},
+                 {{{"rstrip", true}}, "a <x> \n b", {"a", " ", "<x>", "b"}},
+                 {{{"lstrip", true}, {"rstrip", true}}, " <x>  <x> ", {"<x>", "<x>"}},
+                 {{{"lstrip", true}}, "a\xe2\x80\x83\xc2\x85<x>", {"a", "<x>"}},
+                 {{{"lstrip", true}}, "a\xe1\xa0\x8e<x>", {"a", "\xe1", "\xa0", "\x8e", "<x>"}},
+                 {{{"single_word", true}}, "a<x> <x>b <x>", {"a", "<", "x", ">", " ", "<", "x", ">", "b", " ", "<x>"}},
+                 {{{"single_word", true}}, "_<x>", {"_", "<", "x", ">"}},
+                 {{{"single_word", true}}, "-<x>-", {"-", "<x>", "-"}},
+                 {{{"single_word", true}}, "\xcc\x81<x>", {"\xcc", "\x81", "<", "x", ">"}},
+                 {{{"single_word", true}}, "\xe2\x92\xb6<x>", {"\xe2", "\x92", "\xb6", "<", "x", ">"}},
+                 {{{"single_word", true}}, "\xff<x>", {"\xff", "<x>"}}}) {
+            json j = tokenizer_json(HELLO);
+            json token = {{"id", 300}, {"content", "<x>"}, {"special", special}};
+            token.update(c.rule);
+            j["pre_tokenizer"]["use_regex"] = false;
+            j["added_tokens"].push_back(token);
+            EXPECT_EQ(pieces(opened(put_json(j)), c.text, true), c.pieces) << c.rule << c.text;
+        }
+}
+
+// A token of the normalised text is normalised itself; one of the text as it is comes first.
+TEST(Special, AddedTokensOfTheNormalisedText) {
+    json j = tokenizer_json(HELLO);
+    j["normalizer"] = {{"type", "NFC"}};
+    json token = {{"id", 300}, {"content", "e\xcc\x81"}, {"normalized", true}};
+    j["added_tokens"].push_back(token);
+    for (const char* text : {"e\xcc\x81", "\xc3\xa9"})
+        EXPECT_EQ(encode(opened(put_json(j)), text), Tokens{300}) << text;
+    j["added_tokens"][1]["normalized"] = false;
+    EXPECT_EQ(encode(opened(put_json(j)), "e\xcc\x81"), Tokens{300});
+    EXPECT_EQ(encode(opened(put_json(j)), "\xc3\xa9").size(), 2u);
+
+    // <ab is found in the text as it is, and cuts b> off, though that one is longer.
+    j["added_tokens"] = {{{"id", 300}, {"content", "<ab"}, {"normalized", false}},
+                         {{"id", 301}, {"content", "<ab>>"}, {"normalized", true}}};
+    EXPECT_EQ(encode(opened(put_json(j)), "<ab>>"), (Tokens{300, '>', '>'}));
+
+    // A special token that is not asked for is text, and hides what it holds.
+    j["added_tokens"] = {{{"id", 300}, {"content", "<ab>"}, {"special", true}},
+                         {{"id", 301}, {"content", "b>"}, {"normalized", false}}};
+    EXPECT_EQ(encode(opened(put_json(j)), "<ab>b>"), (Tokens{'<', 'a', 'b', '>', 301}));
+    EXPECT_EQ(encode(opened(put_json(j)), "<ab>b>", true), (Tokens{300, 301}));
+}
+
+TEST(Special, TiktokenFilesHaveThemByName) {
+    struct Case {
+        const char *name, *token;
+        int place, bos;
+    };
+    for (const Case& c : std::vector<Case>{{"r50k_base", "<|endoftext|>", 0, -1},
+                                           {"cl100k_base", "<|endoftext|>", 1, -1},
+                                           {"cl100k_base", "<|endofprompt|>", 20, -1},
+                                           {"o200k_base", "<|endofprompt|>", 20, -1},
+                                           {"llama3", "<|end_of_text|>", 1, 0},
+                                           {"llama3", "<|reserved_special_token_0|>", 2, 0},
+                                           {"llama3", "<|reserved_special_token_4|>", 8, 0},
+                                           {"llama3", "<|eot_id|>", 9, 0},
+                                           {"llama3", "<|reserved_special_token_250|>", 255, 0}}) {
+        Tokenizer t = opened(put_tiktoken(std::string(c.name) + ".tiktoken", HELLO));
+        int ranks = 256 + int(HELLO.merges.size());
+        EXPECT_EQ(encode(t, c.token, true), Tokens{ranks + c.place}) << c.name;
+        EXPECT_EQ(t.bos, c.bos < 0 ? -1 : ranks + c.bos) << c.name;
+        EXPECT_EQ(encode(t, "hello wor"), (Tokens{259, 262}));
+    }
+}
+
+TEST(Special, TheTemplateSaysWhatBeginsAText) {
+    json j = tokenizer_json(HELLO);
+    json single = {{{"SpecialToken", {{"id", "<|endoftext|>"}, {"type_id", 0}}}},
+                   {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}};
+    json processor = {{"type", "TemplateProcessing"}, {"single", single}};
+    j["post_processor"] = processor;
+    EXPECT_EQ(opened(put_json(j)).bos, 265);
+    j["post_processor"] = {{"type", "Sequence"},
+                           {"processors", {{{"type", "ByteLevel"}}, processor}}};
+    EXPECT_EQ(opened(put_json(j)).bos, 265);
+    std::swap(j["post_processor"]["processors"][1]["single"][0],
+              j["post_processor"]["processors"][1]["single"][1]);
+    EXPECT_EQ(opened(put_json(j)).bos, -1); // after the text, not before it
+}
+
+// ----------------------------------------------------------------------------
+// SentencePiece and llama2.c
+
+static const std::vector<Piece> LETTERS = {
+    {"_", -20}, {"h", -21},   {"e", -22},     {"l", -23},    {"o", -24},    {"ll", -1},
+    {"he", -2}, {"hell", -3}, {"_hello", -5}, {"_hell", -4}, {"lo", -0.5f}, {"__", -6}};
+
+TEST(SentencePieceBpe, KnownAnswers) {
+    Tokenizer t = opened(put("bpe.model", model_bytes({with_controls(LETTERS, true)})));
+    EXPECT_EQ(t.bos, 1);
+    EXPECT_EQ(t.eot, 2);
+    // lo has the best score: ll is gone when its turn comes
+    EXPECT_EQ(pieces(t, "hello"), (Texts{" ", "he", "l", "lo"}));
+    EXPECT_EQ(pieces(t, "hell"), (Texts{" hell"}));
+    EXPECT_EQ(pieces(t, "  hell"), (Texts{"  ", " hell"}));
+    EXPECT_EQ(pieces(t, "x\xc3\xa9"), (Texts{" ", "x", "\xc3", "\xa9"})); // bytes
+    EXPECT_EQ(encode(t, "x"), (Tokens{3 + 256, 3 + 'x'}));
+    EXPECT_EQ(encode(t, ""), Tokens());
+    EXPECT_EQ(encode(t, "a" + META + "a"), encode(t, "a a"));
+    EXPECT_EQ(decode(t, encode(t, " hello x\xff ")), " hello x\xff ");
+    EXPECT_EQ(encode(t, "<s>", true), Tokens{1});
+    EXPECT_EQ(pieces(t, "hell<s>hell", true), (Texts{" hell", "", " hell"}));
+    EXPECT_EQ(decode(t, Tokens{1, 3 + 'x', 2}), "x");
+}
+
+TEST(SentencePieceBpe, SpacesAsTheModelSays) {
+    SentencePiece s = {with_controls(LETTERS, true)};
+    s.prefix = false;
+    EXPECT_EQ(pieces(opened(put("bpe.model", model_bytes(s))), "hell hell"),
+              (Texts{"hell", " hell"}));
+    EXPECT_EQ(decode(opened(scratch("bpe.model")), Tokens{3 + 256}), " "); // none was put in front
+    s.remove_extra = true;
+    EXPECT_EQ(pieces(opened(put("bpe.model", model_bytes(s))), "  hell   hell "),
+              (Texts{"hell", " hell"}));
+    s.prefix = true;
+    EXPECT_EQ(pieces(opened(put("bpe.model", model_bytes(s))), "  hell   hell "),
+              (Texts{" hell", " hell"}));
+    EXPECT_EQ(pieces(opened(scratch("bpe.model")), "   "), Texts());
+    // U+2581 in a text is a space, and no extra one but at the end
+    EXPECT_EQ(pieces(opened(scratch("bpe.model")), META + " hell " + META), (Texts{"  ", " hell"}));
+}
+
+// a field that is not written has its default: a space in front, and no extra ones
+TEST(SentencePieceBpe, DefaultsOfTheFormat) {
+    SentencePiece s = {with_controls(LETTERS, true)};
+    s.defaults = true;
+    Tokenizer t = opened(put("defaults.model", model_bytes(s)));
+    EXPECT_EQ(pieces(t, "  hell  "), (Texts{" hell"}));
+}
+
+TEST(SentencePieceBpe, EqualScoresMergeFromTheLeft) {
+    std::vector<Piece> all =
+        with_controls({{"_", -9}, {"a", -9}, {"b", -9}, {"c", -9}, {"bc", -1}, {"ab", -1}}, true);
+    EXPECT_EQ(pieces(opened(put("equal.model", model_bytes({all}))), "abc"),
+              (Texts{" ", "ab", "c"}));
+}
+
+TEST(SentencePieceBpe, UserDefinedPiecesAreWhole) {
+    std::vector<Piece> more = LETTERS;
+    more.push_back({"<ll>", 0, USER_DEFINED});
+    Tokenizer t = opened(put("user.model", model_bytes({with_controls(more, true)})));
+    EXPECT_EQ(pieces(t, "he<ll>lo"), (Texts{" ", "he", "<ll>", "lo"}));
+}
+
+TEST(SentencePieceBpe, WithoutBytesNeighbouringUnknownsAreOne) {
+    Tokenizer t = opened(put("plain.model", model_bytes({with_controls(LETTERS, false)})));
+    EXPECT_EQ(encode(t, "xyhellx"), (Tokens{3, 0, 10, 0}));
+}
+
+// a piece with a space inside: words must not be cut there
+TEST(SentencePieceBpe, MergesOverSpacesWhereThePiecesHaveThem) {
+    std::vector<Piece> more = LETTERS;
+    more.push_back({"o_", -7});
+    more.push_back({"o_h", -8});
+    Tokenizer t = opened(put("over.model", model_bytes({with_controls(more, true)})));
+    EXPECT_EQ(pieces(t, "o h"), (Texts{" ", "o h"}));
+}
+
+TEST(SentencePieceBpe, Llama2cHasTheSameTokens) {
+    std::vector<Piece> all = with_controls(LETTERS, true);
+    Tokenizer model = opened(put("bpe.model", model_bytes({all})));
+    Tokenizer bin = opened(put("tokenizer.bin", bin_bytes(all)));
+    EXPECT_EQ(bin.vocab_size, model.vocab_size);
+    EXPECT_EQ(bin.bos, 1);
+    std::mt19937 random(5);
+    for (int i = 0; i < 100; i++) {
+        std::string text = random_text(
+            random, {"h", "e", "l", "l", "o", " ", "x", "\n", "\xf0\x9f\x98\x80", "\xff"}, 60);
+        EXPECT_EQ(encode(bin, text), encode(model, text));
+        EXPECT_EQ(decode(bin, encode(bin, text)), text);
+    }
+}
+
+// Normal forms: texts of random characters, as Python's unicodedata has them.
+TEST(TokenizerJson, UnicodeNormalForms) {
+    const std::string script = R"(
+import random, unicodedata
+random.seed(5)
+letters = [chr(c) for c in range(1, 0x30000) if unicodedata.category(chr(c)) not in ('Cn', 'Cs')]
+marks = [c for c in letters if unicodedata.combining(c)]
+joins = [c for c in letters if unicodedata.normalize('NFKD', c) != c]
+pools = [letters, marks, joins, 'aeiounAEIOU ', ''.join(map(chr, range(0x1100, 0x1200)))]
+for i in range(3000):
+    text = ''.join(random.choice(random.choice(pools)) for _ in range(random.randrange(1, 12)))
+    forms = [unicodedata.normalize(f, text) for f in ('NFC', 'NFD', 'NFKC', 'NFKD')]
+    print(*(t.encode().hex() for t in [text] + forms))
+)";
+    std::string program = put("forms.py", script), table = scratch("forms.txt");
+    ASSERT_EQ(system(("python3 " + program + " >" + table).c_str()), 0);
+    std::vector<Tokenizer> with;
+    for (const char* form : {"NFC", "NFD", "NFKC", "NFKD"}) {
+        json j = tokenizer_json({});
+        j["normalizer"] = {{"type", form}};
+        with.push_back(opened(put_json(j)));
+    }
+    auto bytes = [](const std::string& hex) {
+        std::string out;
+        for (size_t i = 0; i < hex.size(); i += 2) out += char(stoi(hex.substr(i, 2), nullptr, 16));
+        return out;
+    };
+    std::ifstream in(table);
+    int texts = 0;
+    for (std::string text, normal; in >> text; texts++) {
+        for (const Tokenizer& t : with) {
+            ASSERT_TRUE(in >> normal);
+            // what cannot join stands around it: invalid bytes too
+            std::string around = "\xff\xfe " + bytes(text) + "\xc3(";
+            EXPECT_EQ(decode(t, encode(t, around)), "\xff\xfe " + bytes(normal) + "\xc3(") << text;
+        }
+    }
+    EXPECT_EQ(texts, 3000);
+    // a special token's text is not normalised, and nothing joins across it
+    EXPECT_EQ(pieces(with[0], "e<|endoftext|>\xcc\x81", true),
+              (Texts{"e", "<|endoftext|>", "\xcc", "\x81"}));
+}
+
+// Hugging Face's form: merges in a list, spaces and prefix by normalizer or pre-tokenizer
+TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
+    std::vector<Piece> all = with_controls(LETTERS, true);
+    json vocabulary, merges = {"l o", "l l", "h e", "he ll", META + " hell", META + " " + META};
+    for (const Piece& p : all) vocabulary[replace_all(p.text, "_", META)] = vocabulary.size();
+    json added = {{{"id", 1}, {"content", "<s>"}, {"special", true}}};
+    json replace = {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", META}};
+    json prepend = {{"type", "Prepend"}, {"prepend", META}};
+    json j = {{"added_tokens", added},
+              {"normalizer", {{"type", "Sequence"}, {"normalizers", {prepend, replace}}}},
+              {"model",
+               {{"type", "BPE"},
+                {"byte_fallback", true},
+                {"unk_token", "<unk>"},
+                {"vocab", vocabulary},
+                {"merges", merges}}}};
+    Tokenizer t = opened(put_json(j)), model = opened(put("bpe.model", model_bytes({all})));
+    for (const char* text : {"hell", " hell", "hello", "x hell", "a\xc3\xa9"})
+        EXPECT_EQ(encode(t, text), encode(model, text)) << text;
+    j.erase("normalizer");
+    j["pre_tokenizer"] = {
+        {"type", "Metaspace"}, {"replacement", META}, {"prepend_scheme", "first"}};
+    t = opened(put_json(j));
+    EXPECT_EQ(pieces(t, "hell  hell"), (Texts{" hell", " ", " hell"}));
+    EXPECT_EQ(pieces(t, " hell"), (Texts{" hell"})); // one space is enough
+    EXPECT_EQ(pieces(t, META + "hell"), (Texts{" hell"}));
+    EXPECT_EQ(pieces(t, "hell<s>hell", true), (Texts{" hell", "<s>", "hell"}));
+    j["pre_tokenizer"]["prepend_scheme"] = "always";
+    EXPECT_EQ(pieces(opened(put_json(j)), "hell<s>hell", true), (Texts{" hell", "<s>", " hell"}));
+    // Added tokens cut before the pre-tokenizer writes its spaces, and behind a normalizer that does.
+    j["added_tokens"].push_back({{"id", 9}, {"content", "(x)"}, {"special", false}});
+    EXPECT_EQ(pieces(opened(put_json(j)), "hell(x)hell"), (Texts{" hell", "(x)", " hell"}));
+    j["pre_tokenizer"]["prepend_scheme"] = "never";
+    EXPECT_EQ(pieces(opened(put_json(j)), "hell"), (Texts{"hell"}));
+    j.erase("pre_tokenizer");
+    j["normalizer"] = {{"type", "Sequence"}, {"normalizers", {prepend, replace}}};
+    EXPECT_EQ(pieces(opened(put_json(j)), "hell (x)hell"), (Texts{" hell", "(x)", "hell"}));
+    EXPECT_NE(pieces(opened(put_json(j)), "hell(x)hell")[1], "(x)");
+}
+
+// all cuts of the word into pieces, unknown characters at 10 below the worst piece
+static float best_cut(const std::vector<Piece>& all, const std::string& word, Texts* best) {
+    if (word.empty()) return 0;
+    float worst = 0, top = -INFINITY;
+    for (const Piece& p : all) worst = std::min(worst, p.score);
+    auto take = [&](const std::string& text, float score) {
+        Texts rest;
+        float sum = score + best_cut(all, word.substr(text.size()), &rest);
+        if (sum <= top) return;
+        top = sum, *best = rest;
+        best->insert(best->begin(), text);
+    };
+    bool one = false;
+    for (const Piece& p : all)
+        if (p.type == NORMAL && word.starts_with(p.text))
+            take(p.text, p.score), one |= p.text.size() == 1;
+    if (!one) take(word.substr(0, 1), worst - 10);
+    return top;
+}
+
+TEST(Unigram, TheBestSumOfScores) {
+    std::vector<Piece> all = with_controls({{" ", -3.5f},
+                                            {"a", -2.25f},
+                                            {"b", -4.5f},
+                                            {"ab", -5.f},
+                                            {"ba", -3.75f},
+                                            {"aba", -6.25f},
+                                            {" a", -3.f},
+                                            {"bb", -9.5f}},
+                                           true);
+    SentencePiece s = {all, 1};
+    Tokenizer t = opened(put("unigram.model", model_bytes(s)));
+    EXPECT_EQ(pieces(t, "abab"), (Texts{" a", "ba", "b"}));
+    std::mt19937 random(6);
+    for (int i = 0; i < 200; i++) {
+        std::string text = random_text(random, {"a", "b", "a", "b", " ", "x"}, 1 + random() % 9);
+        Texts best;
+        best_cut(all, " " + text, &best);
+        EXPECT_EQ(pieces(t, text), best) << text;
+    }
+    // what is unknown costs 10 more than the worst piece: a, bx and not ab, x
+    std::vector<Piece> few = with_controls(
+        {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -15}, {"ba", -18}, {"abab", -3}},
+        true);
+    t = opened(put("few.model", model_bytes({few, 1})));
+    EXPECT_EQ(pieces(t, "abx"), (Texts{" ", "a", "bx"}));
+    EXPECT_EQ(pieces(t, "ba"), (Texts{" ", "ba"})); // of equal sums the longer piece first
+    EXPECT_EQ(pieces(t, "xb"), (Texts{" ", "x", "b"}));
+    EXPECT_EQ(pieces(t, "abab"), (Texts{" ", "abab"}));
+}
+
+// ----------------------------------------------------------------------------
+// any bytes, any thread
+
+static std::vector<Tokenizer> one_of_each() {
+    json prefixed = tokenizer_json(HELLO);
+    std::vector<Tokenizer> all = {
+        opened("byte"),
+        opened(put_gpt2("hello", HELLO)),
+        opened(put_json(tokenizer_json(HELLO))),
+        opened(put_tiktoken("cl100k_base.tiktoken", HELLO)),
+        opened(put_tiktoken("o200k_base.tiktoken", HELLO)),
+        opened(put("bpe.model", model_bytes({with_controls(LETTERS, true)}))),
+        opened(put("unigram.model", model_bytes({with_controls(LETTERS, true), 1}))),
+        opened(put("tokenizer.bin", bin_bytes(with_controls(LETTERS, true))))};
+    return all;
+}
+
+TEST(RoundTrip, AnyBytes) {
+    std::mt19937 random(7);
+    std::vector<Tokenizer> all = one_of_each();
+    for (int i = 0; i < 300; i++) {
+        std::string text;
+        for (size_t n = random() % 200; n > 0; n--)
+            text += random() % 3 ? char(random()) : "hello wor\xe2\x82\xac"[random() % 12];
+        for (const Tokenizer& t : all) {
+            if (t.sentencepiece && text.find(META) != std::string::npos) continue;
+            EXPECT_EQ(decode(t, encode(t, text)), text) << t.name;
+            EXPECT_EQ(decode(t, encode(t, text, true)), text) << t.name;
+        }
+    }
+}
+
+TEST(RoundTrip, ManyThreadsEncodeAtOnce) {
+    std::vector<Tokenizer> all = one_of_each();
+    std::mt19937 random(8);
+    std::string text =
+        random_text(random, {"hello", " world", "\n", " 12", "\xe2\x82\xac", "\xff"}, 5000);
+    for (const Tokenizer& t : all) {
+        Tokens expected = encode(t, text);
+        std::vector<Tokens> found(4);
+        std::vector<std::thread> threads;
+        for (Tokens& f : found) threads.emplace_back([&] { f = encode(t, text); });
+        for (std::thread& thread : threads) thread.join();
+        for (const Tokens& f : found) EXPECT_EQ(f, expected) << t.name;
+    }
+}
+
+// ----------------------------------------------------------------------------
+// text as training data
+
+TEST(Text, IsReadAsItsTokens) {
+    Tokenizer t = opened(put_gpt2("hello", HELLO));
+    std::string path = put("data.txt", "hello wor<|endoftext|>hello hello");
+    DataLoader d;
+    ASSERT_EQ(data_open(&d, path, Split::VAL, true, t, 5, 266, 1), "");
+    EXPECT_EQ(d.windows, 1u);
+    EXPECT_EQ(d.tokens, 6u);
+    Tokens tokens(5), targets(5);
+    ASSERT_EQ(load_window(d, 0, tokens.data(), targets.data()), "");
+    EXPECT_EQ(tokens, (Tokens{259, 262, 265, 259, ' '}));
+    EXPECT_EQ(targets, (Tokens{262, 265, 259, ' ', 259}));
+    EXPECT_HAS(data_open(&d, path, Split::VAL, true, t, 5, 265, 1),
+               "writes 266 tokens, the model has 265: give the model's tokenizer");
+}
+
+// ----------------------------------------------------------------------------
+// bad files: one line that says what is wrong
+
+static std::string refused(const std::string& path) {
+    Tokenizer t;
+    std::string wrong = tokenizer_open(&t, path);
+    EXPECT_TRUE(wrong.starts_with("--tokenizer " + path)) << wrong;
+    EXPECT_EQ(wrong.find('\n'), std::string::npos);
+    return wrong;
+}
+
+TEST(Bad, Paths) {
+    EXPECT_HAS(refused("gpt2"), "or --tokenizer byte");
+    EXPECT_HAS(refused(scratch("no/such/tokenizer.json")), "No such file");
+    fs::create_directories(scratch("empty"));
+    EXPECT_HAS(refused(scratch("empty")), "has no tokenizer.json");
+    EXPECT_HAS(refused(put("some.txt", "x")), "is no tokenizer by its name");
+    for (const char* name : {"tokenizer.json", "a.model", "a.bin", "a.tiktoken"})
+        EXPECT_NE(refused(put(name, "")), "");
+    fs::create_directories(scratch("folder/tokenizer.model"));
+    EXPECT_HAS(refused(scratch("folder")), "folder/tokenizer.model");
+}
+
+TEST(Bad, Gpt2Files) {
+    std::string folder = put_gpt2("bad", HELLO), merges = read_file(folder + "/vocab.bpe");
+    for (auto& [line, what] : std::vector<std::pair<std::string, std::string>>{
+             {"justone", R"(merge 10, "justone", is not two pieces)"},
+             {"a b c", "is not two pieces"},
+             {"a ", "is not two pieces"},
+             {"\xff\t", "\"\\xff\\t\", is not two pieces"},
+             {" a", "is not two pieces"},
+             {"a b", R"(merge 10, "a" and "b", is not of the vocabulary's pieces)"}}) {
+        put("bad/vocab.bpe", merges + line + "\n");
+        EXPECT_HAS(refused(folder), what);
+    }
+    put("bad/vocab.bpe", replace_all(merges, "\n", "\r\n")); // Windows' line ends do no harm
+    EXPECT_EQ(encode(opened(folder), "hello"), Tokens{259});
+    for (auto& [text, what] : std::vector<std::pair<std::string, std::string>>{
+             {"[]", "is no JSON object"},
+             {"{\"a\": 1", "is no JSON object, or cut short"},
+             {"{\"a\": -1}", "is -1, which is no token"},
+             {"{\"a\": 1e3}", "which is no token"},
+             {"{\"a\": \"b\"}", "which is no token"},
+             {"{\"a\": [[]]}", "which is no token"},
+             {"{\"a\": 99999999999}", "is 99999999999, which is no token"},
+             {"{\"a\": 18446744073709551615}", "which is no token"},
+             {"{\"a\": 1}", "has no token for byte 0"}}) {
+        put("bad/encoder.json", text);
+        EXPECT_HAS(refused(folder), what);
+    }
+}
+
+TEST(Bad, TokenizerJson) {
+    auto with = [](const std::string& pointer, json value) {
+        json j = tokenizer_json(HELLO);
+        j[json::json_pointer(pointer)] = value;
+        return refused(put_json(j));
+    };
+    EXPECT_HAS(with("/model/type", "WordPiece"), "model WordPiece is not built");
+    EXPECT_HAS(with("/model/type", 1), "as Hugging Face writes it: type must be string");
+    EXPECT_EQ(with("/model/type", 1).find("json.exception"), std::string::npos);
+    EXPECT_HAS(with("/model", 300), "has no \"model\", so it is no tokenizer.json; of GPT-2's pair");
+    Tokenizer published;
+    EXPECT_HAS(tokenizer_open(&published, "gpt2"),
+               "gpt2: No such file or directory; dev/data/tokenizer.py gpt2 gets it, then "
+               "--tokenizer data/gpt2");
+    EXPECT_EQ(tokenizer_open(&published, "x/gpt2").find("gets it"), std::string::npos);
+    EXPECT_HAS(with("/model/end_of_word_suffix", "</w>"), "end_of_word_suffix </w> is not built");
+    EXPECT_HAS(with("/model/vocab", 1), "no token for byte");
+    EXPECT_HAS(with("/model/merges", json::array({"a"})), "is not two pieces");
+    EXPECT_HAS(with("/model/merges", {{"a"}}), "as Hugging Face writes it");
+    EXPECT_HAS(with("/model/merges", json::array({1})), "as Hugging Face writes it");
+    EXPECT_HAS(with("/normalizer", {{"type", "Lowercase"}}), "normalizer Lowercase is not built");
+    EXPECT_HAS(with("/normalizer", {1, 2}), "as Hugging Face writes it");
+    EXPECT_HAS(with("/pre_tokenizer", {{"type", "Punctuation"}}), "pre_tokenizer Punctuation");
+    EXPECT_HAS(with("/pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", true}}),
+               "add_prefix_space of ByteLevel is not built");
+    EXPECT_HAS(with("/pre_tokenizer", split_regex("(")), "pattern (: missing closing parenthesis");
+    json merged = split_regex("a");
+    merged["behavior"] = "MergedWithNext";
+    EXPECT_HAS(with("/pre_tokenizer", merged), "behavior MergedWithNext is not built");
+    merged["behavior"] = "Removed"; // the matches go: the text would not come back
+    EXPECT_HAS(with("/pre_tokenizer", merged), "behavior Removed is not built");
+    EXPECT_HAS(with("/added_tokens/0/id", -1), "is -1, which is no token");
+    EXPECT_HAS(with("/added_tokens/0/content", nullptr), "as Hugging Face writes it");
+    json nested = {{"type", "ByteLevel"}};
+    for (int i = 0; i < 3; i++) nested = {{"type", "Sequence"}, {"pretokenizers", {nested}}};
+    EXPECT_HAS(with("/pre_tokenizer", nested), "pre_tokenizer Sequence is not built");
+    json none = tokenizer_json(HELLO);
+    none.erase("model");
+    EXPECT_HAS(refused(put_json(none)), "has no \"model\"");
+}
+
+TEST(Bad, TiktokenFiles) {
+    std::string good = read_file(put_tiktoken("a.tiktoken", HELLO));
+    EXPECT_HAS(refused(put("a.tiktoken", good)), "its 265 ranks are of no encoding known here");
+    for (const char* line :
+         {"YQ==", "YQ== x", "YQ== -1", "YQ= 9", "Y*== 9", " 9", "YQ== 9x", "YQ== 99999999999"})
+        EXPECT_HAS(refused(put("cl100k_base.tiktoken", good + line + "\n")),
+                   "line 266, \"" + std::string(line));
+    EXPECT_HAS(refused(put("llama3.model", good.substr(0, 400))), "llama3.model: ");
+}
+
+// Cut anywhere, or with any byte changed, a file is refused or read, and what was read works.
+static void survives(const std::string& name, const std::string& good, bool cut_is_refused) {
+    Tokenizer t;
+    for (size_t n = 0; n < good.size(); n += 1 + good.size() / 300) {
+        std::string path = put(name, good.substr(0, n));
+        std::string wrong = tokenizer_open(&t, path);
+        bool whole = wrong.empty() && t.byte_token[0] >= 0; // else it has an unknown token
+        EXPECT_TRUE(!whole || decode(t, encode(t, "hel")) == "hel") << n;
+        EXPECT_TRUE(!cut_is_refused || !wrong.empty()) << n;
+    }
+    std::mt19937 random(9);
+    for (int i = 0; i < 400; i++) {
+        std::string bytes = good;
+        bytes[random() % bytes.size()] = char(random());
+        if (tokenizer_open(&t, put(name, bytes)).empty())
+            decode(t, encode(t, "hello\xff <s>", true));
+    }
+}
+TEST(Bad, AnyCutAndAnyByte) {
+    std::vector<Piece> all = with_controls(LETTERS, true);
+    survives("tokenizer.bin", bin_bytes(all), false); // a cut between pieces cannot be seen
+    survives("tokenizer.model", model_bytes({all}), false);
+    survives("unigram.model", model_bytes({all, 1}), false);
+    survives("tokenizer.json", tokenizer_json(HELLO).dump(), true);
+    EXPECT_HAS(refused(put("tokenizer.bin", bin_bytes(all).substr(0, 100))), "is cut short");
+    all.push_back({"hellohello", -1}); // a cut between pieces, without the longest
+    size_t last = 8 + std::string("hellohello").size(), bytes = bin_bytes(all).size();
+    EXPECT_HAS(refused(put("tokenizer.bin", bin_bytes(all).substr(0, bytes - last))),
+               "is cut short");
+    EXPECT_HAS(refused(put("tokenizer.model", model_bytes({all}).substr(0, 101))), "is cut short");
+}
+
+TEST(Bad, SentencePieceModelsThatAreNotBuilt) {
+    std::string good = model_bytes({with_controls(LETTERS, true)});
+    EXPECT_HAS(refused(put("a.model", good + field(2, field(3, uint64_t(3))))),
+               "neither BPE nor unigram");
+    EXPECT_HAS(refused(put("a.model", good + field(3, field(2, std::string("x"))))),
+               "maps characters");
+    EXPECT_HAS(refused(put("a.model", good + field(3, field(5, uint64_t(0))))),
+               "spaces before words");
+    EXPECT_HAS(refused(put("a.model", good + field(2, field(24, uint64_t(1))))),
+               "spaces before words");
+}
+
+// ----------------------------------------------------------------------------
+// what llama.cpp has for the same texts
+
+static void known_answers(const std::string& path, const std::string& name) {
+    NEEDS_FIXTURES();
+    Tokenizer t = opened(FIXTURES + "/tokenizers/" + path);
+    std::string base = FIXTURES + "/tokenizer_vectors/llama.cpp/ggml-vocab-" + name + ".gguf";
+    std::string texts = read_file(base + ".inp"), line, cut = "\n__ggml_vocab_test__\n";
+    std::istringstream answers(read_file(base + ".out"));
+    size_t n = 0;
+    for (size_t at = 0, end; at <= texts.size(); at = end + cut.size(), n++) {
+        end = std::min(texts.find(cut, at), texts.size());
+        std::string text = texts.substr(at, end - at);
+        if (!std::getline(answers, line)) line = ""; // the last text is empty, and has no line
+        std::istringstream numbers(line);
+        Tokens expected = {std::istream_iterator<int>(numbers), {}};
+        EXPECT_EQ(encode(t, text), expected) << text;
+        EXPECT_EQ(decode(t, expected), text);
+    }
+    EXPECT_EQ(n, 47u);
+}
+TEST(KnownAnswers, Gpt2) { known_answers("gpt2", "gpt-2"); }
+TEST(KnownAnswers, Llama3) { known_answers("llama3/tokenizer.model", "llama-bpe"); }
+TEST(KnownAnswers, Llama2) { known_answers("llama2/tokenizer.model", "llama-spm"); }
+TEST(KnownAnswers, Llama2c) { known_answers("llama2/tokenizer.bin", "llama-spm"); }

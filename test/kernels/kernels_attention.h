@@ -1,0 +1,369 @@
+// kernels_attention.h - rows of the kernel table: attention
+#pragma once
+#include "attention_inputs.h"
+#include "kernel_table.h"
+
+using namespace llmc;
+
+struct AttentionCase {
+    size_t B, Tq, Tk, NH, NKV, HS;
+    int kind; // as attention_inputs() has it
+    bool alibi = false;
+    int window = INT_MAX;
+    size_t gap = 0;   // between rows of q, and of k and v, as in a fused q, k, v
+    size_t shift = 0; // elements that operands start behind a 16-byte boundary
+    size_t HS_v = 0;
+    float softcap = 0, scale = 0;
+    size_t between = 0; // rows between sequences, as in a cache with room
+};
+
+// One query and key, one head size of each kernel and what falls between, several blocks of
+// queries and keys, groups of heads, every kind of mask
+inline std::vector<AttentionCase> attention_cases() {
+    if (SMALL)
+        return {{1, 3, 3, 2, 1, 8, 0}, {1, 33, 40, 2, 1, 40, 1, true}, {1, 20, 36, 1, 1, 72, 3}};
+    return {{1, 1, 1, 1, 1, 64, 0},         {2, 37, 37, 4, 2, 32, 0, false, INT_MAX, 64},
+            {1, 70, 70, 3, 1, 64, 1, true}, {2, 40, 40, 6, 2, 16, 0, false, 9},
+            {1, 1, 75, 4, 2, 64, 2},        {1, 19, 83, 4, 1, 40, 2, true, 33, 8},
+            {2, 21, 50, 2, 2, 24, 3},       {1, 33, 33, 2, 1, 72, 1, false, 20},
+            {1, 40, 40, 1, 1, 96, 0},       {1, 35, 67, 2, 1, 128, 2, false, INT_MAX, 256},
+            {1, 20, 20, 1, 1, 256, 0},      {1, 45, 45, 3, 1, 64, 4},
+            {1, 1, 45, 3, 1, 64, 4}};
+}
+
+// Tensor cores add blocks of 128 rows; tiles of 64 keys, some seen whole, more of them than a warp
+// looks at in one go; batches that see different tiles; and cases that fall back to plain kernels.
+inline std::vector<AttentionCase> attention_mma_cases() {
+    if (SMALL) return {{1, 20, 200, 2, 1, 32, 2}, {1, 5, 5, 1, 1, 12, 0}};
+    return {{1, 150, 150, 1, 1, 32, 0},              // two blocks of rows
+            {1, 3, 2100, 2, 1, 8, 2},                // 33 tiles of keys, 66 backward
+            {1, 130, 130, 8, 1, 8, 0},               // 33 tiles of rows backward
+            {1, 200, 200, 1, 1, 64, 0, false, 70},   // tiles left of the window are skipped
+            {1, 256, 256, 1, 1, 8, 0, false, 255},   // the last row does not see the first key
+            {3, 90, 90, 2, 1, 32, 1},                // documents of each sequence
+            {2, 70, 150, 4, 2, 64, 3, true},         // keys in any order, rows that see nothing
+            {1, 150, 60, 2, 2, 48, 2},               // queries before the first key
+            {1, 20, 90, 4, 1, 80, 2, false, 40, 16}, // each head size's tiles of channels
+            {1, 70, 70, 1, 1, 128, 0, true},
+            {1, 12, 80, 2, 2, 160, 2},
+            {1, 70, 70, 2, 1, 256, 1},
+            {1, 20, 30, 2, 1, 12, 2},
+            {1, 20, 30, 2, 2, 64, 2, false, INT_MAX, 4},
+            {1, 20, 30, 2, 1, 64, 2, false, INT_MAX, 8, 1}};
+}
+
+// Unusual layers: soft caps, scales, values of another width, gaps between sequences.
+// The last two run on tensor cores.
+inline std::vector<AttentionCase> unusual_cases() {
+    const int all = INT_MAX;
+    if (SMALL) return {{1, 5, 9, 2, 1, 8, 3, true, 4, 0, 0, 12, 2.5f, 0.4f}};
+    return {{1, 20, 40, 2, 1, 24, 2, false, all, 0, 0, 0, 3, 0},
+            {2, 19, 37, 4, 2, 32, 3, true, 20, 8, 0, 16, 2.5f, 0.4f},
+            {1, 33, 33, 2, 2, 16, 1, false, 9, 0, 0, 80, 0, 0.3f},
+            {2, 33, 40, 2, 1, 32, 3, false, all, 16, 0, 0, 0, 0.3f, 2},
+            {3, 40, 70, 2, 2, 64, 2, false, all, 0, 0, 0, 0, 0.2f, 1}};
+}
+
+// (B, n, width) with strides; in the gaps NaN, that nobody may read or write.
+inline std::vector<double> spread(const std::vector<double>& from, size_t B, size_t n, size_t width,
+                                  size_t stride, size_t batch) {
+    std::vector<double> to(B * batch, NAN);
+    for (size_t row = 0; row < B * n; row++)
+        std::copy_n(from.begin() + long(row * width), width,
+                    to.begin() + long(row / n * batch + row % n * stride));
+    return to;
+}
+
+// The kernels to run: those that the launcher chooses, or Hopper's.
+enum class Path { CHOSEN, HOPPER, HOPPER_ANY_ORDER };
+
+// A case's operands in double, as every version reads them, and what the definition makes of them.
+struct AttentionWanted {
+    AttentionDims d;             // of the kernels' operands: strides that 16-byte loads can take
+    AttentionInputs in;          // strides that may be odd
+    AttentionRun<double> result; // with in's strides
+    std::vector<double> q, k, v; // with d's
+};
+inline AttentionWanted attention_wanted(Check& c, const AttentionCase& s) {
+    AttentionInputs x =
+        attention_inputs(c, s.B, s.Tq, s.Tk, s.NH, s.NKV, s.HS, s.kind, s.alibi, s.HS_v);
+    x.d.window = s.window;
+    x.scale = s.scale;
+    x.softcap = s.softcap;
+
+    AttentionDims d = {s.B, s.Tq, x.d.Tk, s.NH, s.NKV, s.HS};
+    d.q_stride = d.NH * d.HS + s.gap;
+    d.k_stride = d.NKV * d.HS + s.gap;
+    d.window = s.window;
+    d.HS_v = x.d.HS_v;
+    d.v_stride = d.NKV * d.HS_v + s.gap;
+    d.q_batch = (d.Tq + s.between) * d.q_stride;
+    d.k_batch = (d.Tk + s.between) * d.k_stride;
+    d.v_batch = (d.Tk + s.between) * d.v_stride;
+    return {d, x, attention_reference<double>(x),
+            spread(query_heads(x.q, x.d), d.B, d.Tq, d.NH * d.HS, d.q_stride, d.q_batch),
+            spread(key_heads(x.k, x.d), d.B, d.Tk, d.NKV * d.HS, d.k_stride, d.k_batch),
+            spread(value_heads(x.v, x.d), d.B, d.Tk, d.NKV * d.HS_v, d.v_stride, d.v_batch)};
+}
+
+// Gradients inside the heads, and that nobody wrote between rows or sequences.
+template <typename G>
+void add_heads(Outputs& o, const char* name, const Array<G>& got, const std::vector<double>& want,
+               size_t B, size_t n, size_t batch, size_t stride, size_t width, double tolerance,
+               double terms, bool repeats) {
+    std::vector<G> all = got.host();
+    Array<G> inside(heads_of(all, B, n, batch, stride, width));
+    o.add(name, inside, want, tolerance, terms, repeats);
+    for (size_t i = 0; i < all.size(); i++) {
+        bool gap = i % batch / stride >= n || i % batch % stride >= width;
+        if (gap && !std::isnan(double(to_acc(all[i]))))
+            return expect(o.c, false, std::string(name) + " is written between rows");
+    }
+}
+
+template <typename T, Path path> void attention_case(Check& c, const AttentionCase& s) {
+    AttentionWanted want = attention_wanted(c, s);
+    const AttentionRun<double>& result = want.result;
+    AttentionDims d = want.d;
+    d.any_order = path == Path::HOPPER_ANY_ORDER;
+    every_order(c, [&](Outputs& o) {
+        cudaStream_t stream = {};
+        Array<T> q(want.q, s.shift), k(want.k, s.shift), v(want.v, s.shift);
+        Array<T> out(result.out.size(), s.shift), dout(want.in.dout, s.shift);
+        Array<T> dq(want.q.size(), s.shift), dk(want.k.size(), s.shift), dv(want.v.size(), s.shift);
+        Array<int> qp(want.in.q_positions), kp(want.in.k_positions), start(want.in.doc_start);
+        Array<float> lse(d.B * d.NH * d.Tq), slopes(as_double(want.in.slopes));
+        Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, stream));
+        AttentionOperands<T> x = {q.data,  k.data,     v.data,  dout.data, qp.data,
+                                  kp.data, start.data, nullptr, d};
+        if (!want.in.slopes.empty()) x.slopes = slopes.data;
+        x.scale = s.scale;
+        x.softcap = s.softcap;
+
+        // Run the launcher's choice, or Hopper's kernels.
+        if constexpr (path == Path::CHOSEN) {
+            attention_forward(out.data, lse.data, x, scratch.data, stream);
+            attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, scratch.data,
+                               stream);
+        } else {
+            expect(c, hopper_takes(x, out.data), "not Hopper's");
+            attention_hopper_forward(out.data, lse.data, x, scratch.data, stream);
+            attention_hopper_backward(dq.data, dk.data, dv.data, out.data, lse.data, x,
+                                      scratch.data, stream);
+            HopperOperands<T> y = {};
+            hopper_operands(y, x, scratch.data, BACKWARD_ROWS);
+            size_t sums = d.B * d.NKV * y.tiles * BACKWARD_ROWS * round_up(d.HS, 64);
+            if (!d.any_order) o.same("sums of dq", y.dq, sums); // before rounding
+        }
+
+        // Two sums follow each other; p and ds are operands in T: two more roundings.
+        size_t length = std::max(d.HS, d.HS_v) + d.Tk;
+        o.add("out", out, result.out, tolerance<T>(length, sizeof(T) < 4 ? 2 : 0));
+        o.add("lse", lse, result.lse, tolerance<float>(length));
+
+        // dS = P (dP - D) cancels where one key is seen: roundings of terms of size 1 stay, or of
+        // as much as queries and keys have.
+        double terms = s.kind == 4 ? 6 : 1;
+        double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
+        add_heads(o, "dq", dq, query_heads(result.dq, want.in.d), d.B, d.Tq, d.q_batch, d.q_stride,
+                  d.NH * d.HS, loose, terms, !d.any_order);
+        add_heads(o, "dk", dk, key_heads(result.dk, want.in.d), d.B, d.Tk, d.k_batch, d.k_stride,
+                  d.NKV * d.HS, loose, terms, true);
+        add_heads(o, "dv", dv, value_heads(result.dv, want.in.d), d.B, d.Tk, d.v_batch, d.v_stride,
+                  d.NKV * d.HS_v, loose, terms, true);
+    });
+}
+
+#if defined(EMULATE)
+// What a query sees, as a range of positions, against the definition: all positions, documents and
+// windows up to 6, and keys that only fill up a tile.
+inline void attention_ranges(Check& c) {
+    CASE(c, "attention visibility of ranges");
+    const int n = 6;
+    size_t wrong = 0;
+    for (int position = 0; position < n; position++)
+        for (int start = 0; start < n; start++)
+            for (int window : {1, 2, 3, 4, 5, 6, 7, INT_MAX})
+                for (int key = 0; key < n; key++) {
+                    AttentionOperands<float> x;
+                    x.d.B = x.d.Tq = x.d.Tk = 1;
+                    x.d.window = window;
+                    x.q_positions = &position;
+                    x.k_positions = &key;
+                    x.doc_start = &start;
+                    int distance;
+                    KeyRange row = range_of(x, 0, 0);
+                    wrong += sees(row, key) != x.visible(0, 0, 0, distance);
+                    wrong += sees(row, NO_KEY) || row.last != position;
+                }
+    expect(c, wrong == 0, std::to_string(wrong) + " pairs are taken for what they are not");
+}
+
+// A tile's visibility from the extremes of two rows' ranges and of keys, against each of its pairs:
+// all of up to four positions, and rows that see nothing.
+inline void attention_visibility(Check& c) {
+    attention_ranges(c);
+    const int n = 4;
+    std::vector<KeyRange> ranges;
+    for (int first = 0; first < n; first++)
+        for (int last = 0; last < n; last++)
+            ranges.push_back({first, last});
+
+    CASE(c, "attention visibility of tiles");
+    size_t wrong = 0;
+    for (KeyRange a : ranges)
+        for (KeyRange b : ranges)
+            for (int low = 0; low < n; low++)
+                for (int high = low; high < n; high++) {
+                    bool any = false, all = true;
+                    for (int key = low; key <= high; key++) {
+                        any |= sees(a, key) || sees(b, key);
+                        all &= sees(a, key) && sees(b, key);
+                    }
+
+                    // Extremes are exact of one range; of two, keys may lie in the gap between.
+                    Span first = join({a.first, a.first}, {b.first, b.first});
+                    Span last = join({a.last, a.last}, {b.last, b.last});
+                    Visibility v = visibility({first, last}, {low, high});
+                    wrong += (v == ALL) != all;
+                    wrong += v == NOTHING && any;
+                    bool one = a.first == b.first && a.last == b.last && a.first <= a.last;
+                    wrong += one && v != NOTHING && !any;
+                }
+    expect(c, wrong == 0, std::to_string(wrong) + " tiles are taken for what they are not");
+}
+#endif
+
+// Results in float of a layer in T, and gradients that are added to: tensor cores take neither, and
+// the launcher falls back to plain kernels.
+template <typename T> void attention_into_float_kernels(Check& c) {
+    CASE(c, "attention %s, results in float", type_word(T()));
+    AttentionWanted want = attention_wanted(c, {2, 20, 40, 2, 1, 32, 2, true});
+    const AttentionRun<double>& result = want.result;
+    const AttentionDims& d = want.d;
+    every_order(c, [&](Outputs& o) {
+        cudaStream_t stream = {};
+        Array<T> q(want.q), k(want.k), v(want.v), out(result.out), dout(want.in.dout);
+        Array<float> wide(result.out.size()), lse(d.B * d.NH * d.Tq);
+        std::vector<double> three_q(want.q.size(), 3), three_k(want.k.size(), 3);
+        Array<float> dq(three_q), dk(three_k), dv(three_k);
+        Array<int> qp(want.in.q_positions), kp(want.in.k_positions), start(want.in.doc_start);
+        Array<float> slopes(as_double(want.in.slopes));
+        Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, stream));
+        AttentionOperands<T> x = {q.data,  k.data,     v.data,      dout.data, qp.data,
+                                  kp.data, start.data, slopes.data, d};
+        attention_forward(wide.data, lse.data, x, scratch.data, stream);
+        x.accumulate = true;
+        attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, scratch.data, stream);
+
+        size_t length = d.HS + d.Tk;
+        double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
+        auto plus_three = [](std::vector<double> gradient) {
+            for (double& g : gradient) g += 3;
+            return gradient;
+        };
+        o.add("out in float", wide, result.out, tolerance<float>(length));
+        o.add("dq +=", dq, plus_three(query_heads(result.dq, want.in.d)), loose);
+        o.add("dk +=", dk, plus_three(key_heads(result.dk, want.in.d)), loose);
+        o.add("dv +=", dv, plus_three(value_heads(result.dv, want.in.d)), loose);
+    });
+}
+
+// Partial results: rows that both blocks saw, one of them, or none.
+template <typename T> void attention_merge_kernels(Check& c) {
+    CASE(c, "attention merge, part in %s", type_word(T()));
+    const size_t B = 2, Tq = 9, NH = 3, HS = 40, rows = B * Tq * NH;
+    auto out = rounded<float>(normals(c, rows * HS)), part = rounded<T>(normals(c, rows * HS));
+    auto lse = rounded<float>(normals(c, rows)), part_lse = rounded<float>(normals(c, rows));
+
+    // The definition of what both are together, on the CPU.
+    for (size_t i = 0; i < rows; i++) {
+        if (i % 3 == 1) lse[i] = -INFINITY;
+        if (i % 4 == 1) part_lse[i] = -INFINITY;
+    }
+    auto want = out, want_lse = lse;
+    attention_merge(want.data(), want_lse.data(), part.data(), part_lse.data(), B, Tq, NH, HS,
+                    Cpu{});
+
+    // The kernel.
+    every_order(c, [&](Outputs& o) {
+        Array<float> got(out), got_lse(lse), theirs_lse(part_lse);
+        Array<T> theirs(part);
+        attention_merge(got.data, got_lse.data, theirs.data, theirs_lse.data, B, Tq, NH, HS,
+                        cudaStream_t{});
+        o.add("out", got, want, tolerance<float>(2));
+        o.add("lse", got_lse, want_lse, tolerance<float>(2));
+    });
+}
+
+template <typename T, std::vector<AttentionCase> cases(), Path path = Path::CHOSEN>
+void attention_kernels(Check& c) {
+    for (const AttentionCase& s : cases()) {
+        CASE(c, "attention %s B=%zu Tq=%zu Tk=%zu NH=%zu NKV=%zu HS=%zu kind %d alibi %d window %d",
+             type_word(T()), s.B, s.Tq, s.Tk, s.NH, s.NKV, s.HS, s.kind, s.alibi, s.window);
+        attention_case<T, path>(c, s);
+    }
+}
+
+// Which rows of out and lse are NaN, where a query or a key is.
+template <typename T, Path path>
+void attention_nan_rows(Check& c, const char* where, const std::vector<double>& q,
+                        const std::vector<double>& k, const std::vector<double>& want) {
+    AttentionInputs x = attention_inputs(c, 1, 40, 40, 1, 1, 32, 0, false);
+    AttentionDims d = {1, 40, 40, 1, 1, 32, 32, 32};
+    std::vector<double> values = normals(c, 40 * 32);
+    every_order(c, [&](Outputs& o) {
+        Array<T> a(q), b(k), v(values), out(40 * 32);
+        Array<int> positions(x.q_positions), keys(x.k_positions), start(x.doc_start);
+        Array<float> lse(40);
+        Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, cudaStream_t{}));
+        AttentionOperands<T> operands = {a.data,    b.data,     v.data,  nullptr, positions.data,
+                                         keys.data, start.data, nullptr, d};
+        if constexpr (path == Path::CHOSEN)
+            attention_forward(out.data, lse.data, operands, scratch.data, cudaStream_t{});
+        else
+            attention_hopper_forward(out.data, lse.data, operands, scratch.data, cudaStream_t{});
+
+        std::vector<double> lost(40), unseen(40);
+        auto rows = out.host();
+        auto sums = lse.host();
+        for (size_t i = 0; i < 40; i++) {
+            lost[i] = std::isnan(double(to_acc(rows[i * 32])));
+            unseen[i] = std::isnan(sums[i]);
+        }
+        Array<double> found(lost), found_lse(unseen);
+        o.add((std::string("rows with NaN in ") + where).c_str(), found, want, 0);
+        o.add("lse with NaN", found_lse, want, 0);
+    });
+}
+// A NaN among the operands reaches the output: of a query its row, of a key every row that sees it.
+template <typename T, Path path = Path::CHOSEN> void attention_nan_kernels(Check& c) {
+    const std::vector<double> q = normals(c, 40 * 32), k = normals(c, 40 * 32);
+    std::vector<double> one(40), later(40), bad_q = q, bad_k = k;
+    bad_q[33 * 32 + 5] = NAN;
+    one[33] = 1;
+    attention_nan_rows<T, path>(c, "a query", bad_q, k, one);
+
+    bad_k[21 * 32 + 5] = NAN;
+    std::fill(later.begin() + 21, later.end(), 1);
+    attention_nan_rows<T, path>(c, "a key", q, bad_k, later);
+}
+
+inline void add_attention_kernels(std::vector<KernelRow>& rows) {
+#if defined(EMULATE)
+    rows.push_back({"attention visibility", attention_visibility});
+#endif
+    rows.push_back({"attention float", attention_kernels<float, attention_cases>});
+    rows.push_back({"attention bf16", attention_kernels<bf16, attention_cases>});
+    rows.push_back({"attention bf16, more tiles", attention_kernels<bf16, attention_mma_cases>});
+    rows.push_back({"attention fp16", attention_kernels<fp16, attention_cases>});
+    rows.push_back({"attention fp16, more tiles", attention_kernels<fp16, attention_mma_cases>});
+    rows.push_back({"attention float, unusual layers", attention_kernels<float, unusual_cases>});
+    rows.push_back({"attention bf16, unusual layers", attention_kernels<bf16, unusual_cases>});
+    rows.push_back({"attention float, into float", attention_into_float_kernels<float>});
+    rows.push_back({"attention bf16, into float", attention_into_float_kernels<bf16>});
+    rows.push_back({"attention merge, float", attention_merge_kernels<float>});
+    rows.push_back({"attention merge, bf16", attention_merge_kernels<bf16>});
+    rows.push_back({"attention of NaN, float", attention_nan_kernels<float>});
+    rows.push_back({"attention of NaN, bf16", attention_nan_kernels<bf16>});
+}

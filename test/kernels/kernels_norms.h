@@ -1,0 +1,142 @@
+// kernels_norms.h - rows of the kernel table: LayerNorm, RMSNorm
+#pragma once
+#include "../../llmc/layernorm.cuh"
+#include "../../llmc/rmsnorm.cuh"
+#include "kernel_table.h"
+
+using namespace llmc;
+
+// Odd rows and channels, one of each, blocks of rows that end early; one, four and sixteen warps a
+// row, one pack of it a thread, two, or so many that sums stay in memory; one strip of rows and
+// several; not 16-byte aligned (shift).
+struct NormCase {
+    size_t N, C, shift;
+};
+inline std::vector<NormCase> norm_cases() {
+    if (SMALL) return {{3, 33, 0}, {9, 96, 0}, {2, 4160, 0}};
+    return {{1, 1, 0},   {3, 33, 0},   {37, 96, 0},  {5, 768, 0},   {6, 768, 1},   {33, 1600, 0},
+            {131, 8, 0}, {2, 4100, 1}, {2, 8192, 0}, {1, 16384, 0}, {200, 264, 0}, {3, 4096, 0}};
+}
+
+template <typename T> void layernorm_kernels(Check& c) {
+    const float eps = 1e-5f;
+    for (NormCase s : norm_cases())
+        for (bool accumulate : {false, true}) {
+            size_t N = s.N, C = s.C;
+            CASE(c, "layernorm %s N=%zu C=%zu shift=%zu", type_word(T()), N, C, s.shift);
+            auto x = rounded<T>(normals(c, N * C)), dout = rounded<T>(normals(c, N * C));
+            auto w = rounded<T>(normals(c, C)), b = rounded<T>(normals(c, C));
+            auto dres = rounded<T>(normals(c, N * C)), before = rounded<float>(normals(c, C));
+
+            // Want: the CPU in double. Backward in float reads float statistics: so does this.
+            std::vector<double> out(N * C), mean(N), rstd(N), dinp(N * C), dw = before, db = before;
+            layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N,
+                              C, eps, Cpu{});
+            auto mean_f = rounded<float>(mean), rstd_f = rounded<float>(rstd);
+            layernorm_backward_input(dinp.data(), accumulate ? dres.data() : nullptr, dout.data(),
+                                     x.data(), w.data(), mean_f.data(), rstd_f.data(), N, C, Cpu{});
+            layernorm_backward_weight(dw.data(), db.data(), dout.data(), x.data(), mean_f.data(),
+                                      rstd_f.data(), N, C, accumulate, Cpu{});
+
+            std::vector<double> dj = before;
+            if (accumulate)
+                column_sums(dj.data(), dres.data(), nullptr, N, C, accumulate, Cpu{});
+            else
+                dj.assign(C, 0); // without a residual
+
+            // A gradient may cancel what was there before, and the error is the terms'.
+            double terms = accumulate ? largest(before) : 0;
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> inp(x, s.shift), weight(w, s.shift), bias(b, s.shift);
+                Array<T> y(N * C, s.shift), dx(N * C, s.shift);
+                Array<T> d(dout, s.shift), residual(dres, s.shift);
+                Array<float> m(N), r(N), m_in(mean_f), r_in(rstd_f), dweight(before), dbias(before);
+                Array<float> joined(before);
+                Array<float> sums(layernorm_sums(N, C, stream));
+                layernorm_forward(y.data, m.data, r.data, inp.data, weight.data, bias.data, N, C,
+                                  eps, stream);
+                layernorm_backward(dx.data, sums.data, accumulate ? residual.data : nullptr, d.data,
+                                   inp.data, weight.data, m_in.data, r_in.data, N, C, stream);
+                column_sums<T>({}, layernorm_parts<float>(dweight.data, dbias.data, joined.data,
+                                                          sums.data, N, C, stream),
+                               nullptr, accumulate, stream);
+
+                // Frozen, and in the residual's place: the same input gradient.
+                layernorm_backward(residual.data, (float*)nullptr,
+                                   accumulate ? residual.data : nullptr, d.data, inp.data,
+                                   weight.data, m_in.data, r_in.data, N, C, stream);
+
+                o.add("out", y, out, tolerance<T>(C));
+                o.add("mean", m, mean, tolerance<float>(C), 1);
+                o.add("rstd", r, rstd, tolerance<float>(C));
+                o.add("dinp", dx, dinp, tolerance<T>(C));
+                o.add("dinp in place", residual, dinp, tolerance<T>(C));
+                o.add("dweight", dweight, dw, tolerance<float>(N), terms);
+                o.add("dbias", dbias, db, tolerance<float>(N), terms);
+                o.add("sum of dresidual", joined, dj, tolerance<float>(N), terms);
+            });
+        }
+}
+
+template <typename T> void rmsnorm_kernels(Check& c) {
+    const float eps = 1e-5f;
+    for (NormCase s : norm_cases())
+        for (bool accumulate : {false, true}) {
+            size_t N = s.N, C = s.C;
+            CASE(c, "rmsnorm %s N=%zu C=%zu shift=%zu", type_word(T()), N, C, s.shift);
+            auto x = rounded<T>(normals(c, N * C)), w = rounded<T>(normals(c, C));
+            auto dout = rounded<T>(normals(c, N * C)), dres = rounded<T>(normals(c, N * C));
+            auto before = rounded<float>(normals(c, C));
+
+            // Want: the CPU in double. Backward in float reads float statistics: so does this.
+            std::vector<double> out(N * C), rstd(N), dinp(N * C), dw = before;
+            rmsnorm_forward(out.data(), rstd.data(), x.data(), w.data(), N, C, eps, Cpu{});
+            auto rstd_f = rounded<float>(rstd);
+            rmsnorm_backward_input(dinp.data(), accumulate ? dres.data() : nullptr, dout.data(),
+                                   x.data(), w.data(), rstd_f.data(), N, C, Cpu{});
+            rmsnorm_backward_weight(dw.data(), dout.data(), x.data(), rstd_f.data(), N, C, accumulate,
+                                    Cpu{});
+
+            // The size of the gradients' terms, which cancel where C is small.
+            double terms = 0, weight_terms = accumulate ? largest(before) : 0;
+            for (size_t i = 0; i < N * C; i++)
+                terms = std::max(terms, std::fabs(rstd[i / C] * dout[i] * w[i % C]));
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> inp(x, s.shift), weight(w, s.shift), d(dout, s.shift);
+                Array<T> y(N * C, s.shift), residual(dres, s.shift), dx(N * C, s.shift);
+                Array<float> r(N), r_in(rstd_f), dweight(before);
+                Array<float> sums(rmsnorm_sums(N, C, stream));
+                rmsnorm_forward(y.data, r.data, inp.data, weight.data, N, C, eps, stream);
+                rmsnorm_backward(dx.data, sums.data, accumulate ? residual.data : nullptr, d.data,
+                                 inp.data, weight.data, r_in.data, N, C, stream);
+                column_sums<T>({}, {rmsnorm_parts<float>(dweight.data, sums.data, N, C, stream)},
+                               nullptr, accumulate, stream);
+                column_sums<T>({}, {rmsnorm_parts<float>(nullptr, sums.data, N, C, stream)},
+                               nullptr, accumulate, stream);
+
+                // Frozen, and in the residual's place: the same input gradient.
+                rmsnorm_backward(residual.data, (float*)nullptr,
+                                 accumulate ? residual.data : nullptr, d.data, inp.data,
+                                 weight.data, r_in.data, N, C, stream);
+
+                o.add("out", y, out, tolerance<T>(C));
+                o.add("rstd", r, rstd, tolerance<float>(C));
+                o.add("dinp", dx, dinp, tolerance<T>(C), terms);
+                o.add("dinp in place", residual, dinp, tolerance<T>(C), terms);
+                o.add("dweight", dweight, dw, tolerance<float>(N), weight_terms);
+            });
+        }
+}
+
+inline void add_norm_kernels(std::vector<KernelRow>& rows) {
+    rows.push_back({"layernorm float", layernorm_kernels<float>});
+    rows.push_back({"layernorm bf16", layernorm_kernels<bf16>});
+    rows.push_back({"layernorm fp16", layernorm_kernels<fp16>});
+    rows.push_back({"rmsnorm float", rmsnorm_kernels<float>});
+    rows.push_back({"rmsnorm bf16", rmsnorm_kernels<bf16>});
+    rows.push_back({"rmsnorm fp16", rmsnorm_kernels<fp16>});
+}

@@ -1,0 +1,216 @@
+// kernels_products.h - rows of the kernel table: matrix products, the linear layer
+//   On a GPU these run cuBLASLt; in the emulator the loops that stand for it, so that the rows
+//   themselves are known to be right.
+#pragma once
+#include "../../llmc/linear.cuh"
+#include "kernel_table.h"
+
+using namespace llmc;
+
+// Scratch for every product of a row.
+inline size_t product_scratch_bytes() {
+    return std::max(PRODUCT_WORKSPACE, column_sums_scratch_bytes(300, 300, cudaStream_t{}));
+}
+
+// Products of a row take the library's first guess, or what it measures to be the fastest. A handle
+// keeps its choices: the second run of a case has the same algorithm.
+struct ProductHandles {
+    Blas guessed, measured;
+    Array<unsigned char> scratch{product_scratch_bytes()};
+    ProductHandles() {
+        blas_scratch(guessed, scratch.data, scratch.n);
+        blas_scratch(measured, scratch.data, scratch.n);
+#if defined(__CUDACC__)
+        measured.rehearsing = true;
+#endif
+    }
+};
+
+// ----------------------------------------------------------------------------
+// products
+
+// One element; odd sizes; sizes that tensor cores like; a sum long enough to be cut in parts. `pad`
+// elements stand behind each row of every operand: 0 and 8 keep rows of 16 bytes whole, 1 leaves
+// them at 2 bytes. The shift moves every operand off its alignment.
+struct ProductCase {
+    size_t M, N, K, pad, shift;
+};
+inline std::vector<ProductCase> product_cases() {
+    if (SMALL) return {{1, 1, 1, 0, 0}, {5, 7, 3, 1, 1}};
+    return {{1, 1, 1, 0, 0},   {5, 7, 3, 1, 1},     {33, 17, 66, 0, 1}, {64, 128, 96, 8, 0},
+            {57, 63, 65, 0, 0}, {8, 16, 2048, 0, 0}, {1, 96, 64, 8, 0},  {40, 16, 64, 1, 0}};
+}
+
+// A matrix with `pad` elements behind each row, or behind each column where it lies transposed. What
+// lies between is NaN: reading it shows itself.
+struct PaddedMatrix {
+    Strides strides;
+    std::vector<double> x;
+};
+inline PaddedMatrix padded_matrix(const std::vector<double>& values, size_t rows, size_t cols,
+                                  size_t pad, bool transposed) {
+    size_t step = (transposed ? rows : cols) + pad;
+    size_t lines = transposed ? cols : rows;
+    PaddedMatrix m;
+    m.strides = transposed ? Strides{1, step} : Strides{step, 1};
+    m.x.assign(lines * step, NAN);
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < cols; j++)
+            m.x[i * m.strides.row + j * m.strides.column] = values[i * cols + j];
+    return m;
+}
+
+// What a product begins with and what it must give; padding stays as it was.
+struct WantedProduct {
+    Product p;
+    PaddedMatrix a, b, residual;
+    std::vector<double> bias, before, want; // (N) (M,N + pad) (M,N + pad)
+    double terms = 0; // the largest sum of what is added, signs left out: an element may be its rest
+};
+
+// The values of a product, in T; bit 0 of `kind` adds a bias, bit 1 a residual, else bit 2 what was
+// there.
+template <typename T>
+WantedProduct wanted_product(Check& c, const ProductCase& s, bool ta, bool tb, int kind) {
+    auto a = rounded<T>(normals(c, s.M * s.K));
+    auto b = rounded<T>(normals(c, s.K * s.N));
+    auto r = rounded<T>(normals(c, s.M * s.N));
+    WantedProduct w;
+    w.a = padded_matrix(a, s.M, s.K, s.pad, ta);
+    w.b = padded_matrix(b, s.K, s.N, s.pad, tb);
+    w.residual = padded_matrix(r, s.M, s.N, s.pad, false);
+    w.bias = rounded<T>(normals(c, s.N));
+    w.p = {s.M, s.N, s.K, w.a.strides, w.b.strides, s.N + s.pad, bool(kind & 4)};
+
+    // Begin with numbers everywhere, in the padding too.
+    w.before = rounded<T>(normals(c, s.M * w.p.out_row));
+    w.want = w.before;
+
+    // Want: the plain sum in double, then what is added.
+    for (size_t i = 0; i < s.M; i++)
+        for (size_t j = 0; j < s.N; j++) {
+            double sum = 0;
+            for (size_t k = 0; k < s.K; k++)
+                sum += a[i * s.K + k] * b[k * s.N + j];
+            double& out = w.want[i * w.p.out_row + j];
+            double before = kind & 4 ? out : 0;
+            double residual = kind & 2 ? r[i * s.N + j] : 0;
+            double bias = kind & 1 ? w.bias[j] : 0;
+            out = sum + before + residual + bias;
+            w.terms = std::max(w.terms, std::fabs(sum) + std::fabs(before) + std::fabs(residual) +
+                                            std::fabs(bias));
+        }
+    return w;
+}
+
+// The output of one product. The first run of a handle that measures spoils what it writes, on a
+// GPU: it writes another buffer.
+template <typename T, typename O>
+void product_output(Array<O>& out, const WantedProduct& w, int kind, size_t shift, Blas& blas) {
+    cudaStream_t stream = {};
+    Array<T> a(w.a.x, shift), b(w.b.x, shift), bias(w.bias, shift);
+    Array<O> residual(w.residual.x, shift);
+    const T* bias_or_null = kind & 1 ? bias.data : nullptr;
+    const O* residual_or_null = kind & 2 ? residual.data : nullptr;
+#if defined(__CUDACC__)
+    Array<O> scrap(w.before, shift);
+    if (blas.rehearsing)
+        matmul(scrap.data, a.data, b.data, bias_or_null, residual_or_null, w.p, blas, stream);
+#endif
+    matmul(out.data, a.data, b.data, bias_or_null, residual_or_null, w.p, blas, stream);
+}
+
+// T: the operands; O: what comes out, T or float.
+template <typename T, typename O> void product_kernels(Check& c) {
+    ProductHandles handles;
+    bool same_type = type_of<T>() == type_of<O>();
+    for (const ProductCase& s : product_cases())
+        for (int transposed = 0; transposed < 4; transposed++)
+            for (int kind : {0, 1, 2, 3, 4, 5}) {
+                if (!same_type && kind & 1) continue; // a bias has the output's type
+                bool ta = transposed & 1, tb = transposed & 2;
+                CASE(c, "product %s to %s M=%zu N=%zu K=%zu pad=%zu shift=%zu ta=%d tb=%d%s%s%s",
+                     type_word(T()), type_word(O()), s.M, s.N, s.K, s.pad, s.shift, ta, tb,
+                     kind & 1 ? " bias" : "", kind & 2 ? " residual" : "", kind & 4 ? " +=" : "");
+                WantedProduct w = wanted_product<T>(c, s, ta, tb, kind);
+
+                // A sum is rounded to O once, whatever is added to it.
+                every_order(c, [&](Outputs& o) {
+                    Array<O> guessed(w.before, s.shift), measured(w.before, s.shift);
+                    product_output<T>(guessed, w, kind, s.shift, handles.guessed);
+                    product_output<T>(measured, w, kind, s.shift, handles.measured);
+                    o.add("out", guessed, w.want, tolerance<O>(s.K + 2), w.terms);
+                    o.add("out, measured", measured, w.want, tolerance<O>(s.K + 2), w.terms);
+                });
+            }
+}
+
+// ----------------------------------------------------------------------------
+// the linear layer, as blocks call it
+
+struct LinearCase {
+    size_t N, OC, IC, shift;
+};
+inline std::vector<LinearCase> linear_cases() {
+    if (SMALL) return {{3, 5, 7, 1}};
+    return {{1, 1, 1, 0}, {3, 5, 7, 1}, {96, 64, 128, 0}, {130, 96, 24, 0}, {17, 33, 64, 0}};
+}
+
+template <typename T> void linear_kernels(Check& c) {
+    ProductHandles handles;
+    Blas& blas = handles.guessed;
+    for (const LinearCase& s : linear_cases())
+        for (bool accumulate : {false, true}) {
+            size_t N = s.N, OC = s.OC, IC = s.IC;
+            CASE(c, "linear %s N=%zu OC=%zu IC=%zu shift=%zu accumulate=%d", type_word(T()), N, OC,
+                 IC, s.shift, accumulate);
+            auto inp = rounded<T>(normals(c, N * IC)), w = rounded<T>(normals(c, OC * IC));
+            auto bias = rounded<T>(normals(c, OC)), dout = rounded<T>(normals(c, N * OC));
+            auto residual = rounded<T>(normals(c, N * OC)), dx0 = rounded<T>(normals(c, N * IC));
+            auto dw0 = rounded<float>(normals(c, OC * IC)), db0 = rounded<float>(normals(c, OC));
+
+            // Want: the CPU in double.
+            std::vector<double> out(N * OC), dinp = dx0, dw = dw0, db = db0;
+            std::vector<unsigned char> memory(linear_scratch_bytes<double>(N, OC, IC, Cpu{}));
+            Blas host;
+            blas_scratch(host, memory.data(), memory.size());
+            Weight W = {w.data(), Type::F64, OC, IC, dw.data()};
+            Weight B = {bias.data(), Type::F64, OC, 1, db.data()};
+            linear_forward(out.data(), inp.data(), W, &B, residual.data(), N, host, Cpu{});
+            linear_backward_input(dinp.data(), dout.data(), W, N, accumulate, host, Cpu{});
+            linear_backward_weight(W, &B, dout.data(), inp.data(), N, accumulate, host, Cpu{});
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> x(inp, s.shift), weight(w, s.shift), b(bias, s.shift), d(dout, s.shift);
+                Array<T> r(residual, s.shift), y(N * OC, s.shift), dx(dx0, s.shift);
+                Array<float> dweight(dw0), dbias(db0);
+                Weight gw = {weight.data, type_of<T>(), OC, IC, dweight.data};
+                Weight gb = {b.data, type_of<T>(), OC, 1, dbias.data};
+                linear_forward(y.data, x.data, gw, &gb, r.data, N, blas, stream);
+                linear_backward_input(dx.data, d.data, gw, N, accumulate, blas, stream);
+                linear_backward_weight(gw, &gb, d.data, x.data, N, accumulate, blas, stream);
+
+                o.add("out", y, out, tolerance<T>(IC + 2),
+                      largest(inp) * largest(w) + largest(bias) + largest(residual));
+                o.add("dinp", dx, dinp, tolerance<T>(OC + 1),
+                      largest(dout) * largest(w) + largest(dx0));
+                o.add("dw", dweight, dw, tolerance<float>(N + 1),
+                      largest(dout) * largest(inp) + largest(dw0));
+                o.add("dbias", dbias, db, tolerance<float>(N + 1), largest(dout) + largest(db0));
+            });
+        }
+}
+
+// ----------------------------------------------------------------------------
+
+inline void add_product_kernels(std::vector<KernelRow>& rows) {
+    rows.push_back({"product float", product_kernels<float, float>});
+    rows.push_back({"product bf16", product_kernels<bf16, bf16>});
+    rows.push_back({"product fp16", product_kernels<fp16, fp16>});
+    rows.push_back({"product bf16 to float", product_kernels<bf16, float>});
+    rows.push_back({"product fp16 to float", product_kernels<fp16, float>});
+    rows.push_back({"linear float", linear_kernels<float>});
+    rows.push_back({"linear bf16", linear_kernels<bf16>});
+    rows.push_back({"linear fp16", linear_kernels<fp16>});
+}

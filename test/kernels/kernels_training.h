@@ -1,0 +1,476 @@
+// kernels_training.h - rows of the kernel table: embedding, cross-entropy, optimizer, gradient norm
+#pragma once
+#include "../../llmc/adamw.cuh"
+#include "../../llmc/crossentropy.cuh"
+#include "../../llmc/embedding.cuh"
+#include "kernel_table.h"
+
+using namespace llmc;
+
+inline std::vector<double> numbers_of(const std::vector<int>& x) { return {x.begin(), x.end()}; }
+
+// ----------------------------------------------------------------------------
+// embedding
+
+// One row; rows of more than one tile; one key for all; keys of two and three digits of the sort;
+// one, four and sixteen warps a row; not 16-byte aligned (shift).
+struct EmbeddingCase {
+    size_t N, V, C, shift;
+    int tokens; // different ones
+};
+inline std::vector<EmbeddingCase> embedding_cases() {
+    if (SMALL) return {{3, 5, 33, 0, 5}, {70, 600, 8, 0, 3}, {1030, 2, 1, 0, 2}};
+    return {{1, 1, 1, 0, 1},       {9, 5, 33, 0, 5},       {200, 700, 96, 0, 700},
+            {150, 700, 768, 0, 4}, {40, 30, 768, 1, 9},    {2500, 1100, 8, 0, 1100},
+            {2100, 3, 8, 0, 1},    {50, 270000, 1, 0, 40}, {6, 7, 4160, 0, 3}};
+}
+
+template <typename T> void embedding_kernels(Check& c) {
+    for (EmbeddingCase s : embedding_cases())
+        for (bool accumulate : {false, true}) {
+            size_t N = s.N, V = s.V, C = s.C, cells = V * C;
+            size_t P = 7 + (N > 1000 ? 600 : 0);
+            size_t start = accumulate ? V / 4 : 0; // the table is a part: others' tokens too
+            CASE(c, "embedding %s N=%zu V=%zu C=%zu shift=%zu start=%zu accumulate=%d",
+                 type_word(T()), N, V, C, s.shift, start, accumulate);
+
+            // Draw tokens among a few names, the last row of the table among them.
+            std::vector<int> names = integers(c, s.tokens, 0, int(V + 2 * start) - 1);
+            std::vector<int> which = integers(c, N, 0, s.tokens - 1), tokens(N);
+            std::vector<int> positions = integers(c, N, 3, int(P) - 1);
+            std::vector<int> starts = integers(c, N, 0, 3);
+            names[0] = int(V + start) - 1;
+            for (size_t n = 0; n < N; n++) tokens[n] = names[which[n]];
+            auto wte = rounded<T>(normals(c, cells)), wpe = rounded<T>(normals(c, P * C));
+            auto dout = rounded<T>(normals(c, N * C));
+            auto wte_before = rounded<float>(normals(c, cells));
+            auto wpe_before = rounded<float>(normals(c, P * C));
+
+            // Want: the CPU in double.
+            std::vector<double> out(N * C), alone(N * C), dwte = wte_before, dwpe = wpe_before;
+            embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(),
+                              wte.data(), wpe.data(), N, start, V, C, Cpu{});
+            embedding_forward(alone.data(), tokens.data(), positions.data(), starts.data(),
+                              wte.data(), (double*)nullptr, N, start, V, C, Cpu{});
+            embedding_backward_weight(dwte.data(), dwpe.data(), dout.data(), tokens.data(),
+                                      positions.data(), starts.data(), nullptr, N, start, V, P, C,
+                                      accumulate, Cpu{});
+
+            // Rows are added in the same order: the CPU's version in T has the same bits.
+            std::vector<T> dout_t = as<T>(dout);
+            std::vector<float> dwte_f = as<float>(wte_before), dwpe_f = as<float>(wpe_before);
+            embedding_backward_weight(dwte_f.data(), dwpe_f.data(), dout_t.data(), tokens.data(),
+                                      positions.data(), starts.data(), nullptr, N, start, V, P, C,
+                                      accumulate, Cpu{});
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<int> t(tokens), p(positions), d0(starts);
+                Array<T> a(wte, s.shift), b(wpe, s.shift), d(dout, s.shift);
+                Array<T> y(N * C, s.shift), y0(N * C, s.shift);
+                Array<float> da(wte_before), db(wpe_before), frozen(wpe_before);
+                Array<unsigned char> scratch(embedding_scratch_bytes(N, stream));
+                embedding_forward(y.data, t.data, p.data, d0.data, a.data, b.data, N, start, V, C,
+                                  stream);
+                embedding_forward(y0.data, t.data, p.data, d0.data, a.data, (T*)nullptr, N, start,
+                                  V, C, stream);
+                embedding_backward_weight(da.data, db.data, d.data, t.data, p.data, d0.data,
+                                          scratch.data, N, start, V, P, C, accumulate, stream);
+                embedding_backward_weight((float*)nullptr, frozen.data, d.data, t.data, p.data,
+                                          d0.data, scratch.data, N, start, V, P, C, accumulate,
+                                          stream);
+
+                o.add("out", y, out, tolerance<T>(1));
+                o.add("tokens alone", y0, alone, 0);
+                o.add("dwte", da, dwte, tolerance<float>(N));
+                o.add("dwpe", db, dwpe, tolerance<float>(N));
+                o.add("dwte, bits", da, as_double(dwte_f), 0);
+                o.add("dwpe, bits", db, as_double(dwpe_f), 0);
+                o.add("dwpe, tokens frozen", frozen, as_double(dwpe_f), 0);
+            });
+        }
+}
+
+// ----------------------------------------------------------------------------
+// cross-entropy
+
+struct CrossentropyCase {
+    size_t N, V, Vp, shift;
+};
+inline std::vector<CrossentropyCase> crossentropy_cases() {
+    if (SMALL) return {{2, 5, 8, 0}, {3, 4100, 4104, 0}};
+    return {{1, 1, 1, 0},       {5, 3, 8, 0},     {4, 1000, 1024, 0},  {3, 4097, 4160, 0},
+            {3, 4099, 4104, 1}, {2, 700, 701, 0}, {2, 10000, 10112, 0}};
+}
+
+// A rank's columns [start, start + V) of the vocabulary, and what the CPU makes of them in double.
+// Padding behind them must not be looked at, nor the columns of another rank.
+struct WantedShard {
+    size_t start, V, Vp;
+    std::vector<double> logits, max, sum, target, d; // (N,Vp), then (N), then (N,Vp)
+};
+inline WantedShard wanted_shard(const std::vector<double>& logits, size_t N, size_t row,
+                                size_t start, size_t end, const std::vector<int>& targets,
+                                const std::vector<double>& m, const std::vector<double>& sum,
+                                float scale) {
+    WantedShard w = {start, end - start, round_up(end - start, size_t(8)), {}, {}, {}, {}, {}};
+    for (size_t n = 0; n < N; n++) {
+        auto from = logits.begin() + ptrdiff_t(n * row);
+        w.logits.insert(w.logits.end(), from + ptrdiff_t(start), from + ptrdiff_t(end));
+        w.logits.resize((n + 1) * w.Vp, 1000);
+    }
+
+    // Sums are below the whole row's maximum.
+    w.max.resize(N);
+    w.sum.resize(N);
+    w.target.resize(N);
+    w.d = w.logits;
+    crossentropy_max(w.max.data(), w.logits.data(), N, w.V, w.Vp, Cpu{});
+    crossentropy_sum(w.sum.data(), w.target.data(), w.logits.data(), targets.data(), m.data(), N,
+                     w.V, w.Vp, start, Cpu{});
+    crossentropy_backward(w.d.data(), targets.data(), m.data(), sum.data(), double(scale), N, w.V,
+                          w.Vp, start, Cpu{});
+    return w;
+}
+
+template <typename T> void crossentropy_kernels(Check& c) {
+    for (CrossentropyCase s : crossentropy_cases())
+        for (bool impossible : {false, true}) {
+            size_t N = s.N, V = s.V, Vp = s.Vp;
+            size_t H = N == 5 ? V : V / 2; // where the second shard begins; V: it is empty
+            const float scale = 0.1f;
+            CASE(c, "crossentropy %s N=%zu V=%zu Vp=%zu shift=%zu -inf=%d", type_word(T()), N, V,
+                 Vp, s.shift, impossible);
+            std::vector<int> targets = integers(c, N, -1, int(V) - 1);
+            if (N > 2) {
+                targets[1] = -1;
+                targets[2] = int(V) - 1;
+            }
+            if (N > 3) targets[3] = int(std::min(H, V - 1)); // the first of the next shard
+            if (H > 0) targets[0] = int(H) - 1;              // the last of the first shard
+
+            // Padding must not be looked at. -inf for most tokens: whole threads see nothing else.
+            auto logits = rounded<T>(normals(c, N * Vp, 4));
+            for (size_t n = 0; n < N; n++) {
+                for (size_t v = V; v < Vp; v++) logits[n * Vp + v] = 1000;
+                for (size_t v = 0; impossible && v < V; v++)
+                    if (v % 64 != 63 && int(v) != targets[n] && v + 1 < V)
+                        logits[n * Vp + v] = -INFINITY;
+            }
+
+            // Want: the CPU in double. A loss is what is left of a logit and the maximum (terms).
+            std::vector<double> m(N), sum(N), target(N), losses(N), d = logits;
+            crossentropy_max_sum(m.data(), sum.data(), target.data(), logits.data(), targets.data(),
+                                 N, V, Vp, Cpu{});
+            crossentropy_loss(losses.data(), m.data(), sum.data(), target.data(), targets.data(), N,
+                              Cpu{});
+            crossentropy_backward(d.data(), targets.data(), m.data(), sum.data(), double(scale), N,
+                                  V, Vp, 0, Cpu{});
+            double terms = 0;
+            for (double x : m) terms = std::max(terms, std::fabs(x));
+
+            // Two ranks' shards: each has targets that are the other's.
+            std::vector<WantedShard> shards;
+            for (auto [start, end] : {std::pair(size_t(0), H), std::pair(H, V)})
+                shards.push_back(wanted_shard(logits, N, Vp, start, end, targets, m, sum, scale));
+            auto sum_f = rounded<float>(sum);
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> l(logits, s.shift);
+                Array<int> t(targets);
+                Array<float> gm(N), gs(N), gt(N), loss(N), m_in(m), s_in(sum_f);
+                Array<float> half(std::vector<double>{0.5}); // the rest of a scale, on the device
+                crossentropy_max_sum(gm.data, gs.data, gt.data, l.data, t.data, N, V, Vp, stream);
+                crossentropy_loss(loss.data, gm.data, gs.data, gt.data, t.data, N, stream);
+                crossentropy_backward(l.data, t.data, gm.data, gs.data, scale, N, V, Vp, 0, stream);
+                o.add("max", gm, m, 0);
+                o.add("sum", gs, sum, tolerance<float>(V));
+                o.add("target", gt, target, 0);
+                o.add("loss", loss, losses, tolerance<float>(V), terms);
+                o.add("dlogits", l, d, tolerance<T>(V), scale);
+                for (const WantedShard& w : shards) {
+                    if (w.Vp == 0) continue;
+                    Array<T> r(w.logits);
+                    Array<float> rm(N), rs(N), rt(N);
+                    crossentropy_max(rm.data, r.data, N, w.V, w.Vp, stream);
+                    crossentropy_sum(rs.data, rt.data, r.data, t.data, m_in.data, N, w.V, w.Vp,
+                                     w.start, stream);
+                    crossentropy_backward(r.data, t.data, m_in.data, s_in.data,
+                                          {2 * scale, half.data}, N, w.V, w.Vp, w.start, stream);
+                    o.add("a shard's max", rm, w.max, 0);
+                    o.add("a shard's sum", rs, w.sum, tolerance<float>(V), 1);
+                    o.add("a shard's target", rt, w.target, 0);
+                    o.add("a shard's dlogits", r, w.d, tolerance<T>(V), scale);
+                }
+            });
+        }
+}
+
+// In one call: the CPU's answer in double, and the bits of the kernels that it takes together.
+template <typename T> void crossentropy_one_call_kernels(Check& c) {
+    for (CrossentropyCase s : crossentropy_cases()) {
+        size_t N = s.N, V = s.V, Vp = s.Vp;
+        const float scale = 0.1f;
+        CASE(c, "crossentropy in one call %s N=%zu V=%zu Vp=%zu shift=%zu", type_word(T()), N, V,
+             Vp, s.shift);
+        auto logits = rounded<T>(normals(c, N * Vp, 4));
+        std::vector<int> targets = integers(c, N, -1, int(V) - 1);
+        targets[0] = int(V) - 1;
+
+        std::vector<double> losses(N), d = logits;
+        crossentropy_forward_backward(losses.data(), d.data(), targets.data(), double(scale), N, V,
+                                      Vp, Cpu{});
+
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> l(logits, s.shift), steps(logits, s.shift);
+            Array<int> t(targets);
+            Array<float> loss(N), m(N), sum(N), target(N), steps_loss(N);
+            crossentropy_forward_backward(loss.data, l.data, t.data, scale, N, V, Vp, stream);
+
+            crossentropy_max_sum(m.data, sum.data, target.data, steps.data, t.data, N, V, Vp,
+                                 stream);
+            crossentropy_loss(steps_loss.data, m.data, sum.data, target.data, t.data, N, stream);
+            crossentropy_backward(steps.data, t.data, m.data, sum.data, scale, N, V, Vp, 0, stream);
+
+            o.add("loss", loss, losses, tolerance<float>(V), 16);
+            o.add("dlogits", l, d, tolerance<T>(V), scale);
+            o.add("loss, bits", loss, as_double(steps_loss.host()), 0);
+            o.add("dlogits, bits", l, as_double(steps.host()), 0);
+        });
+    }
+}
+
+inline void crossentropy_total_kernels(Check& c) {
+    for (size_t N : {size_t(1), size_t(33), size_t(4096), size_t(9000), size_t(32 * 4096 + 5)}) {
+        CASE(c, "crossentropy_total N=%zu", N);
+        std::vector<float> losses = as<float>(normals(c, N));
+        double total = 0;
+        crossentropy_total(&total, losses.data(), N, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            Array<float> l(as_double(losses));
+            Array<double> sum(1);
+            crossentropy_total(sum.data, l.data, N, cudaStream_t{});
+            o.add("total, bits", sum, {total}, 0);
+        });
+    }
+}
+
+// ----------------------------------------------------------------------------
+// the gradient norm, AdamW and SGD over a bucket: tensors with gaps between them, some empty, one
+// of several chunks, more than a launch takes
+
+inline std::vector<TensorRow> bucket_rows(Check& c, bool aligned, size_t tensors,
+                                          size_t* elements) {
+    std::vector<TensorRow> rows;
+    size_t at = aligned ? 8 : 3;
+    for (size_t r = 0; r < tensors; r++) {
+        size_t n = r == 1   ? GRAD_NORM_CHUNK * 2 + 5
+                   : r == 2 ? 0
+                            : odd(c, 1, tensors > 9 ? 20 : 300);
+        rows.push_back({at, n, r % 2 == 0, fnv1a(std::to_string(r)), r * 1001});
+        at += aligned ? round_up(n + 1, 8) : n + 1;
+    }
+    *elements = at;
+    return rows;
+}
+
+// The sums of a bucket that is cut at a multiple of the chunk, part after part.
+inline std::vector<double> sums_in_two(const std::vector<TensorRow>& rows,
+                                       const std::vector<double>& grad) {
+    std::vector<double> sums(rows.size() + grad.size() / GRAD_NORM_CHUNK + 3);
+    size_t done = 0, cut = round_up(grad.size() / 2, GRAD_NORM_CHUNK);
+    for (size_t part = 0; part < 2; part++) {
+        std::vector<TensorRow> mine;
+        size_t first = part ? cut : 0, last = part ? ~size_t(0) : cut;
+        for (const TensorRow& r : rows) {
+            size_t from = std::max(r.offset, first), to = std::min(r.offset + r.n, last);
+            if (from < to) mine.push_back({from - first, to - from});
+        }
+        done +=
+            grad_squares(sums.data() + done, grad.data() + first, mine.data(), mine.size(), Cpu{});
+    }
+    sums.resize(done);
+    return sums;
+}
+
+inline void grad_norm_kernels(Check& c) {
+    for (size_t tensors : {1, 5, 70})
+        for (int kind : {0, 1, 2, 3}) { // clipped, not clipped, NaN, infinity
+            if (SMALL && (tensors == 70) != (kind == 2)) continue;
+            size_t n, chunks = 0;
+            auto rows = bucket_rows(c, kind != 1, tensors, &n);
+            CASE(c, "grad_norm %zu tensors, kind %d", tensors, kind);
+
+            // Gaps between tensors are no part of the norm: fill them with large numbers.
+            auto grad = rounded<float>(normals(c, n));
+            for (size_t i = 0; i < n; i++) {
+                bool inside = false;
+                for (const TensorRow& r : rows) inside |= i >= r.offset && i < r.offset + r.n;
+                if (!inside) grad[i] = 1e6;
+            }
+            for (const TensorRow& r : rows) chunks += chunks_of(r);
+            if (kind > 1) grad[rows[0].offset] = kind == 2 ? NAN : -INFINITY;
+
+            // Want: the CPU's, which a bucket cut in two must give as well.
+            std::vector<double> sums(chunks);
+            float clip = kind == 1 ? 1e9f : 0.5f;
+            // In every second one gradients carry a loss scale, which then grows or falls.
+            LossScaling rule = {.on = tensors != 5, .window = 3, .hysteresis = 1};
+            const StepScale before = {0, 0, 0, 4, {1024, 2, 0, 5}};
+            StepScale scale = before;
+            size_t count = grad_squares(sums.data(), grad.data(), rows.data(), tensors, Cpu{});
+            Betas betas = {0.9f, 0.95f};
+            grad_norm_finish(&scale, sums.data(), chunks, clip, Cpu{}, rule, betas);
+            float next = !rule.on ? 1024 : kind < 2 ? 2048 : 512;
+            expect(c, scale.loss.now == next, "the next loss scale");
+            expect(c, count == chunks && scale.finite == (kind < 2), "the CPU's version");
+            if (kind < 2) expect(c, sums_in_two(rows, grad) == sums, "a bucket in two parts");
+            std::vector<double> other = rounded<float>(normals(c, n)), added = plus(grad, other);
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<float> g(grad), b(other);
+                Array<double> s(chunks);
+                const auto* bytes = reinterpret_cast<const unsigned char*>(&before);
+                Array<unsigned char> out(std::vector<double>(bytes, bytes + sizeof(before)));
+                StepScale* result = reinterpret_cast<StepScale*>(out.data);
+                size_t done = grad_squares(s.data, g.data, rows.data(), tensors, stream);
+                expect(c, done == chunks, "another number of chunks");
+                grad_norm_finish(result, s.data, chunks, clip, stream, rule, betas);
+
+                StepScale got;
+                memcpy(&got, out.host().data(), sizeof(got));
+                auto counts = [](const StepScale& s) {
+                    return std::vector<double>{double(s.finite), double(s.step), s.loss.now,
+                                               double(s.loss.clean), double(s.loss.spent),
+                                               double(s.loss.skipped)};
+                };
+                Array<double> exact(counts(got)), near(std::vector<double>{got.norm, got.scale});
+                o.add("finite, step, loss scale", exact, counts(scale), 0);
+                if (kind < 2) {
+                    o.add("sums", s, sums, 1e-12);
+                    o.add("norm, scale", near, {scale.norm, scale.scale}, 1e-7);
+                    Array<double> corrections(std::vector<double>{got.correct1, got.correct2});
+                    auto correction = [&](float beta) {
+                        return 1 / (1 - std::pow(double(beta), double(scale.step)));
+                    };
+                    o.add("corrections", corrections,
+                          {correction(betas.first), correction(betas.second)}, 1e-14);
+                    add_gradients(g.data, b.data, n, stream);
+                    o.add("sum of two gradients", g, added, 1e-7);
+                }
+            });
+        }
+}
+
+template <typename T> void update_kernels(Check& c) {
+    for (size_t tensors : {1, 5, 70})
+        for (int kind : {0, 1, 2, 3}) { // a master, none, none and stochastic, not finite
+            if (SMALL && (tensors == 70) != (kind == 2)) continue;
+            size_t n;
+            auto rows = bucket_rows(c, kind != 1 && tensors > 1, tensors, &n);
+            CASE(c, "update %s %zu tensors, kind %d", type_word(T()), tensors, kind);
+            auto w = rounded<T>(normals(c, n)), g = rounded<float>(normals(c, n));
+            auto m0 = rounded<float>(normals(c, n)), v0 = rounded<float>(normals(c, n));
+            for (double& x : v0) x = std::fabs(x);
+            AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, kind == 2, 7};
+            StepScale scale = {0, 0.5f, kind != 3, 1000}, corrected = scale;
+            correct_bias(&corrected, {h.beta1, h.beta2}); // once or by each thread: the same bits
+            bool master = kind == 0;
+
+            // Want: the CPU in double,
+            std::vector<double> wd = w, md = m0, vd = v0, sd = w;
+            adamw_update(wd.data(), nullptr, g.data(), md.data(), vd.data(), rows.data(), tensors,
+                         h, &scale, Cpu{});
+            sgd_update(sd.data(), nullptr, g.data(), rows.data(), tensors, 0.1f, 0.2f, &scale,
+                       Cpu{});
+
+            // and in T, whose bits are the same, since every operation is spelled out.
+            std::vector<float> masters = as<float>(w), sgd_masters = masters, gf = as<float>(g);
+            std::vector<float> mf = as<float>(m0), vf = as<float>(v0);
+            std::vector<T> wt = as<T>(w), st = wt;
+            adamw_update(wt.data(), master ? masters.data() : nullptr, gf.data(), mf.data(),
+                         vf.data(), rows.data(), tensors, h, &scale, Cpu{});
+            sgd_update(st.data(), master ? sgd_masters.data() : nullptr, gf.data(), rows.data(),
+                       tensors, 0.1f, 0.2f, &scale, Cpu{});
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> weight(w), sgd(w);
+                Array<float> gm(w), gm_sgd(w), grad(g), m(m0), v(v0);
+                Array<unsigned char> on_device([&] {
+                    std::vector<int> bytes(sizeof(scale));
+                    for (size_t i = 0; i < bytes.size(); i++)
+                        bytes[i] = reinterpret_cast<const unsigned char*>(&corrected)[i];
+                    return numbers_of(bytes);
+                }());
+                const StepScale* where = reinterpret_cast<const StepScale*>(on_device.data);
+                adamw_update(weight.data, master ? gm.data : nullptr, grad.data, m.data, v.data,
+                             rows.data(), tensors, h, where, stream);
+                sgd_update(sgd.data, master ? gm_sgd.data : nullptr, grad.data, rows.data(),
+                           tensors, 0.1f, 0.2f, where, stream);
+
+                // Stochastic: up to one unit in the last place away, twice a nearest rounding.
+                o.add("weight", weight, wd, tolerance<T>(9, kind == 2 ? 2 : 1));
+                o.add("first moments", m, md, tolerance<float>(9));
+                o.add("second moments", v, vd, tolerance<float>(9));
+                o.add("sgd", sgd, sd, tolerance<T>(4));
+                o.add("weight, bits", weight, as_double(wt), 0);
+                o.add("master, bits", gm, as_double(masters), 0);
+                o.add("first moments, bits", m, as_double(mf), 0);
+                o.add("second moments, bits", v, as_double(vf), 0);
+                o.add("sgd, bits", sgd, as_double(st), 0);
+                o.add("sgd's master, bits", gm_sgd, as_double(sgd_masters), 0);
+            });
+        }
+}
+
+// Without a StepScale: the bits of {scale 1, finite, step}.
+template <typename T> void update_without_scale_kernels(Check& c) {
+    CASE(c, "update without a scale %s", type_word(T()));
+    size_t n = 333;
+    auto w = rounded<T>(normals(c, n)), g = rounded<float>(normals(c, n));
+    AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 7, 5};
+    StepScale scale = {0, 1, 1, h.step};
+
+    // Want: the CPU's with a scale.
+    std::vector<T> wt = as<T>(w), st = wt;
+    std::vector<float> gf = as<float>(g), mf(n), vf(n);
+    adamw_update(wt.data(), nullptr, gf.data(), mf.data(), vf.data(), n, h, &scale, Cpu{});
+    sgd_update(st.data(), nullptr, gf.data(), n, 0.1f, 0.2f, &scale, Cpu{});
+    every_order(c, [&](Outputs& o) {
+        cudaStream_t stream = {};
+        const StepScale* none = nullptr;
+        Array<T> weight(w), sgd(w);
+        Array<float> grad(g), m(std::vector<double>(n, 0)), v(std::vector<double>(n, 0));
+        adamw_update(weight.data, nullptr, grad.data, m.data, v.data, n, h, none, stream);
+        sgd_update(sgd.data, nullptr, grad.data, n, 0.1f, 0.2f, none, stream);
+        o.add("weight, bits", weight, as_double(wt), 0);
+        o.add("first moments, bits", m, as_double(mf), 0);
+        o.add("sgd, bits", sgd, as_double(st), 0);
+    });
+}
+
+// ----------------------------------------------------------------------------
+
+inline void add_training_kernels(std::vector<KernelRow>& rows) {
+    rows.push_back({"embedding float", embedding_kernels<float>});
+    rows.push_back({"embedding bf16", embedding_kernels<bf16>});
+    rows.push_back({"embedding fp16", embedding_kernels<fp16>});
+    rows.push_back({"crossentropy float", crossentropy_kernels<float>});
+    rows.push_back({"crossentropy bf16", crossentropy_kernels<bf16>});
+    rows.push_back({"crossentropy fp16", crossentropy_kernels<fp16>});
+    rows.push_back({"crossentropy in one call float", crossentropy_one_call_kernels<float>});
+    rows.push_back({"crossentropy in one call bf16", crossentropy_one_call_kernels<bf16>});
+    rows.push_back({"crossentropy in one call fp16", crossentropy_one_call_kernels<fp16>});
+    rows.push_back({"crossentropy total", crossentropy_total_kernels});
+    rows.push_back({"grad_norm", grad_norm_kernels});
+    rows.push_back({"adamw, sgd float", update_kernels<float>});
+    rows.push_back({"adamw, sgd bf16", update_kernels<bf16>});
+    rows.push_back({"adamw, sgd fp16", update_kernels<fp16>});
+    rows.push_back({"adamw, sgd without a scale float", update_without_scale_kernels<float>});
+    rows.push_back({"adamw, sgd without a scale bf16", update_without_scale_kernels<bf16>});
+    rows.push_back({"adamw, sgd without a scale fp16", update_without_scale_kernels<fp16>});
+}

@@ -1,0 +1,802 @@
+// ops_simple.h - rows of the op table: embedding, norms, RoPE, activations, loss, optimizer
+#pragma once
+#include "../../llmc/adamw.cuh"
+#include "../../llmc/crossentropy.cuh"
+#include "../../llmc/embedding.cuh"
+#include "../../llmc/gelu.cuh"
+#include "../../llmc/grad_norm.cuh"
+#include "../../llmc/layernorm.cuh"
+#include "../../llmc/linear.cuh"
+#include "../../llmc/rmsnorm.cuh"
+#include "../../llmc/rope.cuh"
+#include "../../llmc/swiglu.cuh"
+#include "../harness/op_table.h"
+
+using namespace llmc;
+
+constexpr Cpu CPU = {};
+typedef std::vector<double> Doubles;
+
+// ----------------------------------------------------------------------------
+// embedding
+
+template <typename T> struct EmbeddingRun {
+    std::vector<T> out;
+    std::vector<acc_t<T>> dwte, dwpe;
+    EmbeddingRun(const Doubles& wte, const Doubles& wpe, const Doubles& dout,
+                 const std::vector<int>& tokens, const std::vector<int>& positions,
+                 const std::vector<int>& starts, size_t C, bool accumulate,
+                 size_t vocab_start = 0) {
+        size_t N = tokens.size(), V = wte.size() / C, P = wpe.size() / C;
+        out.resize(N * C);
+        dwte.assign(V * C, 3);
+        dwpe.assign(P * C, 3);
+        std::vector<T> a = as<T>(wte), b = as<T>(wpe), d = as<T>(dout);
+        embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), a.data(),
+                          P ? b.data() : nullptr, N, vocab_start, V, C, CPU);
+        embedding_backward_weight(dwte.data(), P ? dwpe.data() : nullptr, d.data(), tokens.data(),
+                                  positions.data(), starts.data(), nullptr, N, vocab_start, V, P, C,
+                                  accumulate, CPU);
+    }
+};
+
+inline void embedding_test(Check& c) {
+    for (size_t C : {size_t(1), odd(c, 2, 300)}) {
+        size_t N = odd(c, 1, 40), V = odd(c, 2, 30), P = odd(c, 5, 20);
+        std::vector<int> tokens = integers(c, N, 0, int(V) - 1);
+        std::vector<int> positions = integers(c, N, 3, int(P) - 1), starts = integers(c, N, 0, 3);
+        Doubles wte = rounded<bf16>(normals(c, V * C)), wpe = rounded<bf16>(normals(c, P * C));
+        Doubles dout = rounded<bf16>(normals(c, N * C));
+
+        // Float and bf16 against double.
+        for (bool accumulate : {false, true}) {
+            EmbeddingRun<double> d(wte, wpe, dout, tokens, positions, starts, C, accumulate);
+            EmbeddingRun<float> f(wte, wpe, dout, tokens, positions, starts, C, accumulate);
+            EmbeddingRun<bf16> b(wte, wpe, dout, tokens, positions, starts, C, accumulate);
+            close(c, "out float", f.out, d.out, tolerance<float>(1));
+            close(c, "out bf16", b.out, d.out, tolerance<bf16>(1));
+            close(c, "dwte float", f.dwte, d.dwte, tolerance<float>(N));
+            close(c, "dwte bf16", b.dwte, d.dwte, tolerance<float>(N));
+            close(c, "dwpe bf16", b.dwpe, d.dwpe, tolerance<float>(N));
+        }
+
+        // Every row of dout lands in the table once.
+        Doubles sum(C), all(C);
+        EmbeddingRun<double> d(wte, {}, dout, tokens, positions, starts, C, false);
+        for (size_t i = 0; i < dout.size(); i++) sum[i % C] += dout[i];
+        for (size_t i = 0; i < d.dwte.size(); i++) all[i % C] += d.dwte[i];
+        close(c, "sum of dwte", all, sum, 1e-12);
+
+        // The table in two: outputs add to the whole's, gradients stand side by side.
+        long cut = long(V / 2 * C);
+        Doubles low(wte.begin(), wte.begin() + cut), high(wte.begin() + cut, wte.end());
+        EmbeddingRun<double> a(low, {}, dout, tokens, positions, starts, C, false),
+            b(high, wpe, dout, tokens, positions, starts, C, false, V / 2),
+            whole(wte, wpe, dout, tokens, positions, starts, C, false);
+        close(c, "out of two", plus(a.out, b.out), whole.out, 1e-14);
+        a.dwte.insert(a.dwte.end(), b.dwte.begin(), b.dwte.end());
+        close(c, "dwte of two", a.dwte, whole.dwte, 0);
+        close(c, "dwpe of two", b.dwpe, whole.dwpe, 0);
+    }
+}
+
+inline void embedding_grad(Check& c) {
+    size_t N = 7, V = 5, P = 9, C = 6;
+    std::vector<int> tokens = integers(c, N, 0, 4);
+    std::vector<int> positions = integers(c, N, 2, 8), starts = integers(c, N, 0, 2);
+    Doubles wte = normals(c, V * C), wpe = normals(c, P * C), dout = normals(c, N * C);
+    auto loss = [&] {
+        return dot(EmbeddingRun<double>(wte, wpe, dout, tokens, positions, starts, C, false).out,
+                   dout);
+    };
+    EmbeddingRun<double> run(wte, wpe, dout, tokens, positions, starts, C, false),
+        again(wte, wpe, dout, tokens, positions, starts, C, true);
+    gradient(c, "wte", loss, wte, run.dwte);
+    gradient(c, "wpe", loss, wpe, run.dwpe);
+    close(c, "accumulated", again.dwte, plus(run.dwte, Doubles(V * C, 3)), 1e-14);
+}
+
+inline void embedding_perf(Perf& p) {
+    size_t N = 4096, V = 50304, C = 768;
+    std::vector<float> wte(V * C), wpe(1024 * C), out(N * C), dwte(V * C), dwpe(1024 * C);
+    std::vector<int> tokens(N), positions(N), starts(N);
+    for (size_t n = 0; n < N; n++) {
+        tokens[n] = int(n * 7919 % V);
+        positions[n] = int(n % 1024);
+    }
+
+    memory_rate(p, "forward float (4096,768) of 50304", 12.0 * N * C, [&] {
+        embedding_forward(out.data(), tokens.data(), positions.data(), starts.data(), wte.data(),
+                          wpe.data(), N, 0, V, C, CPU);
+    });
+    memory_rate(p, "backward float, writing the table", 4.0 * (V + 5 * N) * C, [&] {
+        embedding_backward_weight(dwte.data(), dwpe.data(), out.data(), tokens.data(),
+                                  positions.data(), starts.data(), nullptr, N, 0, V, 1024, C, false,
+                                  CPU);
+    });
+}
+
+// ----------------------------------------------------------------------------
+// norms: one driver for both, since RMSNorm is LayerNorm without mean and bias
+
+struct NormInputs {
+    size_t N, C;
+    Doubles inp, weight, bias, dout, dresidual;
+    bool rms, residual, in_place, accumulate;
+};
+
+template <typename T> struct NormRun {
+    typedef acc_t<T> A;
+    std::vector<T> out, dinp;
+    std::vector<A> mean, rstd, dweight, dbias;
+    explicit NormRun(const NormInputs& x)
+        : out(x.N * x.C), dinp(x.N * x.C), mean(x.N), rstd(x.N), dweight(x.C, A(2)),
+          dbias(x.C, A(2)) {
+        std::vector<T> inp = as<T>(x.inp), weight = as<T>(x.weight), bias = as<T>(x.bias);
+        std::vector<T> dout = as<T>(x.dout), dresidual = as<T>(x.dresidual);
+        if (x.in_place) dinp = dresidual;
+        const T* r = x.in_place ? dinp.data() : x.residual ? dresidual.data() : nullptr;
+
+        // Forward, backward, and backward once more with frozen weights, which writes nothing.
+        if (x.rms) {
+            rmsnorm_forward(out.data(), rstd.data(), inp.data(), weight.data(), x.N, x.C, 1e-5f,
+                            CPU);
+            rmsnorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
+                                   rstd.data(), x.N, x.C, CPU);
+            rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), x.N, x.C,
+                                    x.accumulate, CPU);
+            rmsnorm_backward_weight((A*)nullptr, dout.data(), inp.data(), rstd.data(), x.N, x.C,
+                                    x.accumulate, CPU);
+        } else {
+            layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
+                              bias.data(), x.N, x.C, 1e-5f, CPU);
+            layernorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
+                                     mean.data(), rstd.data(), x.N, x.C, CPU);
+            layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
+                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+            layernorm_backward_weight((A*)nullptr, (A*)nullptr, dout.data(), inp.data(),
+                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+        }
+    }
+};
+
+inline NormInputs norm_inputs(Check& c, size_t N, size_t C, bool rms) {
+    NormInputs x = {N, C, normals(c, N * C), normals(c, C), normals(c, C), normals(c, N * C),
+                    normals(c, N * C), rms, true, false, false};
+    for (size_t i = 0; i < N * C; i++) x.inp[i] += 1.5; // a mean that must be taken out
+    for (Doubles* d : {&x.inp, &x.weight, &x.bias, &x.dout, &x.dresidual}) *d = rounded<bf16>(*d);
+    return x;
+}
+
+inline void norm_test(Check& c, bool rms) {
+    for (size_t C : {size_t(2), size_t(33), odd(c, 3, 900), size_t(768)})
+        for (int variant = 0; variant < 4; variant++) {
+            NormInputs x = norm_inputs(c, odd(c, 1, 20), C, rms);
+            x.residual = variant & 1;
+            x.in_place = variant == 3;
+            x.accumulate = variant & 2;
+            NormRun<double> d(x);
+            NormRun<float> f(x);
+            NormRun<bf16> b(x);
+            close(c, "out float", f.out, d.out, tolerance<float>(C));
+            close(c, "out bf16", b.out, d.out, tolerance<bf16>(C));
+            close(c, "rstd", f.rstd, d.rstd, tolerance<float>(C));
+
+            // The size of the input gradient's terms, of which nothing is left for C = 2.
+            double terms = 0;
+            for (size_t i = 0; i < x.N * C; i++)
+                terms = std::max(terms, std::fabs(x.dout[i] * x.weight[i % C] * d.rstd[i / C]));
+            close(c, "dinp float", f.dinp, d.dinp, 4 * tolerance<float>(C), terms);
+            close(c, "dinp bf16", b.dinp, d.dinp, tolerance<bf16>(C), terms);
+            close(c, "dweight float", f.dweight, d.dweight, 4 * tolerance<float>(x.N));
+            close(c, "dbias float", f.dbias, d.dbias, tolerance<float>(x.N));
+        }
+
+    // A known answer: the row (1, 3) has mean 2, deviation 1.
+    NormInputs x = {1, 2, {1, 3}, {1, 1}, {0, 0}, {0, 0}, {0, 0}, rms, false, false, false};
+    double r = rms ? 1 / std::sqrt(5.0 + double(1e-5f)) : 1 / std::sqrt(1.0 + double(1e-5f));
+    close(c, "known row", NormRun<double>(x).out, rms ? Doubles{r, 3 * r} : Doubles{-r, r}, 1e-12);
+}
+
+inline void norm_grad(Check& c, bool rms) {
+    for (size_t C : {size_t(5), size_t(17)})
+        for (int variant = 0; variant < 4; variant++) {
+            NormInputs x = norm_inputs(c, 3, C, rms);
+            x.residual = variant & 1;
+            x.in_place = variant == 3;
+            x.accumulate = variant & 2;
+
+            auto loss = [&] {
+                return dot(NormRun<double>(x).out, x.dout) +
+                       (x.residual ? dot(x.inp, x.dresidual) : 0);
+            };
+            NormRun<double> run(x);
+            Doubles dweight = run.dweight, dbias = run.dbias;
+            if (x.accumulate)
+                for (size_t i = 0; i < C; i++) {
+                    dweight[i] -= 2;
+                    dbias[i] -= 2;
+                }
+            gradient(c, "inp", loss, x.inp, run.dinp);
+            gradient(c, "weight", loss, x.weight, dweight);
+            if (!rms) gradient(c, "bias", loss, x.bias, dbias);
+        }
+}
+
+template <typename T> void norm_rates(Perf& p, bool rms, const char* type) {
+    size_t N = 4096 * 4, C = 768, s = sizeof(T);
+    std::vector<T> inp(N * C, from_acc<T>(1)), out(N * C), weight(C), bias(C),
+        dout(N * C, from_acc<T>(1)), dinp(N * C);
+    std::vector<float> mean(N), rstd(N), dweight(C), dbias(C);
+    double bytes = double(N * C * s);
+    std::string name = type;
+
+    memory_rate(p, (name + " forward (16384,768)").c_str(), 2 * bytes, [&] {
+        rms ? rmsnorm_forward(out.data(), rstd.data(), inp.data(), weight.data(), N, C, 1e-5f, CPU)
+            : layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
+                                bias.data(), N, C, 1e-5f, CPU);
+    });
+    memory_rate(p, (name + " backward_input, with residual").c_str(), 4 * bytes, [&] {
+        rms ? rmsnorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(),
+                                     weight.data(), rstd.data(), N, C, CPU)
+            : layernorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(),
+                                       weight.data(), mean.data(), rstd.data(), N, C, CPU);
+    });
+    memory_rate(p, (name + " backward_weight").c_str(), 2 * bytes, [&] {
+        rms ? rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), N, C,
+                                      false, CPU)
+            : layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
+                                        mean.data(), rstd.data(), N, C, false, CPU);
+    });
+}
+inline void norm_perf(Perf& p, bool rms) {
+    norm_rates<float>(p, rms, "float");
+    norm_rates<bf16>(p, rms, "bf16");
+}
+
+// ----------------------------------------------------------------------------
+// RoPE
+
+template <typename T>
+std::vector<T> rope_run(const Doubles& x, const std::vector<int>& positions, size_t NH, size_t HS,
+                        size_t stride, bool backward) {
+    std::vector<T> y = as<T>(x);
+    std::vector<acc_t<T>> table(64 * HS);
+    rope_table(table.data(), 64, HS, 10000.0, {8, 1, 4, 16});
+    if (backward)
+        rope_backward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride,
+                      CPU);
+    else
+        rope_forward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride,
+                     CPU);
+    return y;
+}
+
+inline void rope_test(Check& c) {
+    for (size_t HS : {size_t(2), size_t(10), size_t(64)}) {
+        size_t N = odd(c, 1, 30), NH = odd(c, 1, 5), stride = NH * HS + odd(c, 0, 7);
+        std::vector<int> positions = integers(c, N, 0, 63);
+        Doubles x = rounded<bf16>(normals(c, N * stride));
+        Doubles d = rope_run<double>(x, positions, NH, HS, stride, false);
+        close(c, "float", rope_run<float>(x, positions, NH, HS, stride, false), d,
+              tolerance<float>(1));
+        close(c, "bf16", rope_run<bf16>(x, positions, NH, HS, stride, false), d,
+              tolerance<bf16>(1));
+        close(c, "turned back", rope_run<double>(d, positions, NH, HS, stride, true), x, 1e-13);
+
+        // A pair (i, i + HS/2) turns by the angle position * theta^(-2i/HS), here without scaling.
+        size_t i = odd(c, 0, HS / 2 - 1);
+        Doubles table(64 * HS);
+        rope_table(table.data(), 64, HS, 500.0, {});
+        close(c, "angle", Doubles{table[(5 * (HS / 2) + i) * 2 + 1]},
+              Doubles{std::sin(5 * std::pow(500.0, -2.0 * double(i) / double(HS)))}, 1e-12);
+    }
+
+    // Position 1, HS 4, theta 10000: channels (0, 2) turn by 1 radian and (1, 3) by 0.01, from the
+    // first towards the second.
+    const double cos1 = 0.5403023058681398, sin1 = 0.8414709848078965;
+    const double cos01 = 0.9999500004166653, sin01 = 0.009999833334166664;
+    Doubles turn(2 * 4), units = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
+    rope_table(turn.data(), 2, 4, 10000, {});
+    std::vector<int> ones(4, 1);
+    rope_forward(units.data(), ones.data(), turn.data(), 4, 1, 4, 4, CPU);
+    close(c, "unit vectors", units,
+          Doubles{cos1, 0, sin1, 0, 0, cos01, 0, sin01, -sin1, 0, cos1, 0, 0, -sin01, 0, cos01},
+          1e-15);
+
+    // Llama 3.1: factor 8, low 1, high 4, original 8192, theta 500000, HS 128. A wavelength of 379
+    // stays, those of 2948 and 5454 are on the slope between, one of 63866 is stretched by 8.
+    RopeScaling s = {8, 1, 4, 8192};
+    const int channels[] = {20, 30, 33, 45};
+    const double frequencies[] = {0.016560440080994446, 0.0013718935677611381,
+                                  0.00031269375038406517, 1.2297638677963614e-05};
+    for (int k = 0; k < 4; k++)
+        close(c, "Llama 3.1's frequency", Doubles{rope_frequency(channels[k], 128, 500000, s)},
+              Doubles{frequencies[k]}, 1e-14);
+
+    // Linear, and YaRN from 64 positions, as transformers has them in float: HS 32, theta 10000.
+    RopeScaling linear = {4, 1, 4, 64, RopeKind::LINEAR}, yarn = {4, 1, 4, 64, RopeKind::YARN};
+    RopeScaling whole = yarn;
+    whole.truncate = false, whole.beta_fast = 8, whole.beta_slow = 2;
+    struct Known {
+        RopeScaling scaling;
+        double frequencies[6];
+    };
+    for (const Known& k : {
+             Known{linear, {0.25, 0.140585333, 0.079056941, 0.0444569848, 0.025, 0.0140585322}},
+             Known{yarn, {1, 0.477990121, 0.221359432, 0.0978053659, 0.04, 0.0140585322}},
+             Known{whole, {1, 0.460702717, 0.160589159, 0.0444569848, 0.025, 0.0140585322}}})
+        for (size_t j = 0; j < 6; j++)
+            close(c, "scaled frequency", Doubles{rope_frequency(j, 32, 10000, k.scaling)},
+                  Doubles{k.frequencies[j]}, 1e-6);
+
+    // YaRN's factor lengthens what turns.
+    yarn.attention_factor = 1.5f;
+    rope_table(turn.data(), 2, 4, 10000, yarn);
+    close(c, "attention factor", Doubles{turn[0], std::hypot(turn[4], turn[5])},
+          Doubles{1.5, 1.5}, 1e-15);
+}
+
+inline void rope_grad(Check& c) {
+    size_t N = 4, NH = 3, HS = 6, stride = 20;
+    std::vector<int> positions = integers(c, N, 0, 63);
+    Doubles x = normals(c, N * stride), dout = normals(c, N * stride);
+    auto loss = [&] { return dot(rope_run<double>(x, positions, NH, HS, stride, false), dout); };
+    gradient(c, "x", loss, x, rope_run<double>(dout, positions, NH, HS, stride, true));
+}
+
+inline void rope_perf(Perf& p) {
+    size_t N = 4096, NH = 24, HS = 64;
+    std::vector<bf16> x(N * NH * HS);
+    std::vector<float> table(1024 * HS);
+    std::vector<int> positions(N);
+    for (size_t n = 0; n < N; n++) positions[n] = int(n % 1024);
+    memory_rate(p, "bf16 (4096,24,64)", 4.0 * double(x.size()), [&] {
+        rope_forward(x.data(), positions.data(), table.data(), N, NH, HS, NH * HS, CPU);
+    });
+}
+
+// ----------------------------------------------------------------------------
+// activations
+
+template <typename T>
+void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Doubles& dout) {
+    // The size of gelu's terms: of x/2 * (1 + tanh) next to nothing is left for a negative x.
+    size_t n = x.size();
+    double terms = 0;
+    for (size_t i = 0; i < n; i++)
+        terms = std::max(terms, std::fabs(x[i]) * std::max(1.0, std::fabs(dout[i])) * 0.5);
+    std::vector<T> X = as<T>(x), U = as<T>(u), D = as<T>(dout), y(n), dx(n), dg(n), du(n);
+    Doubles y0(n), dx0(n), dg0(n), du0(n);
+
+    // GELU; backward in place.
+    gelu_forward(y0.data(), x.data(), n, CPU);
+    gelu_forward(y.data(), X.data(), n, CPU);
+    close(c, "gelu", y, y0, tolerance<T>(1), terms);
+    gelu_backward(dx0.data(), dout.data(), x.data(), n, CPU);
+    dx = D;
+    gelu_backward(dx.data(), dx.data(), X.data(), n, CPU);
+    close(c, "gelu backward", dx, dx0, tolerance<T>(4), terms);
+
+    // SwiGLU; backward in place.
+    swiglu_forward(y0.data(), x.data(), u.data(), n, CPU);
+    swiglu_forward(y.data(), X.data(), U.data(), n, CPU);
+    close(c, "swiglu", y, y0, tolerance<T>(1));
+    swiglu_backward(dg0.data(), du0.data(), dout.data(), x.data(), u.data(), n, CPU);
+    dg = D;
+    du = U;
+    swiglu_backward(dg.data(), du.data(), dg.data(), X.data(), du.data(), n, CPU);
+    close(c, "swiglu dgate", dg, dg0, tolerance<T>(4));
+    close(c, "swiglu dup", du, du0, tolerance<T>(4));
+}
+
+inline void activation_test(Check& c) {
+    for (size_t n : {size_t(1), odd(c, 2, 5000)}) {
+        Doubles x = rounded<bf16>(normals(c, n, 3)), u = rounded<bf16>(normals(c, n));
+        Doubles dout = rounded<bf16>(normals(c, n));
+        const double edges[] = {0, 40, -40, 100}; // where tanh and exp end
+        if (n > 4) std::copy_n(edges, 4, x.begin());
+        activation_type_test<float>(c, x, u, dout);
+        activation_type_test<bf16>(c, x, u, dout);
+    }
+
+    // Known answers: gelu(1) = 0.5 (1 + tanh(sqrt(2/pi) 1.044715)).
+    double one = 1, y;
+    gelu_forward(&y, &one, 1, CPU);
+    close(c, "gelu(1)", Doubles{y}, Doubles{0.8411919906082768}, 1e-14);
+    swiglu_forward(&y, &one, &one, 1, CPU);
+    close(c, "silu(1)", Doubles{y}, Doubles{0.7310585786300049}, 1e-14);
+}
+
+inline void activation_grad(Check& c) {
+    size_t n = 20;
+    Doubles x = normals(c, n), u = normals(c, n), dout = normals(c, n), dx(n), du(n);
+
+    // GELU.
+    auto gelu = [&] {
+        Doubles y(n);
+        gelu_forward(y.data(), x.data(), n, CPU);
+        return dot(y, dout);
+    };
+    gelu_backward(dx.data(), dout.data(), x.data(), n, CPU);
+    gradient(c, "gelu x", gelu, x, dx);
+
+    // SwiGLU.
+    auto swiglu = [&] {
+        Doubles y(n);
+        swiglu_forward(y.data(), x.data(), u.data(), n, CPU);
+        return dot(y, dout);
+    };
+    swiglu_backward(dx.data(), du.data(), dout.data(), x.data(), u.data(), n, CPU);
+    gradient(c, "swiglu gate", swiglu, x, dx);
+    gradient(c, "swiglu up", swiglu, u, du);
+}
+
+template <typename T> void activation_rates(Perf& p, const char* type) {
+    size_t n = 4096 * 3072;
+    std::vector<T> x(n, from_acc<T>(1)), u(n, from_acc<T>(1)), y(n), d(n);
+    std::string name = type;
+    double bytes = double(n * sizeof(T));
+    memory_rate(p, (name + " gelu forward (4096,3072)").c_str(), 2 * bytes,
+                [&] { gelu_forward(y.data(), x.data(), n, CPU); });
+    memory_rate(p, (name + " gelu backward").c_str(), 3 * bytes,
+                [&] { gelu_backward(d.data(), y.data(), x.data(), n, CPU); });
+    memory_rate(p, (name + " swiglu forward").c_str(), 3 * bytes,
+                [&] { swiglu_forward(y.data(), x.data(), u.data(), n, CPU); });
+    memory_rate(p, (name + " swiglu backward, in place").c_str(), 5 * bytes,
+                [&] { swiglu_backward(d.data(), u.data(), y.data(), x.data(), u.data(), n, CPU); });
+}
+inline void activation_perf(Perf& p) {
+    activation_rates<float>(p, "float");
+    activation_rates<bf16>(p, "bf16");
+}
+
+// ----------------------------------------------------------------------------
+// cross-entropy
+
+template <typename T> struct CrossentropyRun {
+    typedef acc_t<T> A;
+    std::vector<A> row_max, sum_exp, target_logit, losses;
+    std::vector<T> dlogits;
+    double total = 0;
+    CrossentropyRun(const Doubles& logits, const std::vector<int>& targets, size_t V, size_t Vp,
+                    double scale)
+        : row_max(targets.size()), sum_exp(targets.size()), target_logit(targets.size()),
+          losses(targets.size()), dlogits(as<T>(logits)) {
+        size_t N = targets.size();
+        crossentropy_max(row_max.data(), dlogits.data(), N, V, Vp, CPU);
+        crossentropy_sum(sum_exp.data(), target_logit.data(), dlogits.data(), targets.data(),
+                         row_max.data(), N, V, Vp, 0, CPU);
+        crossentropy_loss(losses.data(), row_max.data(), sum_exp.data(), target_logit.data(),
+                          targets.data(), N, CPU);
+        crossentropy_backward(dlogits.data(), targets.data(), row_max.data(), sum_exp.data(),
+                              A(scale), N, V, Vp, 0, CPU);
+        crossentropy_total(&total, losses.data(), N, CPU);
+    }
+};
+
+// Three uneven shards of the vocabulary, put together as ranks do, give the whole: d.
+inline void crossentropy_shards_test(Check& c, const Doubles& logits,
+                                     const std::vector<int>& targets,
+                                     const CrossentropyRun<double>& d, size_t V, size_t Vp) {
+    size_t N = targets.size();
+    const size_t starts[] = {0, V / 4, V / 2, V};
+    Doubles row_max(N, -INFINITY), sum_exp(N), target_logit(N), losses(N);
+
+    // 1. Each shard's maximum; their maximum.
+    Doubles shards[3], m(N), s(N), t(N);
+    for (int k = 0; k < 3; k++) {
+        for (size_t n = 0; n < N; n++)
+            shards[k].insert(shards[k].end(), logits.begin() + long(n * Vp + starts[k]),
+                             logits.begin() + long(n * Vp + starts[k + 1]));
+        size_t width = starts[k + 1] - starts[k];
+        crossentropy_max(m.data(), shards[k].data(), N, width, width, CPU);
+        for (size_t n = 0; n < N; n++) row_max[n] = std::max(row_max[n], m[n]);
+    }
+
+    // 2. Each shard's sum and target logit, 0 where the target is another shard's; their sums.
+    for (int k = 0; k < 3; k++) {
+        size_t width = starts[k + 1] - starts[k];
+        crossentropy_sum(s.data(), t.data(), shards[k].data(), targets.data(), row_max.data(), N,
+                         width, width, starts[k], CPU);
+        sum_exp = plus(sum_exp, s);
+        target_logit = plus(target_logit, t);
+        for (size_t n = 0; n < N; n++) {
+            bool own = targets[n] >= int(starts[k]) && targets[n] < int(starts[k + 1]);
+            expect(c, t[n] == (own ? logits[n * Vp + size_t(targets[n])] : 0),
+                   "a shard's target logit");
+        }
+    }
+    crossentropy_loss(losses.data(), row_max.data(), sum_exp.data(), target_logit.data(),
+                      targets.data(), N, CPU);
+    close(c, "losses of three shards", losses, d.losses, 1e-12);
+
+    // 3. Each shard's gradient, side by side; the padding's is 0.
+    Doubles whole(N * Vp);
+    for (int k = 0; k < 3; k++) {
+        size_t width = starts[k + 1] - starts[k];
+        crossentropy_backward(shards[k].data(), targets.data(), row_max.data(), sum_exp.data(), 0.1,
+                              N, width, width, starts[k], CPU);
+        for (size_t n = 0; n < N; n++) {
+            bool own = targets[n] >= int(starts[k]) && targets[n] < int(starts[k + 1]);
+            double left = 0; // probabilities alone where the target is another shard's
+            for (size_t v = 0; v < width; v++) {
+                whole[n * Vp + starts[k] + v] = shards[k][n * width + v];
+                left = std::min(left, shards[k][n * width + v]);
+            }
+            expect(c, own || left == 0, "a target outside the shard is subtracted in it");
+        }
+    }
+    close(c, "dlogits of three shards", whole, d.dlogits, 1e-12);
+}
+
+// All of a row below 0, -inf in it (probability 0), NaN of both signs (no loss).
+template <typename T> void crossentropy_edges_test(Check& c) {
+    size_t V = 70;
+    for (size_t at : {size_t(0), size_t(33), V - 1}) {
+        Doubles x(V, -1000);
+        x[at] = -500;
+        x[(at + 1) % V] = -INFINITY;
+        CrossentropyRun<T> run(x, {int(at)}, V, V, 1);
+        expect(c, run.row_max[0] == to_acc(from_acc<T>(-500)), "the maximum of negative logits");
+        expect(c, run.losses[0] == 0, "the loss of a certain row");
+        expect(c, to_acc(run.dlogits[(at + 1) % V]) == 0, "a gradient at -inf");
+
+        for (float nan : {NAN, -NAN}) {
+            x[(at + 1) % V] = double(nan);
+            CrossentropyRun<T> none(x, {int(at)}, V, V, 1);
+            expect(c, std::isnan(none.losses[0]), "the loss of a row with a NaN");
+        }
+    }
+
+    Doubles nothing(V, -INFINITY);
+    expect(c, std::isnan(CrossentropyRun<T>(nothing, {0}, V, V, 1).losses[0]),
+           "the loss of a row of -inf");
+}
+
+inline void crossentropy_test(Check& c) {
+    for (size_t V : {size_t(1), size_t(2), odd(c, 3, 300), size_t(5000)}) {
+        size_t N = odd(c, 1, 20), Vp = V + odd(c, 0, 9);
+        Doubles logits = rounded<bf16>(normals(c, N * Vp, 4));
+        for (size_t n = 0; n < N; n++)
+            for (size_t v = V; v < Vp; v++)
+                logits[n * Vp + v] = 1000; // padding must not be looked at
+        std::vector<int> targets = integers(c, N, -1, int(V) - 1);
+        CrossentropyRun<double> d(logits, targets, V, Vp, 0.1);
+        CrossentropyRun<float> f(logits, targets, V, Vp, 0.1);
+        CrossentropyRun<bf16> b(logits, targets, V, Vp, 0.1);
+
+        // Float and bf16 against double; a loss is what is left of a logit and the maximum (terms).
+        double terms = 0;
+        for (double m : d.row_max) terms = std::max(terms, std::fabs(m));
+        close(c, "losses float", f.losses, d.losses, tolerance<float>(V), terms);
+        close(c, "losses bf16", b.losses, d.losses, tolerance<float>(V), terms);
+        close(c, "dlogits float", f.dlogits, d.dlogits, tolerance<float>(V), 0.1);
+        close(c, "dlogits bf16", b.dlogits, d.dlogits, tolerance<bf16>(V), 0.1);
+
+        // A row's gradient adds up to 0, and is 0 where ignored and in the padding.
+        for (size_t n = 0; n < N; n++) {
+            double sum = 0, size = 0;
+            for (size_t v = 0; v < Vp; v++) {
+                double g = d.dlogits[n * Vp + v];
+                sum += g;
+                if (v >= V || targets[n] < 0) size += std::fabs(g);
+            }
+            expect(c, std::fabs(sum) < 1e-12 && size == 0, "a row's gradient does not add up to 0");
+        }
+        if (V >= 4) crossentropy_shards_test(c, logits, targets, d, V, Vp);
+    }
+
+    // Known answers: equal logits have the loss log V; large ones do not overflow.
+    CrossentropyRun<double> uniform(Doubles(10, 3.0), {4}, 10, 10, 1);
+    close(c, "uniform", uniform.losses, Doubles{std::log(10.0)}, 1e-14);
+    CrossentropyRun<float> large({1e4, -1e4, 0}, {0}, 3, 3, 1);
+    close(c, "large logits", large.losses, Doubles{0}, 1e-6);
+    crossentropy_edges_test<float>(c);
+    crossentropy_edges_test<bf16>(c);
+    crossentropy_edges_test<fp16>(c);
+}
+
+// The launcher for a whole vocabulary has the bits of the steps that it takes together.
+template <typename T> void crossentropy_one_call_type_test(Check& c) {
+    for (size_t V : {size_t(1), odd(c, 2, 300), size_t(5000)}) {
+        size_t N = odd(c, 1, 20), Vp = V + odd(c, 0, 9);
+        Doubles logits = rounded<T>(normals(c, N * Vp, 4));
+        std::vector<int> targets = integers(c, N, -1, int(V) - 1);
+        CrossentropyRun<T> steps(logits, targets, V, Vp, 0.1);
+
+        std::vector<T> dlogits = as<T>(logits);
+        std::vector<acc_t<T>> losses(N);
+        crossentropy_forward_backward(losses.data(), dlogits.data(), targets.data(),
+                                      acc_t<T>(0.1), N, V, Vp, CPU);
+        expect(c, losses == steps.losses, "the losses of one call");
+        close(c, "dlogits of one call", dlogits, as_double(steps.dlogits), 0);
+    }
+}
+inline void crossentropy_one_call_test(Check& c) {
+    crossentropy_one_call_type_test<double>(c);
+    crossentropy_one_call_type_test<float>(c);
+    crossentropy_one_call_type_test<bf16>(c);
+    crossentropy_one_call_type_test<fp16>(c);
+}
+
+inline void crossentropy_grad(Check& c) {
+    size_t N = 4, V = 7, Vp = 9;
+    Doubles logits = normals(c, N * Vp);
+    std::vector<int> targets = {3, -1, 0, 6};
+    auto loss = [&] { return 0.3 * CrossentropyRun<double>(logits, targets, V, Vp, 0.3).total; };
+    gradient(c, "logits", loss, logits,
+             CrossentropyRun<double>(logits, targets, V, Vp, 0.3).dlogits);
+}
+
+template <typename T> void crossentropy_rates(Perf& p, const char* type) {
+    size_t N = 1024, V = 50257, Vp = 50304;
+    std::vector<T> logits(N * Vp, from_acc<T>(0.5f));
+    std::vector<float> m(N), s(N), t(N), l(N);
+    std::vector<int> targets(N, 5);
+    double bytes = double(N * Vp * sizeof(T));
+    memory_rate(p, (std::string(type) + " max, sum, loss and backward (1024,50257)").c_str(),
+                4 * bytes, [&] {
+                    crossentropy_max(m.data(), logits.data(), N, V, Vp, CPU);
+                    crossentropy_sum(s.data(), t.data(), logits.data(), targets.data(), m.data(), N,
+                                     V, Vp, 0, CPU);
+                    crossentropy_loss(l.data(), m.data(), s.data(), t.data(), targets.data(), N,
+                                      CPU);
+                    crossentropy_backward(logits.data(), targets.data(), m.data(), s.data(), 1e-3f,
+                                          N, V, Vp, 0, CPU);
+                });
+}
+inline void crossentropy_perf(Perf& p) {
+    crossentropy_rates<float>(p, "float");
+    crossentropy_rates<bf16>(p, "bf16");
+}
+
+// ----------------------------------------------------------------------------
+// optimizer and gradient norm
+
+inline void adamw_test(Check& c) {
+    size_t n = odd(c, 1, 3000);
+    Doubles w = rounded<bf16>(normals(c, n)), m(n), v(n), reference = w;
+    std::vector<float> wf = as<float>(w), mf(n), vf(n), master = wf, mb(n), vb(n), sgd = wf;
+    std::vector<bf16> wb = as<bf16>(w);
+    AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f};
+
+    // Three steps, beside the paper's text in double.
+    for (int64_t step = 1; step <= 3; step++) {
+        Doubles g = rounded<float>(normals(c, n));
+        std::vector<float> gf = as<float>(g);
+        StepScale scale = {0, 0.5f, 1, step};
+        adamw_update(wf.data(), nullptr, gf.data(), mf.data(), vf.data(), n, h, &scale, CPU);
+        adamw_update(wb.data(), master.data(), gf.data(), mb.data(), vb.data(), n, h, &scale, CPU);
+        for (size_t i = 0; i < n; i++) {
+            double x = g[i] * 0.5;
+            m[i] = double(h.beta1) * m[i] + (1 - double(h.beta1)) * x;
+            v[i] = double(h.beta2) * v[i] + (1 - double(h.beta2)) * x * x;
+            double mhat = m[i] / (1 - std::pow(double(h.beta1), double(step)));
+            double vhat = v[i] / (1 - std::pow(double(h.beta2), double(step)));
+            reference[i] -= double(h.lr) * (mhat / (std::sqrt(vhat) + double(h.eps)) +
+                                            double(h.decay) * reference[i]);
+        }
+    }
+    close(c, "float", wf, reference, tolerance<float>(9));
+    close(c, "master", master, reference, tolerance<float>(9));
+    close(c, "bf16", wb, reference, tolerance<bf16>(1));
+    close(c, "second moments", vf, v, tolerance<float>(9));
+    std::vector<bf16> of_master = as<bf16>(as_double(master));
+    expect(c, !memcmp(of_master.data(), wb.data(), n * 2),
+           "the weight is not the master rounded to nearest");
+
+    // A step that is not finite writes nothing.
+    StepScale broken = {0, 1, 0, 4};
+    std::vector<float> before = wf, g(n, 1.0f);
+    adamw_update(wf.data(), nullptr, g.data(), mf.data(), vf.data(), n, h, &broken, CPU);
+    sgd_update(wf.data(), nullptr, g.data(), n, 0.1f, 0.1f, &broken, CPU);
+    expect(c, wf == before, "a step that is not finite wrote something");
+
+    // SGD.
+    StepScale scale = {0, 0.5f, 1, 1};
+    sgd_update(sgd.data(), nullptr, g.data(), n, 0.1f, 0.2f, &scale, CPU);
+    Doubles expected = w;
+    for (double& x : expected) x -= double(0.1f) * (0.5 + double(0.2f) * x);
+    close(c, "sgd", sgd, expected, tolerance<float>(1));
+}
+
+// Without a StepScale: the same as with {scale 1, finite, step}.
+inline void adamw_without_scale_test(Check& c) {
+    size_t n = odd(c, 1, 3000);
+    Doubles w = rounded<bf16>(normals(c, n));
+    std::vector<float> g = as<float>(normals(c, n)), m(n), v(n), m2(n), v2(n);
+    std::vector<bf16> with = as<bf16>(w), without = with;
+    AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 7};
+    for (h.step = 1; h.step <= 3; h.step++) {
+        StepScale scale = {0, 1, 1, h.step};
+        adamw_update(with.data(), nullptr, g.data(), m.data(), v.data(), n, h, &scale, CPU);
+        adamw_update(without.data(), nullptr, g.data(), m2.data(), v2.data(), n, h, nullptr, CPU);
+    }
+    close(c, "adamw", without, as_double(with), 0);
+    expect(c, m == m2 && v == v2, "moments without a scale");
+
+    StepScale scale = {0, 1, 1, 1};
+    sgd_update(with.data(), nullptr, g.data(), n, 0.1f, 0.2f, &scale, CPU);
+    sgd_update(without.data(), nullptr, g.data(), n, 0.1f, 0.2f, nullptr, CPU);
+    close(c, "sgd", without, as_double(with), 0);
+}
+
+inline void adamw_perf(Perf& p) {
+    size_t n = size_t(32) << 20;
+    std::vector<float> master(n), g(n, 1e-3f), m(n), v(n);
+    std::vector<bf16> w(n);
+    StepScale scale = {0, 1, 1, 3};
+    memory_rate(p, "bf16 with masters, 32M parameters", 30.0 * double(n), [&] {
+        adamw_update(w.data(), master.data(), g.data(), m.data(), v.data(), n,
+                     {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
+    });
+    memory_rate(p, "float, 32M parameters", 28.0 * double(n), [&] {
+        adamw_update(master.data(), nullptr, g.data(), m.data(), v.data(), n,
+                     {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
+    });
+}
+
+inline void norm_of_gradients_test(Check& c) {
+    size_t n = odd(c, 1, 20000), chunks = ceil_div(n, GRAD_NORM_CHUNK);
+    Doubles g = rounded<float>(normals(c, n)), sums(chunks);
+    std::vector<float> gf = as<float>(g);
+
+    // Clipped.
+    StepScale scale = {0, 0, 0, 4};
+    grad_squares(sums.data(), gf.data(), n, CPU);
+    grad_norm_finish(&scale, sums.data(), chunks, 0.5f, CPU);
+    double norm = std::sqrt(dot(g, g));
+    close(c, "norm", Doubles{scale.norm}, Doubles{norm}, 1e-12);
+    close(c, "scale", Doubles{scale.scale}, Doubles{std::min(1.0, 0.5 / norm)}, 1e-6);
+    expect(c, scale.finite == 1 && scale.step == 5, "a finite step does not count");
+
+    // Not clipped.
+    grad_norm_finish(&scale, sums.data(), chunks, 0.0f, CPU);
+    expect(c, scale.scale == 1.0f, "clip 0 clips");
+    grad_norm_finish(&scale, sums.data(), chunks, float(2 * norm), CPU);
+    expect(c, scale.scale == 1.0f, "a small norm is clipped");
+
+    // Gradients that carry a loss scale.
+    StepScale scaled = {0, 0, 0, 4, {256, 0, 0, 0}};
+    grad_norm_finish(&scaled, sums.data(), chunks, 0.5f, CPU, {.on = true});
+    close(c, "norm", Doubles{scaled.norm}, Doubles{norm / 256}, 1e-12);
+    close(c, "scale", Doubles{scaled.scale}, Doubles{std::min(1.0, 128 / norm) / 256}, 1e-6);
+
+    // Not finite.
+    gf[n / 2] = c.random() % 2 ? NAN : INFINITY;
+    int64_t steps = scale.step;
+    grad_squares(sums.data(), gf.data(), n, CPU);
+    grad_norm_finish(&scale, sums.data(), chunks, 0.5f, CPU);
+    expect(c, scale.finite == 0 && scale.step == steps,
+           "a gradient that is not finite goes unnoticed");
+
+    std::vector<float> a = as<float>(g), b = a;
+    add_gradients(a.data(), b.data(), n, CPU);
+    close(c, "sum of two gradients", a, plus(g, g), 1e-7);
+}
+
+inline void norm_of_gradients_perf(Perf& p) {
+    size_t n = size_t(32) << 20;
+    std::vector<float> g(n, 1e-3f);
+    std::vector<double> sums(ceil_div(n, GRAD_NORM_CHUNK));
+    memory_rate(p, "32M gradients", 4.0 * double(n),
+                [&] { grad_squares(sums.data(), g.data(), n, CPU); });
+}
+
+// ----------------------------------------------------------------------------
+
+inline void add_simple_rows(std::vector<Row>& rows) {
+    rows.push_back({"embedding", embedding_test, embedding_grad, embedding_perf});
+    rows.push_back({"layernorm", [](Check& c) { norm_test(c, false); },
+                    [](Check& c) { norm_grad(c, false); }, [](Perf& p) { norm_perf(p, false); }});
+    rows.push_back({"rmsnorm", [](Check& c) { norm_test(c, true); },
+                    [](Check& c) { norm_grad(c, true); }, [](Perf& p) { norm_perf(p, true); }});
+    rows.push_back({"rope", rope_test, rope_grad, rope_perf});
+    rows.push_back({"gelu, swiglu", activation_test, activation_grad, activation_perf});
+    rows.push_back({"crossentropy", crossentropy_test, crossentropy_grad, crossentropy_perf});
+    rows.push_back({"crossentropy in one call", crossentropy_one_call_test, nullptr, nullptr});
+    rows.push_back({"adamw, sgd", adamw_test, nullptr, adamw_perf});
+    rows.push_back({"adamw, sgd without a scale", adamw_without_scale_test, nullptr, nullptr});
+    rows.push_back({"grad_norm", norm_of_gradients_test, nullptr, norm_of_gradients_perf});
+}

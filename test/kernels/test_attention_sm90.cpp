@@ -1,0 +1,74 @@
+// test_attention_sm90.cpp - rows of the kernel table: Hopper's attention
+//   g++ -DEMULATE: the kernels' own source on the CPU; nvcc -x cu: on a GPU
+#include "kernels_attention.h"
+
+using namespace llmc;
+
+// Tiles are 128 rows and keys forward, 64 rows and 128 keys backward.
+inline std::vector<AttentionCase> hopper_cases() {
+    if (SMALL)
+        return {{1, 70, 140, 2, 1, 64, 1},
+                {1, 5, 400, 1, 1, 64, 2, true},
+                {1, 10, 20, 3, 1, 72, 3, true}};
+    return {{1, 1, 1, 1, 1, 64, 0},
+            {1, 65, 65, 1, 1, 64, 0},
+            {1, 300, 300, 1, 1, 64, 0}, // more tiles than stages
+            {3, 130, 130, 1, 1, 64, 0}, // more heads than run together
+            {1, 129, 129, 2, 2, 128, 0, false, INT_MAX, 256},
+            {2, 70, 70, 4, 2, 32, 1},  // documents, groups of two
+            {1, 45, 200, 3, 1, 64, 2}, // three heads: idle rows in a tile
+            {1, 50, 50, 7, 1, 96, 0, true},
+            {2, 40, 150, 2, 2, 64, 3},             // rows that see nothing, keys in any order
+            {1, 20, 400, 1, 1, 64, 2, true},       // ALiBi: every tile reads positions
+            {1, 200, 200, 1, 1, 24, 0, false, 40}, // tiles left of the window are skipped
+            {1, 256, 256, 1, 1, 8, 0, false, 255}, // the last row does not see the first key
+            {1, 150, 60, 2, 1, 40, 2, true},       // queries before the first key
+            {1, 3, 400, 4, 1, 128, 2, false, 150, 8},
+            {1, 2, 30, 64, 1, 8, 2}, // a tile has one query
+            {1, 140, 260, 2, 1, 128, 1},
+            {1, 20, 30, 1, 1, 104, 2},
+            {1, 22, 150, 3, 1, 64, 4}, // an idle row in a tile without a mask
+            {1, 1, 100, 3, 1, 64, 4}};
+}
+// more tiles than a warp looks at once, of keys and of rows
+inline std::vector<AttentionCase> long_cases() {
+    if (SMALL) return {};
+    return {{1, 3, 4300, 1, 1, 8, 2}, {1, 34, 20, 64, 1, 8, 2}};
+}
+
+// sequences that do not follow each other, and a scale
+inline std::vector<AttentionCase> gap_cases() {
+    return {{2, 33, 140, 2, 1, 32, 2, false, INT_MAX, 8, 0, 0, 0, 0.3f, 2}};
+}
+
+inline bool skip(Check& c) {
+    bool other = false;
+#if defined(__CUDACC__)
+    other = !is_hopper(cudaStream_t{});
+    if (other) printf("skipped: this GPU is no Hopper\n");
+#endif
+    c.checks += other;
+    return other;
+}
+template <typename T, std::vector<AttentionCase> cases(), Path path> void row(Check& c) {
+    if (skip(c)) return;
+    if (cases().empty()) c.checks++;
+    attention_kernels<T, cases, path>(c);
+}
+void nan_row(Check& c) {
+    if (!skip(c)) attention_nan_kernels<bf16, Path::HOPPER>(c);
+}
+
+int main(int argc, char** argv) {
+#if defined(EMULATE)
+    emulator::gpu = emulator::HOPPER;
+#endif
+    return kernel_main(
+        argc, argv,
+        {{"attention on Hopper, bf16", row<bf16, hopper_cases, Path::HOPPER>},
+         {"attention on Hopper, fp16", row<fp16, hopper_cases, Path::HOPPER>},
+         {"attention on Hopper, dQ in any order", row<bf16, hopper_cases, Path::HOPPER_ANY_ORDER>},
+         {"attention on Hopper, many tiles", row<bf16, long_cases, Path::HOPPER>},
+         {"attention on Hopper, gaps", row<bf16, gap_cases, Path::HOPPER>},
+         {"attention on Hopper of NaN", nan_row}});
+}

@@ -1,0 +1,31 @@
+// test_kernels.cpp - the kernel table: test_kernels [name] [--seed N]
+//   g++ -DEMULATE: the kernels' own source on the CPU; nvcc -x cu: on a GPU
+#include "kernels_elementwise.h"
+#include "kernels_norms.h"
+#include "kernels_products.h"
+#include "kernels_training.h"
+
+using namespace llmc;
+
+#if defined(EMULATE)
+// A GPU older than the kernels is named, and so is what it lacks.
+inline void old_gpu(Check& c) {
+    expect(c, no_gpu_because().empty(), "an Ampere is refused");
+    emulator::gpu = {7, 5, size_t(64) << 10};
+    std::string why = no_gpu_because();
+    emulator::gpu = emulator::AMPERE;
+    expect(c, why == "the emulator is sm_75: the kernels need sm_80 (Ampere) or later", why);
+}
+#endif
+
+int main(int argc, char** argv) {
+    std::vector<KernelRow> rows;
+    add_norm_kernels(rows);
+    add_elementwise_kernels(rows);
+    add_product_kernels(rows);
+    add_training_kernels(rows);
+#if defined(EMULATE)
+    rows.push_back({"old GPU", old_gpu});
+#endif
+    return kernel_main(argc, argv, rows);
+}

@@ -1,0 +1,128 @@
+// small_models.h - tiny models, random samples and one rank's trainer, for tests of the whole step
+#pragma once
+#include <mutex>
+#include "../../llmc/parameters.h"
+#include "../../llmc/step.h"
+
+using namespace llmc;
+
+inline Shape small_gpt2(bool tied = true) {
+    Shape s = gpt2_shape(3, 3, 24, 61, 32);
+    s.tied = tied;
+    return s;
+}
+inline Shape small_llama(bool tied = false, bool bias = false) {
+    Shape s = llama_shape(3, 4, 2, 32, 44, 53, 64, 10000);
+    s.tied = tied, s.qkv_bias = bias, s.rope_scaling = {8, 1, 4, 16};
+    s.o_bias = s.mlp_bias = tied && bias;
+    return s;
+}
+
+inline Shape small_qwen3() { // heads that are wider than C / NH
+    Shape s = small_llama(true);
+    s.hf_type = "qwen3", s.qk_norm = true, s.HS = 12;
+    return s;
+}
+
+// Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
+inline Layout small_layout(int dp, int tp = 1, int pp = 1) {
+    Layout layout;
+    layout.dp.size = dp;
+    layout.tp.size = tp;
+    layout.pp.size = pp;
+    return layout;
+}
+
+inline Plan small_plan(size_t B, size_t T, int micro_batches, Recompute level = Recompute::NONE,
+                       bool split = false) {
+    Plan p;
+    p.B = B, p.T = T, p.micro_batches = micro_batches, p.recompute = level,
+    p.split_backward = split;
+    return p;
+}
+
+// Random tokens by sample number; about one target in five is ignored, unequally.
+inline Window random_window(const Shape& s, size_t T) {
+    return [V = s.V, T](uint64_t sample, int* tokens, int* targets) {
+        for (size_t i = 0; i < T; i++) {
+            tokens[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i)[0] % V);
+            targets[i] = int(random_block(7, fnv1a("test.tokens"), sample * T + i + 1)[0] % V);
+            if (random_block(7, fnv1a("test.ignored"), sample * T + i)[0] % (3 + sample % 4) == 0)
+                targets[i] = -1;
+        }
+        return std::string();
+    };
+}
+
+// A trainer with memory, ready for weights.
+template <typename T> struct Small {
+    Trainer<T, Cpu> t;
+    Small(const Shape& s, const std::vector<Plan>& plans) {
+        trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
+        trainer_allocate(t);
+        init_constants(t);
+        t.hyper = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, {}};
+    }
+    ~Small() { trainer_free(t); }
+};
+
+// The normal numbers of a parameter's elements. Every rank of every layout wants the same ones, so
+// they are drawn once.
+inline const std::vector<double>& normals(uint64_t seed, const Parameter& p) {
+    static std::mutex mutex;
+    static std::map<std::tuple<uint64_t, std::string, size_t>, std::vector<double>> drawn;
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<double>& z = drawn[{seed, p.name, p.file_elements()}];
+    for (size_t i = z.size(); i < p.file_elements(); i++)
+        z.push_back(normal(seed, fnv1a(p.name), i));
+    return z;
+}
+
+// A trainer with random weights and samples.
+template <typename T> struct Fixture : Small<T> {
+    using Small<T>::t;
+    // nudge: every weight is changed by so much of itself
+    Fixture(const Shape& s, const std::vector<Plan>& plans, uint64_t seed = 5, double nudge = 0)
+        : Small<T>(s, plans) {
+        init_weights(t, seed);
+        perturb(seed, nudge);
+        t.hyper.lr = 1e-2f;
+        t.window = random_window(s, plans[0].T);
+    }
+
+    // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by
+    // accident
+    void perturb(uint64_t seed, double nudge = 0) {
+        for (const Parameter& p : t.model.parameters) {
+            std::vector<double> v(p.elements());
+            const std::vector<double>& z = normals(seed, p);
+            const std::vector<double>& y = nudge ? normals(seed + 1, p) : z;
+            for (size_t i = 0; i < p.file_elements(); i++) {
+                double x = float(p.shape.size() == 2 ? 0.2 : 0.1) * float(z[i]);
+                v[i] = (p.init.value + float(x)) * (1 + nudge * y[i]);
+            }
+            set_weight(t, p, v.data());
+        }
+    }
+    double step(int plan = 0) {
+        run_plan(t, plan);
+        t.cursor += t.plans[plan].B * size_t(t.plans[plan].micro_batches);
+        return plan_loss(t).mean();
+    }
+    T* weight(const Parameter& p) { return address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset; }
+    acc_t<T>* grad(const Parameter& p) {
+        return address<acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset;
+    }
+    // all persistent bytes but the clipping scale's padding: weights, masters, moments, gradients
+    std::vector<unsigned char> state() {
+        return {t.arena.device().base, t.arena.device().base + t.arena.device().persistent_bytes};
+    }
+};
+
+inline std::vector<Shape> all_shapes() {
+    Shape alibi = small_gpt2(), qwen = small_llama(true, true), rope = small_gpt2();
+    alibi.position = Position::ALIBI, rope.position = Position::ROPE;
+    qwen.sliding_window = 4, qwen.window_from = 1;
+    qwen.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
+    return {small_gpt2(), small_gpt2(false), small_llama(), qwen, alibi, rope, small_qwen3()};
+}

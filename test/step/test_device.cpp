@@ -1,0 +1,435 @@
+// test_device.cpp - the whole step by the CUDA kernels against the whole step on the CPU
+//   g++ -DEMULATE: the kernels run in the emulator; nvcc -x cu: on a GPU
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+#include "../../llmc/io/likelihood.h"
+#include "../../llmc/io/generate.h"
+#include "../../llmc/parameters.h"
+
+using namespace llmc;
+
+static Shape tiny_gpt2() { return gpt2_shape(2, 2, 32, 61, 32); }
+static Shape least_gpt2() { return gpt2_shape(1, 1, 16, 29, 32); }
+static Shape tiny_llama() {
+    Shape s = llama_shape(2, 4, 2, 64, 44, 53, 64, 10000);
+    s.qkv_bias = true, s.rope_scaling = {8, 1, 4, 16};
+    return s;
+}
+static Shape tiny_alibi() {
+    Shape s = tiny_llama();
+    s.position = Position::ALIBI, s.tied = true;
+    return s;
+}
+
+static Window random_window(const Shape& s, size_t T) {
+    return [V = s.V, T](uint64_t sample, int* tokens, int* targets) {
+        for (size_t i = 0; i < T; i++) {
+            tokens[i] = int(random_block(7, fnv1a("tokens"), sample * T + i)[0] % V);
+            targets[i] = int(random_block(7, fnv1a("tokens"), sample * T + i + 1)[0] % V);
+            if (i % 5 == sample % 5) targets[i] = -1;
+        }
+        return std::string();
+    };
+}
+
+static Plan train_plan(Recompute recompute, bool split) {
+    Plan p;
+    p.B = 2, p.T = 17, p.micro_batches = 2, p.recompute = recompute, p.split_backward = split;
+    return p;
+}
+
+template <typename T, typename S> struct Small {
+    Trainer<T, S> t;
+    Small(const Shape& s, const std::vector<Plan>& plans, S where = {}) {
+        t.ctx.where = where;
+        trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
+        trainer_allocate(t);
+        init_constants(t);
+        for (const Parameter& p : t.model.parameters) { // larger than at the start of a run
+            std::vector<float> v(p.elements());
+            for (size_t i = 0; i < p.file_elements(); i++)
+                v[i] = p.init.value + float(0.2 * normal(5, fnv1a(p.name), i));
+            set_weight(t, p, v.data());
+        }
+        t.hyper = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
+        t.window = random_window(s, plans[0].T);
+    }
+    ~Small() { trainer_free(t); }
+    // A step as a run makes it, with the next step's batch read beside it.
+    PlanResult full_step() {
+        uint64_t samples = t.plans[0].B * size_t(t.plans[0].micro_batches);
+        start_plan(t, 0);
+        prepare_batch(t, 0, t.cursor + samples);
+        t.cursor += samples;
+        return plan_result(t);
+    }
+    double step() {
+        run_plan(t, 0);
+        t.cursor += t.plans[0].B * size_t(t.plans[0].micro_batches);
+        return plan_loss(t).mean();
+    }
+    template <typename P> std::vector<double> values(Kind kind, const Parameter& p) {
+        std::vector<P> x(p.elements());
+        copy_out(x.data(), address<P>(t, {kind, p.bucket}) + p.offset, x.size() * sizeof(P),
+                 t.ctx.where);
+        std::vector<double> y(x.size());
+        for (size_t i = 0; i < x.size(); i++) y[i] = double(to_acc(x[i]));
+        return y;
+    }
+};
+
+static double distance(const std::vector<double>& a, const std::vector<double>& b) {
+    double d = 0, n = 1e-30;
+    for (size_t i = 0; i < a.size(); i++) d += (a[i] - b[i]) * (a[i] - b[i]), n += b[i] * b[i];
+    return std::sqrt(d / n);
+}
+
+// A chunk of logits on a GPU: 512 MiB at most, and 128 rows less would be too few; a multiple of
+// 128 rows, and never more rows than there are. The plan has room for it.
+TEST(Device, LogitsComeInLargeChunks) {
+    for (size_t V : {size_t(50257), size_t(151936)})
+        for (size_t B : {size_t(64), size_t(1)}) {
+            Plan p;
+            p.B = B, p.T = 1024;
+            Trainer<bf16, cudaStream_t> t;
+            trainer_place(t, gpt2_shape(2, 12, 768, V), {p});
+            const Shape& s = t.model.shape;
+            size_t rows = head_chunk_rows(s, p.rows(), sizeof(bf16)), row = s.Vp() * sizeof(bf16);
+            if (B == 1) {
+                EXPECT_EQ(rows, 1024u);
+            } else {
+                EXPECT_EQ(rows % 128, 0u);
+                EXPECT_LE(rows * row, size_t(512) << 20);
+                EXPECT_GT((rows + 128) * row, size_t(512) << 20);
+            }
+            const ScratchTable& scratch = t.scratch[0].at(t.model.head());
+            EXPECT_GE(scratch.find(ScratchKind::HEAD)->bytes, rows * row);
+        }
+}
+
+// The device reads a copy's source late: what the host has freed by then is gone.
+TEST(Device, ConstantsAreWhatTheHostComputed) {
+    Shape s = tiny_llama();
+    Small<float, cudaStream_t> gpu(s, {train_plan(Recompute::NONE, false)});
+    std::vector<float> want(17 * s.HS), got(want.size());
+    rope_table(want.data(), 17, s.HS, s.rope_theta, s.rope_scaling);
+    copy_out(got.data(), gpu.t.ctx.rope, got.size() * sizeof(float), gpu.t.ctx.where);
+    EXPECT_EQ(got, want);
+    Small<float, cudaStream_t> alibi(tiny_alibi(), {train_plan(Recompute::NONE, false)});
+    std::vector<float> slopes(4), here(4);
+    alibi_slopes(slopes.data(), 4);
+    copy_out(here.data(), alibi.t.ctx.slopes, 16, alibi.t.ctx.where);
+    EXPECT_EQ(here, slopes);
+}
+
+// Gradients of the first step, and losses, norms and weights of three. `bound` is on gradients, in
+// the norm of each parameter's; a key's bias has none but rounding (softmax does not see it) and is
+// left out.
+template <typename T> void compare(const Shape& shape, double bound, Recompute r, bool split) {
+    // AdamW's first steps are the signs of the gradient, whose smallest elements bf16 decides by chance
+    Plan plan = train_plan(r, split);
+    plan.optimizer = sizeof(T) == 4 ? Optimizer::ADAMW : Optimizer::SGD;
+    Small<T, Cpu> cpu(shape, {plan});
+    Small<T, cudaStream_t> gpu(shape, {plan});
+    for (int step = 0; step < 3; step++) {
+        double a = cpu.step(), b = gpu.step();
+        EXPECT_NEAR(a, b, bound * a) << "step " << step;
+        StepScale x = read_value<StepScale>(cpu.t, {Kind::SCALE}),
+                  y = read_value<StepScale>(gpu.t, {Kind::SCALE});
+        EXPECT_NEAR(x.norm, y.norm, 3 * bound * x.norm);
+        EXPECT_EQ(y.finite, 1);
+        EXPECT_EQ(y.step, step + 1);
+        for (const Parameter& p : cpu.t.model.parameters) {
+            if (step > 0 || p.name.find("k_proj.bias") != std::string::npos) continue;
+            EXPECT_LT(distance(gpu.template values<acc_t<T>>(Kind::GRAD, p),
+                               cpu.template values<acc_t<T>>(Kind::GRAD, p)),
+                      3 * bound)
+                << p.name;
+        }
+    }
+}
+
+// float: sums of other orders, a few 1e-7 each, through two blocks; bf16: each stored value may
+// round another way by 2^-8, and does so at random
+TEST(Device, StepInFloat) {
+    for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()})
+        compare<float>(s, 1e-5, Recompute::NONE, false);
+}
+TEST(Device, StepInBf16) {
+    for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()})
+        compare<bf16>(s, 1e-2, Recompute::NONE, false);
+}
+TEST(Device, RecomputedAndSplit) {
+    compare<float>(tiny_gpt2(), 1e-5, Recompute::FULL, true);
+    compare<float>(tiny_llama(), 1e-5, Recompute::SELECTIVE, true);
+}
+
+TEST(Device, RunsAreBitwiseEqual) {
+    for (const Shape& s : {tiny_gpt2(), tiny_llama()}) {
+        std::vector<std::vector<double>> all[2];
+        for (auto& run : all) {
+            Small<bf16, cudaStream_t> gpu(s, {train_plan(Recompute::NONE, false)});
+            gpu.step(), gpu.step();
+            for (const Parameter& p : gpu.t.model.parameters)
+                run.push_back(gpu.template values<bf16>(Kind::WEIGHT, p));
+        }
+        EXPECT_EQ(all[0], all[1]);
+    }
+}
+
+// A gradient that is not finite: the weights stay as they were, the step does not count.
+TEST(Device, NothingIsWrittenWhenTheGradientIsNotFinite) {
+    Small<float, cudaStream_t> gpu(tiny_gpt2(), {train_plan(Recompute::NONE, false)});
+    const Parameter& p = gpu.t.model.parameters.back();
+    std::vector<float> nan(p.elements(), NAN);
+    set_weight(gpu.t, p, nan.data());
+    std::vector<std::vector<double>> before, after;
+    auto read = [&](auto& to) {
+        for (const Parameter& q : gpu.t.model.parameters)
+            if (&q != &p) to.push_back(gpu.template values<float>(Kind::WEIGHT, q));
+    };
+    read(before);
+    gpu.step();
+    read(after);
+    EXPECT_EQ(read_value<StepScale>(gpu.t, {Kind::SCALE}).finite, 0);
+    EXPECT_EQ(read_value<StepScale>(gpu.t, {Kind::SCALE}).step, 0);
+    EXPECT_EQ(before, after);
+}
+
+#ifdef EMULATE
+// From a step's first action to its loss and norm the host waits once, also where a stopwatch runs.
+TEST(Device, TheHostWaitsOnceAStep) {
+    Small<float, cudaStream_t> gpu(least_gpt2(), {train_plan(Recompute::NONE, false)});
+    for (int step = 0; step < 3; step++) {
+        long before = emulator::blocking;
+        gpu.t.watch.on = step > 0;
+        PlanResult r = gpu.full_step();
+        EXPECT_EQ(emulator::blocking - before, 1);
+        EXPECT_EQ(r.scale.step, step + 1);
+        EXPECT_EQ(r.scale.norm, read_value<StepScale>(gpu.t, {Kind::SCALE}).norm);
+        gpu.t.watch.used = step == 1 ? 0 : gpu.t.watch.used; // nobody reads the first
+    }
+}
+#endif
+
+#ifdef EMULATE
+static __global__ void nothing_kernel() {}
+
+// A launch costs the host one call: it asks for facts and for shared memory when they are new.
+TEST(Device, QuestionsAreAskedOnce) {
+    cudaStream_t stream = nullptr;
+    is_hopper(stream);
+    long before = emulator::questions;
+    auto asked = [&] { return emulator::questions - before; };
+    EXPECT_FALSE(is_hopper(stream));
+    EXPECT_EQ(asked(), 0);
+    int expected = 0;
+    for (auto [kilobytes, asks] : {std::pair(48, 0), {64, 1}, {64, 0}, {80, 1}, {72, 0}}) {
+        launch(nothing_kernel, 1, 32, size_t(kilobytes) << 10, stream);
+        EXPECT_EQ(asked(), expected += asks) << kilobytes;
+    }
+    emulator::gpu = emulator::HOPPER;
+    EXPECT_TRUE(is_hopper(stream));
+    launch(nothing_kernel, 1, 32, size_t(64) << 10, stream);
+    emulator::gpu = emulator::AMPERE;
+    EXPECT_EQ(asked(), expected + 3); // the two numbers of another GPU, and its shared memory
+}
+#endif
+
+// Each action has its time, one after the other, and together no more than the step.
+TEST(Device, EventsTimeTheActions) {
+    Small<float, cudaStream_t> gpu(least_gpt2(), {train_plan(Recompute::NONE, false)});
+    EXPECT_TRUE(read_laps(gpu.t.watch, gpu.t.model).empty());
+    for (int step = 0; step < 2; step++) {
+        double start = clock_seconds();
+        gpu.t.watch.on = true;
+        gpu.full_step();
+        double seconds = clock_seconds() - start, sum = 0;
+        std::vector<TimedAction> actions = read_laps(gpu.t.watch, gpu.t.model);
+        ASSERT_EQ(actions.size(), gpu.t.plans[0].actions.size());
+        for (size_t i = 0; i < actions.size(); i++) {
+            EXPECT_EQ(actions[i].name, action_text(gpu.t.plans[0].actions[i], gpu.t.model));
+            EXPECT_GE(actions[i].end, actions[i].start);
+            double before = i ? actions[i - 1].end : 0;
+            EXPECT_GE(actions[i].start, before - 1e-6); // a float of milliseconds
+            sum += actions[i].end - actions[i].start;
+        }
+        EXPECT_LE(sum, seconds);
+        EXPECT_GE(sum, 0.5 * seconds); // kernels are slow in the emulator, and nothing else is
+    }
+    EXPECT_EQ(action_kind({Op::F, 1, 0}, gpu.t.model), "F embedding");
+    EXPECT_EQ(action_kind({Op::B, 0, 2}, gpu.t.model), "B head");
+    EXPECT_EQ(action_kind({Op::UPDATE, -1, -1, 2}, gpu.t.model), "UPDATE block");
+}
+
+// Batches that are read beside the step before are those that LOAD reads, each sample once; an
+// evaluation between two steps and a step done again have their own. What is wrong with a batch
+// is not said before its step.
+TEST(Device, BatchesArePreparedAhead) {
+    Plan evaluate = train_plan(Recompute::NONE, false);
+    evaluate.mode = Mode::EVALUATE, evaluate.micro_batches = 1;
+    std::vector<Plan> plans = {train_plan(Recompute::NONE, false), evaluate};
+    Small<float, cudaStream_t> ahead(least_gpt2(), plans), plain(least_gpt2(), plans);
+    std::map<uint64_t, int> reads;
+    Window window = ahead.t.window, other = random_window(gpt2_shape(1, 1, 16, 23), 17);
+    ahead.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        reads[sample]++;
+        return sample < 12 ? window(sample, tokens, targets) : "no text";
+    };
+    for (int step = 0; step < 3; step++) {
+        EXPECT_EQ(ahead.full_step().loss.mean(), plain.step());
+        EXPECT_EQ(ahead.t.next.wrong, step < 2 ? "" : "no text");
+        for (auto* small : {&ahead, &plain})
+            run_samples(small->t, 1, 4, other, [&] { EXPECT_GT(plan_loss(small->t).sum, 0); });
+        if (step == 1) { // done again, as where a value is not finite: the next batch stays
+            ahead.t.cursor -= 4;
+            EXPECT_NE(ahead.t.next.cursor, ahead.t.cursor);
+            plain.t.cursor -= 4;
+            EXPECT_EQ(ahead.step(), plain.step());
+        }
+    }
+    for (uint64_t sample = 0; sample < 12; sample++)
+        EXPECT_EQ(reads[sample], sample / 4 == 1 ? 2 : 1) << sample;
+}
+
+// Threads that share a GPU, each with a stream: the losses and norms of threads on the CPU.
+template <typename S> std::vector<double> losses_of_ranks(int dp, int pp, int zero) {
+    std::vector<double> seen;
+    int status = run_local_ranks(dp * pp, {}, [&](const Comm& world) {
+        Plan p = train_plan(Recompute::FULL, false);
+        Layout sizes;
+        sizes.dp.size = dp;
+        sizes.pp.size = pp;
+        sizes.zero = zero;
+        sizes.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
+        p.layout = layout_at(sizes, world.rank);
+        S stream = open_stream(S());
+        {
+            Small<float, S> rank(tiny_gpt2(), {p}, stream);
+            rank.t.comms = make_comms(world, p.layout);
+            for (int step = 0; step < 2; step++) {
+                double loss = rank.step();
+                double norm = read_value<StepScale>(rank.t, {Kind::SCALE}).norm;
+                if (world.rank == 0) seen.push_back(loss), seen.push_back(norm);
+            }
+        }
+        close_stream(stream);
+    });
+    EXPECT_EQ(status, 0);
+    return seen;
+}
+TEST(Device, ThreadsShareAGpu) {
+    for (auto [dp, pp, zero] : {std::tuple{2, 1, 3}, std::tuple{2, 2, 1}, std::tuple{1, 2, 0}}) {
+        std::vector<double> gpu = losses_of_ranks<cudaStream_t>(dp, pp, zero),
+                            cpu = losses_of_ranks<Cpu>(dp, pp, zero);
+        ASSERT_EQ(gpu.size(), 4u);
+        for (size_t i = 0; i < gpu.size(); i++) EXPECT_NEAR(gpu[i], cpu[i], 3e-5 * cpu[i]);
+    }
+}
+
+template <typename S> std::vector<int> greedy(const Shape& shape) {
+    Plan p;
+    p.mode = Mode::GENERATE, p.B = 1, p.T = 5, p.cache = 20;
+    Small<float, S> small(shape, {p});
+    std::vector<int> ids;
+    generate(small.t, 0, {1, 2, 3, 4, 5}, 15, Sampling{0}, [&](int id) { ids.push_back(id); });
+    return ids;
+}
+TEST(Device, GreedyTokensAreTheCpus) {
+    for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()}) {
+        std::vector<int> ids = greedy<cudaStream_t>(s);
+        EXPECT_EQ(ids.size(), 15u);
+        EXPECT_EQ(ids, greedy<Cpu>(s));
+    }
+}
+
+TEST(Device, EvaluationIsTheCpus) {
+    Plan p = train_plan(Recompute::NONE, false);
+    p.mode = Mode::EVALUATE, p.micro_batches = 1;
+    for (const Shape& s : {tiny_gpt2(), tiny_llama()}) {
+        Small<float, Cpu> cpu(s, {p});
+        Small<float, cudaStream_t> gpu(s, {p});
+        double a = cpu.step();
+        EXPECT_NEAR(gpu.step(), a, 1e-5 * a);
+        std::vector<Candidate> want(5);
+        for (size_t i = 0; i < want.size(); i++) {
+            for (size_t k = 0; k <= p.T - i; k++)
+                want[i].tokens.push_back(int(random_block(9, i, k)[0] % s.V));
+            want[i].scored = 1 + i;
+        }
+        std::vector<Candidate> got = want;
+        ScoreGroup group = {p.T, {0, 1, 2, 3, 4}, 0};
+        score_group(cpu.t, group, want);
+        score_group(gpu.t, group, got);
+        for (size_t i = 0; i < want.size(); i++) {
+            EXPECT_LT(want[i].log_likelihood, 0);
+            EXPECT_NEAR(got[i].log_likelihood, want[i].log_likelihood,
+                        -1e-5 * want[i].log_likelihood);
+            EXPECT_EQ(got[i].greedy, want[i].greedy);
+        }
+    }
+}
+
+#if defined(EMULATE)
+// ----------------------------------------------------------------------------
+// launches
+
+// A kernel's name without its namespace, template arguments and parameters.
+static std::string kernel_name(const void* kernel) {
+    Dl_info info = {};
+    if (!dladdr(kernel, &info) || !info.dli_sname) return "static kernels";
+    char* text = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr);
+    std::string name = text ? text : info.dli_sname;
+    free(text);
+    name = name.substr(0, name.find_first_of("<("));
+    return name.substr(name.find_last_of(" :") + 1);
+}
+
+// What a layer's forward and backward pass launch for a micro-batch, by kernel.
+static std::map<std::string, size_t> launches_of(const Shape& shape, int layer) {
+    Plan plan = train_plan(Recompute::NONE, false);
+    plan.micro_batches = 1;
+    Small<bf16, cudaStream_t> small(shape, {plan});
+
+    // Count what has come since the action before.
+    std::map<std::string, size_t> counts;
+    small.t.after = [&](const Action& a) {
+        for (auto& [kernel, count] : emulator::launches)
+            if (a.layer == layer) counts[kernel_name(kernel)] += count;
+        emulator::launches.clear();
+    };
+    emulator::launches.clear();
+    small.step();
+    return counts;
+}
+static size_t attention_launches(const std::map<std::string, size_t>& counts) {
+    size_t sum = 0;
+    for (auto& [name, count] : counts)
+        if (name.starts_with("attention")) sum += count;
+    return sum;
+}
+static size_t all_launches(const std::map<std::string, size_t>& counts) {
+    size_t sum = 0;
+    for (auto& [name, count] : counts) {
+        printf("%4zu %s\n", count, name.c_str());
+        sum += count;
+    }
+    printf("%4zu in all, %zu of them attention's\n", sum, attention_launches(counts));
+    return sum;
+}
+
+// The emulator's GPU is an Ampere: attention is that of mma.sync.
+TEST(Launches, OfABlock) {
+    Shape gpt2 = gpt2_shape(1, 2, 32, 61, 32);
+    Shape llama = llama_shape(1, 4, 2, 64, 44, 53, 64, 10000);
+    EXPECT_LE(all_launches(launches_of(gpt2, 1)), 25u);
+    EXPECT_LE(all_launches(launches_of(llama, 1)), 35u);
+}
+
+// One chunk of logits: three products and one kernel; the norm's three, and the sum of losses.
+TEST(Launches, OfTheHead) {
+    Shape gpt2 = gpt2_shape(1, 2, 32, 61, 32);
+    EXPECT_LE(all_launches(launches_of(gpt2, 2)), 8u);
+}
+#endif

@@ -1,0 +1,695 @@
+// test_layouts.cpp - every layout is the same computation: losses, norms, gradients and weights of
+// data, tensor, sequence and pipeline parallelism and ZeRO against one rank, ranks being threads
+//   Bit by bit where llmc says so: pipelines against accumulation, stage 1 against 0, 3 against 2,
+//   recomputation, backward's halves apart. The others add in another order: they are compared in
+//   double, where a mistake is 1e9 times what is left of rounding.
+//   LAYOUTS=FILE: the page of dev/results goes there; LAYOUTS_ALL=FILE: every layout's errors.
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include <array>
+#include <fstream>
+#include "../../llmc/comm/comms.h"
+#include "../harness/testing.h"
+#include "small_models.h"
+
+using namespace llmc;
+
+namespace {
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr int EVERY = 9; // of a test's layouts one in so many: each takes 20 times as long
+#else
+constexpr int EVERY = 1;
+#endif
+bool left_out(int* number) { return (*number)++ % EVERY; }
+
+struct LayoutCase {
+    int dp = 1, tp = 1, pp = 1, chunks = 1, zero = 0;
+    Pipeline pipeline = Pipeline::ONE_F_ONE_B;
+    Recompute recompute = Recompute::NONE;
+    bool split = false, sequence_parallel = false;
+    int micro_batches = 2; // of each data-parallel rank
+    int shards = 0;        // 0: dp
+    int prefetch = 1;
+    std::string file = {};          // Pipeline::GIVEN: of the schedule
+    int document_end = -1;          // a token
+    bool poisoned = false;          // before each action all that it does not read
+    const char* order = "tp-pp-dp"; // of the grid
+    bool whole_matrices = false;    // in each shard
+    int ranks() const { return dp * tp * pp; }
+    std::string text() const {
+        const char *schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"},
+                   *levels[] = {"none", "selective", "full"};
+        char line[256];
+        snprintf(line, sizeof(line),
+                 "dp %d (shards %d) tp %d%s pp %d x %d %s%s, zero %d prefetch %d, recompute %s, "
+                 "micro-batches %d",
+                 dp, shards ? shards : dp, tp, sequence_parallel ? " sp" : "", pp, chunks,
+                 schedules[int(pipeline)], split ? " split" : "", zero, prefetch,
+                 levels[int(recompute)], micro_batches);
+        return line;
+    }
+};
+
+// What a run leaves, by parameter as files have it: whole, in double.
+struct Result {
+    std::vector<double> losses, norms;
+    std::vector<std::vector<double>> first_grads, grads, weights;
+    std::string wrong; // ranks that keep the same thing and differ
+    std::mutex mutex;
+};
+
+// What one rank keeps of a parameter, from `kept` on, into the whole; twice the same thing must be
+// the same bits.
+template <typename V>
+void collect(Result& r, std::vector<double>& whole, const V* kept, const Layout& layout,
+             const Parameter& p, KeptRange part, const char* what) {
+    std::lock_guard<std::mutex> lock(r.mutex);
+    if (whole.empty()) whole.assign(p.elements(), NAN);
+    for_each_kept(layout, p, part, [&](size_t at, size_t global, size_t count) {
+        for (size_t i = 0; i < count; i++) {
+            double& to = whole[global + i];
+            double x = double(to_acc(kept[part.at + at + i]));
+            if (to == to && x != to) r.wrong = p.name + ": ranks have different " + what;
+            to = x;
+        }
+    });
+}
+
+constexpr size_t T_LENGTH = 8, B_SAMPLES = 3;
+
+template <typename T> void collect_grads(Fixture<T>& f, Result& r, bool first) {
+    for (size_t i = 0; i < f.t.model.parameters.size(); i++) {
+        const Parameter& p = f.t.model.parameters[i];
+        if (!bucket_is_mine(f.t.layout, f.t.model, p.bucket)) continue;
+        Range mine = updated_range(f.t.layout, f.t.model, p.bucket);
+        size_t from = std::max(p.offset, mine.first),
+               end = std::min(p.offset + p.local_elements(), mine.first + mine.count);
+        if (from >= end) continue;
+        collect(r, (first ? r.first_grads : r.grads)[i],
+                updated_part<const acc_t<T>>(f.t, {Kind::GRAD, p.bucket}, mine), f.t.layout, p,
+                {from - p.offset, end - from, from - mine.first}, "gradients");
+    }
+}
+
+Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool adamw) {
+    Plan p = small_plan(B_SAMPLES, T_LENGTH, l.micro_batches, l.recompute, l.split);
+    p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
+    p.layout = me;
+    p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
+    std::ifstream file(l.file);
+    EXPECT_EQ(l.file.empty() ? "" : read_schedule(file, p.layout.given), "");
+    return p;
+}
+
+// A step in which every byte that an action does not read is poisoned before it, and is what it was
+// behind it, but for what the action writes: it must change no other byte, and all of what it writes
+// anew. An action that depends on other bytes gives other results.
+template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) {
+    constexpr unsigned char POISON = 0xff; // NaN
+    const Plan& p = t.plans[0];
+    Arena& arena = t.arena;
+    t.ctx.shape = rank_shape(p, t.model), t.ctx.tp = t.comms.tp; // as run_plan begins
+    for (t.plan = t.at = 0; t.at < int(p.actions.size()); t.at++) {
+        const Action& a = p.actions[size_t(t.at)];
+        Access x = access(p, t.model, a);
+        std::vector<char> reads(arena.device().bytes), writes(arena.device().bytes);
+        auto mark = [&](std::vector<char>& map, const std::vector<Data>& data) {
+            for (Data d : data)
+                if (const Place* place = arena_find(arena, 0, t.at, d))
+                    std::fill_n(map.begin() + long(place->offset), place->bytes, 1);
+        };
+        mark(reads, x.reads), mark(writes, x.writes);
+        std::vector<unsigned char> before(arena.device().base, arena.device().base + arena.device().bytes);
+        for (size_t i = 0; i < arena.device().bytes; i++)
+            if (!reads[i]) arena.device().base[i] = POISON;
+        run_action(t, a);
+        for (size_t i = 0; i < arena.device().bytes; i++) {
+            if (writes[i]) continue;
+            if (arena.device().base[i] != (reads[i] ? before[i] : POISON))
+                wrong = action_text(a, t.model) + " changes bytes that it does not declare";
+            arena.device().base[i] = before[i];
+        }
+        for (Data d : x.writes) {
+            const Place* place = arena_find(arena, 0, t.at, d);
+            bool anew = !std::count(x.reads.begin(), x.reads.end(), d) && !persistent(d.kind);
+            if (!place || !anew || d.kind == Kind::SCRATCH) continue;
+            // rows end on 256 bytes, a bucket's padding has no gradient
+            size_t bytes = d.kind == Kind::PARTIAL
+                               ? t.model.buckets[size_t(d.of)].elements * sizeof(acc_t<T>)
+                               : place->bytes,
+                   untouched = size_t(std::count(arena.device().base + place->offset,
+                                                 arena.device().base + place->offset + bytes, POISON));
+            if (untouched > bytes / 20 + 20 * 256)
+                wrong = action_text(a, t.model) + " does not write " + data_text(d, t.model);
+        }
+    }
+    t.at = int(p.actions.size()) - 1;
+}
+
+Layout layout_of(const LayoutCase& l, int rank) {
+    Layout sizes = small_layout(l.dp, l.tp, l.pp);
+    sizes.order = layout_order(l.order);
+    sizes.chunks = l.chunks;
+    sizes.pipeline = l.pipeline;
+    sizes.zero = l.zero;
+    sizes.zero_group = l.shards;
+    sizes.prefetch = l.prefetch;
+    sizes.whole_matrices = l.whole_matrices;
+    sizes.sequence_parallel = l.sequence_parallel;
+    return layout_at(sizes, rank);
+}
+
+template <typename T>
+void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool adamw, int steps,
+              Result& result, double nudge) {
+#ifdef _OPENMP
+    omp_set_num_threads(1); // models this small gain nothing by more
+#endif
+    Layout me = layout_of(l, world.rank);
+    Plan p = plan_of(shape, l, me, adamw);
+    Fixture<T> f(shape, {p}, 5, nudge);
+    f.t.comms = make_comms(world, me, ranks_of_kv_head(me, f.t.model));
+    // of a gradient that is nothing but rounding (a key's bias has none) AdamW makes no step
+    f.t.hyper.eps = 1e-3f;
+    if (!adamw) f.t.hyper.lr = 0.5f;
+    f.t.document_end = l.document_end;
+    for (int s = 0; s < steps; s++) {
+        std::string wrong;
+        l.poisoned ? run_poisoned(f.t, wrong) : run_plan(f.t, 0);
+        if (!wrong.empty()) {
+            std::lock_guard<std::mutex> lock(result.mutex);
+            result.wrong = wrong;
+        }
+        f.t.cursor += p.B * size_t(p.micro_batches * l.dp);
+        double loss = plan_loss(f.t).mean();
+        if (s == 0) collect_grads(f, result, true);
+        if (world.rank > 0) continue;
+        result.losses.push_back(loss);
+        result.norms.push_back(read_value<StepScale>(f.t, {Kind::SCALE}).norm);
+    }
+    collect_grads(f, result, false);
+    for (size_t i = 0; i < f.t.model.parameters.size(); i++) {
+        const Parameter& parameter = f.t.model.parameters[i];
+        if (!bucket_is_mine(f.t.layout, f.t.model, parameter.bucket)) continue;
+        Data weight = {Kind::WEIGHT, parameter.bucket};
+        collect(result, result.weights[i], address<const T>(f.t, weight), f.t.layout, parameter,
+                kept_range(f.t, weight, parameter), "weights");
+    }
+}
+
+template <typename T>
+std::unique_ptr<Result> run_layout(const Shape& shape, const LayoutCase& l, bool adamw,
+                                   Moment moment = Moment::ANY, double nudge = 0) {
+    constexpr int steps = 3;
+    auto result = std::make_unique<Result>();
+    std::vector<Parameter> parameters = make_model(shape).parameters;
+    for (auto* all : {&result->weights, &result->grads, &result->first_grads})
+        all->resize(parameters.size());
+    LocalSettings settings;
+    settings.moment = moment, settings.timeout_s = 60, settings.placements = true;
+    EXPECT_EQ(run_local_ranks(l.ranks(), settings,
+                              [&](const Comm& world) {
+                                  run_rank<T>(world, shape, l, adamw, steps, *result, nudge);
+                              }),
+              0)
+        << l.text();
+    EXPECT_EQ(result->wrong, "") << l.text();
+    for (auto* all : {&result->weights, &result->grads, &result->first_grads})
+        for (size_t i = 0; i < parameters.size(); i++)
+            (*all)[i].resize(parameters[i].file_elements(), NAN); // padding depends on tp
+    return result;
+}
+
+void expect_same(const Result& a, const Result& b, const std::string& text) {
+    EXPECT_EQ(a.losses, b.losses) << text;
+    EXPECT_EQ(a.norms, b.norms) << text;
+    EXPECT_TRUE(a.weights == b.weights) << text << ": other weights";
+    EXPECT_TRUE(a.grads == b.grads) << text << ": other gradients";
+}
+
+// The norm of a difference, of the second.
+double relative_error(const std::vector<double>& x, const std::vector<double>& y) {
+    double difference = 0, all = 0;
+    for (size_t i = 0; i < y.size(); i++)
+        difference += (x[i] - y[i]) * (x[i] - y[i]), all += y[i] * y[i];
+    return x.size() == y.size() ? std::sqrt(difference / all) : INFINITY;
+}
+
+// Of losses, norms, gradients of the first and the last step, weights; of each parameter.
+constexpr const char* WHAT[] = {"losses", "norms", "first gradients", "gradients", "weights"};
+typedef std::array<std::vector<double>, 5> Errors;
+Errors errors_of(const Result& a, const Result& b) {
+    Errors e;
+    e[0] = {relative_error(a.losses, b.losses)}, e[1] = {relative_error(a.norms, b.norms)};
+    for (size_t i = 0; i < b.weights.size(); i++) {
+        e[2].push_back(relative_error(a.first_grads[i], b.first_grads[i]));
+        e[3].push_back(relative_error(a.grads[i], b.grads[i]));
+        e[4].push_back(relative_error(a.weights[i], b.weights[i]));
+    }
+    return e;
+}
+
+std::vector<Shape> shapes() { return {small_gpt2(), small_llama()}; }
+
+// With heads and channels for tp of 2, 3 and 6, or 2, 4 and 8 (of two key/value heads). Neither
+// vocabulary, 301 and 277, is divided by any: ranks have 256 tokens, 128, some, or none.
+Shape gpt2_for_tp(bool tied) {
+    Shape s = gpt2_shape(4, 6, 24, 301, 32);
+    s.tied = tied;
+    return s;
+}
+// Tied: a Llama with all biases, and windows from a block on; untied: Qwen3's norms of q and k.
+Shape llama_for_tp(bool tied) {
+    Shape s = llama_shape(4, 8, 2, 32, 48, 277, 64, 10000);
+    s.tied = tied, s.qkv_bias = s.o_bias = s.mlp_bias = tied, s.rope_scaling = {8, 1, 4, 16};
+    if (tied) s.sliding_window = 5, s.window_from = 2;
+    if (!tied) s.hf_type = "qwen3", s.qk_norm = true, s.HS = 6;
+    return s;
+}
+bool fits(const Shape& s, const LayoutCase& l) {
+    size_t tp = size_t(l.tp);
+    return s.NH % tp == 0 && s.F % tp == 0 && (s.NKV % tp == 0 || tp % s.NKV == 0) &&
+           l.pp * l.chunks <= int(s.L) + 2;
+}
+
+// All layouts up to 8 ranks and some up to 16, with every stage of ZeRO; what else there is to
+// choose goes round.
+std::vector<LayoutCase> all_layouts() {
+    std::vector<LayoutCase> sizes, all;
+    for (int dp = 1; dp <= 8; dp++)
+        for (int tp = 1; dp * tp <= 8; tp++)
+            for (int pp = 1; dp * tp * pp <= 8; pp++) sizes.push_back({dp, tp, pp});
+    for (auto [dp, tp, pp] : {std::array{2, 2, 4}, std::array{4, 4, 1}, std::array{2, 8, 1},
+                              std::array{3, 3, 1}, std::array{1, 6, 2}, std::array{8, 1, 2}})
+        sizes.push_back({dp, tp, pp});
+    for (LayoutCase l : sizes)
+        for (l.zero = 0; l.zero <= (l.dp > 1 ? 3 : 0); l.zero++) {
+            int i = int(all.size());
+            const Pipeline pipelines[] = {Pipeline::ONE_F_ONE_B, Pipeline::GPIPE,
+                                          Pipeline::ZERO_BUBBLE, Pipeline::INTERLEAVED};
+            l.pipeline = pipelines[i % 4];
+            l.chunks = l.pipeline == Pipeline::INTERLEAVED && l.pp > 1 && l.pp < 4 ? 2 : 1;
+            l.recompute = Recompute(i / 2 % 3), l.split = i % 5 == 0;
+            l.sequence_parallel = l.tp > 1 && i % 3 > 0;
+            l.micro_batches = 1 + i / 3 % 2, l.prefetch = i % 3;
+            l.shards = l.dp == 4 && i % 2 ? 2 : l.dp;
+            all.push_back(l);
+        }
+    return all;
+}
+
+} // namespace
+
+// ----------------------------------------------------------------------------
+
+// A pipeline adds what accumulation adds, in the same order.
+TEST(Layouts, PipelinesAreAccumulationBitByBit) {
+    int number = 0;
+    for (const Shape& shape : shapes())
+        for (int micro_batches : {1, 3, 4}) {
+            LayoutCase one;
+            one.micro_batches = micro_batches;
+            auto want = run_layout<float>(shape, one, true);
+            for (int pp : {2, 3, 5}) // of 5 layers
+                for (auto [pipeline, chunks] :
+                     {std::pair{Pipeline::GPIPE, 1}, std::pair{Pipeline::ONE_F_ONE_B, 1},
+                      std::pair{Pipeline::ZERO_BUBBLE, 1}, std::pair{Pipeline::INTERLEAVED, 2}}) {
+                    LayoutCase l = one;
+                    l.pp = pp, l.pipeline = pipeline, l.chunks = chunks;
+                    if (l.pp * l.chunks > int(shape.L) + 2 || left_out(&number)) continue;
+                    l.recompute = Recompute((pp + micro_batches) % 3);
+                    expect_same(*run_layout<float>(shape, l, true), *want, l.text());
+                }
+        }
+}
+
+// So does a schedule from a file: 1F1B written out, and one that nobody names.
+TEST(Layouts, SchedulesFromFilesAre1F1BBitByBit) {
+    LayoutCase named;
+    named.pp = 2, named.micro_batches = 3;
+    auto want = run_layout<float>(small_gpt2(), named, true);
+    for (const std::string& text :
+         {write_schedule(schedules_of(Pipeline::ONE_F_ONE_B, 2, 1, 3)),
+          std::string("F0.0 F1.0 F2.0 B0.0 I1.0 W1.0 B2.0 # a line a rank\n"
+                      "F0.1 I0.1 F1.1 W0.1 B1.1 F2.1 B2.1\n")}) {
+        LayoutCase l = named;
+        l.pipeline = Pipeline::GIVEN, l.file = scratch("schedule.txt");
+        std::ofstream(l.file) << text;
+        expect_same(*run_layout<float>(small_gpt2(), l, true), *want, text);
+    }
+}
+
+// Stage 1 is stage 0, stage 3 is stage 2, all of them are one with a single micro-batch; whatever
+// the pipeline.
+TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
+    int number = 0;
+    for (const Shape& shape : shapes())
+        for (int dp : {2, 3})
+            for (int micro_batches : {1, 2}) {
+                LayoutCase base;
+                base.dp = dp, base.micro_batches = micro_batches;
+                auto zero0 = run_layout<float>(shape, base, true);
+                base.zero = 2;
+                auto zero2 = run_layout<float>(shape, base, true);
+                if (micro_batches == 1) expect_same(*zero2, *zero0, "zero 2 against 0");
+                for (int zero : {0, 1, 2, 3})
+                    for (int pp : {1, 2}) {
+                        LayoutCase l = base;
+                        l.zero = zero, l.pp = pp;
+                        if (left_out(&number)) continue;
+                        if (zero == 3) l.prefetch = 1 + pp, l.recompute = Recompute::FULL;
+                        if (zero == 1) l.recompute = Recompute::SELECTIVE, l.split = pp == 1;
+                        expect_same(*run_layout<float>(shape, l, true), zero < 2 ? *zero0 : *zero2,
+                                    l.text());
+                    }
+            }
+}
+
+// What access() says of a rank's actions is true on many ranks too: of what moves between them, and
+// of sums.
+TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
+    int number = 0;
+    for (int zero : {0, 1, 2, 3})
+        for (auto [replicas, tp, pp] :
+             {std::array{1, 1, 2}, std::array{2, 1, 1}, std::array{1, 2, 2}}) {
+            LayoutCase l;
+            l.dp = 2 * replicas, l.shards = 2, l.pp = pp, l.zero = zero;
+            l.tp = tp, l.sequence_parallel = tp > 1 && zero > 0;
+            l.chunks = 1 + zero % 2, l.recompute = Recompute(zero % 3);
+            l.pipeline = l.chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
+            Shape shape = llama_for_tp(zero % 2);
+            if (left_out(&number)) continue;
+            auto want = run_layout<float>(shape, l, true);
+            l.poisoned = true;
+            expect_same(*run_layout<float>(shape, l, true), *want, l.text());
+        }
+}
+
+// bf16 with float masters goes the same ways. Tensor-parallel ranks round other sums: their losses
+// are near.
+TEST(Layouts, StagesOfZeroInBf16) {
+    for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
+        LayoutCase one, cut;
+        cut.tp = 2;
+        auto want = run_layout<bf16>(shape, one, true), half = run_layout<bf16>(shape, cut, true);
+        EXPECT_LT(relative_error(half->losses, want->losses), 1.0 / 256);
+        cut.dp = 2, one.micro_batches = 4, cut.sequence_parallel = true;
+        want = run_layout<bf16>(shape, one, true), half = run_layout<bf16>(shape, cut, true);
+        EXPECT_LT(relative_error(half->losses, want->losses), 1.0 / 256);
+        cut.zero = 1, cut.pp = 2;
+        expect_same(*run_layout<bf16>(shape, cut, true), *half, cut.text());
+    }
+    LayoutCase base;
+    base.dp = 2;
+    auto want = run_layout<bf16>(small_gpt2(), base, true);
+    for (int pp : {1, 2}) {
+        LayoutCase l = base;
+        l.pp = pp, l.zero = 1;
+        expect_same(*run_layout<bf16>(small_gpt2(), l, true), *want, l.text());
+    }
+    base.zero = 2;
+    want = run_layout<bf16>(small_gpt2(), base, true);
+    base.zero = 3, base.pp = 3;
+    expect_same(*run_layout<bf16>(small_gpt2(), base, true), *want, base.text());
+}
+
+// Sums of another order. What rounding may do is what the computation does to a small change: one
+// rank runs with all weights changed by 1e-8 of themselves; a result may be off by ROUNDINGS eps of
+// itself and of its answer to that, in units of 1e-8. A sum of n numbers rounds off like sqrt(n) of
+// them; the longest sums here have some hundred.
+struct OneRank {
+    std::unique_ptr<Result> result;
+    Errors answer;
+};
+constexpr double NUDGE = 1e-8, EPS = 1.1e-16, ROUNDINGS = 32;
+
+OneRank run_one_rank(const Shape& shape, int micro_batches, bool adamw, int document_end = -1) {
+    LayoutCase one;
+    one.micro_batches = micro_batches, one.document_end = document_end;
+    OneRank r = {run_layout<double>(shape, one, adamw), {}};
+    r.answer = errors_of(*run_layout<double>(shape, one, adamw, Moment::ANY, NUDGE), *r.result);
+    return r;
+}
+
+struct Cell {
+    double largest[5] = {}, of_bound = 0;
+    std::string wrong;
+};
+Cell compare(const Errors& errors, const OneRank& one) {
+    Cell cell;
+    for (int k = 0; k < 5; k++)
+        for (size_t i = 0; i < errors[k].size(); i++) {
+            double bound = (1 + one.answer[k][i] / NUDGE) * EPS * ROUNDINGS, e = errors[k][i];
+            cell.largest[k] = std::max(cell.largest[k], e);
+            cell.of_bound = std::max(cell.of_bound, e / bound);
+            if (!(e <= bound)) cell.wrong = std::string(WHAT[k]) + " " + std::to_string(i);
+        }
+    return cell;
+}
+
+// "data x pipeline, ZeRO 3": the dimensions in which ranks are more than one.
+std::string dimensions_of(const LayoutCase& l) {
+    std::string text;
+    for (auto [size, name] : {std::pair(l.dp, "data"), {l.tp, "tensor"}, {l.pp, "pipeline"}})
+        if (size > 1) text += (text.empty() ? "" : " x ") + std::string(name);
+    return text + (l.dp > 1 ? ", ZeRO " + std::to_string(l.zero) : "");
+}
+
+void add_worst(Cell& worst, const Cell& cell) {
+    for (int k = 0; k < 5; k++) worst.largest[k] = std::max(worst.largest[k], cell.largest[k]);
+    worst.of_bound = std::max(worst.of_bound, cell.of_bound);
+}
+
+std::string columns_of(const Cell& cell) {
+    const double* e = cell.largest;
+    char text[128];
+    snprintf(text, sizeof(text), " %.1e | %.1e | %.1e | %.1e | %.1e | %.2f |\n", e[0], e[1], e[2],
+             e[3], e[4], cell.of_bound);
+    return text;
+}
+
+const char* const COLUMNS =
+    " losses | norms | first gradients | gradients | weights | of the bound |\n"
+    "|---|---|---|---|---|---|---|---|";
+
+TEST(Layouts, AreOneComputation) {
+    std::map<std::tuple<bool, bool, bool, int>, OneRank> one_rank;
+    std::map<std::string, std::pair<int, Cell>> groups; // by dimensions: how many, the worst
+    std::string all;
+    Cell worst;
+    int cells = 0, number = 0;
+    for (bool llama : {false, true})
+        for (const LayoutCase& l : all_layouts())
+            for (bool adamw : {true, false}) {
+                bool tied = (l.dp + l.pp + l.zero / 2) % 2;
+                Shape shape = llama ? llama_for_tp(tied) : gpt2_for_tp(tied);
+                if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
+                OneRank& one = one_rank[{llama, tied, adamw, l.micro_batches * l.dp}];
+                if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
+                Cell cell =
+                    compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+                ASSERT_EQ(cell.wrong, "") << l.text();
+
+                cells++;
+                add_worst(worst, cell);
+                auto& [count, worst_of_group] = groups[dimensions_of(l)];
+                count++;
+                add_worst(worst_of_group, cell);
+                all += std::string("| ") + (llama ? "Llama" : "GPT-2") + (tied ? ", tied" : "") +
+                       " | " + l.text() + " | " + (adamw ? "AdamW" : "SGD") + " |" +
+                       columns_of(cell);
+            }
+
+    char summary[512];
+    const double* e = worst.largest;
+    snprintf(summary, sizeof(summary),
+             "%d layouts, the worst at %.2f of its bound; largest relative errors: losses %.1e, "
+             "norms %.1e, first gradients %.1e, gradients %.1e, weights %.1e",
+             cells, worst.of_bound, e[0], e[1], e[2], e[3], e[4]);
+    puts(summary);
+    if (const char* path = getenv("LAYOUTS")) {
+        std::ofstream page(path);
+        page << "# Layouts against one rank, in double\n\n"
+             << "Three steps each; of a parameter's gradients and weights the norm of the "
+                "difference "
+                "over that of one rank's, the largest of all parameters. "
+                "`LAYOUTS=FILE build/test_layouts` makes this page, `LAYOUTS_ALL=FILE` a table of "
+                "every layout.\n\n"
+             << summary << ".\n\n| ranks by | layouts |" << COLUMNS << "\n";
+        for (const auto& [name, group] : groups)
+            page << "| " << name << " | " << group.first << " |" << columns_of(group.second);
+    }
+    if (const char* path = getenv("LAYOUTS_ALL"))
+        std::ofstream(path) << "| model | layout | optimizer |" << COLUMNS << "---|\n" << all;
+}
+
+// Shards that cut no matrix are the same computation, and as equal bit by bit as others are.
+TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
+    for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
+        LayoutCase l;
+        l.dp = 2, l.whole_matrices = true;
+        OneRank one = run_one_rank(shape, l.dp * l.micro_batches, true);
+        for (int tp : {1, 4}) {
+            if (!fits(shape, {2, tp})) continue;
+            l.tp = tp, l.sequence_parallel = tp > 1;
+            std::unique_ptr<Result> before;
+            for (l.zero = 0; l.zero <= 3; l.zero++) {
+                auto result = run_layout<double>(shape, l, true);
+                EXPECT_EQ(compare(errors_of(*result, *one.result), one).wrong, "") << l.text();
+                if (l.zero % 2) expect_same(*result, *before, l.text());
+                before = std::move(result);
+            }
+        }
+    }
+
+    // So are groups of shards, pipelines, and weights narrower than their masters.
+    LayoutCase base;
+    base.dp = 4, base.shards = 2, base.whole_matrices = true;
+    auto want = run_layout<bf16>(gpt2_for_tp(true), base, true);
+    for (int pp : {1, 2}) {
+        LayoutCase l = base;
+        l.pp = pp, l.zero = 1;
+        expect_same(*run_layout<bf16>(gpt2_for_tp(true), l, true), *want, l.text());
+    }
+}
+
+// Documents go with their tokens to the ranks, and the targets that count are those of all ranks.
+TEST(Layouts, DocumentsAreThoseOfOneRank) {
+    for (bool llama : {false, true}) {
+        Shape shape = llama ? llama_for_tp(false) : gpt2_for_tp(false);
+        LayoutCase l{2, 2, 2};
+        l.zero = 2, l.sequence_parallel = !llama, l.document_end = 5;
+        OneRank one = run_one_rank(shape, l.dp * l.micro_batches, true, l.document_end),
+                whole = run_one_rank(shape, l.dp * l.micro_batches, true);
+        EXPECT_EQ(compare(errors_of(*run_layout<double>(shape, l, true), *one.result), one).wrong,
+                  "");
+        EXPECT_NE(compare(errors_of(*whole.result, *one.result), one).wrong, "");
+    }
+}
+
+// When a collective happens between its start and its end changes nothing: at its start, or at its
+// finish with NaN in what it writes until then and no change allowed in what it reads.
+TEST(Layouts, TimingChangesNothing) {
+    std::vector<LayoutCase> layouts;
+    for (int zero : {0, 1, 2, 3})
+        for (auto [tp, pp, chunks, pipeline] :
+             {std::tuple{1, 1, 1, Pipeline::ONE_F_ONE_B}, std::tuple{1, 2, 1, Pipeline::GPIPE},
+              std::tuple{1, 2, 1, Pipeline::ZERO_BUBBLE},
+              std::tuple{1, 2, 2, Pipeline::INTERLEAVED},
+              std::tuple{2, 1, 1, Pipeline::ONE_F_ONE_B}}) {
+            LayoutCase l;
+            l.dp = 4, l.shards = 2, l.zero = zero, l.tp = tp, l.sequence_parallel = tp > 1;
+            l.pp = pp, l.chunks = chunks, l.pipeline = pipeline, l.micro_batches = 4;
+            l.prefetch = pp * chunks - 1, l.recompute = Recompute(zero % 3);
+            layouts.push_back(l);
+        }
+    int number = 0;
+    for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)})
+        for (const LayoutCase& l : layouts) {
+            if (left_out(&number)) continue;
+            auto want = run_layout<float>(shape, l, true);
+            for (Moment moment : {Moment::EARLIEST, Moment::LATEST})
+                expect_same(*run_layout<float>(shape, l, true, moment), *want, l.text());
+        }
+}
+
+// A rank that does not come: the watchdog names the collective that its peer waits for, not the
+// action that the peer has come to meanwhile.
+TEST(Layouts, TheWatchdogNamesWhatIsWaitedFor) {
+    LayoutCase l;
+    l.dp = 2, l.zero = 2;
+    std::string failure;
+    LocalSettings settings;
+    settings.timeout_s = 2, settings.failure = &failure;
+    EXPECT_EQ(run_local_ranks(2, settings,
+                              [&](const Comm& world) {
+                                  Layout me = layout_of(l, world.rank);
+                                  Fixture<float> f(small_gpt2(),
+                                                   {plan_of(small_gpt2(), l, me, true)});
+                                  f.t.comms = make_comms(world, me);
+                                  if (me.dp.rank == 0) return run_plan(f.t, 0);
+                                  for (f.t.at = 0; f.t.at < 2; f.t.at++) // LOAD and COUNT alone
+                                      run_action(f.t, f.t.plans[0].actions[size_t(f.t.at)]);
+                                  while (!world.local->world->failed)
+                                      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                              }),
+              1);
+    EXPECT_NE(failure.find("s in reduce-scatter on 'shard' during action WAIT REDUCE(block.2): "
+                           "rank 1 has not arrived"),
+              std::string::npos)
+        << failure;
+}
+
+// A sum made twice, and one left out, are found by what the buffers hold.
+TEST(Layouts, CollectivesAreGivenWhatTheyMustBe) {
+    for (bool twice : {true, false}) {
+        LocalSettings settings;
+        settings.placements = true, settings.timeout_s = 60;
+        testing::internal::CaptureStderr();
+        auto body = [&](const Comm& world) {
+            LayoutCase l;
+            l.dp = 2, l.zero = twice ? 0 : 1;
+            Layout me = layout_of(l, world.rank);
+            Plan p = plan_of(small_gpt2(), l, me, true);
+            Fixture<float> f(small_gpt2(), {p});
+            f.t.comms = make_comms(world, me);
+            run_plan(f.t, 0);
+            Action again = {twice ? Op::REDUCE : Op::PUBLISH, -1, -1, 2}; // a block's bucket
+            run_action(f.t, again);
+        };
+        EXPECT_EQ(run_local_ranks(2, settings, body), 1);
+        std::string said = testing::internal::GetCapturedStderr();
+        EXPECT_NE(said.find(twice ? "grad(block.0) is replicated, it must be partial"
+                                  : "weight(block.0) is replicated, it must be sharded"),
+                  std::string::npos)
+            << said;
+    }
+}
+
+// Which ranks are neighbours changes no bit.
+TEST(Layouts, TheGridsOrderChangesNothing) {
+    LayoutCase l;
+    l.dp = 2, l.tp = 2, l.pp = 3, l.zero = 2, l.sequence_parallel = true;
+    auto want = run_layout<float>(llama_for_tp(true), l, true);
+    for (const char* order : {"tp-dp-pp", "pp-tp-dp", "pp-dp-tp", "dp-tp-pp", "dp-pp-tp"}) {
+        l.order = order;
+        expect_same(*run_layout<float>(llama_for_tp(true), l, true), *want, order);
+    }
+    std::set<std::tuple<int, int, int>> places;
+    Layout sizes = small_layout(2, 2, 3);
+    sizes.order = layout_order("pp-dp-tp");
+    for (int rank = 0; rank < 12; rank++) {
+        Layout at = layout_at(sizes, rank);
+        EXPECT_EQ(at.pp.rank + 3 * (at.dp.rank + 2 * at.tp.rank), rank);
+        places.insert({at.dp.rank, at.pp.rank, at.tp.rank});
+    }
+    EXPECT_EQ(places.size(), 12u);
+}
+
+// What --seed means no layout changes.
+TEST(Layouts, InitialWeightsAreThoseOfOneRank) {
+    for (const Shape& shape : {gpt2_for_tp(false), llama_for_tp(true)}) {
+        std::vector<std::vector<float>> want;
+        for (LayoutCase l : {LayoutCase{1, 1, 1}, LayoutCase{2, 2, 1}, LayoutCase{1, 2, 2}, LayoutCase{3, 1, 1}}) {
+            l.zero = l.dp > 1 ? 3 : 0;
+            auto body = [&](const Comm& world) {
+                Layout me = layout_of(l, world.rank);
+                Plan p = plan_of(shape, l, me, true);
+                Fixture<float> f(shape, {p});
+                f.t.comms = make_comms(world, me);
+                init_weights(f.t, 11);
+                for (size_t i = 0; i < f.t.model.parameters.size(); i++) {
+                    std::vector<float> values = get_weight(f.t, f.t.model.parameters[i]);
+                    values.resize(f.t.model.parameters[i].file_elements());
+                    if (l.ranks() == 1) want.push_back(values);
+                    if (world.rank == 0) {
+                        EXPECT_EQ(values, want[i]) << f.t.model.parameters[i].name << l.text();
+                    }
+                }
+            };
+            EXPECT_EQ(run_local_ranks(l.ranks(), {}, body), 0);
+        }
+    }
+}

@@ -1,0 +1,724 @@
+// test_life.cpp - the life of a run: a second run, a signal, a full disk, ruined weights lose nothing
+//   Runs $TRAIN_GPT (default build/train_gpt). ROUNDS=200 sends signals at so many random moments.
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <chrono>
+#include <csignal>
+#include <random>
+#include <sstream>
+#include <thread>
+#include <nlohmann/json.hpp>
+#include "../../llmc/run/folder.h"
+#include "../../llmc/run/limits.h"
+#include "../../llmc/run/report.h"
+#include "../harness/testing.h"
+#include "small_models.h"
+
+using nlohmann::json;
+
+static Ran start(const std::string& arguments, const std::string& before = "") {
+    return shell(before + " " + program() + " " + arguments);
+}
+
+// A run in the background, and its output in a file.
+struct Child {
+    pid_t pid = -1;
+    std::string file;
+
+    Child(const std::string& command, const std::string& output) : file(output) {
+        pid = fork();
+        if (pid > 0) return;
+        prctl(PR_SET_PDEATHSIG, SIGKILL); // a test that is killed leaves nothing running
+        std::string line = "exec " + command + " >" + output + " 2>&1 </dev/null";
+        execl("/bin/bash", "bash", "-c", line.c_str(), nullptr);
+        _exit(127);
+    }
+    ~Child() {
+        if (pid < 0) return;
+        kill(pid, SIGKILL);
+        waitpid(pid, nullptr, 0);
+    }
+
+    std::string text() const { return read_file(file); }
+
+    // Wait until it has printed `part`.
+    void wait_for_text(const std::string& part) const {
+        for (int i = 0; i < 3000 && !has(text(), part); i++)
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        EXPECT_HAS(text(), part);
+    }
+
+    // Wait until it has printed the line of a step, of `steps`.
+    void wait_for_step(int step, int steps) const {
+        std::string number = concat(step, "/", steps, " |");
+        wait_for_text(" " + number);
+    }
+
+    // Its exit status, or minus the signal that ended it.
+    int wait() {
+        int status = 0;
+        waitpid(pid, &status, 0);
+        pid = -1;
+        return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+    }
+};
+
+struct Life : Scratch {
+    std::string small, out; // flags of a run of a second, and the folder it writes to
+    void SetUp() override {
+        Scratch::SetUp();
+        std::string text;
+        for (int i = 0; i < 3000; i++)
+            text += concat("line ", i * 7919 % 1000, " of a text that repeats itself\n");
+        small = "--layers 1 --heads 2 --channels 32 --seq 32 --micro-batch 4 --sample-tokens 0 "
+                "--eval-tokens 256 --log-every 1 --data " + put("text.txt", text) + " ";
+        out = path("out");
+    }
+
+    // The folders of a run's checkpoints, and what it has set aside.
+    std::vector<std::string> steps(const std::string& folder) const {
+        std::vector<std::string> names;
+        for (const fs::directory_entry& e : fs::directory_iterator(folder))
+            if (has(e.path().filename().string(), "step_"))
+                names.push_back(e.path().filename().string());
+        std::sort(names.begin(), names.end());
+        return names;
+    }
+    std::vector<std::string> steps() const { return steps(out); }
+    std::vector<json> log() const {
+        std::vector<json> lines;
+        std::ifstream in(out + "/log.jsonl");
+        for (std::string line; std::getline(in, line);)
+            lines.push_back(json::parse(line));
+        return lines;
+    }
+    json manifest(const std::string& step) const {
+        return json::parse(read_file(out + "/" + step + "/manifest.json"));
+    }
+};
+
+typedef std::vector<std::string> Names;
+
+// ----------------------------------------------------------------------------
+// the folder is one run's
+
+TEST_F(Life, AUsedFolderIsRefusedAndUntouched) {
+    ASSERT_EQ(start(small + "--steps 6 --save-every 2 --out " + out).status, 0);
+    std::string before = read_file(out + "/log.jsonl");
+    Ran again = start(small + "--steps 2 --lr 0.01 --save-every 1 --out " + out);
+    EXPECT_EQ(again.status, 1);
+    EXPECT_HAS(again.text, "holds a run at step 6: --resume goes on with it");
+    EXPECT_EQ(steps(), (Names{"step_00000004", "step_00000006"}));
+    EXPECT_EQ(read_file(out + "/log.jsonl"), before);
+
+    // Without its checkpoints the log is still a run's.
+    for (const std::string& name : steps())
+        fs::remove_all(out + "/" + name);
+    EXPECT_HAS(start(small + "--steps 2 --out " + out).text, "holds a run's log");
+    EXPECT_EQ(read_file(out + "/log.jsonl"), before);
+}
+
+TEST_F(Life, ASecondRunIsToldAndAReaderIsNot) {
+    Child first(program() + " " + small + "--steps 1000000 --save-every 5 --out " + out,
+                path("first"));
+    first.wait_for_step(12, 1000000);
+    Ran second = start(small + "--steps 9 --resume --out " + out);
+    EXPECT_EQ(second.status, 1);
+    EXPECT_HAS(second.text, concat("another run is writing there (process ", first.pid, ")"));
+
+    // A run that only evaluates reads a checkpoint, and leaves the log to the other.
+    size_t lines = log().size();
+    Ran looks = start("--eval --resume --out " + out);
+    EXPECT_EQ(looks.status, 0) << looks.text;
+    EXPECT_HAS(looks.text, "weights: " + out + "/step_");
+    EXPECT_HAS(looks.text, "val loss ");
+    kill(first.pid, SIGTERM);
+    EXPECT_EQ(first.wait(), 128 + SIGTERM);
+    std::vector<json> all = log();
+    EXPECT_GE(all.size(), lines);
+    for (size_t i = 1; i < all.size(); i++)
+        EXPECT_EQ(all[i]["step"], i);
+
+    // The lock goes with its process: nothing has to be removed by hand.
+    EXPECT_EQ(start(small + "--steps 9 --resume --out " + out).status, 0);
+}
+
+TEST_F(Life, WhoOnlyLooksNeverWritesTheLog) {
+    ASSERT_EQ(start(small + "--steps 3 --out " + out).status, 0);
+    std::string before = read_file(out + "/log.jsonl");
+    for (std::string flags : {"--eval --resume", "--steps 0 --sample-tokens 4 --resume"})
+        EXPECT_EQ(start(small + flags + " --out " + out).status, 0);
+    Ran forgot = start(small + "--eval --out " + out);
+    EXPECT_EQ(forgot.status, 1);
+    EXPECT_HAS(forgot.text, "holds a run at step 3: --resume takes its weights");
+    EXPECT_EQ(read_file(out + "/log.jsonl"), before);
+    EXPECT_HAS(start(small + "--eval").text, "weights: new, from --seed 1337");
+}
+
+TEST_F(Life, FoldersAboveAreMade) {
+    EXPECT_EQ(start(small + "--steps 1 --out " + path("a/b/c")).status, 0);
+    EXPECT_TRUE(fs::exists(path("a/b/c/step_00000001")));
+}
+
+// ----------------------------------------------------------------------------
+// going on
+
+TEST_F(Life, FlagsThatAreLeftOutAreTheCheckpoints) {
+    ASSERT_EQ(start(small + "--steps 4 --lr 0.002 --out " + out).status, 0);
+    Ran sample = start("--resume --steps 0 --sample-tokens 8 --seed 7 --out " + out);
+    EXPECT_EQ(sample.status, 0) << sample.text;
+    EXPECT_HAS(sample.text, "weights: " + out + "/step_00000004");
+
+    // What is given counts, and what differs is said.
+    Ran other = start("--resume --steps 6 --lr 0.001 --sample-tokens 0 --out " + out);
+    EXPECT_EQ(other.status, 0) << other.text;
+    EXPECT_HAS(other.text, "note: this run differs from its checkpoint: --steps was 4, "
+                           "--lr was 0.002\n");
+    EXPECT_EQ(manifest("step_00000006")["config"]["channels"], 32);
+    EXPECT_EQ(manifest("step_00000006")["config"]["min-lr"], 0.0001); // a tenth of the new one
+}
+
+TEST_F(Life, AdoptingFlagsComparesValues) {
+    Config c;
+    c.lr = 0.001;
+    c.given = {"lr", "heads"};
+    c.heads = 4;
+    json saved = {{"lr", 1e-3}, {"heads", 2}, {"layers", 3}, {"seq", "long"}, {"no-flag", 1},
+                  {"out", "elsewhere"}, {"optimizer", "none of ours"}};
+    EXPECT_EQ(adopt_flags(c, saved), "--heads was 2");
+    EXPECT_EQ(c.layers, 3);
+    EXPECT_EQ(c.heads, 4);
+    EXPECT_EQ(c.seq, Config().seq); // a value that the flag refuses
+    EXPECT_EQ(c.optimizer, "adamw"); // the same: the default stays
+    EXPECT_EQ(c.out, "");           // where files go is this run's own affair
+
+    // The default --min-lr follows a new --lr, one that was chosen stays.
+    saved = {{"lr", 0.01}, {"min-lr", 0.01 / 10}};
+    adopt_flags(c, saved);
+    EXPECT_EQ(c.min_lr, -1);
+    saved["min-lr"] = 0.0005;
+    adopt_flags(c, saved);
+    EXPECT_EQ(c.min_lr, 0.0005);
+}
+
+TEST_F(Life, ResumeBeginsWhereThereIsNothingAndEndsWhereAllIsDone) {
+    Ran fresh = start(small + "--resume --steps 2 --out " + out);
+    EXPECT_EQ(fresh.status, 0);
+    EXPECT_HAS(fresh.text, "holds no checkpoint: a new run begins");
+    Ran done = start(small + "--resume --steps 2 --out " + out);
+    EXPECT_EQ(done.status, 0);
+    EXPECT_HAS(done.text, "nothing to train: --steps 2, the checkpoint has 2");
+    EXPECT_EQ(done.text.find("val loss"), std::string::npos);
+    Ran none = start(small + "--resume --eval --out " + path("none"));
+    EXPECT_EQ(none.status, 1);
+    EXPECT_HAS(none.text, "holds no whole checkpoint");
+}
+
+TEST_F(Life, TokensCountOnWithAnotherBatch) {
+    ASSERT_EQ(start(small + "--steps 3 --batch-tokens 256 --out " + out).status, 0);
+    ASSERT_EQ(start(small + "--steps 5 --batch-tokens 128 --resume --out " + out).status, 0);
+    std::vector<int64_t> tokens;
+    for (const json& line : log())
+        if (line.contains("tokens")) tokens.push_back(line["tokens"].get<int64_t>());
+    EXPECT_EQ(tokens, (std::vector<int64_t>{256, 512, 768, 896, 1024}));
+}
+
+TEST_F(Life, BrokenCheckpointsAreSetAside) {
+    ASSERT_EQ(start(small + "--steps 6 --save-every 2 --keep 3 --out " + out).status, 0);
+    std::fstream(out + "/step_00000006/rank_00000.safetensors",
+                 std::ios::in | std::ios::out | std::ios::binary)
+        .seekp(2000)
+        .put('x')
+        .put('y');
+    std::string resume = small + "--resume --save-every 1 --out " + out;
+    Ran r = start(resume + " --steps 5");
+    EXPECT_HAS(r.text, "resumed at step 4");
+    EXPECT_EQ(steps(), (Names{"step_00000004", "step_00000005", "step_00000006.broken"}));
+
+    // An older step on purpose: what is newer is kept under another name.
+    Ran back = start(resume + " --steps 5 --resume-step 4");
+    EXPECT_HAS(back.text, "step_00000005 is now " + out + "/step_00000005.newer");
+    EXPECT_EQ(back.status, 0) << back.text;
+    EXPECT_EQ(read_file(out + "/step_00000005/rank_00000.safetensors"),
+              read_file(out + "/step_00000005.newer/rank_00000.safetensors"));
+    EXPECT_EQ(start(resume + " --steps 5 --resume-step 4").status, 0);
+    EXPECT_TRUE(fs::exists(out + "/step_00000005.newer.2")) << "the first one is still there";
+    EXPECT_HAS(start(resume + " --resume-step 3").text, "no whole checkpoint of step 3");
+}
+
+// ----------------------------------------------------------------------------
+// signals
+
+// Everything a checkpoint holds but its manifest, which names this machine.
+static std::string state(const std::string& folder) {
+    std::string all;
+    for (auto& [name, bytes] : folder_bytes(folder))
+        if (name != "manifest.json") all += name + bytes;
+    return all;
+}
+
+// Send a signal at a random moment until the run is over; it must end as if it had had none.
+static void stop_and_resume(const Life& t, const std::string& flags, int rounds) {
+    // The run that nobody disturbs, and how long it takes.
+    std::string whole = t.path("whole");
+    std::string line = program() + " " + t.small + flags + " --steps 300 ";
+    double begun = clock_seconds();
+    ASSERT_EQ(shell(line + "--out " + whole).status, 0);
+    int milliseconds = int(1000 * (clock_seconds() - begun));
+    std::mt19937 random(unsigned(rounds) + 3);
+    int stopped = 0;
+    for (int round = 0; round < rounds; round++) {
+        fs::remove_all(t.out);
+        for (int start = 0; start < 60 && !fs::exists(t.out + "/step_00000300"); start++) {
+            fs::remove(t.path("said"));
+            Child child(line + "--resume --out " + t.out, t.path("said"));
+            int number = STOP_SIGNALS[random() % STOP_SIGNALS.size()];
+            child.wait_for_text("/300 | "); // before the first step a signal just ends it
+            std::this_thread::sleep_for(std::chrono::milliseconds(random() % milliseconds));
+            kill(child.pid, number);
+            int status = child.wait();
+            if (status == 0 || status == -number) break; // its last step was over already
+            ASSERT_EQ(status, 128 + number) << child.text();
+            EXPECT_HAS(child.text(), "stopped by " + signal_name(number) + " at step ");
+            EXPECT_FALSE(t.steps(t.out).empty());
+            stopped++;
+        }
+        ASSERT_EQ(shell(line + "--resume --out " + t.out).status, 0);
+        EXPECT_EQ(state(whole + "/step_00000300"), state(t.out + "/step_00000300"));
+    }
+    EXPECT_GT(stopped, 0);
+}
+static int rounds() {
+    const char* given = getenv("ROUNDS");
+    return given ? atoi(given) : 2;
+}
+
+TEST_F(Life, SignalsAtAnyMomentLoseNothing) { stop_and_resume(*this, "", rounds()); }
+TEST_F(Life, SignalsStopAllRanksAfterTheSameStep) {
+    stop_and_resume(*this, "--local-ranks 4 --pp 2 --zero 1 --batch-tokens 256", rounds());
+}
+
+TEST_F(Life, OneProcessOfSeveralIsSignalled) {
+    if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
+    std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 ";
+    if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
+        GTEST_SKIP() << "skipped: built without MPI";
+
+    // Only the second process gets the signal, and both stop.
+    std::string train = program() + " " + small + "--steps 1000000 --out " + out;
+    Child job(mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train +
+                  "'",
+              path("said"));
+    job.wait_for_step(3, 1000000);
+    kill(pid_t(atoll(read_file(path("pid.1")).c_str())), SIGUSR1);
+    EXPECT_EQ(job.wait(), 128 + SIGUSR1) << job.text();
+    EXPECT_HAS(job.text(), "stopped by SIGUSR1 at step ");
+    EXPECT_FALSE(has(job.text(), "\x1b")) << "mpirun's terminal is nobody's: no line changes in place";
+    EXPECT_EQ(steps().size(), 1u);
+}
+
+TEST_F(Life, ASignalEndsAnEvaluation) {
+    // After the first step all of the text is evaluated, many times as long as a step.
+    for (std::string ranks : {"", " --local-ranks 2"}) {
+        fs::remove_all(out);
+        fs::remove(path("said"));
+        Child child(program() + " " + small + "--steps 9 --eval-every 1 --eval-tokens 1000000 --val " +
+                        path("text.txt") + " --data " + ROOT + "/train_gpt.cu --channels 128 --out " +
+                        out + ranks,
+                    path("said"));
+        child.wait_for_step(1, 9);
+        kill(child.pid, SIGUSR1);
+        EXPECT_EQ(child.wait(), 128 + SIGUSR1) << child.text();
+        EXPECT_HAS(child.text(), "stopped by SIGUSR1 at step 1");
+        EXPECT_FALSE(has(child.text(), "val loss"));
+        EXPECT_EQ(steps(), Names{"step_00000001"});
+    }
+}
+
+TEST_F(Life, ASecondSignalLeavesAtOnce) {
+    // A step of this run takes long enough for two signals.
+    Child child("env OMP_NUM_THREADS=1 " + program() + " " + small +
+                    "--channels 512 --layers 4 --seq 256 --batch-tokens 262144 --steps 9 --out " +
+                    out,
+                path("said"));
+    for (int i = 0; i < 1000 && !has(child.text(), "mfu: "); i++)
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    kill(child.pid, SIGINT);
+    kill(child.pid, SIGINT); // at once: shells send one twice
+    std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+    kill(child.pid, SIGTERM);
+    EXPECT_EQ(child.wait(), -SIGTERM) << child.text();
+}
+
+TEST_F(Life, ASignalThatIsIgnoredStaysSo) {
+    Child child("bash -c 'trap \"\" HUP; exec " + program() + " " + small + "--steps 60'",
+                path("said"));
+    child.wait_for_step(1, 60);
+    kill(child.pid, SIGHUP);
+    EXPECT_EQ(child.wait(), 0) << child.text();
+}
+
+TEST(Stop, OneWishIsEnough) {
+    std::vector<Wishes> got(3);
+    run_local_ranks(3, {}, [&](const Comm& world) {
+        Wishes mine;
+        if (world.rank == 2) mine.stop = SIGUSR1;
+        if (world.rank == 1) mine.save = true;
+        got[world.rank] = agree(world, mine);
+    });
+    for (const Wishes& w : got) {
+        EXPECT_EQ(w.stop, SIGUSR1);
+        EXPECT_TRUE(w.save);
+    }
+    EXPECT_EQ(agree({}, {}).stop, 0);
+    EXPECT_FALSE(agree({}, {}).save);
+    EXPECT_EQ(signal_name(SIGTERM), "SIGTERM");
+}
+
+// ----------------------------------------------------------------------------
+// saving
+
+TEST_F(Life, SavesByTheClock) {
+    Child child(program() + " " + small + "--steps 1000000 --save-minutes 0.004 --out " + out,
+                path("said"));
+    child.wait_for_step(1, 1000000);
+    for (int i = 0; i < 3000 && steps().size() < 2; i++)
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    EXPECT_GE(steps().size(), 2u) << child.text();
+}
+
+TEST_F(Life, TheBestCheckpointStays) {
+    // A rate that is too high for the text's end: the loss goes up and down.
+    ASSERT_EQ(start(small + "--steps 60 --eval-every 3 --warmup 0 --schedule constant --lr 0.03 "
+                            "--save-every 1 --keep 1 --keep-best --out " + out).status, 0);
+    double best = INFINITY;
+    std::string name;
+    for (const json& line : log())
+        if (line.contains("val_loss") && line["val_loss"] < best) {
+            best = line["val_loss"].get<double>();
+            name = step_folder(line["step"].get<int64_t>());
+        }
+    EXPECT_TRUE(fs::exists(out + "/" + name)) << name;
+    EXPECT_LE(steps().size(), 2u);
+    EXPECT_EQ(manifest("step_00000060")["best_step"], manifest(name)["step"]);
+    EXPECT_EQ(manifest("step_00000060")["best_loss"], best);
+}
+
+TEST_F(Life, RuinedWeightsAreNotSavedOverGoodOnes) {
+    ASSERT_EQ(start(small + "--steps 4 --save-every 1 --out " + out).status, 0);
+    Ran r = start(small + "--steps 9 --resume --save-every 1 --save-minutes 0 --lr 1000 --min-lr "
+                          "1000 --clip 0 --out " + out);
+    EXPECT_EQ(r.status, 1) << r.text;
+    EXPECT_HAS(r.text, "note: step 5 is not saved: the weights are ruined: its loss on the last ");
+    EXPECT_EQ(steps(), (Names{"step_00000003", "step_00000004"}));
+
+    // Nor do they replace an export.
+    ASSERT_EQ(start(small + "--steps 2 --export " + path("e")).status, 0);
+    std::string good = read_file(path("e/model.safetensors"));
+    Ran e = start(small + "--steps 2 --lr 1000 --min-lr 1000 --warmup 0 --clip 0 --export " + path("e"));
+    EXPECT_EQ(e.status, 1);
+    EXPECT_HAS(e.text, "--export " + path("e") + ": the weights are ruined");
+    EXPECT_EQ(read_file(path("e/model.safetensors")), good);
+}
+
+// A model that knows its text by heart may be worse than guessing on other text: it is not ruined.
+TEST_F(Life, AModelThatOverfitsIsSaved) {
+    std::string train, other;
+    for (int i = 0; i < 5000; i++) {
+        train += "ab";
+        other += "zy";
+    }
+    ASSERT_EQ(start(small + "--channels 128 --steps 150 --lr 0.01 --schedule constant --data " +
+                    put("train.txt", train) + " --val " + put("other.txt", other) + " --out " + out)
+                  .status,
+              0);
+    EXPECT_GT(log().back()["val_loss"], 2 * std::log(256));
+    EXPECT_EQ(steps(), Names{"step_00000150"});
+}
+
+// ----------------------------------------------------------------------------
+// values that are not finite
+
+// Every family in every layout of a step: what a healthy step makes is finite, wherever it is
+// looked at; and of a weight that is not, the first operator that reads it is named.
+TEST(Health, TheFirstValueThatIsNotFiniteIsFound) {
+    for (const Shape& shape : {small_gpt2(), small_gpt2(false), small_llama(), small_llama(true, true)})
+        for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
+            PlanOptions o;
+            o.B = 2, o.T = 8, o.micro_batches = 2, o.recompute = level;
+            Small<float> small(shape, {make_plan({}, make_model(shape), o)});
+            Trainer<float, Cpu>& t = small.t;
+            t.window = random_window(shape, o.T);
+            init_weights(t, 3);
+            std::vector<std::string> found;
+            t.after = [&](const Action& a) {
+                std::string bad = bad_results(t, a);
+                if (!bad.empty()) found.push_back(action_text(a, t.model) + ": " + bad);
+            };
+            run_plan(t, 0);
+            EXPECT_EQ(found, Names());
+
+            // Ruin one weight of the second block.
+            for (const Parameter& p : t.model.parameters)
+                if (p.layer == 2 && p.shape.size() == 2) {
+                    address<float>(t, {Kind::WEIGHT, p.bucket})[p.offset + 1] = NAN;
+                    EXPECT_HAS(first_bad_weight(t), p.name + ": 1 of ");
+                    break;
+                }
+            run_plan(t, 0);
+            ASSERT_FALSE(found.empty());
+            EXPECT_HAS(found[0], "F(0,2): ");
+            EXPECT_FALSE(has(found[0], "output")) << "the operator inside the block is to be named";
+            EXPECT_HAS(found[0], "values are not finite, the first at ");
+        }
+}
+
+TEST(Health, TheEarliestOfAllRanksIsNamed) {
+    Action f, b;
+    f.op = Op::F, f.micro = 1, f.layer = 3;
+    b.op = Op::B, b.micro = 0, b.layer = 4;
+    EXPECT_LT(when_in_step(f, 5), when_in_step(b, 5));
+    Action later = f;
+    later.layer = 4;
+    EXPECT_LT(when_in_step(f, 5), when_in_step(later, 5));
+    later = b;
+    later.layer = 3;
+    EXPECT_LT(when_in_step(b, 5), when_in_step(later, 5));
+}
+
+TEST(Health, BadValuesAreCountedAndTheOthersMeasured) {
+    std::vector<float> x((size_t(1) << 20) + 7, 1.5f);
+    x[3] = -2;
+    EXPECT_EQ(find_bad_values(x.data(), x.size(), Cpu{}).count, 0u);
+    x[size_t(1) << 20] = NAN;
+    x.back() = INFINITY;
+    BadValues bad = find_bad_values(x.data(), x.size(), Cpu{});
+    EXPECT_EQ(bad.count, 2u);
+    EXPECT_EQ(bad.first, size_t(1) << 20);
+    EXPECT_EQ(bad.low, -2);
+    EXPECT_EQ(bad.high, 1.5);
+}
+
+TEST_F(Life, WeightsThatAreNotFiniteAreRefused) {
+    ASSERT_EQ(start(small + "--steps 1 --export " + path("e")).status, 0);
+    std::string file = path("e/model.safetensors"), bytes = read_file(file);
+    for (size_t i = 0; i < 4; i++)
+        bytes[bytes.size() - 400 + i] = '\xff';
+    put("e/model.safetensors", bytes);
+    for (const char* what : {"--eval", "--steps 2", "--steps 0 --sample-tokens 4"}) {
+        Ran r = start("--seq 32 --model " + path("e") + " --data " + path("text.txt") + " " + what);
+        EXPECT_EQ(r.status, 1) << r.text;
+        EXPECT_HAS(r.text, "values are not finite, the first at ");
+        EXPECT_HAS(r.text, "these weights are ruined");
+    }
+}
+
+TEST(Spikes, AreFarAboveTheLastSteps) {
+    Spikes s;
+    for (int i = 0; i < 200; i++)
+        EXPECT_EQ(s.look(i, 3 + 0.1 * std::sin(i), 1 + 0.05 * std::cos(i)), "");
+    EXPECT_HAS(s.look(200, 4.0, 1.0), "step 200: the loss of 4 is ");
+    EXPECT_EQ(s.look(201, 4.0, 1.0), ""); // it has been said
+    EXPECT_EQ(s.look(202, 3.0, 1.0), "");
+    EXPECT_HAS(s.look(203, 3.0, 2.0), "step 203: the gradient norm of 2 is ");
+    EXPECT_EQ(s.look(204, 1.0, 0.5), ""); // below is no spike
+
+    // A spike of one series does not hide the other's, and a level that stays becomes normal.
+    EXPECT_HAS(s.look(205, 3.0, 3.0), "gradient norm");
+    EXPECT_HAS(s.look(206, 9.0, 3.0), "loss of 9");
+    std::string last;
+    for (int i = 207; i < 500; i++)
+        last = s.look(i, 3.0, 3.0);
+    EXPECT_EQ(last, "");
+    EXPECT_HAS(s.look(500, 3.0, 9.0), "gradient norm of 9");
+
+    // Too few steps say nothing.
+    Spikes young;
+    for (int i = 0; i < 10; i++)
+        EXPECT_EQ(young.look(i, i == 9 ? 100 : 3, 1), "");
+}
+
+TEST(Spikes, BlownUpIsWorseThanGuessing) {
+    EXPECT_FALSE(blown_up(11.0, 256, 5.5)); // ln 256 is 5.545
+    EXPECT_TRUE(blown_up(11.2, 256, 5.5));
+    EXPECT_FALSE(blown_up(30, 256, 20)); // it began badly
+    EXPECT_TRUE(blown_up(NAN, 256, 5.5));
+    EXPECT_TRUE(blown_up(INFINITY, 256, 5.5));
+}
+
+// ----------------------------------------------------------------------------
+// fp16
+
+// A scale that fits no step: each is skipped, and after 64 in a row the run ends.
+TEST_F(Life, StepsThatAllOverflowEndTheRun) {
+    Ran run = start(small + "--precision fp16 --loss-scale 1073741824 --steps 100 --out " + out);
+    EXPECT_EQ(run.status, 1);
+    EXPECT_HAS(run.text, "note: step 1: gradients overflow fp16: the step is skipped");
+    EXPECT_HAS(run.text, "step 64: 64 steps in a row overflow fp16");
+    EXPECT_EQ(log().size(), 64u) << "the first line, and 63 steps";
+    EXPECT_EQ(log()[1].count("grad_norm"), 0u);
+}
+
+// Steps are skipped until the scale fits. A run that is stopped among them goes on to the same bits.
+TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
+    const std::string fp16 = small + "--precision fp16 --loss-scale-rule pytorch "
+                                     "--loss-scale-window 2 --steps 12 --save-every 5 --keep 9 ";
+    ASSERT_EQ(start(fp16 + "--out " + out).status, 0);
+    std::string other = path("other");
+    fs::create_directory(other);
+    fs::copy(out + "/step_00000005", other + "/step_00000005", fs::copy_options::recursive);
+    Ran rest = start("--resume --out " + other);
+    ASSERT_EQ(rest.status, 0) << rest.text;
+    auto last = [](const std::string& folder) {
+        return read_file(folder + "/step_00000012/rank_00000.safetensors");
+    };
+    EXPECT_TRUE(last(out) == last(other));
+    json loss_scale = manifest("step_00000012")["loss_scale"];
+    EXPECT_EQ(json::parse(read_file(other + "/step_00000012/manifest.json"))["loss_scale"], loss_scale);
+    EXPECT_GT(loss_scale["scale"], 65536) << "it has grown";
+
+    // A fixed scale is the command line's, whatever the checkpoint had.
+    rest = start("--resume --loss-scale 512 --steps 13 --out " + out);
+    ASSERT_EQ(rest.status, 0) << rest.text;
+    EXPECT_EQ(manifest("step_00000013")["loss_scale"]["scale"], 512);
+}
+
+// ----------------------------------------------------------------------------
+// what the machine has
+
+TEST_F(Life, MemoryThatIsNotThereIsRefused) {
+    if (memory_left(Cpu{}) > size_t(1) << 40) GTEST_SKIP() << "skipped: more than a TiB of memory";
+    Ran r = start("--model llama3-70b --steps 1 --data " + path("text.txt"));
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, "this run needs 1.1 TiB, and ");
+    EXPECT_HAS(r.text, "no --micro-batch or --recompute makes it fit");
+}
+
+// The flags that are named do fit, and are the first that do.
+TEST(Limits, FlagsThatFitAreFound) {
+    llmc::Run run;
+    Config& c = run.config;
+    c.layers = 2, c.seq = 64, c.micro_batch = 8, c.sample_tokens = 0;
+    run.shape = choose_shape(c);
+    ASSERT_EQ(config_check(c, run.shape), "");
+    size_t now = arena_bytes<float>(run, c, 0, Cpu{});
+    Config half = c;
+    half.micro_batch = 4;
+    size_t less = arena_bytes<float>(run, half, 0, Cpu{});
+    ASSERT_LT(less, now);
+    EXPECT_EQ(flags_that_fit<float>(run, 0, now - 1, Cpu{}), " --micro-batch 4");
+    EXPECT_EQ(flags_that_fit<float>(run, 0, less - 1, Cpu{}), " --micro-batch 2");
+    EXPECT_EQ(flags_that_fit<float>(run, 0, 1000, Cpu{}), "");
+}
+
+// Ranks as threads count themselves, and are sized as the run that they are.
+TEST(Limits, RanksOfThisMachineShareIt) {
+    std::vector<size_t> bytes(2, 0);
+    run_local_ranks(2, {}, [&](const Comm& world) {
+        llmc::Run run;
+        Config& c = run.config;
+        c.layers = 2, c.seq = 64, c.local_ranks = 2, c.tp = 2, c.sample_tokens = 0;
+        run.shape = choose_shape(c);
+        run.world = world;
+        EXPECT_EQ(config_check(c, run.shape), "");
+        EXPECT_EQ(ranks_here(run, Cpu{}), 2);
+        bytes[world.rank] = arena_bytes<float>(run, c, world.rank, Cpu{});
+    });
+    EXPECT_GT(bytes[0], 0u);
+    EXPECT_GT(bytes[1], 0u);
+}
+
+// A file system of its own, which is small.
+struct SmallDisk {
+    std::string at;
+    bool mounted;
+    SmallDisk(const std::string& path, const char* size) : at(path) {
+        fs::create_directories(at);
+        mounted = mount("none", at.c_str(), "tmpfs", 0, size) == 0;
+    }
+    ~SmallDisk() {
+        if (mounted) umount(at.c_str());
+    }
+};
+
+TEST_F(Life, DisksThatAreTooSmallAreSeenFirst) {
+    SmallDisk disk(path("disk"), "size=1m");
+    if (!disk.mounted) GTEST_SKIP() << "skipped: no right to mount a disk";
+    Ran r = start(small + "--channels 128 --steps 2 --out " + disk.at + "/o");
+    EXPECT_EQ(r.status, 1) << r.text;
+    EXPECT_HAS(r.text, "3 checkpoints of 4.1 MiB do not fit the ");
+    EXPECT_EQ(r.text.find("step 1/2"), std::string::npos);
+}
+
+TEST_F(Life, ADiskThatFillsUpEndsNothing) {
+    SmallDisk disk(path("disk"), "size=4m");
+    if (!disk.mounted) GTEST_SKIP() << "skipped: no right to mount a disk";
+    out = disk.at + "/o";
+    Child child(program() + " " + small + "--steps 1000000 --save-every 5 --out " + out,
+                path("said"));
+    child.wait_for_step(12, 1000000);
+    // Fill it, again where a save that fails leaves its room to the log. The folder and its newest
+    // checkpoint stay as they are.
+    for (int i = 0; i < 300 && !has(child.text(), "its lines wait in memory"); i++) {
+        std::ofstream full(disk.at + "/full", std::ios::app);
+        full << std::string(size_t(8) << 20, 'x');
+        full.close();
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    child.wait_for_text("is not saved: ");
+    child.wait_for_text("its lines wait in memory");
+    fs::remove(disk.at + "/full");
+    kill(child.pid, SIGINT);
+    EXPECT_EQ(child.wait(), 128 + SIGINT) << child.text();
+
+    // All is there, as if the disk had never been full.
+    std::vector<json> lines = log();
+    for (size_t i = 1; i < lines.size(); i++)
+        EXPECT_EQ(lines[i]["step"], i);
+    EXPECT_EQ(steps().back(), step_folder(int64_t(lines.size()) - 1));
+}
+
+TEST_F(Life, ALogThatCannotBeWrittenIsSaidAtTheEnd) {
+    // A file may have 4 KiB: the first lines of the log, and no checkpoint at all.
+    Ran r = start(small + "--steps 40 --save-minutes 0 --out " + out, "trap '' XFSZ; ulimit -f 4;");
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, "step  40/40 | loss ");
+    EXPECT_HAS(r.text, "step 40 is not saved: ");
+    EXPECT_HAS(r.text, "log.jsonl: cannot be written");
+}
+
+TEST_F(Life, PicturesAndExportsAreTriedFirst) {
+    for (std::string flag : {"--timeline /nonexist/x.svg", "--export /proc/x", "--export ."}) {
+        Ran r = start(small + "--steps 3 --out " + out + " " + flag);
+        EXPECT_EQ(r.status, 1) << flag;
+        EXPECT_EQ(r.text.find("step 1/3"), std::string::npos) << r.text;
+        EXPECT_FALSE(fs::exists(out)) << flag;
+    }
+}
+
+// A name need not be UTF-8, nor a prompt.
+TEST_F(Life, AnyBytesAreAName) {
+    std::string odd = path("caf\xe9");
+    fs::copy(path("text.txt"), odd + ".txt");
+    Ran r = start(small + "--steps 1 --sample-tokens 4 --data '" + odd + ".txt' --prompt '\xff' --out '" +
+                  odd + "' --export '" + odd + "_e' --timeline '" + odd + ".svg'");
+    EXPECT_EQ(r.status, 0) << r.text;
+    for (const char* part : {"/step_00000001", "_e/model.safetensors", ".svg"})
+        EXPECT_TRUE(fs::exists(odd + part)) << part;
+    EXPECT_EQ(start(small + "--eval --resume --out '" + odd + "'").status, 0);
+    EXPECT_EQ(start(small + "--steps 1 --data '" + path("\xe9") + "'").status, 1);
+}
+
+// A model's own tokens are not bytes: a loss of 25 would say nothing.
+TEST_F(Life, AModelsTextNeedsItsTokenizer) {
+    ASSERT_EQ(start(small + "--vocab 300 --steps 1 --export " + path("e")).status, 0);
+    std::string model = "--sample-tokens 0 --seq 32 --model " + path("e") + " --data " +
+                        path("text.txt") + " ";
+    for (const char* what : {"--eval", "--steps 1"}) {
+        Ran r = start(model + what);
+        EXPECT_EQ(r.status, 1) << r.text;
+        EXPECT_HAS(r.text, "the model has 300 tokens, --tokenizer byte writes 256");
+    }
+    EXPECT_EQ(start(model + "--scratch --steps 1").status, 0);
+}

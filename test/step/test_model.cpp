@@ -1,0 +1,417 @@
+// test_model.cpp - the whole step against things independent of it: finite differences in double,
+// train_gpt_min,
+// golden files from PyTorch, trained checkpoints; and what must not change a bit: recomputation,
+// halves apart, threads
+#define main train_gpt_min_main
+#include "../../train_gpt_min.cpp"
+#undef main
+#include "../../llmc/io/dataloader.h"
+#include "../../llmc/io/generate.h"
+#include "../harness/testing.h"
+#include "small_models.h"
+
+using namespace llmc;
+
+// ----------------------------------------------------------------------------
+// finite differences through the whole model, in double
+
+TEST(Gradients, WholeModelAgainstFiniteDifferences) {
+    for (const Shape& s : all_shapes()) {
+        Plan evaluate = small_plan(2, 9, 1), train = small_plan(2, 9, 2);
+        evaluate.mode = Mode::EVALUATE;
+        evaluate.B = 4; // both micro-batches at once
+        Fixture<double> f(s, {train, evaluate});
+        f.t.hyper.lr = 0, f.t.hyper.clip = 0;
+        run_plan(f.t, 0);
+        double loss = plan_loss(f.t).mean();
+        std::vector<unsigned char> saved = f.state();
+        for (const Parameter& p : f.t.model.parameters)
+            for (int k = 0; k < 3; k++) {
+                size_t i = random_block(11, fnv1a(p.name), uint64_t(k))[0] % p.file_elements();
+                f.t.plan = 0, f.t.at = 0;
+                double expected = f.grad(p)[i], h = 1e-5, w = f.weight(p)[i], side[2];
+                for (int sign : {0, 1}) {
+                    f.weight(p)[i] = w + (sign ? h : -h);
+                    run_plan(f.t, 1);
+                    side[sign] = plan_loss(f.t).mean();
+                }
+                f.weight(p)[i] = w;
+                // central differences: error h^2 * third derivative + rounding eps * loss / h
+                EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected,
+                            2e-7 * std::max(1.0, std::abs(expected)))
+                    << p.name << "[" << i << "]";
+            }
+        EXPECT_GT(loss, 1);
+    }
+}
+
+// The padding of the vocabulary has zero weights and zero gradients, before and after a step.
+TEST(Gradients, PaddingStaysZero) {
+    for (const Shape& s : all_shapes()) {
+        Fixture<float> f(s, {small_plan(2, 16, 2)});
+        f.step();
+        f.step();
+        for (const Parameter& p : f.t.model.parameters)
+            for (size_t i = p.file_elements(); i < p.elements(); i++) {
+                ASSERT_EQ(f.weight(p)[i], 0) << p.name;
+                ASSERT_EQ(f.grad(p)[i], 0) << p.name;
+            }
+    }
+}
+
+// Initial weights: the numbers of the parameter's own name, zero where the vocabulary is padded.
+TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
+    Trainer<float, Cpu> t;
+    trainer_place(t, small_gpt2(false), {small_plan(1, 8, 1)});
+    trainer_allocate(t);
+    init_weights(t, 9);
+    for (const Parameter& p : t.model.parameters) {
+        const float* w = address<const float>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
+        for (size_t i = 0; i < p.elements(); i++) {
+            float drawn = float(double(p.init.std) * normal(9, fnv1a(p.name), i));
+            ASSERT_EQ(w[i], i >= p.file_elements() ? 0
+                            : p.init.std > 0       ? drawn
+                                                   : p.init.value)
+                << p.name << "[" << i << "]";
+        }
+    }
+    trainer_free(t);
+}
+
+// The head in chunks of 64, 64 and 22 rows, and at once: the same sums in another order.
+TEST(Gradients, HeadInChunks) {
+    for (Shape s : {small_gpt2(), small_llama()}) {
+        s.P = 80;
+        Fixture<float> whole(s, {small_plan(2, 75, 2)});
+        s.logits_bytes = 1;
+        Fixture<float> chunks(s, {small_plan(2, 75, 2)});
+        EXPECT_NEAR(whole.step(), chunks.step(), 1e-6);
+        for (const Parameter& p : whole.t.model.parameters) {
+            double off = 0, size = 0;
+            for (size_t i = 0; i < p.elements(); i++) {
+                off += std::pow(whole.grad(p)[i] - chunks.grad(p)[i], 2);
+                size += std::pow(whole.grad(p)[i], 2);
+            }
+            EXPECT_LE(std::sqrt(off), 1e-5 * std::sqrt(size) + 1e-9) << p.name;
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// what must not change a bit
+
+template <typename T>
+static std::vector<unsigned char> state_after(const Shape& s, Plan p, int steps,
+                                              bool adamw = true) {
+    p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
+    Fixture<T> f(s, {p});
+    for (int i = 0; i < steps; i++) f.step();
+    return f.state();
+}
+
+template <typename T> static void expect_same_bits() {
+    for (const Shape& s : {small_gpt2(), small_llama(), small_llama(true, true), small_qwen3()}) {
+        std::vector<unsigned char> reference = state_after<T>(s, small_plan(2, 16, 3), 3);
+        for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+            for (bool split : {false, true})
+                EXPECT_EQ(reference, state_after<T>(s, small_plan(2, 16, 3, level, split), 3))
+                    << "recompute " << int(level) << ", halves " << (split ? "apart" : "together");
+    }
+}
+TEST(Bits, RecomputationAndHalvesApartChangeNothingInFloat) { expect_same_bits<float>(); }
+TEST(Bits, RecomputationAndHalvesApartChangeNothingInBf16) { expect_same_bits<bf16>(); }
+
+// ----------------------------------------------------------------------------
+// accumulation
+
+// ||g - g'|| / ||g|| <= 4 * 1.03^layers * eps (arXiv:2506.09280), times 8: a sum of 8 micro-batches
+// in other orders
+TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
+    for (const Shape& s : all_shapes()) {
+        auto gradients = [&](size_t B, int micro_batches) {
+            auto f = std::make_unique<Fixture<float>>(
+                s, std::vector<Plan>{small_plan(B, 16, micro_batches)});
+            f->step();
+            return f;
+        };
+        auto reference = gradients(8, 1);
+        for (int m : {2, 4, 8}) {
+            auto other = gradients(size_t(8 / m), m);
+            for (const Parameter& p : reference->t.model.parameters) {
+                double difference = 0, norm = 0;
+                for (size_t i = 0; i < p.elements(); i++) {
+                    double a = reference->grad(p)[i], b = other->grad(p)[i];
+                    difference += (a - b) * (a - b), norm += a * a;
+                }
+                double bound = 8 * 4 * std::pow(1.03, double(s.L)) * 5.96e-8;
+                EXPECT_LE(std::sqrt(difference), bound * std::sqrt(norm))
+                    << p.name << ", " << m << " micro-batches";
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// documents
+
+struct Text {
+    std::vector<int> tokens, targets;
+};
+
+// The loss and the gradients of sequences, as sums over their valid targets.
+struct Sums {
+    double loss = 0;
+    std::vector<double> grads = {}; // of all parameters
+};
+static Sums sums_of(const Shape& s, const std::vector<Text>& sequences, int document_end) {
+    size_t T = sequences[0].tokens.size();
+    Fixture<double> f(s, {small_plan(sequences.size(), T, 1)});
+    f.t.hyper.lr = 0, f.t.document_end = document_end;
+    f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        std::copy_n(sequences[sample].tokens.begin(), T, tokens);
+        std::copy_n(sequences[sample].targets.begin(), T, targets);
+        return std::string();
+    };
+    run_plan(f.t, 0);
+    Sums sums = {plan_loss(f.t).sum};
+    for (const Parameter& p : f.t.model.parameters)
+        for (size_t i = 0; i < p.elements(); i++)
+            sums.grads.push_back(f.grad(p)[i] * double(f.t.valid));
+    return sums;
+}
+
+// Documents that share sequences are to the model what each is in a sequence of its own. The second
+// sequence begins inside a document, and ends inside one. 1e-12 is some thousand roundings.
+TEST(Documents, PackedAreThoseAlone) {
+    const int END = 7;
+    uint64_t drawn = 0;
+    std::vector<Text> packed, alone;
+    for (const std::vector<size_t>& lengths :
+         std::vector<std::vector<size_t>>{{5, 1, 7, 3}, {2, 14}}) {
+        Text all;
+        for (size_t length : lengths) {
+            Text one;
+            for (size_t i = 0; i <= length; i++)
+                one.tokens.push_back(8 + int(random_block(3, fnv1a("documents"), drawn++)[0] % 40));
+            bool ends = length < 14;
+            if (ends) one.tokens[length - 1] = END;
+            one.targets.assign(one.tokens.begin() + 1, one.tokens.end());
+            one.tokens.pop_back();
+            all.tokens.insert(all.tokens.end(), one.tokens.begin(), one.tokens.end());
+            all.targets.insert(all.targets.end(), one.targets.begin(), one.targets.end());
+            if (ends) one.targets.back() = -1;
+            alone.push_back(one);
+        }
+        packed.push_back(all);
+    }
+    std::vector<Shape> shapes = all_shapes();
+    shapes.push_back(small_llama()), shapes.back().sliding_window = 4;
+    for (const Shape& s : shapes) {
+        Sums got = sums_of(s, packed, END), want = {0, std::vector<double>(got.grads.size())};
+        for (const Text& document : alone) {
+            Sums one = sums_of(s, {document}, -1);
+            want.loss += one.loss;
+            for (size_t i = 0; i < one.grads.size(); i++) want.grads[i] += one.grads[i];
+        }
+        EXPECT_NEAR(got.loss, want.loss, 1e-12 * want.loss);
+        EXPECT_GT(std::abs(sums_of(s, packed, -1).loss - want.loss), 1e-2);
+        double size = 0, off = 0; // of all together: a key's bias has no gradient of its own
+        for (size_t i = 0; i < want.grads.size(); i++) {
+            size = std::hypot(size, want.grads[i]);
+            off = std::hypot(off, got.grads[i] - want.grads[i]);
+        }
+        EXPECT_LE(off, 1e-12 * size);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// access() tells the truth: an action changes no byte it does not declare, and depends on none it
+// does not declare
+
+template <typename T> static void expect_honest_access(const Shape& s, Plan options) {
+    Fixture<T> f(s, {options});
+    f.step(); // a step before, so that persistent state is in use
+    const Plan& p = f.t.plans[0];
+    Arena& arena = f.t.arena;
+    std::vector<unsigned char> memory(arena.device().bytes);
+    for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
+        Action a = p.actions[size_t(f.t.at)];
+        Access x = access(p, f.t.model, a);
+        std::vector<char> reads(arena.device().bytes), writes(arena.device().bytes), scratch(arena.device().bytes);
+        auto mark = [&](std::vector<char>& map, const std::vector<Data>& data) {
+            for (Data d : data)
+                if (const Place* place = arena_find(arena, 0, f.t.at, d))
+                    std::fill_n(map.begin() + long(place->offset), place->bytes, 1);
+        };
+        mark(reads, x.reads);
+        mark(writes, x.writes);
+        mark(scratch,
+             {{Kind::SCRATCH, a.layer}}); // what it leaves there depends on which thread took what
+        // Run it once as it is, and with every byte that it does not read poisoned: with NaN, and
+        // with a number, since what is added to NaN is the NaN that was there.
+        memory.assign(arena.device().base, arena.device().base + arena.device().bytes);
+        run_action(f.t, a);
+        std::vector<unsigned char> after(arena.device().base, arena.device().base + arena.device().bytes);
+        size_t undeclared = 0, dependent = 0;
+        for (unsigned char poison : {0xff, 0x3f}) {
+            for (size_t i = 0; i < arena.device().bytes; i++) arena.device().base[i] = reads[i] ? memory[i] : poison;
+            run_action(f.t, a);
+            for (size_t i = 0; i < arena.device().bytes; i++) {
+                undeclared += !writes[i] && after[i] != memory[i];
+                undeclared += !writes[i] && arena.device().base[i] != (reads[i] ? memory[i] : poison);
+                bool result =
+                    writes[i] && !scratch[i] && arena.device().base[i] != poison && after[i] != memory[i];
+                dependent += result && arena.device().base[i] != after[i];
+            }
+        }
+        EXPECT_EQ(undeclared, 0u) << action_text(a, f.t.model)
+                                  << " writes bytes that it does not declare";
+        EXPECT_EQ(dependent, 0u) << action_text(a, f.t.model)
+                                 << " depends on bytes that it does not declare";
+        memcpy(arena.device().base, after.data(), after.size());
+    }
+}
+TEST(Access, IsTheTruthForGpt2) {
+    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+        for (bool split : {false, true})
+            expect_honest_access<float>(small_gpt2(), small_plan(2, 8, 2, level, split));
+}
+TEST(Access, IsTheTruthForLlama) {
+    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+        for (bool split : {false, true})
+            expect_honest_access<bf16>(small_llama(), small_plan(2, 8, 2, level, split));
+}
+TEST(Access, IsTheTruthForQwen3) {
+    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+        for (bool split : {false, true})
+            expect_honest_access<bf16>(small_qwen3(), small_plan(2, 8, 2, level, split));
+}
+
+// Every planned buffer is written in a step: none is planned in vain.
+TEST(Access, EveryPlannedBufferIsWritten) {
+    for (const Shape& s : all_shapes()) {
+        Fixture<float> f(s, {small_plan(2, 16, 2)});
+        const Plan& p = f.t.plans[0];
+        f.t.plan = 0;
+        for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
+            Action a = p.actions[size_t(f.t.at)];
+            Access x = access(p, f.t.model, a);
+            auto read_too = [&](Data d) {
+                return std::count(x.reads.begin(), x.reads.end(), d) > 0;
+            };
+            for (Data d : x.writes)
+                if (const Place* place = arena_find(f.t.arena, 0, f.t.at, d);
+                    place && !read_too(d) && !persistent(d.kind))
+                    memset(f.t.arena.device().base + place->offset, 0xa5, place->bytes);
+            run_action(f.t, a);
+            for (Data d : x.writes) {
+                const Place* place = arena_find(f.t.arena, 0, f.t.at, d);
+                if (!place || read_too(d) || persistent(d.kind) || d.kind == Kind::SCRATCH)
+                    continue;
+                size_t untouched = 0; // rows end on 256 bytes, so up to 255 a row stay as they were
+                for (size_t i = 0; i < place->bytes; i++)
+                    untouched += f.t.arena.device().base[place->offset + i] == 0xa5;
+                EXPECT_LT(untouched, place->bytes / 20 + 20 * 256)
+                    << action_text(a, f.t.model) << " leaves " << data_text(d, f.t.model);
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// learning
+
+// bf16 holds 8 bits: its loss follows float's within 2% at each of 100 steps of the same run.
+TEST(Learning, Bf16FollowsFloat) {
+    Shape s = gpt2_shape(2, 2, 32, 61, 32);
+    auto curve = [&](auto zero) {
+        typedef decltype(zero) T;
+        Trainer<T, Cpu> t;
+        trainer_place(t, s, {small_plan(4, 32, 1)});
+        trainer_allocate(t);
+        init_weights(t, 3);
+        t.hyper = {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
+        t.window = [&](uint64_t sample, int* tokens,
+                       int* targets) { // a sequence that can be learned
+            for (int i = 0; i < 32; i++)
+                tokens[i] = int((sample * 7 + uint64_t(i) * (1 + sample % 3)) % 61);
+            for (int i = 0; i < 31; i++) targets[i] = tokens[i + 1];
+            targets[31] = -1;
+            return std::string();
+        };
+        std::vector<double> losses;
+        for (int i = 0; i < 100; i++, t.cursor += 4)
+            run_plan(t, 0), losses.push_back(plan_loss(t).mean());
+        trainer_free(t);
+        return losses;
+    };
+    std::vector<double> a = curve(float()), b = curve(bf16());
+    for (size_t i = 0; i < 100; i++) EXPECT_NEAR(b[i], a[i], 0.02 * a[0]) << "step " << i;
+    EXPECT_LT(a[99], 0.5 * a[0]);
+    EXPECT_LT(b[99], 0.5 * b[0]);
+}
+
+// A gradient that is not finite changes nothing, and the step does not count.
+TEST(Learning, NonFiniteGradientsUpdateNothing) {
+    Fixture<float> f(small_gpt2(), {small_plan(2, 16, 1)});
+    f.step();
+    const Parameter& p = f.t.model.parameters[5];
+    float before = f.weight(f.t.model.parameters[0])[1];
+    f.weight(p)[0] = NAN;
+    f.step();
+    const StepScale* scale = address<const StepScale>(f.t, {Kind::SCALE});
+    EXPECT_EQ(scale->finite, 0);
+    EXPECT_EQ(scale->step, 1);
+    EXPECT_EQ(f.weight(f.t.model.parameters[0])[1], before);
+}
+
+// ----------------------------------------------------------------------------
+// train_gpt_min.cpp: written separately, shares no code
+
+TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
+    std::string text_path = ROOT + "/llmc/plan.h";
+    std::ifstream in(text_path);
+    std::string text((std::istreambuf_iterator<char>(in)), {});
+    const int B = 4, T = 32, STEPS = 20;
+    min_gpt::Model m = {};
+    m.V = 256, m.T = T, m.L = 2, m.NH = 4, m.C = 32;
+    min_gpt::model_init(m, 1337);
+
+    std::string copy = scratch("parity.txt");
+    std::ofstream(copy) << text;
+    Tokenizer tokenizer;
+    DataLoader loader;
+    ASSERT_EQ(data_open(&loader, copy, Split::TRAIN, false, tokenizer, T, 256, 1337), "");
+    Shape s = gpt2_shape(2, 4, 32, 256, T);
+    Trainer<float, Cpu> t;
+    trainer_place(t, s, {small_plan(B, T, 1)});
+    trainer_allocate(t);
+    init_weights(t, 1337);
+    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        return load_window(loader, sample, tokens, targets);
+    };
+    size_t trained = text.size() - text.size() / 10;
+    for (int step = 0; step < STEPS; step++) {
+        std::vector<int> tokens(B * T), targets(B * T);
+        for (int b = 0; b < B; b++) {
+            size_t start =
+                min_gpt::shuffled_window(uint64_t(step * B + b), (trained - 1) / T, 1337) * T;
+            for (int i = 0; i < T; i++) {
+                tokens[size_t(b * T + i)] = (unsigned char)text[start + size_t(i)];
+                targets[size_t(b * T + i)] = (unsigned char)text[start + size_t(i) + 1];
+            }
+        }
+        float lr = min_gpt::learning_rate(step);
+        float expected = min_gpt::model_forward(m, tokens.data(), targets.data(), B, T);
+        min_gpt::model_backward(m);
+        double norm = min_gpt::clip_gradients(m, 1.0);
+        min_gpt::adamw_step(m, step, lr);
+        t.hyper = {lr, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
+        run_plan(t, 0);
+        t.cursor += B;
+        EXPECT_NEAR(plan_loss(t).mean(), expected, 1e-5) << "step " << step;
+        EXPECT_NEAR(address<const StepScale>(t, {Kind::SCALE})->norm, norm, 1e-4 * norm)
+            << "step " << step;
+    }
+    trainer_free(t);
+}

@@ -1,0 +1,246 @@
+// test_nccl.cpp - steps of training on NCCL, whose calls MPI carries here (harness/nccl_stub)
+//   Kernels run in the emulator. A rank's collectives happen in the order of its host's calls, each
+//   when all its ranks have come: the least that NCCL does, which may run several at a time.
+//   Sums in rank order have the same bits on every backend, so processes on NCCL are compared with
+//   threads that share a GPU, bit by bit; and the order of calls is compared between ranks.
+//     build/test_nccl                        starts the others
+//     mpirun -np 4 build/test_nccl --steps   the layouts of 4 ranks
+#include "../../llmc/io/checkpoint.h"
+#include "../../llmc/text.h"
+#include "../harness/testing.h"
+#include "small_models.h"
+
+using namespace llmc;
+
+// ----------------------------------------------------------------------------
+// layouts
+
+struct NcclCase {
+    int dp, tp, pp, zero;
+    bool llama, sequence_parallel = false;
+    Pipeline pipeline = Pipeline::ONE_F_ONE_B;
+    int chunks = 1, shards = 0;
+};
+
+// Every group of ranks, and those that share or split a communicator, alone and beside each other.
+static std::vector<NcclCase> nccl_cases(int ranks) {
+    if (ranks == 2)
+        return {{2, 1, 1, 3, false},
+                {1, 2, 1, 0, true, true},
+                {1, 1, 2, 0, false, false, Pipeline::INTERLEAVED, 2}};
+    if (ranks == 3) return {{1, 1, 3, 0, false, false, Pipeline::ZERO_BUBBLE}};
+    return {{2, 2, 1, 2, true, true},
+            {1, 4, 1, 0, true, true},
+            {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 2},
+            {2, 1, 2, 1, false}};
+}
+
+// Two key/value heads: ranks of tp 4 share them in pairs.
+static Shape shape_of(const NcclCase& c) {
+    size_t blocks = c.chunks; // with both ends a layer for each stage
+    if (!c.llama) return gpt2_shape(blocks, 4, 16, 61, 16);
+    Shape s = llama_shape(blocks, 4, 2, 16, 24, 53, 16, 10000);
+    s.qkv_bias = true;
+    return s;
+}
+
+static Layout sizes_of(const NcclCase& c) {
+    Layout layout = small_layout(c.dp, c.tp, c.pp);
+    layout.zero = c.zero;
+    layout.zero_group = c.shards ? c.shards : c.dp;
+    layout.sequence_parallel = c.sequence_parallel;
+    layout.pipeline = c.pipeline;
+    layout.chunks = c.chunks;
+    return layout;
+}
+
+// Two steps of a rank: "dp 2 tp 1 ...: rank 0: loss norm loss norm, hash of all that lasts".
+static std::string steps_text(const Comm& world, const NcclCase& c) {
+    use_threads(1); // models this small gain nothing by more
+    Shape shape = shape_of(c);
+    Layout me = layout_at(sizes_of(c), world.rank);
+    Plan p = small_plan(1, 4, 2, c.zero % 2 ? Recompute::SELECTIVE : Recompute::NONE);
+    p.layout = me;
+    p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
+
+    Trainer<float, cudaStream_t> t;
+    trainer_place(t, shape, {p}, p.layout);
+    trainer_allocate(t);
+    t.comms = make_comms(world, me, ranks_of_kv_head(me, t.model));
+    init_constants(t);
+    init_weights(t, 5);
+    t.hyper.lr = 1e-3f;
+    t.hyper.clip = 0.5f;
+    t.window = random_window(shape, p.T);
+
+    std::string text;
+    char words[160];
+    for (int s = 0; s < 2; s++) {
+        run_plan(t, 0);
+        t.cursor += p.B * size_t(p.micro_batches * c.dp);
+        double loss = plan_loss(t).mean();
+        snprintf(words, sizeof(words), " %a %a", loss,
+                 double(read_value<StepScale>(t, {Kind::SCALE}).norm));
+        text += words;
+    }
+#ifdef WITH_NCCL
+    // Layers use these; a bucket's stream must not.
+    for (const Comm* c : {&t.comms.tp, &t.comms.kv})
+        if (c->nccl && nccl_stub::streams[size_t(c->nccl->comm->number)].size() != 1)
+            text += " '" + c->name + "' is not on one stream";
+#endif
+    const Memory& memory = t.arena.device();
+    std::string lasting(reinterpret_cast<const char*>(memory.base), memory.persistent_bytes);
+    snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d, zero %d, %s: rank %d:", c.dp, c.tp,
+             c.sequence_parallel ? " sp" : "", c.pp, c.chunks, c.zero, c.llama ? "Llama" : "GPT-2",
+             world.rank);
+    text = words + text + concat(", ", fnv1a(lasting), "\n");
+    trainer_free(t);
+    return text;
+}
+
+// ----------------------------------------------------------------------------
+// processes on the stand-in
+
+#ifdef WITH_NCCL
+// A call as both of two ranks know it: the communicator's ranks and what it does; of a message, who
+// sends to whom.
+struct SeenCall {
+    std::vector<int> members;
+    std::string what;
+    int from = -1, to = -1; // of a message: ranks in the world
+};
+
+// The calls since `first`.
+static std::vector<SeenCall> calls_since(size_t first, int rank) {
+    std::vector<SeenCall> calls;
+    for (size_t i = first; i < nccl_stub::calls.size(); i++) {
+        const std::string& text = nccl_stub::calls[i];
+        size_t on = text.rfind(" on ");
+        if (on == std::string::npos) continue; // a communicator is made
+        size_t number = size_t(atoi(text.c_str() + on + 4));
+        SeenCall call = {nccl_stub::members[number], text.substr(0, on)};
+        int peer = -1;
+        if (sscanf(text.c_str(), "send to %d", &peer) == 1) {
+            call.from = rank;
+            call.to = call.members[size_t(peer)];
+        } else if (sscanf(text.c_str(), "receive from %d", &peer) == 1) {
+            call.from = call.members[size_t(peer)];
+            call.to = rank;
+        }
+        calls.push_back(call);
+    }
+    return calls;
+}
+
+// What rank a and rank b must agree on: the calls on communicators that have both, in order.
+// Messages between two collectives go in any order, for several make one call.
+static std::string shared_text(const std::vector<SeenCall>& calls, int a, int b) {
+    std::string text;
+    std::vector<std::string> messages;
+    auto flush = [&] {
+        std::sort(messages.begin(), messages.end());
+        for (const std::string& m : messages) text += m;
+        messages.clear();
+    };
+    for (const SeenCall& c : calls) {
+        bool both = std::count(c.members.begin(), c.members.end(), a) &&
+                    std::count(c.members.begin(), c.members.end(), b);
+        if (!both) continue;
+        if (c.from >= 0) {
+            bool between = (c.from == a && c.to == b) || (c.from == b && c.to == a);
+            if (between) messages.push_back(concat(c.from, ">", c.to, "; "));
+            continue;
+        }
+        flush();
+        text += c.what + " by " + ranks_text(c.members) + "; ";
+    }
+    flush();
+    return text;
+}
+
+// Ranks of a communicator give it the same calls in the same order; and two communicators that
+// share two ranks are called in the same order on both.
+static std::string check_order_of_calls(const Comm& world, const std::vector<SeenCall>& calls) {
+    std::string wrong;
+    for (int a = 0; a < world.size; a++)
+        for (int b = a + 1; b < world.size; b++) {
+            bool mine = world.rank == a || world.rank == b;
+            auto all = gather_texts(world, mine ? shared_text(calls, a, b) : "");
+            if (all[size_t(a)] != all[size_t(b)])
+                wrong = concat("ranks ", a, " and ", b, " call in another order:\n",
+                               all[size_t(a)], "\n", all[size_t(b)], "\n");
+        }
+    return wrong;
+}
+
+// The check itself: another order is another text, but for messages that one call may hold.
+TEST(Nccl, AnotherOrderOfCallsIsSeen) {
+    const SeenCall tp = {{0, 1}, "sum"}, dp = {{0, 1, 2}, "sum"};
+    const SeenCall there = {{0, 1}, "send to 1", 0, 1}, back = {{0, 1}, "receive from 1", 1, 0};
+
+    // Two communicators of both ranks have an order; rank 2 has no part in the first.
+    EXPECT_NE(shared_text({tp, dp}, 0, 1), shared_text({dp, tp}, 0, 1));
+    EXPECT_EQ(shared_text({tp, dp}, 0, 2), shared_text({dp, tp}, 0, 2));
+    EXPECT_NE(shared_text({tp, dp, dp}, 0, 2), shared_text({tp, dp}, 0, 2));
+
+    // Messages pass each other, and no collective.
+    EXPECT_EQ(shared_text({there, back}, 0, 1), shared_text({back, there}, 0, 1));
+    EXPECT_NE(shared_text({there, tp}, 0, 1), shared_text({tp, there}, 0, 1));
+}
+
+static int run_steps() {
+    RankInfo info;
+    info.timeout_s = 60;
+    int failed = 0;
+    Comm world = mpi_world(info);
+    world = nccl_attach(world);
+    for (const NcclCase& c : nccl_cases(world.size)) {
+        size_t first = nccl_stub::calls.size();
+        for (auto& streams : nccl_stub::streams) streams.clear();
+        for (const std::string& text : gather_texts(world, steps_text(world, c)))
+            if (world.rank == 0) printf("%s", text.c_str());
+
+        std::string wrong = check_order_of_calls(world, calls_since(first, world.rank));
+        if (!wrong.empty()) {
+            printf("%s", wrong.c_str());
+            failed = 1;
+        }
+    }
+    return failed;
+}
+
+TEST(Nccl, StepsAreThoseOfThreads) {
+    char self[4096] = {};
+    ASSERT_GT(readlink("/proc/self/exe", self, sizeof(self) - 1), 0);
+    for (int ranks : {2, 3, 4}) {
+        Ran ran = shell(concat("timeout 200 mpirun --allow-run-as-root --oversubscribe -np ", ranks,
+                               " ", self, " --steps"));
+        std::string want;
+        for (const NcclCase& c : nccl_cases(ranks)) {
+            std::vector<std::string> texts{size_t(ranks), std::string()};
+            auto body = [&](const Comm& world) {
+                texts[size_t(world.rank)] = steps_text(world, c);
+            };
+            EXPECT_EQ(run_local_ranks(ranks, {}, body), 0);
+            for (const std::string& text : texts) want += text;
+        }
+        EXPECT_EQ(ran.text, want);
+        EXPECT_EQ(ran.status, 0);
+    }
+}
+#endif
+
+int main(int argc, char** argv) {
+    testing::InitGoogleTest(&argc, argv);
+#ifdef WITH_NCCL
+    if (argc > 1 && !strcmp(argv[1], "--steps")) {
+        int given;
+        LLMC_MPI_CHECK(MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &given));
+        int status = run_steps();
+        LLMC_MPI_CHECK(MPI_Finalize());
+        return status;
+    }
+#endif
+    return RUN_ALL_TESTS();
+}

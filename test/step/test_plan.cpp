@@ -1,0 +1,699 @@
+// test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
+#include <fstream>
+#include "../../llmc/text.h"
+#include "../harness/testing.h"
+#include "../../llmc/presets.h"
+#include "small_models.h"
+
+// Options and layout of one rank's plan, in one value that a test may vary.
+static Plan make_plan(const Plan& p, const Model& model) {
+    return make_plan(p.layout, model, p);
+}
+static std::vector<Plan> make_plans(const Plan& p, const Model& model) {
+    return make_plans(p.layout, model, p);
+}
+
+static Model small_model(size_t L, bool tied = true, bool llama = false) {
+    Shape s = llama ? llama_shape(L, 2, 1, 8, 12, 50, 32, 10000) : gpt2_shape(L, 2, 8, 50, 32);
+    s.tied = tied;
+    return make_model(s);
+}
+
+static Plan options(int micro_batches, Recompute level = Recompute::NONE, bool split = false) {
+    Plan p;
+    p.B = 2, p.T = 16, p.micro_batches = micro_batches, p.recompute = level,
+    p.split_backward = split;
+    return p;
+}
+
+static size_t bytes_of(const Plan& p, const Model& m, Data d) {
+    return data_bytes<float>(p, m, d, Cpu{});
+}
+
+// Every schedule x pass x size: legal, and its places do not overlap while both live.
+TEST(Plan, EveryPlanIsLegal) {
+    for (size_t L : {1, 2, 5})
+        for (int m : {1, 2, 3, 8})
+            for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+                for (bool split : {false, true})
+                    for (bool tied : {false, true}) {
+                        Model model = small_model(L, tied, L == 2);
+                        Plan p = make_plan(options(m, level, split), model);
+                        EXPECT_EQ(plan_check(p, model), "");
+                    }
+}
+
+// ----------------------------------------------------------------------------
+// plans of many ranks
+
+struct Ranks {
+    int dp, zero, pp, chunks, micro_batches;
+    Pipeline pipeline;
+    Recompute recompute;
+};
+static std::vector<Ranks> many_ranks() {
+    std::vector<Ranks> all;
+    for (int zero : {0, 1, 2, 3})
+        for (int pp : {1, 2, 3})
+            for (auto [pipeline, chunks] :
+                 {std::pair{Pipeline::GPIPE, 1}, std::pair{Pipeline::ONE_F_ONE_B, 1},
+                  std::pair{Pipeline::ZERO_BUBBLE, 1}, std::pair{Pipeline::INTERLEAVED, 2}})
+                for (int m : {1, 4})
+                    all.push_back({zero ? 2 : 1 + pp % 2, zero, pp, chunks, m, pipeline,
+                                   Recompute((zero + m) % 3)});
+    return all;
+}
+static Plan options_of(const Ranks& r, const Model& model, Mode mode = Mode::TRAIN) {
+    Plan p = options(r.micro_batches, mode == Mode::TRAIN ? r.recompute : Recompute::NONE);
+    p.mode = mode;
+    p.layout = small_layout(r.dp, 1, r.pp);
+    p.layout.zero = r.zero;
+    p.layout.chunks = r.chunks;
+    p.layout.pipeline = r.pipeline;
+    p.layout.prefetch = 1 + r.micro_batches % 2;
+    p.layout.first_layer =
+        split_layers(std::vector<double>(size_t(model.layers()), 1), p.layout.stages());
+    return p;
+}
+
+TEST(Plan, EveryRanksPlanIsLegal) {
+    for (bool tied : {false, true}) {
+        Model model = small_model(5, tied, !tied);
+        for (const Ranks& r : many_ranks()) {
+            EXPECT_EQ(plans_check(make_plans(options_of(r, model), model), model), "");
+            Plan forward = options_of(r, model, Mode::EVALUATE);
+            forward.micro_batches = 1;
+            EXPECT_EQ(plans_check(make_plans(forward, model), model), "");
+        }
+    }
+}
+
+// RELEASE only says where the bytes are free; all else is needed.
+TEST(Plan, DroppingAnyActionOfARankIsFound) {
+    for (bool tied : {false, true}) {
+        Model model = small_model(5, tied, !tied);
+        for (const Ranks& r : many_ranks())
+            for (const Plan& p : make_plans(options_of(r, model), model))
+                for (size_t i = 0; i < p.actions.size(); i++) {
+                    if (p.actions[i].op == Op::RELEASE) continue;
+                    Plan q = p;
+                    q.actions.erase(q.actions.begin() + long(i));
+                    EXPECT_NE(plan_check(q, model), "")
+                        << action_text(p.actions[i], model) << " dropped; zero " << r.zero << " pp "
+                        << r.pp << " rank " << p.layout.pp.rank;
+                }
+    }
+}
+
+// Each rank may do what it likes with its own messages: only together the plans are wrong.
+TEST(Plan, FaultsBetweenRanksAreFound) {
+    Model model = small_model(5);
+    Ranks r = {1, 0, 3, 1, 4, Pipeline::ONE_F_ONE_B, Recompute::NONE};
+    const std::vector<Plan> good = make_plans(options_of(r, model), model);
+    ASSERT_EQ(check_pipeline(good, model), "");
+    for (size_t rank = 0; rank < good.size(); rank++) {
+        std::vector<std::pair<size_t, size_t>> all; // (action, message)
+        for (size_t i = 0; i < good[rank].actions.size(); i++)
+            for (size_t k = 0; k < good[rank].actions[i].transfers.size(); k++)
+                all.push_back({i, k});
+        ASSERT_GE(all.size(), 8u);
+        for (auto [i, k] : all) {
+            std::vector<Plan> bad = good;
+            std::vector<Transfer>& group = bad[rank].actions[i].transfers;
+            std::string text = name_of(group[k]);
+            group.erase(group.begin() + long(k));
+            EXPECT_NE(check_pipeline(bad, model), "") << text << " dropped";
+            for (auto [j, l] : all) { // with another of the same way
+                bad = good;
+                Transfer &x = bad[rank].actions[i].transfers[k],
+                         &y = bad[rank].actions[j].transfers[l];
+                if (x.micro >= y.micro || x.peer != y.peer || x.send != y.send) continue;
+                std::swap(x, y);
+                EXPECT_NE(check_pipeline(bad, model), "") << text << " too late";
+            }
+        }
+    }
+    auto with = [&](size_t rank, Action a) {
+        std::vector<Plan> bad = good;
+        bad[rank].actions.push_back(a);
+        return check_pipeline(bad, model);
+    };
+    EXPECT_EQ(with(2, {Op::TIE, -1, -1, 0}), "the first and the last rank tie different tables");
+    EXPECT_EQ(with(1, {Op::NORM}), "rank 1 takes part in the gradient norm 2 times");
+    EXPECT_EQ(with(0, {Op::SENDRECV}), "rank 0: SENDRECV() comes after what ranks do together");
+}
+
+// More activations than the schedule holds: GPipe's order under the name of 1F1B.
+TEST(Plan, MoreActivationsThanTheScheduleHoldsAreFound) {
+    Model model = small_model(5);
+    for (auto [pp, text] :
+         {std::pair{1, "4 stages hold their activations at once, not 1"},
+          std::pair{3, "rank 0: 4 stages hold their activations at once, not 3"}}) {
+        Ranks r = {1, 0, pp, 1, 4, Pipeline::GPIPE, Recompute::NONE};
+        std::vector<Plan> plans = make_plans(options_of(r, model), model);
+        for (Plan& p : plans) p.layout.pipeline = Pipeline::ONE_F_ONE_B;
+        EXPECT_EQ(pp == 1 ? plan_check(plans[0], model) : plans_check(plans, model), text);
+    }
+}
+
+// One message at a time, receives first: every message has its partner in the right order, each
+// rank's plan is legal, and each waits for what the other would send next.
+TEST(Plan, DeadlocksBetweenRanksAreFound) {
+    Model model = small_model(5);
+    Ranks r = {1, 0, 2, 1, 2, Pipeline::ONE_F_ONE_B, Recompute::NONE};
+    std::vector<Plan> plans = make_plans(options_of(r, model), model);
+    for (Plan& p : plans)
+        for (size_t i = 0; i < p.actions.size(); i++) {
+            std::vector<Transfer> group = p.actions[i].transfers;
+            if (group.size() < 2) continue;
+            std::stable_sort(group.begin(), group.end(),
+                             [](const Transfer& a, const Transfer& b) { return a.send < b.send; });
+            p.actions[i].transfers = {group[0]};
+            for (size_t k = 1; k < group.size(); k++)
+                p.actions.insert(p.actions.begin() + long(i + k),
+                                 Action{Op::SENDRECV, -1, -1, -1, false, {group[k]}});
+            i += group.size() - 1;
+        }
+    for (const Plan& p : plans) EXPECT_EQ(plan_check(p, model), "");
+    EXPECT_EQ(plans_check(plans, model),
+              "deadlock: rank 0 in step 1 before B0.0 waits to receive gradient 0.1 from rank 1; "
+              "rank 1 in step 1 before B0.1 waits to receive activation 1.1 from rank 0");
+}
+
+// The papers' live activations, of plans, with what the arena keeps for them.
+TEST(Plan, KeptActivationsAreThePapers) {
+    for (int pp : {1, 2, 4})
+        for (int chunks : {1, 2})
+            for (int m : {1, 2, 4, 8, 12})
+                for (Pipeline kind : {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::INTERLEAVED,
+                                      Pipeline::ZERO_BUBBLE}) {
+                    bool one = kind == Pipeline::ONE_F_ONE_B || kind == Pipeline::ZERO_BUBBLE;
+                    if (chunks > 1 && one) continue;
+                    if (kind == Pipeline::INTERLEAVED && m % pp) continue;
+                    Model model = small_model(size_t(pp * chunks)); // a block a stage
+                    Plan o = options(m);
+                    o.layout.pp.size = pp;
+                    o.layout.chunks = chunks;
+                    o.layout.pipeline = kind;
+                    for (int s = 0; s <= o.layout.stages(); s++) // embedding and head beside theirs
+                        o.layout.first_layer.push_back(s + (s > 0) + (s == o.layout.stages()));
+                    for (const Plan& p : make_plans(o, model)) {
+                        int r = p.layout.pp.rank, v = chunks, last = pp - r - 1;
+                        auto lives =
+                            lifetimes(p, model, finish_before(p, model),
+                                      [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+                        auto most = [&](Kind kept) {
+                            std::map<int, int> change; // where lives begin and end
+                            for (auto& [d, all] : lives)
+                                if (d.kind == kept)
+                                    for (const Place& l : all) change[l.first]++, change[l.last]--;
+                            int now = 0, peak = 0;
+                            for (auto [at, n] : change) peak = std::max(peak, now += n);
+                            return peak;
+                        };
+                        bool interleaved = kind == Pipeline::INTERLEAVED && pp * v > 1;
+                        int want = kind == Pipeline::GPIPE ? v * m
+                                   : interleaved ? std::min(v * m, 2 * last + (v - 1) * pp + 1)
+                                                 : std::min(m, pp - r);
+                        bool zero = kind == Pipeline::ZERO_BUBBLE;
+                        std::string text = concat("pp ", pp, " x ", v, ", m ", m, ", kind ",
+                                                  int(kind), ", rank ", r);
+                        EXPECT_EQ(most(Kind::KEPT_B), want) << text;
+                        EXPECT_EQ(most(Kind::KEPT_W), zero ? std::min(m, pp) : want) << text;
+                    }
+                }
+}
+
+// ----------------------------------------------------------------------------
+// published figures
+
+TEST(Zero, PublishedBytesOfAModel) { // in GB: 7.5B parameters and others, over so many ranks
+    struct {
+        double parameters;
+        int ranks;
+        double gb[4];
+    } paper[] = {{7.5e9, 1, {120, 120, 120, 120}},    {7.5e9, 4, {120, 52.5, 41.3, 30}},
+                 {7.5e9, 16, {120, 35.6, 21.6, 7.5}}, {7.5e9, 64, {120, 31.4, 16.6, 1.88}},
+                 {128e9, 64, {2048, 536, 284, 32}},   {1e12, 1024, {16000, 4011, 2013, 15.6}}};
+    for (auto& row : paper)
+        for (int zero : {0, 1, 2, 3}) {
+            double gb = zero_bytes({2, 2, 12}, zero, row.ranks) * row.parameters / 1e9;
+            EXPECT_NEAR(gb, row.gb[zero],
+                        row.gb[zero] < 100 ? 0.1 : 1); // some are cut, not rounded
+        }
+    double float_gradients[] = {135, 46.4, 16.9, 2.1};
+    for (int zero : {0, 1, 2, 3})
+        EXPECT_NEAR(zero_bytes({2, 4, 12}, zero, 64) * 7.5, float_gradients[zero], 0.051);
+}
+
+// The plan of a rank of 64 keeps the formula's bytes of its parameters and of their padding: 128
+// elements a parameter, a vocabulary in multiples of 128, and shards in whole chunks of the norm.
+TEST(Zero, APlanKeepsTheFormulasBytes) {
+    for (const char* name : {"llama2-7b", "llama3-70b"}) {
+        Shape shape;
+        for (const Preset& p : model_presets())
+            if (p.name == std::string(name)) shape = p.shape;
+        for (int zero : {0, 1, 2, 3}) {
+            Plan p = options(2, Recompute::FULL);
+            p.layout.dp.size = 64;
+            p.layout.zero = zero;
+            Trainer<bf16, Cpu> t;
+            trainer_place(t, shape, {p}, p.layout);
+            double N = double(parameter_count(t.model)), padding = 0, kept = 0;
+            for (const Bucket& b : t.model.buckets) padding += 128.0 * b.count + 64.0 * SHARD_ALIGN;
+            padding += 2.0 * double((shape.Vp() - shape.V) * shape.C);
+            for (auto& [d, place] : t.arena.lasting)
+                if (of_bucket(d.kind)) kept += double(place.bytes);
+            double formula = zero_bytes({2, 4, 12}, zero, 64);
+            EXPECT_GE(kept, N * formula) << name << " zero " << zero;
+            EXPECT_LE(kept, (N + padding) * formula) << name << " zero " << zero;
+            EXPECT_LT(padding, 0.01 * N);
+        }
+    }
+}
+
+// Activation bytes of a layer in 16 bits: s tokens, b samples, h channels, a heads, over t tensor-
+// parallel ranks, with dropout's masks and the scores kept - arXiv:2205.05198, table 2.
+enum class Kept { ALL, SELECTIVE, INPUT };
+static double paper_activations(double s, double b, double h, double a, double t, bool sequence,
+                                Kept kept) {
+    double scores = kept == Kept::ALL ? 5 * a * s / h : 0, whole = sequence ? 0 : 10;
+    if (kept == Kept::INPUT) return s * b * h * 2;
+    return s * b * h * (whole + (34 - whole) / t + scores / t);
+}
+
+TEST(Zero, PublishedActivationsOfALayer) {
+    auto per_sbh = [](double s, double h, double a, double t, bool sequence, Kept kept) {
+        return paper_activations(s, 1, h, a, t, sequence, kept) / (s * h);
+    };
+    // 175B: 34 + 80, 530B: 34 + 64; without the scores 70% and 65% less
+    EXPECT_EQ(per_sbh(2048, 12288, 96, 1, false, Kept::ALL), 34 + 80);
+    EXPECT_EQ(per_sbh(2048, 20480, 128, 1, false, Kept::ALL), 34 + 64);
+    EXPECT_NEAR(80.0 / (34 + 80), 0.70, 0.005);
+    EXPECT_NEAR(64.0 / (34 + 64), 0.65, 0.005);
+    // over 8 ranks what tensor parallelism does not cut is 10 of 34; with sequences cut nothing is
+    EXPECT_EQ(per_sbh(2048, 12288, 96, 8, false, Kept::SELECTIVE), 10 + 3);
+    EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::ALL), (34 + 80) / 8.0);
+    EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::SELECTIVE), 34 / 8.0);
+    EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::INPUT), 2);
+    // ours has the paper's, less two masks of dropout, and float statistics for scores
+    Model model = make_model(gpt2_shape(2, 12, 768));
+    Plan p = options(1);
+    p.T = 64; // no row of a table is rounded up
+    double N = double(p.B * p.T), ours = 0;
+    for (Kind k : {Kind::STREAM, Kind::KEPT_B, Kind::KEPT_W})
+        ours += double(data_bytes<bf16>(p, model, {k, 1}, Cpu{}));
+    double paper = paper_activations(double(p.T), double(p.B), 768, 12, 1, false, Kept::SELECTIVE),
+           masks = 2 * N * 768, statistics = 4 * N * (4 + 12);
+    EXPECT_EQ(ours, paper - masks + statistics);
+}
+
+TEST(Plan, ModesWithoutTrainingHaveNoBackward) {
+    Model model = small_model(2);
+    for (Mode mode : {Mode::EVALUATE, Mode::GENERATE}) {
+        Plan o = options(1);
+        o.mode = mode, o.cache = 32;
+        Plan p = make_plan(o, model);
+        EXPECT_EQ(plan_check(p, model), "");
+        for (Action a : p.actions)
+            EXPECT_TRUE(a.op == Op::LOAD || a.op == Op::COUNT || a.op == Op::F);
+    }
+}
+
+// The opening comment of plan.h shows the plan of two stages as the program prints it.
+TEST(Plan, TheCommentInPlanHIsTheProgramsPrint) {
+    std::ifstream in(std::string(REPO_ROOT) + "/llmc/plan.h");
+    ASSERT_TRUE(in.good());
+    std::string line, comment;
+    while (std::getline(in, line) && line.rfind("#pragma", 0) != 0)
+        if (line.rfind("//     ", 0) == 0) comment += line.substr(7) + "\n";
+
+    Model model = small_model(2);
+    Plan p = options(2);
+    p.layout = small_layout(2, 1, 2);
+    p.layout.zero = 2;
+    p.layout.first_layer = {0, 2, 4};
+    std::string printed;
+    for (const Plan& rank : make_plans(p, model)) {
+        printed += concat("rank ", rank.layout.pp.rank, "\n");
+        std::istringstream lines(plan_text(rank, model));
+        while (std::getline(lines, line)) printed += "  " + line + "\n";
+    }
+    EXPECT_EQ(comment, printed);
+}
+
+// ----------------------------------------------------------------------------
+// the tree
+
+// Operators stand on a foundation of their own, a plan needs no kernel, nothing includes io/ from
+// below, and no file includes itself: test/harness/style.py has the rules.
+TEST(Tree, WhoMayIncludeWhom) {
+    Ran rules = shell("python3 " + ROOT + "/test/harness/style.py --includes");
+    EXPECT_EQ(rules.status, 0) << rules.text;
+    EXPECT_HAS(rules.text, "1 passed, 0 failed");
+}
+
+// ----------------------------------------------------------------------------
+// the check finds what is wrong
+
+static std::string check_without(Plan p, const Model& model, size_t drop) {
+    p.actions.erase(p.actions.begin() + long(drop));
+    return plan_check(p, model);
+}
+
+// No action of a plan can be left out.
+TEST(Plan, DroppingAnyActionIsFound) {
+    for (bool split : {false, true})
+        for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
+            Model model = small_model(2);
+            Plan p = make_plan(options(2, level, split), model);
+            for (size_t i = 0; i < p.actions.size(); i++)
+                EXPECT_NE(check_without(p, model, i), "")
+                    << action_text(p.actions[i], model) << " dropped";
+        }
+}
+
+TEST(Plan, SwappingNeighboursIsFoundWhereTheyDepend) {
+    Model model = small_model(2);
+    Plan p = make_plan(options(2, Recompute::FULL), model);
+    for (size_t i = 0; i + 1 < p.actions.size(); i++) {
+        Access x = access(p, model, p.actions[i]), y = access(p, model, p.actions[i + 1]);
+        bool depends = false;
+        for (Data d : x.writes) {
+            bool gives = !persistent(d.kind) && d.kind != Kind::VALID && d.kind != Kind::SCRATCH;
+            depends |= gives && std::count(y.reads.begin(), y.reads.end(), d);
+        }
+        if (!depends) continue;
+        Plan q = p;
+        std::swap(q.actions[i], q.actions[i + 1]);
+        EXPECT_NE(plan_check(q, model), "") << action_text(p.actions[i], model) << " swapped with "
+                                            << action_text(p.actions[i + 1], model);
+    }
+}
+
+TEST(Plan, MessagesNameActionAndDatum) {
+    Model model = small_model(2);
+    Plan p = make_plan(options(1, Recompute::FULL), model);
+    for (size_t i = 0; i < p.actions.size(); i++)
+        if (p.actions[i].op == Op::R && p.actions[i].layer == 1) {
+            EXPECT_EQ(check_without(p, model, i),
+                      "B(0,1) reads redo.b(0,1), which nothing before it wrote");
+        }
+}
+
+// ----------------------------------------------------------------------------
+// when a started collective is finished
+
+// The action before which each collective of a plan is finished, by its text.
+static std::string finishes(const Plan& p, const Model& model) {
+    std::vector<Finish> before = finish_before(p, model);
+    std::string text;
+    for (size_t i = 0; i < before.size(); i++) {
+        size_t j = size_t(before[i].first());
+        if (queue_of(p.actions[i].op) == Queue::COMPUTE)
+            EXPECT_EQ(j, i + 1);
+        else
+            text += action_text(p.actions[i], model) + " before " +
+                    (j < before.size() ? action_text(p.actions[j], model) : "the end") + "\n";
+    }
+    return text;
+}
+
+TEST(Finish, BeforeTheFirstActionThatConflicts) {
+    Model model = small_model(3, false); // buckets: embedding, positions, block.0 to 2, head
+    Plan p = options(2);
+    p.layout.dp.size = 2;
+    p.layout.zero = 3;
+    // gathered for a use, for none; weights that are updated beneath the gather
+    p.actions = {{Op::GATHER, -1, -1, 2}, {Op::GATHER, -1, -1, 3},  {Op::GATHER, -1, -1, 4},
+                 {Op::F, 0, 1},           {Op::RELEASE, -1, -1, 3}, {Op::UPDATE, -1, -1, 4}};
+    EXPECT_EQ(finishes(p, model),
+              "GATHER(block.0) before F(0,1)\n"
+              "GATHER(block.1) before RELEASE(block.1)\n"
+              "GATHER(block.2) before UPDATE(block.2)\n");
+    p.actions = {{Op::GATHER, -1, -1, 2},
+                 {Op::NORM},
+                 {Op::GATHER, -1, -1, 3}, // into the same bytes
+                 {Op::GATHER, -1, -1, 3}};
+    EXPECT_EQ(finishes(p, model),
+              "GATHER(block.0) before NORM\n"
+              "GATHER(block.1) before GATHER(block.1)\n"
+              "GATHER(block.1) before the end\n");
+    // a micro-batch's gradient waits for the next reduction alone, the last for the norm
+    p.actions = {{Op::B, 0, 3}, {Op::REDUCE, 0, -1, 4, true}, {Op::B, 0, 2},
+                 {Op::B, 0, 1}, {Op::REDUCE, 0, -1, 2, true}, {Op::B, 1, 3},
+                 {Op::NORM}};
+    EXPECT_EQ(finishes(p, model),
+              "REDUCE(block.2) before REDUCE(block.0)\n"
+              "REDUCE(block.0) before NORM\n");
+    p.layout.prefetch = 0;
+    EXPECT_EQ(finishes(p, model),
+              "REDUCE(block.2) before B(0,2)\n"
+              "REDUCE(block.0) before B(1,3)\n");
+    p.layout.prefetch = 1;
+    // the next micro-batch writes what is being reduced
+    p.actions = {{Op::B, 0, 3}, {Op::REDUCE, 0, -1, 4, true}, {Op::B, 1, 3}};
+    EXPECT_EQ(finishes(p, model), "REDUCE(block.2) before B(1,3)\n");
+    // gradients that are kept whole: all are reduced side by side
+    p.layout.zero = 1;
+    p.actions = {{Op::REDUCE, -1, -1, 4}, {Op::REDUCE, -1, -1, 2},  {Op::NORM},
+                 {Op::UPDATE, -1, -1, 2}, {Op::PUBLISH, -1, -1, 2}, {Op::UPDATE, -1, -1, 4},
+                 {Op::PUBLISH, -1, -1, 4}};
+    EXPECT_EQ(finishes(p, model),
+              "REDUCE(block.2) before NORM\n"
+              "REDUCE(block.0) before NORM\n"
+              "PUBLISH(block.0) before the end\n"
+              "PUBLISH(block.2) before the end\n");
+    // streams: received for a use; sent until the next message, so that they do not add up
+    p.layout = small_layout(1, 1, 2);
+    p.layout.pp.rank = 1;
+    p.layout.first_layer = {0, 2, 5};
+    auto message = [](bool send, bool gradient, int micro) {
+        return Action{Op::SENDRECV, -1, -1, -1, false, {{send, 0, gradient, micro, 1}}};
+    };
+    p.actions = {message(false, false, 0),
+                 message(false, false, 1),
+                 {Op::F, 0, 2},
+                 {Op::F, 1, 2},
+                 message(true, true, 0),
+                 {Op::B, 1, 3},
+                 message(true, true, 1),
+                 {Op::F, 0, 4},
+                 {Op::NORM},
+                 {Op::UPDATE, -1, -1, 2}};
+    std::vector<int> before;
+    for (const Finish& f : finish_before(p, model)) before.push_back(f.first());
+    EXPECT_EQ(before, (std::vector<int>{2, 3, 3, 4, 6, 6, 8, 8, 9, 10}));
+}
+
+// In every rank's plan nothing touches what a collective under way writes, nor writes what it reads;
+// and all that passes lives until the collective is finished.
+TEST(Finish, NothingTouchesWhatIsUnderWay) {
+    for (bool tied : {false, true}) {
+        Model model = small_model(5, tied, !tied);
+        for (const Ranks& r : many_ranks())
+            for (const Plan& p : make_plans(options_of(r, model), model)) {
+                Arena arena = arena_place(
+                    {p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+                for (size_t i = 0; i < p.actions.size(); i++) {
+                    Access x = access(p, model, p.actions[i]);
+                    std::set<Data> written(x.writes.begin(), x.writes.end());
+                    std::set<Data> read(x.reads.begin(), x.reads.end()), all = written;
+                    all.insert(read.begin(), read.end());
+                    const Finish& f = arena.finish[0][i];
+                    for (int j = int(i) + 1; j < std::max(f.writes, f.reads); j++) {
+                        // From then on only what is written, or only what is read, is in use.
+                        const std::set<Data>& busy = j >= f.writes ? read : j >= f.reads ? written : all;
+                        Access y = access(p, model, p.actions[size_t(j)]);
+                        for (Data d : y.writes) EXPECT_FALSE(busy.count(d));
+                        for (Data d : y.reads) EXPECT_FALSE(j < f.writes && written.count(d));
+                        for (Data d : busy)
+                            EXPECT_EQ(arena_find(arena, 0, j, d), arena_find(arena, 0, int(i), d))
+                                << data_text(d, model);
+                    }
+                }
+            }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// places
+
+TEST(Arena, LivingDataNeverShareBytes) {
+    for (size_t L : {1, 3})
+        for (int m : {1, 3})
+            for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+                for (bool split : {false, true}) {
+                    Model model = small_model(L);
+                    Plan p = make_plan(options(m, level, split), model);
+                    Arena arena = arena_place(
+                        {p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+                    std::vector<Place> all;
+                    for (auto& [d, lives] : arena.passing[0])
+                        all.insert(all.end(), lives.begin(), lives.end());
+                    for (size_t i = 0; i < all.size(); i++)
+                        for (size_t j = i + 1; j < all.size(); j++) {
+                            const Place &a = all[i], &b = all[j];
+                            if (!a.bytes || !b.bytes || a.last < b.first || b.last < a.first)
+                                continue;
+                            EXPECT_TRUE(a.offset + a.bytes <= b.offset ||
+                                        b.offset + b.bytes <= a.offset);
+                        }
+                    for (const Place& a : all) EXPECT_LE(a.offset + a.bytes, arena.device().bytes);
+                    // first fit stays close to the least that any placement needs
+                    EXPECT_LE(double(arena.device().bytes - arena.device().persistent_bytes),
+                              1.15 * double(arena.peak[0]));
+                }
+}
+
+// Papers' byte counts: bf16 with float gradients, masters and moments is 18 bytes a parameter;
+// selective
+// recomputation drops a block's two norms and its activation function, full recomputation all but
+// its input.
+TEST(Arena, MemoryIsTheTextbooks) {
+    Shape s = gpt2_shape(12, 12, 768);
+    Model model = make_model(s);
+    Plan p = options(1);
+    p.B = 4, p.T = 1024;
+    size_t P = 0, bytes = 0;
+    for (const Bucket& b : model.buckets) P += b.elements;
+    for (size_t b = 0; b < model.buckets.size(); b++)
+        for (Data d : {Data{Kind::WEIGHT}, Data{Kind::GRAD}, Data{Kind::MASTER}, Data{Kind::STATE, -1, 0},
+                       Data{Kind::STATE, -1, 1}})
+            bytes += data_bytes<bf16>(p, model, {d.kind, int(b), d.micro}, Cpu{});
+    EXPECT_EQ(bytes, 18 * P);
+    EXPECT_EQ(parameter_count(model), 124439808u); // GPT-2 124M
+    size_t N = p.B * p.T, C = s.C;
+    auto kept = [&](Recompute level) {
+        p.recompute = level;
+        return data_bytes<bf16>(p, model, {Kind::KEPT_B, 1}, Cpu{}) +
+               data_bytes<bf16>(p, model, {Kind::KEPT_W, 1}, Cpu{});
+    };
+    size_t statistics = 4 * 4 * N, lse = 4 * N * s.NH;
+    EXPECT_EQ(kept(Recompute::NONE), 2 * N * C * (1 + 3 + 1 + 1 + 1 + 4 + 4) + statistics + lse);
+    EXPECT_EQ(kept(Recompute::SELECTIVE), 2 * N * C * (3 + 1 + 1 + 4) + lse);
+    EXPECT_EQ(kept(Recompute::FULL), 0u);
+}
+
+// The rows of a bucket's shards are its parameters, each element once, with its place in the whole
+// parameter, which stochastic rounding takes its random numbers from.
+TEST(Model, RowsOfShardsKnowTheirPlace) {
+    Model model = small_model(3);
+    for (int b = 0; b < int(model.buckets.size()); b++) {
+        const Bucket& bucket = model.buckets[size_t(b)];
+        std::map<uint64_t, std::vector<int>> seen; // by the hash of the name
+        for (size_t from = 0; from < bucket.elements; from += 100)
+            for (const TensorRow& row : tensor_rows(model, b, from, from + 100))
+                for (size_t i = 0; i < row.n; i++) {
+                    std::vector<int>& mine = seen[row.hash];
+                    mine.resize(std::max(mine.size(), row.first + i + 1));
+                    mine[row.first + i] += int(from + row.offset + i); // where it lies
+                }
+        for (int k = bucket.first; k < bucket.first + bucket.count; k++) {
+            const Parameter& p = model.parameters[size_t(k)];
+            std::vector<int> places(p.elements());
+            for (size_t i = 0; i < places.size(); i++) places[i] = int(p.offset + i);
+            EXPECT_EQ(seen[fnv1a(p.name)], places) << p.name;
+        }
+    }
+}
+
+// An optimizer may ask that shards cut no matrix of a block: by any number of ranks each lies within
+// one shard, its rows in the order and the chunks that they have uncut.
+TEST(Model, ShardsKeepMatricesWhole) {
+    Shape gpt2 = gpt2_shape(2, 8, 96, 300, 32), llama = llama_shape(2, 8, 2, 96, 200, 300, 32, 1e4);
+    llama.qk_norm = llama.qkv_bias = true;
+    for (const Shape& shape : {gpt2, llama})
+        for (int tp : {1, 4})
+            for (int dp : {1, 2, 3, 4, 8, 16})
+                for (int zero : {0, 1, 3}) {
+                    Layout layout = small_layout(dp, tp);
+                    layout.whole_matrices = true;
+                    Model uncut = make_model(shape, layout);
+                    layout.zero = zero;
+                    Model model = make_model(shape, layout);
+                    for (int b = 0; b < int(model.buckets.size()); b++) {
+                        const Bucket& bucket = model.buckets[size_t(b)];
+                        size_t shard = shard_elements(layout, bucket), reached = 0;
+                        EXPECT_EQ(whole_elements(layout, bucket), shard * size_t(dp));
+                        EXPECT_LE(bucket.elements, shard * size_t(dp)) << bucket.name;
+                        for (int i : bucket.in_order) {
+                            const Parameter& p = model.parameters[size_t(i)];
+                            size_t end = p.offset + p.local_elements();
+                            EXPECT_GE(p.offset, reached) << p.name;
+                            reached = end;
+                            bool matrix = bucket.role == Role::BLOCK && p.shape.size() == 2;
+                            if (matrix && zero) {
+                                EXPECT_EQ(p.offset / shard, (end - 1) / shard) << p.name;
+                            }
+                            EXPECT_EQ(p.offset % GRAD_NORM_CHUNK,
+                                      uncut.parameters[size_t(i)].offset % GRAD_NORM_CHUNK);
+                        }
+                        EXPECT_EQ(bucket.in_order, uncut.buckets[size_t(b)].in_order);
+                        EXPECT_EQ(norm_chunks(model, b, bucket.elements),
+                                  norm_chunks(uncut, b, uncut.buckets[size_t(b)].elements));
+                    }
+                }
+}
+
+// The shards are the smallest that are enough: of GPT-2's 3, 1, 4 and 4 C^2 elements a block, and
+// its vectors; without ZeRO they are no larger than the bucket.
+TEST(Model, ShardsOfWholeMatricesAreTheSmallest) {
+    size_t C = 768, least[] = {12, 8, 4, 4, 4};
+    for (int dp = 1; dp <= 5; dp++)
+        for (int zero : {0, 2}) {
+            Layout layout = small_layout(dp);
+            layout.zero = zero;
+            layout.whole_matrices = true;
+            Model model = make_model(gpt2_shape(1, 12, C), layout);
+            size_t shard = shard_elements(layout, model.buckets[2]);
+            double want = zero ? double(least[dp - 1]) : 12.0 / dp;
+            EXPECT_GE(double(shard), want * double(C * C)) << dp;
+            EXPECT_LE(double(shard), want * double(C * C) + double(20 * C + 5 * SHARD_ALIGN)) << dp;
+        }
+
+    // A row of the optimizer's table decides.
+    for (const OptimizerRow& row : optimizer_rows())
+        EXPECT_STREQ(optimizer_row(optimizer_named(row.name)).name, row.name);
+}
+
+TEST(Model, PublishedParameterCounts) {
+    std::map<std::string, size_t> published = {
+        {"gpt2", 124439808},         {"gpt2-medium", 354823168},    {"gpt2-large", 774030080},
+        {"gpt2-xl", 1557611200},     {"llama2-7b", 6738415616},     {"llama3-8b", 8030261248},
+        {"llama3-70b", 70553706496}, {"llama3-405b", 405853388800}, {"tinyllama-1.1b", 1100048384},
+        {"qwen2.5-0.5b", 494032768},
+        {"qwen3-0.6b", 596049920}};
+    for (const Preset& p : model_presets())
+        if (published.count(p.name)) {
+            EXPECT_EQ(parameter_count(make_model(p.shape)), published[p.name]) << p.name;
+        }
+}
+
+// ----------------------------------------------------------------------------
+// the map from local to global elements, for any number of tensor-parallel ranks
+
+TEST(Model, RunsCoverEachGlobalElementOnce) {
+    Parameter columns, rows, fused;
+    columns.shape = {12, 5}, columns.shard = {0};
+    rows.shape = {7, 12}, rows.shard = {1};
+    fused.shape = {24, 3}, fused.shard = {0, 3};
+    for (const Parameter& p : {columns, rows, fused})
+        for (int tp : {1, 2, 4}) {
+            std::vector<int> seen(p.elements());
+            for (int r = 0; r < tp; r++) {
+                size_t expect = 0;
+                for_each_run(p, r, tp, [&](size_t local, size_t global, size_t count) {
+                    EXPECT_EQ(local, expect);
+                    expect += count;
+                    for (size_t i = 0; i < count; i++) seen[global + i]++;
+                });
+                EXPECT_EQ(expect, p.elements() / size_t(tp));
+            }
+            for (int n : seen) EXPECT_EQ(n, 1);
+        }
+    // rank 1 of 2 holds the second half of q, of k and of v
+    std::vector<size_t> starts;
+    for_each_run(fused, 1, 2, [&](size_t, size_t global, size_t) { starts.push_back(global / 3); });
+    EXPECT_EQ(starts, (std::vector<size_t>{4, 12, 20}));
+}

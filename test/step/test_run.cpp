@@ -1,0 +1,905 @@
+// test_run.cpp - the program as a user runs it: what it prints, what it refuses, what survives a kill
+//   Runs $TRAIN_GPT (default build/train_gpt) as a child process in a scratch folder.
+#include <sys/resource.h>
+#include <algorithm>
+#include <random>
+#include <regex>
+#include <nlohmann/json.hpp>
+#include "../harness/testing.h"
+
+static Ran run(const std::string& arguments, const std::string& before = "") {
+    return shell(before + " " + program() + " " + arguments);
+}
+
+struct Run : Scratch {
+    std::string text, small; // a text file, and the flags of a run of a second
+    void SetUp() override {
+        Scratch::SetUp();
+        text = path("text.txt");
+        std::ofstream out(text);
+        for (int i = 0; i < 4000; i++)
+            out << "line " << i * 7919 % 1000 << " of a text that repeats itself\n";
+        out.close();
+        small =
+            "--layers 2 --heads 2 --channels 32 --seq 32 --micro-batch 4 --sample-tokens 8 "
+            "--eval-tokens 256 --data " +
+            text + " ";
+    }
+    // one line that begins like all errors, holds `part`, and a status that is not zero
+    void refuses(const std::string& arguments, const std::string& part,
+                 const std::string& before = "") {
+        Ran r = run(arguments, before);
+        EXPECT_EQ(r.status, 1) << arguments << "\n" << r.text;
+        size_t at = r.text.find("train_gpt: error: ");
+        ASSERT_NE(at, std::string::npos) << arguments << "\n" << r.text;
+        std::string line = r.text.substr(at);
+        EXPECT_EQ(std::count(line.begin(), line.end(), '\n'), 1) << line;
+        EXPECT_HAS(line, part) << "does not say: ";
+    }
+};
+
+// ----------------------------------------------------------------------------
+// what it prints
+
+TEST_F(Run, TrainsEvaluatesAndSamples) {
+    Ran r = run(small + "--steps 30 --lr 3e-3 --warmup 5 --out " + path("out"));
+    EXPECT_EQ(r.status, 0) << r.text;
+    std::regex step(
+        "step +30/30 \\| loss [0-9.]+ \\| norm [0-9.]+ \\| lr [0-9.e+-]+ \\| [0-9.]+ ms \\| "
+        "[0-9.kM]+ tok/s \\| mfu [0-9.]+% \\| eta 0s");
+    EXPECT_TRUE(std::regex_search(r.text, step)) << r.text;
+    EXPECT_TRUE(
+        std::regex_search(r.text, std::regex("\nstep 30 \\| val loss [0-9.]+ \\| [0-9.]+ bits per "
+                                             "byte \\| 256 tokens\nstep 30 \\| sample\n---\n")))
+        << r.text;
+    // the log: the configuration, an object a step, and the validation
+    std::ifstream log(path("out") + "/log.jsonl");
+    std::vector<nlohmann::json> lines;
+    for (std::string line; std::getline(log, line);) lines.push_back(nlohmann::json::parse(line));
+    ASSERT_EQ(lines.size(), 32u);
+    EXPECT_EQ(lines[0]["config"]["lr"], 3e-3);
+    // 6 a parameter (tables, two layers, the last LayerNorm), and 6 L C T for attention
+    double parameters = (256 + 1024) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32;
+    EXPECT_EQ(lines[0]["flops_per_token"], 6 * parameters + 6 * 2 * 32 * 32);
+    for (const char* key :
+         {"step", "loss", "grad_norm", "lr", "tokens", "ms", "tokens_per_second", "mfu"})
+        EXPECT_TRUE(lines[30].contains(key)) << key;
+    EXPECT_EQ(lines[30]["tokens"], 30 * 4 * 32);
+    EXPECT_TRUE(lines[31].contains("val_loss"));
+    EXPECT_LT(lines[30]["loss"].get<double>(), 0.8 * lines[1]["loss"].get<double>());
+}
+
+// Training reads documents apart, and goes on so; validation and the plan are what they were.
+TEST_F(Run, DocumentMaskIsForTraining) {
+    std::string mask = "--document-mask --document-end 10 ";
+    auto losses = [&](const std::string& flags) { // of steps, and of validation
+        Ran r = run(small + flags);
+        EXPECT_EQ(r.status, 0) << r.text;
+        std::vector<std::string> found;
+        std::regex loss("loss [0-9.]+ \\|");
+        for (std::sregex_iterator i(r.text.begin(), r.text.end(), loss), end; i != end; ++i)
+            found.push_back(i->str());
+        return found;
+    };
+    auto still = losses("--lr 0 --warmup 0 --steps 1"), apart = losses(mask + "--lr 0 --steps 1");
+    ASSERT_EQ(still.size(), 2u);
+    ASSERT_EQ(apart.size(), 2u);
+    EXPECT_NE(still[0], apart[0]);
+    EXPECT_EQ(still[1], apart[1]);
+    mask += "--schedule constant --eval-every 2 ";
+    auto whole = losses(mask + "--steps 4");
+    std::string out = mask + "--out " + path("out");
+    losses(out + " --steps 2");
+    auto resumed = losses(out + " --steps 4 --resume");
+    ASSERT_EQ(whole.size(), 6u);
+    EXPECT_EQ(resumed, std::vector<std::string>(whole.begin() + 3, whole.end()));
+    Ran plan = run(small + "--explain"), same = run(small + "--explain " + mask);
+    EXPECT_EQ(plan.text, same.text);
+}
+
+TEST_F(Run, EveryPresetExplainsItself) {
+    for (const char* model :
+         {"tiny", "tiny-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b",
+          "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-0.5b", "qwen3-0.6b"}) {
+        Ran r = run(
+            std::string("--explain --precision bf16 --micro-batch 1 --recompute full --model ") +
+            model);
+        EXPECT_EQ(r.status, 0) << r.text;
+        for (const char* part : {"parameters ", "weights", "gradients", "optimizer moments",
+                                 "workspace", "total", "LOAD COUNT", "UPDATE(head)"})
+            EXPECT_HAS(r.text, part) << model;
+    }
+    Ran r = run("--explain --layer 2");
+    EXPECT_HAS(r.text, "B(0,2)\n  reads");
+
+    // 64 MiB of logits on a CPU: of 50,304 tokens in bf16, in steps of 64 rows
+    r = run("--explain --device cpu --model gpt2 --seq 1024 --micro-batch 4 --precision bf16");
+    EXPECT_HAS(r.text, "the head makes logits of 640 rows at a time of 4096: 61.4 MiB");
+}
+
+// GPT-2 124M on 10 billion tokens; an A100 makes 312e12 FLOPs a second at most, an H100 989e12.
+TEST_F(Run, ExplainSaysFlopsAndHours) {
+    std::string flags =
+        "--explain --model gpt2 --precision bf16 --seq 1024 --micro-batch 64 "
+        "--batch-tokens 524288 --steps 18865 --sample-tokens 0 ";
+    double flops = (6 * 124439808. + 6 * 12 * 768 * 1024) * 18865 * 524288;
+    ASSERT_NEAR(flops, 7.945e18, 0.0005e18);
+    for (int gpus : {1, 8}) {
+        Ran r = run(flags + "--dp " + std::to_string(gpus));
+        ASSERT_EQ(r.status, 0) << r.text;
+        EXPECT_HAS(r.text,
+                   "\nrun: 18865 steps x 524288 tokens = 9.9B tokens of 803.3M FLOPs = "
+                   "7.945e18 FLOPs\n");
+        for (auto& [device, peak] : {std::pair("A100", 312e12), std::pair("H100", 989e12)}) {
+            char line[128];
+            double hours = flops / (0.4 * peak) / 3600;
+            int n =
+                snprintf(line, sizeof(line), "\n  %s at 40%% of %.0f TFLOP/s in bf16: %.1f hours",
+                         device, peak / 1e12, hours);
+            if (gpus > 1)
+                snprintf(line + n, sizeof(line) - size_t(n), ", on 8 GPUs %.1f\n", hours / 8);
+            EXPECT_HAS(r.text, line);
+        }
+    }
+    EXPECT_EQ(run(flags + "--eval").text.find("\nrun: "), std::string::npos);
+}
+
+// A bar's eighths of a column: 8 a full block (U+2588), 7 down to 1 for U+2589 to U+258F.
+TEST_F(Run, ExplainDrawsSharesOfMemory) {
+    Ran r = run("--explain --model gpt2 --precision bf16 --micro-batch 4 --seq 1024");
+    ASSERT_EQ(r.status, 0) << r.text;
+    std::regex line(
+        "\n  ( *[a-z/() ]+[a-z)]) +(\\d+) +[0-9.]+ [A-Za-z]+((  ((\xe2\x96.)+))?)[^\n]*");
+    std::map<std::string, std::pair<double, int>> rows; // bytes, eighths
+    for (std::sregex_iterator m(r.text.begin(), r.text.end(), line), end; m != end; ++m) {
+        std::string bar = (*m)[5];
+        int eighths = 0;
+        for (size_t i = 2; i < bar.size(); i += 3) {
+            eighths += 0x90 - static_cast<unsigned char>(bar[i]);
+            EXPECT_TRUE(i + 1 == bar.size() || static_cast<unsigned char>(bar[i]) == 0x88);
+        }
+        rows[(*m)[1]] = {std::stod((*m)[2]), eighths};
+    }
+    ASSERT_GT(rows.size(), 10u) << r.text;
+    double total = rows["total"].first, sum = 0;
+    EXPECT_EQ(rows["total"].second, 0);
+    for (auto& [name, row] : rows) {
+        EXPECT_NEAR(row.second, name == "total" ? 0 : row.first / total * 320, 0.5001) << name;
+        bool part = name[0] == ' ' || name == "total" || name.rfind("activations (", 0) == 0;
+        if (!part || name == "activations (train)") sum += row.first;
+    }
+    EXPECT_NEAR(sum, total, 0.01 * total); // the rest is rounding to pages
+}
+
+// Of a cluster of any size: a line a stage, the largest, and the first as rank 0's table has it.
+TEST_F(Run, AClusterExplainsItself) {
+    Ran r =
+        run("--explain --model llama3-405b --precision bf16 --seq 8192 --micro-batch 1 --recompute "
+            "full --dp 64 --pp 16 --zero 1 --batch-tokens 16777216 --sample-tokens 0");
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "a line stands for 64; 18 bytes a parameter, 6.188 on each of 64 ranks");
+    EXPECT_NE(r.text.find("bubble: ranks are idle 31.9% of a step"), std::string::npos) // 15 / 47
+        << r.text;
+    std::regex line(
+        "\n +(\\d+) +[0-9.]+ .iB +[0-9.]+ .iB +([0-9.]+) GiB +(\\d+)  (\\d+)\\.\\.(\\d+)\n");
+    std::vector<double> totals;
+    std::smatch m;
+    int layer = 0;
+    for (std::string rest = r.text; std::regex_search(rest, m, line);
+         rest = "\n" + m.suffix().str()) {
+        EXPECT_EQ(std::stoi(m[1]), int(totals.size()));
+        EXPECT_EQ(std::stoi(m[3]), 16 - int(totals.size()));
+        EXPECT_EQ(std::stoi(m[4]), layer);
+        layer = std::stoi(m[5]) + 1;
+        totals.push_back(std::stod(m[2]));
+    }
+    ASSERT_EQ(totals.size(), 16u) << r.text;
+    EXPECT_EQ(layer, 128);
+    auto gigabytes = [&](const std::string& row) {
+        EXPECT_TRUE(std::regex_search(r.text, m, std::regex("  " + row + " +\\d+ +([0-9.]+) GiB")));
+        return std::stod(m[1]);
+    };
+    EXPECT_EQ(gigabytes("the largest"), *std::max_element(totals.begin(), totals.end()));
+    EXPECT_EQ(gigabytes("total"), totals[0]);
+    EXPECT_HAS(r.text, "fits no GPU: a rank of 1"); // 100 to 199 GiB
+    EXPECT_HAS(r.text, "on GPUs NCCL takes 1 set of buffers beside it, 0.5 to 1.6 GB");
+    EXPECT_HAS(run("--explain --dp 2 --tp 2").text, "2 sets of buffers beside it, 1.0 to 3.2 GB");
+    EXPECT_HAS(run("--explain --tp 2").text, "1 set of buffers");
+}
+
+// The least that 405 billion parameters need: 18 bytes each, of 95% of a GPU's memory.
+TEST_F(Run, ExplainSaysWhichGpuFits) {
+    Ran r = run("--explain --model llama3-405b --precision bf16 --seq 8192 --micro-batch 1 "
+                "--recompute full");
+    EXPECT_HAS(r.text, "parameters 405853388800 (405.9B): ");
+    EXPECT_HAS(r.text, " 6.7 TiB  one allocation");
+    int gpus = int(std::ceil(18 * 405853388800. / (0.95 * 80 * 1073741824)));
+    EXPECT_HAS(r.text, "fits no GPU: a rank of 6.7 TiB. The model's state, 6.6 TiB, needs " +
+                           std::to_string(gpus) + " x 80 GB or ");
+    for (const char* word : {"words: F forward", "R repeats", "LOAD reads", "COUNT sums", "bucket:",
+                             "PUBLISH sends", "TIE adds", "NORM measures"})
+        EXPECT_HAS(r.text, word);
+    EXPECT_HAS(run("--explain").text, "\nfits a GPU of 24 GB (RTX 3090, RTX 4090)\n");
+    EXPECT_HAS(run("--explain --model gpt2-xl --seq 1024 --micro-batch 1").text,
+               "\nfits a GPU of 48 GB (L40S)\n");
+}
+
+TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
+    Ran trained = run(small + "--steps 5 --out " + path("out"));
+    Ran evaluated = run(small + "--eval --resume --out " + path("out"));
+    std::regex val("val loss ([0-9.]+)");
+    std::smatch a, b;
+    ASSERT_TRUE(std::regex_search(trained.text, a, val)) << trained.text;
+    ASSERT_TRUE(std::regex_search(evaluated.text, b, val)) << evaluated.text;
+    EXPECT_EQ(a[1], b[1]);
+    EXPECT_EQ(evaluated.text.find("| loss"), std::string::npos);
+}
+
+// A byte is a token here: bits a byte are nats a token over ln 2. A vocabulary that is not the
+// tokenizer's says nothing of bytes.
+TEST_F(Run, BitsPerByte) {
+    std::smatch m;
+    std::string text = run(small + "--steps 2").text;
+    ASSERT_TRUE(std::regex_search(text, m, std::regex("val loss (\\S+) \\| (\\S+) bits per byte")))
+        << text;
+    EXPECT_NEAR(std::stod(m[2]), std::stod(m[1]) / std::log(2.0), 2e-4); // four digits of each
+    text = run(small + "--steps 2 --vocab 300").text;
+    EXPECT_TRUE(std::regex_search(text, std::regex("val loss [0-9.]+ \\| 256 tokens\n"))) << text;
+}
+
+// Questions about the text that the model learns: at each evaluation, in any layout the same.
+TEST_F(Run, CompletionTasks) {
+    std::string piqa, lambada;
+    for (int i = 0; i < 7; i++) {
+        std::string n = std::to_string(i);
+        piqa += R"({"goal":"line )" + n +
+                R"(","sol1":"of a text that repeats itself","sol2":"fo )" + n +
+                R"( txet a zq xj vw kq","label":0})" + "\n";
+        lambada += "line " + n + " of a text\n";
+    }
+    std::string tasks = "--evaluate piqa=" + put("piqa.jsonl", piqa) +
+                        ",lambada=" + put("lambada.txt", lambada) + " --eval-tokens 64 ";
+    std::regex lines(
+        "val loss .*\npiqa 7/7  acc (\\S+) .*acc_norm (\\S+) .*\n"
+        "lambada ./7  acc (\\S+) .*perplexity (\\S{4}).*\n");
+    auto said = [&](const std::string& flags) { // the digits of each evaluation
+        Ran r = run(small + tasks + "--out " + path("out") + " " + flags, "OMP_NUM_THREADS=1");
+        EXPECT_EQ(r.status, 0) << r.text;
+        std::vector<std::string> all;
+        std::smatch m;
+        for (std::string rest = r.text; std::regex_search(rest, m, lines); rest = m.suffix())
+            all.push_back(m[1].str() + " " + m[2].str() + " " + m[3].str() + " " + m[4].str());
+        EXPECT_FALSE(all.empty()) << r.text;
+        return all;
+    };
+    std::vector<std::string> want =
+        said("--steps 120 --eval-every 60 --lr 1e-2 --batch-tokens 512 --sample-tokens 0");
+    ASSERT_EQ(want.size(), 2u);
+    EXPECT_EQ(want[1].substr(0, 20), "1.0000 1.0000 1.0000") << "the text, against none";
+    for (std::string layout : {"", "--local-ranks 2", "--local-ranks 4 --tp 2 --pp 2",
+                               "--local-ranks 4 --zero 3 --tp 2 --sequence-parallel"})
+        EXPECT_EQ(said("--resume --eval " + layout), std::vector{want[1]}) << layout;
+    std::istringstream log(read_file(path("out/log.jsonl")));
+    std::vector<nlohmann::json> found;
+    for (std::string line; std::getline(log, line);) {
+        nlohmann::json j = nlohmann::json::parse(line);
+        if (j.contains("piqa")) found.push_back(j);
+    }
+    ASSERT_EQ(found.size(), 2u); // while it trained; --eval alone writes no log
+    EXPECT_EQ(found[1]["step"], 120);
+    EXPECT_EQ(found[1]["piqa"], 1.0);
+    EXPECT_EQ(found[1]["piqa_norm"], 1.0);
+    EXPECT_EQ(found[1]["lambada"], 1.0);
+    EXPECT_LT(found[1]["lambada_perplexity"], found[0]["lambada_perplexity"]);
+    std::string plan = run(small + tasks + "--explain").text;
+    EXPECT_HAS(plan, "activations (tasks)");
+
+    // Without data there is no loss to tell: it would be that of other texts.
+    std::string alone = "--layers 1 --channels 32 --heads 2 --sample-tokens 0 --eval " + tasks;
+    EXPECT_EQ(run(alone).text.find("val loss"), std::string::npos);
+    EXPECT_HAS(run(alone + " --data " + text).text, "val loss");
+    refuses(small + "--evaluate pica=x", "did you mean piqa?");
+    refuses(small + "--evaluate piqa=" + path("none"), "No such file");
+    refuses(small + tasks + "--steps 0", "give --eval");
+    refuses(small + tasks + "--vocab 300 --eval", "--evaluate: the model has 300 tokens");
+}
+
+TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
+    std::string generate = small + "--steps 0 --prompt line --sample-tokens 20 ";
+    EXPECT_EQ(run(generate + "--seed 4").text, run(generate + "--seed 4").text);
+    EXPECT_NE(run(generate + "--seed 4 --temperature 2").text,
+              run(generate + "--seed 4 --temperature 0.5").text);
+    EXPECT_EQ(run(generate + "--temperature 0").text, run(generate + "--top-k 1").text);
+}
+
+// ----------------------------------------------------------------------------
+// kill and resume
+
+// What training leaves: the tensors of its last checkpoint, of all ranks. The manifest differs in
+// nothing but the configuration.
+static std::string tensors_of(const std::string& out, const std::string& step) {
+    std::string all;
+    for (int rank = 0; rank < 4; rank++)
+        all += read_file(out + "/" + step + "/rank_0000" + std::to_string(rank) + ".safetensors");
+    return all;
+}
+static std::string final_state(const std::string& out) { return tensors_of(out, "step_00000012"); }
+
+TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
+    for (const char* precision : {"fp32", "bf16"}) {
+        std::string
+            flags = small +
+                    "--batch-tokens 256 --sample-tokens 0 --save-every 1 --keep 20 --precision " +
+                    precision + " --steps ",
+            whole = path(std::string("whole") + precision);
+        ASSERT_EQ(run(flags + "12 --out " + whole).status, 0);
+        std::string parts = path(std::string("parts") + precision);
+        ASSERT_EQ(run(flags + "12 --out " + parts).status, 0);
+        for (int step = 6; step <= 12; step++) { // go back to step 5
+            char name[32];
+            snprintf(name, sizeof(name), "/step_%08d", step);
+            fs::remove_all(parts + name);
+        }
+        Ran resumed = run(flags + "12 --resume --out " + parts);
+        ASSERT_EQ(resumed.status, 0) << resumed.text;
+        EXPECT_HAS(resumed.text, "resumed at step 5");
+        EXPECT_EQ(final_state(whole), final_state(parts)) << precision;
+        EXPECT_GT(final_state(whole).size(), 10000u);
+    }
+}
+
+static void kill_and_resume(const std::string& small, const std::string& whole,
+                            const std::string& killed) {
+    std::string flags =
+        small + "--sample-tokens 0 --channels 64 --save-every 1 --keep 3 --steps 12 --out ";
+    auto start = std::chrono::steady_clock::now();
+    ASSERT_EQ(run(flags + whole).status, 0);
+    double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    std::mt19937 random(17);
+    int kills = 0;
+    for (int round = 0; round < 12 && kills < 4; round++) {
+        fs::remove_all(killed);
+        for (int attempt = 0; attempt < 30; attempt++) {
+            char limit[32];
+            snprintf(limit, sizeof(limit), "%.3f",
+                     seconds * (0.25 + 0.65 * double(random() % 1000) / 1000));
+            Ran r = run(flags + killed + " --resume", std::string("timeout -s KILL ") + limit);
+            if (r.status == 0) break;
+            ASSERT_EQ(r.status, 137) << r.text;
+            kills++;
+        }
+        Ran last = run(flags + killed + " --resume");
+        EXPECT_EQ(last.status, 0) << last.text;
+        EXPECT_EQ(final_state(whole), final_state(killed));
+    }
+    EXPECT_GT(kills, 0);
+}
+
+TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
+    kill_and_resume(small, path("whole"), path("killed"));
+}
+TEST_F(Run, RanksKilledAtRandomMomentsResumeToTheSameBits) {
+    kill_and_resume(small + "--local-ranks 2 --micro-batch 2 --zero 3 ", path("whole"),
+                    path("killed"));
+}
+
+// ----------------------------------------------------------------------------
+// many ranks
+
+// the last sample
+static std::string sample_of(const std::string& text) {
+    size_t end = text.rfind("---\n"), start = text.rfind("---\n", end - 1);
+    return text.substr(start, end - start);
+}
+
+// the lines of losses and samples, without times and the layout
+static std::string curve(const std::string& text) {
+    std::string kept;
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) {
+        std::smatch m;
+        if (std::regex_search(line, m, std::regex("^step .*norm [0-9.]+")))
+            kept += m[0].str() + "\n";
+        else if (has(line, "val loss"))
+            kept += line + "\n";
+    }
+    return kept + sample_of(text);
+}
+
+// the first line that begins so, up to its time
+static std::string line_of(const std::string& text, const std::string& start) {
+    size_t at = text.find("\n" + start);
+    if (at == std::string::npos) return "no " + start + " in " + text;
+    std::string line = text.substr(at + 1, text.find('\n', at + 1) - at - 1);
+    return line.substr(0, line.find(" | lr"));
+}
+
+// the first line of a validation
+static std::string val_line(const std::string& text) {
+    std::smatch m;
+    bool found = std::regex_search(text, m, std::regex("\nstep \\d+ \\| val loss [^\n]*"));
+    return found ? m[0].str() : "no validation in " + text;
+}
+
+// Stages of a pipeline and ZeRO 1 against 0 change no bit: not of losses, samples and exports.
+TEST_F(Run, PipelinesAndShardsPrintWhatOneRankPrints) {
+    std::string flags = small + "--steps 6 --eval-every 3 --temperature 0 --batch-tokens 512 ";
+    std::string one = "OMP_NUM_THREADS=1";
+    Ran want = run(flags + "--export " + path("one"), one);
+    ASSERT_EQ(want.status, 0) << want.text;
+    for (std::string layout :
+         {"--local-ranks 2 --pp 2", "--local-ranks 3 --pp 3 --pipeline zero-bubble",
+          "--local-ranks 2 --pp 2 --chunks 2 --pipeline interleaved --recompute full"}) {
+        Ran got = run(flags + layout + " --export " + path("many"), one);
+        ASSERT_EQ(got.status, 0) << layout << "\n" << got.text;
+        EXPECT_EQ(curve(got.text), curve(want.text)) << layout;
+        EXPECT_EQ(read_file(path("many/model.safetensors")),
+                  read_file(path("one/model.safetensors")))
+            << layout;
+    }
+    Ran two = run(flags + "--local-ranks 2 --export " + path("two"), one);
+    for (std::string layout : {"--local-ranks 2 --zero 1", "--local-ranks 4 --pp 2 --zero 1"}) {
+        Ran got = run(flags + layout + " --export " + path("many"), one);
+        ASSERT_EQ(got.status, 0) << layout << "\n" << got.text;
+        EXPECT_EQ(curve(got.text), curve(two.text)) << layout;
+        EXPECT_EQ(read_file(path("many/model.safetensors")),
+                  read_file(path("two/model.safetensors")))
+            << layout;
+    }
+}
+
+// Tensor parallelism adds in another order: the printed digits and the greedy text stay.
+TEST_F(Run, TensorParallelRanksSayWhatOneRankSays) {
+    for (std::string model :
+         {"--heads 4 ", "--model tiny-llama --heads 4 --kv-heads 2 --ffn 64 "}) {
+        std::string flags = small + model + "--steps 6 --eval-every 3 --temperature 0 " +
+                            "--sample-tokens 40 --batch-tokens 512 ";
+        auto said = [&](const std::string& layout) {
+            Ran r = run(flags + layout, "OMP_NUM_THREADS=1");
+            EXPECT_EQ(r.status, 0) << layout << "\n" << r.text;
+            std::string text = sample_of(r.text);
+            for (int step = 1; step <= 6; step++)
+                text += line_of(r.text, "step  " + std::to_string(step));
+            return text + val_line(r.text);
+        };
+        std::string want = said("");
+        for (std::string layout :
+             {"--local-ranks 2 --tp 2", "--local-ranks 4 --tp 4 --sequence-parallel",
+              "--local-ranks 4 --tp 2 --pp 2 --sequence-parallel --recompute full",
+              "--local-ranks 4 --tp 2 --dp 2 --zero 3 --sequence-parallel"})
+            EXPECT_EQ(said(layout), want) << layout;
+    }
+}
+
+// A checkpoint of any layout loads in any other, moments and cursor included.
+TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
+    for (std::string precision : {"fp32", "bf16"}) {
+        std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --precision " +
+                            precision + " --steps 4 --out " + path(precision) + " --save-every 2 ";
+        std::string one = "OMP_NUM_THREADS=1", saved = path(precision + "_saved");
+        Ran r = run(flags + "--local-ranks 4 --pp 2 --zero 3", one);
+        ASSERT_EQ(r.status, 0) << r.text;
+        fs::remove_all(fs::path(path(precision)) / "step_00000004"); // go on from step 2
+        fs::copy(path(precision), saved, fs::copy_options::recursive);
+        std::map<std::string, std::string> exports;
+        for (std::string layout : {"", "--local-ranks 2 --zero 2", "--local-ranks 3 --pp 3",
+                                   "--local-ranks 4 --zero 3 --zero-group 2"}) {
+            std::string exported = path("e");
+            Ran e = run(flags + layout + " --resume --steps 0 --export " + exported, one);
+            ASSERT_EQ(e.status, 0) << layout << "\n" << e.text;
+            exports[read_file(exported + "/model.safetensors")] += layout + "; ";
+        }
+        EXPECT_EQ(exports.size(), 1u) << "one checkpoint, other exports";
+        // on the same layout: the same steps as without a stop
+        Ran again = run(flags + "--local-ranks 4 --pp 2 --zero 3 --resume", one);
+        EXPECT_HAS(again.text, "resumed at step 2");
+        EXPECT_EQ(line_of(again.text, "step  4/4"), line_of(r.text, "step  4/4"));
+        EXPECT_EQ(val_line(again.text), val_line(r.text));
+        // on another: almost
+        fs::remove_all(path(precision));
+        fs::copy(saved, path(precision), fs::copy_options::recursive);
+        Ran other = run(flags + "--local-ranks 2 --zero 1 --resume", one);
+        EXPECT_EQ(other.status, 0) << other.text;
+        EXPECT_HAS(other.text, "resumed at step 2");
+        EXPECT_EQ(line_of(other.text, "step  4/4").substr(0, 21),
+                  line_of(r.text, "step  4/4").substr(0, 21)); // the loss to two decimals
+    }
+}
+
+// ----------------------------------------------------------------------------
+// ranks as processes
+
+struct Processes : Run {
+    std::string flags; // of a run on two stages
+    std::string mpirun =
+        "OMP_NUM_THREADS=1 timeout 120 mpirun --allow-run-as-root "
+        "--oversubscribe -np ";
+    void SetUp() override {
+        Run::SetUp();
+        flags = small + "--steps 4 --temperature 0 --batch-tokens 512 --pp 2 ";
+        static const std::string why_not = [&] {
+            if (shell("command -v mpirun").status != 0) return "skipped: no mpirun";
+            bool without = has(run("--dp 9", mpirun + "2").text, "built without MPI");
+            return without ? "skipped: built without MPI" : "";
+        }();
+        if (!why_not.empty()) GTEST_SKIP() << why_not;
+    }
+
+    // a shell script on each of two ranks
+    Ran on_two(const std::string& script) { return shell(mpirun + "2 sh -c '" + script + "'"); }
+    void says_once(const Ran& r, const std::string& part) {
+        EXPECT_NE(r.status, 0);
+        EXPECT_HAS(r.text, part);
+        size_t first = r.text.find("error: ");
+        EXPECT_EQ(r.text.find("error: ", first + 1), std::string::npos) << r.text;
+    }
+};
+
+// The number of ranks, and what is done with them.
+static const std::pair<const char*, const char*> process_layouts[] = {
+    {"2", ""},
+    {"4", "--zero 2"},
+    {"4", "--zero 3 --prefetch 2"},
+    {"4", "--tp 2 --sequence-parallel"}};
+
+TEST_F(Processes, PrintAndSaveWhatThreadsDo) {
+    for (auto [ranks, layout] : process_layouts) {
+        SCOPED_TRACE(layout);
+        fs::remove_all(path("to"));
+        fs::remove_all(path("po"));
+        std::string same = flags + layout;
+        Ran want = run(
+            same + " --local-ranks " + ranks + " --export " + path("t") + " --out " + path("to"),
+            "OMP_NUM_THREADS=1");
+        Ran got = run(same + " --export " + path("p") + " --out " + path("po"), mpirun + ranks);
+        ASSERT_EQ(got.status, 0) << got.text;
+        ASSERT_EQ(want.status, 0) << want.text;
+        EXPECT_EQ(curve(got.text), curve(want.text));
+        EXPECT_EQ(read_file(path("t/model.safetensors")), read_file(path("p/model.safetensors")));
+        std::string saved = tensors_of(path("po"), "step_00000004");
+        EXPECT_GT(saved.size(), 10000u);
+        EXPECT_TRUE(saved == tensors_of(path("to"), "step_00000004"));
+    }
+}
+
+TEST_F(Processes, TheirCheckpointsAreReadByOneAndByTwo) {
+    for (auto [ranks, layout] : process_layouts) {
+        SCOPED_TRACE(layout);
+        fs::remove_all(path("out"));
+        Ran saved = run(flags + layout + " --export " + path("p") + " --out " + path("out"),
+                        mpirun + ranks);
+        ASSERT_EQ(saved.status, 0) << saved.text;
+        std::string read = small + "--steps 0 --sample-tokens 0 --resume --out " + path("out") +
+                           " --export " + path("r");
+        for (Ran r : {run(read), run(read + " --zero 3", mpirun + "2")}) {
+            EXPECT_EQ(r.status, 0) << r.text;
+            EXPECT_EQ(read_file(path("p/model.safetensors")),
+                      read_file(path("r/model.safetensors")));
+        }
+    }
+}
+
+// The rank is named, and nothing half-written is left.
+TEST_F(Processes, OneWithAFullDiskIsNamed) {
+    Ran full = on_two("[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
+                      program() + " " + flags + " --save-minutes 0 --out " + path("full"));
+    says_once(full,
+              "rank_00001.safetensors: cannot be written: File too large; the checkpoints "
+              "before it are as they were");
+    for (const fs::directory_entry& e : fs::directory_iterator(path("full")))
+        EXPECT_TRUE(e.path().filename() == "log.jsonl" || e.path().filename() == "lock");
+}
+
+TEST_F(Processes, OtherRanksThanTheLayoutHasAreRefusedOnce) {
+    says_once(run("--dp 9", mpirun + "2"), "--dp 9 x --tp 1 x --pp 1 are 9 ranks, and there are 2");
+}
+
+TEST_F(Processes, OtherCommandLinesAreRefused) {
+    Ran other = on_two("exec " + program() + " " + flags + " --seed $OMPI_COMM_WORLD_RANK");
+    EXPECT_NE(other.status, 0);
+    EXPECT_HAS(other.text, "the command line of rank 1 is not that of rank 0");
+}
+
+TEST_F(Processes, OtherProgramsAreRefused) {
+    fs::copy_file(program(), path("other"));
+    std::ofstream(path("other"), std::ios::app) << "x"; // runs as before
+    Ran other = run(flags + " : -np 1 " + path("other") + " " + flags, mpirun + "1");
+    EXPECT_HAS(other.text, "the program of rank 1 is not that of rank 0");
+}
+
+// Nobody is left waiting, and what was saved is whole.
+TEST_F(Processes, OneThatIsKilledEndsAll) {
+    Ran killed =
+        on_two("[ $OMPI_COMM_WORLD_RANK = 1 ] && (sleep 2; kill -9 $$) & exec " + program() + " " +
+               flags + " --steps 1000000 --out " + path("k") + " --save-every 5");
+    EXPECT_NE(killed.status, 0);
+    EXPECT_NE(shell("pgrep -f '[s]teps 1000000 --out " + path("k") + "'").status, 0);
+    EXPECT_EQ(run(flags + "--local-ranks 2 --steps 0 --resume --out " + path("k")).status, 0);
+}
+
+// Processes that nobody binds share the cores, as threads do: else two teams of threads on the same
+// cores wait for each other.
+TEST_F(Run, ProcessesShareTheCores) {
+    if (system("command -v mpirun >/dev/null")) GTEST_SKIP() << "skipped: there is no mpirun";
+    Ran r = run("--explain --dp 2",
+                "env -u OMP_NUM_THREADS timeout 60 mpirun --allow-run-as-root "
+                "--oversubscribe --bind-to none -np 2");
+    int share = std::max(1, int(sysconf(_SC_NPROCESSORS_ONLN)) / 2);
+    EXPECT_HAS(r.text, "on the CPU with " + std::to_string(share) + " threads");
+}
+
+// Every action of every rank is a box, in a trace that is JSON, and so is the wait for a collective
+// that it started; one after the other. The picture has a lane a rank.
+TEST_F(Run, TimelinesShowEveryRank) {
+    std::string flags = small + "--steps 2 --batch-tokens 512 --sample-tokens 0 --pp 2 ";
+    Ran r = run(flags + "--local-ranks 2 --timeline " + path("t.json"));
+    ASSERT_EQ(r.status, 0) << r.text;
+    nlohmann::json trace = nlohmann::json::parse(read_file(path("t.json")));
+    std::map<int, int> forward;
+    std::map<int, double> over; // when the box before ends
+    std::map<std::string, int> under_way;
+    for (auto& e : trace["traceEvents"]) {
+        int rank = e["tid"].get<int>();
+        std::string name = e["name"].get<std::string>();
+        double start = e["ts"].get<double>(), lasts = e["dur"].get<double>();
+        EXPECT_GE(lasts, 0);
+        EXPECT_GE(start, over[rank]) << name;
+        over[rank] = start + lasts;
+        forward[rank] += name.rfind("F(", 0) == 0;
+        bool waits = name.rfind("WAIT ", 0) == 0;
+        bool sends = name.rfind("WAIT sends of ", 0) == 0; // of one that has received
+        if (waits && !sends) under_way[name.substr(5)]--;
+        if (name.rfind("SENDRECV(", 0) == 0) under_way[name]++;
+        for (auto& [each, count] : under_way) EXPECT_EQ(count, count != 0) << each;
+    }
+    EXPECT_GE(under_way.size(), 8u); // 4 streams and 4 gradients, at both ends; some cross
+    for (auto& [name, left] : under_way) EXPECT_EQ(left, 0) << name;
+    EXPECT_EQ(forward, (std::map<int, int>{{0, 4 * 2}, {1, 4 * 2}})); // micro-batches x layers
+    r = run(flags + "--explain --timeline " + path("t.svg"));
+    ASSERT_EQ(r.status, 0) << r.text;
+    std::string svg = read_file(path("t.svg"));
+    EXPECT_HAS(svg, "ranks are idle 20.0% of a step"); // (p-1)/(m+p-1)
+    EXPECT_HAS(svg, "stage 1"); // a line the title, the legend, the axis, the end; F and B in units
+    EXPECT_HAS(svg, "forward passes</text>");
+    EXPECT_HAS(svg, "F0.0: 0 to 1 forward passes</title>");
+    EXPECT_EQ(std::count(svg.begin(), svg.end(), '\n'), 3 + 2 * (1 + 8) + 2);
+    r = run(flags + "--local-ranks 2 --timeline " + path("ran.svg"));
+    svg = read_file(path("ran.svg"));
+    for (const char* part : {"rank 1", "0 ms</text>", " ms</title>", "message, reduction</text>"})
+        EXPECT_HAS(svg, part);
+    refuses(small + "--steps 1 --timeline " + path("none/t.svg"), "cannot be written");
+}
+
+// Of three steps the first is left out. Each kind of action is a row, the longest first, and all
+// shares together are the steps' time.
+TEST_F(Run, ProfilesAddUp) {
+    std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --profile " + path("p.txt");
+    Ran r = run(flags + " --steps 3");
+    ASSERT_EQ(r.status, 0) << r.text;
+    std::istringstream table(read_file(path("p.txt")));
+    std::string line;
+    std::getline(table, line);
+    EXPECT_HAS(line, "rank 0 of 1");
+    std::getline(table, line);
+    EXPECT_EQ(line.rfind("2 steps of ", 0), 0u) << line;
+    std::getline(table, line);
+    std::map<std::string, long> counts;
+    double total = 0, last = INFINITY;
+    while (std::getline(table, line)) {
+        std::istringstream rest(line.substr(24));
+        std::string kind = line.substr(0, line.find("  "));
+        double ms = 0, each = 0, share = 0;
+        rest >> counts[kind] >> ms >> each >> share;
+        EXPECT_NEAR(each * double(counts[kind]), ms, 1e-3 * double(counts[kind])) << line;
+        EXPECT_TRUE(kind == "between" || ms <= last) << line;
+        last = ms;
+        total += share;
+    }
+    EXPECT_NEAR(total, 100, 0.05 * double(counts.size())); // a row is rounded to a tenth
+    EXPECT_EQ(counts["NORM"], 2);
+    EXPECT_EQ(counts["between"], 2);
+    EXPECT_EQ(counts["F block"], counts["B block"]);
+    for (const char* idle : {"--explain", "--eval", "--steps 0"})
+        refuses(flags + " " + idle, "runs none");
+    refuses(small + "--steps 1 --profile " + path("none/p.txt"), "cannot be written");
+}
+
+TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
+    for (int i = 0; i < 5; i++) // said once, not by each rank
+        refuses("--local-ranks 8 --data " + path("nothing.txt"), "No such file");
+    refuses("--dp 2", "are 2 ranks, and there are 1: use --local-ranks 2");
+    refuses("--local-ranks 8 --pp 8 --layers 2", "the model has 4 layers");
+    refuses("--local-ranks 2 --device cuda", "--device cuda");
+    refuses("--local-ranks 2 --pp 2 --pipeline nothing", "neither gpipe, 1f1b");
+    put("late.txt", "F0.0 B0.0\nB0.1 F0.1\n");
+    refuses("--local-ranks 2 --pp 2 --pipeline " + path("late.txt"), "F must come first");
+    refuses(small + "--local-ranks 2 --lr 1000 --clip 0 --warmup 1 --steps 50",
+            "the first value that is not finite: micro-batch 0, layer ");
+}
+
+TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
+    std::string flags =
+        small + "--sample-tokens 0 --save-every 4 --keep 3 --steps 12 --out " + path("out");
+    for (std::string layout : {"", " --local-ranks 2 --micro-batch 2 --zero 3"}) {
+        std::string broken = layout.empty() ? "rank_00000.safetensors" : "rank_00001.safetensors",
+                    file = path("out") + "/step_00000012/" + broken;
+        fs::remove_all(path("out"));
+        ASSERT_EQ(run(flags + layout).status, 0);
+        std::string all = final_state(path("out")), whole = read_file(file);
+        fs::resize_file(file, whole.size() / 2);
+        Ran r = run(flags + layout + " --resume");
+        EXPECT_EQ(r.status, 0) << r.text;
+        EXPECT_HAS(r.text, "step_00000012/" + broken + ": is ");
+        EXPECT_HAS(r.text, "resumed at step 8");
+        EXPECT_EQ(final_state(path("out")), all);
+        std::string flipped = whole;
+        flipped[flipped.size() / 2] ^= 1;
+        put("out/step_00000012/" + broken, flipped);
+        EXPECT_NE(run(flags + layout + " --resume").text.find("its checksum is"),
+                  std::string::npos);
+        fs::remove(file); // the loss of one is the loss of all, on one rank too
+        r = run(flags + " --resume");
+        EXPECT_HAS(r.text, broken + ": No such file or directory: skipped");
+    }
+}
+
+// ----------------------------------------------------------------------------
+// other tokens than bytes
+
+// llama2.c's file with 259 tokens: unknown, begin, end and the bytes
+static std::string byte_fallback_tokenizer() {
+    std::string file("\x06\0\0\0", 4);
+    for (int i = 0; i < 259; i++) {
+        char piece[8];
+        int length = snprintf(piece, sizeof(piece), i < 3 ? "<%d>" : "<0x%02X>", i < 3 ? i : i - 3);
+        file += std::string(4, '\0') + char(length) + std::string(3, '\0') + piece;
+    }
+    return file;
+}
+
+TEST_F(Run, TextIsTrainedOnAndPrintedInTheTokenizersTokens) {
+    std::string tokenizer = "--tokenizer " + put("tokenizer.bin", byte_fallback_tokenizer());
+    refuses(small + tokenizer + " --vocab 256", "writes 259 tokens, the model has 256");
+    for (std::string vocab : {"", " --vocab 259", " --vocab 300"}) { // a model may have more
+        Ran r = run(small + tokenizer + vocab + " --steps 2 --prompt 'line 7'");
+        EXPECT_EQ(r.status, 0) << r.text;
+        EXPECT_HAS(r.text, "---\nline 7");
+        size_t tokens = read_file(text).size() + 1; // the space in front
+        EXPECT_HAS(r.text, std::to_string(tokens - tokens / 10) + " tokens");
+    }
+}
+
+TEST_F(Run, PreparesDataAndTrainsOnIt) {
+    std::string lines;
+    for (int i = 0; i < 400; i++) lines += "{\"text\": \"line " + std::to_string(i) + "\"}\n";
+    std::string data = put("a.jsonl", lines), y = path("y");
+    Ran r = run("--prepare " + y +
+                ".bin --document-end 10 --val-tokens 500 --shard-tokens 2000 --data " + data);
+    EXPECT_EQ(r.text, "400 documents, 3490 tokens in 3 shards: " + y + ".json\n" +
+                          "train:  train_gpt --data '" + y + "_*.bin' --val " + y +
+                          ".val.bin; with --document-mask also --document-end 10\n");
+    EXPECT_EQ(r.status, 0);
+    r =
+        run("--layers 1 --heads 1 --channels 8 --seq 16 --micro-batch 2 --steps 2 --document-mask "
+            "--document-end 10 --data '" +
+            y + "_*.bin' --val " + y + ".val.bin");
+    EXPECT_HAS(r.text, "data: 2 files, 2990 tokens");
+    EXPECT_EQ(r.status, 0);
+    std::string prepare = "--prepare " + path("z.bin") + " --data " + data;
+    EXPECT_EQ(
+        run("--prepare " + path("p.bin") + " --document-end 10 --data -", "cat " + data + " |")
+            .status,
+        0);
+    EXPECT_EQ(run(prepare + " --document-end 10").status, 0);
+    EXPECT_TRUE(read_file(path("p.bin")) == read_file(path("z.bin")));
+    prepare = "--prepare " + path("w.bin") + " --data " + data;
+    refuses(prepare, "--tokenizer byte has no token that begins or ends a text");
+    refuses(prepare + " --tokenizer absent", "--tokenizer absent: No such file");
+}
+
+// ----------------------------------------------------------------------------
+// what it refuses
+
+TEST_F(Run, RefusesFlagsAndShapes) {
+    refuses("--stpes 3", "did you mean --steps?");
+    refuses("--model gpt3", "presets: tiny");
+    refuses("--model gtp2", "did you mean gpt2?");
+    refuses("--heads 3", "does not divide --channels 128");
+    refuses("--seq 5000", "beyond the model's 1024 positions");
+    refuses("--batch-tokens 1000", "try 2048");
+    refuses("--cp 2", "--cp 2: not built yet");
+    refuses("--device cuda", "built without kernels: make DEVICE=cuda");
+    refuses("--tokenizer gpt2", "--tokenizer byte");
+    refuses("--model gpt2 --steps 0 --prompt hello", "give the model's tokenizer");
+}
+
+static std::string shard(int32_t magic, int32_t version, int32_t count, size_t bytes,
+                         uint16_t token = 1) {
+    std::string s(1024, '\0');
+    int32_t header[3] = {magic, version, count};
+    memcpy(s.data(), header, sizeof(header));
+    for (size_t i = 0; i < bytes; i += 2)
+        s.append((const char*)&token, std::min(size_t(2), bytes - i));
+    return s;
+}
+
+TEST_F(Run, RefusesBadData) {
+    std::string tiny =
+        "--layers 1 --heads 1 --channels 8 --steps 1 --sample-tokens 0 --seq 32 --data ";
+    refuses(tiny + path("none.txt"), "No such file");
+    refuses(tiny + put("empty.txt", ""), "is empty");
+    refuses(tiny + put("short.txt", "few words"), "a sequence takes 33");
+    refuses(tiny + path("*.nothing"), "no file matches");
+    refuses(tiny + dir, "is no file");
+    refuses(tiny + put("magic.bin", shard(1234, 1, 1000, 2000)), "magic number 1234");
+    refuses(tiny + put("version.bin", shard(20240520, 9, 1000, 2000)), "version 9");
+    refuses(tiny + put("cut.bin", shard(20240520, 1, 1000, 1990)), "promises 1000 tokens");
+    refuses(tiny + put("odd.bin", shard(20240520, 1, 1000, 2001)), "holds 2001 bytes");
+    refuses(tiny + put("header.bin", "123"), "its header alone");
+    refuses(tiny + put("beyond.bin", shard(20240520, 1, 1000, 2000, 999)), "token 999 at position");
+    refuses(tiny + text + " --val " + text, "is in --data and in --val");
+    refuses(tiny + text + " --document-mask", "--document-end 10 for lines");
+    refuses(tiny + put("gpt2.bin", shard(20240520, 1, 1000, 2000)) + " --document-mask",
+            "token 50256");
+    EXPECT_EQ(run(tiny + put("good.bin", shard(20240520, 1, 1000, 2000))).status, 0);
+}
+
+TEST_F(Run, RefusesBadFolders) {
+    refuses("--model " + dir, "has no config.json");
+    put("config.json", "{\"model_type\": \"bert\"}");
+    refuses("--model " + dir, "model_type 'bert' is not supported");
+    put("config.json", "not json");
+    refuses("--model " + dir, "is no JSON object");
+    refuses(small + "--steps 1 --out /proc/none", "--out /proc/none");
+    refuses(small + "--eval --resume --out " + path("empty"), "holds no whole checkpoint");
+    ASSERT_EQ(run(small + "--steps 1 --out " + path("out")).status, 0);
+    refuses(small + "--layers 3 --steps 2 --resume --out " + path("out"),
+            "its layers is 2, this run's 3");
+    refuses(small + "--seed 5 --steps 2 --resume --out " + path("out"), "--seed 1337, not 5");
+    refuses(small + "--steps 1 --export " + dir, "which is no export of ours");
+}
+
+// No room: the error names the file, and what was there before is as it was.
+TEST_F(Run, AFullDiskLosesNothing) {
+    std::string flags = small + "--sample-tokens 0 --steps 2 --out " + path("out");
+    ASSERT_EQ(run(flags + " --save-every 1").status, 0);
+    std::string before = read_file(path("out") + "/step_00000002/rank_00000.safetensors");
+    Ran full = run(flags + " --steps 3 --resume --save-minutes 0", "trap '' XFSZ; ulimit -f 100;");
+    EXPECT_EQ(full.status, 1) << full.text;
+    EXPECT_HAS(full.text, "error: step 3 is not saved: ");
+    EXPECT_HAS(full.text, "the checkpoints before it are as they were");
+    EXPECT_EQ(read_file(path("out") + "/step_00000002/rank_00000.safetensors"), before);
+    for (const fs::directory_entry& e : fs::directory_iterator(path("out")))
+        EXPECT_EQ(e.path().extension(), e.path().filename() == "log.jsonl" ? ".jsonl" : "")
+            << e.path();
+    EXPECT_EQ(run(flags + " --steps 3 --resume --save-minutes 0").status, 0);
+}
+
+TEST_F(Run, ALossThatIsNotFiniteStopsTheRun) {
+    refuses(small +
+                "--steps 50 --warmup 0 --lr 1000 --min-lr 1000 --schedule constant --clip 0 "
+                "--optimizer sgd",
+            "the first value that is not finite: micro-batch 0, layer ");
+}
+
+// Exported, loaded, exported again: the same bytes. And the export evaluates like the run that
+// wrote it.
+TEST_F(Run, ExportsLoadAgainToTheSameBits) {
+    for (const char* model : {"tiny", "tiny-llama"}) {
+        std::string a = path(std::string(model) + "_a"), b = path(std::string(model) + "_b"),
+                    shape = std::string("--scratch ");
+        Ran r = run("--model " + std::string(model) +
+                    " --layers 2 --seq 32 --sample-tokens 0 --eval-tokens 512 --steps 3 --data " +
+                    text + " --export " + a);
+        ASSERT_EQ(r.status, 0) << r.text;
+        ASSERT_EQ(run("--model " + a + " --steps 0 --sample-tokens 0 --export " + b).status, 0);
+        EXPECT_EQ(read_file(a + "/model.safetensors"), read_file(b + "/model.safetensors"));
+        EXPECT_EQ(read_file(a + "/config.json"), read_file(b + "/config.json"));
+        Ran e = run("--model " + a + " --eval --seq 32 --eval-tokens 512 --data " + text);
+        std::smatch x, y;
+        ASSERT_TRUE(std::regex_search(r.text, x, std::regex("val loss ([0-9.]+)")));
+        ASSERT_TRUE(std::regex_search(e.text, y, std::regex("val loss ([0-9.]+)"))) << e.text;
+        EXPECT_EQ(x[1], y[1]);
+    }
+}

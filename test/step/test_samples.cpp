@@ -1,0 +1,165 @@
+// test_samples.cpp - samples: where they start and end, prompts from a pipe, what a run says at its end
+//   Runs $TRAIN_GPT (default build/train_gpt) where the program's own words count.
+#include <regex>
+#include "../../llmc/run/sample.h"
+#include "../harness/testing.h"
+
+using namespace llmc;
+
+static Ran run_program(const std::string& arguments, const std::string& input = "") {
+    std::string before = input.empty() ? "" : "printf '" + input + "' | ";
+    return shell(before + program() + " " + arguments);
+}
+
+struct Samples : Scratch {
+    std::string small; // flags of a run of a second
+    void SetUp() override {
+        Scratch::SetUp();
+        std::string text;
+        for (int i = 0; i < 3000; i++) text += "line " + std::to_string(i * 7919 % 1000) + "\n";
+        small = "--layers 1 --heads 2 --channels 32 --seq 32 --micro-batch 4 --eval-tokens 256 "
+                "--data " + put("text.txt", text) + " ";
+    }
+};
+
+// ----------------------------------------------------------------------------
+// choices
+
+TEST(SampleChoices, KeepTheEndOfAPrompt) {
+    auto kept = [](size_t tokens, int bos, size_t positions, size_t wanted) {
+        std::vector<int> prompt(tokens);
+        for (size_t i = 0; i < tokens; i++) prompt[i] = int(i);
+        shorten_prompt(&prompt, bos, positions, wanted);
+        return prompt;
+    };
+    EXPECT_EQ(kept(7, -1, 8, 100).size(), 7u);
+    EXPECT_EQ(kept(8, -1, 8, 2), (std::vector<int>{2, 3, 4, 5, 6, 7}));
+    EXPECT_EQ(kept(20, -1, 8, 100), (std::vector<int>{16, 17, 18, 19})) << "half is the sample's";
+    EXPECT_EQ(kept(20, 1, 8, 2), (std::vector<int>{1, 15, 16, 17, 18, 19}));
+    EXPECT_EQ(kept(5, -1, 1, 10).size(), 1u);
+}
+
+TEST(SampleChoices, TitlesSayStepAndNumber) {
+    EXPECT_EQ(sample_title(0, 0, 1), "");
+    EXPECT_EQ(sample_title(200, 0, 1), "step 200 | sample\n");
+    EXPECT_EQ(sample_title(200, 1, 3), "step 200 | sample 2 of 3\n");
+    EXPECT_EQ(sample_title(0, 2, 3), "sample 3 of 3\n");
+}
+
+// Draws of the first sample at a step are what they were before there could be several.
+TEST(SampleChoices, EachSampleHasItsOwnNumbers) {
+    Sampling how;
+    how.step = 7;
+    EXPECT_EQ(sample_stream(how), fnv1a("sample.7"));
+    how.number = 2;
+    EXPECT_EQ(sample_stream(how), fnv1a("sample.7.2"));
+}
+
+TEST_F(Samples, TheModelsFilesNameTheTokens) {
+    auto tokens = [&](const std::string& json) {
+        TextTokens t;
+        read_text_tokens(&t, put("config.json", json));
+        return t;
+    };
+    EXPECT_EQ(tokens(R"({"bos_token_id": 1, "eos_token_id": [2, 4]})").eos,
+              (std::vector<int>{2, 4}));
+    EXPECT_EQ(tokens(R"({"bos_token_id": 1, "eos_token_id": 2})").bos, 1);
+    EXPECT_EQ(tokens(R"({"bos_token_id": null, "eos_token_id": "x"})").bos, -1);
+    EXPECT_TRUE(tokens(R"({"eos_token_id": [null, "x"]})").eos.empty());
+    EXPECT_EQ(tokens("not json").bos, -1);
+}
+
+// ----------------------------------------------------------------------------
+// the program
+
+// A Llama that was trained on stories: a story has an end, and a token begins it.
+TEST_F(Samples, EndWithTheText) {
+    NEEDS_FIXTURES();
+    std::string model = "--model " + FIXTURES + "/checkpoints/stories260K/";
+    std::string words = " --tokenizer " + FIXTURES + "/tokenizers/tinystories512/tok512.bin";
+    std::string flags = " --steps 0 --temperature 0 --sample-tokens 400";
+    Ran whole = run_program(model + "hf" + words + flags);
+    Ran further = run_program(model + "hf" + words + flags + " --ignore-eos");
+    EXPECT_EQ(whole.status, 0) << whole.text;
+    auto story = [](const Ran& r) {
+        size_t from = r.text.find("---\n") + 4;
+        return r.text.substr(from, r.text.find("\n---", from) - from);
+    };
+    EXPECT_EQ(story(further).rfind(story(whole), 0), 0u);
+    EXPECT_GT(story(further).size(), story(whole).size() + 100);
+    EXPECT_HAS(story(whole), "You are a good friend.\"") << "its last words";
+
+    // Without a tokenizer the first number is the model's own beginning, and the same tokens follow.
+    for (const char* file : {"hf", "stories260K.bin"}) {
+        Ran numbers = run_program(model + file + flags);
+        EXPECT_HAS(numbers.text, "---\n1 403 407 261 ") << file;
+        EXPECT_EQ(story(numbers).find(" 2 "), std::string::npos) << file;
+    }
+
+    // A longer prompt keeps its end; a sample that has no room says so.
+    std::string long_one = "One";
+    for (int i = 0; i < 300; i++) long_one += " day a dog";
+    Ran cut = run_program(model + "hf" + words + flags + " --prompt '" + long_one + "'");
+    EXPECT_EQ(cut.status, 0) << cut.text;
+    EXPECT_HAS(cut.text, "tokens: samples continue its last 256\n");
+    EXPECT_HAS(cut.text, "note: samples end at 513 tokens with their prompt: the model has no more");
+}
+
+// A table of positions that starts from new weights is trained up to --seq.
+TEST_F(Samples, EndWhereNoPositionIsTrained) {
+    Ran r = run_program(small + "--steps 1 --sample-tokens 100");
+    EXPECT_HAS(r.text, "note: samples end at 33 tokens with their prompt: --seq 32 trains no more");
+    r = run_program(small + "--steps 1 --sample-tokens 100 --position rope");
+    EXPECT_EQ(r.text.find("note: samples end"), std::string::npos) << r.text;
+}
+
+TEST_F(Samples, PromptsComeFromAPipe) {
+    std::string flags = small + "--steps 0 --sample-tokens 4 --temperature 0 --prompt ";
+    for (std::string layout : {"", " --local-ranks 2 --tp 2"}) {
+        Ran r = run_program(flags + "- --samples 2" + layout, "line 1\\r\\n\\nab");
+        EXPECT_EQ(r.status, 0) << r.text;
+        EXPECT_HAS(r.text, "sample 1 of 4\n---\nline 1");
+        EXPECT_HAS(r.text, "sample 4 of 4\n---\nab");
+        // Greedy: the two samples of a prompt are the same.
+        size_t one = r.text.find("sample 1 of 4\n"), second = r.text.find("sample 2 of 4\n"),
+               third = r.text.find("sample 3 of 4\n");
+        ASSERT_NE(third, std::string::npos);
+        EXPECT_EQ(r.text.substr(one + 14, second - one - 14),
+                  r.text.substr(second + 14, third - second - 14));
+    }
+    EXPECT_HAS(run_program(flags + "-").text, "standard input has no line that holds text");
+    Ran drawn = run_program(small + "--steps 0 --sample-tokens 20 --samples 2");
+    size_t one = drawn.text.find("sample 1 of 2\n"), second = drawn.text.find("sample 2 of 2\n");
+    EXPECT_NE(drawn.text.substr(one + 14, 20), drawn.text.substr(second + 14, 20));
+}
+
+// New weights have the tokenizer's vocabulary, a model's own weights have theirs.
+TEST_F(Samples, TheVocabularyFollowsTheTokenizer) {
+    NEEDS_FIXTURES();
+    std::string words = " --tokenizer " + FIXTURES + "/tokenizers/gpt2 ";
+    auto parameters = [&](const std::string& flags) {
+        std::smatch m;
+        std::string text = run_program(small + flags + " --explain").text;
+        EXPECT_TRUE(std::regex_search(text, m, std::regex("parameters ([0-9]+)"))) << text;
+        return m.empty() ? 0 : std::stol(m[1]);
+    };
+    EXPECT_EQ(parameters(words) - parameters(""), (50257 - 256) * 32);
+    EXPECT_EQ(parameters(words + "--vocab 60000") - parameters(""), (60000 - 256) * 32);
+    EXPECT_EQ(parameters("--model gpt2 --tokenizer byte") - parameters(""), 0);
+    EXPECT_EQ(parameters("--model gpt2") - parameters(""), (50257 - 256) * 32);
+}
+
+// ----------------------------------------------------------------------------
+// the end of a run
+
+TEST_F(Samples, TheLastLinesSayWhatIsThere) {
+    std::string out = path("out"), exported = path("hf");
+    Ran r = run_program(small + "--steps 6 --lr 0.01 --warmup 1 --eval-every 3 --sample-tokens 2 --out " +
+                        out + " --export " + exported);
+    std::regex end("\ndone: 6 steps, 768 tokens in \\d+s \\| best val loss [0-9.]+ at step 6\n"
+                   "  checkpoint  .*/step_00000006\n  log         .*/log.jsonl\n"
+                   "  export      .*/hf\n$");
+    EXPECT_TRUE(std::regex_search(r.text, end)) << r.text;
+    r = run_program(small + "--steps 0 --sample-tokens 2");
+    EXPECT_EQ(r.text.find("done:"), std::string::npos) << r.text;
+}
