@@ -257,29 +257,30 @@ static std::string state(const std::string& folder) {
     return all;
 }
 
-// Send a signal at a random moment until the run is over; it must end as if it had had none.
+// Send signals at random moments until the run is over; it must end as if it had had none.
 static void stop_and_resume(const Life& t, const std::string& flags, int rounds) {
-    // The run that nobody disturbs, and how long it takes.
-    std::string whole = t.path("whole");
+    std::string whole = t.path("whole"); // the run that nobody disturbs
     std::string line = program() + " " + t.small + flags + " --steps 300 ";
-    double begun = clock_seconds();
     ASSERT_EQ(shell(line + "--out " + whole).status, 0);
-    int milliseconds = int(1000 * (clock_seconds() - begun));
+
     std::mt19937 random(unsigned(rounds) + 3);
     int stopped = 0;
     for (int round = 0; round < rounds; round++) {
         fs::remove_all(t.out);
-        for (int start = 0; start < 60 && !fs::exists(t.out + "/step_00000300"); start++) {
+        for (int step = 1 + random() % 150; step <= 300; step += 1 + random() % 150) {
             fs::remove(t.path("said"));
             Child child(line + "--resume --out " + t.out, t.path("said"));
             int number = STOP_SIGNALS[random() % STOP_SIGNALS.size()];
-            child.wait_for_text("/300 | "); // before the first step a signal just ends it
-            std::this_thread::sleep_for(std::chrono::milliseconds(random() % milliseconds));
+            child.wait_for_step(step, 300);
+            std::this_thread::sleep_for(std::chrono::microseconds(random() % 5000));
             kill(child.pid, number);
             int status = child.wait();
             if (status == 0 || status == -number) break; // its last step was over already
+
             ASSERT_EQ(status, 128 + number) << child.text();
-            EXPECT_HAS(child.text(), "stopped by " + signal_name(number) + " at step ");
+            std::string text = child.text(), said = "stopped by " + signal_name(number) + " at step ";
+            EXPECT_HAS(text, said);
+            step = atoi(text.c_str() + text.find(said) + said.size()); // the next signal comes later
             EXPECT_FALSE(t.steps(t.out).empty());
             stopped++;
         }
