@@ -120,7 +120,7 @@ struct PlanOptions {
     size_t B = 1, T = 1; // a micro-batch: sequences, and the length of each
     int micro_batches = 1;
     size_t cache = 0; // GENERATE: positions that the key/value cache holds
-    Recompute recompute = Recompute::NONE;
+    RecomputeLevels recompute;
     bool split_backward = false; // B as I and W
     Optimizer optimizer = Optimizer::ADAMW;
 };
@@ -308,7 +308,7 @@ inline void access_forward(Access& x, const Plan& p, const Model& model, const A
         x.change({Kind::CACHE, l});
 }
 
-// Recomputation reads what the forward pass read, and what the level has kept.
+// Recomputation reads what the forward pass read, and what the layer's level has kept.
 inline void access_recompute(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
     x.read({Kind::STREAM, l, m});
@@ -316,7 +316,7 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     x.read({Kind::CONSTANTS});
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
-    if (p.recompute == Recompute::SELECTIVE)
+    if (p.recompute.of(l) != Recompute::FULL)
         for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
             x.read({k, l, m});
 
@@ -357,7 +357,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
     // A block's activations, and the gradients that its input half leaves to its weight half.
     if (!model.is_block(l)) return;
     x.read({Kind::CONSTANTS});
-    bool redone = p.recompute != Recompute::NONE;
+    bool redone = p.recompute.of(l) != Recompute::NONE;
     if (input_half)
         x.read({Kind::KEPT_B, l, m});
     if (input_half && redone)

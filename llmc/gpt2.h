@@ -99,8 +99,9 @@ void block_parameters(Gpt2::Block& w, const Shape& s, Row row) {
     row(w.fc_proj_bias,     "mlp.c_proj.bias",    {C},      ZEROS,  false, whole,   false);
 }
 
-// Recomputation drops rows after the forward pass: selective the CHEAP, full the KEPT as well.
-// GRADIENT rows are born in the backward pass, whose input half (B) or weight half (W) reads last.
+// Recomputation drops rows after the forward pass: every level the CHEAP, two levels those of a
+// branch (ATTN, FFN), full both. GRADIENT rows are born in the backward pass, whose input half
+// (B) or weight half (W) reads last.
 template <typename T, typename S, typename Row>
 void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = (s.NH + 2 * s.NKV) * s.HS;
@@ -108,18 +109,18 @@ void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row 
     using enum Keep;
     using enum Last;
 
-    //  pointer         name                    elements   dropped   last read
+    //  pointer         name                    elements   of        last read
     row(a.ln_1,         "ln_1",                 R * C,     CHEAP,    W);
     row(a.ln_1_mean,    "ln_1.mean",            R,         CHEAP,    B);
     row(a.ln_1_rstd,    "ln_1.rstd",            R,         CHEAP,    B);
-    row(a.qkv,          "qkv",                  N * QKV,   KEPT,     B);
-    row(a.attention,    "attention",            N * Q,     KEPT,     W);
-    row(a.lse,          "log-sum-exp",          N * s.NH,  KEPT,     B);
-    row(a.middle,       "middle",               R * C,     KEPT,     B);
+    row(a.qkv,          "qkv",                  N * QKV,   ATTN,     B);
+    row(a.attention,    "attention",            N * Q,     ATTN,     W);
+    row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
+    row(a.middle,       "middle",               R * C,     ATTN,     B);
     row(a.ln_2,         "ln_2",                 R * C,     CHEAP,    W);
     row(a.ln_2_mean,    "ln_2.mean",            R,         CHEAP,    B);
     row(a.ln_2_rstd,    "ln_2.rstd",            R,         CHEAP,    B);
-    row(a.fc,           "fc",                   N * F,     KEPT,     B);
+    row(a.fc,           "fc",                   N * F,     FFN,      B);
     row(a.gelu,         "gelu",                 N * F,     CHEAP,    W);
 
     row(a.dfc,          "d fc",                 N * F,     GRADIENT, W);
@@ -195,7 +196,6 @@ Qkv<T> split_qkv(const Shape& s, T* qkv) {
     return {qkv, qkv + Q, qkv + Q + KV, QKV, QKV};
 }
 
-// Full recomputation passes no out (null): it needs everything but the block's output.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
                    const Gpt2::Acts<T>& a, T* cache) {
@@ -212,20 +212,30 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
     layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.middle, w.ln_2_weight, w.ln_2_bias);
     column_parallel_forward(ctx, {{a.fc, w.fc_weight, w.fc_bias}}, a.ln_2);
     gelu_forward(a.gelu, a.fc, N * s.F, ctx.where);
-    if (out)
-        row_parallel_forward(ctx, out, a.gelu, w.fc_proj_weight, w.fc_proj_bias, a.middle);
+    row_parallel_forward(ctx, out, a.gelu, w.fc_proj_weight, w.fc_proj_bias, a.middle);
 }
 
-// Make again what the level of recomputation dropped: the norms and GELU, or everything.
+// Make again what the level of recomputation dropped: norms and GELU always, the products of a
+// branch at some levels. Nothing reads the block's output again, so the last product is left out.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2::Acts<T>& a,
                      Recompute level) {
-    T *no_out = nullptr, *no_cache = nullptr;
-    if (level == Recompute::FULL)
-        return block_forward(ctx, no_out, inp, w, a, no_cache);
+    const Shape& s = ctx.shape;
+    T* no_cache = nullptr;
+
+    // The first branch.
     layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
+    if (redoes_attn(level)) {
+        column_parallel_forward(ctx, {{a.qkv, w.attn_weight, w.attn_bias}}, a.ln_1);
+        attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), no_cache);
+        row_parallel_forward(ctx, a.middle, a.attention, w.attn_proj_weight, w.attn_proj_bias, inp);
+    }
+
+    // The second.
     layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.middle, w.ln_2_weight, w.ln_2_bias);
-    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * ctx.shape.F, ctx.where);
+    if (redoes_ffn(level))
+        column_parallel_forward(ctx, {{a.fc, w.fc_weight, w.fc_bias}}, a.ln_2);
+    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where);
 }
 
 // Everything but the gradients of weights, of which it makes what is at hand: parts of sums.

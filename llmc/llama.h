@@ -115,36 +115,37 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
     }
 }
 
-// Recomputation drops rows after the forward pass: selective the CHEAP, full the KEPT as well.
-// GRADIENT rows are born in the backward pass. Its half B or W is the last to read a row.
+// Recomputation drops rows after the forward pass: every level the CHEAP, two levels those of a
+// branch (ATTN, FFN), full both. GRADIENT rows are born in the backward pass. Its half B or W
+// is the last to read a row.
 template <typename T, typename S, typename Row>
 void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C, F = s.F, Q = s.NH * s.HS, KV = s.NKV * s.HS;
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
-    Keep product = s.qk_norm ? CHEAP : KEPT; // a norm makes them again
+    Keep product = s.qk_norm ? CHEAP : ATTN; // a norm makes them again
     Last normed = s.qk_norm ? B : W;         // products read what is before the norm
 
-    //  pointer         name                    elements   dropped   last read
+    //  pointer         name                    elements   of        last read
     row(a.norm_1,       "norm_1",               R * C,     CHEAP,    W);
     row(a.norm_1_rstd,  "norm_1.rstd",          R,         CHEAP,    B);
     if (s.qk_norm) {
-        row(a.q_raw,    "q before norm",        N * Q,     KEPT,     B);
-        row(a.k_raw,    "k before norm",        N * KV,    KEPT,     B);
+        row(a.q_raw,    "q before norm",        N * Q,     ATTN,     B);
+        row(a.k_raw,    "k before norm",        N * KV,    ATTN,     B);
         row(a.q_rstd,   "q.rstd",               N * s.NH,  CHEAP,    B);
         row(a.k_rstd,   "k.rstd",               N * s.NKV, CHEAP,    B);
     }
     row(a.q,            "q",                    N * Q,     product,  B);
     row(a.k,            "k",                    N * KV,    product,  B);
-    row(a.v,            "v",                    N * KV,    KEPT,     B);
-    row(a.attention,    "attention",            N * Q,     KEPT,     W);
-    row(a.lse,          "log-sum-exp",          N * s.NH,  KEPT,     B);
-    row(a.middle,       "middle",               R * C,     KEPT,     B);
+    row(a.v,            "v",                    N * KV,    ATTN,     B);
+    row(a.attention,    "attention",            N * Q,     ATTN,     W);
+    row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
+    row(a.middle,       "middle",               R * C,     ATTN,     B);
     row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
     row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
-    row(a.gate,         "gate",                 N * F,     KEPT,     B);
-    row(a.up,           "up",                   N * F,     KEPT,     B);
+    row(a.gate,         "gate",                 N * F,     FFN,      B);
+    row(a.up,           "up",                   N * F,     FFN,      B);
     row(a.swiglu,       "swiglu",               N * F,     CHEAP,    W);
 
     row(a.dswiglu,      "d swiglu, d gate",     N * F,     GRADIENT, W);
@@ -259,7 +260,6 @@ PartialSums<acc_t<T>> qk_norm_parts(Ctx<S>& ctx, const Weight& weight, const acc
 // ----------------------------------------------------------------------------
 // the block: two branches that read the residual stream and add to it
 
-// Full recomputation passes no out (null): it needs everything but the block's output.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
                    const Llama::Acts<T>& a, T* cache) {
@@ -281,21 +281,37 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
     column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
                             a.norm_2);
     swiglu_forward(a.swiglu, a.gate, a.up, N * F, ctx.where);
-    if (out)
-        row_parallel_forward(ctx, out, a.swiglu, w.down, w.down_bias, a.middle);
+    row_parallel_forward(ctx, out, a.swiglu, w.down, w.down_bias, a.middle);
 }
 
-// Make again what the level of recomputation dropped: norms and SwiGLU, or everything.
+// Make again what the level of recomputation dropped: norms and SwiGLU always, the products of a
+// branch at some levels. Nothing reads the block's output again, so `down` is left out.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a,
                      Recompute level) {
-    T *no_out = nullptr, *no_cache = nullptr;
-    if (level == Recompute::FULL)
-        return block_forward(ctx, no_out, inp, w, a, no_cache);
+    size_t Q = w.q.rows, KV = w.k.rows;
+    T* no_cache = nullptr;
+
+    // The first branch: attention turns q and k itself, or they are made again as it left them.
     rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
-    qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
-    qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
+    if (redoes_attn(level)) {
+        T *q = projected(a.q_raw, a.q), *k = projected(a.k_raw, a.k);
+        column_parallel_forward(
+            ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}, {a.v, w.v, w.v_bias}}, a.norm_1);
+        qk_norm_forward(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
+        qk_norm_forward(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
+        attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, no_cache);
+        row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
+    } else {
+        qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
+        qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
+    }
+
+    // The second.
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    if (redoes_ffn(level))
+        column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
+                                a.norm_2);
     swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * ctx.shape.F, ctx.where);
 }
 

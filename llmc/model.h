@@ -235,13 +235,34 @@ void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
 // ----------------------------------------------------------------------------
 // activations
 
-enum class Recompute { NONE, SELECTIVE, FULL };
+// A level of recomputation says what a block makes again for its backward pass. Each but NONE drops
+// the outputs of norms and activation functions; the later ones also what products and attention
+// made, branch by branch.
+enum class Recompute { NONE, SELECTIVE, ATTN, FFN, FULL };
+inline bool redoes_attn(Recompute r) { return r == Recompute::ATTN || r == Recompute::FULL; }
+inline bool redoes_ffn(Recompute r) { return r == Recompute::FFN || r == Recompute::FULL; }
 
-// When a row is born, and which level of recomputation drops it after the forward pass.
-//   KEPT      what only a matrix product or attention can make again; full recomputation drops it
-//   CHEAP     norm and activation-function outputs: selective recomputation drops them too
+constexpr int RECOMPUTE_LEVELS = 5;
+inline const char* recompute_name(Recompute r) {
+    static const char* names[RECOMPUTE_LEVELS] = {"none", "selective", "attention", "ffn", "full"};
+    return names[int(r)];
+}
+
+// A level for each layer, by its number; layers behind the last one given have the same as that.
+struct RecomputeLevels {
+    std::vector<Recompute> given;
+
+    RecomputeLevels(Recompute all = Recompute::NONE) : given{all} {}
+    RecomputeLevels(const std::vector<Recompute>& levels) : given(levels) {}
+    Recompute of(int layer) const { return given[std::min(size_t(layer), given.size() - 1)]; }
+};
+
+// When a row is born, and what makes it: that decides which levels of recomputation drop it.
+//   CHEAP     the output of a norm or an activation function
+//   ATTN      products and attention of the first branch, and the residual stream behind it
+//   FFN       products of the second branch
 //   GRADIENT  born in the backward pass
-enum class Keep { KEPT, CHEAP, GRADIENT };
+enum class Keep { CHEAP, ATTN, FFN, GRADIENT };
 
 // Who reads it last: the backward pass's input half (B), or its weight half (W).
 enum class Last { B, W };
@@ -257,8 +278,13 @@ struct Activation {
 
 // Whether the forward pass drops a row because R makes it again.
 inline bool recomputed(Keep keep, Recompute level) {
-    return level == Recompute::FULL ? keep != Keep::GRADIENT
-                                    : level == Recompute::SELECTIVE && keep == Keep::CHEAP;
+    switch (keep) {
+    case Keep::CHEAP: return level != Recompute::NONE;
+    case Keep::ATTN: return redoes_attn(level);
+    case Keep::FFN: return redoes_ffn(level);
+    case Keep::GRADIENT: return false;
+    }
+    return false;
 }
 
 } // namespace llmc

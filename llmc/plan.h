@@ -139,14 +139,14 @@ inline Plan add_load(Plan p) {
 }
 
 // Recomputation (arXiv:1604.06174, arXiv:2205.05198). Before: F(m,l), B or I (m,l). After: R(m,l)
-// stands before each block's backward.
+// stands before the backward of each block whose level is not NONE.
 inline Plan add_recompute(const Plan& in, const Model& model) {
-    if (in.recompute == Recompute::NONE) return in;
     Plan p = in;
     p.actions.clear();
     for (const Action& a : in.actions) {
         bool backward = a.op == Op::B || a.op == Op::I;
-        if (backward && model.is_block(a.layer))
+        bool redoes = model.is_block(a.layer) && p.recompute.of(a.layer) != Recompute::NONE;
+        if (backward && redoes)
             p.actions.push_back({Op::R, a.micro, a.layer});
         p.actions.push_back(a);
     }

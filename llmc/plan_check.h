@@ -33,7 +33,7 @@ inline std::string check_data(const Plan& p, const Model& model) {
         }
 
         // F drops what will be recomputed.
-        bool dropped = a.op == Op::F && p.recompute != Recompute::NONE;
+        bool dropped = a.op == Op::F && p.recompute.of(a.layer) != Recompute::NONE;
         for (Data d : x.writes) {
             bool redone = d.kind == Kind::REDO_B || d.kind == Kind::REDO_W;
             if (!(redone && dropped)) written.insert(d);

@@ -186,12 +186,12 @@ size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
     }
 }
 
-// The rows of the activation table that lie in a group.
+// The rows of the activation table that lie in a layer's group.
 template <typename T, typename S>
-size_t activation_bytes(const Plan& p, const Shape& s, Kind group, S where) {
+size_t activation_bytes(const Plan& p, const Shape& s, Data group, S where) {
     size_t bytes = 0;
     for (const Activation& row : activation_table<T>(s, p.rows(), where))
-        if (activation_group(row.keep, row.last, p.recompute) == group)
+        if (activation_group(row.keep, row.last, p.recompute.of(group.of)) == group.kind)
             bytes += round_up(row.bytes, ARENA_ALIGN);
     return bytes;
 }
@@ -235,7 +235,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::REDO_B:
     case Kind::REDO_W:
     case Kind::GRADIENT_B:
-    case Kind::GRADIENT_W: return activation_bytes<T>(p, s, d.kind, where);
+    case Kind::GRADIENT_W: return activation_bytes<T>(p, s, d, where);
     }
     return 0;
 }

@@ -140,7 +140,7 @@ template <typename T, typename S>
 void run_recompute(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
     with_block(t, a, [&](const auto& w, const auto& acts) {
-        block_recompute(t.ctx, inp, w, acts, t.plans[t.plan].recompute);
+        block_recompute(t.ctx, inp, w, acts, t.plans[t.plan].recompute.of(a.layer));
     });
 }
 

@@ -283,7 +283,8 @@ template <typename T, typename S> struct BindActs {
     Recompute level;
     std::map<Kind, unsigned char*> next; // null: the action has none of the group
 
-    BindActs(const Trainer<T, S>& t, const Action& a) : level(t.plans[t.plan].recompute) {
+    BindActs(const Trainer<T, S>& t, const Action& a)
+        : level(t.plans[t.plan].recompute.of(a.layer)) {
         for (Kind group : ACTIVATION_KINDS)
             next[group] = address<unsigned char>(t, {group, a.layer, a.micro});
     }

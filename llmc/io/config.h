@@ -192,8 +192,9 @@ inline const std::vector<Flag>& config_table() {
         {"loss-scale-min", &C::loss_scale_min, "-1..1000000000",
          "it falls no lower (-1: 1, pytorch's 0)"},
         {"fp8", &C::fp8, "= false (fp8 products)", "fp8 matrix products"},
-        {"recompute", &C::recompute, "none|selective|full",
-         "selective: norms and activation functions; full: keep a block's input only"},
+        {"recompute", &C::recompute, "none|selective|attention|ffn|full",
+         "selective: norms and activation functions; attention, ffn: also that branch's products; "
+         "full: keep a block's input only"},
         {"offload", &C::offload, "= none (offload)", "keep optimizer state on the host"},
 
         {"", &C::help, "", "Layout"},

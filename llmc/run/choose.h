@@ -255,8 +255,10 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
 
 // config_check() has refused every other name.
 inline Recompute recompute_named(const std::string& name) {
-    if (name == "full") return Recompute::FULL;
-    return name == "selective" ? Recompute::SELECTIVE : Recompute::NONE;
+    int level = 0;
+    while (name != recompute_name(Recompute(level)))
+        level++;
+    return Recompute(level);
 }
 
 // Choose what this run does as plans: train, evaluate, score candidates, generate.

@@ -115,7 +115,7 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     least.recompute = "full";
     if (arena_bytes<T>(run, least, rank, where) > room) return "";
 
-    for (const char* recompute : {"", "selective", "full"}) {
+    for (const char* recompute : {"", "selective", "attention", "ffn", "full"}) {
         for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
             Config c = run.config;
             c.micro_batch = B;

@@ -33,10 +33,21 @@ inline Layout small_layout(int dp, int tp = 1, int pp = 1) {
     return layout;
 }
 
-inline Plan small_plan(size_t B, size_t T, int micro_batches, Recompute level = Recompute::NONE,
+constexpr Recompute ALL_LEVELS[] = {Recompute::NONE, Recompute::SELECTIVE, Recompute::ATTN,
+                                    Recompute::FFN, Recompute::FULL};
+
+// A level for each of three blocks: the digits of a number below 125.
+inline RecomputeLevels three_levels(int number) {
+    std::vector<Recompute> levels = {Recompute::NONE}; // the embedding, which recomputes nothing
+    for (int block = 0; block < 3; block++, number /= RECOMPUTE_LEVELS)
+        levels.push_back(Recompute(number % RECOMPUTE_LEVELS));
+    return levels;
+}
+
+inline Plan small_plan(size_t B, size_t T, int micro_batches, RecomputeLevels levels = {},
                        bool split = false) {
     Plan p;
-    p.B = B, p.T = T, p.micro_batches = micro_batches, p.recompute = level,
+    p.B = B, p.T = T, p.micro_batches = micro_batches, p.recompute = levels,
     p.split_backward = split;
     return p;
 }

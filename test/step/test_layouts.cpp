@@ -27,7 +27,7 @@ bool left_out(int* number) { return (*number)++ % EVERY; }
 struct LayoutCase {
     int dp = 1, tp = 1, pp = 1, chunks = 1, zero = 0;
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
-    Recompute recompute = Recompute::NONE;
+    RecomputeLevels recompute = {};
     bool split = false, sequence_parallel = false;
     int micro_batches = 2; // of each data-parallel rank
     int shards = 0;        // 0: dp
@@ -39,15 +39,16 @@ struct LayoutCase {
     bool whole_matrices = false;    // in each shard
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
-        const char *schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"},
-                   *levels[] = {"none", "selective", "full"};
+        const char* schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"};
+        std::string levels;
+        for (Recompute r : recompute.given) levels += std::string(" ") + recompute_name(r);
         char line[256];
         snprintf(line, sizeof(line),
-                 "dp %d (shards %d) tp %d%s pp %d x %d %s%s, zero %d prefetch %d, recompute %s, "
+                 "dp %d (shards %d) tp %d%s pp %d x %d %s%s, zero %d prefetch %d, recompute%s, "
                  "micro-batches %d",
                  dp, shards ? shards : dp, tp, sequence_parallel ? " sp" : "", pp, chunks,
                  schedules[int(pipeline)], split ? " split" : "", zero, prefetch,
-                 levels[int(recompute)], micro_batches);
+                 levels.c_str(), micro_batches);
         return line;
     }
 };
@@ -291,7 +292,7 @@ std::vector<LayoutCase> all_layouts() {
                                           Pipeline::ZERO_BUBBLE, Pipeline::INTERLEAVED};
             l.pipeline = pipelines[i % 4];
             l.chunks = l.pipeline == Pipeline::INTERLEAVED && l.pp > 1 && l.pp < 4 ? 2 : 1;
-            l.recompute = Recompute(i / 2 % 3), l.split = i % 5 == 0;
+            l.recompute = three_levels(37 * i % 125), l.split = i % 5 == 0;
             l.sequence_parallel = l.tp > 1 && i % 3 > 0;
             l.micro_batches = 1 + i / 3 % 2, l.prefetch = i % 3;
             l.shards = l.dp == 4 && i % 2 ? 2 : l.dp;
@@ -319,7 +320,7 @@ TEST(Layouts, PipelinesAreAccumulationBitByBit) {
                     LayoutCase l = one;
                     l.pp = pp, l.pipeline = pipeline, l.chunks = chunks;
                     if (l.pp * l.chunks > int(shape.L) + 2 || left_out(&number)) continue;
-                    l.recompute = Recompute((pp + micro_batches) % 3);
+                    l.recompute = three_levels(37 * number % 125);
                     expect_same(*run_layout<float>(shape, l, true), *want, l.text());
                 }
         }
@@ -377,7 +378,7 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
             LayoutCase l;
             l.dp = 2 * replicas, l.shards = 2, l.pp = pp, l.zero = zero;
             l.tp = tp, l.sequence_parallel = tp > 1 && zero > 0;
-            l.chunks = 1 + zero % 2, l.recompute = Recompute(zero % 3);
+            l.chunks = 1 + zero % 2, l.recompute = three_levels(31 * zero % 125);
             l.pipeline = l.chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
             Shape shape = llama_for_tp(zero % 2);
             if (left_out(&number)) continue;
@@ -582,7 +583,7 @@ TEST(Layouts, TimingChangesNothing) {
             LayoutCase l;
             l.dp = 4, l.shards = 2, l.zero = zero, l.tp = tp, l.sequence_parallel = tp > 1;
             l.pp = pp, l.chunks = chunks, l.pipeline = pipeline, l.micro_batches = 4;
-            l.prefetch = pp * chunks - 1, l.recompute = Recompute(zero % 3);
+            l.prefetch = pp * chunks - 1, l.recompute = three_levels(31 * zero % 125);
             layouts.push_back(l);
         }
     int number = 0;

@@ -445,7 +445,7 @@ TEST_F(Life, AModelThatOverfitsIsSaved) {
 // looked at; and of a weight that is not, the first operator that reads it is named.
 TEST(Health, TheFirstValueThatIsNotFiniteIsFound) {
     for (const Shape& shape : {small_gpt2(), small_gpt2(false), small_llama(), small_llama(true, true)})
-        for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
+        for (Recompute level : ALL_LEVELS) {
             PlanOptions o;
             o.B = 2, o.T = 8, o.micro_batches = 2, o.recompute = level;
             Small<float> small(shape, {make_plan({}, make_model(shape), o)});

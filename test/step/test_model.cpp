@@ -112,12 +112,25 @@ static std::vector<unsigned char> state_after(const Shape& s, Plan p, int steps,
 template <typename T> static void expect_same_bits() {
     for (const Shape& s : {small_gpt2(), small_llama(), small_llama(true, true), small_qwen3()}) {
         std::vector<unsigned char> reference = state_after<T>(s, small_plan(2, 16, 3), 3);
-        for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+        for (Recompute level : ALL_LEVELS)
             for (bool split : {false, true})
                 EXPECT_EQ(reference, state_after<T>(s, small_plan(2, 16, 3, level, split), 3))
                     << "recompute " << int(level) << ", halves " << (split ? "apart" : "together");
     }
 }
+
+// Each block has a level of its own: all 125 ways of three blocks, for the family whose norms of q
+// and k are made again too a part of them.
+TEST(Bits, LevelsOfBlocksChangeNothing) {
+    for (const Shape& s : {small_gpt2(), small_qwen3()}) {
+        std::vector<unsigned char> reference = state_after<float>(s, small_plan(2, 8, 1), 1);
+        for (int number = 0; number < 125; number += s.qk_norm ? 7 : 1) {
+            Plan p = small_plan(2, 8, 1, three_levels(number), number % 2);
+            EXPECT_EQ(reference, state_after<float>(s, p, 1)) << "levels " << number;
+        }
+    }
+}
+
 TEST(Bits, RecomputationAndHalvesApartChangeNothingInFloat) { expect_same_bits<float>(); }
 TEST(Bits, RecomputationAndHalvesApartChangeNothingInBf16) { expect_same_bits<bf16>(); }
 
@@ -272,19 +285,17 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
     }
 }
 TEST(Access, IsTheTruthForGpt2) {
-    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
-        for (bool split : {false, true})
-            expect_honest_access<float>(small_gpt2(), small_plan(2, 8, 2, level, split));
+    for (Recompute level : ALL_LEVELS)
+        expect_honest_access<float>(small_gpt2(), small_plan(2, 8, 2, level, true));
 }
 TEST(Access, IsTheTruthForLlama) {
-    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
-        for (bool split : {false, true})
-            expect_honest_access<bf16>(small_llama(), small_plan(2, 8, 2, level, split));
+    for (Recompute level : ALL_LEVELS)
+        expect_honest_access<bf16>(small_llama(), small_plan(2, 8, 2, level));
 }
 TEST(Access, IsTheTruthForQwen3) {
-    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+    for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})
         for (bool split : {false, true})
-            expect_honest_access<bf16>(small_qwen3(), small_plan(2, 8, 2, level, split));
+            expect_honest_access<bf16>(small_qwen3(), small_plan(2, 8, 2, three_levels(number), split));
 }
 
 // Every planned buffer is written in a step: none is planned in vain.

@@ -19,9 +19,9 @@ static Model small_model(size_t L, bool tied = true, bool llama = false) {
     return make_model(s);
 }
 
-static Plan options(int micro_batches, Recompute level = Recompute::NONE, bool split = false) {
+static Plan options(int micro_batches, RecomputeLevels levels = {}, bool split = false) {
     Plan p;
-    p.B = 2, p.T = 16, p.micro_batches = micro_batches, p.recompute = level,
+    p.B = 2, p.T = 16, p.micro_batches = micro_batches, p.recompute = levels,
     p.split_backward = split;
     return p;
 }
@@ -34,7 +34,7 @@ static size_t bytes_of(const Plan& p, const Model& m, Data d) {
 TEST(Plan, EveryPlanIsLegal) {
     for (size_t L : {1, 2, 5})
         for (int m : {1, 2, 3, 8})
-            for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+            for (Recompute level : ALL_LEVELS)
                 for (bool split : {false, true})
                     for (bool tied : {false, true}) {
                         Model model = small_model(L, tied, L == 2);
@@ -43,13 +43,41 @@ TEST(Plan, EveryPlanIsLegal) {
                     }
 }
 
+// Each block has the level that it was given, the last one's also those behind it.
+TEST(Plan, BlocksHaveLevelsOfTheirOwn) {
+    Model model = small_model(4);
+    std::vector<Recompute> levels = {Recompute::NONE, Recompute::FULL, Recompute::NONE, Recompute::FFN};
+    Plan p = make_plan(options(1, levels), model);
+    EXPECT_EQ(plan_text(p, model),
+              "LOAD COUNT\n"
+              "F(0,0..5)\n"
+              "B(0,5) R(0,4) B(0,4) R(0,3) B(0,3..2) R(0,1) B(0,1..0)\n"
+              "TIE(embedding) NORM UPDATE(embedding) UPDATE(positions) UPDATE(block.0) UPDATE(block.1)\n"
+              "  UPDATE(block.2) UPDATE(block.3) UPDATE(head)\n");
+
+    // A row is either kept or made again.
+    for (int layer = 1; layer <= 4; layer++) {
+        Plan alone = options(1, levels[size_t(std::min(layer, 3))]);
+        size_t kept = 0, all = 0;
+        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W}) {
+            EXPECT_EQ(bytes_of(p, model, {k, layer}), bytes_of(alone, model, {k, layer}));
+            all += bytes_of(p, model, {k, layer});
+            kept += k == Kind::KEPT_B || k == Kind::KEPT_W ? bytes_of(p, model, {k, layer}) : 0;
+        }
+        EXPECT_EQ(kept == all, layer == 2);
+        EXPECT_EQ(kept == 0, layer == 1);
+        EXPECT_EQ(all, bytes_of(options(1), model, {Kind::KEPT_B, 1}) +
+                           bytes_of(options(1), model, {Kind::KEPT_W, 1}));
+    }
+}
+
 // ----------------------------------------------------------------------------
 // plans of many ranks
 
 struct Ranks {
     int dp, zero, pp, chunks, micro_batches;
     Pipeline pipeline;
-    Recompute recompute;
+    RecomputeLevels recompute;
 };
 static std::vector<Ranks> many_ranks() {
     std::vector<Ranks> all;
@@ -60,11 +88,11 @@ static std::vector<Ranks> many_ranks() {
                   std::pair{Pipeline::ZERO_BUBBLE, 1}, std::pair{Pipeline::INTERLEAVED, 2}})
                 for (int m : {1, 4})
                     all.push_back({zero ? 2 : 1 + pp % 2, zero, pp, chunks, m, pipeline,
-                                   Recompute((zero + m) % 3)});
+                                   three_levels(37 * int(all.size()) % 125)});
     return all;
 }
 static Plan options_of(const Ranks& r, const Model& model, Mode mode = Mode::TRAIN) {
-    Plan p = options(r.micro_batches, mode == Mode::TRAIN ? r.recompute : Recompute::NONE);
+    Plan p = options(r.micro_batches, mode == Mode::TRAIN ? r.recompute : RecomputeLevels());
     p.mode = mode;
     p.layout = small_layout(r.dp, 1, r.pp);
     p.layout.zero = r.zero;
@@ -364,7 +392,7 @@ static std::string check_without(Plan p, const Model& model, size_t drop) {
 // No action of a plan can be left out.
 TEST(Plan, DroppingAnyActionIsFound) {
     for (bool split : {false, true})
-        for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
+        for (Recompute level : ALL_LEVELS) {
             Model model = small_model(2);
             Plan p = make_plan(options(2, level, split), model);
             for (size_t i = 0; i < p.actions.size(); i++)
@@ -522,7 +550,7 @@ TEST(Finish, NothingTouchesWhatIsUnderWay) {
 TEST(Arena, LivingDataNeverShareBytes) {
     for (size_t L : {1, 3})
         for (int m : {1, 3})
-            for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+            for (Recompute level : ALL_LEVELS)
                 for (bool split : {false, true}) {
                     Model model = small_model(L);
                     Plan p = make_plan(options(m, level, split), model);
@@ -572,6 +600,8 @@ TEST(Arena, MemoryIsTheTextbooks) {
     size_t statistics = 4 * 4 * N, lse = 4 * N * s.NH;
     EXPECT_EQ(kept(Recompute::NONE), 2 * N * C * (1 + 3 + 1 + 1 + 1 + 4 + 4) + statistics + lse);
     EXPECT_EQ(kept(Recompute::SELECTIVE), 2 * N * C * (3 + 1 + 1 + 4) + lse);
+    EXPECT_EQ(kept(Recompute::ATTN), 2 * N * C * 4);
+    EXPECT_EQ(kept(Recompute::FFN), 2 * N * C * (3 + 1 + 1) + lse);
     EXPECT_EQ(kept(Recompute::FULL), 0u);
 }
 
