@@ -425,6 +425,7 @@ static bool run_command(Run& run) {
     }
 
     // The tokenizer, for the vocabulary may follow it; the model; whether flags and ranks agree.
+    take_ds_config(run);
     adopt_checkpoint(run);
     open_tokenizer(run);
     follow_tokenizer(run);

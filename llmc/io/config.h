@@ -57,6 +57,7 @@ struct Config {
     std::string precision = "fp32";
     // of fp16; 0 and -1: as the rule has it
     std::string loss_scale = "dynamic", loss_scale_rule = "megatron";
+    int64_t loss_scale_start = 0;
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
     double loss_scale_min = -1;
     bool fp8 = false;
@@ -71,7 +72,7 @@ struct Config {
 
     // files
     // out survives a kill and can be resumed; an export holds weights alone
-    std::string out, export_dir, export_dtype = "fp32";
+    std::string out, export_dir, export_dtype = "fp32", ds_config;
     int64_t save_every = 0;
     double save_minutes = 10;
     int keep = 2;
@@ -185,6 +186,8 @@ inline const std::vector<Flag>& config_table() {
          "fp16: what gradients are multiplied by; dynamic, or a power of two that stays"},
         {"loss-scale-rule", &C::loss_scale_rule, "megatron|pytorch|deepspeed",
          "when it doubles and halves"},
+        {"loss-scale-start", &C::loss_scale_start, "0..4294967296",
+         "the first dynamic scale (0: 65536)"},
         {"loss-scale-window", &C::loss_scale_window, "0..1000000000",
          "steps without overflow before it doubles (0: 1000, pytorch's 2000)"},
         {"loss-scale-hysteresis", &C::loss_scale_hysteresis, "0..1000000",
@@ -240,6 +243,9 @@ inline const std::vector<Flag>& config_table() {
         {"export", &C::export_dir, "",
          "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2"},
         {"export-dtype", &C::export_dtype, "fp32|bf16|fp16", "its element type"},
+        {"ds-config", &C::ds_config, "",
+         "FILE: DeepSpeed's JSON, or Accelerate's, as flags: a printed line a key; flags that are "
+         "given win"},
 
         {"", &C::help, "", "Looking"},
         {"eval-every", &C::eval_every, "0..1000000000000",

@@ -2,6 +2,7 @@
 //   Nothing is allocated here, and every mistake of a user is found here where it can be.
 #pragma once
 #include "../io/checkpoint.h"
+#include "../io/ds_config.h"
 #include "../io/model_files.h"
 #include "../io/tokenizer_export.h"
 #include "run.h"
@@ -39,6 +40,17 @@ inline Shape choose_shape(const Config& c) {
     }
     or_die(override_shape(c, s));
     return s;
+}
+
+// --ds-config: another trainer's file becomes flags, a line a key.
+inline void take_ds_config(Run& run) {
+    const std::string& path = run.config.ds_config;
+    if (path.empty()) return;
+    std::vector<std::string> lines;
+    std::string wrong = read_ds_config(run.config, path, run.world.size, &lines);
+    for (const std::string& line : lines)
+        if (is_first(run)) printf("%s: %s\n", printable(path).c_str(), printable(line).c_str());
+    or_die(wrong);
 }
 
 // Without --vocab, new weights have as many tokens as the tokenizer that the user names.

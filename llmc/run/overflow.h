@@ -51,8 +51,8 @@ inline std::string choose_least(double least, LossScaling* scaling) {
 // Choose the run's loss scaling: "" or what is wrong.
 inline std::string choose_loss_scaling(Run& run) {
     const Config& c = run.config;
-    const char* numbers[] = {"loss-scale-rule", "loss-scale-window", "loss-scale-hysteresis",
-                             "loss-scale-min"};
+    const char* numbers[] = {"loss-scale-rule", "loss-scale-start", "loss-scale-window",
+                             "loss-scale-hysteresis", "loss-scale-min"};
     bool fp16 = c.precision == "fp16", dynamic = c.loss_scale == "dynamic";
     if (!fp16 && given(c, "loss-scale"))
         return "--loss-scale is for fp16 alone: give --precision fp16";
@@ -68,7 +68,10 @@ inline std::string choose_loss_scaling(Run& run) {
     LossScaling& s = run.loss_scaling;
     if (c.loss_scale_window) s.window = c.loss_scale_window;
     if (c.loss_scale_hysteresis) s.hysteresis = c.loss_scale_hysteresis;
-    return dynamic ? choose_least(c.loss_scale_min, &s) : fix_loss_scale(c.loss_scale, &s);
+    if (!dynamic) return fix_loss_scale(c.loss_scale, &s);
+    if (c.loss_scale_start) s.start = float(c.loss_scale_start);
+    std::string wrong = check_power_of_two("--loss-scale-start", s.start);
+    return wrong.empty() ? choose_least(c.loss_scale_min, &s) : wrong;
 }
 
 // Whether a step overflowed and the run goes on. It says so, and ends a run that never gets out of

@@ -1,5 +1,6 @@
 // test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a fix
 #include "../../llmc/io/config_notes.h"
+#include "../../llmc/io/ds_config.h"
 #include "../../llmc/io/lr_schedule.h"
 #include "../harness/testing.h"
 
@@ -225,6 +226,211 @@ TEST(Config, TheCopyInTheLogHoldsEveryFlag) {
     nlohmann::json j = config_json(c);
     EXPECT_EQ(j["lr"], 0.25);
     for (const Flag& f : config_table()) EXPECT_TRUE(!*f.name || j.contains(f.name)) << f.name;
+}
+
+// ----------------------------------------------------------------------------
+// DeepSpeed's and Accelerate's files, as their documentation shows them
+
+// Flags of the command line, then a file: what became of its keys, or what is wrong.
+static std::string translate(Config& c, std::vector<std::string> words, const std::string& text,
+                             int processes = 1) {
+    std::string path = scratch("ds.json"), all;
+    std::ofstream(path) << text;
+    EXPECT_EQ(parse(c, words), "");
+    std::vector<std::string> lines;
+    std::string wrong = read_ds_config(c, path, processes, &lines);
+    for (const std::string& line : lines) all += line + "\n";
+    return wrong.empty() ? all : wrong;
+}
+static std::string translate(const std::string& text, std::vector<std::string> words = {}) {
+    Config c;
+    return translate(c, words, text);
+}
+
+static const char* DS_ZERO3 = R"({
+    "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 15,
+             "hysteresis": 3, "min_loss_scale": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-7,
+                                              "weight_decay": 3e-7}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 4e-5,
+                                                     "warmup_num_steps": 50,
+                                                     "total_num_steps": 900}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "pin_memory": true},
+                          "overlap_comm": true, "contiguous_gradients": true,
+                          "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto",
+                          "sub_group_size": 1e9},
+    "gradient_clipping": 0.5, "steps_per_print": 2000, "wall_clock_breakdown": false,
+    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4
+})";
+
+TEST(DsConfig, BecomesFlags) {
+    Config c;
+    std::string lines = translate(c, {"--local-ranks", "2", "--seq", "128"}, DS_ZERO3);
+    EXPECT_EQ(c.precision, "fp16");
+    EXPECT_EQ(c.loss_scale, "dynamic");
+    EXPECT_EQ(c.loss_scale_rule, "deepspeed");
+    EXPECT_EQ(c.loss_scale_start, 32768);
+    EXPECT_EQ(c.loss_scale_window, 500);
+    EXPECT_EQ(c.loss_scale_hysteresis, 3);
+    EXPECT_EQ(c.loss_scale_min, 2);
+    EXPECT_EQ(c.optimizer, "adamw");
+    EXPECT_EQ(c.beta1, 0.8);
+    EXPECT_EQ(c.beta2, 0.999);
+    EXPECT_EQ(c.eps, 1e-7);
+    EXPECT_EQ(c.weight_decay, 3e-7);
+    EXPECT_EQ(c.schedule, "linear");
+    EXPECT_EQ(c.lr, 4e-5); // the schedule's peak, and not the optimizer's
+    EXPECT_EQ(c.min_lr, 0);
+    EXPECT_EQ(c.warmup, 50);
+    EXPECT_EQ(c.steps, 900);
+    EXPECT_EQ(c.zero, 3);
+    EXPECT_EQ(c.clip, 0.5);
+    EXPECT_EQ(c.log_every, 2000);
+    EXPECT_EQ(c.micro_batch, 4);
+    EXPECT_EQ(c.batch_tokens, 32 * 128);
+    EXPECT_TRUE(given(c, "zero") && given(c, "batch-tokens")); // as the user's: --resume keeps them
+    EXPECT_HAS(lines, "fp16.enabled true -> --precision fp16\n");
+    EXPECT_HAS(lines, "zero_optimization.offload_optimizer.device \"none\" -> --offload stays none");
+    EXPECT_HAS(lines, "zero_optimization.overlap_comm true: no counterpart here, changes no result");
+    EXPECT_HAS(lines, "scheduler.params.warmup_type left out, \"log\" -> --warmup stays 50, straight");
+    EXPECT_HAS(lines, "train_batch_size 32 = 4 a micro-batch x 4 accumulated x dp 2 -> --batch");
+}
+
+// What Hugging Face's Trainer fills in, the command line says here, or our default.
+TEST(DsConfig, AutoIsTheCommandLines) {
+    std::string text = R"({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0,
+        "initial_scale_power": 32}, "zero_optimization": {"stage": 2}, "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                                  "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto",
+                      "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto"})";
+    Config c, plain;
+    std::string lines = translate(c, {"--lr", "2e-4"}, text);
+    EXPECT_EQ(c.zero, 2);
+    EXPECT_EQ(c.schedule, "constant");
+    EXPECT_EQ(c.lr, 2e-4);
+    for (const char* name : {"precision", "clip", "beta1", "beta2", "eps", "weight-decay", "warmup",
+                             "micro-batch", "batch-tokens", "loss-scale-start"}) {
+        Field field = find_flag(name)->field;
+        EXPECT_EQ(field_text(c, field), field_text(plain, field)) << name;
+        EXPECT_FALSE(given(c, name)) << name;
+    }
+    EXPECT_HAS(lines, "gradient_clipping \"auto\" -> --clip stays 1\n");
+    EXPECT_HAS(lines, "fp16.initial_scale_power 32: for fp16's dynamic loss scale: left out");
+}
+
+// What a file leaves out is DeepSpeed's default, where its block is there.
+TEST(DsConfig, LeftOutIsDeepSpeedsDefault) {
+    Config c;
+    std::string lines = translate(c, {}, R"({"optimizer": {"type": "Adam"}})");
+    EXPECT_EQ(c.clip, 0);
+    EXPECT_EQ(c.beta1, 0.9);
+    EXPECT_EQ(c.beta2, 0.999);
+    EXPECT_EQ(c.weight_decay, 0);
+    EXPECT_EQ(c.warmup, Config().warmup);
+    EXPECT_HAS(lines, "gradient_clipping left out, 0 -> --clip 0\n");
+    EXPECT_HAS(translate(R"({"optimizer": {"params": {"lr": 1}}})"), "optimizer.type: is left out");
+    EXPECT_HAS(translate(R"({"scheduler": {"type": "WarmupLR"}})"), "warmup_max_lr: is left out");
+    Config fixed;
+    translate(fixed, {}, R"({"fp16": {"enabled": true, "loss_scale": 1024, "hysteresis": 2}})");
+    EXPECT_EQ(fixed.loss_scale, "1024");
+    EXPECT_FALSE(given(fixed, "loss-scale-hysteresis") || given(fixed, "loss-scale-rule"));
+}
+
+TEST(DsConfig, TheCommandLineWins) {
+    Config c;
+    std::string lines = translate(c, {"--zero", "1", "--precision", "bf16", "--micro-batch", "8",
+                                      "--seq", "64"}, DS_ZERO3);
+    EXPECT_EQ(c.zero, 1);
+    EXPECT_EQ(c.precision, "bf16");
+    EXPECT_EQ(c.batch_tokens, 32 * 64); // the batch stays, and accumulation follows
+    EXPECT_FALSE(given(c, "loss-scale-window"));
+    EXPECT_HAS(lines, "zero_optimization.stage 3 -> --zero stays 1: the command line wins\n");
+    EXPECT_HAS(lines, "32 = 8 a micro-batch x 4 accumulated x dp 1 -> --micro-batch stays 8");
+    Config all;
+    lines = translate(all, {"--micro-batch", "8", "--seq", "4"}, R"({"train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8})");
+    EXPECT_HAS(lines, "32 = 8 a micro-batch x 4 accumulated x dp 1");
+}
+
+TEST(DsConfig, BatchesAreCheckedAsDeepSpeedDoes) {
+    auto sizes = [](const std::string& text, int processes) {
+        Config c;
+        std::string wrong = translate(c, {"--tp", "2", "--seq", "16"}, "{" + text + "}", processes);
+        return has(wrong, "wants") || has(wrong, "is not") ? wrong
+                   : concat(c.micro_batch, " ", c.batch_tokens / 16);
+    };
+    EXPECT_EQ(sizes(R"("train_batch_size": 24, "gradient_accumulation_steps": 3)", 8), "2 24");
+    EXPECT_EQ(sizes(R"("train_batch_size": 24)", 8), "6 24");
+    EXPECT_EQ(sizes(R"("train_micro_batch_size_per_gpu": 3)", 8), "3 12");
+    EXPECT_EQ(sizes(R"("train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2)", 8),
+              "3 24");
+    EXPECT_EQ(sizes(R"("gradient_accumulation_steps": 2)", 4), "8 32"); // --micro-batch's default
+    EXPECT_HAS(sizes(R"("train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
+                        "gradient_accumulation_steps": 4)", 8),
+               "train_batch_size 24 is not train_micro_batch_size_per_gpu 3 x "
+               "gradient_accumulation_steps 4 x dp 4 = 48");
+    EXPECT_HAS(sizes(R"("train_batch_size": 3)", 8), "train_batch_size 3 is not");
+    EXPECT_HAS(sizes(R"("train_batch_size": 4, "train_micro_batch_size_per_gpu": 9)", 2), "is not");
+    EXPECT_HAS(sizes(R"("train_batch_size": 2.5)", 2), "train_batch_size 2.5: wants a whole number");
+    EXPECT_HAS(sizes(R"("gradient_accumulation_steps": 0)", 2), "wants a whole number from 1");
+    EXPECT_HAS(translate(R"({"gradient_accumulation_steps": 2})"), "counts tokens: give --seq");
+}
+
+TEST(DsConfig, AcceleratesOwnFile) {
+    Config c;
+    std::string lines = translate(c, {"--pp", "2", "--seq", "32"}, R"({
+        "compute_environment": "LOCAL_MACHINE", "debug": false, "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"gradient_accumulation_steps": 4, "gradient_clipping": 2.0,
+            "offload_optimizer_device": "none", "offload_param_device": "none",
+            "zero3_init_flag": true, "zero_stage": 2},
+        "downcast_bf16": "no", "machine_rank": 0, "main_training_function": "main",
+        "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "use_cpu": false})");
+    EXPECT_EQ(c.precision, "bf16");
+    EXPECT_EQ(c.zero, 2);
+    EXPECT_EQ(c.clip, 2);
+    EXPECT_EQ(c.dp, 4);
+    EXPECT_EQ(c.batch_tokens, 4 * 8 * 4 * 32);
+    EXPECT_HAS(translate(R"({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})"),
+               "fsdp_config.fsdp_version: is not known here");
+    EXPECT_HAS(translate(R"({"num_processes": 3})", {"--tp", "2"}), "a multiple of tp x pp = 2");
+}
+
+// A file, and what the one line about it says.
+TEST(DsConfig, RefusesByName) {
+    const std::pair<const char*, const char*> rows[] = {
+        {"[1, 2]", "ds.json: is no JSON object"},
+        {"{\"fp16\": ", "ds.json: is no JSON object, or cut short"},
+        {R"({"zero_optimisation": {"stage": 2}})", "did you mean zero_optimization.stage"},
+        {R"({"zero_optimization": {"stage": 4}})", "stage 4: --zero wants a whole number from 0"},
+        {R"({"zero_optimization": {"stage": "2"}})", "stage \"2\": wants a number"},
+        {R"({"zero_optimization": true})", "zero_optimization: is not known here"},
+        {R"({"fp16": {"enabled": 1}})", "fp16.enabled 1: not built here, which has: true, false"},
+        {R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})", "wants --precision bf16"},
+        {R"({"fp16": {"enabled": true, "initial_scale_power": 33}})", "whole number up to 32"},
+        {R"({"optimizer": {"type": "Lamb"}})", "optimizer.type \"Lamb\": not built here"},
+        {R"({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}})", "wants two numbers"},
+        {R"({"optimizer": {"type": "Adam", "params": {"betas": [0.9, "b"]}}})", "wants a number"},
+        {R"({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}})", "momentum 0.9: not built"},
+        {R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})", "adam_w_mode false"},
+        {R"({"scheduler": {"type": "OneCycle", "params": {}}})", "scheduler.type \"OneCycle\""},
+        {R"({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1, "warmup_min_lr": 0.5}}})",
+         "warmup_min_lr 0.5: not built here"},
+        {R"({"zero_optimization": {"zero_quantized_weights": true}})", "quantized_weights true: not"},
+        {R"({"\u001b[31m": 1})", "\\x1b[31m: is not known here"},
+    };
+    for (auto& [text, says] : rows) EXPECT_HAS(translate(text), says);
+    Config c;
+    std::vector<std::string> lines;
+    EXPECT_HAS(read_ds_config(c, "/no/such.json", 1, &lines), "--ds-config /no/such.json");
+    // Offload is a flag's matter, which refuses it by its own name.
+    translate(c, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})");
+    EXPECT_HAS(check_built(c), "--offload optimizer: not built yet");
+    EXPECT_HAS(translate(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"},
+                                                   "offload_param": {"device": "cpu"}}})"),
+               "another key wants --offload weights");
 }
 
 // ----------------------------------------------------------------------------

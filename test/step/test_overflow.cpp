@@ -243,7 +243,9 @@ TEST(LossScale, IsChosenByFlags) {
     EXPECT_EQ(plain.loss_scaling.window, 1000);
     llmc::Run torch;
     EXPECT_EQ(chosen(torch, {"--precision", "fp16", "--loss-scale-rule", "pytorch",
-                             "--loss-scale-window", "7", "--loss-scale-min", "4"}), "");
+                             "--loss-scale-window", "7", "--loss-scale-min", "4",
+                             "--loss-scale-start", "4294967296"}), "");
+    EXPECT_EQ(torch.loss_scaling.start, 4294967296.0f);
     EXPECT_EQ(torch.loss_scaling.window, 7);
     EXPECT_EQ(torch.loss_scaling.hysteresis, 1);
     EXPECT_EQ(torch.loss_scaling.least, 4);
@@ -266,6 +268,8 @@ TEST(LossScale, BadFlagsAreNamed) {
     EXPECT_HAS(wrong({"--precision", "fp16", "--loss-scale", "8", "--loss-scale-min", "1"}),
                "--loss-scale dynamic");
     EXPECT_HAS(wrong({"--precision", "fp16", "--loss-scale-min", "3"}), "try 2 or 4");
+    EXPECT_HAS(wrong({"--precision", "fp16", "--loss-scale-start", "3"}), "try 2 or 4");
+    EXPECT_HAS(wrong({"--loss-scale-start", "4"}), "--loss-scale-start moves fp16's");
     EXPECT_HAS(wrong({"--precision", "fp16", "--loss-scale-min", "131072"}), "above the first");
     EXPECT_HAS(wrong({"--precision", "fp16", "--loss-scale-rule", "apex"}), "megatron|pytorch");
 }

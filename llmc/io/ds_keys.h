@@ -1,0 +1,199 @@
+// ds_keys.h - the keys of DeepSpeed's and Accelerate's configurations, and the flags they become
+//   A row is a key, what its value has to be, the flag it sets, DeepSpeed's default where ours is
+//   another one, and what differs here. ds_config.h reads a file by these rows.
+//   Functions that return a text return "" or what is wrong with the key at hand.
+#pragma once
+#include <map>
+#include "config.h"
+#include "json.h"
+
+namespace llmc {
+
+typedef nlohmann::json Json;
+
+// A file on its way into a Config, and the lines that say what became of it.
+struct DsFile {
+    Config& c;
+    std::map<std::string, Json> keys;
+    std::set<std::string> user;     // flags that were given before
+    std::vector<std::string> lines;
+    std::string says;               // the key at hand, with its value
+};
+
+// A key and its flag: use() sets the flag, or looks whether the value works here.
+struct DsRow {
+    const char* key;
+    std::string (*use)(DsFile& f, const DsRow& row, const Json& value);
+    const char* flag = "";
+    const char* words = "";        // "a=b c=": a becomes b, and c is what the flag has already
+    const char* missing = nullptr; // DeepSpeed's default, where the key's block is there
+    const char* note = "";         // what differs here
+};
+
+// ----------------------------------------------------------------------------
+// what becomes of a key
+
+// Set a flag where the command line has not. An empty value leaves it.
+inline std::string ds_set(DsFile& f, const DsRow& row, const std::string& value) {
+    auto line = [&](const auto&... parts) { f.lines.push_back(concat(f.says, parts...)); };
+    const Flag* flag = find_flag(row.flag);
+    if (!flag) {
+        line(": so it is here");
+        return "";
+    }
+    std::string before = field_text(f.c, flag->field);
+    bool wins = f.user.count(row.flag) && !value.empty();
+    if (value.empty() || wins) {
+        line(" -> --", row.flag, " stays ", before, wins ? ": the command line wins" : row.note);
+        return "";
+    }
+
+    // Two keys must not want two things of a flag; but a schedule's peak replaces the optimizer's.
+    bool again = given(f.c, row.flag) && strcmp(row.flag, "lr");
+    line(" -> --", row.flag, " ", value, row.note);
+    std::string wrong = set_flag(f.c, row.flag, value), now = field_text(f.c, flag->field);
+    return wrong.empty() && again && now != before
+               ? concat("another key wants --", row.flag, " ", before)
+               : wrong;
+}
+
+// A number is the flag's.
+inline std::string ds_number(DsFile& f, const DsRow& row, const Json& value) {
+    return value.is_number() ? ds_set(f, row, value.dump()) : "wants a number";
+}
+
+// A word, number, true or false becomes the flag's word. Without a flag any other one is refused.
+inline std::string ds_word(DsFile& f, const DsRow& row, const Json& value) {
+    std::string word = value.is_string() ? value.get<std::string>() : value.dump(), pair, known;
+    for (std::istringstream in(row.words); in >> pair;) {
+        std::string from = pair.substr(0, pair.find('='));
+        if (from == word) return ds_set(f, row, pair.substr(from.size() + 1));
+        known += (known.empty() ? "" : ", ") + from;
+    }
+    return "not built here, which has: " + known;
+}
+
+// The schedule, and where it ends: DeepSpeed's decay ends at 0.
+inline std::string ds_schedule(DsFile& f, const DsRow& row, const Json& value) {
+    std::string wrong = ds_word(f, row, value);
+    bool falls = wrong.empty() && value == "WarmupDecayLR";
+    return falls ? ds_set(f, {"", nullptr, "min-lr"}, "0") : wrong;
+}
+
+// 0 is dynamic.
+inline std::string ds_loss_scale(DsFile& f, const DsRow& row, const Json& value) {
+    return value == 0 ? ds_set(f, row, "dynamic") : ds_number(f, row, value);
+}
+
+inline std::string ds_power(DsFile& f, const DsRow& row, const Json& value) {
+    if (!value.is_number_unsigned() || value > 32) return "wants a whole number up to 32";
+    return ds_set(f, row, std::to_string(int64_t(1) << value.get<int>()));
+}
+
+inline std::string ds_betas(DsFile& f, const DsRow& row, const Json& value) {
+    if (!value.is_array() || value.size() != 2) return "wants two numbers";
+    std::string wrong = ds_number(f, row, value[0]);
+    return wrong.empty() ? ds_number(f, {"", nullptr, "beta2"}, value[1]) : wrong;
+}
+
+// Accelerate's processes are all ranks; dp is what the other axes leave of them.
+inline std::string ds_processes(DsFile& f, const DsRow& row, const Json& value) {
+    int others = f.c.tp * f.c.pp;
+    bool good = value.is_number_unsigned() && value >= 1 && value <= 1000000;
+    if (!good || value.get<int>() % others)
+        return concat("wants a multiple of tp x pp = ", others);
+    return ds_set(f, row, std::to_string(value.get<int>() / others));
+}
+
+// ----------------------------------------------------------------------------
+// the tables
+
+// clang-format off
+// Rows whose use is null are sizes of batches: ds_batch() takes them together.
+inline const std::vector<DsRow>& ds_table() {
+    static const std::vector<DsRow> table = {
+        {"bf16.enabled",                          ds_word,       "precision", "true=bf16 false="},
+        {"fp16.enabled",                          ds_word,       "precision", "true=fp16 false="},
+        {"mixed_precision",                       ds_word,       "precision",
+         "bf16=bf16 fp16=fp16 no="},
+        {"fp16.loss_scale",                       ds_loss_scale, "loss-scale"},
+        {"fp16.consecutive_hysteresis",           ds_word,       "loss-scale-rule",
+         "false=deepspeed", "false"},
+        {"fp16.initial_scale_power",              ds_power,      "loss-scale-start"},
+        {"fp16.loss_scale_window",                ds_number,     "loss-scale-window"},
+        {"fp16.hysteresis",                       ds_number,     "loss-scale-hysteresis"},
+        {"fp16.min_loss_scale",                   ds_number,     "loss-scale-min"},
+        {"fp16.auto_cast",                        ds_word,       "", "false="},
+        {"amp.enabled",                           ds_word,       "", "false="},
+        {"communication_data_type",               ds_word,       "", "fp32="},
+        {"sparse_gradients",                      ds_word,       "", "false="},
+
+        {"zero_optimization.stage",                    ds_number, "zero"},
+        {"zero_optimization.offload_param.device",     ds_word,   "offload",
+         "none= cpu=weights nvme=weights:nvme"},
+        {"zero_optimization.offload_optimizer.device", ds_word,   "offload",
+         "none= cpu=optimizer nvme=optimizer:nvme"},
+        {"zero_optimization.zero_quantized_weights",   ds_word,   "", "false="},
+        {"zero_optimization.zero_quantized_gradients", ds_word,   "", "false="},
+        {"zero_optimization.zero_hpz_partition_size",  ds_word,   "", "1="},
+
+        {"gradient_clipping",                     ds_number,   "clip", "", "0"},
+        {"optimizer.type",                        ds_word,     "optimizer",
+         "AdamW=adamw adamw=adamw Adam=adamw adam=adamw SGD=sgd", "\"\""},
+        {"optimizer.params.lr",                   ds_number,   "lr", "", "0.001"},
+        {"optimizer.params.betas",                ds_betas,    "beta1", "", "[0.9,0.999]"},
+        {"optimizer.params.eps",                  ds_number,   "eps", "", "1e-08"},
+        {"optimizer.params.weight_decay",         ds_number,   "weight-decay", "", "0",
+         ", of matrices and tables alone"},
+        {"optimizer.params.adam_w_mode",          ds_word,     "", "true="},
+        {"optimizer.params.bias_correction",      ds_word,     "", "true="},
+        {"optimizer.params.amsgrad",              ds_word,     "", "false="},
+        {"optimizer.params.momentum",             ds_word,     "", "0= 0.0="},
+        {"scheduler.type",                        ds_schedule, "schedule",
+         "WarmupLR=constant WarmupDecayLR=linear", "\"\""},
+        {"scheduler.params.warmup_max_lr",        ds_number,   "lr", "", "\"\"",
+         ", in the place of the optimizer's"},
+        {"scheduler.params.warmup_min_lr",        ds_word,     "", "0= 0.0="},
+        {"scheduler.params.warmup_num_steps",     ds_number,   "warmup", "", "1000"},
+        {"scheduler.params.warmup_type",          ds_word,     "warmup", "linear= log=", "\"log\"",
+         ", straight: lr (step + 1) / warmup, two steps ahead of DeepSpeed's, and no logarithm"},
+        {"scheduler.params.total_num_steps",      ds_number,   "steps"},
+        {"scheduler.params.last_batch_iteration", ds_word,     "", "-1="},
+
+        {"num_processes",                                ds_processes, "dp"},
+        {"distributed_type",                             ds_word,      "",
+         "DEEPSPEED= MULTI_GPU= MULTI_CPU= NO="},
+        {"deepspeed_config.zero_stage",                  ds_number,    "zero"},
+        {"deepspeed_config.gradient_clipping",           ds_number,    "clip"},
+        {"deepspeed_config.offload_param_device",        ds_word,      "offload",
+         "none= cpu=weights nvme=weights:nvme"},
+        {"deepspeed_config.offload_optimizer_device",    ds_word,      "offload",
+         "none= cpu=optimizer nvme=optimizer:nvme"},
+        {"deepspeed_config.gradient_accumulation_steps", nullptr,      "batch-tokens"},
+        {"gradient_accumulation_steps",                  nullptr,      "batch-tokens"},
+        {"train_batch_size",                             nullptr,      "batch-tokens"},
+        {"train_micro_batch_size_per_gpu",               nullptr,      "micro-batch"},
+        {"steps_per_print",                              ds_number,    "log-every"},
+    };
+    return table;
+}
+
+// Keys that change no result: sizes of buffers, what is measured and printed, how ranks are
+// started. One that ends in . or _ stands for all that begin so, but for those with a row.
+inline const char* const DS_LEFT[] = {
+    "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients",
+    "zero_optimization.reduce_bucket_size", "zero_optimization.reduce_scatter",
+    "zero_optimization.allgather_partitions", "zero_optimization.allgather_bucket_size",
+    "zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients",
+    "zero_optimization.ignore_unused_parameters", "zero_optimization.stage3_",
+    "zero_optimization.offload_optimizer.", "zero_optimization.offload_param.",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients",
+    "optimizer.params.torch_adam", "wall_clock_breakdown", "memory_breakdown", "dump_state",
+    "flops_profiler.", "comms_logger.", "tensorboard.", "wandb.", "csv_monitor.", "aio.",
+    "activation_checkpointing.", "deepspeed_config.zero3_",
+    "deepspeed_config.deepspeed_multinode_launcher", "compute_environment", "debug",
+    "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_", "num_machines",
+    "rdzv_backend", "same_network", "tpu_", "use_cpu"};
+// clang-format on
+
+} // namespace llmc
