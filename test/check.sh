@@ -99,8 +99,8 @@ step "a sample of 6 mutants turns the suite red" test/mutate 6 "$commit"
 # oneDNN's JIT code is not instrumented; leaks of its global caches are not ours.
 export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
 asan=(OPT="-O1 -march=native" EXTRA="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g")
-asan_runs=("test_ops --seed 11" test_model test_layouts test_comm test_types test_data test_safetensors
-    test_prepare test_tokenizer test_golden test_huggingface test_checkpoint test_evaluate test_interchange
+asan_runs=("test_ops --seed 11" test_model test_layouts test_comm test_types test_fp8 test_data
+    test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_checkpoint test_evaluate test_interchange
     test_faults test_kernels test_attention_kernels test_attention_sm90 "fuzz_readers --seconds 60 --seed 3")
 deal_runs "AddressSanitizer and UBSan" build/asan asan asan_runs
 deal "AddressSanitizer and UBSan: ladders" make_quiet DEVICE=cpu BUILD=build/asan "${asan[@]}" ladders
@@ -129,6 +129,7 @@ for seed in 21 22 23; do
         deal "$program with seed $seed" build/$program --seed $seed
     done
 done
+deal "every float as fp8" build/test_fp8 --gtest_also_run_disabled_tests --gtest_filter=*EveryFloat*
 deal "ladders, emulated" make_quiet DEVICE=cpu ladders
 
 # Files that are copied into other projects compile with what their headers name.

@@ -61,6 +61,37 @@ static int copied_calls() {
     return failed;
 }
 
+#elif defined(COPY_fp8)
+
+// A matrix as codes and scales, and back: within half a unit of 3 bits, where it is no subnormal.
+template <typename S> static int quantise_and_back(S where) {
+    const size_t rows = 5, cols = 131;
+    std::vector<llmc::bf16> x(rows * cols);
+    for (size_t i = 0; i < x.size(); i++) x[i] = llmc::from_acc<llmc::bf16>(float(i % 7) + 1);
+    std::vector<llmc::e4m3> codes(x.size()), transposed(x.size());
+    std::vector<float> inverse(llmc::fp8_scales(rows, cols, llmc::Fp8Blocks::ROWS));
+    uint32_t amax = 0;
+    llmc::fp8_quantise<llmc::e4m3>(codes.data(), transposed.data(), inverse.data(), x.data(), &amax,
+                                   rows, cols, llmc::Fp8Blocks::ROWS, where);
+    int failed = 0;
+    for (size_t r = 0; r < rows; r++)
+        for (size_t c = 0; c < cols; c++) {
+            float value = llmc::to_float(x[r * cols + c]);
+            float back = llmc::to_float(codes[r * cols + c]) * inverse[c / 128 * rows + r];
+            failed += std::fabs(back - value) > value / 16;
+            failed += transposed[c * rows + r].bits != codes[r * cols + c].bits;
+        }
+    return failed;
+}
+static int copied_calls() {
+    int failed = quantise_and_back(llmc::Cpu{});
+#if LLMC_KERNELS
+    cudaStream_t stream = {};
+    failed += quantise_and_back(stream);
+#endif
+    return failed;
+}
+
 #elif __has_include("types.h")
 #include "types.h"
 
@@ -461,7 +492,7 @@ static int copied_calls() {
     return failed;
 }
 
-#elif !defined(COPY_pipeline)
+#elif !defined(COPY_pipeline) && !defined(COPY_fp8)
 static int copied_calls() { return 0; } // a file without launchers of its own
 #endif
 

@@ -1,6 +1,7 @@
 // test_kernels.cpp - the kernel table: test_kernels [name] [--seed N]
 //   g++ -DEMULATE: the kernels' own source on the CPU; nvcc -x cu: on a GPU
 #include "kernels_elementwise.h"
+#include "kernels_fp8.h"
 #include "kernels_norms.h"
 #include "kernels_products.h"
 #include "kernels_training.h"
@@ -23,6 +24,7 @@ int main(int argc, char** argv) {
     add_norm_kernels(rows);
     add_elementwise_kernels(rows);
     add_product_kernels(rows);
+    add_fp8_kernels(rows);
     add_training_kernels(rows);
 #if defined(EMULATE)
     rows.push_back({"old GPU", old_gpu});

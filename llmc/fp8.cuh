@@ -1,0 +1,338 @@
+// fp8.cuh - 8-bit floats and matrices in them, with a scale for each block - arXiv:2209.05433
+//   e4m3  sign, 4 bits of exponent, 3 of mantissa: from 2^-9 to 448, no infinity
+//   e5m2  sign, 5 and 2: from 2^-16 to 57344, infinity and NaN as in IEEE's types
+//   A matrix (rows,cols) is a code of 8 bits for each element and a scale for each block of them:
+//     1. amax    the largest |x| of the block, as an integer: the bits of floats are in order
+//     2. scale   the largest power of two with amax scale <= 448 (57344), from amax's exponent
+//     3. code    x scale, rounded to nearest, ties to even;   x ~ code / scale
+//   Blocks are 1 x 128 (ROWS), 128 x 1 (COLUMNS), 128 x 128 (SQUARES), or the matrix (WHOLE). The
+//   last ones of a row or column are smaller where 128 does not divide.
+//
+//   A power of two moves the exponent alone. Quantising then cuts mantissas and no more: finite
+//   numbers never saturate, what a code stands for is a bf16 number, and other blocks give other
+//   results only where small numbers underflow. (From 1.875 2^127 on, where bf16 ends, a code may
+//   stand for 2^128: that is infinity.)
+//   NaN is larger than any number in the order of bits, so no maximum loses it. A block with an
+//   infinity or a NaN has scale 1, keeps its NaNs, and e4m3 makes the infinity a NaN.
+//   x (rows,cols) float, or of 16 bits, as kernels want it
+//   out (rows,cols), transposed (cols,rows)   codes, or T: the values that they stand for
+//   Contract: out, transposed, inverse =   maxima have no order: bitwise repeatable, everywhere.
+//   Cost: reads x once, WHOLE twice; writes a byte an element, two where values are wanted.
+//   Error of normal numbers: e4m3 2.7%, e5m2 5.3% of their root mean square.
+//   To copy: this file, types.h and cuda_common.h.
+#pragma once
+#include <algorithm>
+#include "cuda_common.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the two formats
+
+struct e4m3 {
+    uint8_t bits;
+    static constexpr int MANTISSA = 3, LEAST = -6;     // bits; exponent of the least normal number
+    static constexpr uint32_t TOP = 0x7e, OVER = 0x7f; // 448; beyond it: NaN
+    static constexpr int TOP_EXPONENT = 8;
+};
+struct e5m2 {
+    uint8_t bits;
+    static constexpr int MANTISSA = 2, LEAST = -14;
+    static constexpr uint32_t TOP = 0x7b, OVER = 0x7c; // 57344; beyond it: infinity
+    static constexpr int TOP_EXPONENT = 15;
+};
+
+constexpr uint32_t FP8_INFINITY = 0x7f800000; // bits of a float; those above are NaN
+
+// Round to nearest, ties to even. Numbers beyond the largest become it (saturate), or OVER.
+template <typename F>
+LLMC_HD inline F to_fp8(float x, bool saturate) {
+    constexpr int M = F::MANTISSA, CUT = 23 - M;
+    uint32_t u = bits_as<uint32_t>(x);
+    uint32_t sign = u >> 24 & 0x80;
+    u &= 0x7fffffff;
+
+    // Round a subnormal by adding a power of two: a unit in that sum's last place is code 1.
+    constexpr uint32_t big = uint32_t(127 + F::LEAST - M + 23) << 23;
+    uint32_t low = bits_as<uint32_t>(bits_as<float>(u) + bits_as<float>(big)) - big;
+
+    // Round a normal number's mantissa, and bias its exponent anew.
+    uint32_t high = (u + (1u << (CUT - 1)) - 1 + (u >> CUT & 1)) >> CUT;
+    high -= uint32_t(126 + F::LEAST) << M;
+
+    // Choose by |x|: both are computed, so that a loop has no branch.
+    uint32_t code = u < uint32_t(127 + F::LEAST) << 23 ? low : high;
+    code = code <= F::TOP ? code : saturate ? F::TOP : F::OVER;
+    return {uint8_t(u > FP8_INFINITY ? 0x7f : sign | code)}; // a NaN loses its sign
+}
+
+// Exact. In a float's place, a code's exponent and mantissa are this power of two of its value.
+template <typename F>
+LLMC_HD inline float fp8_value(F x) {
+    constexpr float power = F::MANTISSA == 3 ? 0x1p120f : 0x1p112f;
+    uint32_t code = x.bits & 0x7f, u = code << (23 - F::MANTISSA);
+    uint32_t sign = uint32_t(x.bits & 0x80) << 24;
+    uint32_t value = bits_as<uint32_t>(bits_as<float>(u) * power);
+    return bits_as<float>((code <= F::TOP ? value : u | FP8_INFINITY) | sign);
+}
+LLMC_HD inline float to_float(e4m3 x) { return fp8_value(x); }
+LLMC_HD inline float to_float(e5m2 x) { return fp8_value(x); }
+
+// ----------------------------------------------------------------------------
+// scales
+
+// |x| as an integer, in the order of |x|.
+template <typename T>
+LLMC_HD inline uint32_t fp8_magnitude(T x) { return bits_as<uint32_t>(to_float(x)) & 0x7fffffff; }
+
+// The scale of a block, from the largest fp8_magnitude in it. Both formats end at 1.75 2^n, so
+// amax's mantissa says whether 2^(n - exponent) is too much.
+template <typename F>
+LLMC_HD inline float fp8_scale(uint32_t amax) {
+    constexpr uint32_t TOP_MANTISSA = 0x600000; // 0.75
+    if (amax == 0 || amax >= FP8_INFINITY) return 1;
+    int e = F::TOP_EXPONENT + 127 - int(amax >> 23) - ((amax & 0x7fffff) > TOP_MANTISSA);
+    return bits_as<float>(uint32_t(127 + (e < 127 ? e : 127)) << 23);
+}
+
+constexpr size_t FP8_BLOCK = 128;
+enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, WHOLE };
+
+// Scales lie so that those of one product step, 128 of K, are neighbours:
+//   ROWS (cols/128, rows)   COLUMNS (rows/128, cols)   SQUARES (rows/128, cols/128)   WHOLE (1)
+inline size_t fp8_scales(size_t rows, size_t cols, Fp8Blocks blocks) {
+    size_t down = ceil_div(rows, FP8_BLOCK), across = ceil_div(cols, FP8_BLOCK);
+    switch (blocks) {
+    case Fp8Blocks::ROWS: return across * rows;
+    case Fp8Blocks::COLUMNS: return down * cols;
+    case Fp8Blocks::SQUARES: return down * across;
+    case Fp8Blocks::WHOLE: return 1;
+    }
+    return 0;
+}
+
+// Store a code itself, or the value that it stands for.
+template <typename Out, typename F>
+LLMC_HD inline Out fp8_result(F code, float inverse) {
+    if constexpr (std::is_same_v<Out, F>)
+        return code;
+    else
+        return from_acc<Out>(fp8_value(code) * inverse);
+}
+
+// A tile of 128 x 128 elements, and the blocks that it consists of. A block has a number: of its
+// row, of its column, or 0.
+struct Fp8Tile {
+    size_t r0, c0;     // the first row and column
+    size_t rows, cols; // of the matrix
+    Fp8Blocks blocks;
+
+    LLMC_HD bool has(size_t r, size_t c) const { return r0 + r < rows && c0 + c < cols; }
+    LLMC_HD size_t block(size_t r, size_t c) const {
+        return blocks == Fp8Blocks::ROWS ? r : blocks == Fp8Blocks::COLUMNS ? c : 0;
+    }
+
+    // The place of a block's scale, or -1: the tile has no such block, or another tile writes it.
+    LLMC_HD ptrdiff_t place(size_t block) const {
+        size_t down = r0 / FP8_BLOCK, across = c0 / FP8_BLOCK;
+        bool first = block == 0;
+        switch (blocks) {
+        case Fp8Blocks::ROWS: return has(block, 0) ? ptrdiff_t(across * rows + r0 + block) : -1;
+        case Fp8Blocks::COLUMNS: return has(0, block) ? ptrdiff_t(down * cols + c0 + block) : -1;
+        case Fp8Blocks::SQUARES:
+            return first ? ptrdiff_t(down * ceil_div(cols, FP8_BLOCK) + across) : -1;
+        case Fp8Blocks::WHOLE: return first && r0 + c0 == 0 ? 0 : -1;
+        }
+        return -1;
+    }
+};
+
+// ----------------------------------------------------------------------------
+// CPU
+
+// The largest magnitude of each of a tile's blocks.
+template <typename T>
+void fp8_tile_maxima(uint32_t* amax, const T* x, const Fp8Tile& t) { // (128) (rows,cols)
+    size_t count = std::min(FP8_BLOCK, t.cols - t.c0);
+    for (size_t r = 0; r < FP8_BLOCK && t.has(r, 0); r++) {
+        const T* row = x + (t.r0 + r) * t.cols + t.c0; // (count)
+        if (t.blocks == Fp8Blocks::COLUMNS) {
+            for (size_t c = 0; c < count; c++)
+                amax[c] = std::max(amax[c], fp8_magnitude(row[c]));
+        } else {
+            uint32_t most = 0;
+            for (size_t c = 0; c < count; c++)
+                most = std::max(most, fp8_magnitude(row[c]));
+            amax[t.block(r, 0)] = std::max(amax[t.block(r, 0)], most);
+        }
+    }
+}
+
+// Quantise one tile. `whole` is the matrix's amax, of WHOLE alone.
+template <typename F, typename Out, typename T>
+void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, uint32_t whole,
+                       const Fp8Tile& t) {
+    // Find the maxima of the tile's blocks, and from them scales.
+    uint32_t amax[FP8_BLOCK] = {whole};
+    float scale[FP8_BLOCK], back[FP8_BLOCK];
+    if (t.blocks != Fp8Blocks::WHOLE) fp8_tile_maxima(amax, x, t);
+    for (size_t b = 0; b < FP8_BLOCK; b++) {
+        scale[b] = fp8_scale<F>(amax[b]);
+        back[b] = 1 / scale[b]; // exact
+        if (ptrdiff_t at = t.place(b); inverse && at >= 0)
+            inverse[at] = back[b];
+    }
+
+    // Quantise a row at a time, into memory and into its column of the transpose.
+    size_t count = std::min(FP8_BLOCK, t.cols - t.c0);
+    for (size_t r = 0; r < FP8_BLOCK && t.has(r, 0); r++) {
+        const T* row = x + (t.r0 + r) * t.cols + t.c0; // (count)
+        bool own = t.blocks == Fp8Blocks::COLUMNS;     // each element has a scale of its own
+        Out results[FP8_BLOCK];
+        for (size_t c = 0; c < count; c++) {
+            size_t b = own ? c : t.block(r, 0);
+            F code = to_fp8<F>(to_float(row[c]) * scale[b], false);
+            results[c] = fp8_result<Out>(code, back[b]);
+        }
+        if (out) std::copy(results, results + count, out + (t.r0 + r) * t.cols + t.c0);
+        for (size_t c = 0; transposed && c < count; c++)
+            transposed[(t.c0 + c) * t.rows + t.r0 + r] = results[c];
+    }
+}
+
+// out and transposed: one may be null. inverse: fp8_scales() floats that multiply codes, or null.
+//   amax: WHOLE's one word of scratch; other blocks need none
+template <typename F, typename Out, typename T>
+void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
+                  const T* x, uint32_t* amax,                // (rows,cols) (1)
+                  size_t rows, size_t cols, Fp8Blocks blocks, Cpu) {
+    // Look at the whole matrix first, where its maximum is wanted.
+    uint32_t most = 0;
+    if (blocks == Fp8Blocks::WHOLE) {
+        #pragma omp parallel for reduction(max : most)
+        for (size_t i = 0; i < rows * cols; i++)
+            most = std::max(most, fp8_magnitude(x[i]));
+        *amax = most;
+    }
+
+    // Share out the tiles: none needs another.
+    #pragma omp parallel for collapse(2)
+    for (size_t r0 = 0; r0 < rows; r0 += FP8_BLOCK)
+        for (size_t c0 = 0; c0 < cols; c0 += FP8_BLOCK)
+            fp8_quantise_tile<F>(out, transposed, inverse, x, most, {r0, c0, rows, cols, blocks});
+}
+
+// ----------------------------------------------------------------------------
+// CUDA kernels
+
+#if LLMC_KERNELS
+
+constexpr unsigned FP8_WARPS = 8;               // of a block
+constexpr unsigned FP8_COLUMNS = FP8_BLOCK / 32; // of a lane: lane, lane + 32, ...
+
+// The largest value of a warp, in every lane.
+__device__ inline uint32_t warp_max(uint32_t x) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        uint32_t y = __shfl_xor_sync(ALL_LANES, x, mask);
+        x = y > x ? y : x;
+    }
+    return x;
+}
+
+// *amax = the largest magnitude of all; it begins as 0.
+template <typename T>
+__global__ void fp8_amax_kernel(uint32_t* amax, const T* x, size_t n) {
+    uint32_t most = 0;
+    size_t step = size_t(gridDim.x) * blockDim.x;
+    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) {
+        uint32_t m = fp8_magnitude(x[i]);
+        most = m > most ? m : most;
+    }
+    most = warp_max(most);
+    if (threadIdx.x % 32 == 0) atomicMax(amax, most);
+}
+
+// A block quantises a tile, which it holds in shared memory. A warp has every eighth row, a lane
+// has four columns of it.
+template <typename F, typename Out, typename T>
+__global__ void __launch_bounds__(FP8_WARPS * 32)
+fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const uint32_t* whole,
+                    size_t rows, size_t cols, Fp8Blocks blocks) {
+    static_assert(sizeof(T) == 2, "a tile of wider elements does not fit into shared memory");
+    constexpr unsigned ROW = FP8_BLOCK + 2; // of the tile, with what keeps columns in other banks
+    LLMC_SHARED(T, tile, FP8_BLOCK * ROW);
+    LLMC_SHARED(uint32_t, amax, FP8_BLOCK);
+    Fp8Tile t = {blockIdx.y * FP8_BLOCK, blockIdx.x * FP8_BLOCK, rows, cols, blocks};
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    // Begin with 0, or with the whole matrix's maximum.
+    for (unsigned b = threadIdx.x; b < FP8_BLOCK; b += FP8_WARPS * 32)
+        amax[b] = blocks == Fp8Blocks::WHOLE ? *whole : 0;
+    __syncthreads(); // maxima begin before a warp adds its own
+
+    // Read the tile, and find the maxima of each row and of this lane's columns.
+    uint32_t columns[FP8_COLUMNS] = {};
+    for (unsigned r = warp; r < FP8_BLOCK; r += FP8_WARPS) {
+        uint32_t most = 0;
+        for (unsigned i = 0; i < FP8_COLUMNS; i++) {
+            unsigned c = lane + 32 * i;
+            if (!t.has(r, c)) continue;
+            T value = x[(t.r0 + r) * cols + t.c0 + c];
+            uint32_t m = fp8_magnitude(value);
+            tile[r * ROW + c] = value;
+            most = m > most ? m : most;
+            columns[i] = m > columns[i] ? m : columns[i];
+        }
+        most = warp_max(most);
+        bool wanted = blocks == Fp8Blocks::ROWS || blocks == Fp8Blocks::SQUARES;
+        if (wanted && lane == 0) atomicMax(amax + t.block(r, 0), most);
+    }
+    for (unsigned i = 0; blocks == Fp8Blocks::COLUMNS && i < FP8_COLUMNS; i++)
+        atomicMax(amax + lane + 32 * i, columns[i]);
+    __syncthreads(); // the tile is there, and maxima are whole
+
+    // Write scales, a thread for each block.
+    if (inverse && threadIdx.x < FP8_BLOCK)
+        if (ptrdiff_t at = t.place(threadIdx.x); at >= 0)
+            inverse[at] = 1 / fp8_scale<F>(amax[threadIdx.x]);
+
+    // Write codes: rows of the matrix, then rows of its transpose.
+    auto result = [&](unsigned r, unsigned c) {
+        float scale = fp8_scale<F>(amax[t.block(r, c)]);
+        return fp8_result<Out>(to_fp8<F>(to_float(tile[r * ROW + c]) * scale, false), 1 / scale);
+    };
+    for (unsigned a = warp; a < FP8_BLOCK; a += FP8_WARPS)
+        for (unsigned b = lane; b < FP8_BLOCK; b += 32) {
+            if (out && t.has(a, b)) out[(t.r0 + a) * cols + t.c0 + b] = result(a, b);
+            if (transposed && t.has(b, a))
+                transposed[(t.c0 + a) * rows + t.r0 + b] = result(b, a);
+        }
+}
+
+// ----------------------------------------------------------------------------
+// launchers
+
+template <typename F, typename Out, typename T>
+void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
+                  const T* x, uint32_t* amax,                // (rows,cols) (1)
+                  size_t rows, size_t cols, Fp8Blocks blocks, cudaStream_t stream) {
+    size_t n = rows * cols;
+    if (n == 0) return;
+
+    // Look at the whole matrix first, where its maximum is wanted: a thread reads 16
+    // numbers or more.
+    if (blocks == Fp8Blocks::WHOLE) {
+        unsigned many = unsigned(std::min(ceil_div(n, size_t(4096)), size_t(1024)));
+        device_zero(amax, sizeof(uint32_t), stream);
+        launch(fp8_amax_kernel<T>, many, 256, 0, stream, amax, x, n);
+    }
+
+    // Give each tile a block.
+    dim3 tiles(unsigned(ceil_div(cols, FP8_BLOCK)), unsigned(ceil_div(rows, FP8_BLOCK)));
+    LLMC_CHECK(tiles.y <= 65535, "%zu rows are more than a grid has", rows);
+    launch(fp8_quantise_kernel<F, Out, T>, tiles, FP8_WARPS * 32, 0, stream, out, transposed,
+           inverse, x, amax, rows, cols, blocks);
+}
+#endif
+
+} // namespace llmc
