@@ -218,6 +218,7 @@ void run_training(Run& run, S where) {
     const Config& c = run.config;
     Trainer<T, S> t;
     t.ctx.where = where;
+    t.offload_folder = c.offload_to;
 
     // Plan: the actions of a step, and a place for every byte. Nothing is allocated yet.
     run.layout = layout_at(choose_layout(c, run.shape), run.world.rank);
@@ -233,6 +234,7 @@ void run_training(Run& run, S where) {
 
     // Start: join the other ranks, allocate, load or draw the weights.
     check_memory(run, t);
+    check_offload(run, t);
     if (writes_folder(c)) check_disk(run, t);
     join_groups(run, t);
     set_training(run, t);

@@ -10,6 +10,7 @@
 //     TIE(b)          the two gradients of a tied table, added
 //     NORM            the global gradient norm: scale and finiteness, in device memory
 //     UPDATE(b)       the optimizer                     PUBLISH(b) updated weights to all shards
+//     FETCH(b.c)      a chunk of offloaded state, for its update     PARK(b.c) the chunk back
 //   Words used throughout:
 //     stage    consecutive layers on one pipeline rank   shard    this rank's part of a bucket
 //     owner    the rank that contributes an element      range    {first, count} of elements
@@ -30,20 +31,21 @@ namespace llmc {
 
 // clang-format off
 enum class Op : uint8_t {
-    LOAD, COUNT, SENDRECV, GATHER, RELEASE, F, B, I, W, R, REDUCE, TIE, NORM, UPDATE, PUBLISH
+    LOAD, COUNT, SENDRECV, GATHER, RELEASE, F, B, I, W, R, REDUCE, TIE, NORM, FETCH, UPDATE, PARK,
+    PUBLISH
 };
 // The words of --explain, of timelines and of the watchdog.
 inline const char* op_name(Op op) {
     static const char* names[] = {
         "LOAD", "COUNT", "SENDRECV", "GATHER", "RELEASE", "F", "B", "I", "W", "R", "REDUCE", "TIE",
-        "NORM", "UPDATE", "PUBLISH"};
+        "NORM", "FETCH", "UPDATE", "PARK", "PUBLISH"};
     return names[int(op)];
 }
 
 // A piece of memory by its meaning. The table below says what `of` counts and how long it lives.
 enum class Kind : uint8_t {
     WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, CONSTANTS, CACHE,
-    GATHERED, PARTIAL, VALID, TOKENS, STREAM, DSTREAM,
+    GATHERED, PARTIAL, STAGED, VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W,
     LOSS, LOGITS, SCRATCH
 };
@@ -64,6 +66,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"cache",      true,  false}, // keys and values of generated tokens
         {"gathered",   false, true},  // ZeRO-3: the bucket's weights, whole
         {"partial",    false, true},  // one micro-batch's gradient, whole, before REDUCE
+        {"staged",     false, true},  // offload: a chunk of master and state, where UPDATE runs
         {"valid",      false, false}, // the number of valid targets
         {"tokens",     false, false}, // tokens, targets, positions, starts of documents
         {"stream",     false, false}, // stream(m,l): the input of layer l
@@ -98,6 +101,7 @@ struct Data {
     Kind kind;
     int of = -1;    // a layer or a bucket
     int micro = -1; // a micro-batch; of STATE: which tensor
+    int chunk = -1; // of an offloaded bucket; -1: all of it
     auto operator<=>(const Data&) const = default;
 };
 
@@ -109,10 +113,21 @@ struct Action {
     int bucket = -1;    // GATHER RELEASE REDUCE TIE UPDATE PUBLISH
     bool first = false; // B W REDUCE: its gradients hold nothing yet, so it writes; later ones add
     std::vector<Transfer> transfers = {}; // SENDRECV
+    int chunk = -1; // FETCH UPDATE PARK of an offloaded bucket
 };
 
 // A plan serves one of these; each has its own forward and its own end.
 enum class Mode { TRAIN, EVALUATE, GENERATE };
+
+// Where bytes lie: where the step runs, the host's memory, or a file.
+enum class Tier : uint8_t { DEVICE, HOST, DISK };
+constexpr int TIERS = 3;
+
+// Optimizer state in another tier (offload.h): each update has its chunk brought and taken back.
+struct Offload {
+    Tier optimizer = Tier::DEVICE;  // where masters and state lie
+    size_t chunk = size_t(1) << 24; // elements that move together; a multiple of SHARD_ALIGN
+};
 
 // A plan is made for these, for a layout and for a model.
 struct PlanOptions {
@@ -123,6 +138,7 @@ struct PlanOptions {
     RecomputeLevels recompute;
     bool split_backward = false; // B as I and W
     Optimizer optimizer = Optimizer::ADAMW;
+    Offload offload = {};
 };
 
 struct Plan : PlanOptions {
@@ -233,6 +249,13 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     case Kind::GRAD: return reduced_each(layout, model, d.of);
     default: return false;
     }
+}
+
+// The elements of a chunk of `elements`; of chunk -1: all of them.
+inline size_t chunk_elements(const Offload& offload, size_t elements, int chunk) {
+    if (chunk < 0) return elements;
+    size_t from = std::min(elements, offload.chunk * size_t(chunk));
+    return std::min(offload.chunk, elements - from);
 }
 
 // The range of a bucket's datum that a rank keeps, in elements of the bucket.
@@ -399,15 +422,33 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
     x.write({Kind::SCRATCH, -1});
 }
 
+// The optimizer's own data of a bucket, or of a chunk of it.
+inline std::vector<Data> optimizer_data(const Plan& p, int bucket, int chunk) {
+    std::vector<Data> data = {{Kind::MASTER, bucket, -1, chunk}};
+    int states = int(optimizer_row(p.optimizer).states.size());
+    for (int s = 0; s < states; s++)
+        data.push_back({Kind::STATE, bucket, s, chunk});
+    return data;
+}
+
 // The update reads the scale, so no update may run before NORM has clipped.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read({Kind::GRAD, a.bucket});
     x.read({Kind::SCALE});
     x.change({Kind::WEIGHT, a.bucket});
-    x.change({Kind::MASTER, a.bucket});
-    int states = int(optimizer_row(p.optimizer).states.size());
-    for (int s = 0; s < states; s++)
-        x.change({Kind::STATE, a.bucket, s});
+    if (a.chunk >= 0)
+        return x.change({Kind::STAGED, a.bucket, -1, a.chunk});
+    for (Data d : optimizer_data(p, a.bucket, a.chunk))
+        x.change(d);
+}
+
+// A chunk on its way from its tier to where the update runs, or back.
+inline void access_move(Access& x, const Plan& p, const Action& a) {
+    Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
+    bool fetches = a.op == Op::FETCH;
+    fetches ? x.write(staged) : x.read(staged);
+    for (Data d : optimizer_data(p, a.bucket, a.chunk))
+        fetches ? x.read(d) : x.write(d);
 }
 
 // The only statement of what depends on what.
@@ -447,6 +488,8 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
     case Op::TIE: access_tie(x, p, model, a); break;
     case Op::NORM: access_norm(x, p, model); break;
     case Op::UPDATE: access_update(x, p, a); break;
+    case Op::FETCH:
+    case Op::PARK: access_move(x, p, a); break;
     case Op::PUBLISH: x.change({Kind::WEIGHT, a.bucket}); break;
     }
     return x;
@@ -457,16 +500,17 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
 
 // Actions of one queue run in order; queues run beside each other.
 //   COMPUTE  over when the action returns     COMM  the plan's collectives
-//   COPY     between tiers of memory          IO    files
-enum class Queue : uint8_t { COMPUTE, COMM, COPY, IO };
+//   MOVE     between tiers of memory
+enum class Queue : uint8_t { COMPUTE, COMM, MOVE };
 
-// COPY and IO wait for the first technique that moves data between tiers.
 inline Queue queue_of(Op op) {
     switch (op) {
     case Op::SENDRECV:
     case Op::GATHER:
     case Op::REDUCE:
     case Op::PUBLISH: return Queue::COMM;
+    case Op::FETCH:
+    case Op::PARK: return Queue::MOVE;
     default: return Queue::COMPUTE;
     }
 }
@@ -535,6 +579,11 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
 // ----------------------------------------------------------------------------
 // print
 
+// The words of a bucket's chunk, behind its name.
+inline std::string chunk_text(int chunk) {
+    return chunk < 0 ? "" : "." + std::to_string(chunk);
+}
+
 // The words of one action: F(0,3), REDUCE(block.0), SENDRECV(to 1: activation 0.1).
 inline std::string action_text(const Action& a, const Model& model) {
     std::string s = op_name(a.op);
@@ -546,7 +595,7 @@ inline std::string action_text(const Action& a, const Model& model) {
         return s + "(" + list + ")";
     }
     if (a.bucket >= 0)
-        return s + "(" + model.buckets[a.bucket].name + ")";
+        return s + "(" + model.buckets[a.bucket].name + chunk_text(a.chunk) + ")";
     if (a.layer < 0) return s;
     return s + "(" + std::to_string(a.micro) + "," + std::to_string(a.layer) + ")";
 }
@@ -555,77 +604,11 @@ inline std::string action_text(const Action& a, const Model& model) {
 inline std::string data_text(Data d, const Model& model) {
     std::string micro = d.micro < 0 ? "" : std::to_string(d.micro), of;
     if (d.of >= 0)
-        of = of_bucket(d.kind) ? model.buckets[d.of].name : std::to_string(d.of);
+        of = of_bucket(d.kind) ? model.buckets[d.of].name + chunk_text(d.chunk)
+                               : std::to_string(d.of);
     std::string comma = micro.empty() || of.empty() ? "" : ",";
     std::string name = kind_name(d.kind);
     return micro.empty() && of.empty() ? name : name + "(" + micro + comma + of + ")";
-}
-
-// The actions from `at` on that differ by one layer each, up or down: the last of them.
-inline size_t end_of_run(const std::vector<Action>& actions, size_t at) {
-    int way = 0;
-    for (; at + 1 < actions.size(); at++) {
-        const Action &a = actions[at], &next = actions[at + 1];
-        int step = next.layer - a.layer;
-        bool goes_on = way ? step == way : step == 1 || step == -1;
-        if (next.op != a.op || next.micro != a.micro || next.layer < 0 || !goes_on)
-            break;
-        way = step;
-    }
-    return at;
-}
-
-// A line for each micro-batch's forward and backward, and one for the end of the step; a long line
-// goes on below, indented. Runs of layers fold into one word, F(0,0..13). On one stage, the middle
-// ones of more than four micro-batches are only counted.
-inline std::string plan_text(const Plan& p, const Model& model) {
-    constexpr size_t WIDTH = 88; // columns
-    std::string text, line;
-    auto end_line = [&] {
-        if (!line.empty()) text += line + "\n";
-        line.clear();
-    };
-    auto add_word = [&](const std::string& word) {
-        bool full = !line.empty() && line.size() + 1 + word.size() > WIDTH;
-        if (full) end_line();
-        line += full ? "  " : line.empty() ? "" : " ";
-        line += word;
-    };
-
-    // A pipeline's micro-batches differ in what they exchange, so all are printed.
-    bool folds = p.layout.pp.size == 1 && p.micro_batches > 4;
-
-    Action previous = {Op::LOAD};
-    for (size_t i = 0; i < p.actions.size(); i++) {
-        const Action& a = p.actions[i];
-        if (folds && a.micro > 1 && a.micro < p.micro_batches - 1) {
-            if (previous.micro < 2) {
-                end_line();
-                text += "... micro-batches 2 to " + std::to_string(p.micro_batches - 2) +
-                        " like the first\n";
-            }
-            previous = a;
-            continue;
-        }
-
-        // Buckets' collectives stay on the line where they stand.
-        bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE;
-        bool turns = (a.op == Op::F) != (previous.op == Op::F);
-        bool ends = a.op == Op::TIE || (a.op == Op::NORM && previous.op != Op::TIE);
-        if (!stays && (a.micro != previous.micro || turns || ends))
-            end_line();
-
-        // Write a run of layers as one word, and go on behind it.
-        size_t end = end_of_run(p.actions, i);
-        std::string word = action_text(a, model);
-        if (end > i)
-            word.insert(word.size() - 1, ".." + std::to_string(p.actions[end].layer));
-        add_word(word);
-        if (!stays) previous = p.actions[end];
-        i = end;
-    }
-    end_line();
-    return text;
 }
 
 } // namespace llmc

@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 #include <functional>
+#include "disk.h"
 #include "memory.h"
 #include "plan.h"
 
@@ -18,11 +19,14 @@ namespace llmc {
 // Bytes. Vector loads need 16 and tensor cores 128; 256 is what cudaMalloc itself gives.
 constexpr size_t ARENA_ALIGN = 256;
 
-// Where bytes lie: where the step runs, the host's memory, or a file. Today every datum is DEVICE;
-// offloading a datum is a row of tier_of().
-enum class Tier : uint8_t { DEVICE, HOST, DISK };
-constexpr int TIERS = 3;
-inline Tier tier_of(const Plan&, Data) { return Tier::DEVICE; }
+// Offloading a datum is a row here.
+inline Tier tier_of(const Plan& p, Data d) {
+    bool optimizer = d.kind == Kind::MASTER || d.kind == Kind::STATE;
+    return optimizer ? p.offload.optimizer : Tier::DEVICE;
+}
+
+// A file moves whole blocks.
+inline size_t align_of(Tier tier) { return tier == Tier::DISK ? DISK_BLOCK : ARENA_ALIGN; }
 
 // One life of a datum, in actions, and its bytes in its tier.
 struct Place {
@@ -34,6 +38,7 @@ struct Place {
 // A tier's one allocation. Passing data begin where the persistent bytes end.
 struct Memory {
     unsigned char* base = nullptr;
+    std::shared_ptr<Disk> disk;  // of DISK, in place of a base
     size_t bytes = 0;            // all of it
     size_t persistent_bytes = 0; // what stands first
 };
@@ -154,7 +159,7 @@ inline void place_lasting(Arena& arena, const std::vector<Plan>& plans, const Mo
         Place& place = entry.second;
         size_t& end = arena.memory[int(place.tier)].persistent_bytes;
         place.offset = end;
-        end += round_up(place.bytes, ARENA_ALIGN);
+        end += round_up(place.bytes, align_of(place.tier));
     }
 }
 
@@ -182,9 +187,9 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     return arena;
 }
 
-// One allocation, zero-filled. No technique places data in other tiers yet.
+// One allocation a tier, zero-filled. folder: where the file of DISK is made.
 template <typename S>
-void arena_allocate(Arena& arena, S where) {
+void arena_allocate(Arena& arena, S where, const std::string& folder = "") {
     Memory& m = arena.device();
     m.base = static_cast<unsigned char*>(device_memory(m.bytes, where));
     LLMC_USER_CHECK(
@@ -192,8 +197,21 @@ void arena_allocate(Arena& arena, S where) {
         "this run needs %.1f MiB and the machine refuses them: try a smaller --micro-batch, "
         "--recompute full, or a smaller --model (--explain shows where they go)",
         m.bytes / 1048576.0);
-    for (const Memory& other : arena.memory)
-        LLMC_CHECK(&other == &m || other.bytes == 0, "only device memory is allocated here");
+
+    // Offloaded data lie in the host's memory, or in a file.
+    Memory& host = arena.memory[int(Tier::HOST)];
+    if (host.bytes)
+        host.base = static_cast<unsigned char*>(host_memory(host.bytes, where));
+    LLMC_USER_CHECK(!host.bytes || host.base,
+                    "--offload-to cpu needs %.1f MiB of the host and the machine refuses them: try "
+                    "--offload-to with a folder",
+                    host.bytes / 1048576.0);
+    Memory& file = arena.memory[int(Tier::DISK)];
+    if (file.bytes) {
+        file.disk = std::make_shared<Disk>();
+        std::string wrong = disk_open(*file.disk, folder, file.bytes);
+        LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
+    }
 }
 
 // Passing and persistent data are one block, so one call frees both.
@@ -203,6 +221,13 @@ void arena_free(Arena& arena, S where) {
     if (m.base)
         device_free(m.base, m.bytes, where);
     m.base = nullptr;
+
+    // The file goes with its descriptor.
+    Memory& host = arena.memory[int(Tier::HOST)];
+    if (host.base)
+        host_free(host.base, host.bytes, where);
+    host.base = nullptr;
+    arena.memory[int(Tier::DISK)].disk.reset();
 }
 
 // The place of a datum while action `at` of a plan runs; null: the action has nothing of that name.

@@ -39,6 +39,10 @@ inline void wait_for(Cpu) {}
 inline Cpu open_stream(Cpu where) { return where; }
 inline void close_stream(Cpu) {}
 
+// The device that a thread's calls go to; a new thread asks for another's.
+inline int current_device(Cpu) { return 0; }
+inline void use_device(int, Cpu) {}
+
 // A point in what a stream has been given; another stream waits at it, once.
 inline int record_point(Cpu) { return 0; }
 inline void wait_point(int, Cpu) {}
@@ -64,6 +68,10 @@ inline void* device_memory(size_t bytes, Cpu) {
 inline void device_free(void* p, size_t bytes, Cpu) { munmap(p, bytes ? bytes : 1); }
 inline void device_zero(void* p, size_t bytes, Cpu) { memset(p, 0, bytes); }
 
+// Zero-filled memory of the host for what is offloaded: pinned beside a device. Null: too little.
+inline void* host_memory(size_t bytes, Cpu where) { return device_memory(bytes, where); }
+inline void host_free(void* p, size_t bytes, Cpu where) { device_free(p, bytes, where); }
+
 // to[i] = value(i), computed by the host
 template <typename T, typename F>
 void fill_memory(T* to, size_t n, F value, Cpu) {
@@ -88,6 +96,8 @@ inline cudaStream_t open_stream(cudaStream_t) {
     LLMC_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return stream;
 }
+inline int current_device(cudaStream_t) { return current_gpu(); }
+inline void use_device(int gpu, cudaStream_t) { LLMC_CUDA_CHECK(cudaSetDevice(gpu)); }
 inline void close_stream(cudaStream_t stream) { LLMC_CUDA_CHECK(cudaStreamDestroy(stream)); }
 
 // An event without timing is the cheaper kind.
@@ -131,6 +141,12 @@ inline void* device_memory(size_t bytes, cudaStream_t stream) {
     return p;
 }
 inline void device_free(void* p, size_t, cudaStream_t) { LLMC_CUDA_CHECK(cudaFree(p)); }
+inline void* host_memory(size_t bytes, cudaStream_t) {
+    void* p = nullptr;
+    if (cudaMallocHost(&p, bytes) != cudaSuccess) return nullptr;
+    return memset(p, 0, bytes);
+}
+inline void host_free(void* p, size_t, cudaStream_t stream) { staging_free(p, stream); }
 template <typename T, typename F>
 void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
     constexpr size_t PART = size_t(1) << 22; // elements: what the host holds at a time

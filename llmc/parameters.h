@@ -3,7 +3,7 @@
 //   weights are keyed by seed, name and global index; checkpoint and export read and write through
 //   fetch() and make_weight().
 #pragma once
-#include "trainer.h"
+#include "moves.h"
 
 namespace llmc {
 
@@ -21,7 +21,7 @@ KeptRange kept_range(const Trainer<T, S>& t, Data d, const Parameter& p) {
     size_t kept_end = kept + kept_elements(t.layout, t.model, d);
     size_t first = std::max(p.offset, kept);
     size_t end = std::min(p.offset + p.local_elements(), kept_end);
-    if (first >= end || !arena_find(t.arena, t.plan, t.at, d))
+    if (first >= end || !kept_place(t, d))
         return {0, 0, 0};
     return {first - p.offset, end - first, first - kept};
 }
@@ -79,14 +79,14 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
     });
 
     // Store it in both types.
-    auto store = [&](auto* to, KeptRange range, auto convert) {
+    auto store = [&](Data d, KeptRange range, auto convert) {
         const A* from = kept.data() + (range.first - most.first);
         auto value = [=](size_t i) { return convert(from[i]); };
         if (range.count)
-            fill_memory(to + range.at, range.count, value, t.ctx.where);
+            fill_kept<decltype(value(0))>(t, d, range.at, range.count, value);
     };
-    store(address<T>(t, weight), of_weight, [](A x) { return from_acc<T>(acc_t<T>(x)); });
-    store(address<float>(t, master), of_master, [](A x) { return float(x); });
+    store(weight, of_weight, [](A x) { return from_acc<T>(acc_t<T>(x)); });
+    store(master, of_master, [](A x) { return float(x); });
 }
 
 // The same from all elements of the parameter.
@@ -124,8 +124,7 @@ std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p) {
     KeptRange range = kept_range(t, d, p);
     if (range.count && owns(t, d, p)) {
         std::vector<V> kept(range.count);
-        const V* from = address<const V>(t, d) + range.at;
-        copy_out(kept.data(), from, range.count * sizeof(V), t.ctx.where);
+        read_kept(t, kept.data(), d, range.at, range.count);
         for_each_kept(t.layout, p, range, [&](size_t at, size_t global, size_t count) {
             std::copy_n(kept.data() + at, count, values.data() + global);
         });

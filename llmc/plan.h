@@ -35,6 +35,7 @@
 //   exchange (from and to) are posted together.
 #pragma once
 #include "action.h"
+#include "offload.h"
 #include "zero.h"
 
 namespace llmc {
@@ -192,6 +193,7 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
     p = add_recompute(p, model);
     p = add_reduce(p, model);
     p = add_update(p, model);
+    p = add_offload(p, model);
     return add_gather(p, model);
 }
 

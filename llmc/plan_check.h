@@ -92,7 +92,8 @@ inline std::string check_order(const Plan& p, const Model& model) {
 
 // How often the actions of the step's end meet each bucket.
 struct BucketUses {
-    int ties = 0, reductions = 0, updates = 0, publications = 0;
+    int ties = 0, reductions = 0, publications = 0;
+    int fetches = 0, updates = 0, parks = 0; // of an offloaded bucket: as many as chunks
 };
 
 // Gradients are whole before NORM, updates come after it, publications after their update.
@@ -128,7 +129,12 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         // Updates need the norm, and publications need what the update has written.
         case Op::UPDATE:
             if (!norm) return text + " comes before NORM";
-            if (bucket.updates++) return text + " comes twice";
+            if (bucket.updates++ != std::max(a.chunk, 0)) return text + " is out of order";
+            break;
+        case Op::FETCH: bucket.fetches++; break;
+        case Op::PARK:
+            if (bucket.updates != a.chunk + 1) return text + " does not follow its UPDATE";
+            bucket.parks++;
             break;
         case Op::PUBLISH:
             if (!bucket.updates) return text + " comes before its UPDATE";
@@ -167,6 +173,10 @@ inline std::string check_update(const Plan& p, const Model& model) {
                 wrong = "bucket " + bucket.name + what + std::to_string(found) + " times, not " +
                         std::to_string(wanted);
         };
+        int chunks = mine ? offload_chunks(p, model, b) : 0;
+        times(uses[b].updates, mine ? std::max(chunks, 1) : 0, " is updated ");
+        times(uses[b].fetches, chunks, " has its state fetched ");
+        times(uses[b].parks, chunks, " has its state parked ");
         times(uses[b].ties, mine && bucket.tied(), " has its two gradients added ");
         times(uses[b].reductions, reductions, " is reduced ");
         times(uses[b].publications, mine && is_published(p.layout, bucket), " is published ");

@@ -202,6 +202,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     typedef acc_t<T> A;
     const Shape s = rank_shape(p, model);
     size_t N = p.rows(), elements = of_bucket(d.kind) ? kept_elements(p.layout, model, d) : 0;
+    elements = chunk_elements(p.offload, elements, d.chunk);
     switch (d.kind) {
     // Buckets. Gradients and moments are in acc; a master only where weights are narrower.
     case Kind::WEIGHT:
@@ -211,6 +212,14 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::GRAD:
     case Kind::PARTIAL:
     case Kind::GRAD_TIED: return elements * sizeof(A);
+
+    // A chunk's master and state, one behind the other.
+    case Kind::STAGED: {
+        size_t bytes = 0;
+        for (Data part : optimizer_data(p, d.of, d.chunk))
+            bytes += round_up(data_bytes<T>(p, model, part, where), ARENA_ALIGN);
+        return bytes;
+    }
 
     // Single values and tables that last.
     case Kind::SCALE: return sizeof(StepScale);

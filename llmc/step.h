@@ -3,13 +3,15 @@
 //     input     run_load (load.h): tokens, targets, positions, starts of documents
 //     layers    run_forward, run_recompute, run_backward: the family's blocks (gpt2.h, llama.h)
 //     the end   run_tie, run_norm, run_update
-//     between   collectives: started where they stand, finished as late as their data allow
+//     between   collectives, and moves between tiers (moves.h): started where they stand, finished
+//               as late as their data allow
 //   On NCCL the plan's collectives run on a stream of their own, behind what compute had been given
 //   when they started; their finish makes compute wait, not the host. On LOCAL and MPI the host
 //   finishes them.
 //   Contract: the bits do not depend on when a collective happens between its start and its finish.
 #pragma once
 #include "load.h"
+#include "moves.h"
 #include "placement_notes.h"
 
 namespace llmc {
@@ -244,16 +246,21 @@ void run_norm(Trainer<T, S>& t) {
                      where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
 }
 
-// Update this rank's range. StepScale lies in device memory, so the host need not know the norm.
+// Update this rank's range, or an offloaded chunk of it. StepScale lies in device memory, so the
+// host need not know the norm.
 template <typename T, typename S>
 void run_update(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     const Hyper& h = t.hyper;
-    Range range = updated_range(t.layout, t.model, a.bucket);
-    T* weight = updated_part<T>(t, {Kind::WEIGHT, a.bucket}, range);
-    float* master = updated_part<float>(t, {Kind::MASTER, a.bucket}, range);
-    const A* grad = updated_part<const A>(t, {Kind::GRAD, a.bucket}, range);
-    auto state = [&](int s) { return updated_part<A>(t, {Kind::STATE, a.bucket, s}, range); };
+    Range whole = updated_range(t.layout, t.model, a.bucket);
+    Range range = chunk_of(whole, t.plans[t.plan].offload, a.chunk);
+    size_t skip = range.first - whole.first;
+    T* weight = updated_part<T>(t, {Kind::WEIGHT, a.bucket}, whole) + skip;
+    const A* grad = updated_part<const A>(t, {Kind::GRAD, a.bucket}, whole) + skip;
+
+    // Its own data lie in the arena, or where FETCH has brought a chunk.
+    float* master = optimizer_part<float>(t, a, {Kind::MASTER, a.bucket}, whole);
+    auto state = [&](int s) { return optimizer_part<A>(t, a, {Kind::STATE, a.bucket, s}, whole); };
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
     auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
@@ -333,9 +340,11 @@ InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
     return f;
 }
 
-// Start a collective; the caller keeps it until finish_before() says that its data are needed.
+// Start a collective or a move; the caller keeps it until finish_before() says that it is needed.
 template <typename T, typename S>
-InFlight<S> start_collective(Trainer<T, S>& t, const Action& a) {
+InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
+    if (queue_of(a.op) == Queue::MOVE) return start_move(t, a);
+
     // Layers use the communicator of tp too: sum what its ranks share where layers compute.
     if (a.op == Op::REDUCE)
         zero_reduce_shared(t.comms, t.layout, t.model, a.bucket, whole_gradient(t, a.bucket),
@@ -364,14 +373,14 @@ InFlight<S> start_collective(Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S>
 void finish_writes(Trainer<T, S>& t, InFlight<S>& f) {
     finish(f.pending);
-    if (in_stream_order(t)) {
+    if (in_stream_order(t) && !f.moves) {
         wait_point(f.arrived, t.ctx.where);
     } else if (f.rest) {
         f.rest();
     }
 }
 template <typename T, typename S>
-void finish_collective(Trainer<T, S>& t, InFlight<S>& f) {
+void finish_flight(Trainer<T, S>& t, InFlight<S>& f) {
     finish_writes(t, f);
     finish(f.sent);
 }
@@ -402,13 +411,15 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     case Op::NORM: return run_norm(t);
     case Op::UPDATE: return run_update(t, a);
 
-    // Collectives, started and finished at once: for callers that run one action alone.
+    // Collectives and moves, started and finished at once: for callers that run one action alone.
     case Op::SENDRECV:
     case Op::GATHER:
     case Op::REDUCE:
-    case Op::PUBLISH: {
-        InFlight<S> f = start_collective(t, a);
-        return finish_collective(t, f);
+    case Op::PUBLISH:
+    case Op::FETCH:
+    case Op::PARK: {
+        InFlight<S> f = start_flight(t, a);
+        return finish_flight(t, f);
     }
     }
 }
@@ -476,7 +487,7 @@ void start_plan(Trainer<T, S>& t, int plan) {
                 note_placements(t, a);
                 if (t.after) t.after(a);
             } else {
-                flights.push_back(start_collective(t, a));
+                flights.push_back(start_flight(t, a));
             }
         });
     }

@@ -43,6 +43,8 @@ template <typename T, typename S> struct Trainer {
     Hyper hyper;
     Comms comms;            // the ranks that this one works with
     S comm_stream = {};     // on NCCL: where the plan's collectives run
+    S move_stream = {};     // where FETCH and PARK run
+    std::string offload_folder; // of the file of Tier::DISK
 
     // Host memory for copies from and to a device; null on a CPU.
     int* staging = nullptr;    // a batch that LOAD copies
@@ -125,9 +127,9 @@ RowLosses<T> row_losses(const Trainer<T, S>& t, int micro) {
 template <typename T, typename S>
 Arena place_plans(const std::vector<Plan>& plans, const Model& model, S where) {
     // Sizes do not depend on the micro-batch: each is computed once.
-    std::map<std::tuple<const Plan*, Kind, int>, size_t> known;
+    std::map<std::tuple<const Plan*, Kind, int, int>, size_t> known;
     return arena_place(plans, model, [&](const Plan& p, Data d) {
-        auto [entry, fresh] = known.insert({{&p, d.kind, d.of}, 0});
+        auto [entry, fresh] = known.insert({{&p, d.kind, d.of, d.chunk}, 0});
         if (fresh)
             entry->second = data_bytes<T>(p, model, d, where);
         return entry->second;
@@ -166,7 +168,7 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanO
 template <typename T, typename S>
 void trainer_allocate(Trainer<T, S>& t) {
     // One block for every datum, and host memory for the widest batch of any plan.
-    arena_allocate(t.arena, t.ctx.where);
+    arena_allocate(t.arena, t.ctx.where, t.offload_folder);
     size_t ints = 0, losses = 0;
     for (const Plan& p : t.plans) {
         ints = std::max(ints, size_t(p.micro_batches) * (4 * p.rows() + p.cache));
@@ -177,6 +179,7 @@ void trainer_allocate(Trainer<T, S>& t) {
     size_t answers = losses * sizeof(double) + sizeof(StepScale);
     t.answers = static_cast<double*>(staging_memory(answers, t.ctx.where));
     t.comm_stream = open_stream(t.ctx.where);
+    t.move_stream = open_stream(t.ctx.where);
 }
 
 // Free in the order of allocation; nothing may still run.
@@ -187,6 +190,7 @@ void trainer_free(Trainer<T, S>& t) {
     staging_free(t.next.staging, t.ctx.where);
     staging_free(t.answers, t.ctx.where);
     close_stream(t.comm_stream);
+    close_stream(t.move_stream);
     free_laps(t.watch);
 }
 

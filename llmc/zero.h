@@ -139,6 +139,13 @@ inline Range updated_range(const Layout& layout, const Model& model, int bucket)
     return {shard * size_t(shard_axis(layout, b.group).rank), shard, true};
 }
 
+// The part of a range that one chunk is; of chunk -1: all of it.
+inline Range chunk_of(Range range, const Offload& offload, int chunk) {
+    size_t count = chunk_elements(offload, range.count, chunk);
+    size_t skip = chunk < 0 ? 0 : offload.chunk * size_t(chunk);
+    return {range.first + skip, count, range.sharded};
+}
+
 // REDUCE sums a bucket's gradient over every rank that holds a part of it.
 //   1. tp       what tensor-parallel ranks share; finished at once, for these ranks run in step
 //   2. shard    reduce-scatter under ZeRO, all-reduce without; in flight until finish_before()

@@ -37,6 +37,7 @@ template <typename S> struct InFlight {
     Pending<S> sent = {};            // an exchange's sends
     std::function<void()> rest = {}; // what follows when `pending` is there
     int action = -1;                 // its place in the plan
+    bool moves = false;             // it moves data between tiers: `rest` is all of its finish
     bool arrived_here = false, over = false; // finished: what it writes, all of it
     decltype(record_point(S())) arrived = {}; // NCCL: the point behind it in its stream
 };

@@ -182,12 +182,6 @@ KeptRange owned_range(const Trainer<T, S>& t, const StateTensor& s) {
     return range;
 }
 
-// The first element of a tensor on this rank.
-template <typename T, typename S>
-acc_t<T>* kept_address(const Trainer<T, S>& t, const StateTensor& s) {
-    return address<acc_t<T>>(t, s.data);
-}
-
 // ----------------------------------------------------------------------------
 // what ranks tell each other
 
@@ -248,9 +242,8 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
     for (auto& [s, range] : owned) {
         if (!w.wrong.empty()) break;
         std::vector<A> values(range.count);
-        size_t bytes = range.count * sizeof(A);
-        copy_out(values.data(), kept_address(t, s) + range.at, bytes, t.ctx.where);
-        writer_put(w, values.data(), bytes);
+        read_kept(t, values.data(), s.data, range.at, range.count);
+        writer_put(w, values.data(), range.count * sizeof(A));
     }
     std::string wrong = writer_close(&w);
 
@@ -545,10 +538,9 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece
     for_each_kept(t.layout, *s.p, range, [&](size_t at, size_t global, size_t count) {
         std::copy_n(values.data() + global, count, kept.data() + at);
     });
-    size_t bytes = range.count * sizeof(A);
-    if (bytes)
-        copy_in(kept_address(t, s) + range.at, kept.data(), bytes, t.ctx.where);
-    wait_for(t.ctx.where); // the copy reads `kept`, which ends here
+    auto value = [&](size_t i) { return kept[i]; };
+    if (range.count)
+        fill_kept<A>(t, s.data, range.at, range.count, value);
 }
 
 // Read all state from a verified checkpoint. All ranks look at all they need first: a checkpoint

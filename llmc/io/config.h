@@ -61,7 +61,7 @@ struct Config {
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
     double loss_scale_min = -1;
     bool fp8 = false;
-    std::string recompute = "none", offload = "none";
+    std::string recompute = "none", offload = "none", offload_to = "cpu";
 
     // layout
     // ranks an axis; their product is the number of ranks. dp 0 takes what the other axes leave.
@@ -198,7 +198,10 @@ inline const std::vector<Flag>& config_table() {
         {"recompute", &C::recompute, "none|selective|attention|ffn|full",
          "selective: norms and activation functions; attention, ffn: also that branch's products; "
          "full: keep a block's input only"},
-        {"offload", &C::offload, "= none (offload)", "keep optimizer state on the host"},
+        {"offload", &C::offload, "none|optimizer",
+         "optimizer: masters and moments lie outside the device, and pass through it in chunks"},
+        {"offload-to", &C::offload_to, "",
+         "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
 
         {"", &C::help, "", "Layout"},
         {"dp", &C::dp, "0..1000000", "data-parallel ranks; 0: what the other axes leave"},

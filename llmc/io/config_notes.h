@@ -5,6 +5,15 @@
 
 namespace llmc {
 
+// Refuse an offload that has nothing to move, or no place.
+inline std::string refuse_idle_offload(const Config& c) {
+    if (c.offload == "none") return "";
+    if (c.optimizer == "sgd" && c.precision == "fp32")
+        return "--offload optimizer: --optimizer sgd in fp32 has neither masters nor moments: "
+               "leave it out";
+    return c.offload_to.empty() ? "--offload-to names no place: give cpu, or a folder" : "";
+}
+
 // Refuse what cannot work, or does nothing at all.
 inline std::string refuse_idle_flags(const Config& c) {
     for (auto& [name, beta] : {std::pair("beta1", c.beta1), std::pair("beta2", c.beta2)})
@@ -23,7 +32,7 @@ inline std::string refuse_idle_flags(const Config& c) {
     if (idle && !c.explain)
         return "--steps 0 and --sample-tokens 0 leave nothing to do: give --steps, --eval or "
                "--export";
-    return "";
+    return refuse_idle_offload(c);
 }
 
 // Flags that were given and change nothing, a line each.
@@ -34,6 +43,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         bool works;
         const char* wants;
     };
+    bool offloads = c.offload != "none";
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // clang-format off
     const Pair pairs[] = {
@@ -43,7 +53,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"shard-tokens",  false,                     "--prepare"},
         {"val-tokens",    false,                     "--prepare"},
         {"zero-group",    shards,                    "--zero"},
-        {"prefetch",      c.zero == 3,               "--zero 3"},
+        {"prefetch",      c.zero == 3 || offloads,   "--zero 3 or --offload"},
+        {"offload-to",    offloads,                  "--offload"},
         {"min-lr",        c.schedule != "constant",  "a schedule that falls"},
         {"top-k",         draws,                     "a --temperature above 0"},
         {"top-p",         draws,                     "a --temperature above 0"},

@@ -98,6 +98,7 @@ inline const char* meaning_of(Kind kind) {
     case Kind::DSTREAM: return "  gradients of activations";
     case Kind::STREAM: return "  residual stream";
     case Kind::SCRATCH: return "  workspace";
+    case Kind::STAGED: return "  offloaded state in passing";
     default: return "  batch and losses";
     }
 }
@@ -150,7 +151,7 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     // List what lasts the whole run.
     std::map<Kind, size_t> sums;
     for (auto& [d, place] : arena.lasting)
-        sums[d.kind] += place.bytes;
+        if (place.tier == Tier::DEVICE) sums[d.kind] += place.bytes;
     std::string text = "memory, in bytes\n";
     auto add = [&](const char* what, Kind kind, const char* why = "") {
         text += memory_line(what, sums[kind], arena.device().bytes, why);
@@ -176,6 +177,11 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     }
     const char* why = "one allocation; plans share the passing bytes";
     text += memory_line("total", arena.device().bytes, 0, why);
+
+    // Other tiers hold what is offloaded.
+    size_t host = arena.memory[int(Tier::HOST)].bytes, file = arena.memory[int(Tier::DISK)].bytes;
+    if (host) text += memory_line("in the host's memory", host, 0, "masters and moments");
+    if (file) text += memory_line("in a file", file, 0, "masters and moments");
     return text;
 }
 
@@ -334,7 +340,78 @@ inline const char* legend_text() {
            "drops it,\n"
            "  REDUCE sums its gradient over ranks, PUBLISH sends its updated weights around\n"
            "  TIE adds both gradients of a shared table; NORM measures the gradient; UPDATE is the "
-           "optimizer\n";
+           "optimizer\n"
+           "  FETCH brings a chunk of offloaded state to its update, PARK takes it back\n";
+}
+
+// ----------------------------------------------------------------------------
+// a plan's actions
+
+// The actions from `at` on that differ by one layer each, up or down: the last of them.
+inline size_t end_of_run(const std::vector<Action>& actions, size_t at) {
+    int way = 0;
+    for (; at + 1 < actions.size(); at++) {
+        const Action &a = actions[at], &next = actions[at + 1];
+        int step = next.layer - a.layer;
+        bool goes_on = way ? step == way : step == 1 || step == -1;
+        if (next.op != a.op || next.micro != a.micro || next.layer < 0 || !goes_on)
+            break;
+        way = step;
+    }
+    return at;
+}
+
+// A line for each micro-batch's forward and backward, and one for the end of the step; a long line
+// goes on below, indented. Runs of layers fold into one word, F(0,0..13). On one stage, the middle
+// ones of more than four micro-batches are only counted.
+inline std::string plan_text(const Plan& p, const Model& model) {
+    constexpr size_t WIDTH = 88; // columns
+    std::string text, line;
+    auto end_line = [&] {
+        if (!line.empty()) text += line + "\n";
+        line.clear();
+    };
+    auto add_word = [&](const std::string& word) {
+        bool full = !line.empty() && line.size() + 1 + word.size() > WIDTH;
+        if (full) end_line();
+        line += full ? "  " : line.empty() ? "" : " ";
+        line += word;
+    };
+
+    // A pipeline's micro-batches differ in what they exchange, so all are printed.
+    bool folds = p.layout.pp.size == 1 && p.micro_batches > 4;
+
+    Action previous = {Op::LOAD};
+    for (size_t i = 0; i < p.actions.size(); i++) {
+        const Action& a = p.actions[i];
+        if (folds && a.micro > 1 && a.micro < p.micro_batches - 1) {
+            if (previous.micro < 2) {
+                end_line();
+                text += "... micro-batches 2 to " + std::to_string(p.micro_batches - 2) +
+                        " like the first\n";
+            }
+            previous = a;
+            continue;
+        }
+
+        // Buckets' collectives stay on the line where they stand.
+        bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE;
+        bool turns = (a.op == Op::F) != (previous.op == Op::F);
+        bool ends = a.op == Op::TIE || (a.op == Op::NORM && previous.op != Op::TIE);
+        if (!stays && (a.micro != previous.micro || turns || ends))
+            end_line();
+
+        // Write a run of layers as one word, and go on behind it.
+        size_t end = end_of_run(p.actions, i);
+        std::string word = action_text(a, model);
+        if (end > i)
+            word.insert(word.size() - 1, ".." + std::to_string(p.actions[end].layer));
+        add_word(word);
+        if (!stays) previous = p.actions[end];
+        i = end;
+    }
+    end_line();
+    return text;
 }
 
 // ----------------------------------------------------------------------------

@@ -289,6 +289,8 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.micro_batches = micro_batches(c);
     train.optimizer = optimizer_named(c.optimizer);
     train.recompute = recompute_named(c.recompute);
+    if (c.offload == "optimizer")
+        train.offload.optimizer = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
     if (c.steps > 0 && !c.eval)
         run.train_plan = add(train);
 

@@ -90,6 +90,12 @@ template <typename S> int ranks_here(const Run& run, S) {
     return int(std::count(all.begin(), all.end(), boot));
 }
 
+// Bytes that a rank takes where its step runs; on a CPU offloaded data take the same memory.
+template <typename S> size_t bytes_here(const Arena& arena, S) {
+    bool same = std::is_same_v<S, Cpu>;
+    return arena.device().bytes + (same ? arena.memory[int(Tier::HOST)].bytes : 0);
+}
+
 // Bytes that a rank of a configuration takes; 0: the configuration is refused.
 template <typename T, typename S>
 size_t arena_bytes(const Run& like, Config c, int rank, S where) {
@@ -102,7 +108,7 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     Trainer<T, S> t;
     t.ctx.where = where;
     trainer_place(t, run.shape, choose_plans(run), layout_at(choose_layout(c, run.shape), rank));
-    return t.arena.device().bytes;
+    return bytes_here(t.arena, where);
 }
 
 // Flags that make a rank fit `room` bytes, the least change first; "" where none does.
@@ -140,7 +146,7 @@ void check_memory(const Run& run, const Trainer<T, S>& t) {
     int ranks = ranks_here(run, t.ctx.where);
     size_t left = memory_left(t.ctx.where);
     size_t share = (left - left / 32) / size_t(ranks);
-    int64_t mine[2] = {int64_t(t.arena.device().bytes), int64_t(share)};
+    int64_t mine[2] = {int64_t(bytes_here(t.arena, t.ctx.where)), int64_t(share)};
     std::vector<int64_t> all(2 * size_t(run.world.size));
     all_gather(run.world, all.data(), mine, 2, Cpu{});
 
@@ -180,6 +186,36 @@ inline size_t disk_left(const std::string& path) {
     struct statvfs fs;
     if (statvfs(path.c_str(), &fs) != 0) return SIZE_MAX;
     return size_t(fs.f_bavail) * fs.f_frsize;
+}
+
+// Refuse an offload that its place has no room for: the host's memory beside a GPU, or a disk.
+template <typename T, typename S>
+void check_offload(const Run& run, const Trainer<T, S>& t) {
+    // Ranks of this machine share the place.
+    const Config& c = run.config;
+    size_t ranks = size_t(ranks_here(run, Cpu{}));
+    auto needs = [&](Tier tier) { return t.arena.memory[int(tier)].bytes * ranks; };
+    auto text = [](size_t bytes) { return bytes_text(double(bytes)); };
+
+    // Say the last thing that is wrong: it is the plainest.
+    std::string wrong;
+    size_t host = needs(Tier::HOST), disk = needs(Tier::DISK);
+    bool beside = !std::is_same_v<S, Cpu>; // check_memory() counts a CPU's
+    if (beside && host > memory_left(Cpu{}))
+        wrong = concat("--offload-to cpu: ", text(host), " of state do not fit the ",
+                       text(memory_left(Cpu{})), " that the host has left: give a folder");
+    if (disk > disk_left(c.offload_to))
+        wrong = concat("--offload-to ", c.offload_to, ": ", text(disk), " of state do not fit the ",
+                       text(disk_left(c.offload_to)), " that its disk has left: make room, or "
+                       "choose another folder");
+
+    // A folder that is not there has no room either: say so instead.
+    struct stat info;
+    bool folder = stat(c.offload_to.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+    if (disk && !folder)
+        wrong = concat("--offload-to ", c.offload_to, ": there is no such folder: make it, or give "
+                       "cpu");
+    or_die_on_all_ranks(run, first_error(run.world, wrong));
 }
 
 // A save makes the new checkpoint before it removes the oldest, so there is one more than --keep.

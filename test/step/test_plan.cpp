@@ -1,6 +1,6 @@
 // test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
 #include <fstream>
-#include "../../llmc/text.h"
+#include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
 #include "../../llmc/presets.h"
 #include "small_models.h"

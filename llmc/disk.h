@@ -1,0 +1,278 @@
+// disk.h - a file in place of memory: blocks with checksums, moved by threads beside compute
+//   The file has no name, so a kill leaves nothing behind, and takes its room at once, so a full
+//   disk ends a run before its first step. Bytes move by blocks of 1 MiB, past the page cache
+//   (O_DIRECT) where the file system can: else the cache would hold what was to leave memory.
+//   The CRC-32 of each block stays in memory. A block that comes back changed is an error.
+//     disk_read, disk_write   any range, now: initial weights, checkpoints
+//     disk_start              a range on its way, by the file's threads; disk_finish() waits
+//   Functions that return a text return "" or one line that says what is wrong.
+#pragma once
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+#include <zlib.h>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+#include "memory.h"
+#include "text.h"
+
+namespace llmc {
+
+constexpr size_t DISK_BLOCK = size_t(1) << 20; // bytes that move at a time
+constexpr size_t DISK_ALIGN = 4096;            // O_DIRECT: of addresses, offsets and lengths
+constexpr int DISK_THREADS = 4;                // blocks on their way at once
+
+// A block's room in memory, as O_DIRECT wants it.
+struct DiskBuffer {
+    unsigned char* bytes = static_cast<unsigned char*>(aligned_alloc(DISK_ALIGN, DISK_BLOCK));
+    ~DiskBuffer() { free(bytes); }
+};
+
+// The file, and the threads that move its blocks.
+struct Disk {
+    int file = -1;
+    bool direct = false;        // past the page cache
+    std::string folder;
+    std::vector<uint32_t> sums; // [block]
+    std::vector<char> written;  // [block]; one that was never written is zero
+
+    typedef std::function<void(DiskBuffer&)> Job;
+    std::deque<Job> jobs;
+    bool ends = false;
+    std::mutex lock;
+    std::condition_variable changed; // a job came, a move is over, or all ends
+    std::vector<std::thread> threads;
+
+    // Drop moves that are still on their way: nobody waits for them.
+    ~Disk() {
+        {
+            std::lock_guard hold(lock);
+            ends = true;
+        }
+        changed.notify_all();
+        for (std::thread& t : threads) t.join();
+        if (file >= 0) close(file);
+    }
+};
+
+// ----------------------------------------------------------------------------
+// open
+
+// Take jobs until the disk ends.
+inline void disk_thread(Disk& d) {
+    DiskBuffer buffer;
+    for (std::unique_lock hold(d.lock);;) {
+        // Sleep until there is something to do.
+        d.changed.wait(hold, [&] { return d.ends || !d.jobs.empty(); });
+        if (d.ends) return;
+        Disk::Job job = std::move(d.jobs.front());
+        d.jobs.pop_front();
+
+        // Others may take jobs while this one runs.
+        hold.unlock();
+        job(buffer);
+        hold.lock();
+    }
+}
+
+// Open a file without a name; -1 and errno where that fails.
+inline int open_nameless(const std::string& folder, int flags) {
+    int file = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+    if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return file;
+
+    // Some file systems need a name for a moment.
+    std::string name = folder + "/offload.XXXXXX";
+    file = mkostemp(name.data(), O_CLOEXEC | flags);
+    if (file >= 0) unlink(name.c_str());
+    return file;
+}
+
+// Make the file and take all of its room.
+inline std::string disk_open(Disk& d, const std::string& folder, size_t bytes) {
+    // The file system says by EINVAL that it has no O_DIRECT.
+    d.folder = folder;
+    size_t blocks = ceil_div(bytes, DISK_BLOCK);
+    d.file = open_nameless(folder, O_DIRECT);
+    d.direct = d.file >= 0;
+    if (!d.direct) d.file = open_nameless(folder, 0);
+    if (d.file < 0) return folder + ": no file can be made there: " + strerror(errno);
+
+    // Where room cannot be taken ahead, at least look for it.
+    if (fallocate(d.file, 0, 0, off_t(blocks * DISK_BLOCK)) != 0) {
+        struct statvfs fs;
+        bool known = errno == EOPNOTSUPP && fstatvfs(d.file, &fs) == 0;
+        bool fits = known && size_t(fs.f_bavail) * fs.f_frsize >= blocks * DISK_BLOCK;
+        if (!fits)
+            return concat(folder, ": ", blocks, " MiB of state do not fit: ",
+                          known ? "the disk is full" : strerror(errno), "; choose another folder");
+    }
+
+    // Begin with zeros, which take no writing.
+    d.sums.resize(blocks);
+    d.written.resize(blocks);
+    for (int i = 0; i < DISK_THREADS; i++)
+        d.threads.emplace_back([&d] { disk_thread(d); });
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// one block
+
+// All of a block by `some`, which is pread or pwrite: they may move less than they are asked for.
+template <typename F>
+std::string whole_block(const Disk& d, size_t block, const char* verb, F some) {
+    for (size_t done = 0; done < DISK_BLOCK;) {
+        ssize_t n = some(done, DISK_BLOCK - done, off_t(block * DISK_BLOCK + done));
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0)
+            return concat(d.folder, ": block ", block, " of the offloaded state cannot be ", verb,
+                          ": ", n < 0 ? strerror(errno) : "the file ends before it");
+        // Go on at a multiple of what O_DIRECT takes.
+        done += size_t(n);
+        if (done < DISK_BLOCK) done -= done % DISK_ALIGN;
+    }
+    return "";
+}
+
+// zlib's CRC-32, a few times faster than a disk.
+inline uint32_t block_sum(const unsigned char* bytes) {
+    return uint32_t(crc32(0, bytes, uInt(DISK_BLOCK)));
+}
+
+// Read a block and hold it against its checksum.
+inline std::string read_block(Disk& d, size_t block, unsigned char* to) {
+    if (!d.written[block]) {
+        memset(to, 0, DISK_BLOCK);
+        return "";
+    }
+    std::string wrong = whole_block(d, block, "read", [&](size_t at, size_t n, off_t offset) {
+        return pread(d.file, to + at, n, offset);
+    });
+    if (wrong.empty() && block_sum(to) != d.sums[block])
+        wrong = concat(d.folder, ": block ", block, " of the offloaded state has changed since it "
+                       "was written: the disk is at fault, or another program");
+    return wrong;
+}
+
+// Write a block and keep its checksum.
+inline std::string write_block(Disk& d, size_t block, const unsigned char* from) {
+    d.sums[block] = block_sum(from);
+    d.written[block] = 1;
+    return whole_block(d, block, "written", [&](size_t at, size_t n, off_t offset) {
+        return pwrite(d.file, from + at, n, offset);
+    });
+}
+
+// ----------------------------------------------------------------------------
+// ranges: memory is the host's or a device's
+
+enum class Way { FROM_DISK, TO_DISK };
+
+// The part of a range that lies in one block.
+struct BlockPart {
+    size_t block, within, bytes; // `within` the block
+};
+
+// f(part, at): `at` counts bytes from the start of the range.
+template <typename F>
+void for_each_block(size_t offset, size_t bytes, F f) {
+    for (size_t at = 0; at < bytes;) {
+        // The first part and the last may be less than a block.
+        size_t within = (offset + at) % DISK_BLOCK;
+        size_t n = std::min(bytes - at, DISK_BLOCK - within);
+        f(BlockPart{(offset + at) / DISK_BLOCK, within, n}, at);
+        at += n;
+    }
+}
+
+// Move one part; what else is in the block stays.
+template <typename S>
+std::string move_part(Disk& d, Way way, unsigned char* memory, BlockPart part, DiskBuffer& buffer,
+                      S where) {
+    // A part of a block is written by reading the rest first.
+    unsigned char* there = buffer.bytes + part.within;
+    std::string wrong;
+    if (way == Way::FROM_DISK || part.bytes < DISK_BLOCK)
+        wrong = read_block(d, part.block, buffer.bytes);
+    if (!wrong.empty()) return wrong;
+
+    if (way == Way::FROM_DISK) {
+        copy_in(memory, there, part.bytes, where);
+        wait_for(where); // the buffer is the next part's
+        return "";
+    }
+    // A copy from a device waits for the stream, so the move is behind what wrote the memory.
+    copy_out(there, memory, part.bytes, where);
+    return write_block(d, part.block, buffer.bytes);
+}
+
+// Move a range of the file now, from or to the host's memory.
+inline std::string disk_read(Disk& d, void* to, size_t offset, size_t bytes) {
+    DiskBuffer buffer;
+    std::string wrong;
+    // Stop at the first block that is wrong.
+    for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
+        unsigned char* memory = static_cast<unsigned char*>(to) + at;
+        if (wrong.empty())
+            wrong = move_part(d, Way::FROM_DISK, memory, part, buffer, Cpu{});
+    });
+    return wrong;
+}
+inline std::string disk_write(Disk& d, const void* from, size_t offset, size_t bytes) {
+    DiskBuffer buffer;
+    std::string wrong;
+    for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
+        auto* memory = const_cast<unsigned char*>(static_cast<const unsigned char*>(from)) + at;
+        if (wrong.empty())
+            wrong = move_part(d, Way::TO_DISK, memory, part, buffer, Cpu{});
+    });
+    return wrong;
+}
+
+// ----------------------------------------------------------------------------
+// moves beside compute
+
+// Ranges on their way together; the last of their blocks to arrive ends the move.
+struct DiskMove {
+    size_t left = 0; // blocks
+    std::string wrong;
+};
+
+// Add a range to a move. Each block is a job; `memory` belongs to the move until it is over.
+template <typename S>
+void disk_start(Disk& d, const std::shared_ptr<DiskMove>& move, Way way, void* memory,
+                size_t offset, size_t bytes, S where) {
+    // A new thread's calls would go to the first device.
+    int device = current_device(where);
+    std::lock_guard hold(d.lock);
+    for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
+        unsigned char* here = static_cast<unsigned char*>(memory) + at;
+        move->left++;
+        d.jobs.push_back([=, &d](DiskBuffer& buffer) {
+            use_device(device, where);
+            std::string wrong = move_part(d, way, here, part, buffer, where);
+
+            // The last block wakes whoever waits.
+            std::lock_guard hold(d.lock);
+            if (!wrong.empty()) move->wrong = wrong;
+            if (--move->left == 0) d.changed.notify_all();
+        });
+    });
+    d.changed.notify_all();
+}
+
+// Wait until all of a move has arrived.
+inline std::string disk_finish(Disk& d, DiskMove& move) {
+    std::unique_lock hold(d.lock);
+    d.changed.wait(hold, [&] { return move.left == 0; });
+    return move.wrong;
+}
+
+} // namespace llmc

@@ -1,0 +1,150 @@
+// moves.h - what FETCH and PARK do; and lasting data read and written wherever they lie
+//   With the host's memory a move is copies in a stream of its own: on a CPU they are over at the
+//   start. With a file its threads move blocks, and the finish waits for them.
+//   Checkpoints and initial weights see no chunks: read_kept() and fill_kept() walk them.
+#pragma once
+#include "trainer.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// FETCH and PARK
+
+// f(data, place, staged) for each part of a chunk that has bytes: where it lies and where it goes.
+template <typename T, typename S, typename F>
+void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
+    Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
+    unsigned char* at = address<unsigned char>(t, staged);
+    for (Data d : optimizer_data(t.plans[t.plan], a.bucket, a.chunk)) {
+        const Place* place = arena_find(t.arena, t.plan, t.at, d);
+        if (!place) continue; // no master beside wide weights
+        f(d, *place, at);
+        at += round_up(place->bytes, ARENA_ALIGN);
+    }
+}
+
+// A datum of the optimizer's for an update: this rank's range, or the staged chunk; null: none.
+template <typename P, typename T, typename S>
+P* optimizer_part(const Trainer<T, S>& t, const Action& a, Data wanted, const Range& range) {
+    if (a.chunk < 0) return updated_part<P>(t, wanted, range);
+    unsigned char* found = nullptr;
+    wanted.chunk = a.chunk;
+    for_each_staged(t, a, [&](Data d, const Place&, unsigned char* staged) {
+        if (d == wanted) found = staged;
+    });
+    return reinterpret_cast<P*>(found);
+}
+
+// Start a move; what it touches is free when its flight is over.
+template <typename T, typename S>
+InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
+    // All blocks of a chunk are one move.
+    bool fetches = a.op == Op::FETCH;
+    Memory* memory = t.arena.memory;
+    auto move = std::make_shared<DiskMove>();
+
+    // Stand behind what compute has been given: it may still use these bytes.
+    S stream = t.move_stream, compute = t.ctx.where;
+    wait_point(record_point(compute), stream);
+    for_each_staged(t, a, [&](Data, const Place& place, unsigned char* staged) {
+        // A file has no address: its threads take a place in it.
+        Memory& m = memory[int(place.tier)];
+        unsigned char* home = m.base + place.offset;
+        if (place.tier == Tier::DISK) {
+            Way way = fetches ? Way::FROM_DISK : Way::TO_DISK;
+            disk_start(*m.disk, move, way, staged, place.offset, place.bytes, stream);
+        } else if (fetches) {
+            copy_in(staged, home, place.bytes, stream);
+        } else {
+            copy_out_later(home, staged, place.bytes, stream);
+        }
+    });
+
+    // A file's blocks are waited for by the host, copies by the stream of compute.
+    InFlight<S> f;
+    f.moves = true;
+    f.action = t.at;
+    if (Disk* disk = memory[int(Tier::DISK)].disk.get()) {
+        f.rest = [=] {
+            std::string wrong = disk_finish(*disk, *move);
+            LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
+        };
+    } else {
+        f.rest = [=, point = record_point(stream)] { wait_point(point, compute); };
+    }
+    return f;
+}
+
+// ----------------------------------------------------------------------------
+// lasting data, wherever they lie
+
+// Where a datum lies, or its first chunk; null: this rank has none.
+template <typename T, typename S>
+const Place* kept_place(const Trainer<T, S>& t, Data d) {
+    const Place* place = arena_find(t.arena, t.plan, t.at, d);
+    if (place) return place;
+
+    // An offloaded bucket has a first chunk, if it has any.
+    d.chunk = 0;
+    return arena_find(t.arena, t.plan, t.at, d);
+}
+
+// f(place, byte, from, count) for each piece of elements [at, at+count) of V: `byte` in its tier,
+// `from` counts elements from `at`.
+template <typename V, typename T, typename S, typename F>
+void for_each_piece(const Trainer<T, S>& t, Data d, size_t at, size_t count, F f) {
+    // On the device a datum is one piece.
+    const Place* whole = arena_find(t.arena, t.plan, t.at, d);
+    if (whole) return f(*whole, whole->offset + at * sizeof(V), size_t(0), count);
+
+    // Take from each chunk what the range has of it.
+    size_t chunk = t.plans[t.plan].offload.chunk;
+    for (size_t from = 0; from < count;) {
+        d.chunk = int((at + from) / chunk);
+        size_t within = (at + from) % chunk, n = std::min(count - from, chunk - within);
+        // Chunks of a bucket lie apart.
+        const Place* place = arena_find(t.arena, t.plan, t.at, d);
+        f(*place, place->offset + within * sizeof(V), from, n);
+        from += n;
+    }
+}
+
+// Copy elements to the host.
+template <typename V, typename T, typename S>
+void read_kept(const Trainer<T, S>& t, V* to, Data d, size_t at, size_t count) {
+    // A datum may lie in several chunks, all in one tier.
+    for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
+        const Memory& m = t.arena.memory[int(p.tier)];
+        size_t bytes = n * sizeof(V);
+        switch (p.tier) {
+        case Tier::DEVICE: return copy_out(to + from, m.base + byte, bytes, t.ctx.where);
+        case Tier::HOST: memcpy(to + from, m.base + byte, bytes); return;
+        case Tier::DISK: {
+            std::string wrong = disk_read(*m.disk, to + from, byte, bytes);
+            LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
+        }
+        }
+    });
+}
+
+// Elements [at, at+count) become value(i), i from 0; over on return.
+template <typename V, typename T, typename S, typename F>
+void fill_kept(Trainer<T, S>& t, Data d, size_t at, size_t count, F value) {
+    for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
+        const Memory& m = t.arena.memory[int(p.tier)];
+        V* home = reinterpret_cast<V*>(m.base + byte);
+        auto here = [&](size_t i) { return value(from + i); };
+        switch (p.tier) {
+        case Tier::DEVICE: return fill_memory(home, n, here, t.ctx.where);
+        case Tier::HOST: return fill_memory(home, n, here, Cpu{});
+        case Tier::DISK: {
+            std::vector<V> values(n); // a chunk at most
+            fill_memory(values.data(), n, here, Cpu{});
+            std::string wrong = disk_write(*m.disk, values.data(), byte, n * sizeof(V));
+            LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
+        }
+        }
+    });
+}
+
+} // namespace llmc

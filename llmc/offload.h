@@ -1,0 +1,62 @@
+// offload.h - optimizer state outside the device - arXiv:2101.06840, arXiv:2104.07857
+//   Masters and moments are 12 of AdamW's 18 bytes a parameter, and a step touches them once.
+//   They lie in the host's memory or in a file, and pass through the device by chunks of 2^24:
+//     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead
+//     UPDATE(b.c)  the optimizer, on STAGED and the device's gradients
+//     PARK(b.c)    STAGED -> where they lie                               one chunk behind
+//   The update is the same kernel on the same numbers: no bit depends on the tier. ZeRO-1 to 3
+//   cut the state first: each rank moves its own shard (ZeRO-Offload, ZeRO-Infinity).
+//   Memory of P parameters in bf16 on one rank, in bytes, with prefetch 1:
+//     device 6 P + 3 chunks of 12 bytes an element (604 MB whatever P is)      host or file 12 P
+//   Time: 24 P bytes a step on the way, while a step computes 6 P N floating-point operations of N
+//   tokens: hidden for N > 4 F/w tokens, at F operations and w bytes a second.
+#pragma once
+#include "action.h"
+
+namespace llmc {
+
+// Chunks of a bucket's optimizer state on this rank; 0: it is not offloaded.
+inline int offload_chunks(const Plan& p, const Model& model, int bucket) {
+    // The last chunk may be shorter.
+    if (p.offload.optimizer == Tier::DEVICE) return 0;
+    size_t elements = kept_elements(p.layout, model, {Kind::MASTER, bucket});
+    return int(ceil_div(elements, p.offload.chunk));
+}
+
+// Before: UPDATE(b). After: UPDATE(b.c) for each chunk, FETCH before it, PARK behind it. The first
+// chunks set out before NORM, which waits for all ranks.
+inline Plan add_offload(const Plan& in, const Model& model) {
+    // List the fetches of all updates, in their order.
+    std::vector<Action> fetches;
+    for (const Action& a : in.actions)
+        for (int c = 0; a.op == Op::UPDATE && c < offload_chunks(in, model, a.bucket); c++)
+            fetches.push_back({Op::FETCH, -1, -1, a.bucket, false, {}, c});
+    if (fetches.empty()) return in;
+
+    // Write the list anew, with the fetches ahead of their updates.
+    Plan p = in;
+    p.actions.clear();
+    size_t fetched = 0, updated = 0, ahead = size_t(p.layout.prefetch);
+    auto fetch_until = [&](size_t end) {
+        for (; fetched < std::min(end, fetches.size()); fetched++)
+            p.actions.push_back(fetches[fetched]);
+    };
+    for (const Action& a : in.actions) {
+        if (a.op == Op::NORM) fetch_until(ahead);
+        // All but updates stay as they are.
+        if (a.op != Op::UPDATE) {
+            p.actions.push_back(a);
+            continue;
+        }
+
+        // Each chunk of a bucket is an update of its own.
+        for (int c = 0; c < offload_chunks(p, model, a.bucket); c++) {
+            fetch_until(++updated + ahead);
+            p.actions.push_back({Op::UPDATE, -1, -1, a.bucket, false, {}, c});
+            p.actions.push_back({Op::PARK, -1, -1, a.bucket, false, {}, c});
+        }
+    }
+    return p;
+}
+
+} // namespace llmc

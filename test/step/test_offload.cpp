@@ -1,0 +1,346 @@
+// test_offload.cpp - optimizer state in the host's memory or in a file: the same bits as on the device
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include <sys/resource.h>
+#include <csignal>
+#include <random>
+#include "../harness/testing.h"
+#include "small_models.h"
+
+namespace {
+
+// ----------------------------------------------------------------------------
+// the file
+
+std::vector<unsigned char> random_bytes(std::mt19937& random, size_t n) {
+    std::vector<unsigned char> bytes(n);
+    for (unsigned char& b : bytes) b = (unsigned char)random();
+    return bytes;
+}
+
+// Ranges of any place and length, now and by the threads, against the same in memory.
+TEST(Disk, HoldsWhatWasWritten) {
+    std::mt19937 random(3);
+    size_t size = 5 * DISK_BLOCK;
+    Disk d;
+    ASSERT_EQ(disk_open(d, "/tmp", size), "");
+    std::vector<unsigned char> like(size, 0); // what was never written is zero
+    for (int i = 0; i < 60; i++) {
+        size_t at = random() % size, n = std::min(size - at, size_t(random()) % (2 * DISK_BLOCK));
+        if (i % 8 == 0) at = at / DISK_BLOCK * DISK_BLOCK, n = DISK_BLOCK;
+        std::vector<unsigned char> bytes = random_bytes(random, n), back(n);
+        bool by_threads = i % 2;
+        auto move = std::make_shared<DiskMove>();
+        if (i % 3) {
+            std::copy(bytes.begin(), bytes.end(), like.begin() + at);
+            if (by_threads) {
+                disk_start(d, move, Way::TO_DISK, bytes.data(), at, n, Cpu{});
+            } else {
+                ASSERT_EQ(disk_write(d, bytes.data(), at, n), "");
+            }
+        } else if (by_threads) {
+            disk_start(d, move, Way::FROM_DISK, back.data(), at, n, Cpu{});
+        } else {
+            ASSERT_EQ(disk_read(d, back.data(), at, n), "");
+        }
+        ASSERT_EQ(disk_finish(d, *move), "");
+        if (i % 3 == 0) {
+            ASSERT_TRUE(std::equal(back.begin(), back.end(), like.begin() + at)) << i;
+        }
+    }
+    std::vector<unsigned char> all(size);
+    ASSERT_EQ(disk_read(d, all.data(), 0, size), "");
+    EXPECT_TRUE(all == like);
+}
+
+TEST(Disk, ABlockThatChangedIsAnError) {
+    std::mt19937 random(4);
+    Disk d;
+    ASSERT_EQ(disk_open(d, "/tmp", 3 * DISK_BLOCK), "");
+    std::vector<unsigned char> bytes = random_bytes(random, 3 * DISK_BLOCK), back(bytes.size());
+    ASSERT_EQ(disk_write(d, bytes.data(), 0, bytes.size()), "");
+
+    // One bit of the second block, behind the program's back.
+    alignas(DISK_ALIGN) static unsigned char page[DISK_ALIGN];
+    off_t at = off_t(DISK_BLOCK + 8 * DISK_ALIGN);
+    ASSERT_EQ(pread(d.file, page, DISK_ALIGN, at), ssize_t(DISK_ALIGN));
+    page[77] ^= 16;
+    ASSERT_EQ(pwrite(d.file, page, DISK_ALIGN, at), ssize_t(DISK_ALIGN));
+    EXPECT_EQ(disk_read(d, back.data(), 0, DISK_BLOCK), "");
+    EXPECT_EQ(disk_read(d, back.data(), 2 * DISK_BLOCK, DISK_BLOCK), "");
+    EXPECT_HAS(disk_read(d, back.data(), 0, 3 * DISK_BLOCK), "block 1 of the offloaded state has "
+                                                             "changed");
+    auto move = std::make_shared<DiskMove>();
+    disk_start(d, move, Way::FROM_DISK, back.data(), 0, 3 * DISK_BLOCK, Cpu{});
+    EXPECT_HAS(disk_finish(d, *move), "block 1 ");
+}
+
+// All room is taken at the start, and nothing has a name that could stay behind.
+TEST(Disk, RefusesWhatDoesNotFit) {
+    std::string folder = scratch("offload");
+    fs::create_directories(folder);
+    signal(SIGXFSZ, SIG_IGN);
+    rlimit saved, small = {2 * DISK_BLOCK, RLIM_INFINITY};
+    getrlimit(RLIMIT_FSIZE, &saved);
+    small.rlim_max = saved.rlim_max;
+    setrlimit(RLIMIT_FSIZE, &small);
+    Disk large, fits;
+    std::string wrong = disk_open(large, folder, 3 * DISK_BLOCK);
+    std::string good = disk_open(fits, folder, 2 * DISK_BLOCK);
+    setrlimit(RLIMIT_FSIZE, &saved);
+    EXPECT_HAS(wrong, "3 MiB of state do not fit: File too large; choose another folder");
+    EXPECT_EQ(good, "");
+    EXPECT_TRUE(fs::is_empty(folder));
+
+    Disk nowhere;
+    EXPECT_HAS(disk_open(nowhere, folder + "/none", DISK_BLOCK), "No such file or directory");
+}
+
+// ----------------------------------------------------------------------------
+// the same bits
+
+struct Case {
+    int dp, tp, pp, zero;
+    Tier tier;
+    int prefetch = 1;
+    Optimizer optimizer = Optimizer::ADAMW;
+};
+
+// Threads of a file that sleep first make every move late.
+void make_late(Disk* disk) {
+    if (!disk) return;
+    std::lock_guard hold(disk->lock);
+    for (int i = 0; i < DISK_THREADS; i++)
+        disk->jobs.push_front(
+            [](DiskBuffer&) { std::this_thread::sleep_for(std::chrono::milliseconds(3)); });
+    disk->changed.notify_all();
+}
+
+// Weights, masters and moments after three steps, whole.
+template <typename T>
+std::vector<float> trained(const Shape& shape, const Case& c, bool late = false) {
+    Layout sizes = small_layout(c.dp, c.tp, c.pp);
+    sizes.zero = c.zero;
+    sizes.prefetch = c.prefetch;
+    std::vector<float> all;
+    EXPECT_EQ(run_local_ranks(c.dp * c.tp * c.pp, {}, [&](const Comm& world) {
+#ifdef _OPENMP
+        omp_set_num_threads(1);
+#endif
+        Plan plan = small_plan(2, 8, 2);
+        plan.optimizer = c.optimizer;
+        plan.offload = {c.tier, 4096};
+        plan.layout = layout_at(sizes, world.rank);
+        plan.layout.first_layer =
+            split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
+        Fixture<T> rank(shape, {plan});
+        auto& t = rank.t;
+        t.comms = make_comms(world, plan.layout, ranks_of_kv_head(plan.layout, t.model));
+        Disk* disk = t.arena.memory[int(Tier::DISK)].disk.get();
+        bool any = keeps_any(t, Kind::MASTER) || keeps_any(t, Kind::STATE);
+        EXPECT_EQ(disk != nullptr, c.tier == Tier::DISK && any);
+        if (late)
+            t.after = [&](const Action& a) {
+                if (a.op == Op::UPDATE || a.op == Op::NORM) make_late(disk);
+            };
+        for (int i = 0; i < 3; i++) rank.step();
+
+        // A part of the ranks has a bucket; all take part in bringing it together.
+        std::vector<float> mine;
+        auto add = [&](const std::vector<float>& values) {
+            mine.insert(mine.end(), values.begin(), values.end());
+        };
+        for (const Parameter& p : t.model.parameters) {
+            add(get_weight(t, p));
+            for (int s = 0; s < int(optimizer_row(c.optimizer).states.size()); s++)
+                add(fetch<float>(t, {Kind::STATE, p.bucket, s}, p));
+        }
+        if (world.rank == 0) all = mine;
+    }), 0);
+    return all;
+}
+
+TEST(Offload, ChangesNoBitInAnyLayout) {
+    const std::vector<Case> layouts = {
+        {1, 1, 1, 0, Tier::DEVICE}, {2, 1, 1, 1, Tier::DEVICE}, {2, 1, 1, 2, Tier::DEVICE},
+        {2, 1, 1, 3, Tier::DEVICE}, {1, 2, 1, 0, Tier::DEVICE}, {1, 1, 2, 0, Tier::DEVICE},
+        {2, 2, 1, 1, Tier::DEVICE}, {2, 1, 2, 3, Tier::DEVICE}};
+    for (const Shape& shape : {small_gpt2(), small_llama()})
+        for (Case c : layouts) {
+            std::vector<float> there = trained<bf16>(shape, c);
+            ASSERT_GT(there.size(), 1000u);
+            for (Tier tier : {Tier::HOST, Tier::DISK}) {
+                c.tier = tier;
+                EXPECT_TRUE(trained<bf16>(shape, c) == there)
+                    << "dp " << c.dp << " tp " << c.tp << " pp " << c.pp << " zero " << c.zero
+                    << " tier " << int(tier);
+            }
+        }
+}
+
+TEST(Offload, ChangesNoBitWhateverMovesAndWhen) {
+    Case c = {2, 1, 1, 1, Tier::DEVICE};
+    for (Optimizer optimizer : {Optimizer::ADAMW, Optimizer::SGD})
+        for (int prefetch : {0, 1, 3}) {
+            c.optimizer = optimizer, c.prefetch = prefetch, c.tier = Tier::DEVICE;
+            std::vector<float> half = trained<bf16>(small_gpt2(), c);
+            std::vector<float> single = trained<float>(small_gpt2(), c);
+            for (Tier tier : {Tier::HOST, Tier::DISK}) {
+                c.tier = tier;
+                bool late = tier == Tier::DISK;
+                EXPECT_TRUE(trained<bf16>(small_gpt2(), c, late) == half) << prefetch;
+                EXPECT_TRUE(trained<float>(small_gpt2(), c, late) == single) << prefetch;
+            }
+        }
+}
+
+// ----------------------------------------------------------------------------
+// the plan
+
+Plan offloaded_plan(const Model& model, size_t chunk, int prefetch = 1) {
+    PlanOptions o = small_plan(2, 8, 2);
+    o.offload = {Tier::HOST, chunk};
+    Layout layout;
+    layout.prefetch = prefetch;
+    return make_plan(layout, model, o);
+}
+
+TEST(Offload, APlanThatLosesAChunkIsRefused) {
+    Model model = make_model(small_gpt2(), {});
+    Plan good = offloaded_plan(model, 4096);
+    EXPECT_EQ(plan_check(good, model), "");
+    int moves = 0;
+    for (size_t i = 0; i < good.actions.size(); i++) {
+        const Action& a = good.actions[i];
+        if (a.chunk < 0) continue;
+        moves++;
+        Plan without = good, twice = good;
+        without.actions.erase(without.actions.begin() + long(i));
+        twice.actions.insert(twice.actions.begin() + long(i), a);
+        EXPECT_NE(plan_check(without, model), "") << action_text(a, model);
+        EXPECT_NE(plan_check(twice, model), "") << action_text(a, model);
+
+        // In the place of the next one of its bucket; a fetch in that of its update.
+        for (size_t k = i + 1; k < good.actions.size(); k++) {
+            const Action& b = good.actions[k];
+            bool next = a.op == Op::FETCH ? b.chunk == a.chunk : b.op != Op::FETCH;
+            if (b.bucket != a.bucket || !next) continue;
+            Plan swapped = good;
+            std::swap(swapped.actions[i], swapped.actions[k]);
+            EXPECT_NE(plan_check(swapped, model), "") << action_text(a, model);
+            break;
+        }
+    }
+    EXPECT_GT(moves, 3 * int(model.buckets.size())) << "some bucket has two chunks";
+}
+
+// The device holds three chunks in place of all masters and moments, whatever the model's size.
+TEST(Offload, TheDeviceHoldsThreeChunks) {
+    for (int layers : {2, 6, 24}) {
+        Shape shape = gpt2_shape(layers, 4, 64, 256, 16);
+        auto place = [&](Tier tier) {
+            PlanOptions o = small_plan(1, 16, 1);
+            o.offload = {tier, 8192};
+            Trainer<bf16, Cpu> t;
+            trainer_place(t, shape, {o});
+            return t.arena;
+        };
+        Arena here = place(Tier::DEVICE), there = place(Tier::HOST), file = place(Tier::DISK);
+        size_t moved = 0;
+        for (auto& [d, p] : here.lasting)
+            if (d.kind == Kind::MASTER || d.kind == Kind::STATE) moved += p.bytes;
+        EXPECT_EQ(there.memory[int(Tier::HOST)].bytes, moved);
+        EXPECT_GE(file.memory[int(Tier::DISK)].bytes, moved);
+        EXPECT_EQ(here.device().persistent_bytes - there.device().persistent_bytes, moved);
+
+        // Passing data peak at the update now, or where they did.
+        size_t chunks = 3 * 8192 * 12, passing = there.device().bytes - there.device().persistent_bytes;
+        size_t before = here.device().bytes - here.device().persistent_bytes;
+        EXPECT_LE(passing, std::max(before, chunks + 64 * 1024)) << layers;
+        EXPECT_EQ(there.device().bytes, file.device().bytes);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// the program
+
+struct OffloadRun : Scratch {
+    std::string flags, folder;
+    void SetUp() override {
+        Scratch::SetUp();
+        std::string text;
+        for (int i = 0; i < 3000; i++) text += "line " + std::to_string(i * 7919 % 1000) + " of a text\n";
+        folder = path("disk");
+        fs::create_directories(folder);
+        flags = " --layers 2 --heads 2 --channels 32 --seq 32 --micro-batch 4 --precision bf16 "
+                "--sample-tokens 0 --log-every 1 --data " + put("text.txt", text) + " ";
+    }
+    Ran run(const std::string& more) const { return shell(program() + flags + more); }
+    std::string to_disk() const { return " --offload optimizer --offload-to " + folder; }
+};
+
+// A checkpoint does not say where the state lay: any run goes on from it.
+TEST_F(OffloadRun, GoesOnInAnotherTier) {
+    auto state = [&](const std::string& out) {
+        std::string all;
+        for (auto& [name, bytes] : folder_bytes(path(out) + "/step_00000006"))
+            if (name != "manifest.json") all += name + bytes;
+        return all;
+    };
+    std::string ranks = "--local-ranks 2 --zero 2 ";
+    Ran whole = run(ranks + "--steps 6 --out " + path("whole"));
+    ASSERT_EQ(whole.status, 0) << whole.text;
+    for (std::string first : {to_disk(), std::string(" --offload optimizer"), std::string()})
+        for (std::string then : {std::string(), to_disk(), std::string(" --offload optimizer")}) {
+            fs::remove_all(path("parts"));
+            Ran a = run(ranks + "--steps 3 --out " + path("parts") + first);
+            Ran b = run(ranks + "--steps 6 --resume --out " + path("parts") + then);
+            ASSERT_EQ(a.status + b.status, 0) << a.text << b.text;
+            EXPECT_TRUE(state("parts") == state("whole")) << first << " then" << then;
+        }
+    EXPECT_TRUE(fs::is_empty(folder)) << "the file has no name";
+}
+
+// A process's peak, in bytes.
+size_t peak_of(const std::string& command) {
+    pid_t pid = fork();
+    if (pid == 0) {
+        execl("/bin/bash", "bash", "-c", ("exec " + command + " >/dev/null 2>&1").c_str(), nullptr);
+        _exit(127);
+    }
+    int status = 0;
+    rusage use = {};
+    wait4(pid, &status, 0, &use);
+    EXPECT_EQ(status, 0) << command;
+    return size_t(use.ru_maxrss) * 1024;
+}
+
+// The process shrinks by what the plan says.
+TEST_F(OffloadRun, LeavesTheMemoryToOthers) {
+    std::string large = flags + "--layers 8 --channels 512 --heads 8 --micro-batch 1 --steps 2 ";
+    auto planned = [&](const std::string& more) {
+        std::string text = shell(program() + large + more + " --explain").text;
+        size_t at = text.find("\n  total ");
+        return at == std::string::npos ? 0 : strtoull(text.c_str() + at + 9, nullptr, 10);
+    };
+    size_t here = planned(""), there = planned(to_disk());
+    ASSERT_GT(here, there + (size_t(150) << 20)) << "12 bytes of 18 leave";
+    size_t shrunk = peak_of(program() + large) - peak_of(program() + large + to_disk());
+    EXPECT_NEAR(double(shrunk), double(here - there), 0.05 * double(here - there));
+}
+
+TEST_F(OffloadRun, SaysWhatCannotWork) {
+    EXPECT_HAS(run("--steps 1 --offload optimizer --offload-to " + path("none")).text,
+               "there is no such folder: make it, or give cpu");
+    EXPECT_HAS(run("--steps 1 --offload weights").text, "none|optimizer");
+    EXPECT_HAS(run("--steps 1 --offload optimizer --optimizer sgd --precision fp32").text,
+               "neither masters nor moments");
+    EXPECT_HAS(run("--steps 1 --offload-to " + folder).text, "--offload-to does nothing without");
+    Ran full = shell("trap '' XFSZ; ulimit -f 400;" + program() + flags + "--steps 1" + to_disk());
+    EXPECT_HAS(full.text, "of state do not fit: File too large");
+    EXPECT_EQ(full.status, 1);
+    EXPECT_TRUE(fs::is_empty(folder));
+}
+
+} // namespace
