@@ -100,9 +100,10 @@ copycheck: # operator files alone, as other projects copy them
 	@test/copycheck.sh
 bench:
 	@scripts/setup.sh
-	@$(MAKE) --no-print-directory found $(BUILD)/bench_ops $(BUILD)/bench_step
+	@$(MAKE) --no-print-directory found $(BUILD)/bench_ops $(BUILD)/bench_step $(BUILD)/bench_disk
 	$(BUILD)/bench_ops perf
 	$(BUILD)/bench_step
+	$(BUILD)/bench_disk
 # An operator from the naive kernel to the project's own: checked everywhere, measured on a GPU.
 ladders: $(LADDERS)
 	@for ladder in $(LADDERS); do echo $$ladder; $$ladder || exit 1; done

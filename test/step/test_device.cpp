@@ -43,6 +43,7 @@ template <typename T, typename S> struct Small {
     Trainer<T, S> t;
     Small(const Shape& s, const std::vector<Plan>& plans, S where = {}) {
         t.ctx.where = where;
+        t.offload_folder = "/tmp";
         trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
         trainer_allocate(t);
         init_constants(t);
@@ -176,6 +177,21 @@ TEST(Device, RunsAreBitwiseEqual) {
         }
         EXPECT_EQ(all[0], all[1]);
     }
+}
+
+// Masters and moments in the host's memory or in a file: weights have the same bits.
+TEST(Device, OffloadChangesNoBit) {
+    std::vector<std::vector<double>> all[TIERS];
+    for (Tier tier : {Tier::DEVICE, Tier::HOST, Tier::DISK}) {
+        Plan plan = train_plan(Recompute::NONE, false);
+        plan.offload = {tier, 4096};
+        Small<bf16, cudaStream_t> gpu(tiny_gpt2(), {plan});
+        gpu.step(), gpu.step();
+        for (const Parameter& p : gpu.t.model.parameters)
+            all[int(tier)].push_back(gpu.template values<bf16>(Kind::WEIGHT, p));
+    }
+    EXPECT_EQ(all[int(Tier::HOST)], all[int(Tier::DEVICE)]);
+    EXPECT_EQ(all[int(Tier::DISK)], all[int(Tier::DEVICE)]);
 }
 
 // A gradient that is not finite: the weights stay as they were, the step does not count.
