@@ -96,6 +96,14 @@ inline std::string ds_betas(DsFile& f, const DsRow& row, const Json& value) {
     return wrong.empty() ? ds_number(f, {"", nullptr, "beta2"}, value[1]) : wrong;
 }
 
+// The folder of a state on nvme; with another device it is not used.
+inline std::string ds_folder(DsFile& f, const DsRow& row, const Json& value) {
+    std::string key = row.key;
+    auto device = f.keys.find(key.substr(0, key.size() - strlen("nvme_path")) + "device");
+    if (device == f.keys.end() || device->second != "nvme") return "";
+    return value.is_string() ? ds_set(f, row, value.get<std::string>()) : "wants a folder";
+}
+
 // Accelerate's processes are all ranks; dp is what the other axes leave of them.
 inline std::string ds_processes(DsFile& f, const DsRow& row, const Json& value) {
     int others = f.c.tp * f.c.pp;
@@ -130,9 +138,11 @@ inline const std::vector<DsRow>& ds_table() {
 
         {"zero_optimization.stage",                    ds_number, "zero"},
         {"zero_optimization.offload_param.device",     ds_word,   "offload",
-         "none= cpu=weights nvme=weights:nvme"},
+         "none= cpu=weights nvme=weights"},
         {"zero_optimization.offload_optimizer.device", ds_word,   "offload",
-         "none= cpu=optimizer nvme=optimizer:nvme"},
+         "none= cpu=optimizer nvme=optimizer"},
+        {"zero_optimization.offload_optimizer.nvme_path", ds_folder, "offload-to", "",
+         "\"/local_nvme\""},
         {"zero_optimization.zero_quantized_weights",   ds_word,   "", "false="},
         {"zero_optimization.zero_quantized_gradients", ds_word,   "", "false="},
         {"zero_optimization.zero_hpz_partition_size",  ds_word,   "", "1="},
@@ -166,9 +176,10 @@ inline const std::vector<DsRow>& ds_table() {
         {"deepspeed_config.zero_stage",                  ds_number,    "zero"},
         {"deepspeed_config.gradient_clipping",           ds_number,    "clip"},
         {"deepspeed_config.offload_param_device",        ds_word,      "offload",
-         "none= cpu=weights nvme=weights:nvme"},
+         "none= cpu=weights nvme=weights"},
         {"deepspeed_config.offload_optimizer_device",    ds_word,      "offload",
-         "none= cpu=optimizer nvme=optimizer:nvme"},
+         "none= cpu=optimizer nvme=optimizer"},
+        {"deepspeed_config.offload_optimizer_nvme_path", ds_folder,    "offload-to"},
         {"deepspeed_config.gradient_accumulation_steps", nullptr,      "batch-tokens"},
         {"gradient_accumulation_steps",                  nullptr,      "batch-tokens"},
         {"train_batch_size",                             nullptr,      "batch-tokens"},

@@ -116,7 +116,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
         EXPECT_HAS(wrong, "not built yet");
     }
     EXPECT_HAS(check({"--fp8"}), "--fp8 true: not built yet");
-    EXPECT_HAS(check({"--offload", "optimizer"}), "not built yet");
+    EXPECT_HAS(check({"--offload", "weights"}), "none|optimizer");
     EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
@@ -217,7 +217,7 @@ TEST(Config, NotesWhatDoesNothing) {
     EXPECT_EQ(notes({"--top-k", "3", "--temperature", "0"}),
               "--top-k does nothing without a --temperature above 0; ");
     EXPECT_EQ(notes({"--prefetch=2", "--zero=2", "--local-ranks=2"}),
-              "--prefetch does nothing without --zero 3; ");
+              "--prefetch does nothing without --zero 3 or --offload; ");
 }
 
 TEST(Config, TheCopyInTheLogHoldsEveryFlag) {
@@ -427,10 +427,18 @@ TEST(DsConfig, RefusesByName) {
     EXPECT_HAS(read_ds_config(c, "/no/such.json", 1, &lines), "--ds-config /no/such.json");
     // Offload is a flag's matter, which refuses it by its own name.
     translate(c, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})");
-    EXPECT_HAS(check_built(c), "--offload optimizer: not built yet");
+    EXPECT_EQ(c.offload, "optimizer");
+    EXPECT_EQ(c.offload_to, "cpu");
+    Config disk;
+    translate(disk, {}, R"({"zero_optimization": {"offload_optimizer": {
+        "device": "nvme", "nvme_path": "/fast"}}})");
+    EXPECT_EQ(disk.offload_to, "/fast");
+    Config usual;
+    translate(usual, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}})");
+    EXPECT_EQ(usual.offload_to, "/local_nvme") << "DeepSpeed's default";
     EXPECT_HAS(translate(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"},
                                                    "offload_param": {"device": "cpu"}}})"),
-               "another key wants --offload weights");
+               "--offload");
 }
 
 // ----------------------------------------------------------------------------
