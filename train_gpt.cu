@@ -148,6 +148,7 @@ void set_training(Run& run, Trainer<T, S>& t) {
     t.hyper.weight_decay = float(c.weight_decay);
     t.hyper.clip = float(c.clip);
     t.hyper.loss_scaling = run.loss_scaling;
+    t.hyper.seed = uint64_t(c.seed);
     t.window = [&run](uint64_t sample, int* tokens, int* targets) {
         std::string wrong = load_window(run.train, sample, tokens, targets);
         bool saves = !wrong.empty() && !run.config.out.empty();

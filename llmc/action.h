@@ -57,7 +57,7 @@ struct KindRow {
 inline const KindRow& kind_row(Kind kind) {
     static const KindRow rows[] = {
         {"weight",     true,  true},  // what this rank keeps: the whole bucket, in ZeRO-3 its shard
-        {"master",     true,  true},  // float weights beside narrow ones
+        {"master",     true,  true},  // the bits that narrow weights lack (small_states.cuh)
         {"state",      true,  true},  // a state tensor of the optimizer; `micro` is its number
         {"grad",       true,  true},  // the step's gradient: whole, or its shard in ZeRO-2 and 3
         {"grad.tied",  true,  true},  // the head's gradient of a tied table
@@ -139,6 +139,7 @@ struct PlanOptions {
     bool split_backward = false; // B as I and W
     Optimizer optimizer = Optimizer::ADAMW;
     Offload offload = {};
+    Masters masters = Masters::FLOAT; // of weights that are narrower than float
 };
 
 struct Plan : PlanOptions {

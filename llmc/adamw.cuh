@@ -4,20 +4,25 @@
 //   weight (n) T   master (n) float, or null where the weight is its own master
 //   grad, m, v (n) acc   or a table of tensors in one bucket, in one call
 //   scale: {scale, finite, step} as grad_norm_finish leaves them; null: 1, true, h.step
-//   Contract: master, m, v updated, weight = the master rounded to nearest. Nothing is written when
-//             !scale->finite, nor between a table's tensors. Bitwise repeatable: an element
-//             depends on nothing but itself; where the square root, the division and fma are IEEE
-//             (nvcc without -use_fast_math, a CPU) all versions give the same bits.
+//   AdamWMemory: master as the 16-bit remainders of small_states.cuh
+//   Contract: master, m, v updated, weight = the master rounded to nearest; exact ties go to even,
+//             beside a remainder away from zero. Nothing is written when !scale->finite, nor
+//             between a table's tensors. Bitwise repeatable: an element depends on nothing but
+//             itself; where the square root, the division and fma are IEEE (nvcc without
+//             -use_fast_math, a CPU) all versions give the same bits.
 //             Without a master, bf16 and fp16 lose steps below half a unit in the last place.
 //             With h.stochastic they round up as often as the remainder says, by 16 random bits
 //             of (seed, step, name, global element): the layout does not change them.
 //   Cost: memory-bound: reads grad, master, m, v; writes master, m, v, weight: 30 bytes a bf16
-//         parameter, 24 without a master. The GPU reads the scale where the norm left it.
-//   To copy: this file, grad_norm.cuh, loss_scale.cuh, rand.h, types.h and cuda_common.h.
+//         parameter, 28 with remainders, 24 without a master. The GPU reads the scale where the
+//         norm left it.
+//   To copy: this file and grad_norm.cuh, loss_scale.cuh, small_states.cuh,
+//   rand.h, types.h, cuda_common.h.
 #pragma once
 #include "cuda_common.h"
 #include "grad_norm.cuh"
 #include "rand.h"
+#include "small_states.cuh"
 
 namespace llmc {
 
@@ -27,6 +32,15 @@ struct AdamW {
     bool stochastic = false; // rounding, where there is no master
     uint64_t seed = 0;       // of the rounding
     int64_t step = 1;        // this step's number, from 1, where no StepScale brings it
+};
+
+// A bucket's memory; rows say which elements belong to which tensor.
+template <typename T> struct AdamWMemory {
+    T* weight;
+    void* master; // float or uint16_t, as `masters` says; null: the weight is its own
+    const acc_t<T>* grad;
+    acc_t<T>*m, *v;
+    Masters masters = Masters::FLOAT;
 };
 
 // ----------------------------------------------------------------------------
@@ -123,46 +137,90 @@ struct RoundingBits {
 // ----------------------------------------------------------------------------
 // CPU
 
+// Elements that a thread works on at a time.
+constexpr size_t UPDATE_BLOCK = 256;
+
+// Read n weights from element `at` on: the masters, or the weights themselves.
 template <typename T>
-void adamw_update(T* weight, float* master,                       // a bucket's; master or null
-                  const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v, // the bucket's
-                  const TensorRow* rows, size_t count,            // (count)
+void read_weights(acc_t<T>* w, const AdamWMemory<T>& x, size_t at, size_t n) { // w (n)
+    typedef acc_t<T> A;
+    if constexpr (type_of<T>() == Type::BF16)
+        if (x.masters == Masters::REMAINDER) {
+            const uint16_t* remainder = static_cast<const uint16_t*>(x.master) + at;
+            #pragma omp simd
+            for (size_t k = 0; k < n; k++)
+                w[k] = join_float({bits_as<uint16_t>(x.weight[at + k]), remainder[k]});
+            return;
+        }
+
+    // A test of one pointer in each turn: the compiler takes it out of the loop.
+    const float* master = static_cast<const float*>(x.master);
+    #pragma omp simd
+    for (size_t k = 0; k < n; k++)
+        w[k] = master ? A(master[at + k]) : to_acc(x.weight[at + k]);
+}
+
+// Write n weights of a row from its element i on: the master exactly, the weight rounded.
+template <typename T>
+void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
+                   const TensorRow& row, size_t i, size_t n, const AdamW& h, int64_t step) {
+    T* weight = x.weight + row.offset + i; // (n)
+    if constexpr (type_of<T>() == Type::BF16)
+        if (x.masters == Masters::REMAINDER) {
+            uint16_t* remainder = static_cast<uint16_t*>(x.master) + row.offset + i;
+            #pragma omp simd
+            for (size_t k = 0; k < n; k++) {
+                SplitFloat parts = split_float(w[k]);
+                weight[k] = bits_as<T>(parts.weight);
+                remainder[k] = parts.remainder;
+            }
+            return;
+        }
+
+    // Without a master round at random, or lose what is below half a unit in the last place.
+    if (!x.master && h.stochastic) {
+        RoundingBits random(h, step, row.hash);
+        for (size_t k = 0; k < n; k++)
+            weight[k] = round_stochastic<T>(w[k], random(whole_index(row, i + k)));
+        return;
+    }
+
+    // The weight is the master's copy, rounded to nearest.
+    float* master = static_cast<float*>(x.master) + (x.master ? row.offset + i : 0);
+    #pragma omp simd
+    for (size_t k = 0; k < n; k++) {
+        if (x.master) master[k] = float(w[k]);
+        weight[k] = from_acc<T>(w[k]);
+    }
+}
+
+template <typename T>
+void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, // (count)
                   AdamW h, const StepScale* scale, Cpu) {
     typedef acc_t<T> A;
     StepScale now = this_step(scale, h.step);
     // Skip the whole step: a NaN in the moments would stay for ever.
     if (!now.finite) return;
 
-    // Walk the tensors; threads share out the elements of each.
+    // Walk the tensors; threads share out the blocks of each. A block's weights pass through the
+    // first cache, so that each format is one loop.
     const AdamWStep<A> update(h, now);
     for (size_t r = 0; r < count; r++) {
         const TensorRow& row = rows[r];
-        size_t from = row.offset, to = row.offset + row.n;
         A decay = row.decay ? h.decay : 0;
+        #pragma omp parallel for
+        for (size_t i = 0; i < row.n; i += UPDATE_BLOCK) {
+            size_t at = row.offset + i, n = row.n - i < UPDATE_BLOCK ? row.n - i : UPDATE_BLOCK;
+            A w[UPDATE_BLOCK];
+            read_weights(w, x, at, n);
+            A *m = x.m + at, *v = x.v + at; // (n)
+            const A* grad = x.grad + at;    // (n)
 
-        if (master) {
-            // The master takes the step; the weight is its copy.
-            #pragma omp parallel for simd
-            for (size_t i = from; i < to; i++) {
-                A w = update(m[i], v[i], grad[i], A(master[i]), decay);
-                master[i] = float(w);
-                weight[i] = from_acc<T>(w);
-            }
-        } else if (h.stochastic) {
-            // Round at random, by blocks of eight that share random words.
-            #pragma omp parallel for
-            for (size_t i = from; i < to; i += 8) {
-                RoundingBits random(h, now.step, row.hash);
-                for (size_t k = i; k < i + 8 && k < to; k++) {
-                    A w = update(m[k], v[k], grad[k], to_acc(weight[k]), decay);
-                    weight[k] = round_stochastic<T>(w, random(row.first + (k - from)));
-                }
-            }
-        } else {
-            // Round to nearest.
-            #pragma omp parallel for simd
-            for (size_t i = from; i < to; i++)
-                weight[i] = from_acc<T>(update(m[i], v[i], grad[i], to_acc(weight[i]), decay));
+            // Take the step: the moments are updated in place.
+            #pragma omp simd
+            for (size_t k = 0; k < n; k++)
+                w[k] = update(m[k], v[k], grad[k], w[k], decay);
+            write_weights(x, w, row, i, n, h, now.step);
         }
     }
 }
@@ -221,12 +279,57 @@ __device__ Pack<float, P> load_weights(const T* weight, const float* master, siz
     return w;
 }
 
+// The same of a bucket's element `at` on, SPLIT: joined from weights and remainders.
+template <bool SPLIT, int P, typename T>
+__device__ Pack<float, P> read_some(const AdamWMemory<T>& x, size_t at, size_t count) {
+    if constexpr (SPLIT) {
+        // Two loads of half a float each, of as many bytes as one.
+        Pack<T, P> upper = load_some<P>(x.weight + at, count);
+        Pack<uint16_t, P> lower = load_some<P>(static_cast<uint16_t*>(x.master) + at, count);
+        Pack<float, P> w;
+        for (int k = 0; k < P; k++)
+            w.v[k] = join_float({bits_as<uint16_t>(upper.v[k]), lower.v[k]});
+        return w;
+    } else {
+        const float* master = static_cast<const float*>(x.master);
+        return load_weights<P>(x.weight + at, master ? master + at : nullptr, count);
+    }
+}
+
+// Write P weights of a row from its element i on: the master exactly, the weight rounded.
+template <bool SPLIT, int P, typename T>
+__device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, const TensorRow& row,
+                           size_t i, size_t count, const AdamW& h, int64_t step) {
+    size_t at = row.offset + i;
+    Pack<T, P> rounded;
+    if constexpr (SPLIT) {
+        // Both halves change, for a carry may reach the weight.
+        Pack<uint16_t, P> lower;
+        for (int k = 0; k < P; k++) {
+            SplitFloat parts = split_float(w.v[k]);
+            rounded.v[k] = bits_as<T>(parts.weight);
+            lower.v[k] = parts.remainder;
+        }
+        store_some(static_cast<uint16_t*>(x.master) + at, lower, count);
+    } else if (!x.master && h.stochastic) {
+        // Number elements within the whole tensor: no layout changes a bit.
+        RoundingBits random(h, step, row.hash);
+        for (int k = 0; k < P; k++)
+            rounded.v[k] = round_stochastic<T>(w.v[k], random(whole_index(row, i + k)));
+    } else {
+        for (int k = 0; k < P; k++)
+            rounded.v[k] = from_acc<T>(w.v[k]);
+        if (x.master) store_some(static_cast<float*>(x.master) + at, w, count);
+    }
+
+    store_some(x.weight + at, rounded, count);
+}
+
 // P elements a thread at a time; blocks walk the table's chunks.
-//   weight, master, grad, m, v: the bucket's, each row `offset` elements into them
-template <typename T, int P>
-__global__ void adamw_update_kernel(T* weight, float* master, const float* grad, float* m, float* v,
-                                    __grid_constant__ const TensorTable table, AdamW h,
-                                    const StepScale* scale) {
+//   x: the bucket's, each row `offset` elements into it
+template <typename T, int P, bool SPLIT>
+__global__ void adamw_update_kernel(AdamWMemory<T> x, __grid_constant__ const TensorTable table,
+                                    AdamW h, const StepScale* scale) {
     StepScale now = this_step(scale, h.step);
     if (!now.finite) return;
     const AdamWStep<float> update(h, now);
@@ -235,30 +338,17 @@ __global__ void adamw_update_kernel(T* weight, float* master, const float* grad,
         float decay = row.decay ? h.decay : 0;
 
         // Read, and take the step.
-        Pack<float, P> g = load_some<P>(grad + at, count);
-        Pack<float, P> pm = load_some<P>(m + at, count);
-        Pack<float, P> pv = load_some<P>(v + at, count);
-        Pack<float, P> w = load_weights<P>(weight + at, master ? master + at : nullptr, count);
+        Pack<float, P> g = load_some<P>(x.grad + at, count);
+        Pack<float, P> pm = load_some<P>(x.m + at, count);
+        Pack<float, P> pv = load_some<P>(x.v + at, count);
+        Pack<float, P> w = read_some<SPLIT, P>(x, at, count);
         for (int k = 0; k < P; k++)
             w.v[k] = update(pm.v[k], pv.v[k], g.v[k], w.v[k], decay);
 
-        // Round.
-        Pack<T, P> rounded;
-        if (!master && h.stochastic) {
-            // Number elements within their tensor: sharding changes no bit.
-            RoundingBits random(h, now.step, row.hash);
-            for (int k = 0; k < P; k++)
-                rounded.v[k] = round_stochastic<T>(w.v[k], random(row.first + i + k));
-        } else {
-            for (int k = 0; k < P; k++)
-                rounded.v[k] = from_acc<T>(w.v[k]);
-        }
-
         // Write.
-        store_some(m + at, pm, count);
-        store_some(v + at, pv, count);
-        if (master) store_some(master + at, w, count);
-        store_some(weight + at, rounded, count);
+        store_some(x.m + at, pm, count);
+        store_some(x.v + at, pv, count);
+        write_some<SPLIT>(x, w, row, i, count, h, now.step);
     });
 }
 
@@ -295,17 +385,27 @@ inline unsigned update_grid(const TensorTable& table) {
     return table.chunks < UPDATE_BLOCKS ? unsigned(table.chunks) : UPDATE_BLOCKS;
 }
 
-// A launch for 64 tensors.
+// The kernel for a bucket: P elements a thread. Only bf16 is the upper half of a float, so no other
+// type has remainders.
+template <typename T, int P>
+auto pick_adamw_kernel(const AdamWMemory<T>& x) {
+    if constexpr (type_of<T>() == Type::BF16)
+        if (x.masters == Masters::REMAINDER) return adamw_update_kernel<T, P, true>;
+    return adamw_update_kernel<T, P, false>;
+}
+
+// A launch for 40 tensors.
 template <typename T>
-void adamw_update(T* weight, float* master, const float* grad, float* m, float* v,
-                  const TensorRow* rows, size_t count, AdamW h, const StepScale* scale,
-                  cudaStream_t stream) {
+void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, AdamW h,
+                  const StepScale* scale, cudaStream_t stream) {
+    // Four remainders are 8 bytes: what is aligned for floats is for them.
+    const float* master = static_cast<const float*>(x.master);
     for_each_table(rows, count, [&](const TensorTable& table, size_t) {
         // Four elements at a time: 16 bytes of all but a narrow weight.
-        bool vector = can_vectorize<float>(0, weight, master, grad, m, v) && rows_aligned<4>(table);
-        launch(vector ? adamw_update_kernel<T, 4> : adamw_update_kernel<T, 1>,
-               update_grid(table), UPDATE_THREADS, 0, stream,
-               weight, master, grad, m, v, table, h, scale);
+        bool aligned = can_vectorize<float>(0, x.weight, master, x.grad, x.m, x.v);
+        bool vector = aligned && rows_aligned<4>(table);
+        launch(vector ? pick_adamw_kernel<T, 4>(x) : pick_adamw_kernel<T, 1>(x),
+               update_grid(table), UPDATE_THREADS, 0, stream, x, table, h, scale);
     });
 }
 
@@ -323,7 +423,16 @@ void sgd_update(T* weight, float* master, const float* grad, const TensorRow* ro
 #endif
 
 // ----------------------------------------------------------------------------
-// one tensor is a table of one row
+// all in float, as most callers have it; one tensor is a table of one row
+
+template <typename T, typename S>
+void adamw_update(T* weight, float* master,                       // a bucket's; master or null
+                  const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v, // the bucket's
+                  const TensorRow* rows, size_t count,            // (count)
+                  AdamW h, const StepScale* scale, S where) {
+    AdamWMemory<T> x = {weight, master, grad, m, v};
+    adamw_update(x, rows, count, h, scale, where);
+}
 
 template <typename T, typename S>
 void adamw_update(T* weight, float* master, const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v,

@@ -12,6 +12,34 @@
 
 namespace llmc {
 
+// A rank's piece of a parameter: runs of consecutive elements of the whole. The first begins at
+// `start`, and between two of them are `gap` elements of other ranks.
+struct PieceRuns {
+    size_t start, run, gap;
+};
+inline PieceRuns piece_runs(const Parameter& p, int tp_rank, int tp) {
+    size_t same = size_t(replication(p.shard, tp)), pieces = size_t(tp) / same;
+    // A parameter that every rank holds is one run.
+    if (pieces == 1)
+        return {0, p.elements(), 0};
+
+    // Along the second axis each row is cut; along the first, each of its parts.
+    size_t inner = p.shard.axis == 0 ? p.cols() : 1;
+    size_t part = p.shape[size_t(p.shard.axis)] / size_t(p.shard.parts) * inner;
+    size_t run = part / pieces;
+    return {size_t(tp_rank) / same * run, run, part - run};
+}
+
+// Where a rank's elements lie in the whole parameter, as runs of consecutive elements:
+// f(local, global, count). Initial weights, checkpoints and exports go through here, so that none
+// depends on the layout.
+template <typename F>
+void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
+    auto [start, run, gap] = piece_runs(p, tp_rank, tp);
+    for (size_t k = 0; k < p.elements() / (run + gap); k++)
+        f(k * run, start + k * (run + gap), run);
+}
+
 // Shards are equal and hold whole chunks of the norm, so a bucket is padded where it is cut.
 constexpr size_t SHARD_ALIGN = 4096; // elements
 inline size_t shard_elements(const Layout& layout, const Bucket& b) {

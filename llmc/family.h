@@ -31,6 +31,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
     model.shape = shape;
     model.shape.padded = round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
     model.tp = tp;
+    model.tp_rank = layout.tp.rank;
 
     // Padding comes first: the visitors below read it through Vp().
     const Shape& s = model.shape;

@@ -7,7 +7,7 @@
 //             from Betas it makes AdamW's bias corrections too.
 //             Bitwise repeatable. The two versions add a chunk's squares, and the sums, in orders
 //             of their own. Nothing waits for the host.
-//   Cost: memory-bound: reads grad.  A launch for 64 tensors.
+//   Cost: memory-bound: reads grad.  A launch for 40 tensors.
 //   To copy: this file, loss_scale.cuh, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
@@ -78,9 +78,17 @@ struct TensorRow {
     // in the tensor, or in a tensor-parallel rank's piece of it.
     uint64_t hash = 0;
     uint64_t first = 0;
+    // A piece is cut out of the tensor in runs, which begin at `start` and lie `gap` apart.
+    uint64_t start = 0, run = 1, gap = 0;
 
     size_t chunk = 0; // set by launchers: chunks of the rows before it
 };
+
+// The index of a row's element i in the whole tensor, however it is cut over ranks.
+LLMC_HD inline uint64_t whole_index(const TensorRow& row, size_t i) {
+    uint64_t piece = row.first + i;
+    return row.start + piece + (row.gap ? piece / row.run * row.gap : 0);
+}
 
 // Chunks end at multiples of GRAD_NORM_CHUNK of the bucket, and where a row ends: a bucket that is
 // cut there has the same chunks in its parts.
@@ -156,7 +164,7 @@ void add_gradients(A* grad, const A* other, size_t n, Cpu) {
 #if LLMC_KERNELS
 
 // Part of a bucket's table, passed to a kernel by value: a launch can carry 4 KB.
-constexpr size_t TABLE_ROWS = 64;
+constexpr size_t TABLE_ROWS = 40;
 struct TensorTable {
     TensorRow rows[TABLE_ROWS];
     size_t count = 0, chunks = 0;
@@ -168,7 +176,7 @@ struct TensorChunk {
     size_t from, to; // elements of the row
 };
 __device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk) {
-    // At most 64 rows, which all threads read alike: a walk is fast enough.
+    // At most 40 rows, which all threads read alike: a walk is fast enough.
     size_t r = 0;
     while (r + 1 < table.count && table.rows[r + 1].chunk <= chunk)
         r++;
@@ -224,7 +232,7 @@ __global__ void add_gradients_kernel(float* grad, const float* other, size_t n) 
 // ----------------------------------------------------------------------------
 // launchers
 
-// f(table, chunks before it) for up to 64 rows at a time, empty ones left out; returns all chunks.
+// f(table, chunks before it) for up to 40 rows at a time, empty ones left out; returns all chunks.
 template <typename F>
 size_t for_each_table(const TensorRow* rows, size_t count, F f) {
     size_t done = 0;
@@ -258,7 +266,7 @@ bool rows_aligned(const TensorTable& table) {
     return true;
 }
 
-// Launches for 64 tensors each; returns how many sums there are.
+// Launches for 40 tensors each; returns how many sums there are.
 inline size_t grad_squares(double* sums, const float* grad, const TensorRow* rows, size_t count,
                            cudaStream_t stream) {
     return for_each_table(rows, count, [&](const TensorTable& table, size_t done) {

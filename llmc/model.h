@@ -165,7 +165,7 @@ struct Bucket {
 // The tables that every plan reads: parameters and buckets, as one tensor-parallel rank has them.
 struct Model {
     Shape shape; // whole
-    int tp = 1;
+    int tp = 1, tp_rank = 0;
     std::vector<Parameter> parameters;
     std::vector<Bucket> buckets;
 
@@ -215,21 +215,6 @@ inline void add_parameter(Model& m, Parameter p) {
     p.pieces = m.tp / replication(p.shard, m.tp);
     m.buckets.back().count++;
     m.parameters.push_back(p);
-}
-
-// Where a rank's elements lie in the whole parameter, as runs of consecutive elements:
-// f(local, global, count). Initial weights, checkpoints and exports go through here, so that none
-// depends on the layout.
-template <typename F>
-void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
-    size_t same = size_t(replication(p.shard, tp)), pieces = size_t(tp) / same;
-    if (pieces == 1)
-        return f(size_t(0), size_t(0), p.elements());
-    size_t inner = p.shard.axis == 0 ? p.cols() : 1;
-    size_t part = p.shape[size_t(p.shard.axis)] / size_t(p.shard.parts) * inner,
-           run = part / pieces, piece = size_t(tp_rank) / same;
-    for (size_t k = 0; k < p.elements() / part; k++)
-        f(k * run, k * part + piece * run, run);
 }
 
 // ----------------------------------------------------------------------------

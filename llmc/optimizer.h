@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 #include <vector>
+#include "small_states.cuh"
 
 namespace llmc {
 
@@ -36,6 +37,13 @@ inline Optimizer optimizer_named(const std::string& name) {
     for (size_t i = 0; i < optimizer_rows().size(); i++)
         if (name == optimizer_rows()[i].name) return Optimizer(i);
     return Optimizer::ADAMW;
+}
+
+// The values of --masters; config_check() has refused every other word, and those that the weights'
+// type cannot have.
+inline Masters masters_named(const std::string& name) {
+    if (name == "none") return Masters::NONE;
+    return name == "remainder" ? Masters::REMAINDER : Masters::FLOAT;
 }
 
 } // namespace llmc

@@ -1,7 +1,7 @@
 // parameters.h - parameters whole, and the range that a rank keeps: drawn, written, read
 //   Everything goes by the global element, so that no result depends on the layout: initial
 //   weights are keyed by seed, name and global index; checkpoint and export read and write through
-//   fetch() and make_weight().
+//   fetch_numbers() and make_weight().
 #pragma once
 #include "moves.h"
 
@@ -39,7 +39,7 @@ void for_each_kept(const Layout& layout, const Parameter& p, KeptRange range, F 
     for_each_run(p, layout.tp.rank, layout.tp.size, clip);
 }
 
-// Every rank answers alike, for masters exist by the type of weights alone.
+// Every rank answers alike, for masters exist by the type of weights and --masters alone.
 template <typename T, typename S>
 bool keeps_any(const Trainer<T, S>& t, Kind kind) {
     for (auto& [d, place] : t.arena.lasting)
@@ -85,6 +85,15 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
         if (range.count)
             fill_kept<decltype(value(0))>(t, d, range.at, range.count, value);
     };
+
+    // Beside a remainder the weight is rounded as the remainder undoes it.
+    if constexpr (type_of<T>() == Type::BF16)
+        if (t.plans[0].masters == Masters::REMAINDER) {
+            auto split = [](A x) { return split_float(float(x)); };
+            store(weight, of_weight, [=](A x) { return T{split(x).weight}; });
+            store(master, of_master, [=](A x) { return split(x).remainder; });
+            return;
+        }
     store(weight, of_weight, [](A x) { return from_acc<T>(acc_t<T>(x)); });
     store(master, of_master, [](A x) { return float(x); });
 }
@@ -117,14 +126,49 @@ void init_weights(Trainer<T, S>& t, uint64_t seed) {
 // ----------------------------------------------------------------------------
 // reading: collective, on every rank the whole parameter
 
-// A parameter's values of a datum of V, from the ranks that own them.
-template <typename V, typename T, typename S>
-std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p) {
+// The numbers that a range of a master, a weight or a state tensor stands for, on this rank.
+template <typename T, typename S>
+std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Parameter& p,
+                                   KeptRange range) {
+    typedef acc_t<T> A;
+    std::vector<A> values(range.count);
+
+    // Moments and float masters are numbers already.
+    if (d.kind == Kind::STATE) {
+        read_kept(t, values.data(), d, range.at, range.count);
+        return values;
+    }
+    if (d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT) {
+        std::vector<float> masters(range.count);
+        read_kept(t, masters.data(), d, range.at, range.count);
+        std::copy(masters.begin(), masters.end(), values.begin());
+        return values;
+    }
+
+    // Join weights and remainders, or take weights as they are. ZeRO-1 and 2 keep weights whole
+    // beside a shard of remainders, so the range begins elsewhere in the two.
+    Data weight = {Kind::WEIGHT, p.bucket};
+    KeptRange of_weight = kept_range(t, weight, p);
+    size_t at = of_weight.at + (range.first - of_weight.first);
+    std::vector<T> weights(range.count);
+    std::vector<uint16_t> remainders(d.kind == Kind::MASTER ? range.count : 0);
+    read_kept(t, weights.data(), weight, at, range.count);
+    if (d.kind == Kind::MASTER) read_kept(t, remainders.data(), d, range.at, range.count);
+    for (size_t i = 0; i < values.size(); i++) {
+        values[i] = to_acc(weights[i]);
+        if constexpr (type_of<T>() == Type::BF16)
+            if (d.kind == Kind::MASTER) values[i] = join_float({weights[i].bits, remainders[i]});
+    }
+    return values;
+}
+
+// The whole parameter, of V, from the ranks that own it: read(range) gives what one of them keeps.
+template <typename V, typename T, typename S, typename F>
+std::vector<V> gather_owned(const Trainer<T, S>& t, Data d, const Parameter& p, F read) {
     std::vector<V> values(p.elements(), V{});
     KeptRange range = kept_range(t, d, p);
     if (range.count && owns(t, d, p)) {
-        std::vector<V> kept(range.count);
-        read_kept(t, kept.data(), d, range.at, range.count);
+        std::vector<V> kept = read(range);
         for_each_kept(t.layout, p, range, [&](size_t at, size_t global, size_t count) {
             std::copy_n(kept.data() + at, count, values.data() + global);
         });
@@ -136,16 +180,31 @@ std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p) {
     return values;
 }
 
+// A datum as it is stored, in elements of V: no format is undone.
+template <typename V, typename T, typename S>
+std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    return gather_owned<V>(t, d, p, [&](KeptRange range) {
+        std::vector<V> kept(range.count);
+        read_kept(t, kept.data(), d, range.at, range.count);
+        return kept;
+    });
+}
+
+// The numbers that it stands for. Files hold these, so that runs with masters of any kind can read
+// what others have written.
+template <typename T, typename S>
+std::vector<acc_t<T>> fetch_numbers(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    return gather_owned<acc_t<T>>(t, d, p, [&](KeptRange range) {
+        return read_numbers(t, d, p, range);
+    });
+}
+
 // The float values of a parameter as trained: the master where there is one.
 template <typename T, typename S>
 std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
-    if (keeps_any(t, Kind::MASTER))
-        return fetch<float>(t, {Kind::MASTER, p.bucket}, p);
-    std::vector<T> weight = fetch<T>(t, {Kind::WEIGHT, p.bucket}, p);
-    std::vector<float> values(weight.size());
-    for (size_t i = 0; i < values.size(); i++)
-        values[i] = float(to_acc(weight[i]));
-    return values;
+    Kind kind = keeps_any(t, Kind::MASTER) ? Kind::MASTER : Kind::WEIGHT;
+    std::vector<acc_t<T>> values = fetch_numbers(t, {kind, p.bucket}, p);
+    return std::vector<float>(values.begin(), values.end());
 }
 
 } // namespace llmc

@@ -34,7 +34,8 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
 // the rows that norm and optimizer walk
 
 // The parameters of elements [from, to) of a bucket, by their distance from `from`.
-// Rows are keyed by the parameter's name, so that stochastic rounding is the same for all shards.
+// Rows know the parameter's name and the place of each element in the whole of it, so that
+// stochastic rounding is the same for all shards and pieces.
 inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
     const Bucket& b = model.buckets[bucket];
     std::vector<TensorRow> rows;
@@ -42,8 +43,11 @@ inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t
         const Parameter& p = model.parameters[i];
         size_t start = std::max(p.offset, from);
         size_t end = std::min(p.offset + p.local_elements(), to);
-        if (start < end)
-            rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset});
+        if (start >= end) continue;
+        // Under tp a parameter is a piece of the whole.
+        PieceRuns piece = piece_runs(p, model.tp_rank, model.tp);
+        rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
+                        piece.start, piece.run, piece.gap});
     }
     return rows;
 }
@@ -207,7 +211,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     // Buckets. Gradients and moments are in acc; a master only where weights are narrower.
     case Kind::WEIGHT:
     case Kind::GATHERED: return elements * sizeof(T);
-    case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * sizeof(float) : 0;
+    case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
     case Kind::STATE:
     case Kind::GRAD:
     case Kind::PARTIAL:

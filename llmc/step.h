@@ -258,20 +258,26 @@ void run_update(Trainer<T, S>& t, const Action& a) {
     T* weight = updated_part<T>(t, {Kind::WEIGHT, a.bucket}, whole) + skip;
     const A* grad = updated_part<const A>(t, {Kind::GRAD, a.bucket}, whole) + skip;
 
-    // Its own data lie in the arena, or where FETCH has brought a chunk.
-    float* master = optimizer_part<float>(t, a, {Kind::MASTER, a.bucket}, whole);
-    auto state = [&](int s) { return optimizer_part<A>(t, a, {Kind::STATE, a.bucket, s}, whole); };
+    // Its own data lie in the arena, or where FETCH has brought a chunk. A null master: weights
+    // are as wide as float already, or rounded at random.
+    auto own = [&](Data d) { return optimizer_part<unsigned char>(t, a, d, whole); };
+    void* master = own({Kind::MASTER, a.bucket});
+    auto state = [&](int s) { return reinterpret_cast<A*>(own({Kind::STATE, a.bucket, s})); };
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
     auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
-    // A null master: weights are as wide as float already.
-    switch (t.plans[t.plan].optimizer) {
-    case Optimizer::ADAMW:
-        return adamw_update(weight, master, grad, state(0), state(1), rows.data(), rows.size(),
-                            {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay}, scale, t.ctx.where);
+    // Rounding at random draws from --seed.
+    const Plan& p = t.plans[t.plan];
+    switch (p.optimizer) {
+    case Optimizer::ADAMW: {
+        AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters};
+        bool random = h.stochastic && p.masters == Masters::NONE;
+        AdamW numbers = {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, random, h.seed};
+        return adamw_update(memory, rows.data(), rows.size(), numbers, scale, t.ctx.where);
+    }
     case Optimizer::SGD:
-        return sgd_update(weight, master, grad, rows.data(), rows.size(), h.lr, h.weight_decay,
-                          scale, t.ctx.where);
+        return sgd_update(weight, static_cast<float*>(master), grad, rows.data(), rows.size(),
+                          h.lr, h.weight_decay, scale, t.ctx.where);
     }
 }
 

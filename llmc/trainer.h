@@ -18,6 +18,8 @@ struct Hyper {
     float lr = 0; // of this step: the schedule has set it
     float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0, clip = 0;
     LossScaling loss_scaling = {}; // fp16
+    uint64_t seed = 0;             // of rounding at random
+    bool stochastic = true;        // tests: false rounds to nearest, which loses small steps
 };
 
 // Reads tokens (T) and targets (T) of sample number `sample`; returns "" or what is wrong.

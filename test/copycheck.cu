@@ -286,6 +286,32 @@ template <typename T, typename S> void calls(Results& r, S where) {
     size_t moved = 0;
     for (size_t i = 0; i < n; i++) moved += llmc::to_float(steps[i]) != llmc::to_float(before[i]);
     r.add(Floats{moved > 0 ? 1.0f : 0.0f});
+
+    // bf16 with remainders: the bits of float masters.
+    if constexpr (llmc::type_of<T>() == llmc::Type::BF16) {
+        std::vector<T> split = numbers<T>(n, 1);
+        std::vector<uint16_t> remainders(n);
+        Floats m4(n), v4(n), joined;
+        llmc::TensorRow row = {0, n};
+        llmc::AdamWMemory<T> memory = {split.data(), remainders.data(), grad.data(), m4.data(),
+                                       v4.data(),    llmc::Masters::REMAINDER};
+        h.stochastic = false;
+        for (h.step = 1; h.step <= 2; h.step++)
+            llmc::adamw_update(memory, &row, 1, h, nullptr, where);
+        for (size_t i = 0; i < n; i++)
+            joined.push_back(llmc::join_float({llmc::bits_as<uint16_t>(split[i]), remainders[i]}));
+        r.add(joined);
+        r.add(Floats{joined == master ? 1.0f : 0.0f});
+    }
+}
+
+#elif defined(COPY_small_states)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S) {
+    Floats joined;
+    for (float x : numbers<float>(N * C, 1))
+        joined.push_back(llmc::join_float(llmc::split_float(x * 1.2345f)));
+    r.add(joined);
 }
 
 #elif defined(COPY_grad_norm)

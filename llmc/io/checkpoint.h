@@ -1,11 +1,11 @@
 // checkpoint.h - crash-safe checkpoints: each rank writes what it owns, any layout loads them
 //   OUT/step_00000100/rank_00003.safetensors   the elements that rank 3 owns, as flat tensors
-//                                              "param.NAME" (the masters, or the weights),
+//                                              "param.NAME" (the masters, exact, or the weights),
 //                                              "m.NAME" and "v.NAME" (AdamW's moments)
 //   OUT/step_00000100/manifest.json            step, cursor, seed, model; and for each file
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
 //   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank has
-//   it; for_each_run (model.h) says where they lie in the whole. Each element is in one file, its
+//   it; for_each_run (buckets.h) says where they lie in the whole. Each element is in one file, its
 //   owner's: see owns() (parameters.h). A rank that owns nothing makes no file. Padding of the
 //   vocabulary is in none.
 //   Save   1. the first rank makes step_N.tmp
@@ -155,7 +155,8 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     // An evaluation keeps no moments, and then loads none.
     bool stateful = keeps_any(t, Kind::STATE);
     std::vector<StateTensor> list;
-    Kind weights = sizeof(T) < sizeof(acc_t<T>) ? Kind::MASTER : Kind::WEIGHT;
+    bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
+    Kind weights = narrow ? Kind::MASTER : Kind::WEIGHT;
     for (const Parameter& p : t.model.parameters) {
         list.push_back({"param." + p.name, {weights, p.bucket}, &p});
         if (!stateful || !t.model.buckets[p.bucket].trainable)
@@ -241,8 +242,7 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
     writer_open(&w, folder + "/" + name, specs, {});
     for (auto& [s, range] : owned) {
         if (!w.wrong.empty()) break;
-        std::vector<A> values(range.count);
-        read_kept(t, values.data(), s.data, range.at, range.count);
+        std::vector<A> values = read_numbers(t, s.data, *s.p, range);
         writer_put(w, values.data(), range.count * sizeof(A));
     }
     std::string wrong = writer_close(&w);

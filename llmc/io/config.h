@@ -60,6 +60,7 @@ struct Config {
     int64_t loss_scale_start = 0;
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
     double loss_scale_min = -1;
+    std::string masters = "float";
     bool fp8 = false;
     std::string recompute = "none", offload = "none", offload_to = "cpu";
 
@@ -194,6 +195,9 @@ inline const std::vector<Flag>& config_table() {
          "overflows before it halves (0: 2, pytorch's 1)"},
         {"loss-scale-min", &C::loss_scale_min, "-1..1000000000",
          "it falls no lower (-1: 1, pytorch's 0)"},
+        {"masters", &C::masters, "float|remainder|none",
+         "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
+         "rounded at random"},
         {"fp8", &C::fp8, "= false (fp8 products)", "fp8 matrix products"},
         {"recompute", &C::recompute, "none|selective|attention|ffn|full",
          "selective: norms and activation functions; attention, ffn: also that branch's products; "
@@ -666,8 +670,23 @@ inline std::string check_batch(Config& c, const Shape& s) {
                   down ? concat(down, " or ") : "", up);
 }
 
+// Masters may be small where weights are their upper halves, or their own masters.
+inline std::string check_masters(const Config& c) {
+    if (c.masters == "float") return "";
+    std::string flag = "--masters " + c.masters;
+    // fp16 is no part of a float: what it lacks depends on the exponent.
+    if (c.precision != "bf16")
+        return concat(flag, " is for bf16 weights, and these are ", c.precision,
+                      ": give --precision bf16, or --masters float");
+    if (c.optimizer != "adamw")
+        return concat(flag, " is for --optimizer adamw: give --masters float");
+    return "";
+}
+
 // Some flags want another one.
 inline std::string check_together(const Config& c) {
+    std::string wrong = check_masters(c);
+    if (!wrong.empty()) return wrong;
     if (c.min_lr > c.lr)
         return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
     if (c.document_end >= 0 && !c.document_mask)

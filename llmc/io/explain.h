@@ -159,7 +159,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     add("weights", Kind::WEIGHT);
     add("gradients", Kind::GRAD);
     add("gradient of the tied head", Kind::GRAD_TIED, "added to the table's once a step");
-    add("master weights", Kind::MASTER, "float");
+    const char* formats[] = {"float", "16-bit remainders", ""};
+    add("master weights", Kind::MASTER, formats[int(plans[0].masters)]);
     add("optimizer moments", Kind::STATE, "float");
     add("constants", Kind::CONSTANTS, "rotary tables, slopes");
     add("key/value cache", Kind::CACHE);
@@ -214,7 +215,7 @@ template <typename T> ParameterBytes parameter_bytes(const PlanOptions& options)
     if (options.mode != Mode::TRAIN) return {sizeof(T), 0, 0};
     // A master exists only where weights are stored in fewer bits than they are summed.
     double state = sizeof(acc_t<T>);
-    double master = sizeof(T) < sizeof(acc_t<T>) ? state : 0;
+    double master = sizeof(T) < sizeof(acc_t<T>) ? double(master_bytes(options.masters)) : 0;
     size_t states = optimizer_row(options.optimizer).states.size();
     return {sizeof(T), state, master + double(states) * state};
 }

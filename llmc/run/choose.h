@@ -288,6 +288,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.T = size_t(c.seq);
     train.micro_batches = micro_batches(c);
     train.optimizer = optimizer_named(c.optimizer);
+    train.masters = masters_named(c.masters);
     train.recompute = recompute_named(c.recompute);
     if (c.offload == "optimizer")
         train.offload.optimizer = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;

@@ -196,6 +196,23 @@ TEST(Config, RefusesWhatCannotWork) {
         EXPECT_EQ(check({"--steps", "0", "--sample-tokens", "0", use}), "") << use;
 }
 
+TEST(Config, RefusesSmallMastersThatCannotBe) {
+    auto check = [](std::vector<std::string> words) {
+        Config c;
+        std::string wrong = parse(c, words);
+        return wrong.empty() ? config_check(c, gpt2_shape(4, 4, 128, 256, 1024)) : wrong;
+    };
+    for (const char* masters : {"remainder", "none"}) {
+        EXPECT_EQ(check({"--precision", "bf16", "--masters", masters}), "");
+        EXPECT_HAS(check({"--masters", masters}), "these are fp32: give --precision bf16");
+        EXPECT_HAS(check({"--precision", "fp16", "--masters", masters}), "these are fp16");
+        EXPECT_HAS(check({"--precision", "bf16", "--optimizer", "sgd", "--masters", masters}),
+                   "is for --optimizer adamw");
+    }
+    EXPECT_EQ(check({"--masters", "float"}), "");
+    EXPECT_HAS(check({"--masters", "half"}), "float|remainder|none");
+}
+
 TEST(Config, NotesWhatDoesNothing) {
     auto notes = [](std::vector<std::string> words) {
         Config c;

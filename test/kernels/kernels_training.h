@@ -427,6 +427,67 @@ template <typename T> void update_kernels(Check& c) {
         }
 }
 
+// The bytes of numbers, so that arrays of all types are compared alike.
+template <typename V> std::vector<unsigned char> bytes_of(const std::vector<V>& x) {
+    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(x.data());
+    return {bytes, bytes + x.size() * sizeof(V)};
+}
+inline std::vector<double> numbers_of(const std::vector<unsigned char>& x) {
+    return {x.begin(), x.end()};
+}
+
+// Small masters: the CPU's bits. Rows are parts of pieces of tensors, cut in runs.
+template <typename T> void small_update_kernels(Check& c) {
+    for (size_t tensors : {1, 5, 70})
+        for (Masters masters : {Masters::FLOAT, Masters::REMAINDER, Masters::NONE}) {
+            if (masters == Masters::REMAINDER && type_of<T>() != Type::BF16) continue;
+            if (SMALL && (tensors == 5) != (masters == Masters::REMAINDER)) continue;
+            size_t n;
+            auto rows = bucket_rows(c, tensors > 1, tensors, &n);
+            for (size_t r = 0; r < rows.size(); r++)
+                rows[r].start = 13 * r, rows[r].run = 30 + r, rows[r].gap = r % 3 * 60;
+            CASE(c, "small update %s %zu tensors, masters %d", type_word(T()), tensors,
+                 int(masters));
+            auto g = as<float>(normals(c, n)), exact = as<float>(normals(c, n));
+            auto m = as<float>(normals(c, n)), v = as<float>(normals(c, n));
+            for (float& x : v) x = std::fabs(x);
+
+            // Masters, and their weights.
+            std::vector<T> w = as<T>(as_double(exact));
+            std::vector<unsigned char> master = bytes_of(exact);
+            std::vector<uint16_t> remainders(n);
+            if constexpr (type_of<T>() == Type::BF16)
+                for (size_t i = 0; masters == Masters::REMAINDER && i < n; i++) {
+                    SplitFloat x = split_float(exact[i]);
+                    w[i] = bits_as<T>(x.weight);
+                    remainders[i] = x.remainder;
+                }
+            if (masters == Masters::REMAINDER) master = bytes_of(remainders);
+            if (masters == Masters::NONE) master.clear();
+            AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 7, 1000};
+            std::vector<unsigned char> old_weight = bytes_of(w), old_master = master;
+            std::vector<unsigned char> old_m = bytes_of(m), old_v = bytes_of(v);
+
+            // Want: the CPU's bytes.
+            void* at = master.empty() ? nullptr : master.data();
+            AdamWMemory<T> x = {w.data(), at, g.data(), m.data(), v.data(), masters};
+            adamw_update(x, rows.data(), tensors, h, nullptr, Cpu{});
+
+            every_order(c, [&](Outputs&) {
+                Array<unsigned char> weight(numbers_of(old_weight)), kept(numbers_of(old_master));
+                Array<unsigned char> gm(numbers_of(old_m)), gv(numbers_of(old_v));
+                Array<float> grad(as_double(g));
+                AdamWMemory<T> y = {(T*)weight.data, at ? kept.data : nullptr, grad.data,
+                                    (float*)gm.data, (float*)gv.data, masters};
+                adamw_update(y, rows.data(), tensors, h, nullptr, cudaStream_t{});
+                expect(c, weight.host() == bytes_of(w), "weights");
+                expect(c, kept.host() == master, "masters");
+                expect(c, gm.host() == bytes_of(m), "first moments");
+                expect(c, gv.host() == bytes_of(v), "second moments");
+            });
+        }
+}
+
 // Without a StepScale: the bits of {scale 1, finite, step}.
 template <typename T> void update_without_scale_kernels(Check& c) {
     CASE(c, "update without a scale %s", type_word(T()));
@@ -470,6 +531,8 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"adamw, sgd float", update_kernels<float>});
     rows.push_back({"adamw, sgd bf16", update_kernels<bf16>});
     rows.push_back({"adamw, sgd fp16", update_kernels<fp16>});
+    rows.push_back({"adamw small float", small_update_kernels<float>});
+    rows.push_back({"adamw small bf16", small_update_kernels<bf16>});
     rows.push_back({"adamw, sgd without a scale float", update_without_scale_kernels<float>});
     rows.push_back({"adamw, sgd without a scale bf16", update_without_scale_kernels<bf16>});
     rows.push_back({"adamw, sgd without a scale fp16", update_without_scale_kernels<fp16>});

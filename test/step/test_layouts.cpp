@@ -37,6 +37,7 @@ struct LayoutCase {
     bool poisoned = false;          // before each action all that it does not read
     const char* order = "tp-pp-dp"; // of the grid
     bool whole_matrices = false;    // in each shard
+    Masters masters = Masters::FLOAT;
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
         const char* schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"};
@@ -97,6 +98,7 @@ template <typename T> void collect_grads(Fixture<T>& f, Result& r, bool first) {
 Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool adamw) {
     Plan p = small_plan(B_SAMPLES, T_LENGTH, l.micro_batches, l.recompute, l.split);
     p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
+    p.masters = l.masters;
     p.layout = me;
     p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
     std::ifstream file(l.file);
@@ -414,6 +416,27 @@ TEST(Layouts, StagesOfZeroInBf16) {
     want = run_layout<bf16>(small_gpt2(), base, true);
     base.zero = 3, base.pp = 3;
     expect_same(*run_layout<bf16>(small_gpt2(), base, true), *want, base.text());
+}
+
+// So does bf16 with small masters: an update depends on nothing but the element.
+TEST(Layouts, SmallMastersInBf16) {
+    int number = 0;
+    for (Masters masters : {Masters::REMAINDER, Masters::NONE})
+        for (const Shape& shape : shapes())
+            for (int tp : {1, 2}) {
+                if (shape.NH % size_t(tp) || left_out(&number)) continue;
+                LayoutCase base;
+                base.dp = 2, base.tp = tp, base.masters = masters;
+                auto zero0 = run_layout<bf16>(shape, base, true);
+                base.zero = 2;
+                auto zero2 = run_layout<bf16>(shape, base, true);
+                for (auto [zero, pp] : {std::pair(1, 1), {1, 2}, {2, 3}, {3, 1}, {3, 2}}) {
+                    LayoutCase l = base;
+                    l.zero = zero, l.pp = pp;
+                    expect_same(*run_layout<bf16>(shape, l, true), zero < 2 ? *zero0 : *zero2,
+                                l.text());
+                }
+            }
 }
 
 // Sums of another order. What rounding may do is what the computation does to a small change: one

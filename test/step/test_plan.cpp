@@ -590,6 +590,12 @@ TEST(Arena, MemoryIsTheTextbooks) {
                        Data{Kind::STATE, -1, 1}})
             bytes += data_bytes<bf16>(p, model, {d.kind, int(b), d.micro}, Cpu{});
     EXPECT_EQ(bytes, 18 * P);
+    for (auto [masters, each] : {std::pair(Masters::REMAINDER, 2), {Masters::NONE, 0}}) {
+        Plan small = p;
+        small.masters = masters;
+        EXPECT_EQ(data_bytes<bf16>(small, model, {Kind::MASTER, 1}, Cpu{}),
+                  size_t(each) * model.buckets[1].elements);
+    }
     EXPECT_EQ(parameter_count(model), 124439808u); // GPT-2 124M
     size_t N = p.B * p.T, C = s.C;
     auto kept = [&](Recompute level) {

@@ -1,0 +1,308 @@
+// test_states.cpp - small masters: exact where they say so, unbiased where they round at random, the
+// same for every layout, and saved to the bit
+#include "../../llmc/io/explain.h"
+#include "saved_models.h"
+
+struct States : Scratch {};
+
+namespace {
+
+float float_of(uint32_t bits) { return bits_as<float>(bits); }
+uint32_t bits_of(float x) { return bits_as<uint32_t>(x); }
+
+std::vector<float> drawn(size_t n, const char* name, uint64_t seed = 1, float std = 1) {
+    std::vector<float> x(n);
+    fill_normal(x.data(), seed, fnv1a(name), 0, n, std);
+    return x;
+}
+
+// ----------------------------------------------------------------------------
+// remainders
+
+// Every number comes back; its weight is the nearest bf16, and another one than with ties to even
+// only at exact ties.
+void expect_exact(uint32_t u) {
+    SplitFloat parts = split_float(float_of(u));
+    float weight = to_float(bf16{parts.weight}), joined = join_float(parts);
+    if ((u & 0x7fffffff) > 0x7f800000) {
+        ASSERT_TRUE(weight != weight && joined != joined) << std::hex << u;
+        return;
+    }
+    ASSERT_EQ(bits_of(joined), u);
+    bool tie = uint16_t(u) == 0x8000;
+    uint16_t even = from_acc<bf16>(float_of(u)).bits;
+    ASSERT_EQ(parts.weight, tie ? uint16_t((u >> 16) + 1) : even) << std::hex << u;
+}
+
+TEST(Remainders, JoinToTheSameBits) {
+    for (uint32_t upper = 0; upper < 65536; upper++)
+        for (uint32_t lower : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu})
+            expect_exact(upper << 16 | lower);
+    for (uint64_t i = 0; i < 1000000; i++) expect_exact(random_block(3, 4, i)[0]);
+}
+
+// A hundred steps of the same gradients: the bits of float masters, after each of them.
+TEST(Remainders, AreFloatMasters) {
+    const size_t n = 3001;
+    std::vector<float> master = drawn(n, "w", 1, 0.02f), m(n), v(n), m2(n), v2(n);
+    std::vector<bf16> weight(n), upper(n);
+    std::vector<uint16_t> lower(n);
+    for (size_t i = 0; i < n; i++) {
+        SplitFloat parts = split_float(master[i]);
+        upper[i] = {parts.weight}, lower[i] = parts.remainder;
+    }
+    AdamW h = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f};
+    int ties = 0, moved = 0;
+    for (h.step = 1; h.step <= 100; h.step++) {
+        std::vector<float> g = drawn(n, "g", uint64_t(h.step)), before = master;
+        adamw_update(weight.data(), master.data(), g.data(), m.data(), v.data(), n, h, nullptr,
+                     Cpu{});
+        TensorRow row = {0, n};
+        AdamWMemory<bf16> memory = {upper.data(),     lower.data(), g.data(), m2.data(),
+                                    v2.data(), Masters::REMAINDER};
+        adamw_update(memory, &row, 1, h, nullptr, Cpu{});
+        ASSERT_TRUE(m == m2 && v == v2);
+        for (size_t i = 0; i < n; i++) {
+            ASSERT_EQ(join_float({upper[i].bits, lower[i]}), master[i]);
+            bool tie = uint16_t(bits_of(master[i])) == 0x8000;
+            ties += tie, moved += master[i] != before[i];
+            if (!tie) {
+                ASSERT_EQ(upper[i].bits, weight[i].bits) << master[i];
+            }
+        }
+    }
+    EXPECT_GT(moved, int(99 * n));
+    EXPECT_GT(ties, 0) << "of 300,000 numbers about 5";
+}
+
+// ----------------------------------------------------------------------------
+// rounding at random
+
+// Both neighbours are taken, on average the number itself: within 4 standard errors of 2^20 draws.
+TEST(Rounding, IsUnbiased) {
+    constexpr size_t N = size_t(1) << 20;
+    for (float x : {1.001f, -3.0007f, 7.77e-5f}) {
+        double low = to_float(bf16{uint16_t(bits_of(x) >> 16)});
+        double high = to_float(bf16{uint16_t((bits_of(x) >> 16) + 1)}), sum = 0;
+        RoundingBits random(AdamW{0, 0, 0, 0, 0, true, 5}, 1, fnv1a("x"));
+        for (size_t i = 0; i < N; i++) {
+            double y = to_float(round_stochastic<bf16>(x, random(i)));
+            ASSERT_TRUE(y == low || y == high);
+            sum += y - x;
+        }
+        double up = (x - low) / (high - low);
+        double sigma = std::fabs(high - low) * std::sqrt(up * (1 - up) / N);
+        EXPECT_LT(std::fabs(sum / N), 4 * sigma) << x;
+    }
+}
+
+// A piece of a tensor rounds as it does within the whole, whatever ranks cut: the same gradients
+// give the same weights.
+TEST(Rounding, IsTheSameForAnyTensorParallelism) {
+    Shape gpt2 = gpt2_shape(1, 4, 24, 61, 32), llama = llama_shape(1, 8, 2, 32, 48, 53, 64, 1e4);
+    llama.qk_norm = llama.qkv_bias = true;
+    AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 11, 3};
+    for (const Shape& shape : {gpt2, llama})
+        for (int tp : {1, 2, 4})
+            for (int rank = 0; rank < tp; rank++) {
+                Layout layout = small_layout(1, tp);
+                layout.tp.rank = rank;
+                Model whole = make_model(shape), model = make_model(shape, layout);
+                int block = find_bucket(model, Role::BLOCK, 1);
+                for (const TensorRow& row : tensor_rows(model, block, 0, ~size_t(0))) {
+                    // Two parameters of the same name: the piece's elements, and all of them.
+                    size_t i = 0;
+                    while (fnv1a(model.parameters[i].name) != row.hash) i++;
+                    const Parameter& p = whole.parameters[i];
+                    size_t n = p.elements();
+                    std::vector<float> g = drawn(n, "g"), m(n), v(n), w = drawn(n, "w");
+                    std::vector<bf16> all(n), piece;
+                    std::vector<float> part;
+                    for (size_t k = 0; k < n; k++) all[k] = from_acc<bf16>(w[k]);
+                    for_each_run(model.parameters[i], rank, tp,
+                                 [&](size_t, size_t global, size_t count) {
+                                     for (size_t k = global; k < global + count; k++)
+                                         piece.push_back(all[k]), part.push_back(g[k]);
+                                 });
+                    ASSERT_EQ(piece.size(), row.n);
+                    TensorRow alone = {0, n, row.decay, row.hash}, mine = row;
+                    mine.offset = 0;
+                    adamw_update(all.data(), nullptr, g.data(), m.data(), v.data(), &alone, 1, h,
+                                 nullptr, Cpu{});
+                    std::vector<float> m2(row.n), v2(row.n);
+                    adamw_update(piece.data(), nullptr, part.data(), m2.data(), v2.data(), &mine, 1,
+                                 h, nullptr, Cpu{});
+                    for_each_run(model.parameters[i], rank, tp,
+                                 [&](size_t local, size_t global, size_t count) {
+                                     for (size_t k = 0; k < count; k++)
+                                         ASSERT_EQ(piece[local + k].bits, all[global + k].bits)
+                                             << p.name << " tp " << tp << " rank " << rank;
+                                 });
+                }
+            }
+}
+
+// ----------------------------------------------------------------------------
+// runs
+
+struct Formats {
+    Masters masters = Masters::FLOAT;
+    const char* text() const {
+        const char* names[] = {"float", "remainder", "none"};
+        return names[int(masters)];
+    }
+};
+
+template <typename T>
+std::unique_ptr<Small<T>> model_of(const Shape& s, Formats f, uint64_t seed = 3) {
+    Plan plan = plan_of(Mode::TRAIN, 2, 16);
+    plan.masters = f.masters;
+    auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
+    fill_weights(m->t, seed);
+    m->t.window = squares_window(s.V);
+    m->t.hyper.seed = 5;
+    return m;
+}
+template <typename T> void step(Small<T>& m) {
+    run_plan(m.t, 0);
+    m.t.cursor += 2;
+}
+
+// All that a checkpoint must bring back, as numbers.
+template <typename T> std::vector<float> numbers_of(const Small<T>& m) {
+    std::vector<float> all;
+    for (const StateTensor& s : state_tensors(m.t))
+        for (acc_t<T> x : fetch_numbers(m.t, s.data, *s.p)) all.push_back(float(x));
+    for (const Parameter& p : m.t.model.parameters)
+        for (T x : fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p)) all.push_back(to_float(x));
+    return all;
+}
+
+// A remainder is what a float master is, from the first weights on.
+TEST(Runs, WithRemaindersAreThoseWithFloatMasters) {
+    auto a = model_of<bf16>(saved_shapes()[0], {}), b = model_of<bf16>(saved_shapes()[0],
+                                                                       {Masters::REMAINDER});
+    for (int i = 0; i < 5; i++) {
+        EXPECT_TRUE(numbers_of(*a) == numbers_of(*b)) << "step " << i;
+        step(*a), step(*b);
+    }
+    for (const Parameter& p : a->t.model.parameters)
+        EXPECT_EQ(get_weight(a->t, p), get_weight(b->t, p)) << p.name;
+}
+
+// A weight that lies between two bf16: it stands for itself, and for no neighbour.
+TEST(Runs, TakeWeightsThatAreTies) {
+    auto m = model_of<bf16>(saved_shapes()[0], {Masters::REMAINDER});
+    const Parameter& p = m->t.model.parameters[2];
+    std::vector<float> ties(p.elements());
+    for (size_t i = 0; i < ties.size(); i++) ties[i] = float_of(0x3f808000u + uint32_t(i << 16));
+    set_weight(m->t, p, ties.data());
+    EXPECT_EQ(get_weight(m->t, p), ties);
+    EXPECT_EQ(parameter_bytes<bf16>(m->t.plans[0]).optimizer, 2 + 8);
+}
+
+// Rounded to nearest instead, small steps are lost: the weights stand still.
+TEST(Runs, WithoutMastersMoveBySmallSteps) {
+    auto moved = [](bool stochastic) {
+        auto m = model_of<bf16>(saved_shapes()[0], {Masters::NONE});
+        m->t.hyper.lr = 1e-6f, m->t.hyper.weight_decay = 0, m->t.hyper.stochastic = stochastic;
+        std::vector<float> before = get_weight(m->t, m->t.model.parameters[0]);
+        for (int i = 0; i < 4; i++) step(*m);
+        std::vector<float> after = get_weight(m->t, m->t.model.parameters[0]);
+        size_t count = 0;
+        for (size_t i = 0; i < after.size(); i++)
+            count += after[i] != before[i] && std::fabs(before[i]) > 0.01f;
+        return count;
+    };
+    EXPECT_EQ(moved(false), 0u);
+    EXPECT_GT(moved(true), 0u);
+
+    auto a = model_of<bf16>(saved_shapes()[0], {Masters::NONE});
+    auto b = model_of<bf16>(saved_shapes()[0], {Masters::NONE});
+    b->t.hyper.seed++;
+    step(*a), step(*b);
+    EXPECT_FALSE(numbers_of(*a) == numbers_of(*b)) << "--seed says how they are rounded";
+}
+
+TEST_F(States, AreSavedToTheBit) {
+    for (const Shape& shape : {saved_shapes()[0], saved_shapes()[7]})
+        for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE}}) {
+            SCOPED_TRACE(f.text());
+            auto a = model_of<bf16>(shape, f), b = model_of<bf16>(shape, f, 4);
+            for (int i = 0; i < 3; i++) step(*a);
+            step(*b);
+            ASSERT_EQ(checkpoint_save(a->t, {3, a->t.cursor, 5, {}}, dir, 1), "");
+            CheckpointInfo info;
+            std::vector<std::string> notes;
+            ASSERT_EQ(checkpoint_load(b->t, &info, dir, &notes), "");
+            EXPECT_TRUE(numbers_of(*a) == numbers_of(*b));
+            b->t.cursor = info.cursor;
+            step(*a), step(*b);
+            EXPECT_TRUE(numbers_of(*a) == numbers_of(*b)) << "and both go on alike";
+
+            // Masters of another kind take the same numbers.
+            auto floats = model_of<bf16>(shape, {}, 6);
+            ASSERT_EQ(checkpoint_load(floats->t, &info, dir, &notes), "");
+            ASSERT_EQ(checkpoint_load(b->t, &info, dir, &notes), "");
+            for (const Parameter& p : shape.tied ? b->t.model.parameters
+                                                 : floats->t.model.parameters)
+                EXPECT_EQ(get_weight(floats->t, p), get_weight(b->t, p)) << p.name;
+        }
+}
+
+// Any layout reads what another has written: the same numbers, and the same weights.
+TEST_F(States, OfAnyLayoutLoadInAnyOther) {
+    struct Case {
+        int dp, tp, pp, zero;
+    };
+    const Case cases[] = {{1, 1, 1, 0}, {2, 1, 1, 1}, {2, 1, 1, 3}, {1, 2, 1, 0}, {2, 1, 2, 2}};
+    Shape shape = gpt2_shape(2, 4, 48, 100, 16);
+    auto on_ranks = [&](const Case& c, Formats f, auto body) {
+        Layout sizes = small_layout(c.dp, c.tp, c.pp);
+        sizes.zero = c.zero;
+        sizes.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), c.pp);
+        EXPECT_EQ(run_local_ranks(c.dp * c.tp * c.pp, {}, [&](const Comm& world) {
+            omp_set_num_threads(1);
+            Plan p = plan_of(Mode::TRAIN, 1, 16);
+            p.micro_batches = 4 / c.dp;
+            p.layout = layout_at(sizes, world.rank);
+            p.masters = f.masters;
+            Small<bf16> m(shape, {p});
+            m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
+            fill_weights(m.t, 3);
+            m.t.window = squares_window(shape.V);
+            body(m);
+        }), 0);
+    };
+    auto words = [](const Small<bf16>& m) { // without padding, which depends on tp
+        std::vector<float> all;
+        for (const StateTensor& s : state_tensors(m.t)) {
+            std::vector<float> x = fetch_numbers(m.t, s.data, *s.p);
+            all.insert(all.end(), x.begin(), x.begin() + long(s.p->file_elements()));
+        }
+        return all;
+    };
+    for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE}})
+        for (const Case& from : cases) {
+            std::vector<float> saved;
+            fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
+            on_ranks(from, f, [&](Small<bf16>& m) {
+                run_plan(m.t, 0);
+                EXPECT_EQ(checkpoint_save(m.t, {1, 4, 0, {}}, dir + "/out", 1), "");
+                std::vector<float> mine = words(m);
+                if (m.t.comms.world.rank == 0) saved = mine;
+            });
+            for (const Case& to : cases)
+                on_ranks(to, f, [&](Small<bf16>& m) {
+                    CheckpointInfo info;
+                    std::vector<std::string> notes;
+                    EXPECT_EQ(checkpoint_load(m.t, &info, dir + "/out", &notes), "");
+                    EXPECT_TRUE(words(m) == saved)
+                        << f.text() << " from dp " << from.dp << " tp " << from.tp << " pp "
+                        << from.pp << " to dp " << to.dp << " tp " << to.tp << " pp " << to.pp;
+                    run_plan(m.t, 0);
+                });
+        }
+}
+
+} // namespace
