@@ -101,14 +101,15 @@ export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
 asan=(OPT="-O1 -march=native" EXTRA="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g")
 asan_runs=("test_ops --seed 11" test_model test_layouts test_comm test_types test_fp8 test_data
     test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_checkpoint test_evaluate test_interchange
-    test_faults test_kernels test_attention_kernels test_attention_sm90 "fuzz_readers --seconds 60 --seed 3")
+    test_faults "test_offload --gtest_filter=-*Run*"
+    test_kernels test_attention_kernels test_attention_sm90 "fuzz_readers --seconds 60 --seed 3")
 deal_runs "AddressSanitizer and UBSan" build/asan asan asan_runs
 deal "AddressSanitizer and UBSan: ladders" make_quiet DEVICE=cpu BUILD=build/asan "${asan[@]}" ladders
 
 # ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
 tsan=(ONEDNN=0 MPI=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g")
-tsan_runs=("test_ops --seed 12" test_model test_layouts test_comm test_prepare test_kernels
-    test_attention_kernels test_attention_sm90)
+tsan_runs=("test_ops --seed 12" test_model test_layouts test_comm test_prepare "test_offload --gtest_filter=-*Run*"
+    test_kernels test_attention_kernels test_attention_sm90)
 deal_runs "ThreadSanitizer" build/tsan tsan tsan_runs
 deal "ThreadSanitizer: ladders" make_quiet DEVICE=cpu BUILD=build/tsan "${tsan[@]}" ladders
 deal "planted bugs that sanitizers find" test/harness/emulator_bugs.sh build/emulator

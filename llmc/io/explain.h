@@ -145,6 +145,16 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
     return text;
 }
 
+// A tier's bytes, and how long they are on their way in a step: brought and taken back at a rate in
+// GB/s, each way, of a link of PCIe 4 with 16 lanes, or of a fast disk.
+inline std::string tier_line(const char* what, const Arena& arena, Tier tier, double rate) {
+    double bytes = double(arena.memory[int(tier)].bytes);
+    char why[128];
+    snprintf(why, sizeof(why), "masters and moments; %.2g s of each step both ways at %g GB/s",
+             2 * bytes / (rate * 1e9), rate);
+    return memory_line(what, size_t(bytes), 0, why);
+}
+
 // The memory table of a rank.
 inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plans,
                                const Model& model) {
@@ -180,9 +190,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     text += memory_line("total", arena.device().bytes, 0, why);
 
     // Other tiers hold what is offloaded.
-    size_t host = arena.memory[int(Tier::HOST)].bytes, file = arena.memory[int(Tier::DISK)].bytes;
-    if (host) text += memory_line("in the host's memory", host, 0, "masters and moments");
-    if (file) text += memory_line("in a file", file, 0, "masters and moments");
+    text += tier_line("in the host's memory", arena, Tier::HOST, 25);
+    text += tier_line("in a file", arena, Tier::DISK, 5);
     return text;
 }
 
