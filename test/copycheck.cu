@@ -190,6 +190,24 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(dup);
 }
 
+#elif defined(COPY_nf4)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> x = numbers<T>(N * C, 1), out(N * C), rows(N * C);
+    std::vector<uint8_t> codes(N * C), scales(N * C);
+    std::vector<int8_t> whole(N * C);
+    Floats absmax(N * C), table(llmc::nf4_table_floats(N * C));
+    size_t blocks = llmc::nf4_blocks(N * C);
+    llmc::nf4_quantize(codes.data(), absmax.data(), x.data(), N * C, where);
+    llmc::nf4_begin_table(table.data(), absmax.data(), blocks);
+    llmc::nf4_quantize_scales(scales.data(), table.data(), absmax.data(), blocks, where);
+    llmc::nf4_dequantize(out.data(), {codes.data(), scales.data(), table.data()}, N * C, where);
+    llmc::int8_quantize(whole.data(), absmax.data(), x.data(), N, C, where);
+    llmc::int8_dequantize(rows.data(), whole.data(), absmax.data(), N, C, where);
+    r.add(out);
+    r.add(rows);
+}
+
 #elif defined(COPY_rope)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {

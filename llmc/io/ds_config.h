@@ -104,7 +104,9 @@ struct DsBatch {
     int64_t all = 0, micro = 0, steps = 0, dp = 1;
 };
 
-// Derive the sizes that are left out, as DeepSpeed does.
+// Derive the sizes that are left out, as DeepSpeed does: a whole batch without a word of the parts
+// is one micro-batch on each rank. Only a file that has neither a whole nor a micro-batch, which
+// DeepSpeed refuses, takes the default of --micro-batch.
 inline std::string ds_complete(DsBatch* b, int64_t default_micro) {
     if (!b->all && !b->micro) b->micro = default_micro;
     if (!b->steps && !(b->all && b->micro)) b->steps = 1;

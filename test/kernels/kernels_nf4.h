@@ -1,0 +1,74 @@
+// kernels_nf4.h - rows of the kernel table: NF4 and int8, each byte as the CPU makes it
+#pragma once
+#include "kernel_table.h"
+#include "ops_nf4.h"
+
+using namespace llmc;
+
+// One element; a last block that is not full, of an odd number too; blocks of one and of several
+// warps; not 16-byte aligned (shift); a last block of scales.
+template <typename T> void nf4_kernels(Check& c) {
+    struct Case {
+        size_t n, shift;
+    };
+    std::vector<Case> cases = {{1, 0}, {63, 0}, {64, 1}, {200, 0}, {64 * 40 + 16, 0}};
+    if (!SMALL) cases.push_back({64 * 300 + 7, 0});
+    for (auto [n, shift] : cases) {
+        CASE(c, "nf4 %s n=%zu shift=%zu", type_word(T()), n, shift);
+        std::vector<double> x = rounded<T>(normals(c, n));
+        if (n > 128) std::fill_n(x.begin() + 64, 64, 0.0);
+        Nf4Bytes want(as<T>(x));
+        std::vector<double> back = as_double(want.back<T>(n));
+        size_t blocks = nf4_blocks(n);
+        auto numbers = [](const auto& v) { return std::vector<double>(v.begin(), v.end()); };
+
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> in(x, shift), out(n, shift);
+            Array<uint8_t> codes(want.codes.size()), scales(blocks);
+            Array<float> absmax(blocks), table(numbers(want.table));
+            nf4_quantize(codes.data, absmax.data, in.data, n, stream);
+            nf4_quantize_scales(scales.data, table.data, absmax.data, blocks, stream);
+            nf4_dequantize(out.data, {codes.data, scales.data, table.data}, n, stream);
+            o.add("absmax", absmax, numbers(want.absmax), 0);
+            o.add("table", table, numbers(want.table), 0);
+            o.add("back", out, back, 0);
+            std::vector<uint8_t> got = codes.host(), got_scales = scales.host();
+            expect(c, got == want.codes && got_scales == want.scales, o.mode + ": other codes");
+        });
+    }
+}
+
+template <typename T> void int8_kernels(Check& c) {
+    for (auto [rows, cols] : {std::pair<size_t, size_t>(1, 1), {9, 33}, {20, 100}}) {
+        CASE(c, "int8 %s rows=%zu cols=%zu", type_word(T()), rows, cols);
+        size_t n = rows * cols;
+        std::vector<double> x = rounded<T>(normals(c, n));
+        if (rows > 1) std::fill_n(x.begin(), cols, 0.0);
+        std::vector<int8_t> codes(n);
+        std::vector<float> absmax(rows);
+        std::vector<T> back(n);
+        int8_quantize(codes.data(), absmax.data(), as<T>(x).data(), rows, cols, Cpu{});
+        int8_dequantize(back.data(), codes.data(), absmax.data(), rows, cols, Cpu{});
+
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> in(x), out(n);
+            Array<int8_t> got(n);
+            Array<float> most(rows);
+            int8_quantize(got.data, most.data, in.data, rows, cols, stream);
+            int8_dequantize(out.data, got.data, most.data, rows, cols, stream);
+            o.add("absmax", most, as_double(absmax), 0);
+            o.add("back", out, as_double(back), 0);
+            expect(c, got.host() == codes, o.mode + ": other codes");
+        });
+    }
+}
+
+inline void add_nf4_kernels(std::vector<KernelRow>& rows) {
+    rows.push_back({"nf4 float", nf4_kernels<float>});
+    rows.push_back({"nf4 bf16", nf4_kernels<bf16>});
+    rows.push_back({"nf4 fp16", nf4_kernels<fp16>});
+    rows.push_back({"int8 float", int8_kernels<float>});
+    rows.push_back({"int8 bf16", int8_kernels<bf16>});
+}
