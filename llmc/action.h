@@ -140,6 +140,7 @@ struct PlanOptions {
     Optimizer optimizer = Optimizer::ADAMW;
     Offload offload = {};
     Masters masters = Masters::FLOAT; // of weights that are narrower than float
+    States states = States::FLOAT;    // AdamW's moments
 };
 
 struct Plan : PlanOptions {

@@ -4,7 +4,7 @@
 //   weight (n) T   master (n) float, or null where the weight is its own master
 //   grad, m, v (n) acc   or a table of tensors in one bucket, in one call
 //   scale: {scale, finite, step} as grad_norm_finish leaves them; null: 1, true, h.step
-//   AdamWMemory: master as the 16-bit remainders of small_states.cuh
+//   AdamWMemory: master as the 16-bit remainders of small_states.cuh, m and v in bf16
 //   Contract: master, m, v updated, weight = the master rounded to nearest; exact ties go to even,
 //             beside a remainder away from zero. Nothing is written when !scale->finite, nor
 //             between a table's tensors. Bitwise repeatable: an element depends on nothing but
@@ -29,7 +29,7 @@ namespace llmc {
 // The settings of a step; each tensor's row says whether it decays.
 struct AdamW {
     float lr, beta1, beta2, eps, decay;
-    bool stochastic = false; // rounding, where there is no master
+    bool stochastic = false; // rounding of weights without a master, and of bf16 moments
     uint64_t seed = 0;       // of the rounding
     int64_t step = 1;        // this step's number, from 1, where no StepScale brings it
 };
@@ -39,9 +39,13 @@ template <typename T> struct AdamWMemory {
     T* weight;
     void* master; // float or uint16_t, as `masters` says; null: the weight is its own
     const acc_t<T>* grad;
-    acc_t<T>*m, *v;
+    void *m, *v; // acc_t<T> or bf16, as `states` says
     Masters masters = Masters::FLOAT;
+    States states = States::FLOAT;
 };
+
+// Streams of random bits: what is rounded of a tensor. They are added to the hash of its name.
+constexpr uint64_t ROUND_WEIGHT = 0, ROUND_M = 1, ROUND_V = 2;
 
 // ----------------------------------------------------------------------------
 // one element: what both versions do to it
@@ -178,8 +182,8 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
         }
 
     // Without a master round at random, or lose what is below half a unit in the last place.
-    if (!x.master && h.stochastic) {
-        RoundingBits random(h, step, row.hash);
+    if (!x.master && h.stochastic && sizeof(T) == 2) {
+        RoundingBits random(h, step, row.hash + ROUND_WEIGHT);
         for (size_t k = 0; k < n; k++)
             weight[k] = round_stochastic<T>(w[k], random(whole_index(row, i + k)));
         return;
@@ -191,6 +195,33 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
     for (size_t k = 0; k < n; k++) {
         if (x.master) master[k] = float(w[k]);
         weight[k] = from_acc<T>(w[k]);
+    }
+}
+
+// n moments from element `at` on: where they are if those are float, else in `room` (n).
+template <typename A>
+A* read_moments(void* moments, States states, size_t at, size_t n, A* room) {
+    if (states == States::FLOAT) return static_cast<A*>(moments) + at;
+    const bf16* from = static_cast<const bf16*>(moments) + at;
+    #pragma omp simd
+    for (size_t k = 0; k < n; k++)
+        room[k] = to_float(from[k]);
+    return room;
+}
+
+// Put moments of a row from its element i on back, where they are not float.
+template <typename A>
+void write_moments(void* moments, States states, const A* values, // (n)
+                   const TensorRow& row, size_t i, size_t n, const AdamW& h, int64_t step,
+                   uint64_t stream) {
+    if (states == States::FLOAT) return;
+    // To nearest, a second moment would stand still where a step adds too little to it.
+    bf16* to = static_cast<bf16*>(moments) + row.offset + i; // (n)
+    RoundingBits random(h, step, row.hash + stream);
+    for (size_t k = 0; k < n; k++) {
+        float x = float(values[k]);
+        to[k] = h.stochastic ? round_stochastic<bf16>(x, random(whole_index(row, i + k)))
+                             : from_acc<bf16>(x);
     }
 }
 
@@ -211,16 +242,19 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
         #pragma omp parallel for
         for (size_t i = 0; i < row.n; i += UPDATE_BLOCK) {
             size_t at = row.offset + i, n = row.n - i < UPDATE_BLOCK ? row.n - i : UPDATE_BLOCK;
-            A w[UPDATE_BLOCK];
+            A w[UPDATE_BLOCK], m_room[UPDATE_BLOCK], v_room[UPDATE_BLOCK];
             read_weights(w, x, at, n);
-            A *m = x.m + at, *v = x.v + at; // (n)
-            const A* grad = x.grad + at;    // (n)
+            A* m = read_moments(x.m, x.states, at, n, m_room); // (n)
+            A* v = read_moments(x.v, x.states, at, n, v_room); // (n)
+            const A* grad = x.grad + at;                       // (n)
 
-            // Take the step: the moments are updated in place.
+            // Take the step: float moments are updated in place.
             #pragma omp simd
             for (size_t k = 0; k < n; k++)
                 w[k] = update(m[k], v[k], grad[k], w[k], decay);
             write_weights(x, w, row, i, n, h, now.step);
+            write_moments(x.m, x.states, m, row, i, n, h, now.step, ROUND_M);
+            write_moments(x.v, x.states, v, row, i, n, h, now.step, ROUND_V);
         }
     }
 }
@@ -311,9 +345,9 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
             lower.v[k] = parts.remainder;
         }
         store_some(static_cast<uint16_t*>(x.master) + at, lower, count);
-    } else if (!x.master && h.stochastic) {
+    } else if (!x.master && h.stochastic && sizeof(T) == 2) {
         // Number elements within the whole tensor: no layout changes a bit.
-        RoundingBits random(h, step, row.hash);
+        RoundingBits random(h, step, row.hash + ROUND_WEIGHT);
         for (int k = 0; k < P; k++)
             rounded.v[k] = round_stochastic<T>(w.v[k], random(whole_index(row, i + k)));
     } else {
@@ -325,9 +359,41 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
     store_some(x.weight + at, rounded, count);
 }
 
+// P moments of a bucket's element `at` on, and back to a row's element i on.
+template <States STATES, int P>
+__device__ Pack<float, P> read_moments(const void* moments, size_t at, size_t count) {
+    if constexpr (STATES == States::FLOAT) {
+        return load_some<P>(static_cast<const float*>(moments) + at, count);
+    } else {
+        Pack<bf16, P> narrow = load_some<P>(static_cast<const bf16*>(moments) + at, count);
+        Pack<float, P> x;
+        for (int k = 0; k < P; k++)
+            x.v[k] = to_float(narrow.v[k]);
+        return x;
+    }
+}
+template <States STATES, int P>
+__device__ void write_moments(void* moments, const Pack<float, P>& x, const TensorRow& row,
+                              size_t i, size_t count, const AdamW& h, int64_t step,
+                              uint64_t stream) {
+    size_t at = row.offset + i;
+    if constexpr (STATES == States::FLOAT) {
+        store_some(static_cast<float*>(moments) + at, x, count);
+    } else {
+        // The random numbers are the CPU's.
+        Pack<bf16, P> narrow;
+        RoundingBits random(h, step, row.hash + stream);
+        for (int k = 0; k < P; k++)
+            narrow.v[k] = h.stochastic
+                              ? round_stochastic<bf16>(x.v[k], random(whole_index(row, i + k)))
+                              : from_acc<bf16>(x.v[k]);
+        store_some(static_cast<bf16*>(moments) + at, narrow, count);
+    }
+}
+
 // P elements a thread at a time; blocks walk the table's chunks.
 //   x: the bucket's, each row `offset` elements into it
-template <typename T, int P, bool SPLIT>
+template <typename T, int P, bool SPLIT, States STATES>
 __global__ void adamw_update_kernel(AdamWMemory<T> x, __grid_constant__ const TensorTable table,
                                     AdamW h, const StepScale* scale) {
     StepScale now = this_step(scale, h.step);
@@ -339,15 +405,15 @@ __global__ void adamw_update_kernel(AdamWMemory<T> x, __grid_constant__ const Te
 
         // Read, and take the step.
         Pack<float, P> g = load_some<P>(x.grad + at, count);
-        Pack<float, P> pm = load_some<P>(x.m + at, count);
-        Pack<float, P> pv = load_some<P>(x.v + at, count);
+        Pack<float, P> m = read_moments<STATES, P>(x.m, at, count);
+        Pack<float, P> v = read_moments<STATES, P>(x.v, at, count);
         Pack<float, P> w = read_some<SPLIT, P>(x, at, count);
         for (int k = 0; k < P; k++)
-            w.v[k] = update(pm.v[k], pv.v[k], g.v[k], w.v[k], decay);
+            w.v[k] = update(m.v[k], v.v[k], g.v[k], w.v[k], decay);
 
         // Write.
-        store_some(x.m + at, pm, count);
-        store_some(x.v + at, pv, count);
+        write_moments<STATES>(x.m, m, row, i, count, h, now.step, ROUND_M);
+        write_moments<STATES>(x.v, v, row, i, count, h, now.step, ROUND_V);
         write_some<SPLIT>(x, w, row, i, count, h, now.step);
     });
 }
@@ -387,11 +453,18 @@ inline unsigned update_grid(const TensorTable& table) {
 
 // The kernel for a bucket: P elements a thread. Only bf16 is the upper half of a float, so no other
 // type has remainders.
-template <typename T, int P>
+template <typename T, int P, States STATES>
 auto pick_adamw_kernel(const AdamWMemory<T>& x) {
     if constexpr (type_of<T>() == Type::BF16)
-        if (x.masters == Masters::REMAINDER) return adamw_update_kernel<T, P, true>;
-    return adamw_update_kernel<T, P, false>;
+        if (x.masters == Masters::REMAINDER) return adamw_update_kernel<T, P, true, STATES>;
+    return adamw_update_kernel<T, P, false, STATES>;
+}
+// Moments in two formats are two kernels.
+template <typename T, int P>
+auto pick_adamw_kernel(const AdamWMemory<T>& x) {
+    bool narrow = x.states == States::BF16;
+    return narrow ? pick_adamw_kernel<T, P, States::BF16>(x)
+                  : pick_adamw_kernel<T, P, States::FLOAT>(x);
 }
 
 // A launch for 40 tensors.
@@ -402,7 +475,8 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
     const float* master = static_cast<const float*>(x.master);
     for_each_table(rows, count, [&](const TensorTable& table, size_t) {
         // Four elements at a time: 16 bytes of all but a narrow weight.
-        bool aligned = can_vectorize<float>(0, x.weight, master, x.grad, x.m, x.v);
+        const float *m = static_cast<const float*>(x.m), *v = static_cast<const float*>(x.v);
+        bool aligned = can_vectorize<float>(0, x.weight, master, x.grad, m, v);
         bool vector = aligned && rows_aligned<4>(table);
         launch(vector ? pick_adamw_kernel<T, 4>(x) : pick_adamw_kernel<T, 1>(x),
                update_grid(table), UPDATE_THREADS, 0, stream, x, table, h, scale);

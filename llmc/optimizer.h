@@ -46,4 +46,11 @@ inline Masters masters_named(const std::string& name) {
     return name == "remainder" ? Masters::REMAINDER : Masters::FLOAT;
 }
 
+// The values of --states.
+inline States states_named(const std::string& name) {
+    return name == "bf16" ? States::BF16 : States::FLOAT;
+}
+// The word of a format, in manifests and --explain.
+inline const char* states_name(States states) { return states == States::BF16 ? "bf16" : "float"; }
+
 } // namespace llmc

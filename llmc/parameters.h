@@ -98,6 +98,21 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
     store(master, of_master, [](A x) { return float(x); });
 }
 
+// Store a range of a state tensor from its numbers, (range.count). Moments in bf16 are rounded to
+// nearest, which is exact for numbers that were bf16 when they were saved.
+template <typename T, typename S>
+void write_state(Trainer<T, S>& t, Data d, KeptRange range, const acc_t<T>* values) {
+    if (!range.count) return;
+    // Only an update rounds at random.
+    auto narrow = [=](size_t i) { return from_acc<bf16>(float(values[i])); };
+    auto whole = [=](size_t i) { return values[i]; };
+    if (t.plans[0].states == States::BF16) {
+        fill_kept<bf16>(t, d, range.at, range.count, narrow);
+    } else {
+        fill_kept<acc_t<T>>(t, d, range.at, range.count, whole);
+    }
+}
+
 // The same from all elements of the parameter.
 template <typename T, typename S, typename A>
 void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
@@ -133,7 +148,14 @@ std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Paramet
     typedef acc_t<T> A;
     std::vector<A> values(range.count);
 
-    // Moments and float masters are numbers already.
+    // Moments and float masters are numbers already, or bf16.
+    if (d.kind == Kind::STATE && t.plans[0].states == States::BF16) {
+        std::vector<bf16> narrow(range.count);
+        read_kept(t, narrow.data(), d, range.at, range.count);
+        for (size_t i = 0; i < values.size(); i++)
+            values[i] = to_float(narrow[i]);
+        return values;
+    }
     if (d.kind == Kind::STATE) {
         read_kept(t, values.data(), d, range.at, range.count);
         return values;

@@ -212,7 +212,8 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::WEIGHT:
     case Kind::GATHERED: return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
-    case Kind::STATE:
+    // Moments, for which wide weights change nothing.
+    case Kind::STATE: return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
     case Kind::GRAD:
     case Kind::PARTIAL:
     case Kind::GRAD_TIED: return elements * sizeof(A);

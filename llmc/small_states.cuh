@@ -13,6 +13,9 @@ namespace llmc {
 // Where the bits are that 16-bit weights lack: in floats beside them, in remainders, or nowhere.
 enum class Masters : uint8_t { FLOAT, REMAINDER, NONE };
 
+// How moments are stored.
+enum class States : uint8_t { FLOAT, BF16 };
+
 // Bytes a weight; the weight's own two are not counted.
 inline size_t master_bytes(Masters masters) {
     return masters == Masters::FLOAT ? 4 : masters == Masters::REMAINDER ? 2 : 0;

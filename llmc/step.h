@@ -262,7 +262,7 @@ void run_update(Trainer<T, S>& t, const Action& a) {
     // are as wide as float already, or rounded at random.
     auto own = [&](Data d) { return optimizer_part<unsigned char>(t, a, d, whole); };
     void* master = own({Kind::MASTER, a.bucket});
-    auto state = [&](int s) { return reinterpret_cast<A*>(own({Kind::STATE, a.bucket, s})); };
+    auto state = [&](int s) { return own({Kind::STATE, a.bucket, s}); };
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
     auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
@@ -270,9 +270,11 @@ void run_update(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
     switch (p.optimizer) {
     case Optimizer::ADAMW: {
-        AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters};
-        bool random = h.stochastic && p.masters == Masters::NONE;
-        AdamW numbers = {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, random, h.seed};
+        AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters,
+                                 p.states};
+        bool narrow = p.masters == Masters::NONE || p.states == States::BF16;
+        AdamW numbers = {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay,
+                         h.stochastic && narrow, h.seed};
         return adamw_update(memory, rows.data(), rows.size(), numbers, scale, t.ctx.where);
     }
     case Optimizer::SGD:

@@ -281,6 +281,8 @@ std::string write_manifest(const Trainer<T, S>& t, const CheckpointInfo& info,
 
     if (trained && t.hyper.loss_scaling.on)
         manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
+    if (t.plans[0].states != States::FLOAT)
+        manifest["states"] = states_name(t.plans[0].states);
     if (info.best_step >= 0) {
         manifest["best_step"] = info.best_step;
         manifest["best_loss"] = info.best_loss;
@@ -538,9 +540,7 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece
     for_each_kept(t.layout, *s.p, range, [&](size_t at, size_t global, size_t count) {
         std::copy_n(values.data() + global, count, kept.data() + at);
     });
-    auto value = [&](size_t i) { return kept[i]; };
-    if (range.count)
-        fill_kept<A>(t, s.data, range.at, range.count, value);
+    write_state(t, s.data, range, kept.data());
 }
 
 // Read all state from a verified checkpoint. All ranks look at all they need first: a checkpoint
@@ -634,6 +634,13 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
     std::string precision = m["precision"].get<std::string>();
     if (precision != type_name(type_of<T>()))
         notes->push_back("the checkpoint was trained in " + printable(precision));
+
+    // Older manifests do not say how moments were stored: they were float.
+    nlohmann::json states = m.value("states", nlohmann::json("float"));
+    const char* own = states_name(t.plans[0].states);
+    if (keeps_any(t, Kind::STATE) && states != own)
+        notes->push_back(concat("the checkpoint's moments were ", json_word(states),
+                                ", this run's are ", own));
     if (t.hyper.loss_scaling.on && !m.contains("loss_scale"))
         notes->push_back(concat("the checkpoint has no loss scale: it begins at ",
                                 t.hyper.loss_scaling.start));

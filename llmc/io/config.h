@@ -60,7 +60,7 @@ struct Config {
     int64_t loss_scale_start = 0;
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
     double loss_scale_min = -1;
-    std::string masters = "float";
+    std::string masters = "float", states = "float";
     bool fp8 = false;
     std::string recompute = "none", offload = "none", offload_to = "cpu";
 
@@ -198,6 +198,7 @@ inline const std::vector<Flag>& config_table() {
         {"masters", &C::masters, "float|remainder|none",
          "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
          "rounded at random"},
+        {"states", &C::states, "float|bf16", "AdamW's moments; bf16 is rounded at random"},
         {"fp8", &C::fp8, "= false (fp8 products)", "fp8 matrix products"},
         {"recompute", &C::recompute, "none|selective|attention|ffn|full",
          "selective: norms and activation functions; attention, ffn: also that branch's products; "
@@ -670,8 +671,11 @@ inline std::string check_batch(Config& c, const Shape& s) {
                   down ? concat(down, " or ") : "", up);
 }
 
-// Masters may be small where weights are their upper halves, or their own masters.
+// Masters may be small where weights are their upper halves, or their own masters; moments where
+// there are any.
 inline std::string check_masters(const Config& c) {
+    if (c.states != "float" && c.optimizer != "adamw")
+        return concat("--states ", c.states, " is for --optimizer adamw: give --states float");
     if (c.masters == "float") return "";
     std::string flag = "--masters " + c.masters;
     // fp16 is no part of a float: what it lacks depends on the exponent.

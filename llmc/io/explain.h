@@ -171,7 +171,7 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     add("gradient of the tied head", Kind::GRAD_TIED, "added to the table's once a step");
     const char* formats[] = {"float", "16-bit remainders", ""};
     add("master weights", Kind::MASTER, formats[int(plans[0].masters)]);
-    add("optimizer moments", Kind::STATE, "float");
+    add("optimizer moments", Kind::STATE, states_name(plans[0].states));
     add("constants", Kind::CONSTANTS, "rotary tables, slopes");
     add("key/value cache", Kind::CACHE);
 
@@ -226,7 +226,8 @@ template <typename T> ParameterBytes parameter_bytes(const PlanOptions& options)
     double state = sizeof(acc_t<T>);
     double master = sizeof(T) < sizeof(acc_t<T>) ? double(master_bytes(options.masters)) : 0;
     size_t states = optimizer_row(options.optimizer).states.size();
-    return {sizeof(T), state, master + double(states) * state};
+    double moment = options.states == States::BF16 ? sizeof(bf16) : state;
+    return {sizeof(T), state, master + double(states) * moment};
 }
 
 // These bytes, and what ZeRO leaves of them.

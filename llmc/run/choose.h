@@ -289,6 +289,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.micro_batches = micro_batches(c);
     train.optimizer = optimizer_named(c.optimizer);
     train.masters = masters_named(c.masters);
+    train.states = states_named(c.states);
     train.recompute = recompute_named(c.recompute);
     if (c.offload == "optimizer")
         train.offload.optimizer = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;

@@ -211,6 +211,10 @@ TEST(Config, RefusesSmallMastersThatCannotBe) {
     }
     EXPECT_EQ(check({"--masters", "float"}), "");
     EXPECT_HAS(check({"--masters", "half"}), "float|remainder|none");
+    for (const char* precision : {"fp32", "bf16", "fp16"})
+        EXPECT_EQ(check({"--precision", precision, "--states", "bf16"}), "");
+    EXPECT_HAS(check({"--optimizer", "sgd", "--states", "bf16"}), "--states bf16 is for");
+    EXPECT_EQ(check({"--optimizer", "sgd"}), "");
 }
 
 TEST(Config, NotesWhatDoesNothing) {

@@ -1,9 +1,9 @@
-// test_states.cpp - small masters: exact where they say so, unbiased where they round at random, the
-// same for every layout, and saved to the bit
+// test_states.cpp - small masters and moments: exact where they say so, unbiased where they round at
+// random, the same for every layout, saved to the bit, and as good in training
 #include "../../llmc/io/explain.h"
 #include "saved_models.h"
 
-struct States : Scratch {};
+struct Saved : Scratch {};
 
 namespace {
 
@@ -96,6 +96,23 @@ TEST(Rounding, IsUnbiased) {
     }
 }
 
+// Both moments get the same number: they are rounded apart.
+TEST(Rounding, HasAStreamForEachMoment) {
+    const size_t n = 1000;
+    std::vector<float> g(n), w(n);
+    std::vector<bf16> m(n, bf16{0x3f81}), v = m;
+    AdamWMemory<float> memory = {w.data(), nullptr,         g.data(),    m.data(),
+                                 v.data(), Masters::FLOAT, States::BF16};
+    TensorRow row = {0, n, false, 77};
+    AdamW h = {0, 0.9f, 0.9f, 1e-8f, 0, true, 5};
+    adamw_update(memory, &row, 1, h, nullptr, Cpu{});
+    size_t same = 0;
+    for (size_t i = 0; i < n; i++) same += m[i].bits == v[i].bits;
+    EXPECT_LT(same, n);
+    EXPECT_GT(same, n / 8);
+    EXPECT_FLOAT_EQ(to_float(m[0]) + to_float(v[0]) > 1.8f, true);
+}
+
 // A piece of a tensor rounds as it does within the whole, whatever ranks cut: the same gradients
 // give the same weights.
 TEST(Rounding, IsTheSameForAnyTensorParallelism) {
@@ -147,9 +164,10 @@ TEST(Rounding, IsTheSameForAnyTensorParallelism) {
 
 struct Formats {
     Masters masters = Masters::FLOAT;
-    const char* text() const {
+    States states = States::FLOAT;
+    std::string text() const {
         const char* names[] = {"float", "remainder", "none"};
-        return names[int(masters)];
+        return concat("masters ", names[int(masters)], ", states ", states_name(states));
     }
 };
 
@@ -157,6 +175,7 @@ template <typename T>
 std::unique_ptr<Small<T>> model_of(const Shape& s, Formats f, uint64_t seed = 3) {
     Plan plan = plan_of(Mode::TRAIN, 2, 16);
     plan.masters = f.masters;
+    plan.states = f.states;
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
     fill_weights(m->t, seed);
     m->t.window = squares_window(s.V);
@@ -224,9 +243,9 @@ TEST(Runs, WithoutMastersMoveBySmallSteps) {
     EXPECT_FALSE(numbers_of(*a) == numbers_of(*b)) << "--seed says how they are rounded";
 }
 
-TEST_F(States, AreSavedToTheBit) {
+TEST_F(Saved, ToTheBit) {
     for (const Shape& shape : {saved_shapes()[0], saved_shapes()[7]})
-        for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE}}) {
+        for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE, States::BF16}}) {
             SCOPED_TRACE(f.text());
             auto a = model_of<bf16>(shape, f), b = model_of<bf16>(shape, f, 4);
             for (int i = 0; i < 3; i++) step(*a);
@@ -251,7 +270,7 @@ TEST_F(States, AreSavedToTheBit) {
 }
 
 // Any layout reads what another has written: the same numbers, and the same weights.
-TEST_F(States, OfAnyLayoutLoadInAnyOther) {
+TEST_F(Saved, FromAnyLayoutToAnyOther) {
     struct Case {
         int dp, tp, pp, zero;
     };
@@ -267,6 +286,7 @@ TEST_F(States, OfAnyLayoutLoadInAnyOther) {
             p.micro_batches = 4 / c.dp;
             p.layout = layout_at(sizes, world.rank);
             p.masters = f.masters;
+            p.states = f.states;
             Small<bf16> m(shape, {p});
             m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
             fill_weights(m.t, 3);
@@ -282,7 +302,7 @@ TEST_F(States, OfAnyLayoutLoadInAnyOther) {
         }
         return all;
     };
-    for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE}})
+    for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE, States::BF16}})
         for (const Case& from : cases) {
             std::vector<float> saved;
             fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
@@ -303,6 +323,83 @@ TEST_F(States, OfAnyLayoutLoadInAnyOther) {
                     run_plan(m.t, 0);
                 });
         }
+}
+
+// ----------------------------------------------------------------------------
+// training
+
+// The mean loss of the last 100 of 300 steps on a chain of tokens, three in four of which follow from
+// the one before. The weights are float, so that runs differ in their moments alone, and the loss is
+// near the chain's entropy, so that what is left between runs is no chaos.
+double loss_after_training(States states, float beta2, bool stochastic = true) {
+    Shape shape = gpt2_shape(1, 2, 64, 61, 16);
+    Plan plan = plan_of(Mode::TRAIN, 4, 16);
+    plan.states = states;
+    Small<float> m(shape, {plan});
+    init_weights(m.t, 1);
+    m.t.window = [](uint64_t sample, int* tokens, int* targets) {
+        uint32_t token = random_block(7, 1, sample * 64)[0] % 61;
+        for (uint64_t i = 0; i < 16; i++) {
+            RandomWords random = random_block(7, 2, sample * 64 + i);
+            tokens[i] = int(token);
+            token = random[0] % 4 ? (token * 7 + 3) % 61 : random[1] % 61;
+            targets[i] = int(token);
+        }
+        return std::string();
+    };
+    m.t.hyper = {1e-3f, 0.9f, beta2, 1e-8f, 0.1f, 1, {}, 5, stochastic};
+    double sum = 0;
+    for (int i = 0; i < 300; i++) {
+        run_plan(m.t, 0);
+        m.t.cursor += 4;
+        if (i >= 200) sum += plan_loss(m.t).mean();
+    }
+    return sum / 100;
+}
+
+constexpr double BF16_GAP = 0.0005; // of the loss with float moments
+
+TEST(Training, WithBf16MomentsIsAsGood) {
+    for (float beta2 : {0.95f, 0.999f}) {
+        double want = loss_after_training(States::FLOAT, beta2);
+        double gap = std::fabs(loss_after_training(States::BF16, beta2) / want - 1);
+        printf("beta2 %g: float %.6f, bf16 off by %.4f%%\n", double(beta2), want, 100 * gap);
+        EXPECT_LT(gap, BF16_GAP) << beta2;
+    }
+}
+
+// The mean loss (w - noise)^2 / 2 of the last steps of many: w hovers about 0, as far away as the
+// moments let it. Rounded to nearest, a second moment stands still once a step adds less than half
+// a unit in the last place: after 1 / (256 (1 - beta2)) of what it forgets.
+double loss_of_hovering(States states, bool stochastic) {
+    const size_t n = 2048;
+    const int64_t steps = 3000;
+    std::vector<float> w(n, 1.0f), g(n);
+    std::vector<unsigned char> m(4 * n), v(4 * n);
+    AdamWMemory<float> memory = {w.data(), nullptr,         g.data(), m.data(),
+                                 v.data(), Masters::FLOAT, states};
+    TensorRow row = {0, n, false, 5};
+    AdamW h = {0.05f, 0.9f, 0.999f, 1e-8f, 0, stochastic, 3};
+    double sum = 0;
+    for (h.step = 1; h.step <= steps; h.step++) {
+        fill_normal(g.data(), uint64_t(h.step), 9, 0, n, h.step < 100 ? 3 : 1); // g: minus the noise
+        for (size_t i = 0; i < n; i++) {
+            g[i] += w[i];
+            if (h.step > 2 * steps / 3) sum += double(g[i]) * g[i] / 2;
+        }
+        adamw_update(memory, &row, 1, h, nullptr, Cpu{});
+    }
+    return sum / double(n) / double(steps / 3);
+}
+
+TEST(Training, WithBf16MomentsNeedsRoundingAtRandom) {
+    double want = loss_of_hovering(States::FLOAT, true);
+    double random = std::fabs(loss_of_hovering(States::BF16, true) / want - 1);
+    double nearest = std::fabs(loss_of_hovering(States::BF16, false) / want - 1);
+    printf("beta2 0.999: float %.6f, bf16 off by %.4f%%, to nearest by %.4f%%\n", want,
+           100 * random, 100 * nearest);
+    EXPECT_LT(random, BF16_GAP);
+    EXPECT_GT(nearest, 2 * BF16_GAP);
 }
 
 } // namespace

@@ -436,21 +436,26 @@ inline std::vector<double> numbers_of(const std::vector<unsigned char>& x) {
     return {x.begin(), x.end()};
 }
 
-// Small masters: the CPU's bits. Rows are parts of pieces of tensors, cut in runs.
+// Small masters and moments: the CPU's bits. Rows are parts of pieces of tensors, cut in runs.
 template <typename T> void small_update_kernels(Check& c) {
     for (size_t tensors : {1, 5, 70})
-        for (Masters masters : {Masters::FLOAT, Masters::REMAINDER, Masters::NONE}) {
+        for (auto [masters, states] :
+             {std::pair(Masters::REMAINDER, States::FLOAT), {Masters::NONE, States::FLOAT},
+              {Masters::FLOAT, States::BF16}, {Masters::REMAINDER, States::BF16}}) {
             if (masters == Masters::REMAINDER && type_of<T>() != Type::BF16) continue;
-            if (SMALL && (tensors == 5) != (masters == Masters::REMAINDER)) continue;
+            if (SMALL && (tensors == 5) != (masters == Masters::FLOAT)) continue;
             size_t n;
             auto rows = bucket_rows(c, tensors > 1, tensors, &n);
             for (size_t r = 0; r < rows.size(); r++)
                 rows[r].start = 13 * r, rows[r].run = 30 + r, rows[r].gap = r % 3 * 60;
-            CASE(c, "small update %s %zu tensors, masters %d", type_word(T()), tensors,
-                 int(masters));
+            CASE(c, "small update %s %zu tensors, masters %d states %d", type_word(T()), tensors,
+                 int(masters), int(states));
             auto g = as<float>(normals(c, n)), exact = as<float>(normals(c, n));
-            auto m = as<float>(normals(c, n)), v = as<float>(normals(c, n));
-            for (float& x : v) x = std::fabs(x);
+            auto mf = as<float>(normals(c, n)), vf = as<float>(normals(c, n));
+            for (float& x : vf) x = std::fabs(x);
+            bool narrow = states == States::BF16;
+            auto m = narrow ? bytes_of(as<bf16>(as_double(mf))) : bytes_of(mf);
+            auto v = narrow ? bytes_of(as<bf16>(as_double(vf))) : bytes_of(vf);
 
             // Masters, and their weights.
             std::vector<T> w = as<T>(as_double(exact));
@@ -466,11 +471,11 @@ template <typename T> void small_update_kernels(Check& c) {
             if (masters == Masters::NONE) master.clear();
             AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 7, 1000};
             std::vector<unsigned char> old_weight = bytes_of(w), old_master = master;
-            std::vector<unsigned char> old_m = bytes_of(m), old_v = bytes_of(v);
+            std::vector<unsigned char> old_m = m, old_v = v;
 
             // Want: the CPU's bytes.
             void* at = master.empty() ? nullptr : master.data();
-            AdamWMemory<T> x = {w.data(), at, g.data(), m.data(), v.data(), masters};
+            AdamWMemory<T> x = {w.data(), at, g.data(), m.data(), v.data(), masters, states};
             adamw_update(x, rows.data(), tensors, h, nullptr, Cpu{});
 
             every_order(c, [&](Outputs&) {
@@ -478,12 +483,12 @@ template <typename T> void small_update_kernels(Check& c) {
                 Array<unsigned char> gm(numbers_of(old_m)), gv(numbers_of(old_v));
                 Array<float> grad(as_double(g));
                 AdamWMemory<T> y = {(T*)weight.data, at ? kept.data : nullptr, grad.data,
-                                    (float*)gm.data, (float*)gv.data, masters};
+                                    gm.data, gv.data, masters, states};
                 adamw_update(y, rows.data(), tensors, h, nullptr, cudaStream_t{});
                 expect(c, weight.host() == bytes_of(w), "weights");
                 expect(c, kept.host() == master, "masters");
-                expect(c, gm.host() == bytes_of(m), "first moments");
-                expect(c, gv.host() == bytes_of(v), "second moments");
+                expect(c, gm.host() == m, "first moments");
+                expect(c, gv.host() == v, "second moments");
             });
         }
 }

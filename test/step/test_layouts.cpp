@@ -38,6 +38,7 @@ struct LayoutCase {
     const char* order = "tp-pp-dp"; // of the grid
     bool whole_matrices = false;    // in each shard
     Masters masters = Masters::FLOAT;
+    States states = States::FLOAT;
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
         const char* schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"};
@@ -99,6 +100,7 @@ Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool ada
     Plan p = small_plan(B_SAMPLES, T_LENGTH, l.micro_batches, l.recompute, l.split);
     p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
     p.masters = l.masters;
+    p.states = l.states;
     p.layout = me;
     p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
     std::ifstream file(l.file);
@@ -418,15 +420,16 @@ TEST(Layouts, StagesOfZeroInBf16) {
     expect_same(*run_layout<bf16>(small_gpt2(), base, true), *want, base.text());
 }
 
-// So does bf16 with small masters: an update depends on nothing but the element.
-TEST(Layouts, SmallMastersInBf16) {
+// So does bf16 with small masters and moments: an update depends on nothing but the element.
+TEST(Layouts, SmallStatesInBf16) {
     int number = 0;
-    for (Masters masters : {Masters::REMAINDER, Masters::NONE})
+    for (auto [masters, states] : {std::pair(Masters::REMAINDER, States::FLOAT),
+                                   {Masters::NONE, States::BF16}, {Masters::FLOAT, States::BF16}})
         for (const Shape& shape : shapes())
             for (int tp : {1, 2}) {
                 if (shape.NH % size_t(tp) || left_out(&number)) continue;
                 LayoutCase base;
-                base.dp = 2, base.tp = tp, base.masters = masters;
+                base.dp = 2, base.tp = tp, base.masters = masters, base.states = states;
                 auto zero0 = run_layout<bf16>(shape, base, true);
                 base.zero = 2;
                 auto zero2 = run_layout<bf16>(shape, base, true);

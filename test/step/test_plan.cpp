@@ -596,6 +596,10 @@ TEST(Arena, MemoryIsTheTextbooks) {
         EXPECT_EQ(data_bytes<bf16>(small, model, {Kind::MASTER, 1}, Cpu{}),
                   size_t(each) * model.buckets[1].elements);
     }
+    Plan narrow = p;
+    narrow.states = States::BF16;
+    EXPECT_EQ(data_bytes<bf16>(narrow, model, {Kind::STATE, 1, 0}, Cpu{}),
+              2 * model.buckets[1].elements);
     EXPECT_EQ(parameter_count(model), 124439808u); // GPT-2 124M
     size_t N = p.B * p.T, C = s.C;
     auto kept = [&](Recompute level) {
