@@ -224,10 +224,13 @@ void run_training(Run& run, S where) {
     // Plan: the actions of a step, and a place for every byte. Nothing is allocated yet.
     run.layout = layout_at(choose_layout(c, run.shape), run.world.rank);
     std::vector<PlanOptions> plans = choose_plans(run);
+    std::string levels = choose_recompute<T>(run, plans, where);
     trainer_place(t, run.shape, plans, run.layout);
     if (is_first(run))
-        printf("%s", parameters_text(t.model).c_str());
-    if (c.explain) return print_plan(run, t, plans);
+        printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
+    if (c.explain) print_plan(run, t, plans);
+    check_bound<T>(run, where);
+    if (c.explain) return;
     check_plans_of_all_ranks(run, plans, t.model);
     std::string kernels = attention_backend<T>(attention_shape(run.shape, 1, 1, 1), where);
     if (!kernels.empty() && is_first(run))

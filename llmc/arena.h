@@ -187,6 +187,12 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     return arena;
 }
 
+// Bytes that a rank takes where its step runs; on a CPU offloaded data take the same memory.
+template <typename S> size_t bytes_here(const Arena& arena, S) {
+    bool same = std::is_same_v<S, Cpu>;
+    return arena.device().bytes + (same ? arena.memory[int(Tier::HOST)].bytes : 0);
+}
+
 // One allocation a tier, zero-filled. folder: where the file of DISK is made.
 template <typename S>
 void arena_allocate(Arena& arena, S where, const std::string& folder = "") {

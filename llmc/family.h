@@ -96,4 +96,21 @@ std::vector<Activation> activation_table(const Shape& s, size_t N, S where) {
     return rows;
 }
 
+// FLOPs a token of a block's R: products and attention, as mfu.h counts them. Norms and activation
+// functions are bound by memory, and do not count.
+inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
+    double C = double(s.C);
+    double F = double(s.F);
+    double Q = double(s.NH * s.HS);
+    double KV = double(s.NKV * s.HS);
+    double flops = 0;
+    if (redoes_attn(level))
+        flops += 2 * C * (2 * Q + 2 * KV) + 2 * double(T) * Q;
+    with_family(s.family, [&](auto family) {
+        if (redoes_ffn(level))
+            flops += 2 * C * F * family.widening_products;
+    });
+    return flops;
+}
+
 } // namespace llmc

@@ -30,6 +30,7 @@ struct Gpt2 {
     static constexpr const char* model_types[] = {"gpt2"};      // in config.json
     static constexpr const char* block_prefix = "h.";           // "h.0.ln_1.weight" is block 0's
     static constexpr const char* body_prefix = "transformer.";  // files: before all but lm_head
+    static constexpr int widening_products = 1;                 // from C to F channels: fc
 
     struct Embedding {
         Weight wte, wpe;                          // (Vp,C) (P,C)

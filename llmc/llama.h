@@ -25,6 +25,7 @@ struct Llama {
     static constexpr const char* model_types[] = {"llama", "mistral", "qwen2", "qwen3"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
+    static constexpr int widening_products = 2;                 // from C to F channels: gate, up
 
     struct Embedding {
         Weight wte;                               // (Vp,C)

@@ -227,6 +227,7 @@ enum class Recompute { NONE, SELECTIVE, ATTN, FFN, FULL };
 inline bool redoes_attn(Recompute r) { return r == Recompute::ATTN || r == Recompute::FULL; }
 inline bool redoes_ffn(Recompute r) { return r == Recompute::FFN || r == Recompute::FULL; }
 
+// The words of --recompute, in the order of the levels.
 constexpr int RECOMPUTE_LEVELS = 5;
 inline const char* recompute_name(Recompute r) {
     static const char* names[RECOMPUTE_LEVELS] = {"none", "selective", "attention", "ffn", "full"};
@@ -234,6 +235,8 @@ inline const char* recompute_name(Recompute r) {
 }
 
 // A level for each layer, by its number; layers behind the last one given have the same as that.
+// One level alone is that of all layers. Embedding and head have no activations of the table, so
+// theirs means nothing.
 struct RecomputeLevels {
     std::vector<Recompute> given;
 
@@ -263,6 +266,7 @@ struct Activation {
 
 // Whether the forward pass drops a row because R makes it again.
 inline bool recomputed(Keep keep, Recompute level) {
+    // Gradients are made once, whatever the level is.
     switch (keep) {
     case Keep::CHEAP: return level != Recompute::NONE;
     case Keep::ATTN: return redoes_attn(level);

@@ -63,6 +63,7 @@ struct Config {
     std::string masters = "float", states = "float";
     bool fp8 = false;
     std::string recompute = "none", offload = "none", offload_to = "cpu";
+    double memory = 0;
 
     // layout
     // ranks an axis; their product is the number of ranks. dp 0 takes what the other axes leave.
@@ -200,9 +201,13 @@ inline const std::vector<Flag>& config_table() {
          "rounded at random"},
         {"states", &C::states, "float|bf16", "AdamW's moments; bf16 is rounded at random"},
         {"fp8", &C::fp8, "= false (fp8 products)", "fp8 matrix products"},
-        {"recompute", &C::recompute, "none|selective|attention|ffn|full",
-         "selective: norms and activation functions; attention, ffn: also that branch's products; "
-         "full: keep a block's input only"},
+        {"recompute", &C::recompute, "none|selective|attention|ffn|full|auto",
+         "selective: norms and activation functions; attention, ffn: that branch's products too; "
+         "full: keep a block's input only; auto: a level for each block, the least arithmetic that "
+         "fits"},
+        {"memory", &C::memory, "0..1000000",
+         "GiB that a rank may take: a plan that needs more is refused, with flags that fit (0: as "
+         "much as the machine has)"},
         {"offload", &C::offload, "none|optimizer",
          "optimizer: masters and moments lie outside the device, and pass through it in chunks"},
         {"offload-to", &C::offload_to, "",
@@ -698,6 +703,11 @@ inline std::string check_together(const Config& c) {
                       " says where --document-mask cuts: give --document-mask too");
     if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
         return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
+    if (c.recompute == "auto" && c.explain && c.memory == 0)
+        return "--recompute auto fits the memory of a machine, and --explain may speak of another: "
+               "give --memory GiB";
+
+    // Folders: what is kept needs one.
     if (c.resume && c.out.empty())
         return "--resume goes on from the newest checkpoint in --out: give --out DIR";
     if (c.resume_step >= 0 && !c.resume)

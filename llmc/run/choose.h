@@ -265,12 +265,12 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     return layout;
 }
 
-// config_check() has refused every other name.
+// config_check() has refused every other name. "auto" is FULL until choose_recompute() (limits.h)
+// has seen how much room there is.
 inline Recompute recompute_named(const std::string& name) {
-    int level = 0;
-    while (name != recompute_name(Recompute(level)))
-        level++;
-    return Recompute(level);
+    for (int level = 0; level < RECOMPUTE_LEVELS; level++)
+        if (name == recompute_name(Recompute(level))) return Recompute(level);
+    return Recompute::FULL;
 }
 
 // Choose what this run does as plans: train, evaluate, score candidates, generate.

@@ -4,7 +4,9 @@
 //   so the program refuses first, and names flags that fit.
 #pragma once
 #include <sys/statvfs.h>
+#include "../budget.h"
 #include "../io/checkpoint.h"
+#include "../io/mfu.h"
 #include "choose.h"
 
 namespace llmc {
@@ -90,12 +92,6 @@ template <typename S> int ranks_here(const Run& run, S) {
     return int(std::count(all.begin(), all.end(), boot));
 }
 
-// Bytes that a rank takes where its step runs; on a CPU offloaded data take the same memory.
-template <typename S> size_t bytes_here(const Arena& arena, S) {
-    bool same = std::is_same_v<S, Cpu>;
-    return arena.device().bytes + (same ? arena.memory[int(Tier::HOST)].bytes : 0);
-}
-
 // Bytes that a rank of a configuration takes; 0: the configuration is refused.
 template <typename T, typename S>
 size_t arena_bytes(const Run& like, Config c, int rank, S where) {
@@ -121,7 +117,7 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     least.recompute = "full";
     if (arena_bytes<T>(run, least, rank, where) > room) return "";
 
-    for (const char* recompute : {"", "selective", "attention", "ffn", "full"}) {
+    for (const char* recompute : {"", "auto"}) {
         for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
             Config c = run.config;
             c.micro_batch = B;
@@ -139,13 +135,38 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     return "";
 }
 
-// Refuse a run that this machine has no memory for: the number, and flags that fit.
+// Bytes of this machine that a rank may take. A part stays free for what is no plan's: the program,
+// its data and tokenizer, a save's copy.
+template <typename S> size_t memory_share(const Run& run, S where) {
+    size_t left = memory_left(where);
+    return (left - left / 32) / size_t(ranks_here(run, where));
+}
+
+// Refuse a plan that needs more than its room: the numbers, and flags that fit. `rank` has it.
+template <typename T, typename S>
+void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const std::string& there,
+                   S where) {
+    // The first rank says so for all, so it alone looks for flags: each try is a placing.
+    std::string fit;
+    if (is_first(run))
+        fit = flags_that_fit<T>(run, rank, room, where);
+    std::string advice = "these flags fit:" + fit;
+    if (fit.empty())
+        advice = "no --micro-batch or --recompute makes it fit: take a smaller --model, or more "
+                 "ranks (--explain shows where the bytes go)";
+
+    // Name the rank where there are several.
+    std::string of_rank = "this run";
+    if (rank_count(run.config) > 1)
+        of_rank = concat("rank ", rank);
+    std::string needs = bytes_text(double(needed));
+    or_die_on_all_ranks(run, concat(of_rank, " needs ", needs, ", and ", there, advice));
+}
+
+// Refuse a run that this machine has no memory for.
 template <typename T, typename S>
 void check_memory(const Run& run, const Trainer<T, S>& t) {
-    // A part stays free for what is no plan's: the program, its data and tokenizer, a save's copy.
-    int ranks = ranks_here(run, t.ctx.where);
-    size_t left = memory_left(t.ctx.where);
-    size_t share = (left - left / 32) / size_t(ranks);
+    size_t share = memory_share(run, t.ctx.where);
     int64_t mine[2] = {int64_t(bytes_here(t.arena, t.ctx.where)), int64_t(share)};
     std::vector<int64_t> all(2 * size_t(run.world.size));
     all_gather(run.world, all.data(), mine, 2, Cpu{});
@@ -156,17 +177,130 @@ void check_memory(const Run& run, const Trainer<T, S>& t) {
     for (int rank = 1; rank < run.world.size; rank++)
         if (lacks(rank) > lacks(worst)) worst = rank;
     if (lacks(worst) <= 0) return;
-
-    // The first rank says so for all.
     size_t needed = size_t(all[2 * worst]), room = size_t(all[2 * worst + 1]);
-    std::string fit = is_first(run) ? flags_that_fit<T>(run, worst, room, t.ctx.where) : "";
-    std::string of_rank = run.world.size > 1 ? concat("rank ", worst) : "this run";
-    or_die_on_all_ranks(
-        run, concat(of_rank, " needs ", bytes_text(double(needed)), ", and ",
-                    bytes_text(double(room)), " are left", ranks > 1 ? " for it: " : ": ",
-                    fit.empty() ? "no --micro-batch or --recompute makes it fit: take a smaller "
-                                  "--model, or more ranks (--explain shows where the bytes go)"
-                                : "these flags fit:" + fit));
+    std::string there = concat(bytes_text(double(room)), " are left",
+                               ranks_here(run, t.ctx.where) > 1 ? " for it: " : ": ");
+    refuse_memory<T>(run, worst, needed, room, there, t.ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// --memory and --recompute auto: every rank asks for all stages, so all hear the same
+
+// The unit of --memory, and of what --explain prints.
+constexpr double GIB = 1073741824;
+
+// The first rank of a stage: others of the stage take the same bytes.
+inline int first_rank_of(const Layout& layout, int pp_rank) {
+    int rank = 0;
+    while (layout_at(layout, rank).pp.rank != pp_rank)
+        rank++;
+    return rank;
+}
+
+// Refuse a plan that needs more than --memory, on any rank of the pipeline.
+template <typename T, typename S> void check_bound(const Run& run, S where) {
+    size_t room = size_t(run.config.memory * GIB);
+    if (!room) return;
+
+    // Find the fullest stage. "auto" counts as FULL here: where that fits, the choice does.
+    size_t most = 0;
+    int worst = 0;
+    for (int pp = 0; pp < run.layout.pp.size; pp++) {
+        int rank = first_rank_of(run.layout, pp);
+        size_t bytes = arena_bytes<T>(run, run.config, rank, where);
+        if (bytes > most) worst = rank;
+        most = std::max(most, bytes);
+    }
+
+    // Say so on all ranks, for all have found the same.
+    std::string there = concat("--memory ", run.config.memory, " is less: ");
+    if (most > room)
+        refuse_memory<T>(run, worst, most, room, there, where);
+}
+
+// "layers 1..9 full, 10..32 selective": the levels of this rank's blocks.
+inline std::string levels_text(const Layout& layout, const Model& model,
+                               const std::vector<Recompute>& levels) {
+    // A run of blocks goes on while the level and the rank stay.
+    std::string text;
+    for (int l = 1, first = 1; l < model.head(); l++) {
+        bool mine = is_mine(layout, model, l);
+        bool last = l + 1 == model.head();
+        bool next_too = !last && is_mine(layout, model, l + 1);
+        if (mine && next_too && levels[l + 1] == levels[l])
+            continue;
+
+        // Write the run that ends here.
+        std::string to = l > first ? concat("..", l) : "";
+        std::string comma = text.empty() ? "layers " : ", ";
+        if (mine)
+            text += concat(comma, first, to, " ", recompute_name(levels[l]));
+        first = l + 1;
+    }
+    return text.empty() ? "no layers" : text;
+}
+
+// A choice's bytes, and what it redoes as a share of this rank's part of a step.
+inline std::string choice_text(const Choice& choice, const Layout& layout, const Model& model,
+                               size_t T) {
+    char gib[32], percent[32];
+    double bytes = double(choice.bytes);
+    double share = choice.flops * layout.pp.size / flops_per_token(model, T);
+    snprintf(gib, sizeof(gib), "%.2f GiB", bytes / GIB); // neighbours are close
+    snprintf(percent, sizeof(percent), "%.1f%%", 100 * share);
+    return concat(bytes < GIB ? bytes_text(bytes) : gib, " with ", percent, " more FLOPs");
+}
+
+// Give each block its level, and say so. Where nothing fits all stay FULL, which is then refused.
+template <typename T, typename S>
+std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S where) {
+    const Config& c = run.config;
+    if (c.recompute != "auto" || run.train_plan < 0) return "";
+
+    // Without --memory take the least that any rank finds. It may shrink before the run takes it.
+    size_t room = size_t(c.memory * GIB);
+    if (!room) {
+        std::vector<int64_t> all(size_t(run.world.size));
+        int64_t mine = int64_t(memory_share(run, where));
+        all_gather(run.world, all.data(), &mine, 1, Cpu{});
+        room = size_t(*std::min_element(all.begin(), all.end()));
+        room -= room / 32;
+    }
+
+    // Choose for one rank of each stage: the others of a stage hold the same bytes. Each rank does
+    // this for all stages, so all have one plan without a message.
+    std::string text;
+    Model model = make_model(with_logits(run.shape, where), run.layout);
+    std::vector<Recompute> levels(model.layers(), Recompute::FULL);
+    for (int pp = 0; pp < run.layout.pp.size; pp++) {
+        Layout layout = layout_at(run.layout, first_rank_of(run.layout, pp));
+        Choices found = choose_levels<T>(layout, model, plans, room, where);
+        if (!found.best.bytes) continue;
+
+        // Take the levels of the stage's own layers.
+        for (int l = 0; l < model.layers(); l++)
+            if (is_mine(layout, model, l)) levels[l] = found.best.levels[l];
+
+        // Name the stage where there are several.
+        auto say = [&](const Choice& x) {
+            return choice_text(x, layout, model, size_t(c.seq));
+        };
+        std::string stage = layout.pp.size > 1 ? concat(", stage ", pp) : "";
+        std::string of_blocks = levels_text(layout, model, found.best.levels);
+        text += concat("recompute", stage, ": ", of_blocks, "; ", say(found.best), "\n");
+
+        // Say what the neighbours would save and cost: the user may have a little more room, or
+        // want some for something else.
+        std::string next;
+        if (found.cheaper.bytes)
+            next += "  next cheaper: " + say(found.cheaper);
+        if (found.dearer.bytes)
+            next += "  next dearer: " + say(found.dearer);
+        if (!next.empty())
+            text += next + "\n";
+    }
+    plans[size_t(run.train_plan)].recompute = levels;
+    return text;
 }
 
 // ----------------------------------------------------------------------------

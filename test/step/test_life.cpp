@@ -596,6 +596,56 @@ TEST_F(Life, MemoryThatIsNotThereIsRefused) {
     EXPECT_HAS(r.text, "no --micro-batch or --recompute makes it fit");
 }
 
+// A bound is the user's: what needs more is refused with flags that fit it.
+TEST_F(Life, AMemoryThatIsGivenIsABound) {
+    const std::string deep = small + "--layers 5 --seq 64 --micro-batch 8 --steps 1 ";
+    Ran r = start(deep + "--memory 0.004");
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, "this run needs 8.2 MiB, and --memory 0.004 is less: these flags fit: --micro-batch 2");
+    EXPECT_EQ(start(deep + "--memory 0.004 --micro-batch 2").status, 0);
+    r = start(deep + "--memory 0.0042 --explain --local-ranks 2 --pp 2 --micro-batch 1 --recompute full");
+    EXPECT_EQ(r.status, 0) << r.text;
+    r = start(deep + "--memory 0.004 --explain");
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, "actions of a step") << "the plan is printed first";
+    EXPECT_HAS(r.text, "--memory 0.004 is less");
+    EXPECT_HAS(start(deep + "--memory 0.0001").text, "no --micro-batch or --recompute makes it fit");
+    EXPECT_HAS(start(deep + "--recompute auto --explain").text, "give --memory GiB");
+
+    // Of a pipeline, the rank that needs most.
+    r = start(deep + "--memory 0.001 --local-ranks 2 --pp 2");
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, "rank 0 needs ");
+}
+
+// Levels that the program chooses are printed, fit, and change no bit, also when a run goes on.
+TEST_F(Life, ChosenRecomputationChangesNoBit) {
+    const std::string deep = small + "--layers 5 --seq 64 --micro-batch 8 --steps 4 --save-every 2 ";
+    ASSERT_EQ(start(deep + "--out " + out).status, 0);
+    auto last = [](const std::string& folder) {
+        return read_file(folder + "/step_00000004/rank_00000.safetensors");
+    };
+    std::string other = path("other");
+    fs::create_directory(other);
+    fs::copy(out + "/step_00000002", other + "/step_00000002", fs::copy_options::recursive);
+    Ran rest = start("--resume --recompute auto --memory 0.006 --out " + other);
+    ASSERT_EQ(rest.status, 0) << rest.text;
+    EXPECT_HAS(rest.text, "recompute: layers 1");
+    EXPECT_HAS(rest.text, "5 none; ");
+    EXPECT_HAS(rest.text, "% more FLOPs\n  next cheaper: ");
+    EXPECT_TRUE(last(out) == last(other));
+
+    // A choice for each stage, the same on all ranks; and with what the machine has, nothing is redone.
+    for (const char* flags : {"--local-ranks 4 --pp 2 --dp 2 --zero 2 --memory 0.0035 --micro-batch 4",
+                              "--local-ranks 2 --tp 2"}) {
+        std::string folder = path(std::string("ranks") + flags[14]);
+        rest = start(deep + "--recompute auto --out " + folder + " " + flags);
+        ASSERT_EQ(rest.status, 0) << rest.text;
+        bool stages = has(flags, "--pp");
+        EXPECT_HAS(rest.text, stages ? "recompute, stage 1: layers " : "recompute: layers 1..5 none");
+    }
+}
+
 // The flags that are named do fit, and are the first that do.
 TEST(Limits, FlagsThatFitAreFound) {
     llmc::Run run;

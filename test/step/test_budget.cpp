@@ -1,0 +1,220 @@
+// test_budget.cpp - recomputation under a budget: live bytes by a sum against the arena's, the choice
+// against all there are, the order of levels, the FLOPs
+#include "../../llmc/budget.h"
+#include "../../llmc/io/mfu.h"
+#include "../../llmc/presets.h"
+#include "../harness/testing.h"
+#include "small_models.h"
+
+using namespace llmc;
+
+namespace {
+
+// Numbers below `n`, the same in each run.
+struct Draw {
+    uint64_t seed, at = 0;
+    int operator()(int n) { return int(random_block(seed, fnv1a("test.budget"), at++)[0] % uint32_t(n)); }
+};
+
+// A training plan of a random small model, with a random layout around the rank of a pipeline.
+struct Case {
+    Shape shape;
+    Layout layout;
+    Model model;
+    PlanOptions options;
+    Case(Draw& draw, int L, int pp) {
+        size_t C = size_t(16 + 8 * draw(4));
+        if (draw(2)) {
+            shape = gpt2_shape(size_t(L), 4, C, 40 + size_t(draw(300)), 64);
+        } else {
+            shape = llama_shape(size_t(L), 4, size_t(1) << draw(3), C, size_t(20 + draw(100)), 53, 64, 1e4);
+            shape.qk_norm = draw(2);
+        }
+        shape.tied = draw(2);
+        layout = small_layout(1 + draw(2), 1, pp);
+        layout.zero = draw(4);
+        const Pipeline pipelines[] = {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::ZERO_BUBBLE,
+                                      Pipeline::INTERLEAVED};
+        layout.pipeline = pipelines[draw(4)];
+        layout.chunks = layout.pipeline == Pipeline::INTERLEAVED && pp == 2 && L > 1 ? 2 : 1;
+        layout.first_layer = split_layers(std::vector<double>(size_t(L) + 2, 1.0), layout.stages());
+        model = make_model(shape, layout);
+        options.B = size_t(1 + draw(2)), options.T = size_t(8 + draw(24));
+        options.micro_batches = 2 * (1 + draw(2)), options.split_backward = draw(3) == 0;
+    }
+    Arena place(const RecomputeLevels& levels) {
+        options.recompute = levels;
+        return place_plans<bf16>({make_plan(layout, model, options)}, model, Cpu{});
+    }
+    std::vector<Instant> instants() {
+        Arena full = place(Recompute::FULL);
+        return instants_of(full, make_plan(layout, model, options), model);
+    }
+    LevelCosts costs() { return level_costs<bf16>(make_plan(layout, model, options), model, Cpu{}); }
+    std::vector<Recompute> random_levels(Draw& draw) {
+        std::vector<Recompute> levels(size_t(model.layers()), Recompute::NONE);
+        for (int l = 1; l < model.head(); l++) levels[size_t(l)] = Recompute(draw(RECOMPUTE_LEVELS));
+        return levels;
+    }
+    std::vector<int> blocks() {
+        std::vector<int> mine;
+        for (int l = 1; l < model.head(); l++)
+            if (is_mine(layout, model, l)) mine.push_back(l);
+        return mine;
+    }
+};
+
+} // namespace
+
+// A sum over blocks says what lives at once, for any levels in any order, on every rank.
+TEST(Budget, LiveBytesAreTheArenasPeak) {
+    Draw draw = {3};
+    for (int trial = 0; trial < 40; trial++) {
+        Case c(draw, 1 + draw(6), 1 + draw(2));
+        for (int rank = 0; rank < c.layout.pp.size; rank++) {
+            c.layout.pp.rank = rank;
+            std::vector<Instant> instants = c.instants();
+            for (int i = 0; i < 6; i++) {
+                std::vector<Recompute> levels = c.random_levels(draw);
+                Arena arena = c.place(levels);
+                EXPECT_EQ(live_bytes(instants, c.costs(), levels), arena.peak[0])
+                    << "trial " << trial << " rank " << rank;
+            }
+        }
+    }
+}
+
+// The list has a choice as cheap as the cheapest of all levels in all orders, at any room.
+TEST(Budget, TheListHasTheCheapestOfAll) {
+    Draw draw = {5};
+    for (int trial = 0; trial < 12; trial++) {
+        Case c(draw, 2 + trial % 4, 1 + trial % 2);
+        if (c.layout.chunks > 1) continue; // two stages' blocks wait in another order
+        std::vector<Instant> instants = c.instants();
+        LevelCosts costs = c.costs();
+        std::vector<int> blocks = c.blocks();
+
+        // What each of the 5^L costs and lives on; those of the list.
+        typedef std::tuple<double, size_t, size_t> Costs; // FLOPs, bytes redone, live bytes
+        auto costs_of = [&](auto level_of) {
+            std::vector<Recompute> levels(size_t(c.model.layers()), Recompute::NONE);
+            Costs sum;
+            for (size_t i = 0; i < blocks.size(); i++) {
+                const LevelCost& one = costs[size_t(levels[size_t(blocks[i])] = level_of(int(i)))];
+                std::get<0>(sum) += one.flops, std::get<1>(sum) += one.redone;
+            }
+            std::get<2>(sum) = live_bytes(instants, costs, levels);
+            return sum;
+        };
+        std::set<Costs> all, list;
+        for (int number = 0; number < std::pow(RECOMPUTE_LEVELS, blocks.size()); number++)
+            all.insert(costs_of([&](int i) {
+                return Recompute(number / int(std::pow(RECOMPUTE_LEVELS, i)) % RECOMPUTE_LEVELS);
+            }));
+        for (const LevelCounts& counts : list_choices(int(blocks.size()), costs)) {
+            list.insert(costs_of([&](int i) { return counts.of(i); }));
+            EXPECT_EQ(std::get<0>(costs_of([&](int i) { return counts.of(i); })), counts.flops);
+            EXPECT_EQ(std::get<1>(costs_of([&](int i) { return counts.of(i); })), counts.redone);
+        }
+
+        // Sets are sorted by cost, so the first that fits is the cheapest.
+        for (auto [flops, redone, room] : all) {
+            auto cheapest = [room = room](const std::set<Costs>& choices) {
+                for (auto [flops, redone, bytes] : choices)
+                    if (bytes <= room) return std::pair(flops, redone);
+                return std::pair(-1.0, size_t(0));
+            };
+            ASSERT_EQ(cheapest(list), cheapest(all)) << "trial " << trial << " room " << room;
+        }
+    }
+}
+
+// The first of the list whose arena fits is chosen, at any room.
+TEST(Budget, TheFirstThatFitsIsChosen) {
+    Draw draw = {9};
+    for (int trial = 0; trial < 6; trial++) {
+        int L = 2 + trial % 3, pp = 1 + trial % 2;
+        Case c(draw, L, pp);
+        for (c.layout.pp.rank = 0; c.layout.pp.rank < pp; c.layout.pp.rank++) {
+            // Place all of the list.
+            std::vector<int> blocks = c.blocks();
+            std::vector<LevelCounts> list = list_choices(int(blocks.size()), c.costs());
+            std::vector<size_t> bytes;
+            for (const LevelCounts& counts : list) {
+                std::vector<Recompute> levels(size_t(c.model.layers()), Recompute::NONE);
+                for (size_t i = 0; i < blocks.size(); i++) levels[size_t(blocks[i])] = counts.of(int(i));
+                bytes.push_back(c.place(levels).device().bytes);
+            }
+            size_t low = *std::min_element(bytes.begin(), bytes.end());
+            size_t high = *std::max_element(bytes.begin(), bytes.end());
+
+            for (int i = -1; i <= 12; i++) {
+                size_t room = size_t(double(low) + double(high - low) * i / 12);
+                Choices found = choose_levels<bf16>(c.layout, c.model, {c.options}, room, Cpu{});
+                std::string at = "trial " + std::to_string(trial) + " room " + std::to_string(i);
+                if (!found.best.bytes) {
+                    EXPECT_GT(c.place(Recompute::FULL).device().bytes, room) << at;
+                    continue;
+                }
+                size_t k = 0;
+                while (bytes[k] > room) k++;
+                EXPECT_EQ(found.best.flops, list[k].flops) << at;
+                EXPECT_EQ(found.best.bytes, bytes[k]) << at;
+                EXPECT_EQ(c.place(found.best.levels).device().bytes, bytes[k]) << at;
+
+                // The neighbours: one does not fit, the other takes less and costs no less.
+                if (found.cheaper.bytes) {
+                    EXPECT_GT(found.cheaper.bytes, room);
+                    EXPECT_LE(found.cheaper.flops, found.best.flops);
+                }
+                if (found.dearer.bytes) {
+                    EXPECT_LT(found.dearer.bytes, found.best.bytes);
+                    EXPECT_GE(found.dearer.flops, found.best.flops);
+                }
+            }
+        }
+    }
+}
+
+// Those that keep least come first: no other order lives on less.
+TEST(Budget, NoOrderTakesLess) {
+    Draw draw = {7};
+    for (int trial = 0; trial < 40; trial++) {
+        Case c(draw, 2 + draw(6), 1 + draw(2));
+        if (c.layout.chunks > 1) continue;
+        std::vector<Instant> instants = c.instants();
+        LevelCosts costs = c.costs();
+        std::vector<int> blocks = c.blocks();
+        if (blocks.empty()) continue;
+        std::vector<Recompute> levels = c.random_levels(draw);
+        auto kept = [&](Recompute r) { return costs[size_t(r)].kept[0] + costs[size_t(r)].kept[1]; };
+        auto mine = levels.begin() + blocks.front(), end = levels.begin() + blocks.back() + 1;
+        std::sort(mine, end, [&](Recompute x, Recompute y) { return kept(x) < kept(y); });
+        size_t least = live_bytes(instants, costs, levels);
+        std::reverse(mine, end);
+        EXPECT_LE(least, live_bytes(instants, costs, levels));
+        for (int i = 0; i < 10; i++) {
+            for (auto at = mine + 1; at < end; at++) std::iter_swap(at, mine + draw(int(at - mine) + 1));
+            EXPECT_LE(least, live_bytes(instants, costs, levels));
+        }
+    }
+}
+
+// What a block redoes at most is its forward pass but for the last product, as mfu.h counts it.
+TEST(Budget, RedoneFlopsAreMfusOwn) {
+    for (const Preset& preset : model_presets()) {
+        Model model = make_model(preset.shape);
+        size_t T = 512, matrices = 0, others = 0;
+        for (const Parameter& p : model.parameters) {
+            bool block = model.is_block(p.layer) && p.shape.size() == 2;
+            (block ? matrices : others) += p.file_elements();
+        }
+        const Shape& s = preset.shape;
+        double blocks = flops_per_token(model, T) - 6 * double(others);
+        double last = 6 * double(s.L * s.C * s.F);
+        EXPECT_EQ(3 * double(s.L) * recompute_flops(s, T, Recompute::FULL), blocks - last) << preset.name;
+        EXPECT_EQ(recompute_flops(s, T, Recompute::ATTN) + recompute_flops(s, T, Recompute::FFN),
+                  recompute_flops(s, T, Recompute::FULL));
+        EXPECT_EQ(recompute_flops(s, T, Recompute::SELECTIVE), 0);
+    }
+}
