@@ -95,7 +95,10 @@ LLMC_HD inline float fp8_scale(uint32_t amax) {
     return bits_as<float>(uint32_t(127 + (e < 127 ? e : 127)) << 23);
 }
 
-constexpr size_t FP8_BLOCK = 128;
+// How a linear layer's products quantise their operands (linear.cuh).
+enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR };
+
+constexpr size_t FP8_BLOCK = 128, FP8_ALIGN = 256; // elements; bytes
 enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, WHOLE };
 
 // Scales lie so that those of one product step, 128 of K, are neighbours:

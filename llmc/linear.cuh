@@ -5,9 +5,25 @@
 //   Contract: out =   dinp, dW, dbias = or += (accumulate).  A Weight whose grad is null is frozen:
 //             skipped.  Bitwise repeatable for equal threads.
 //   Cost: 2 N OC IC FLOPs each; the bias gradient reads dout once more.
-//   To copy: this file, column_sums.cuh, matmul.cuh, types.h and cuda_common.h.
+//
+//   fp8 (arXiv:2209.05433, 2412.19437): the products of a Weight that says so read operands of
+//   8 bits (fp8.cuh). Sums, outputs, biases, residual and dW stay as wide as they are.
+//     product   operands     block: E4M3, a scale for        tensor: a scale for each operand
+//     out       inp, W       1 x 128 of K, 128 x 128         E4M3, E4M3
+//     dinp      dout, W      1 x 128 of K, 128 x 128         E5M2, E4M3
+//     dW        dout, inp    128 rows of a column, both      E5M2, E4M3
+//   Each product quantises its operands anew from bf16, and no code is quantised twice. With block,
+//   where 128 divides T, no block knows the micro-batch, and where 128 divides a tensor-parallel
+//   rank's pieces, none is cut: the same bf16 numbers have the same codes in every layout. (Ranks
+//   of tp round other sums to bf16 before; a number beside the middle of two codes may then take
+//   the other one.) With tensor a scale is of one product's rows: what underflows depends on them.
+//   The arithmetic is fp8's, the speed is not: a kernel writes the values that codes stand for,
+//   which are bf16 numbers, and the product is the bf16 product of those: what an fp8 product with
+//   float sums gives. It costs a pass over each operand, and the operands' bytes in scratch.
+//   To copy: this file, column_sums.cuh, fp8.cuh, matmul.cuh, types.h and cuda_common.h.
 #pragma once
 #include "column_sums.cuh"
+#include "fp8.cuh"
 #include "matmul.cuh"
 
 namespace llmc {
@@ -19,6 +35,7 @@ struct Weight {
     size_t rows = 0, cols = 0;    // OC, IC
     void* grad = nullptr;         // (rows, cols) acc; null: frozen
     const void* extras = nullptr; // scales, adapters
+    Fp8 fp8 = Fp8::NONE;          // its products quantise their operands
     template <typename T>
     T* as() const { return static_cast<T*>(data); }
 };
@@ -83,6 +100,67 @@ size_t linear_scratch_bytes(size_t N, size_t OC, size_t, cudaStream_t stream) {
 #endif
 
 // ----------------------------------------------------------------------------
+// fp8: what products read instead of their operands
+
+// An operand's values, and the largest of them before.
+inline size_t linear_operand_bytes(size_t rows, size_t cols) {
+    return FP8_ALIGN + round_up(rows * cols * sizeof(bf16), FP8_ALIGN);
+}
+
+// Scratch for the operands of any of the three products, behind the product's own.
+inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
+    if (fp8 == Fp8::NONE) return 0;
+    // The end of the scratch may be no multiple of FP8_ALIGN: the first term allows for that.
+    size_t inp = linear_operand_bytes(N, IC), dout = linear_operand_bytes(N, OC);
+    size_t w = linear_operand_bytes(OC, IC);
+    return FP8_ALIGN + std::max({inp + w, dout + w, dout + inp});
+}
+
+// Lends a product's operands the end of the scratch, until the product has been given.
+template <typename T, typename S> struct LinearOperands {
+    Fp8 fp8;
+    Blas& blas;
+    S where;
+    size_t whole = blas.scratch_bytes;
+
+    ~LinearOperands() { blas.scratch_bytes = whole; }
+
+    // x itself, or what fp8 leaves of it. Blocks are those of recipe `block`.
+    const T* quantised(const T* x, size_t rows, size_t cols, Fp8Blocks blocks, // (rows,cols)
+                       bool gradient) {
+        if (fp8 == Fp8::NONE) return x;
+
+        // Take room from the end of the scratch: a word for the maximum, then the values.
+        size_t bytes = linear_operand_bytes(rows, cols);
+        LLMC_CHECK(type_of<T>() == Type::BF16 && bytes <= blas.scratch_bytes,
+                   "fp8 wants bf16 and %zu bytes of scratch, has %zu", bytes, blas.scratch_bytes);
+        blas.scratch_bytes = (blas.scratch_bytes - bytes) / FP8_ALIGN * FP8_ALIGN;
+        unsigned char* room = static_cast<unsigned char*>(blas.scratch) + blas.scratch_bytes;
+        T* values = reinterpret_cast<T*>(room + FP8_ALIGN);
+
+        // Quantise. Gradients have numbers of many sizes: under one scale they want E5M2.
+        if constexpr (type_of<T>() == Type::BF16) {
+            T* no_transpose = nullptr;
+            float* no_scales = nullptr;
+            uint32_t* amax = reinterpret_cast<uint32_t*>(room);
+            bool tensor = fp8 == Fp8::TENSOR;
+            if (tensor) blocks = Fp8Blocks::WHOLE;
+            auto quantise = [&](auto format) {
+                fp8_quantise<decltype(format)>(values, no_transpose, no_scales, x, amax, rows, cols,
+                                               blocks, where);
+            };
+            tensor && gradient ? quantise(e5m2()) : quantise(e4m3());
+        }
+        return values;
+    }
+
+    // A weight is the second operand of two products.
+    const T* of_weight(const Weight& w) { // (OC,IC)
+        return quantised(w.as<const T>(), w.rows, w.cols, Fp8Blocks::SQUARES, false);
+    }
+};
+
+// ----------------------------------------------------------------------------
 // anywhere
 
 // out = inp W^T + bias + residual, in one product.
@@ -93,7 +171,11 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
                     size_t N, Blas& blas, S where) {
     const T* b = bias ? bias->as<const T>() : nullptr;
     Product p = linear_forward_product(N, w.rows, w.cols, type_of<T>());
-    matmul(out, inp, w.as<const T>(), b, residual, p, blas, where);
+    // The sum runs along rows of both operands.
+    LinearOperands<T, S> operands = {w.fp8, blas, where};
+    const T* x = operands.quantised(inp, N, w.cols, Fp8Blocks::ROWS, false);
+    const T* weight = operands.of_weight(w);
+    matmul(out, x, weight, b, residual, p, blas, where);
 }
 
 // dinp = or += dout W
@@ -102,7 +184,11 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N
                            size_t N, bool accumulate, Blas& blas, S where) {
     const T* nothing = nullptr;
     Product p = linear_input_product(N, w.rows, w.cols, type_of<T>(), accumulate);
-    matmul(dinp, dout, w.as<const T>(), nothing, nothing, p, blas, where);
+    // Square blocks of W serve this sum too, which runs along its columns.
+    LinearOperands<T, S> operands = {w.fp8, blas, where};
+    const T* dy = operands.quantised(dout, N, w.rows, Fp8Blocks::ROWS, true);
+    const T* weight = operands.of_weight(w);
+    matmul(dinp, dy, weight, nothing, nothing, p, blas, where);
 }
 
 // dW = or += dout^T inp, dbias = or += the sum of dout's rows; what is frozen is skipped.
@@ -114,8 +200,13 @@ void linear_backward_weight(const Weight& w, const Weight* bias, // their grads:
     const T* no_bias = nullptr;
     const A* no_residual = nullptr;
     Product p = linear_weight_product(N, w.rows, w.cols, accumulate);
-    if (w.grad)
-        matmul(static_cast<A*>(w.grad), dout, inp, no_bias, no_residual, p, blas, where);
+    // The sum runs over rows: each operand has blocks of 128 of them.
+    if (w.grad) {
+        LinearOperands<T, S> operands = {w.fp8, blas, where};
+        const T* dy = operands.quantised(dout, N, w.rows, Fp8Blocks::COLUMNS, true);
+        const T* x = operands.quantised(inp, N, w.cols, Fp8Blocks::COLUMNS, false);
+        matmul(static_cast<A*>(w.grad), dy, x, no_bias, no_residual, p, blas, where);
+    }
     // The bias gradient comes after the product: both use the one scratch.
     if (bias && bias->grad)
         column_sums(static_cast<A*>(bias->grad), dout, blas.scratch, N, w.rows, accumulate, where);

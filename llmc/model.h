@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <string>
 #include <vector>
+#include "fp8.cuh"
 #include "layout.h"
 #include "rope.cuh"
 
@@ -47,6 +48,7 @@ struct Shape {
     size_t window_from = 0;                 // Qwen: the first block that has the window
     size_t logits_bytes = 0; // the head's logits at a time; 0: as head.h chooses for the device
     size_t logits_rows = 64; // a chunk of them is a multiple of these rows
+    Fp8 fp8 = Fp8::NONE;     // the products of blocks, but for attention's
 
     // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); V may be 0.
     size_t vocab_start = 0; // its first token

@@ -140,8 +140,10 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
             continue;
         }
         for (size_t rows : {N, generates ? p.B : N, N / s.row_ranks}) {
-            size_t bytes = linear_scratch_bytes<T>(rows, w.local_rows(), w.local_cols(), where);
-            most = std::max(most, bytes);
+            size_t OC = w.local_rows(), IC = w.local_cols();
+            size_t bytes = linear_scratch_bytes<T>(rows, OC, IC, where);
+            size_t operands = linear_fp8_bytes(rows, OC, IC, s.fp8);
+            most = std::max(most, bytes + operands);
         }
     }
     most = std::max(most, sums);

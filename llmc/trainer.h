@@ -244,11 +244,12 @@ template <typename T, typename S> struct BindWeights {
     const Parameter* p; // the next row
     const T* weights;   // the bucket's start
     acc_t<T>* grads;    // null: frozen, or a plan without gradients
+    Fp8 fp8;            // of products with them
 
     void point(Weight& w) {
         acc_t<T>* grad = grads ? grads + p->offset : nullptr;
         T* data = const_cast<T*>(weights) + p->offset;
-        w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr};
+        w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr, fp8};
         p++;
     }
 
@@ -280,7 +281,8 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
     // Buckets are found by role, for their numbers depend on the model's family.
     int bucket = find_bucket(t.model, role, layer);
     const Parameter* first = &t.model.parameters[t.model.buckets[bucket].first];
-    return {first, weights_of(t, bucket), gradients_of(t, bucket, layer)};
+    Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head's stay wide
+    return {first, weights_of(t, bucket), gradients_of(t, bucket, layer), fp8};
 }
 
 // A visitor of activation rows that points each at its bytes: rows of a group lie one behind the

@@ -55,13 +55,13 @@ struct Config {
 
     // numbers and memory
     std::string precision = "fp32";
+    std::string fp8 = "none";
     // of fp16; 0 and -1: as the rule has it
     std::string loss_scale = "dynamic", loss_scale_rule = "megatron";
     int64_t loss_scale_start = 0;
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
     double loss_scale_min = -1;
     std::string masters = "float", states = "float";
-    bool fp8 = false;
     std::string recompute = "none", offload = "none", offload_to = "cpu";
     double memory = 0;
 
@@ -184,6 +184,9 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "", "Numbers and memory"},
         {"precision", &C::precision, "fp32|bf16|fp16",
          "weights and activations; sums, gradients of weights, moments and masters stay float"},
+        {"fp8", &C::fp8, "none|block|tensor",
+         "bf16: products of blocks read operands of 8 bits, with a scale for 128 numbers or for "
+         "each operand"},
         {"loss-scale", &C::loss_scale, "",
          "fp16: what gradients are multiplied by; dynamic, or a power of two that stays"},
         {"loss-scale-rule", &C::loss_scale_rule, "megatron|pytorch|deepspeed",
@@ -200,7 +203,6 @@ inline const std::vector<Flag>& config_table() {
          "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
          "rounded at random"},
         {"states", &C::states, "float|bf16", "AdamW's moments; bf16 is rounded at random"},
-        {"fp8", &C::fp8, "= false (fp8 products)", "fp8 matrix products"},
         {"recompute", &C::recompute, "none|selective|attention|ffn|full|auto",
          "selective: norms and activation functions; attention, ffn: that branch's products too; "
          "full: keep a block's input only; auto: a level for each block, the least arithmetic that "
@@ -698,6 +700,9 @@ inline std::string check_together(const Config& c) {
     if (!wrong.empty()) return wrong;
     if (c.min_lr > c.lr)
         return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
+    if (c.fp8 != "none" && c.precision != "bf16")
+        return concat("--fp8 ", c.fp8, " quantises what is bf16, and --precision is ", c.precision,
+                      ": give --precision bf16");
     if (c.document_end >= 0 && !c.document_mask)
         return concat("--document-end ", c.document_end,
                       " says where --document-mask cuts: give --document-mask too");

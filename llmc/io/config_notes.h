@@ -68,6 +68,9 @@ inline std::vector<std::string> config_notes(const Config& c) {
             notes.push_back(concat("--", p.name, " does nothing without ", p.wants));
 
     // Numbers that fit their ranges, and not each other.
+    if (c.fp8 == "block" && c.seq % FP8_BLOCK)
+        notes.push_back(concat("--fp8 block: blocks of 128 tokens hold several sequences of --seq ",
+                               c.seq, ": results depend on --micro-batch a little"));
     if (shards && c.dp == 1)
         notes.push_back(
             concat("--zero ", c.zero, " shards nothing: there is one data-parallel rank"));

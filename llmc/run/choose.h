@@ -39,6 +39,7 @@ inline Shape choose_shape(const Config& c) {
                         close.empty() ? "" : "?", preset_names().c_str());
     }
     or_die(override_shape(c, s));
+    s.fp8 = c.fp8 == "block" ? Fp8::BLOCK : c.fp8 == "tensor" ? Fp8::TENSOR : Fp8::NONE;
     return s;
 }
 

@@ -115,7 +115,10 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
         EXPECT_HAS(wrong, flag);
         EXPECT_HAS(wrong, "not built yet");
     }
-    EXPECT_HAS(check({"--fp8"}), "--fp8 true: not built yet");
+    EXPECT_HAS(parse({"--fp8", "delayed"}), "none|block|tensor");
+    EXPECT_HAS(check({"--fp8", "block"}), "--precision is fp32: give --precision bf16");
+    EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
+    EXPECT_EQ(check({"--fp8", "tensor", "--precision", "bf16"}), "");
     EXPECT_HAS(check({"--offload", "weights"}), "none|optimizer");
     EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");

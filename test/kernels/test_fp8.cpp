@@ -1,4 +1,4 @@
-// test_fp8.cpp - 8-bit floats: conversions, scales, matrices in blocks, on the CPU
+// test_fp8.cpp - 8-bit floats: conversions, scales, matrices in blocks, linear layers, on the CPU
 //   Expected values come from definitions in double: the nearest of all codes, floor(log2), a
 //   block's maximum; and from CUDA's own header, where the machine has it.
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include "/usr/local/cuda/include/cuda_fp8.h"
 #define WITH_CUDA_FP8
 #endif
-#include "../../llmc/fp8.cuh"
+#include "../../llmc/linear.cuh"
 
 using namespace llmc;
 
@@ -250,6 +250,30 @@ TEST(Fp8, MatricesInBlocksOfEveryKind) {
         }
 }
 
+// Pieces of a matrix that are cut where 128 divides have the codes of the whole: rows of ranks and
+// micro-batches, columns of tensor-parallel ranks.
+TEST(Fp8, CutsAtMultiplesOf128ChangeNoCode) {
+    size_t rows = 256, cols = 384;
+    auto x = mixed_matrix(rows, cols, 11, true);
+    for (Fp8Blocks blocks : {Fp8Blocks::ROWS, Fp8Blocks::COLUMNS, Fp8Blocks::SQUARES}) {
+        std::vector<bf16> whole(x.size()), part(128 * 128), values(128 * 128);
+        bf16* none = nullptr;
+        float* no_scales = nullptr;
+        uint32_t amax = 0;
+        fp8_quantise<e4m3>(whole.data(), none, no_scales, x.data(), &amax, rows, cols, blocks,
+                           Cpu{});
+        for (size_t r0 = 0; r0 < rows; r0 += 128)
+            for (size_t c0 = 0; c0 < cols; c0 += 128) {
+                for (size_t i = 0; i < part.size(); i++)
+                    part[i] = x[(r0 + i / 128) * cols + c0 + i % 128];
+                fp8_quantise<e4m3>(values.data(), none, no_scales, part.data(), &amax, 128, 128,
+                                   blocks, Cpu{});
+                for (size_t i = 0; i < part.size(); i++)
+                    ASSERT_EQ(values[i].bits, whole[(r0 + i / 128) * cols + c0 + i % 128].bits);
+            }
+    }
+}
+
 TEST(Fp8, ThreadsDoNotMatter) {
     size_t rows = 300, cols = 500;
     auto x = mixed_matrix(rows, cols, 5, false);
@@ -294,4 +318,136 @@ TEST(Fp8, ErrorsAreThoseOfTheFormats) {
         EXPECT_NEAR(relative_error<e4m3>(x, blocks), 0.02655, 0.02 * 0.02655) << int(blocks);
         EXPECT_NEAR(relative_error<e5m2>(x, blocks), 0.0528, 0.02 * 0.0528) << int(blocks);
     }
+}
+
+// ----------------------------------------------------------------------------
+// linear layers
+
+// What codes leave of a matrix, by definition: a scale for each block, the nearest code, in double.
+static std::vector<bf16> left_of(const std::vector<bf16>& x, size_t rows, size_t cols,
+                                 Fp8Blocks blocks, const Definition& d) {
+    std::vector<double> most(fp8_scales(rows, cols, blocks));
+    auto place = [&](size_t i) { return place_of(i / cols, i % cols, rows, cols, blocks); };
+    for (size_t i = 0; i < x.size(); i++)
+        most[place(i)] = std::max(most[place(i)], std::fabs(double(to_float(x[i]))));
+    std::vector<bf16> left(x.size());
+    for (size_t i = 0; i < x.size(); i++) {
+        double scale = scale_of(most[place(i)], d.value(d.top)), v = to_float(x[i]);
+        double value = d.value(nearest(d, std::fabs(v) * scale, 0)) / scale;
+        left[i] = from_acc<bf16>(float(std::copysign(value, v)));
+    }
+    return left;
+}
+
+// Scratch of exactly the planned size, poisoned, and a word behind it that stays.
+struct Scratch {
+    Blas blas;
+    std::vector<unsigned char> bytes;
+    size_t at, n;
+    explicit Scratch(size_t n) : bytes(n + 512, 0xff), n(n) {
+        at = (256 - uintptr_t(bytes.data()) % 256) % 256;
+        blas_scratch(blas, bytes.data() + at, n);
+    }
+    bool intact() const {
+        bool same = blas.scratch_bytes == n;
+        for (size_t i = 0; i < bytes.size(); i++)
+            same = same && ((i >= at && i < at + n) || bytes[i] == 0xff);
+        return same;
+    }
+};
+
+struct LinearRun {
+    std::vector<bf16> out, dinp;
+    std::vector<float> dweight;
+};
+struct LinearOperandsOf { // of each product
+    std::vector<bf16> x, dy, w;
+};
+
+// The products, each from operands of its own: out, dinp, dweight.
+static LinearRun run_linear(const std::array<LinearOperandsOf, 3>& of, size_t N, size_t OC,
+                            size_t IC, Fp8 fp8, bool accumulate) {
+    LinearRun run = {std::vector<bf16>(N * OC), std::vector<bf16>(N * IC, from_acc<bf16>(1)),
+                     std::vector<float>(OC * IC, 2)};
+    Scratch s(linear_scratch_bytes<bf16>(N, OC, IC, Cpu{}) + linear_fp8_bytes(N, OC, IC, fp8));
+    auto weight = [&](const LinearOperandsOf& o) {
+        Weight w = {const_cast<bf16*>(o.w.data()), Type::BF16, OC, IC, run.dweight.data(), nullptr,
+                    fp8};
+        return w;
+    };
+    const bf16* no_residual = nullptr;
+    linear_forward(run.out.data(), of[0].x.data(), weight(of[0]), nullptr, no_residual, N, s.blas,
+                   Cpu{});
+    linear_backward_input(run.dinp.data(), of[1].dy.data(), weight(of[1]), N, accumulate, s.blas,
+                          Cpu{});
+    linear_backward_weight(weight(of[2]), nullptr, of[2].dy.data(), of[2].x.data(), N, accumulate,
+                           s.blas, Cpu{});
+    EXPECT_TRUE(s.intact());
+    return run;
+}
+
+// The float dweight against the exact sums of its operands in double, which have no rounding at all
+// here: products of two 4-bit numbers, at most 2^17 of them.
+static void expect_exact_sums(const LinearRun& run, const LinearOperandsOf& o, size_t N, size_t OC,
+                              size_t IC) {
+    for (size_t k = 0; k < OC * IC; k += 37) {
+        double sum = 0, all = 0;
+        for (size_t n = 0; n < N; n++) {
+            double term = double(to_float(o.dy[n * OC + k / IC])) * to_float(o.x[n * IC + k % IC]);
+            sum += term;
+            all += std::fabs(term);
+        }
+        ASSERT_NEAR(run.dweight[k], sum, double(N) * 0x1p-24 * all) << k;
+    }
+}
+
+// A product of fp8 operands is the bf16 product of what their codes stand for, bit by bit.
+TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
+    for (auto [N, OC, IC] : {std::array<size_t, 3>{1, 3, 5}, {130, 40, 260}, {256, 300, 128},
+                             {9, 8, 4096}})
+        for (bool accumulate : {false, true}) {
+            SCOPED_TRACE(testing::Message() << N << " " << OC << " " << IC << " " << accumulate);
+            auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
+            auto w = mixed_matrix(OC, IC, 3, true);
+            LinearOperandsOf all = {x, dy, w};
+
+            auto rows = Fp8Blocks::ROWS, columns = Fp8Blocks::COLUMNS, squares = Fp8Blocks::SQUARES;
+            LinearOperandsOf across = {left_of(x, N, IC, rows, E4M3), left_of(dy, N, OC, rows, E4M3),
+                                       left_of(w, OC, IC, squares, E4M3)};
+            LinearOperandsOf down = {left_of(x, N, IC, columns, E4M3),
+                                     left_of(dy, N, OC, columns, E4M3), {}};
+            auto whole = Fp8Blocks::WHOLE;
+            LinearOperandsOf one = {left_of(x, N, IC, whole, E4M3), left_of(dy, N, OC, whole, E5M2),
+                                    left_of(w, OC, IC, whole, E4M3)};
+
+            for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR}) {
+                LinearRun got = run_linear({all, all, all}, N, OC, IC, recipe, accumulate);
+                bool block = recipe == Fp8::BLOCK;
+                const LinearOperandsOf& first = block ? across : one;
+                const LinearOperandsOf& last = block ? down : one;
+                LinearRun want = run_linear({first, first, last}, N, OC, IC, Fp8::NONE, accumulate);
+                auto same = [](const auto& a, const auto& b) {
+                    return memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
+                };
+                EXPECT_TRUE(same(got.out, want.out));
+                EXPECT_TRUE(same(got.dinp, want.dinp));
+                EXPECT_TRUE(same(got.dweight, want.dweight));
+                if (!accumulate) expect_exact_sums(got, last, N, OC, IC);
+            }
+        }
+}
+
+// An infinity and a NaN reach the output and the gradient of the weight.
+TEST(Fp8, LinearLayersHideNothing) {
+    size_t N = 4, OC = 130, IC = 140;
+    for (float bad : {INFINITY, -NAN})
+        for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR}) {
+            auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
+            auto w = mixed_matrix(OC, IC, 3, true);
+            x[2 * IC + 131] = from_acc<bf16>(bad);
+            LinearOperandsOf all = {x, dy, w};
+            LinearRun run = run_linear({all, all, all}, N, OC, IC, recipe, false);
+            EXPECT_FALSE(std::isfinite(to_float(run.out[2 * OC + 5])));
+            EXPECT_FALSE(std::isfinite(run.dweight[5 * IC + 131]));
+        }
 }

@@ -39,6 +39,7 @@ struct LayoutCase {
     bool whole_matrices = false;    // in each shard
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
+    size_t T = 8;                   // tokens of a sample
     int ranks() const { return dp * tp * pp; }
     std::string text() const {
         const char* schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"};
@@ -80,7 +81,7 @@ void collect(Result& r, std::vector<double>& whole, const V* kept, const Layout&
     });
 }
 
-constexpr size_t T_LENGTH = 8, B_SAMPLES = 3;
+constexpr size_t B_SAMPLES = 3;
 
 template <typename T> void collect_grads(Fixture<T>& f, Result& r, bool first) {
     for (size_t i = 0; i < f.t.model.parameters.size(); i++) {
@@ -97,7 +98,7 @@ template <typename T> void collect_grads(Fixture<T>& f, Result& r, bool first) {
 }
 
 Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool adamw) {
-    Plan p = small_plan(B_SAMPLES, T_LENGTH, l.micro_batches, l.recompute, l.split);
+    Plan p = small_plan(B_SAMPLES, l.T, l.micro_batches, l.recompute, l.split);
     p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
     p.masters = l.masters;
     p.states = l.states;
@@ -440,6 +441,52 @@ TEST(Layouts, SmallStatesInBf16) {
                                 l.text());
                 }
             }
+}
+
+// fp8 in blocks of 128 tokens, where 128 divides a sequence: no block knows the layout. Pipelines,
+// recomputation and halves apart are accumulation bit by bit. Two ranks for two micro-batches add
+// the same two gradients in float; blocks of other tokens would change them by a hundredth.
+TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
+    int number = 0;
+    for (Shape shape : {small_gpt2(), small_llama()}) {
+        shape.P = 128;
+        LayoutCase one;
+        one.T = 128;
+        auto wide = run_layout<bf16>(shape, one, true);
+        shape.fp8 = Fp8::BLOCK;
+        auto want = run_layout<bf16>(shape, one, true);
+        EXPECT_FALSE(want->losses == wide->losses); // fp8 is on
+        EXPECT_LT(relative_error(want->losses, wide->losses), 0.02);
+
+        LayoutCase ranks = one;
+        ranks.dp = 2, ranks.micro_batches = 1;
+        for (int zero : {0, 1, 3}) {
+            ranks.zero = zero;
+            if (left_out(&number)) continue;
+            auto got = run_layout<bf16>(shape, ranks, true);
+            EXPECT_EQ(got->losses[0], want->losses[0]) << ranks.text();
+            for (double e : errors_of(*got, *want)[2]) EXPECT_LT(e, 1e-5) << ranks.text();
+        }
+        LayoutCase stages = one;
+        stages.pp = 2, stages.recompute = Recompute::FULL, stages.split = true;
+        expect_same(*run_layout<bf16>(shape, stages, true), *want, stages.text());
+    }
+}
+
+// Tensor parallelism cuts no block where 128 divides its pieces; sequence parallelism quantises the
+// same rows. Losses are as near as bf16's.
+TEST(Layouts, Fp8OfTensorParallelRanks) {
+    Shape shape = gpt2_shape(2, 2, 256, 61, 128);
+    LayoutCase one, cut;
+    one.T = cut.T = 128, one.micro_batches = cut.micro_batches = 1;
+    cut.tp = 2;
+    shape.fp8 = Fp8::BLOCK;
+    auto want = run_layout<bf16>(shape, one, false);
+    for (bool rows : {false, true}) {
+        cut.sequence_parallel = rows;
+        auto got = run_layout<bf16>(shape, cut, false);
+        EXPECT_LT(relative_error(got->losses, want->losses), 1.0 / 64) << cut.text();
+    }
 }
 
 // Sums of another order. What rounding may do is what the computation does to a small change: one
