@@ -184,10 +184,11 @@ Choices choose_levels(const Layout& layout, const Model& model, std::vector<Plan
         if (bytes >= least) continue;
 
         // The first that fits is the choice, the next record behind it ends the walk.
-        bool fits = bytes <= room, over = found.best.bytes > 0;
+        bool fits = bytes <= room;
+        bool over = found.best.bytes > 0;
         (over ? found.dearer : fits ? found.best : found.cheaper) = {levels, c.flops, bytes};
         if (over) break;
-        least = fits ? bytes : std::max(bytes, room + 1);
+        least = bytes;
     }
     return found;
 }
