@@ -11,6 +11,7 @@
 //     NORM            the global gradient norm: scale and finiteness, in device memory
 //     UPDATE(b)       the optimizer                     PUBLISH(b) updated weights to all shards
 //     FETCH(b.c)      a chunk of offloaded state, for its update     PARK(b.c) the chunk back
+//     PARK(m,l)       a block's activations to another tier          FETCH(m,l) and back
 //   Words used throughout:
 //     stage    consecutive layers on one pipeline rank   shard    this rank's part of a bucket
 //     owner    the rank that contributes an element      range    {first, count} of elements
@@ -46,7 +47,7 @@ inline const char* op_name(Op op) {
 enum class Kind : uint8_t {
     WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, CONSTANTS, CACHE,
     GATHERED, PARTIAL, STAGED, VALID, TOKENS, STREAM, DSTREAM,
-    KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W,
+    KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
     LOSS, LOGITS, SCRATCH
 };
 struct KindRow {
@@ -77,6 +78,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"redo.w",     false, false},
         {"gradient.b", false, false}, // gradients of activations
         {"gradient.w", false, false},
+        {"parked",     false, false}, // offload: the datum of kind `chunk`, in another tier
         {"loss",       false, false},
         {"logits",     false, false},
         {"scratch",    false, false}, // what a layer needs only while it runs
@@ -101,7 +103,7 @@ struct Data {
     Kind kind;
     int of = -1;    // a layer or a bucket
     int micro = -1; // a micro-batch; of STATE: which tensor
-    int chunk = -1; // of an offloaded bucket; -1: all of it
+    int chunk = -1; // of an offloaded bucket; -1: all of it; of PARKED: the kind that it holds
     auto operator<=>(const Data&) const = default;
 };
 
@@ -123,10 +125,11 @@ enum class Mode { TRAIN, EVALUATE, GENERATE };
 enum class Tier : uint8_t { DEVICE, HOST, DISK };
 constexpr int TIERS = 3;
 
-// Optimizer state in another tier (offload.h): each update has its chunk brought and taken back.
+// Data in another tier, brought where the step runs while they are used (offload.h).
 struct Offload {
-    Tier optimizer = Tier::DEVICE;  // where masters and state lie
-    size_t chunk = size_t(1) << 24; // elements that move together; a multiple of SHARD_ALIGN
+    Tier optimizer = Tier::DEVICE;   // masters and state
+    Tier activations = Tier::DEVICE; // blocks' inputs and kept activations, from F to backward
+    size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
 };
 
 // A plan is made for these, for a layout and for a model.
@@ -251,13 +254,6 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     case Kind::GRAD: return reduced_each(layout, model, d.of);
     default: return false;
     }
-}
-
-// The elements of a chunk of `elements`; of chunk -1: all of them.
-inline size_t chunk_elements(const Offload& offload, size_t elements, int chunk) {
-    if (chunk < 0) return elements;
-    size_t from = std::min(elements, offload.chunk * size_t(chunk));
-    return std::min(offload.chunk, elements - from);
 }
 
 // The range of a bucket's datum that a rank keeps, in elements of the bucket.
@@ -444,8 +440,24 @@ inline void access_update(Access& x, const Plan& p, const Action& a) {
         x.change(d);
 }
 
-// A chunk on its way from its tier to where the update runs, or back.
+// The activations of a block that wait for its backward pass, and one of them in its other tier.
+inline std::vector<Data> waiting_data(const Action& a) {
+    return {{Kind::STREAM, a.layer, a.micro},
+            {Kind::KEPT_B, a.layer, a.micro},
+            {Kind::KEPT_W, a.layer, a.micro}};
+}
+inline Data parked(Data d) { return {Kind::PARKED, d.of, d.micro, int(d.kind)}; }
+
+// Data on their way: activations, or a chunk from its tier to where the update runs, or back.
 inline void access_move(Access& x, const Plan& p, const Action& a) {
+    for (Data d : a.bucket < 0 ? waiting_data(a) : std::vector<Data>()) {
+        bool fetches = a.op == Op::FETCH;
+        x.read(fetches ? parked(d) : d);
+        x.write(fetches ? d : parked(d));
+    }
+    if (a.bucket < 0) return;
+
+    // A chunk's parts lie apart in their tier, and together where the update runs.
     Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
     bool fetches = a.op == Op::FETCH;
     fetches ? x.write(staged) : x.read(staged);
@@ -576,41 +588,6 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
         finish.push_back(f);
     }
     return finish;
-}
-
-// ----------------------------------------------------------------------------
-// print
-
-// The words of a bucket's chunk, behind its name.
-inline std::string chunk_text(int chunk) {
-    return chunk < 0 ? "" : "." + std::to_string(chunk);
-}
-
-// The words of one action: F(0,3), REDUCE(block.0), SENDRECV(to 1: activation 0.1).
-inline std::string action_text(const Action& a, const Model& model) {
-    std::string s = op_name(a.op);
-    if (a.op == Op::SENDRECV) {
-        std::string list;
-        for (const Transfer& t : a.transfers)
-            list += (list.empty() ? "" : ", ") + std::string(t.send ? "to " : "from ") +
-                    std::to_string(t.peer) + ": " + name_of(t);
-        return s + "(" + list + ")";
-    }
-    if (a.bucket >= 0)
-        return s + "(" + model.buckets[a.bucket].name + chunk_text(a.chunk) + ")";
-    if (a.layer < 0) return s;
-    return s + "(" + std::to_string(a.micro) + "," + std::to_string(a.layer) + ")";
-}
-
-// The words of a datum, in the same form: stream(0,3), weight(block.0).
-inline std::string data_text(Data d, const Model& model) {
-    std::string micro = d.micro < 0 ? "" : std::to_string(d.micro), of;
-    if (d.of >= 0)
-        of = of_bucket(d.kind) ? model.buckets[d.of].name + chunk_text(d.chunk)
-                               : std::to_string(d.of);
-    std::string comma = micro.empty() || of.empty() ? "" : ",";
-    std::string name = kind_name(d.kind);
-    return micro.empty() && of.empty() ? name : name + "(" + micro + comma + of + ")";
 }
 
 } // namespace llmc

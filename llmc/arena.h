@@ -22,6 +22,9 @@ constexpr size_t ARENA_ALIGN = 256;
 // Offloading a datum is a row here.
 inline Tier tier_of(const Plan& p, Data d) {
     bool optimizer = d.kind == Kind::MASTER || d.kind == Kind::STATE;
+    // Layers read activations under their own kinds, when FETCH has brought them.
+    if (d.kind == Kind::PARKED)
+        return p.offload.activations;
     return optimizer ? p.offload.optimizer : Tier::DEVICE;
 }
 
@@ -117,15 +120,16 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
         // Let go what nobody reads any more.
         auto dead = [&](Place* l) { return l->last < i; };
         for (Place* l : live)
-            now -= dead(l) ? round_up(l->bytes, ARENA_ALIGN) : 0;
+            now -= dead(l) ? round_up(l->bytes, align_of(tier)) : 0;
         std::erase_if(live, dead);
 
         // Put each newborn into the lowest gap that fits.
         for (Place* newborn : born[i]) {
-            size_t size = round_up(newborn->bytes, ARENA_ALIGN), offset = start, k = 0;
+            size_t size = round_up(newborn->bytes, align_of(tier)), offset = start, k = 0;
             // `live` is sorted by offset, so the first gap that is wide enough is the lowest.
             while (k < live.size() && offset + size > live[k]->offset) {
-                offset = std::max(offset, live[k]->offset + round_up(live[k]->bytes, ARENA_ALIGN));
+                offset = std::max(offset,
+                                  live[k]->offset + round_up(live[k]->bytes, align_of(tier)));
                 k++;
             }
             newborn->offset = offset;
@@ -168,7 +172,8 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
                          const DataBytes& bytes_of) {
     Arena arena;
     place_lasting(arena, plans, model, bytes_of);
-    for (Memory& m : arena.memory) m.bytes = m.persistent_bytes;
+    for (Memory& m : arena.memory)
+        m.bytes = m.persistent_bytes;
 
     // Place each plan's passing data from the same start: plans never run at the same time.
     for (const Plan& p : plans) {

@@ -85,9 +85,10 @@ inline void disk_thread(Disk& d) {
 // Open a file without a name; -1 and errno where that fails.
 inline int open_nameless(const std::string& folder, int flags) {
     int file = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
-    if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return file;
+    if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL))
+        return file;
 
-    // Some file systems need a name for a moment.
+    // Some file systems need a name for a moment: until it is open.
     std::string name = folder + "/offload.XXXXXX";
     file = mkostemp(name.data(), O_CLOEXEC | flags);
     if (file >= 0) unlink(name.c_str());
@@ -102,7 +103,8 @@ inline std::string disk_open(Disk& d, const std::string& folder, size_t bytes) {
     d.file = open_nameless(folder, O_DIRECT);
     d.direct = d.file >= 0;
     if (!d.direct) d.file = open_nameless(folder, 0);
-    if (d.file < 0) return folder + ": no file can be made there: " + strerror(errno);
+    if (d.file < 0)
+        return folder + ": no file can be made there: " + strerror(errno);
 
     // Where room cannot be taken ahead, at least look for it.
     if (fallocate(d.file, 0, 0, off_t(blocks * DISK_BLOCK)) != 0) {
@@ -136,7 +138,8 @@ std::string whole_block(const Disk& d, size_t block, const char* verb, F some) {
                           ": ", n < 0 ? strerror(errno) : "the file ends before it");
         // Go on at a multiple of what O_DIRECT takes.
         done += size_t(n);
-        if (done < DISK_BLOCK) done -= done % DISK_ALIGN;
+        if (done < DISK_BLOCK)
+            done -= done % DISK_ALIGN;
     }
     return "";
 }
@@ -226,6 +229,7 @@ inline std::string disk_read(Disk& d, void* to, size_t offset, size_t bytes) {
     return wrong;
 }
 inline std::string disk_write(Disk& d, const void* from, size_t offset, size_t bytes) {
+    // Only read from, whatever its type says: the one function moves both ways.
     DiskBuffer buffer;
     std::string wrong;
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
@@ -262,14 +266,18 @@ void disk_start(Disk& d, const std::shared_ptr<DiskMove>& move, Way way, void* m
             // The last block wakes whoever waits.
             std::lock_guard hold(d.lock);
             if (!wrong.empty()) move->wrong = wrong;
-            if (--move->left == 0) d.changed.notify_all();
+            if (--move->left == 0)
+                d.changed.notify_all();
         });
     });
+
+    // Wake all threads: a range has many blocks.
     d.changed.notify_all();
 }
 
 // Wait until all of a move has arrived.
 inline std::string disk_finish(Disk& d, DiskMove& move) {
+    // One condition serves threads and waiters: moves are long, so few are woken in vain.
     std::unique_lock hold(d.lock);
     d.changed.wait(hold, [&] { return move.left == 0; });
     return move.wrong;

@@ -178,7 +178,8 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
     // Find the maxima of the tile's blocks, and from them scales.
     uint32_t amax[FP8_BLOCK] = {whole};
     float scale[FP8_BLOCK], back[FP8_BLOCK];
-    if (t.blocks != Fp8Blocks::WHOLE) fp8_tile_maxima(amax, x, t);
+    if (t.blocks != Fp8Blocks::WHOLE)
+        fp8_tile_maxima(amax, x, t);
     for (size_t b = 0; b < FP8_BLOCK; b++) {
         scale[b] = fp8_scale<F>(amax[b]);
         back[b] = 1 / scale[b]; // exact
@@ -197,7 +198,8 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
             F code = to_fp8<F>(to_float(row[c]) * scale[b], false);
             results[c] = fp8_result<Out>(code, back[b]);
         }
-        if (out) std::copy(results, results + count, out + (t.r0 + r) * t.cols + t.c0);
+        if (out)
+            std::copy(results, results + count, out + (t.r0 + r) * t.cols + t.c0);
         for (size_t c = 0; transposed && c < count; c++)
             transposed[(t.c0 + c) * t.rows + t.r0 + r] = results[c];
     }
@@ -288,7 +290,8 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
         }
         most = warp_max(most);
         bool wanted = blocks == Fp8Blocks::ROWS || blocks == Fp8Blocks::SQUARES;
-        if (wanted && lane == 0) atomicMax(amax + t.block(r, 0), most);
+        if (wanted && lane == 0)
+            atomicMax(amax + t.block(r, 0), most);
     }
     for (unsigned i = 0; blocks == Fp8Blocks::COLUMNS && i < FP8_COLUMNS; i++)
         atomicMax(amax + lane + 32 * i, columns[i]);
@@ -306,7 +309,8 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
     };
     for (unsigned a = warp; a < FP8_BLOCK; a += FP8_WARPS)
         for (unsigned b = lane; b < FP8_BLOCK; b += 32) {
-            if (out && t.has(a, b)) out[(t.r0 + a) * cols + t.c0 + b] = result(a, b);
+            if (out && t.has(a, b)) out[(t.r0 + a)
+                * cols + t.c0 + b] = result(a, b);
             if (transposed && t.has(b, a))
                 transposed[(t.c0 + a) * rows + t.r0 + b] = result(b, a);
         }

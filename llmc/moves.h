@@ -13,6 +13,7 @@ namespace llmc {
 // f(data, place, staged) for each part of a chunk that has bytes: where it lies and where it goes.
 template <typename T, typename S, typename F>
 void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
+    // Walk the parts as sizes.h has counted them.
     Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
     unsigned char* at = address<unsigned char>(t, staged);
     for (Data d : optimizer_data(t.plans[t.plan], a.bucket, a.chunk)) {
@@ -26,13 +27,29 @@ void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
 // A datum of the optimizer's for an update: this rank's range, or the staged chunk; null: none.
 template <typename P, typename T, typename S>
 P* optimizer_part(const Trainer<T, S>& t, const Action& a, Data wanted, const Range& range) {
-    if (a.chunk < 0) return updated_part<P>(t, wanted, range);
+    // Without a chunk all of it is at home.
+    if (a.chunk < 0)
+        return updated_part<P>(t, wanted, range);
     unsigned char* found = nullptr;
     wanted.chunk = a.chunk;
     for_each_staged(t, a, [&](Data d, const Place&, unsigned char* staged) {
         if (d == wanted) found = staged;
     });
     return reinterpret_cast<P*>(found);
+}
+
+// f(place, here) for each datum of a move: where it lies, and where the step uses it.
+template <typename T, typename S, typename F>
+void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
+    if (a.bucket >= 0)
+        return for_each_staged(t, a, [&](Data, const Place& place, unsigned char* staged) {
+            f(place, staged);
+        });
+
+    // A level of recomputation keeps no rows of some kinds.
+    for (Data d : waiting_data(a))
+        if (const Place* place = arena_find(t.arena, t.plan, t.at, parked(d)))
+            f(*place, address<unsigned char>(t, d));
 }
 
 // Start a move; what it touches is free when its flight is over.
@@ -46,17 +63,17 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
     // Stand behind what compute has been given: it may still use these bytes.
     S stream = t.move_stream, compute = t.ctx.where;
     wait_point(record_point(compute), stream);
-    for_each_staged(t, a, [&](Data, const Place& place, unsigned char* staged) {
+    for_each_moved(t, a, [&](const Place& place, unsigned char* here) {
         // A file has no address: its threads take a place in it.
         Memory& m = memory[int(place.tier)];
         unsigned char* home = m.base + place.offset;
         if (place.tier == Tier::DISK) {
             Way way = fetches ? Way::FROM_DISK : Way::TO_DISK;
-            disk_start(*m.disk, move, way, staged, place.offset, place.bytes, stream);
+            disk_start(*m.disk, move, way, here, place.offset, place.bytes, stream);
         } else if (fetches) {
-            copy_in(staged, home, place.bytes, stream);
+            copy_in(here, home, place.bytes, stream);
         } else {
-            copy_out_later(home, staged, place.bytes, stream);
+            copy_out_later(home, here, place.bytes, stream);
         }
     });
 
@@ -95,7 +112,8 @@ template <typename V, typename T, typename S, typename F>
 void for_each_piece(const Trainer<T, S>& t, Data d, size_t at, size_t count, F f) {
     // On the device a datum is one piece.
     const Place* whole = arena_find(t.arena, t.plan, t.at, d);
-    if (whole) return f(*whole, whole->offset + at * sizeof(V), size_t(0), count);
+    if (whole)
+        return f(*whole, whole->offset + at * sizeof(V), size_t(0), count);
 
     // Take from each chunk what the range has of it.
     size_t chunk = t.plans[t.plan].offload.chunk;
@@ -132,6 +150,7 @@ template <typename V, typename T, typename S, typename F>
 void fill_kept(Trainer<T, S>& t, Data d, size_t at, size_t count, F value) {
     for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
         const Memory& m = t.arena.memory[int(p.tier)];
+        // Where there is an address, fill in place.
         V* home = reinterpret_cast<V*>(m.base + byte);
         auto here = [&](size_t i) { return value(from + i); };
         switch (p.tier) {

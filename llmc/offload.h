@@ -1,9 +1,13 @@
-// offload.h - optimizer state outside the device - arXiv:2101.06840, arXiv:2104.07857
+// offload.h - optimizer state, activations outside the device - arXiv:2101.06840, arXiv:2104.07857
 //   Masters and moments are 12 of AdamW's 18 bytes a parameter, and a step touches them once.
 //   They lie in the host's memory or in a file, and pass through the device by chunks of 2^24:
 //     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead
 //     UPDATE(b.c)  the optimizer, on STAGED and the device's gradients
 //     PARK(b.c)    STAGED -> where they lie                               one chunk behind
+//   With activations, what a block keeps for its backward pass leaves until then; with `--recompute
+//   full` that is its input, and what the device holds does not depend on the number of layers:
+//     PARK(m,l)    input and kept activations -> where they lie           behind F(m,l)
+//     FETCH(m,l)   back                                  `prefetch` actions before R, B or I (m,l)
 //   The update is the same kernel on the same numbers: no bit depends on the tier. ZeRO-1 to 3
 //   cut the state first: each rank moves its own shard (ZeRO-Offload, ZeRO-Infinity).
 //   Memory of P parameters in bf16 on one rank, in bytes, with prefetch 1:
@@ -11,7 +15,7 @@
 //   Time: 24 P bytes a step on the way, while a step computes 6 P N floating-point operations of N
 //   tokens: hidden for N > 4 F/w tokens, at F operations and w bytes a second.
 #pragma once
-#include "action.h"
+#include "zero.h"
 
 namespace llmc {
 
@@ -57,6 +61,37 @@ inline Plan add_offload(const Plan& in, const Model& model) {
         }
     }
     return p;
+}
+
+// Before: F(m,l) and, later, R, B or I (m,l). After: PARK(m,l) behind the first, FETCH(m,l) ahead
+// of the second, where enough runs between them for both moves.
+inline Plan add_parking(const Plan& in, const Model& model) {
+    if (in.offload.activations == Tier::DEVICE || in.mode != Mode::TRAIN)
+        return in;
+
+    // Find both for each block, by their numbers among the compute actions.
+    std::map<std::pair<int, int>, std::pair<int, int>> uses; // [micro-batch, layer]
+    int count = 0;
+    for (const Action& a : in.actions) {
+        if (!computes(a.op)) continue;
+        // The forward pass comes first; what comes next needs the activations again.
+        auto [use, fresh] = uses.insert({{a.micro, a.layer}, {count, count}});
+        bool second = !fresh && use->second.first == use->second.second;
+        if (second) use->second.second = count;
+        count++;
+    }
+
+    // Decide what stands before and behind each compute action.
+    std::map<int, std::vector<Action>> before, behind;
+    for (auto& [of, use] : uses) {
+        // The block before the head comes back at once: it stays.
+        int fetch = use.second - in.layout.prefetch;
+        if (!model.is_block(of.second) || fetch - use.first <= in.layout.prefetch + 1)
+            continue;
+        behind[use.first].push_back({Op::PARK, of.first, of.second});
+        before[fetch].push_back({Op::FETCH, of.first, of.second});
+    }
+    return add_around(in, before, behind);
 }
 
 } // namespace llmc

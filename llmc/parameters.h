@@ -175,7 +175,8 @@ std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Paramet
     std::vector<T> weights(range.count);
     std::vector<uint16_t> remainders(d.kind == Kind::MASTER ? range.count : 0);
     read_kept(t, weights.data(), weight, at, range.count);
-    if (d.kind == Kind::MASTER) read_kept(t, remainders.data(), d, range.at, range.count);
+    if (d.kind == Kind::MASTER)
+        read_kept(t, remainders.data(), d, range.at, range.count);
     for (size_t i = 0; i < values.size(); i++) {
         values[i] = to_acc(weights[i]);
         if constexpr (type_of<T>() == Type::BF16)

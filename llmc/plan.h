@@ -36,6 +36,7 @@
 #pragma once
 #include "action.h"
 #include "offload.h"
+#include "plan_words.h"
 #include "zero.h"
 
 namespace llmc {
@@ -194,6 +195,7 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
     p = add_reduce(p, model);
     p = add_update(p, model);
     p = add_offload(p, model);
+    p = add_parking(p, model);
     return add_gather(p, model);
 }
 

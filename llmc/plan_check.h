@@ -32,6 +32,11 @@ inline std::string check_data(const Plan& p, const Model& model) {
                        ", which nothing before it wrote";
         }
 
+        // Parked activations are not where layers read them.
+        if (a.op == Op::PARK && a.bucket < 0)
+            for (Data d : waiting_data(a))
+                written.erase(d);
+
         // F drops what will be recomputed.
         bool dropped = a.op == Op::F && p.recompute.of(a.layer) != Recompute::NONE;
         for (Data d : x.writes) {
@@ -133,7 +138,8 @@ inline std::string check_end_order(const Plan& p, const Model& model,
             break;
         case Op::FETCH: bucket.fetches++; break;
         case Op::PARK:
-            if (bucket.updates != a.chunk + 1) return text + " does not follow its UPDATE";
+            if (a.bucket >= 0 && bucket.updates != a.chunk + 1)
+                return text + " does not follow its UPDATE";
             bucket.parks++;
             break;
         case Op::PUBLISH:

@@ -228,6 +228,8 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
         return bytes;
     }
 
+    case Kind::PARKED: return data_bytes<T>(p, model, {Kind(d.chunk), d.of, d.micro}, where);
+
     // Single values and tables that last.
     case Kind::SCALE: return sizeof(StepScale);
     case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);

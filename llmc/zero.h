@@ -92,6 +92,26 @@ inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, con
     return uses;
 }
 
+// A plan with some actions more: before and behind compute actions, by their numbers among these.
+inline Plan add_around(const Plan& in, std::map<int, std::vector<Action>>& before,
+                       std::map<int, std::vector<Action>>& behind) {
+    Plan p = in;
+    p.actions.clear();
+    auto append = [&](const std::vector<Action>& some) {
+        p.actions.insert(p.actions.end(), some.begin(), some.end());
+    };
+
+    // Keep what is no compute action in its place.
+    int count = 0;
+    for (const Action& a : in.actions) {
+        if (computes(a.op)) append(before[count]);
+        p.actions.push_back(a);
+        if (computes(a.op))
+            append(behind[count++]);
+    }
+    return p;
+}
+
 // Before: actions that read buckets. After, in stage 3: GATHER stands `prefetch` compute actions
 // before a bucket's use, RELEASE behind it.
 inline Plan add_gather(const Plan& in, const Model& model) {
@@ -106,20 +126,7 @@ inline Plan add_gather(const Plan& in, const Model& model) {
             behind[use.last].push_back({Op::RELEASE, -1, -1, bucket});
         }
 
-    // Write the list anew.
-    Plan p = in;
-    p.actions.clear();
-    auto append = [&](const std::vector<Action>& some) {
-        p.actions.insert(p.actions.end(), some.begin(), some.end());
-    };
-    int count = 0;
-    for (const Action& a : in.actions) {
-        if (computes(a.op)) append(before[count]);
-        p.actions.push_back(a);
-        if (computes(a.op))
-            append(behind[count++]);
-    }
-    return p;
+    return add_around(in, before, behind);
 }
 
 // ----------------------------------------------------------------------------
@@ -137,6 +144,13 @@ inline Range updated_range(const Layout& layout, const Model& model, int bucket)
     if (!sharded)
         return {0, whole_elements(layout, b), false};
     return {shard * size_t(shard_axis(layout, b.group).rank), shard, true};
+}
+
+// The elements of a chunk of `elements`; of chunk -1: all of them.
+inline size_t chunk_elements(const Offload& offload, size_t elements, int chunk) {
+    if (chunk < 0) return elements;
+    size_t from = std::min(elements, offload.chunk * size_t(chunk));
+    return std::min(offload.chunk, elements - from);
 }
 
 // The part of a range that one chunk is; of chunk -1: all of it.

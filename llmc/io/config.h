@@ -104,6 +104,11 @@ struct Config {
 // Whether the user set a flag, so that a default which follows from other flags must not.
 inline bool given(const Config& c, const std::string& name) { return c.given.count(name) > 0; }
 
+// Whether --offload names it among others.
+inline bool offloads(const Config& c, const std::string& what) {
+    return ("," + c.offload + ",").find("," + what + ",") != std::string::npos;
+}
+
 // A field's place in Config and its type. The type decides what a value may look like.
 typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Config::*,
                      std::string Config::*>
@@ -210,8 +215,9 @@ inline const std::vector<Flag>& config_table() {
         {"memory", &C::memory, "0..1000000",
          "GiB that a rank may take: a plan that needs more is refused, with flags that fit (0: as "
          "much as the machine has)"},
-        {"offload", &C::offload, "none|optimizer",
-         "optimizer: masters and moments lie outside the device, and pass through it in chunks"},
+        {"offload", &C::offload, "",
+         "what lies outside the device while nobody uses it: optimizer, activations, or both with "
+         "a comma between"},
         {"offload-to", &C::offload_to, "",
          "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
 

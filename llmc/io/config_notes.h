@@ -5,10 +5,15 @@
 
 namespace llmc {
 
-// Refuse an offload that has nothing to move, or no place.
+// Refuse an offload that is not built, has nothing to move, or no place.
 inline std::string refuse_idle_offload(const Config& c) {
-    if (c.offload == "none") return "";
-    if (c.optimizer == "sgd" && c.precision == "fp32")
+    // Name the word that is not known, not the whole list.
+    std::istringstream words(c.offload);
+    for (std::string word; std::getline(words, word, ',');)
+        if (word != "none" && word != "optimizer" && word != "activations")
+            return concat("--offload ", printable(word), ": not built, which is: optimizer, "
+                          "activations");
+    if (offloads(c, "optimizer") && c.optimizer == "sgd" && c.precision == "fp32")
         return "--offload optimizer: --optimizer sgd in fp32 has neither masters nor moments: "
                "leave it out";
     return c.offload_to.empty() ? "--offload-to names no place: give cpu, or a folder" : "";
@@ -43,7 +48,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         bool works;
         const char* wants;
     };
-    bool offloads = c.offload != "none";
+    bool elsewhere = c.offload != "none";
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // clang-format off
     const Pair pairs[] = {
@@ -53,8 +58,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"shard-tokens",  false,                     "--prepare"},
         {"val-tokens",    false,                     "--prepare"},
         {"zero-group",    shards,                    "--zero"},
-        {"prefetch",      c.zero == 3 || offloads,   "--zero 3 or --offload"},
-        {"offload-to",    offloads,                  "--offload"},
+        {"prefetch",      c.zero == 3 || elsewhere,  "--zero 3 or --offload"},
+        {"offload-to",    elsewhere,                 "--offload"},
         {"min-lr",        c.schedule != "constant",  "a schedule that falls"},
         {"top-k",         draws,                     "a --temperature above 0"},
         {"top-p",         draws,                     "a --temperature above 0"},

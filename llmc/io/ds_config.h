@@ -29,7 +29,8 @@ inline void ds_flatten(const Json& j, const std::string& name, std::map<std::str
 inline bool ds_is_left(const std::string& key) {
     for (std::string left : DS_LEFT) {
         bool all = left.back() == '.' || left.back() == '_';
-        if (all ? key.starts_with(left) : key == left) return true;
+        if (all ? key.starts_with(left) : key == left)
+            return true;
     }
     return false;
 }
@@ -40,9 +41,11 @@ inline std::string ds_check_keys(DsFile& f) {
     for (const DsRow& row : ds_table())
         names.push_back(row.key);
     for (auto& [key, value] : f.keys) {
-        if (std::count(names.begin(), names.end(), key)) continue;
+        if (std::count(names.begin(), names.end(), key))
+            continue;
         std::string close = nearest(key, names);
-        if (!close.empty()) close = ", did you mean " + close;
+        if (!close.empty())
+            close = ", did you mean " + close;
         if (!ds_is_left(key))
             return concat(printable(key), ": is not known here", close,
                           ": where it changes no result take it out of the file");
@@ -55,7 +58,8 @@ inline std::string ds_check_keys(DsFile& f) {
 // Whether a block has keys; Accelerate's own file has the outermost one of another program.
 inline bool ds_has_block(const DsFile& f, const std::string& key) {
     std::string block = key.substr(0, key.rfind('.') + 1);
-    if (block.empty()) return !f.keys.count("distributed_type");
+    if (block.empty())
+        return !f.keys.count("distributed_type");
     // A type stands beside its params.
     if (block.ends_with("params.")) block.resize(block.size() - strlen("params."));
     auto at = f.keys.lower_bound(block);
@@ -67,17 +71,20 @@ inline std::string ds_take(DsFile& f, const DsRow& row) {
     std::string key = row.key;
     auto at = f.keys.find(key);
     bool there = at != f.keys.end();
-    if (!there && (!row.missing || !ds_has_block(f, key))) return "";
+    if (!there && (!row.missing || !ds_has_block(f, key)))
+        return "";
     Json value = there ? at->second : Json::parse(row.missing);
     f.says = concat(key, there ? " " : " left out, ", value.is_array() ? value.dump()
                                                                        : json_word(value));
-    if (!there && value == "") return key + ": is left out, and has to be there";
+    if (!there && value == "")
+        return key + ": is left out, and has to be there";
 
     // The numbers of a loss scale are for fp16's dynamic one.
     bool scaling = key.starts_with("fp16.") && key != "fp16.enabled";
     bool fixed = key != "fp16.loss_scale" && f.c.loss_scale != "dynamic";
     if (scaling && (f.c.precision != "fp16" || fixed)) {
-        if (there) f.lines.push_back(f.says + ": for fp16's dynamic loss scale: left out");
+        if (there)
+            f.lines.push_back(f.says + ": for fp16's dynamic loss scale: left out");
         return "";
     }
     bool free = value == "auto" || value.is_null();
@@ -92,9 +99,11 @@ inline std::string ds_take(DsFile& f, const DsRow& row) {
 // A size that the file has; 0: left out, or "auto".
 inline std::string ds_size(const DsFile& f, const char* key, int64_t* size) {
     auto at = f.keys.find(key);
-    if (at == f.keys.end() || at->second == "auto" || at->second.is_null()) return "";
+    if (at == f.keys.end() || at->second == "auto" || at->second.is_null())
+        return "";
     bool good = at->second.is_number_unsigned() && at->second >= 1 && at->second <= 1000000;
-    if (!good) return concat(key, " ", json_word(at->second), ": wants a whole number from 1");
+    if (!good)
+        return concat(key, " ", json_word(at->second), ": wants a whole number from 1");
     *size = at->second.get<int64_t>();
     return "";
 }
@@ -109,11 +118,15 @@ struct DsBatch {
 // DeepSpeed refuses, takes the default of --micro-batch.
 inline std::string ds_complete(DsBatch* b, int64_t default_micro) {
     if (!b->all && !b->micro) b->micro = default_micro;
-    if (!b->steps && !(b->all && b->micro)) b->steps = 1;
+    if (!b->steps && !(b->all && b->micro))
+        b->steps = 1;
     if (!b->all) b->all = b->micro * b->steps * b->dp;
-    if (!b->micro) b->micro = b->all / (b->steps * b->dp);
-    if (!b->steps) b->steps = b->all / (b->micro * b->dp);
-    if (b->all == b->micro * b->steps * b->dp) return "";
+    if (!b->micro)
+        b->micro = b->all / (b->steps * b->dp);
+    if (!b->steps)
+        b->steps = b->all / (b->micro * b->dp);
+    if (b->all == b->micro * b->steps * b->dp)
+        return "";
     return concat("train_batch_size ", b->all, " is not train_micro_batch_size_per_gpu ", b->micro,
                   " x gradient_accumulation_steps ", b->steps, " x dp ", b->dp, " = ",
                   b->micro * b->steps * b->dp, ": change one, or leave one out");
@@ -127,9 +140,12 @@ inline std::string ds_batch(DsFile& f, int ranks) {
     std::string wrong = ds_size(f, "train_batch_size", &b.all);
     for (const char* key : {"gradient_accumulation_steps",
                             "deepspeed_config.gradient_accumulation_steps"})
-        if (wrong.empty()) wrong = ds_size(f, key, &b.steps);
-    if (wrong.empty()) wrong = ds_size(f, "train_micro_batch_size_per_gpu", &b.micro);
-    if (!wrong.empty() || !(b.all || b.micro || b.steps)) return wrong;
+        if (wrong.empty())
+            wrong = ds_size(f, key, &b.steps);
+    if (wrong.empty())
+        wrong = ds_size(f, "train_micro_batch_size_per_gpu", &b.micro);
+    if (!wrong.empty() || !(b.all || b.micro || b.steps))
+        return wrong;
 
     // Another micro-batch of the command line leaves the batch as it is: accumulation follows.
     if (f.user.count("micro-batch")) {
@@ -165,7 +181,8 @@ inline std::string read_ds_config(Config& c, const std::string& path, int proces
     wrong = ds_check_keys(f);
     for (const DsRow& row : ds_table())
         if (wrong.empty()) wrong = ds_take(f, row);
-    if (wrong.empty()) wrong = ds_batch(f, std::max(processes, c.local_ranks));
+    if (wrong.empty())
+        wrong = ds_batch(f, std::max(processes, c.local_ranks));
     *lines = f.lines;
     return wrong.empty() ? "" : "--ds-config " + path + ": " + wrong;
 }

@@ -67,7 +67,8 @@ inline std::string ds_word(DsFile& f, const DsRow& row, const Json& value) {
     std::string word = value.is_string() ? value.get<std::string>() : value.dump(), pair, known;
     for (std::istringstream in(row.words); in >> pair;) {
         std::string from = pair.substr(0, pair.find('='));
-        if (from == word) return ds_set(f, row, pair.substr(from.size() + 1));
+        if (from == word)
+            return ds_set(f, row, pair.substr(from.size() + 1));
         known += (known.empty() ? "" : ", ") + from;
     }
     return "not built here, which has: " + known;
@@ -86,12 +87,14 @@ inline std::string ds_loss_scale(DsFile& f, const DsRow& row, const Json& value)
 }
 
 inline std::string ds_power(DsFile& f, const DsRow& row, const Json& value) {
-    if (!value.is_number_unsigned() || value > 32) return "wants a whole number up to 32";
+    if (!value.is_number_unsigned() || value > 32)
+        return "wants a whole number up to 32";
     return ds_set(f, row, std::to_string(int64_t(1) << value.get<int>()));
 }
 
 inline std::string ds_betas(DsFile& f, const DsRow& row, const Json& value) {
-    if (!value.is_array() || value.size() != 2) return "wants two numbers";
+    if (!value.is_array() || value.size() != 2)
+        return "wants two numbers";
     std::string wrong = ds_number(f, row, value[0]);
     return wrong.empty() ? ds_number(f, {"", nullptr, "beta2"}, value[1]) : wrong;
 }
@@ -100,7 +103,8 @@ inline std::string ds_betas(DsFile& f, const DsRow& row, const Json& value) {
 inline std::string ds_folder(DsFile& f, const DsRow& row, const Json& value) {
     std::string key = row.key;
     auto device = f.keys.find(key.substr(0, key.size() - strlen("nvme_path")) + "device");
-    if (device == f.keys.end() || device->second != "nvme") return "";
+    if (device == f.keys.end() || device->second != "nvme")
+        return "";
     return value.is_string() ? ds_set(f, row, value.get<std::string>()) : "wants a folder";
 }
 

@@ -98,7 +98,7 @@ inline const char* meaning_of(Kind kind) {
     case Kind::DSTREAM: return "  gradients of activations";
     case Kind::STREAM: return "  residual stream";
     case Kind::SCRATCH: return "  workspace";
-    case Kind::STAGED: return "  offloaded state in passing";
+    case Kind::STAGED: return "  optimizer state in passing";
     default: return "  batch and losses";
     }
 }
@@ -108,6 +108,7 @@ inline int find_peak(const Arena& arena, const Plan& p, int plan, size_t* bytes)
     std::vector<int64_t> change(p.actions.size() + 1); // [action]: bytes begun less bytes ended
     for (auto& [d, lives] : arena.passing[plan])
         for (const Place& l : lives) {
+            if (l.tier != Tier::DEVICE) continue;
             change[l.first] += int64_t(l.bytes);
             change[l.last + 1] -= int64_t(l.bytes);
         }
@@ -134,7 +135,7 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
     std::map<std::string, size_t> sums; // [meaning]
     for (auto& [d, lives] : arena.passing[plan])
         for (const Place& l : lives)
-            if (l.first <= at && at <= l.last)
+            if (l.first <= at && at <= l.last && l.tier == Tier::DEVICE)
                 sums[meaning_of(d.kind)] += l.bytes;
 
     // Write the plan's line, then its parts.
@@ -150,7 +151,7 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
 inline std::string tier_line(const char* what, const Arena& arena, Tier tier, double rate) {
     double bytes = double(arena.memory[int(tier)].bytes);
     char why[128];
-    snprintf(why, sizeof(why), "masters and moments; %.2g s of each step both ways at %g GB/s",
+    snprintf(why, sizeof(why), "offloaded; %.2g s of each step both ways at %g GB/s",
              2 * bytes / (rate * 1e9), rate);
     return memory_line(what, size_t(bytes), 0, why);
 }
@@ -352,7 +353,8 @@ inline const char* legend_text() {
            "  REDUCE sums its gradient over ranks, PUBLISH sends its updated weights around\n"
            "  TIE adds both gradients of a shared table; NORM measures the gradient; UPDATE is the "
            "optimizer\n"
-           "  FETCH brings a chunk of offloaded state to its update, PARK takes it back\n";
+           "  PARK takes a block's activations or a chunk of state to another tier, FETCH brings "
+           "them back\n";
 }
 
 // ----------------------------------------------------------------------------
@@ -405,8 +407,9 @@ inline std::string plan_text(const Plan& p, const Model& model) {
             continue;
         }
 
-        // Buckets' collectives stay on the line where they stand.
-        bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE;
+        // Buckets' collectives and moves stay on the line where they stand.
+        bool moves = queue_of(a.op) == Queue::MOVE;
+        bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE || moves;
         bool turns = (a.op == Op::F) != (previous.op == Op::F);
         bool ends = a.op == Op::TIE || (a.op == Op::NORM && previous.op != Op::TIE);
         if (!stays && (a.micro != previous.micro || turns || ends))

@@ -28,17 +28,21 @@ inline bool is_rank_file(const std::string& name) {
 // Check a file's entry: its name, its size and sum, how the model was cut, and its tensors' ranges.
 inline std::string check_file_entry(const nlohmann::json& f) {
     typedef nlohmann::json::value_t Type;
-    if (!f.is_object()) return "an entry of files is no object";
+    if (!f.is_object())
+        return "an entry of files is no object";
     std::string wrong = check_type(f, "file", Type::string);
-    if (wrong.empty()) wrong = check_type(f, "tensors", Type::object);
+    if (wrong.empty())
+        wrong = check_type(f, "tensors", Type::object);
     if (!wrong.empty()) return wrong;
     if (!is_rank_file(f["file"].get<std::string>()))
         return "file is " + json_word(f["file"]) + ", which is no name of a rank's file";
 
     // A million ranks are more than there are; config.h allows no more either.
     wrong = check_integer(f, "bytes", 0, UINT64_MAX);
-    if (wrong.empty()) wrong = check_integer(f, "crc32", 0, UINT32_MAX);
-    if (wrong.empty()) wrong = check_integer(f, "tp", 1, 1000000);
+    if (wrong.empty())
+        wrong = check_integer(f, "crc32", 0, UINT32_MAX);
+    if (wrong.empty())
+        wrong = check_integer(f, "tp", 1, 1000000);
     if (wrong.empty()) wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
 
     // Whether a range fits its parameter is seen when it is read.
@@ -60,10 +64,12 @@ inline LossScale loss_scale_of(const nlohmann::json& j) {
             j["skipped"].get<int>()};
 }
 inline std::string check_loss_scale(const nlohmann::json& j) {
-    if (!j.is_object()) return "loss_scale is no object";
+    if (!j.is_object())
+        return "loss_scale is no object";
     std::string wrong;
     for (const char* key : {"clean", "spent", "skipped"})
-        if (wrong.empty()) wrong = check_integer(j, key, 0, INT_MAX);
+        if (wrong.empty())
+            wrong = check_integer(j, key, 0, INT_MAX);
     bool scale = j.contains("scale") && j["scale"].is_number() && j["scale"] > 0.0;
     return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
 }
@@ -72,13 +78,15 @@ inline std::string check_loss_scale(const nlohmann::json& j) {
 // there where one is kept.
 inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) {
     std::string wrong;
-    if (m.contains("tokens")) wrong = check_integer(m, "tokens", 0, INT64_MAX / 2);
+    if (m.contains("tokens"))
+        wrong = check_integer(m, "tokens", 0, INT64_MAX / 2);
     if (wrong.empty() && m.contains("best_step"))
         wrong = check_integer(m, "best_step", 0, most_steps);
     bool loss = m.contains("best_loss") && m["best_loss"].is_number();
     if (wrong.empty() && m.contains("best_step") && !loss)
         wrong = "best_loss is missing, or no number";
-    if (wrong.empty() && m.contains("loss_scale")) wrong = check_loss_scale(m["loss_scale"]);
+    if (wrong.empty() && m.contains("loss_scale"))
+        wrong = check_loss_scale(m["loss_scale"]);
 
     // Flags are read one by one, each as the command line's.
     bool flags = !m.contains("config") || m["config"].is_object() || m["config"].is_null();
@@ -90,16 +98,25 @@ inline std::string check_manifest(const nlohmann::json& m) {
     typedef nlohmann::json::value_t Type;
     const uint64_t most_steps = 1000000000000; // as --steps allows
     std::string wrong = check_integer(m, "step", 0, most_steps);
-    if (wrong.empty()) wrong = check_integer(m, "optimizer_step", 0, most_steps);
-    if (wrong.empty()) wrong = check_integer(m, "cursor", 0, UINT64_MAX);
-    if (wrong.empty()) wrong = check_integer(m, "seed", 0, UINT64_MAX);
-    if (wrong.empty()) wrong = check_integer(m, "threads", 1, 1000000);
+    if (wrong.empty())
+        wrong = check_integer(m, "optimizer_step", 0, most_steps);
+    if (wrong.empty())
+        wrong = check_integer(m, "cursor", 0, UINT64_MAX);
+    if (wrong.empty())
+        wrong = check_integer(m, "seed", 0, UINT64_MAX);
+    if (wrong.empty())
+        wrong = check_integer(m, "threads", 1, 1000000);
     for (const char* key : {"optimizer", "precision", "cpu"})
-        if (wrong.empty()) wrong = check_type(m, key, Type::string);
-    if (wrong.empty()) wrong = check_type(m, "model", Type::object);
-    if (wrong.empty()) wrong = check_type(m, "files", Type::array);
-    if (wrong.empty() && m["files"].empty()) wrong = "it names no files";
-    if (wrong.empty()) wrong = check_optional(m, most_steps);
+        if (wrong.empty())
+            wrong = check_type(m, key, Type::string);
+    if (wrong.empty())
+        wrong = check_type(m, "model", Type::object);
+    if (wrong.empty())
+        wrong = check_type(m, "files", Type::array);
+    if (wrong.empty() && m["files"].empty())
+        wrong = "it names no files";
+    if (wrong.empty())
+        wrong = check_optional(m, most_steps);
     if (!wrong.empty()) return wrong;
 
     // Check the files, each on its own.
@@ -118,7 +135,8 @@ inline std::string read_manifest(const std::string& folder, nlohmann::json* mani
 
     // Check the sum before any field is believed.
     std::string wrong = read_json(path, manifest);
-    if (!wrong.empty()) return broken + " (" + wrong + ")";
+    if (!wrong.empty())
+        return broken + " (" + wrong + ")";
     const nlohmann::json& m = *manifest;
     if (!m.contains("crc32") || m["crc32"] != manifest_crc(m))
         return broken + ": its checksum is another";

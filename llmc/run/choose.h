@@ -292,8 +292,11 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.masters = masters_named(c.masters);
     train.states = states_named(c.states);
     train.recompute = recompute_named(c.recompute);
-    if (c.offload == "optimizer")
-        train.offload.optimizer = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
+
+    // A folder's name may not be "cpu": "./cpu" is one.
+    Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
+    if (offloads(c, "optimizer")) train.offload.optimizer = tier;
+    if (offloads(c, "activations")) train.offload.activations = tier;
     if (c.steps > 0 && !c.eval)
         run.train_plan = add(train);
 

@@ -51,14 +51,16 @@ inline size_t cgroup_left() {
         // "0::/a/b" is of version 2, "7:memory:/a/b" of version 1.
         bool second = line.rfind("0::", 0) == 0;
         size_t at = line.find(":memory:");
-        if (!second && at == std::string::npos) continue;
+        if (!second && at == std::string::npos)
+            continue;
         std::string root = second ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
         std::string group = line.substr(second ? 3 : at + 8);
 
         // Walk up to the root: inside a container that is the container's own group.
         for (;; group.resize(group.rfind('/'))) {
             least = std::min(least, cgroup_room(root + group, second));
-            if (group.find('/') == std::string::npos) break;
+            if (group.find('/') == std::string::npos)
+                break;
         }
     }
     return least;
@@ -115,7 +117,8 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     bool any_batch = run.layout.pipeline != Pipeline::GIVEN;
     least.micro_batch = any_batch ? 1 : least.micro_batch;
     least.recompute = "full";
-    if (arena_bytes<T>(run, least, rank, where) > room) return "";
+    if (arena_bytes<T>(run, least, rank, where) > room)
+        return "";
 
     for (const char* recompute : {"", "auto"}) {
         for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
@@ -255,7 +258,8 @@ inline std::string choice_text(const Choice& choice, const Layout& layout, const
 template <typename T, typename S>
 std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S where) {
     const Config& c = run.config;
-    if (c.recompute != "auto" || run.train_plan < 0) return "";
+    if (c.recompute != "auto" || run.train_plan < 0)
+        return "";
 
     // Without --memory take the least that any rank finds. It may shrink before the run takes it.
     size_t room = size_t(c.memory * GIB);
@@ -279,7 +283,8 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
 
         // Take the levels of the stage's own layers.
         for (int l = 0; l < model.layers(); l++)
-            if (is_mine(layout, model, l)) levels[l] = found.best.levels[l];
+            if (is_mine(layout, model, l))
+                levels[l] = found.best.levels[l];
 
         // Name the stage where there are several.
         auto say = [&](const Choice& x) {
@@ -318,7 +323,8 @@ size_t checkpoint_bytes(const Trainer<T, S>& t) {
 // Bytes that a user may still write where a path is; SIZE_MAX: not known.
 inline size_t disk_left(const std::string& path) {
     struct statvfs fs;
-    if (statvfs(path.c_str(), &fs) != 0) return SIZE_MAX;
+    if (statvfs(path.c_str(), &fs) != 0)
+        return SIZE_MAX;
     return size_t(fs.f_bavail) * fs.f_frsize;
 }
 
