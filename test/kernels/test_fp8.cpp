@@ -404,7 +404,7 @@ static void expect_exact_sums(const LinearRun& run, const LinearOperandsOf& o, s
 // A product of fp8 operands is the bf16 product of what their codes stand for, bit by bit.
 TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
     for (auto [N, OC, IC] : {std::array<size_t, 3>{1, 3, 5}, {130, 40, 260}, {256, 300, 128},
-                             {9, 8, 4096}})
+                             {9, 8, 4096}, {2000, 20, 30}})
         for (bool accumulate : {false, true}) {
             SCOPED_TRACE(testing::Message() << N << " " << OC << " " << IC << " " << accumulate);
             auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
