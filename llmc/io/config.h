@@ -718,6 +718,11 @@ inline std::string check_together(const Config& c) {
         return "--recompute auto fits the memory of a machine, and --explain may speak of another: "
                "give --memory GiB";
 
+    // The sum over blocks that budget.h walks does not know what has left the device.
+    if (c.recompute == "auto" && offloads(c, "activations"))
+        return "--recompute auto counts activations on the device, and --offload activations takes "
+               "them away: give a level, --recompute selective or full";
+
     // Folders: what is kept needs one.
     if (c.resume && c.out.empty())
         return "--resume goes on from the newest checkpoint in --out: give --out DIR";
