@@ -226,6 +226,7 @@ void run_training(Run& run, S where) {
     std::vector<PlanOptions> plans = choose_plans(run);
     std::string levels = choose_recompute<T>(run, plans, where);
     trainer_place(t, run.shape, plans, run.layout);
+    or_die(check_pieces(plans[0].stored, t.model, run.layout));
     if (is_first(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
     if (c.explain) print_plan(run, t, plans);

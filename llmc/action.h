@@ -144,6 +144,7 @@ struct PlanOptions {
     Offload offload = {};
     Masters masters = Masters::FLOAT; // of weights that are narrower than float
     States states = States::FLOAT;    // AdamW's moments
+    Stored stored = Stored::WIDE;
 };
 
 struct Plan : PlanOptions {

@@ -20,21 +20,30 @@
 //   The arithmetic is fp8's, the speed is not: a kernel writes the values that codes stand for,
 //   which are bf16 numbers, and the product is the bf16 product of those: what an fp8 product with
 //   float sums gives. It costs a pass over each operand, and the operands' bytes in scratch.
-//   To copy: this file, column_sums.cuh, fp8.cuh, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, column_sums.cuh, fp8.cuh, matmul.cuh, nf4.cuh, types.h and cuda_common.h.
 #pragma once
 #include "column_sums.cuh"
 #include "fp8.cuh"
 #include "matmul.cuh"
+#include "nf4.cuh"
 
 namespace llmc {
 
-// A parameter as the layers see it. Only this file knows how it is stored: type, scales, adapters.
+// Codes of a frozen weight: of NF4, or int8 and the absmax of each row.
+struct Narrow {
+    Nf4 nf4 = {};
+    const int8_t* int8 = nullptr;  // (OC,IC); null: NF4
+    const float* absmax = nullptr; // (OC)
+    void* values = nullptr;        // of a vector, which is not narrow
+};
+
+// A parameter as the layers see it. Only this file knows how it is stored: type, codes, adapters.
 struct Weight {
     void* data = nullptr; // (rows, cols) of `type`
     Type type = Type::F32;
     size_t rows = 0, cols = 0;    // OC, IC
     void* grad = nullptr;         // (rows, cols) acc; null: frozen
-    const void* extras = nullptr; // scales, adapters
+    const Narrow* narrow = nullptr; // codes in the place of data
     Fp8 fp8 = Fp8::NONE;          // its products quantise their operands
     template <typename T>
     T* as() const { return static_cast<T*>(data); }
@@ -116,6 +125,20 @@ inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
     return FP8_ALIGN + std::max({inp + w, dout + w, dout + inp});
 }
 
+// The values of W (OC,IC): its own, or dequantised where the product's scratch has room for them.
+// Each call does so again: beside a product of many rows that is little work (2% at 8192 rows of
+// bf16), and beside that of a single row it is most of it.
+template <typename T, typename S>
+const T* values_of(const Weight& w, Blas& blas, S where) {
+    if (!w.narrow) return w.as<const T>();
+    T* wide = static_cast<T*>(blas.wide);
+    if (w.narrow->int8)
+        int8_dequantize(wide, w.narrow->int8, w.narrow->absmax, w.rows, w.cols, where);
+    else
+        nf4_dequantize(wide, w.narrow->nf4, w.rows * w.cols, where);
+    return wide;
+}
+
 // Lends a product's operands the end of the scratch, until the product has been given.
 template <typename T, typename S> struct LinearOperands {
     Fp8 fp8;
@@ -156,7 +179,7 @@ template <typename T, typename S> struct LinearOperands {
 
     // A weight is the second operand of two products.
     const T* of_weight(const Weight& w) { // (OC,IC)
-        return quantised(w.as<const T>(), w.rows, w.cols, Fp8Blocks::SQUARES, false);
+        return quantised(values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES, false);
     }
 };
 

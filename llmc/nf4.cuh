@@ -28,9 +28,12 @@ inline size_t nf4_table_floats(size_t n) {
 // A parameter, or the piece of it that a rank has: whole blocks, in runs. The table is always the
 // whole parameter's, and block b of a piece is that parameter's block number whole(b).
 struct Nf4 {
-    const uint8_t *codes, *absmax; // (n/2) (n/64)
-    const float* table;
-    size_t run = ~size_t(0), part = 0, first = 0; // blocks: of a run, from one to the next, before
+    const uint8_t* codes = nullptr;  // (n/2)
+    const uint8_t* absmax = nullptr; // (n/64)
+    const float* table = nullptr;
+    size_t run = ~size_t(0); // blocks of a run
+    size_t part = 0;         // from one run to the next
+    size_t first = 0;        // before the first run
     LLMC_HD size_t whole(size_t b) const { return b / run * part + first + b % run; }
 };
 
@@ -177,6 +180,7 @@ template <typename T> void nf4_dequantize(T* out, const Nf4& w, size_t n, Cpu) {
     }
 }
 
+// Symmetric: -128 is no code, so that a row's largest of either sign comes back as it was.
 // A row of W (OC,IC) is an output: its scale could also multiply the product's column.
 template <typename T>
 void int8_quantize(int8_t* codes, float* absmax, const T* x, // (rows,cols) (rows) (rows,cols)

@@ -20,6 +20,9 @@ struct OptimizerRow {
     bool whole_matrices;             // its update takes a block's matrices whole (buckets.h)
 };
 
+// How the matrices of blocks are kept where no optimizer changes them (frozen.h).
+enum class Stored : uint8_t { WIDE, NF4, INT8 };
+
 // Rows stand in the order of the enum.
 inline const std::vector<OptimizerRow>& optimizer_rows() {
     static const std::vector<OptimizerRow> rows = {

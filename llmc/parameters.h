@@ -64,10 +64,27 @@ bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
 // ----------------------------------------------------------------------------
 // writing
 
+// Quantise a parameter of a narrow bucket, on the ranks that have it. Every rank takes the whole of
+// it, so that the codes do not depend on the layout; the host holds one parameter at a time.
+template <typename A, typename T, typename S, typename F>
+void make_frozen(Trainer<T, S>& t, const Parameter& p, F values) {
+    Stored stored = t.plans[0].stored;
+    unsigned char* base = address<unsigned char>(t, {Kind::WEIGHT, p.bucket});
+    if (!base) return;
+    std::vector<A> whole(p.elements());
+    values(whole.data(), size_t(0), whole.size());
+    auto put = [&](size_t at, const auto& bytes) {
+        copy_in(base + at, bytes.data(), bytes.size() * sizeof(bytes[0]), t.ctx.where);
+        wait_for(t.ctx.where); // the copy reads `bytes`, which ends with the caller
+    };
+    make_stored<T>(stored, t.model, t.layout, p, whole, put);
+}
+
 // Store what this rank keeps of a parameter into its weight and master. values(to, global, count)
 // gives elements from `global` on, as trained: A is float or wider, padding is zero.
 template <typename A, typename T, typename S, typename F>
 void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
+    if (is_narrow(t.plans[0].stored, t.model, p.bucket)) return make_frozen<A>(t, p, values);
     Data weight = {Kind::WEIGHT, p.bucket}, master = {Kind::MASTER, p.bucket};
     KeptRange of_weight = kept_range(t, weight, p), of_master = kept_range(t, master, p);
 

@@ -6,6 +6,7 @@
 #include "adamw.cuh"
 #include "arena.h"
 #include "family.h"
+#include "frozen.h"
 #include "grad_norm.cuh"
 #include "rand.h"
 
@@ -73,6 +74,7 @@ enum class ScratchKind : uint8_t {
     WORKSPACE, // products, norms, attention, embedding: beside their operands
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
     HEAD,      // the head's own activations (head.h)
+    WIDE,      // a frozen matrix, dequantised
     NORM_SUMS  // a sum of squares a chunk
 };
 
@@ -174,6 +176,7 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
                                       : block_workspace<T>(p, model, s, layer, where);
         table.add(ScratchKind::WORKSPACE, workspace);
         table.add(ScratchKind::ALL_ROWS, all_rows);
+        table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
     }
     return table;
 }
@@ -212,6 +215,8 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     switch (d.kind) {
     // Buckets. Gradients and moments are in acc; a master only where weights are narrower.
     case Kind::WEIGHT:
+        if (is_narrow(p.stored, model, d.of)) return stored_bytes<T>(p.stored, model, d.of);
+        return elements * sizeof(T);
     case Kind::GATHERED: return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
     // Moments, for which wide weights change nothing.

@@ -35,6 +35,7 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     unsigned char* workspace = scratch_address(t, layer, ScratchKind::WORKSPACE);
     size_t bytes = workspace ? t.scratch[t.plan].at(layer).find(ScratchKind::WORKSPACE)->bytes : 0;
     blas_scratch(t.ctx.blas, workspace, bytes);
+    t.ctx.blas.wide = scratch_address(t, layer, ScratchKind::WIDE);
     t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
 }
 

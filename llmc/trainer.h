@@ -64,6 +64,7 @@ template <typename T, typename S> struct Trainer {
     int plan = 0, at = 0;
     Stopwatch<S> watch;                       // times actions while it is on
     std::function<void(const Action&)> after; // looks at what an action has computed
+    std::vector<Narrow> narrow; // frozen weights: each parameter's place (frozen.h)
     std::function<bool()> stopped; // whether the run is to end: all ranks ask, and hear the same
 };
 
@@ -181,6 +182,7 @@ void trainer_allocate(Trainer<T, S>& t) {
     size_t answers = losses * sizeof(double) + sizeof(StepScale);
     t.answers = static_cast<double*>(staging_memory(answers, t.ctx.where));
     t.comm_stream = open_stream(t.ctx.where);
+    t.narrow = bind_frozen(t);
     t.move_stream = open_stream(t.ctx.where);
 }
 
@@ -245,11 +247,13 @@ template <typename T, typename S> struct BindWeights {
     const T* weights;   // the bucket's start
     acc_t<T>* grads;    // null: frozen, or a plan without gradients
     Fp8 fp8;            // of products with them
+    const Narrow* narrow; // the next row's
 
     void point(Weight& w) {
         acc_t<T>* grad = grads ? grads + p->offset : nullptr;
         T* data = const_cast<T*>(weights) + p->offset;
         w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr, fp8};
+        point_at(w, narrow++);
         p++;
     }
 
@@ -280,9 +284,10 @@ template <typename T, typename S>
 BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
     // Buckets are found by role, for their numbers depend on the model's family.
     int bucket = find_bucket(t.model, role, layer);
-    const Parameter* first = &t.model.parameters[t.model.buckets[bucket].first];
+    int row = t.model.buckets[bucket].first;
     Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head's stay wide
-    return {first, weights_of(t, bucket), gradients_of(t, bucket, layer), fp8};
+    return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
+            &t.narrow[row]};
 }
 
 // A visitor of activation rows that points each at its bytes: rows of a group lie one behind the

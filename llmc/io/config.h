@@ -61,7 +61,7 @@ struct Config {
     int64_t loss_scale_start = 0;
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
     double loss_scale_min = -1;
-    std::string masters = "float", states = "float";
+    std::string masters = "float", states = "float", weights = "float";
     std::string recompute = "none", offload = "none", offload_to = "cpu";
     double memory = 0;
 
@@ -204,6 +204,9 @@ inline const std::vector<Flag>& config_table() {
          "overflows before it halves (0: 2, pytorch's 1)"},
         {"loss-scale-min", &C::loss_scale_min, "-1..1000000000",
          "it falls no lower (-1: 1, pytorch's 0)"},
+        {"weights", &C::weights, "float|nf4|int8",
+         "without training: matrices of blocks as they are, or quantised once after loading, to "
+         "4.13 or 8 bits an element"},
         {"masters", &C::masters, "float|remainder|none",
          "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
          "rounded at random"},
@@ -700,9 +703,22 @@ inline std::string check_masters(const Config& c) {
     return "";
 }
 
+// Frozen weights are read, and nothing else: their gradients would have no place to go, and codes
+// are no longer the weights that were loaded.
+inline std::string check_frozen(const Config& c) {
+    if (c.weights == "float") return "";
+    std::string flag = "--weights " + c.weights;
+    if (c.steps > 0 && !c.eval) return flag + " does not train: give --steps 0 or --eval";
+    if (!c.export_dir.empty()) return flag + " has lost what --export writes: give --weights float";
+    if (c.fp8 != "none") return flag + " is not built with --fp8: leave one of them out";
+    if (c.zero > 0) return flag + " is never cut by --zero, which is for training: leave it out";
+    return "";
+}
+
 // Some flags want another one.
 inline std::string check_together(const Config& c) {
     std::string wrong = check_masters(c);
+    if (wrong.empty()) wrong = check_frozen(c);
     if (!wrong.empty()) return wrong;
     if (c.min_lr > c.lr)
         return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);

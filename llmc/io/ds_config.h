@@ -25,7 +25,8 @@ inline void ds_flatten(const Json& j, const std::string& name, std::map<std::str
     }
 }
 
-// Whether a key changes no result.
+// Whether a key changes no result: it is printed, so that nobody looks for its effect.
+// Names of blocks and of families of keys end in a dot or an underscore.
 inline bool ds_is_left(const std::string& key) {
     for (std::string left : DS_LEFT) {
         bool all = left.back() == '.' || left.back() == '_';
@@ -132,7 +133,8 @@ inline std::string ds_complete(DsBatch* b, int64_t default_micro) {
                   b->micro * b->steps * b->dp, ": change one, or leave one out");
 }
 
-// Sequences become --micro-batch and --batch-tokens.
+// Sequences become --micro-batch and --batch-tokens. dp is known before other flags are checked: it
+// is given, or what tp and pp leave of the ranks.
 inline std::string ds_batch(DsFile& f, int ranks) {
     Config& c = f.c;
     DsBatch b;
@@ -153,14 +155,17 @@ inline std::string ds_batch(DsFile& f, int ranks) {
         b.micro = c.micro_batch;
     }
     wrong = ds_complete(&b, c.micro_batch);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
     f.says = concat("train_batch_size ", b.all, " = ", b.micro, " a micro-batch x ", b.steps,
                     " accumulated x dp ", b.dp);
     wrong = ds_set(f, {"", nullptr, "micro-batch"}, std::to_string(b.micro));
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
 
     // The file counts sequences and does not know their length. One micro-batch is the default.
-    if (!c.seq && b.steps == 1) return "";
+    if (!c.seq && b.steps == 1)
+        return "";
     if (!c.seq && !f.user.count("batch-tokens"))
         return f.says + ": --batch-tokens counts tokens: give --seq";
     return ds_set(f, {"", nullptr, "batch-tokens"}, std::to_string(b.all * c.seq));
@@ -173,7 +178,8 @@ inline std::string read_ds_config(Config& c, const std::string& path, int proces
                                   std::vector<std::string>* lines) {
     Json j;
     std::string wrong = read_json(path, &j);
-    if (!wrong.empty()) return "--ds-config " + wrong;
+    if (!wrong.empty())
+        return "--ds-config " + wrong;
 
     // Translate key by key; the batch needs the others' numbers.
     DsFile f{c, {}, c.given, {}, ""};

@@ -57,7 +57,8 @@ inline std::string ds_set(DsFile& f, const DsRow& row, const std::string& value)
                : wrong;
 }
 
-// A number is the flag's.
+// A number is the flag's: its text is set as if the user had typed it, and its range is the flag's.
+// A text that holds a number is refused, as DeepSpeed does.
 inline std::string ds_number(DsFile& f, const DsRow& row, const Json& value) {
     return value.is_number() ? ds_set(f, row, value.dump()) : "wants a number";
 }
@@ -74,7 +75,8 @@ inline std::string ds_word(DsFile& f, const DsRow& row, const Json& value) {
     return "not built here, which has: " + known;
 }
 
-// The schedule, and where it ends: DeepSpeed's decay ends at 0.
+// The schedule, and where it ends: DeepSpeed's decay ends at 0, and ours where --min-lr says, by
+// default a tenth of the peak.
 inline std::string ds_schedule(DsFile& f, const DsRow& row, const Json& value) {
     std::string wrong = ds_word(f, row, value);
     bool falls = wrong.empty() && value == "WarmupDecayLR";

@@ -274,6 +274,11 @@ inline Recompute recompute_named(const std::string& name) {
     return Recompute::FULL;
 }
 
+inline Stored stored_named(const std::string& name) {
+    if (name == "nf4") return Stored::NF4;
+    return name == "int8" ? Stored::INT8 : Stored::WIDE;
+}
+
 // Choose what this run does as plans: train, evaluate, score candidates, generate.
 inline std::vector<PlanOptions> choose_plans(Run& run) {
     const Config& c = run.config;
@@ -291,6 +296,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.optimizer = optimizer_named(c.optimizer);
     train.masters = masters_named(c.masters);
     train.states = states_named(c.states);
+    train.stored = stored_named(c.weights);
     train.recompute = recompute_named(c.recompute);
 
     // A folder's name may not be "cpu": "./cpu" is one.

@@ -51,6 +51,16 @@ inline std::string bad_values_text(const std::string& name, const BadValues& bad
                   bad.first, others);
 }
 
+// Whether the mark that a frozen weight has of values that were not finite is there (frozen.h).
+// Vectors have their values. One float says it for a matrix: codes have no word for infinity.
+template <typename T, typename S>
+BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
+    const Narrow& narrow = t.narrow[size_t(&p - t.model.parameters.data())];
+    const float* mark = narrow.int8 ? narrow.absmax : narrow.nf4.table;
+    if (mark) return find_bad_values(mark, 1, t.ctx.where);
+    return find_bad_values(static_cast<const T*>(narrow.values), p.local_elements(), t.ctx.where);
+}
+
 // Name the first weight of this rank that is not finite; "": all are.
 template <typename T, typename S>
 std::string first_bad_weight(const Trainer<T, S>& t) {
@@ -58,7 +68,15 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
         Data weight = {Kind::WEIGHT, p.bucket};
         KeptRange range = kept_range(t, weight, p);
         if (!range.count) continue;
-        BadValues bad = find_bad_values(address<T>(t, weight) + range.at, range.count, t.ctx.where);
+        BadValues bad;
+        bool frozen = is_narrow(t.plans[0].stored, t.model, p.bucket);
+        if (frozen) {
+            // One float says it for all codes.
+            bad = find_bad_frozen(t, p);
+        } else {
+            const T* first = address<T>(t, weight) + range.at;
+            bad = find_bad_values(first, range.count, t.ctx.where);
+        }
         if (bad.count) return bad_values_text(p.name, bad, range.count);
     }
     return "";

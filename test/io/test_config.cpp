@@ -124,6 +124,15 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }
 
+// Frozen weights serve what only reads them.
+TEST(Config, FrozenWeightsAreRead) {
+    for (const char* use : {"--steps=0", "--eval"}) EXPECT_EQ(check({"--weights", "nf4", use}), "");
+    EXPECT_HAS(check({"--weights", "nf4"}), "--weights nf4 does not train: give --steps 0 or --eval");
+    EXPECT_HAS(check({"--weights", "int8", "--eval", "--export", "x"}), "--weights float");
+    EXPECT_HAS(check({"--weights", "nf4", "--steps", "0", "--zero", "3"}), "leave it out");
+    EXPECT_HAS(check({"--weights", "int4"}), "float|nf4|int8");
+}
+
 TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_EQ(check({"--local-ranks", "4", "--pp", "2", "--zero", "3"}), "");
     EXPECT_EQ(check({"--dp", "64", "--pp", "2", "--explain"}), "");

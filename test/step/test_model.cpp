@@ -426,3 +426,126 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     }
     trainer_free(t);
 }
+
+// ----------------------------------------------------------------------------
+// frozen weights
+
+// What NF4 or int8 makes of a parameter, and back, as the operators say it.
+static std::vector<float> quantised(Stored stored, const Parameter& p, const std::vector<float>& x) {
+    std::vector<float> back(x.size()), absmax(x.size());
+    std::vector<uint8_t> codes(x.size()), scales(x.size());
+    std::vector<int8_t> rows(x.size());
+    if (stored == Stored::INT8) {
+        int8_quantize(rows.data(), absmax.data(), x.data(), p.rows(), p.cols(), Cpu{});
+        int8_dequantize(back.data(), rows.data(), absmax.data(), p.rows(), p.cols(), Cpu{});
+        return back;
+    }
+    std::vector<float> table(nf4_table_floats(x.size()));
+    nf4_quantize(codes.data(), absmax.data(), x.data(), x.size(), Cpu{});
+    nf4_begin_table(table.data(), absmax.data(), nf4_blocks(x.size()));
+    nf4_quantize_scales(scales.data(), table.data(), absmax.data(), nf4_blocks(x.size()), Cpu{});
+    nf4_dequantize(back.data(), {codes.data(), scales.data(), table.data()}, x.size(), Cpu{});
+    return back;
+}
+
+// The loss of an evaluation and tokens that a model writes. wide: its weights are those that `stored`
+// makes and back, kept as T.
+template <typename T>
+static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wide, int tp) {
+    std::vector<double> losses;
+    auto body = [&](const Comm& world) {
+        Plan evaluate = small_plan(2, 9, 1), write = small_plan(1, 5, 1);
+        evaluate.layout = layout_at(small_layout(1, tp), world.rank);
+        evaluate.mode = Mode::EVALUATE, write.mode = Mode::GENERATE, write.cache = 8;
+        evaluate.stored = write.stored = wide ? Stored::WIDE : stored;
+        write.layout = evaluate.layout;
+        Small<T> f(s, {evaluate, write});
+        f.t.comms = make_comms(world, evaluate.layout);
+        f.t.window = random_window(s, 9);
+        EXPECT_EQ(check_pieces(stored, f.t.model, evaluate.layout), "");
+        for (const Parameter& p : f.t.model.parameters) {
+            std::vector<float> x(p.elements());
+            const std::vector<double>& z = normals(5, p);
+            for (size_t i = 0; i < p.file_elements(); i++) x[i] = p.init.value + 0.2f * float(z[i]);
+            if (wide && is_narrow(stored, f.t.model, p)) x = quantised(stored, p, x);
+            set_weight(f.t, p, x.data());
+        }
+        run_plan(f.t, 0);
+        double loss = plan_loss(f.t).mean();
+        Sampling greedy = {};
+        greedy.temperature = 0;
+        std::vector<double> mine = {loss};
+        generate(f.t, 1, {1, 7, 3, 9, 2}, 3, greedy, [&](int token) { mine.push_back(token); });
+        if (world.rank == 0) losses = mine;
+    };
+    EXPECT_EQ(run_local_ranks(tp, {}, body), 0);
+    return losses;
+}
+
+static std::vector<Shape> frozen_shapes() {
+    Shape qwen = llama_shape(2, 4, 2, 128, 256, 53, 64, 10000);
+    qwen.qkv_bias = true;
+    return {gpt2_shape(2, 2, 128, 61, 32), qwen};
+}
+
+// Codes are the values that they stand for: a model with them computes, bit by bit, what one computes
+// that holds those values, whole or cut.
+TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
+    for (const Shape& s : frozen_shapes())
+        for (Stored stored : {Stored::NF4, Stored::INT8})
+            for (int tp : {1, 2}) {
+                std::vector<double> narrow = frozen_losses<float>(s, stored, false, tp);
+                EXPECT_EQ(narrow, frozen_losses<float>(s, stored, true, tp)) << tp;
+                EXPECT_EQ(narrow.size(), 4u);
+                EXPECT_NE(narrow, frozen_losses<float>(s, Stored::WIDE, true, tp));
+            }
+    EXPECT_EQ(frozen_losses<bf16>(frozen_shapes()[1], Stored::NF4, false, 2),
+              frozen_losses<bf16>(frozen_shapes()[1], Stored::NF4, true, 2));
+}
+
+// A block's matrices take 4 or 8 bits an element and their scales; each part begins at 256 bytes.
+TEST(Frozen, BytesAreThoseOfTheFormat) {
+    Shape s = llama_shape(1, 4, 4, 128, 256, 53, 64, 10000);
+    for (Stored stored : {Stored::NF4, Stored::INT8}) {
+        Plan p = small_plan(1, 4, 1);
+        p.mode = Mode::EVALUATE, p.stored = stored;
+        Small<bf16> f(s, {p});
+        int block = find_bucket(f.t.model, Role::BLOCK, 1), head = find_bucket(f.t.model, Role::HEAD, 2);
+        size_t want = 2 * 256; // two norms
+        for (size_t n : {128 * 128, 128 * 128, 128 * 128, 128 * 128, 256 * 128, 256 * 128, 256 * 128}) {
+            size_t rows = n == 128 * 128 ? 128 : 256;
+            want += stored == Stored::NF4
+                        ? n / 2 + round_up(n / 64, size_t(256)) + round_up(4 * (257 + n / 16384), size_t(256))
+                        : n + 4 * rows;
+        }
+        // the last one, down, has rows of 256: half as many
+        if (stored == Stored::INT8) want -= 4 * 128;
+        auto bytes = [&](int bucket) {
+            return data_bytes<bf16>(f.t.plans[0], f.t.model, {Kind::WEIGHT, bucket}, Cpu{});
+        };
+        EXPECT_EQ(bytes(block), want);
+        EXPECT_EQ(bytes(head), 2 * f.t.model.buckets[head].elements);
+        EXPECT_EQ(arena_find(f.t.arena, 0, 0, {Kind::WEIGHT, block})->bytes, want);
+
+        // Codes have no word for NaN: the first float beside them says it.
+        const Parameter* q = &f.t.model.parameters[f.t.model.buckets[block].first + 1];
+        std::vector<float> x(q->elements(), 1);
+        for (bool bad : {false, true}) {
+            if (bad) x[77] = NAN;
+            set_weight(f.t, *q, x.data());
+            const Narrow& narrow = f.t.narrow[q - f.t.model.parameters.data()];
+            const float* mark = narrow.int8 ? narrow.absmax : narrow.nf4.table;
+            EXPECT_EQ(std::isnan(*mark), bad) << q->name;
+        }
+    }
+}
+
+TEST(Frozen, PiecesAreWholeBlocks) {
+    Model m = make_model(llama_shape(1, 4, 4, 96, 256, 53, 64, 10000), small_layout(1, 2));
+    Layout two = small_layout(1, 2);
+    EXPECT_EQ(check_pieces(Stored::NF4, m, two),
+              "--weights nf4: --tp 2 cuts model.layers.0.self_attn.o_proj.weight every 48 elements, "
+              "and its blocks have 64: use a smaller --tp, or --weights int8");
+    EXPECT_EQ(check_pieces(Stored::INT8, m, two), "");
+    EXPECT_EQ(check_pieces(Stored::WIDE, m, two), "");
+}

@@ -1,0 +1,247 @@
+// frozen.h - weights that nothing trains, in 4 or 8 bits: where they lie, how they are made
+//   1. which    the matrices of blocks; vectors, tables and the head stay T
+//   2. where    one behind the other in the bucket of their block: codes, absmax, table, each at a
+//               multiple of 256 bytes
+//   3. made     from the whole parameter on every rank, which keeps its piece: any tensor
+//               parallelism has the same codes. A piece must be whole blocks.
+//   4. used     each product dequantises its matrix into the layer's scratch (linear.cuh)
+#pragma once
+#include "arena.h"
+#include "buckets.h"
+#include "linear.cuh"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// where they lie
+
+// A block's bucket is narrow as a whole: its vectors too have their place by bytes. The tables stay
+// wide, for the embedding reads rows of them, and a tied head shares one.
+inline bool is_narrow(Stored stored, const Model& m, int bucket) {
+    return stored != Stored::WIDE && m.buckets[bucket].role == Role::BLOCK;
+}
+inline bool is_narrow(Stored stored, const Model& m, const Parameter& p) {
+    return is_narrow(stored, m, p.bucket) && p.shape.size() == 2;
+}
+
+// The parts of a parameter of a narrow bucket: bytes from the bucket's start.
+struct StoredPlace {
+    size_t codes = 0; // of a vector: its values
+    size_t absmax = 0;
+    size_t table = 0; // NF4
+    size_t end = 0;
+};
+
+// The place of a parameter when the one before it ends at `at`. Parts begin where kernels can read
+// 16 bytes at a time.
+template <typename T>
+StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size_t at) {
+    auto take = [&](size_t bytes) {
+        size_t start = at;
+        at = round_up(at + bytes, ARENA_ALIGN);
+        return start;
+    };
+
+    // A vector is as it was; the table is the whole parameter's on every rank.
+    size_t n = p.local_elements();
+    StoredPlace place;
+    if (!is_narrow(stored, m, p)) {
+        place.codes = take(n * sizeof(T));
+    } else if (stored == Stored::NF4) {
+        place.codes = take(ceil_div(n, size_t(2)));
+        place.absmax = take(nf4_blocks(n));
+        place.table = take(nf4_table_floats(p.elements()) * sizeof(float));
+    } else {
+        place.codes = take(n);
+        place.absmax = take(p.local_rows() * sizeof(float));
+    }
+    place.end = at;
+    return place;
+}
+
+// Parameters lie in the table's order. Without one: the place of the last.
+template <typename T>
+StoredPlace stored_place(Stored stored, const Model& m, int bucket, const Parameter* p) {
+    const Bucket& b = m.buckets[bucket];
+    StoredPlace place;
+    for (int i = b.first; i < b.first + b.count; i++) {
+        place = stored_after<T>(stored, m, m.parameters[i], place.end);
+        if (p == &m.parameters[i]) break;
+    }
+    return place;
+}
+
+// Bytes of a narrow bucket.
+template <typename T>
+size_t stored_bytes(Stored stored, const Model& m, int bucket) {
+    return stored_place<T>(stored, m, bucket, nullptr).end;
+}
+
+// Bytes that hold any narrow matrix of a layer as T. Products run one after another, and each
+// dequantises its own: one room serves all of them.
+template <typename T>
+size_t wide_bytes(Stored stored, const Model& m, int layer) {
+    size_t most = 0;
+    for (const Parameter& p : m.parameters) {
+        if (p.layer != layer) continue;
+        if (!is_narrow(stored, m, p)) continue;
+        most = std::max(most, p.local_elements());
+    }
+    return most * sizeof(T);
+}
+
+// Refuse pieces that cut a block of NF4. Rows of int8 may be cut anywhere.
+// Only NF4 refuses: a block that two ranks shared would need a place on both, and codes in halves.
+inline std::string check_pieces(Stored stored, const Model& m, const Layout& layout) {
+    if (stored != Stored::NF4)
+        return "";
+    for (const Parameter& p : m.parameters) {
+        // Blocks go on over the ends of rows.
+        size_t run = piece_runs(p, layout.tp.rank, layout.tp.size).run;
+        bool cut = p.pieces > 1 && run % NF4_BLOCK;
+        if (cut && is_narrow(stored, m, p))
+            return concat("--weights nf4: --tp ", layout.tp.size, " cuts ", p.name, " every ", run,
+                          " elements, and its blocks have ", NF4_BLOCK,
+                          ": use a smaller --tp, or --weights int8");
+    }
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// how products find them
+
+// The parts of a parameter, from the bucket's start in the arena.
+template <typename T>
+Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Parameter& p,
+                   unsigned char* base) {
+    StoredPlace place = stored_place<T>(stored, m, p.bucket, &p);
+    Narrow narrow;
+    narrow.values = base + place.codes;
+    if (!is_narrow(stored, m, p))
+        return narrow;
+    const float* absmax = reinterpret_cast<const float*>(base + place.absmax);
+    if (stored == Stored::INT8) {
+        narrow.int8 = reinterpret_cast<const int8_t*>(base + place.codes);
+        narrow.absmax = absmax;
+        return narrow;
+    }
+
+    // A piece has its blocks in runs, between those of other ranks: a block finds its absmax2 by
+    // its number in the whole parameter.
+    Nf4& nf4 = narrow.nf4;
+    nf4.codes = base + place.codes;
+    nf4.absmax = base + place.absmax;
+    nf4.table = reinterpret_cast<const float*>(base + place.table);
+    if (p.pieces == 1)
+        return narrow;
+    PieceRuns runs = piece_runs(p, layout.tp.rank, layout.tp.size);
+    nf4.run = runs.run / NF4_BLOCK;
+    nf4.part = (runs.run + runs.gap) / NF4_BLOCK;
+    nf4.first = runs.start / NF4_BLOCK;
+    return narrow;
+}
+
+// The places of all parameters in the arena, which does not move. Those of wide buckets are empty,
+// and those of other ranks' layers.
+template <template <typename, typename> class Trainer, typename T, typename S>
+std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
+    Stored stored = t.plans[0].stored;
+    std::vector<Narrow> all;
+    for (const Parameter& p : t.model.parameters) {
+        Data weight = {Kind::WEIGHT, p.bucket};
+        auto* base = address<unsigned char>(t, weight);
+        bool frozen = base && is_narrow(stored, t.model, p.bucket);
+        all.push_back({});
+        if (frozen) all.back() = bind_narrow<T>(stored, t.model, t.layout, p, base);
+    }
+    return all;
+}
+
+// A bucket's parameters are bound one by one, as their rows are visited.
+// Point a weight at its place: products read a matrix by its codes, norms a vector as it is.
+inline void point_at(Weight& w, const Narrow* narrow) {
+    if (!narrow->values) return; // of a wide bucket
+    bool matrix = narrow->int8 || narrow->nf4.codes;
+    w.data = narrow->values;
+    w.narrow = matrix ? narrow : nullptr;
+}
+
+// ----------------------------------------------------------------------------
+// how they are made: put(at, values) copies into the bucket
+
+// A file may hold weights that are not finite, and loading them must not hide that.
+// Codes cannot hold NaN: the first float beside them does, where the check of weights finds it.
+inline void mark_bad(const std::vector<float>& whole, float* beside) {
+    bool good = std::all_of(whole.begin(), whole.end(), [](float x) { return std::isfinite(x); });
+    if (!good) *beside = NAN;
+}
+
+// NF4's blocks go on over the ends of rows, and its absmaxes have blocks too: only the whole
+// parameter knows them, and its offset.
+template <typename F>
+void make_nf4(const Parameter& p, const Layout& layout, const std::vector<float>& whole,
+              StoredPlace place, F put) {
+    // Quantise the whole parameter. Its absmaxes are floats only until they have codes.
+    size_t n = whole.size(), local = p.local_elements();
+    std::vector<uint8_t> codes(ceil_div(n, size_t(2))), scales(nf4_blocks(n));
+    std::vector<float> absmax(nf4_blocks(n)), table(nf4_table_floats(n));
+    nf4_quantize(codes.data(), absmax.data(), whole.data(), n, Cpu{});
+    nf4_begin_table(table.data(), absmax.data(), absmax.size());
+    nf4_quantize_scales(scales.data(), table.data(), absmax.data(), absmax.size(), Cpu{});
+    mark_bad(whole, &table[0]);
+
+    // Keep this rank's blocks. A byte has two codes, so a run of whole blocks has whole bytes; the
+    // only run of a parameter that nobody cuts may be odd.
+    std::vector<uint8_t> my_codes(ceil_div(local, size_t(2))), my_scales(nf4_blocks(local));
+    for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
+        std::copy_n(&codes[from / 2], ceil_div(count, size_t(2)), &my_codes[at / 2]);
+        std::copy_n(&scales[from / NF4_BLOCK], nf4_blocks(count), &my_scales[at / NF4_BLOCK]);
+    });
+    put(place.codes, my_codes);
+    put(place.absmax, my_scales);
+    put(place.table, table);
+}
+
+// A row of int8 may be cut: each piece of it has the absmax of the whole row.
+template <typename F>
+void make_int8(const Parameter& p, const Layout& layout, const std::vector<float>& whole,
+               StoredPlace place, F put) {
+    // Quantise the whole parameter.
+    std::vector<int8_t> codes(whole.size()), my_codes(p.local_elements());
+    std::vector<float> absmax(p.rows()), my_absmax(p.local_rows());
+    int8_quantize(codes.data(), absmax.data(), whole.data(), p.rows(), p.cols(), Cpu{});
+
+    // Keep this rank's codes, and of each of its rows the absmax of the whole row.
+    size_t cols = p.local_cols();
+    for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
+        std::copy_n(&codes[from], count, &my_codes[at]);
+        for (size_t r = ceil_div(at, cols); r * cols < at + count; r++)
+            my_absmax[r] = absmax[(from + r * cols - at) / p.cols()];
+    });
+    mark_bad(whole, &my_absmax[0]);
+    put(place.codes, my_codes);
+    put(place.absmax, my_absmax);
+}
+
+// Make a parameter of a narrow bucket from all its values.
+template <typename T, typename A, typename F>
+void make_stored(Stored stored, const Model& m, const Layout& layout, const Parameter& p,
+                 const std::vector<A>& values, F put) {
+    StoredPlace place = stored_place<T>(stored, m, p.bucket, &p);
+    if (is_narrow(stored, m, p)) {
+        std::vector<float> whole(values.begin(), values.end());
+        if (stored == Stored::NF4)
+            return make_nf4(p, layout, whole, place, put);
+        return make_int8(p, layout, whole, place, put);
+    }
+
+    // A vector stays as it is: a norm's weight is small, and every element of a row depends on it.
+    std::vector<T> piece(p.local_elements());
+    for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
+        for (size_t i = 0; i < count; i++)
+            piece[at + i] = from_acc<T>(acc_t<T>(values[from + i]));
+    });
+    put(place.codes, piece);
+}
+
+} // namespace llmc
