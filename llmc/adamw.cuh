@@ -4,7 +4,7 @@
 //   weight (n) T   master (n) float, or null where the weight is its own master
 //   grad, m, v (n) acc   or a table of tensors in one bucket, in one call
 //   scale: {scale, finite, step} as grad_norm_finish leaves them; null: 1, true, h.step
-//   AdamWMemory: master as the 16-bit remainders of small_states.cuh, m and v in bf16
+//   AdamWMemory: master as the 16-bit remainders of small_states.cuh, m and v in bf16 or 8 bits
 //   Contract: master, m, v updated, weight = the master rounded to nearest; exact ties go to even,
 //             beside a remainder away from zero. Nothing is written when !scale->finite, nor
 //             between a table's tensors. Bitwise repeatable: an element depends on nothing but
@@ -39,7 +39,7 @@ template <typename T> struct AdamWMemory {
     T* weight;
     void* master; // float or uint16_t, as `masters` says; null: the weight is its own
     const acc_t<T>* grad;
-    void *m, *v; // acc_t<T> or bf16, as `states` says
+    void *m, *v; // acc_t<T>, bf16 or bytes, as `states` says
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
 };
@@ -141,8 +141,11 @@ struct RoundingBits {
 // ----------------------------------------------------------------------------
 // CPU
 
-// Elements that a thread works on at a time.
-constexpr size_t UPDATE_BLOCK = 256;
+// Elements that a thread works on at a time: what shares an absmax in 8 bits.
+constexpr size_t UPDATE_BLOCK = STATE_BLOCK;
+
+// Whether a stream's moments have a sign: the first have.
+LLMC_HD inline bool has_sign(uint64_t stream) { return stream == ROUND_M; }
 
 // Read n weights from element `at` on: the masters, or the weights themselves.
 template <typename T>
@@ -198,11 +201,19 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
     }
 }
 
-// n moments from element `at` on: where they are if those are float, else in `room` (n).
+// n moments of a row from its element i on: where they are if those are float, else in `room` (n).
 template <typename A>
-A* read_moments(void* moments, States states, size_t at, size_t n, A* room) {
-    if (states == States::FLOAT) return static_cast<A*>(moments) + at;
-    const bf16* from = static_cast<const bf16*>(moments) + at;
+A* read_moments(void* moments, States states, const TensorRow& row, size_t i, size_t n,
+                uint64_t stream, A* room) {
+    if (states == States::FLOAT) return static_cast<A*>(moments) + row.offset + i;
+    unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
+    if (states == States::EIGHT_BIT && !row.small) return reinterpret_cast<A*>(tensor) + i;
+    if constexpr (std::is_same_v<A, float>)
+        if (states == States::EIGHT_BIT) {
+            read_block(room, state_block(tensor, row.n, i), n, dynamic_map(has_sign(stream)));
+            return room;
+        }
+    const bf16* from = static_cast<const bf16*>(moments) + row.offset + i;
     #pragma omp simd
     for (size_t k = 0; k < n; k++)
         room[k] = to_float(from[k]);
@@ -214,7 +225,14 @@ template <typename A>
 void write_moments(void* moments, States states, const A* values, // (n)
                    const TensorRow& row, size_t i, size_t n, const AdamW& h, int64_t step,
                    uint64_t stream) {
-    if (states == States::FLOAT) return;
+    if (states == States::FLOAT || (states == States::EIGHT_BIT && !row.small)) return;
+    if constexpr (std::is_same_v<A, float>)
+        if (states == States::EIGHT_BIT) {
+            unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
+            StateBlock block = state_block(tensor, row.n, i);
+            return write_block(block, values, n, dynamic_map(has_sign(stream)));
+        }
+
     // To nearest, a second moment would stand still where a step adds too little to it.
     bf16* to = static_cast<bf16*>(moments) + row.offset + i; // (n)
     RoundingBits random(h, step, row.hash + stream);
@@ -241,12 +259,16 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
         A decay = row.decay ? h.decay : 0;
         #pragma omp parallel for
         for (size_t i = 0; i < row.n; i += UPDATE_BLOCK) {
-            size_t at = row.offset + i, n = row.n - i < UPDATE_BLOCK ? row.n - i : UPDATE_BLOCK;
-            A w[UPDATE_BLOCK], m_room[UPDATE_BLOCK], v_room[UPDATE_BLOCK];
+            size_t at = row.offset + i;
+            size_t left = row.n - i;
+            size_t n = left < UPDATE_BLOCK ? left : UPDATE_BLOCK;
+            A w[UPDATE_BLOCK];
+            A m_room[UPDATE_BLOCK];
+            A v_room[UPDATE_BLOCK];
             read_weights(w, x, at, n);
-            A* m = read_moments(x.m, x.states, at, n, m_room); // (n)
-            A* v = read_moments(x.v, x.states, at, n, v_room); // (n)
-            const A* grad = x.grad + at;                       // (n)
+            A* m = read_moments(x.m, x.states, row, i, n, ROUND_M, m_room); // (n)
+            A* v = read_moments(x.v, x.states, row, i, n, ROUND_V, v_room); // (n)
+            const A* grad = x.grad + at;                                    // (n)
 
             // Take the step: float moments are updated in place.
             #pragma omp simd
@@ -297,8 +319,11 @@ template <int P, typename F>
 __device__ void for_each_element(const TensorTable& table, F f) {
     for (size_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
         TensorChunk chunk = find_chunk(table, c);
-        for (size_t i = chunk.from + threadIdx.x * P; i < chunk.to; i += UPDATE_THREADS * P)
-            f(chunk.row, i, chunk.to - i);
+        // A warp stays together: lanes behind the end have nothing left, and take part.
+        size_t lane = threadIdx.x % 32 * P;
+        for (size_t w = chunk.from + threadIdx.x / 32 * 32 * P; w < chunk.to;
+             w += UPDATE_THREADS * P)
+            f(chunk.row, w + lane, w + lane < chunk.to ? chunk.to - w - lane : 0);
     }
 }
 
@@ -359,11 +384,48 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
     store_some(x.weight + at, rounded, count);
 }
 
-// P moments of a bucket's element `at` on, and back to a row's element i on.
+// The two maps of a block of threads, in shared memory; formats without a map have none.
+struct SharedMaps {
+    DynamicMap map[2]; // [has a sign]
+};
+template <States STATES>
+__device__ SharedMaps make_maps() {
+    if constexpr (STATES == States::EIGHT_BIT) {
+        static_assert(UPDATE_THREADS == 256);
+        LLMC_SHARED(float, tables, 4 * 256);
+        int code = int(threadIdx.x);
+        for (int k = 0; k < 2; k++) {
+            float* values = tables + 512 * k;
+            float* middles = values + 256;
+            values[code] = dynamic_value(k, code);
+            middles[code] = dynamic_middle(k, code);
+        }
+        __syncthreads(); // all codes are there
+        return {{{tables, tables + 256}, {tables + 512, tables + 768}}};
+    } else {
+        return {};
+    }
+}
+
+// P moments of a row from its element i on, and back. In 8 bits a warp has a block.
 template <States STATES, int P>
-__device__ Pack<float, P> read_moments(const void* moments, size_t at, size_t count) {
+__device__ Pack<float, P> read_moments(void* moments, const TensorRow& row, size_t i, size_t count,
+                                       const DynamicMap& map) {
+    size_t at = row.offset + i;
     if constexpr (STATES == States::FLOAT) {
         return load_some<P>(static_cast<const float*>(moments) + at, count);
+    } else if constexpr (STATES == States::EIGHT_BIT) {
+        unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
+        if (!row.small) return load_some<P>(reinterpret_cast<const float*>(tensor) + i, count);
+
+        // A lane behind the end reads nothing.
+        Pack<float, P> x = {};
+        if (count == 0) return x;
+        StateBlock block = state_block(tensor, row.n, i);
+        Pack<uint8_t, P> codes = load_some<P>((const uint8_t*)block.codes, count);
+        for (int k = 0; k < P; k++)
+            x.v[k] = size_t(k) < count ? map.value[codes.v[k]] * *block.absmax : 0;
+        return x;
     } else {
         Pack<bf16, P> narrow = load_some<P>(static_cast<const bf16*>(moments) + at, count);
         Pack<float, P> x;
@@ -375,10 +437,30 @@ __device__ Pack<float, P> read_moments(const void* moments, size_t at, size_t co
 template <States STATES, int P>
 __device__ void write_moments(void* moments, const Pack<float, P>& x, const TensorRow& row,
                               size_t i, size_t count, const AdamW& h, int64_t step,
-                              uint64_t stream) {
+                              uint64_t stream, const DynamicMap& map) {
     size_t at = row.offset + i;
     if constexpr (STATES == States::FLOAT) {
         store_some(static_cast<float*>(moments) + at, x, count);
+    } else if constexpr (STATES == States::EIGHT_BIT) {
+        unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
+        if (!row.small) return store_some(reinterpret_cast<float*>(tensor) + i, x, count);
+
+        // Find the block's largest magnitude. Lanes behind the end have none.
+        float largest = 0;
+        for (int k = 0; k < P; k++)
+            largest = size_t(k) < count ? fmaxf(largest, fabsf(x.v[k])) : largest;
+        float absmax = block_scale(warp_max(largest));
+
+        // Write codes; the first lane writes the scale, which each has read.
+        Pack<uint8_t, P> codes;
+        for (int k = 0; k < P; k++) {
+            float y = scaled(x.v[k], absmax);
+            codes.v[k] = dynamic_code(map, y);
+        }
+        if (count == 0) return;
+        StateBlock block = state_block(tensor, row.n, i);
+        store_some(block.codes, codes, count);
+        if (threadIdx.x % 32 == 0) *block.absmax = absmax;
     } else {
         // The random numbers are the CPU's.
         Pack<bf16, P> narrow;
@@ -399,21 +481,22 @@ __global__ void adamw_update_kernel(AdamWMemory<T> x, __grid_constant__ const Te
     StepScale now = this_step(scale, h.step);
     if (!now.finite) return;
     const AdamWStep<float> update(h, now);
+    const SharedMaps maps = make_maps<STATES>();
     for_each_element<P>(table, [&](const TensorRow& row, size_t i, size_t count) {
         size_t at = row.offset + i;
         float decay = row.decay ? h.decay : 0;
 
         // Read, and take the step.
         Pack<float, P> g = load_some<P>(x.grad + at, count);
-        Pack<float, P> m = read_moments<STATES, P>(x.m, at, count);
-        Pack<float, P> v = read_moments<STATES, P>(x.v, at, count);
+        Pack<float, P> m = read_moments<STATES, P>(x.m, row, i, count, maps.map[1]);
+        Pack<float, P> v = read_moments<STATES, P>(x.v, row, i, count, maps.map[0]);
         Pack<float, P> w = read_some<SPLIT, P>(x, at, count);
         for (int k = 0; k < P; k++)
             w.v[k] = update(m.v[k], v.v[k], g.v[k], w.v[k], decay);
 
         // Write.
-        write_moments<STATES>(x.m, m, row, i, count, h, now.step, ROUND_M);
-        write_moments<STATES>(x.v, v, row, i, count, h, now.step, ROUND_V);
+        write_moments<STATES>(x.m, m, row, i, count, h, now.step, ROUND_M, maps.map[1]);
+        write_moments<STATES>(x.v, v, row, i, count, h, now.step, ROUND_V, maps.map[0]);
         write_some<SPLIT>(x, w, row, i, count, h, now.step);
     });
 }
@@ -478,6 +561,12 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
         const float *m = static_cast<const float*>(x.m), *v = static_cast<const float*>(x.v);
         bool aligned = can_vectorize<float>(0, x.weight, master, x.grad, m, v);
         bool vector = aligned && rows_aligned<4>(table);
+        if (x.states == States::EIGHT_BIT) {
+            LLMC_CHECK(aligned && rows_aligned<int(STATE_BLOCK)>(table),
+                       "moments in 8 bits: tensors start at multiples of 256 elements");
+            return launch(pick_adamw_kernel<T, 8, States::EIGHT_BIT>(x), update_grid(table),
+                          UPDATE_THREADS, 0, stream, x, table, h, scale);
+        }
         launch(vector ? pick_adamw_kernel<T, 4>(x) : pick_adamw_kernel<T, 1>(x),
                update_grid(table), UPDATE_THREADS, 0, stream, x, table, h, scale);
     });

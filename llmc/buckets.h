@@ -60,7 +60,7 @@ inline size_t matrix_place(size_t at, size_t n, size_t shard) {
 }
 
 // Give each parameter of a bucket its place. whole: matrices are not cut, by shards of b.shard.
-inline void place_bucket(Model& m, Bucket& b, bool whole) {
+inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
     b.elements = 0;
     b.in_order = {};
 
@@ -71,7 +71,7 @@ inline void place_bucket(Model& m, Bucket& b, bool whole) {
             if (!belongs(p.shard)) continue;
             bool matrix = whole && p.shape.size() == 2;
             p.offset = matrix ? matrix_place(b.elements, p.local_elements(), b.shard) : b.elements;
-            b.elements = round_up(p.offset + p.local_elements(), 128);
+            b.elements = round_up(p.offset + p.local_elements(), align);
             b.in_order.push_back(i);
         }
         return b.elements;
@@ -85,10 +85,10 @@ inline void place_bucket(Model& m, Bucket& b, bool whole) {
 
 // Place a bucket in the smallest shards that hold its matrices whole. No larger shards need more of
 // them, so the search halves what is left.
-inline void place_whole_matrices(Model& m, Bucket& b, size_t shards) {
+inline void place_whole_matrices(Model& m, Bucket& b, size_t shards, size_t align) {
     // One shard is enough for the bucket; less than its largest matrix is not.
     b.shard = 0;
-    place_bucket(m, b, true);
+    place_bucket(m, b, true, align);
     size_t largest = 1;
     for (int i : b.in_order)
         if (m.parameters[i].shape.size() == 2)
@@ -101,12 +101,12 @@ inline void place_whole_matrices(Model& m, Bucket& b, size_t shards) {
     while (least < enough) {
         size_t middle = (least + enough) / 2;
         b.shard = middle * SHARD_ALIGN;
-        place_bucket(m, b, true);
+        place_bucket(m, b, true, align);
         bool fits = b.elements <= shards * b.shard;
         (fits ? enough : least) = fits ? middle : middle + 1;
     }
     b.shard = enough * SHARD_ALIGN;
-    place_bucket(m, b, true);
+    place_bucket(m, b, true, align);
 }
 
 // Give all parameters their places, once all are there. Without ZeRO nothing is cut.
@@ -115,9 +115,9 @@ inline void place_parameters(Model& m, const Layout& layout) {
         bool whole = layout.whole_matrices && b.role == Role::BLOCK;
         int shards = layout.zero ? shard_axis(layout, b.group).size : 1;
         if (whole) {
-            place_whole_matrices(m, b, size_t(shards));
+            place_whole_matrices(m, b, size_t(shards), layout.tensor_align);
         } else {
-            place_bucket(m, b, false);
+            place_bucket(m, b, false, layout.tensor_align);
         }
     }
 }

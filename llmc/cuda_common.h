@@ -24,8 +24,9 @@ namespace llmc {
 // vectors
 
 // N elements of T in one load or store: 16 bytes where pointers and row length allow, else one.
+// More bytes than that are several loads of 16 each.
 template <typename T, int N>
-struct alignas(N * sizeof(T)) Pack { T v[N]; };
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack { T v[N]; };
 template <int N, typename T>
 __device__ inline Pack<T, N> load(const T* p) {
     return *reinterpret_cast<const Pack<T, N>*>(p);

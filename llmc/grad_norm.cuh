@@ -81,6 +81,10 @@ struct TensorRow {
     // A piece is cut out of the tensor in runs, which begin at `start` and lie `gap` apart.
     uint64_t start = 0, run = 1, gap = 0;
 
+    // Moments in 8 bits: where the row's begin, in bytes, and whether these are codes or floats.
+    size_t state = 0;
+    bool small = false;
+
     size_t chunk = 0; // set by launchers: chunks of the rows before it
 };
 

@@ -33,6 +33,7 @@ struct Layout {
     int zero_group = 0; // ranks that share a bucket; 0: all of the bucket's group
     int prefetch = 1;   // layers ahead of its use that a bucket is gathered
     bool whole_matrices = false; // shards cut no matrix of a block, as the optimizer's row asks
+    size_t tensor_align = 128;   // elements: where tensors start; 256 for blocks of 8-bit moments
 
     // The pipeline. Stage s stands on rank s % pp; its layers end where those of s + 1 begin.
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;

@@ -51,9 +51,13 @@ inline Masters masters_named(const std::string& name) {
 
 // The values of --states.
 inline States states_named(const std::string& name) {
+    if (name == "8bit") return States::EIGHT_BIT;
     return name == "bf16" ? States::BF16 : States::FLOAT;
 }
 // The word of a format, in manifests and --explain.
-inline const char* states_name(States states) { return states == States::BF16 ? "bf16" : "float"; }
+inline const char* states_name(States states) {
+    const char* names[] = {"float", "bf16", "8bit"};
+    return names[int(states)];
+}
 
 } // namespace llmc

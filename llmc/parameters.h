@@ -115,11 +115,94 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
     store(master, of_master, [](A x) { return float(x); });
 }
 
+// ----------------------------------------------------------------------------
+// moments in 8 bits, as numbers
+// A file holds floats. A code's number is its value times absmax, but that of the lowest code of a
+// map with signs is -absmax: then the largest magnitude is the block's absmax, every number is next
+// to its own code, and the same blocks come back to the bit. Other pieces of tensor parallelism
+// have other blocks.
+
+// First moments have a sign, second ones have none.
+inline bool is_first_moment(Data d) { return d.micro == 0; }
+
+// Bytes of a row to its numbers (row.n), and back.
+inline void numbers_of_bytes(float* x, unsigned char* bytes, const TensorRow& row, bool is_signed) {
+    if (!row.small) {
+        memcpy(x, bytes, row.n * sizeof(float));
+        return;
+    }
+
+    // Each block has its own scale.
+    DynamicMap map = dynamic_map(is_signed);
+    for (size_t i = 0; i < row.n; i += STATE_BLOCK) {
+        StateBlock block = state_block(bytes, row.n, i);
+        size_t n = std::min(STATE_BLOCK, row.n - i);
+        read_block(x + i, block, n, map);
+        // The lowest code stands for the largest magnitude.
+        for (size_t k = 0; k < n; k++)
+            if (is_signed && block.codes[k] == 0) x[i + k] = -*block.absmax;
+    }
+}
+inline void bytes_of_numbers(unsigned char* bytes, const float* x, const TensorRow& row,
+                             bool is_signed) {
+    if (!row.small) {
+        memcpy(bytes, x, row.n * sizeof(float));
+        return;
+    }
+    // The last block may be shorter.
+    DynamicMap map = dynamic_map(is_signed);
+    for (size_t i = 0; i < row.n; i += STATE_BLOCK) {
+        StateBlock block = state_block(bytes, row.n, i);
+        size_t n = std::min(STATE_BLOCK, row.n - i);
+        write_block(block, x + i, n, map);
+    }
+}
+
+// f(data, row, first) for each row of a parameter that this rank keeps: one, or one a chunk of
+// offload. row.state counts bytes of `data`, `first` elements of the range.
+template <typename T, typename S, typename F>
+void for_each_state_row(const Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range, F f) {
+    uint64_t hash = fnv1a(p.name);
+    const Plan& plan = t.plans[0];
+    bool whole = arena_find(t.arena, t.plan, t.at, d);
+    // Walk what this rank keeps, a chunk at a time.
+    size_t kept = kept_first(t.layout, t.model, d);
+    size_t all = kept_elements(t.layout, t.model, d);
+    size_t step = whole ? all : plan.offload.chunk;
+    for (size_t from = 0; from < all; from += step) {
+        // A chunk of offload has its rows from its own start on.
+        Data part = d;
+        part.chunk = whole ? -1 : int(from / step);
+        size_t count = std::min(step, all - from);
+
+        // Rows lie in the bucket's order; a parameter has one at most.
+        size_t first = kept + from;
+        size_t end = first + count;
+        for (const TensorRow& row : tensor_rows(t.model, d.of, first, end)) {
+            bool of_p = row.hash == hash;
+            bool within = row.first < range.first + range.count;
+            if (of_p && within) f(part, row, row.first - range.first);
+        }
+    }
+}
+
 // Store a range of a state tensor from its numbers, (range.count). Moments in bf16 are rounded to
 // nearest, which is exact for numbers that were bf16 when they were saved.
 template <typename T, typename S>
-void write_state(Trainer<T, S>& t, Data d, KeptRange range, const acc_t<T>* values) {
+void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
+                 const acc_t<T>* values) {
     if (!range.count) return;
+    if (t.plans[0].states == States::EIGHT_BIT)
+        return for_each_state_row(t, d, p, range, [&](Data part, const TensorRow& row, size_t at) {
+            std::vector<float> x(values + at, values + at + row.n);
+            std::vector<unsigned char> bytes(state_bytes(row.n, row.small));
+            bytes_of_numbers(bytes.data(), x.data(), row, is_first_moment(d));
+
+            // Bytes go where the tensor's begin.
+            auto byte = [&](size_t i) { return bytes[i]; };
+            fill_kept<unsigned char>(t, part, row.state, bytes.size(), byte);
+        });
+
     // Only an update rounds at random.
     auto narrow = [=](size_t i) { return from_acc<bf16>(float(values[i])); };
     auto whole = [=](size_t i) { return values[i]; };
@@ -171,6 +254,18 @@ std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Paramet
         read_kept(t, narrow.data(), d, range.at, range.count);
         for (size_t i = 0; i < values.size(); i++)
             values[i] = to_float(narrow[i]);
+        return values;
+    }
+    if (d.kind == Kind::STATE && t.plans[0].states == States::EIGHT_BIT) {
+        for_each_state_row(t, d, p, range, [&](Data part, const TensorRow& row, size_t first) {
+            std::vector<unsigned char> bytes(state_bytes(row.n, row.small));
+            read_kept(t, bytes.data(), part, row.state, bytes.size());
+            // Undo the format; padding is left out.
+            size_t n = std::min(row.n, range.count - first);
+            std::vector<float> x(row.n);
+            numbers_of_bytes(x.data(), bytes.data(), row, is_first_moment(d));
+            std::copy_n(x.data(), n, values.data() + first);
+        });
         return values;
     }
     if (d.kind == Kind::STATE) {

@@ -34,12 +34,20 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
 // ----------------------------------------------------------------------------
 // the rows that norm and optimizer walk
 
+// Whether a parameter's moments may be 8 bits: those of a block's larger matrices. Tables, vectors
+// and the head stay float, for training is unstable without (transformers #14819).
+inline bool has_small_states(const Model& model, const Parameter& p) {
+    bool block = model.buckets[p.bucket].role == Role::BLOCK;
+    return block && p.shape.size() == 2 && p.elements() >= 4096;
+}
+
 // The parameters of elements [from, to) of a bucket, by their distance from `from`.
 // Rows know the parameter's name and the place of each element in the whole of it, so that
 // stochastic rounding is the same for all shards and pieces.
 inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
     const Bucket& b = model.buckets[bucket];
     std::vector<TensorRow> rows;
+    size_t state = 0; // bytes of the rows before, in 8 bits
     for (int i : b.in_order) {
         const Parameter& p = model.parameters[i];
         size_t start = std::max(p.offset, from);
@@ -48,7 +56,8 @@ inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t
         // Under tp a parameter is a piece of the whole.
         PieceRuns piece = piece_runs(p, model.tp_rank, model.tp);
         rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
-                        piece.start, piece.run, piece.gap});
+                        piece.start, piece.run, piece.gap, state, has_small_states(model, p)});
+        state += state_bytes(end - start, rows.back().small);
     }
     return rows;
 }
@@ -205,6 +214,15 @@ size_t activation_bytes(const Plan& p, const Shape& s, Data group, S where) {
     return bytes;
 }
 
+// Bytes of 8-bit moments of `elements` that a rank keeps: tensor after tensor.
+inline size_t small_state_bytes(const Plan& p, const Model& model, Data d, size_t elements) {
+    size_t skip = d.chunk < 0 ? 0 : p.offload.chunk * size_t(d.chunk);
+    size_t first = kept_first(p.layout, model, d) + skip, bytes = 0;
+    for (const TensorRow& row : tensor_rows(model, d.of, first, first + elements))
+        bytes = row.state + state_bytes(row.n, row.small);
+    return bytes;
+}
+
 // Bytes of a datum on this rank under a plan. 0: the plan has nothing of that kind.
 template <typename T, typename S>
 size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
@@ -220,7 +238,9 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::GATHERED: return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
     // Moments, for which wide weights change nothing.
-    case Kind::STATE: return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
+    case Kind::STATE:
+        if (p.states == States::EIGHT_BIT) return small_state_bytes(p, model, d, elements);
+        return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
     case Kind::GRAD:
     case Kind::PARTIAL:
     case Kind::GRAD_TIED: return elements * sizeof(A);

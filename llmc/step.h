@@ -273,7 +273,7 @@ void run_update(Trainer<T, S>& t, const Action& a) {
     case Optimizer::ADAMW: {
         AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters,
                                  p.states};
-        bool narrow = p.masters == Masters::NONE || p.states == States::BF16;
+        bool narrow = p.masters == Masters::NONE || p.states != States::FLOAT;
         AdamW numbers = {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay,
                          h.stochastic && narrow, h.seed};
         return adamw_update(memory, rows.data(), rows.size(), numbers, scale, t.ctx.where);

@@ -540,7 +540,7 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece
     for_each_kept(t.layout, *s.p, range, [&](size_t at, size_t global, size_t count) {
         std::copy_n(values.data() + global, count, kept.data() + at);
     });
-    write_state(t, s.data, range, kept.data());
+    write_state(t, s.data, *s.p, range, kept.data());
 }
 
 // Read all state from a verified checkpoint. All ranks look at all they need first: a checkpoint
@@ -641,6 +641,10 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
     if (keeps_any(t, Kind::STATE) && states != own)
         notes->push_back(concat("the checkpoint's moments were ", json_word(states),
                                 ", this run's are ", own));
+    bool cut = m["files"][0]["tp"] != t.layout.tp.size;
+    if (states == "8bit" && states == own && cut && keeps_any(t, Kind::STATE))
+        notes->push_back("tensor-parallel ranks cut matrices in other blocks than those that "
+                         "saved: 8-bit moments are rounded anew");
     if (t.hyper.loss_scaling.on && !m.contains("loss_scale"))
         notes->push_back(concat("the checkpoint has no loss scale: it begins at ",
                                 t.hyper.loss_scaling.start));

@@ -210,7 +210,8 @@ inline const std::vector<Flag>& config_table() {
         {"masters", &C::masters, "float|remainder|none",
          "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
          "rounded at random"},
-        {"states", &C::states, "float|bf16", "AdamW's moments; bf16 is rounded at random"},
+        {"states", &C::states, "float|bf16|8bit",
+         "AdamW's moments; bf16: rounded at random; 8bit: blocks' matrices, by 256 elements"},
         {"recompute", &C::recompute, "none|selective|attention|ffn|full|auto",
          "selective: norms and activation functions; attention, ffn: that branch's products too; "
          "full: keep a block's input only; auto: a level for each block, the least arithmetic that "

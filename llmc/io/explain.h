@@ -220,22 +220,37 @@ inline std::string layers_text(const Plan& p, const Model& model) {
     return text;
 }
 
+// Bytes of a parameter's moment, the mean of those in 8 bits and those that stay float.
+inline double small_moment_bytes(const Model& model) {
+    double bytes = 0;
+    for (const Parameter& p : model.parameters) {
+        // A block of codes has a float beside it.
+        double each = has_small_states(model, p) ? 1 + 4.0 / STATE_BLOCK : 4;
+        bytes += double(p.file_elements()) * each;
+    }
+    return bytes / double(parameter_count(model));
+}
+
 // Bytes of a parameter's state, without padding and buckets in use.
-template <typename T> ParameterBytes parameter_bytes(const PlanOptions& options) {
+template <typename T>
+ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
     if (options.mode != Mode::TRAIN) return {sizeof(T), 0, 0};
     // A master exists only where weights are stored in fewer bits than they are summed.
     double state = sizeof(acc_t<T>);
     double master = sizeof(T) < sizeof(acc_t<T>) ? double(master_bytes(options.masters)) : 0;
     size_t states = optimizer_row(options.optimizer).states.size();
     double moment = options.states == States::BF16 ? sizeof(bf16) : state;
+    if (options.states == States::EIGHT_BIT)
+        moment = small_moment_bytes(model);
     return {sizeof(T), state, master + double(states) * moment};
 }
 
 // These bytes, and what ZeRO leaves of them.
 template <typename T>
-std::string parameter_text(const Layout& layout, const PlanOptions& options) {
+std::string parameter_text(const Layout& layout, const PlanOptions& options,
+                           const Model& model) {
     int shards = shard_axis(layout, Group::DATA).size;
-    ParameterBytes whole = parameter_bytes<T>(options);
+    ParameterBytes whole = parameter_bytes<T>(options, model);
     char line[128];
     snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
              zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards), shards, layout.zero);
@@ -274,7 +289,8 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
 
     // Say what one line stands for, and how long ranks wait for each other.
     *text = concat("memory of a rank, by its place in the pipeline; a line stands for ",
-                   layout.dp.size * layout.tp.size, "; ", parameter_text<T>(layout, o), "\n");
+                   layout.dp.size * layout.tp.size, "; ",
+                   parameter_text<T>(layout, o, model), "\n");
     std::vector<int> kept(plans.size(), 1); // [rank]: stages whose activations live at once
     char line[160];
     if (o.mode == Mode::TRAIN) {

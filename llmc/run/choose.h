@@ -258,6 +258,9 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     layout.prefetch = c.prefetch;
     layout.whole_matrices = optimizer_row(optimizer_named(c.optimizer)).whole_matrices;
 
+    if (states_named(c.states) == States::EIGHT_BIT)
+        layout.tensor_align = STATE_BLOCK; // no block spans two tensors, or two shards
+
     // The pipeline: its schedule, and the first layer of each stage.
     layout.chunks = c.chunks;
     layout.pipeline = choose_pipeline(c, micro_batches(c), &layout.given);

@@ -236,7 +236,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
 
     // Memory, then a single layer's actions or all of them.
     text += memory_text(t.arena, t.plans, model) + logits_text<T>(t.plans[plan], model);
-    double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)]), 0, 1);
+    double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
     text += fits_text(double(most), state * double(parameter_count(model)));
     if (c.layer >= 0) {
         text += concat("actions of layer ", c.layer, ", first micro-batch\n",

@@ -441,13 +441,23 @@ template <typename T> void small_update_kernels(Check& c) {
     for (size_t tensors : {1, 5, 70})
         for (auto [masters, states] :
              {std::pair(Masters::REMAINDER, States::FLOAT), {Masters::NONE, States::FLOAT},
-              {Masters::FLOAT, States::BF16}, {Masters::REMAINDER, States::BF16}}) {
+              {Masters::FLOAT, States::BF16}, {Masters::REMAINDER, States::BF16},
+              {Masters::FLOAT, States::EIGHT_BIT}, {Masters::REMAINDER, States::EIGHT_BIT}}) {
             if (masters == Masters::REMAINDER && type_of<T>() != Type::BF16) continue;
             if (SMALL && (tensors == 5) != (masters == Masters::FLOAT)) continue;
             size_t n;
             auto rows = bucket_rows(c, tensors > 1, tensors, &n);
             for (size_t r = 0; r < rows.size(); r++)
                 rows[r].start = 13 * r, rows[r].run = 30 + r, rows[r].gap = r % 3 * 60;
+            // In 8 bits tensors start at multiples of a block; every third stays float.
+            bool eight = states == States::EIGHT_BIT;
+            size_t state = 0;
+            for (size_t r = 0, at = 0; eight && r < rows.size(); r++) {
+                rows[r].offset = at, rows[r].small = r % 3 != 2, rows[r].state = state;
+                state += state_bytes(rows[r].n, rows[r].small);
+                at += round_up(rows[r].n, STATE_BLOCK);
+                n = at;
+            }
             CASE(c, "small update %s %zu tensors, masters %d states %d", type_word(T()), tensors,
                  int(masters), int(states));
             auto g = as<float>(normals(c, n)), exact = as<float>(normals(c, n));
@@ -456,6 +466,17 @@ template <typename T> void small_update_kernels(Check& c) {
             bool narrow = states == States::BF16;
             auto m = narrow ? bytes_of(as<bf16>(as_double(mf))) : bytes_of(mf);
             auto v = narrow ? bytes_of(as<bf16>(as_double(vf))) : bytes_of(vf);
+
+            // Moments of a step before, with a block of zeros.
+            if (eight) {
+                m.assign(state, 0), v = m;
+                AdamW before = {0, 0.9f, 0.95f, 1e-8f, 0};
+                std::vector<float> w0(n), g0 = as<float>(normals(c, n));
+                std::fill_n(g0.begin(), std::min(n, STATE_BLOCK), 0.0f);
+                AdamWMemory<float> x = {w0.data(), nullptr,  g0.data(), m.data(),
+                                        v.data(),  masters, states};
+                adamw_update(x, rows.data(), tensors, before, nullptr, Cpu{});
+            }
 
             // Masters, and their weights.
             std::vector<T> w = as<T>(as_double(exact));

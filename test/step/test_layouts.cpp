@@ -164,6 +164,7 @@ Layout layout_of(const LayoutCase& l, int rank) {
     sizes.prefetch = l.prefetch;
     sizes.whole_matrices = l.whole_matrices;
     sizes.sequence_parallel = l.sequence_parallel;
+    if (l.states == States::EIGHT_BIT) sizes.tensor_align = STATE_BLOCK;
     return layout_at(sizes, rank);
 }
 
@@ -425,8 +426,9 @@ TEST(Layouts, StagesOfZeroInBf16) {
 TEST(Layouts, SmallStatesInBf16) {
     int number = 0;
     for (auto [masters, states] : {std::pair(Masters::REMAINDER, States::FLOAT),
-                                   {Masters::NONE, States::BF16}, {Masters::FLOAT, States::BF16}})
-        for (const Shape& shape : shapes())
+                                   {Masters::NONE, States::BF16}, {Masters::FLOAT, States::BF16},
+                                   {Masters::REMAINDER, States::EIGHT_BIT}})
+        for (const Shape& shape : {gpt2_shape(3, 2, 64, 61, 32), small_llama()})
             for (int tp : {1, 2}) {
                 if (shape.NH % size_t(tp) || left_out(&number)) continue;
                 LayoutCase base;
