@@ -1,4 +1,4 @@
-// adamw.cuh - AdamW with decoupled decay over float masters, and plain SGD - arXiv:1711.05101
+// adamw.cuh - AdamW with decoupled decay, masters and moments of any width, SGD - arXiv:1711.05101
 //   g = grad * scale,   m = b1 m + (1-b1) g,   v = b2 v + (1-b2) g^2
 //   w -= lr * ((m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w)
 //   weight (n) T   master (n) float, or null where the weight is its own master

@@ -69,7 +69,8 @@ def dump(program, *options):
 
 
 def plain(name):
-    """llmc::gelu_forward_kernel<llmc::bf16, 8>(...) as gelu_forward_kernel<bf16,8>."""
+    """llmc::gelu_forward_kernel<llmc::bf16, 8>(...) as gelu_forward_kernel<bf16,8>; an enum's value as a number."""
+    name = re.sub(r"\((?:\w+::)*\w+\)(?=\d)", "", name)
     name = re.sub(r"^void |\(anonymous namespace\)::|\b(llmc|cutlass|flash)::", "", name)
     return name.split("(")[0].replace(", ", ",").replace(" ", "")
 
@@ -449,7 +450,7 @@ MEMORY = [
     Memory("crossentropy_backward_kernel<bf16,8>", "cross-entropy, backward", 512, [(2, 1)], 4),
     Memory("embedding_forward_kernel<bf16,8,4>", "embedding forward", 128, [(2, 1)], 4),
     Memory("embedding_add_kernel<bf16,8>", "embedding backward, add", 128, [(2, 0)], 10),
-    Memory("adamw_update_kernel<bf16,4,false>", "adamw, float master", 256, [(16, 1)], 30),
+    Memory("adamw_update_kernel<bf16,4,false,0>", "adamw, float master", 256, [(16, 1)], 30),
     Memory("grad_squares_kernel<4>", "gradient norm, squares", 256, [(4, 0)], 4),
 ]
 

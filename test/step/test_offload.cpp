@@ -107,6 +107,8 @@ struct Case {
     Optimizer optimizer = Optimizer::ADAMW;
     Recompute level = Recompute::NONE;
     bool split = false; // the backward pass
+    Masters masters = Masters::FLOAT;
+    States states = States::FLOAT;
 };
 
 // Threads of a file that sleep first make every move late.
@@ -131,7 +133,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
         omp_set_num_threads(1);
 #endif
         Plan plan = small_plan(2, 8, 2, c.level, c.split);
-        plan.optimizer = c.optimizer;
+        plan.optimizer = c.optimizer, plan.masters = c.masters, plan.states = c.states;
         plan.offload = {c.tier, c.tier, 4096};
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
@@ -150,13 +152,14 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
 
         // A part of the ranks has a bucket; all take part in bringing it together.
         std::vector<float> mine;
+        auto numbers = [](const auto& x) { return std::vector<float>(x.begin(), x.end()); };
         auto add = [&](const std::vector<float>& values) {
             mine.insert(mine.end(), values.begin(), values.end());
         };
         for (const Parameter& p : t.model.parameters) {
             add(get_weight(t, p));
             for (int s = 0; s < int(optimizer_row(c.optimizer).states.size()); s++)
-                add(fetch<float>(t, {Kind::STATE, p.bucket, s}, p));
+                add(numbers(fetch_numbers(t, {Kind::STATE, p.bucket, s}, p)));
         }
         if (world.rank == 0) all = mine;
     }), 0);
@@ -193,6 +196,21 @@ TEST(Offload, ChangesNoBitWhateverMovesAndWhen) {
                 bool late = tier == Tier::DISK;
                 EXPECT_TRUE(trained<bf16>(small_gpt2(), c, late) == half) << prefetch;
                 EXPECT_TRUE(trained<float>(small_gpt2(), c, late) == single) << prefetch;
+            }
+        }
+}
+
+// Chunks of remainders, and of moments in 16 and 8 bits.
+TEST(Offload, ChangesNoBitOfSmallMastersAndStates) {
+    Shape wide = gpt2_shape(2, 4, 64, 256, 16); // 8 bits are for matrices of 4096 elements
+    Case c = {2, 1, 1, 1, Tier::DEVICE};
+    for (Masters masters : {Masters::FLOAT, Masters::REMAINDER, Masters::NONE})
+        for (States states : {States::FLOAT, States::BF16, States::EIGHT_BIT}) {
+            c.masters = masters, c.states = states, c.tier = Tier::DEVICE;
+            std::vector<float> there = trained<bf16>(wide, c);
+            for (Tier tier : {Tier::HOST, Tier::DISK}) {
+                c.tier = tier;
+                EXPECT_TRUE(trained<bf16>(wide, c) == there) << int(masters) << int(states);
             }
         }
 }
