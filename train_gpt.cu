@@ -239,8 +239,8 @@ void run_training(Run& run, S where) {
 
     // Start: join the other ranks, allocate, load or draw the weights.
     check_memory(run, t);
-    check_offload(run, t);
-    if (writes_folder(c)) check_disk(run, t);
+    size_t offloaded = check_offload(run, t);
+    if (writes_folder(c)) check_disk(run, t, offloaded);
     join_groups(run, t);
     set_training(run, t);
     trainer_allocate(t);
@@ -463,6 +463,9 @@ int main(int argc, char** argv) {
 
     // Lines appear as they are written, also through a pipe.
     setvbuf(stdout, nullptr, _IOLBF, 0);
+
+    // A file that reaches a limit of size is an error like a full disk's, and no signal.
+    signal(SIGXFSZ, SIG_IGN);
 
     // Join the other processes first: a rank must know its number before it complains.
     RankInfo info;

@@ -540,7 +540,7 @@ struct Finish {
 // For each action, when it must be finished: compute at once, others at the first action that
 //   - touches what it writes, or releases its bytes
 //   - overwrites what it reads
-//   - makes all ranks meet: NORM, and TIE across stages
+//   - makes all ranks meet: NORM, and TIE across stages; moves are one rank's, and go on
 //   - is of its own kind, or with prefetch 0 any action, if it reads data that pass with the plan
 //     (a stream to send, a micro-batch's gradient): else the bytes of several would add up
 // and at the latest at the end of the plan. An exchange's halves, what it receives and what it
@@ -565,6 +565,7 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
         const Action& a = p.actions[i];
         const Access& x = touched[i];
         bool holds = std::any_of(x.reads.begin(), x.reads.end(), passing);
+        bool adds_up = a.op != Op::FETCH; // it reads another tier, and takes room where it writes
 
         // Begin with the latest moment, the plan's end; later actions may ask for an earlier one.
         Finish f = {end, end};
@@ -575,11 +576,12 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
         for (int j = i + 1; j < open_until(); j++) {
             const Action& b = p.actions[j];
             const Access& y = touched[j];
-            bool both = all_ranks_meet(b) || (holds && p.layout.prefetch == 0);
+            bool meets = queue_of(a.op) == Queue::COMM && all_ranks_meet(b);
+            bool both = meets || (holds && p.layout.prefetch == 0);
             bool released = b.op == Op::RELEASE && a.bucket == b.bucket;
             if (both || released || meet(x.writes, y.reads) || meet(x.writes, y.writes))
                 f.writes = std::min(f.writes, j);
-            if (both || meet(x.reads, y.writes) || (holds && a.op == b.op))
+            if (both || meet(x.reads, y.writes) || (holds && adds_up && a.op == b.op))
                 f.reads = std::min(f.reads, j);
         }
 

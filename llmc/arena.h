@@ -225,20 +225,21 @@ void arena_allocate(Arena& arena, S where, const std::string& folder = "") {
     }
 }
 
-// Passing and persistent data are one block, so one call frees both.
+// Passing and persistent data of a tier are one block, so one call frees both.
 template <typename S>
 void arena_free(Arena& arena, S where) {
+    // End the file's threads before the memory that they move goes.
+    arena.memory[int(Tier::DISK)].disk.reset();
     Memory& m = arena.device();
     if (m.base)
         device_free(m.base, m.bytes, where);
     m.base = nullptr;
 
-    // The file goes with its descriptor.
+    // The host's memory beside a device is another kind.
     Memory& host = arena.memory[int(Tier::HOST)];
     if (host.base)
         host_free(host.base, host.bytes, where);
     host.base = nullptr;
-    arena.memory[int(Tier::DISK)].disk.reset();
 }
 
 // The place of a datum while action `at` of a plan runs; null: the action has nothing of that name.

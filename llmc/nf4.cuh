@@ -90,7 +90,7 @@ LLMC_HD inline float nf4_absmax(const Nf4& w, size_t b) {
 #if defined(__CUDA_ARCH__)
     return __fadd_rn(__fmul_rn(value, absmax2), w.table[0]);
 #else
-    return value * absmax2 + w.table[0];
+    return float(double(value) * absmax2) + w.table[0]; // no compiler fuses through double
 #endif
 }
 
@@ -110,9 +110,12 @@ inline void nf4_scale_map(float* map) { // (256)
     for (int i = 0; i < 7; i++) {
         int n = 1 << i;
         float step = (1.0f - 0.1f) / float(n), power = float(std::pow(10.0, i - 6));
+        // Round the product by itself: through double no compiler fuses it with the sum.
+        auto steps = [&](int k) { return float(double(step) * k); };
+
         // Each half is counted from its own end.
         auto bound = [&](int k) {
-            return k < (n + 1) / 2 ? 0.1f + step * float(k) : 1.0f - step * float(n - k);
+            return k < (n + 1) / 2 ? 0.1f + steps(k) : 1.0f - steps(n - k);
         };
         for (int k = 0; k < n; k++) {
             float middle = (bound(k) + bound(k + 1)) / 2 * power;

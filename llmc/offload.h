@@ -1,5 +1,5 @@
 // offload.h - optimizer state, activations outside the device - arXiv:2101.06840, arXiv:2104.07857
-//   Masters and moments are 12 of AdamW's 18 bytes a parameter, and a step touches them once.
+//   Float masters and moments are 12 of AdamW's 18 bytes a parameter; a step touches them once.
 //   They lie in the host's memory or in a file, and pass through the device by chunks of 2^24:
 //     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead
 //     UPDATE(b.c)  the optimizer, on STAGED and the device's gradients

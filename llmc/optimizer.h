@@ -1,5 +1,5 @@
 // optimizer.h - an optimizer is a row: its state tensors, and what it needs of a parameter
-//   A state tensor has the parameter's elements in acc (float; double for double), and is sharded,
+//   A state tensor has the parameter's elements as --states says (small_states.cuh). It is sharded,
 //   saved and resharded with it: plan, arena, checkpoint and --explain read this table. The update
 //   itself is the operator (adamw.cuh), called in run_update() of step.h.
 #pragma once

@@ -186,7 +186,7 @@ inline const std::vector<Flag>& config_table() {
         {"clip", &C::clip, "0..1000000", "largest global gradient norm (0: no clipping)"},
         {"seed", &C::seed, "0..9007199254740991", "of initial weights, data order and sampling"},
 
-        {"", &C::help, "", "Numbers and memory"},
+        {"", &C::help, "", "Numbers"},
         {"precision", &C::precision, "fp32|bf16|fp16",
          "weights and activations; sums, gradients of weights, moments and masters stay float"},
         {"fp8", &C::fp8, "none|block|tensor",
@@ -212,6 +212,8 @@ inline const std::vector<Flag>& config_table() {
          "rounded at random"},
         {"states", &C::states, "float|bf16|8bit",
          "AdamW's moments; bf16: rounded at random; 8bit: blocks' matrices, by 256 elements"},
+
+        {"", &C::help, "", "Memory"},
         {"recompute", &C::recompute, "none|selective|attention|ffn|full|auto",
          "selective: norms and activation functions; attention, ffn: that branch's products too; "
          "full: keep a block's input only; auto: a level for each block, the least arithmetic that "
@@ -220,8 +222,8 @@ inline const std::vector<Flag>& config_table() {
          "GiB that a rank may take: a plan that needs more is refused, with flags that fit (0: as "
          "much as the machine has)"},
         {"offload", &C::offload, "",
-         "what lies outside the device while nobody uses it: optimizer, activations, or both with "
-         "a comma between"},
+         "what lies outside the device while nobody uses it: optimizer, activations, or "
+         "optimizer,activations"},
         {"offload-to", &C::offload_to, "",
          "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
 
@@ -244,7 +246,7 @@ inline const std::vector<Flag>& config_table() {
          "gpipe, 1f1b, interleaved, zero-bubble, or a file with a line of slots (F0.1) a rank"},
         {"chunks", &C::chunks, "1..1000", "stages of each pipeline rank"},
         {"prefetch", &C::prefetch, "0..1000",
-         "ZeRO-3: layers gathered ahead; 0: no collective that costs memory overlaps"},
+         "ZeRO-3: layers gathered ahead; --offload: fetched; 0: nothing that costs room overlaps"},
         {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
         {"comm", &C::comm, "= auto (NCCL)",
          "what carries messages; auto: MPI under mpirun, else memory"},

@@ -8,11 +8,11 @@ namespace llmc {
 // Refuse an offload that is not built, has nothing to move, or no place.
 inline std::string refuse_idle_offload(const Config& c) {
     // Name the word that is not known, not the whole list.
-    std::istringstream words(c.offload);
+    std::istringstream words(c.offload + (c.offload.empty() ? "," : ""));
     for (std::string word; std::getline(words, word, ',');)
-        if (word != "none" && word != "optimizer" && word != "activations")
-            return concat("--offload ", printable(word), ": not built, which is: optimizer, "
-                          "activations");
+        if (c.offload != "none" && word != "optimizer" && word != "activations")
+            return concat("--offload ", printable(word), word == "weights" ? ": not built" : "",
+                          ": give optimizer, activations, or optimizer,activations");
     if (offloads(c, "optimizer") && c.optimizer == "sgd" && c.precision == "fp32")
         return "--offload optimizer: --optimizer sgd in fp32 has neither masters nor moments: "
                "leave it out";
@@ -49,9 +49,11 @@ inline std::vector<std::string> config_notes(const Config& c) {
         const char* wants;
     };
     bool elsewhere = c.offload != "none";
+    bool trains = c.steps > 0 && !c.eval;
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // clang-format off
     const Pair pairs[] = {
+        {"offload",       trains,                    "steps of training"},
         {"keep",          !c.out.empty(),            "--out"},
         {"export-dtype",  !c.export_dir.empty(),     "--export"},
         {"field",         false,                     "--prepare"},

@@ -105,18 +105,21 @@ inline std::string ds_betas(DsFile& f, const DsRow& row, const Json& value) {
 inline std::string ds_folder(DsFile& f, const DsRow& row, const Json& value) {
     std::string key = row.key;
     auto device = f.keys.find(key.substr(0, key.size() - strlen("nvme_path")) + "device");
-    if (device == f.keys.end() || device->second != "nvme")
+    if (device == f.keys.end() || device->second != "nvme") {
+        if (f.keys.count(key))
+            f.lines.push_back(f.says + ": for a device nvme: left out");
         return "";
+    }
     return value.is_string() ? ds_set(f, row, value.get<std::string>()) : "wants a folder";
 }
 
 // Accelerate's processes are all ranks; dp is what the other axes leave of them.
 inline std::string ds_processes(DsFile& f, const DsRow& row, const Json& value) {
-    int others = f.c.tp * f.c.pp;
+    int64_t others = int64_t(f.c.tp) * f.c.pp;
     bool good = value.is_number_unsigned() && value >= 1 && value <= 1000000;
-    if (!good || value.get<int>() % others)
+    if (!good || value.get<int64_t>() % others)
         return concat("wants a multiple of tp x pp = ", others);
-    return ds_set(f, row, std::to_string(value.get<int>() / others));
+    return ds_set(f, row, std::to_string(value.get<int64_t>() / others));
 }
 
 // ----------------------------------------------------------------------------
@@ -138,13 +141,13 @@ inline const std::vector<DsRow>& ds_table() {
         {"fp16.hysteresis",                       ds_number,     "loss-scale-hysteresis"},
         {"fp16.min_loss_scale",                   ds_number,     "loss-scale-min"},
         {"fp16.auto_cast",                        ds_word,       "", "false="},
+        {"activation_checkpointing.cpu_checkpointing", ds_word,  "", "false="},
         {"amp.enabled",                           ds_word,       "", "false="},
         {"communication_data_type",               ds_word,       "", "fp32="},
         {"sparse_gradients",                      ds_word,       "", "false="},
 
         {"zero_optimization.stage",                    ds_number, "zero"},
-        {"zero_optimization.offload_param.device",     ds_word,   "offload",
-         "none= cpu=weights nvme=weights"},
+        {"zero_optimization.offload_param.device",     ds_word,   "", "none="},
         {"zero_optimization.offload_optimizer.device", ds_word,   "offload",
          "none= cpu=optimizer nvme=optimizer"},
         {"zero_optimization.offload_optimizer.nvme_path", ds_folder, "offload-to", "",
@@ -181,8 +184,7 @@ inline const std::vector<DsRow>& ds_table() {
          "DEEPSPEED= MULTI_GPU= MULTI_CPU= NO="},
         {"deepspeed_config.zero_stage",                  ds_number,    "zero"},
         {"deepspeed_config.gradient_clipping",           ds_number,    "clip"},
-        {"deepspeed_config.offload_param_device",        ds_word,      "offload",
-         "none= cpu=weights nvme=weights"},
+        {"deepspeed_config.offload_param_device",        ds_word,      "", "none="},
         {"deepspeed_config.offload_optimizer_device",    ds_word,      "offload",
          "none= cpu=optimizer nvme=optimizer"},
         {"deepspeed_config.offload_optimizer_nvme_path", ds_folder,    "offload-to"},

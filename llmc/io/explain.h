@@ -146,14 +146,35 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
     return text;
 }
 
-// A tier's bytes, and how long they are on their way in a step: brought and taken back at a rate in
-// GB/s, each way, of a link of PCIe 4 with 16 lanes, or of a fast disk.
-inline std::string tier_line(const char* what, const Arena& arena, Tier tier, double rate) {
-    double bytes = double(arena.memory[int(tier)].bytes);
+// Bytes that a plan brings from a tier and takes back to it.
+inline double moved_bytes(const Arena& arena, const Plan& p, int plan, Tier tier) {
+    double bytes = 0;
+    for (int at = 0; at < int(p.actions.size()); at++) {
+        const Action& a = p.actions[at];
+        if (queue_of(a.op) != Queue::MOVE) continue;
+
+        // Activations are in the tier under a name of their own.
+        std::vector<Data> there = optimizer_data(p, a.bucket, a.chunk);
+        if (a.bucket < 0) {
+            there = waiting_data(a);
+            for (Data& d : there) d = parked(d);
+        }
+        for (Data d : there)
+            if (const Place* place = arena_find(arena, plan, at, d))
+                bytes += place->tier == tier ? double(place->bytes) : 0;
+    }
+    return bytes;
+}
+
+// A tier's bytes, and how long a step's are on their way, at a rate in GB/s each way: of a link of
+// PCIe 4 with 16 lanes, or of a fast disk.
+inline std::string tier_line(const char* what, const Arena& arena, const std::vector<Plan>& plans,
+                             Tier tier, double rate) {
     char why[128];
-    snprintf(why, sizeof(why), "offloaded; %.2g s of each step both ways at %g GB/s",
-             2 * bytes / (rate * 1e9), rate);
-    return memory_line(what, size_t(bytes), 0, why);
+    double seconds = moved_bytes(arena, plans[0], 0, tier) / (rate * 1e9);
+    snprintf(why, sizeof(why), "offloaded; %.2g s of each step both ways at %g GB/s", seconds,
+             rate);
+    return memory_line(what, arena.memory[int(tier)].bytes, 0, why);
 }
 
 // The memory table of a rank.
@@ -191,8 +212,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     text += memory_line("total", arena.device().bytes, 0, why);
 
     // Other tiers hold what is offloaded.
-    text += tier_line("in the host's memory", arena, Tier::HOST, 25);
-    text += tier_line("in a file", arena, Tier::DISK, 5);
+    text += tier_line("in the host's memory", arena, plans, Tier::HOST, 25);
+    text += tier_line("in a file", arena, plans, Tier::DISK, 5);
     return text;
 }
 

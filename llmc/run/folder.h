@@ -94,8 +94,7 @@ inline void take_folder(const Run& run) {
 
 // The groups of flags that describe what is trained, and not where or for how long.
 inline bool describes_training(const std::string& group) {
-    return group == "Model" || group == "Data" || group == "Optimizer" ||
-           group == "Numbers and memory";
+    return group == "Model" || group == "Data" || group == "Optimizer" || group == "Numbers";
 }
 
 // A value of a manifest's configuration as text that set_field() reads.
@@ -111,6 +110,17 @@ inline bool follows_given(const Config& c, const nlohmann::json& saved, const st
     return numbers && saved[name].get<double>() == saved["lr"].get<double>() / 10;
 }
 
+// Whether a flag is about numbers that this run does not have: it only reads weights, or has
+// another precision or optimizer.
+inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
+                                const std::string& name) {
+    bool reads = c.eval || c.steps == 0;
+    bool other = given(c, "precision") && saved.value("precision", c.precision) != c.precision;
+    other |= given(c, "optimizer") && saved.value("optimizer", c.optimizer) != c.optimizer;
+    if (name == "masters" || name == "states") return reads || other;
+    return name == "fp8" && (other || given(c, "weights"));
+}
+
 // Take the flags that the command line leaves out from the checkpoint, and name those that differ.
 // A flag that this program does not know, or a value it refuses, is left alone.
 inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
@@ -121,6 +131,7 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
             continue;
         }
         if (!describes_training(group) || !saved.contains(f.name)) continue;
+        if (is_of_other_numbers(c, saved, f.name)) continue;
         std::string was = json_value_text(saved[f.name]);
         std::string now = field_text(c, f.field);
 

@@ -83,13 +83,19 @@ inline size_t memory_left(cudaStream_t) {
 }
 #endif
 
+// The name of this machine since it was started.
+inline std::string boot_name() {
+    std::string boot;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    return boot;
+}
+
 // Ranks that take their memory from the same place: on the CPU those of this machine, which has one
 // boot; on GPUs threads of a process share one, and processes have their own.
 template <typename S> int ranks_here(const Run& run, S) {
     if (run.world.local) return run.world.size;
     if (!std::is_same_v<S, Cpu>) return 1;
-    std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    std::string boot = boot_name();
     std::vector<std::string> all = gather_texts(run.world, boot);
     return int(std::count(all.begin(), all.end(), boot));
 }
@@ -120,7 +126,9 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     if (arena_bytes<T>(run, least, rank, where) > room)
         return "";
 
-    for (const char* recompute : {"", "auto"}) {
+    // The search for levels does not know activations that leave.
+    const char* more = offloads(run.config, "activations") ? "full" : "auto";
+    for (const char* recompute : {"", more}) {
         for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
             Config c = run.config;
             c.micro_batch = B;
@@ -155,15 +163,17 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
         fit = flags_that_fit<T>(run, rank, room, where);
     std::string advice = "these flags fit:" + fit;
     if (fit.empty())
-        advice = "no --micro-batch or --recompute makes it fit: take a smaller --model, or more "
-                 "ranks (--explain shows where the bytes go)";
+        advice = "no --micro-batch or --recompute makes it fit: try --offload, --masters or "
+                 "--states, a smaller --model, or more ranks (--explain shows where the bytes go)";
+    bool same = std::is_same_v<S, Cpu> && run.config.offload != "none";
+    std::string shared = same && run.config.offload_to == "cpu" ? " with what it offloads" : "";
 
     // Name the rank where there are several.
     std::string of_rank = "this run";
     if (rank_count(run.config) > 1)
         of_rank = concat("rank ", rank);
     std::string needs = bytes_text(double(needed));
-    or_die_on_all_ranks(run, concat(of_rank, " needs ", needs, ", and ", there, advice));
+    or_die_on_all_ranks(run, concat(of_rank, " needs ", needs, shared, ", and ", there, advice));
 }
 
 // Refuse a run that this machine has no memory for.
@@ -203,7 +213,8 @@ inline int first_rank_of(const Layout& layout, int pp_rank) {
 // Refuse a plan that needs more than --memory, on any rank of the pipeline.
 template <typename T, typename S> void check_bound(const Run& run, S where) {
     size_t room = size_t(run.config.memory * GIB);
-    if (!room) return;
+    if (run.config.memory == 0)
+        return;
 
     // Find the fullest stage. "auto" counts as FULL here: where that fits, the choice does.
     size_t most = 0;
@@ -263,7 +274,7 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
 
     // Without --memory take the least that any rank finds. It may shrink before the run takes it.
     size_t room = size_t(c.memory * GIB);
-    if (!room) {
+    if (c.memory == 0) {
         std::vector<int64_t> all(size_t(run.world.size));
         int64_t mine = int64_t(memory_share(run, where));
         all_gather(run.world, all.data(), &mine, 1, Cpu{});
@@ -305,6 +316,9 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
             text += next + "\n";
     }
     plans[size_t(run.train_plan)].recompute = levels;
+
+    // Workspaces depend on the number of threads, so machines may differ.
+    check_same(run.world, "what --recompute auto chose", text);
     return text;
 }
 
@@ -328,39 +342,59 @@ inline size_t disk_left(const std::string& path) {
     return size_t(fs.f_bavail) * fs.f_frsize;
 }
 
-// Refuse an offload that its place has no room for: the host's memory beside a GPU, or a disk.
+// Bytes of a tier that the ranks of this machine take together. All ranks call.
 template <typename T, typename S>
-void check_offload(const Run& run, const Trainer<T, S>& t) {
-    // Ranks of this machine share the place.
+size_t bytes_of_machine(const Run& run, const Trainer<T, S>& t, Tier tier) {
+    std::string boot = boot_name();
+    size_t sum = 0;
+    for (const std::string& rank :
+         gather_texts(run.world, concat(boot, " ", t.arena.memory[int(tier)].bytes)))
+        if (rank.starts_with(boot))
+            sum += strtoull(rank.c_str() + boot.size(), nullptr, 10);
+    return sum;
+}
+
+// Refuse an offload that its place has no room for: the host's memory beside a GPU, or a disk.
+// Returns the bytes that this machine's ranks take of the disk.
+template <typename T, typename S>
+size_t check_offload(const Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
-    size_t ranks = size_t(ranks_here(run, Cpu{}));
-    auto needs = [&](Tier tier) { return t.arena.memory[int(tier)].bytes * ranks; };
-    auto text = [](size_t bytes) { return bytes_text(double(bytes)); };
+    size_t host = bytes_of_machine(run, t, Tier::HOST), disk = bytes_of_machine(run, t, Tier::DISK);
+    auto lacks = [&](const std::string& place, size_t bytes, size_t left, const char* fix) {
+        return concat("--offload-to ", place, ": ", bytes_text(double(bytes)),
+                      " of state do not fit the ", bytes_text(double(left)), " that are left: ",
+                      fix);
+    };
 
-    // Say the last thing that is wrong: it is the plainest.
+    // A folder that is not there has no room either, and a GPU's host is not its memory.
     std::string wrong;
-    size_t host = needs(Tier::HOST), disk = needs(Tier::DISK);
-    bool beside = !std::is_same_v<S, Cpu>; // check_memory() counts a CPU's
-    if (beside && host > memory_left(Cpu{}))
-        wrong = concat("--offload-to cpu: ", text(host), " of state do not fit the ",
-                       text(memory_left(Cpu{})), " that the host has left: give a folder");
-    if (disk > disk_left(c.offload_to))
-        wrong = concat("--offload-to ", c.offload_to, ": ", text(disk), " of state do not fit the ",
-                       text(disk_left(c.offload_to)), " that its disk has left: make room, or "
-                       "choose another folder");
-
-    // A folder that is not there has no room either: say so instead.
     struct stat info;
     bool folder = stat(c.offload_to.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
     if (disk && !folder)
-        wrong = concat("--offload-to ", c.offload_to, ": there is no such folder: make it, or give "
-                       "cpu");
+        wrong = concat("--offload-to ", printable(c.offload_to),
+                       ::access(c.offload_to.c_str(), F_OK) == 0
+                           ? ": is no folder: give one, or cpu"
+                           : ": there is no such folder: make it, or give cpu");
+    else if (disk > disk_left(c.offload_to))
+        wrong = lacks(c.offload_to, disk, disk_left(c.offload_to),
+                      "make room, or choose another folder");
+    else if (!std::is_same_v<S, Cpu> && host > memory_left(Cpu{}))
+        wrong = lacks("cpu", host, memory_left(Cpu{}), "give a folder");
     or_die_on_all_ranks(run, first_error(run.world, wrong));
+    return disk;
+}
+
+// Whether two paths lie on one file system.
+inline bool same_disk(const std::string& a, const std::string& b) {
+    struct stat of_a, of_b;
+    bool both = stat(a.c_str(), &of_a) == 0 && stat(b.c_str(), &of_b) == 0;
+    return both && of_a.st_dev == of_b.st_dev;
 }
 
 // A save makes the new checkpoint before it removes the oldest, so there is one more than --keep.
+// offloaded: bytes that go to --offload-to, maybe on the same disk.
 template <typename T, typename S>
-void check_disk(const Run& run, const Trainer<T, S>& t) {
+void check_disk(const Run& run, const Trainer<T, S>& t, size_t offloaded) {
     const Config& c = run.config;
     if (c.out.empty() || !is_first(run)) return;
     size_t bytes = checkpoint_bytes(t);
@@ -368,6 +402,8 @@ void check_disk(const Run& run, const Trainer<T, S>& t) {
     size_t there = std::min(most, checkpoint_steps(c.out).size());
     size_t needed = (most - there) * bytes;
     size_t left = disk_left(c.out);
+    if (same_disk(c.out, c.offload_to))
+        left -= std::min(left, offloaded);
     LLMC_USER_CHECK(needed <= left,
                     "--out %s: %zu checkpoints of %s do not fit the %s that its disk has left: "
                     "make room, or choose another --out%s",

@@ -200,7 +200,7 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--beta2", "1"}), "use a number below 1");
     EXPECT_EQ(check({"--beta1", "0", "--beta2", "0.9999"}), "");
     EXPECT_HAS(check({"--threads", "4"}), "OMP_NUM_THREADS=4");
-    EXPECT_HAS(check({"--offload", "optimizer,weights"}), "--offload weights: not built");
+    EXPECT_HAS(check({"--offload", "optimizer,weights"}), "--offload weights: not built: give optimizer");
     EXPECT_EQ(check({"--offload", "optimizer,activations"}), "");
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
@@ -472,7 +472,7 @@ TEST(DsConfig, RefusesByName) {
     EXPECT_EQ(usual.offload_to, "/local_nvme") << "DeepSpeed's default";
     EXPECT_HAS(translate(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"},
                                                    "offload_param": {"device": "cpu"}}})"),
-               "--offload");
+               "zero_optimization.offload_param.device \"cpu\": not built here");
 }
 
 // ----------------------------------------------------------------------------

@@ -73,7 +73,7 @@ template <typename T> std::string state_of(Small<T>& m) { // whole on every rank
 // one at a time
 
 enum class Fault { NONE, CRASH, ONCE, SHORT };
-struct Disk {
+struct FaultyDisk {
     bool counting = false, exchanges = true; // can two names change places?
     Fault fault = Fault::NONE;
     long calls = 0, at = 0;       // the call that the fault meets
@@ -81,7 +81,7 @@ struct Disk {
     std::vector<std::string> log; // "write name", "fsync name", ...
     std::set<ino_t> unsynced;     // files with bytes that a power cut may take
 };
-static Disk disk;
+static FaultyDisk disk;
 static std::recursive_mutex disk_mutex; // ranks are threads
 #define ONE_AT_A_TIME std::lock_guard<std::recursive_mutex> one_at_a_time(disk_mutex)
 
@@ -155,7 +155,7 @@ extern "C" int renameat2(int, const char* from, int, const char* to, unsigned fl
 }
 
 static void disk_arm(Fault fault, long at = 0) {
-    disk = Disk(), disk.fault = fault, disk.at = at, disk.counting = true;
+    disk = FaultyDisk(), disk.fault = fault, disk.at = at, disk.counting = true;
 }
 // And a power cut takes half of what no fsync has kept.
 static void disk_disarm(const std::string& dir) {
@@ -349,12 +349,12 @@ TEST_F(Files, ShortAndInterruptedWritesAreFinished) {
 
 TEST_F(Files, WhereNamesCannotBeExchangedTheOldFolderStepsAside) {
     Two two(shape_of(1));
-    disk = Disk(), disk.exchanges = false;
+    disk = FaultyDisk(), disk.exchanges = false;
     for (Small<float>* m : {two.a.get(), two.b.get()}) {
         EXPECT_EQ(checkpoint_save(m->t, {2, 0, 0, {}}, dir, 1), "");
         EXPECT_EQ(hf_export(m->t, dir + "/e", Type::F32), "");
     }
-    disk = Disk();
+    disk = FaultyDisk();
     EXPECT_EQ(leftovers(dir), "");
     CheckpointInfo info;
     std::vector<std::string> notes;

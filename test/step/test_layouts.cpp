@@ -467,7 +467,8 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
             if (left_out(&number)) continue;
             auto got = run_layout<bf16>(shape, ranks, true);
             EXPECT_EQ(got->losses[0], want->losses[0]) << ranks.text();
-            for (double e : errors_of(*got, *want)[2]) EXPECT_LT(e, 1e-5) << ranks.text();
+            auto errors = errors_of(*got, *want);
+            for (double e : errors[2]) EXPECT_LT(e, 1e-5) << ranks.text();
         }
         LayoutCase stages = one;
         stages.pp = 2, stages.recompute = Recompute::FULL, stages.split = true;

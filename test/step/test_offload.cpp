@@ -259,6 +259,30 @@ TEST(Offload, APlanThatLosesActivationsIsRefused) {
     EXPECT_EQ(moves, 2 * 2 * 2) << "the last block's backward pass comes too soon";
 }
 
+// Fetches run on beside what comes before their use: the norm, and other fetches.
+TEST(Offload, FetchesGoOnUntilTheirUse) {
+    Model model = make_model(gpt2_shape(8, 3, 24, 61, 32), {});
+    PlanOptions o = small_plan(2, 8, 1, Recompute::FULL);
+    o.offload = {Tier::HOST, Tier::HOST, 4096};
+    Layout layout;
+    layout.prefetch = 2;
+    Plan p = make_plan(layout, model, o);
+    std::vector<Finish> finish = finish_before(p, model);
+    int fetches = 0;
+    for (int i = 0; i < int(p.actions.size()); i++) {
+        const Action& a = p.actions[i];
+        if (a.op != Op::FETCH) continue;
+        fetches++;
+        auto uses = [&](const Action& b) {
+            return a.bucket >= 0 ? b.op == Op::UPDATE && b.bucket == a.bucket && b.chunk == a.chunk
+                                 : b.op == Op::R && b.layer == a.layer;
+        };
+        auto use = std::find_if(p.actions.begin() + i, p.actions.end(), uses);
+        EXPECT_EQ(finish[i].first(), use - p.actions.begin()) << action_text(a, model);
+    }
+    EXPECT_GT(fetches, 16);
+}
+
 // With full recomputation the device holds the streams of a few layers, whatever the depth.
 TEST(Offload, ActivationsDoNotGrowWithDepth) {
     auto place = [&](int layers, Tier tier) {
@@ -325,10 +349,11 @@ TEST(Offload, TheDeviceHoldsThreeChunks) {
         EXPECT_GE(file.memory[int(Tier::DISK)].bytes, moved);
         EXPECT_EQ(here.device().persistent_bytes - there.device().persistent_bytes, moved);
 
-        // Passing data peak at the update now, or where they did.
+        // Passing data peak at the update now, or where they did; beside the first chunks the last
+        // layer's backward pass and the norm have scratch, and more of it without oneDNN.
         size_t chunks = 3 * 8192 * 12, passing = there.device().bytes - there.device().persistent_bytes;
         size_t before = here.device().bytes - here.device().persistent_bytes;
-        EXPECT_LE(passing, std::max(before, chunks + 64 * 1024)) << layers;
+        EXPECT_LE(passing, std::max(before, chunks + 128 * 1024)) << layers;
         EXPECT_EQ(there.device().bytes, file.device().bytes);
     }
 }
