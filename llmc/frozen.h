@@ -157,7 +157,6 @@ std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
     return all;
 }
 
-// A bucket's parameters are bound one by one, as their rows are visited.
 // Point a weight at its place: products read a matrix by its codes, norms a vector as it is.
 inline void point_at(Weight& w, const Narrow* narrow) {
     if (!narrow->values) return; // of a wide bucket

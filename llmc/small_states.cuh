@@ -15,13 +15,13 @@
 
 namespace llmc {
 
-// Where the bits are that 16-bit weights lack: in floats beside them, in remainders, or nowhere.
+// Masters hold the bits that 16-bit weights lack: as floats, as remainders, or not at all.
 enum class Masters : uint8_t { FLOAT, REMAINDER, NONE };
 
-// How moments are stored.
+// Moments are stored in one of three formats.
 enum class States : uint8_t { FLOAT, BF16, EIGHT_BIT };
 
-// Bytes a weight; the weight's own two are not counted.
+// A master's bytes; the weight's own two are not counted.
 inline size_t master_bytes(Masters masters) {
     return masters == Masters::FLOAT ? 4 : masters == Masters::REMAINDER ? 2 : 0;
 }
@@ -29,7 +29,7 @@ inline size_t master_bytes(Masters masters) {
 // ----------------------------------------------------------------------------
 // remainders
 
-// The bits of a bf16 weight, and of what it lacks.
+// A float in two halves: the bits of a bf16 weight, and those that it lacks.
 struct SplitFloat {
     uint16_t weight, remainder;
 };
