@@ -178,8 +178,8 @@ inline void norm_test(Check& c, bool rms) {
             NormRun<double> d(x);
             NormRun<float> f(x);
             NormRun<bf16> b(x);
-            close(c, "out float", f.out, d.out, tolerance<float>(C));
-            close(c, "out bf16", b.out, d.out, tolerance<bf16>(C));
+            close(c, "out float", f.out, d.out, tolerance<float>(C), 1); // bias is added
+            close(c, "out bf16", b.out, d.out, tolerance<bf16>(C), 1);
             close(c, "rstd", f.rstd, d.rstd, tolerance<float>(C));
 
             // The size of the input gradient's terms, of which nothing is left for C = 2.
@@ -188,8 +188,8 @@ inline void norm_test(Check& c, bool rms) {
                 terms = std::max(terms, std::fabs(x.dout[i] * x.weight[i % C] * d.rstd[i / C]));
             close(c, "dinp float", f.dinp, d.dinp, 4 * tolerance<float>(C), terms);
             close(c, "dinp bf16", b.dinp, d.dinp, tolerance<bf16>(C), terms);
-            close(c, "dweight float", f.dweight, d.dweight, 4 * tolerance<float>(x.N));
-            close(c, "dbias float", f.dbias, d.dbias, tolerance<float>(x.N));
+            close(c, "dweight float", f.dweight, d.dweight, 4 * tolerance<float>(x.N), 1);
+            close(c, "dbias float", f.dbias, d.dbias, tolerance<float>(x.N), 1);
         }
 
     // A known answer: the row (1, 3) has mean 2, deviation 1.
@@ -361,11 +361,16 @@ inline void rope_perf(Perf& p) {
 
 template <typename T>
 void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Doubles& dout) {
-    // The size of gelu's terms: of x/2 * (1 + tanh) next to nothing is left for a negative x.
+    // The size of gelu's terms: of x/2 * (1 + tanh) next to nothing is left for a negative x. And
+    // of those of silu': of s * (1 + x * (1 - s)) nothing is left at x = -1.28.
     size_t n = x.size();
-    double terms = 0;
-    for (size_t i = 0; i < n; i++)
+    double terms = 0, gate_terms = 0;
+    for (size_t i = 0; i < n; i++) {
+        double s = 1 / (1 + std::exp(-x[i]));
         terms = std::max(terms, std::fabs(x[i]) * std::max(1.0, std::fabs(dout[i])) * 0.5);
+        gate_terms = std::max(gate_terms, std::fabs(dout[i] * u[i]) * s *
+                                              (1 + std::fabs(x[i]) * (1 - s)));
+    }
     std::vector<T> X = as<T>(x), U = as<T>(u), D = as<T>(dout), y(n), dx(n), dg(n), du(n);
     Doubles y0(n), dx0(n), dg0(n), du0(n);
 
@@ -386,7 +391,7 @@ void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Do
     dg = D;
     du = U;
     swiglu_backward(dg.data(), du.data(), dg.data(), X.data(), du.data(), n, CPU);
-    close(c, "swiglu dgate", dg, dg0, tolerance<T>(4));
+    close(c, "swiglu dgate", dg, dg0, tolerance<T>(4), gate_terms);
     close(c, "swiglu dup", du, du0, tolerance<T>(4));
 }
 
@@ -678,8 +683,8 @@ inline void adamw_test(Check& c) {
                                             double(h.decay) * reference[i]);
         }
     }
-    close(c, "float", wf, reference, tolerance<float>(9));
-    close(c, "master", master, reference, tolerance<float>(9));
+    close(c, "float", wf, reference, tolerance<float>(9), 0.1); // steps of 0.01
+    close(c, "master", master, reference, tolerance<float>(9), 0.1);
     close(c, "bf16", wb, reference, tolerance<bf16>(1));
     close(c, "second moments", vf, v, tolerance<float>(9));
     std::vector<bf16> of_master = as<bf16>(as_double(master));
@@ -698,7 +703,7 @@ inline void adamw_test(Check& c) {
     sgd_update(sgd.data(), nullptr, g.data(), n, 0.1f, 0.2f, &scale, CPU);
     Doubles expected = w;
     for (double& x : expected) x -= double(0.1f) * (0.5 + double(0.2f) * x);
-    close(c, "sgd", sgd, expected, tolerance<float>(1));
+    close(c, "sgd", sgd, expected, tolerance<float>(1), 0.1); // the step is 0.05
 }
 
 // Without a StepScale: the same as with {scale 1, finite, step}.
