@@ -12,6 +12,7 @@
 //     UPDATE(b)       the optimizer                     PUBLISH(b) updated weights to all shards
 //     FETCH(b.c)      a chunk of offloaded state, for its update     PARK(b.c) the chunk back
 //     PARK(m,l)       a block's activations to another tier          FETCH(m,l) and back
+//     FETCH(b)        a bucket's offloaded weights, or this rank's shard, for layers
 //   Words used throughout:
 //     stage    consecutive layers on one pipeline rank   shard    this rank's part of a bucket
 //     owner    the rank that contributes an element      range    {first, count} of elements
@@ -65,9 +66,9 @@ inline const KindRow& kind_row(Kind kind) {
         {"scale",      true,  false}, // the norm, the clipping factor, finiteness
         {"constants",  true,  false}, // RoPE's table or ALiBi's slopes
         {"cache",      true,  false}, // keys and values of generated tokens
-        {"gathered",   false, true},  // ZeRO-3: the bucket's weights, whole
+        {"gathered",   false, true},  // the bucket's weights, whole: ZeRO-3's, or fetched
         {"partial",    false, true},  // one micro-batch's gradient, whole, before REDUCE
-        {"staged",     false, true},  // offload: a chunk of master and state, where UPDATE runs
+        {"staged",     false, true},  // offload: a chunk, where UPDATE runs; a shard of weights
         {"valid",      false, false}, // the number of valid targets
         {"tokens",     false, false}, // tokens, targets, positions, starts of documents
         {"stream",     false, false}, // stream(m,l): the input of layer l
@@ -103,7 +104,8 @@ struct Data {
     Kind kind;
     int of = -1;    // a layer or a bucket
     int micro = -1; // a micro-batch; of STATE: which tensor
-    int chunk = -1; // of an offloaded bucket; -1: all of it; of PARKED: the kind that it holds
+    int chunk = -1; // of a bucket, where some of it is offloaded; -1: all of it; of PARKED: the
+                    //   kind that it holds
     auto operator<=>(const Data&) const = default;
 };
 
@@ -112,7 +114,7 @@ struct Action {
     Op op;
     int micro = -1;     // F B I W R; REDUCE where each micro-batch is reduced
     int layer = -1;     // F B I W R
-    int bucket = -1;    // GATHER RELEASE REDUCE TIE UPDATE PUBLISH
+    int bucket = -1;    // GATHER RELEASE REDUCE TIE UPDATE PUBLISH FETCH PARK
     bool first = false; // B W REDUCE: its gradients hold nothing yet, so it writes; later ones add
     std::vector<Transfer> transfers = {}; // SENDRECV
     int chunk = -1; // FETCH UPDATE PARK of an offloaded bucket
@@ -129,8 +131,18 @@ constexpr int TIERS = 3;
 struct Offload {
     Tier optimizer = Tier::DEVICE;   // masters and state
     Tier activations = Tier::DEVICE; // blocks' inputs and kept activations, from F to backward
+    Tier weights = Tier::DEVICE;
     size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
+
+    // Updates go by chunks where they find some of their data elsewhere.
+    bool cuts_updates() const { return optimizer != Tier::DEVICE || weights != Tier::DEVICE; }
 };
+
+// A layout whose layers find data where these tiers put them.
+inline Layout with_tiers(Layout layout, const Offload& offload) {
+    layout.weights_away = offload.weights != Tier::DEVICE;
+    return layout;
+}
 
 // A plan is made for these, for a layout and for a model.
 struct PlanOptions {
@@ -154,6 +166,18 @@ struct Plan : PlanOptions {
     // The rows of a micro-batch on this rank: context parallelism shares out the sequence.
     size_t rows() const { return B * T / size_t(layout.cp.size); }
 };
+
+// Offloading a datum is a row here.
+inline Tier tier_of(const Plan& p, Data d) {
+    switch (d.kind) {
+    case Kind::WEIGHT: return p.offload.weights;
+    case Kind::MASTER:
+    case Kind::STATE: return p.offload.optimizer;
+    // Layers read activations under their own kinds, when FETCH has brought them.
+    case Kind::PARKED: return p.offload.activations;
+    default: return Tier::DEVICE;
+    }
+}
 
 // Ops whose pass makes gradients of weights; ops that run a layer at all.
 inline bool reaches_weights(Op op) { return op == Op::B || op == Op::W; }
@@ -244,12 +268,13 @@ inline bool is_reduced(const Layout& layout, const Model& model, int bucket) {
     return many || adds_over_tp(layout, model, bucket);
 }
 
-// Each level of ZeRO cuts one datum more: 1 the optimizer's, 2 the gradient, 3 the weights.
+// Each level of ZeRO cuts one datum more: 1 the optimizer's, 2 the gradient, 3 the weights. Weights
+// in another tier come for each use whatever the level is: every level cuts them.
 inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     if (shard_axis(layout, model.buckets[d.of].group).size == 1)
         return false;
     switch (d.kind) {
-    case Kind::WEIGHT: return layout.zero == 3;
+    case Kind::WEIGHT: return layout.zero == 3 || (layout.zero && layout.weights_away);
     case Kind::MASTER:
     case Kind::STATE: return layout.zero >= 1;
     case Kind::GRAD: return reduced_each(layout, model, d.of);
@@ -270,13 +295,19 @@ inline size_t kept_first(const Layout& layout, const Model& model, Data d) {
 
 // ZeRO-1 and 2 update a shard of weights that every rank keeps whole.
 inline bool is_published(const Layout& layout, const Bucket& b) {
-    return shard_axis(layout, b.group).size > 1 && (layout.zero == 1 || layout.zero == 2);
+    bool some_whole = layout.zero == 1 || layout.zero == 2;
+    return shard_axis(layout, b.group).size > 1 && some_whole && !layout.weights_away;
 }
 
 // The datum that a layer reads as its weights, and the one that it adds its gradient to.
 inline Kind weight_kind(const Layout& layout, const Model& model, int bucket) {
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
-    return cut ? Kind::GATHERED : Kind::WEIGHT;
+    return cut || layout.weights_away ? Kind::GATHERED : Kind::WEIGHT;
+}
+// The datum that a fetch of weights fills: a shard is still to be gathered.
+inline Kind fetched_kind(const Layout& layout, const Model& model, int bucket) {
+    bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
+    return cut ? Kind::STAGED : Kind::GATHERED;
 }
 inline Kind gradient_kind(const Layout& layout, const Model& model, int bucket, int layer) {
     if (reduced_each(layout, model, bucket)) return Kind::PARTIAL;
@@ -430,15 +461,26 @@ inline std::vector<Data> optimizer_data(const Plan& p, int bucket, int chunk) {
     return data;
 }
 
+// The data that an update of a chunk finds in STAGED, as they lie in their tiers.
+inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
+    // Data of one update may lie in different tiers.
+    std::vector<Data> data = optimizer_data(p, bucket, chunk);
+    data.push_back({Kind::WEIGHT, bucket, -1, chunk});
+    std::erase_if(data, [&](Data d) { return tier_of(p, d) == Tier::DEVICE; });
+    return data;
+}
+
 // The update reads the scale, so no update may run before NORM has clipped.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read({Kind::GRAD, a.bucket});
     x.read({Kind::SCALE});
-    x.change({Kind::WEIGHT, a.bucket});
-    if (a.chunk >= 0)
-        return x.change({Kind::STAGED, a.bucket, -1, a.chunk});
+    // Data that stay are updated in place.
+    if (p.offload.weights == Tier::DEVICE)
+        x.change({Kind::WEIGHT, a.bucket});
     for (Data d : optimizer_data(p, a.bucket, a.chunk))
-        x.change(d);
+        if (tier_of(p, d) == Tier::DEVICE) x.change(d);
+    if (a.chunk >= 0)
+        x.change({Kind::STAGED, a.bucket, -1, a.chunk});
 }
 
 // The activations of a block that wait for its backward pass, and one of them in its other tier.
@@ -449,21 +491,43 @@ inline std::vector<Data> waiting_data(const Action& a) {
 }
 inline Data parked(Data d) { return {Kind::PARKED, d.of, d.micro, int(d.kind)}; }
 
-// Data on their way: activations, or a chunk from its tier to where the update runs, or back.
-inline void access_move(Access& x, const Plan& p, const Action& a) {
-    for (Data d : a.bucket < 0 ? waiting_data(a) : std::vector<Data>()) {
-        bool fetches = a.op == Op::FETCH;
-        x.read(fetches ? parked(d) : d);
-        x.write(fetches ? d : parked(d));
-    }
-    if (a.bucket < 0) return;
+// Chunks of what this rank keeps of a bucket's datum. The last one may be shorter.
+inline int kept_chunks(const Plan& p, const Model& model, Data d) {
+    return int(ceil_div(kept_elements(p.layout, model, d), p.offload.chunk));
+}
 
-    // A chunk's parts lie apart in their tier, and together where the update runs.
-    Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
+// The data of a move as they lie in their tiers.
+inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Action& a) {
+    std::vector<Data> data;
+    if (a.bucket < 0) {
+        for (Data d : waiting_data(a))
+            data.push_back(parked(d));
+        return data;
+    }
+    // A chunk's lie side by side in STAGED.
+    if (a.chunk >= 0) return staged_data(p, a.bucket, a.chunk);
+
+    // Weights come as a whole, and lie in chunks.
+    for (int c = 0; c < kept_chunks(p, model, {Kind::WEIGHT, a.bucket}); c++)
+        data.push_back({Kind::WEIGHT, a.bucket, -1, c});
+    return data;
+}
+
+// The same data where the step runs. A chunk's lie together.
+inline std::vector<Data> moved_data(const Plan& p, const Model& model, const Action& a) {
+    // Activations have the names that layers know.
+    if (a.bucket < 0) return waiting_data(a);
+    Kind kind = a.chunk < 0 ? fetched_kind(p.layout, model, a.bucket) : Kind::STAGED;
+    return {{kind, a.bucket, -1, a.chunk}};
+}
+
+// Data on their way from their tier to where the step runs, or back.
+inline void access_move(Access& x, const Plan& p, const Model& model, const Action& a) {
     bool fetches = a.op == Op::FETCH;
-    fetches ? x.write(staged) : x.read(staged);
-    for (Data d : optimizer_data(p, a.bucket, a.chunk))
+    for (Data d : tiered_data(p, model, a))
         fetches ? x.read(d) : x.write(d);
+    for (Data d : moved_data(p, model, a))
+        fetches ? x.write(d) : x.read(d);
 }
 
 // The only statement of what depends on what.
@@ -486,7 +550,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
         }
         break;
     case Op::GATHER:
-        x.read({Kind::WEIGHT, a.bucket});
+        x.read({p.layout.weights_away ? Kind::STAGED : Kind::WEIGHT, a.bucket});
         x.write({Kind::GATHERED, a.bucket});
         break;
     case Op::RELEASE: break; // marks where the last reader was
@@ -504,93 +568,10 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
     case Op::NORM: access_norm(x, p, model); break;
     case Op::UPDATE: access_update(x, p, a); break;
     case Op::FETCH:
-    case Op::PARK: access_move(x, p, a); break;
+    case Op::PARK: access_move(x, p, model, a); break;
     case Op::PUBLISH: x.change({Kind::WEIGHT, a.bucket}); break;
     }
     return x;
-}
-
-// ----------------------------------------------------------------------------
-// queues: when an action that was started must be finished
-
-// Actions of one queue run in order; queues run beside each other.
-//   COMPUTE  over when the action returns     COMM  the plan's collectives
-//   MOVE     between tiers of memory
-enum class Queue : uint8_t { COMPUTE, COMM, MOVE };
-
-inline Queue queue_of(Op op) {
-    switch (op) {
-    case Op::SENDRECV:
-    case Op::GATHER:
-    case Op::REDUCE:
-    case Op::PUBLISH: return Queue::COMM;
-    case Op::FETCH:
-    case Op::PARK: return Queue::MOVE;
-    default: return Queue::COMPUTE;
-    }
-}
-
-// The actions before which a started one must have finished with its data.
-struct Finish {
-    int writes; // what it writes is there: an exchange has received
-    int reads;  // what it reads is free: an exchange has sent
-    int first() const { return std::min(writes, reads); }
-};
-
-// For each action, when it must be finished: compute at once, others at the first action that
-//   - touches what it writes, or releases its bytes
-//   - overwrites what it reads
-//   - makes all ranks meet: NORM, and TIE across stages; moves are one rank's, and go on
-//   - is of its own kind, or with prefetch 0 any action, if it reads data that pass with the plan
-//     (a stream to send, a micro-batch's gradient): else the bytes of several would add up
-// and at the latest at the end of the plan. An exchange's halves, what it receives and what it
-// sends, finish apart. Tensor parallelism's sums are no actions: they wait for none of this.
-inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
-    int end = int(p.actions.size());
-    std::vector<Access> touched;
-    for (const Action& a : p.actions)
-        touched.push_back(access(p, model, a));
-
-    // Say when two actions touch the same datum, and which data pass away with the plan.
-    auto meet = [](const std::vector<Data>& x, const std::vector<Data>& y) {
-        return std::find_first_of(x.begin(), x.end(), y.begin(), y.end()) != x.end();
-    };
-    auto passing = [](Data d) { return !persistent(d.kind); };
-    auto all_ranks_meet = [&](const Action& a) {
-        return a.op == Op::NORM || (a.op == Op::TIE && tied_apart(p.layout, model, a.bucket));
-    };
-
-    std::vector<Finish> finish;
-    for (int i = 0; i < end; i++) {
-        const Action& a = p.actions[i];
-        const Access& x = touched[i];
-        bool holds = std::any_of(x.reads.begin(), x.reads.end(), passing);
-        bool adds_up = a.op != Op::FETCH; // it reads another tier, and takes room where it writes
-
-        // Begin with the latest moment, the plan's end; later actions may ask for an earlier one.
-        Finish f = {end, end};
-        if (queue_of(a.op) == Queue::COMPUTE)
-            f = {i + 1, i + 1};
-        bool apart = a.op == Op::SENDRECV && !x.reads.empty() && !x.writes.empty();
-        auto open_until = [&] { return apart ? std::max(f.writes, f.reads) : f.first(); };
-        for (int j = i + 1; j < open_until(); j++) {
-            const Action& b = p.actions[j];
-            const Access& y = touched[j];
-            bool meets = queue_of(a.op) == Queue::COMM && all_ranks_meet(b);
-            bool both = meets || (holds && p.layout.prefetch == 0);
-            bool released = b.op == Op::RELEASE && a.bucket == b.bucket;
-            if (both || released || meet(x.writes, y.reads) || meet(x.writes, y.writes))
-                f.writes = std::min(f.writes, j);
-            if (both || meet(x.reads, y.writes) || (holds && adds_up && a.op == b.op))
-                f.reads = std::min(f.reads, j);
-        }
-
-        // Only an exchange has halves that finish apart.
-        if (!apart)
-            f = {f.first(), f.first()};
-        finish.push_back(f);
-    }
-    return finish;
 }
 
 } // namespace llmc

@@ -19,15 +19,6 @@ namespace llmc {
 // Bytes. Vector loads need 16 and tensor cores 128; 256 is what cudaMalloc itself gives.
 constexpr size_t ARENA_ALIGN = 256;
 
-// Offloading a datum is a row here.
-inline Tier tier_of(const Plan& p, Data d) {
-    bool optimizer = d.kind == Kind::MASTER || d.kind == Kind::STATE;
-    // Layers read activations under their own kinds, when FETCH has brought them.
-    if (d.kind == Kind::PARKED)
-        return p.offload.activations;
-    return optimizer ? p.offload.optimizer : Tier::DEVICE;
-}
-
 // A file moves whole blocks.
 inline size_t align_of(Tier tier) { return tier == Tier::DISK ? DISK_BLOCK : ARENA_ALIGN; }
 

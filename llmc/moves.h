@@ -16,7 +16,7 @@ void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
     // Walk the parts as sizes.h has counted them.
     Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
     unsigned char* at = address<unsigned char>(t, staged);
-    for (Data d : optimizer_data(t.plans[t.plan], a.bucket, a.chunk)) {
+    for (Data d : staged_data(t.plans[t.plan], a.bucket, a.chunk)) {
         const Place* place = arena_find(t.arena, t.plan, t.at, d);
         if (!place) continue; // no master beside wide weights
         f(d, *place, at);
@@ -24,14 +24,21 @@ void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
     }
 }
 
-// A datum of the optimizer's for an update: this rank's range, or the staged chunk; null: none.
+// A datum for an update: of this rank's range all, a chunk, or the staged chunk; null: none.
 template <typename P, typename T, typename S>
-P* optimizer_part(const Trainer<T, S>& t, const Action& a, Data wanted, const Range& range) {
-    // Without a chunk all of it is at home.
-    if (a.chunk < 0)
-        return updated_part<P>(t, wanted, range);
-    unsigned char* found = nullptr;
+P* update_part(const Trainer<T, S>& t, const Action& a, Data wanted) {
+    // A datum of one piece may be updated by chunks, for others are offloaded.
+    if (const Place* whole = arena_find(t.arena, t.plan, t.at, wanted)) {
+        Range range = updated_range(t.layout, t.model, a.bucket);
+        Range part = chunk_of(range, t.plans[t.plan].offload, a.chunk);
+        return updated_part<P>(t, wanted, range) + (part.first - range.first);
+    }
+
+    // A chunk lies on the device, or where FETCH has brought it.
     wanted.chunk = a.chunk;
+    if (tier_of(t.plans[t.plan], wanted) == Tier::DEVICE)
+        return address<P>(t, wanted);
+    unsigned char* found = nullptr;
     for_each_staged(t, a, [&](Data d, const Place&, unsigned char* staged) {
         if (d == wanted) found = staged;
     });
@@ -41,10 +48,23 @@ P* optimizer_part(const Trainer<T, S>& t, const Action& a, Data wanted, const Ra
 // f(place, here) for each datum of a move: where it lies, and where the step uses it.
 template <typename T, typename S, typename F>
 void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
-    if (a.bucket >= 0)
+    if (a.chunk >= 0)
         return for_each_staged(t, a, [&](Data, const Place& place, unsigned char* staged) {
             f(place, staged);
         });
+
+    // Weights lie in chunks, and come one behind the other.
+    if (a.bucket >= 0) {
+        const Plan& p = t.plans[t.plan];
+        unsigned char* here = address<unsigned char>(t, moved_data(p, t.model, a)[0]);
+        for (Data d : tiered_data(p, t.model, a)) {
+            const Place* place = arena_find(t.arena, t.plan, t.at, d);
+            // Chunks are padded in their tier alone.
+            f(*place, here);
+            here += place->bytes;
+        }
+        return;
+    }
 
     // A level of recomputation keeps no rows of some kinds.
     for (Data d : waiting_data(a))

@@ -1,4 +1,4 @@
-// offload.h - optimizer state, activations outside the device - arXiv:2101.06840, arXiv:2104.07857
+// offload.h - state, activations, weights outside the device - arXiv:2101.06840, arXiv:2104.07857
 //   Float masters and moments are 12 of AdamW's 18 bytes a parameter; a step touches them once.
 //   They lie in the host's memory or in a file, and pass through the device by chunks of 2^24:
 //     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead
@@ -8,10 +8,15 @@
 //   full` that is its input, and what the device holds does not depend on the number of layers:
 //     PARK(m,l)    input and kept activations -> where they lie           behind F(m,l)
 //     FETCH(m,l)   back                                  `prefetch` actions before R, B or I (m,l)
+//   With weights, a bucket's come for each use, as ZeRO-3's do: RELEASE drops them, UPDATE finds a
+//   chunk of them in STAGED. Every level of ZeRO then keeps them in shards (zero.h):
+//     FETCH(b)     weights, or a shard -> the device       `prefetch` actions before F, R, B; of a
+//                                                          shard, before its GATHER
 //   The update is the same kernel on the same numbers: no bit depends on the tier. ZeRO-1 to 3
 //   cut the state first: each rank moves its own shard (ZeRO-Offload, ZeRO-Infinity).
 //   Memory of P parameters in bf16 on one rank, in bytes, with prefetch 1:
 //     device 6 P + 3 chunks of 12 bytes an element (604 MB whatever P is)      host or file 12 P
+//     with weights: 4 P + 3 chunks of 14, and the weights of 2 or 3 layers                 14 P
 //   Time: 24 P bytes a step on the way, while a step computes 6 P N floating-point operations of N
 //   tokens: hidden for N > 4 F/w tokens, at F operations and w bytes a second.
 #pragma once
@@ -19,12 +24,9 @@
 
 namespace llmc {
 
-// Chunks of a bucket's optimizer state on this rank; 0: it is not offloaded.
+// Chunks by which this rank updates a bucket; 0: all at once, for nothing of it is offloaded.
 inline int offload_chunks(const Plan& p, const Model& model, int bucket) {
-    // The last chunk may be shorter.
-    if (p.offload.optimizer == Tier::DEVICE) return 0;
-    size_t elements = kept_elements(p.layout, model, {Kind::MASTER, bucket});
-    return int(ceil_div(elements, p.offload.chunk));
+    return p.offload.cuts_updates() ? kept_chunks(p, model, {Kind::MASTER, bucket}) : 0;
 }
 
 // Before: UPDATE(b). After: UPDATE(b.c) for each chunk, FETCH before it, PARK behind it. The first

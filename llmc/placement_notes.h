@@ -46,7 +46,7 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
     Data weight = {Kind::WEIGHT, a.bucket};
     Range range = updated_range(t.layout, t.model, a.bucket);
     T* mine = updated_part<T>(t, weight, range);
-    if (range.sharded)
+    if (range.sharded && mine)
         note(weight, mine, range.count, "shard", Placement::SHARDED);
 }
 

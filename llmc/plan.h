@@ -186,7 +186,7 @@ inline Plan add_update(Plan p, const Model& model) {
 // One rank's plan from its steps, pass by pass.
 inline Plan make_plan(const Layout& layout, const Model& model, const PlanOptions& options,
                       const std::vector<ScheduleStep>& steps) {
-    Plan p = {options, layout, {}};
+    Plan p = {options, with_tiers(layout, options.offload), {}};
 
     // Order matters: add_reduce looks for layers, and add_gather at all the rest.
     p = add_layers(p, model, steps);

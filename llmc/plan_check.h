@@ -19,8 +19,10 @@ inline std::string check_data(const Plan& p, const Model& model) {
     // Walk the plan with the set of data that have been written so far.
     std::set<Data> written;
     for (const Action& a : p.actions) {
-        if (a.op == Op::RELEASE)
+        if (a.op == Op::RELEASE) {
             written.erase({Kind::GATHERED, a.bucket});
+            written.erase({Kind::STAGED, a.bucket});
+        }
         Access x = access(p, model, a);
 
         for (Data d : x.reads) {
@@ -136,7 +138,7 @@ inline std::string check_end_order(const Plan& p, const Model& model,
             if (!norm) return text + " comes before NORM";
             if (bucket.updates++ != std::max(a.chunk, 0)) return text + " is out of order";
             break;
-        case Op::FETCH: bucket.fetches++; break;
+        case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
         case Op::PARK:
             if (a.bucket >= 0 && bucket.updates != a.chunk + 1)
                 return text + " does not follow its UPDATE";

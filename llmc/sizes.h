@@ -245,10 +245,12 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::PARTIAL:
     case Kind::GRAD_TIED: return elements * sizeof(A);
 
-    // A chunk's master and state, one behind the other.
+    // A chunk's offloaded data, one behind the other; or a shard of weights.
     case Kind::STAGED: {
         size_t bytes = 0;
-        for (Data part : optimizer_data(p, d.of, d.chunk))
+        if (d.chunk < 0)
+            return data_bytes<T>(p, model, {Kind::WEIGHT, d.of}, where);
+        for (Data part : staged_data(p, d.of, d.chunk))
             bytes += round_up(data_bytes<T>(p, model, part, where), ARENA_ALIGN);
         return bytes;
     }

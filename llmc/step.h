@@ -253,17 +253,17 @@ template <typename T, typename S>
 void run_update(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     const Hyper& h = t.hyper;
-    Range whole = updated_range(t.layout, t.model, a.bucket);
-    Range range = chunk_of(whole, t.plans[t.plan].offload, a.chunk);
-    size_t skip = range.first - whole.first;
-    T* weight = updated_part<T>(t, {Kind::WEIGHT, a.bucket}, whole) + skip;
-    const A* grad = updated_part<const A>(t, {Kind::GRAD, a.bucket}, whole) + skip;
+    Range range = updated_range(t.layout, t.model, a.bucket);
+    range = chunk_of(range, t.plans[t.plan].offload, a.chunk);
 
-    // Its own data lie in the arena, or where FETCH has brought a chunk. A null master: weights
-    // are as wide as float already, or rounded at random.
-    auto own = [&](Data d) { return optimizer_part<unsigned char>(t, a, d, whole); };
-    void* master = own({Kind::MASTER, a.bucket});
-    auto state = [&](int s) { return own({Kind::STATE, a.bucket, s}); };
+    // Its data lie in the arena, or where FETCH has brought a chunk. A null master: weights are as
+    // wide as float already, or rounded at random.
+    T* weight = update_part<T>(t, a, {Kind::WEIGHT, a.bucket});
+    const A* grad = update_part<const A>(t, a, {Kind::GRAD, a.bucket});
+    void* master = update_part<unsigned char>(t, a, {Kind::MASTER, a.bucket});
+    auto state = [&](int s) {
+        return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
+    };
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
     auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
@@ -315,11 +315,12 @@ InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
                        comm_where(t));
 }
 
-// ZeRO-3: bring together the weights that layers are about to read.
+// Bring together the weights that layers are about to read: shards that lie here, or were fetched.
 template <typename T, typename S>
 InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
-    const T* shard = address<const T>(t, {Kind::WEIGHT, a.bucket});
+    Kind from = t.layout.weights_away ? Kind::STAGED : Kind::WEIGHT;
+    const T* shard = address<const T>(t, {from, a.bucket});
     return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, comm_where(t));
 }
 

@@ -154,7 +154,7 @@ std::map<int, ScratchTable> scratch_tables(const Plan& p, const Model& model, S 
 template <typename T, typename S>
 void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanOptions>& options,
                    const Layout& layout = {}) {
-    t.layout = layout;
+    t.layout = with_tiers(layout, options[0].offload);
     t.model = make_model(with_logits(shape, t.ctx.where), layout);
     for (const PlanOptions& o : options) {
         t.plans.push_back(make_plan(layout, t.model, o));

@@ -5,7 +5,7 @@
 //     stage 1   masters, optimizer state       dw reduce-scattered once a step; w published
 //     stage 2   ... and gradients              dw reduce-scattered after each micro-batch
 //     stage 3   ... and weights                w gathered for each use, then released
-//   Collectives, and what runs beside them until finish_before() (action.h):
+//   Collectives, and what runs beside them until finish_before() (queues.h):
 //     GATHER(b)   w[P/d] -> w[P]                    the `prefetch` layers before its use
 //     REDUCE(b)   dw[P]{partial} -> dw[P/d]         stages 2, 3: the next layer's backward
 //                                                   stages 0, 1: all backward that is left
@@ -18,10 +18,10 @@
 //     stages 2 and 3 also hold a micro-batch's gradient of one layer, of two while they overlap
 //   The file has two halves: passes that place the actions, and the collectives that run them.
 #pragma once
-#include "action.h"
 #include "comm/comms.h"
 #include "grad_norm.cuh"
 #include "memory.h"
+#include "queues.h"
 
 namespace llmc {
 
@@ -74,6 +74,13 @@ struct BucketUse {
     int first, last;
 };
 
+// Compute actions between the start of a bucket's way to a use, and the use: fetched weights in
+// shards are gathered on the second half of it.
+inline int weights_lead(const Layout& layout, const Model& model, int bucket) {
+    bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
+    return layout.prefetch * (int(cut) + int(layout.weights_away));
+}
+
 // A bucket that is used again within the prefetch distance stays: both uses are one.
 inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, const Model& model) {
     std::map<int, std::vector<BucketUse>> uses; // of a bucket
@@ -83,7 +90,8 @@ inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, con
         for (Data d : access(p, model, a).reads) {
             if (d.kind != Kind::GATHERED) continue;
             std::vector<BucketUse>& all = uses[d.of];
-            bool stays = !all.empty() && count - all.back().last <= p.layout.prefetch + 1;
+            int lead = weights_lead(p.layout, model, d.of);
+            bool stays = !all.empty() && count - all.back().last <= lead + 1;
             if (!stays) all.push_back({count, count});
             all.back().last = count;
         }
@@ -113,16 +121,20 @@ inline Plan add_around(const Plan& in, std::map<int, std::vector<Action>>& befor
 }
 
 // Before: actions that read buckets. After, in stage 3: GATHER stands `prefetch` compute actions
-// before a bucket's use, RELEASE behind it.
+// before a bucket's use, RELEASE behind it. Weights in another tier set out as long before that.
 inline Plan add_gather(const Plan& in, const Model& model) {
-    if (in.layout.zero < 3) return in;
-
     // Decide what stands before and behind each compute action.
     std::map<int, std::vector<Action>> before, behind;
     for (auto& [bucket, uses] : uses_of_gathered(in, model))
         for (BucketUse use : uses) {
+            int lead = weights_lead(in.layout, model, bucket);
+            int from = std::max(0, use.first - lead);
             int at = std::max(0, use.first - in.layout.prefetch);
-            before[at].push_back({Op::GATHER, -1, -1, bucket});
+            // A shard is fetched first, and gathered when its use is near.
+            if (in.layout.weights_away)
+                before[from].push_back({Op::FETCH, -1, -1, bucket});
+            if (is_sharded(in.layout, model, {Kind::WEIGHT, bucket}))
+                before[at].push_back({Op::GATHER, -1, -1, bucket});
             behind[use.last].push_back({Op::RELEASE, -1, -1, bucket});
         }
 

@@ -42,7 +42,7 @@ matching() { grep -E "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
 without() { grep -vE "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
 operators() {
     { ls llmc/*.cuh; ls llmc/*.h | matching "$ground"; } |
-        ordered types cuda_common memory rand embedding layernorm rmsnorm rope gelu swiglu matmul fp8 linear \
+        ordered types cuda_common memory rand embedding layernorm rmsnorm rope gelu swiglu moe matmul grouped_matmul fp8 linear \
             attention_types attention_rows attention_cpu attention_tiled attention_merge attention \
             attention_sm80 attention_sm90 mma hopper crossentropy optimizer adamw grad_norm
 }

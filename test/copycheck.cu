@@ -190,6 +190,50 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(dup);
 }
 
+#elif defined(COPY_moe)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t E = 4, K = 2, M = N * K;
+    Floats logits = numbers<float>(N * E, 1), gates(M), dgates(M);
+    std::vector<int> ids(M), counts(E), starts(E + 1), row_of(M), slot_of(M);
+    llmc::Routing routing = {llmc::Router::RENORMALISED, E, K};
+    llmc::Slots slots = {counts.data(), starts.data(), row_of.data(), slot_of.data()};
+    llmc::route_forward(ids.data(), gates.data(), logits.data(), routing, N, where);
+    llmc::sort_slots(slots, ids.data(), M, E, where);
+    std::vector<T> x = numbers<T>(N * C, 1), up = numbers<T>(M * C, 2), xs(M * C), h(M * C);
+    std::vector<T> out(N * C), dgate(M * C), dup(M * C), dlogits(N * E);
+    llmc::gather_slots(xs.data(), x.data(), slot_of.data(), M, K, C, where);
+    llmc::gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), slot_of.data(), M, C,
+                               where);
+    llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), N, K, C, where);
+    llmc::gated_swiglu_backward(dgate.data(), dup.data(), dgates.data(), up.data(), xs.data(),
+                                up.data(), gates.data(), slot_of.data(), M, C, where);
+    llmc::route_backward(dlogits.data(), dgates.data(), logits.data(), ids.data(), routing,
+                         llmc::BalanceTerms{}, N, where);
+    r.add(out);
+    r.add(dgate);
+    r.add(dup);
+    r.add(dlogits);
+}
+
+#elif defined(COPY_grouped_matmul)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<int> starts = {0, 0, int(N)};
+    llmc::Groups groups = {starts.data(), 2, C, C, N};
+    std::vector<T> x = numbers<T>(N * C, 1), w = numbers<T>(2 * C * C, 2), y(N * C), dx(N * C);
+    Floats dw(2 * C * C);
+    std::vector<char> scratch(llmc::grouped_scratch_bytes<T>(groups, where) + 1);
+    llmc::Blas blas;
+    llmc::blas_scratch(blas, scratch.data(), scratch.size());
+    llmc::grouped_forward(y.data(), x.data(), w.data(), groups, blas, where);
+    llmc::grouped_backward_input(dx.data(), x.data(), w.data(), groups, false, blas, where);
+    llmc::grouped_backward_weight(dw.data(), x.data(), y.data(), groups, false, blas, where);
+    r.add(y);
+    r.add(dx);
+    r.add(dw);
+}
+
 #elif defined(COPY_nf4)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {

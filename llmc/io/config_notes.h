@@ -10,9 +10,13 @@ inline std::string refuse_idle_offload(const Config& c) {
     // Name the word that is not known, not the whole list.
     std::istringstream words(c.offload + (c.offload.empty() ? "," : ""));
     for (std::string word; std::getline(words, word, ',');)
-        if (c.offload != "none" && word != "optimizer" && word != "activations")
-            return concat("--offload ", printable(word), word == "weights" ? ": not built" : "",
-                          ": give optimizer, activations, or optimizer,activations");
+        if (c.offload != "none" && word != "optimizer" && word != "activations" &&
+            word != "weights")
+            return concat("--offload ", printable(word), word == "gradients" ? ": not built" : "",
+                          ": give some of optimizer,activations,weights");
+    if (offloads(c, "weights") && c.weights != "float")
+        return concat("--offload weights: those of --weights ", c.weights,
+                      " stay on the device: leave one of the two out");
     if (offloads(c, "optimizer") && c.optimizer == "sgd" && c.precision == "fp32")
         return "--offload optimizer: --optimizer sgd in fp32 has neither masters nor moments: "
                "leave it out";
@@ -48,12 +52,12 @@ inline std::vector<std::string> config_notes(const Config& c) {
         bool works;
         const char* wants;
     };
-    bool elsewhere = c.offload != "none";
+    bool elsewhere = c.offload != "none", away = offloads(c, "weights");
     bool trains = c.steps > 0 && !c.eval;
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // clang-format off
     const Pair pairs[] = {
-        {"offload",       trains,                    "steps of training"},
+        {"offload",       trains || away,            "steps of training"},
         {"keep",          !c.out.empty(),            "--out"},
         {"export-dtype",  !c.export_dir.empty(),     "--export"},
         {"field",         false,                     "--prepare"},

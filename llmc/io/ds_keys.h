@@ -113,6 +113,29 @@ inline std::string ds_folder(DsFile& f, const DsRow& row, const Json& value) {
     return value.is_string() ? ds_set(f, row, value.get<std::string>()) : "wants a folder";
 }
 
+// Two keys share --offload: each sets what both of them want.
+inline std::string ds_offload(DsFile& f, const DsRow& row, const Json& value) {
+    if (value != "none" && value != "cpu" && value != "nvme")
+        return "not built here, which has: none, cpu, nvme";
+
+    // Find the other key by the word that it has in this one's place.
+    std::string both, place;
+    for (auto [word, what] : {std::pair("optimizer", "optimizer"), std::pair("param", "weights")}) {
+        std::string key = row.key;
+        for (std::string from : {"optimizer", "param"})
+            if (size_t at = key.find("_" + from); at != std::string::npos)
+                key.replace(at + 1, from.size(), word);
+        auto at = f.keys.find(key);
+        if (at == f.keys.end() || at->second == "none") continue;
+        std::string device = json_word(at->second);
+        if (!place.empty() && device != place)
+            return concat(key, " ", device, " is another place: --offload-to is one for all");
+        both += (both.empty() ? "" : ",") + std::string(what);
+        place = device;
+    }
+    return ds_set(f, row, both);
+}
+
 // Accelerate's processes are all ranks; dp is what the other axes leave of them.
 inline std::string ds_processes(DsFile& f, const DsRow& row, const Json& value) {
     int64_t others = int64_t(f.c.tp) * f.c.pp;
@@ -147,9 +170,10 @@ inline const std::vector<DsRow>& ds_table() {
         {"sparse_gradients",                      ds_word,       "", "false="},
 
         {"zero_optimization.stage",                    ds_number, "zero"},
-        {"zero_optimization.offload_param.device",     ds_word,   "", "none="},
-        {"zero_optimization.offload_optimizer.device", ds_word,   "offload",
-         "none= cpu=optimizer nvme=optimizer"},
+        {"zero_optimization.offload_param.device",     ds_offload, "offload"},
+        {"zero_optimization.offload_optimizer.device", ds_offload, "offload"},
+        {"zero_optimization.offload_param.nvme_path",     ds_folder, "offload-to", "",
+         "\"/local_nvme\""},
         {"zero_optimization.offload_optimizer.nvme_path", ds_folder, "offload-to", "",
          "\"/local_nvme\""},
         {"zero_optimization.zero_quantized_weights",   ds_word,   "", "false="},
@@ -184,9 +208,9 @@ inline const std::vector<DsRow>& ds_table() {
          "DEEPSPEED= MULTI_GPU= MULTI_CPU= NO="},
         {"deepspeed_config.zero_stage",                  ds_number,    "zero"},
         {"deepspeed_config.gradient_clipping",           ds_number,    "clip"},
-        {"deepspeed_config.offload_param_device",        ds_word,      "", "none="},
-        {"deepspeed_config.offload_optimizer_device",    ds_word,      "offload",
-         "none= cpu=optimizer nvme=optimizer"},
+        {"deepspeed_config.offload_param_device",        ds_offload,   "offload"},
+        {"deepspeed_config.offload_optimizer_device",    ds_offload,   "offload"},
+        {"deepspeed_config.offload_param_nvme_path",     ds_folder,    "offload-to"},
         {"deepspeed_config.offload_optimizer_nvme_path", ds_folder,    "offload-to"},
         {"deepspeed_config.gradient_accumulation_steps", nullptr,      "batch-tokens"},
         {"gradient_accumulation_steps",                  nullptr,      "batch-tokens"},

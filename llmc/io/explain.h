@@ -98,7 +98,9 @@ inline const char* meaning_of(Kind kind) {
     case Kind::DSTREAM: return "  gradients of activations";
     case Kind::STREAM: return "  residual stream";
     case Kind::SCRATCH: return "  workspace";
-    case Kind::STAGED: return "  optimizer state in passing";
+    case Kind::STAGED: return "  offloaded data in passing";
+    case Kind::GATHERED: return "  weights of layers in use";
+    case Kind::PARTIAL: return "  gradients of layers in use";
     default: return "  batch and losses";
     }
 }
@@ -147,19 +149,13 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
 }
 
 // Bytes that a plan brings from a tier and takes back to it.
-inline double moved_bytes(const Arena& arena, const Plan& p, int plan, Tier tier) {
+inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model, int plan,
+                          Tier tier) {
     double bytes = 0;
     for (int at = 0; at < int(p.actions.size()); at++) {
         const Action& a = p.actions[at];
         if (queue_of(a.op) != Queue::MOVE) continue;
-
-        // Activations are in the tier under a name of their own.
-        std::vector<Data> there = optimizer_data(p, a.bucket, a.chunk);
-        if (a.bucket < 0) {
-            there = waiting_data(a);
-            for (Data& d : there) d = parked(d);
-        }
-        for (Data d : there)
+        for (Data d : tiered_data(p, model, a))
             if (const Place* place = arena_find(arena, plan, at, d))
                 bytes += place->tier == tier ? double(place->bytes) : 0;
     }
@@ -169,9 +165,9 @@ inline double moved_bytes(const Arena& arena, const Plan& p, int plan, Tier tier
 // A tier's bytes, and how long a step's are on their way, at a rate in GB/s each way: of a link of
 // PCIe 4 with 16 lanes, or of a fast disk.
 inline std::string tier_line(const char* what, const Arena& arena, const std::vector<Plan>& plans,
-                             Tier tier, double rate) {
+                             const Model& model, Tier tier, double rate) {
     char why[128];
-    double seconds = moved_bytes(arena, plans[0], 0, tier) / (rate * 1e9);
+    double seconds = moved_bytes(arena, plans[0], model, 0, tier) / (rate * 1e9);
     snprintf(why, sizeof(why), "offloaded; %.2g s of each step both ways at %g GB/s", seconds,
              rate);
     return memory_line(what, arena.memory[int(tier)].bytes, 0, why);
@@ -212,8 +208,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     text += memory_line("total", arena.device().bytes, 0, why);
 
     // Other tiers hold what is offloaded.
-    text += tier_line("in the host's memory", arena, plans, Tier::HOST, 25);
-    text += tier_line("in a file", arena, plans, Tier::DISK, 5);
+    text += tier_line("in the host's memory", arena, plans, model, Tier::HOST, 25);
+    text += tier_line("in a file", arena, plans, model, Tier::DISK, 5);
     return text;
 }
 

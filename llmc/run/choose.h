@@ -306,6 +306,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
     if (offloads(c, "optimizer")) train.offload.optimizer = tier;
     if (offloads(c, "activations")) train.offload.activations = tier;
+    if (offloads(c, "weights")) train.offload.weights = tier;
     if (c.steps > 0 && !c.eval)
         run.train_plan = add(train);
 

@@ -21,15 +21,15 @@ struct BadValues {
     double low = INFINITY, high = -INFINITY; // of those that are finite
 };
 
-// Look at `x` (n), where it runs; the host holds a part at a time.
-template <typename P, typename S>
-BadValues find_bad_values(const P* x, size_t n, S where) {
+// Look at n elements of P that read(to, at, count) gives; the host holds a part at a time.
+template <typename P, typename F>
+BadValues find_bad_values(size_t n, F read) {
     constexpr size_t PART = size_t(1) << 20; // elements
     std::vector<P> part(std::min(n, PART));
     BadValues bad;
     for (size_t at = 0; at < n; at += PART) {
         size_t count = std::min(PART, n - at);
-        copy_out(part.data(), x + at, count * sizeof(P), where);
+        read(part.data(), at, count);
         for (size_t i = 0; i < count; i++) {
             double value = double(to_acc(part[i]));
             if (std::isfinite(value)) {
@@ -41,6 +41,14 @@ BadValues find_bad_values(const P* x, size_t n, S where) {
         }
     }
     return bad;
+}
+
+// Look at `x` (n), where it runs.
+template <typename P, typename S>
+BadValues find_bad_values(const P* x, size_t n, S where) {
+    return find_bad_values<P>(n, [=](P* to, size_t at, size_t count) {
+        copy_out(to, x + at, count * sizeof(P), where);
+    });
 }
 
 // "ffn_act: 3 of 4096 values are not finite, the first at 17; finite ones span -2.1 to 3e38"
@@ -74,8 +82,10 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
             // One float says it for all codes.
             bad = find_bad_frozen(t, p);
         } else {
-            const T* first = address<T>(t, weight) + range.at;
-            bad = find_bad_values(first, range.count, t.ctx.where);
+            // They may lie in another tier.
+            bad = find_bad_values<T>(range.count, [&](T* to, size_t at, size_t count) {
+                read_kept(t, to, weight, range.at + at, count);
+            });
         }
         if (bad.count) return bad_values_text(p.name, bad, range.count);
     }

@@ -200,8 +200,11 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--beta2", "1"}), "use a number below 1");
     EXPECT_EQ(check({"--beta1", "0", "--beta2", "0.9999"}), "");
     EXPECT_HAS(check({"--threads", "4"}), "OMP_NUM_THREADS=4");
-    EXPECT_HAS(check({"--offload", "optimizer,weights"}), "--offload weights: not built: give optimizer");
-    EXPECT_EQ(check({"--offload", "optimizer,activations"}), "");
+    EXPECT_HAS(check({"--offload", "optimizer,gradients"}), "--offload gradients: not built: give some");
+    EXPECT_HAS(check({"--offload", "optimizer,wigths"}), "--offload wigths: give some of optimizer,");
+    EXPECT_EQ(check({"--offload", "optimizer,activations,weights"}), "");
+    EXPECT_HAS(check({"--offload", "weights", "--weights", "nf4", "--steps", "0"}),
+               "--offload weights: those of --weights nf4 stay on the device");
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
     EXPECT_HAS(check({"--steps", "0", "--sample-tokens", "0"}), "nothing to do");
@@ -470,9 +473,21 @@ TEST(DsConfig, RefusesByName) {
     Config usual;
     translate(usual, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}})");
     EXPECT_EQ(usual.offload_to, "/local_nvme") << "DeepSpeed's default";
+
+    // Parameters too; both keys set the one flag, and have one place.
+    Config both;
+    translate(both, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"},
+        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"}}})");
+    EXPECT_EQ(both.offload, "optimizer,weights");
+    EXPECT_EQ(both.offload_to, "/local_nvme");
+    Config alone;
+    translate(alone, {}, R"({"deepspeed_config": {"offload_param_device": "cpu"}})");
+    EXPECT_EQ(alone.offload, "weights");
     EXPECT_HAS(translate(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"},
-                                                   "offload_param": {"device": "cpu"}}})"),
-               "zero_optimization.offload_param.device \"cpu\": not built here");
+                                                   "offload_param": {"device": "nvme"}}})"),
+               "is another place: --offload-to is one for all");
+    EXPECT_HAS(translate(R"({"zero_optimization": {"offload_param": {"device": "tape"}}})"),
+               "zero_optimization.offload_param.device \"tape\": not built here");
 }
 
 // ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 //   g++ -DEMULATE: the kernels' own source on the CPU; nvcc -x cu: on a GPU
 #include "kernels_elementwise.h"
 #include "kernels_fp8.h"
+#include "kernels_moe.h"
 #include "kernels_nf4.h"
 #include "kernels_norms.h"
 #include "kernels_products.h"
@@ -28,6 +29,7 @@ int main(int argc, char** argv) {
     add_fp8_kernels(rows);
     add_training_kernels(rows);
     add_nf4_kernels(rows);
+    add_moe_kernels(rows);
 #if defined(EMULATE)
     rows.push_back({"old GPU", old_gpu});
 #endif

@@ -2,6 +2,7 @@
 //   Without a mode: test and grad.
 #include <cstdlib>
 #include "../harness/op_table.h"
+#include "ops_moe.h"
 #include "ops_nf4.h"
 #include "ops_products.h"
 #include "ops_simple.h"
@@ -51,6 +52,7 @@ int main(int argc, char** argv) {
     add_simple_rows(rows);
     add_product_rows(rows);
     add_nf4_rows(rows);
+    add_moe_rows(rows);
     if (mode == "perf") {
         Perf p = {copy_rate(), product_rate_of<float>(), product_rate_of<bf16>()};
         printf("ceilings of this run: copy %.1f GB/s (read plus written), 1024^3 products %.0f "

@@ -1,4 +1,4 @@
-// test_offload.cpp - optimizer state in the host's memory or in a file: the same bits as on the device
+// test_offload.cpp - state, activations, weights in the host's memory or in a file: the same bits
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -109,6 +109,9 @@ struct Case {
     bool split = false; // the backward pass
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
+    bool weights = true;   // beside activations and masters
+    bool optimizer_too = true;
+    int micro_batches = 2;
 };
 
 // Threads of a file that sleep first make every move late.
@@ -132,9 +135,10 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
 #ifdef _OPENMP
         omp_set_num_threads(1);
 #endif
-        Plan plan = small_plan(2, 8, 2, c.level, c.split);
+        Plan plan = small_plan(2, 8, c.micro_batches, c.level, c.split);
         plan.optimizer = c.optimizer, plan.masters = c.masters, plan.states = c.states;
-        plan.offload = {c.tier, c.tier, 4096};
+        plan.offload = {c.tier, c.tier, c.weights ? c.tier : Tier::DEVICE, 4096};
+        if (!c.optimizer_too) plan.offload.optimizer = Tier::DEVICE;
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
             split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
@@ -215,6 +219,25 @@ TEST(Offload, ChangesNoBitOfSmallMastersAndStates) {
         }
 }
 
+// Masters and moments stay, and are updated by chunks all the same; each stage of ZeRO cuts weights.
+TEST(Offload, ChangesNoBitOfWeightsAlone) {
+    Shape wide = gpt2_shape(2, 4, 64, 256, 16);
+    Case c = {2, 1, 1, 0, Tier::DEVICE};
+    c.optimizer_too = false, c.micro_batches = 3;
+    for (int zero : {0, 1, 2, 3})
+        for (int prefetch : {0, 2}) {
+            c.zero = zero, c.prefetch = prefetch, c.tier = Tier::DEVICE;
+            c.states = prefetch ? States::EIGHT_BIT : States::FLOAT;
+            c.masters = prefetch ? Masters::REMAINDER : Masters::FLOAT;
+            std::vector<float> there = trained<bf16>(wide, c);
+            for (Tier tier : {Tier::HOST, Tier::DISK}) {
+                c.tier = tier;
+                bool late = tier == Tier::DISK;
+                EXPECT_TRUE(trained<bf16>(wide, c, late) == there) << zero << " " << prefetch;
+            }
+        }
+}
+
 // What a level keeps leaves and comes back; the halves of a split backward pass both find it.
 TEST(Offload, ChangesNoBitAtAnyLevelOfRecomputation) {
     Case c = {1, 1, 1, 0, Tier::DEVICE};
@@ -259,11 +282,67 @@ TEST(Offload, APlanThatLosesActivationsIsRefused) {
     EXPECT_EQ(moves, 2 * 2 * 2) << "the last block's backward pass comes too soon";
 }
 
+// A layer must not read weights that were never fetched, or a shard in place of all of them.
+TEST(Offload, APlanThatLosesWeightsIsRefused) {
+    Layout two;
+    two.dp.size = 2, two.zero = 3, two.prefetch = 1;
+    for (const Layout& layout : {Layout{}, two}) {
+        Model model = make_model(small_gpt2(), layout);
+        PlanOptions o = small_plan(2, 8, 2);
+        o.offload.weights = Tier::HOST;
+        o.offload.chunk = 4096;
+        Plan good = make_plan(layout, model, o);
+        EXPECT_EQ(plan_check(good, model), "");
+        int moves = 0;
+        for (size_t i = 0; i < good.actions.size(); i++) {
+            Op op = good.actions[i].op;
+            if (op != Op::FETCH && op != Op::PARK && op != Op::GATHER) continue;
+            moves++;
+            Plan without = good;
+            without.actions.erase(without.actions.begin() + long(i));
+            EXPECT_NE(plan_check(without, model), "") << action_text(good.actions[i], model);
+        }
+        EXPECT_GT(moves, 20);
+    }
+}
+
+// The device holds weights of a few layers, whatever the depth: of the one that runs, the next, and
+// one that is let go.
+TEST(Offload, WeightsDoNotGrowWithDepth) {
+    auto place = [&](int layers, Tier tier) {
+        PlanOptions o = small_plan(1, 16, 1, Recompute::FULL);
+        o.offload = {.optimizer = Tier::HOST, .activations = Tier::HOST, .weights = tier, .chunk = 8192};
+        Trainer<bf16, Cpu> t;
+        trainer_place(t, gpt2_shape(layers, 4, 64, 256, 16), {o});
+        return t;
+    };
+    auto deep = place(24, Tier::HOST), flat = place(6, Tier::HOST), here = place(24, Tier::DEVICE);
+    EXPECT_EQ(deep.arena.peak[0], flat.arena.peak[0]);
+    size_t all = 0, block = 0;
+    for (auto& [d, p] : here.arena.lasting)
+        if (d.kind == Kind::WEIGHT) {
+            all += round_up(p.bytes, ARENA_ALIGN);
+            block = std::max(block, p.bytes);
+        }
+    size_t left = here.arena.device().persistent_bytes - deep.arena.device().persistent_bytes;
+    EXPECT_EQ(left, all);
+    size_t most = 0;
+    for (int at = 0; at < int(deep.arena.finish[0].size()); at++) {
+        size_t now = 0;
+        for (auto& [d, lives] : deep.arena.passing[0])
+            for (const Place& l : lives)
+                if (d.kind == Kind::GATHERED && l.first <= at && at <= l.last) now += l.bytes;
+        most = std::max(most, now);
+    }
+    EXPECT_GE(most, 2 * block);
+    EXPECT_LE(most, 3 * block);
+}
+
 // Fetches run on beside what comes before their use: the norm, and other fetches.
 TEST(Offload, FetchesGoOnUntilTheirUse) {
     Model model = make_model(gpt2_shape(8, 3, 24, 61, 32), {});
     PlanOptions o = small_plan(2, 8, 1, Recompute::FULL);
-    o.offload = {Tier::HOST, Tier::HOST, 4096};
+    o.offload = {Tier::HOST, Tier::HOST, Tier::DEVICE, 4096};
     Layout layout;
     layout.prefetch = 2;
     Plan p = make_plan(layout, model, o);
@@ -398,8 +477,10 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     std::string ranks = "--local-ranks 2 --zero 2 ";
     Ran whole = run(ranks + "--steps 6 --out " + path("whole"));
     ASSERT_EQ(whole.status, 0) << whole.text;
-    for (std::string first : {to_disk(), std::string(" --offload optimizer"), std::string()})
-        for (std::string then : {std::string(), to_disk(), std::string(" --offload optimizer")}) {
+    std::string weights = " --offload weights";
+    std::string all = " --offload optimizer,weights,activations --offload-to " + folder;
+    for (std::string first : {to_disk(), weights, all, std::string()})
+        for (std::string then : {std::string(), all, weights}) {
             fs::remove_all(path("parts"));
             Ran a = run(ranks + "--steps 3 --out " + path("parts") + first);
             Ran b = run(ranks + "--steps 6 --resume --out " + path("parts") + then);
@@ -440,7 +521,7 @@ TEST_F(OffloadRun, LeavesTheMemoryToOthers) {
 TEST_F(OffloadRun, SaysWhatCannotWork) {
     EXPECT_HAS(run("--steps 1 --offload optimizer --offload-to " + path("none")).text,
                "there is no such folder: make it, or give cpu");
-    EXPECT_HAS(run("--steps 1 --offload optimizer,weights").text, "weights: not built");
+    EXPECT_HAS(run("--steps 1 --offload optimizer,gradients").text, "gradients: not built");
     EXPECT_HAS(run("--steps 1 --offload optimizer --optimizer sgd --precision fp32").text,
                "neither masters nor moments");
     EXPECT_HAS(run("--steps 1 --offload-to " + folder).text, "--offload-to does nothing without");

@@ -1,0 +1,287 @@
+// grouped_matmul.cuh - a product for each expert, over rows that are sorted by expert
+//   Rows [starts[e], starts[e+1]) belong to expert e, which has W_e (OC,IC) of a stack of E:
+//     out = inp W_e^T      dinp = or += dout W_e      dW_e = or += dout_e^T inp_e
+//   inp, dinp (M,IC)   out, dout (M,OC)   W (E,OC,IC)   dW (E,OC,IC) acc   starts (E+1)
+//   On the CPU each group is products of matmul.cuh. oneDNN makes a product for each number of
+//   rows that it sees, so a group is cut in powers of two from 64 to 1024; fewer rows than 64 run
+//   in our own loops. On a GPU it is one launch of a simple kernel of our own: tiles of 64 x 64
+//   in shared memory, float arithmetic, no tensor cores. A block finds its group by walking
+//   starts, which the host never reads. It is correct, not fast.
+//   Contract: out =, dinp, dW = or += (accumulate); dW of a group without rows is zero, or stays.
+//             Bitwise repeatable; on a GPU a row's bits depend on nothing but the row.
+//   Cost: 2 M IC OC FLOPs each.
+//   To copy: this file, matmul.cuh, types.h and cuda_common.h.
+#pragma once
+#include <bit>
+#include "matmul.cuh"
+
+namespace llmc {
+
+// A stack of E matrices [OC, IC], and the rows of each.
+struct Groups {
+    const int* starts; // (E+1), where the product runs
+    size_t E, OC, IC;
+    size_t M; // all rows
+};
+
+// ----------------------------------------------------------------------------
+// CPU
+
+constexpr size_t LEAST_ROWS = 64;
+constexpr size_t MOST_ROWS = 1024;
+
+// f(first, count) for each block of a group's rows.
+template <typename F>
+void for_each_row_block(size_t first, size_t end, F f) {
+    while (first < end) {
+        // The largest power of two that is left, or a rest of less than any.
+        size_t left = end - first;
+        size_t count = left;
+        if (left >= LEAST_ROWS)
+            count = std::min(std::bit_floor(left), MOST_ROWS);
+        f(first, count);
+        first += count;
+    }
+}
+
+// The three products of `rows` rows.
+inline Product grouped_forward_product(const Groups& g, size_t rows) {
+    return {rows, g.OC, g.IC, {g.IC, 1}, {1, g.IC}, g.OC};
+}
+// The sum runs along columns of W.
+inline Product grouped_input_product(const Groups& g, size_t rows, bool accumulate) {
+    return {rows, g.IC, g.OC, {g.OC, 1}, {g.IC, 1}, g.IC, accumulate};
+}
+// The sum runs over rows, of which there are `rows`.
+inline Product grouped_weight_product(const Groups& g, size_t rows, bool accumulate) {
+    return {g.OC, g.IC, rows, {1, g.OC}, {g.IC, 1}, g.IC, accumulate};
+}
+
+// A block of rows: few of them in our own loops.
+template <typename T, typename O>
+void grouped_block(O* out, const T* a, const T* b, const Product& p, size_t rows, Blas& blas,
+                   Cpu where) {
+    const T* no_bias = nullptr;
+    const O* no_residual = nullptr;
+    // Making a library product costs more than so few rows do.
+    if (rows < LEAST_ROWS)
+        return matmul_plain(out, a, b, no_bias, no_residual, p, blas.scratch);
+    matmul(out, a, b, no_bias, no_residual, p, blas, where);
+}
+
+// The largest scratch that a block of any product needs.
+template <typename T>
+size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
+    Type t = type_of<T>();        // of W and activations
+    Type a = type_of<acc_t<T>>(); // of gradients
+    int threads = threads_here(where);
+    size_t longest = std::max({g.OC, g.IC, LEAST_ROWS});
+    size_t most = matmul_plain_scratch_bytes(longest, sizeof(acc_t<T>), threads);
+    auto need = [&](const Product& p, Type out) {
+        most = std::max(most, matmul_scratch_bytes(p, t, out, false, false, threads));
+    };
+
+    // Ask for every number of rows that a block may have.
+    for (size_t rows = LEAST_ROWS; rows <= std::min(g.M, MOST_ROWS); rows *= 2) {
+        need(grouped_forward_product(g, rows), t);
+        for (bool accumulate : {false, true}) {
+            need(grouped_input_product(g, rows, accumulate), t);
+            need(grouped_weight_product(g, rows, accumulate), a);
+        }
+    }
+    return most;
+}
+
+// out = inp W_e^T
+template <typename T>
+void grouped_forward(T* out, const T* inp, const T* w, // (M,OC) (M,IC) (E,OC,IC)
+                     const Groups& g, Blas& blas, Cpu where) {
+    for (size_t e = 0; e < g.E; e++)
+        for_each_row_block(g.starts[e], g.starts[e + 1], [&](size_t first, size_t rows) {
+            grouped_block(out + first * g.OC, inp + first * g.IC, w + e * g.OC * g.IC,
+                          grouped_forward_product(g, rows), rows, blas, where);
+        });
+}
+
+// dinp = or += dout W_e
+template <typename T>
+void grouped_backward_input(T* dinp, const T* dout, const T* w, // (M,IC) (M,OC) (E,OC,IC)
+                            const Groups& g, bool accumulate, Blas& blas, Cpu where) {
+    for (size_t e = 0; e < g.E; e++)
+        for_each_row_block(g.starts[e], g.starts[e + 1], [&](size_t first, size_t rows) {
+            grouped_block(dinp + first * g.IC, dout + first * g.OC, w + e * g.OC * g.IC,
+                          grouped_input_product(g, rows, accumulate), rows, blas, where);
+        });
+}
+
+// dW_e = or += dout_e^T inp_e
+template <typename T>
+void grouped_backward_weight(acc_t<T>* dw, const T* dout, const T* inp, // (E,OC,IC) (M,OC) (M,IC)
+                             const Groups& g, bool accumulate, Blas& blas, Cpu where) {
+    size_t matrix = g.OC * g.IC;
+    for (size_t e = 0; e < g.E; e++) {
+        // The first block of rows writes; without rows there is none.
+        bool adds = accumulate;
+        if (!adds && g.starts[e] == g.starts[e + 1])
+            std::fill_n(dw + e * matrix, matrix, acc_t<T>(0));
+        for_each_row_block(g.starts[e], g.starts[e + 1], [&](size_t first, size_t rows) {
+            grouped_block(dw + e * matrix, dout + first * g.OC, inp + first * g.IC,
+                          grouped_weight_product(g, rows, adds), rows, blas, where);
+            adds = true;
+        });
+    }
+}
+
+// ----------------------------------------------------------------------------
+// CUDA kernels
+
+#if LLMC_KERNELS
+
+// A tile of out has 64 x 64 elements, a thread 4 x 4 of them; 16 of K are in shared memory.
+constexpr unsigned GROUPED_TILE = 64, GROUPED_K = 16, GROUPED_THREADS = 256;
+
+// Read GROUPED_K x GROUPED_TILE elements into `tile` as float, zero beyond what there is. Threads
+// side by side read along the stride of 1.
+template <typename T>
+__device__ void read_grouped_tile(float* tile, const T* x, Strides s, // (k,i) at k row + i column
+                                  size_t ks, size_t is) {
+    for (unsigned at = threadIdx.x; at < GROUPED_K * GROUPED_TILE; at += GROUPED_THREADS) {
+        // Both orders of the places reach each of them once.
+        bool along_k = s.row == 1;
+        unsigned k = at / GROUPED_TILE;
+        unsigned i = at % GROUPED_TILE;
+        if (along_k) {
+            k = at % GROUPED_K;
+            i = at / GROUPED_K;
+        }
+
+        // Beyond the edges there is nothing to read.
+        bool there = k < ks && i < is;
+        tile[k * GROUPED_TILE + i] = there ? to_float(x[k * s.row + i * s.column]) : 0.0f;
+    }
+}
+
+// One tile: out (rows,cols) = or += the sum over K of a(k,i) b(k,j). All threads must call.
+template <typename T, typename O>
+__device__ void grouped_tile(O* out, size_t out_row,
+                             const T* a, Strides sa,
+                             const T* b, Strides sb,
+                             size_t rows, size_t cols, size_t K,
+                             bool accumulate) {
+    LLMC_SHARED(float, tile_a, GROUPED_K * GROUPED_TILE);
+    LLMC_SHARED(float, tile_b, GROUPED_K * GROUPED_TILE);
+
+    // The thread's own 4 x 4 elements.
+    unsigned i0 = threadIdx.x / 16 * 4;
+    unsigned j0 = threadIdx.x % 16 * 4;
+    float sum[4][4] = {};
+
+    for (size_t k0 = 0; k0 < K; k0 += GROUPED_K) {
+        read_grouped_tile(tile_a, a + k0 * sa.row, sa, K - k0, rows);
+        read_grouped_tile(tile_b, b + k0 * sb.row, sb, K - k0, cols);
+        __syncthreads(); // both tiles are there
+        for (unsigned k = 0; k < GROUPED_K; k++)
+            for (unsigned i = 0; i < 4; i++)
+                for (unsigned j = 0; j < 4; j++) {
+                    float x = tile_a[k * GROUPED_TILE + i0 + i];
+                    float y = tile_b[k * GROUPED_TILE + j0 + j];
+                    sum[i][j] += x * y;
+                }
+        __syncthreads(); // all have read: the next round may write
+    }
+
+    // Write what there is of the tile.
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned j = 0; j < 4; j++) {
+            size_t row = i0 + i;
+            size_t col = j0 + j;
+            if (row >= rows || col >= cols) continue;
+
+            // Round once, what was there included.
+            O& to = out[row * out_row + col];
+            float x = sum[i][j];
+            if (accumulate) x += to_float(to);
+            to = from_acc<O>(x);
+        }
+}
+
+// Products of rows with W: out (M,cols) = or += a (M,K) b_e, b_e(k,j) in the expert's matrix. Tiles
+// of rows are dealt to blockIdx.y, group after group: some of the last blocks have none.
+template <typename T>
+__global__ void grouped_rows_kernel(T* out, const T* a, const T* b, Strides sb, Groups g,
+                                    size_t cols, size_t K, bool accumulate) {
+    // Walk to the group of this tile.
+    size_t tile = blockIdx.y, e = 0;
+    for (; e < g.E; e++) {
+        size_t rows = size_t(g.starts[e + 1] - g.starts[e]);
+        size_t tiles = ceil_div(rows, GROUPED_TILE);
+        if (tile < tiles) break;
+        tile -= tiles;
+    }
+    if (e == g.E)
+        return; // all threads leave together
+
+    // Point at the tile's rows, and its columns of W.
+    size_t first = size_t(g.starts[e]) + tile * GROUPED_TILE;
+    size_t end = size_t(g.starts[e + 1]);
+    size_t j = size_t(blockIdx.x) * GROUPED_TILE;
+    grouped_tile(out + first * cols + j, cols, a + first * K, {1, K},
+                 b + e * g.OC * g.IC + j * sb.column, sb, end - first, cols - j, K, accumulate);
+}
+
+// A block has a tile of one expert's gradient, and all of its rows to sum over.
+template <typename T>
+__global__ void grouped_weight_kernel(float* dw, const T* dout, const T* inp, Groups g,
+                                      bool accumulate) {
+    size_t e = blockIdx.z;
+    size_t first = size_t(g.starts[e]);
+    size_t end = size_t(g.starts[e + 1]);
+
+    // The tile's first row and column of the gradient.
+    size_t i = size_t(blockIdx.y) * GROUPED_TILE;
+    size_t j = size_t(blockIdx.x) * GROUPED_TILE;
+    grouped_tile(dw + e * g.OC * g.IC + i * g.IC + j, g.IC, dout + first * g.OC + i, {g.OC, 1},
+                 inp + first * g.IC + j, {g.IC, 1}, g.OC - i, g.IC - j, end - first, accumulate);
+}
+
+// ----------------------------------------------------------------------------
+// launchers
+
+// Tiles are in shared memory alone.
+template <typename T>
+size_t grouped_scratch_bytes(const Groups&, cudaStream_t) { return 0; }
+
+// Each group may end in a tile that is not full.
+inline dim3 grouped_grid(const Groups& g, size_t cols) {
+    return dim3(unsigned(ceil_div(cols, GROUPED_TILE)),
+                unsigned(ceil_div(g.M, GROUPED_TILE) + g.E));
+}
+
+// starts lies where the kernel runs: the host reads no count.
+template <typename T>
+void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, Blas&,
+                     cudaStream_t stream) {
+    launch(grouped_rows_kernel<T>, grouped_grid(g, g.OC), GROUPED_THREADS, 0, stream, out, inp, w,
+           Strides{1, g.IC}, g, g.OC, g.IC, false);
+}
+
+// The same kernel, along the other side of W.
+template <typename T>
+void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g, bool accumulate,
+                            Blas&, cudaStream_t stream) {
+    launch(grouped_rows_kernel<T>, grouped_grid(g, g.IC), GROUPED_THREADS, 0, stream, dinp, dout, w,
+           Strides{g.IC, 1}, g, g.IC, g.OC, accumulate);
+}
+
+// An expert without rows still has its blocks, which write zeros.
+template <typename T>
+void grouped_backward_weight(float* dw, const T* dout, const T* inp, const Groups& g,
+                             bool accumulate, Blas&, cudaStream_t stream) {
+    dim3 grid(unsigned(ceil_div(g.IC, GROUPED_TILE)), unsigned(ceil_div(g.OC, GROUPED_TILE)),
+              unsigned(g.E));
+    launch(grouped_weight_kernel<T>, grid, GROUPED_THREADS, 0, stream, dw, dout, inp, g,
+           accumulate);
+}
+#endif
+
+} // namespace llmc

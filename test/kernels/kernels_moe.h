@@ -1,0 +1,225 @@
+// kernels_moe.h - rows of the kernel table: mixture of experts, and a product for each expert
+#pragma once
+#include "../../llmc/grouped_matmul.cuh"
+#include "../../llmc/moe.cuh"
+#include "kernel_table.h"
+
+using namespace llmc;
+
+// ----------------------------------------------------------------------------
+// the router
+
+// Rows of a warp and more, experts of less than a warp, one, and several and a bit.
+struct RouterCase {
+    size_t sequences, T, E, K;
+};
+inline std::vector<RouterCase> router_cases() {
+    if (SMALL) return {{1, 3, 5, 2}, {2, 3, 40, 3}};
+    return {{1, 1, 1, 1}, {2, 3, 5, 2}, {3, 7, 32, 4}, {1, 5, 70, 8}, {2, 4, 33, 32}};
+}
+
+// Scores in steps, shuffled in each row: float and double choose alike. One row has only equals.
+inline std::vector<double> routed_logits(Check& c, size_t N, size_t E) {
+    std::vector<double> logits(N * E), row(E);
+    for (size_t n = 0; n < N; n++) {
+        for (size_t e = 0; e < E; e++) row[e] = n == 1 ? 0.5 : 0.0625 * double(e) - 1;
+        std::shuffle(row.begin(), row.end(), c.random);
+        std::copy(row.begin(), row.end(), logits.begin() + long(n * E));
+    }
+    return logits;
+}
+
+template <typename T> void router_kernels(Check& c) {
+    for (Router router : {Router::SOFTMAX, Router::RENORMALISED, Router::SIGMOID})
+        for (RouterCase s : router_cases()) {
+            size_t N = s.sequences * s.T, E = s.E, K = s.K;
+            CASE(c, "router %d %s N=%zu E=%zu K=%zu", int(router), type_word(T()), N, E, K);
+            auto l = routed_logits(c, N, E), d = normals(c, N * K);
+            bool biased = router == Router::SIGMOID;
+            std::vector<double> b(E);
+            for (size_t e = 0; e < E; e++) b[e] = 0.5 * double(e % 3);
+            std::vector<float> bias = as<float>(b);
+
+            // Want: the CPU in double.
+            Routing r = {router, E, K, 1.5f, biased ? bias.data() : nullptr};
+            std::vector<int> ids(N * K), counts(s.sequences * E);
+            std::vector<double> gates(N * K), dlogits(N * E);
+            auto df = rounded<float>(d);
+            route_forward(ids.data(), gates.data(), l.data(), r, N, Cpu{});
+            count_slots(counts.data(), ids.data(), s.sequences, s.T * K, E, Cpu{});
+            BalanceTerms terms = {0.5, 0.25, counts.data(), s.T};
+            route_backward(dlogits.data(), df.data(), l.data(), ids.data(), r, terms, N, Cpu{});
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<float> logits(l), dgates(df), g(N * K), on_device(b);
+                Array<int> chosen(N * K), of_sequences(s.sequences * E);
+                Array<T> dl(N * E);
+                Routing here = r;
+                if (biased) here.bias = on_device.data;
+                BalanceTerms t = terms;
+                t.counts = of_sequences.data;
+                route_forward(chosen.data, g.data, logits.data, here, N, stream);
+                count_slots(of_sequences.data, chosen.data, s.sequences, s.T * K, E, stream);
+                route_backward(dl.data, dgates.data, logits.data, chosen.data, here, t, N, stream);
+
+                auto whole = [](const std::vector<int>& x) {
+                    return std::vector<double>(x.begin(), x.end());
+                };
+                o.add("ids", chosen, whole(ids), 0);
+                o.add("counts", of_sequences, whole(counts), 0);
+                o.add("gates", g, gates, tolerance<float>(E));
+                o.add("dlogits", dl, dlogits, tolerance<T>(E + K), 1);
+            });
+        }
+}
+
+// ----------------------------------------------------------------------------
+// slots: one, less than a block, several blocks and a bit; experts that nobody chooses
+
+inline void sort_kernels(Check& c) {
+    struct Case {
+        size_t M, E;
+        bool all_one; // every slot has the last expert
+    };
+    std::vector<Case> cases = {{1, 1, false}, {7, 40, false}, {256, 3, true}, {700, 6, false}};
+    if (SMALL) cases = {{7, 3, false}, {300, 3, true}};
+    for (Case s : cases) {
+        CASE(c, "sort M=%zu E=%zu", s.M, s.E);
+        std::vector<int> ids = integers(c, s.M, 0, int(s.E) - 1);
+        for (int& id : ids) id = s.all_one ? int(s.E) - 1 : id / 2 * 2 % int(s.E);
+
+        // Want: the CPU's.
+        std::vector<int> counts(s.E), starts(s.E + 1), row_of(s.M), slot_of(s.M);
+        Slots want = {counts.data(), starts.data(), row_of.data(), slot_of.data()};
+        sort_slots(want, ids.data(), s.M, s.E, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            Array<int> i(ids), n(s.E), first(s.E + 1), row(s.M), slot(s.M);
+            Slots got = {n.data, first.data, row.data, slot.data};
+            sort_slots(got, i.data, s.M, s.E, cudaStream_t{});
+            auto whole = [](const std::vector<int>& x) {
+                return std::vector<double>(x.begin(), x.end());
+            };
+            o.add("counts", n, whole(counts), 0);
+            o.add("starts", first, whole(starts), 0);
+            o.add("row_of", row, whole(row_of), 0);
+            o.add("slot_of", slot, whole(slot_of), 0);
+        });
+    }
+}
+
+// Gather, gate, combine; rows of one element, not aligned, of several warps.
+template <typename T> void expert_kernels(Check& c) {
+    struct Case {
+        size_t N, K, C, shift;
+    };
+    std::vector<Case> cases = {{1, 1, 1, 0}, {5, 2, 37, 0}, {9, 3, 256, 0}, {4, 2, 64, 1},
+                               {2, 4, 2056, 0}};
+    if (SMALL) cases = {{3, 2, 37, 0}, {2, 2, 64, 1}};
+    for (Case s : cases) {
+        size_t M = s.N * s.K, C = s.C, E = 5;
+        CASE(c, "experts %s N=%zu K=%zu C=%zu shift=%zu", type_word(T()), s.N, s.K, C, s.shift);
+        std::vector<int> ids = integers(c, M, 0, int(E) - 1), counts(E), starts(E + 1), rows(M),
+                         slots(M);
+        Slots sorted = {counts.data(), starts.data(), rows.data(), slots.data()};
+        sort_slots(sorted, ids.data(), M, E, Cpu{});
+        auto x = rounded<T>(normals(c, s.N * C)), u = rounded<T>(normals(c, M * C));
+        auto d = rounded<T>(normals(c, M * C)), y = rounded<T>(normals(c, M * C));
+        auto w = rounded<float>(normals(c, M));
+
+        // Want: the CPU in double.
+        std::vector<double> xs(M * C), h(M * C), out(s.N * C), alone(s.N * C), dgate(M * C);
+        std::vector<double> dup(M * C), dw(M);
+        const double* nothing = nullptr;
+        gather_slots(xs.data(), x.data(), slots.data(), M, s.K, C, Cpu{});
+        combine_slots(out.data(), x.data(), y.data(), rows.data(), s.N, s.K, C, Cpu{});
+        combine_slots(alone.data(), nothing, y.data(), rows.data(), s.N, s.K, C, Cpu{});
+        gated_swiglu_forward(h.data(), y.data(), u.data(), w.data(), slots.data(), M, C, Cpu{});
+        gated_swiglu_backward(dgate.data(), dup.data(), dw.data(), d.data(), y.data(), u.data(),
+                              w.data(), slots.data(), M, C, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<int> row_of(rows), slot_of(slots);
+            Array<float> gates(w), dgates(M);
+            Array<T> in(x, s.shift), up(u, s.shift), dh(d, s.shift), made(y, s.shift);
+            Array<T> gathered(M * C, s.shift), gated(M * C, s.shift);
+            Array<T> sum(s.N * C, s.shift), no_residual(s.N * C, s.shift);
+            const T* none = nullptr;
+            gather_slots(gathered.data, in.data, slot_of.data, M, s.K, C, stream);
+            combine_slots(sum.data, in.data, made.data, row_of.data, s.N, s.K, C, stream);
+            combine_slots(no_residual.data, none, made.data, row_of.data, s.N, s.K, C, stream);
+            gated_swiglu_forward(gated.data, made.data, up.data, gates.data, slot_of.data, M, C,
+                                 stream);
+            // In place, as a block calls it.
+            gated_swiglu_backward(dh.data, up.data, dgates.data, dh.data, made.data, up.data,
+                                  gates.data, slot_of.data, M, C, stream);
+
+            o.add("xs", gathered, xs, 0);
+            o.add("out", sum, out, tolerance<T>(s.K + 1), 1);
+            o.add("out without residual", no_residual, alone, tolerance<T>(s.K), 1);
+            o.add("h", gated, h, tolerance<T>(4), 1);
+            o.add("dgate", dh, dgate, tolerance<T>(8), 1);
+            o.add("dup", up, dup, tolerance<T>(4), 1);
+            o.add("dgates", dgates, dw, tolerance<float>(C), std::sqrt(double(C)));
+        });
+    }
+}
+
+// ----------------------------------------------------------------------------
+// a product for each expert: groups without rows, of one row, of a tile and a bit
+
+template <typename T> void grouped_kernels(Check& c) {
+    struct Case {
+        std::vector<int> starts;
+        size_t OC, IC;
+    };
+    std::vector<Case> cases = {{{0, 1}, 1, 1}, {{0, 0, 3, 3, 4}, 9, 17},
+                               {{0, 0, 65, 66, 66, 90}, 70, 20}, {{0, 40, 40}, 24, 130}};
+    if (SMALL) cases = {{{0, 0, 3, 3, 4}, 9, 17}};
+    for (const Case& s : cases)
+        for (bool accumulate : {false, true}) {
+            size_t E = s.starts.size() - 1, M = size_t(s.starts.back()), OC = s.OC, IC = s.IC;
+            CASE(c, "grouped %s E=%zu M=%zu OC=%zu IC=%zu", type_word(T()), E, M, OC, IC);
+            auto x = rounded<T>(normals(c, M * IC)), d = rounded<T>(normals(c, M * OC));
+            auto w = rounded<T>(normals(c, E * OC * IC));
+
+            // Want: the CPU in double.
+            Groups g = {s.starts.data(), E, OC, IC, M};
+            std::vector<double> out(M * OC), dinp(M * IC, 3), dw(E * OC * IC, 3);
+            std::vector<unsigned char> scratch(grouped_scratch_bytes<double>(g, Cpu{}));
+            Blas blas;
+            blas_scratch(blas, scratch.data(), scratch.size());
+            grouped_forward(out.data(), x.data(), w.data(), g, blas, Cpu{});
+            grouped_backward_input(dinp.data(), d.data(), w.data(), g, accumulate, blas, Cpu{});
+            grouped_backward_weight(dw.data(), d.data(), x.data(), g, accumulate, blas, Cpu{});
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<int> starts(s.starts);
+                Array<T> inp(x), dout(d), weight(w), y(M * OC);
+                Array<T> dx(std::vector<double>(M * IC, 3));
+                Array<float> dweight(std::vector<double>(E * OC * IC, 3));
+                Groups here = g;
+                here.starts = starts.data;
+                grouped_forward(y.data, inp.data, weight.data, here, blas, stream);
+                grouped_backward_input(dx.data, dout.data, weight.data, here, accumulate, blas,
+                                       stream);
+                grouped_backward_weight(dweight.data, dout.data, inp.data, here, accumulate, blas,
+                                        stream);
+                o.add("out", y, out, tolerance<T>(IC), 1);
+                o.add("dinp", dx, dinp, tolerance<T>(OC), 1);
+                o.add("dw", dweight, dw, tolerance<float>(M), 1);
+            });
+        }
+}
+
+inline void add_moe_kernels(std::vector<KernelRow>& rows) {
+    rows.push_back({"router float", router_kernels<float>});
+    rows.push_back({"router bf16", router_kernels<bf16>});
+    rows.push_back({"router fp16", router_kernels<fp16>});
+    rows.push_back({"sort slots", sort_kernels});
+    rows.push_back({"experts float", expert_kernels<float>});
+    rows.push_back({"experts bf16", expert_kernels<bf16>});
+    rows.push_back({"experts fp16", expert_kernels<fp16>});
+    rows.push_back({"grouped matmul float", grouped_kernels<float>});
+    rows.push_back({"grouped matmul bf16", grouped_kernels<bf16>});
+    rows.push_back({"grouped matmul fp16", grouped_kernels<fp16>});
+}

@@ -1,0 +1,376 @@
+// ops_moe.h - rows of the op table: mixture of experts, and a product for each expert
+#pragma once
+#include <numeric>
+#include "../../llmc/grouped_matmul.cuh"
+#include "../../llmc/moe.cuh"
+#include "ops_products.h"
+#include "ops_simple.h"
+
+using namespace llmc;
+
+constexpr Router ALL_ROUTERS[] = {Router::SOFTMAX, Router::RENORMALISED, Router::SIGMOID};
+
+// ----------------------------------------------------------------------------
+// the router
+
+// Scores that are far apart, in any order: float and double choose alike.
+inline Doubles apart(Check& c, size_t N, size_t E) {
+    Doubles logits(N * E), row(E);
+    for (size_t n = 0; n < N; n++) {
+        for (size_t e = 0; e < E; e++) row[e] = 0.25 * double(e) - 1;
+        std::shuffle(row.begin(), row.end(), c.random);
+        std::copy(row.begin(), row.end(), logits.begin() + long(n * E));
+    }
+    return logits;
+}
+
+// Gates by their definition, from scores of all experts.
+inline Doubles gates_by_definition(const Doubles& l, const std::vector<int>& ids, const Routing& r,
+                                   size_t N) {
+    Doubles gates;
+    for (size_t n = 0; n < N; n++) {
+        Doubles s(r.E);
+        double all = 0, chosen = 0;
+        for (size_t e = 0; e < r.E; e++) {
+            double x = l[n * r.E + e];
+            s[e] = r.router == Router::SIGMOID ? 1 / (1 + std::exp(-x)) : std::exp(x);
+            all += s[e];
+        }
+        for (size_t j = 0; j < r.K; j++) chosen += s[size_t(ids[n * r.K + j])];
+        for (size_t j = 0; j < r.K; j++) {
+            double sum = r.router == Router::SOFTMAX ? all : chosen;
+            gates.push_back(r.scale * s[size_t(ids[n * r.K + j])] / sum);
+        }
+    }
+    return gates;
+}
+
+// The K best of each row by a stable sort: of equals the lower expert.
+inline std::vector<int> best_of(const Doubles& values, size_t N, size_t E, size_t K) {
+    std::vector<int> ids;
+    for (size_t n = 0; n < N; n++) {
+        std::vector<int> order(E);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+            return values[n * E + size_t(a)] > values[n * E + size_t(b)];
+        });
+        std::sort(order.begin(), order.begin() + long(K));
+        ids.insert(ids.end(), order.begin(), order.begin() + long(K));
+    }
+    return ids;
+}
+
+inline void router_test(Check& c) {
+    for (Router router : ALL_ROUTERS) {
+        size_t N = odd(c, 1, 30), E = odd(c, 2, 40), K = odd(c, 1, std::min(E, size_t(8)));
+        Doubles l = apart(c, N, E), bias = rounded<float>(normals(c, E, 3));
+        std::vector<float> lf = as<float>(l), bf = as<float>(bias);
+        bool biased = router == Router::SIGMOID;
+        Routing r = {router, E, K, 1.5f, biased ? bf.data() : nullptr};
+
+        // The choice is that of a stable sort; a bias changes it, and no gate.
+        Doubles values = l;
+        for (size_t i = 0; i < N * E && biased; i++)
+            values[i] = 1 / (1 + std::exp(-l[i])) + bias[i % E];
+        std::vector<int> want = best_of(values, N, E, K), ids(N * K), idf(N * K);
+        Doubles gates(N * K);
+        std::vector<float> gf(N * K);
+        route_forward(ids.data(), gates.data(), l.data(), r, N, CPU);
+        route_forward(idf.data(), gf.data(), lf.data(), r, N, CPU);
+        expect(c, ids == want, "the choice is another one than a stable sort's");
+        expect(c, idf == want, "float chooses otherwise");
+        close(c, "gates", gates, gates_by_definition(l, want, r, N), 1e-13);
+        close(c, "gates float", gf, gates, tolerance<float>(E));
+
+        // Of equals the lower expert, and a NaN never.
+        Doubles equal(E, 0.5);
+        equal[0] = NAN;
+        Routing all = {router, E, E - 1};
+        ids.assign(E, -7);
+        gates.resize(E);
+        route_forward(ids.data(), gates.data(), equal.data(), all, 1, CPU);
+        for (size_t j = 0; j + 1 < E; j++)
+            expect(c, ids[j] == int(j + 1), "of equals another one");
+    }
+}
+
+// The loss of gates, and of the two balance terms by their definitions (arXiv:2412.19437 eq. 17 to
+// 20; arXiv:2202.08906 eq. 5), of `sequences` in the global batch.
+struct RouterLoss {
+    Routing r;
+    size_t N, T, sequences;
+    double alpha, beta;
+    Doubles G; // (N,K)
+
+    double operator()(const Doubles& l) const {
+        std::vector<int> ids(N * r.K);
+        Doubles gates(N * r.K);
+        route_forward(ids.data(), gates.data(), l.data(), r, N, CPU);
+        double loss = dot(gates, G);
+        for (size_t first = 0; first < N; first += T) {
+            Doubles f(r.E), P(r.E);
+            for (size_t n = first; n < first + T; n++) {
+                Doubles s(r.E);
+                double all = 0, exps = 0;
+                for (size_t e = 0; e < r.E; e++) {
+                    double x = l[n * r.E + e];
+                    s[e] = r.router == Router::SIGMOID ? 1 / (1 + std::exp(-x)) : std::exp(x);
+                    all += s[e];
+                    exps += std::exp(x);
+                }
+                for (size_t e = 0; e < r.E; e++) P[e] += s[e] / all / double(T);
+                for (size_t j = 0; j < r.K; j++)
+                    f[size_t(ids[n * r.K + j])] += double(r.E) / double(r.K * T);
+                loss += beta / double(sequences * T) * std::log(exps) * std::log(exps);
+            }
+            loss += alpha / double(sequences) * dot(f, P);
+        }
+        return loss;
+    }
+};
+
+inline void router_grad(Check& c) {
+    for (Router router : ALL_ROUTERS)
+        for (auto [alpha, beta] : {std::pair(0., 0.), {3., 0.}, {0., 2.}, {1., 1.}}) {
+            size_t T = 3, N = 2 * T, E = 7, K = 3, sequences = 5;
+            Doubles l = apart(c, N, E), d(N * E), gates(N * K);
+            Routing r = {router, E, K, 1.5f};
+            RouterLoss loss = {r, N, T, sequences, alpha, beta, normals(c, N * K)};
+            std::vector<int> ids(N * K), counts(2 * E);
+            route_forward(ids.data(), gates.data(), l.data(), r, N, CPU);
+            count_slots(counts.data(), ids.data(), 2, T * K, E, CPU);
+            double tokens = double(sequences * T);
+            BalanceTerms b = {alpha / tokens, 2 * beta / tokens, counts.data(), T};
+            route_backward(d.data(), loss.G.data(), l.data(), ids.data(), r, b, N, CPU);
+            gradient(c, "logits", [&] { return loss(l); }, l, d);
+
+            // The loss scale multiplies the terms; gates' gradients have it already.
+            float scale = 4;
+            b.loss_scale = &scale;
+            Doubles scaled(N * E), G = loss.G;
+            for (double& g : G) g *= scale;
+            route_backward(scaled.data(), G.data(), l.data(), ids.data(), r, b, N, CPU);
+            for (double& x : scaled) x /= scale;
+            close(c, "scaled", scaled, d, 1e-14);
+        }
+}
+
+// ----------------------------------------------------------------------------
+// slots
+
+// Experts that nobody chooses, one that all choose, one slot, many.
+inline std::vector<int> slots_of_case(Check& c, size_t M, size_t E, int kind) {
+    if (kind == 0) return std::vector<int>(M, int(E) - 1);
+    std::vector<int> ids = integers(c, M, 0, int(E) - 1);
+    for (int& id : ids)
+        if (kind == 1) id = id / 2 * 2 % int(E);
+    return ids;
+}
+
+struct SortedSlots {
+    std::vector<int> counts, starts, row_of, slot_of;
+    Slots s;
+    SortedSlots(const std::vector<int>& ids, size_t E)
+        : counts(E, -1), starts(E + 1, -1), row_of(ids.size(), -1), slot_of(ids.size(), -1) {
+        s = {counts.data(), starts.data(), row_of.data(), slot_of.data()};
+        sort_slots(s, ids.data(), ids.size(), E, CPU);
+    }
+};
+
+inline void slots_test(Check& c) {
+    for (int kind : {0, 1, 2})
+        for (size_t M : {size_t(1), odd(c, 2, 700)}) {
+            size_t E = odd(c, 1, 50);
+            std::vector<int> ids = slots_of_case(c, M, E, kind), order(M);
+            std::iota(order.begin(), order.end(), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+                return ids[size_t(a)] < ids[size_t(b)];
+            });
+            SortedSlots s(ids, E);
+            expect(c, s.slot_of == order, "another order than a stable sort's");
+            for (size_t i = 0; i < M; i++)
+                expect(c, s.slot_of[size_t(s.row_of[i])] == int(i), "row_of is no inverse");
+            for (size_t e = 0; e < E; e++) {
+                int count = int(std::count(ids.begin(), ids.end(), int(e)));
+                bool good = s.counts[e] == count && s.starts[e + 1] - s.starts[e] == count;
+                expect(c, good && s.starts[0] == 0, "an expert has another number of rows");
+            }
+        }
+}
+
+// ----------------------------------------------------------------------------
+// the experts' own part: gather, gate, combine
+
+template <typename T> struct ExpertRun {
+    std::vector<T> xs, h, out, dgate, dup;
+    std::vector<acc_t<T>> dgates;
+    ExpertRun(const std::vector<int>& slot_of, const std::vector<int>& row_of, size_t K, size_t C,
+              const Doubles& x, const Doubles& gates, const Doubles& up, const Doubles& dh,
+              bool residual) {
+        size_t M = slot_of.size(), N = M / K;
+        std::vector<T> in = as<T>(x), u = as<T>(up), d = as<T>(dh);
+        std::vector<acc_t<T>> g = as<acc_t<T>>(gates);
+        xs.resize(M * C), h.resize(M * C), out.resize(N * C), dgate.resize(M * C);
+        dgates.resize(M);
+        gather_slots(xs.data(), in.data(), slot_of.data(), M, K, C, CPU);
+        gated_swiglu_forward(h.data(), xs.data(), u.data(), g.data(), slot_of.data(), M, C, CPU);
+        combine_slots(out.data(), residual ? in.data() : nullptr, h.data(), row_of.data(), N, K, C,
+                      CPU);
+
+        // In place, as the block calls it: dgate in dh, dup in up.
+        gated_swiglu_backward(d.data(), u.data(), dgates.data(), d.data(), xs.data(), u.data(),
+                              g.data(), slot_of.data(), M, C, CPU);
+        dgate = d, dup = u;
+    }
+};
+
+inline void experts_test(Check& c) {
+    size_t N = odd(c, 1, 40), K = odd(c, 1, 4), E = 6, C = odd(c, 1, 200), M = N * K;
+    SortedSlots s(slots_of_case(c, M, E, 1), E);
+    Doubles x = rounded<bf16>(normals(c, N * C)), gates = rounded<bf16>(normals(c, M));
+    Doubles up = rounded<bf16>(normals(c, M * C)), dh = rounded<bf16>(normals(c, M * C));
+    for (bool residual : {false, true}) {
+        ExpertRun<double> d(s.slot_of, s.row_of, K, C, x, gates, up, dh, residual);
+        ExpertRun<float> f(s.slot_of, s.row_of, K, C, x, gates, up, dh, residual);
+        ExpertRun<bf16> b(s.slot_of, s.row_of, K, C, x, gates, up, dh, residual);
+        close(c, "h float", f.h, d.h, tolerance<float>(4), 1);
+        close(c, "h bf16", b.h, d.h, tolerance<bf16>(4));
+        close(c, "out float", f.out, d.out, tolerance<float>(K + 1), 1);
+        close(c, "out bf16", b.out, d.out, tolerance<bf16>(K, 2), 1);
+        close(c, "dgate bf16", b.dgate, d.dgate, tolerance<bf16>(4), 1);
+        close(c, "dup bf16", b.dup, d.dup, tolerance<bf16>(4), 1);
+        close(c, "dgates float", f.dgates, d.dgates, tolerance<float>(C), std::sqrt(double(C)));
+        close(c, "dgates bf16", b.dgates, d.dgates, tolerance<float>(C), std::sqrt(double(C)));
+
+        // Known: each slot has its token's row, and a token the sum of its slots.
+        Doubles want = residual ? x : Doubles(N * C);
+        for (size_t i = 0; i < M * C; i++) {
+            size_t slot = i / C, row = size_t(s.row_of[slot]) * C + i % C;
+            expect(c, d.xs[row] == x[slot / K * C + i % C], "a row of another token");
+            want[slot / K * C + i % C] += d.h[row];
+        }
+        close(c, "out", d.out, want, 1e-14, 1);
+    }
+}
+
+inline void experts_grad(Check& c) {
+    size_t N = 4, K = 2, E = 3, C = 5, M = N * K;
+    SortedSlots s(slots_of_case(c, M, E, 2), E);
+    Doubles x = normals(c, N * C), gates = normals(c, M), up = normals(c, M * C);
+    Doubles dh = normals(c, M * C), dx(N * C);
+    auto run = [&] {
+        return ExpertRun<double>(s.slot_of, s.row_of, K, C, x, gates, up, dh, false);
+    };
+    auto loss = [&] { return dot(run().h, dh); };
+    auto r = run();
+    gradient(c, "up", loss, up, r.dup);
+    gradient(c, "gates", loss, gates, r.dgates);
+
+    // The gather's backward pass is the sum of a token's rows.
+    const double* no_residual = nullptr;
+    combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), N, K, C, CPU);
+    gradient(c, "x", loss, x, dx);
+}
+
+// ----------------------------------------------------------------------------
+// a product for each expert
+
+// Rows of each expert: none, one, fewer than a block, several blocks and a rest.
+inline std::vector<int> starts_of_case(Check& c, int kind) {
+    std::vector<int> rows = {0, 1, 70, 0, int(odd(c, 1, 200)), 0};
+    if (kind == 1) rows = {0, 0, 9};
+    if (kind == 2) rows = {1300};
+    std::vector<int> starts = {0};
+    for (int n : rows) starts.push_back(starts.back() + n);
+    return starts;
+}
+
+template <typename T> struct GroupedRun {
+    std::vector<T> out, dinp;
+    std::vector<acc_t<T>> dw;
+    GroupedRun(const std::vector<int>& starts, size_t OC, size_t IC, const Doubles& inp,
+               const Doubles& w, const Doubles& dout, bool accumulate) {
+        size_t E = starts.size() - 1, M = size_t(starts.back());
+        Groups g = {starts.data(), E, OC, IC, M};
+        std::vector<T> x = as<T>(inp), weight = as<T>(w), d = as<T>(dout);
+        out.assign(M * OC, from_acc<T>(NAN)), dinp.assign(M * IC, from_acc<T>(3));
+        dw.assign(E * OC * IC, accumulate ? 3 : NAN);
+        Workspace work(grouped_scratch_bytes<T>(g, CPU));
+        grouped_forward(out.data(), x.data(), weight.data(), g, work.blas, CPU);
+        grouped_backward_input(dinp.data(), d.data(), weight.data(), g, accumulate, work.blas, CPU);
+        grouped_backward_weight(dw.data(), d.data(), x.data(), g, accumulate, work.blas, CPU);
+    }
+};
+
+// The three products by their definitions.
+struct WantedGroups {
+    Doubles out, dinp, dw;
+    WantedGroups(const std::vector<int>& starts, size_t OC, size_t IC, const Doubles& inp,
+                 const Doubles& w, const Doubles& dout, bool accumulate) {
+        size_t E = starts.size() - 1, M = size_t(starts.back());
+        double before = accumulate ? 3 : 0;
+        out.resize(M * OC), dinp.assign(M * IC, before), dw.assign(E * OC * IC, before);
+        for (size_t e = 0; e < E; e++)
+            for (size_t m = size_t(starts[e]); m < size_t(starts[e + 1]); m++)
+                for (size_t i = 0; i < OC; i++)
+                    for (size_t k = 0; k < IC; k++) {
+                        size_t at = (e * OC + i) * IC + k;
+                        out[m * OC + i] += inp[m * IC + k] * w[at];
+                        dinp[m * IC + k] += dout[m * OC + i] * w[at];
+                        dw[at] += dout[m * OC + i] * inp[m * IC + k];
+                    }
+    }
+};
+
+inline void grouped_test(Check& c) {
+    for (int kind : {0, 1, 2})
+        for (bool accumulate : {false, true}) {
+            std::vector<int> starts = starts_of_case(c, kind);
+            size_t OC = odd(c, 1, 40), IC = odd(c, 1, 70), M = size_t(starts.back());
+            size_t E = starts.size() - 1;
+            Doubles x = rounded<bf16>(normals(c, M * IC)), d = rounded<bf16>(normals(c, M * OC));
+            Doubles w = rounded<bf16>(normals(c, E * OC * IC));
+            WantedGroups want(starts, OC, IC, x, w, d, accumulate);
+            GroupedRun<double> f64(starts, OC, IC, x, w, d, accumulate);
+            GroupedRun<float> f32(starts, OC, IC, x, w, d, accumulate);
+            GroupedRun<bf16> b16(starts, OC, IC, x, w, d, accumulate);
+            close(c, "out", f64.out, want.out, 1e-13, 1);
+            close(c, "dinp", f64.dinp, want.dinp, 1e-13, 1);
+            close(c, "dw", f64.dw, want.dw, 1e-13, 1);
+            close(c, "out float", f32.out, want.out, tolerance<float>(IC), 1);
+            close(c, "dinp float", f32.dinp, want.dinp, tolerance<float>(OC), 1);
+            close(c, "dw float", f32.dw, want.dw, tolerance<float>(M), 1);
+            close(c, "out bf16", b16.out, want.out, tolerance<bf16>(IC), 1);
+            close(c, "dinp bf16", b16.dinp, want.dinp, tolerance<bf16>(OC), 1);
+            close(c, "dw bf16", b16.dw, want.dw, tolerance<float>(M), 1);
+        }
+}
+
+// Eight experts with equal rows, in units of one product of the same FLOPs.
+template <typename T> void grouped_rates(const char* type) {
+    size_t E = 8, OC = 1024, IC = 512, M = 8 * 512;
+    std::vector<int> starts;
+    for (size_t e = 0; e <= E; e++) starts.push_back(int(e * M / E));
+    Groups g = {starts.data(), E, OC, IC, M};
+    std::vector<T> x(M * IC, from_acc<T>(0.1f)), w(E * OC * IC, from_acc<T>(0.1f)), y(M * OC);
+    Workspace work(std::max(grouped_scratch_bytes<T>(g, CPU),
+                            linear_scratch_bytes<T>(M, OC, IC, CPU)));
+    Weight one = {w.data(), type_of<T>(), OC, IC, nullptr, nullptr};
+    double flops = 2.0 * double(M * OC * IC);
+    double single = flops / seconds_of([&] {
+        linear_forward(y.data(), x.data(), one, nullptr, (const T*)nullptr, M, work.blas, CPU);
+    });
+    product_rate((std::string(type) + " 8 experts of one product's FLOPs").c_str(), single, flops,
+                 [&] { grouped_forward(y.data(), x.data(), w.data(), g, work.blas, CPU); });
+}
+inline void grouped_perf(Perf&) {
+    grouped_rates<float>("f32");
+    grouped_rates<bf16>("bf16");
+}
+
+inline void add_moe_rows(std::vector<Row>& rows) {
+    rows.push_back({"router", router_test, router_grad, nullptr});
+    rows.push_back({"slots", slots_test, nullptr, nullptr});
+    rows.push_back({"experts", experts_test, experts_grad, nullptr});
+    rows.push_back({"grouped matmul", grouped_test, nullptr, grouped_perf});
+}
