@@ -90,6 +90,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     else if (!resumed)
         init_weights(t, uint64_t(c.seed));
     check_weights(run, t);
+
+    // A run that only evaluates or samples says which weights those are.
     if (run.train_plan < 0 && is_first(run))
         printf("weights: %s\n", run.weights.c_str());
 }
@@ -109,6 +111,8 @@ void autotune(Run& run, Trainer<T, S>& t) {
         std::fill_n(targets, n, 0);
         return std::string();
     };
+
+    // Run the step, the evaluation, and each length of a task's rows.
     init_constants(t);
     std::vector<int> plans = {run.train_plan, run.evaluate_plan};
     for (const ScoreGroup& group : run.score_groups)
@@ -149,11 +153,15 @@ void set_training(Run& run, Trainer<T, S>& t) {
     t.hyper.clip = float(c.clip);
     t.hyper.loss_scaling = run.loss_scaling;
     t.hyper.seed = uint64_t(c.seed);
+
+    // A window that cannot be read ends the run: its line says what is saved.
     t.window = [&run](uint64_t sample, int* tokens, int* targets) {
         std::string wrong = load_window(run.train, sample, tokens, targets);
         bool saves = !wrong.empty() && !run.config.out.empty();
         return saves ? wrong + "; what is saved is good: then --resume goes on" : wrong;
     };
+
+    // Say what is read, and where documents end in it.
     if (run.train_plan >= 0 && is_first(run))
         printf("data: %s\n", data_text(run.train).c_str());
     if (run.document_end >= 0 && is_first(run))
@@ -176,6 +184,8 @@ void train(Run& run, Trainer<T, S>& t) {
     open_display(run.log, c.log_every, run.world.mpi != nullptr);
     run.saves = {};
     CatchSignals catch_signals;
+
+    // All ranks agree on a signal, for they must leave after the same step.
     t.stopped = [&] { // asked after each batch of an evaluation
         run.stopped = agree(run.world, {stop_signal, false}).stop;
         return run.stopped != 0;
@@ -205,6 +215,8 @@ void train(Run& run, Trainer<T, S>& t) {
     // A signal in the last step or in its save still leaves out what comes after the loop.
     if (!run.stopped) run.stopped = agree(run.world, {stop_signal, false}).stop;
     if (!is_first(run)) return;
+
+    // Close what the run has written, and say where it stands.
     report_profile(run);
     report_failure(run, log_close(run.log));
     finish_line(run.log);
@@ -227,12 +239,16 @@ void run_training(Run& run, S where) {
     std::string levels = choose_recompute<T>(run, plans, where);
     trainer_place(t, run.shape, plans, run.layout);
     or_die(check_pieces(plans[0].stored, t.model, run.layout));
+
+    // Print it, or end here: --explain has all that it says, and a plan may be beyond --memory.
     if (is_first(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
     if (c.explain) print_plan(run, t, plans);
     check_bound<T>(run, where);
     if (c.explain) return;
     check_plans_of_all_ranks(run, plans, t.model);
+
+    // Name the attention kernels: which ones run depends on the GPU and on the heads.
     std::string kernels = attention_backend<T>(attention_shape(run.shape, 1, 1, 1), where);
     if (!kernels.empty() && is_first(run))
         printf("attention: %s\n", kernels.c_str());
@@ -250,6 +266,8 @@ void run_training(Run& run, S where) {
     open_log(run, t);
     run.first_step = run.step;
     run.started = clock_seconds();
+
+    // Evaluate alone, or train.
     if (c.eval) {
         report_evaluation(run, t);
         return trainer_free(t);
@@ -257,6 +275,8 @@ void run_training(Run& run, S where) {
 
     if (run.step < c.steps)
         train(run, t);
+
+    // Who sends a signal does not wait for samples and exports.
     if (run.stopped) return trainer_free(t);
 
     // Leave what was asked for.
@@ -293,6 +313,8 @@ template <typename S> void run_rank(Run& run, S where) {
 template <typename F> bool run_ranks(Run& run, F body) {
     const Config& c = run.config;
     bool threads = c.local_ranks > 1 && !c.explain;
+
+    // Say how many ranks there are, and along which axes.
     if (is_first(run) && (threads || run.world.size > 1))
         printf("ranks: %d %s, %s\n", rank_count(c), threads ? "threads" : "processes",
                axes_text(c).c_str());
@@ -308,6 +330,7 @@ template <typename F> bool run_ranks(Run& run, F body) {
         Run mine = run;
         mine.world = world;
         body(mine);
+        // The first rank's end is the program's.
         if (is_first(mine)) {
             run.stopped = mine.stopped;
             run.failed = mine.failed;
@@ -357,6 +380,7 @@ static bool run_on_gpu(Run& run) {
 
     // Run on the GPU, each rank on a stream of its own.
     if (there && !c.explain) join_gpus(run);
+    // --explain plans for a GPU that need not be there.
     std::string name = there ? device_name(cudaStream_t{}) : "a GPU that is not here";
     if (is_first(run))
         printf("train_gpt: %s, %s, on %s\n", printable(c.model).c_str(), c.precision.c_str(),
@@ -381,6 +405,7 @@ static bool run_where_wanted(Run& run) {
 
 // Under mpirun or srun the processes of the job are the ranks.
 static void join_processes(Run& run, RankInfo* info, int* argc, char*** argv) {
+    // Ask the launchers' variables, without MPI: a process alone does not start it.
     const char* size = getenv("OMPI_COMM_WORLD_SIZE");
     bool started = size || getenv("PMIX_RANK") || getenv("PMI_RANK");
     if (const char* rank = getenv("OMPI_COMM_WORLD_RANK"))
@@ -426,6 +451,8 @@ static bool run_command(Run& run) {
             fputs(c.help ? help_text(terminal_columns()).c_str() : version_text().c_str(), stdout);
         return true;
     }
+
+    // Preparing data needs no model.
     if (!c.prepare.empty()) {
         prepare_data(run);
         return true;
@@ -442,6 +469,8 @@ static bool run_command(Run& run) {
     or_die(choose_loss_scaling(run));
     for (const std::string& text : config_notes(c))
         note(run, text);
+
+    // Ranks with other flags, or of another program, would wait for each other for ever.
     check_same(run.world, "the command line", json_text(config_json(c)));
     if (run.world.size > 1)
         check_same(run.world, "the program", program_bytes());
@@ -474,6 +503,8 @@ int main(int argc, char** argv) {
     or_die(parse_arguments(run.config, argc, argv));
     bool good = run_command(run);
     leave_processes(run);
+
+    // A signal's status is a shell's: 128 and its number.
     if (run.stopped) return 128 + run.stopped;
     return good && !run.failed ? 0 : 1;
 }

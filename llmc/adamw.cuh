@@ -95,7 +95,8 @@ LLMC_HD inline uint16_t stochastic_fp16(float x, uint32_t random) {
     u &= 0x7fffffff;
 
     // 65504 and more round to nearest: there is none above. A normal number drops 13 bits.
-    if (u >= 0x477fe000) return from_acc<fp16>(x).bits;
+    if (u >= 0x477fe000)
+        return from_acc<fp16>(x).bits;
     if (u >= 0x38800000)
         return uint16_t(sign | ((u + (random >> 3) - 0x38000000) >> 13));
 
@@ -151,6 +152,7 @@ LLMC_HD inline bool has_sign(uint64_t stream) { return stream == ROUND_M; }
 template <typename T>
 void read_weights(acc_t<T>* w, const AdamWMemory<T>& x, size_t at, size_t n) { // w (n)
     typedef acc_t<T> A;
+    // Join the two halves of a master: the weight is the upper one.
     if constexpr (type_of<T>() == Type::BF16)
         if (x.masters == Masters::REMAINDER) {
             const uint16_t* remainder = static_cast<const uint16_t*>(x.master) + at;
@@ -172,6 +174,7 @@ template <typename T>
 void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
                    const TensorRow& row, size_t i, size_t n, const AdamW& h, int64_t step) {
     T* weight = x.weight + row.offset + i; // (n)
+    // Split a master: its upper half is the weight, and the lower one is kept beside it.
     if constexpr (type_of<T>() == Type::BF16)
         if (x.masters == Masters::REMAINDER) {
             uint16_t* remainder = static_cast<uint16_t*>(x.master) + row.offset + i;
@@ -205,9 +208,14 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
 template <typename A>
 A* read_moments(void* moments, States states, const TensorRow& row, size_t i, size_t n,
                 uint64_t stream, A* room) {
-    if (states == States::FLOAT) return static_cast<A*>(moments) + row.offset + i;
+    // Float moments need no room; in 8 bits those of little tensors are float too.
+    if (states == States::FLOAT)
+        return static_cast<A*>(moments) + row.offset + i;
     unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
-    if (states == States::EIGHT_BIT && !row.small) return reinterpret_cast<A*>(tensor) + i;
+    if (states == States::EIGHT_BIT && !row.small)
+        return reinterpret_cast<A*>(tensor) + i;
+
+    // Widen the others: codes by their block's scale and map, or bf16.
     if constexpr (std::is_same_v<A, float>)
         if (states == States::EIGHT_BIT) {
             read_block(room, state_block(tensor, row.n, i), n, dynamic_map(has_sign(stream)));
@@ -225,7 +233,10 @@ template <typename A>
 void write_moments(void* moments, States states, const A* values, // (n)
                    const TensorRow& row, size_t i, size_t n, const AdamW& h, int64_t step,
                    uint64_t stream) {
-    if (states == States::FLOAT || (states == States::EIGHT_BIT && !row.small)) return;
+    // Float moments are updated in place.
+    if (states == States::FLOAT || (states == States::EIGHT_BIT && !row.small))
+        return;
+    // A block's codes come from its new absmax.
     if constexpr (std::is_same_v<A, float>)
         if (states == States::EIGHT_BIT) {
             unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
@@ -331,6 +342,7 @@ __device__ void for_each_element(const TensorTable& table, F f) {
 template <int P, typename T>
 __device__ Pack<float, P> load_weights(const T* weight, const float* master, size_t count) {
     if (master) return load_some<P>(master, count);
+    // Without masters the weights are all that there is.
     Pack<T, P> narrow = load_some<P>(weight, count);
     Pack<float, P> w;
     for (int k = 0; k < P; k++)
@@ -376,9 +388,11 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
         for (int k = 0; k < P; k++)
             rounded.v[k] = round_stochastic<T>(w.v[k], random(whole_index(row, i + k)));
     } else {
+        // The weight is the master's copy, rounded to nearest.
         for (int k = 0; k < P; k++)
             rounded.v[k] = from_acc<T>(w.v[k]);
-        if (x.master) store_some(static_cast<float*>(x.master) + at, w, count);
+        if (x.master)
+            store_some(static_cast<float*>(x.master) + at, w, count);
     }
 
     store_some(x.weight + at, rounded, count);
@@ -393,6 +407,7 @@ __device__ SharedMaps make_maps() {
     if constexpr (STATES == States::EIGHT_BIT) {
         static_assert(UPDATE_THREADS == 256);
         LLMC_SHARED(float, tables, 4 * 256);
+        // A thread makes one code's value, and the middle between it and the next, of each map.
         int code = int(threadIdx.x);
         for (int k = 0; k < 2; k++) {
             float* values = tables + 512 * k;
@@ -416,7 +431,8 @@ __device__ Pack<float, P> read_moments(void* moments, const TensorRow& row, size
         return load_some<P>(static_cast<const float*>(moments) + at, count);
     } else if constexpr (STATES == States::EIGHT_BIT) {
         unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
-        if (!row.small) return load_some<P>(reinterpret_cast<const float*>(tensor) + i, count);
+        if (!row.small)
+            return load_some<P>(reinterpret_cast<const float*>(tensor) + i, count);
 
         // A lane behind the end reads nothing.
         Pack<float, P> x = {};
@@ -443,7 +459,8 @@ __device__ void write_moments(void* moments, const Pack<float, P>& x, const Tens
         store_some(static_cast<float*>(moments) + at, x, count);
     } else if constexpr (STATES == States::EIGHT_BIT) {
         unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
-        if (!row.small) return store_some(reinterpret_cast<float*>(tensor) + i, x, count);
+        if (!row.small)
+            return store_some(reinterpret_cast<float*>(tensor) + i, x, count);
 
         // Find the block's largest magnitude. Lanes behind the end have none.
         float largest = 0;
@@ -460,7 +477,8 @@ __device__ void write_moments(void* moments, const Pack<float, P>& x, const Tens
         if (count == 0) return;
         StateBlock block = state_block(tensor, row.n, i);
         store_some(block.codes, codes, count);
-        if (threadIdx.x % 32 == 0) *block.absmax = absmax;
+        if (threadIdx.x % 32 == 0)
+            *block.absmax = absmax;
     } else {
         // The random numbers are the CPU's.
         Pack<bf16, P> narrow;
@@ -539,7 +557,8 @@ inline unsigned update_grid(const TensorTable& table) {
 template <typename T, int P, States STATES>
 auto pick_adamw_kernel(const AdamWMemory<T>& x) {
     if constexpr (type_of<T>() == Type::BF16)
-        if (x.masters == Masters::REMAINDER) return adamw_update_kernel<T, P, true, STATES>;
+        if (x.masters == Masters::REMAINDER)
+            return adamw_update_kernel<T, P, true, STATES>;
     return adamw_update_kernel<T, P, false, STATES>;
 }
 // Moments in two formats are two kernels.

@@ -166,7 +166,8 @@ __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) 
             x.ranges[x.tile_at(b, tile) * x.tile_size + slot] = range;
         }
         all = {join_lanes(all.first), join_lanes(all.last)};
-        if (lane == 0) x.row_spans[x.tile_at(b, tile)] = all;
+        if (lane == 0)
+            x.row_spans[x.tile_at(b, tile)] = all;
     }
 
     if (warp == 1 && tile < x.key_tiles) {
@@ -175,7 +176,8 @@ __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) 
         for (size_t key = key0 + lane; key < end && key < x.d.Tk; key += 32)
             all = join(all, {x.position_of(b, key), x.position_of(b, key)});
         all = join_lanes(all);
-        if (lane == 0) x.key_spans[b * x.key_tiles + tile] = all;
+        if (lane == 0)
+            x.key_spans[b * x.key_tiles + tile] = all;
     }
 }
 // Forward: block x has tile x of the rows, and tile x of the keys.
@@ -194,7 +196,8 @@ __global__ void attention_statistics_kernel(const T* out, const float* lse,
     // All key heads have the same positions.
     if (kh == 0) describe_tile(x, b, tile);
     if (tile >= x.tiles) return;
-    if (threadIdx.x == 0 && x.turns) x.turns[at] = 0;
+    if (threadIdx.x == 0 && x.turns)
+        x.turns[at] = 0;
 
     // Eight lanes have a row, 16 bytes each of its channels.
     for (unsigned slot = threadIdx.x / 8; slot < x.tile_size; slot += MMA_THREADS / 8) {
@@ -209,7 +212,8 @@ __global__ void attention_statistics_kernel(const T* out, const float* lse,
                     sum += to_float(o.v[j]) * to_float(d.v[j]);
             }
             const float natural = lse[x.lse_at(b, h, i)];
-            if (natural != -INFINITY) row_lse = natural * LOG2E;
+            if (natural != -INFINITY)
+                row_lse = natural * LOG2E;
         }
 
         // Join the row's eight lanes; the first writes.

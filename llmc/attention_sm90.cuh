@@ -140,7 +140,8 @@ __device__ void put_rows(unsigned char* tile, int rows, int row, const uint32_t 
 
 // A warp whose wait is over for all lanes arrives: it has read what the barrier guards.
 __device__ inline void release(uint64_t* barrier) {
-    if (threadIdx.x % 32 == 0) mbar_arrive(barrier);
+    if (threadIdx.x % 32 == 0)
+        mbar_arrive(barrier);
 }
 #endif
 
@@ -582,7 +583,8 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
             mbar_wait(shared.dq_full, i & 1);
             // GPUs start blocks in the order of their indices, though CUDA does not promise it: the
             // blocks before this one run already, and the wait ends.
-            if (!ANY_ORDER) wait_for_turn(x.turns + at, turn);
+            if (!ANY_ORDER)
+                wait_for_turn(x.turns + at, turn);
             if (!ANY_ORDER && turn == 0)
                 bulk_store_1d(to, shared.dq, DQ_BYTES);
             else

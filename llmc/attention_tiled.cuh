@@ -346,7 +346,8 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
     const AttentionOperands<T> x = completed(operands);
     const AttentionDims& d = x.d;
     // Rare operands go through the definition: slow, and right.
-    if (!tiles_take(x)) return attention_forward_reference(out, lse, x);
+    if (!tiles_take(x))
+        return attention_forward_reference(out, lse, x);
     size_t blocks = ceil_div(d.Tq, ATTENTION_Q), group = d.NH / d.NKV;
     #pragma omp parallel
     {

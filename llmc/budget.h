@@ -27,6 +27,7 @@ typedef std::array<LevelCost, RECOMPUTE_LEVELS> LevelCosts;
 template <typename T, typename S>
 LevelCosts level_costs(Plan p, const Model& model, S where) {
     LevelCosts costs;
+    // Ask each level for its kept rows: those that NONE keeps and it does not are redone.
     for (int r = 0; r < RECOMPUTE_LEVELS; r++) {
         p.recompute = Recompute(r);
         size_t b = data_bytes<T>(p, model, {Kind::KEPT_B, 1}, where);
@@ -89,6 +90,7 @@ inline std::vector<Instant> instants_of(const Arena& full, const Plan& p, const 
 inline size_t live_bytes(const std::vector<Instant>& instants, const LevelCosts& costs,
                          const std::vector<Recompute>& levels, size_t limit = SIZE_MAX) {
     size_t most = 0;
+    // A level adds the rows that it keeps, for each micro-batch in flight.
     for (size_t i = 0; i < instants.size() && most <= limit; i++) {
         size_t bytes = instants[i].fixed;
         for (size_t k = 0; k < instants[i].in_flight.size(); k++)
@@ -120,6 +122,8 @@ inline std::vector<LevelCounts> list_choices(int blocks, const LevelCosts& costs
     const LevelCost &all = costs[int(Recompute::FULL)], &cheap = costs[int(Recompute::SELECTIVE)];
     std::vector<LevelCounts> list;
     auto redone = [](int count, const LevelCost& one) { return size_t(count) * one.redone; };
+
+    // Blocks are alike, so their numbers at each level are all that a choice is.
     for (Recompute which : {Recompute::ATTN, Recompute::FFN})
         for (int full = 0; full <= blocks; full++)
             for (int branch = 0; full + branch <= blocks; branch++)
@@ -130,6 +134,8 @@ inline std::vector<LevelCounts> list_choices(int blocks, const LevelCosts& costs
                                     redone(full, all) + redone(branch, one) +
                                         redone(selective, cheap)});
                 }
+
+    // Sort by arithmetic; among equals the fewest bytes made again come first.
     std::stable_sort(list.begin(), list.end(), [](const LevelCounts& x, const LevelCounts& y) {
         return std::pair(x.flops, x.redone) < std::pair(y.flops, y.redone);
     });
@@ -167,6 +173,8 @@ Choices choose_levels(const Layout& layout, const Model& model, std::vector<Plan
     size_t passing = full.device().bytes - full.device().persistent_bytes;
     size_t lasting = bytes_here(full, where) - passing;
     LevelCosts costs = level_costs<T>(plans[0], model, where);
+
+    // List this rank's blocks.
     std::vector<int> blocks;
     for (int l = 1; l < model.head(); l++)
         if (is_mine(layout, model, l))

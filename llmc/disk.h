@@ -105,7 +105,8 @@ inline std::string disk_open(Disk& d, const std::string& folder, size_t bytes) {
     size_t blocks = ceil_div(bytes, DISK_BLOCK);
     d.file = open_nameless(folder, O_DIRECT);
     d.direct = d.file >= 0;
-    if (!d.direct) d.file = open_nameless(folder, 0);
+    if (!d.direct)
+        d.file = open_nameless(folder, 0);
     if (d.file < 0)
         return folder + ": no file can be made there: " + strerror(errno);
 

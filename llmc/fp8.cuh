@@ -16,6 +16,7 @@
 //   infinity or a NaN has scale 1, keeps its NaNs, and e4m3 makes the infinity a NaN.
 //   x (rows,cols) float, or of 16 bits, as kernels want it
 //   out (rows,cols), transposed (cols,rows)   codes, or T: the values that they stand for
+//   inverse   1 / scale of each block, in fp8_scales()'s order; the gaps in it stay as they are
 //   Contract: out, transposed, inverse =   maxima have no order: bitwise repeatable, everywhere.
 //   Cost: reads x once, WHOLE twice; writes a byte an element, two where values are wanted.
 //   Error of normal numbers: e4m3 2.7%, e5m2 5.3% of their root mean square.
@@ -90,7 +91,8 @@ LLMC_HD inline uint32_t fp8_magnitude(T x) { return bits_as<uint32_t>(to_float(x
 template <typename F>
 LLMC_HD inline float fp8_scale(uint32_t amax) {
     constexpr uint32_t TOP_MANTISSA = 0x600000; // 0.75
-    if (amax == 0 || amax >= FP8_INFINITY) return 1;
+    if (amax == 0 || amax >= FP8_INFINITY)
+        return 1;
     int e = F::TOP_EXPONENT + 127 - int(amax >> 23) - ((amax & 0x7fffff) > TOP_MANTISSA);
     return bits_as<float>(uint32_t(127 + (e < 127 ? e : 127)) << 23);
 }
@@ -99,16 +101,23 @@ LLMC_HD inline float fp8_scale(uint32_t amax) {
 enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR };
 
 constexpr size_t FP8_BLOCK = 128, FP8_ALIGN = 256; // elements; bytes
-enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, WHOLE };
+enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, SQUARES_T, WHOLE };
 
-// Scales lie so that those of one product step, 128 of K, are neighbours:
-//   ROWS (cols/128, rows)   COLUMNS (rows/128, cols)   SQUARES (rows/128, cols/128)   WHOLE (1)
+// A row of squares' scales begins at a multiple of four, as cuBLASLt reads them.
+LLMC_HD inline size_t fp8_square_row(size_t squares) { return (squares + 3) / 4 * 4; }
+
+// Scales lie as products read them (fp8_matmul.cuh). The transpose has the same squares: SQUARES_T
+// lays their scales out for it.
+//   ROWS (cols/128, rows)            SQUARES   (rows/128, cols/128, up to a multiple of 4)
+//   COLUMNS (rows/128, cols)         SQUARES_T (cols/128, rows/128, up to a multiple of 4)
+//   WHOLE (1)
 inline size_t fp8_scales(size_t rows, size_t cols, Fp8Blocks blocks) {
     size_t down = ceil_div(rows, FP8_BLOCK), across = ceil_div(cols, FP8_BLOCK);
     switch (blocks) {
     case Fp8Blocks::ROWS: return across * rows;
     case Fp8Blocks::COLUMNS: return down * cols;
-    case Fp8Blocks::SQUARES: return down * across;
+    case Fp8Blocks::SQUARES: return down * fp8_square_row(across);
+    case Fp8Blocks::SQUARES_T: return across * fp8_square_row(down);
     case Fp8Blocks::WHOLE: return 1;
     }
     return 0;
@@ -138,12 +147,14 @@ struct Fp8Tile {
     // The place of a block's scale, or -1: the tile has no such block, or another tile writes it.
     LLMC_HD ptrdiff_t place(size_t block) const {
         size_t down = r0 / FP8_BLOCK, across = c0 / FP8_BLOCK;
+        size_t down_row = fp8_square_row(ceil_div(rows, FP8_BLOCK));
+        size_t across_row = fp8_square_row(ceil_div(cols, FP8_BLOCK));
         bool first = block == 0;
         switch (blocks) {
         case Fp8Blocks::ROWS: return has(block, 0) ? ptrdiff_t(across * rows + r0 + block) : -1;
         case Fp8Blocks::COLUMNS: return has(0, block) ? ptrdiff_t(down * cols + c0 + block) : -1;
-        case Fp8Blocks::SQUARES:
-            return first ? ptrdiff_t(down * ceil_div(cols, FP8_BLOCK) + across) : -1;
+        case Fp8Blocks::SQUARES: return first ? ptrdiff_t(down * across_row + across) : -1;
+        case Fp8Blocks::SQUARES_T: return first ? ptrdiff_t(across * down_row + down) : -1;
         case Fp8Blocks::WHOLE: return first && r0 + c0 == 0 ? 0 : -1;
         }
         return -1;
@@ -254,7 +265,8 @@ __global__ void fp8_amax_kernel(uint32_t* amax, const T* x, size_t n) {
         most = m > most ? m : most;
     }
     most = warp_max(most);
-    if (threadIdx.x % 32 == 0) atomicMax(amax, most);
+    if (threadIdx.x % 32 == 0)
+        atomicMax(amax, most);
 }
 
 // A block quantises a tile, which it holds in shared memory. A warp has every eighth row, a lane
@@ -289,7 +301,7 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
             columns[i] = m > columns[i] ? m : columns[i];
         }
         most = warp_max(most);
-        bool wanted = blocks == Fp8Blocks::ROWS || blocks == Fp8Blocks::SQUARES;
+        bool wanted = blocks != Fp8Blocks::COLUMNS && blocks != Fp8Blocks::WHOLE;
         if (wanted && lane == 0)
             atomicMax(amax + t.block(r, 0), most);
     }

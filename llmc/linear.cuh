@@ -17,13 +17,15 @@
 //   rank's pieces, none is cut: the same bf16 numbers have the same codes in every layout. (Ranks
 //   of tp round other sums to bf16 before; a number beside the middle of two codes may then take
 //   the other one.) With tensor a scale is of one product's rows: what underflows depends on them.
-//   The arithmetic is fp8's, the speed is not: a kernel writes the values that codes stand for,
-//   which are bf16 numbers, and the product is the bf16 product of those: what an fp8 product with
-//   float sums gives. It costs a pass over each operand, and the operands' bytes in scratch.
-//   To copy: this file, column_sums.cuh, fp8.cuh, matmul.cuh, nf4.cuh, types.h and cuda_common.h.
+//   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere, and on
+//   CPUs, a kernel writes the values that codes stand for, which are bf16 numbers, and the product
+//   is the bf16 product of those: what an fp8 product with float sums gives, and slower. Either
+//   way it costs a pass over each operand; the scratch has room for two bytes an element.
+//   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, matmul.cuh,
+//            nf4.cuh, types.h and cuda_common.h.
 #pragma once
 #include "column_sums.cuh"
-#include "fp8.cuh"
+#include "fp8_matmul.cuh"
 #include "matmul.cuh"
 #include "nf4.cuh"
 
@@ -139,49 +141,102 @@ const T* values_of(const Weight& w, Blas& blas, S where) {
     return wide;
 }
 
+// An operand of a product, and how fp8 cuts it into blocks under recipe `block`.
+template <typename T> struct LinearOperand {
+    const T* x; // (rows,cols)
+    size_t rows, cols;
+    Fp8Blocks blocks;
+    bool turned;   // the product sums over rows: its codes are those of the transpose
+    bool gradient; // has numbers of many sizes: under one scale it wants E5M2
+};
+
 // Lends a product's operands the end of the scratch, until the product has been given.
-template <typename T, typename S> struct LinearOperands {
+template <typename T, typename S> struct Fp8Operands {
     Fp8 fp8;
     Blas& blas;
     S where;
     size_t whole = blas.scratch_bytes;
 
-    ~LinearOperands() { blas.scratch_bytes = whole; }
+    ~Fp8Operands() { blas.scratch_bytes = whole; }
 
-    // x itself, or what fp8 leaves of it. Blocks are those of recipe `block`.
-    const T* quantised(const T* x, size_t rows, size_t cols, Fp8Blocks blocks, // (rows,cols)
-                       bool gradient) {
-        if (fp8 == Fp8::NONE) return x;
+    bool tensor() const { return fp8 == Fp8::TENSOR; }
+    bool wide(const LinearOperand<T>& o) const { return tensor() && o.gradient; }
+    Fp8Blocks blocks(const LinearOperand<T>& o) const {
+        return tensor() ? Fp8Blocks::WHOLE : o.blocks;
+    }
 
-        // Take room from the end of the scratch: a word for the maximum, then the values.
-        size_t bytes = linear_operand_bytes(rows, cols);
-        LLMC_CHECK(type_of<T>() == Type::BF16 && bytes <= blas.scratch_bytes,
-                   "fp8 wants bf16 and %zu bytes of scratch, has %zu", bytes, blas.scratch_bytes);
+    // Take room from the end: a word for the maximum, then values, or codes and scales.
+    unsigned char* room(const LinearOperand<T>& o) {
+        size_t bytes = linear_operand_bytes(o.rows, o.cols);
+        LLMC_CHECK(bytes <= blas.scratch_bytes, "fp8 wants %zu bytes of scratch, has %zu", bytes,
+                   blas.scratch_bytes);
         blas.scratch_bytes = (blas.scratch_bytes - bytes) / FP8_ALIGN * FP8_ALIGN;
-        unsigned char* room = static_cast<unsigned char*>(blas.scratch) + blas.scratch_bytes;
-        T* values = reinterpret_cast<T*>(room + FP8_ALIGN);
+        return static_cast<unsigned char*>(blas.scratch) + blas.scratch_bytes;
+    }
 
-        // Quantise. Gradients have numbers of many sizes: under one scale they want E5M2.
-        if constexpr (type_of<T>() == Type::BF16) {
-            T* no_transpose = nullptr;
-            float* no_scales = nullptr;
-            uint32_t* amax = reinterpret_cast<uint32_t*>(room);
-            bool tensor = fp8 == Fp8::TENSOR;
-            if (tensor) blocks = Fp8Blocks::WHOLE;
-            auto quantise = [&](auto format) {
-                fp8_quantise<decltype(format)>(values, no_transpose, no_scales, x, amax, rows, cols,
-                                               blocks, where);
-            };
-            tensor && gradient ? quantise(e5m2()) : quantise(e4m3());
-        }
+    // The values that codes of o.x stand for: (rows,cols).
+    const T* values(const LinearOperand<T>& o) {
+        unsigned char* word = room(o);
+        T* values = reinterpret_cast<T*>(word + FP8_ALIGN);
+        T* no_transpose = nullptr;
+        float* no_scales = nullptr;
+        auto quantise = [&](auto format) {
+            fp8_quantise<decltype(format)>(values, no_transpose, no_scales, o.x,
+                                           reinterpret_cast<uint32_t*>(word), o.rows, o.cols,
+                                           blocks(o), where);
+        };
+        wide(o) ? quantise(e5m2()) : quantise(e4m3());
         return values;
     }
 
-    // A weight is the second operand of two products.
-    const T* of_weight(const Weight& w) { // (OC,IC)
-        return quantised(values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES, false);
+    // The codes with the product's sum along rows, and their scales behind them.
+    Fp8Operand codes(const LinearOperand<T>& o) {
+        unsigned char* word = room(o);
+        unsigned char* codes = word + FP8_ALIGN;
+        float* inverse = reinterpret_cast<float*>(codes + round_up(o.rows * o.cols, 16));
+        size_t end = FP8_ALIGN + round_up(o.rows * o.cols, 16) +
+                     sizeof(float) * fp8_scales(o.rows, o.cols, blocks(o));
+        LLMC_CHECK(end <= linear_operand_bytes(o.rows, o.cols),
+                   "codes and scales of %zu x %zu do not fit where values would", o.rows, o.cols);
+        auto quantise = [&](auto* rows) {
+            typedef std::remove_pointer_t<decltype(rows)> F;
+            F* nowhere = nullptr;
+            fp8_quantise<F>(o.turned ? nowhere : rows, o.turned ? rows : nowhere, inverse, o.x,
+                            reinterpret_cast<uint32_t*>(word), o.rows, o.cols, blocks(o), where);
+        };
+        wide(o) ? quantise(reinterpret_cast<e5m2*>(codes))
+                : quantise(reinterpret_cast<e4m3*>(codes));
+        return {codes, inverse, blocks_read(o), wide(o)};
+    }
+
+    // The blocks as the product sees them: columns of x are rows of its transpose.
+    Fp8Blocks blocks_read(const LinearOperand<T>& o) const {
+        return blocks(o) == Fp8Blocks::COLUMNS     ? Fp8Blocks::ROWS
+               : blocks(o) == Fp8Blocks::SQUARES_T ? Fp8Blocks::SQUARES
+                                                   : blocks(o);
     }
 };
+
+// One of the three products, of operands as they are, as codes, or as what codes stand for.
+template <typename T, typename O, typename S>
+void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b, const T* bias,
+                    const O* residual, const Product& p, Fp8 fp8, Blas& blas, S where) {
+    if (fp8 == Fp8::NONE) return matmul(out, a.x, b.x, bias, residual, p, blas, where);
+    LLMC_CHECK(type_of<T>() == Type::BF16, "fp8 quantises bf16, not %s", type_name(type_of<T>()));
+    if constexpr (type_of<T>() == Type::BF16) {
+        Fp8Operands<T, S> operands = {fp8, blas, where};
+        Fp8Product q = {p.M, p.N, p.K, operands.blocks_read(a), operands.blocks_read(b),
+                        operands.wide(a), operands.wide(b), type_of<O>(), p.accumulate};
+        if constexpr (!std::is_same_v<S, Cpu>)
+            if (fp8_multiplies(q, blas, where)) {
+                Fp8Operand first = operands.codes(a), second = operands.codes(b);
+                return fp8_matmul(out, first, second, bias, residual, q, blas, where);
+            }
+        const T* first = operands.values(a);
+        const T* second = operands.values(b);
+        matmul(out, first, second, bias, residual, p, blas, where);
+    }
+}
 
 // ----------------------------------------------------------------------------
 // anywhere
@@ -195,10 +250,10 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
     const T* b = bias ? bias->as<const T>() : nullptr;
     Product p = linear_forward_product(N, w.rows, w.cols, type_of<T>());
     // The sum runs along rows of both operands.
-    LinearOperands<T, S> operands = {w.fp8, blas, where};
-    const T* x = operands.quantised(inp, N, w.cols, Fp8Blocks::ROWS, false);
-    const T* weight = operands.of_weight(w);
-    matmul(out, x, weight, b, residual, p, blas, where);
+    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::ROWS, false, false};
+    LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES,
+                               false, false};
+    linear_product(out, x, weight, b, residual, p, w.fp8, blas, where);
 }
 
 // dinp = or += dout W
@@ -208,10 +263,10 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N
     const T* nothing = nullptr;
     Product p = linear_input_product(N, w.rows, w.cols, type_of<T>(), accumulate);
     // Square blocks of W serve this sum too, which runs along its columns.
-    LinearOperands<T, S> operands = {w.fp8, blas, where};
-    const T* dy = operands.quantised(dout, N, w.rows, Fp8Blocks::ROWS, true);
-    const T* weight = operands.of_weight(w);
-    matmul(dinp, dy, weight, nothing, nothing, p, blas, where);
+    LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::ROWS, false, true};
+    LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES_T,
+                               true, false};
+    linear_product(dinp, dy, weight, nothing, nothing, p, w.fp8, blas, where);
 }
 
 // dW = or += dout^T inp, dbias = or += the sum of dout's rows; what is frozen is skipped.
@@ -224,12 +279,10 @@ void linear_backward_weight(const Weight& w, const Weight* bias, // their grads:
     const A* no_residual = nullptr;
     Product p = linear_weight_product(N, w.rows, w.cols, accumulate);
     // The sum runs over rows: each operand has blocks of 128 of them.
-    if (w.grad) {
-        LinearOperands<T, S> operands = {w.fp8, blas, where};
-        const T* dy = operands.quantised(dout, N, w.rows, Fp8Blocks::COLUMNS, true);
-        const T* x = operands.quantised(inp, N, w.cols, Fp8Blocks::COLUMNS, false);
-        matmul(static_cast<A*>(w.grad), dy, x, no_bias, no_residual, p, blas, where);
-    }
+    LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::COLUMNS, true, true};
+    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::COLUMNS, true, false};
+    if (w.grad)
+        linear_product(static_cast<A*>(w.grad), dy, x, no_bias, no_residual, p, w.fp8, blas, where);
     // The bias gradient comes after the product: both use the one scratch.
     if (bias && bias->grad)
         column_sums(static_cast<A*>(bias->grad), dout, blas.scratch, N, w.rows, accumulate, where);

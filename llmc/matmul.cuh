@@ -117,6 +117,9 @@ struct Blas {
     std::map<ProductKey, GpuAlgorithm> known; // choices of earlier runs
     bool rehearsing = false; // contents do not matter now: measure products not yet chosen
 #endif
+#if LLMC_KERNELS && !defined(__CUDACC__)
+    int emulates = 86; // the architecture whose fp8 products the emulator has
+#endif
 };
 
 // Lend the handle the scratch of the action that comes next.
@@ -345,7 +348,8 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
     point(m.args, DNNL_ARG_WEIGHTS, b);
     point(m.args, DNNL_ARG_DST, out);
     if (bias) point(m.args, DNNL_ARG_BIAS, bias);
-    if (residual) point(m.args, residual_arg(p), residual);
+    if (residual)
+        point(m.args, residual_arg(p), residual);
     point(m.args, DNNL_ARG_SCRATCHPAD, scratch);
     m.primitive.execute(m.stream, m.args);
 }
@@ -439,7 +443,8 @@ size_t common_alignment(const Ps*... ps) {
 }
 
 // cuBLASLt counts columns first: our rows are its columns, so out^T = b^T a^T and b comes first.
-inline GpuProduct make_gpu_product(const Product& p, Type in, Type out, bool bias) {
+inline GpuProduct make_gpu_product(const Product& p, cudaDataType_t a, cudaDataType_t b,
+                                   cudaDataType_t out, bool bias) {
     LLMC_CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
                "a product of %zu x %zu x %zu has an operand without a stride of 1", p.M, p.N, p.K);
 
@@ -452,15 +457,17 @@ inline GpuProduct make_gpu_product(const Product& p, Type in, Type out, bool bia
     // Rows of ours that are contiguous are columns of its: no transposition.
     set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
     set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
-    if (bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+    if (bias)
+        set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
 
     // Describe how the operands lie.
-    auto layout = [&](cublasLtMatrixLayout_t* l, Type t, size_t rows, size_t cols, size_t ld) {
-        LLMC_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, cuda_type(t), rows, cols, int64_t(ld)));
+    auto layout = [&](cublasLtMatrixLayout_t* l, cudaDataType_t t, size_t rows, size_t cols,
+                      size_t ld) {
+        LLMC_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, t, rows, cols, int64_t(ld)));
     };
     // A leading dimension is the stride that is not 1.
-    p.b.column == 1 ? layout(&g.b, in, p.N, p.K, p.b.row) : layout(&g.b, in, p.K, p.N, p.b.column);
-    p.a.column == 1 ? layout(&g.a, in, p.K, p.M, p.a.row) : layout(&g.a, in, p.M, p.K, p.a.column);
+    p.b.column == 1 ? layout(&g.b, b, p.N, p.K, p.b.row) : layout(&g.b, b, p.K, p.N, p.b.column);
+    p.a.column == 1 ? layout(&g.a, a, p.K, p.M, p.a.row) : layout(&g.a, a, p.M, p.K, p.a.column);
     layout(&g.out, out, p.N, p.M, p.out_row);
     return g;
 }
@@ -544,18 +551,42 @@ double gpu_seconds(F f, int runs, cudaStream_t stream) {
     return ms * 1e-3 / runs;
 }
 
-// The product's descriptors and algorithm, made at the first call.
-inline GpuProduct& find_gpu_product(Blas& blas, const ProductKey& key, const Product& p, Type in,
-                                    Type out, bool bias, size_t align) {
+// The product's descriptors, made at the first call, and its algorithm.
+template <typename Make>
+GpuProduct& find_gpu_product(Blas& blas, const ProductKey& key, size_t align, Make make) {
+    // The handle belongs to the GPU that is current at the first product.
+    if (!blas.cublas)
+        LLMC_CUBLAS_CHECK(cublasLtCreate(&blas.cublas));
     GpuProduct& g = blas.gpu[key];
     if (g.what) return g;
-    g = make_gpu_product(p, in, out, bias);
+    g = make();
 
     // Take an earlier measurement's choice, else the library's first guess.
     auto known = blas.known.find(key);
     g.chosen = known != blas.known.end() && algorithm_fits(blas, g, known->second);
     g.algorithm = g.chosen ? known->second : gpu_candidates(blas, g, align)[0];
     return g;
+}
+
+// Run a product by its algorithm. `run` takes one, and says whether it ran.
+template <typename Run>
+void run_chosen(Blas& blas, GpuProduct& g, const ProductKey& key, size_t align, Run run,
+                cudaStream_t stream) {
+    // Choose it by measuring, if contents do not matter now.
+    if (blas.rehearsing && !g.chosen) {
+        double best = 1e30;
+        for (const GpuAlgorithm& candidate : gpu_candidates(blas, g, align)) {
+            if (run(candidate) != CUBLAS_STATUS_SUCCESS)
+                continue;
+            double seconds = gpu_seconds([&] { run(candidate); }, 5, stream);
+            if (seconds >= best) continue;
+            best = seconds;
+            g.algorithm = candidate;
+        }
+        g.chosen = true;
+        blas.known[key] = g.algorithm;
+    }
+    LLMC_CUBLAS_CHECK(run(g.algorithm));
 }
 
 template <typename T, typename O>
@@ -569,32 +600,18 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
     LLMC_CHECK(!(residual && p.accumulate) && !(bias && type_of<T>() != type_of<O>()),
                "not built: accumulate with a residual, a bias of another type than out");
 
-    // The handle belongs to the GPU that is current at the first product.
-    if (!blas.cublas) LLMC_CUBLAS_CHECK(cublasLtCreate(&blas.cublas));
-
     // Find the product, or make it.
     const O* added = residual ? residual : p.accumulate ? out : nullptr;
     size_t align = common_alignment(out, a, b, bias, added);
     ProductKey key = product_key(p, type_of<T>(), type_of<O>(), bias, added, align);
-    GpuProduct& g = find_gpu_product(blas, key, p, type_of<T>(), type_of<O>(), bias, align);
+    GpuProduct& g = find_gpu_product(blas, key, align, [&] {
+        cudaDataType_t in = cuda_type(type_of<T>());
+        return make_gpu_product(p, in, in, cuda_type(type_of<O>()), bias);
+    });
     auto run = [&](const GpuAlgorithm& algorithm) {
         return run_gpu_product(blas, g, algorithm, out, a, b, bias, added, stream);
     };
-
-    // Choose its algorithm by measuring, if contents do not matter now.
-    if (blas.rehearsing && !g.chosen) {
-        double best = 1e30;
-        for (const GpuAlgorithm& candidate : gpu_candidates(blas, g, align)) {
-            if (run(candidate) != CUBLAS_STATUS_SUCCESS) continue;
-            double seconds = gpu_seconds([&] { run(candidate); }, 5, stream);
-            if (seconds >= best) continue;
-            best = seconds;
-            g.algorithm = candidate;
-        }
-        g.chosen = true;
-        blas.known[key] = g.algorithm;
-    }
-    LLMC_CUBLAS_CHECK(run(g.algorithm));
+    run_chosen(blas, g, key, align, run, stream);
 }
 
 // Raise it when other algorithms are allowed: choices of older programs are measured again.

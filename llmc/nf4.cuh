@@ -79,7 +79,8 @@ LLMC_HD inline unsigned nearest_code(const float* map, float y) {
         (y > map[at] ? low : high) = at;
         at = y > map[at] ? at + step : at - step;
     }
-    if (y > map[at]) return y > (map[high] + map[at]) * 0.5f ? high : at;
+    if (y > map[at])
+        return y > (map[high] + map[at]) * 0.5f ? high : at;
     return y < (map[low] + map[at]) * 0.5f ? low : at;
 }
 
@@ -236,7 +237,8 @@ __global__ void nf4_quantize_kernel(uint8_t* codes, float* absmax, const T* x, s
     // The half behind an odd last element stays zero.
     float scale = scale_to(1, most);
     unsigned code = i + 1 < n ? nf4_code(low * scale) : 0;
-    if (i < n) codes[i / 2] = uint8_t(nf4_code(high * scale) << 4 | code);
+    if (i < n)
+        codes[i / 2] = uint8_t(nf4_code(high * scale) << 4 | code);
 }
 
 // A warp has a block of absmaxes.
@@ -298,7 +300,8 @@ template <typename T>
 __global__ void int8_dequantize_kernel(T* out, const int8_t* codes, const float* absmax,
                                        size_t cols, size_t n) {
     size_t i = first_element<1>();
-    if (i < n) out[i] = from_acc<T>(float(codes[i]) * (absmax[i / cols] / 127));
+    if (i < n)
+        out[i] = from_acc<T>(float(codes[i]) * (absmax[i / cols] / 127));
 }
 
 // ----------------------------------------------------------------------------

@@ -143,8 +143,10 @@ inline Schedule schedule_of(Pipeline kind, int pp, int chunks, int micro_batches
     // Forward passes before the first backward pass: a rank waits for the ranks behind it.
     bool interleaved = chunks > 1 || kind == Pipeline::INTERLEAVED;
     int warmup = pp - rank - 1;
-    if (interleaved) warmup = 2 * warmup + (chunks - 1) * largest;
-    if (kind == Pipeline::GPIPE) warmup = chunks * m;
+    if (interleaved)
+        warmup = 2 * warmup + (chunks - 1) * largest;
+    if (kind == Pipeline::GPIPE)
+        warmup = chunks * m;
 
     Schedule s = alternate(pass_order(SlotOp::F, group, pp, chunks, m, rank),
                            pass_order(SlotOp::B, group, pp, chunks, m, rank), warmup);
@@ -173,7 +175,8 @@ inline std::string write_schedule(const std::vector<Schedule>& all) {
 // Read such a text, of a file or a string; comments begin with #. Returns "" or what is wrong in
 // which line. Whether the schedule can run is check_schedule's question.
 inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
-    if (!in) return "the schedule cannot be read: is the path right?";
+    if (!in)
+        return "the schedule cannot be read: is the path right?";
     all.clear();
     std::string line, word;
     for (int number = 1; std::getline(in, line); number++) {

@@ -17,14 +17,17 @@ namespace llmc {
 // Nothing is read that nothing wrote.
 inline std::string check_data(const Plan& p, const Model& model) {
     // Walk the plan with the set of data that have been written so far.
+    // Walk the plan, with the data that hold what an action wrote.
     std::set<Data> written;
     for (const Action& a : p.actions) {
+        // Released buffers serve others.
         if (a.op == Op::RELEASE) {
             written.erase({Kind::GATHERED, a.bucket});
             written.erase({Kind::STAGED, a.bucket});
         }
         Access x = access(p, model, a);
 
+        // A read needs a write before it, unless the datum outlives steps or the caller gives it.
         for (Data d : x.reads) {
             bool given = p.mode == Mode::GENERATE && d.kind == Kind::TOKENS;
             bool gradient = d.kind == Kind::GRAD || d.kind == Kind::GRAD_TIED;
@@ -63,8 +66,10 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
     for (const Action& a : p.actions) {
         if (a.micro != m || a.layer < first || a.layer >= end)
             continue;
+        // Forward meets each layer once, from the first up.
         if (a.op == Op::F && a.layer != forward++)
             return out_of_order(a, forward - 1);
+        // Backward meets each once, from the last down, when forward is through.
         bool input = a.op == Op::B || a.op == Op::I;
         if (input && a.layer != backward--)
             return out_of_order(a, backward + 1);
@@ -85,12 +90,15 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
 
 // Each stage of this rank is in order, and no action is of a layer that stands elsewhere.
 inline std::string check_order(const Plan& p, const Model& model) {
+    // Look at each micro-batch in each stage.
     const Axis& pp = p.layout.pp;
     for (int m = 0; m < p.micro_batches; m++)
         for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
             std::string wrong = check_stage_order(p, model, m, s);
             if (!wrong.empty()) return wrong;
         }
+
+    // Look for layers that others have.
     for (const Action& a : p.actions)
         if (a.layer >= 0 && !is_mine(p.layout, model, a.layer))
             return action_text(a, model) + " is another rank's";
@@ -138,6 +146,7 @@ inline std::string check_end_order(const Plan& p, const Model& model,
             if (!norm) return text + " comes before NORM";
             if (bucket.updates++ != std::max(a.chunk, 0)) return text + " is out of order";
             break;
+        // State comes before its chunk's update, and leaves right behind it.
         case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
         case Op::PARK:
             if (a.bucket >= 0 && bucket.updates != a.chunk + 1)
@@ -303,6 +312,7 @@ inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& m
             if (a.op == Op::SENDRECV && (norms || !ties[r].empty()))
                 return rank + ": " + action_text(a, model) + " comes after what ranks do together";
         }
+        // A rank that takes part less often than the others would keep them waiting.
         if (norms != (ranks[r].mode == Mode::TRAIN))
             return rank + " takes part in the gradient norm " + std::to_string(norms) + " times";
         steps.push_back(message_steps(ranks[r], model));

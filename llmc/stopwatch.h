@@ -38,6 +38,7 @@ inline void free_moment(double) {}
 
 #if LLMC_KERNELS
 inline cudaEvent_t first_moment(cudaStream_t) { return nullptr; }
+// Made at its first use, an event is passed when the stream comes to it.
 inline void mark(cudaEvent_t& moment, cudaStream_t stream) {
     if (!moment) LLMC_CUDA_CHECK(cudaEventCreate(&moment));
     LLMC_CUDA_CHECK(cudaEventRecord(moment, stream));
@@ -82,11 +83,14 @@ void start_lap(Stopwatch<S>& w, const char* what, const Action& a, S where) {
     if (!w.on) return;
     if (w.used == w.laps.size())
         w.laps.push_back({what, &a, first_moment(where), first_moment(where)});
+
+    // Moments stay from step to step; the action may be another.
     auto& lap = w.laps[w.used];
     lap.what = what;
     lap.action = &a;
     mark(lap.from, where);
 }
+// Laps that nobody wants cost a test.
 template <typename S>
 void end_lap(Stopwatch<S>& w, S where) {
     if (w.on) mark(w.laps[w.used++].to, where);
@@ -95,6 +99,7 @@ void end_lap(Stopwatch<S>& w, S where) {
 // "F block", "UPDATE embedding", "SENDRECV": the op, and whose layer or bucket it runs.
 inline std::string action_kind(const Action& a, const Model& model) {
     std::string kind = op_name(a.op);
+    // A bucket's name says what it holds: "block.3" is one of the blocks.
     if (a.bucket >= 0) {
         const std::string& bucket = model.buckets[a.bucket].name;
         return kind + " " + bucket.substr(0, bucket.find('.'));

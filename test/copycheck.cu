@@ -389,6 +389,22 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(Floats{float(scale.norm), scale.scale, float(scale.finite), float(scale.step)});
 }
 
+#elif defined(COPY_fp8_matmul)
+
+// The rules hold on any machine; where there are kernels, both kinds of outputs compile.
+static int copied_calls() {
+    llmc::Fp8Blocks whole = llmc::Fp8Blocks::WHOLE;
+    llmc::Fp8Product p = {16, 16, 32, whole, whole, false, false, llmc::Type::F32};
+    int failed = llmc::fp8_refuses(p, 89, 120000) != nullptr;
+    failed += llmc::fp8_refuses(p, 80, 120000) == nullptr;
+#if LLMC_KERNELS
+    auto narrow = &llmc::fp8_matmul<llmc::bf16, llmc::bf16>;
+    auto wide = &llmc::fp8_matmul<llmc::bf16, float>;
+    failed += !narrow || !wide;
+#endif
+    return failed;
+}
+
 #elif defined(COPY_matmul)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {
@@ -580,7 +596,7 @@ static int copied_calls() {
     return failed;
 }
 
-#elif !defined(COPY_pipeline) && !defined(COPY_fp8)
+#elif !defined(COPY_pipeline) && !defined(COPY_fp8) && !defined(COPY_fp8_matmul)
 static int copied_calls() { return 0; } // a file without launchers of its own
 #endif
 

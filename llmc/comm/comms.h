@@ -65,7 +65,8 @@ inline void attach_gpus(Comms& c) {
     split(c.data(Group::DATA).shard, c.world);
     split(c.data(Group::DATA).replica, c.world);
     split(c.pp, c.world);
-    if (c.pp.size > 1) c.tie = nccl_split(c.tie, c.pp);
+    if (c.pp.size > 1)
+        c.tie = nccl_split(c.tie, c.pp);
 
     // Where only tensor parallelism is in use, nothing runs beside it.
     if (c.tp.size == c.world.size)

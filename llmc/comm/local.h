@@ -410,7 +410,8 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
         RankInfo info;
         info.rank = rank;
         info.timeout_s = settings.timeout_s;
-        if (settings.placements) info.placements = &placements;
+        if (settings.placements)
+            info.placements = &placements;
         Comm c;
         c.rank = rank;
         c.size = ranks;

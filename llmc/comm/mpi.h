@@ -98,7 +98,8 @@ Call<S> sum_part(const Call<S>& call, int size, size_t at, size_t scratch) {
     // Cut at multiples of 64 elements: ranges are whole cache lines.
     size_t fits = scratch / (size * call.unit()); // elements of one rank's range or shard
     size_t most = fits / 64 * 64;
-    if (call.kind == Collective::ALL_REDUCE) most *= size;
+    if (call.kind == Collective::ALL_REDUCE)
+        most *= size;
 
     // Move both ends forward; shards keep the distance of the whole call.
     Call<S> part = call;

@@ -79,7 +79,8 @@ inline void nccl_exchange(const Comm& c, const CommMessage* messages, int count,
     std::stable_sort(sorted.begin(), sorted.end(),
                      [](const CommMessage& a, const CommMessage& b) { return a.tag < b.tag; });
     LLMC_NCCL_CHECK(ncclGroupStart());
-    for (const CommMessage& m : sorted) nccl_send_receive(c, m, stream);
+    for (const CommMessage& m : sorted)
+        nccl_send_receive(c, m, stream);
     LLMC_NCCL_CHECK(ncclGroupEnd());
 }
 
@@ -92,9 +93,11 @@ inline bool nccl_max(const Comm& c, const Call<cudaStream_t>& call, cudaStream_t
     if (!floats && !integers) return false;
 
     ncclDataType_t type = floats ? ncclInt32 : nccl_type(call.element);
-    if (floats) order_floats<false>(call.out, call.n, stream);
+    if (floats)
+        order_floats<false>(call.out, call.n, stream);
     LLMC_NCCL_CHECK(ncclAllReduce(call.out, call.out, call.n, type, ncclMax, comm, stream));
-    if (floats) order_floats<true>(call.out, call.n, stream);
+    if (floats)
+        order_floats<true>(call.out, call.n, stream);
     return true;
 }
 
@@ -133,7 +136,8 @@ inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaS
     // Scratch for what comes of a sum: (size, bytes of this rank's range or shard).
     char* scratch = nullptr;
     size_t bytes = scratch_bytes(call, c.size);
-    if (bytes) LLMC_CUDA_CHECK(cudaMallocAsync(&scratch, bytes, stream));
+    if (bytes)
+        LLMC_CUDA_CHECK(cudaMallocAsync(&scratch, bytes, stream));
 
     // One kernel a round sends and receives; the sum stands between the rounds.
     int rounds = call.kind == Collective::ALL_REDUCE ? 2 : 1;
@@ -150,7 +154,8 @@ inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaS
         if (round == 0)
             finish_round(call, c.size, c.rank, scratch, stream);
     }
-    if (bytes) LLMC_CUDA_CHECK(cudaFreeAsync(scratch, stream));
+    if (bytes)
+        LLMC_CUDA_CHECK(cudaFreeAsync(scratch, stream));
 }
 
 // End the job if a communicator of this rank has met an error, of a peer's too.
@@ -209,7 +214,8 @@ inline Comm nccl_attach(const Comm& c) {
     if (c.size == 1) return c;
     // The first rank draws an id, MPI carries it, and all meet under it.
     ncclUniqueId id;
-    if (c.rank == 0) LLMC_NCCL_CHECK(ncclGetUniqueId(&id));
+    if (c.rank == 0)
+        LLMC_NCCL_CHECK(ncclGetUniqueId(&id));
     LLMC_MPI_CHECK(MPI_Bcast(&id, sizeof(id), MPI_BYTE, 0, c.mpi->comm));
 
     // Communicators that are split from this one share its buffers.

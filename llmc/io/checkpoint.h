@@ -317,7 +317,8 @@ inline std::string set_aside(const std::string& out, int64_t step, const std::st
     *name = folder + ending;
     for (int n = 2; ::access(name->c_str(), F_OK) == 0; n++)
         *name = concat(folder, ending, ".", n);
-    if (rename(folder.c_str(), name->c_str()) == 0) return "";
+    if (rename(folder.c_str(), name->c_str()) == 0)
+        return "";
     return folder + ": cannot be renamed: " + strerror(errno);
 }
 
@@ -350,8 +351,10 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
     if (first && wrong.empty())
         wrong = replace_folder(temporary, folder);
     wrong = first_error(world, wrong);
-    if (first && !wrong.empty()) remove_folder(temporary);
-    if (!wrong.empty()) return wrong + "; the checkpoints before it are as they were";
+    if (first && !wrong.empty())
+        remove_folder(temporary);
+    if (!wrong.empty())
+        return wrong + "; the checkpoints before it are as they were";
 
     // 5. Remove the oldest. Steps above this one stay: they belong to a run that got further.
     std::vector<int64_t> steps = first ? checkpoint_steps(out) : std::vector<int64_t>();
@@ -449,7 +452,8 @@ inline std::string find_saved_tensor(SavedFiles& files, size_t i, const StateTen
 
     // The manifest and the file's own header must say the same.
     const SafeTensor* x = safetensors_find(file, s.name);
-    if (!x) return path + ": tensor " + s.name + " is missing";
+    if (!x)
+        return path + ": tensor " + s.name + " is missing";
     size_t count = entry["tensors"][s.name][1].get<size_t>();
     if (x->dtype != type_name(type) || x->elements() != count)
         return concat(path, ": tensor ", s.name, " is ", x->dtype, shape_text(x->shape), ", not ",
@@ -462,7 +466,8 @@ inline std::string find_saved_tensor(SavedFiles& files, size_t i, const StateTen
 inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s, Type type,
                                std::vector<Piece>* pieces) {
     const nlohmann::json& entry = files.entries[i];
-    if (!entry["tensors"].contains(s.name)) return "";
+    if (!entry["tensors"].contains(s.name))
+        return "";
     const SafeTensor* x = nullptr;
     std::string wrong = find_saved_tensor(files, i, s, type, &x);
     if (!wrong.empty()) return wrong;
@@ -519,7 +524,8 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s, Type typ
             return elements(piece.global, std::min(end, reached), " are there twice");
         reached = end;
     }
-    if (reached > all) return elements(all, reached, " are vocabulary padding");
+    if (reached > all)
+        return elements(all, reached, " are vocabulary padding");
     return reached < all ? elements(reached, all, " are in no file") : "";
 }
 
@@ -566,14 +572,16 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     for (size_t i = 0; wrong.empty() && i < mine.size(); i++)
         wrong = find_pieces(files, mine[i], type, &pieces);
     wrong = first_error(t.comms.world, wrong);
-    if (!wrong.empty()) wrong += "; to go on from the checkpoint before, remove " + folder;
+    if (!wrong.empty())
+        wrong += "; to go on from the checkpoint before, remove " + folder;
 
     // Take.
     for (size_t i = 0; wrong.empty() && i < mine.size(); i++) {
         find_pieces(files, mine[i], type, &pieces);
         take_tensor(t, mine[i], pieces);
     }
-    for (SafeTensors& file : files.open) safetensors_close(&file);
+    for (SafeTensors& file : files.open)
+        safetensors_close(&file);
     return wrong;
 }
 
@@ -595,7 +603,8 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     info->cursor = m["cursor"].get<uint64_t>();
     info->seed = m["seed"].get<uint64_t>();
     info->config = m.value("config", nlohmann::json());
-    if (!info->config.is_object()) info->config = nlohmann::json::object();
+    if (!info->config.is_object())
+        info->config = nlohmann::json::object();
     if (m.contains("best_step")) {
         info->best_step = m["best_step"].get<int64_t>();
         info->best_loss = m["best_loss"].get<double>();

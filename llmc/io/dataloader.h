@@ -119,7 +119,8 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
 
 // The command that makes a shard of nanoGPT's tokens without a header, which mostly are GPT-2's.
 inline std::string prepare_tokens_command(const std::string& path, const std::string& tokenizer) {
-    if (tokenizer != "byte") return prepare_command(path, tokenizer);
+    if (tokenizer != "byte")
+        return prepare_command(path, tokenizer);
     return "dev/data/tokenizer.py gpt2, then " + prepare_command(path, "data/gpt2");
 }
 
@@ -180,7 +181,8 @@ inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
 
 // Replace a mapped text by its tokens. With a token for each byte the text is its own tokens.
 inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
-    if (tokenizer.kind == TokenizerKind::BYTE) return;
+    if (tokenizer.kind == TokenizerKind::BYTE)
+        return;
     std::string_view text((const char*)f->tokens, f->count);
     f->encoded = std::make_shared<std::vector<int>>(encode(tokenizer, text, true));
     // The tokens take the text's place; `encoded` keeps them alive in every copy of the file.
@@ -281,7 +283,8 @@ inline std::vector<std::string> project_sources(const std::string& folder) {
     std::vector<std::string> found;
     for (std::string root : {folder, folder + "../"}) {
         // Other folders have pages of their own: the program's source says which is the root.
-        if (::access((root + "train_gpt.cu").c_str(), R_OK) != 0) continue;
+        if (::access((root + "train_gpt.cu").c_str(), R_OK) != 0)
+            continue;
         for (const char* pattern :
              {"*.md", "*.cu", "*.cpp", "Makefile", "llmc/*.h", "llmc/*.cuh", "llmc/*/*.h",
               "test/*/*.h", "test/*/*.cpp", "scripts/*.sh", "dev/*/*.h", "dev/*/*.cpp"}) {
@@ -409,7 +412,8 @@ inline std::string check_tokens(const DataLoader& d, size_t bytes) {
         const unsigned char* begin = f.tokens + f.first * f.width;
         size_t found = f.width == 2 ? first_beyond<uint16_t>(begin, count, d.V)
                                     : first_beyond<uint32_t>(begin, count, d.V);
-        if (found < count) return beyond_vocabulary(f, f.first + found, d.V);
+        if (found < count)
+            return beyond_vocabulary(f, f.first + found, d.V);
         bytes -= count * f.width;
     }
     return "";

@@ -62,7 +62,8 @@ inline bool ds_has_block(const DsFile& f, const std::string& key) {
     if (block.empty())
         return !f.keys.count("distributed_type");
     // A type stands beside its params.
-    if (block.ends_with("params.")) block.resize(block.size() - strlen("params."));
+    if (block.ends_with("params."))
+        block.resize(block.size() - strlen("params."));
     auto at = f.keys.lower_bound(block);
     return at != f.keys.end() && at->first.starts_with(block);
 }
@@ -118,10 +119,12 @@ struct DsBatch {
 // is one micro-batch on each rank. Only a file that has neither a whole nor a micro-batch, which
 // DeepSpeed refuses, takes the default of --micro-batch.
 inline std::string ds_complete(DsBatch* b, int64_t default_micro) {
-    if (!b->all && !b->micro) b->micro = default_micro;
+    if (!b->all && !b->micro)
+        b->micro = default_micro;
     if (!b->steps && !(b->all && b->micro))
         b->steps = 1;
-    if (!b->all) b->all = b->micro * b->steps * b->dp;
+    if (!b->all)
+        b->all = b->micro * b->steps * b->dp;
     if (!b->micro)
         b->micro = b->all / (b->steps * b->dp);
     if (!b->steps)

@@ -126,7 +126,8 @@ inline std::string ds_offload(DsFile& f, const DsRow& row, const Json& value) {
             if (size_t at = key.find("_" + from); at != std::string::npos)
                 key.replace(at + 1, from.size(), word);
         auto at = f.keys.find(key);
-        if (at == f.keys.end() || at->second == "none") continue;
+        if (at == f.keys.end() || at->second == "none")
+            continue;
         std::string device = json_word(at->second);
         if (!place.empty() && device != place)
             return concat(key, " ", device, " is another place: --offload-to is one for all");

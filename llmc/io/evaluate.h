@@ -87,7 +87,8 @@ inline size_t space_length(std::string_view text) {
                                    "\u2007", "\u2008", "\u2009", "\u200a", "\u2028",
                                    "\u2029", "\u202f", "\u205f", "\u3000"};
     for (const char* space : others)
-        if (text.starts_with(space)) return strlen(space);
+        if (text.starts_with(space))
+            return strlen(space);
     return 0;
 }
 
@@ -104,7 +105,8 @@ inline std::string_view strip_right(std::string_view text) {
 
 // Python's strip(): white space goes at both ends.
 inline std::string strip(std::string_view text) {
-    while (size_t n = space_length(text)) text.remove_prefix(n);
+    while (size_t n = space_length(text))
+        text.remove_prefix(n);
     return std::string(strip_right(text));
 }
 
@@ -203,7 +205,8 @@ inline Texts hellaswag_texts(const Json& j, std::string* wrong) {
     // The second half begins a sentence in the file's lower case.
     std::string ctx = text_in(j, "ctx_a", wrong) + " " + capitalize(text_in(j, "ctx_b", wrong));
     std::vector<std::string> endings = texts_in(j, "endings", wrong);
-    for (std::string& e : endings) e = without_marks(e);
+    for (std::string& e : endings)
+        e = without_marks(e);
     return choices(without_marks(text_in(j, "activity_label", wrong) + ": " + ctx), endings,
                    number_in(j, "label", wrong));
 }
@@ -305,14 +308,16 @@ inline const TaskKind* find_task_kind(const std::string& name) {
 inline std::string make_candidate(Candidate* c, const Tokenizer& t, const Texts::Pair& pair,
                                   size_t P) {
     c->characters = count_characters(pair.completion) - 1; // without the space
-    if (c->characters == 0) return "a completion is empty";
+    if (c->characters == 0)
+        return "a completion is empty";
 
     // Encode both texts together: the boundary is where the context alone ends.
     std::string context(strip_right(pair.context));
     size_t before = encode_from_start(t, context).size();
     c->tokens = encode_from_start(t, pair.context + pair.completion);
     if (context.empty() && t.bos < 0) {
-        if (t.eot < 0) return "a context is empty, and the tokenizer has no token for that";
+        if (t.eot < 0)
+            return "a context is empty, and the tokenizer has no token for that";
         c->tokens.insert(c->tokens.begin(), t.eot);
         before = 1;
     }
@@ -367,7 +372,8 @@ inline std::string read_labels(const std::string& path, size_t count,
                                std::vector<std::string>* labels) {
     std::string beside = path.substr(0, path.rfind('.')) + "-labels.lst";
     std::string wrong = read_lines(beside, labels);
-    if (!wrong.empty()) return path + ":1: has no \"label\", and " + wrong;
+    if (!wrong.empty())
+        return path + ":1: has no \"label\", and " + wrong;
     if (labels->size() == count) return "";
     return concat(beside, ": has ", labels->size(), " labels for the ", count, " questions of ",
                   path);
@@ -447,10 +453,12 @@ inline std::string read_tasks(Evaluation* e, const std::string& value, const Tok
             return "--evaluate: there is no task '" + name + "'" +
                    (close.empty() ? "" : ": did you mean " + close + "?") + "; tasks: " + all;
         for (const Task& t : e->tasks)
-            if (t.name == name) return "--evaluate: " + name + " is there twice";
+            if (t.name == name)
+                return "--evaluate: " + name + " is there twice";
 
         std::string wrong = read_task(e, *kind, item.substr(equals + 1), tokenizer, P);
-        if (!wrong.empty()) return "--evaluate: " + wrong;
+        if (!wrong.empty())
+            return "--evaluate: " + wrong;
     }
     return "";
 }
@@ -551,7 +559,8 @@ inline size_t target_bytes(const DataLoader& d, const Tokenizer& t, uint64_t sam
     for (uint64_t i = 0; i < samples; i++) {
         if (!load_window(d, i, tokens.data(), targets.data()).empty())
             break;
-        for (int target : targets) bytes += length[target];
+        for (int target : targets)
+            bytes += length[target];
     }
     return bytes;
 }

@@ -124,7 +124,8 @@ inline std::string kind_of_node(mode_t mode) {
 inline std::string open_regular(const std::string& path, int* fd, struct stat* s) {
     // Without O_NONBLOCK a pipe that nobody writes to would wait for ever.
     *fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    if (*fd < 0) return path + ": " + strerror(errno);
+    if (*fd < 0)
+        return path + ": " + strerror(errno);
     if (fstat(*fd, s) == 0 && S_ISREG(s->st_mode))
         return "";
 
@@ -198,8 +199,10 @@ inline std::string lock_file(const std::string& path, int* fd, const std::string
     for (;;) {
         // Make it. In a folder that cannot be written to nobody writes.
         *fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-        if (*fd < 0 && (errno == EACCES || errno == EROFS)) return "";
-        if (*fd < 0) return path + ": cannot be made: " + strerror(errno);
+        if (*fd < 0 && (errno == EACCES || errno == EROFS))
+            return "";
+        if (*fd < 0)
+            return path + ": cannot be made: " + strerror(errno);
         bool locked = flock(*fd, LOCK_EX | LOCK_NB) == 0;
         bool refused = !locked && errno == EWOULDBLOCK;
 
@@ -269,7 +272,8 @@ inline std::string replace_folder(const std::string& fresh, const std::string& f
             rename(aside.c_str(), good ? fresh.c_str() : folder.c_str());
         }
     }
-    if (!good) return folder + ": cannot be renamed: " + strerror(errno);
+    if (!good)
+        return folder + ": cannot be renamed: " + strerror(errno);
 
     // Remove the old folder, which now has the name that the new one had.
     std::string wrong = sync_folder(folder_of(folder));

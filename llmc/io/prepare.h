@@ -85,7 +85,8 @@ inline bool next_is_val(const ShardOutput& o) { return o.val_tokens > 0 && o.sha
 // The validation shard is not counted: training shards begin at 0.
 inline std::string next_shard(const ShardOutput& o) {
     if (next_is_val(o)) return o.stem + ".val.bin";
-    if (o.shard_tokens == 0) return o.stem + ".bin";
+    if (o.shard_tokens == 0)
+        return o.stem + ".bin";
     char number[32];
     snprintf(number, sizeof(number), "_%06zu.bin", o.shards.size() - (o.val_tokens > 0));
     return o.stem + number;
@@ -194,7 +195,8 @@ inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, b
             return concat(o.stem, ".bin: is full with ", MAX_SHARD_TOKENS,
                           " tokens, which is all that a shard can hold: give --shard-tokens "
                           "100000000");
-        if (fresh && !open_shard(o)) return o.file.wrong;
+        if (fresh && !open_shard(o))
+            return o.file.wrong;
 
         // Fill it up.
         size_t n = std::min(count, next_shard_tokens(o) - o.in_shard);
@@ -232,7 +234,8 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     o.skip = 0;
 
     // Some bad lines are forgiven, many are an error.
-    if (o.first_malformed.empty()) o.first_malformed = b.first_malformed;
+    if (o.first_malformed.empty())
+        o.first_malformed = b.first_malformed;
     if (o.malformed == 0 && b.malformed > 0)
         fprintf(stderr, "note: %s; such lines are left out\n", b.first_malformed.c_str());
     o.lines += b.lines_read;
@@ -320,21 +323,27 @@ inline std::string check_state(const nlohmann::json& found) {
     for (size_t i = 0; wrong.empty() && i < found["shards"].size(); i++) {
         // Files lie beside this one: a path could lead elsewhere.
         const nlohmann::json& shard = found["shards"][i];
-        if (!shard.is_object()) return "a shard is no object";
+        if (!shard.is_object())
+            return "a shard is no object";
         for (const char* key : {"tokens", "documents", "bytes", "crc32"})
-            if (wrong.empty()) wrong = check_integer(shard, key, 0, INT64_MAX);
-        if (wrong.empty()) wrong = check_type(shard, "file", Type::string);
+            if (wrong.empty())
+                wrong = check_integer(shard, key, 0, INT64_MAX);
+        if (wrong.empty())
+            wrong = check_type(shard, "file", Type::string);
         if (wrong.empty() && shard["file"].get<std::string>().find('/') != std::string::npos)
             wrong = "file is " + json_word(shard["file"]) + ", which is no name";
     }
 
     // Only a progress file says where the last batch began.
     const nlohmann::json at = found.value("batch", nlohmann::json());
-    if (!wrong.empty() || at.is_null()) return wrong;
-    if (!at.is_object()) return "batch is no object";
+    if (!wrong.empty() || at.is_null())
+        return wrong;
+    if (!at.is_object())
+        return "batch is no object";
     wrong = check_integer(found, "written", 0, INT64_MAX);
     for (const char* key : {"file", "offset", "line", "lines", "malformed"})
-        if (wrong.empty()) wrong = check_integer(at, key, 0, INT64_MAX);
+        if (wrong.empty())
+            wrong = check_integer(at, key, 0, INT64_MAX);
     return wrong.empty() ? check_type(at, "begins", Type::boolean) : wrong;
 }
 
@@ -353,7 +362,8 @@ inline std::string read_state(const ShardOutput& o, const std::string& path,
     const std::string fix = ": remove it, or choose another name";
     bool whole = parse_json(bytes, path, found).empty() && found->contains("crc32") &&
                  (*found)["crc32"] == manifest_crc(*found) && check_state(*found).empty();
-    if (!whole) return path + ": is there, and is none of --prepare's files or is damaged" + fix;
+    if (!whole)
+        return path + ": is there, and is none of --prepare's files or is damaged" + fix;
 
     // Check that it is this call's.
     std::string other = state_differs(*found, o.identity);
@@ -361,7 +371,8 @@ inline std::string read_state(const ShardOutput& o, const std::string& path,
         *found = nullptr;
         return "";
     }
-    if (!other.empty()) return path + ": was made from " + other + fix;
+    if (!other.empty())
+        return path + ": was made from " + other + fix;
     return check_shards((*found)["shards"], path);
 }
 
@@ -431,7 +442,8 @@ struct PrepareProgress {
 // Show how far it is, if the last time is long enough ago.
 inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
     double now = clock_seconds();
-    if (p.bytes_before == 0) p.bytes_before = bytes;
+    if (p.bytes_before == 0)
+        p.bytes_before = bytes;
     if (now - p.shown < (p.live ? 0.2 : 5))
         return;
     p.shown = now;
@@ -508,7 +520,8 @@ inline void workers_end(Workers& w) {
 // Say why there is nothing to train on.
 inline std::string no_document(const ShardOutput& o, const BatchReader& r) {
     std::string path = r.inputs[0].path;
-    if (o.malformed == 0) return path + ": holds no document";
+    if (o.malformed == 0)
+        return path + ": holds no document";
     return concat("all ", o.malformed, " lines are bad: ", o.first_malformed);
 }
 
@@ -586,7 +599,8 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
     // Refuse what makes no sense together.
     if (!c.prepare.ends_with(".bin") || c.prepare.size() == 4)
         return "--prepare " + c.prepare + ": OUT.bin, the name of what is written";
-    if (c.data.empty()) return "--prepare makes shards of --data: give --data FILES";
+    if (c.data.empty())
+        return "--prepare makes shards of --data: give --data FILES";
     if (!c.val.empty())
         return "--prepare: validation is the first --val-tokens of --data: leave --val out";
 
@@ -665,7 +679,8 @@ inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutp
     if (!done) {
         int threads = c.threads ? c.threads : int(std::thread::hardware_concurrency());
         wrong = write_all(o, r, t, std::max(threads, 1));
-        if (wrong.empty()) wrong = write_manifest(o, t);
+        if (wrong.empty())
+            wrong = write_manifest(o, t);
         if (!wrong.empty()) return wrong;
         unlink(progress_path(o).c_str());
         if (o.malformed > 0)

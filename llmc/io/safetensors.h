@@ -104,8 +104,10 @@ inline uint16_t float_to_half(float f) {
     uint32_t absolute = u & 0x7fffffff;
 
     // NaN, then from 65520 on infinity, then the subnormals: whole numbers of 2^-24.
-    if (absolute > 0x7f800000) return uint16_t(sign | 0x7e00);
-    if (absolute >= 0x477ff000) return uint16_t(sign | 0x7c00);
+    if (absolute > 0x7f800000)
+        return uint16_t(sign | 0x7e00);
+    if (absolute >= 0x477ff000)
+        return uint16_t(sign | 0x7c00);
     if (absolute < 0x38800000) {
         float scaled = std::fabs(f) * 0x1p24f;
         return uint16_t(sign | uint32_t(std::nearbyintf(scaled)));
@@ -176,7 +178,8 @@ struct DuplicateKeys {
 // Check a shape, and count its elements.
 inline std::string read_shape(SafeTensor* t, const nlohmann::json& shape, size_t* elements) {
     *elements = 1;
-    if (!shape.is_array()) return "has a shape that is no list";
+    if (!shape.is_array())
+        return "has a shape that is no list";
     for (const nlohmann::json& d : shape) {
         // A list is not printed: printing recurses, and a header of brackets would end the stack.
         if (!d.is_number_unsigned())
@@ -198,10 +201,12 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
 
     // Its type and shape say how many bytes it needs.
     const nlohmann::json& dtype = entry["dtype"];
-    if (!dtype.is_string()) return "has a dtype that is no text";
+    if (!dtype.is_string())
+        return "has a dtype that is no text";
     t->dtype = dtype.get<std::string>();
     size_t width = dtype_bytes(t->dtype);
-    if (!width) return "has the unknown dtype " + printable(t->dtype);
+    if (!width)
+        return "has the unknown dtype " + printable(t->dtype);
     size_t elements;
     std::string wrong = read_shape(t, entry["shape"], &elements);
     if (!wrong.empty()) return wrong;
@@ -210,7 +215,8 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
     const nlohmann::json& offsets = entry["data_offsets"];
     bool numbers = offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
                    offsets[1].is_number_unsigned();
-    if (!numbers) return "has data_offsets that are not two positions";
+    if (!numbers)
+        return "has data_offsets that are not two positions";
     size_t end = offsets[1].get<size_t>();
     *begin = offsets[0].get<size_t>();
     if (*begin > end || end > body)
@@ -229,7 +235,8 @@ inline std::string check_spans(std::vector<std::pair<size_t, size_t>> spans, siz
     std::sort(spans.begin(), spans.end());
     size_t reached = 0;
     for (auto [begin, end] : spans) {
-        if (begin < reached) return concat("two tensors overlap at byte ", begin, " of the data");
+        if (begin < reached)
+            return concat("two tensors overlap at byte ", begin, " of the data");
         if (begin > reached)
             return concat("bytes ", reached, " to ", begin, " of the data belong to no tensor");
         reached = end;
@@ -274,7 +281,8 @@ inline std::string read_safetensors_header(SafeTensors* s) {
         t.name = name;
         size_t begin = 0;
         std::string wrong = read_tensor_entry(&t, entry, body, &begin);
-        if (!wrong.empty()) return "tensor " + printable(name) + " " + wrong;
+        if (!wrong.empty())
+            return "tensor " + printable(name) + " " + wrong;
         t.data = data + begin;
         spans.push_back({begin, begin + t.bytes});
         s->tensors.push_back(t);
@@ -324,7 +332,8 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
                                const std::map<std::string, std::string>& metadata) {
     // Give each tensor its place: they lie one behind the other.
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
-    if (!metadata.empty()) header["__metadata__"] = metadata;
+    if (!metadata.empty())
+        header["__metadata__"] = metadata;
     size_t offset = 0;
     for (const TensorSpec& t : specs) {
         header[t.name] = {{"dtype", type_name(t.type)},

@@ -227,7 +227,8 @@ inline std::string read_json_line(std::string_view line, const std::string& fiel
     if (!j.contains(field) || !j[field].is_string())
         return "has no string \"" + field + "\": --field says which one is the text";
     *text = j[field].get<std::string>();
-    if (other_bytes) *text = noncharacters_to_bytes(*text);
+    if (other_bytes)
+        *text = noncharacters_to_bytes(*text);
     return "";
 }
 
@@ -264,7 +265,8 @@ inline void tokenize_lines(TextBatch& b, const Tokenizer& t, const std::string& 
 
 // Take the tokens of a file that has them already. Each document ends with the tokenizer's end.
 inline void take_tokens(TextBatch& b, const Tokenizer& t, const std::string& path) {
-    if (b.offset == 0) b.tokens.push_back(DOCUMENT);
+    if (b.offset == 0)
+        b.tokens.push_back(DOCUMENT);
     for (size_t at = 0; at + 2 <= b.text.size(); at += 2) {
         uint16_t token = 0;
         memcpy(&token, &b.text[at], 2); // little-endian
@@ -281,8 +283,10 @@ inline void take_tokens(TextBatch& b, const Tokenizer& t, const std::string& pat
 // Make a batch's tokens, with DOCUMENT before each document.
 inline void tokenize_batch(TextBatch& b, const Tokenizer& t, const std::string& field,
                            const std::string& path) {
-    if (b.lines) return tokenize_lines(b, t, field, path);
-    if (b.holds_tokens) return take_tokens(b, t, path);
+    if (b.lines)
+        return tokenize_lines(b, t, field, path);
+    if (b.holds_tokens)
+        return take_tokens(b, t, path);
     b.tokens = encode(t, b.text, true, b.offset > 0);
     if (b.offset == 0)
         b.tokens.insert(b.tokens.begin(), DOCUMENT);

@@ -93,7 +93,8 @@ inline std::string input_describe(TextInput* input, const std::string& path) {
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
         return path + ": " + strerror(errno);
-    if (!S_ISREG(s.st_mode)) return path + ": is no file";
+    if (!S_ISREG(s.st_mode))
+        return path + ": is no file";
     input->bytes = s.st_size;
     input->modified = s.st_mtime;
     return input->packed.empty() ? check_plain(*input) : "";

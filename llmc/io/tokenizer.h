@@ -144,7 +144,8 @@ struct Character {
 inline Character first_character(std::string_view text) {
     size_t n = text.empty() ? 0 : utf8_length(text);
     int32_t code = -1;
-    if (n) utf8proc_iterate((const utf8proc_uint8_t*)text.data(), utf8proc_ssize_t(n), &code);
+    if (n)
+        utf8proc_iterate((const utf8proc_uint8_t*)text.data(), utf8proc_ssize_t(n), &code);
     return {code, n};
 }
 inline Character last_character(std::string_view text) {
@@ -201,12 +202,15 @@ void split_at_fixed(const Fixed& f, std::string_view text, bool special, Plain p
         bool inside = rule.single_word &&
                       (is_of_word(last_character(text.substr(0, at)).code) ||
                        is_of_word(first_character(text.substr(next)).code));
-        if (inside || (rule.special && !special)) continue;
+        if (inside || (rule.special && !special))
+            continue;
 
         // Take in white space, but none that is given out already.
         size_t begin = at, end = next;
-        if (rule.lstrip) begin = std::max(at - space_at_end(text.substr(0, at)), from);
-        if (rule.rstrip) end += space_at_start(text.substr(next));
+        if (rule.lstrip)
+            begin = std::max(at - space_at_end(text.substr(0, at)), from);
+        if (rule.rstrip)
+            end += space_at_start(text.substr(next));
         if (begin > from)
             plain(text.substr(from, begin - from));
         token(match.token);
@@ -259,7 +263,8 @@ inline std::string unicode_classes(const std::string& pattern) {
     bool in_class = false;
     for (size_t i = 0; i < pattern.size(); i++) {
         std::string item(1, pattern[i]);
-        if (item == "\\" && i + 1 < pattern.size()) item += pattern[++i];
+        if (item == "\\" && i + 1 < pattern.size())
+            item += pattern[++i];
         if (item == "[" || item == "]")
             in_class = item == "[";
         if (!members(item).empty())
@@ -388,7 +393,8 @@ inline void bpe_word(Encoding& e, std::string_view word) {
 
         // The new symbol may merge with both its neighbours.
         queue_merge(e, i);
-        if (left.previous >= 0) queue_merge(e, left.previous);
+        if (left.previous >= 0)
+            queue_merge(e, left.previous);
     }
 
     // Write what is left in the list.
@@ -596,7 +602,8 @@ inline void encode_more(Encoding& e, std::string_view text, bool special = false
                         bool goes_on = false) {
     const Tokenizer& t = e.t;
     if (t.kind == TokenizerKind::BYTE) {
-        for (unsigned char c : text) e.out.push_back(c);
+        for (unsigned char c : text)
+            e.out.push_back(c);
         return;
     }
     if (text.empty()) return;
@@ -618,7 +625,8 @@ inline void encode_more(Encoding& e, std::string_view text, bool special = false
         };
         if (t.unicode_form)
             between = e.normalised.emplace_back(unicode_normalise(between, t.unicode_form));
-        if (t.sentencepiece && !t.late_spaces) between = spaces(between, first);
+        if (t.sentencepiece && !t.late_spaces)
+            between = spaces(between, first);
         auto words = [&](std::string_view part) {
             bool begins = first && part.data() == between.data();
             encode_words(e, t.sentencepiece && t.late_spaces ? spaces(part, begins) : part);
@@ -654,7 +662,8 @@ inline std::string decode(const Tokenizer& t, int token) {
 // The text of all its tokens, without the space that encode put in front.
 inline std::string decode(const Tokenizer& t, const std::vector<int>& tokens) {
     std::string text;
-    for (int token : tokens) text += decode(t, token);
+    for (int token : tokens)
+        text += decode(t, token);
     return t.prefix == Prefix::SPACE && text.starts_with(' ') ? text.substr(1) : text;
 }
 

@@ -162,7 +162,8 @@ inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
 
 // Why a tokenizer.json cannot describe a tokenizer; "": it can.
 inline std::string not_json(const Tokenizer& t) {
-    if (t.kind == TokenizerKind::UNIGRAM) return "it is unigram";
+    if (t.kind == TokenizerKind::UNIGRAM)
+        return "it is unigram";
     if (!t.extra_spaces || !t.added.ids.empty())
         return "it drops extra spaces or adds pieces";
 
@@ -171,7 +172,8 @@ inline std::string not_json(const Tokenizer& t) {
     for (const std::string& text : token_texts(t)) {
         for (size_t at = 0, n; at < text.size(); at += n) {
             n = utf8_length(std::string_view(text).substr(at));
-            if (n == 0) return "token " + in_quotes(text) + " is no UTF-8";
+            if (n == 0)
+                return "token " + in_quotes(text) + " is no UTF-8";
         }
         if (!text.empty() && !seen.insert(text).second)
             return "two tokens are " + in_quotes(text);
@@ -218,15 +220,18 @@ inline std::string tokenizer_files(std::map<std::string, std::string>* files, co
         wrong = read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]);
     if (!wrong.empty()) return wrong;
     bool whole = ::access(beside.c_str(), F_OK) == 0;
-    if (whole) wrong = read_whole_file(beside, &(*files)["tokenizer_config.json"]);
+    if (whole)
+        wrong = read_whole_file(beside, &(*files)["tokenizer_config.json"]);
     if (json && whole) return wrong;
 
     // Convert.
     std::string why = json ? "" : not_json(t);
-    if (!why.empty()) return path + ": transformers has no form for it: " + why;
+    if (!why.empty())
+        return path + ": transformers has no form for it: " + why;
     if (!json)
         (*files)["tokenizer.json"] = tokenizer_as_json(t).dump(1) + "\n";
-    if (!whole) (*files)["tokenizer_config.json"] = tokenizer_config(t, positions);
+    if (!whole)
+        (*files)["tokenizer_config.json"] = tokenizer_config(t, positions);
     return wrong;
 }
 

@@ -31,7 +31,8 @@ constexpr size_t MAX_TOKENS = size_t(1) << 22; // larger ids come from broken fi
 // Give a token its bytes; false: it is no token.
 // Ids may come in any order and leave gaps; a gap has no text.
 inline bool set_piece(Tokenizer* t, int64_t token, const std::string& bytes) {
-    if (token < 0 || size_t(token) >= MAX_TOKENS) return false;
+    if (token < 0 || size_t(token) >= MAX_TOKENS)
+        return false;
     if (t->pieces.size() <= size_t(token))
         t->pieces.resize(token + 1);
     t->pieces[token] = bytes;
@@ -249,13 +250,15 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
     std::string text;
     nlohmann::json vocabulary;
     std::string wrong = read_json(vocabulary_path, &vocabulary);
-    if (wrong.empty()) wrong = read_whole_file(merges_path, &text);
+    if (wrong.empty())
+        wrong = read_whole_file(merges_path, &text);
     if (!wrong.empty()) return wrong;
 
     // Take the pieces.
     t->kind = TokenizerKind::BPE;
     wrong = read_vocabulary(t, vocabulary);
-    if (!wrong.empty()) return vocabulary_path + ": " + wrong;
+    if (!wrong.empty())
+        return vocabulary_path + ": " + wrong;
 
     // Take the merges: a line each, behind a line that says the version.
     std::vector<Merge> merges;
@@ -266,12 +269,14 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
         if (!line.empty() && !(first && line.starts_with("#version")))
             wrong = add_merge_line(*t, &merges, line);
     }
-    if (!wrong.empty()) return merges_path + ": " + wrong;
+    if (!wrong.empty())
+        return merges_path + ": " + wrong;
     set_merges(t, merges);
 
     // The files do not say which token is special, and how text is cut.
     int end = find_token(t->ids, "<|endoftext|>");
-    if (end >= 0) add_special(t, "<|endoftext|>", end);
+    if (end >= 0)
+        add_special(t, "<|endoftext|>", end);
     return add_pattern(t, GPT2_PATTERN);
 }
 
@@ -312,7 +317,8 @@ inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
     // SentencePiece's: a space in front. U+2581 for a space is what every such tokenizer has.
     bool spaces = type == "Replace" && j.at("pattern").value("String", "") == " ";
     if (t->sentencepiece && (type == "Prepend" || spaces)) {
-        if (type == "Prepend") t->prefix = Prefix::SPACE;
+        if (type == "Prepend")
+            t->prefix = Prefix::SPACE;
         t->late_spaces = false;
         return "";
     }
@@ -338,13 +344,15 @@ inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
     if (type == "Metaspace" && t->sentencepiece) {
         const std::string scheme =
             j.value("prepend_scheme", j.value("add_prefix_space", true) ? "always" : "never");
-        if (scheme != "never") t->prefix = Prefix::SPACE_UNLESS_THERE;
+        if (scheme != "never")
+            t->prefix = Prefix::SPACE_UNLESS_THERE;
         t->prefix_once = scheme == "first";
         return j.value("split", true) ? add_pattern(t, " [^ ]*") : "";
     }
 
     // A pattern. Text between its matches is a word in any case, so that no text is lost.
-    if (type != "Split") return not_built("pre_tokenizer", j["type"]);
+    if (type != "Split")
+        return not_built("pre_tokenizer", j["type"]);
     const std::string behavior = j.at("behavior");
     if (behavior != "Isolated" && !(behavior == "Removed" && j.value("invert", false)))
         return not_built("pre_tokenizer Split, behavior", j["behavior"]);
@@ -434,9 +442,11 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
     // Take the steps that text goes through. Spaces are a normalizer's, or else a pre-tokenizer's.
     t->late_spaces = true;
     for (const auto& each : json_steps(j, "normalizer", "normalizers"))
-        if (wrong.empty()) wrong = read_normalizer(t, each);
+        if (wrong.empty())
+            wrong = read_normalizer(t, each);
     for (const auto& each : json_steps(j, "pre_tokenizer", "pretokenizers"))
-        if (wrong.empty()) wrong = read_pre_tokenizer(t, each);
+        if (wrong.empty())
+            wrong = read_pre_tokenizer(t, each);
     if (wrong.empty() && j.contains("added_tokens"))
         wrong = read_added_tokens(t, j["added_tokens"]);
     if (wrong.empty() && t->sentencepiece && t->patterns.empty())
@@ -514,13 +524,15 @@ inline bool base64_decode(std::string_view text, std::string* bytes) {
     bytes->clear();
     if (text.empty() || text.size() % 4 != 0)
         return false;
-    while (text.ends_with('=')) text.remove_suffix(1);
+    while (text.ends_with('='))
+        text.remove_suffix(1);
 
     // A digit has six bits; each but the first of four completes a byte.
     uint32_t bits = 0;
     for (size_t i = 0; i < text.size(); i++) {
         size_t digit = DIGITS.find(text[i]);
-        if (digit == std::string_view::npos) return false;
+        if (digit == std::string_view::npos)
+            return false;
         bits = bits << 6 | uint32_t(digit);
         if (i % 4 > 0)
             bytes->push_back(char(bits >> (6 - 2 * (i % 4))));
@@ -670,7 +682,8 @@ inline void add_sentencepiece(Tokenizer* t, const std::string& text, float score
     if (type == NORMAL) set_word_piece(t, token);
     if (type == USER_DEFINED)
         fixed_add(&t->added, text, token);
-    if (type == CONTROL) add_special(t, text, token);
+    if (type == CONTROL)
+        add_special(t, text, token);
     if (type == UNKNOWN) {
         t->unknown = token;
         t->pieces.back() = " \xe2\x81\x87 "; // U+2047, two question marks
@@ -846,7 +859,8 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
                "folder of one, or --tokenizer byte";
     if (S_ISDIR(s.st_mode)) {
         std::string one = tokenizer_in(path);
-        if (!one.empty()) return read_tokenizer(t, one);
+        if (!one.empty())
+            return read_tokenizer(t, one);
         return path +
                ": has no tokenizer.json, no vocab.bpe with encoder.json, no tokenizer.model "
                "and no tokenizer.bin: give the tokenizer's file itself";
@@ -859,7 +873,8 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
         return vocabulary.empty() ? path + ": has no encoder.json or vocab.json beside it"
                                   : read_gpt2(t, path, vocabulary);
     }
-    if (name.ends_with(".json")) return read_tokenizer_json(t, path);
+    if (name.ends_with(".json"))
+        return read_tokenizer_json(t, path);
 
     // The others are read whole. Two kinds are called .model: SentencePiece's begins with the key
     // of its first field, as no text does.
@@ -885,7 +900,8 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     std::string wrong = read_tokenizer(t, name);
     if (wrong.empty() && !writes_any_text(*t))
         wrong = name + ": has neither a token for each byte nor one for what is unknown";
-    if (!wrong.empty()) return "--tokenizer " + wrong;
+    if (!wrong.empty())
+        return "--tokenizer " + wrong;
     t->vocab_size = int(t->pieces.size());
 
     // The token that ends a text, by its usual names.

@@ -50,7 +50,8 @@ inline void take_ds_config(Run& run) {
     std::vector<std::string> lines;
     std::string wrong = read_ds_config(run.config, path, run.world.size, &lines);
     for (const std::string& line : lines)
-        if (is_first(run)) printf("%s: %s\n", printable(path).c_str(), printable(line).c_str());
+        if (is_first(run))
+            printf("%s: %s\n", printable(path).c_str(), printable(line).c_str());
     or_die(wrong);
 }
 
@@ -185,7 +186,8 @@ inline void prepare_export(Run& run) {
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
     or_die(hf_export_check(run.shape, c.export_dir));
-    if (is_first(run)) or_die(try_folder("export", c.export_dir));
+    if (is_first(run))
+        or_die(try_folder("export", c.export_dir));
 
     // A model without its tokenizer is still an export; say what is left out.
     bool known = vocab_matches(run);
@@ -273,7 +275,8 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
 // has seen how much room there is.
 inline Recompute recompute_named(const std::string& name) {
     for (int level = 0; level < RECOMPUTE_LEVELS; level++)
-        if (name == recompute_name(Recompute(level))) return Recompute(level);
+        if (name == recompute_name(Recompute(level)))
+            return Recompute(level);
     return Recompute::FULL;
 }
 
@@ -304,9 +307,12 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
 
     // A folder's name may not be "cpu": "./cpu" is one.
     Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
-    if (offloads(c, "optimizer")) train.offload.optimizer = tier;
-    if (offloads(c, "activations")) train.offload.activations = tier;
-    if (offloads(c, "weights")) train.offload.weights = tier;
+    if (offloads(c, "optimizer"))
+        train.offload.optimizer = tier;
+    if (offloads(c, "activations"))
+        train.offload.activations = tier;
+    if (offloads(c, "weights"))
+        train.offload.weights = tier;
     if (c.steps > 0 && !c.eval)
         run.train_plan = add(train);
 

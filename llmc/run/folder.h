@@ -26,7 +26,8 @@ inline bool log_has_steps(const std::string& out) {
 // Say in words which run a folder holds; "": none that a new run would destroy.
 inline std::string run_in(const std::string& out) {
     std::vector<int64_t> steps = checkpoint_steps(out);
-    if (!steps.empty()) return concat("a run at step ", steps[0]);
+    if (!steps.empty())
+        return concat("a run at step ", steps[0]);
     return log_has_steps(out) ? "a run's log" : "";
 }
 
@@ -58,7 +59,8 @@ inline std::string lock_folder(const std::string& out) {
 inline std::string make_folder(const Config& c) {
     std::error_code error;
     std::filesystem::create_directories(c.out, error);
-    if (error) return "--out " + c.out + ": cannot be made: " + error.message();
+    if (error)
+        return "--out " + c.out + ": cannot be made: " + error.message();
     std::string wrong = lock_folder(c.out);
     if (!wrong.empty()) return wrong;
 
@@ -105,7 +107,8 @@ inline std::string json_value_text(const nlohmann::json& value) {
 // Whether a flag that was left out says something else once another one is given: the default
 // --min-lr is a tenth of the peak, so of the new one.
 inline bool follows_given(const Config& c, const nlohmann::json& saved, const std::string& name) {
-    if (name != "min-lr" || !given(c, "lr") || !saved.contains("lr")) return false;
+    if (name != "min-lr" || !given(c, "lr") || !saved.contains("lr"))
+        return false;
     bool numbers = saved["lr"].is_number() && saved[name].is_number();
     return numbers && saved[name].get<double>() == saved["lr"].get<double>() / 10;
 }
@@ -117,7 +120,8 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     bool reads = c.eval || c.steps == 0;
     bool other = given(c, "precision") && saved.value("precision", c.precision) != c.precision;
     other |= given(c, "optimizer") && saved.value("optimizer", c.optimizer) != c.optimizer;
-    if (name == "masters" || name == "states") return reads || other;
+    if (name == "masters" || name == "states")
+        return reads || other;
     return name == "fp8" && (other || given(c, "weights"));
 }
 
@@ -130,14 +134,17 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
             group = f.help;
             continue;
         }
-        if (!describes_training(group) || !saved.contains(f.name)) continue;
-        if (is_of_other_numbers(c, saved, f.name)) continue;
+        if (!describes_training(group) || !saved.contains(f.name))
+            continue;
+        if (is_of_other_numbers(c, saved, f.name))
+            continue;
         std::string was = json_value_text(saved[f.name]);
         std::string now = field_text(c, f.field);
 
         // Adopt it, or say that it differs. Numbers are compared as numbers: 1e-3 is 0.001.
         Config as_saved = c;
-        if (!set_field(as_saved, f, was).empty()) continue;
+        if (!set_field(as_saved, f, was).empty())
+            continue;
         was = field_text(as_saved, f.field);
         if (was == now) continue;
         if (!given(c, f.name) && !follows_given(c, saved, f.name)) {
@@ -154,7 +161,8 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
 // broken is looked at again when it is loaded.
 inline nlohmann::json newest_manifest(const Config& c) {
     for (int64_t step : checkpoint_steps(c.out)) {
-        if (c.resume_step >= 0 && step != c.resume_step) continue;
+        if (c.resume_step >= 0 && step != c.resume_step)
+            continue;
         nlohmann::json manifest;
         if (read_manifest(c.out + "/" + step_folder(step), &manifest).empty())
             return manifest;
@@ -167,7 +175,8 @@ inline void adopt_checkpoint(Run& run) {
     Config& c = run.config;
     if (!c.resume || c.out.empty()) return;
     nlohmann::json manifest = newest_manifest(c);
-    if (!manifest.is_object() || !manifest.contains("config")) return;
+    if (!manifest.is_object() || !manifest.contains("config"))
+        return;
     std::string differences = adopt_flags(c, manifest["config"]);
     if (!differences.empty() && writes_folder(c))
         note(run, "this run differs from its checkpoint: " + differences);
@@ -182,7 +191,8 @@ inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
     const std::string& out = run.config.out;
     std::string wrong;
     for (int64_t step : is_first(run) ? checkpoint_steps(out) : std::vector<int64_t>()) {
-        if (step <= run.step || !wrong.empty()) continue;
+        if (step <= run.step || !wrong.empty())
+            continue;
         bool is_broken = std::count(broken.begin(), broken.end(), step) > 0;
         std::string name;
         wrong = set_aside(out, step, is_broken ? ".broken" : ".newer", &name);
@@ -260,9 +270,11 @@ constexpr double RETRY_SECONDS = 60, RETRY_AT_THE_END = 5;
 // Whether this rank's clock wants a checkpoint now. Only the first rank is asked.
 inline bool clock_wants_save(const Run& run) {
     const Config& c = run.config;
-    if (c.out.empty() || !is_first(run)) return false;
+    if (c.out.empty() || !is_first(run))
+        return false;
     double now = clock_seconds();
-    if (run.saves.retry) return now >= run.saves.retry;
+    if (run.saves.retry)
+        return now >= run.saves.retry;
     return c.save_minutes > 0 && now - run.saves.last >= 60 * c.save_minutes;
 }
 
@@ -289,7 +301,8 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void save(Run& run, Trainer<T, S>& t) {
     Saves& saves = run.saves;
-    if (run.config.out.empty() || saves.step == run.step) return;
+    if (run.config.out.empty() || saves.step == run.step)
+        return;
     std::string wrong = try_to_save(run, t);
     double now = clock_seconds();
     bool fails = !wrong.empty(), failed_before = saves.retry > 0;
@@ -310,7 +323,8 @@ void save(Run& run, Trainer<T, S>& t) {
 // --save-minutes says; a signal ends the wait.
 template <typename T, typename S>
 void save_at_the_end(Run& run, Trainer<T, S>& t) {
-    if (run.config.out.empty() || run.saves.step == run.step) return;
+    if (run.config.out.empty() || run.saves.step == run.step)
+        return;
     double end = clock_seconds() + 60 * run.config.save_minutes;
     std::string wrong = try_to_save(run, t);
     bool said = false;

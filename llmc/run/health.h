@@ -65,7 +65,8 @@ template <typename T, typename S>
 BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
     const Narrow& narrow = t.narrow[size_t(&p - t.model.parameters.data())];
     const float* mark = narrow.int8 ? narrow.absmax : narrow.nf4.table;
-    if (mark) return find_bad_values(mark, 1, t.ctx.where);
+    if (mark)
+        return find_bad_values(mark, 1, t.ctx.where);
     return find_bad_values(static_cast<const T*>(narrow.values), p.local_elements(), t.ctx.where);
 }
 
@@ -87,7 +88,8 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
                 read_kept(t, to, weight, range.at + at, count);
             });
         }
-        if (bad.count) return bad_values_text(p.name, bad, range.count);
+        if (bad.count)
+            return bad_values_text(p.name, bad, range.count);
     }
     return "";
 }
@@ -150,9 +152,11 @@ template <typename T, typename S> struct FindBadActs : BindActs<T, S> {
         BindActs<T, S>::operator()(pointer, name, n, keep, last);
         if constexpr (std::is_same_v<P, T> || std::is_same_v<P, acc_t<T>>) {
             // Gradients lie here before a backward pass makes them.
-            if (!pointer || !found->empty() || keep == Keep::GRADIENT) return;
+            if (!pointer || !found->empty() || keep == Keep::GRADIENT)
+                return;
             BadValues bad = find_bad_values(pointer, n, where);
-            if (bad.count) *found = bad_values_text(name, bad, n);
+            if (bad.count)
+                *found = bad_values_text(name, bad, n);
         }
     }
 };
@@ -176,7 +180,8 @@ std::string bad_gradient(const Trainer<T, S>& t, const Action& a) {
             if (!grad || p.bucket != b) continue;
             size_t n = p.local_elements();
             BadValues bad = find_bad_values(grad + p.offset, n, t.ctx.where);
-            if (bad.count) return bad_values_text("gradient of " + p.name, bad, n);
+            if (bad.count)
+                return bad_values_text("gradient of " + p.name, bad, n);
         }
     }
     return "";
@@ -188,7 +193,8 @@ std::string bad_results(const Trainer<T, S>& t, const Action& a) {
     std::string found;
     bool block = a.layer > 0 && a.layer < t.model.head();
     bool forward = a.op == Op::F || a.op == Op::R;
-    if (!forward && a.op != Op::B && a.op != Op::I && a.op != Op::W) return "";
+    if (!forward && a.op != Op::B && a.op != Op::I && a.op != Op::W)
+        return "";
 
     // Forward: look at results in the order in which they are made.
     if (forward && block)

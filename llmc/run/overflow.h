@@ -24,7 +24,8 @@ inline const LossScalingRow LOSS_SCALINGS[] = {
 // Return "" or why a scale cannot be `value`: only a power of two changes no bit.
 inline std::string check_power_of_two(const char* flag, double value) {
     int exponent = std::ilogb(value);
-    if (value == std::ldexp(1, exponent)) return "";
+    if (value == std::ldexp(1, exponent))
+        return "";
     return concat(flag, " ", value, " is no power of two: try ", std::ldexp(1, exponent), " or ",
                   std::ldexp(2, exponent));
 }
@@ -33,7 +34,8 @@ inline std::string check_power_of_two(const char* flag, double value) {
 inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling) {
     double value = 0;
     std::string wrong = parse_number(text, 1, 1 << 30, true, &value);
-    if (!wrong.empty()) return "--loss-scale " + wrong + ", or dynamic";
+    if (!wrong.empty())
+        return "--loss-scale " + wrong + ", or dynamic";
     scaling->dynamic = false;
     scaling->start = float(value);
     return check_power_of_two("--loss-scale", value);
@@ -64,12 +66,17 @@ inline std::string choose_loss_scaling(Run& run) {
 
     // A rule brings its numbers; flags change them.
     for (const LossScalingRow& row : LOSS_SCALINGS)
-        if (c.loss_scale_rule == row.name) run.loss_scaling = row.numbers;
+        if (c.loss_scale_rule == row.name)
+            run.loss_scaling = row.numbers;
     LossScaling& s = run.loss_scaling;
-    if (c.loss_scale_window) s.window = c.loss_scale_window;
-    if (c.loss_scale_hysteresis) s.hysteresis = c.loss_scale_hysteresis;
-    if (!dynamic) return fix_loss_scale(c.loss_scale, &s);
-    if (c.loss_scale_start) s.start = float(c.loss_scale_start);
+    if (c.loss_scale_window)
+        s.window = c.loss_scale_window;
+    if (c.loss_scale_hysteresis)
+        s.hysteresis = c.loss_scale_hysteresis;
+    if (!dynamic)
+        return fix_loss_scale(c.loss_scale, &s);
+    if (c.loss_scale_start)
+        s.start = float(c.loss_scale_start);
     std::string wrong = check_power_of_two("--loss-scale-start", s.start);
     return wrong.empty() ? choose_least(c.loss_scale_min, &s) : wrong;
 }
@@ -77,7 +84,8 @@ inline std::string choose_loss_scaling(Run& run) {
 // Whether a step overflowed and the run goes on. It says so, and ends a run that never gets out of
 // overflow. All ranks have the same scale, so all of them do the same.
 inline bool is_skipped(Run& run, const StepScale& scale) {
-    if (!run.loss_scaling.on || scale.finite) return false;
+    if (!run.loss_scaling.on || scale.finite)
+        return false;
     if (scale.loss.skipped >= MOST_SKIPPED)
         or_die_on_all_ranks(
             run, concat("step ", run.step + 1, ": ", MOST_SKIPPED,

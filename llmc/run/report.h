@@ -32,6 +32,8 @@ void report_validation(Run& run, Trainer<T, S>& t) {
     Loss loss = evaluate(run, t);
     if (run.stopped) return; // in the middle: the loss is of some samples only
     broadcast(run.world, &loss.sum, 1, 0, Cpu{}); // ranks decide by it
+
+    // Remember the best: its step's weights are kept.
     run.val_loss = loss.mean();
     if (loss.mean() < run.best_loss) {
         run.best_loss = loss.mean();
@@ -43,7 +45,8 @@ void report_validation(Run& run, Trainer<T, S>& t) {
     finish_line(run.log);
     nlohmann::json line = {{"step", run.step}, {"val_loss", loss.mean()}};
     line["val_tokens"] = loss.valid;
-    if (run.step > 0) printf("step %lld | ", (long long)run.step);
+    if (run.step > 0)
+        printf("step %lld | ", (long long)run.step);
     printf("val loss %.4f", loss.mean());
     if (run.val_bytes) {
         double bits = bits_per_byte(loss.sum, run.val_bytes);
@@ -59,9 +62,12 @@ void report_validation(Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void report_tasks(Run& run, Trainer<T, S>& t) {
     if (run.score_groups.empty()) return;
+    // Candidates of about one length share a plan.
     for (const ScoreGroup& group : run.score_groups)
         score_group(t, group, run.tasks.candidates);
     if (!is_first(run) || run.stopped) return;
+
+    // Print a table for each task, and log one line for all.
     finish_line(run.log);
     nlohmann::json line = {{"step", run.step}};
     for (const Task& task : run.tasks.tasks) {
@@ -92,6 +98,7 @@ bool write_export(Run& run, Trainer<T, S>& t) {
         wrong = is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
                     : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported);
+    // One rank's failure is everyone's: a model in parts is none.
     wrong = first_error(run.world, wrong);
     if (is_first(run) && !wrong.empty())
         report_failure(run, "--export " + c.export_dir + ": " + wrong);
@@ -103,6 +110,8 @@ inline void report_end(Run& run, bool exported) {
     const Config& c = run.config;
     if (!is_first(run)) return;
     finish_line(run.log);
+
+    // Sum up the training, where there was any.
     int64_t steps = run.step - run.first_step;
     if (steps > 0) {
         printf("done: %lld steps, %s tokens in %s", (long long)steps,
@@ -116,10 +125,12 @@ inline void report_end(Run& run, bool exported) {
     // Name what is there: a run without --out has left nothing but an export.
     std::string saved = c.out + "/" + step_folder(run.step);
     if (steps > 0 && !c.out.empty()) {
-        if (file_type(saved)) printf("  checkpoint  %s\n", saved.c_str());
+        if (file_type(saved))
+            printf("  checkpoint  %s\n", saved.c_str());
         printf("  log         %s/log.jsonl\n", c.out.c_str());
     }
-    if (exported) printf("  export      %s\n", c.export_dir.c_str());
+    if (exported)
+        printf("  export      %s\n", c.export_dir.c_str());
 }
 
 // ----------------------------------------------------------------------------
@@ -181,17 +192,22 @@ inline bool wants_times(const Run& run) {
 template <typename T, typename S>
 void take_times(Run& run, Trainer<T, S>& t, double seconds) {
     const Config& c = run.config;
+    // On a GPU the laps are events, which are over: the step has waited for its loss.
     run.trace = read_laps(t.watch, t.model);
     t.watch.on = false;
-    if (!c.timeline.empty() && run.step + 1 == c.steps) draw_timeline(run);
-    if (run.step == run.first_step + 1) run.profile = {};
-    if (!c.profile.empty()) profile_add(run.profile, run.trace, seconds);
+    if (!c.timeline.empty() && run.step + 1 == c.steps)
+        draw_timeline(run);
+    if (run.step == run.first_step + 1)
+        run.profile = {};
+    if (!c.profile.empty())
+        profile_add(run.profile, run.trace, seconds);
 }
 
 // Write --profile's table, of the first rank.
 inline void report_profile(Run& run) {
     const Config& c = run.config;
-    if (c.profile.empty() || run.profile.steps == 0) return;
+    if (c.profile.empty() || run.profile.steps == 0)
+        return;
     std::string title = concat(layout_text(c), ": rank 0 of ", run.world.size);
     std::string wrong = write_text_file(c.profile, profile_text(run.profile, title));
     report_failure(run, wrong.empty() ? "" : "--profile: " + wrong);
@@ -201,6 +217,8 @@ inline void report_profile(Run& run) {
 inline void draw_simulation(const Run& run, const Plan& p) {
     std::vector<Schedule> all = schedules_of(p.layout, p.micro_batches);
     Simulation s = simulate(all, p.layout.pp.size);
+
+    // Title it with the bubble; a row is a stage, or a rank that has several.
     char idle[64];
     snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
     const char* row = p.layout.chunks > 1 ? "pp rank" : "stage";
@@ -253,7 +271,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
 template <typename T, typename S>
 void measure_peak(Run& run, S where) {
     // Only the first rank measures: the others wait at the first collective.
-    if (run.train_plan < 0 || !is_first(run)) return;
+    if (run.train_plan < 0 || !is_first(run))
+        return;
     Peak peak = machine_peak<T>(where);
     int cores = std::max(1, int(std::thread::hardware_concurrency()) / threads_here(Cpu{}));
     int at_once = std::is_same_v<S, Cpu> ? std::min(run.world.size, cores) : 1;

@@ -148,7 +148,8 @@ inline std::string try_file(const char* flag, const std::string& path) {
     bool there = file_type(path) != 0;
     int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     std::string why = strerror(errno);
-    if (fd < 0) return concat("--", flag, " ", path, ": cannot be written: ", why);
+    if (fd < 0)
+        return concat("--", flag, " ", path, ": cannot be written: ", why);
     close(fd);
     if (!there) unlink(path.c_str());
     return "";
@@ -168,7 +169,8 @@ inline std::string try_folder(const char* flag, std::string path) {
 // A path that ends in .bin is one file of llm.c's format; any other is a Hugging Face folder.
 inline bool is_model_file(const std::string& path) { return path.ends_with(".bin"); }
 inline Type export_type(const Config& c) {
-    if (c.export_dtype == "bf16") return Type::BF16;
+    if (c.export_dtype == "bf16")
+        return Type::BF16;
     return c.export_dtype == "fp16" ? Type::F16 : Type::F32;
 }
 

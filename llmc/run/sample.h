@@ -29,9 +29,11 @@ inline void read_text_tokens(TextTokens* t, const std::string& path) {
     nlohmann::json bos = j.value("bos_token_id", nlohmann::json());
     nlohmann::json eos = j.value("eos_token_id", nlohmann::json());
     if (bos.is_number_integer()) t->bos = bos;
-    if (!eos.is_array()) eos = nlohmann::json::array({eos});
+    if (!eos.is_array())
+        eos = nlohmann::json::array({eos});
     for (const nlohmann::json& token : eos)
-        if (token.is_number_integer()) t->eos.push_back(token);
+        if (token.is_number_integer())
+            t->eos.push_back(token);
 }
 
 // The tokens that the files of --model name. llama2.c's models all begin with 1 and end with 2.
@@ -52,7 +54,8 @@ inline TextTokens model_text_tokens(const Run& run) {
 
 // The token that ends the documents of the data; -1: none is known.
 inline int data_end(const Run& run) {
-    if (run.document_end >= 0) return run.document_end;
+    if (run.document_end >= 0)
+        return run.document_end;
     const std::vector<DataFile>& files = run.val.files;
     return files.empty() ? -1 : usual_document_end(files.front(), run.tokenizer);
 }
@@ -72,7 +75,8 @@ inline std::set<int> choose_stop_tokens(const Run& run) {
 
     // A file may name a token that the model does not have.
     for (int token : found)
-        if (token >= 0 && size_t(token) < run.shape.V) tokens.insert(token);
+        if (token >= 0 && size_t(token) < run.shape.V)
+            tokens.insert(token);
     return tokens;
 }
 
@@ -125,7 +129,8 @@ inline size_t choose_context_length(const Run& run) {
 
 // Keep the end of a prompt that is longer than the positions, with room for a sample behind it.
 inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, size_t wanted) {
-    if (tokens->size() < std::max(positions, size_t(2))) return;
+    if (tokens->size() < std::max(positions, size_t(2)))
+        return;
     size_t keep = std::max(size_t(1), positions - std::min(wanted, positions / 2));
     tokens->erase(tokens->begin(), tokens->end() - long(keep));
     if (bos >= 0) tokens->front() = bos;
@@ -158,7 +163,8 @@ inline void choose_prompts(Run& run) {
     }
 
     // Say before the run that samples will be shorter than asked for.
-    if (longest + wanted <= positions + 1 || !speaks) return;
+    if (longest + wanted <= positions + 1 || !speaks)
+        return;
     bool trained = positions < run.shape.P;
     note(run, concat("samples end at ", positions + 1, " tokens with their prompt: ",
                      trained ? concat("--seq ", c.seq, " trains no more positions")
@@ -175,7 +181,8 @@ inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
     if (step > 0) title = concat("step ", step);
     if (step > 0 || samples > 1)
         title += concat(title.empty() ? "" : " | ", "sample");
-    if (samples > 1) title += concat(" ", number + 1, " of ", samples);
+    if (samples > 1)
+        title += concat(" ", number + 1, " of ", samples);
     return title.empty() ? "" : title + "\n";
 }
 

@@ -27,7 +27,8 @@ inline void note_signal(int number) {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     int64_t milliseconds = int64_t(now.tv_sec) * 1000 + now.tv_nsec / 1000000;
-    if (stop_signal && milliseconds - stop_time < 1000) return;
+    if (stop_signal && milliseconds - stop_time < 1000)
+        return;
     if (stop_signal) {
         signal(number, SIG_DFL);
         raise(number);

@@ -1,6 +1,6 @@
-// kernels_fp8.h - rows of the kernel table: fp8 in blocks, codes and values, transposed too
+// kernels_fp8.h - rows of the kernel table: fp8 in blocks, transposed too; products of codes
 #pragma once
-#include "../../llmc/fp8.cuh"
+#include "../../llmc/linear.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;
@@ -36,7 +36,7 @@ inline std::vector<bf16> fp8_inputs(Check& c, size_t rows, size_t cols, bool fin
 
 template <typename F> void fp8_kernels(Check& c) {
     for (auto [rows, cols] : fp8_shapes())
-        for (int kind = 0; kind < 4; kind++)
+        for (int kind = 0; kind <= int(Fp8Blocks::WHOLE); kind++)
             for (bool finite : {true, false}) {
                 Fp8Blocks blocks = Fp8Blocks(kind);
                 CASE(c, "fp8 %d bits of mantissa, %zux%zu, blocks %d, finite %d", F::MANTISSA, rows,
@@ -47,7 +47,7 @@ template <typename F> void fp8_kernels(Check& c) {
                 // Want: the CPU's bytes.
                 std::vector<F> codes(n), transposed(n);
                 std::vector<bf16> values(n), values_t(n);
-                std::vector<float> inverse(scales);
+                std::vector<float> inverse(scales, -1); // gaps stay so
                 uint32_t most = 0;
                 fp8_quantise<F>(codes.data(), transposed.data(), inverse.data(), x.data(), &most,
                                 rows, cols, blocks, Cpu{});
@@ -58,7 +58,7 @@ template <typename F> void fp8_kernels(Check& c) {
                     Array<bf16> inp(as_double(x)), y(n), yt(n);
                     copy_in(inp.data, x.data(), n * sizeof(bf16), stream); // NaNs as they are
                     Array<unsigned char> code(n), code_t(n);
-                    Array<float> scale(scales);
+                    Array<float> scale(std::vector<double>(scales, -1));
                     Array<int> amax(1);
                     uint32_t* word = reinterpret_cast<uint32_t*>(amax.data);
                     F* code_rows = reinterpret_cast<F*>(code.data);
@@ -78,7 +78,89 @@ template <typename F> void fp8_kernels(Check& c) {
             }
 }
 
+// ----------------------------------------------------------------------------
+// linear layers
+
+// Sizes that tensor cores take, in whole blocks and in ragged ones, and one that they do not.
+inline std::vector<std::array<size_t, 3>> fp8_linear_shapes() { // N OC IC
+    if (SMALL) return {{16, 16, 144}};
+    return {{16, 144, 272}, {144, 16, 32}, {9, 7, 5}};
+}
+
+// The three products of a layer on a device: codes on tensor cores, or what codes stand for.
+struct Fp8Layer {
+    Array<bf16> out, dinp;
+    Array<float> dw;
+    Fp8Layer(const std::vector<double>& x, const std::vector<double>& w,
+             const std::vector<double>& dy, const std::vector<double>& b, size_t N, Fp8 fp8,
+             [[maybe_unused]] int architecture)
+        : out(N * b.size()), dinp(x.size()), dw(std::vector<double>(w.size(), 2)) {
+        cudaStream_t stream = {};
+        size_t OC = b.size(), IC = w.size() / OC;
+        size_t bytes = linear_scratch_bytes<bf16>(N, OC, IC, stream) +
+                       linear_fp8_bytes(N, OC, IC, fp8);
+        Array<unsigned char> scratch(bytes);
+        Array<bf16> inp(x), weight(w), dout(dy), bias(b);
+        Blas blas;
+        blas_scratch(blas, scratch.data, bytes);
+#if !defined(__CUDACC__)
+        blas.emulates = architecture;
+#endif
+        Weight W = {weight.data, Type::BF16, OC, IC, dw.data, nullptr, fp8};
+        Weight B = {bias.data, Type::BF16, OC, 1};
+        linear_forward(out.data, inp.data, W, &B, dout.data, N, blas, stream); // a residual
+        linear_backward_input(dinp.data, dout.data, W, N, false, blas, stream);
+        linear_backward_weight(W, nullptr, dout.data, inp.data, N, true, blas, stream);
+        wait_for(stream); // before the scratch goes
+    }
+};
+
+// A device's products against the CPU's, which are those of what codes stand for.
+inline void fp8_linear_kernels(Check& c) {
+    for (auto [N, OC, IC] : fp8_linear_shapes())
+        for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR}) {
+            CASE(c, "linear fp8 %d N=%zu OC=%zu IC=%zu", int(fp8), N, OC, IC);
+            auto x = rounded<bf16>(normals(c, N * IC)), w = rounded<bf16>(normals(c, OC * IC));
+            auto dy = rounded<bf16>(normals(c, N * OC)), b = rounded<bf16>(normals(c, OC));
+
+            // Want: the CPU, in bf16 as it trains.
+            std::vector<bf16> inp = as<bf16>(x), weight = as<bf16>(w), dout = as<bf16>(dy);
+            std::vector<bf16> bias = as<bf16>(b), out(N * OC), dinp(N * IC);
+            std::vector<float> dw(OC * IC, 2);
+            std::vector<unsigned char> memory(linear_scratch_bytes<bf16>(N, OC, IC, Cpu{}) +
+                                              linear_fp8_bytes(N, OC, IC, fp8));
+            Blas host;
+            blas_scratch(host, memory.data(), memory.size());
+            Weight W = {weight.data(), Type::BF16, OC, IC, dw.data(), nullptr, fp8};
+            Weight B = {bias.data(), Type::BF16, OC, 1};
+            linear_forward(out.data(), inp.data(), W, &B, dout.data(), N, host, Cpu{});
+            linear_backward_input(dinp.data(), dout.data(), W, N, false, host, Cpu{});
+            linear_backward_weight(W, nullptr, dout.data(), inp.data(), N, true, host, Cpu{});
+
+            // Want in the emulator: the bits of values in the codes' place, for products are exact
+            // and sums have one order.
+#if !defined(__CUDACC__)
+            Fp8Layer values(x, w, dy, b, N, fp8, 86);
+#endif
+
+            // Results are rounded to bf16 twice: here and there.
+            every_order(c, [&](Outputs& o) {
+                Fp8Layer codes(x, w, dy, b, N, fp8, 90);
+                double terms = largest(x) * largest(w);
+                o.add("out", codes.out, as_double(out), tolerance<bf16>(IC + 2, 2), terms);
+                o.add("dinp", codes.dinp, as_double(dinp), tolerance<bf16>(OC, 2), terms);
+                o.add("dw", codes.dw, as_double(dw), tolerance<float>(N + 1), terms);
+#if !defined(__CUDACC__)
+                same_bytes(c, "out of codes", codes.out, values.out.host());
+                same_bytes(c, "dinp of codes", codes.dinp, values.dinp.host());
+                same_bytes(c, "dw of codes", codes.dw, values.dw.host());
+#endif
+            });
+        }
+}
+
 inline void add_fp8_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"fp8 e4m3", fp8_kernels<e4m3>});
     rows.push_back({"fp8 e5m2", fp8_kernels<e5m2>});
+    rows.push_back({"fp8 linear", fp8_linear_kernels});
 }

@@ -172,11 +172,12 @@ TEST(Fp8, ScalesAreTheLargestPowersOfTwoThatFit) {
 
 // The number of an element's block, by definition: where its scale lies.
 static size_t place_of(size_t r, size_t c, size_t rows, size_t cols, Fp8Blocks b) {
-    size_t across = (cols + 127) / 128;
-    return b == Fp8Blocks::ROWS      ? c / 128 * rows + r
-           : b == Fp8Blocks::COLUMNS ? r / 128 * cols + c
-           : b == Fp8Blocks::SQUARES ? r / 128 * across + c / 128
-                                     : 0;
+    size_t across = (cols + 511) / 512 * 4, down = (rows + 511) / 512 * 4;
+    return b == Fp8Blocks::ROWS        ? c / 128 * rows + r
+           : b == Fp8Blocks::COLUMNS   ? r / 128 * cols + c
+           : b == Fp8Blocks::SQUARES   ? r / 128 * across + c / 128
+           : b == Fp8Blocks::SQUARES_T ? c / 128 * down + r / 128
+                                       : 0;
 }
 
 // Numbers of all sizes, zero rows, a few NaN, infinities and subnormals.
@@ -212,14 +213,15 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
                         blocks, Cpu{});
 
         // Each block's largest number, in double; one that is not finite makes it infinite.
-        std::vector<double> most(inverse.size());
+        std::vector<double> most(inverse.size(), -1);
         for (size_t i = 0; i < x.size(); i++) {
             double v = std::fabs(to_float(x[i]));
             double& m = most[place_of(i / cols, i % cols, rows, cols, blocks)];
             m = std::isfinite(v) ? std::max(m, v) : INFINITY;
         }
+        // A gap, which no block has, stays as it was.
         for (size_t b = 0; b < most.size(); b++)
-            ASSERT_EQ(inverse[b], float(1 / scale_of(most[b], top))) << b;
+            ASSERT_EQ(inverse[b], most[b] < 0 ? -1 : float(1 / scale_of(most[b], top))) << b;
 
         for (size_t i = 0; i < x.size(); i++) {
             size_t r = i / cols, c = i % cols, block = place_of(r, c, rows, cols, blocks);
@@ -241,9 +243,10 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
 }
 
 TEST(Fp8, MatricesInBlocksOfEveryKind) {
-    for (Fp8Blocks blocks :
-         {Fp8Blocks::ROWS, Fp8Blocks::COLUMNS, Fp8Blocks::SQUARES, Fp8Blocks::WHOLE})
-        for (auto [rows, cols] : {std::pair(1, 1), {3, 129}, {128, 128}, {130, 40}, {257, 131}}) {
+    for (Fp8Blocks blocks : {Fp8Blocks::ROWS, Fp8Blocks::COLUMNS, Fp8Blocks::SQUARES,
+                             Fp8Blocks::SQUARES_T, Fp8Blocks::WHOLE})
+        for (auto [rows, cols] :
+             {std::pair(1, 1), {3, 129}, {128, 128}, {130, 40}, {257, 131}, {20, 700}}) {
             SCOPED_TRACE(testing::Message() << int(blocks) << " " << rows << "x" << cols);
             expect_quantised<e4m3>(size_t(rows), size_t(cols), blocks);
             expect_quantised<e5m2>(size_t(rows), size_t(cols), blocks);
@@ -450,4 +453,46 @@ TEST(Fp8, LinearLayersHideNothing) {
             EXPECT_FALSE(std::isfinite(to_float(run.out[2 * OC + 5])));
             EXPECT_FALSE(std::isfinite(run.dweight[5 * IC + 131]));
         }
+}
+
+// ----------------------------------------------------------------------------
+// what cuBLASLt multiplies
+
+// A row of the library's page on narrow precisions each: the product that it allows, and the one
+// change that it does not.
+TEST(Fp8, ProductsThatTheLibraryForbidsAreKnown) {
+    auto rows = Fp8Blocks::ROWS, squares = Fp8Blocks::SQUARES, whole = Fp8Blocks::WHOLE;
+    const Fp8Product blocks = {128, 256, 512, rows, squares, false, false, Type::BF16};
+    const Fp8Product tensor = {128, 256, 512, whole, whole, true, false, Type::F32, true};
+    const size_t now = 130000, before = 120800;
+    auto with = [](Fp8Product p, auto change) {
+        change(p);
+        return p;
+    };
+    EXPECT_EQ(fp8_refuses(blocks, 90, now), nullptr);
+    for (int architecture : {89, 90, 100, 120}) {
+        EXPECT_EQ(fp8_refuses(tensor, architecture, before), nullptr) << architecture;
+        EXPECT_EQ(fp8_refuses(blocks, architecture, now) == nullptr, architecture == 90);
+    }
+
+    // Older chips, an older library.
+    for (int architecture : {80, 86})
+        EXPECT_STREQ(fp8_refuses(tensor, architecture, now),
+                     "tensor cores multiply codes of 8 bits from sm_89 on");
+    EXPECT_STREQ(fp8_refuses(blocks, 90, before), "scales of blocks came with cuBLAS 12.9");
+
+    // Sizes: an odd M is one row of queries, which one scale allows.
+    EXPECT_EQ(fp8_refuses(with(tensor, [](auto& p) { p.M = 1; }), 90, now), nullptr);
+    EXPECT_TRUE(fp8_refuses(with(blocks, [](auto& p) { p.M = 1; }), 90, now));
+    EXPECT_TRUE(fp8_refuses(with(blocks, [](auto& p) { p.M = 4; }), 90, now));
+    EXPECT_TRUE(fp8_refuses(with(tensor, [](auto& p) { p.K = 520; }), 90, now));
+    EXPECT_TRUE(fp8_refuses(with(tensor, [](auto& p) { p.N = 254; }), 90, now));
+    EXPECT_EQ(fp8_refuses(with(tensor, [](auto& p) { p.N = 252; }), 90, now), nullptr);
+    EXPECT_TRUE(fp8_refuses(with(tensor, [](auto& p) { p.N = 252, p.out = Type::BF16; }), 90, now));
+
+    // Formats and scales.
+    EXPECT_TRUE(fp8_refuses(with(tensor, [](auto& p) { p.b_wide = true; }), 90, now));
+    EXPECT_TRUE(fp8_refuses(with(tensor, [&](auto& p) { p.b = rows; }), 90, now));
+    EXPECT_TRUE(fp8_refuses(with(blocks, [&](auto& p) { p.a = squares; }), 90, now));
+    EXPECT_EQ(fp8_refuses(with(blocks, [&](auto& p) { p.b = rows; }), 90, now), nullptr);
 }
