@@ -36,7 +36,7 @@ template <typename S> struct Ctx {
     Blas blas;
     Comm tp;                           // the ranks that share the shape
     void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
-    const void* rope = nullptr;        // (P,HS/2,2) acc: cos, sin; or null
+    const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null
     const float* slopes = nullptr;     // (NH) ALiBi, or null
     const float* loss_scale = nullptr; // the head multiplies its gradient by it; or null
 };
@@ -95,7 +95,9 @@ AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_
     const Batch& b = ctx.batch;
     int window = s.sliding_window ? int(std::min(s.sliding_window, size_t(INT_MAX))) : INT_MAX;
     AttentionDims d = {b.B, b.T, keys.Tk, s.NH, s.NKV, s.HS, q_stride, keys.stride, window};
-    return {q, keys.k, keys.v, nullptr, b.positions, keys.positions, b.doc_start, ctx.slopes, d};
+    acc_t<T> scale = s.score_scalar ? 1 / std::sqrt(acc_t<T>(s.score_scalar)) : 0;
+    return {q,           keys.k,     keys.v, nullptr, b.positions,           keys.positions,
+            b.doc_start, ctx.slopes, d,      scale,   acc_t<T>(s.score_softcap)};
 }
 
 // The CPU's attention takes a Blas, kernels take plain memory: pass them the Blas's scratch.
@@ -122,14 +124,16 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
 template <typename T, typename S>
 void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) { // (B,T,heads,HS)
     if (!ctx.rope) return;
+    q.head_stride = k.head_stride = ctx.shape.HS;
     rope_forward(q, k, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
-                 ctx.shape.HS, ctx.where);
+                 rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }
 template <typename T, typename S>
 void rotate_backward(const Ctx<S>& ctx, RopeHeads<T> dq, RopeHeads<T> dk = {}) {
     if (!ctx.rope) return;
+    dq.head_stride = dk.head_stride = ctx.shape.HS;
     rope_backward(dq, dk, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
-                  ctx.shape.HS, ctx.where);
+                  rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }
 
 // Queries, keys and values as a block lays them out, or their gradients.

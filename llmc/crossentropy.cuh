@@ -13,17 +13,24 @@
 //   Cost: memory-bound: max, sum and max_sum read the logits, backward reads and writes them.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
+#include <algorithm>
 #include "cuda_common.h"
 
 namespace llmc {
 
 // The gradient is multiplied by a number, and by a second one where there is one: it lies where the
-// logits are, for the host does not know it (loss_scale.cuh).
+// logits are, for the host does not know it (loss_scale.cuh). Logits behind a softcap
+// (elementwise.cuh) give the gradient of what they were before: times 1 - (logit / softcap)^2.
 struct GradientScale {
     double by;
     const float* also;
-    LLMC_HD GradientScale(double by, const float* also = nullptr) : by(by), also(also) {}
+    float softcap; // 0: none
+    LLMC_HD GradientScale(double by, const float* also = nullptr, float softcap = 0)
+        : by(by), also(also), softcap(softcap) {}
     template <typename A> LLMC_HD A value() const { return also ? A(by) * A(*also) : A(by); }
+    template <typename A> LLMC_HD A cap_slope(A logit) const {
+        return 1 - logit / A(softcap) * (logit / A(softcap));
+    }
 };
 
 // ----------------------------------------------------------------------------
@@ -117,6 +124,18 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
         int64_t own = int64_t(targets[n]) - int64_t(vocab_start);
         bool here = own >= 0 && own < int64_t(V);
         acc_t<T> target = here ? to_acc(l[own]) : 0;
+
+        // Go back through a softcap, logit by logit.
+        for (size_t v = 0; gradient_scale.softcap != 0 && v < V; v++) {
+            acc_t<T> x = to_acc(l[v]);
+            acc_t<T> d = fast_exp_nonpositive(x - m) * factor;
+            if (here && size_t(own) == v) d -= scale;
+            l[v] = from_acc<T>(d * gradient_scale.cap_slope(x));
+        }
+        if (gradient_scale.softcap != 0) {
+            std::fill(l + V, l + Vp, from_acc<T>(0));
+            continue;
+        }
 
         // Write the probabilities, zeros in the padding, and at the target one less.
         #pragma omp simd
@@ -316,8 +335,9 @@ static __global__ void crossentropy_loss_kernel(float* losses, const float* row_
 // A row's gradient over its logits; each thread writes only what it has read. The row's end goes
 // first: the second level cache may still have it from the reading before.
 template <int P, typename T>
-__device__ void backward_of_row(T* row, int target, MaxSum all, float scale, size_t V, size_t Vp,
-                                size_t vocab_start) {
+__device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gradient_scale,
+                                size_t V, size_t Vp, size_t vocab_start) {
+    float scale = gradient_scale.value<float>();
     float factor = scale / all.sum;
     size_t own;
     bool here = in_shard(target, vocab_start, V, &own);
@@ -335,6 +355,7 @@ __device__ void backward_of_row(T* row, int target, MaxSum all, float scale, siz
             for (int i = 0; i < P; i++) {
                 float d = exp_below(to_float(p.v[i]), all.max) * factor;
                 if (own_is_mine && v + i == own) d -= scale;
+                if (gradient_scale.softcap != 0) d *= gradient_scale.cap_slope(to_float(p.v[i]));
                 p.v[i] = from_acc<T>(d);
             }
 
@@ -355,7 +376,7 @@ __global__ void crossentropy_backward_kernel(T* logits, const int* targets, cons
                                              size_t Vp, size_t vocab_start) {
     size_t n = gridDim.x - 1 - blockIdx.x;
     MaxSum all = {row_max[n], sum_exp[n]};
-    backward_of_row<P>(logits + n * Vp, targets[n], all, scale.value<float>(), V, Vp, vocab_start);
+    backward_of_row<P>(logits + n * Vp, targets[n], all, scale, V, Vp, vocab_start);
 }
 
 // The second reading of a row comes from the second level cache.
@@ -370,7 +391,7 @@ __global__ void crossentropy_forward_backward_kernel(float* losses, T* logits, c
     MaxSum all = block_join(part_of_row<P, true>(MaxSum(), row, V));
     if (threadIdx.x == 0)
         losses[n] = targets[n] < 0 ? 0 : logf(all.sum) + all.max - target;
-    backward_of_row<P>(row, targets[n], all, scale.value<float>(), V, Vp, 0);
+    backward_of_row<P>(row, targets[n], all, scale, V, Vp, 0);
 }
 
 // One block: a warp a chunk, 32 chunks a round.

@@ -1,5 +1,5 @@
 // embedding.cuh - token and position embedding, forward and backward
-//   out = wte[token - vocab_start] + wpe[position - doc_start]   (wpe null: tokens only)
+//   out = scale wte[token - vocab_start] + wpe[position - doc_start]   (wpe null: tokens only)
 //   out, dout (N,C)   wte, dwte (Vp,C) acc   wpe, dwpe (P,C) acc   tokens, positions, doc_start (N)
 //   A vocabulary cut over ranks: the table holds Vp rows from vocab_start on; other tokens are
 //   zero, and add nothing.
@@ -25,7 +25,8 @@ template <typename T>
 void embedding_forward(T* out,                                                        // (N,C)
                        const int* tokens, const int* positions, const int* doc_start, // (N) each
                        const T* wte, const T* wpe, // (Vp,C) (P,C) or null
-                       size_t N, size_t vocab_start, size_t Vp, size_t C, Cpu) {
+                       size_t N, size_t vocab_start, size_t Vp, size_t C, Cpu,
+                       acc_t<T> scale = 1) {
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         T* y = out + n * C; // (C)
@@ -36,6 +37,8 @@ void embedding_forward(T* out,                                                  
             memcpy(y, wte + own * C, C * sizeof(T));
         else
             memset(y, 0, C * sizeof(T));
+        for (size_t c = 0; scale != 1 && c < C; c++)
+            y[c] = from_acc<T>(to_acc(y[c]) * scale);
 
         // The position's.
         if (!wpe) continue;
@@ -53,7 +56,7 @@ void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C
                                const int* tokens, const int* positions, // (N) (N)
                                const int* doc_start, void* /*scratch*/, // (N)
                                size_t N, size_t vocab_start, size_t Vp, size_t P, size_t C,
-                               bool accumulate, Cpu) {
+                               bool accumulate, Cpu, acc_t<T> scale = 1) {
     typedef acc_t<T> A;
     auto zero = [](A* table, size_t rows, size_t C) {
         #pragma omp parallel for
@@ -77,7 +80,7 @@ void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C
             A* token = dwte && own < Vp ? dwte + own * C : nullptr;
             A* position = dwpe ? dwpe + size_t(positions[n] - doc_start[n]) * C : nullptr;
             for (size_t c = c0; token && c < end; c++)
-                token[c] += to_acc(d[c]);
+                token[c] += scale * to_acc(d[c]);
             for (size_t c = c0; position && c < end; c++)
                 position[c] += to_acc(d[c]);
         }
@@ -96,7 +99,7 @@ inline size_t embedding_scratch_bytes(size_t, Cpu) { return 0; }
 template <typename T, int P, int WARPS>
 __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* positions,
                                          const int* doc_start, const T* wte, const T* wpe, size_t N,
-                                         size_t vocab_start, size_t Vp, size_t C) {
+                                         size_t vocab_start, size_t Vp, size_t C, float scale) {
     RowOfBlock<WARPS> row;
     if (row.n >= N) return;
 
@@ -108,6 +111,8 @@ __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* p
         // Another shard's token leaves zeros: the ranks' outputs are summed afterwards.
         Pack<T, P> x = {};
         if (token) x = load<P>(token + c);
+        for (int i = 0; scale != 1 && i < P; i++)
+            x.v[i] = from_acc<T>(to_float(x.v[i]) * scale);
         if (position) {
             Pack<T, P> y = load<P>(position + c);
             for (int i = 0; i < P; i++)
@@ -223,7 +228,7 @@ __global__ void embedding_zero_kernel(float* table, size_t n) {
 constexpr int ADD_WARPS = 4, ADD_AHEAD = 16;
 template <typename T, int P>
 __global__ void embedding_add_kernel(float* table, const T* dout, const int* sorted,
-                                     EmbeddingKeys keys, size_t N, size_t C) {
+                                     EmbeddingKeys keys, size_t N, size_t C, float scale) {
     constexpr int F = P % 4 ? 1 : 4; // the table's floats, 16 bytes at a time
     size_t i = size_t(blockIdx.x) * ADD_WARPS + threadIdx.x / 32;
     size_t lane = threadIdx.x % 32;
@@ -253,7 +258,7 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
         };
         auto add = [&](Pack<T, P> d) {
             for (int k = 0; k < P; k++)
-                sum[k / F].v[k % F] += to_float(d.v[k]);
+                sum[k / F].v[k % F] += scale * to_float(d.v[k]);
         };
 
         // Add them in order.
@@ -281,11 +286,11 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
 template <typename T>
 void embedding_forward(T* out, const int* tokens, const int* positions, const int* doc_start,
                        const T* wte, const T* wpe, size_t N, size_t vocab_start, size_t Vp,
-                       size_t C, cudaStream_t stream) {
+                       size_t C, cudaStream_t stream, float scale = 1) {
     pick_row_kernel<T>(C, can_vectorize<T>(C, out, wte, wpe), [&](auto P, auto WARPS) {
         launch(embedding_forward_kernel<T, P, WARPS>,
                row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
-               out, tokens, positions, doc_start, wte, wpe, N, vocab_start, Vp, C);
+               out, tokens, positions, doc_start, wte, wpe, N, vocab_start, Vp, C, scale);
     });
 }
 
@@ -297,7 +302,7 @@ inline size_t embedding_scratch_bytes(size_t N, cudaStream_t) {
 // table (rows,C) = or += the rows of dout (N,C), each where its key says
 template <typename T>
 void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratch, size_t N,
-                   size_t C, bool accumulate, cudaStream_t stream) {
+                   size_t C, bool accumulate, cudaStream_t stream, float scale = 1) {
     size_t rows = keys.rows;
     unsigned tiles = unsigned(ceil_div(N, SORT_TILE));
     int* sorted = static_cast<int*>(scratch); // (N)
@@ -336,7 +341,7 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
         dim3 grid(unsigned(ceil_div(N, ADD_WARPS)), unsigned(ceil_div(C, 32 * P)));
         launch(embedding_add_kernel<T, P>,
                grid, ADD_WARPS * 32, 0, stream,
-               table, dout, from, keys, N, C);
+               table, dout, from, keys, N, C, scale);
     };
     can_vectorize<T>(C, dout, table) ? add(Int<VECTOR<T>>()) : add(Int<1>());
 }
@@ -345,11 +350,11 @@ template <typename T>
 void embedding_backward_weight(float* dwte, float* dwpe, const T* dout, const int* tokens,
                                const int* positions, const int* doc_start, void* scratch, size_t N,
                                size_t vocab_start, size_t Vp, size_t P, size_t C, bool accumulate,
-                               cudaStream_t stream) {
+                               cudaStream_t stream, float scale = 1) {
     EmbeddingKeys of_token = {tokens, nullptr, unsigned(vocab_start), unsigned(Vp)};
     EmbeddingKeys of_position = {positions, doc_start, 0, unsigned(P)};
     if (dwte)
-        embedding_add(dwte, dout, of_token, scratch, N, C, accumulate, stream);
+        embedding_add(dwte, dout, of_token, scratch, N, C, accumulate, stream, scale);
     if (dwpe)
         embedding_add(dwpe, dout, of_position, scratch, N, C, accumulate, stream);
 }

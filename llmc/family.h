@@ -107,8 +107,9 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     if (redoes_attn(level))
         flops += 2 * C * (2 * Q + 2 * KV) + 2 * double(T) * Q;
     with_family(s.family, [&](auto family) {
+        // A norm behind the last product needs it again.
         if (redoes_ffn(level))
-            flops += 2 * C * F * family.widening_products;
+            flops += 2 * C * F * (family.widening_products + int(s.post_norm));
     });
     return flops;
 }

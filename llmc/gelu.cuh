@@ -17,6 +17,20 @@ namespace llmc {
 
 constexpr double GELU_SCALE = 0.7978845608028654; // sqrt(2 / pi)
 
+// GELU and its slope at one x: what a gate takes (swiglu.cuh).
+template <typename A> struct GeluAt {
+    A value, slope;
+};
+template <typename A>
+GeluAt<A> gelu_at(A x) {
+    // Value and slope share the tanh, the dearest part of both.
+    A u = A(GELU_SCALE) * (x + A(0.044715) * x * x * x);
+    A t = fast_tanh(u);
+    A du = A(GELU_SCALE) * (1 + 3 * A(0.044715) * x * x);
+    A half = A(0.5) * (1 + t);
+    return {x * half, half + A(0.5) * x * (1 - t * t) * du};
+}
+
 // tanh is a polynomial, which g++ vectorises.
 template <typename T>
 void gelu_forward(T* out, const T* inp, size_t n, Cpu) { // (n) (n)
@@ -63,6 +77,15 @@ void gelu_backward(T* dinp, acc_t<T>* sums, const T* dout, const T* inp, // (N,C
 
 // tanh by one fast exponential. For large |u| that is infinity or 0, and the quotient still right.
 __device__ inline float gelu_tanh(float u) { return 1 - __fdividef(2, __expf(2 * u) + 1); }
+
+__device__ inline GeluAt<float> fast_gelu_at(float x) {
+    // As gelu_at, by the fast tanh.
+    float u = float(GELU_SCALE) * (x + 0.044715f * x * x * x);
+    float t = gelu_tanh(u);
+    float du = float(GELU_SCALE) * (1 + 3 * 0.044715f * x * x);
+    float half = 0.5f * (1 + t);
+    return {x * half, half + 0.5f * x * (1 - t * t) * du};
+}
 
 // P elements a thread, the last one fewer.
 template <typename T, int P>

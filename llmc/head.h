@@ -1,5 +1,5 @@
 // head.h - the two ends of a model: embedding, and logits with their loss over chunks of rows
-//   x = wte[token] (+ wpe[position])
+//   x = wte[token] (+ wpe[position]), Gemma's times the root of C
 //   loss = sum over rows with a target of -log softmax(logits)[target],   logits = norm(x) W^T
 //   All logits would take N V elements. They never exist: the head walks chunks of rows, and for
 //   each makes logits, loss, the logits' gradient in their own place, and from it the gradients of
@@ -12,6 +12,7 @@
 #pragma once
 #include <algorithm>
 #include "crossentropy.cuh"
+#include "elementwise.cuh"
 #include "embedding.cuh"
 #include "tensor_parallel.h"
 
@@ -19,6 +20,11 @@ namespace llmc {
 
 // ----------------------------------------------------------------------------
 // the embedding
+
+// The factor of the token table's rows, rounded as they are.
+template <typename T> acc_t<T> embedding_scale(const Shape& s) {
+    return s.scaled_embedding ? to_acc(from_acc<T>(std::sqrt(acc_t<T>(s.C)))) : 1;
+}
 
 // wpe: null without learned positions.
 template <typename T, typename S>
@@ -30,7 +36,7 @@ void embedding_forward(Ctx<S>& ctx, T* out, const T* wte, const T* wpe) { // (R,
     // Look up the tokens that this rank's rows of wte stand for. One rank adds positions.
     const T* positions = ctx.tp.rank == 0 ? wpe : nullptr;
     embedding_forward(partial, b.tokens, b.positions, b.doc_start, wte, positions, b.rows(),
-                      s.vocab_start, s.Vp(), s.C, ctx.where);
+                      s.vocab_start, s.Vp(), s.C, ctx.where, embedding_scale<T>(s));
     sum_rows(ctx, out, partial);
 }
 
@@ -43,7 +49,7 @@ void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (
     auto add = [&](acc_t<T>* to_wte, acc_t<T>* to_wpe, const T* rows, size_t first, size_t count) {
         embedding_backward_weight(to_wte, to_wpe, rows, b.tokens + first, b.positions + first,
                                   b.doc_start + first, ctx.blas.scratch, count, s.vocab_start,
-                                  s.Vp(), s.P, s.C, accumulate, ctx.where);
+                                  s.Vp(), s.P, s.C, accumulate, ctx.where, embedding_scale<T>(s));
     };
 
     // Positions take only this rank's rows: with sequence parallelism REDUCE adds the parts.
@@ -117,6 +123,12 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
 // ----------------------------------------------------------------------------
 // logits and loss
 
+// Level off logits, where the model does.
+template <typename T, typename S>
+void cap_logits(Ctx<S>& ctx, T* logits, size_t rows) { // (rows,Vp)
+    softcap_forward(logits, rows * ctx.shape.Vp(), ctx.shape.logit_softcap, ctx.where);
+}
+
 // Logits of rows [n, n + rows).
 template <typename T, typename S>
 void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n,
@@ -124,6 +136,7 @@ void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head,
     const T* no_residual = nullptr;
     linear_forward(a.logits, a.norm + n * ctx.shape.C, lm_head, nullptr, no_residual, rows,
                    ctx.blas, ctx.where);
+    cap_logits(ctx, a.logits, rows);
 }
 
 // Their losses.
@@ -176,7 +189,7 @@ void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const W
 
         // Turn logits into losses and their own gradient; where the vocabulary is whole, at once.
         const int* targets = ctx.batch.targets + n; // (rows)
-        GradientScale gradient_scale = {double(scale), ctx.loss_scale};
+        GradientScale gradient_scale = {double(scale), ctx.loss_scale, s.logit_softcap};
         if (ctx.tp.size == 1) {
             crossentropy_forward_backward(a.losses + n, a.logits, targets, gradient_scale, rows,
                                           s.V, s.Vp(), ctx.where);

@@ -1,4 +1,4 @@
-// llama.h - Llama, Mistral, Qwen2, Qwen3: tables, block, head - arXiv:2302.13971, arXiv:2505.09388
+// llama.h - Llama and its variants: tables, block, head - arXiv:2302.13971, arXiv:2501.00656
 //   embedding   x = embed_tokens[token]
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),  q, k, v = proj(norm_1(x))
 //               x = x + down_proj(silu(gate) * up),              gate, up = proj(norm_2(x))
@@ -6,11 +6,15 @@
 //   The text is gpt2.h's, step for step: so are N, R, the contract and the two halves of the
 //   backward pass. Q = NH HS, KV = NKV HS: fewer key/value heads than heads may serve (GQA).
 //   Qwen2 has biases on q, k and v, a Llama may have them on all products; a bias that a model
-//   does not have is a Weight without data. Qwen3 norms each head of q and k before RoPE; without
-//   such norms the rows that hold q and k before them are null.
+//   does not have is a Weight without data. Qwen3 norms each head of q and k before RoPE, OLMo-2
+//   all heads of a token together; without such norms the rows that hold q and k before them are
+//   null. OLMo-2 has its norms behind the branches, Gemma before and behind:
+//               x = x + post_1(o_proj(...)),  x = x + post_2(down_proj(...))
+//   Gemma's gate is GELU (swiglu.cuh), its norms multiply by 1 + weight.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + 3 F) FLOPs in products and 2 N T Q in
 //         attention; its backward pass twice the products, 2.5 times the attention.
 #pragma once
+#include "elementwise.cuh"
 #include "head.h"
 #include "rmsnorm.cuh"
 #include "swiglu.cuh"
@@ -22,7 +26,8 @@ namespace llmc {
 
 // clang-format off
 struct Llama {
-    static constexpr const char* model_types[] = {"llama", "mistral", "qwen2", "qwen3"};
+    static constexpr const char* model_types[] = {
+        "llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
     static constexpr int widening_products = 2;                 // from C to F channels: gate, up
@@ -36,8 +41,9 @@ struct Llama {
         Weight q, q_bias;                         // (Q,C) (Q)
         Weight k, k_bias;                         // (KV,C) (KV)
         Weight v, v_bias;                         // (KV,C) (KV)
-        Weight q_norm, k_norm;                    // (HS) (HS)
+        Weight q_norm, k_norm;                    // (HS) (HS), whole: (Q) (KV)
         Weight o, o_bias;                         // (C,Q) (C)
+        Weight post_1, post_2;                    // (C) (C)  of what the branches give
         Weight norm_2;                            // (C)
         Weight gate, gate_bias;                   // (F,C) (F)
         Weight up, up_bias;                       // (F,C) (F)
@@ -53,10 +59,13 @@ struct Llama {
         T* norm_1;                                // (R,C)
         acc_t<T>* norm_1_rstd;                    // (R)
         T *q_raw, *k_raw;                         // (N,Q) (N,KV)  before their norms, or null
-        acc_t<T> *q_rstd, *k_rstd;                // (N,NH) (N,NKV)
+        acc_t<T> *q_rstd, *k_rstd;                // (N,NH) (N,NKV), whole: (N) (N)
+        acc_t<T> *q_squares, *k_squares;          // (N) (N)    whole: their sums over tp
         T *q, *k, *v;                             // (N,Q) (N,KV) (N,KV)
         T* attention;                             // (N,Q)
         acc_t<T>* lse;                            // (B,NH,T)   log of the sum of exp(scores)
+        T *o_out, *down_out;                      // (R,C) (R,C)  before post norms, or null
+        acc_t<T> *post_1_rstd, *post_2_rstd;      // (R) (R)
         T* middle;                                // (R,C)      the residual stream after attention
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
@@ -65,8 +74,11 @@ struct Llama {
         T *dswiglu, *dup, *dnorm_2, *dmiddle;     // (N,F) (N,F) (R,C) (R,C)
         T *dattention, *dq, *dk, *dv, *dnorm_1;   // (N,Q) (N,Q) (N,KV) (N,KV) (R,C)
         T *dq_raw, *dk_raw;                       // (N,Q) (N,KV)  before their norms, or null
+        acc_t<T> *q_dots, *k_dots;                // (N) (N)    whole: their sums over tp
+        T *do_out, *ddown_out;                    // (R,C) (R,C)  before post norms, or null
         acc_t<T> *norm_1_sums, *norm_2_sums;      // parts of the norms' dweight
         acc_t<T> *q_norm_sums, *k_norm_sums;      // parts of theirs
+        acc_t<T> *post_1_sums, *post_2_sums;      // parts of theirs
         T *dout_all, *dmiddle_all;                // (N,C) (N,C)  rows of all ranks, where R < N
     };
 };
@@ -83,13 +95,18 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
     size_t C = s.C, F = s.F, Q = s.NH * s.HS, KV = s.NKV * s.HS;
     Shard whole = {}, columns = {0}, rows = {1}, kv = {0, 1, int(s.NKV)};
     Shard heads = {-1, 1, 0, Partial::HEADS}; // one norm for the heads of all ranks
+    bool all = s.whole_qk_norm;               // or a part of it on each
+    const char* second = s.post_norm ? "pre_feedforward_layernorm.weight"
+                                     : "post_attention_layernorm.weight";
 
     // 2L products add to the residual stream: they start smaller by sqrt(2L).
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+    Init one = {1 - s.norm_plus, 0}; // a norm that changes nothing yet
 
     //  weight    name                               shape    start   decays cut      transposed
-    row(w.norm_1, "input_layernorm.weight",          {C},     ONES,   false, whole,   false);
+    if (s.pre_norm)
+        row(w.norm_1, "input_layernorm.weight",      {C},     one,    false, whole,   false);
     row(w.q,      "self_attn.q_proj.weight",         {Q, C},  normal, true,  columns, false);
     row(w.k,      "self_attn.k_proj.weight",         {KV, C}, normal, true,  kv,      false);
     row(w.v,      "self_attn.v_proj.weight",         {KV, C}, normal, true,  kv,      false);
@@ -99,13 +116,20 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
         row(w.v_bias, "self_attn.v_proj.bias",       {KV},    ZEROS,  false, kv,      false);
     }
     if (s.qk_norm) {
-        row(w.q_norm, "self_attn.q_norm.weight",     {s.HS},  ONES,   false, heads,   false);
-        row(w.k_norm, "self_attn.k_norm.weight",     {s.HS},  ONES,   false, heads,   false);
+        size_t q_rows = all ? Q : s.HS;
+        size_t k_rows = all ? KV : s.HS;
+        Shard q_cut = all ? columns : heads;
+        Shard k_cut = all ? kv : heads;
+        row(w.q_norm, "self_attn.q_norm.weight",     {q_rows}, one,   false, q_cut,   false);
+        row(w.k_norm, "self_attn.k_norm.weight",     {k_rows}, one,   false, k_cut,   false);
     }
     row(w.o,      "self_attn.o_proj.weight",         {C, Q},  small,  true,  rows,    false);
     if (s.o_bias)
         row(w.o_bias, "self_attn.o_proj.bias",       {C},     ZEROS,  false, whole,   false);
-    row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
+    if (s.post_norm)
+        row(w.post_1, "post_attention_layernorm.weight", {C}, one,    false, whole,   false);
+    if (s.pre_norm)
+        row(w.norm_2, second,                        {C},     one,    false, whole,   false);
     row(w.gate,   "mlp.gate_proj.weight",            {F, C},  normal, true,  columns, false);
     row(w.up,     "mlp.up_proj.weight",              {F, C},  normal, true,  columns, false);
     row(w.down,   "mlp.down_proj.weight",            {C, F},  small,  true,  rows,    false);
@@ -114,6 +138,16 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
         row(w.up_bias,   "mlp.up_proj.bias",         {F},     ZEROS,  false, columns, false);
         row(w.down_bias, "mlp.down_proj.bias",       {C},     ZEROS,  false, whole,   false);
     }
+    if (s.post_norm)
+        row(w.post_2, "post_feedforward_layernorm.weight", {C}, one,  false, whole,   false);
+}
+
+// The rows that norms of q or k work on: a head of a token each, or all heads of it on this rank.
+struct NormRows {
+    size_t count, C;
+};
+inline NormRows norm_rows(const Shape& s, size_t N, size_t heads) {
+    return s.whole_qk_norm ? NormRows{N, heads * s.HS} : NormRows{N * heads, s.HS};
 }
 
 // Recomputation drops rows after the forward pass: every level the CHEAP, two levels those of a
@@ -127,24 +161,39 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     using enum Last;
     Keep product = s.qk_norm ? CHEAP : ATTN; // a norm makes them again
     Last normed = s.qk_norm ? B : W;         // products read what is before the norm
+    Last middle = s.pre_norm ? B : W;        // without a norm products read the stream
+    bool all = s.whole_qk_norm;
 
     //  pointer         name                    elements   of        last read
-    row(a.norm_1,       "norm_1",               R * C,     CHEAP,    W);
-    row(a.norm_1_rstd,  "norm_1.rstd",          R,         CHEAP,    B);
+    row(a.norm_1,       "norm_1",               R * C,     CHEAP,    W); // no norm: a copy
+    if (s.pre_norm)
+        row(a.norm_1_rstd, "norm_1.rstd",       R,         CHEAP,    B);
     if (s.qk_norm) {
         row(a.q_raw,    "q before norm",        N * Q,     ATTN,     B);
         row(a.k_raw,    "k before norm",        N * KV,    ATTN,     B);
-        row(a.q_rstd,   "q.rstd",               N * s.NH,  CHEAP,    B);
-        row(a.k_rstd,   "k.rstd",               N * s.NKV, CHEAP,    B);
+        row(a.q_rstd,   "q.rstd",     all ? N : N * s.NH,  CHEAP,    B);
+        row(a.k_rstd,   "k.rstd",     all ? N : N * s.NKV, CHEAP,    B);
+    }
+    if (all) {
+        row(a.q_squares, "q, squares",          N,         CHEAP,    B);
+        row(a.k_squares, "k, squares",          N,         CHEAP,    B);
     }
     row(a.q,            "q",                    N * Q,     product,  B);
     row(a.k,            "k",                    N * KV,    product,  B);
     row(a.v,            "v",                    N * KV,    ATTN,     B);
     row(a.attention,    "attention",            N * Q,     ATTN,     W);
     row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
-    row(a.middle,       "middle",               R * C,     ATTN,     B);
-    row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
-    row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
+    row(a.middle,       "middle",               R * C,     ATTN,     middle);
+    if (s.pre_norm) {
+        row(a.norm_2,      "norm_2",            R * C,     CHEAP,    W);
+        row(a.norm_2_rstd, "norm_2.rstd",       R,         CHEAP,    B);
+    }
+    if (s.post_norm) {
+        row(a.o_out,       "o before norm",     R * C,     ATTN,     B);
+        row(a.post_1_rstd, "post_1.rstd",       R,         ATTN,     B);
+        row(a.down_out,    "down before norm",  R * C,     FFN,      B);
+        row(a.post_2_rstd, "post_2.rstd",       R,         FFN,      B);
+    }
     row(a.gate,         "gate",                 N * F,     FFN,      B);
     row(a.up,           "up",                   N * F,     FFN,      B);
     row(a.swiglu,       "swiglu",               N * F,     CHEAP,    W);
@@ -158,13 +207,30 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     row(a.dk,           "d k",                  N * KV,    GRADIENT, normed);
     row(a.dv,           "d v",                  N * KV,    GRADIENT, W);
     row(a.dnorm_1,      "d norm_1",             R * C,     GRADIENT, B);
-    row(a.norm_1_sums,  "d norm_1, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
-    row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
+    size_t sums = rmsnorm_sums(R, C, where);
+    if (s.pre_norm) {
+        row(a.norm_1_sums, "d norm_1, sums",     sums,     GRADIENT, W);
+        row(a.norm_2_sums, "d norm_2, sums",     sums,     GRADIENT, W);
+    }
+    if (s.post_norm) {
+        row(a.do_out,      "d o before norm",    R * C,    GRADIENT, W);
+        row(a.ddown_out,   "d down before norm", R * C,    GRADIENT, W);
+        row(a.post_1_sums, "d post_1, sums",     sums,     GRADIENT, W);
+        row(a.post_2_sums, "d post_2, sums",     sums,     GRADIENT, W);
+    }
     if (s.qk_norm) {
         row(a.dq_raw,   "d q before norm",      N * Q,     GRADIENT, W);
         row(a.dk_raw,   "d k before norm",      N * KV,    GRADIENT, W);
-        row(a.q_norm_sums, "d q norm, sums", rmsnorm_sums(N * s.NH, s.HS, where), GRADIENT, W);
-        row(a.k_norm_sums, "d k norm, sums", rmsnorm_sums(N * s.NKV, s.HS, where), GRADIENT, W);
+        NormRows q = norm_rows(s, N, s.NH);
+        NormRows k = norm_rows(s, N, s.NKV);
+        size_t q_sums = rmsnorm_sums(q.count, q.C, where);
+        size_t k_sums = rmsnorm_sums(k.count, k.C, where);
+        row(a.q_norm_sums, "d q norm, sums",    q_sums,    GRADIENT, W);
+        row(a.k_norm_sums, "d k norm, sums",    k_sums,    GRADIENT, W);
+    }
+    if (all) {
+        row(a.q_dots,   "d q, dots",            N,         GRADIENT, B);
+        row(a.k_dots,   "d k, dots",            N,         GRADIENT, B);
     }
     if (s.row_ranks == 1) return;
     row(a.dout_all,     "d out, all rows",      N * C,     GRADIENT, W);
@@ -183,7 +249,7 @@ void position_parameters(Llama::Embedding&, const Shape&, Row) {} // none
 // A tied head has no row of its own: with_head() points lm_head at the token table.
 template <typename Row>
 void head_parameters(Llama::Head& w, const Shape& s, Row row) {
-    row(w.norm, "model.norm.weight", {s.C}, ONES, false, Shard{}, false);
+    row(w.norm, "model.norm.weight", {s.C}, Init{1 - s.norm_plus, 0}, false, Shard{}, false);
     if (s.tied) return;
     row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
@@ -195,9 +261,9 @@ void head_parameters(Llama::Head& w, const Shape& s, Row row) {
 // RMSNorm takes no mean and no bias: one number a row, rstd, is all that backward needs.
 template <typename T, typename S>
 void rmsnorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, // (R,C) (R)
-                     const T* inp, const Weight& weight) {
+                     const T* inp, const Weight& weight, const T* residual = nullptr) {
     rmsnorm_forward(out, rstd, inp, weight.as<T>(), stream_rows(ctx), ctx.shape.C,
-                    ctx.shape.norm_eps, ctx.where);
+                    ctx.shape.norm_eps, ctx.where, {residual, ctx.shape.norm_plus});
 }
 
 // dinp = dresidual (or null: 0) + the norm's own part; sums = parts of dweight
@@ -206,7 +272,7 @@ void rmsnorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, 
                       const T* dout, const T* inp,                              // (R,C) (R,C)
                       const Weight& weight, const acc_t<T>* rstd) {
     rmsnorm_backward(dinp, sums, dresidual, dout, inp, weight.as<T>(), rstd, stream_rows(ctx),
-                     ctx.shape.C, ctx.where);
+                     ctx.shape.C, ctx.where, {nullptr, ctx.shape.norm_plus});
 }
 
 // List the parts for column_sums.
@@ -216,104 +282,206 @@ PartialSums<acc_t<T>> rmsnorm_parts(Ctx<S>& ctx, const Weight& weight, const acc
 }
 
 // ----------------------------------------------------------------------------
-// Qwen3's norms of q and k: a row is a head of a token. Without them `raw` is null.
+// norms at the two ends of a branch, each of which a family may lack
+
+// Return what the first branch's products read: the norm of inp, or a copy, for W sees inp no more.
+template <typename T, typename S>
+const T* first_rows(Ctx<S>& ctx, const Llama::Acts<T>& a, const T* inp, const Weight& norm) {
+    size_t row = ctx.shape.C * sizeof(T);
+    if (ctx.shape.pre_norm)
+        rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, norm);
+    else
+        copy_rows(a.norm_1, row, inp, row, row, stream_rows(ctx), ctx.where);
+    return a.norm_1;
+}
+
+// The same of the second branch: the norm of the stream, or the stream.
+template <typename T>
+const T* second_rows(const Shape& s, const Llama::Acts<T>& a) {
+    return s.pre_norm ? a.norm_2 : a.middle;
+}
+
+// dinp = dresidual + the gradient through a branch's first norm, or where it has none drows itself
+template <typename T, typename S>
+void branch_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, // (R,C) (R,C)
+                     const T* drows, const T* inp,                             // (R,C) (R,C)
+                     const Weight& norm, const acc_t<T>* rstd) {
+    if (ctx.shape.pre_norm)
+        return rmsnorm_backward(ctx, dinp, sums, dresidual, drows, inp, norm, rstd);
+    add_forward(dinp, dresidual, drows, stream_rows(ctx) * ctx.shape.C, ctx.where);
+}
+
+// out = residual + the last product of a branch, which is normed before where `raw` keeps it
+template <typename T, typename S>
+void branch_end(Ctx<S>& ctx, T* out, T* raw, acc_t<T>* rstd, const T* inp, // (R,C) (R,C) (R) (N,IC)
+                const Weight& w, const Weight& bias, const Weight& norm,
+                const T* residual) { // (R,C)
+    // Without a norm the product itself joins the stream.
+    const T* no_residual = nullptr;
+    if (!raw) return row_parallel_forward(ctx, out, inp, w, bias, residual);
+    row_parallel_forward(ctx, raw, inp, w, bias, no_residual);
+    rmsnorm_forward(ctx, out, rstd, raw, norm, residual);
+}
+
+// Return the gradient of that product: dout itself, or draw, gone back through its norm.
+template <typename T, typename S>
+const T* branch_end_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, const T* dout, // (R,C) (R,C)
+                             const T* raw, const Weight& norm, const acc_t<T>* rstd) {
+    const T* no_residual = nullptr;
+    if (!draw) return dout;
+    rmsnorm_backward(ctx, draw, sums, no_residual, dout, raw, norm, rstd);
+    return draw;
+}
+
+// ----------------------------------------------------------------------------
+// norms of q and k: a row is a head of a token (Qwen3, Gemma 3), or all its heads (OLMo-2), of
+// which a tensor-parallel rank has some. Without such norms `raw` is null.
+//   A key head that r ranks share is r times in a sum over ranks, and so are the channels that it
+//   is divided by. Backward each of them has a part of its gradient, and takes 1/r of the mean.
 
 // The rows that a projection writes: those before the norm, or without one those behind it.
 template <typename T>
 T* projected(T* raw, T* normed) { return raw ? raw : normed; }
 
-// out = RMSNorm(raw), each head for itself
+// Give the norm the sums over ranks, where its rows lie over them.
 template <typename T, typename S>
-void qk_norm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, const T* raw, // (N,heads,HS) (N,heads)
+RmsnormMore<T> qk_norm_more(const Ctx<S>& ctx, const acc_t<T>* row_sums, size_t C) {
+    // A row that this rank has whole needs no sums of others.
+    RmsnormMore<T> more = {nullptr, ctx.shape.norm_plus};
+    if (!ctx.shape.whole_qk_norm || ctx.tp.size == 1) return more;
+    more.row_sums = row_sums;
+    more.C_all = C * size_t(ctx.tp.size);
+    return more;
+}
+
+// Add up the row sums of all ranks, where rows lie over them.
+template <typename T, typename S>
+void sum_over_heads(Ctx<S>& ctx, acc_t<T>* row_sums, const T* raw, const T* dout, // (N) (N,C) (N,C)
+                    const Weight& weight, NormRows rows) {
+    if (!ctx.shape.whole_qk_norm || ctx.tp.size == 1) return;
+    rmsnorm_row_sums(row_sums, raw, dout, weight.as<T>(), rows.count, rows.C, ctx.shape.norm_plus,
+                     ctx.where);
+    all_reduce_sum(ctx.tp, row_sums, rows.count, ctx.where);
+}
+
+// out = RMSNorm(raw)
+template <typename T, typename S>
+void qk_norm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, acc_t<T>* squares,
+                     const T* raw, // (N,heads,HS); rows of rstd and squares
                      const Weight& weight, size_t heads) {
     if (!raw) return;
-    rmsnorm_forward(out, rstd, raw, weight.as<T>(), ctx.batch.rows() * heads, ctx.shape.HS,
-                    ctx.shape.norm_eps, ctx.where);
+    const T* no_gradient = nullptr;
+
+    // Rows that lie over ranks need the sums of all of them first.
+    NormRows rows = norm_rows(ctx.shape, ctx.batch.rows(), heads);
+    sum_over_heads(ctx, squares, raw, no_gradient, weight, rows);
+    rmsnorm_forward(out, rstd, raw, weight.as<T>(), rows.count, rows.C, ctx.shape.norm_eps,
+                    ctx.where, qk_norm_more<T>(ctx, squares, rows.C));
 }
 
 // Make the normed heads again as attention left them: rotated.
 template <typename T, typename S>
-void qk_norm_recompute(Ctx<S>& ctx, T* out, acc_t<T>* rstd, const T* raw, // (N,heads,HS) (N,heads)
+void qk_norm_recompute(Ctx<S>& ctx, T* out, acc_t<T>* rstd, acc_t<T>* squares,
+                       const T* raw, // (N,heads,HS); rows of rstd and squares
                        const Weight& weight, size_t heads) {
     if (!raw) return;
-    qk_norm_forward(ctx, out, rstd, raw, weight, heads);
+    qk_norm_forward(ctx, out, rstd, squares, raw, weight, heads);
     rotate_forward<T>(ctx, {out, heads, heads * ctx.shape.HS});
 }
 
 // draw = the gradient of dout through the norm; sums = parts of dweight
 template <typename T, typename S>
-void qk_norm_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, const T* dout, // (N,heads,HS) each
-                      const T* raw, const Weight& weight, const acc_t<T>* rstd, size_t heads) {
+void qk_norm_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, acc_t<T>* dots,
+                      const T* dout, const T* raw, // (N,heads,HS) each
+                      const Weight& weight, const acc_t<T>* rstd, size_t heads) {
     if (!raw) return;
     const T* no_residual = nullptr;
-    rmsnorm_backward(draw, sums, no_residual, dout, raw, weight.as<T>(), rstd,
-                     ctx.batch.rows() * heads, ctx.shape.HS, ctx.where);
+
+    // The mean of dout * scale * inp is one of the whole row, as rstd was.
+    NormRows rows = norm_rows(ctx.shape, ctx.batch.rows(), heads);
+    sum_over_heads(ctx, dots, raw, dout, weight, rows);
+    rmsnorm_backward(draw, sums, no_residual, dout, raw, weight.as<T>(), rstd, rows.count, rows.C,
+                     ctx.where, qk_norm_more<T>(ctx, dots, rows.C));
 }
 
-// All heads share a weight; this rank's gradient is of its own heads {+tp}.
+// A weight that all heads share: this rank's gradient is of its own heads {+tp}. Of a weight for
+// all heads a rank has its own channels.
 template <typename T, typename S>
 PartialSums<acc_t<T>> qk_norm_parts(Ctx<S>& ctx, const Weight& weight, const acc_t<T>* sums,
                                     size_t heads) {
-    return rmsnorm_parts(grad_of<T>(weight), sums, ctx.batch.rows() * heads, ctx.shape.HS,
-                         ctx.where);
+    NormRows rows = norm_rows(ctx.shape, ctx.batch.rows(), heads);
+    return rmsnorm_parts(grad_of<T>(weight), sums, rows.count, rows.C, ctx.where);
 }
 
 // ----------------------------------------------------------------------------
 // the block: two branches that read the residual stream and add to it
 
+// The first branch, up to the stream behind it.
+template <typename T, typename S>
+void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
+                      const Llama::Block& w, const Llama::Acts<T>& a, T* cache) {
+    // Make q, k and v of all heads of this rank.
+    size_t Q = w.q.rows, KV = w.k.rows;
+    T *q = projected(a.q_raw, a.q), *k = projected(a.k_raw, a.k);
+    column_parallel_forward(
+        ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}, {a.v, w.v, w.v_bias}}, rows);
+    qk_norm_forward(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
+    qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
+
+    // Attend, and join the stream.
+    attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
+    branch_end(ctx, a.middle, a.o_out, a.post_1_rstd, a.attention, w.o, w.o_bias, w.post_1, inp);
+}
+
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
                    const Llama::Acts<T>& a, T* cache) {
     size_t N = ctx.batch.rows(), F = ctx.shape.F;
-    size_t Q = w.q.rows, KV = w.k.rows;
 
     // Let tokens look at those before them.
-    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
-    T *q = projected(a.q_raw, a.q), *k = projected(a.k_raw, a.k);
-    column_parallel_forward(
-        ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}, {a.v, w.v, w.v_bias}}, a.norm_1);
-    qk_norm_forward(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
-    qk_norm_forward(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
-    attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
-    row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
+    const T* rows = first_rows(ctx, a, inp, w.norm_1); // (R,C)
+    attention_branch(ctx, rows, inp, w, a, cache);
 
     // Let each token work on what it saw.
-    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    if (ctx.shape.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
-                            a.norm_2);
-    swiglu_forward(a.swiglu, a.gate, a.up, N * F, ctx.where);
-    row_parallel_forward(ctx, out, a.swiglu, w.down, w.down_bias, a.middle);
+                            second_rows(ctx.shape, a));
+    swiglu_forward(a.swiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.gate);
+    branch_end(ctx, out, a.down_out, a.post_2_rstd, a.swiglu, w.down, w.down_bias, w.post_2,
+               static_cast<const T*>(a.middle));
 }
 
 // Make again what the level of recomputation dropped: norms and SwiGLU always, the products of a
-// branch at some levels. Nothing reads the block's output again, so `down` is left out.
+// branch at some levels. Nothing reads the block's output again, so `down` is left out, unless a
+// norm behind it reads it.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a,
                      Recompute level) {
-    size_t Q = w.q.rows, KV = w.k.rows;
+    const Shape& s = ctx.shape;
     T* no_cache = nullptr;
 
     // The first branch: attention turns q and k itself, or they are made again as it left them.
-    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    const T* rows = first_rows(ctx, a, inp, w.norm_1); // (R,C)
     if (redoes_attn(level)) {
-        T *q = projected(a.q_raw, a.q), *k = projected(a.k_raw, a.k);
-        column_parallel_forward(
-            ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}, {a.v, w.v, w.v_bias}}, a.norm_1);
-        qk_norm_forward(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
-        qk_norm_forward(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
-        attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, no_cache);
-        row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
+        attention_branch(ctx, rows, inp, w, a, no_cache);
     } else {
-        qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_raw, w.q_norm, ctx.shape.NH);
-        qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_raw, w.k_norm, ctx.shape.NKV);
+        qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, s.NH);
+        qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, s.NKV);
     }
 
     // The second.
-    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    if (s.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     if (redoes_ffn(level))
         column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
-                                a.norm_2);
-    swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * ctx.shape.F, ctx.where);
+                                second_rows(s, a));
+    swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * s.F, ctx.where, s.gate);
+
+    // The product before a norm, and the norm's rstd: its output joined the stream.
+    const T* no_residual = nullptr;
+    T* no_output = nullptr;
+    if (!redoes_ffn(level) || !s.post_norm) return;
+    row_parallel_forward(ctx, a.down_out, a.swiglu, w.down, w.down_bias, no_residual);
+    rmsnorm_forward(ctx, no_output, a.post_2_rstd, a.down_out, w.post_2);
 }
 
 // Everything but the gradients of weights, of which it makes what is at hand: parts of sums.
@@ -325,22 +493,27 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
 
     // Walk back through the second branch; SwiGLU turns its gradient into gate's in place.
     T* dgate = a.dswiglu; // (N,F)
-    row_parallel_backward_input(ctx, a.dswiglu, a.dout_all, dout, w.down);
-    swiglu_backward(dgate, a.dup, a.dswiglu, a.gate, a.up, N * F, ctx.where);
+    const T* ddown = branch_end_backward(ctx, a.ddown_out, a.post_2_sums, dout, a.down_out,
+                                         w.post_2, a.post_2_rstd); // (R,C)
+    row_parallel_backward_input(ctx, a.dswiglu, a.dout_all, ddown, w.down);
+    swiglu_backward(dgate, a.dup, a.dswiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.gate);
     column_parallel_backward_input(ctx, a.dnorm_2, {{dgate, w.gate}, {a.dup, w.up}});
-    rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
-                     a.norm_2_rstd);
+    branch_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
+                    a.norm_2_rstd);
 
     // Walk back through the first.
-    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.o);
+    const T* d_o = branch_end_backward(ctx, a.do_out, a.post_1_sums, a.dmiddle, a.o_out, w.post_1,
+                                       a.post_1_rstd); // (R,C)
+    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, d_o, w.o);
     attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
                        {a.q, a.k, a.v, Q, KV});
     T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
-    qk_norm_backward(ctx, dq, a.q_norm_sums, a.dq, a.q_raw, w.q_norm, a.q_rstd, ctx.shape.NH);
-    qk_norm_backward(ctx, dk, a.k_norm_sums, a.dk, a.k_raw, w.k_norm, a.k_rstd, ctx.shape.NKV);
+    qk_norm_backward(ctx, dq, a.q_norm_sums, a.q_dots, a.dq, a.q_raw, w.q_norm, a.q_rstd,
+                     ctx.shape.NH);
+    qk_norm_backward(ctx, dk, a.k_norm_sums, a.k_dots, a.dk, a.k_raw, w.k_norm, a.k_rstd,
+                     ctx.shape.NKV);
     column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
-    rmsnorm_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1,
-                     a.norm_1_rstd);
+    branch_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
 }
 
 // The gradients of weights, from what block_backward_input has made of the same dout and inp.
@@ -352,25 +525,30 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
 
     // Give the second branch's matrices their gradients.
     T* dgate = a.dswiglu; // (N,F)
-    row_parallel_backward_weight(ctx, w.down, dout, a.dout_all, a.swiglu, accumulate);
-    column_parallel_backward_weight(ctx, {{dgate, w.gate}, {a.dup, w.up}}, a.norm_2, accumulate);
+    const T* ddown = a.ddown_out ? a.ddown_out : dout;
+    row_parallel_backward_weight(ctx, w.down, ddown, a.dout_all, a.swiglu, accumulate);
+    column_parallel_backward_weight(ctx, {{dgate, w.gate}, {a.dup, w.up}}, second_rows(s, a),
+                                    accumulate);
 
     // And the first's.
     T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
-    row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
-    column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}}, a.norm_1,
-                                    accumulate);
+    const T* d_o = a.do_out ? a.do_out : a.dmiddle;
+    row_parallel_backward_weight(ctx, w.o, d_o, a.dmiddle_all, a.attention, accumulate);
+    column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}},
+                                    static_cast<const T*>(a.norm_1), accumulate);
 
     // Norms have parts of theirs already; add up all sums over rows together.
-    column_sums<T>({{grad_of<T>(w.down_bias), dout, R, s.C},
+    column_sums<T>({{grad_of<T>(w.down_bias), ddown, R, s.C},
                     {grad_of<T>(w.gate_bias), dgate, N, s.F},
                     {grad_of<T>(w.up_bias), a.dup, N, s.F},
-                    {grad_of<T>(w.o_bias), a.dmiddle, R, s.C},
+                    {grad_of<T>(w.o_bias), d_o, R, s.C},
                     {grad_of<T>(w.q_bias), dq, N, Q},
                     {grad_of<T>(w.k_bias), dk, N, KV},
                     {grad_of<T>(w.v_bias), a.dv, N, KV}},
                    {rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums),
                     rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
+                    rmsnorm_parts<T>(ctx, w.post_1, a.post_1_sums),
+                    rmsnorm_parts<T>(ctx, w.post_2, a.post_2_sums),
                     qk_norm_parts<T>(ctx, w.q_norm, a.q_norm_sums, s.NH),
                     qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV)},
                    ctx.blas.scratch, accumulate, ctx.where);
@@ -384,7 +562,7 @@ template <typename T, typename S>
 void head_norm(Ctx<S>& ctx, const T* inp, const Llama::Head& w, const HeadActs<T>& a, size_t rows) {
     T* norm = my_rows(ctx, a.norm); // (rows,C)
     rmsnorm_forward(norm, a.rstd, inp, w.norm.as<T>(), rows, ctx.shape.C, ctx.shape.norm_eps,
-                    ctx.where);
+                    ctx.where, {nullptr, ctx.shape.norm_plus});
     gather_rows(ctx, a.norm, norm);
 }
 

@@ -18,6 +18,7 @@
 #include "fp8.cuh"
 #include "layout.h"
 #include "rope.cuh"
+#include "variants.h"
 
 namespace llmc {
 
@@ -28,9 +29,9 @@ enum class Family { GPT2, LLAMA };
 enum class Position { LEARNED, ROPE, ALIBI };
 
 // The default is GPT-2's: presets and config.json state only what differs.
-struct Shape {
+struct Shape : Variant {
     Family family = Family::GPT2;
-    std::string hf_type = "gpt2";   // model_type in config.json: gpt2, llama, mistral, qwen2, qwen3
+    std::string hf_type = "gpt2";   // model_type in config.json: gpt2, llama, gemma2, ...
     size_t L = 0;                   // blocks
     size_t NH = 0, NKV = 0, HS = 0; // heads, key/value heads, head size
     size_t C = 0, F = 0;            // channels, ffn width
@@ -39,13 +40,10 @@ struct Shape {
     Position position = Position::LEARNED;
     bool qkv_bias = true; // of GPT-2 and Qwen2
     bool o_bias = false, mlp_bias = false; // of some Llamas: on o; on gate, up and down
-    bool qk_norm = false;                  // Qwen3: each head's q and k are normed before RoPE
     bool tied = true;     // the head is the token table
     float norm_eps = 1e-5f;
     double rope_theta = 10000;
     RopeScaling rope_scaling;
-    size_t sliding_window = 0;              // keys further back are not seen; 0: none
-    size_t window_from = 0;                 // Qwen: the first block that has the window
     size_t logits_bytes = 0; // the head's logits at a time; 0: as head.h chooses for the device
     size_t logits_rows = 64; // a chunk of them is a multiple of these rows
     Fp8 fp8 = Fp8::NONE;     // the products of blocks, but for attention's
@@ -58,11 +56,6 @@ struct Shape {
     // The vocabulary as tables hold it: padded with zero rows that never reach a file.
     size_t Vp() const { return padded ? padded : round_up(V, 128); }
 };
-
-// The window of a layer; 0: its queries see all keys before them. Block b is layer b + 1.
-inline size_t window_of(const Shape& s, int layer) {
-    return layer > int(s.window_from) ? s.sliding_window : 0;
-}
 
 // Shapes as their papers state them: a head has C / NH channels, GPT-2's ffn 4 C.
 inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {

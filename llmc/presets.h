@@ -24,6 +24,66 @@ inline Shape qwen3_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
     return s;
 }
 
+// The variants of Llama by model_type. Heads have HS channels where C / NH is another size.
+inline Shape variant_shape(const char* type, Shape s, bool tied, float norm_eps, size_t HS = 0) {
+    set_variant(s, type);
+    s.hf_type = type;
+    s.tied = tied, s.norm_eps = norm_eps;
+    if (HS) s.HS = HS;
+    return s;
+}
+
+// Gemma's scores are over the root of 256. Every so many blocks one sees all keys.
+inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t full_every) {
+    // Heads are 256 wide, whatever the channels are.
+    s = variant_shape(type, s, true, 1e-6f, 256);
+    s.score_scalar = 256, s.sliding_window = window, s.full_every = full_every;
+    return s;
+}
+
+// Softcaps hold scores and logits; every second block sees all.
+inline Shape gemma2_2b() {
+    Shape s = llama_shape(26, 8, 4, 2304, 9216, 256000, 8192, 10000);
+    s = gemma_shape("gemma2", s, 4096, 2);
+    s.score_softcap = 50, s.logit_softcap = 30;
+    return s;
+}
+
+// Blocks with a window turn by a base of their own.
+inline Shape gemma3_1b() {
+    Shape s = llama_shape(26, 4, 1, 1152, 6912, 262144, 32768, 1000000);
+    s = gemma_shape("gemma3_text", s, 512, 6);
+    s.window_theta = 10000;
+    return s;
+}
+
+// Every fourth block knows no positions.
+inline Shape smollm3_3b() {
+    Shape s = llama_shape(36, 16, 4, 2048, 11008, 128256, 65536, 5000000);
+    s = variant_shape("smollm3", s, true, 1e-6f);
+    s.nope_every = 4;
+    return s;
+}
+
+
+// The norms stand behind the branches.
+inline Shape olmo2_7b() {
+    Shape s = llama_shape(32, 32, 32, 4096, 11008, 100352, 4096, 500000);
+    return variant_shape("olmo2", s, false, 1e-6f);
+}
+
+// Every Phi-3 mini has a window; the paper's is 2048 wide, the files say 2047.
+inline Shape phi3_mini() {
+    Shape s = llama_shape(32, 32, 32, 3072, 8192, 32064, 4096, 10000);
+    s = variant_shape("phi3", s, false, 1e-5f);
+    s.sliding_window = 2047;
+    return s;
+}
+
+// GPT-3 is GPT-2 with 2048 positions. Heads fill the channels: of the paper's 24 heads in XL, 128
+// wide, 16 do; its 13B has 5140 channels, which 40 heads of 128 do not fill.
+inline Shape gpt3_shape(size_t L, size_t NH, size_t C) { return gpt2_shape(L, NH, C, 50257, 2048); }
+
 // A name that --model takes, and what --help says of it.
 struct Preset {
     const char* name;
@@ -40,14 +100,30 @@ inline std::vector<Preset> model_presets() {
         {"gpt2-medium", gpt2_shape(24, 16, 1024), "350M"},
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
         {"gpt2-xl", gpt2_shape(48, 25, 1600), "1558M"},
+        {"gpt3-small", gpt3_shape(12, 12, 768), "125M"},
+        {"gpt3-medium", gpt3_shape(24, 16, 1024), "350M"},
+        {"gpt3-large", gpt3_shape(24, 16, 1536), "760M"},
+        {"gpt3-xl", gpt3_shape(24, 16, 2048), "1.3B"},
+        {"gpt3-2.7b", gpt3_shape(32, 32, 2560), "2.7B"},
+        {"gpt3-6.7b", gpt3_shape(32, 32, 4096), "6.7B"},
+        {"gpt3-13b", gpt3_shape(40, 40, 5120), "13B"},
+        {"gpt3-175b", gpt3_shape(96, 96, 12288), "175B"},
         {"tinyllama-1.1b", llama_shape(22, 32, 4, 2048, 5632, 32000, 2048, 10000),
          "TinyLlama 1.1B"},
         {"llama2-7b", llama_shape(32, 32, 32, 4096, 11008, 32000, 4096, 10000), "Llama 2 7B"},
         {"llama3-8b", llama_shape(32, 32, 8, 4096, 14336, 128256, 8192, 500000), "Llama 3 8B"},
         {"llama3-70b", llama_shape(80, 64, 8, 8192, 28672, 128256, 8192, 500000), "Llama 3 70B"},
+        {"llama3.1-8b", llama31_shape(32, 32, 4096, 14336), "Llama 3.1 8B, 131072 tokens"},
+        {"llama3.1-70b", llama31_shape(80, 64, 8192, 28672), "Llama 3.1 70B, 131072 tokens"},
         {"llama3-405b", llama31_shape(126, 128, 16384, 53248), "Llama 3.1 405B"},
         {"qwen2.5-0.5b", qwen2_shape(24, 14, 2, 896, 4864), "Qwen2.5 0.5B"},
         {"qwen3-0.6b", qwen3_shape(28, 16, 8, 1024, 3072), "Qwen3 0.6B"},
+        {"qwen3-1.7b", qwen3_shape(28, 16, 8, 2048, 6144), "Qwen3 1.7B"},
+        {"olmo-2-7b", olmo2_7b(), "OLMo-2 7B"},
+        {"smollm3-3b", smollm3_3b(), "SmolLM3 3B"},
+        {"phi-3-mini", phi3_mini(), "Phi-3 mini 3.8B"},
+        {"gemma-2-2b", gemma2_2b(), "Gemma 2 2B"},
+        {"gemma-3-1b", gemma3_1b(), "Gemma 3 1B, text"},
     };
 }
 

@@ -2,7 +2,10 @@
 //   out = x * rstd * weight,   rstd = 1 / sqrt(mean(x * x) + eps)      per row of C
 //   dx  = rstd * (g - xhat * mean(g * xhat)),   g = dout * weight,  xhat = x * rstd
 //   inp, out, dinp, dout (N,C)   weight (C)   dweight (C) acc   rstd (N) acc, kept for backward
+//   RmsnormMore changes it: a residual is added to out, weights count from `plus` (Gemma: 1), and a
+//   row may lie over several ranks, which add up what rmsnorm_row_sums gives first.
 //   Contract: out, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
+//             out null: rstd alone.
 //             sums = parts of dweight, of rmsnorm_sums elements; null: frozen. column_sums adds
 //             the parts that rmsnorm_parts names, = or += (accumulate).
 //             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
@@ -16,33 +19,79 @@
 
 namespace llmc {
 
+// All of it left out is the plain norm.
+template <typename T> struct RmsnormMore {
+    const T* residual = nullptr; // (N,C) forward: out += it
+    float plus = 0;              // the scale of a channel is plus + weight
+    // (N) of rows over ranks: sums of squares, backward of dout * scale * inp; their channels
+    const acc_t<T>* row_sums = nullptr;
+    size_t C_all = 0;
+
+    LLMC_HD acc_t<T> scale(T weight) const { return to_acc(weight) + acc_t<T>(plus); }
+    // The mean over a whole row, of which `sum` is this rank's or all.
+    LLMC_HD acc_t<T> mean(size_t n, acc_t<T> sum, size_t C) const {
+        return row_sums ? row_sums[n] / acc_t<T>(C_all) : sum / acc_t<T>(C);
+    }
+};
+
 // ----------------------------------------------------------------------------
 // CPU
+
+// This rank's sums of rows that lie over several: of squares, or (dout) of the backward pass.
+template <typename T>
+void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
+                      const T* inp, const T* dout, const T* weight, // (N,C) (N,C) or null (C)
+                      size_t N, size_t C, float plus, Cpu) {
+    typedef acc_t<T> A;
+    #pragma omp parallel for
+    for (size_t n = 0; n < N; n++) {
+        const T* x = inp + n * C;                     // (C)
+        const T* d = dout ? dout + n * C : nullptr; // (C)
+
+        // Sum in the order of the channels of this rank; the ranks' sums are added later.
+        A sum = 0;
+        for (size_t c = 0; c < C; c++) {
+            A other = to_acc(x[c]);
+            // Backward, the gradient of the normed channel stands in its place.
+            if (d) other = to_acc(d[c]) * (to_acc(weight[c]) + A(plus));
+            sum += to_acc(x[c]) * other;
+        }
+        row_sums[n] = sum;
+    }
+}
 
 // A task a row; rstd is kept for backward.
 template <typename T>
 void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
                      const T* inp, const T* weight, // (N,C) (C)
-                     size_t N, size_t C, float eps, Cpu) {
+                     size_t N, size_t C, float eps, Cpu, const RmsnormMore<T>& more = {}) {
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const T* x = inp + n * C; // (C)
-        T* y = out + n * C;       // (C)
 
         // The root mean square.
         A square = 0;
         #pragma omp simd reduction(+ : square)
         for (size_t c = 0; c < C; c++)
             square += to_acc(x[c]) * to_acc(x[c]);
-        A r = 1 / std::sqrt(square / A(C) + A(eps));
+        A r = 1 / std::sqrt(more.mean(n, square, C) + A(eps));
+        // Keep it as it is used: backward takes it, unrounded.
+        rstd[n] = r;
+        if (!out) continue;
 
         // Normalise, scale.
-        #pragma omp simd
-        for (size_t c = 0; c < C; c++)
-            y[c] = from_acc<T>(to_acc(x[c]) * r * to_acc(weight[c]));
-        // Keep it as it was used: backward takes it, unrounded.
-        rstd[n] = r;
+        T* y = out + n * C;                                                  // (C)
+        const T* residual = more.residual ? more.residual + n * C : nullptr; // (C)
+        if (residual) {
+            #pragma omp simd
+            for (size_t c = 0; c < C; c++)
+                y[c] = from_acc<T>(to_acc(residual[c]) + to_acc(x[c]) * r * more.scale(weight[c]));
+        } else {
+            #pragma omp simd
+            for (size_t c = 0; c < C; c++)
+                y[c] = from_acc<T>(to_acc(x[c]) * r * more.scale(weight[c]));
+        }
     }
 }
 
@@ -52,7 +101,7 @@ template <typename T>
 void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,C) (N,C) or null
                             const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
                             const acc_t<T>* rstd,                         // (N)
-                            size_t N, size_t C, Cpu) {
+                            size_t N, size_t C, Cpu, const RmsnormMore<T>& more = {}) {
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
@@ -65,12 +114,13 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,
         A r = rstd[n], sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t c = 0; c < C; c++)
-            sum += to_acc(d[c]) * to_acc(weight[c]) * (to_acc(x[c]) * r);
-        A mean_gx = sum / A(C);
+            sum += to_acc(d[c]) * more.scale(weight[c]) * (to_acc(x[c]) * r);
+        // Sums over ranks still lack rstd.
+        A mean_gx = more.mean(n, sum, C) * (more.row_sums ? r : 1);
 
         // The input gradient joins the residual stream.
         auto gradient = [&](size_t c) {
-            return r * (to_acc(d[c]) * to_acc(weight[c]) - to_acc(x[c]) * r * mean_gx);
+            return r * (to_acc(d[c]) * more.scale(weight[c]) - to_acc(x[c]) * r * mean_gx);
         };
 
         // Choose outside the loops, so that each of them vectorises.
@@ -134,8 +184,9 @@ void rmsnorm_backward_weight(acc_t<T>* dweight,                                 
 template <typename T>
 void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,C) (N,C)
                       const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
-                      const acc_t<T>* rstd, size_t N, size_t C, Cpu where) {
-    rmsnorm_backward_input(dinp, dresidual, dout, inp, weight, rstd, N, C, where);
+                      const acc_t<T>* rstd, size_t N, size_t C, Cpu where,
+                      const RmsnormMore<T>& more = {}) {
+    rmsnorm_backward_input(dinp, dresidual, dout, inp, weight, rstd, N, C, where, more);
     rmsnorm_backward_weight(sums, dout, inp, rstd, N, C, false, where);
 }
 
@@ -148,7 +199,7 @@ void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,
 //   out, inp (N,C)   weight (C)   rstd (N)
 template <typename T, int P, int WARPS>
 __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const T* weight, size_t N,
-                                       size_t C, float eps) {
+                                       size_t C, float eps, RmsnormMore<T> more) {
     RowOfBlock<WARPS> row;
     if (row.n >= N) return; // all threads of a row leave together
     const T* x = inp + row.n * C; // (C)
@@ -161,17 +212,47 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
             square += to_float(p.v[i]) * to_float(p.v[i]);
     }
     // All threads of the row must call sum(): it has barriers where warps share the row.
-    float r = 1 / sqrtf(row.sum(square) / float(C) + eps);
+    float r = 1 / sqrtf(more.mean(row.n, row.sum(square), C) + eps);
 
     // Normalise, scale.
-    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+    for (size_t c = row.thread * P; out && c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c),
                    w = load<P>(weight + c);
-        for (int i = 0; i < P; i++)
-            p.v[i] = from_acc<T>(to_float(p.v[i]) * r * to_float(w.v[i]));
+        Pack<T, P> o = more.residual ? load<P>(more.residual + row.n * C + c) : Pack<T, P>{};
+        for (int i = 0; i < P; i++) {
+            float y = to_float(p.v[i]) * r * more.scale(w.v[i]);
+            p.v[i] = from_acc<T>(more.residual ? to_float(o.v[i]) + y : y);
+        }
         store(out + row.n * C + c, p);
     }
     if (row.thread == 0) rstd[row.n] = r;
+}
+
+// The sums of rows that lie over several ranks.
+//   row_sums (N)   inp, dout (N,C), dout may be null   weight (C)
+template <typename T, int P, int WARPS>
+__global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* dout,
+                                        const T* weight, size_t N, size_t C, float plus) {
+    RowOfBlock<WARPS> row;
+    if (row.n >= N) return; // all threads of a row leave together
+    float sum = 0;
+    for (size_t c = row.thread * P; c < C; c += row.threads * P) {
+        // Forward a channel meets itself, backward the gradient of what became of it.
+        Pack<T, P> x = load<P>(inp + row.n * C + c);
+        Pack<T, P> d = x;
+        Pack<T, P> w = {};
+        if (dout) {
+            d = load<P>(dout + row.n * C + c);
+            w = load<P>(weight + c);
+        }
+        for (int i = 0; i < P; i++) {
+            float scale = dout ? to_float(w.v[i]) + plus : 1;
+            sum += to_float(x.v[i]) * to_float(d.v[i]) * scale;
+        }
+    }
+    // All threads of the row must call sum().
+    sum = row.sum(sum);
+    if (row.thread == 0) row_sums[row.n] = sum;
 }
 
 // A block owns a strip of rows: it writes their gradients, and its part of dweight, from one
@@ -180,7 +261,7 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
 template <typename T, int P, int WARPS, int PACKS>
 __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual, const T* dout,
                                         const T* inp, const T* weight, const float* rstd, size_t N,
-                                        size_t C, size_t rows) {
+                                        size_t C, size_t rows, RmsnormMore<T> more) {
     StripOfRows<P, WARPS, PACKS> strip(N, rows);
     StripSums<1, P, WARPS, PACKS> sums_of_strip(sums, C);
     for (size_t n = strip.first; n < strip.end; n += strip.step) {
@@ -201,10 +282,10 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++)
                 of_row[0] +=
-                    to_float(d[k].v[i]) * to_float(w.v[i]) * (to_float(x[k].v[i]) * r);
+                    to_float(d[k].v[i]) * more.scale(w.v[i]) * (to_float(x[k].v[i]) * r);
         });
         strip.sum(of_row);
-        float mean_gx = of_row[0] / float(C);
+        float mean_gx = more.mean(n, of_row[0], C) * (more.row_sums ? r : 1);
 
         // The input gradient joins the residual stream; xhat joins the sum.
         strip.for_packs(C, [&](int k, size_t c) {
@@ -212,7 +293,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
             sums_of_strip.take(c, n == strip.first);
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++) {
-                float dv = to_float(d[k].v[i]), g = dv * to_float(w.v[i]);
+                float dv = to_float(d[k].v[i]), g = dv * more.scale(w.v[i]);
                 float xhat = to_float(x[k].v[i]) * r;
                 o[k].v[i] = from_acc<T>(to_float(o[k].v[i]) + r * (g - xhat * mean_gx));
                 sums_of_strip.sum[k][0][i] += dv * xhat;
@@ -230,12 +311,22 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
 // Any C and alignment: 16 bytes a load where C and all pointers are multiples of them.
 template <typename T>
 void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t N, size_t C,
-                     float eps, cudaStream_t stream) {
-    bool vector = can_vectorize<T>(C, out, inp, weight);
+                     float eps, cudaStream_t stream, const RmsnormMore<T>& more = {}) {
+    bool vector = can_vectorize<T>(C, out, inp, weight, more.residual);
     pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
         launch(rmsnorm_forward_kernel<T, P, WARPS>,
                row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
-               out, rstd, inp, weight, N, C, eps);
+               out, rstd, inp, weight, N, C, eps, more);
+    });
+}
+
+template <typename T>
+void rmsnorm_row_sums(float* row_sums, const T* inp, const T* dout, const T* weight, size_t N,
+                      size_t C, float plus, cudaStream_t stream) {
+    pick_row_kernel<T>(C, can_vectorize<T>(C, inp, dout, weight), [&](auto P, auto WARPS) {
+        launch(rmsnorm_row_sums_kernel<T, P, WARPS>,
+               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               row_sums, inp, dout, weight, N, C, plus);
     });
 }
 
@@ -243,13 +334,14 @@ void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t 
 template <typename T>
 void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
                       const T* weight, const float* rstd, size_t N, size_t C,
-                      cudaStream_t stream) {
+                      cudaStream_t stream, const RmsnormMore<T>& more = {}) {
     size_t parts = strip_parts(N, stream);
     // An absent dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 1>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
         launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(), 0,
-               stream, dinp, sums, dresidual, dout, inp, weight, rstd, N, C, ceil_div(N, parts));
+               stream, dinp, sums, dresidual, dout, inp, weight, rstd, N, C, ceil_div(N, parts),
+               more);
     });
 }
 #endif

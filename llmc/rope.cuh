@@ -9,6 +9,7 @@
 //   Linear scaling: f / factor.
 //   x, dx: rows n of heads (NH,HS), row n at n * row_stride   positions (N)
 //   table (P, HS/2, 2): cos, sin
+//   Heads may be longer than the HS channels that turn: the rest of them passes (RopeHeads).
 //   Contract: in place. backward turns the other way, which is the gradient.
 //             Bitwise repeatable.
 //   Cost: memory-bound: reads and writes x.
@@ -99,6 +100,7 @@ void rope_table(A* table, // (P, HS/2, 2): cos, sin
 template <typename T> struct RopeHeads {
     T* rows = nullptr; // row n: (NH,HS) at n * row_stride
     size_t NH = 0, row_stride = 0;
+    size_t head_stride = 0; // elements between heads; 0: HS, which turn all
 };
 
 // ----------------------------------------------------------------------------
@@ -108,7 +110,8 @@ template <typename T> struct RopeHeads {
 template <typename T>
 void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
                  const acc_t<T>* table,      // (P, HS/2, 2)
-                 size_t N, size_t NH, size_t HS, size_t row_stride, acc_t<T> direction) {
+                 size_t N, size_t NH, size_t HS, size_t row_stride, size_t head_stride,
+                 acc_t<T> direction) {
     typedef acc_t<T> A;
     size_t half = HS / 2;
     #pragma omp parallel for
@@ -118,7 +121,7 @@ void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
 
         // Turn the pairs of every head.
         for (size_t h = 0; h < NH; h++) {
-            T* head = x + n * row_stride + h * HS; // (HS)
+            T* head = x + n * row_stride + h * head_stride; // (HS)
             for (size_t i = 0; i < half; i++) {
                 A a = to_acc(head[i]), b = to_acc(head[i + half]);
                 // The direction changes the sine's sign alone: cos is even.
@@ -134,7 +137,8 @@ template <typename T>
 void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc_t<T>* table,
                  size_t N, size_t HS, acc_t<T> direction, Cpu) {
     for (const RopeHeads<T>& x : {q, k})
-        rope_rotate(x.rows, positions, table, N, x.NH, HS, x.row_stride, direction);
+        rope_rotate(x.rows, positions, table, N, x.NH, HS, x.row_stride,
+                    x.head_stride ? x.head_stride : HS, direction);
 }
 
 // ----------------------------------------------------------------------------
@@ -152,10 +156,11 @@ __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions
     T* row = x.rows + blockIdx.x * x.row_stride; // (NH,HS)
     // Sizes of a row fit 32 bits, which divide much faster than 64.
     unsigned half = HS / 2;
+    unsigned stride = x.head_stride ? unsigned(x.head_stride) : HS;
     unsigned packs = half / P; // of a head
     for (unsigned at = threadIdx.x; at < NH * packs; at += blockDim.x) {
         unsigned i = at % packs * P;
-        T* head = row + at / packs * HS + i; // the pairs' first halves
+        T* head = row + at / packs * stride + i; // the pairs' first halves
 
         // One pack of each half: lane j of both is pair i + j.
         Pack<T, P> a = load<P>(head), b = load<P>(head + half);
@@ -192,7 +197,8 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const flo
     };
     // Halves of heads are loaded in packs, so each must begin at a multiple of one.
     bool vector = can_vectorize<T>(HS / 2, q.rows, k.rows) && can_vectorize<float>(0, table) &&
-                  q.row_stride % VECTOR<T> == 0 && k.row_stride % VECTOR<T> == 0;
+                  q.row_stride % VECTOR<T> == 0 && k.row_stride % VECTOR<T> == 0 &&
+                  q.head_stride % VECTOR<T> == 0 && k.head_stride % VECTOR<T> == 0;
     vector ? rotate(Int<VECTOR<T>>()) : rotate(Int<1>());
 }
 #endif

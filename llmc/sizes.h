@@ -193,12 +193,14 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
 // ----------------------------------------------------------------------------
 // every datum
 
-// RoPE's table (P, HS/2, 2), or ALiBi's slopes (NH).
+// RoPE's table (P, rotary/2, 2), or two, or ALiBi's slopes (NH).
 template <typename T>
 size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
     size_t positions = std::max(p.T, p.cache);
     switch (s.position) {
-    case Position::ROPE: return round_up(positions * s.HS * sizeof(acc_t<T>), ARENA_ALIGN);
+    case Position::ROPE:
+        return (s.window_theta ? 2 : 1) *
+               round_up(positions * rotary_channels(s, s.HS) * sizeof(acc_t<T>), ARENA_ALIGN);
     case Position::ALIBI: return model.shape.NH * sizeof(float);
     default: return 0;
     }

@@ -106,6 +106,7 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
             const T* no_residual = nullptr;
             linear_forward(logits, acts.norm, w.lm_head, nullptr, no_residual, 1, t.ctx.blas,
                            t.ctx.where);
+            cap_logits(t.ctx, logits, 1);
         }
     });
 }
@@ -398,13 +399,22 @@ void finish_flight(Trainer<T, S>& t, InFlight<S>& f) {
 // ----------------------------------------------------------------------------
 // the loop
 
+// Set what differs from layer to layer: its window, and the table by which RoPE turns.
+template <typename T, typename S>
+void bind_layer(Trainer<T, S>& t, int layer) {
+    size_t window = window_of(t.model.shape, layer);
+    t.ctx.shape.sliding_window = window;
+    t.ctx.rope = window && t.window_rope ? t.window_rope : t.rope;
+    if (!turns(t.model.shape, layer)) t.ctx.rope = nullptr;
+}
+
 // One action, all of it.
 template <typename T, typename S>
 void run_action(Trainer<T, S>& t, const Action& a) {
     // Hand over what the operators expect in ctx.
     if (a.micro >= 0) bind_batch(t, a.micro);
     bind_scratch(t, a.layer);
-    t.ctx.shape.sliding_window = window_of(t.model.shape, a.layer);
+    bind_layer(t, a.layer);
     switch (a.op) {
     // The input. RELEASE only marks a place in the plan.
     case Op::LOAD: return run_load(t);

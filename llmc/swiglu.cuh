@@ -1,23 +1,36 @@
-// swiglu.cuh - SwiGLU's gate, forward and backward - arXiv:2002.05202
+// swiglu.cuh - SwiGLU's and GeGLU's gate, forward and backward - arXiv:2002.05202
 //   out = silu(gate) * up,   silu(x) = x * s,   s = 1 / (1 + exp(-x))
 //   silu'(x) = s * (1 + x * (1 - s))
+//   or gelu(gate) * up, GELU in its tanh form (gelu.cuh)
 //   out, gate, up, dout, dgate, dup (n)
 //   Contract: out =, dgate =, dup =; dgate may be dout or gate, dup may be up.  Bitwise repeatable.
 //   Cost: memory-bound. forward reads gate, up, writes out; backward reads dout, gate, up, writes
 //         dgate, dup.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, gelu.cuh, column_sums.cuh, types.h and cuda_common.h.
 #pragma once
-#include "cuda_common.h"
+#include "gelu.cuh"
 
 namespace llmc {
+
+enum class Gate : uint8_t { SILU, GELU };
 
 // ----------------------------------------------------------------------------
 // CPU
 
 // exp is a polynomial, which g++ vectorises.
 template <typename T>
-void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu) { // (n) (n) (n)
+void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu, // (n) (n) (n)
+                    Gate kind = Gate::SILU) {
     typedef acc_t<T> A;
+    if (kind == Gate::GELU) {
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < n; i++) {
+            // The gate's slope is not needed here, and costs nothing that is not thrown away.
+            GeluAt<A> gelu = gelu_at(to_acc(gate[i]));
+            out[i] = from_acc<T>(gelu.value * to_acc(up[i]));
+        }
+        return;
+    }
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A g = to_acc(gate[i]);
@@ -31,8 +44,22 @@ void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu) { // (n) 
 template <typename T>
 void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
                      const T* dout, const T* gate, const T* up, // (n) (n) (n)
-                     size_t n, Cpu) {
+                     size_t n, Cpu, Gate kind = Gate::SILU) {
     typedef acc_t<T> A;
+
+    // GELU's own value and slope.
+    if (kind == Gate::GELU) {
+        #pragma omp parallel for simd
+        for (size_t i = 0; i < n; i++) {
+            A d = to_acc(dout[i]), u = to_acc(up[i]);
+            GeluAt<A> gelu = gelu_at(to_acc(gate[i]));
+            dgate[i] = from_acc<T>(d * u * gelu.slope);
+            dup[i] = from_acc<T>(d * gelu.value);
+        }
+        return;
+    }
+
+    // SiLU's.
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A d = to_acc(dout[i]), g = to_acc(gate[i]), u = to_acc(up[i]);
@@ -54,7 +81,7 @@ __device__ inline float fast_sigmoid(float x) { return __fdividef(1, 1 + __expf(
 
 // P elements a thread, the last one fewer.
 template <typename T, int P>
-__global__ void swiglu_forward_kernel(T* out, const T* gate, const T* up, size_t n) {
+__global__ void swiglu_forward_kernel(T* out, const T* gate, const T* up, size_t n, Gate kind) {
     size_t i = first_element<P>();
     if (i >= n) return;
     Pack<T, P> pg = load_some<P>(gate + i, n - i);
@@ -62,7 +89,8 @@ __global__ void swiglu_forward_kernel(T* out, const T* gate, const T* up, size_t
     for (int k = 0; k < P; k++) {
         float g = to_float(pg.v[k]);
         // up's pack takes the result: both packs are in registers.
-        pu.v[k] = from_acc<T>(g * fast_sigmoid(g) * to_float(pu.v[k]));
+        float gated = kind == Gate::GELU ? fast_gelu_at(g).value : g * fast_sigmoid(g);
+        pu.v[k] = from_acc<T>(gated * to_float(pu.v[k]));
     }
     store_some(out + i, pu, n - i);
 }
@@ -70,7 +98,7 @@ __global__ void swiglu_forward_kernel(T* out, const T* gate, const T* up, size_t
 // Each thread has read its elements before it writes them: outputs may be inputs.
 template <typename T, int P>
 __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T* gate, const T* up,
-                                       size_t n) {
+                                       size_t n, Gate kind) {
     size_t i = first_element<P>();
     if (i >= n) return;
     Pack<T, P> pd = load_some<P>(dout + i, n - i);
@@ -78,8 +106,15 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
     Pack<T, P> pu = load_some<P>(up + i, n - i);
     for (int k = 0; k < P; k++) {
         float d = to_float(pd.v[k]), g = to_float(pg.v[k]), u = to_float(pu.v[k]);
-        float s = fast_sigmoid(g);
+
         // The packs of gate and up become their gradients.
+        if (kind == Gate::GELU) {
+            GeluAt<float> gelu = fast_gelu_at(g);
+            pg.v[k] = from_acc<T>(d * u * gelu.slope);
+            pu.v[k] = from_acc<T>(d * gelu.value);
+            continue;
+        }
+        float s = fast_sigmoid(g);
         pg.v[k] = from_acc<T>(d * u * s * (1 + g * (1 - s)));
         pu.v[k] = from_acc<T>(d * g * s);
     }
@@ -92,20 +127,22 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
 
 // Any n and alignment.
 template <typename T>
-void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t stream) {
+void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t stream,
+                    Gate kind = Gate::SILU) {
     pick_element_kernel<T>(n, can_vectorize<T>(0, out, gate, up), [&](auto P, unsigned grid) {
-        launch(swiglu_forward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, gate, up, n);
+        launch(swiglu_forward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, gate, up, n,
+               kind);
     });
 }
 
 template <typename T>
 void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up, size_t n,
-                     cudaStream_t stream) {
+                     cudaStream_t stream, Gate kind = Gate::SILU) {
     // One pointer that is not aligned sends all five to single elements.
     bool vector = can_vectorize<T>(0, dgate, dup, dout, gate, up);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
         launch(swiglu_backward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, dgate, dup, dout,
-               gate, up, n);
+               gate, up, n, kind);
     });
 }
 #endif

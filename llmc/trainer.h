@@ -47,6 +47,7 @@ template <typename T, typename S> struct Trainer {
     S comm_stream = {};     // on NCCL: where the plan's collectives run
     S move_stream = {};     // where FETCH and PARK run
     std::string offload_folder; // of the file of Tier::DISK
+    const void *rope = nullptr, *window_rope = nullptr; // tables; the second: of windows, or null
 
     // Host memory for copies from and to a device; null on a CPU.
     int* staging = nullptr;    // a batch that LOAD copies
@@ -208,14 +209,20 @@ void init_constants(Trainer<T, S>& t) {
     for (const Plan& p : t.plans)
         rows = std::max({rows, p.T, p.cache});
 
-    // RoPE's table serves every head. ALiBi's slopes are one a head: a rank points at its own.
-    if (s.position == Position::ROPE) {
-        std::vector<acc_t<T>> table(rows * s.HS);
-        rope_table(table.data(), rows, s.HS, s.rope_theta, s.rope_scaling);
-        copy_in(base, table.data(), table.size() * sizeof(table[0]), t.ctx.where);
+    // RoPE's table serves every head; layers with a window may have their own behind it. ALiBi's
+    // slopes are one a head: a rank points at its own.
+    size_t channels = rotary_channels(s, s.HS);
+    bool turned = s.position == Position::ROPE;
+    auto fill = [&](unsigned char* to, double theta, const RopeScaling& scaling) {
+        std::vector<acc_t<T>> table(rows * channels);
+        rope_table(table.data(), rows, channels, theta, scaling);
+        copy_in(to, table.data(), table.size() * sizeof(table[0]), t.ctx.where);
         wait_for(t.ctx.where); // the copy reads `table`, which ends here
-        t.ctx.rope = base;
-    }
+        return to;
+    };
+    size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
+    if (turned) t.rope = t.ctx.rope = fill(base, s.rope_theta, s.rope_scaling);
+    if (turned && s.window_theta) t.window_rope = fill(base + behind, s.window_theta, {});
     if (s.position == Position::ALIBI) {
         std::vector<float> slopes(s.NH);
         alibi_slopes(slopes.data(), s.NH);

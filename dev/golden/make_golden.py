@@ -332,4 +332,5 @@ def main():
               compare_with_transformers(folder, numbers, tokens, targets))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -80,9 +80,22 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"o_bias",         s.o_bias},
         {"mlp_bias",       s.mlp_bias},
         {"qk_norm",        s.qk_norm},
+        {"whole_qk_norm",  s.whole_qk_norm},
+        {"pre_norm",       s.pre_norm},
+        {"post_norm",      s.post_norm},
+        {"norm_plus",      s.norm_plus},
+        {"gate",           s.gate == Gate::GELU ? "gelu" : "silu"},
+        {"score_scalar",   s.score_scalar},
+        {"score_softcap",  s.score_softcap},
+        {"logit_softcap",  s.logit_softcap},
+        {"scaled_embedding", s.scaled_embedding},
         {"norm_eps",       s.norm_eps},
         {"sliding_window", s.sliding_window},
         {"window_from",    s.window_from},
+        {"full_every",     s.full_every},
+        {"window_theta",   s.window_theta},
+        {"rotary",         s.rotary},
+        {"nope_every",     s.nope_every},
         {"rope_theta",     s.rope_theta},
         {"rope_kind",               kinds[int(s.rope_scaling.kind)]},
         {"rope_factor",             s.rope_scaling.factor},
@@ -101,7 +114,10 @@ inline nlohmann::json model_identity(const Shape& s) {
 inline bool is_newer_field(const std::string& key) {
     for (const char* newer : {"o_bias", "mlp_bias", "qk_norm", "window_from", "rope_kind",
                               "rope_beta_fast", "rope_beta_slow", "rope_truncate",
-                              "rope_attention_factor"})
+                              "rope_attention_factor", "whole_qk_norm", "pre_norm", "post_norm",
+                              "norm_plus", "gate", "score_scalar", "score_softcap",
+                              "logit_softcap", "scaled_embedding", "full_every", "window_theta",
+                              "rotary", "nope_every"})
         if (key == newer) return true;
     return false;
 }

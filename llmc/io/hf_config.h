@@ -1,4 +1,4 @@
-// hf_config.h - config.json of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3 and a Shape
+// hf_config.h - config.json of Hugging Face's models and a Shape: each family's keys and defaults
 //   Reading  a key that changes what a model computes is read, or refused by its name unless it has
 //            the one value that is built. A key left out has the default of transformers' class.
 //   Writing  every size, for defaults differ between transformers' versions.
@@ -148,16 +148,49 @@ inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions,
     x.attention_factor = float(hf_positive(c, r, "attention_factor", otherwise));
 }
 
+// Read the part of a head that turns, which only some classes have.
+inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
+    for (const nlohmann::json& part : {c.j, r}) {
+        double turned = hf_number(c, part, "partial_rotary_factor", 1);
+        if (turned == 1) continue;
+        std::string found = json_word(part["partial_rotary_factor"]);
+        if (s.hf_type != "phi3")
+            hf_wrong(c, "partial_rotary_factor ", found, " is not built yet, only 1.0 is");
+
+        // The channels are rounded down, as transformers does.
+        bool good = turned > 0 && turned < 1;
+        size_t channels = good ? size_t(double(s.HS) * turned) : 0;
+        if (channels == 0 || channels % 2)
+            hf_wrong(c, "partial_rotary_factor ", found, " turns ", channels, " of ", s.HS,
+                     " channels: RoPE turns pairs");
+        s.rotary = channels;
+    }
+}
+
+// Read Gemma 3's two thetas: newer files have an object for each kind of layer.
+inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::json& r) {
+    s.window_theta = hf_positive(c, c.j, "rope_local_base_freq", 10000);
+    // A kind without an object has the file's own keys.
+    auto kind = [&](const char* name) {
+        return r.contains(name) && r[name].is_object() ? r[name] : nlohmann::json::object();
+    };
+    nlohmann::json windows = kind("sliding_attention");
+    s.window_theta = hf_positive(c, windows, "rope_theta", s.window_theta);
+    nlohmann::json type = windows.value("rope_type", nlohmann::json("default"));
+    if (type != "default")
+        hf_wrong(c, "rope scaling ", json_word(type),
+                 " of layers with a window is not built yet, only \"default\" is");
+    return r.contains("full_attention") ? kind("full_attention") : r;
+}
+
 // RoPE's base and its scaling. rope_type was called type before.
-inline void hf_rope(HfConfig& c, Shape& s) {
+inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     // Read theta from the top, then from the object, which wins.
-    const nlohmann::json r = hf_rope_object(c);
-    s.rope_theta = hf_positive(c, c.j, "rope_theta", 10000);
+    nlohmann::json r = hf_rope_object(c);
+    if (s.hf_type == "gemma3_text") r = hf_rope_of_kinds(c, s, r);
+    s.rope_theta = hf_positive(c, c.j, "rope_theta", theta);
     s.rope_theta = hf_positive(c, r, "rope_theta", s.rope_theta);
-    for (const nlohmann::json& part : {c.j, r})
-        if (hf_number(c, part, "partial_rotary_factor", 1) != 1)
-            hf_wrong(c, "partial_rotary_factor ", json_word(part["partial_rotary_factor"]),
-                     " is not built yet, only 1.0 is");
+    hf_rotary(c, s, r);
 
     // The type may be left out, or be no text in a broken file.
     nlohmann::json named = r.value("rope_type", r.value("type", nlohmann::json()));
@@ -204,12 +237,63 @@ inline size_t hf_first_window(HfConfig& c, size_t L) {
     return first;
 }
 
+// The period of a list in which every so many layers are special; 0: none of L is. The list may be
+// left out, which means `otherwise`.
+inline size_t hf_every(HfConfig& c, const char* key, size_t L, const nlohmann::json& special,
+                       const nlohmann::json& usual, size_t otherwise) {
+    // No layer of a short model may be the n-th.
+    if (!c.has(key)) return otherwise > L ? 0 : otherwise;
+
+    // Try every period; the smallest that fits is the answer.
+    const nlohmann::json& list = c.j[key];
+    auto fits = [&](size_t every) {
+        for (size_t l = 0; l < L; l++) {
+            bool nth = every && (l + 1) % every == 0;
+            if (list[l] != (nth ? special : usual)) return false;
+        }
+        return true;
+    };
+    bool whole = list.is_array() && list.size() == L;
+    for (size_t every = 0; whole && every <= L; every++)
+        if (fits(every)) return every;
+
+    // A list of another kind would train, with wrong numbers.
+    hf_wrong(c, key, " of this kind is not built yet, only ", special.dump(), " for every n-th of ",
+             L, " layers and ", usual.dump(), " for the others is");
+    return 0;
+}
+
+// Gemma's windows: in all layers but every n-th.
+inline void hf_gemma_window(HfConfig& c, Shape& s) {
+    // Gemma 2 has no key for the period, Gemma 3 an older one beside the list.
+    size_t usual = s.hf_type == "gemma2" ? 2 : hf_size(c, "sliding_window_pattern", 6);
+    s.sliding_window = hf_size(c, "sliding_window", 4096);
+    s.full_every = hf_every(c, "layer_types", s.L, "full_attention", "sliding_attention", usual);
+    // A window that no layer has is none.
+    if (s.full_every == 1) s.sliding_window = s.full_every = 0;
+    hf_refuse_unless(c, "use_bidirectional_attention", false);
+}
+
 // The window of attention, from the keys that the family's class reads.
 inline void hf_window(HfConfig& c, Shape& s) {
-    // Llama has none. Mistral's is in all layers: without the key 4096, and null is none.
+    // Llama has none. Mistral's is in all layers: without the key 4096, and null is none. Phi-3's
+    // is too, and without the key none.
     bool left_out = !c.j.contains("sliding_window");
-    if (s.hf_type == "llama") return;
-    if (s.hf_type == "mistral") {
+    if (s.hf_type == "llama" || s.hf_type == "olmo2") return;
+    if (s.hf_type == "gemma2" || s.hf_type == "gemma3_text") return hf_gemma_window(c, s);
+
+    // SmolLM3 says which layers turn; its windows are not built.
+    if (s.hf_type == "smollm3") {
+        hf_refuse_unless(c, "use_sliding_window", false);
+        hf_every(c, "layer_types", s.L, "full_attention", "full_attention", 1);
+        s.nope_every = hf_every(c, "no_rope_layers", s.L, 0, 1,
+                                hf_size(c, "no_rope_layer_interval", 4));
+        return;
+    }
+
+    // One window for all layers.
+    if (s.hf_type == "phi3" && left_out) return;
+    if (s.hf_type == "mistral" || s.hf_type == "phi3") {
         if (left_out || c.has("sliding_window"))
             s.sliding_window = hf_size(c, "sliding_window", 4096);
         return;
@@ -228,8 +312,9 @@ inline void hf_window(HfConfig& c, Shape& s) {
 // Read which products have biases.
 inline void hf_biases(HfConfig& c, Shape& s) {
     // Qwen2's q, k and v have theirs always, and no class reads a key for them.
-    bool reads_attention = s.hf_type == "llama" || s.hf_type == "qwen3";
-    bool reads_mlp = s.hf_type == "llama";
+    bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3";
+    bool reads_attention = !fixed;
+    bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
     if (reads_attention)
         s.o_bias = hf_flag(c, "attention_bias", false);
     else
@@ -243,15 +328,49 @@ inline void hf_biases(HfConfig& c, Shape& s) {
 
 // A family, and what transformers' class of it takes for keys that config.json leaves out.
 struct HfDefaults {
-    const char* type;
+    const char *type, *architecture;
     size_t kv_heads; // 0: as many as heads
     size_t positions;
     size_t head_size; // 0: C / NH
+    double norm_eps, theta;
+    bool tied;
 };
-constexpr HfDefaults HF_DEFAULTS[] = {{"llama", 0, 2048, 0},
-                                      {"mistral", 8, 131072, 0},
-                                      {"qwen2", 32, 32768, 0},
-                                      {"qwen3", 32, 32768, 128}};
+// clang-format off
+constexpr HfDefaults HF_DEFAULTS[] = {
+    {"llama",       "LlamaForCausalLM",    0,   2048,   0, 1e-6, 1e4, false},
+    {"mistral",     "MistralForCausalLM",  8, 131072,   0, 1e-6, 1e4, false},
+    {"qwen2",       "Qwen2ForCausalLM",   32,  32768,   0, 1e-6, 1e4, false},
+    {"qwen3",       "Qwen3ForCausalLM",   32,  32768, 128, 1e-6, 1e4, false},
+    {"olmo2",       "Olmo2ForCausalLM",    0,   2048,   0, 1e-5, 1e4, false},
+    {"smollm3",     "SmolLM3ForCausalLM",  4,  32768,   0, 1e-6, 2e6, true},
+    {"phi3",        "Phi3ForCausalLM",     0,   4096,   0, 1e-5, 1e4, false},
+    {"gemma2",      "Gemma2ForCausalLM",   4,   8192, 256, 1e-6, 1e4, true},
+    {"gemma3_text", "Gemma3ForCausalLM",   4, 131072, 256, 1e-6, 1e6, true},
+};
+// clang-format on
+
+// The row of a family; null: it is none of these.
+inline const HfDefaults* hf_defaults(const std::string& type) {
+    for (const HfDefaults& family : HF_DEFAULTS)
+        if (type == family.type) return &family;
+    return nullptr;
+}
+
+// Gemma's keys. A softcap of null is none.
+inline void hf_gemma(HfConfig& c, Shape& s) {
+    // Only Gemma 2's class has caps where a file says nothing.
+    bool capped = s.hf_type == "gemma2";
+    auto cap = [&](const char* key, double otherwise) {
+        bool left_out = capped && !c.j.contains(key);
+        return c.has(key) || left_out ? float(hf_positive(c, c.j, key, otherwise)) : 0;
+    };
+
+    // Scores, logits, and the ffn's gate.
+    s.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
+    s.score_softcap = cap("attn_logit_softcapping", 50);
+    s.logit_softcap = cap("final_logit_softcapping", 30);
+    hf_refuse_unless(c, "hidden_activation", "gelu_pytorch_tanh", "gelu_new");
+}
 
 // One of the families of HF_DEFAULTS. They differ in defaults, biases and windows.
 inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
@@ -266,13 +385,13 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
 
     // Read what may differ from family to family. head_dim is not always C / NH.
     s.hf_type = family.type;
+    set_variant(s, family.type);
     s.HS = hf_size(c, "head_dim",
                    family.head_size ? family.head_size : std::max(C / NH, size_t(1)));
-    s.qk_norm = s.hf_type == "qwen3";
-    s.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", 1e-6));
-    s.tied = hf_flag(c, "tie_word_embeddings", false);
-    hf_refuse_unless(c, "hidden_act", "silu", "swish");
-    hf_rope(c, s);
+    s.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", family.norm_eps));
+    s.tied = hf_flag(c, "tie_word_embeddings", family.tied);
+    s.gate == Gate::GELU ? hf_gemma(c, s) : hf_refuse_unless(c, "hidden_act", "silu", "swish");
+    hf_rope(c, s, family.theta);
     hf_biases(c, s);
     hf_window(c, s);
 
@@ -298,16 +417,15 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     // The family decides which keys are read; `architectures` is not looked at.
     bool named = c.has("model_type") && c.j["model_type"].is_string();
     std::string type = named ? c.j["model_type"].get<std::string>() : "";
-    const HfDefaults* llama =
-        std::find_if(std::begin(HF_DEFAULTS), std::end(HF_DEFAULTS),
-                     [&](const HfDefaults& family) { return type == family.type; });
+    const HfDefaults* llama = hf_defaults(type);
     if (type == "gpt2")
         *shape = hf_gpt2_shape(c);
-    else if (llama != std::end(HF_DEFAULTS))
+    else if (llama)
         *shape = hf_llama_shape(c, *llama);
     else
         return c.path + ": model_type '" + printable(type.substr(0, 80)) +
-               "' is not supported: gpt2, llama, mistral, qwen2 and qwen3 are";
+               "' is not supported: gpt2, llama, mistral, qwen2, qwen3, olmo2, smollm3, phi3, "
+               "gemma2 and gemma3_text are";
     hf_check_sizes(c, *shape);
     return c.wrong;
 }
@@ -339,7 +457,8 @@ inline std::string hf_refusal(Gpt2, const Shape& s) {
 
 inline std::string hf_refusal(Llama, const Shape& s) {
     // A window would be lost on the way: Llama's class has no key for it.
-    if (s.hf_type == "llama" && s.sliding_window)
+    bool no_windows = s.hf_type == "llama" || s.hf_type == "olmo2" || s.hf_type == "smollm3";
+    if (no_windows && s.sliding_window)
         return "--export: Hugging Face's Llama has no window: drop --export";
 
     // transformers has no key for biases on q, k and v alone: those are Qwen2's, always.
@@ -406,14 +525,44 @@ inline nlohmann::ordered_json hf_rope_json(const RopeScaling& r) {
     };
 }
 
+// The keys of the families that have more than Llama's.
+inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
+    // A list has an entry a layer; a softcap of 0 is null.
+    auto lists = [&](auto of_layer) {
+        nlohmann::ordered_json all = nlohmann::ordered_json::array();
+        for (int layer = 1; layer <= int(s.L); layer++)
+            all.push_back(of_layer(layer));
+        return all;
+    };
+    auto cap = [](float x) {
+        return x ? nlohmann::ordered_json(decimal(x)) : nlohmann::ordered_json();
+    };
+
+    // Keys that one model_type has alone.
+    if (s.hf_type == "smollm3")
+        j["no_rope_layers"] = lists([&](int layer) { return int(turns(s, layer)); });
+    if (s.hf_type == "phi3")
+        j["partial_rotary_factor"] = double(rotary_channels(s, s.HS)) / double(s.HS);
+    if (s.hf_type == "gemma3_text")
+        j["rope_local_base_freq"] = s.window_theta;
+
+    // Gemma's.
+    if (s.gate != Gate::GELU) return;
+    j["hidden_activation"] = j["hidden_act"];
+    j["query_pre_attn_scalar"] = s.score_scalar;
+    j["attn_logit_softcapping"] = cap(s.score_softcap);
+    j["final_logit_softcapping"] = cap(s.logit_softcap);
+    j["layer_types"] = lists([&](int layer) {
+        return window_of(s, layer) ? "sliding_attention" : "full_attention";
+    });
+}
+
 // Defaults differ between transformers' versions, so every size is written.
 inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
-    const char* architecture = s.hf_type == "qwen3"     ? "Qwen3ForCausalLM"
-                               : s.hf_type == "qwen2"   ? "Qwen2ForCausalLM"
-                               : s.hf_type == "mistral" ? "MistralForCausalLM"
-                                                        : "LlamaForCausalLM";
+    // Sizes, activation and base are all families'.
+    bool gelu = s.gate == Gate::GELU;
     nlohmann::ordered_json j = {
-        {"architectures",           {architecture}},
+        {"architectures",           {hf_defaults(s.hf_type)->architecture}},
         {"model_type",              s.hf_type},
         {"vocab_size",              s.V},
         {"max_position_embeddings", s.P},
@@ -423,10 +572,11 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
         {"num_attention_heads",     s.NH},
         {"num_key_value_heads",     s.NKV},
         {"head_dim",                s.HS},
-        {"hidden_act",              "silu"},
+        {"hidden_act",              gelu ? "gelu_pytorch_tanh" : "silu"},
         {"rms_norm_eps",            decimal(s.norm_eps)},
         {"rope_theta",              s.rope_theta},
     };
+    hf_variant_json(j, s);
 
     if (scales(s.rope_scaling)) j["rope_scaling"] = hf_rope_json(s.rope_scaling);
     if (s.o_bias) j["attention_bias"] = true;
@@ -437,7 +587,8 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
         j["sliding_window"] = s.sliding_window;
     else if (s.hf_type == "mistral")
         j["sliding_window"] = nullptr;
-    if (s.sliding_window && s.hf_type != "mistral") {
+    bool qwen = s.hf_type == "qwen2" || s.hf_type == "qwen3";
+    if (s.sliding_window && qwen) {
         j["use_sliding_window"] = true;
         j["max_window_layers"] = s.window_from;
     }

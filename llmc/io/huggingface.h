@@ -1,7 +1,8 @@
-// huggingface.h - Hugging Face folders of GPT-2, Llama, Mistral, Qwen2, Qwen3: weights, exports
+// huggingface.h - Hugging Face folders: config.json and safetensors to weights, and exports
 //   Reading  config.json becomes a Shape (hf_config.h). model.safetensors, or the shards that
 //            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
-//            are stored [in, out] (Conv1D) and are transposed on the way.
+//            are stored [in, out] (Conv1D) and are transposed on the way; Phi-3's q, k, v are one
+//            tensor, and so are its gate and up.
 //   Writing  the same, from the float masters, without the vocabulary's padding. The folder is
 //            written under another name and renamed when it is whole. An export loads again to the
 //            same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
@@ -97,15 +98,43 @@ inline const SafeTensor* hf_find(const HfFiles& h, const std::string& name) {
     return nullptr;
 }
 
-// The shape of a parameter in a file: without padding, transposed where Conv1D is.
-inline std::vector<size_t> file_shape(const Parameter& p) {
+// Where files hold a parameter: a tensor, which may have the rows of others before and behind.
+struct HfPlace {
+    std::string tensor;
+    size_t first, rows; // the parameter's first row, and all rows of the tensor
+};
+inline HfPlace hf_place(const Shape& s, const Parameter& p) {
+    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
+    struct Joined {
+        const char *part, *whole;
+        size_t first, rows;
+    };
+
+    // Look among the joined: only Phi-3 has them, and it has no biases.
+    const Joined joined[] = {{"self_attn.q_proj", "self_attn.qkv_proj", 0, Q + 2 * KV},
+                             {"self_attn.k_proj", "self_attn.qkv_proj", Q, Q + 2 * KV},
+                             {"self_attn.v_proj", "self_attn.qkv_proj", Q + KV, Q + 2 * KV},
+                             {"mlp.gate_proj", "mlp.gate_up_proj", 0, 2 * s.F},
+                             {"mlp.up_proj", "mlp.gate_up_proj", s.F, 2 * s.F}};
+    for (const Joined& j : joined) {
+        size_t at = p.name.find(j.part);
+        if (s.hf_type != "phi3" || at == std::string::npos) continue;
+        return {p.name.substr(0, at) + j.whole + ".weight", j.first, j.rows};
+    }
+
+    // A tensor of its own. Rows beyond file_rows pad the vocabulary for tensor-parallel ranks.
+    return {p.name, 0, p.file_rows};
+}
+
+// The shape of a parameter's tensor in a file: without padding, transposed where Conv1D is.
+inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
     std::vector<size_t> shape = p.shape;
-    // Rows beyond file_rows pad the vocabulary for tensor-parallel ranks.
-    shape[0] = p.file_rows;
+    shape[0] = rows;
     if (p.transposed && shape.size() == 2)
         std::swap(shape[0], shape[1]);
     return shape;
 }
+inline std::vector<size_t> file_shape(const Parameter& p) { return file_shape(p, p.file_rows); }
 
 // x (rows,cols) becomes (cols,rows): Conv1D's matrices, on their way in and out.
 inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, size_t cols) {
@@ -119,24 +148,28 @@ inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, si
 }
 
 // Check that a tensor is there, with its parameter's shape and a type that can be read.
-inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p,
+inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, const HfPlace& place,
                                    const std::string& folder) {
+    std::vector<size_t> shape = file_shape(p, place.rows);
     // Name both shapes: the usual cause is a config.json of another size of the same model.
-    if (!t) return folder + ": tensor " + p.name + " is missing";
-    if (t->shape != file_shape(p))
+    if (!t) return folder + ": tensor " + place.tensor + " is missing";
+    if (t->shape != shape)
         return concat(folder, ": tensor ", t->name, " has the shape ", shape_text(t->shape),
-                      ", config.json asks for ", shape_text(file_shape(p)));
+                      ", config.json asks for ", shape_text(shape));
     if (!is_float_dtype(t->dtype))
         return concat(folder, ": tensor ", t->name, " is ", t->dtype,
                       "; F32, F16, BF16 and F64 can be read");
     return "";
 }
 
-// All values of a tensor.
-inline std::vector<float> tensor_floats(const SafeTensor& t) {
-    std::vector<float> values(t.elements());
-    tensor_to_float(values.data(), t, 0, values.size());
+// Values of a tensor from one on: all, or those of a parameter's rows.
+inline std::vector<float> tensor_floats(const SafeTensor& t, size_t first, size_t count) {
+    std::vector<float> values(count);
+    tensor_to_float(values.data(), t, first, count);
     return values;
+}
+inline std::vector<float> tensor_floats(const SafeTensor& t) {
+    return tensor_floats(t, 0, t.elements());
 }
 
 // Set a weight from a file's values, which are [out, in] and without padding.
@@ -165,11 +198,14 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
     std::set<std::string> used;
     if (t.model.shape.tied) used.insert("lm_head.weight"); // a copy of the token table
     for (const Parameter& p : t.model.parameters) {
-        const SafeTensor* tensor = hf_find(h, p.name);
-        wrong = hf_check_tensor(tensor, p, folder);
+        // Read the parameter's own rows, out of a tensor that may have more.
+        HfPlace place = hf_place(t.model.shape, p);
+        const SafeTensor* tensor = hf_find(h, place.tensor);
+        wrong = hf_check_tensor(tensor, p, place, folder);
         if (!wrong.empty()) return wrong;
         used.insert(tensor->name);
-        std::vector<float> values = tensor_floats(*tensor);
+        std::vector<float> values =
+            tensor_floats(*tensor, place.first * p.cols(), p.file_elements());
         if (p.transposed)
             values = transpose(values, tensor->shape[0], tensor->shape[1]);
         set_file_weight(t, p, values);
@@ -332,10 +368,10 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
     return j;
 }
 
-// The name of a parameter in an export.
+// The name of a parameter's tensor in an export.
 inline std::string export_name(const Parameter& p, const Shape& s) {
-    std::string name;
-    with_family(s.family, [&](auto family) { name = hf_name(family, p.name); });
+    std::string name = hf_place(s, p).tensor;
+    with_family(s.family, [&](auto family) { name = hf_name(family, name); });
     return name;
 }
 
@@ -347,8 +383,13 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     // List the tensors first: the header stands in front of the data.
     const std::vector<Parameter>& table = t.model.parameters;
     std::vector<TensorSpec> specs;
-    for (size_t i = first; i < last; i++)
-        specs.push_back({export_name(table[i], t.model.shape), dtype, file_shape(table[i])});
+    for (size_t i = first; i < last; i++) {
+        // Parameters of one tensor follow each other, in the order of its rows.
+        HfPlace place = hf_place(t.model.shape, table[i]);
+        if (place.first > 0) continue;
+        std::vector<size_t> shape = file_shape(table[i], place.rows);
+        specs.push_back({export_name(table[i], t.model.shape), dtype, shape});
+    }
 
     // Write one parameter at a time; the host holds one, as floats.
     FileWriter w;
@@ -371,13 +412,14 @@ struct ExportShards {
     std::vector<size_t> starts = {0}; // the first parameter of each file
     size_t total = 0;                 // bytes of all
 };
-inline ExportShards export_shards(const std::vector<Parameter>& table, Type dtype,
+inline ExportShards export_shards(const Shape& s, const std::vector<Parameter>& table, Type dtype,
                                   size_t shard_bytes) {
     ExportShards shards;
     size_t bytes = 0; // of the last file
     for (size_t i = 0; i < table.size(); i++) {
         size_t own = table[i].file_elements() * type_bytes(dtype);
-        if (bytes && bytes + own > shard_bytes) {
+        bool begins = hf_place(s, table[i]).first == 0; // a tensor is in one file
+        if (begins && bytes && bytes + own > shard_bytes) {
             shards.starts.push_back(i);
             bytes = 0;
         }
@@ -392,7 +434,7 @@ template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                          size_t shard_bytes, const ExportTokenizer& tokenizer) {
     const std::vector<Parameter>& table = t.model.parameters;
-    ExportShards shards = export_shards(table, dtype, shard_bytes);
+    ExportShards shards = export_shards(t.model.shape, table, dtype, shard_bytes);
     size_t files = shards.starts.size();
 
     // Write the weights.

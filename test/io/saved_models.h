@@ -64,10 +64,13 @@ struct TensorFile {
     }
     // a tensor of this parameter as the trainer holds it, [out, in]
     std::vector<float> of(const std::string& kind, const Parameter& p, const Shape& s) const {
-        std::string name = kind + p.name;
+        HfPlace place = hf_place(s, p);
+        std::string name = kind + place.tensor;
         if (!safetensors_find(file, name)) name = kind + export_name(p, s);
         std::vector<float> x = floats(name);
-        EXPECT_EQ(x.size(), p.file_elements()) << name;
+        EXPECT_EQ(x.size(), place.rows * p.cols()) << name;
+        x.erase(x.begin(), x.begin() + long(place.first * p.cols()));
+        x.resize(p.file_elements());
         return p.transposed ? transpose(x, p.cols(), p.rows()) : x;
     }
 };
@@ -98,7 +101,14 @@ inline std::vector<Shape> saved_shapes() {
     biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
     biased.rope_scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
     yarn.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
-    return {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless, qwen2, qwen2_tied, biased, yarn, qwen3};
+    std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,
+                              qwen2, qwen2_tied, biased, yarn, qwen3};
+    for (const char* type : VARIANTS) {
+        Shape s = small_variant(mistral_endless, type);
+        s.L = 3; // layers of each kind
+        all.push_back(s);
+    }
+    return all;
 }
 
 inline std::string shape_name(const Shape& s) {

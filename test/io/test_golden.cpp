@@ -93,6 +93,14 @@ TEST(Golden, Qwen2InFloat) { compare_with_golden<float>("qwen2-tiny", IN_FLOAT);
 TEST(Golden, Qwen2InDouble) { compare_with_golden<double>("qwen2-tiny", IN_DOUBLE); }
 TEST(Golden, Qwen3InFloat) { compare_with_golden<float>("qwen3-tiny", IN_FLOAT); }
 TEST(Golden, Qwen3InDouble) { compare_with_golden<double>("qwen3-tiny", IN_DOUBLE); }
+TEST(Golden, Olmo2InFloat) { compare_with_golden<float>("olmo2-tiny", IN_FLOAT); }
+TEST(Golden, Olmo2InDouble) { compare_with_golden<double>("olmo2-tiny", IN_DOUBLE); }
+TEST(Golden, SmolLm3InDouble) { compare_with_golden<double>("smollm3-tiny", IN_DOUBLE); }
+TEST(Golden, Phi3InDouble) { compare_with_golden<double>("phi3-tiny", IN_DOUBLE); }
+TEST(Golden, Gemma2InFloat) { compare_with_golden<float>("gemma2-tiny", IN_FLOAT); }
+TEST(Golden, Gemma2InDouble) { compare_with_golden<double>("gemma2-tiny", IN_DOUBLE); }
+TEST(Golden, Gemma3InFloat) { compare_with_golden<float>("gemma3-tiny", IN_FLOAT); }
+TEST(Golden, Gemma3InDouble) { compare_with_golden<double>("gemma3-tiny", IN_DOUBLE); }
 
 // ----------------------------------------------------------------------------
 // trained checkpoints of others

@@ -24,6 +24,20 @@ inline Shape small_qwen3() { // heads that are wider than C / NH
     return s;
 }
 
+// A variant of Llama with what its blocks have beside Llama's, at sizes where each of it matters.
+inline Shape small_variant(Shape s, const std::string& type) {
+    bool gemma = type == "gemma2" || type == "gemma3_text";
+    set_variant(s, type), s.hf_type = type;
+    if (type == "smollm3") s.nope_every = 2;
+    if (type == "phi3") s.rotary = s.HS / 2;
+    if (type == "olmo2") s.o_bias = s.qkv_bias = true;
+    if (gemma) s.tied = true, s.sliding_window = 4, s.full_every = 2, s.score_scalar = 10;
+    if (type == "gemma2") s.score_softcap = 2, s.logit_softcap = 1.5f;
+    if (type == "gemma3_text") s.window_theta = 30;
+    return s;
+}
+constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
+
 // Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
 inline Layout small_layout(int dp, int tp = 1, int pp = 1) {
     Layout layout;
@@ -136,5 +150,9 @@ inline std::vector<Shape> all_shapes() {
     alibi.position = Position::ALIBI, rope.position = Position::ROPE;
     qwen.sliding_window = 4, qwen.window_from = 1;
     qwen.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
-    return {small_gpt2(), small_gpt2(false), small_llama(), qwen, alibi, rope, small_qwen3()};
+    std::vector<Shape> all = {small_gpt2(), small_gpt2(false), small_llama(), qwen,
+                              alibi,        rope,              small_qwen3()};
+    for (const char* type : VARIANTS)
+        all.push_back(small_variant(small_llama(), type));
+    return all;
 }

@@ -602,6 +602,25 @@ TEST(Layouts, AreOneComputation) {
         std::ofstream(path) << "| model | layout | optimizer |" << COLUMNS << "---|\n" << all;
 }
 
+// The variants of Llama take turns at the layouts. OLMo-2's norms of q and k lie over tensor-parallel
+// ranks, some of which share a key head.
+TEST(Layouts, VariantsAreOneComputation) {
+    std::map<std::tuple<std::string, bool, int>, OneRank> one_rank;
+    int number = 0;
+    for (const LayoutCase& l : all_layouts())
+        for (const char* type : {VARIANTS[number % 5], "olmo2"}) {
+            bool adamw = number % 3 > 0;
+            Shape shape = llama_for_tp(false);
+            shape.HS = 8;
+            shape = small_variant(shape, type);
+            if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
+            OneRank& one = one_rank[{type, adamw, l.micro_batches * l.dp}];
+            if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
+            Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+            ASSERT_EQ(cell.wrong, "") << type << ", " << l.text();
+        }
+}
+
 // Shards that cut no matrix are the same computation, and as equal bit by bit as others are.
 TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {

@@ -110,7 +110,9 @@ static std::vector<unsigned char> state_after(const Shape& s, Plan p, int steps,
 }
 
 template <typename T> static void expect_same_bits() {
-    for (const Shape& s : {small_gpt2(), small_llama(), small_llama(true, true), small_qwen3()}) {
+    for (const Shape& s : {small_gpt2(), small_llama(), small_llama(true, true), small_qwen3(),
+                           small_variant(small_llama(), "olmo2"),
+                           small_variant(small_llama(), "gemma3_text")}) {
         std::vector<unsigned char> reference = state_after<T>(s, small_plan(2, 16, 3), 3);
         for (Recompute level : ALL_LEVELS)
             for (bool split : {false, true})
@@ -122,9 +124,10 @@ template <typename T> static void expect_same_bits() {
 // Each block has a level of its own: all 125 ways of three blocks, for the family whose norms of q
 // and k are made again too a part of them.
 TEST(Bits, LevelsOfBlocksChangeNothing) {
-    for (const Shape& s : {small_gpt2(), small_qwen3()}) {
+    for (const Shape& s : {small_gpt2(), small_qwen3(), small_variant(small_llama(), "olmo2"),
+                           small_variant(small_llama(), "gemma2")}) {
         std::vector<unsigned char> reference = state_after<float>(s, small_plan(2, 8, 1), 1);
-        for (int number = 0; number < 125; number += s.qk_norm ? 7 : 1) {
+        for (int number = 0; number < 125; number += s.family == Family::LLAMA ? 7 : 1) {
             Plan p = small_plan(2, 8, 1, three_levels(number), number % 2);
             EXPECT_EQ(reference, state_after<float>(s, p, 1)) << "levels " << number;
         }

@@ -703,7 +703,9 @@ TEST(Model, PublishedParameterCounts) {
         {"gpt2-xl", 1557611200},     {"llama2-7b", 6738415616},     {"llama3-8b", 8030261248},
         {"llama3-70b", 70553706496}, {"llama3-405b", 405853388800}, {"tinyllama-1.1b", 1100048384},
         {"qwen2.5-0.5b", 494032768},
-        {"qwen3-0.6b", 596049920}};
+        {"qwen3-0.6b", 596049920}, {"qwen3-1.7b", 1720574976}, {"llama3.1-8b", 8030261248},
+        {"llama3.1-70b", 70553706496}, {"smollm3-3b", 3075098624}, {"phi-3-mini", 3821079552},
+        {"gemma-2-2b", 2614341888}, {"gemma-3-1b", 999885952}, {"olmo-2-7b", 7298617344}};
     for (const Preset& p : model_presets())
         if (published.count(p.name)) {
             EXPECT_EQ(parameter_count(make_model(p.shape)), published[p.name]) << p.name;

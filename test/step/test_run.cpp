@@ -100,7 +100,8 @@ TEST_F(Run, DocumentMaskIsForTraining) {
 TEST_F(Run, EveryPresetExplainsItself) {
     for (const char* model :
          {"tiny", "tiny-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b",
-          "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-0.5b", "qwen3-0.6b"}) {
+          "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-0.5b", "qwen3-0.6b",
+          "gemma-2-2b", "gemma-3-1b", "olmo-2-7b", "smollm3-3b", "phi-3-mini", "gpt3-175b"}) {
         Ran r = run(
             std::string("--explain --precision bf16 --micro-batch 1 --recompute full --model ") +
             model);

@@ -1,0 +1,74 @@
+// variants.h - what differs between variants of one family, and between layers of one model
+//   A variant is a model_type whose blocks are Llama's but for facts of its Shape:
+//     norms       before a branch, behind it (OLMo-2) or both (Gemma); of q and k
+//     attention   windows in some layers, no RoPE in some (SmolLM3), softcaps
+//     the ffn     its gate is SiLU or GELU
+//   Blocks read the facts; nothing else asks for a name.
+#pragma once
+#include <string>
+#include "swiglu.cuh"
+
+namespace llmc {
+
+// A part of a model's shape; as it stands, Llama's.
+struct Variant {
+    // Norms.
+    bool qk_norm = false;       // Qwen3: each head's q and k are normed before RoPE
+    bool whole_qk_norm = false; // with qk_norm, OLMo-2: all heads of a token are one row
+    bool pre_norm = true;       // a branch reads a norm of the stream; OLMo-2's the stream itself
+    bool post_norm = false;     // OLMo-2, Gemma: a branch's result is normed before it joins
+    float norm_plus = 0;        // Gemma: RMSNorm multiplies by this + weight
+
+    // Attention. A count of 0: there is nothing of the kind.
+    size_t sliding_window = 0;  // keys further back are not seen
+    size_t window_from = 0;     // Qwen: the first block that has the window
+    size_t full_every = 0;      // Gemma: every so many blocks one has no window
+    size_t nope_every = 0;      // SmolLM3: every so many blocks one has no RoPE
+    size_t rotary = 0;          // channels of a head that RoPE turns; 0: all
+    double window_theta = 0;    // Gemma 3: RoPE's base where a window is; 0: the others'
+    double score_scalar = 0;    // scores are q.k over the root of this; 0: of HS
+    float score_softcap = 0;    // Gemma 2
+
+    // The rest.
+    Gate gate = Gate::SILU;        // of the ffn; Gemma: GELU
+    bool scaled_embedding = false; // Gemma: times the root of C
+    float logit_softcap = 0;       // Gemma 2
+};
+
+// ----------------------------------------------------------------------------
+// what a layer has: block b is layer b + 1
+
+// The window; 0: queries see all keys before them.
+inline size_t window_of(const Variant& v, int layer) {
+    bool full = v.full_every && layer % int(v.full_every) == 0;
+    bool begun = layer > int(v.window_from);
+    return begun && !full ? v.sliding_window : 0;
+}
+
+// The channels of a head that RoPE turns.
+inline size_t rotary_channels(const Variant& v, size_t HS) { return v.rotary ? v.rotary : HS; }
+
+// Whether RoPE turns the heads of a layer.
+inline bool turns(const Variant& v, int layer) {
+    return !v.nope_every || layer % int(v.nope_every) != 0;
+}
+
+// ----------------------------------------------------------------------------
+// what a model_type has, whatever the sizes are
+
+inline void set_variant(Variant& v, const std::string& type) {
+    // Norms of q and k, and of branches.
+    bool gemma = type == "gemma2" || type == "gemma3_text";
+    bool olmo = type == "olmo2";
+    v.qk_norm = olmo || type == "qwen3" || type == "gemma3_text";
+    v.whole_qk_norm = olmo;
+    v.pre_norm = !olmo;
+    v.post_norm = olmo || gemma;
+
+    // Gemma's norms, gate and embedding.
+    v.norm_plus = gemma ? 1 : 0;
+    v.gate = gemma ? Gate::GELU : Gate::SILU;
+    v.scaled_embedding = gemma;
+}
+
+} // namespace llmc
