@@ -137,7 +137,8 @@ void join_groups(Run& run, Trainer<T, S>& t) {
     t.comms = make_comms(run.world, me, ranks_of_kv_head(me, t.model));
     if (run.world.info)
         run.world.info->place =
-            concat("dp ", me.dp.rank, ", tp ", me.tp.rank, ", pp ", me.pp.rank);
+            concat("dp ", me.dp.rank, ", tp ", me.tp.rank, ", pp ", me.pp.rank,
+                   me.cp.size > 1 ? concat(", cp ", me.cp.rank) : "");
 }
 
 // Hand the trainer the numbers and the data of the command line.

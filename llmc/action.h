@@ -157,6 +157,7 @@ struct PlanOptions {
     Masters masters = Masters::FLOAT; // of weights that are narrower than float
     States states = States::FLOAT;    // AdamW's moments
     Stored stored = Stored::WIDE;
+    bool whole_sequences = false; // context-parallel ranks take sequences of their own
 };
 
 struct Plan : PlanOptions {
@@ -165,6 +166,10 @@ struct Plan : PlanOptions {
 
     // The rows of a micro-batch on this rank: context parallelism shares out the sequence.
     size_t rows() const { return B * T / size_t(layout.cp.size); }
+
+    // The input of a micro-batch in numbers: four a row, then the positions of keys that are not
+    // the rows' own, in a cache or on other ranks.
+    size_t input_numbers() const { return 4 * rows() + (layout.cp.size > 1 ? B * T : cache); }
 };
 
 // Offloading a datum is a row here.

@@ -14,7 +14,7 @@ namespace llmc {
 
 // One micro-batch, as this rank's blocks have it.
 struct Batch {
-    size_t B = 0, T = 0;            // sequences, tokens of each
+    size_t B = 0, T = 0;            // sequences, tokens of each on this rank
     const int* tokens = nullptr;    // (B,T)
     const int* targets = nullptr;   // (B,T) negative: ignored
     const int* positions = nullptr; // (B,T) places in the whole sequence
@@ -24,7 +24,8 @@ struct Batch {
 
     // Generation only, of one sequence: tokens read before, whose keys and values are in the cache.
     size_t past = 0;
-    const int* key_positions = nullptr; // (past + T)
+    // (past + T), or (B, T of all ranks) with context parallelism: of keys that are not the rows'
+    const int* key_positions = nullptr;
 
     size_t rows() const { return B * T; } // N
 };
@@ -35,7 +36,9 @@ template <typename S> struct Ctx {
     Batch batch;
     Blas blas;
     Comm tp;                           // the ranks that share the shape
+    Comm cp;                           // the ranks that share each sequence
     void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
+    void* context = nullptr;           // context parallelism's scratch, or null
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null
     const float* slopes = nullptr;     // (NH) ALiBi, or null
     const float* loss_scale = nullptr; // the head multiplies its gradient by it; or null

@@ -16,6 +16,7 @@
 //   Cost: a block's forward pass takes 24 N C^2 FLOPs in products and 2 N T C in attention (half of
 //         the square is masked); its backward pass twice the products, 2.5 times the attention.
 #pragma once
+#include "context_parallel.h"
 #include "gelu.cuh"
 #include "head.h"
 #include "layernorm.cuh"
@@ -206,7 +207,7 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
     // Let each token look at itself and those before it.
     layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
     column_parallel_forward(ctx, {{a.qkv, w.attn_weight, w.attn_bias}}, a.ln_1);
-    attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), cache);
+    context_attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), cache);
     row_parallel_forward(ctx, a.middle, a.attention, w.attn_proj_weight, w.attn_proj_bias, inp);
 
     // Let each token work on what it saw.
@@ -228,7 +229,7 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2
     layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
     if (redoes_attn(level)) {
         column_parallel_forward(ctx, {{a.qkv, w.attn_weight, w.attn_bias}}, a.ln_1);
-        attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), no_cache);
+        context_attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), no_cache);
         row_parallel_forward(ctx, a.middle, a.attention, w.attn_proj_weight, w.attn_proj_bias, inp);
     }
 
@@ -256,8 +257,8 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
 
     // Walk back through the first.
     row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.attn_proj_weight);
-    attention_backward(ctx, split_qkv(s, a.dqkv), a.dattention, a.attention, a.lse,
-                       split_qkv(s, a.qkv));
+    context_attention_backward(ctx, split_qkv(s, a.dqkv), a.dattention, a.attention, a.lse,
+                               split_qkv(s, a.qkv));
     column_parallel_backward_input(ctx, a.dln_1, {{a.dqkv, w.attn_weight}});
     layernorm_backward(ctx, dinp, a.ln_1_sums, a.dmiddle, a.dln_1, inp, w.ln_1_weight,
                        a.ln_1_mean, a.ln_1_rstd);

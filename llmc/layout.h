@@ -22,11 +22,18 @@ enum class Group : uint8_t {
     DATA // dp * cp: every rank that sees other tokens
 };
 
+// How attention reaches the keys of other context-parallel ranks, and which rows of a sequence a
+// rank has (context_parallel.h).
+enum class ContextMethod : uint8_t { GATHER, ULYSSES, RING };
+enum class ContextOrder : uint8_t { ZIGZAG, CONTIGUOUS, STRIPED };
+
 struct Layout {
     // Axes, and the order in which ranks are dealt to them.
     Axis tp, cp, pp, dp;
     std::array<Axis Layout::*, 4> order = {&Layout::tp, &Layout::cp, &Layout::pp, &Layout::dp};
     bool sequence_parallel = false; // tp ranks share the rows of norms and residual stream
+    ContextMethod cp_method = ContextMethod::GATHER;
+    ContextOrder cp_order = ContextOrder::ZIGZAG;
 
     // ZeRO.
     int zero = 0;       // stage 0 to 3
@@ -73,7 +80,19 @@ inline std::array<Axis Layout::*, 4> layout_order(const std::string& text) {
 // a group of ranks, cut in shards: neighbours share a bucket, equal places hold the same shard
 
 inline Axis group_axis(const Layout& layout, Group) {
-    return {layout.dp.size * layout.cp.size, layout.dp.rank * layout.cp.size + layout.cp.rank};
+    const Axis &dp = layout.dp, &cp = layout.cp;
+    int size = dp.size * cp.size;
+    int rank = dp.rank * cp.size + cp.rank;
+    return {size, rank};
+}
+
+// The same layout for a plan that cuts no sequence: context-parallel ranks are data-parallel ones.
+// Groups of buckets, and the ranks in them, stay as they were.
+inline Layout whole_sequences(Layout layout) {
+    // Neighbours along cp stay neighbours, so that shards keep their owners.
+    layout.dp = group_axis(layout, Group::DATA);
+    layout.cp = {};
+    return layout;
 }
 
 // The ranks that share a bucket, and which shard this rank holds.

@@ -14,6 +14,7 @@
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + 3 F) FLOPs in products and 2 N T Q in
 //         attention; its backward pass twice the products, 2.5 times the attention.
 #pragma once
+#include "context_parallel.h"
 #include "elementwise.cuh"
 #include "head.h"
 #include "rmsnorm.cuh"
@@ -429,7 +430,7 @@ void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
     qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
 
     // Attend, and join the stream.
-    attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
+    context_attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
     branch_end(ctx, a.middle, a.o_out, a.post_1_rstd, a.attention, w.o, w.o_bias, w.post_1, inp);
 }
 
@@ -505,8 +506,8 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     const T* d_o = branch_end_backward(ctx, a.do_out, a.post_1_sums, a.dmiddle, a.o_out, w.post_1,
                                        a.post_1_rstd); // (R,C)
     row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, d_o, w.o);
-    attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
-                       {a.q, a.k, a.v, Q, KV});
+    context_attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
+                               {a.q, a.k, a.v, Q, KV});
     T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
     qk_norm_backward(ctx, dq, a.q_norm_sums, a.q_dots, a.dq, a.q_raw, w.q_norm, a.q_rstd,
                      ctx.shape.NH);

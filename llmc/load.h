@@ -1,5 +1,6 @@
 // load.h - a step's input: sequences shared out over ranks, read ahead while a device works
 //   run_load       the action LOAD: tokens, targets, positions, starts of documents, on their way
+//   bind_batch     hands the blocks a micro-batch of it
 //   prepare_batch  reads the next step's batch beside the step that runs, so that a device does not
 //                  wait for text between two steps
 #pragma once
@@ -8,23 +9,33 @@
 
 namespace llmc {
 
-// Read one sequence as the blocks see it: tokens, targets, positions, doc_start (T) each, and add
-// its targets to `valid`. A sample beyond the end has none. Returns "" or what is wrong.
+// Read one sequence as one rank would see it: tokens, targets, positions, doc_start (T) each. A
+// sample beyond the end has no targets. Returns "" or what is wrong.
 template <typename T, typename S>
 std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, int* targets,
-                          int* positions, int* doc_start, size_t length, int64_t* valid) {
+                          int* positions, int* doc_start, size_t length) {
     bool beyond = sample >= t.samples_end;
     std::string wrong = t.window(beyond ? t.samples_end - 1 : sample, tokens, targets);
     if (!wrong.empty()) return wrong;
     split_documents(doc_start, targets, tokens, length, t.document_end);
 
-    // Count the targets here, on the host, before the batch goes to a device.
+    // A sample beyond the end is read for its tokens alone.
     for (size_t i = 0; i < length; i++) {
         if (beyond) targets[i] = -1;
         positions[i] = int(i);
-        *valid += targets[i] >= 0;
     }
     return "";
+}
+
+// The positions of all ranks' keys (B,T), in the order in which they are gathered: rank after rank.
+inline void fill_key_positions(const Plan& p, int* positions) {
+    // Each sequence has the same table: a rank's rows do not depend on the text.
+    Axis cp = p.layout.cp;
+    size_t t = p.T / size_t(cp.size);
+    for (size_t b = 0; b < p.B; b++)
+        for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
+            for (size_t i = 0; i < t; i++)
+                *positions++ = int(context_row(p.layout.cp_order, cp, p.T, i));
 }
 
 // Samples of the global batch at `cursor` go round the data-parallel ranks: micro-batch m of rank r
@@ -33,13 +44,29 @@ std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, 
 template <typename T, typename S>
 std::string read_micro_batch(const Trainer<T, S>& t, const Plan& p, uint64_t cursor, int m,
                              int* batch, int64_t* valid) { // (4,N)
+    const Layout& layout = p.layout;
     size_t N = p.rows();
-    uint64_t first = cursor + (uint64_t(m) * t.layout.dp.size + t.layout.dp.rank) * p.B;
+    size_t rows = N / p.B; // of a sequence
+    uint64_t first = cursor + (uint64_t(m) * layout.dp.size + layout.dp.rank) * p.B;
+    std::vector<int> whole(4 * p.T); // a sequence
+    int* x = whole.data();           // its tokens
+    int* targets = x + p.T;
+    int* positions = targets + p.T;
+    int* doc_start = positions + p.T;
     std::string wrong;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
-        int* row = batch + b * p.T;
-        wrong = read_sequence(t, first + b, row, row + N, row + 2 * N, row + 3 * N, p.T, valid);
+        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, p.T);
+
+        // Take this rank's rows. Targets, positions and documents are those of the whole sequence.
+        for (size_t i = 0; i < rows; i++) {
+            size_t at = context_row(layout.cp_order, layout.cp, p.T, i);
+            for (size_t k = 0; k < 4; k++)
+                batch[k * N + b * rows + i] = x[k * p.T + at];
+            // Count the targets here, on the host, before the batch goes to a device.
+            *valid += targets[at] >= 0;
+        }
     }
+    if (layout.cp.size > 1) fill_key_positions(p, batch + 4 * N);
     return wrong;
 }
 
@@ -52,7 +79,7 @@ void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     const Plan& p = t.plans[plan];
     next = {plan, cursor, next.staging};
     for (int m = 0; m < p.micro_batches && next.wrong.empty(); m++) {
-        int* batch = next.staging + m * 4 * p.rows();
+        int* batch = next.staging + m * p.input_numbers();
         next.wrong = read_micro_batch(t, p, cursor, m, batch, &next.valid);
     }
 }
@@ -61,7 +88,7 @@ void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
 template <typename T, typename S>
 void run_load(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
-    size_t N = p.rows();
+    size_t numbers = p.input_numbers();
 
     // Take the batch that is prepared. The one after it goes to the other staging memory: copies
     // from this one may then be under way.
@@ -76,12 +103,24 @@ void run_load(Trainer<T, S>& t) {
 
     for (int m = 0; m < p.micro_batches; m++) {
         // Or read it, where the host can write. Copy it home in one piece.
-        int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4,N)
-        int* batch = host_side(home, t.staging + m * 4 * N, t.ctx.where);
+        int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4,N) and keys' positions
+        int* batch = host_side(home, t.staging + m * numbers, t.ctx.where);
         if (!prepared) wrong = read_micro_batch(t, p, t.cursor, m, batch, &t.valid);
         LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
-        copy_in(home, batch, 4 * N * sizeof(int), t.ctx.where);
+        copy_in(home, batch, numbers * sizeof(int), t.ctx.where);
     }
+}
+
+// Hand the blocks a micro-batch. In generation generate_batch() has done so.
+template <typename T, typename S>
+void bind_batch(Trainer<T, S>& t, int micro) {
+    const Plan& p = t.plans[t.plan];
+    if (p.mode == Mode::GENERATE) return;
+    const int* tokens = address<int>(t, {Kind::TOKENS, -1, micro});
+    size_t N = p.rows();
+    const int* key_positions = p.layout.cp.size > 1 ? tokens + 4 * N : nullptr;
+    t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N, 0,
+                   key_positions};
 }
 
 } // namespace llmc

@@ -186,7 +186,9 @@ inline Plan add_update(Plan p, const Model& model) {
 // One rank's plan from its steps, pass by pass.
 inline Plan make_plan(const Layout& layout, const Model& model, const PlanOptions& options,
                       const std::vector<ScheduleStep>& steps) {
-    Plan p = {options, with_tiers(layout, options.offload), {}};
+    bool whole = options.whole_sequences || options.mode == Mode::GENERATE;
+    Layout cut = whole ? whole_sequences(layout) : layout;
+    Plan p = {options, with_tiers(cut, options.offload), {}};
 
     // Order matters: add_reduce looks for layers, and add_gather at all the rest.
     p = add_layers(p, model, steps);

@@ -84,6 +84,7 @@ enum class ScratchKind : uint8_t {
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
     HEAD,      // the head's own activations (head.h)
     WIDE,      // a frozen matrix, dequantised
+    CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
     NORM_SUMS  // a sum of squares a chunk
 };
 
@@ -159,12 +160,21 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     }
     most = std::max(most, sums);
 
-    // Attention has the prompt's queries, and then one token's.
-    for (size_t Tq : {p.T, generates ? size_t(1) : p.T}) {
+    // Attention has the prompt's queries, and then one token's; or a rank's share of a sequence.
+    size_t prompt = N / p.B;
+    size_t last = generates ? 1 : prompt;
+    for (size_t Tq : {prompt, last}) {
         AttentionDims d = attention_shape(s, p.B, Tq, std::max(p.T, p.cache));
         most = std::max(most, attention_scratch_bytes<T>(d, threads_here(where), where));
     }
     return most;
+}
+
+// Bytes of a block's scratch for the keys of other context-parallel ranks.
+template <typename T>
+size_t context_bytes(const Plan& p, const Shape& s) {
+    if (p.layout.cp.size == 1) return 0;
+    return context_scratch_bytes<T>(s, p.B, p.T, p.mode == Mode::TRAIN);
 }
 
 // The scratch of a layer; of layer -1, the norm's.
@@ -186,6 +196,8 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
         table.add(ScratchKind::WORKSPACE, workspace);
         table.add(ScratchKind::ALL_ROWS, all_rows);
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
+        if (layer > 0)
+            table.add(ScratchKind::CONTEXT, context_bytes<T>(p, s));
     }
     return table;
 }
@@ -264,9 +276,9 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
     case Kind::CACHE: return p.cache * 2 * s.NKV * s.HS * sizeof(T);
 
-    // A step's input: tokens, targets, positions, doc_start; generation adds the cache's rows.
+    // A step's input: tokens, targets, positions, doc_start, and the positions of other keys.
     case Kind::VALID: return 0; // a number of the trainer's
-    case Kind::TOKENS: return (4 * N + p.cache) * sizeof(int);
+    case Kind::TOKENS: return p.input_numbers() * sizeof(int);
 
     // The residual stream, whose rows sequence parallelism shares out, and the head's results.
     case Kind::STREAM:

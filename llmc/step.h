@@ -19,16 +19,6 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // what an action hands to blocks and operators
 
-// Hand the blocks a micro-batch. In generation generate_batch() has done so.
-template <typename T, typename S>
-void bind_batch(Trainer<T, S>& t, int micro) {
-    const Plan& p = t.plans[t.plan];
-    if (p.mode == Mode::GENERATE) return;
-    const int* tokens = address<int>(t, {Kind::TOKENS, -1, micro});
-    size_t N = p.rows();
-    t.ctx.batch = {p.B, p.T, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
-}
-
 // Hand the operators a layer's scratch.
 template <typename T, typename S>
 void bind_scratch(Trainer<T, S>& t, int layer) {
@@ -37,6 +27,7 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     blas_scratch(t.ctx.blas, workspace, bytes);
     t.ctx.blas.wide = scratch_address(t, layer, ScratchKind::WIDE);
     t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
+    t.ctx.context = scratch_address(t, layer, ScratchKind::CONTEXT);
 }
 
 // ----------------------------------------------------------------------------
@@ -483,14 +474,22 @@ void finish_due(Trainer<T, S>& t, std::vector<InFlight<S>>& flights, const Plan&
     std::erase_if(flights, [](const InFlight<S>& f) { return f.over; });
 }
 
+// Hand the blocks the shape and the ranks that a plan works with.
+template <typename T, typename S>
+void enter_plan(Trainer<T, S>& t) {
+    const Plan& p = t.plans[t.plan];
+    t.ctx.shape = rank_shape(p, t.model);
+    t.ctx.tp = t.comms.tp;
+    t.ctx.cp = p.layout.cp.size > 1 ? t.comms.cp : Comm();
+}
+
 // Start a plan: each action in its order. A device may still be at work on return.
 template <typename T, typename S>
 void start_plan(Trainer<T, S>& t, int plan) {
     const Plan& p = t.plans[plan];
     const std::vector<Finish>& finish = t.arena.finish[plan];
     t.plan = plan;
-    t.ctx.shape = rank_shape(p, t.model);
-    t.ctx.tp = t.comms.tp;
+    enter_plan(t);
 
     // One place past the last action finishes what is still in flight.
     std::vector<InFlight<S>> flights;

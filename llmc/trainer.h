@@ -175,7 +175,7 @@ void trainer_allocate(Trainer<T, S>& t) {
     arena_allocate(t.arena, t.ctx.where, t.offload_folder);
     size_t ints = 0, losses = 0;
     for (const Plan& p : t.plans) {
-        ints = std::max(ints, size_t(p.micro_batches) * (4 * p.rows() + p.cache));
+        ints = std::max(ints, size_t(p.micro_batches) * p.input_numbers());
         losses = std::max(losses, size_t(p.micro_batches));
     }
     t.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));

@@ -457,6 +457,8 @@ template <typename T, typename S> void calls(Results& r, S where) {
                           where);
     r.add(out);
     r.add(lse);
+    llmc::round_rows(part.data(), C, out.data(), C, N, C, where);
+    r.add(part);
 }
 
 #elif defined(COPY_attention) || defined(COPY_attention_cpu) || defined(COPY_attention_tiled) || \

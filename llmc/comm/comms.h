@@ -6,6 +6,7 @@
 //   pp        this pipeline: activations and their gradients
 //   tie       its first and last rank, where a tied table has its two gradients
 //   tp        the ranks that share each layer; kv: those of them that share a key/value head
+//   cp        the ranks that share each sequence
 //   A group of one returns on the first line of each collective: the same code runs on one rank.
 #pragma once
 #include <functional>
@@ -21,7 +22,7 @@ struct DataComms {
 
 // A Comm that make_comms() leaves empty is a group of one.
 struct Comms {
-    Comm world, samples, pp, tie, tp, kv;
+    Comm world, samples, pp, tie, tp, kv, cp;
     DataComms of_group[1]; // by Group
 
     const DataComms& data(Group group) const { return of_group[int(group)]; }
@@ -55,7 +56,7 @@ std::vector<int> ranks_where(const Layout& layout, F f) {
 // Make the communicators of the groups that streams send with; counts and losses go over MPI. All
 // ranks of the world call.
 //   world, shard, replica, pp, tie   collectives of the plan: one stream, one after the other
-//   tp, kv                           between a layer's products, beside them: apart
+//   tp, kv; cp                       between a layer's products, beside them: apart
 inline void attach_gpus(Comms& c) {
     // Groups of a kind have the same size on all ranks, except for a pipeline's two ends.
     auto split = [](Comm& part, const Comm& parent) {
@@ -74,6 +75,7 @@ inline void attach_gpus(Comms& c) {
     else
         c.tp = nccl_attach(c.tp);
     split(c.kv, c.tp);
+    c.cp = nccl_attach(c.cp);
 }
 
 // `kv_ranks` divides tp: neighbours share a key/value head. All ranks of the world call it.
@@ -92,7 +94,7 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     // Ranks of one stage and one piece, which see other tokens.
     Comms c;
     c.world = world;
-    c.samples = split("dp", [&](const Layout& o) { return stage(o) && same(&Layout::cp, o); });
+    c.samples = split("dp", stage);
     Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
     c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
         return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;
@@ -118,6 +120,9 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     c.kv = split("kv", [&](const Layout& o) {
         return layer(o) && o.tp.rank / kv_ranks == me.tp.rank / kv_ranks;
     });
+
+    // Ranks that share each sequence.
+    c.cp = split("cp", [&](const Layout& o) { return stage(o) && same(&Layout::dp, o); });
     if (world.nccl) attach_gpus(c);
     return c;
 }

@@ -71,6 +71,7 @@ struct Config {
     int zero = 0, zero_group = 0, chunks = 1, prefetch = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", grid_order = "tp-pp-dp", comm = "auto";
+    std::string cp_method = "gather", cp_order = "zigzag";
 
     // files
     // out survives a kill and can be resumed; an export holds weights alone
@@ -232,7 +233,12 @@ inline const std::vector<Flag>& config_table() {
         {"tp", &C::tp, "1..1000000",
          "tensor-parallel ranks, which share heads, ffn and vocabulary"},
         {"pp", &C::pp, "1..1000000", "pipeline-parallel ranks"},
-        {"cp", &C::cp, "= 1 (context parallelism)", "context-parallel ranks"},
+        {"cp", &C::cp, "1..1000000",
+         "context-parallel ranks, which share the tokens of each sequence"},
+        {"cp-method", &C::cp_method, "gather|ulysses|ring",
+         "how their attention meets all keys; gather: keys and values come to every rank"},
+        {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
+         "which tokens a rank has; zigzag: an early and a late chunk"},
         {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
         {"sequence-parallel", &C::sequence_parallel, "",
          "they share the rows of norms and residuals too"},
@@ -602,8 +608,9 @@ inline std::string check_shape(const Shape& s) {
     return "";
 }
 
-// The ranks that the axes make.
-inline int rank_count(const Config& c) { return c.dp * c.tp * c.pp; }
+// The ranks of a stage that see other tokens, and all that the axes make.
+inline int data_ranks(const Config& c) { return c.dp * c.cp; }
+inline int rank_count(const Config& c) { return data_ranks(c) * c.tp * c.pp; }
 
 // Tensor-parallel ranks need equal shares of heads, ffn and, with --sequence-parallel, rows.
 // ranks: that there are; 0: as many as are wanted.
@@ -612,7 +619,7 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
     size_t tp = c.tp;
     std::string fix;
     for (size_t d = 1; d <= s.NH; d++)
-        if (tp_divides(s, d) && ranks % (d * c.pp) == 0)
+        if (tp_divides(s, d) && ranks % (d * c.pp * c.cp) == 0)
             fix += concat(fix.empty() ? ": try --tp " : ", ", d);
     if (s.NH % tp)
         return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
@@ -622,13 +629,32 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
         return concat("--tp ", tp, " and ", s.NKV, " key/value heads do not divide each other",
                       fix);
 
-    // Check the rows. The micro-batch's B and T are one dimension of rows, B*T.
+    // Check the rows. The micro-batch's B and T are one dimension of rows, B*T, or B*T/cp.
     if (!c.sequence_parallel) return "";
     if (tp == 1) return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
-    size_t rows = size_t(c.micro_batch) * c.seq;
+    size_t rows = size_t(c.micro_batch) * c.seq / c.cp;
     if (rows % tp)
-        return concat("--sequence-parallel: --tp ", tp, " does not divide micro-batch x seq = ",
-                      rows, " rows: try --seq ", round_up(c.seq, tp));
+        return concat("--sequence-parallel: --tp ", tp, " does not divide micro-batch x seq",
+                      c.cp > 1 ? " / cp" : "", " = ", rows, " rows: try --seq ",
+                      round_up(c.seq, tp * (c.cp > 1 ? 2 * c.cp : 1)));
+    return "";
+}
+
+// Context-parallel ranks need equal shares of each sequence; zigzag cuts it into two chunks a rank.
+inline std::string check_context_parallel(const Config& c) {
+    if (c.cp == 1) return "";
+    bool zigzag = c.cp_order == "zigzag";
+    int parts = zigzag ? 2 * c.cp : c.cp;
+    if (c.seq % parts) {
+        int up = int(round_up(size_t(c.seq), size_t(parts)));
+        return concat(zigzag ? "2 x " : "", "--cp ", c.cp, " does not divide --seq ", c.seq,
+                      ": try --seq ", up > parts ? concat(up - parts, " or ") : "", up);
+    }
+    if (c.cp_method != "gather")
+        return concat("--cp-method ", c.cp_method, ": not built yet: use --cp-method gather");
+    // Blocks of 8-bit numbers span rows that are no neighbours in the sequence.
+    if (c.fp8 != "none")
+        return concat("--fp8 ", c.fp8, " is not built with --cp: leave one of them out");
     return "";
 }
 
@@ -640,15 +666,18 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
 
     // Share the heads first: the number of ranks that is wanted then is one that works.
     int ranks = std::max(processes, c.local_ranks);
-    std::string wrong = check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks));
+    std::string wrong = check_context_parallel(c);
+    if (wrong.empty())
+        wrong = check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks));
     if (!wrong.empty()) return wrong;
 
     // --dp 0 is what the other axes leave.
     if (c.dp == 0)
-        c.dp = std::max(1, ranks / (c.tp * c.pp));
+        c.dp = std::max(1, ranks / (c.tp * c.pp * c.cp));
     int wanted = rank_count(c);
     if (wanted != ranks && !c.explain)
-        return concat("--dp ", c.dp, " x --tp ", c.tp, " x --pp ", c.pp, " are ", wanted,
+        return concat("--dp ", c.dp, " x --tp ", c.tp, " x --pp ", c.pp,
+                      c.cp > 1 ? concat(" x --cp ", c.cp) : "", " are ", wanted,
                       " ranks, and there are ", ranks, ": use --local-ranks ", wanted,
                       " or mpirun -np ", wanted);
 
@@ -658,8 +687,9 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
         return concat("--pp ", c.pp, " x --chunks ", c.chunks, " are ", stages,
                       " stages, and the model has ", layers,
                       " layers (blocks, embedding and head): use fewer");
-    if (c.zero_group && c.dp % c.zero_group)
-        return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp);
+    if (c.zero_group && data_ranks(c) % c.zero_group)
+        return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp,
+                      c.cp > 1 ? concat(" x --cp ", c.cp) : "");
     if (c.chunks > 1 && c.pipeline == "1f1b")
         return concat("--chunks ", c.chunks,
                       " needs --pipeline interleaved, gpipe or zero-bubble");

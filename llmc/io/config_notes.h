@@ -64,6 +64,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"shard-tokens",  false,                     "--prepare"},
         {"val-tokens",    false,                     "--prepare"},
         {"zero-group",    shards,                    "--zero"},
+        {"cp-method",     c.cp > 1,                  "--cp"},
+        {"cp-order",      c.cp > 1,                  "--cp"},
         {"prefetch",      c.zero == 3 || elsewhere,  "--zero 3 or --offload"},
         {"offload-to",    elsewhere,                 "--offload"},
         {"min-lr",        c.schedule != "constant",  "a schedule that falls"},
@@ -82,7 +84,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
     if (c.fp8 == "block" && c.seq % FP8_BLOCK)
         notes.push_back(concat("--fp8 block: blocks of 128 tokens hold several sequences of --seq ",
                                c.seq, ": results depend on --micro-batch a little"));
-    if (shards && c.dp == 1)
+    if (shards && data_ranks(c) == 1)
         notes.push_back(
             concat("--zero ", c.zero, " shards nothing: there is one data-parallel rank"));
     if (given(c, "warmup") && c.steps > 0 && c.warmup >= c.steps)

@@ -141,7 +141,7 @@ inline std::string ds_complete(DsBatch* b, int64_t default_micro) {
 inline std::string ds_batch(DsFile& f, int ranks) {
     Config& c = f.c;
     DsBatch b;
-    b.dp = c.dp ? c.dp : std::max(int64_t(1), ranks / (int64_t(c.tp) * c.pp));
+    b.dp = c.dp ? c.dp : std::max(int64_t(1), ranks / (int64_t(c.tp) * c.pp * c.cp));
     std::string wrong = ds_size(f, "train_batch_size", &b.all);
     for (const char* key : {"gradient_accumulation_steps",
                             "deepspeed_config.gradient_accumulation_steps"})

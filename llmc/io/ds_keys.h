@@ -139,7 +139,7 @@ inline std::string ds_offload(DsFile& f, const DsRow& row, const Json& value) {
 
 // Accelerate's processes are all ranks; dp is what the other axes leave of them.
 inline std::string ds_processes(DsFile& f, const DsRow& row, const Json& value) {
-    int64_t others = int64_t(f.c.tp) * f.c.pp;
+    int64_t others = int64_t(f.c.tp) * f.c.pp * f.c.cp;
     bool good = value.is_number_unsigned() && value >= 1 && value <= 1000000;
     if (!good || value.get<int64_t>() % others)
         return concat("wants a multiple of tp x pp = ", others);

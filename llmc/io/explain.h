@@ -276,10 +276,10 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
 
 // NCCL takes bytes of a GPU beside the plan's, and only it knows how many. Its users report 0.5 to
 // 1.6 GB a communicator (NCCL's issues 964 and 864); those that share buffers count once: the
-// plan's, and tensor parallelism's beside them (comms.h).
+// plan's, and those of tensor and of context parallelism beside them (comms.h).
 inline std::string nccl_text(const Layout& layout) {
     int others = layout.world() / layout.tp.size;
-    int sets = 1 + (layout.tp.size > 1 && others > 1);
+    int sets = 1 + (layout.tp.size > 1 && others > 1) + (layout.cp.size > 1);
     char line[160];
     snprintf(line, sizeof(line),
              "  on GPUs NCCL takes %d %s of buffers beside it, %.1f to %.1f GB by an estimate\n",
@@ -306,7 +306,7 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
 
     // Say what one line stands for, and how long ranks wait for each other.
     *text = concat("memory of a rank, by its place in the pipeline; a line stands for ",
-                   layout.dp.size * layout.tp.size, "; ",
+                   layout.world() / layout.pp.size, "; ",
                    parameter_text<T>(layout, o, model), "\n");
     std::vector<int> kept(plans.size(), 1); // [rank]: stages whose activations live at once
     char line[160];

@@ -33,7 +33,7 @@ void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& windo
     t.samples_end = count;
     t.document_end = -1;
     // Each turn takes B samples on each data-parallel rank; rows behind the last sample are blank.
-    for (t.cursor = 0; t.cursor < count; t.cursor += p.B * t.layout.dp.size) {
+    for (t.cursor = 0; t.cursor < count; t.cursor += p.B * p.layout.dp.size) {
         run_plan(t, plan);
         each();
         if (t.stopped && t.stopped()) break;
@@ -109,6 +109,7 @@ inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& can
 inline PlanOptions score_plan(const PlanOptions& like, size_t T, const Layout& layout = {}) {
     PlanOptions p = like;
     p.T = T;
+    p.whole_sequences = true; // its rows are read in order
     p.B = candidates_at_once(like.B * like.T, T);
     if (layout.sequence_parallel) // ranks share the rows equally
         p.B = round_up(p.B, size_t(layout.tp.size));
@@ -146,7 +147,7 @@ void score_group(Trainer<T, S>& t, const ScoreGroup& group, std::vector<Candidat
 
         for (size_t b = 0; b < p.B; b++) {
             // Add up the completion's rows, which end where the candidate ends.
-            size_t sample = t.cursor + t.layout.dp.rank * p.B + b;
+            size_t sample = t.cursor + p.layout.dp.rank * p.B + b;
             if (sample >= n) break;
             const Candidate& c = candidates[group.members[sample]];
             size_t end = b * p.T + c.tokens.size() - 1;

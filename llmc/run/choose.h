@@ -242,6 +242,16 @@ inline int micro_batches(const Config& c) {
     return int(c.batch_tokens / (int64_t(c.micro_batch) * c.seq * c.dp));
 }
 
+// The table of flags has refused every other name.
+inline ContextMethod context_method_named(const std::string& name) {
+    if (name == "ulysses") return ContextMethod::ULYSSES;
+    return name == "ring" ? ContextMethod::RING : ContextMethod::GATHER;
+}
+inline ContextOrder context_order_named(const std::string& name) {
+    if (name == "contiguous") return ContextOrder::CONTIGUOUS;
+    return name == "striped" ? ContextOrder::STRIPED : ContextOrder::ZIGZAG;
+}
+
 // The layout that the flags describe, the same for every rank: the only place that reads them.
 inline Layout choose_layout(const Config& c, const Shape& shape) {
     Layout layout;
@@ -250,8 +260,11 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     layout.dp.size = c.dp;
     layout.tp.size = c.tp;
     layout.pp.size = c.pp;
+    layout.cp.size = c.cp;
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;
+    layout.cp_method = context_method_named(c.cp_method);
+    layout.cp_order = context_order_named(c.cp_order);
 
     // ZeRO: what is sharded, over how many ranks, how far ahead weights are gathered, and what the
     // cuts must leave whole.
@@ -357,7 +370,8 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
 // The layout in words, for the first line and the timeline's title.
 inline std::string axes_text(const Config& c) {
     return concat("dp ", c.dp, " x tp ", c.tp,
-                  c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp);
+                  c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp,
+                  c.cp > 1 ? concat(" x cp ", c.cp, " by ", c.cp_method, ", ", c.cp_order) : "");
 }
 inline std::string layout_text(const Config& c) {
     return concat(c.model, ", ", axes_text(c), ", zero ", c.zero, ", ", c.pipeline);

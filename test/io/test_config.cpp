@@ -110,11 +110,7 @@ TEST(Config, RefusesWhatItCannotRead) {
 }
 
 TEST(Config, RefusesWhatIsNotBuiltByName) {
-    for (const char* flag : {"--cp", "--ep"}) {
-        std::string wrong = check({flag, "2"});
-        EXPECT_HAS(wrong, flag);
-        EXPECT_HAS(wrong, "not built yet");
-    }
+    EXPECT_HAS(check({"--ep", "2"}), "--ep 2: not built yet");
     EXPECT_HAS(parse({"--fp8", "delayed"}), "none|block|tensor");
     EXPECT_HAS(check({"--fp8", "block"}), "--precision is fp32: give --precision bf16");
     EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
@@ -131,6 +127,22 @@ TEST(Config, FrozenWeightsAreRead) {
     EXPECT_HAS(check({"--weights", "int8", "--eval", "--export", "x"}), "--weights float");
     EXPECT_HAS(check({"--weights", "nf4", "--steps", "0", "--zero", "3"}), "leave it out");
     EXPECT_HAS(check({"--weights", "int4"}), "float|nf4|int8");
+}
+
+TEST(Config, ContextParallelRanksShareSequencesEqually) {
+    for (const char* order : {"zigzag", "contiguous", "striped"})
+        EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64", "--cp-order", order}), "");
+    EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64"}),
+               "2 x --cp 3 does not divide --seq 64: try --seq 60 or 66");
+    EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64", "--cp-order", "striped"}),
+               "--cp 3 does not divide --seq 64: try --seq 63 or 66");
+    EXPECT_HAS(check({"--cp", "2", "--tp", "2", "--pp", "2", "--local-ranks", "6"}),
+               "x --cp 2 are 8 ranks, and there are 6: use --local-ranks 8");
+    EXPECT_HAS(check({"--cp", "2", "--local-ranks", "2", "--zero", "1", "--zero-group", "4"}),
+               "--zero-group 4 does not divide --dp 1 x --cp 2");
+    EXPECT_HAS(check({"--cp", "2", "--local-ranks", "2", "--precision", "bf16", "--fp8", "block"}),
+               "--fp8 block is not built with --cp: leave one of them out");
+    EXPECT_HAS(check({"--cp-method", "any"}), "gather|ulysses|ring");
 }
 
 TEST(Config, TheLayoutMakesTheRanks) {

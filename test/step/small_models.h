@@ -39,11 +39,12 @@ inline Shape small_variant(Shape s, const std::string& type) {
 constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
 
 // Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
-inline Layout small_layout(int dp, int tp = 1, int pp = 1) {
+inline Layout small_layout(int dp, int tp = 1, int pp = 1, int cp = 1) {
     Layout layout;
     layout.dp.size = dp;
     layout.tp.size = tp;
     layout.pp.size = pp;
+    layout.cp.size = cp;
     return layout;
 }
 

@@ -809,7 +809,7 @@ TEST_F(Run, RefusesFlagsAndShapes) {
     refuses("--heads 3", "does not divide --channels 128");
     refuses("--seq 5000", "beyond the model's 1024 positions");
     refuses("--batch-tokens 1000", "try 2048");
-    refuses("--cp 2", "--cp 2: not built yet");
+    refuses("--cp 2", "x --cp 2 are 2 ranks, and there are 1");
     refuses("--device cuda", "built without kernels: make DEVICE=cuda");
     refuses("--tokenizer gpt2", "--tokenizer byte");
     refuses("--model gpt2 --steps 0 --prompt hello", "give the model's tokenizer");
