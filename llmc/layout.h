@@ -41,7 +41,8 @@ struct Layout {
     int prefetch = 1;   // layers ahead of its use that a bucket is gathered
     bool whole_matrices = false; // shards cut no matrix of a block, as the optimizer's row asks
     size_t tensor_align = 128;   // elements: where tensors start; 256 for blocks of 8-bit moments
-    bool weights_away = false;   // offload: layers find weights where FETCH brings them
+    bool weights_away = false;   // offload: layers find weights where FETCH brings them,
+    bool gradients_away = false; //   and gradients only while they add to them
 
     // The pipeline. Stage s stands on rank s % pp; its layers end where those of s + 1 begin.
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;

@@ -49,14 +49,19 @@ P* update_part(const Trainer<T, S>& t, const Action& a, Data wanted) {
 template <typename T, typename S, typename F>
 void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
     if (a.chunk >= 0)
-        return for_each_staged(t, a, [&](Data, const Place& place, unsigned char* staged) {
-            f(place, staged);
+        return for_each_staged(t, a, [&](Data d, const Place& place, unsigned char* staged) {
+            bool used_up = a.op == Op::PARK && d.kind == Kind::GRAD;
+            if (!used_up) f(place, staged);
         });
 
-    // Weights lie in chunks, and come one behind the other.
-    if (a.bucket >= 0) {
-        const Plan& p = t.plans[t.plan];
-        unsigned char* here = address<unsigned char>(t, moved_data(p, t.model, a)[0]);
+    // Weights and gradients lie in chunks: of a gradient, of what this rank updates.
+    const Plan& p = t.plans[t.plan];
+    if (a.bucket >= 0 && lies_in_chunks(a.kind)) {
+        Data whole = moved_data(p, t.model, a)[0];
+        unsigned char* here = address<unsigned char>(t, whole);
+        Range range = updated_range(t.layout, t.model, a.bucket);
+        if (a.kind == Kind::GRAD)
+            here = reinterpret_cast<unsigned char*>(updated_part<acc_t<T>>(t, whole, range));
         for (Data d : tiered_data(p, t.model, a)) {
             const Place* place = arena_find(t.arena, t.plan, t.at, d);
             // Chunks are padded in their tier alone.
@@ -67,7 +72,7 @@ void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
     }
 
     // A level of recomputation keeps no rows of some kinds.
-    for (Data d : waiting_data(a))
+    for (Data d : moved_data(p, t.model, a))
         if (const Place* place = arena_find(t.arena, t.plan, t.at, parked(d)))
             f(*place, address<unsigned char>(t, d));
 }
@@ -83,7 +88,11 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
     // Stand behind what compute has been given: it may still use these bytes.
     S stream = t.move_stream, compute = t.ctx.where;
     wait_point(record_point(compute), stream);
+    Placements* checked = t.comms.placements();
     for_each_moved(t, a, [&](const Place& place, unsigned char* here) {
+        // These bytes will be other data's.
+        if (checked) placement_forget(*checked, here, place.bytes);
+
         // A file has no address: its threads take a place in it.
         Memory& m = memory[int(place.tier)];
         unsigned char* home = m.base + place.offset;

@@ -1,4 +1,4 @@
-// offload.h - state, activations, weights outside the device - arXiv:2101.06840, arXiv:2104.07857
+// offload.h - state, gradients, weights, activations elsewhere - arXiv:2101.06840, arXiv:2104.07857
 //   Float masters and moments are 12 of AdamW's 18 bytes a parameter; a step touches them once.
 //   They lie in the host's memory or in a file, and pass through the device by chunks of 2^24:
 //     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead
@@ -12,11 +12,17 @@
 //   chunk of them in STAGED. Every level of ZeRO then keeps them in shards (zero.h):
 //     FETCH(b)     weights, or a shard -> the device       `prefetch` actions before F, R, B; of a
 //                                                          shard, before its GATHER
+//   With gradients, a bucket's leaves when no layer adds to it for long. The sums of its squares
+//   stay for NORM, and UPDATE finds a chunk of it in STAGED:
+//     PARK(grad b)   behind the last B of a micro-batch, or its REDUCE or TIE
+//     FETCH(grad b)  back        `prefetch` actions before the next one, of another micro-batch
+//     SQUARE(b)      sums of squares of a gradient that is whole, before it goes
 //   The update is the same kernel on the same numbers: no bit depends on the tier. ZeRO-1 to 3
 //   cut the state first: each rank moves its own shard (ZeRO-Offload, ZeRO-Infinity).
 //   Memory of P parameters in bf16 on one rank, in bytes, with prefetch 1:
 //     device 6 P + 3 chunks of 12 bytes an element (604 MB whatever P is)      host or file 12 P
 //     with weights: 4 P + 3 chunks of 14, and the weights of 2 or 3 layers                 14 P
+//     with gradients too: 3 chunks of 18, and gradients of as many layers                  18 P
 //   Time: 24 P bytes a step on the way, while a step computes 6 P N floating-point operations of N
 //   tokens: hidden for N > 4 F/w tokens, at F operations and w bytes a second.
 #pragma once
@@ -26,7 +32,7 @@ namespace llmc {
 
 // Chunks by which this rank updates a bucket; 0: all at once, for nothing of it is offloaded.
 inline int offload_chunks(const Plan& p, const Model& model, int bucket) {
-    return p.offload.cuts_updates() ? kept_chunks(p, model, {Kind::MASTER, bucket}) : 0;
+    return p.offload.cuts_updates() ? updated_chunks(p, model, bucket) : 0;
 }
 
 // Before: UPDATE(b). After: UPDATE(b.c) for each chunk, FETCH before it, PARK behind it. The first
@@ -61,6 +67,77 @@ inline Plan add_offload(const Plan& in, const Model& model) {
             p.actions.push_back({Op::UPDATE, -1, -1, a.bucket, false, {}, c});
             p.actions.push_back({Op::PARK, -1, -1, a.bucket, false, {}, c});
         }
+    }
+    return p;
+}
+
+// The actions of a plan that touch one gradient in one go, by their places in the list: between
+// two of them it stays where it is.
+struct GradientUse {
+    int first, last;
+    bool writes; // it begins anew
+};
+
+// Before: the plan up to UPDATE. After: a gradient leaves behind the layer, the sum or the tie that
+// was the last to add to it for long, and comes back ahead of the next; behind the last of all
+// SQUARE sums its squares, and it goes to where UPDATE finds it in chunks.
+inline Plan add_gradient_moves(const Plan& in, const Model& model) {
+    if (!in.layout.gradients_away || in.mode != Mode::TRAIN) return in;
+
+    // Count the compute actions ahead of each place, and list the uses of each gradient.
+    std::vector<int> computed = {0}, places; // places: of compute actions
+    std::map<Data, std::vector<GradientUse>> uses;
+    int prefetch = in.layout.prefetch, end = int(in.actions.size());
+    for (int i = 0; i < end; i++) {
+        Access x = access(in, model, in.actions[i]);
+        for (const std::vector<Data>* all : {&x.reads, &x.writes})
+            for (Data d : *all) {
+                if (d.kind != Kind::GRAD_HERE && d.kind != Kind::TIED_HERE) continue;
+                // A use soon after another one goes on with it.
+                std::vector<GradientUse>& of = uses[d];
+                bool anew = !std::count(x.reads.begin(), x.reads.end(), d);
+                int gap = of.empty() ? 0 : computed[i] - computed[of.back().last];
+                if (of.empty() || gap > 2 * prefetch + 1)
+                    of.push_back({i, i, anew});
+                of.back().last = i;
+            }
+        if (computes(in.actions[i].op)) places.push_back(i);
+        computed.push_back(int(places.size()));
+    }
+
+    // Decide what stands ahead of each place.
+    std::vector<std::vector<Action>> ahead(end + 1);
+    for (auto& [d, all] : uses)
+        for (GradientUse& use : all) {
+            int from = std::max(0, computed[use.first] - prefetch);
+            int at = from < computed[use.first] ? places[from] : use.first;
+            // Bring back what an earlier micro-batch has left.
+            if (!use.writes)
+                ahead[at].push_back({Op::FETCH, -1, -1, d.of, false, {}, -1, d.kind});
+
+            // A sum over ranks may take as long as the next layers do.
+            int until = std::min(computed[use.last] + prefetch, int(places.size()));
+            bool sums = in.actions[use.last].op == Op::REDUCE;
+            int behind = use.last + 1;
+            if (sums && until > 0) behind = std::max(behind, places[until - 1] + 1);
+
+            // The tied head's gradient is in the other one when TIE is over.
+            bool over = &use == &all.back();
+            if (over && d.kind == Kind::TIED_HERE) continue;
+            // Sum the squares while all of it is here.
+            if (over && is_squared(in.layout, model, d.of))
+                ahead[behind].push_back({Op::SQUARE, -1, -1, d.of});
+            Kind kind = over ? Kind::GRAD : d.kind;
+            ahead[behind].push_back({Op::PARK, -1, -1, d.of, false, {}, -1, kind});
+        }
+
+    // Write the list anew.
+    Plan p = in;
+    p.actions.clear();
+    // One place past the last action takes what stands behind it.
+    for (int i = 0; i <= end; i++) {
+        p.actions.insert(p.actions.end(), ahead[i].begin(), ahead[i].end());
+        if (i < end) p.actions.push_back(in.actions[i]);
     }
     return p;
 }

@@ -32,7 +32,7 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
                 partial({gradient_kind(t.layout, t.model, b, a.layer), b},
                         {"shard", "replica", "tie"});
     if (a.op == Op::TIE)
-        partial({Kind::GRAD, a.bucket}, {"shard", "replica"});
+        partial({summed_kind(t.layout), a.bucket}, {"shard", "replica"});
 
     // A release leaves bytes to any other data; the last action that read them had their place.
     const Place* gathered = nullptr;

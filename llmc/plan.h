@@ -196,6 +196,7 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
     p = add_recompute(p, model);
     p = add_reduce(p, model);
     p = add_update(p, model);
+    p = add_gradient_moves(p, model);
     p = add_offload(p, model);
     p = add_parking(p, model);
     return add_gather(p, model);

@@ -37,10 +37,20 @@ inline std::string check_data(const Plan& p, const Model& model) {
                        ", which nothing before it wrote";
         }
 
-        // Parked activations are not where layers read them.
-        if (a.op == Op::PARK && a.bucket < 0)
-            for (Data d : waiting_data(a))
+        // Parked data are not where layers read them.
+        if (a.op == Op::PARK && a.chunk < 0)
+            for (Data d : moved_data(p, model, a))
                 written.erase(d);
+
+        // A fetch leaves nothing behind, so what it brings must leave anew before the next.
+        if (a.op == Op::FETCH)
+            for (Data d : tiered_data(p, model, a))
+                if (d.kind == Kind::PARKED) written.erase(d);
+
+        // A norm of less than the whole gradient would clip too little.
+        for (Data d : x.writes)
+            if (d.kind == Kind::GRAD_HERE && written.count({Kind::SQUARES, d.of}))
+                return action_text(a, model) + " adds to a gradient after its SQUARE";
 
         // F drops what will be recomputed.
         bool dropped = a.op == Op::F && p.recompute.of(a.layer) != Recompute::NONE;
@@ -149,9 +159,9 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         // State comes before its chunk's update, and leaves right behind it.
         case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
         case Op::PARK:
-            if (a.bucket >= 0 && bucket.updates != a.chunk + 1)
+            if (a.chunk >= 0 && bucket.updates != a.chunk + 1)
                 return text + " does not follow its UPDATE";
-            bucket.parks++;
+            bucket.parks += a.chunk >= 0;
             break;
         case Op::PUBLISH:
             if (!bucket.updates) return text + " comes before its UPDATE";

@@ -10,6 +10,16 @@ inline std::string chunk_text(int chunk) {
     return chunk < 0 ? "" : "." + std::to_string(chunk);
 }
 
+// The word that tells a gradient's moves from those of weights.
+inline std::string gradient_text(const Action& a) {
+    switch (a.kind) {
+    case Kind::GRAD:
+    case Kind::GRAD_HERE: return "grad ";
+    case Kind::TIED_HERE: return "grad.tied ";
+    default: return "";
+    }
+}
+
 // The words of one action: F(0,3), REDUCE(block.0), SENDRECV(to 1: activation 0.1).
 inline std::string action_text(const Action& a, const Model& model) {
     // List the messages of an exchange.
@@ -23,7 +33,8 @@ inline std::string action_text(const Action& a, const Model& model) {
     }
     // A bucket has a name; layers have numbers.
     if (a.bucket >= 0)
-        return s + "(" + model.buckets[a.bucket].name + chunk_text(a.chunk) + ")";
+        return s + "(" + gradient_text(a) + model.buckets[a.bucket].name +
+               chunk_text(a.chunk) + ")";
     if (a.layer < 0) return s;
     return s + "(" + std::to_string(a.micro) + "," + std::to_string(a.layer) + ")";
 }

@@ -3,7 +3,7 @@
 //   long it may take; the executor waits there, and the arena's lives rely on it.
 //   Cost: actions squared, once for each plan.
 #pragma once
-#include "action.h"
+#include "access.h"
 
 namespace llmc {
 

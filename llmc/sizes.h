@@ -76,6 +76,15 @@ inline size_t norm_chunks(const Model& model) {
     return n;
 }
 
+// Chunks of the norm in the range of a bucket that this rank updates.
+inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int bucket) {
+    Range range = updated_range(layout, model, bucket);
+    size_t n = 0;
+    for (const TensorRow& row : tensor_rows(model, bucket, range.first, range.first + range.count))
+        n += chunks_of(row);
+    return n;
+}
+
 // ----------------------------------------------------------------------------
 // scratch: what a layer needs only while it runs, as a table of rows
 
@@ -242,7 +251,9 @@ template <typename T, typename S>
 size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     typedef acc_t<T> A;
     const Shape s = rank_shape(p, model);
-    size_t N = p.rows(), elements = of_bucket(d.kind) ? kept_elements(p.layout, model, d) : 0;
+    // Chunks are of what this rank updates.
+    Data kept = d.chunk < 0 ? d : Data{Kind::MASTER, d.of};
+    size_t N = p.rows(), elements = of_bucket(d.kind) ? kept_elements(p.layout, model, kept) : 0;
     elements = chunk_elements(p.offload, elements, d.chunk);
     switch (d.kind) {
     // Buckets. Gradients and moments are in acc; a master only where weights are narrower.
@@ -257,7 +268,10 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
     case Kind::GRAD:
     case Kind::PARTIAL:
+    case Kind::GRAD_HERE:
+    case Kind::TIED_HERE:
     case Kind::GRAD_TIED: return elements * sizeof(A);
+    case Kind::SQUARES: return updated_norm_chunks(p.layout, model, d.of) * sizeof(double);
 
     // A chunk's offloaded data, one behind the other; or a shard of weights.
     case Kind::STAGED: {

@@ -176,8 +176,8 @@ void run_tie(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     const Bucket& bucket = t.model.buckets[a.bucket];
     size_t n = bucket.elements, bytes = n * sizeof(A);
-    A* grad = address<A>(t, {Kind::GRAD, a.bucket});
-    A* tied = address<A>(t, {Kind::GRAD_TIED, a.bucket});
+    A* grad = address<A>(t, {summed_kind(t.layout), a.bucket});
+    A* tied = address<A>(t, {tied_kind(t.layout), a.bucket});
     if (!tied_apart(t.layout, t.model, a.bucket))
         return add_gradients(grad, tied, n, t.ctx.where);
 
@@ -197,6 +197,15 @@ size_t own_count(const Trainer<T, S>& t, const Bucket& bucket) {
     return first_of_head ? bucket.common : bucket.shared;
 }
 
+// The squares of this rank's range of a gradient: a sum a chunk.
+template <typename T, typename S>
+void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums) {
+    Range range = updated_range(t.layout, t.model, bucket);
+    auto rows = tensor_rows(t.model, bucket, range.first, range.first + range.count);
+    const acc_t<T>* grad = updated_part<const acc_t<T>>(t, {kind, bucket}, range);
+    grad_squares(sums, grad, rows.data(), rows.size(), t.ctx.where);
+}
+
 // Sum squares over fixed chunks of each bucket, in the buckets' order whatever the layout. A rank
 // fills in the chunks that it has and the others stay zero: adding the tables of shards and stages
 // changes no bit. Tensor-parallel ranks have pieces of the same chunks, which do add up.
@@ -213,16 +222,18 @@ void run_norm(Trainer<T, S>& t) {
         double* mine = sums + start;
         start += norm_chunks(t.model, b, bucket.elements);
 
-        // A tied table lives on two stages; count it on the first only.
-        if (!bucket.trainable || !is_mine(t.layout, t.model, bucket.layers.front()))
-            continue;
+        if (!is_squared(t.layout, t.model, b)) continue;
 
-        // Square this rank's range.
+        // Square this rank's range, or take the squares of a gradient that has left.
         Range range = updated_range(t.layout, t.model, b);
-        auto rows = tensor_rows(t.model, b, range.first, range.first + range.count);
-        const acc_t<T>* grad = updated_part<const acc_t<T>>(t, {Kind::GRAD, b}, range);
         size_t first = norm_chunks(t.model, b, range.first);
-        grad_squares(mine + first, grad, rows.data(), rows.size(), where);
+        const double* squares = address<const double>(t, {Kind::SQUARES, b});
+        size_t bytes = updated_norm_chunks(t.layout, t.model, b) * sizeof(double);
+        if (squares) {
+            copy_rows(mine + first, bytes, squares, bytes, bytes, 1, where);
+        } else {
+            square_gradient(t, b, Kind::GRAD, mine + first);
+        }
 
         // Leave out what another tensor-parallel rank counts.
         size_t own = norm_chunks(t.model, b, own_count(t, bucket));
@@ -293,7 +304,7 @@ S comm_where(const Trainer<T, S>& t) {
 template <typename T, typename S>
 acc_t<T>* whole_gradient(const Trainer<T, S>& t, int bucket) {
     bool each = reduced_each(t.layout, t.model, bucket);
-    return address<acc_t<T>>(t, {each ? Kind::PARTIAL : Kind::GRAD, bucket});
+    return address<acc_t<T>>(t, {each ? Kind::PARTIAL : summed_kind(t.layout), bucket});
 }
 
 // ZeRO-2 and 3 reduce a micro-batch's gradient into the step's shard; else in place.
@@ -301,7 +312,7 @@ template <typename T, typename S>
 InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
     bool each = reduced_each(t.layout, t.model, a.bucket);
-    A* grad = address<A>(t, {Kind::GRAD, a.bucket});
+    A* grad = address<A>(t, {summed_kind(t.layout), a.bucket});
     A* whole = whole_gradient(t, a.bucket);
     return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, each ? grad : nullptr, a.first,
                        comm_where(t));
@@ -419,6 +430,9 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     case Op::R: return run_recompute(t, a);
 
     case Op::TIE: return run_tie(t, a);
+    case Op::SQUARE:
+        return square_gradient(t, a.bucket, Kind::GRAD_HERE,
+                               address<double>(t, {Kind::SQUARES, a.bucket}));
     case Op::NORM: return run_norm(t);
     case Op::UPDATE: return run_update(t, a);
 

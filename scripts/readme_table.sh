@@ -98,7 +98,8 @@ path() {
         echo "|$(minutes "$n")|$n|[$(basename "$file")]($file)|$why|"
     done <<'END'
 train_gpt_min.cpp|GPT-2 on one core, no options; the trainer must give its losses
-llmc/action.h|the words of a plan; what each action reads and writes
+llmc/action.h|the words of a plan
+llmc/access.h|what each action reads and writes
 llmc/plan.h|how a plan is made
 llmc/model.h|tables of parameters, buckets, activations
 llmc/context.h|what a block is handed besides its pointers

@@ -224,7 +224,7 @@ inline const std::vector<Flag>& config_table() {
          "much as the machine has)"},
         {"offload", &C::offload, "",
          "what lies outside the device while nobody uses it: some of "
-         "optimizer,activations,weights"},
+         "optimizer,activations,weights,gradients"},
         {"offload-to", &C::offload_to, "",
          "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
 

@@ -11,9 +11,9 @@ inline std::string refuse_idle_offload(const Config& c) {
     std::istringstream words(c.offload + (c.offload.empty() ? "," : ""));
     for (std::string word; std::getline(words, word, ',');)
         if (c.offload != "none" && word != "optimizer" && word != "activations" &&
-            word != "weights")
-            return concat("--offload ", printable(word), word == "gradients" ? ": not built" : "",
-                          ": give some of optimizer,activations,weights");
+            word != "weights" && word != "gradients")
+            return concat("--offload ", printable(word),
+                          ": give some of optimizer,activations,weights,gradients");
     if (offloads(c, "weights") && c.weights != "float")
         return concat("--offload weights: those of --weights ", c.weights,
                       " stay on the device: leave one of the two out");

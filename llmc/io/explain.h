@@ -100,6 +100,8 @@ inline const char* meaning_of(Kind kind) {
     case Kind::SCRATCH: return "  workspace";
     case Kind::STAGED: return "  offloaded data in passing";
     case Kind::GATHERED: return "  weights of layers in use";
+    case Kind::GRAD_HERE:
+    case Kind::TIED_HERE:
     case Kind::PARTIAL: return "  gradients of layers in use";
     default: return "  batch and losses";
     }
@@ -386,7 +388,7 @@ inline const char* legend_text() {
            "  REDUCE sums its gradient over ranks, PUBLISH sends its updated weights around\n"
            "  TIE adds both gradients of a shared table; NORM measures the gradient; UPDATE is the "
            "optimizer\n"
-           "  PARK takes a block's activations or a chunk of state to another tier, FETCH brings "
+           "  PARK takes activations, a gradient or a chunk of state to another tier, FETCH brings "
            "them back\n";
 }
 
@@ -442,7 +444,8 @@ inline std::string plan_text(const Plan& p, const Model& model) {
 
         // Buckets' collectives and moves stay on the line where they stand.
         bool moves = queue_of(a.op) == Queue::MOVE;
-        bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE || moves;
+        bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE || moves ||
+                     a.op == Op::SQUARE;
         bool turns = (a.op == Op::F) != (previous.op == Op::F);
         bool ends = a.op == Op::TIE || (a.op == Op::NORM && previous.op != Op::TIE);
         if (!stays && (a.micro != previous.micro || turns || ends))

@@ -326,6 +326,8 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         train.offload.activations = tier;
     if (offloads(c, "weights"))
         train.offload.weights = tier;
+    if (offloads(c, "gradients"))
+        train.offload.gradients = tier;
     if (c.steps > 0 && !c.eval)
         run.train_plan = add(train);
 

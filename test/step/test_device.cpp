@@ -191,7 +191,7 @@ TEST(Device, OffloadChangesNoBit) {
     std::vector<std::vector<double>> all[TIERS];
     for (Tier tier : {Tier::DEVICE, Tier::HOST, Tier::DISK}) {
         Plan plan = train_plan(Recompute::NONE, false);
-        plan.offload = {tier, tier, tier, 4096};
+        plan.offload = {tier, tier, tier, tier, 4096};
         Small<bf16, cudaStream_t> gpu(tiny_gpt2(), {plan});
         gpu.step(), gpu.step();
         for (const Parameter& p : gpu.t.model.parameters)

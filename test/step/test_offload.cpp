@@ -109,7 +109,7 @@ struct Case {
     bool split = false; // the backward pass
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
-    bool weights = true;   // beside activations and masters
+    bool weights = true, gradients = true; // beside activations and masters
     bool optimizer_too = true;
     int micro_batches = 2;
 };
@@ -137,7 +137,8 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
 #endif
         Plan plan = small_plan(2, 8, c.micro_batches, c.level, c.split);
         plan.optimizer = c.optimizer, plan.masters = c.masters, plan.states = c.states;
-        plan.offload = {c.tier, c.tier, c.weights ? c.tier : Tier::DEVICE, 4096};
+        plan.offload = {c.tier, c.tier, c.weights ? c.tier : Tier::DEVICE,
+                        c.gradients ? c.tier : Tier::DEVICE, 4096};
         if (!c.optimizer_too) plan.offload.optimizer = Tier::DEVICE;
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
@@ -238,6 +239,26 @@ TEST(Offload, ChangesNoBitOfWeightsAlone) {
         }
 }
 
+// Gradients of several micro-batches leave in between, tied ones too; weights stay.
+TEST(Offload, ChangesNoBitOfGradientsAlone) {
+    Shape deep = gpt2_shape(5, 4, 64, 256, 16), tall = small_llama();
+    tall.L = 5;
+    for (const Shape& shape : {deep, tall})
+        for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 1, Tier::DEVICE},
+                       Case{2, 1, 1, 2, Tier::DEVICE}, Case{1, 1, 2, 0, Tier::DEVICE}})
+            for (int prefetch : {0, 1}) {
+                c.weights = false, c.optimizer_too = false, c.micro_batches = 3;
+                c.split = prefetch, c.prefetch = prefetch;
+                std::vector<float> there = trained<bf16>(shape, c);
+                for (Tier tier : {Tier::HOST, Tier::DISK}) {
+                    c.tier = tier;
+                    EXPECT_TRUE(trained<bf16>(shape, c, tier == Tier::DISK) == there)
+                        << c.dp << c.pp << c.zero << " prefetch " << prefetch;
+                }
+                c.tier = Tier::DEVICE;
+            }
+}
+
 // What a level keeps leaves and comes back; the halves of a split backward pass both find it.
 TEST(Offload, ChangesNoBitAtAnyLevelOfRecomputation) {
     Case c = {1, 1, 1, 0, Tier::DEVICE};
@@ -306,6 +327,55 @@ TEST(Offload, APlanThatLosesWeightsIsRefused) {
     }
 }
 
+// A gradient that is not summed whole, or not brought back, would be another one.
+TEST(Offload, APlanThatLosesGradientsIsRefused) {
+    Layout two;
+    two.dp.size = 2, two.zero = 2;
+    for (const Layout& layout : {Layout{}, two}) {
+        Model model = make_model(gpt2_shape(6, 4, 64, 256, 16), layout);
+        PlanOptions o = small_plan(2, 8, 2);
+        o.offload.gradients = Tier::HOST;
+        o.offload.chunk = 4096;
+        Plan good = make_plan(layout, model, o);
+        EXPECT_EQ(plan_check(good, model), "");
+        int moves = 0, back = 0, early = 0;
+        for (size_t i = 0; i < good.actions.size(); i++) {
+            const Action& a = good.actions[i];
+            if (a.op != Op::FETCH && a.op != Op::PARK && a.op != Op::SQUARE) continue;
+            moves++;
+            back += a.op == Op::FETCH && a.chunk < 0;
+            Plan without = good;
+            without.actions.erase(without.actions.begin() + long(i));
+            EXPECT_NE(plan_check(without, model), "") << action_text(a, model);
+
+            // Squares of what the first micro-batch has left are not the step's.
+            if (a.op != Op::PARK || a.kind != Kind::GRAD_HERE) continue;
+            early++;
+            Plan soon = good;
+            soon.actions.insert(soon.actions.begin() + long(i), {Op::SQUARE, -1, -1, a.bucket});
+            EXPECT_HAS(plan_check(soon, model), "adds to a gradient after its SQUARE");
+        }
+        EXPECT_GT(moves, 30);
+        EXPECT_GE(back, 4);
+        EXPECT_GE(early, 4);
+    }
+}
+
+// With all of it elsewhere the device holds a few layers, whatever the depth.
+TEST(Offload, NothingGrowsWithDepth) {
+    auto place = [&](int layers) {
+        PlanOptions o = small_plan(1, 16, 2, Recompute::FULL);
+        o.offload = {Tier::HOST, Tier::HOST, Tier::HOST, Tier::HOST, 8192};
+        Trainer<bf16, Cpu> t;
+        trainer_place(t, gpt2_shape(layers, 4, 64, 256, 16), {o});
+        return t.arena;
+    };
+    Arena flat = place(8), deep = place(32);
+    // The sums of squares and the norm's table are a double each for 4096 elements.
+    size_t squares = 24 * 2 * ARENA_ALIGN + 24 * 2 * 64 * sizeof(double);
+    EXPECT_LE(deep.device().bytes, flat.device().bytes + squares);
+}
+
 // The device holds weights of a few layers, whatever the depth: of the one that runs, the next, and
 // one that is let go.
 TEST(Offload, WeightsDoNotGrowWithDepth) {
@@ -342,7 +412,7 @@ TEST(Offload, WeightsDoNotGrowWithDepth) {
 TEST(Offload, FetchesGoOnUntilTheirUse) {
     Model model = make_model(gpt2_shape(8, 3, 24, 61, 32), {});
     PlanOptions o = small_plan(2, 8, 1, Recompute::FULL);
-    o.offload = {Tier::HOST, Tier::HOST, Tier::DEVICE, 4096};
+    o.offload = {Tier::HOST, Tier::HOST, Tier::DEVICE, Tier::DEVICE, 4096};
     Layout layout;
     layout.prefetch = 2;
     Plan p = make_plan(layout, model, o);
@@ -478,7 +548,7 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     Ran whole = run(ranks + "--steps 6 --out " + path("whole"));
     ASSERT_EQ(whole.status, 0) << whole.text;
     std::string weights = " --offload weights";
-    std::string all = " --offload optimizer,weights,activations --offload-to " + folder;
+    std::string all = " --offload optimizer,weights,gradients,activations --offload-to " + folder;
     for (std::string first : {to_disk(), weights, all, std::string()})
         for (std::string then : {std::string(), all, weights}) {
             fs::remove_all(path("parts"));
@@ -521,7 +591,7 @@ TEST_F(OffloadRun, LeavesTheMemoryToOthers) {
 TEST_F(OffloadRun, SaysWhatCannotWork) {
     EXPECT_HAS(run("--steps 1 --offload optimizer --offload-to " + path("none")).text,
                "there is no such folder: make it, or give cpu");
-    EXPECT_HAS(run("--steps 1 --offload optimizer,gradients").text, "gradients: not built");
+    EXPECT_HAS(run("--steps 1 --offload optimizer,wigths").text, "--offload wigths: give some of");
     EXPECT_HAS(run("--steps 1 --offload optimizer --optimizer sgd --precision fp32").text,
                "neither masters nor moments");
     EXPECT_HAS(run("--steps 1 --offload-to " + folder).text, "--offload-to does nothing without");

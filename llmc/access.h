@@ -1,0 +1,224 @@
+// access.h - what each action reads and writes: the only statement of what depends on what
+//   The plan's check, the arena's lifetimes, the waits for collectives and the tests that poison
+//   all other bytes use it.
+#pragma once
+#include "tiers.h"
+
+namespace llmc {
+
+// Data in the order of their use; a datum that is changed stands in both lists.
+struct Access {
+    std::vector<Data> reads, writes;
+
+    void read(Data d) { reads.push_back(d); }
+    void write(Data d) { writes.push_back(d); }
+    void change(Data d) {
+        read(d);
+        write(d);
+    }
+};
+
+// A forward pass reads the stream and weights, and leaves the stream for the next layer.
+inline void access_forward(Access& x, const Plan& p, const Model& model, const Action& a) {
+    int m = a.micro, l = a.layer;
+    if (l > 0)
+        x.read({Kind::STREAM, l, m});
+
+    // In training the head keeps its input: the loss belongs to its backward.
+    if (l == model.head() && p.mode == Mode::TRAIN)
+        return;
+
+    x.read({Kind::TOKENS, -1, m});
+    x.write({Kind::SCRATCH, l});
+
+    // Read the weights. Past the head there is no stream to leave, but a loss or logits.
+    for (int b : buckets_of(model, l))
+        x.read({weight_kind(p.layout, model, b), b});
+    if (l < model.head()) {
+        x.write({Kind::STREAM, l + 1, m});
+    } else {
+        x.write({p.mode == Mode::EVALUATE ? Kind::LOSS : Kind::LOGITS, -1, m});
+    }
+
+    // A block leaves its activations, and in generation its keys and values.
+    if (!model.is_block(l)) return;
+    x.read({Kind::CONSTANTS});
+    for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W})
+        x.write({k, l, m});
+    if (p.mode == Mode::GENERATE)
+        x.change({Kind::CACHE, l});
+}
+
+// Recomputation reads what the forward pass read, and what the layer's level has kept.
+inline void access_recompute(Access& x, const Plan& p, const Model& model, const Action& a) {
+    int m = a.micro, l = a.layer;
+    x.read({Kind::STREAM, l, m});
+    x.read({Kind::TOKENS, -1, m});
+    x.read({Kind::CONSTANTS});
+    for (int b : buckets_of(model, l))
+        x.read({weight_kind(p.layout, model, b), b});
+    if (p.recompute.of(l) != Recompute::FULL)
+        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
+            x.read({k, l, m});
+
+    for (Kind k : {Kind::REDO_B, Kind::REDO_W})
+        x.write({k, l, m});
+    x.write({Kind::SCRATCH, l});
+}
+
+// B does both halves at once, so what passes between them is written and never read.
+inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
+    int m = a.micro, l = a.layer;
+    bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
+    x.read({Kind::TOKENS, -1, m});
+    x.write({Kind::SCRATCH, l});
+
+    // The streams: what came in, the gradient of what went out, the gradient of what came in. The
+    // weight half needs no input: the norms behind it have kept what its matrices multiply.
+    if (l > 0 && input_half)
+        x.read({Kind::STREAM, l, m});
+    if (l < model.head())
+        x.read({Kind::DSTREAM, l + 1, m});
+    if (l > 0 && input_half)
+        x.write({Kind::DSTREAM, l, m});
+    if (l == model.head()) {
+        x.read({Kind::VALID});
+        x.write({Kind::LOSS, -1, m});
+    }
+
+    // Weights are read by the input half, their gradients made by the weight half.
+    for (int b : buckets_of(model, l)) {
+        if (input_half && l > 0)
+            x.read({weight_kind(p.layout, model, b), b});
+        if (!weight_half || !model.buckets[b].trainable) continue;
+        Data grad = {gradient_kind(p.layout, model, b, l), b};
+        a.first ? x.write(grad) : x.change(grad);
+    }
+
+    // A block's activations, and the gradients that its input half leaves to its weight half.
+    if (!model.is_block(l)) return;
+    x.read({Kind::CONSTANTS});
+    bool redone = p.recompute.of(l) != Recompute::NONE;
+    if (input_half)
+        x.read({Kind::KEPT_B, l, m});
+    if (input_half && redone)
+        x.read({Kind::REDO_B, l, m});
+    x.read({Kind::KEPT_W, l, m});
+    if (redone)
+        x.read({Kind::REDO_W, l, m});
+    if (input_half)
+        x.write({Kind::GRADIENT_B, l, m});
+    input_half ? x.write({Kind::GRADIENT_W, l, m}) : x.read({Kind::GRADIENT_W, l, m});
+}
+
+// The sum arises in place; a micro-batch's is then added to the shard of the step's gradient.
+inline void access_reduce(Access& x, const Plan& p, const Model& model, const Action& a) {
+    Data grad = {summed_kind(p.layout), a.bucket};
+    if (!reduced_each(p.layout, model, a.bucket))
+        return x.change(grad);
+    x.change({Kind::PARTIAL, a.bucket});
+    a.first ? x.write(grad) : x.change(grad);
+}
+
+// Apart, each of two ranks has one of the gradients; the sum arises in its place, and becomes GRAD.
+inline void access_tie(Access& x, const Plan& p, const Model& model, const Action& a) {
+    Data grad = {summed_kind(p.layout), a.bucket}, tied = {tied_kind(p.layout), a.bucket};
+    bool apart = tied_apart(p.layout, model, a.bucket);
+    bool embeds = is_mine(p.layout, model, model.buckets[a.bucket].layers.front());
+    if (!apart || embeds) x.read(grad);
+    if (!apart || !embeds) x.read(tied);
+    x.write(grad);
+    if (apart) x.write(tied);
+}
+
+// Whether this rank's norm counts a bucket: a tied table lives on two stages, the first counts it.
+inline bool is_squared(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    return b.trainable && is_mine(layout, model, b.layers.front());
+}
+
+// The norm runs over this rank's trainable buckets; its chunk sums are scratch of no layer.
+inline void access_norm(Access& x, const Plan& p, const Model& model) {
+    for (int b = 0; b < int(model.buckets.size()); b++) {
+        // A gradient that has left has its squares here.
+        if (p.layout.gradients_away && is_squared(p.layout, model, b))
+            x.read({Kind::SQUARES, b});
+        bool mine = model.buckets[b].trainable && bucket_is_mine(p.layout, model, b);
+        if (!p.layout.gradients_away && mine)
+            x.read({Kind::GRAD, b});
+    }
+    x.change({Kind::SCALE});
+    x.write({Kind::SCRATCH, -1});
+}
+
+// The update reads the scale, so no update may run before NORM has clipped.
+inline void access_update(Access& x, const Plan& p, const Action& a) {
+    if (!p.layout.gradients_away) x.read({Kind::GRAD, a.bucket});
+    x.read({Kind::SCALE});
+    // Data that stay are updated in place.
+    if (!p.layout.weights_away)
+        x.change({Kind::WEIGHT, a.bucket});
+    for (Data d : optimizer_data(p, a.bucket, a.chunk))
+        if (tier_of(p, d) == Tier::DEVICE) x.change(d);
+    if (a.chunk >= 0)
+        x.change({Kind::STAGED, a.bucket, -1, a.chunk});
+}
+
+// Data on their way from their tier to where the step runs, or back.
+inline void access_move(Access& x, const Plan& p, const Model& model, const Action& a) {
+    bool fetches = a.op == Op::FETCH;
+    for (Data d : tiered_data(p, model, a))
+        fetches ? x.read(d) : x.write(d);
+    for (Data d : moved_data(p, model, a))
+        fetches ? x.write(d) : x.read(d);
+}
+
+// The only statement of what depends on what.
+inline Access access(const Plan& p, const Model& model, const Action& a) {
+    Access x;
+    switch (a.op) {
+    // The input: all micro-batches at once, and the count of their targets.
+    case Op::LOAD:
+        for (int m = 0; m < p.micro_batches; m++)
+            x.write({Kind::TOKENS, -1, m});
+        x.write({Kind::VALID});
+        break;
+    case Op::COUNT: x.change({Kind::VALID}); break;
+
+    // Collectives: between stages, and between the shards of a bucket.
+    case Op::SENDRECV:
+        for (const Transfer& t : a.transfers) {
+            Data d = data_of(p.layout, model, t);
+            t.send ? x.read(d) : x.write(d);
+        }
+        break;
+    case Op::GATHER:
+        x.read({p.layout.weights_away ? Kind::STAGED : Kind::WEIGHT, a.bucket});
+        x.write({Kind::GATHERED, a.bucket});
+        break;
+    case Op::RELEASE: break; // marks where the last reader was
+
+    // Layers.
+    case Op::F: access_forward(x, p, model, a); break;
+    case Op::R: access_recompute(x, p, model, a); break;
+    case Op::B:
+    case Op::I:
+    case Op::W: access_backward(x, p, model, a); break;
+
+    // The end of the step.
+    case Op::REDUCE: access_reduce(x, p, model, a); break;
+    case Op::TIE: access_tie(x, p, model, a); break;
+    case Op::SQUARE:
+        x.read({Kind::GRAD_HERE, a.bucket});
+        x.write({Kind::SQUARES, a.bucket});
+        break;
+    case Op::NORM: access_norm(x, p, model); break;
+    case Op::UPDATE: access_update(x, p, a); break;
+    case Op::FETCH:
+    case Op::PARK: access_move(x, p, model, a); break;
+    case Op::PUBLISH: x.change({Kind::WEIGHT, a.bucket}); break;
+    }
+    return x;
+}
+
+} // namespace llmc
