@@ -45,6 +45,9 @@ LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_fac
               original_max_position_embeddings=16)
 WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
 FULL, WINDOW = "full_attention", "sliding_attention"
+OLMO2, SMOLLM3, PHI3 = (dict(LLAMA, model_type=t, pad_token_id=None) for t in ("olmo2", "smollm3", "phi3"))
+GEMMA2, GEMMA3 = (dict(LLAMA, model_type=t, pad_token_id=None, head_dim=12, query_pre_attn_scalar=10, sliding_window=8)
+                  for t in ("gemma2", "gemma3_text"))
 
 
 def configurations():
@@ -83,7 +86,25 @@ def configurations():
             yield family, more
     yield LLAMA, dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_scaling=YARN)
     yield QWEN3, dict(WINDOWS, attention_bias=True, rope_scaling=LLAMA3, num_key_value_heads=1)
-    for other in ("phi", "gemma", "gemma2", "mixtral", "olmo", "qwen2_moe", "smollm3", "phi3", "gpt_neox"):
+    for family in (OLMO2, SMOLLM3, PHI3, GEMMA2, GEMMA3):
+        for more in ({}, dict(num_key_value_heads=1), dict(rms_norm_eps=0.1), dict(tie_word_embeddings=False),
+                     dict(tie_word_embeddings=True), dict(rope_theta=50.0), dict(attention_bias=True), dict(mlp_bias=True),
+                     dict(rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=3.0)),
+                     dict(rope_parameters=dict(YARN, rope_theta=500.0)), dict(sliding_window=8), dict(sliding_window=None),
+                     dict(layer_types=[FULL] * 3), dict(layer_types=[WINDOW, FULL, WINDOW]),
+                     dict(partial_rotary_factor=0.5), dict(hidden_act="gelu"), dict(hidden_activation="silu")):
+            yield family, more
+    for more in (dict(no_rope_layers=[1, 0, 1]), dict(no_rope_layers=[0, 1, 1]), dict(no_rope_layer_interval=2),
+                 dict(use_sliding_window=True, sliding_window=8)):
+        yield SMOLLM3, more
+    for family in (GEMMA2, GEMMA3):
+        for more in (dict(attn_logit_softcapping=3.0), dict(attn_logit_softcapping=None), dict(final_logit_softcapping=2.0),
+                     dict(final_logit_softcapping=None), dict(query_pre_attn_scalar=100), dict(sliding_window_pattern=2),
+                     dict(layer_types=[WINDOW] * 3), dict(use_bidirectional_attention=True), dict(rope_local_base_freq=30.0)):
+            yield family, more
+    yield GEMMA3, dict(rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=500.0, factor=3.0),
+                                            sliding_attention=dict(rope_type="default", rope_theta=30.0)))
+    for other in ("phi", "gemma", "mixtral", "olmo", "qwen2_moe", "gpt_neox"):
         yield dict(LLAMA, model_type=other), {}
 
 

@@ -7,6 +7,7 @@
 #include "kernels_norms.h"
 #include "kernels_products.h"
 #include "kernels_training.h"
+#include "kernels_variants.h"
 
 using namespace llmc;
 
@@ -30,6 +31,7 @@ int main(int argc, char** argv) {
     add_training_kernels(rows);
     add_nf4_kernels(rows);
     add_moe_kernels(rows);
+    add_variant_kernels(rows);
 #if defined(EMULATE)
     rows.push_back({"old GPU", old_gpu});
 #endif

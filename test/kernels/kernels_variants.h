@@ -1,0 +1,155 @@
+// kernels_variants.h - rows of the kernel table: what variants of Llama add to norms, gates, RoPE, ends
+//   The same kernels as in the rows of their plain forms; here with what RmsnormMore, Gate, RopeHeads,
+//   a scale and softcaps change. Sizes take the vectorised path and the one of single elements.
+#pragma once
+#include "../../llmc/crossentropy.cuh"
+#include "../../llmc/elementwise.cuh"
+#include "../../llmc/embedding.cuh"
+#include "../../llmc/rmsnorm.cuh"
+#include "../../llmc/rope.cuh"
+#include "../../llmc/swiglu.cuh"
+#include "kernel_table.h"
+
+// A residual, weights that count from 1, and sums of rows that go on elsewhere.
+template <typename T> void rmsnorm_more_kernels(Check& c) {
+    const float eps = 1e-5f;
+    for (auto [N, C, shift] : {std::array<size_t, 3>{5, 7, 0}, {3, 64, 0}, {3, 64, 1}, {2, 1032, 0}}) {
+        CASE(c, "rmsnorm with more %s N=%zu C=%zu shift=%zu", type_word(T()), N, C, shift);
+        auto x = rounded<T>(normals(c, N * C)), w = rounded<T>(normals(c, C));
+        auto res = rounded<T>(normals(c, N * C)), dout = rounded<T>(normals(c, N * C));
+
+        // Want: the CPU in double; the rows are as if twice as long, with the same again behind.
+        std::vector<double> out(N * C), rstd(N), dinp(N * C), squares(N), dots(N);
+        rmsnorm_row_sums(squares.data(), x.data(), (const double*)nullptr, w.data(), N, C, 1, Cpu{});
+        rmsnorm_row_sums(dots.data(), x.data(), dout.data(), w.data(), N, C, 1, Cpu{});
+        auto doubled = [](std::vector<double> v) {
+            for (double& s : v) s *= 2;
+            return rounded<float>(v);
+        };
+        auto squares_f = doubled(squares), dots_f = doubled(dots);
+        rmsnorm_forward(out.data(), rstd.data(), x.data(), w.data(), N, C, eps, Cpu{},
+                        {res.data(), 1, squares_f.data(), 2 * C});
+        auto rstd_f = rounded<float>(rstd);
+        rmsnorm_backward_input(dinp.data(), (const double*)nullptr, dout.data(), x.data(), w.data(),
+                               rstd_f.data(), N, C, Cpu{}, {nullptr, 1, dots_f.data(), 2 * C});
+        double terms = 0;
+        for (size_t i = 0; i < N * C; i++)
+            terms = std::max(terms, std::fabs(rstd[i / C] * dout[i] * (1 + w[i % C])));
+
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> inp(x, shift), weight(w, shift), d(dout, shift), r(res, shift);
+            Array<T> y(N * C, shift), dx(N * C, shift);
+            Array<float> rs(N), alone(N), r_in(rstd_f), sq(squares_f), dt(dots_f), got_sq(N), got_dt(N);
+            Array<float> sums(rmsnorm_sums(N, C, stream));
+            const T* none = nullptr;
+            rmsnorm_row_sums(got_sq.data, inp.data, none, weight.data, N, C, 1, stream);
+            rmsnorm_row_sums(got_dt.data, inp.data, d.data, weight.data, N, C, 1, stream);
+            rmsnorm_forward(y.data, rs.data, inp.data, weight.data, N, C, eps, stream,
+                            {r.data, 1, sq.data, 2 * C});
+            rmsnorm_forward((T*)nullptr, alone.data, inp.data, weight.data, N, C, eps, stream,
+                            {none, 1, sq.data, 2 * C});
+            rmsnorm_backward(dx.data, sums.data, none, d.data, inp.data, weight.data, r_in.data, N, C,
+                             stream, {nullptr, 1, dt.data, 2 * C});
+            o.add("out", y, out, tolerance<T>(C), 1);
+            o.add("rstd", rs, rstd, tolerance<float>(C));
+            o.add("rstd alone", alone, rstd, tolerance<float>(C));
+            o.add("dinp", dx, dinp, tolerance<T>(C), terms);
+            o.add("squares", got_sq, squares, tolerance<float>(C), double(C));
+            o.add("dots", got_dt, dots, tolerance<float>(C), double(C));
+        });
+    }
+}
+
+// GELU's gate; the sum of two tensors; softcaps, far beyond the cap too.
+template <typename T> void gate_and_cap_kernels(Check& c) {
+    for (auto [n, shift] : {std::array<size_t, 2>{1, 0}, {1000, 0}, {1003, 0}, {1000, 1}}) {
+        CASE(c, "geglu, sum, softcap %s n=%zu shift=%zu", type_word(T()), n, shift);
+        auto g = rounded<T>(normals(c, n, 3)), u = rounded<T>(normals(c, n)), d = rounded<T>(normals(c, n));
+        std::vector<double> out(n), dgate(n), dup(n), sum(n), capped = g;
+        swiglu_forward(out.data(), g.data(), u.data(), n, Cpu{}, Gate::GELU);
+        swiglu_backward(dgate.data(), dup.data(), d.data(), g.data(), u.data(), n, Cpu{}, Gate::GELU);
+        add_forward(sum.data(), g.data(), u.data(), n, Cpu{});
+        softcap_forward(capped.data(), n, 2, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> gate(g, shift), up(u, shift), dout(d, shift), y(n, shift), cap(g, shift);
+            Array<T> both(n, shift), same(g, shift);
+            swiglu_forward(y.data, gate.data, up.data, n, stream, Gate::GELU);
+            add_forward(both.data, gate.data, up.data, n, stream);
+            softcap_forward(cap.data, n, 2, stream);
+            softcap_forward(same.data, n, 0, stream);
+            swiglu_backward(dout.data, up.data, dout.data, gate.data, up.data, n, stream, Gate::GELU);
+            o.add("out", y, out, tolerance<T>(8), 1);
+            o.add("dgate in place", dout, dgate, tolerance<T>(16), 1);
+            o.add("dup in place", up, dup, tolerance<T>(8), 1);
+            o.add("sum", both, sum, tolerance<T>(2), 1);
+            o.add("capped", cap, capped, tolerance<T>(8), 1);
+            o.add("no cap", same, g, 0);
+        });
+    }
+}
+
+// Heads of which a part turns, the ends of a model with a scale and a softcap.
+template <typename T> void part_and_scale_kernels(Check& c) {
+    for (auto [HS, turned, shift] : {std::array<size_t, 3>{10, 4, 0}, {64, 16, 0}, {64, 32, 1}}) {
+        size_t N = 5, NH = 3, P = 20;
+        CASE(c, "rope of a part %s HS=%zu of %zu shift=%zu", type_word(T()), turned, HS, shift);
+        std::vector<double> table(P * turned);
+        rope_table(table.data(), P, turned, 100, {});
+        table = rounded<float>(table);
+        std::vector<int> at = integers(c, N, 0, int(P) - 1);
+        auto x = rounded<T>(normals(c, N * NH * HS));
+        std::vector<double> want = x;
+        rope_forward(RopeHeads<double>{want.data(), NH, NH * HS, HS}, RopeHeads<double>{}, at.data(),
+                     table.data(), N, turned, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<int> positions(at);
+            Array<float> turn(table);
+            Array<T> y(x, shift);
+            rope_forward(RopeHeads<T>{y.data, NH, NH * HS, HS}, RopeHeads<T>{}, positions.data,
+                         turn.data, N, turned, stream);
+            o.add("turned", y, want, tolerance<T>(2), 1);
+        });
+    }
+    for (auto [N, V, C] : {std::array<size_t, 3>{40, 11, 6}, {33, 5, 64}}) {
+        CASE(c, "scaled embedding, capped logits %s N=%zu V=%zu C=%zu", type_word(T()), N, V, C);
+        std::vector<int> tokens = integers(c, N, 0, int(V) - 1), zeros(N);
+        auto wte = rounded<T>(normals(c, V * C)), dout = rounded<T>(normals(c, N * C));
+        std::vector<double> out(N * C), dwte(V * C), losses(N), logits = rounded<T>(normals(c, N * C, 2));
+        std::vector<int> targets = integers(c, N, -1, int(C) - 1);
+        auto given = logits;
+        embedding_forward(out.data(), tokens.data(), zeros.data(), zeros.data(), wte.data(),
+                          (double*)nullptr, N, 0, V, C, Cpu{}, 1.75);
+        embedding_backward_weight(dwte.data(), (double*)nullptr, dout.data(), tokens.data(), zeros.data(),
+                                  zeros.data(), nullptr, N, 0, V, 1, C, false, Cpu{}, 1.75);
+        GradientScale scale = {0.25, nullptr, 12};
+        crossentropy_forward_backward(losses.data(), logits.data(), targets.data(), scale, N, C - 1, C,
+                                      Cpu{});
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<int> t(tokens), z(zeros), goal(targets);
+            Array<T> a(wte), d(dout), y(N * C), l(given);
+            Array<float> da(V * C), loss(N);
+            Array<unsigned char> scratch(embedding_scratch_bytes(N, stream));
+            embedding_forward(y.data, t.data, z.data, z.data, a.data, (T*)nullptr, N, 0, V, C, stream,
+                              1.75f);
+            embedding_backward_weight(da.data, (float*)nullptr, d.data, t.data, z.data, z.data,
+                                      scratch.data, N, 0, V, 1, C, false, stream, 1.75f);
+            crossentropy_forward_backward(loss.data, l.data, goal.data, scale, N, C - 1, C, stream);
+            o.add("out", y, out, tolerance<T>(2), 1);
+            o.add("dwte", da, dwte, tolerance<float>(N), double(N));
+            o.add("dlogits", l, logits, tolerance<T>(C), 0.25);
+        });
+    }
+}
+
+inline void add_variant_kernels(std::vector<KernelRow>& rows) {
+    rows.push_back({"rmsnorm with more float", rmsnorm_more_kernels<float>});
+    rows.push_back({"rmsnorm with more bf16", rmsnorm_more_kernels<bf16>});
+    rows.push_back({"geglu, sum, softcap float", gate_and_cap_kernels<float>});
+    rows.push_back({"geglu, sum, softcap bf16", gate_and_cap_kernels<bf16>});
+    rows.push_back({"parts and scales float", part_and_scale_kernels<float>});
+    rows.push_back({"parts and scales bf16", part_and_scale_kernels<bf16>});
+}
