@@ -176,9 +176,9 @@ struct Plan : PlanOptions {
     // The rows of a micro-batch on this rank: context parallelism shares out the sequence.
     size_t rows() const { return B * T / size_t(layout.cp.size); }
 
-    // The input of a micro-batch in numbers: four a row, then the positions of keys that are not
-    // the rows' own, in a cache or on other ranks.
-    size_t input_numbers() const { return 4 * rows() + (layout.cp.size > 1 ? B * T : cache); }
+    // The input of a micro-batch in numbers: four a row, then the positions of keys in a cache, or
+    // positions and documents' starts of the keys of all context-parallel ranks.
+    size_t input_numbers() const { return 4 * rows() + (layout.cp.size > 1 ? 2 * B * T : cache); }
 };
 
 // Ops whose pass makes gradients of weights; ops that run a layer at all.

@@ -26,6 +26,7 @@ struct Batch {
     size_t past = 0;
     // (past + T), or (B, T of all ranks) with context parallelism: of keys that are not the rows'
     const int* key_positions = nullptr;
+    const int* key_documents = nullptr; // (B, T of all ranks) where those keys' documents start
 
     size_t rows() const { return B * T; } // N
 };
@@ -37,6 +38,7 @@ template <typename S> struct Ctx {
     Blas blas;
     Comm tp;                           // the ranks that share the shape
     Comm cp;                           // the ranks that share each sequence
+    bool cp_heads = false;             // they share its heads in attention: Ulysses
     void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
     void* context = nullptr;           // context parallelism's scratch, or null
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null

@@ -1,4 +1,4 @@
-// context_parallel.h - sequences cut over ranks, keys and values gathered - arXiv:2407.21783
+// context_parallel.h - sequences cut over ranks - arXiv:2407.21783, arXiv:2309.14509
 //   cp ranks share every sequence: each has t = T/cp rows of it, N = B t of a micro-batch. In all
 //   but attention they are data-parallel ranks: the count of targets, losses, REDUCE and ZeRO's
 //   shards go over dp x cp ranks, as sums.
@@ -6,14 +6,19 @@
 //                   zigzag      chunks r and 2cp-1-r of 2cp; each rank has the same causal work
 //                   contiguous  [r t, (r+1) t); the last rank has nearly twice the mean
 //                   striped     r, r+cp, ...; nearly the same work, of many documents too
-//   2. forward    k, v [t] -> [T]   all-gather; then this rank's t queries meet all T keys
-//   3. backward   k, v [t] -> [T]   all-gather again, so that nothing is kept of other ranks
+//   2. gather     k, v [t] -> [T]   all-gather; then this rank's t queries meet all T keys
+//      backward   k, v [t] -> [T]   all-gather again, so that nothing is kept of other ranks
 //                 dk, dv [T]{partial} -> [t]   reduce-scatter in float, rounded once
+//   3. Ulysses    q, k, v [t, heads] -> [T, heads/cp]   all-to-all; attention of some heads, whole
+//                 out [T, heads/cp] -> [t, heads]       all-to-all
+//      backward   q, k, v, out, dout the one way, dq, dk, dv the other; its sums need no message
 //   Positions and documents' starts go with the rows, so nothing else asks which rows a rank has.
 //   Every message is on the critical path.
-//   Cost of a block and micro-batch: a rank sends 2 (cp-1) N KV elements forward, and backward as
-//   many again and as many floats. Scratch: 2 B T KV elements, and as many floats in training.
-//   Float dk and dv keep 16-bit runs off the tensor-core kernels of attention's backward pass.
+//   Cost of a block and micro-batch. Gather: a rank sends 2 (cp-1) N KV elements forward, and
+//   backward as many again and as many floats; scratch: 2 B T KV elements, and in training as many
+//   floats, which keep 16-bit runs off the tensor cores in attention's backward pass. Ulysses: a
+//   rank sends (cp-1)/cp N (2 Q + 2 KV) elements forward, (cp-1)/cp N (4 Q + 4 KV) backward, for it
+//   exchanges its inputs anew; scratch: about twice that, at most. cp must divide all heads.
 #pragma once
 #include "attention_merge.cuh"
 #include "context.h"
@@ -39,9 +44,59 @@ inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
     return late * half + i - half;
 }
 
-// Bytes of the gathered keys and values, and of their gradients behind them.
+// Whether Ulysses can give each of cp ranks an equal share of a model's heads, tp having its own.
+inline bool cp_divides(const Shape& s, size_t tp, size_t cp) {
+    // Where tp ranks share a key/value head, each has one.
+    size_t key_heads = std::max(s.NKV / tp, size_t(1));
+    return s.NH % (tp * cp) == 0 && key_heads % cp == 0;
+}
+
+// The sizes of attention on a rank, for its workspace.
+inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size_t B, size_t T) {
+    // Gather cuts the queries, Ulysses the heads.
+    size_t cp = size_t(layout.cp.size);
+    if (layout.cp_method == ContextMethod::GATHER) return attention_shape(s, B, T / cp, T);
+    s.NH /= cp;
+    s.NKV /= cp;
+    return attention_shape(s, B, T, T);
+}
+
+// Ulysses' scratch, in elements from its start. Backward reads dout, and leaves dq, dk and dv.
+struct HeadRooms {
+    size_t q, k, v, out, dout, dq, dk, dv, sent, end;
+};
+inline HeadRooms head_rooms(const Shape& s, size_t N, size_t t, bool trains) {
+    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS, next = 0;
+    auto take = [&](size_t n) {
+        size_t at = next;
+        next += round_up(n, size_t(128)); // 256 bytes of the narrowest type
+        return at;
+    };
+
+    // Each rank's heads of all rows are as many as all heads of its rows.
+    HeadRooms r = {};
+    r.q = take(N * Q);
+    r.k = take(N * KV);
+    r.v = take(N * KV);
+    r.out = take(N * Q);
+    r.sent = take(t * Q); // one sequence's rows on their way
+    if (trains) {
+        r.dout = take(N * Q);
+        r.dq = take(N * Q);
+        r.dk = take(N * KV);
+        r.dv = take(N * KV);
+    }
+    r.end = next;
+    return r;
+}
+
+// Bytes of the gathered keys and values, and of their gradients behind them; or Ulysses'.
 template <typename T>
-size_t context_scratch_bytes(const Shape& s, size_t B, size_t tokens, bool trains) {
+size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, size_t tokens,
+                             bool trains) {
+    size_t t = tokens / size_t(layout.cp.size);
+    if (layout.cp_method == ContextMethod::ULYSSES)
+        return head_rooms(s, B * t, t, trains).end * sizeof(T);
     size_t n = B * tokens * 2 * s.NKV * s.HS;
     size_t keys = round_up(n * sizeof(T), size_t(256));
     size_t gradients = n * sizeof(acc_t<T>);
@@ -114,6 +169,132 @@ void scatter_key_gradients(Ctx<S>& ctx, const Qkv<T>& dx, acc_t<T>* gradients) {
     }
 }
 
+// The forward pass has kept this rank's keys alone: gather those of all again.
+template <typename T, typename S>
+void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
+                     const acc_t<T>* lse, const Qkv<T>& x) {
+    Keys<T> keys = gather_keys(ctx, x);
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
+    operands.dout = dout;
+
+    // Every rank's queries have met all keys: their gradients are sums over ranks.
+    acc_t<T>* gradients = key_gradients(ctx, keys);
+    size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    acc_t<T>* dv = gradients + KV;
+    attention_backward(dx.q, gradients, dv, out, lse, operands, ctx.blas, ctx.where);
+    scatter_key_gradients(ctx, dx, gradients);
+}
+
+// ----------------------------------------------------------------------------
+// Ulysses: all heads of this rank's rows become some heads of all rows, and back
+
+// Exchange the rows of each sequence: part h of their columns goes to rank h, which has it from all
+// ranks. to (B,T,width/cp), dense; rows (B,t,width), `stride` elements apart.
+template <typename T, typename S>
+void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, size_t width) {
+    size_t cp = size_t(ctx.cp.size), t = ctx.batch.T;
+    size_t part = width / cp;
+    size_t bytes = part * sizeof(T);
+    for (size_t b = 0; b < ctx.batch.B; b++) {
+        // Lay each rank's columns side by side: a message is one piece.
+        const T* from = rows + b * t * stride;
+        for (size_t h = 0; h < cp; h++) {
+            T* block = sent + h * t * part;
+            const T* columns = from + h * part;
+            copy_rows(block, bytes, columns, stride * sizeof(T), bytes, t, ctx.where);
+        }
+        all_to_all(ctx.cp, to + b * t * width, sent, t * part, ctx.where);
+    }
+}
+
+// The way back: rows (B,t,width) of from (B,T,width/cp).
+template <typename T, typename S>
+void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width) {
+    size_t cp = size_t(ctx.cp.size), t = ctx.batch.T;
+    size_t part = width / cp;
+    size_t bytes = part * sizeof(T);
+    for (size_t b = 0; b < ctx.batch.B; b++) {
+        all_to_all(ctx.cp, received, from + b * t * width, t * part, ctx.where);
+
+        // Put each rank's columns where they stand in a row.
+        T* to = rows + b * t * stride;
+        for (size_t h = 0; h < cp; h++) {
+            const T* block = received + h * t * part;
+            T* columns = to + h * part;
+            copy_rows(columns, stride * sizeof(T), block, bytes, bytes, t, ctx.where);
+        }
+    }
+}
+
+// Bring queries, keys and values together, and point at them: dense rows, this rank's heads.
+template <typename T, typename S>
+AttentionOperands<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qkv<T>& x) {
+    const Batch& b = ctx.batch;
+    // One buffer sends all three: each has come before the next goes.
+    size_t cp = size_t(ctx.cp.size);
+    size_t Q = ctx.shape.NH * ctx.shape.HS;
+    size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    T* base = static_cast<T*>(ctx.context);
+    T* sent = base + room.sent;
+    rows_to_heads(ctx, base + room.q, sent, x.q, x.q_stride, Q);
+    rows_to_heads(ctx, base + room.k, sent, x.k, x.kv_stride, KV);
+    rows_to_heads(ctx, base + room.v, sent, x.v, x.kv_stride, KV);
+
+    // Rows now lie as the ranks do, one behind the other; so do their positions.
+    Keys<T> keys = {base + room.k, base + room.v, b.key_positions, b.T * cp, KV / cp};
+    AttentionOperands<T> o = attention_operands(ctx, base + room.q, Q / cp, keys);
+
+    // Every row is a query of this rank's heads.
+    o.q_positions = b.key_positions;
+    o.doc_start = b.key_documents;
+    o.d.Tq = o.d.Tk;
+    o.d.NH /= cp;
+    o.d.NKV /= cp;
+    // A slope belongs to its head.
+    if (o.slopes)
+        o.slopes += o.d.NH * size_t(ctx.cp.rank);
+    return o;
+}
+
+// lse is of this rank's heads, (B,NH/cp,T): as many numbers as of its rows.
+template <typename T, typename S>
+void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS)
+    HeadRooms room = head_rooms(ctx.shape, ctx.batch.rows(), ctx.batch.T, false);
+    AttentionOperands<T> operands = exchange_heads(ctx, room, x);
+    T* base = static_cast<T*>(ctx.context);
+    attention_forward(base + room.out, lse, operands, ctx.blas, ctx.where);
+
+    // The block goes on with all heads of its own rows.
+    size_t Q = ctx.shape.NH * ctx.shape.HS;
+    heads_to_rows(ctx, out, Q, base + room.sent, base + room.out, Q);
+}
+
+// Gradients come home rotated, as the inputs left.
+template <typename T, typename S>
+void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
+                      const acc_t<T>* lse, const Qkv<T>& x) {
+    size_t Q = ctx.shape.NH * ctx.shape.HS;
+    size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    HeadRooms room = head_rooms(ctx.shape, ctx.batch.rows(), ctx.batch.T, true);
+    AttentionOperands<T> operands = exchange_heads(ctx, room, x);
+
+    // Bring the output and its gradient to the heads.
+    T* base = static_cast<T*>(ctx.context);
+    T* sent = base + room.sent;
+    rows_to_heads(ctx, base + room.out, sent, out, Q, Q);
+    rows_to_heads(ctx, base + room.dout, sent, dout, Q, Q);
+    operands.dout = base + room.dout;
+
+    // Walk back, and send each row's gradients home.
+    T *dq = base + room.dq, *dk = base + room.dk, *dv = base + room.dv;
+    const T* all_out = base + room.out;
+    attention_backward(dq, dk, dv, all_out, lse, operands, ctx.blas, ctx.where);
+    // A key/value head has met all queries here: nothing is left to sum.
+    heads_to_rows(ctx, dx.q, dx.q_stride, sent, dq, Q);
+    heads_to_rows(ctx, dx.k, dx.kv_stride, sent, dk, KV);
+    heads_to_rows(ctx, dx.v, dx.kv_stride, sent, dv, KV);
+}
+
 // ----------------------------------------------------------------------------
 // attention as blocks call it; on one rank it is context.h's
 
@@ -124,6 +305,7 @@ void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS
     RopeHeads<T> q = {x.q, ctx.shape.NH, x.q_stride};
     RopeHeads<T> k = {x.k, ctx.shape.NKV, x.kv_stride};
     rotate_forward(ctx, q, k);
+    if (ctx.cp_heads) return ulysses_forward(ctx, out, lse, x);
 
     // Positions decide what a query sees, wherever its keys come from.
     Keys<T> keys = gather_keys(ctx, x);
@@ -137,18 +319,10 @@ void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, //
                                 const T* out, const acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                 const Qkv<T>& x) {
     if (ctx.cp.size == 1) return attention_backward(ctx, dx, dout, out, lse, x);
-
-    // The forward pass has kept this rank's keys alone.
-    Keys<T> keys = gather_keys(ctx, x);
-    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
-    operands.dout = dout;
-
-    // Every rank's queries have met all keys: their gradients are sums over ranks.
-    acc_t<T>* gradients = key_gradients(ctx, keys);
-    size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    acc_t<T>* dv = gradients + KV;
-    attention_backward(dx.q, gradients, dv, out, lse, operands, ctx.blas, ctx.where);
-    scatter_key_gradients(ctx, dx, gradients);
+    if (ctx.cp_heads)
+        ulysses_backward(ctx, dx, dout, out, lse, x);
+    else
+        gather_backward(ctx, dx, dout, out, lse, x);
 
     RopeHeads<T> dq = {dx.q, ctx.shape.NH, dx.q_stride};
     RopeHeads<T> dk = {dx.k, ctx.shape.NKV, dx.kv_stride};

@@ -27,15 +27,18 @@ std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, 
     return "";
 }
 
-// The positions of all ranks' keys (B,T), in the order in which they are gathered: rank after rank.
-inline void fill_key_positions(const Plan& p, int* positions) {
-    // Each sequence has the same table: a rank's rows do not depend on the text.
+// The positions of all ranks' keys of a sequence (T), and their documents' starts (T), in the order
+// in which keys are gathered: rank after rank.
+inline void fill_keys(const Plan& p, int* positions, int* documents, const int* doc_start) {
+    // Each rank's rows follow the same table.
     Axis cp = p.layout.cp;
     size_t t = p.T / size_t(cp.size);
-    for (size_t b = 0; b < p.B; b++)
-        for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
-            for (size_t i = 0; i < t; i++)
-                *positions++ = int(context_row(p.layout.cp_order, cp, p.T, i));
+    for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
+        for (size_t i = 0; i < t; i++) {
+            size_t at = context_row(p.layout.cp_order, cp, p.T, i);
+            *positions++ = int(at);
+            *documents++ = doc_start[at];
+        }
 }
 
 // Samples of the global batch at `cursor` go round the data-parallel ranks: micro-batch m of rank r
@@ -65,8 +68,12 @@ std::string read_micro_batch(const Trainer<T, S>& t, const Plan& p, uint64_t cur
             // Count the targets here, on the host, before the batch goes to a device.
             *valid += targets[at] >= 0;
         }
+
+        // And know all ranks' keys.
+        int* keys = batch + 4 * N + b * p.T;
+        if (layout.cp.size > 1)
+            fill_keys(p, keys, keys + p.B * p.T, doc_start);
     }
-    if (layout.cp.size > 1) fill_key_positions(p, batch + 4 * N);
     return wrong;
 }
 
@@ -118,9 +125,11 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     if (p.mode == Mode::GENERATE) return;
     const int* tokens = address<int>(t, {Kind::TOKENS, -1, micro});
     size_t N = p.rows();
-    const int* key_positions = p.layout.cp.size > 1 ? tokens + 4 * N : nullptr;
-    t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N, 0,
-                   key_positions};
+    const int* keys = tokens + 4 * N;
+    t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
+    if (p.layout.cp.size == 1) return;
+    t.ctx.batch.key_positions = keys;
+    t.ctx.batch.key_documents = keys + p.B * p.T;
 }
 
 } // namespace llmc

@@ -169,11 +169,11 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     }
     most = std::max(most, sums);
 
-    // Attention has the prompt's queries, and then one token's; or a rank's share of a sequence.
-    size_t prompt = N / p.B;
-    size_t last = generates ? 1 : prompt;
-    for (size_t Tq : {prompt, last}) {
+    // Attention has the prompt's queries, and then one token's; or its share of a cut sequence.
+    for (size_t Tq : {p.T, generates ? size_t(1) : p.T}) {
         AttentionDims d = attention_shape(s, p.B, Tq, std::max(p.T, p.cache));
+        if (p.layout.cp.size > 1)
+            d = context_attention_shape(s, p.layout, p.B, p.T);
         most = std::max(most, attention_scratch_bytes<T>(d, threads_here(where), where));
     }
     return most;
@@ -183,7 +183,7 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
 template <typename T>
 size_t context_bytes(const Plan& p, const Shape& s) {
     if (p.layout.cp.size == 1) return 0;
-    return context_scratch_bytes<T>(s, p.B, p.T, p.mode == Mode::TRAIN);
+    return context_scratch_bytes<T>(s, p.layout, p.B, p.T, p.mode == Mode::TRAIN);
 }
 
 // The scratch of a layer; of layer -1, the norm's.

@@ -13,6 +13,7 @@
 #include <variant>
 #include <vector>
 #include <nlohmann/json.hpp>
+#include "../context_parallel.h"
 #include "../presets.h"
 #include "../tensor_parallel.h"
 #include "../text.h"
@@ -236,7 +237,8 @@ inline const std::vector<Flag>& config_table() {
         {"cp", &C::cp, "1..1000000",
          "context-parallel ranks, which share the tokens of each sequence"},
         {"cp-method", &C::cp_method, "gather|ulysses|ring",
-         "how their attention meets all keys; gather: keys and values come to every rank"},
+         "how their attention meets all keys; gather: keys and values come to every rank; ulysses: "
+         "each rank takes some heads of all tokens"},
         {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
          "which tokens a rank has; zigzag: an early and a late chunk"},
         {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
@@ -641,17 +643,29 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
 }
 
 // Context-parallel ranks need equal shares of each sequence; zigzag cuts it into two chunks a rank.
-inline std::string check_context_parallel(const Config& c) {
+inline std::string check_context_parallel(const Config& c, const Shape& s) {
     if (c.cp == 1) return "";
     bool zigzag = c.cp_order == "zigzag";
     int parts = zigzag ? 2 * c.cp : c.cp;
     if (c.seq % parts) {
+        // Offer the multiple below and the one above.
         int up = int(round_up(size_t(c.seq), size_t(parts)));
         return concat(zigzag ? "2 x " : "", "--cp ", c.cp, " does not divide --seq ", c.seq,
                       ": try --seq ", up > parts ? concat(up - parts, " or ") : "", up);
     }
-    if (c.cp_method != "gather")
-        return concat("--cp-method ", c.cp_method, ": not built yet: use --cp-method gather");
+    if (c.cp_method == "ring")
+        return "--cp-method ring: not built yet: use --cp-method gather or ulysses";
+
+    // Ulysses shares heads out once more; list what would do.
+    if (c.cp_method == "ulysses" && !cp_divides(s, c.tp, c.cp)) {
+        std::string fix;
+        // More ranks than key/value heads never do.
+        for (size_t d = 2; d <= s.NKV; d++)
+            if (cp_divides(s, c.tp, d)) fix += concat(fix.empty() ? "--cp " : ", ", d);
+        return concat("--cp-method ulysses: --cp ", c.cp, c.tp > 1 ? concat(" x --tp ", c.tp) : "",
+                      " does not divide ", s.NH, " heads and ", s.NKV, " key/value heads: try ",
+                      fix.empty() ? "" : fix + " or ", "--cp-method gather");
+    }
     // Blocks of 8-bit numbers span rows that are no neighbours in the sequence.
     if (c.fp8 != "none")
         return concat("--fp8 ", c.fp8, " is not built with --cp: leave one of them out");
@@ -666,7 +680,7 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
 
     // Share the heads first: the number of ranks that is wanted then is one that works.
     int ranks = std::max(processes, c.local_ranks);
-    std::string wrong = check_context_parallel(c);
+    std::string wrong = check_context_parallel(c, s);
     if (wrong.empty())
         wrong = check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks));
     if (!wrong.empty()) return wrong;
