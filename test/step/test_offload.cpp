@@ -361,6 +361,23 @@ TEST(Offload, APlanThatLosesGradientsIsRefused) {
     }
 }
 
+// ZeRO-1 sums a gradient whole, and the shard that this rank updates is all that lies elsewhere.
+TEST(Offload, OnlyShardsOfGradientsLieElsewhere) {
+    Layout two;
+    two.dp.size = 2, two.dp.rank = 1, two.zero = 1;
+    PlanOptions o = small_plan(1, 16, 1);
+    o.offload.gradients = Tier::HOST;
+    o.offload.chunk = 8192;
+    Trainer<bf16, Cpu> t;
+    trainer_place(t, gpt2_shape(3, 4, 64, 256, 16), {o}, two);
+    size_t found = 0, wanted = 0;
+    for (auto& [d, place] : t.arena.lasting)
+        if (d.kind == Kind::GRAD) found += place.bytes;
+    for (int b = 0; b < int(t.model.buckets.size()); b++)
+        wanted += updated_range(t.layout, t.model, b).count * sizeof(float);
+    EXPECT_EQ(found, wanted);
+}
+
 // With all of it elsewhere the device holds a few layers, whatever the depth.
 TEST(Offload, NothingGrowsWithDepth) {
     auto place = [&](int layers) {
