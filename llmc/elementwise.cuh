@@ -23,6 +23,7 @@ void add_forward(T* out, const T* a, const T* b, size_t n, Cpu) { // (n) (n) (n)
 template <typename T>
 void softcap_forward(T* x, size_t n, float cap, Cpu) { // (n)
     typedef acc_t<T> A;
+    // Most models have none.
     if (cap == 0) return;
     #pragma omp parallel for
     for (size_t i = 0; i < n; i++)
@@ -39,6 +40,7 @@ template <typename T, int P>
 __global__ void add_kernel(T* out, const T* a, const T* b, size_t n) {
     size_t i = first_element<P>();
     if (i >= n) return;
+    // Each thread has read both before it writes: out may be either.
     Pack<T, P> x = load_some<P>(a + i, n - i), y = load_some<P>(b + i, n - i);
     for (int k = 0; k < P; k++)
         x.v[k] = from_acc<T>(to_float(x.v[k]) + to_float(y.v[k]));
@@ -49,6 +51,7 @@ template <typename T, int P>
 __global__ void softcap_kernel(T* x, size_t n, float cap) {
     size_t i = first_element<P>();
     if (i >= n) return;
+    // In registers, then back to where it came from.
     Pack<T, P> p = load_some<P>(x + i, n - i);
     for (int k = 0; k < P; k++)
         p.v[k] = from_acc<T>(cap * tanhf(to_float(p.v[k]) / cap));
@@ -68,6 +71,7 @@ void add_forward(T* out, const T* a, const T* b, size_t n, cudaStream_t stream) 
 
 template <typename T>
 void softcap_forward(T* x, size_t n, float cap, cudaStream_t stream) {
+    // No launch where there is none.
     if (cap == 0) return;
     pick_element_kernel<T>(n, can_vectorize<T>(0, x), [&](auto P, unsigned grid) {
         launch(softcap_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, x, n, cap);

@@ -10,6 +10,7 @@
 #include "buckets.h"
 #include "gpt2.h"
 #include "llama.h"
+#include "neox.h"
 
 namespace llmc {
 
@@ -18,6 +19,7 @@ template <typename F> void with_family(Family family, F f) {
     switch (family) {
     case Family::GPT2: return f(Gpt2{});
     case Family::LLAMA: return f(Llama{});
+    case Family::NEOX: return f(Neox{});
     }
 }
 

@@ -1,6 +1,7 @@
-// gelu.cuh - GELU in its tanh form, forward and backward - arXiv:1606.08415
+// gelu.cuh - GELU in its tanh form or exact, forward and backward - arXiv:1606.08415
 //   gelu(x) = x/2 * (1 + tanh(u)),  u = sqrt(2/pi) * (x + 0.044715 x^3)
 //   gelu'(x) = (1 + tanh(u))/2 + x/2 * (1 - tanh(u)^2) * u'
+//   exact: gelu(x) = x P(x), P(x) = (1 + erf(x / sqrt(2))) / 2, gelu'(x) = P(x) + x P'(x)
 //   inp, out, dinp, dout (n), or in backward rows (N,C)
 //   Contract: out =, dinp = (dinp may be dout), sums = parts of the sum of dinp's rows: of the
 //             gradient of inp's bias; null: not wanted. column_sums adds what gelu_parts names.
@@ -32,9 +33,25 @@ GeluAt<A> gelu_at(A x) {
 }
 
 // tanh is a polynomial, which g++ vectorises.
+// The exact form; std's for A, erff for float.
+template <typename A>
+LLMC_HD GeluAt<A> exact_gelu_at(A x) {
+    // The normal distribution up to x, and its density there.
+    A half = A(0.5) * (1 + std::erf(x * A(0.7071067811865476)));
+    A density = A(0.3989422804014327) * std::exp(A(-0.5) * x * x);
+    return {x * half, half + x * density};
+}
+
 template <typename T>
-void gelu_forward(T* out, const T* inp, size_t n, Cpu) { // (n) (n)
+void gelu_forward(T* out, const T* inp, size_t n, Cpu, bool exact = false) { // (n) (n)
     typedef acc_t<T> A;
+    // erf is a call, which does not vectorise.
+    if (exact) {
+        #pragma omp parallel for
+        for (size_t i = 0; i < n; i++)
+            out[i] = from_acc<T>(exact_gelu_at(to_acc(inp[i])).value);
+        return;
+    }
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A x = to_acc(inp[i]);
@@ -46,8 +63,15 @@ void gelu_forward(T* out, const T* inp, size_t n, Cpu) { // (n) (n)
 
 // tanh is computed again: cheaper than keeping it.
 template <typename T>
-void gelu_backward(T* dinp, const T* dout, const T* inp, size_t n, Cpu) { // (n) (n) (n)
+void gelu_backward(T* dinp, const T* dout, const T* inp, size_t n, Cpu, // (n) (n) (n)
+                   bool exact = false) {
     typedef acc_t<T> A;
+    if (exact) {
+        #pragma omp parallel for
+        for (size_t i = 0; i < n; i++)
+            dinp[i] = from_acc<T>(to_acc(dout[i]) * exact_gelu_at(to_acc(inp[i])).slope);
+        return;
+    }
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A x = to_acc(inp[i]);
@@ -63,9 +87,9 @@ void gelu_backward(T* dinp, const T* dout, const T* inp, size_t n, Cpu) { // (n)
 // Rows, and their sum: its one part is the sum itself.
 template <typename T>
 void gelu_backward(T* dinp, acc_t<T>* sums, const T* dout, const T* inp, // (N,C) (1,C) (N,C) (N,C)
-                   size_t N, size_t C, Cpu where) {
+                   size_t N, size_t C, Cpu where, bool exact = false) {
     void* no_scratch = nullptr;
-    gelu_backward(dinp, dout, inp, N * C, where);
+    gelu_backward(dinp, dout, inp, N * C, where, exact);
     if (sums)
         column_sums(sums, dinp, no_scratch, N, C, false, where);
 }
@@ -89,7 +113,7 @@ __device__ inline GeluAt<float> fast_gelu_at(float x) {
 
 // P elements a thread, the last one fewer.
 template <typename T, int P>
-__global__ void gelu_forward_kernel(T* out, const T* inp, size_t n) {
+__global__ void gelu_forward_kernel(T* out, const T* inp, size_t n, bool exact) {
     size_t i = first_element<P>();
     if (i >= n) return;
     // One pack holds the inputs, then the results.
@@ -97,7 +121,8 @@ __global__ void gelu_forward_kernel(T* out, const T* inp, size_t n) {
     for (int k = 0; k < P; k++) {
         float x = to_float(p.v[k]);
         float u = float(GELU_SCALE) * (x + 0.044715f * x * x * x);
-        p.v[k] = from_acc<T>(0.5f * x * (1 + gelu_tanh(u)));
+        float y = exact ? exact_gelu_at(x).value : 0.5f * x * (1 + gelu_tanh(u));
+        p.v[k] = from_acc<T>(y);
     }
     store_some(out + i, p, n - i);
 }
@@ -107,7 +132,7 @@ __global__ void gelu_forward_kernel(T* out, const T* inp, size_t n) {
 //   dinp, dout, inp (N,C)   sums (parts,C) or null
 template <typename T, int P>
 __global__ void gelu_backward_kernel(T* dinp, float* sums, const T* dout, const T* inp, size_t N,
-                                     size_t C, size_t rows) {
+                                     size_t C, size_t rows, bool exact) {
     size_t from = blockIdx.y * rows, to = from + rows < N ? from + rows : N;
     float* part = sums ? sums + blockIdx.y * C : nullptr;
     sum_strip<P>(part, from, to, blockIdx.x * size_t(32 * P), C, [&](size_t n, size_t c) {
@@ -118,6 +143,7 @@ __global__ void gelu_backward_kernel(T* dinp, float* sums, const T* dout, const 
             float t = gelu_tanh(u);
             float du = float(GELU_SCALE) * (1 + 3 * 0.044715f * x * x);
             float slope = 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * du;
+            if (exact) slope = exact_gelu_at(x).slope;
             d.v[k] = from_acc<T>(to_float(d.v[k]) * slope);
         }
         store(dinp + n * C + c, d);
@@ -130,23 +156,23 @@ __global__ void gelu_backward_kernel(T* dinp, float* sums, const T* dout, const 
 
 // Any n and alignment.
 template <typename T>
-void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream) {
+void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream, bool exact = false) {
     pick_element_kernel<T>(n, can_vectorize<T>(0, out, inp), [&](auto P, unsigned grid) {
-        launch(gelu_forward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, inp, n);
+        launch(gelu_forward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, inp, n, exact);
     });
 }
 
 // Any size and alignment.
 template <typename T>
 void gelu_backward(T* dinp, float* sums, const T* dout, const T* inp, size_t N, size_t C,
-                   cudaStream_t stream) {
+                   cudaStream_t stream, bool exact = false) {
     size_t parts = column_parts(N, stream), rows = ceil_div(N, parts);
     // One pointer that is not aligned sends all three to single elements.
     bool vector = can_vectorize<T>(C, dinp, dout, inp);
     auto run = [&](auto P) {
         dim3 grid(unsigned(ceil_div(C, 32 * P)), unsigned(parts));
         launch(gelu_backward_kernel<T, P>, grid, COLUMN_WARPS * 32, 0, stream, dinp, sums, dout,
-               inp, N, C, rows);
+               inp, N, C, rows, exact);
     };
     vector ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }

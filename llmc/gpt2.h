@@ -3,6 +3,8 @@
 //   block       x = x + attn_proj(attention(attn(ln_1(x))))
 //               x = x + fc_proj(gelu(fc(ln_2(x))))
 //   head        logits = ln_f(x) wte^T
+//   GPT-NeoX (neox.h) has the same block; where its branches are parallel both read inp:
+//               x = x + attn_proj(...) + fc_proj(gelu(fc(ln_2(x))))
 //   Names and order are those of train_gpt_min.cpp. Products are column- or row-parallel (on one
 //   rank: plain); those of one input come as a list {{result, weight, bias}, ...}.
 //   The backward pass has two halves, which a pipeline schedule may place apart:
@@ -198,6 +200,18 @@ Qkv<T> split_qkv(const Shape& s, T* qkv) {
     return {qkv, qkv + Q, qkv + Q + KV, QKV, QKV};
 }
 
+// The stream that the second branch reads: behind the first, or where both are parallel before it.
+template <typename T>
+const T* second_input(const Shape& s, const T* inp, const Gpt2::Acts<T>& a) {
+    return s.parallel ? inp : a.middle;
+}
+
+// The gradient of what the first branch gave: parallel branches join the stream where it ends.
+template <typename T>
+const T* first_gradient(const Shape& s, const T* dout, const Gpt2::Acts<T>& a) {
+    return s.parallel ? dout : a.dmiddle;
+}
+
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
                    const Gpt2::Acts<T>& a, T* cache) {
@@ -211,9 +225,10 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
     row_parallel_forward(ctx, a.middle, a.attention, w.attn_proj_weight, w.attn_proj_bias, inp);
 
     // Let each token work on what it saw.
-    layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.middle, w.ln_2_weight, w.ln_2_bias);
+    layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, second_input(s, inp, a),
+                      w.ln_2_weight, w.ln_2_bias);
     column_parallel_forward(ctx, {{a.fc, w.fc_weight, w.fc_bias}}, a.ln_2);
-    gelu_forward(a.gelu, a.fc, N * s.F, ctx.where);
+    gelu_forward(a.gelu, a.fc, N * s.F, ctx.where, s.exact_gelu);
     row_parallel_forward(ctx, out, a.gelu, w.fc_proj_weight, w.fc_proj_bias, a.middle);
 }
 
@@ -234,10 +249,11 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2
     }
 
     // The second.
-    layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.middle, w.ln_2_weight, w.ln_2_bias);
+    layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, second_input(s, inp, a),
+                      w.ln_2_weight, w.ln_2_bias);
     if (redoes_ffn(level))
         column_parallel_forward(ctx, {{a.fc, w.fc_weight, w.fc_bias}}, a.ln_2);
-    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where);
+    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where, s.exact_gelu);
 }
 
 // Everything but the gradients of weights, of which it makes what is at hand: parts of sums.
@@ -250,13 +266,14 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     // Walk back through the second branch. GELU's gradient becomes fc's in the same memory.
     T* dgelu = a.dfc; // (N,F)
     row_parallel_backward_input(ctx, dgelu, a.dout_all, dout, w.fc_proj_weight);
-    gelu_backward(a.dfc, a.fc_sums, dgelu, a.fc, N, s.F, ctx.where);
+    gelu_backward(a.dfc, a.fc_sums, dgelu, a.fc, N, s.F, ctx.where, s.exact_gelu);
     column_parallel_backward_input(ctx, a.dln_2, {{a.dfc, w.fc_weight}});
-    layernorm_backward(ctx, a.dmiddle, a.ln_2_sums, dout, a.dln_2, a.middle, w.ln_2_weight,
-                       a.ln_2_mean, a.ln_2_rstd);
+    layernorm_backward(ctx, a.dmiddle, a.ln_2_sums, dout, a.dln_2, second_input(s, inp, a),
+                       w.ln_2_weight, a.ln_2_mean, a.ln_2_rstd);
 
     // Walk back through the first.
-    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.attn_proj_weight);
+    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, first_gradient(s, dout, a),
+                                w.attn_proj_weight);
     context_attention_backward(ctx, split_qkv(s, a.dqkv), a.dattention, a.attention, a.lse,
                                split_qkv(s, a.qkv));
     column_parallel_backward_input(ctx, a.dln_1, {{a.dqkv, w.attn_weight}});
@@ -274,17 +291,22 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Gpt2::Block& w,
     // Give the matrices of both branches their gradients.
     row_parallel_backward_weight(ctx, w.fc_proj_weight, dout, a.dout_all, a.gelu, accumulate);
     column_parallel_backward_weight(ctx, {{a.dfc, w.fc_weight}}, a.ln_2, accumulate);
-    row_parallel_backward_weight(ctx, w.attn_proj_weight, a.dmiddle, a.dmiddle_all, a.attention,
-                                 accumulate);
+    row_parallel_backward_weight(ctx, w.attn_proj_weight, first_gradient(s, dout, a),
+                                 a.dmiddle_all, a.attention, accumulate);
     column_parallel_backward_weight(ctx, {{a.dqkv, w.attn_weight}}, a.ln_1, accumulate);
 
     // Norms and GELU have made parts already of all sums over rows but one: add all up together.
-    auto parts = layernorm_parts<T>(ctx, w.ln_1_weight, w.ln_1_bias, w.attn_proj_bias, a.ln_1_sums);
+    // The first branch's bias joined where ln_1's residual has its gradient, or at the end.
+    // Parallel branches give it the sum of dout, as the second's bias has.
+    Weight joined = s.parallel ? Weight{} : w.attn_proj_bias;
+    acc_t<T>* at_end = s.parallel ? grad_of<T>(w.attn_proj_bias) : nullptr;
+    auto parts = layernorm_parts<T>(ctx, w.ln_1_weight, w.ln_1_bias, joined, a.ln_1_sums);
     auto ln_2 = layernorm_parts<T>(ctx, w.ln_2_weight, w.ln_2_bias, w.fc_proj_bias, a.ln_2_sums);
     parts.insert(parts.end(), ln_2.begin(), ln_2.end());
     parts.push_back(gelu_parts(grad_of<T>(w.fc_bias), a.fc_sums, N, s.F, ctx.where));
-    column_sums<T>({{grad_of<T>(w.attn_bias), a.dqkv, N, w.attn_weight.rows}}, parts,
-                   ctx.blas.scratch, accumulate, ctx.where);
+    column_sums<T>({{grad_of<T>(w.attn_bias), a.dqkv, N, w.attn_weight.rows},
+                    {at_end, dout, stream_rows(ctx), s.C}},
+                   parts, ctx.blas.scratch, accumulate, ctx.where);
 }
 
 // ----------------------------------------------------------------------------

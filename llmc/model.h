@@ -25,7 +25,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // shape
 
-enum class Family { GPT2, LLAMA };
+enum class Family { GPT2, LLAMA, NEOX };
 enum class Position { LEARNED, ROPE, ALIBI };
 
 // The default is GPT-2's: presets and config.json state only what differs.

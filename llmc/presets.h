@@ -4,6 +4,14 @@
 
 namespace llmc {
 
+// GPT-NeoX: GPT-2's block, whose branches are parallel and whose heads turn by a quarter.
+inline Shape neox_shape(size_t L, size_t NH, size_t C, size_t V, size_t P = 2048) {
+    Shape s = gpt2_shape(L, NH, C, V, P);
+    s.family = Family::NEOX, s.hf_type = "gpt_neox", s.position = Position::ROPE;
+    s.tied = false, s.parallel = s.exact_gelu = true, s.rotary = s.HS / 4;
+    return s;
+}
+
 // Llama 3.1 stretches RoPE from 8192 positions to 131072.
 inline Shape llama31_shape(size_t L, size_t NH, size_t C, size_t F) {
     Shape s = llama_shape(L, NH, 8, C, F, 128256, 131072, 500000);
@@ -120,6 +128,14 @@ inline std::vector<Preset> model_presets() {
         {"qwen3-0.6b", qwen3_shape(28, 16, 8, 1024, 3072), "Qwen3 0.6B"},
         {"qwen3-1.7b", qwen3_shape(28, 16, 8, 2048, 6144), "Qwen3 1.7B"},
         {"olmo-2-7b", olmo2_7b(), "OLMo-2 7B"},
+        {"pythia-70m", neox_shape(6, 8, 512, 50304), "Pythia 70M"},
+        {"pythia-160m", neox_shape(12, 12, 768, 50304), "Pythia 160M"},
+        {"pythia-410m", neox_shape(24, 16, 1024, 50304), "Pythia 410M"},
+        {"pythia-1b", neox_shape(16, 8, 2048, 50304), "Pythia 1B"},
+        {"pythia-1.4b", neox_shape(24, 16, 2048, 50304), "Pythia 1.4B"},
+        {"pythia-2.8b", neox_shape(32, 32, 2560, 50304), "Pythia 2.8B"},
+        {"pythia-6.9b", neox_shape(32, 32, 4096, 50432), "Pythia 6.9B"},
+        {"pythia-12b", neox_shape(36, 40, 5120, 50688), "Pythia 12B"},
         {"smollm3-3b", smollm3_3b(), "SmolLM3 3B"},
         {"phi-3-mini", phi3_mini(), "Phi-3 mini 3.8B"},
         {"gemma-2-2b", gemma2_2b(), "Gemma 2 2B"},

@@ -29,6 +29,10 @@ struct Variant {
     double score_scalar = 0;    // scores are q.k over the root of this; 0: of HS
     float score_softcap = 0;    // Gemma 2
 
+    // GPT-NeoX.
+    bool parallel = false;   // both branches read the block's input
+    bool exact_gelu = false; // by erf, in place of the tanh form
+
     // The rest.
     Gate gate = Gate::SILU;        // of the ffn; Gemma: GELU
     bool scaled_embedding = false; // Gemma: times the root of C

@@ -19,6 +19,8 @@ BASE = dict(vocab_size=53, hidden_size=16, intermediate_size=24, num_hidden_laye
 GEMMA = dict(BASE, tie_word_embeddings=True, head_dim=6, sliding_window=7, query_pre_attn_scalar=10,
              hidden_activation="gelu_pytorch_tanh")
 FAMILIES = {
+    "gpt_neox": dict(BASE, hidden_size=24, num_attention_heads=3, intermediate_size=40, rotary_pct=0.25,
+                     rotary_emb_base=100, layer_norm_eps=1e-4),
     "olmo2": dict(BASE, attention_bias=True),
     "smollm3": dict(BASE, no_rope_layer_interval=2, mlp_bias=True),
     "phi3": dict(BASE, partial_rotary_factor=0.5, sliding_window=9),

@@ -96,6 +96,8 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"window_theta",   s.window_theta},
         {"rotary",         s.rotary},
         {"nope_every",     s.nope_every},
+        {"parallel",       s.parallel},
+        {"exact_gelu",     s.exact_gelu},
         {"rope_theta",     s.rope_theta},
         {"rope_kind",               kinds[int(s.rope_scaling.kind)]},
         {"rope_factor",             s.rope_scaling.factor},
@@ -117,7 +119,7 @@ inline bool is_newer_field(const std::string& key) {
                               "rope_attention_factor", "whole_qk_norm", "pre_norm", "post_norm",
                               "norm_plus", "gate", "score_scalar", "score_softcap",
                               "logit_softcap", "scaled_embedding", "full_every", "window_theta",
-                              "rotary", "nope_every"})
+                              "rotary", "nope_every", "parallel", "exact_gelu"})
         if (key == newer) return true;
     return false;
 }

@@ -603,9 +603,9 @@ inline std::string check_shape(const Shape& s) {
     if (s.position == Position::ROPE && s.HS % 2)
         return concat("RoPE turns pairs, and a head size of ", s.HS,
                       " is odd: change --heads or --channels");
-    if (s.family == Family::GPT2 && s.NKV != s.NH)
+    if (s.family != Family::LLAMA && s.NKV != s.NH)
         return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
-    if (s.family == Family::LLAMA && s.position == Position::LEARNED)
+    if (s.family != Family::GPT2 && s.position == Position::LEARNED)
         return "Llama has no table of positions: use --position rope or alibi";
     return "";
 }

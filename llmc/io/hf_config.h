@@ -5,6 +5,7 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "../family.h"
+#include "../presets.h"
 #include "json.h"
 
 namespace llmc {
@@ -154,7 +155,7 @@ inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
         double turned = hf_number(c, part, "partial_rotary_factor", 1);
         if (turned == 1) continue;
         std::string found = json_word(part["partial_rotary_factor"]);
-        if (s.hf_type != "phi3")
+        if (s.hf_type != "phi3" && s.hf_type != "gpt_neox")
             hf_wrong(c, "partial_rotary_factor ", found, " is not built yet, only 1.0 is");
 
         // The channels are rounded down, as transformers does.
@@ -403,6 +404,37 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     return s;
 }
 
+// GPT-NeoX's keys.
+inline Shape hf_neox_shape(HfConfig& c) {
+    // Sizes, and where the norms of the two branches stand.
+    size_t C = hf_size(c, "hidden_size");
+    Shape s = neox_shape(hf_size(c, "num_hidden_layers"), hf_size(c, "num_attention_heads"), C,
+                         hf_size(c, "vocab_size"), hf_size(c, "max_position_embeddings", 2048));
+    s.F = hf_size(c, "intermediate_size");
+    s.norm_eps = float(hf_positive(c, c.j, "layer_norm_eps", 1e-5));
+    s.tied = hf_flag(c, "tie_word_embeddings", false);
+    s.parallel = hf_flag(c, "use_parallel_residual", true);
+
+    // RoPE's base and its part of a head; where newer files say so, in an object.
+    // The channels are rounded down, as transformers does.
+    double part = hf_positive(c, c.j, "rotary_pct", 0.25);
+    s.rotary = part < 1 ? size_t(double(s.HS) * part) : 0;
+    hf_rope(c, s, hf_positive(c, c.j, "rotary_emb_base", 10000));
+    if (part > 1 || (part < 1 && (s.rotary == 0 || s.rotary % 2)))
+        hf_wrong(c, "rotary_pct ", json_word(c.j["rotary_pct"]), " of ", s.HS,
+                 " channels is no even number of them: RoPE turns pairs");
+
+    // Both forms of GELU are built.
+    // Left out it is the exact one, which Pythia has.
+    bool exact = !c.has("hidden_act") || c.j["hidden_act"] == "gelu";
+    s.exact_gelu = exact;
+    if (!exact) hf_refuse_unless(c, "hidden_act", "gelu_new", "gelu_pytorch_tanh");
+    hf_refuse_unless(c, "attention_bias", true);
+    if (C % s.NH)
+        hf_wrong(c, "num_attention_heads ", s.NH, " does not divide hidden_size ", C);
+    return s;
+}
+
 // Refuse sizes whose products overflow: the file is broken, or no model's.
 inline void hf_check_sizes(HfConfig& c, const Shape& s) {
     // The limits lie far above any published model.
@@ -420,12 +452,14 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     const HfDefaults* llama = hf_defaults(type);
     if (type == "gpt2")
         *shape = hf_gpt2_shape(c);
+    else if (type == "gpt_neox")
+        *shape = hf_neox_shape(c);
     else if (llama)
         *shape = hf_llama_shape(c, *llama);
     else
         return c.path + ": model_type '" + printable(type.substr(0, 80)) +
                "' is not supported: gpt2, llama, mistral, qwen2, qwen3, olmo2, smollm3, phi3, "
-               "gemma2 and gemma3_text are";
+               "gemma2, gemma3_text and gpt_neox are";
     hf_check_sizes(c, *shape);
     return c.wrong;
 }
@@ -468,6 +502,17 @@ inline std::string hf_refusal(Llama, const Shape& s) {
     if (s.position != Position::ROPE)
         return "--export: Hugging Face's Llama has RoPE only: drop --export, or use --position "
                "rope";
+    return "";
+}
+
+// Its class has neither tables of positions nor windows.
+inline std::string hf_refusal(Neox, const Shape& s) {
+    if (s.position != Position::ROPE)
+        return "--export: Hugging Face's GPT-NeoX has RoPE only: drop --export, or use --position "
+               "rope";
+    if (s.NH * s.HS != s.C || s.sliding_window)
+        return "--export: Hugging Face's GPT-NeoX has heads as wide as its channels together, and "
+               "no window: drop --export";
     return "";
 }
 
@@ -523,6 +568,28 @@ inline nlohmann::ordered_json hf_rope_json(const RopeScaling& r) {
         {"truncate",                         r.truncate},
         {"original_max_position_embeddings", r.original_positions},
     };
+}
+
+// The part of a head that turns is written as a share of it, as the file has it.
+inline nlohmann::ordered_json hf_json(Neox, const Shape& s) {
+    // Defaults differ between versions here too.
+    nlohmann::ordered_json j = {
+        {"architectures",           {"GPTNeoXForCausalLM"}},
+        {"model_type",              "gpt_neox"},
+        {"vocab_size",              s.V},
+        {"max_position_embeddings", s.P},
+        {"hidden_size",             s.C},
+        {"intermediate_size",       s.F},
+        {"num_hidden_layers",       s.L},
+        {"num_attention_heads",     s.NH},
+        {"hidden_act",              s.exact_gelu ? "gelu" : "gelu_new"},
+        {"layer_norm_eps",          decimal(s.norm_eps)},
+        {"rotary_pct",              double(rotary_channels(s, s.HS)) / double(s.HS)},
+        {"rotary_emb_base",         s.rope_theta},
+        {"use_parallel_residual",   s.parallel},
+    };
+    if (scales(s.rope_scaling)) j["rope_scaling"] = hf_rope_json(s.rope_scaling);
+    return j;
 }
 
 // The keys of the families that have more than Llama's.

@@ -147,6 +147,22 @@ inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, si
     return y;
 }
 
+// GPT-NeoX's files hold q, k and v of one head, then those of the next.
+inline bool by_heads(const Parameter& p) {
+    return p.name.find("attention.query_key_value.") != std::string::npos;
+}
+
+// x (a,b,rest) becomes (b,a,rest).
+inline std::vector<float> swap_outer(const std::vector<float>& x, size_t a, size_t b) {
+    // Runs of `rest` elements move as they are.
+    size_t rest = x.size() / (a * b);
+    std::vector<float> y(x.size());
+    for (size_t i = 0; i < a; i++)
+        for (size_t j = 0; j < b; j++)
+            std::copy_n(&x[(i * b + j) * rest], rest, &y[(j * a + i) * rest]);
+    return y;
+}
+
 // Check that a tensor is there, with its parameter's shape and a type that can be read.
 inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, const HfPlace& place,
                                    const std::string& folder) {
@@ -183,8 +199,10 @@ void set_file_weight(Trainer<T, S>& t, const Parameter& p, std::vector<float> va
 // Buffers that older files carry beside the parameters.
 // They are causal masks and rotary frequencies, which this program computes.
 inline bool hf_ignored(const std::string& name) {
-    return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
-           name.ends_with("rotary_emb.inv_freq");
+    for (const char* buffer : {".attn.bias", ".attn.masked_bias", ".attention.bias",
+                               ".attention.masked_bias", "rotary_emb.inv_freq"})
+        if (name.ends_with(buffer)) return true;
+    return false;
 }
 
 // Load all weights of a folder. Every rank reads each tensor, and keeps its part.
@@ -196,7 +214,7 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
 
     // Every parameter must have its tensor.
     std::set<std::string> used;
-    if (t.model.shape.tied) used.insert("lm_head.weight"); // a copy of the token table
+    if (t.model.shape.tied) used = {"lm_head.weight", "embed_out.weight"}; // copies of the table
     for (const Parameter& p : t.model.parameters) {
         // Read the parameter's own rows, out of a tensor that may have more.
         HfPlace place = hf_place(t.model.shape, p);
@@ -208,6 +226,7 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
             tensor_floats(*tensor, place.first * p.cols(), p.file_elements());
         if (p.transposed)
             values = transpose(values, tensor->shape[0], tensor->shape[1]);
+        if (by_heads(p)) values = swap_outer(values, t.model.shape.NH, 3);
         set_file_weight(t, p, values);
     }
 
@@ -337,6 +356,7 @@ inline std::string hf_name(Gpt2, const std::string& name) {
     return name == "lm_head.weight" ? name : "transformer." + name;
 }
 inline std::string hf_name(Llama, const std::string& name) { return name; }
+inline std::string hf_name(Neox, const std::string& name) { return name; }
 
 // ----------------------------------------------------------------------------
 // writing a folder
@@ -402,6 +422,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
         values.resize(p.file_elements()); // padding is at the end
         if (p.transposed)
             values = transpose(values, p.rows(), p.cols());
+        if (by_heads(p)) values = swap_outer(values, 3, t.model.shape.NH);
         writer_put(w, values, dtype);
     }
     return first_error(t.comms.world, writes ? writer_close(&w) : "");

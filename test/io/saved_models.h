@@ -71,6 +71,7 @@ struct TensorFile {
         EXPECT_EQ(x.size(), place.rows * p.cols()) << name;
         x.erase(x.begin(), x.begin() + long(place.first * p.cols()));
         x.resize(p.file_elements());
+        if (by_heads(p)) x = swap_outer(x, s.NH, 3);
         return p.transposed ? transpose(x, p.cols(), p.rows()) : x;
     }
 };
@@ -108,6 +109,7 @@ inline std::vector<Shape> saved_shapes() {
         s.L = 3; // layers of each kind
         all.push_back(s);
     }
+    all.push_back(small_neox(2, 3, 24));
     return all;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <mutex>
 #include "../../llmc/parameters.h"
+#include "../../llmc/presets.h"
 #include "../../llmc/step.h"
 
 using namespace llmc;
@@ -35,6 +36,9 @@ inline Shape small_variant(Shape s, const std::string& type) {
     if (type == "gemma2") s.score_softcap = 2, s.logit_softcap = 1.5f;
     if (type == "gemma3_text") s.window_theta = 30;
     return s;
+}
+inline Shape small_neox(size_t L = 3, size_t NH = 3, size_t C = 24) {
+    return neox_shape(L, NH, C, 61, 32);
 }
 constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
 
@@ -155,5 +159,6 @@ inline std::vector<Shape> all_shapes() {
                               alibi,        rope,              small_qwen3()};
     for (const char* type : VARIANTS)
         all.push_back(small_variant(small_llama(), type));
+    all.push_back(small_neox());
     return all;
 }

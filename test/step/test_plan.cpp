@@ -705,7 +705,10 @@ TEST(Model, PublishedParameterCounts) {
         {"qwen2.5-0.5b", 494032768},
         {"qwen3-0.6b", 596049920}, {"qwen3-1.7b", 1720574976}, {"llama3.1-8b", 8030261248},
         {"llama3.1-70b", 70553706496}, {"smollm3-3b", 3075098624}, {"phi-3-mini", 3821079552},
-        {"gemma-2-2b", 2614341888}, {"gemma-3-1b", 999885952}, {"olmo-2-7b", 7298617344}};
+        {"gemma-2-2b", 2614341888}, {"gemma-3-1b", 999885952}, {"olmo-2-7b", 7298617344},
+        {"pythia-70m", 70426624}, {"pythia-160m", 162322944}, {"pythia-410m", 405334016},
+        {"pythia-1b", 1011781632}, {"pythia-1.4b", 1414647808}, {"pythia-2.8b", 2775208960},
+        {"pythia-6.9b", 6857302016}, {"pythia-12b", 11846072320}};
     for (const Preset& p : model_presets())
         if (published.count(p.name)) {
             EXPECT_EQ(parameter_count(make_model(p.shape)), published[p.name]) << p.name;

@@ -1,0 +1,79 @@
+// neox.h - GPT-NeoX, Pythia: GPT-2's block under other names - arXiv:2204.06745, arXiv:2304.01373
+//   embedding   x = embed_in[token]
+//   block       gpt2.h's, parallel; RoPE turns a part of each head
+//   head        logits = embed_out(final_layer_norm(x))
+//   Files hold q, k and v head by head, this program one behind the other (huggingface.h).
+#pragma once
+#include "gpt2.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the family: its types are GPT-2's, so that GPT-2's functions take them
+
+struct Neox {
+    static constexpr const char* model_types[] = {"gpt_neox"};
+    static constexpr const char* block_prefix = "gpt_neox.layers.";
+    static constexpr const char* body_prefix = ""; // names begin with "gpt_neox." already
+    static constexpr int widening_products = 1;
+
+    // A derived type finds its own tables, and GPT-2's blocks.
+    struct Embedding : Gpt2::Embedding {};
+    struct Block : Gpt2::Block {};
+    struct Head : Gpt2::Head {};
+    template <typename T> struct Acts : Gpt2::Acts<T> {};
+};
+
+// ----------------------------------------------------------------------------
+// tables
+
+// clang-format off
+template <typename Row>
+void block_parameters(Neox::Block& w, const Shape& s, Row row) {
+    size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = 3 * Q;
+    // Each rank has the same heads of q, of k and of v.
+    Shard whole = {}, columns = {0}, rows = {1}, qkv = {0, 3};
+
+    // 2L products add to the residual stream: they start smaller by sqrt(2L).
+    Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+
+    // The first branch: its norm, the products of q, k, v, and the one behind attention. A row has
+    // weight, name, shape, start, decays, cut, transposed.
+    row(w.ln_1_weight, "input_layernorm.weight", {C}, ONES, false, whole, false);
+    row(w.ln_1_bias, "input_layernorm.bias", {C}, ZEROS, false, whole, false);
+    row(w.attn_weight, "attention.query_key_value.weight", {QKV, C}, normal, true, qkv, false);
+    row(w.attn_bias, "attention.query_key_value.bias", {QKV}, ZEROS, false, qkv, false);
+    row(w.attn_proj_weight, "attention.dense.weight", {C, Q}, small, true, rows, false);
+    row(w.attn_proj_bias, "attention.dense.bias", {C}, ZEROS, false, whole, false);
+
+    // The second: its norm, the widening product and the narrowing one.
+    row(w.ln_2_weight, "post_attention_layernorm.weight", {C}, ONES, false, whole, false);
+    row(w.ln_2_bias, "post_attention_layernorm.bias", {C}, ZEROS, false, whole, false);
+    row(w.fc_weight, "mlp.dense_h_to_4h.weight", {F, C}, normal, true, columns, false);
+    row(w.fc_bias, "mlp.dense_h_to_4h.bias", {F}, ZEROS, false, columns, false);
+    row(w.fc_proj_weight, "mlp.dense_4h_to_h.weight", {C, F}, small, true, rows, false);
+    row(w.fc_proj_bias, "mlp.dense_4h_to_h.bias", {C}, ZEROS, false, whole, false);
+}
+// clang-format on
+
+// RoPE turns queries and keys inside attention, so there is no table of positions.
+template <typename Row>
+void embedding_parameters(Neox::Embedding& w, const Shape& s, Row row) {
+    const char* name = "gpt_neox.embed_in.weight";
+    row(w.wte, name, {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+}
+template <typename Row>
+void position_parameters(Neox::Embedding&, const Shape&, Row) {} // none
+
+// A tied head has no row of its own: with_head() points lm_head at the token table.
+template <typename Row>
+void head_parameters(Neox::Head& w, const Shape& s, Row row) {
+    row(w.ln_f_weight, "gpt_neox.final_layer_norm.weight", {s.C}, ONES, false, Shard{}, false);
+    row(w.ln_f_bias, "gpt_neox.final_layer_norm.bias", {s.C}, ZEROS, false, Shard{}, false);
+    // An untied one is called embed_out, beside embed_in.
+    if (s.tied) return;
+    row(w.lm_head, "embed_out.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+}
+
+} // namespace llmc
