@@ -212,7 +212,6 @@ void init_constants(Trainer<T, S>& t) {
     // RoPE's table serves every head; layers with a window may have their own behind it. ALiBi's
     // slopes are one a head: a rank points at its own.
     size_t channels = rotary_channels(s, s.HS);
-    bool turned = s.position == Position::ROPE;
     auto fill = [&](unsigned char* to, double theta, const RopeScaling& scaling) {
         std::vector<acc_t<T>> table(rows * channels);
         rope_table(table.data(), rows, channels, theta, scaling);
@@ -221,8 +220,8 @@ void init_constants(Trainer<T, S>& t) {
         return to;
     };
     size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
-    if (turned) t.rope = t.ctx.rope = fill(base, s.rope_theta, s.rope_scaling);
-    if (turned && s.window_theta) t.window_rope = fill(base + behind, s.window_theta, {});
+    if (s.position == Position::ROPE) t.rope = fill(base, s.rope_theta, s.rope_scaling);
+    if (t.rope && s.window_theta) t.window_rope = fill(base + behind, s.window_theta, {});
     if (s.position == Position::ALIBI) {
         std::vector<float> slopes(s.NH);
         alibi_slopes(slopes.data(), s.NH);

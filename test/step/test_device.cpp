@@ -115,7 +115,7 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
     Small<float, cudaStream_t> gpu(s, {train_plan(Recompute::NONE, false)});
     std::vector<float> want(17 * s.HS), got(want.size());
     rope_table(want.data(), 17, s.HS, s.rope_theta, s.rope_scaling);
-    copy_out(got.data(), gpu.t.ctx.rope, got.size() * sizeof(float), gpu.t.ctx.where);
+    copy_out(got.data(), gpu.t.rope, got.size() * sizeof(float), gpu.t.ctx.where);
     EXPECT_EQ(got, want);
     Small<float, cudaStream_t> alibi(tiny_alibi(), {train_plan(Recompute::NONE, false)});
     std::vector<float> slopes(4), here(4);
