@@ -576,8 +576,15 @@ inline std::string override_shape(const Config& c, Shape& s) {
         if (!fix.empty()) fix = ": heads that do, near it:" + fix;
         return concat("--heads ", s.NH, " does not divide --channels ", s.C, fix);
     }
+    size_t before = s.HS;
     s.HS = s.C / s.NH;
-    return "";
+
+    // RoPE keeps the part of a head that it turns; a size of 0 would be all of it.
+    if (s.rotary == 0) return "";
+    s.rotary = s.rotary * s.HS / before;
+    if (s.rotary > 0 && s.rotary % 2 == 0) return "";
+    return concat("RoPE turns pairs of a part of each head, and of a head size of ", s.HS,
+                  " that part is ", s.rotary, ": change --heads or --channels");
 }
 
 // Refuse what is not built.

@@ -389,7 +389,8 @@ inline const char* legend_text() {
            "  TIE adds both gradients of a shared table; NORM measures the gradient; UPDATE is the "
            "optimizer\n"
            "  PARK takes activations, a gradient or a chunk of state to another tier, FETCH brings "
-           "them back\n";
+           "them,\n"
+           "  or a bucket's weights; SQUARE sums a gradient's squares for NORM before it leaves\n";
 }
 
 // ----------------------------------------------------------------------------

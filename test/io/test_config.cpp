@@ -206,6 +206,22 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_EQ(check({"--heads", "8", "--batch-tokens", "4096"}), "");
 }
 
+TEST(Config, RoPEKeepsItsPartOfANewHeadSize) {
+    // Half of 16 channels turn. Of 4 channels half turn too; of 2 that is no pair.
+    Config c;
+    Shape part = llama_shape(2, 4, 4, 64, 128, 256, 128, 10000);
+    part.rotary = 8;
+    Shape s = part;
+    ASSERT_EQ(parse(c, {"--heads", "16"}), "");
+    EXPECT_EQ(override_shape(c, s), "");
+    EXPECT_EQ(s.HS, 4u);
+    EXPECT_EQ(s.rotary, 2u);
+    EXPECT_HAS(check({"--heads", "32"}, part), "of a head size of 2 that part is 1");
+    // Rounded down to nothing it would be all.
+    part.rotary = 2;
+    EXPECT_HAS(check({"--heads", "16"}, part), "of a head size of 4 that part is 0");
+}
+
 TEST(Config, RefusesWhatCannotWork) {
     auto check = [](std::vector<std::string> words) {
         Config c;
