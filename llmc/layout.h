@@ -64,15 +64,23 @@ inline Layout layout_at(Layout layout, int rank) {
     return layout;
 }
 
-// "tp-pp-dp", nearest first; cp stands behind tp.
+// "tp-pp-dp", nearest first; cp stands behind tp, or in front of dp where dp comes before.
 inline std::array<Axis Layout::*, 4> layout_order(const std::string& text) {
     std::array<Axis Layout::*, 4> order;
     size_t count = 0;
+    bool placed = false;
+    auto place_cp = [&] {
+        if (!placed) order[count++] = &Layout::cp;
+        placed = true;
+    };
+
+    // Groups list their ranks in the world's order, and group_axis() counts along cp first: so cp
+    // is always nearer than dp.
     for (size_t at = 0; at < text.size(); at += 3) {
         char first = text[at];
+        if (first == 'd') place_cp();
         order[count++] = first == 't' ? &Layout::tp : first == 'p' ? &Layout::pp : &Layout::dp;
-        if (first == 't')
-            order[count++] = &Layout::cp;
+        if (first == 't') place_cp();
     }
     return order;
 }

@@ -1,5 +1,6 @@
 // test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
 #include <fstream>
+#include <map>
 #include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
 #include "../../llmc/presets.h"
@@ -634,6 +635,23 @@ TEST(Model, RowsOfShardsKnowTheirPlace) {
             std::vector<int> places(p.elements());
             for (size_t i = 0; i < places.size(); i++) places[i] = int(p.offset + i);
             EXPECT_EQ(seen[fnv1a(p.name)], places) << p.name;
+        }
+    }
+}
+
+// Communicators list their ranks as the world does, and shards belong to places in group_axis().
+TEST(Model, ShardsLieAsTheWorldCountsThem) {
+    for (const char* order :
+         {"tp-pp-dp", "tp-dp-pp", "pp-tp-dp", "pp-dp-tp", "dp-tp-pp", "dp-pp-tp"}) {
+        Layout sizes;
+        sizes.order = layout_order(order);
+        sizes.dp.size = sizes.tp.size = sizes.pp.size = 2;
+        sizes.cp.size = 3;
+        std::map<std::pair<int, int>, int> next; // of a stage and a piece of its layers
+        for (int r = 0; r < sizes.world(); r++) {
+            Layout at = layout_at(sizes, r);
+            int place = next[{at.pp.rank, at.tp.rank}]++;
+            EXPECT_EQ(group_axis(at, Group::DATA).rank, place) << order << ", rank " << r;
         }
     }
 }
