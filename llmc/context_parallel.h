@@ -149,7 +149,7 @@ acc_t<T>* key_gradients(const Ctx<S>& ctx, const Keys<T>& keys) { // (B,cp,t,2,K
     return reinterpret_cast<acc_t<T>*>(scratch + round_up(bytes, size_t(256)));
 }
 
-// Sum each rank's part of them; this rank's rows become dk and dv.
+// Sum all ranks' parts of these gradients; the sums of this rank's rows become dk and dv.
 template <typename T, typename S>
 void scatter_key_gradients(Ctx<S>& ctx, const Qkv<T>& dx, acc_t<T>* gradients) {
     size_t KV = ctx.shape.NKV * ctx.shape.HS;

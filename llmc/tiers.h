@@ -68,8 +68,8 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
             data.push_back(parked(d));
         return data;
     }
-    // A chunk's lie side by side in STAGED.
-    // Nobody wants its gradient again.
+    // An update has its chunk's data side by side in STAGED. Only the gradient stays behind when
+    // they go back: nobody reads it again.
     if (a.chunk >= 0) {
         data = staged_data(p, a.bucket, a.chunk);
         if (a.op == Op::PARK)
@@ -87,7 +87,7 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
     return {parked({a.kind, a.bucket})};
 }
 
-// The same data where the step runs. A chunk's lie together.
+// The same data where the step runs. STAGED holds all of a chunk.
 inline std::vector<Data> moved_data(const Plan& p, const Model& model, const Action& a) {
     // Activations have the names that layers know.
     if (a.bucket < 0) return waiting_data(a);
