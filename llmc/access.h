@@ -57,7 +57,7 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     x.read({Kind::CONSTANTS});
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
-    if (p.recompute.of(l) != Recompute::FULL)
+    if (p.recompute.of(l) != Recompute::FULL || model.shape.E) // the choice of experts is kept
         for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
             x.read({k, l, m});
 

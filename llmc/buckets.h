@@ -12,6 +12,14 @@
 
 namespace llmc {
 
+// The parameters that one token meets: of a stack of experts its K.
+inline size_t active_parameters(const Model& m) {
+    size_t n = 0;
+    for (const Parameter& p : m.parameters)
+        n += p.stack > 1 ? p.file_elements() / p.stack * m.shape.K : p.file_elements();
+    return n;
+}
+
 // A rank's piece of a parameter: runs of consecutive elements of the whole. The first begins at
 // `start`, and between two of them are `gap` elements of other ranks.
 struct PieceRuns {

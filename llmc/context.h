@@ -41,6 +41,8 @@ template <typename S> struct Ctx {
     bool cp_heads = false;             // they share its heads in attention: Ulysses
     void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
     void* context = nullptr;           // context parallelism's scratch, or null
+    void* slot_rows = nullptr;         // (N K, C) rows by expert; models with experts only
+    size_t sequences = 0;              // of the global batch
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null
     const float* slopes = nullptr;     // (NH) ALiBi, or null
     const float* loss_scale = nullptr; // the head multiplies its gradient by it; or null

@@ -1,15 +1,15 @@
 // family.h - the families of models: a row each, and the one place that chooses between them
 //   A family is a struct of facts (model_types, block_prefix, body_prefix) and types (Embedding,
 //   Block, Head, Acts), and functions that are found by these types:
-//     tables   embedding_parameters, position_parameters, block_parameters, head_parameters,
-//              block_activations
+//     tables   embedding_parameters, position_parameters, block_parameters, expert_parameters,
+//              head_parameters, block_activations
 //     block    block_forward, block_recompute, block_backward_input, block_backward_weight
 //     head     head_norm, head_backward
 //   A new family is its header, its name in `enum class Family`, and a row here.
 #pragma once
 #include "buckets.h"
 #include "gpt2.h"
-#include "llama.h"
+#include "mixtral.h"
 #include "neox.h"
 
 namespace llmc {
@@ -20,11 +20,16 @@ template <typename F> void with_family(Family family, F f) {
     case Family::GPT2: return f(Gpt2{});
     case Family::LLAMA: return f(Llama{});
     case Family::NEOX: return f(Neox{});
+    case Family::MIXTRAL: return f(Mixtral{});
     }
 }
 
 // ----------------------------------------------------------------------------
 // tables made by visiting a family's rows
+
+// Most families have no experts.
+template <typename Block, typename Row>
+void expert_parameters(Block&, const Shape&, Row) {}
 
 // The parameter table of a shape, as a layout cuts it: over tp ranks, and where ZeRO may.
 inline Model make_model(const Shape& shape, const Layout& layout = {}) {
@@ -49,6 +54,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
         bool vocabulary = shard.axis == 0 && (layer == 0 || layer == head);
         add_parameter(model, {prefix + name, dims, vocabulary ? s.V : rows, transposed, shard, init,
                               decay, layer});
+        model.parameters.back().stack = strstr(name, "{}") ? s.E : 1;
     };
 
     with_family(s.family, [&](auto family) {
@@ -71,6 +77,9 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
             add_bucket(model, "block." + number, Role::BLOCK, {layer});
             prefix = family.block_prefix + number + ".";
             block_parameters(block, s, row);
+            if (s.E == 0) continue;
+            add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer});
+            expert_parameters(block, s, row);
         }
 
         // The head.
@@ -102,7 +111,7 @@ std::vector<Activation> activation_table(const Shape& s, size_t N, S where) {
 // functions are bound by memory, and do not count.
 inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double C = double(s.C);
-    double F = double(s.F);
+    double F = double(s.F * std::max(s.K, size_t(1))); // of a token's experts together
     double Q = double(s.NH * s.HS);
     double KV = double(s.NKV * s.HS);
     double flops = 0;

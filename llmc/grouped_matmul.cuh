@@ -253,6 +253,7 @@ size_t grouped_scratch_bytes(const Groups&, cudaStream_t) { return 0; }
 
 // Each group may end in a tile that is not full.
 inline dim3 grouped_grid(const Groups& g, size_t cols) {
+    // Blocks that are left over return at once.
     return dim3(unsigned(ceil_div(cols, GROUPED_TILE)),
                 unsigned(ceil_div(g.M, GROUPED_TILE) + g.E));
 }
@@ -277,6 +278,7 @@ void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
 template <typename T>
 void grouped_backward_weight(float* dw, const T* dout, const T* inp, const Groups& g,
                              bool accumulate, Blas&, cudaStream_t stream) {
+    // A block for each tile of each expert's matrix.
     dim3 grid(unsigned(ceil_div(g.IC, GROUPED_TILE)), unsigned(ceil_div(g.OC, GROUPED_TILE)),
               unsigned(g.E));
     launch(grouped_weight_kernel<T>, grid, GROUPED_THREADS, 0, stream, dw, dout, inp, g,

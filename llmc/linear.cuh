@@ -99,6 +99,15 @@ size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
     return most;
 }
 
+// Scratch of a forward product whose output is in acc: a router's.
+template <typename T>
+size_t wide_product_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
+    Product p = linear_forward_product(N, OC, IC, type_of<T>());
+    p.pack_b = false;
+    return matmul_scratch_bytes(p, type_of<T>(), type_of<acc_t<T>>(), false, false,
+                                threads_here(where));
+}
+
 // ----------------------------------------------------------------------------
 // CUDA: the scratch of the launchers below
 
@@ -107,6 +116,10 @@ size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
 template <typename T>
 size_t linear_scratch_bytes(size_t N, size_t OC, size_t, cudaStream_t stream) {
     return std::max(PRODUCT_WORKSPACE, column_sums_scratch_bytes(N, OC, stream));
+}
+template <typename T>
+size_t wide_product_scratch_bytes(size_t, size_t, size_t, cudaStream_t) {
+    return PRODUCT_WORKSPACE;
 }
 #endif
 

@@ -125,6 +125,7 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     if (p.mode == Mode::GENERATE) return;
     const int* tokens = address<int>(t, {Kind::TOKENS, -1, micro});
     size_t N = p.rows();
+    t.ctx.sequences = p.B * size_t(p.micro_batches) * size_t(t.layout.dp.size);
     const int* keys = tokens + 4 * N;
     t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
     if (p.layout.cp.size == 1) return;

@@ -6,6 +6,7 @@
 //     "embedding"  the token table           layer 0, and layer L+1 too when the head is tied to it
 //     "positions"  the table of positions    layer 0 (learned positions only)
 //     "block.l"    a block's parameters      layer l + 1
+//     "block.l.experts"  its experts' stacks  layer l + 1 (models with experts only)
 //     "head"       final norm, untied head   layer L+1
 //   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16), where
 //   buckets.h says: offsets are the same in the weight, gradient, master and moment buffers. Tables
@@ -17,6 +18,7 @@
 #include <vector>
 #include "fp8.cuh"
 #include "layout.h"
+#include "moe.cuh"
 #include "rope.cuh"
 #include "variants.h"
 
@@ -25,7 +27,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // shape
 
-enum class Family { GPT2, LLAMA, NEOX };
+enum class Family { GPT2, LLAMA, NEOX, MIXTRAL };
 enum class Position { LEARNED, ROPE, ALIBI };
 
 // The default is GPT-2's: presets and config.json state only what differs.
@@ -34,7 +36,9 @@ struct Shape : Variant {
     std::string hf_type = "gpt2";   // model_type in config.json: gpt2, llama, gemma2, ...
     size_t L = 0;                   // blocks
     size_t NH = 0, NKV = 0, HS = 0; // heads, key/value heads, head size
-    size_t C = 0, F = 0;            // channels, ffn width
+    size_t C = 0, F = 0;            // channels, ffn width; with experts that of one of them
+    size_t E = 0, K = 0;            // experts of each block, and how many a token goes through
+    Router router = Router::RENORMALISED;
     size_t V = 0;                   // vocabulary
     size_t P = 0;                   // positions the model is made for: T and prompts stay below
     Position position = Position::LEARNED;
@@ -47,6 +51,7 @@ struct Shape : Variant {
     size_t logits_bytes = 0; // the head's logits at a time; 0: as head.h chooses for the device
     size_t logits_rows = 64; // a chunk of them is a multiple of these rows
     Fp8 fp8 = Fp8::NONE;     // the products of blocks, but for attention's
+    double balance = 0, z_loss = 0; // the router's terms in the loss that is trained (moe.cuh)
 
     // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); V may be 0.
     size_t vocab_start = 0; // its first token
@@ -116,6 +121,7 @@ struct Parameter {
     int layer; // the layer that defines it
     int bucket = 0;
     int pieces = 1;    // pieces that tensor parallelism makes of it
+    size_t stack = 1;  // equal matrices one below the other, which files hold apart: experts
     size_t offset = 0; // this rank's piece: elements from the start of its bucket
 
     size_t rows() const { return shape[0]; }
@@ -134,6 +140,7 @@ enum class Role : uint8_t {
     TOKENS,    // the token table, and the head where it is tied
     POSITIONS, // the table of learned positions
     BLOCK,     // one block's parameters
+    EXPERTS,   // its experts' matrices, in stacks
     HEAD       // final norm, untied head
 };
 
@@ -244,8 +251,9 @@ struct RecomputeLevels {
 //   CHEAP     the output of a norm or an activation function
 //   ATTN      products and attention of the first branch, and the residual stream behind it
 //   FFN       products of the second branch
+//   ROUTING   the choice of experts, which no level drops: R must not choose others
 //   GRADIENT  born in the backward pass
-enum class Keep { CHEAP, ATTN, FFN, GRADIENT };
+enum class Keep { CHEAP, ATTN, FFN, ROUTING, GRADIENT };
 
 // Who reads it last: the backward pass's input half (B), or its weight half (W).
 enum class Last { B, W };
@@ -266,6 +274,7 @@ inline bool recomputed(Keep keep, Recompute level) {
     case Keep::CHEAP: return level != Recompute::NONE;
     case Keep::ATTN: return redoes_attn(level);
     case Keep::FFN: return redoes_ffn(level);
+    case Keep::ROUTING:
     case Keep::GRADIENT: return false;
     }
     return false;

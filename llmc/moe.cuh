@@ -73,10 +73,10 @@ LLMC_HD A route_value(A logit, size_t e, const Routing& r) {
 }
 
 // A candidate; those of a row are in one order: larger values first, of equals the lower expert.
-template <typename A> struct Candidate {
+template <typename A> struct ExpertChoice {
     A value;
     int id;
-    LLMC_HD bool before(const Candidate& other) const {
+    LLMC_HD bool before(const ExpertChoice& other) const {
         return value > other.value || (value == other.value && id < other.id);
     }
 };
@@ -159,11 +159,11 @@ void route_forward(int* ids, A* gates, const A* logits, const Routing& r, // (N,
         int* chosen = ids + n * r.K;
 
         // Each choice is the first candidate behind the last choice.
-        Candidate<A> last = {A(INFINITY), -1};
+        ExpertChoice<A> last = {A(INFINITY), -1};
         for (size_t j = 0; j < r.K; j++) {
-            Candidate<A> best = {-A(INFINITY), INT_MAX};
+            ExpertChoice<A> best = {-A(INFINITY), INT_MAX};
             for (size_t e = 0; e < r.E; e++) {
-                Candidate<A> c = {route_value(l[e], e, r), int(e)};
+                ExpertChoice<A> c = {route_value(l[e], e, r), int(e)};
                 if (last.before(c) && c.before(best)) best = c;
             }
             chosen[j] = best.id;
@@ -297,7 +297,8 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,          // (M,F)
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t row = 0; row < M; row++) {
-        A weight = gates[slot_of[row]], sum = 0;
+        A weight = gates[slot_of[row]];
+        A sum = 0;
         for (size_t i = row * F; i < (row + 1) * F; i++) {
             // Read all inputs before an output that may be one of them is written.
             A d = to_acc(dh[i]);
@@ -324,10 +325,10 @@ constexpr unsigned ROUTE_WARPS = 4;   // tokens of a block
 constexpr unsigned SLOT_THREADS = 256;
 
 // The first candidate of a warp's, in every lane.
-__device__ inline Candidate<float> warp_first(Candidate<float> x) {
+__device__ inline ExpertChoice<float> warp_first(ExpertChoice<float> x) {
     for (int mask = 16; mask > 0; mask /= 2) {
         // A partner's candidate; of two equal ones both lanes keep the same.
-        Candidate<float> y;
+        ExpertChoice<float> y;
         y.value = __shfl_xor_sync(ALL_LANES, x.value, mask);
         y.id = __shfl_xor_sync(ALL_LANES, x.id, mask);
         if (y.before(x)) x = y;
@@ -368,13 +369,13 @@ __global__ void route_forward_kernel(int* ids, float* gates, const float* logits
     const float* l = logits + n * r.E;
 
     // Each choice is the first candidate behind the last choice.
-    Candidate<float> last = {INFINITY, -1};
+    ExpertChoice<float> last = {INFINITY, -1};
     int mine = -1;
     for (size_t j = 0; j < r.K; j++) {
         // Every lane looks at some experts, then all agree.
-        Candidate<float> best = {-INFINITY, INT_MAX};
+        ExpertChoice<float> best = {-INFINITY, INT_MAX};
         for (size_t e = lane; e < r.E; e += 32) {
-            Candidate<float> c = {route_value(l[e], e, r), int(e)};
+            ExpertChoice<float> c = {route_value(l[e], e, r), int(e)};
             if (last.before(c) && c.before(best)) best = c;
         }
         last = warp_first(best);
@@ -453,6 +454,7 @@ __global__ void count_slots_kernel(int* counts, const int* ids, size_t length, s
 
 // Block e places its expert's slots in their order, as many at a time as it has threads.
 __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) {
+    // The matches of each warp, in one round.
     constexpr unsigned WARPS = SLOT_THREADS / 32;
     LLMC_SHARED(int, of_warp, WARPS);
     unsigned lane = threadIdx.x % 32;
@@ -478,7 +480,8 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
         __syncthreads(); // all warps have written
 
         // Matches of lower lanes and lower warps come first.
-        int rank = __popc(lanes & ((1u << lane) - 1)), all = 0;
+        int rank = __popc(lanes & ((1u << lane) - 1));
+        int all = 0;
         for (unsigned w = 0; w < WARPS; w++) {
             if (w < warp) rank += of_warp[w];
             all += of_warp[w];
@@ -506,6 +509,7 @@ __global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, size_
 template <typename T, int P>
 __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, const int* row_of,
                                      size_t K, size_t C) {
+    // Threads side by side have neighbouring channels.
     size_t n = blockIdx.x;
     for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P) {
         float sum[P] = {};
@@ -532,6 +536,7 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
 template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, const float* gates,
                                             const int* slot_of, size_t M, size_t F) {
+    // A row is a slot, and has its gate.
     RowOfBlock<WARPS> row;
     if (row.n >= M) return;
     float weight = gates[slot_of[row.n]];
@@ -555,7 +560,8 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
                                              const int* slot_of, size_t M, size_t F) {
     RowOfBlock<WARPS> row;
     if (row.n >= M) return;
-    float weight = gates[slot_of[row.n]], sum = 0;
+    float weight = gates[slot_of[row.n]];
+    float sum = 0;
     for (size_t i = row.thread * P; i < F; i += row.threads * P) {
         size_t at = row.n * F + i;
         Pack<T, P> pd = load<P>(dh + at);
@@ -659,6 +665,7 @@ void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
                            const T* dh, const T* gate, const T* up,
                            const float* gates, const int* slot_of,
                            size_t M, size_t F, cudaStream_t stream) {
+    // One pointer that is not aligned sends all five to single elements.
     bool vector = can_vectorize<T>(F, dgate, dup, dh, gate, up);
     pick_row_kernel<T>(F, vector, [&](auto P, auto WARPS) {
         launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,

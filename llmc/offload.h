@@ -82,7 +82,8 @@ struct GradientUse {
 // was the last to add to it for long, and comes back ahead of the next; behind the last of all
 // SQUARE sums its squares, and it goes to where UPDATE finds it in chunks.
 inline Plan add_gradient_moves(const Plan& in, const Model& model) {
-    if (!in.layout.gradients_away || in.mode != Mode::TRAIN) return in;
+    if (!in.layout.gradients_away || in.mode != Mode::TRAIN)
+        return in;
 
     // Count the compute actions ahead of each place, and list the uses of each gradient.
     std::vector<int> computed = {0}, places; // places: of compute actions
@@ -92,7 +93,8 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
         Access x = access(in, model, in.actions[i]);
         for (const std::vector<Data>* all : {&x.reads, &x.writes})
             for (Data d : *all) {
-                if (d.kind != Kind::GRAD_HERE && d.kind != Kind::TIED_HERE) continue;
+                if (d.kind != Kind::GRAD_HERE && d.kind != Kind::TIED_HERE)
+                    continue;
                 // A use soon after another one goes on with it.
                 std::vector<GradientUse>& of = uses[d];
                 bool anew = !std::count(x.reads.begin(), x.reads.end(), d);
@@ -119,7 +121,8 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
             int until = std::min(computed[use.last] + prefetch, int(places.size()));
             bool sums = in.actions[use.last].op == Op::REDUCE;
             int behind = use.last + 1;
-            if (sums && until > 0) behind = std::max(behind, places[until - 1] + 1);
+            if (sums && until > 0)
+                behind = std::max(behind, places[until - 1] + 1);
 
             // The tied head's gradient is in the other one when TIE is over.
             bool over = &use == &all.back();

@@ -90,11 +90,14 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
 
     // Every layer must have been passed, both ways.
     std::string at = "micro-batch " + std::to_string(m);
-    if (forward != end) return at + " is not forward through every layer";
+    if (forward != end)
+        return at + " is not forward through every layer";
     if (p.mode != Mode::TRAIN) return "";
     bool embedding_left = backward == 0 && first == 0; // it has no input half
-    if (backward >= first && !embedding_left) return at + " is not backward through every layer";
-    if (weights != end - first) return at + " does not reach every layer's weights once";
+    if (backward >= first && !embedding_left)
+        return at + " is not backward through every layer";
+    if (weights != end - first)
+        return at + " does not reach every layer's weights once";
     return "";
 }
 
@@ -154,7 +157,8 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         // Updates need the norm, and publications need what the update has written.
         case Op::UPDATE:
             if (!norm) return text + " comes before NORM";
-            if (bucket.updates++ != std::max(a.chunk, 0)) return text + " is out of order";
+            if (bucket.updates++ != std::max(a.chunk, 0))
+                return text + " is out of order";
             break;
         // State comes before its chunk's update, and leaves right behind it.
         case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
@@ -327,7 +331,8 @@ inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& m
             return rank + " takes part in the gradient norm " + std::to_string(norms) + " times";
         steps.push_back(message_steps(ranks[r], model));
     }
-    if (ties.front() != ties.back()) return "the first and the last rank tie different tables";
+    if (ties.front() != ties.back())
+        return "the first and the last rank tie different tables";
 
     // Pair the messages, then run all ranks at once and see whether any waits for ever.
     PerRank<std::vector<Wait>> waits;

@@ -92,6 +92,33 @@ inline Shape phi3_mini() {
 // wide, 16 do; its 13B has 5140 channels, which 40 heads of 128 do not fill.
 inline Shape gpt3_shape(size_t L, size_t NH, size_t C) { return gpt2_shape(L, NH, C, 50257, 2048); }
 
+// A Llama whose blocks have E experts of F channels, of which a token goes through K.
+inline Shape mixtral_shape(Shape s, size_t E, size_t K, size_t F) {
+    // The norms of q and k tell the classes apart.
+    s.family = Family::MIXTRAL;
+    s.hf_type = !s.qk_norm ? "mixtral" : s.whole_qk_norm ? "olmoe" : "qwen3_moe";
+    s.E = E, s.K = K, s.F = F;
+    return s;
+}
+
+// Qwen3's experts come with a head of its own.
+inline Shape qwen3_moe_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
+    // Eight of 128, at every size.
+    Shape s = mixtral_shape(qwen3_shape(L, NH, NKV, C, F), 128, 8, F);
+    s.tied = false;
+    return s;
+}
+
+// OLMoE's norms of q and k span all heads, and its gates are the softmax's own.
+inline Shape olmoe_1b_7b() {
+    // The ffn's width follows below, with the experts.
+    Shape s = llama_shape(16, 16, 16, 2048, 0, 50304, 4096, 10000);
+    set_variant(s, "olmoe");
+    s = mixtral_shape(s, 64, 8, 1024);
+    s.router = Router::SOFTMAX;
+    return s;
+}
+
 // A name that --model takes, and what --help says of it.
 struct Preset {
     const char* name;
@@ -104,6 +131,8 @@ inline std::vector<Preset> model_presets() {
         {"tiny", gpt2_shape(4, 4, 128, 256, 1024), "GPT-2 of 0.9M parameters over bytes"},
         {"tiny-llama", llama_shape(4, 4, 2, 128, 352, 256, 1024, 10000),
          "Llama of 0.8M parameters over bytes"},
+        {"tiny-moe", mixtral_shape(llama_shape(4, 4, 2, 128, 0, 256, 1024, 10000), 8, 2, 176),
+         "Mixtral of 2.4M parameters over bytes, 0.8M of them active"},
         {"gpt2", gpt2_shape(12, 12, 768), "124M"},
         {"gpt2-medium", gpt2_shape(24, 16, 1024), "350M"},
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
@@ -140,6 +169,10 @@ inline std::vector<Preset> model_presets() {
         {"phi-3-mini", phi3_mini(), "Phi-3 mini 3.8B"},
         {"gemma-2-2b", gemma2_2b(), "Gemma 2 2B"},
         {"gemma-3-1b", gemma3_1b(), "Gemma 3 1B, text"},
+        {"mixtral-8x7b", mixtral_shape(llama_shape(32, 32, 8, 4096, 0, 32000, 32768, 1000000), 8, 2,
+                                       14336), "Mixtral 8x7B"},
+        {"olmoe-1b-7b", olmoe_1b_7b(), "OLMoE 7B, 1B of them active"},
+        {"qwen3-30b-a3b", qwen3_moe_shape(48, 32, 4, 2048, 768), "Qwen3 30B, 3B of them active"},
     };
 }
 

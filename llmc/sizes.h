@@ -37,7 +37,8 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
 // Whether a parameter's moments may be 8 bits: those of a block's larger matrices. Tables, vectors
 // and the head stay float, for training is unstable without (transformers #14819).
 inline bool has_small_states(const Model& model, const Parameter& p) {
-    bool block = model.buckets[p.bucket].role == Role::BLOCK;
+    Role role = model.buckets[p.bucket].role;
+    bool block = role == Role::BLOCK || role == Role::EXPERTS;
     return block && p.shape.size() == 2 && p.elements() >= 4096;
 }
 
@@ -91,6 +92,7 @@ inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int 
 enum class ScratchKind : uint8_t {
     WORKSPACE, // products, norms, attention, embedding: beside their operands
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
+    SLOT_ROWS, // (N K, C) rows by expert, on their way into a product or out of it
     HEAD,      // the head's own activations (head.h)
     WIDE,      // a frozen matrix, dequantised
     CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
@@ -146,6 +148,21 @@ size_t head_workspace(const Plan& p, const Shape& s, S where) {
     return most;
 }
 
+// Experts: products by group, the router's into acc, a sequence's loads.
+template <typename T, typename S>
+size_t expert_workspace(const Plan& p, const Shape& s, const Parameter& stack, S where) {
+    // Any expert may get all rows, or none.
+    size_t N = p.rows();
+    Groups g = {nullptr, s.E, stack.local_rows() / s.E, stack.local_cols(), N * s.K};
+    size_t bytes = std::max(grouped_scratch_bytes<T>(g, where), p.B * s.E * sizeof(int));
+
+    // A token that is generated asks the router alone.
+    size_t rows = p.mode == Mode::GENERATE ? 1 : N;
+    for (size_t n : {N, rows})
+        bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, s.E, s.C, where));
+    return bytes;
+}
+
 // Operators run one after another, so the workspace is the most that any of them asks for.
 template <typename T, typename S>
 size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int layer, S where) {
@@ -158,6 +175,11 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
         if (w.layer != layer) continue;
         if (w.shape.size() == 1) {
             sums += column_sums_scratch_bytes(N, w.local_elements(), where);
+            continue;
+        }
+        // Stacks are multiplied an expert at a time.
+        if (w.stack > 1) {
+            most = std::max(most, expert_workspace<T>(p, s, w, where));
             continue;
         }
         for (size_t rows : {N, generates ? p.B : N, N / s.row_ranks}) {
@@ -204,6 +226,7 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
                                       : block_workspace<T>(p, model, s, layer, where);
         table.add(ScratchKind::WORKSPACE, workspace);
         table.add(ScratchKind::ALL_ROWS, all_rows);
+        if (layer > 0) table.add(ScratchKind::SLOT_ROWS, N * s.K * s.C * sizeof(T));
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
         if (layer > 0)
             table.add(ScratchKind::CONTEXT, context_bytes<T>(p, s));

@@ -28,6 +28,7 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     t.ctx.blas.wide = scratch_address(t, layer, ScratchKind::WIDE);
     t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
     t.ctx.context = scratch_address(t, layer, ScratchKind::CONTEXT);
+    t.ctx.slot_rows = scratch_address(t, layer, ScratchKind::SLOT_ROWS);
 }
 
 // ----------------------------------------------------------------------------

@@ -323,6 +323,8 @@ void with_block(const Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Block weights = {};
         block_parameters(weights, t.model.shape, bind_bucket(t, Role::BLOCK, a.layer));
+        if (t.model.shape.E)
+            expert_parameters(weights, t.model.shape, bind_bucket(t, Role::EXPERTS, a.layer));
 
         typename decltype(family)::template Acts<T> acts = {};
         block_activations(acts, t.ctx.shape, t.plans[t.plan].rows(), t.ctx.where,

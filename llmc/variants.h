@@ -64,8 +64,8 @@ inline void set_variant(Variant& v, const std::string& type) {
     // Norms of q and k, and of branches.
     bool gemma = type == "gemma2" || type == "gemma3_text";
     bool olmo = type == "olmo2";
-    v.qk_norm = olmo || type == "qwen3" || type == "gemma3_text";
-    v.whole_qk_norm = olmo;
+    v.whole_qk_norm = olmo || type == "olmoe";
+    v.qk_norm = v.whole_qk_norm || type == "qwen3" || type == "qwen3_moe" || type == "gemma3_text";
     v.pre_norm = !olmo;
     v.post_norm = olmo || gemma;
 

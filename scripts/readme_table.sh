@@ -109,7 +109,7 @@ llmc/step.h|what each action does, and the one loop that runs them
 END
     n=$(lines "${all[@]}")
     echo "|$(minutes "$n")|$n|**the step**|all but the first row|"
-    [ "$n" -le 2500 ] || echo "readme_table.sh: the step takes $n lines; at most 2500 are promised to a reader" >&2
+    [ "$n" -le 2600 ] || echo "readme_table.sh: the step takes $n lines; at most 2600 are promised to a reader" >&2
 }
 
 # What a file is, up to what its first line says of the details; its papers as links of their own.

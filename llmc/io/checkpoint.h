@@ -62,6 +62,7 @@ inline std::string cpu_name() {
 inline nlohmann::json model_identity(const Shape& s) {
     const char* positions[] = {"learned", "rope", "alibi"};
     const char* kinds[] = {"llama3", "linear", "yarn"};
+    const char* routers[] = {"softmax", "renormalised", "sigmoid"};
 
     // clang-format off
     return {
@@ -72,6 +73,9 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"head_size",      s.HS},
         {"channels",       s.C},
         {"ffn",            s.F},
+        {"experts",        s.E},
+        {"experts_per_token", s.K},
+        {"router",         routers[int(s.router)]},
         {"vocab",          s.V},
         {"positions",      s.P},
         {"position",       positions[int(s.position)]},
@@ -119,7 +123,8 @@ inline bool is_newer_field(const std::string& key) {
                               "rope_attention_factor", "whole_qk_norm", "pre_norm", "post_norm",
                               "norm_plus", "gate", "score_scalar", "score_softcap",
                               "logit_softcap", "scaled_embedding", "full_every", "window_theta",
-                              "rotary", "nope_every", "parallel", "exact_gelu"})
+                              "rotary", "nope_every", "parallel", "exact_gelu", "experts",
+                              "experts_per_token", "router"})
         if (key == newer) return true;
     return false;
 }

@@ -29,6 +29,10 @@ struct Config {
     bool scratch = false;
     // L, NH, NKV, C, F and V of a Shape
     int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0, vocab = 0;
+    // E and K; the weights of the router's terms in the loss that is trained
+    int experts = 0, experts_per_token = 0;
+    std::string router;
+    double balance = 0.01, z_loss = 0;
 
     // data
     std::string data, val, tokenizer;
@@ -141,6 +145,16 @@ inline const std::vector<Flag>& config_table() {
         {"channels", &C::channels, "0..1000000", "change the width of the residual stream"},
         {"ffn", &C::ffn, "0..10000000", "change the width of the feed-forward layer"},
         {"vocab", &C::vocab, "0..100000000", "change the vocabulary; new weights: the tokenizer's"},
+        {"experts", &C::experts, "0..4096",
+         "experts in the place of a Llama's ffn, each --ffn wide; or change their number"},
+        {"experts-per-token", &C::experts_per_token, "0..32",
+         "experts that a token goes through (0: the preset's, or 2)"},
+        {"router", &C::router, "softmax|renormalised|sigmoid",
+         "a gate is a share of all experts' softmax, of those chosen, or of their sigmoids"},
+        {"balance", &C::balance, "0..1000",
+         "experts: weight of the balance loss of each sequence, which spreads tokens over them"},
+        {"z-loss", &C::z_loss, "0..1000",
+         "experts: weight of the square of the router's log-sum-exp"},
         {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
 
         {"", &C::help, "", "Data"},
@@ -428,7 +442,8 @@ inline std::string nearest(const std::string& name, const std::vector<std::strin
     size_t least = 4;
     for (const std::string& n : names) {
         size_t distance = edit_distance(name, n);
-        if (distance >= least || 2 * distance > std::max(name.size(), n.size())) continue;
+        if (distance >= least || 2 * distance > std::max(name.size(), n.size()))
+            continue;
         least = distance;
         best = n;
     }
@@ -558,6 +573,26 @@ inline std::string override_shape(const Config& c, Shape& s) {
     if (c.channels) s.C = c.channels;
     if (c.ffn) s.F = c.ffn;
 
+    // Experts in the place of an ffn.
+    // Llamas whose blocks are Mixtral's but for the ffn.
+    const char* plain[] = {"llama", "mistral", "qwen3"};
+    bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
+    if (c.experts && can && !s.qkv_bias && !s.o_bias && !s.mlp_bias) {
+        s.family = Family::MIXTRAL;
+        s.hf_type = s.qk_norm ? "qwen3_moe" : "mixtral";
+        s.K = 2;
+    }
+    if (c.experts) s.E = c.experts;
+    if (c.experts_per_token) s.K = c.experts_per_token;
+    if (c.router == "softmax") s.router = Router::SOFTMAX;
+    if (c.router == "renormalised")
+        s.router = Router::RENORMALISED;
+    if (c.router == "sigmoid") s.router = Router::SIGMOID;
+
+    // Without experts there is no router to balance.
+    s.balance = s.E ? c.balance : 0;
+    s.z_loss = s.E ? c.z_loss : 0;
+
     // Take the rest as it is given.
     if (c.layers) s.L = c.layers;
     if (c.vocab) s.V = c.vocab;
@@ -610,10 +645,40 @@ inline std::string check_shape(const Shape& s) {
     if (s.position == Position::ROPE && s.HS % 2)
         return concat("RoPE turns pairs, and a head size of ", s.HS,
                       " is odd: change --heads or --channels");
-    if (s.family != Family::LLAMA && s.NKV != s.NH)
+    bool no_groups = s.family == Family::GPT2 || s.family == Family::NEOX;
+    if (no_groups && s.NKV != s.NH)
         return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
     if (s.family != Family::GPT2 && s.position == Position::LEARNED)
         return "Llama has no table of positions: use --position rope or alibi";
+    return "";
+}
+
+// Experts: what they need, and what is not built with them.
+inline std::string check_experts(const Config& c, const Shape& s) {
+    for (const char* name : {"experts-per-token", "router", "balance", "z-loss"})
+        if (s.E == 0 && given(c, name))
+            return concat("--", name, " is for models with experts: give --experts, or a --model "
+                                      "that has them");
+    if (s.E == 0) return "";
+    // GPT-2's ffn, and biases, have no experts' form here.
+    if (s.family != Family::MIXTRAL)
+        return concat("--experts ", s.E, ": built for Llama, Mistral and Qwen3 without biases: "
+                                         "leave it out, or give --model tiny-moe");
+    // A token goes to different experts; a kernel's warp has a lane for each choice.
+    if (s.K > std::min(s.E, MOST_CHOICES))
+        return concat("--experts-per-token ", s.K, " of --experts ", s.E, ": at most ",
+                      std::min(s.E, MOST_CHOICES));
+    if (s.K == 1 && s.router != Router::SOFTMAX)
+        return "--experts-per-token 1: a gate that is a share of one is always 1, and teaches the "
+               "router nothing: give --router softmax";
+
+    // Refuse what would do something else than it says.
+    if (c.fp8 != "none")
+        return concat("--fp8 ", c.fp8, " is not built with experts: give --fp8 none");
+    if (c.weights != "float")
+        return concat("--weights ", c.weights, " is not built with experts: give --weights float");
+    if (c.cp > 1)
+        return concat("--cp ", c.cp, " is not built with experts: give --cp 1");
     return "";
 }
 
@@ -640,7 +705,8 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
 
     // Check the rows. The micro-batch's B and T are one dimension of rows, B*T, or B*T/cp.
     if (!c.sequence_parallel) return "";
-    if (tp == 1) return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
+    if (tp == 1)
+        return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
     size_t rows = size_t(c.micro_batch) * c.seq / c.cp;
     if (rows % tp)
         return concat("--sequence-parallel: --tp ", tp, " does not divide micro-batch x seq",
@@ -668,7 +734,8 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
         std::string fix;
         // More ranks than key/value heads never do.
         for (size_t d = 2; d <= s.NKV; d++)
-            if (cp_divides(s, c.tp, d)) fix += concat(fix.empty() ? "--cp " : ", ", d);
+            if (cp_divides(s, c.tp, d))
+                fix += concat(fix.empty() ? "--cp " : ", ", d);
         return concat("--cp-method ulysses: --cp ", c.cp, c.tp > 1 ? concat(" x --tp ", c.tp) : "",
                       " does not divide ", s.NH, " heads and ", s.NKV, " key/value heads: try ",
                       fix.empty() ? "" : fix + " or ", "--cp-method gather");
@@ -762,10 +829,14 @@ inline std::string check_masters(const Config& c) {
 inline std::string check_frozen(const Config& c) {
     if (c.weights == "float") return "";
     std::string flag = "--weights " + c.weights;
-    if (c.steps > 0 && !c.eval) return flag + " does not train: give --steps 0 or --eval";
-    if (!c.export_dir.empty()) return flag + " has lost what --export writes: give --weights float";
-    if (c.fp8 != "none") return flag + " is not built with --fp8: leave one of them out";
-    if (c.zero > 0) return flag + " is never cut by --zero, which is for training: leave it out";
+    if (c.steps > 0 && !c.eval)
+        return flag + " does not train: give --steps 0 or --eval";
+    if (!c.export_dir.empty())
+        return flag + " has lost what --export writes: give --weights float";
+    if (c.fp8 != "none")
+        return flag + " is not built with --fp8: leave one of them out";
+    if (c.zero > 0)
+        return flag + " is never cut by --zero, which is for training: leave it out";
     return "";
 }
 
@@ -798,8 +869,10 @@ inline std::string check_together(const Config& c) {
         return "--resume goes on from the newest checkpoint in --out: give --out DIR";
     if (c.resume_step >= 0 && !c.resume)
         return "--resume-step chooses what --resume goes on from: give --resume too";
-    if (c.save_every && c.out.empty()) return "--save-every wants a folder: give --out DIR";
-    if (c.keep_best && c.out.empty()) return "--keep-best wants a folder: give --out DIR";
+    if (c.save_every && c.out.empty())
+        return "--save-every wants a folder: give --out DIR";
+    if (c.keep_best && c.out.empty())
+        return "--keep-best wants a folder: give --out DIR";
     return "";
 }
 
@@ -808,6 +881,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     // Check what needs no other number first: later messages then talk of a possible shape.
     std::string wrong = check_built(c);
     if (wrong.empty()) wrong = check_shape(s);
+    if (wrong.empty()) wrong = check_experts(c, s);
     if (!wrong.empty()) return wrong;
 
     // Fill in the defaults that depend on the shape or on another flag.

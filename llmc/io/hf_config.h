@@ -281,7 +281,14 @@ inline void hf_window(HfConfig& c, Shape& s) {
     // is too, and without the key none.
     bool left_out = !c.j.contains("sliding_window");
     if (s.hf_type == "llama" || s.hf_type == "olmo2") return;
-    if (s.hf_type == "gemma2" || s.hf_type == "gemma3_text") return hf_gemma_window(c, s);
+    if (s.hf_type == "mixtral") {
+        // Mixtral's is in all layers too, and without the key there is none.
+        if (c.has("sliding_window"))
+            s.sliding_window = hf_size(c, "sliding_window");
+        return;
+    }
+    if (s.hf_type == "gemma2" || s.hf_type == "gemma3_text")
+        return hf_gemma_window(c, s);
 
     // SmolLM3 says which layers turn; its windows are not built.
     if (s.hf_type == "smollm3") {
@@ -305,7 +312,8 @@ inline void hf_window(HfConfig& c, Shape& s) {
     size_t size = windows ? hf_size(c, "sliding_window", 4096) : 0;
     size_t first = windows || c.has("layer_types") ? hf_first_window(c, s.L) : s.L;
     if (first >= s.L) return;
-    if (!windows) return hf_wrong(c, "layer_types has windows, and use_sliding_window is not true");
+    if (!windows)
+        return hf_wrong(c, "layer_types has windows, and use_sliding_window is not true");
     s.sliding_window = size;
     s.window_from = first;
 }
@@ -313,7 +321,10 @@ inline void hf_window(HfConfig& c, Shape& s) {
 // Read which products have biases.
 inline void hf_biases(HfConfig& c, Shape& s) {
     // Qwen2's q, k and v have theirs always, and no class reads a key for them.
-    bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3";
+    // Experts' blocks are built without any.
+    bool experts = s.hf_type == "mixtral" || s.hf_type == "qwen3_moe" || s.hf_type == "olmoe";
+    bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3" ||
+                 experts;
     bool reads_attention = !fixed;
     bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
     if (reads_attention)
@@ -325,6 +336,30 @@ inline void hf_biases(HfConfig& c, Shape& s) {
     else
         hf_refuse_unless(c, "mlp_bias", false);
     s.qkv_bias = s.o_bias || s.hf_type == "qwen2";
+}
+
+// Experts of all blocks: Mixtral's keys, or those of Qwen3-MoE and OLMoE.
+inline void hf_experts(HfConfig& c, Shape& s) {
+    // Take the class's defaults where a key is left out.
+    bool mixtral = s.hf_type == "mixtral";
+    s.family = Family::MIXTRAL;
+    bool qwen = s.hf_type == "qwen3_moe";
+    s.E = mixtral ? hf_size(c, "num_local_experts", 8) : hf_size(c, "num_experts", qwen ? 128 : 64);
+    s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : 8);
+    s.router = Router::RENORMALISED;
+    // A gate is a share of those chosen, unless the file says otherwise.
+    if (!mixtral && !hf_flag(c, "norm_topk_prob", false))
+        s.router = Router::SOFTMAX;
+    if (qwen) s.F = hf_size(c, "moe_intermediate_size", 768);
+
+    // Refuse noise on the router's input, and blocks without experts among those that have them.
+    hf_refuse_unless(c, "router_jitter_noise", 0.0);
+    hf_refuse_unless(c, "clip_qkv", nullptr);
+    hf_refuse_unless(c, "decoder_sparse_step", 1);
+    hf_refuse_unless(c, "mlp_only_layers", nlohmann::json::array());
+    if (s.K > s.E || s.K > MOST_CHOICES)
+        hf_wrong(c, "num_experts_per_tok ", s.K, " of ", s.E, " experts: at most ",
+                 std::min(s.E, MOST_CHOICES));
 }
 
 // A family, and what transformers' class of it takes for keys that config.json leaves out.
@@ -342,6 +377,9 @@ constexpr HfDefaults HF_DEFAULTS[] = {
     {"mistral",     "MistralForCausalLM",  8, 131072,   0, 1e-6, 1e4, false},
     {"qwen2",       "Qwen2ForCausalLM",   32,  32768,   0, 1e-6, 1e4, false},
     {"qwen3",       "Qwen3ForCausalLM",   32,  32768, 128, 1e-6, 1e4, false},
+    {"mixtral",     "MixtralForCausalLM",  8, 131072,   0, 1e-5, 1e6, false},
+    {"qwen3_moe",   "Qwen3MoeForCausalLM", 4,  32768,   0, 1e-6, 1e4, false},
+    {"olmoe",       "OlmoeForCausalLM",    0,   4096,   0, 1e-5, 1e4, false},
     {"olmo2",       "Olmo2ForCausalLM",    0,   2048,   0, 1e-5, 1e4, false},
     {"smollm3",     "SmolLM3ForCausalLM",  4,  32768,   0, 1e-6, 2e6, true},
     {"phi3",        "Phi3ForCausalLM",     0,   4096,   0, 1e-5, 1e4, false},
@@ -380,8 +418,11 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     size_t NH = hf_size(c, "num_attention_heads");
     bool all = family.kv_heads == 0 || c.j.contains("num_key_value_heads");
     size_t NKV = hf_size(c, "num_key_value_heads", all ? NH : family.kv_heads);
+    std::string type = family.type;
+    bool experts = type == "mixtral" || type == "qwen3_moe" || type == "olmoe";
+    size_t other_ffn = type == "qwen3_moe" ? 1 : 0; // its blocks have none
     Shape s = llama_shape(hf_size(c, "num_hidden_layers"), NH, NKV, C,
-                          hf_size(c, "intermediate_size"), hf_size(c, "vocab_size"),
+                          hf_size(c, "intermediate_size", other_ffn), hf_size(c, "vocab_size"),
                           hf_size(c, "max_position_embeddings", family.positions), 10000);
 
     // Read what may differ from family to family. head_dim is not always C / NH.
@@ -395,6 +436,7 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     hf_rope(c, s, family.theta);
     hf_biases(c, s);
     hf_window(c, s);
+    if (experts) hf_experts(c, s);
 
     // Refuse heads that share unequally.
     if (!family.head_size && !c.has("head_dim") && C % NH)
@@ -428,7 +470,8 @@ inline Shape hf_neox_shape(HfConfig& c) {
     // Left out it is the exact one, which Pythia has.
     bool exact = !c.has("hidden_act") || c.j["hidden_act"] == "gelu";
     s.exact_gelu = exact;
-    if (!exact) hf_refuse_unless(c, "hidden_act", "gelu_new", "gelu_pytorch_tanh");
+    if (!exact)
+        hf_refuse_unless(c, "hidden_act", "gelu_new", "gelu_pytorch_tanh");
     hf_refuse_unless(c, "attention_bias", true);
     if (C % s.NH)
         hf_wrong(c, "num_attention_heads ", s.NH, " does not divide hidden_size ", C);
@@ -458,8 +501,8 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
         *shape = hf_llama_shape(c, *llama);
     else
         return c.path + ": model_type '" + printable(type.substr(0, 80)) +
-               "' is not supported: gpt2, llama, mistral, qwen2, qwen3, olmo2, smollm3, phi3, "
-               "gemma2, gemma3_text and gpt_neox are";
+               "' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
+               "olmo2, smollm3, phi3, gemma2, gemma3_text and gpt_neox are";
     hf_check_sizes(c, *shape);
     return c.wrong;
 }
@@ -514,6 +557,15 @@ inline std::string hf_refusal(Neox, const Shape& s) {
         return "--export: Hugging Face's GPT-NeoX has heads as wide as its channels together, and "
                "no window: drop --export";
     return "";
+}
+
+// Mixtral's class renormalises always; neither knows sigmoids.
+inline std::string hf_refusal(Mixtral, const Shape& s) {
+    Router written = s.hf_type == "mixtral" ? Router::RENORMALISED : s.router;
+    if (s.router != written || s.router == Router::SIGMOID)
+        return "--export: Hugging Face's class has no such router: drop --export, or use --router "
+               "renormalised";
+    return hf_refusal(Llama{}, s);
 }
 
 // The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
@@ -588,7 +640,8 @@ inline nlohmann::ordered_json hf_json(Neox, const Shape& s) {
         {"rotary_emb_base",         s.rope_theta},
         {"use_parallel_residual",   s.parallel},
     };
-    if (scales(s.rope_scaling)) j["rope_scaling"] = hf_rope_json(s.rope_scaling);
+    if (scales(s.rope_scaling))
+        j["rope_scaling"] = hf_rope_json(s.rope_scaling);
     return j;
 }
 
@@ -645,7 +698,8 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
     };
     hf_variant_json(j, s);
 
-    if (scales(s.rope_scaling)) j["rope_scaling"] = hf_rope_json(s.rope_scaling);
+    if (scales(s.rope_scaling))
+        j["rope_scaling"] = hf_rope_json(s.rope_scaling);
     if (s.o_bias) j["attention_bias"] = true;
     if (s.mlp_bias) j["mlp_bias"] = true;
 
@@ -654,11 +708,32 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
         j["sliding_window"] = s.sliding_window;
     else if (s.hf_type == "mistral")
         j["sliding_window"] = nullptr;
-    bool qwen = s.hf_type == "qwen2" || s.hf_type == "qwen3";
+    bool qwen = s.hf_type == "qwen2" || s.hf_type.starts_with("qwen3");
     if (s.sliding_window && qwen) {
         j["use_sliding_window"] = true;
         j["max_window_layers"] = s.window_from;
     }
+    return j;
+}
+
+// Llama's keys, and the experts'.
+inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
+    // Mixtral's intermediate_size is that of an expert.
+    nlohmann::ordered_json j = hf_json(Llama{}, s);
+    j["num_experts_per_tok"] = s.K;
+    if (s.hf_type == "mixtral") {
+        j["num_local_experts"] = s.E;
+        return j;
+    }
+    j["num_experts"] = s.E;
+    j["norm_topk_prob"] = s.router == Router::RENORMALISED;
+    if (s.hf_type == "olmoe") return j;
+
+    // Qwen3-MoE's intermediate_size is of blocks without experts, which there are none.
+    j.erase("intermediate_size");
+    j["moe_intermediate_size"] = s.F;
+    j["decoder_sparse_step"] = 1;
+    j["mlp_only_layers"] = nlohmann::ordered_json::array();
     return j;
 }
 // clang-format on

@@ -98,12 +98,20 @@ inline const SafeTensor* hf_find(const HfFiles& h, const std::string& name) {
     return nullptr;
 }
 
+// The name of a matrix of a stack: its number stands for {}.
+inline std::string stack_name(const std::string& name, size_t number) {
+    // A parameter that is no stack has its own name.
+    size_t at = name.find("{}");
+    if (at == std::string::npos) return name;
+    return name.substr(0, at) + std::to_string(number) + name.substr(at + 2);
+}
+
 // Where files hold a parameter: a tensor, which may have the rows of others before and behind.
 struct HfPlace {
     std::string tensor;
     size_t first, rows; // the parameter's first row, and all rows of the tensor
 };
-inline HfPlace hf_place(const Shape& s, const Parameter& p) {
+inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
     size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
     struct Joined {
         const char *part, *whole;
@@ -122,8 +130,9 @@ inline HfPlace hf_place(const Shape& s, const Parameter& p) {
         return {p.name.substr(0, at) + j.whole + ".weight", j.first, j.rows};
     }
 
-    // A tensor of its own. Rows beyond file_rows pad the vocabulary for tensor-parallel ranks.
-    return {p.name, 0, p.file_rows};
+    // A tensor of its own, as each matrix of a stack has. Rows beyond file_rows pad the vocabulary
+    // for tensor-parallel ranks.
+    return {stack_name(p.name, number), 0, p.file_rows / p.stack};
 }
 
 // The shape of a parameter's tensor in a file: without padding, transposed where Conv1D is.
@@ -168,7 +177,8 @@ inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, cons
                                    const std::string& folder) {
     std::vector<size_t> shape = file_shape(p, place.rows);
     // Name both shapes: the usual cause is a config.json of another size of the same model.
-    if (!t) return folder + ": tensor " + place.tensor + " is missing";
+    if (!t)
+        return folder + ": tensor " + place.tensor + " is missing";
     if (t->shape != shape)
         return concat(folder, ": tensor ", t->name, " has the shape ", shape_text(t->shape),
                       ", config.json asks for ", shape_text(shape));
@@ -216,17 +226,23 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
     std::set<std::string> used;
     if (t.model.shape.tied) used = {"lm_head.weight", "embed_out.weight"}; // copies of the table
     for (const Parameter& p : t.model.parameters) {
-        // Read the parameter's own rows, out of a tensor that may have more.
-        HfPlace place = hf_place(t.model.shape, p);
-        const SafeTensor* tensor = hf_find(h, place.tensor);
-        wrong = hf_check_tensor(tensor, p, place, folder);
-        if (!wrong.empty()) return wrong;
-        used.insert(tensor->name);
-        std::vector<float> values =
-            tensor_floats(*tensor, place.first * p.cols(), p.file_elements());
-        if (p.transposed)
-            values = transpose(values, tensor->shape[0], tensor->shape[1]);
-        if (by_heads(p)) values = swap_outer(values, t.model.shape.NH, 3);
+        // Read the parameter's own rows, out of a tensor that may have more; of a stack each matrix
+        // has a tensor, and memory has them one below the other.
+        std::vector<float> values;
+        for (size_t k = 0; k < p.stack; k++) {
+            HfPlace place = hf_place(t.model.shape, p, k);
+            const SafeTensor* tensor = hf_find(h, place.tensor);
+            wrong = hf_check_tensor(tensor, p, place, folder);
+            if (!wrong.empty()) return wrong;
+            used.insert(tensor->name);
+            size_t count = p.file_elements() / p.stack;
+            std::vector<float> part = tensor_floats(*tensor, place.first * p.cols(), count);
+            values.insert(values.end(), part.begin(), part.end());
+            if (p.transposed)
+                values = transpose(values, tensor->shape[0], tensor->shape[1]);
+        }
+        if (by_heads(p))
+            values = swap_outer(values, t.model.shape.NH, 3);
         set_file_weight(t, p, values);
     }
 
@@ -259,7 +275,8 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     std::string wrong = read_whole_file(folder + "/config.json", &text);
     if (!wrong.empty()) return wrong;
     e->kept = nlohmann::ordered_json::parse(text, nullptr, false);
-    if (!e->kept.is_object()) return folder + "/config.json: is no JSON object";
+    if (!e->kept.is_object())
+        return folder + "/config.json: is no JSON object";
     e->kept.erase("dtype");
     for (const char* id : {"bos_token_id", "eos_token_id", "pad_token_id"})
         if (!own_tokenizer) e->kept.erase(id);
@@ -268,7 +285,8 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     for (const char* name : {"generation_config.json", "special_tokens_map.json",
                              "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
         std::string path = folder + "/" + name;
-        if (!own_tokenizer || ::access(path.c_str(), F_OK) != 0) continue;
+        if (!own_tokenizer || ::access(path.c_str(), F_OK) != 0)
+            continue;
         wrong = read_whole_file(path, &e->files[name]);
         if (!wrong.empty()) return wrong;
     }
@@ -357,6 +375,7 @@ inline std::string hf_name(Gpt2, const std::string& name) {
 }
 inline std::string hf_name(Llama, const std::string& name) { return name; }
 inline std::string hf_name(Neox, const std::string& name) { return name; }
+inline std::string hf_name(Mixtral, const std::string& name) { return name; }
 
 // ----------------------------------------------------------------------------
 // writing a folder
@@ -389,8 +408,8 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
 }
 
 // The name of a parameter's tensor in an export.
-inline std::string export_name(const Parameter& p, const Shape& s) {
-    std::string name = hf_place(s, p).tensor;
+inline std::string export_name(const Parameter& p, const Shape& s, size_t number = 0) {
+    std::string name = hf_place(s, p, number).tensor;
     with_family(s.family, [&](auto family) { name = hf_name(family, name); });
     return name;
 }
@@ -403,13 +422,14 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     // List the tensors first: the header stands in front of the data.
     const std::vector<Parameter>& table = t.model.parameters;
     std::vector<TensorSpec> specs;
-    for (size_t i = first; i < last; i++) {
-        // Parameters of one tensor follow each other, in the order of its rows.
-        HfPlace place = hf_place(t.model.shape, table[i]);
-        if (place.first > 0) continue;
-        std::vector<size_t> shape = file_shape(table[i], place.rows);
-        specs.push_back({export_name(table[i], t.model.shape), dtype, shape});
-    }
+    for (size_t i = first; i < last; i++)
+        for (size_t k = 0; k < table[i].stack; k++) {
+            // Parameters of one tensor follow each other, in the order of its rows.
+            HfPlace place = hf_place(t.model.shape, table[i], k);
+            if (place.first > 0) continue;
+            std::vector<size_t> shape = file_shape(table[i], place.rows);
+            specs.push_back({export_name(table[i], t.model.shape, k), dtype, shape});
+        }
 
     // Write one parameter at a time; the host holds one, as floats.
     FileWriter w;
@@ -422,7 +442,8 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
         values.resize(p.file_elements()); // padding is at the end
         if (p.transposed)
             values = transpose(values, p.rows(), p.cols());
-        if (by_heads(p)) values = swap_outer(values, 3, t.model.shape.NH);
+        if (by_heads(p))
+            values = swap_outer(values, 3, t.model.shape.NH);
         writer_put(w, values, dtype);
     }
     return first_error(t.comms.world, writes ? writer_close(&w) : "");
@@ -469,7 +490,10 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
         std::string wrong = write_export_file(t, folder + "/" + name, first, last, dtype);
         if (!wrong.empty()) return wrong;
         for (size_t i = first; i < last; i++)
-            weight_map[export_name(table[i], t.model.shape)] = name;
+            for (size_t k = 0; k < table[i].stack; k++) {
+                std::string tensor = export_name(table[i], t.model.shape, k);
+                weight_map[tensor] = name;
+            }
     }
 
     // Write what describes them.
@@ -477,7 +501,8 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     std::map<std::string, std::string> texts = tokenizer.files;
     nlohmann::ordered_json index = {{"metadata", {{"total_size", shards.total}}},
                                     {"weight_map", weight_map}};
-    if (files > 1) texts["model.safetensors.index.json"] = index.dump(2);
+    if (files > 1)
+        texts["model.safetensors.index.json"] = index.dump(2);
     texts["config.json"] = hf_config_json(t.model.shape, dtype, tokenizer).dump(2) + "\n";
     if (tokenizer.eos >= 0 && !texts.count("generation_config.json"))
         texts["generation_config.json"] = begin_and_end(tokenizer).dump(2) + "\n";
@@ -512,7 +537,8 @@ std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dt
 
     // Fill it, and give it the name.
     wrong = write_export(t, temporary, dtype, shard_bytes, tokenizer);
-    if (first && wrong.empty()) wrong = replace_folder(temporary, path);
+    if (first && wrong.empty())
+        wrong = replace_folder(temporary, path);
     wrong = first_error(world, wrong);
     if (first && !wrong.empty()) remove_folder(temporary);
     return wrong;

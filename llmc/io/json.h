@@ -34,7 +34,8 @@ inline size_t json_depth(std::string_view text) {
 
 // A JSON value as a message shows it: a word, a number or a short text; of a list only that it is.
 inline std::string json_word(const nlohmann::json& j) {
-    if (j.is_string()) return in_quotes(j.get_ref<const std::string&>());
+    if (j.is_string())
+        return in_quotes(j.get_ref<const std::string&>());
     return j.is_structured() ? j.type_name() : j.dump();
 }
 

@@ -133,7 +133,8 @@ inline std::string log_append(Logger& log, const nlohmann::json& j) {
 
 // Write what has waited, at the end of a run: "" or what is lost.
 inline std::string log_close(Logger& log) {
-    if (log.pending.empty() || append_whole(log.path, log.pending)) return "";
+    if (log.pending.empty() || append_whole(log.path, log.pending))
+        return "";
     return log.path + ": cannot be written: its last lines are lost";
 }
 

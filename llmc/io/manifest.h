@@ -43,7 +43,8 @@ inline std::string check_file_entry(const nlohmann::json& f) {
         wrong = check_integer(f, "crc32", 0, UINT32_MAX);
     if (wrong.empty())
         wrong = check_integer(f, "tp", 1, 1000000);
-    if (wrong.empty()) wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
+    if (wrong.empty())
+        wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
 
     // Whether a range fits its parameter is seen when it is read.
     for (const auto& [name, range] : f["tensors"].items()) {

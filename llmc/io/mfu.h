@@ -1,7 +1,7 @@
 // mfu.h - model FLOPs utilisation: the share of the machine's rate that the model's arithmetic uses
 //   FLOPs a token = 6 * parameters + 6 * L * NH*HS * T        (arXiv:2204.02311)
-//     6 a parameter: a product takes 2 forward and 4 backward. Attention's two products see T/2
-//     keys on average, under the causal mask.
+//     6 a parameter that the token meets, of experts those that it goes through: a product takes 2
+//     forward and 4 backward. Attention's two products see T/2 keys on average.
 //   mfu = tokens a second * FLOPs a token / peak.  Recomputation does not count.
 //   A GPU's peak is its data sheet's, dense. A CPU has none that its libraries reach: there, and on
 //   a GPU that the table does not know, the peak is one square product in the training precision,
@@ -11,7 +11,7 @@
 #include <string>
 #include "../comm/group.h"
 #include "../linear.cuh"
-#include "../model.h"
+#include "../buckets.h"
 #include "../text.h"
 
 namespace llmc {
@@ -20,7 +20,7 @@ namespace llmc {
 // Six a parameter: two forward, four backward. Attention adds 6 L C T with a causal mask.
 inline double flops_per_token(const Model& model, size_t T) {
     const Shape& s = model.shape;
-    return 6.0 * double(parameter_count(model)) + 6.0 * double(s.L * s.NH * s.HS) * double(T);
+    return 6.0 * double(active_parameters(model)) + 6.0 * double(s.L * s.NH * s.HS) * double(T);
 }
 
 // Hours of so many FLOPs on GPUs of this peak.

@@ -20,7 +20,8 @@ inline Shape choose_shape(const Config& c) {
     if (mode_t type = file_type(c.model)) {
         or_die(type == S_IFDIR ? hf_read_config(&s, c.model) : model_file_shape(&s, c.model));
         bool reshaped = c.layers || c.heads || c.kv_heads || c.channels || c.ffn || c.vocab ||
-                        c.position.size();
+                        c.position.size() || c.experts || c.experts_per_token ||
+                        c.router.size();
         LLMC_USER_CHECK(c.scratch || !reshaped,
                         "%s has weights of its own shape: to change the shape, start from new "
                         "weights with --scratch",

@@ -99,11 +99,20 @@ inline std::vector<Shape> saved_shapes() {
     mistral_endless.sliding_window = 0, qwen2_tied.tied = true;
     qwen2.sliding_window = 5, qwen2.window_from = 1;
     qwen3.hf_type = "qwen3", qwen3.qk_norm = true, qwen3.qkv_bias = false, qwen3.HS = 6;
+    Shape mixtral = mistral_endless, qwen3_moe = qwen3, olmoe = mistral_endless;
+    set_variant(olmoe, "olmoe");
+    olmoe.family = Family::MIXTRAL, olmoe.hf_type = "olmoe", olmoe.E = 4, olmoe.K = 2;
+    olmoe.router = Router::SOFTMAX;
+    mixtral.family = qwen3_moe.family = Family::MIXTRAL;
+    mixtral.hf_type = "mixtral", mixtral.E = 3, mixtral.K = 2;
+    qwen3_moe.hf_type = "qwen3_moe", qwen3_moe.E = 11, qwen3_moe.K = 3;
+    qwen3_moe.router = Router::SOFTMAX;
     biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
     biased.rope_scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
     yarn.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
     std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,
-                              qwen2, qwen2_tied, biased, yarn, qwen3};
+                              qwen2, qwen2_tied, biased, yarn, qwen3,
+                              mixtral, qwen3_moe, olmoe};
     for (const char* type : VARIANTS) {
         Shape s = small_variant(mistral_endless, type);
         s.L = 3; // layers of each kind

@@ -243,6 +243,35 @@ TEST(Config, RefusesWhatCannotWork) {
         EXPECT_EQ(check({"--steps", "0", "--sample-tokens", "0", use}), "") << use;
 }
 
+TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
+    Shape s;
+    auto check = [&](std::vector<std::string> words, const char* model = "tiny-llama") {
+        Config c;
+        for (const Preset& p : model_presets())
+            if (p.name == std::string(model)) s = p.shape;
+        std::string wrong = parse(c, words);
+        if (wrong.empty()) wrong = override_shape(c, s);
+        return wrong.empty() ? config_check(c, s) : wrong;
+    };
+    EXPECT_EQ(check({"--experts", "8"}), "");
+    EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 8 && s.K == 2 && s.balance == 0.01);
+    EXPECT_EQ(check({"--experts", "4"}, "qwen3-0.6b"), "");
+    EXPECT_EQ(s.hf_type, "qwen3_moe");
+    EXPECT_EQ(check({"--router", "sigmoid", "--balance", "0", "--z-loss", "1e-3"}, "tiny-moe"), "");
+    EXPECT_TRUE(s.router == Router::SIGMOID && s.balance == 0 && s.z_loss == 1e-3);
+    EXPECT_EQ(check({"--experts-per-token", "1", "--router", "softmax"}, "tiny-moe"), "");
+    EXPECT_HAS(check({"--experts-per-token", "1"}, "tiny-moe"), "give --router softmax");
+    EXPECT_HAS(check({"--experts-per-token", "9"}, "tiny-moe"), "of --experts 8: at most 8");
+    EXPECT_HAS(check({"--experts", "8"}, "tiny"), "built for Llama");
+    EXPECT_HAS(check({"--experts", "8"}, "qwen2.5-0.5b"), "built for Llama");
+    EXPECT_HAS(check({"--balance", "1"}), "--balance is for models with experts");
+    EXPECT_HAS(check({"--precision", "bf16", "--fp8", "block"}, "tiny-moe"), "--fp8 block is not");
+    EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"), "--weights nf4 is not built with");
+    EXPECT_HAS(check({"--ep", "2"}, "tiny-moe"), "not built yet (expert parallelism)");
+    EXPECT_EQ(check({}), "");
+    EXPECT_EQ(s.balance, 0);
+}
+
 TEST(Config, RefusesSmallMastersThatCannotBe) {
     auto check = [](std::vector<std::string> words) {
         Config c;

@@ -332,6 +332,58 @@ TEST_F(HuggingFace, ConfigOfGemma) {
                "use_bidirectional_attention true is not built yet");
 }
 
+// The experts' keys of two classes, and variants that are not built.
+TEST_F(HuggingFace, ConfigOfExperts) {
+    Shape s = config_shape(dir, llama_json("mixtral"), {{"num_local_experts", 6}});
+    EXPECT_TRUE(s.family == Family::MIXTRAL && s.router == Router::RENORMALISED && !s.qk_norm);
+    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.sliding_window}), (std::vector<size_t>{6, 2, 0}));
+    json qwen = llama_json("qwen3_moe");
+    qwen.erase("intermediate_size");
+    s = config_shape(dir, qwen, {{"moe_intermediate_size", 12}, {"norm_topk_prob", true}});
+    EXPECT_TRUE(s.qk_norm && s.router == Router::RENORMALISED);
+    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F}), (std::vector<size_t>{128, 8, 12}));
+    EXPECT_EQ(config_shape(dir, qwen).router, Router::SOFTMAX); // the class's default
+    EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 2}}),
+               "decoder_sparse_step 2 is not built yet");
+    EXPECT_HAS(config_error(dir, qwen, {{"mlp_only_layers", {0}}}), "mlp_only_layers");
+    EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"router_jitter_noise", 0.1}}),
+               "router_jitter_noise 0.1 is not built yet");
+    EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"num_experts_per_tok", 9}}),
+               "num_experts_per_tok 9 of 8 experts: at most 8");
+}
+
+// Files hold each expert apart, and an expert that is missing is named.
+TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
+    for (Shape s : saved_shapes()) {
+        if (s.E == 0) continue;
+        auto m = random_model<float>(s);
+        std::string folder = dir + "/experts";
+        ASSERT_EQ(hf_export(m->t, folder, Type::F32), "");
+        SafeTensors f;
+        ASSERT_EQ(safetensors_open(&f, folder + "/model.safetensors"), "");
+        bool mixtral = s.hf_type == "mixtral";
+        std::string up = mixtral ? "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+                                 : "model.layers.1.mlp.experts.2.up_proj.weight";
+        const SafeTensor* tensor = safetensors_find(f, up);
+        ASSERT_TRUE(tensor);
+        EXPECT_EQ(tensor->shape, (std::vector<size_t>{s.F, s.C}));
+        for (const Parameter& p : m->t.model.parameters) {
+            if (stack_name(p.name, 2) != up) continue;
+            std::vector<float> all = get_weight(m->t, p);
+            auto third = all.begin() + long(2 * s.F * s.C);
+            EXPECT_EQ(tensor_floats(*tensor),
+                      std::vector<float>(third, third + long(s.F * s.C)));
+        }
+        safetensors_close(&f);
+
+        // One expert more than the files have.
+        s.E++;
+        auto more = random_model<float>(s);
+        std::string wrong = hf_load_weights(more->t, folder);
+        EXPECT_HAS(wrong, "gate.weight has the shape");
+    }
+}
+
 // A layer's window by its number: block b is layer b + 1.
 TEST_F(HuggingFace, ConfigOfQwensWindows) {
     auto windows = [&](const json& more) {

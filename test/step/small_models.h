@@ -41,6 +41,16 @@ inline Shape small_neox(size_t L = 3, size_t NH = 3, size_t C = 24) {
     return neox_shape(L, NH, C, 61, 32);
 }
 constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
+// Experts that tensor parallelism can cut in 2 and 4: one of three for a token, or two of six, whose
+// q and k are normed.
+inline Shape small_mixtral(bool qwen = false) {
+    Shape s = qwen ? small_qwen3() : small_llama();
+    s.family = Family::MIXTRAL, s.hf_type = qwen ? "qwen3_moe" : "mixtral";
+    s.F = 12, s.E = qwen ? 3 : 6, s.K = qwen ? 1 : 2;
+    s.router = qwen ? Router::SOFTMAX : Router::RENORMALISED;
+    s.balance = 0.05, s.z_loss = 0.01;
+    return s;
+}
 
 // Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
 inline Layout small_layout(int dp, int tp = 1, int pp = 1, int cp = 1) {
@@ -156,7 +166,8 @@ inline std::vector<Shape> all_shapes() {
     qwen.sliding_window = 4, qwen.window_from = 1;
     qwen.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
     std::vector<Shape> all = {small_gpt2(), small_gpt2(false), small_llama(), qwen,
-                              alibi,        rope,              small_qwen3()};
+                              alibi,        rope,              small_qwen3(),
+                              small_mixtral(), small_mixtral(true)};
     for (const char* type : VARIANTS)
         all.push_back(small_variant(small_llama(), type));
     all.push_back(small_neox());

@@ -263,7 +263,7 @@ Errors errors_of(const Result& a, const Result& b) {
     return e;
 }
 
-std::vector<Shape> shapes() { return {small_gpt2(), small_llama()}; }
+std::vector<Shape> shapes() { return {small_gpt2(), small_llama(), small_mixtral()}; }
 
 // With heads and channels for tp of 2, 3 and 6, or 2, 4 and 8 (of two key/value heads). Neither
 // vocabulary, 301 and 277, is divided by any: ranks have 256 tokens, 128, some, or none.
@@ -278,6 +278,16 @@ Shape llama_for_tp(bool tied) {
     s.tied = tied, s.qkv_bias = s.o_bias = s.mlp_bias = tied, s.rope_scaling = {8, 1, 4, 16};
     if (tied) s.sliding_window = 5, s.window_from = 2;
     if (!tied) s.hf_type = "qwen3", s.qk_norm = true, s.HS = 6;
+    return s;
+}
+// Balance terms that bite; each has experts that not all ranks' tokens choose.
+Shape mixtral_for_tp(bool tied) {
+    Shape s = llama_for_tp(tied);
+    s.qkv_bias = s.o_bias = s.mlp_bias = false;
+    s.family = Family::MIXTRAL, s.hf_type = tied ? "mixtral" : "qwen3_moe";
+    s.F = 24, s.E = tied ? 6 : 5, s.K = 2, s.balance = 0.5, s.z_loss = 0.1;
+    s.router = tied ? Router::RENORMALISED : Router::SIGMOID;
+    s.qk_norm = true, s.whole_qk_norm = tied;
     return s;
 }
 bool fits(const Shape& s, const LayoutCase& l) {
@@ -392,6 +402,7 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
             l.chunks = 1 + zero % 2, l.recompute = three_levels(31 * zero % 125);
             l.pipeline = l.chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
             Shape shape = llama_for_tp(zero % 2);
+            if (zero == 3) shape = mixtral_for_tp(tp == 1);
             if (left_out(&number)) continue;
             auto want = run_layout<float>(shape, l, true);
             l.poisoned = true;
@@ -627,6 +638,27 @@ TEST(Layouts, VariantsAreOneComputation) {
             Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
             ASSERT_EQ(cell.wrong, "") << type << ", " << l.text();
         }
+}
+
+// So are they with experts: routers, their balance terms, experts that no token of a rank chooses.
+TEST(Layouts, ExpertsAreOneComputation) {
+    std::map<std::tuple<bool, bool, int>, OneRank> one_rank;
+    Cell worst;
+    int cells = 0, number = 0;
+    for (const LayoutCase& l : all_layouts())
+        for (bool adamw : {true, false}) {
+            bool tied = (l.dp + l.pp + l.zero / 2) % 2;
+            Shape shape = mixtral_for_tp(tied);
+            if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
+            if (((number + 1) / 2 + adamw) % 2) continue; // each layout with one of the optimizers
+            OneRank& one = one_rank[{tied, adamw, l.micro_batches * l.dp}];
+            if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
+            Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+            ASSERT_EQ(cell.wrong, "") << l.text();
+            cells++;
+            add_worst(worst, cell);
+        }
+    printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
 }
 
 // Shards that cut no matrix are the same computation, and as equal bit by bit as others are.

@@ -16,7 +16,8 @@ using namespace llmc;
 // finite differences through the whole model, in double
 
 TEST(Gradients, WholeModelAgainstFiniteDifferences) {
-    for (const Shape& s : all_shapes()) {
+    for (Shape s : all_shapes()) {
+        s.balance = s.z_loss = 0; // the loss that is reported leaves them out
         Plan evaluate = small_plan(2, 9, 1), train = small_plan(2, 9, 2);
         evaluate.mode = Mode::EVALUATE;
         evaluate.B = 4; // both micro-batches at once
@@ -42,6 +43,59 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
                     << p.name << "[" << i << "]";
             }
         EXPECT_GT(loss, 1);
+    }
+}
+
+// A router of zeros sends every token to the lowest experts. The others' gradients are zeros, written
+// in each first micro-batch, and the run goes on.
+TEST(Experts, AllTokensMayChooseTheSame) {
+    Shape s = small_mixtral();
+    Fixture<double> f(s, {small_plan(2, 9, 2, Recompute::FULL)});
+    for (const Parameter& p : f.t.model.parameters)
+        if (p.name.ends_with("block_sparse_moe.gate.weight"))
+            set_weight(f.t, p, std::vector<double>(p.elements()).data());
+    f.t.hyper.lr = 0;
+    for (int step = 0; step < 2; step++) {
+        EXPECT_TRUE(std::isfinite(f.step()));
+        for (const Parameter& p : f.t.model.parameters) {
+            if (p.stack == 1) continue;
+            size_t one = p.elements() / p.stack;
+            f.t.plan = 0;
+            for (size_t e = 0; e < p.stack; e++) {
+                double most = 0;
+                for (size_t i = 0; i < one; i++)
+                    most = std::max(most, std::fabs(f.grad(p)[e * one + i]));
+                EXPECT_EQ(most > 0, e < s.K) << p.name << " " << e;
+            }
+        }
+    }
+}
+
+// The balance terms are those of the step, whatever its micro-batches are: their share of the
+// gradient is the same from one micro-batch of four samples and from four of one.
+TEST(Experts, BalanceKnowsNoMicroBatch) {
+    auto router_gradient = [](double balance, double z, size_t B, int micro_batches) {
+        Shape s = small_mixtral();
+        s.balance = balance, s.z_loss = z;
+        Fixture<double> f(s, {small_plan(B, 9, micro_batches)});
+        f.t.hyper.lr = 0, f.t.hyper.clip = 0;
+        f.step();
+        std::vector<double> all;
+        f.t.plan = 0;
+        for (const Parameter& p : f.t.model.parameters)
+            if (p.name.ends_with("block_sparse_moe.gate.weight"))
+                all.insert(all.end(), f.grad(p), f.grad(p) + p.elements());
+        return all;
+    };
+    for (auto [balance, z] : {std::pair(1., 0.), {0., 1.}}) {
+        auto none = router_gradient(0, 0, 4, 1), one = router_gradient(balance, z, 4, 1);
+        auto four = router_gradient(balance, z, 1, 4);
+        double share = 0;
+        for (size_t i = 0; i < one.size(); i++) {
+            share = std::max(share, std::fabs(one[i] - none[i]));
+            EXPECT_NEAR(one[i], four[i], 1e-12);
+        }
+        EXPECT_GT(share, 1e-4);
     }
 }
 
@@ -294,6 +348,10 @@ TEST(Access, IsTheTruthForGpt2) {
 TEST(Access, IsTheTruthForLlama) {
     for (Recompute level : ALL_LEVELS)
         expect_honest_access<bf16>(small_llama(), small_plan(2, 8, 2, level));
+}
+TEST(Access, IsTheTruthForMixtral) {
+    for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})
+        expect_honest_access<bf16>(small_mixtral(), small_plan(2, 8, 2, three_levels(number), true));
 }
 TEST(Access, IsTheTruthForQwen3) {
     for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})

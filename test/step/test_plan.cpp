@@ -726,10 +726,19 @@ TEST(Model, PublishedParameterCounts) {
         {"gemma-2-2b", 2614341888}, {"gemma-3-1b", 999885952}, {"olmo-2-7b", 7298617344},
         {"pythia-70m", 70426624}, {"pythia-160m", 162322944}, {"pythia-410m", 405334016},
         {"pythia-1b", 1011781632}, {"pythia-1.4b", 1414647808}, {"pythia-2.8b", 2775208960},
-        {"pythia-6.9b", 6857302016}, {"pythia-12b", 11846072320}};
+        {"pythia-6.9b", 6857302016}, {"pythia-12b", 11846072320},
+        {"mixtral-8x7b", 46702792704}, {"qwen3-30b-a3b", 30532122624},
+        {"olmoe-1b-7b", 6919161856}};
+    // A token meets these, in 1e9; of a model without experts all.
+    std::map<std::string, double> active = {{"mixtral-8x7b", 12.880}, {"qwen3-30b-a3b", 3.353},
+                                            {"olmoe-1b-7b", 1.282}};
     for (const Preset& p : model_presets())
         if (published.count(p.name)) {
-            EXPECT_EQ(parameter_count(make_model(p.shape)), published[p.name]) << p.name;
+            Model model = make_model(p.shape);
+            EXPECT_EQ(parameter_count(model), published[p.name]) << p.name;
+            double of_token = double(active_parameters(model)) / 1e9;
+            double want = active.count(p.name) ? active[p.name] : double(published[p.name]) / 1e9;
+            EXPECT_NEAR(of_token, want, 0.0005) << p.name;
         }
 }
 

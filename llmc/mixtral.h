@@ -1,0 +1,491 @@
+// mixtral.h - Mixtral, Qwen3-MoE, OLMoE: Llama's block with experts for an ffn - arXiv:2401.04088
+//   block       x = x + o_proj(attention(rope(q), rope(k), v)),   q, k, v = proj(norm_1(x))
+//               x = x + sum over the K chosen experts of down_e(g_e silu(gate_e) up_e)
+//               gate_e, up_e = proj_e(norm_2(x)),   g_e: the router's gate for norm_2(x), moe.cuh
+//   The text is llama.h's; embedding, head and norms are Llama's own. N: rows, E, K: experts,
+//   those of a token; M = N K slots, F: the width of one expert.
+//   Experts' matrices are stacks of E in a bucket of their own. Tensor parallelism cuts each
+//   expert's F, as it cuts an ffn's. Every rank routes all N rows, with the same bits, and has a
+//   part of the gates' gradients; so the router's gradient is a sum over ranks, and the first one
+//   adds the balance terms.
+//   Choice, gates and order of slots are kept at every level of recomputation: R asks no router.
+//   Rows of slots (M,C) are never kept. One buffer in scratch takes turns: an expert's input and
+//   its output, then backward the gradient of the output, of the input, and both inputs of W
+//   again. No token is dropped and M is known, so all of this has its place before the run.
+//   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
+#pragma once
+#include "grouped_matmul.cuh"
+#include "llama.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the family
+
+// clang-format off
+struct Mixtral {
+    static constexpr const char* model_types[] = {"mixtral", "qwen3_moe", "olmoe"};
+    static constexpr const char* block_prefix = "model.layers.";
+    static constexpr const char* body_prefix = "";              // names begin with "model." already
+    static constexpr int widening_products = 2;                 // from C to F channels: gate, up
+
+    typedef Llama::Embedding Embedding;
+    typedef Llama::Head Head;
+
+    struct Block {
+        Weight norm_1;                            // (C)
+        Weight q, k, v;                           // (Q,C) (KV,C) (KV,C)
+        Weight q_norm, k_norm;                    // (HS) (HS), whole: (Q) (KV)
+        Weight o;                                 // (C,Q)
+        Weight norm_2;                            // (C)
+        Weight router;                            // (E,C)
+        Weight gate, up, down;                    // (E F,C) (E F,C) (E C,F)
+    };
+
+    template <typename T> struct Acts {
+        T* norm_1;                                // (R,C)
+        acc_t<T>* norm_1_rstd;                    // (R)
+        T *q_raw, *k_raw;                         // (N,Q) (N,KV)  before their norms, or null
+        acc_t<T> *q_rstd, *k_rstd;                // (N,NH) (N,NKV), whole: (N) (N)
+        acc_t<T> *q_squares, *k_squares;          // (N) (N)    whole: their sums over tp
+        T *q, *k, *v;                             // (N,Q) (N,KV) (N,KV)
+        T* attention;                             // (N,Q)
+        acc_t<T>* lse;                            // (B,NH,T)
+        T* middle;                                // (R,C)
+        T* norm_2;                                // (R,C)
+        acc_t<T>* norm_2_rstd;                    // (R)
+        acc_t<T> *logits, *gates;                 // (N,E) (N,K)
+        int* ids;                                 // (N,K)
+        Slots slots;                              // (E) (E+1) (N,K) (M)
+        T *gate, *up, *swiglu;                    // (M,F) (M,F) (M,F)
+
+        T *dswiglu, *dup, *dlogits;               // (M,F) (M,F) (N,E)
+        acc_t<T>* dgates;                         // (N,K)
+        T *dnorm_2, *dmiddle;                     // (R,C) (R,C)
+        T *dattention, *dq, *dk, *dv, *dnorm_1;   // (N,Q) (N,Q) (N,KV) (N,KV) (R,C)
+        T *dq_raw, *dk_raw;                       // (N,Q) (N,KV)  before their norms, or null
+        acc_t<T> *q_dots, *k_dots;                // (N) (N)    whole: their sums over tp
+        acc_t<T> *norm_1_sums, *norm_2_sums;      // parts of the norms' dweight
+        acc_t<T> *q_norm_sums, *k_norm_sums;      // parts of theirs
+        T *dout_all, *dmiddle_all;                // (N,C) (N,C)  rows of all ranks, where R < N
+    };
+};
+// clang-format on
+
+// ----------------------------------------------------------------------------
+// tables
+
+// clang-format off
+// The norms of q and k, and the router, are whole on every rank, and their gradients are of its own
+// heads or its own part of each expert.
+template <typename Row>
+void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
+    size_t C = s.C;
+    size_t Q = s.NH * s.HS;
+    size_t KV = s.NKV * s.HS;
+
+    // The cuts of tensor parallelism.
+    Shard whole = {};
+    Shard columns = {0};
+    Shard rows = {1};
+    Shard kv = {0, 1, int(s.NKV)};
+    Shard heads = {-1, 1, 0, Partial::HEADS}; // one norm for the heads of all ranks; the router
+    // Products that add to the residual stream start smaller, as Llama's.
+    Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+    const char* router = s.hf_type == "mixtral" ? "block_sparse_moe.gate.weight"
+                                                : "mlp.gate.weight";
+
+    //  weight    name                               shape    start   decays cut      transposed
+    row(w.norm_1, "input_layernorm.weight",          {C},     ONES,   false, whole,   false);
+    row(w.q,      "self_attn.q_proj.weight",         {Q, C},  normal, true,  columns, false);
+    row(w.k,      "self_attn.k_proj.weight",         {KV, C}, normal, true,  kv,      false);
+    row(w.v,      "self_attn.v_proj.weight",         {KV, C}, normal, true,  kv,      false);
+    if (s.qk_norm) {
+        // A norm of all heads is cut as its rows are.
+        bool all = s.whole_qk_norm;
+        size_t q_rows = all ? Q : s.HS;
+        size_t k_rows = all ? KV : s.HS;
+        Shard q_cut = all ? columns : heads;
+        Shard k_cut = all ? kv : heads;
+        row(w.q_norm, "self_attn.q_norm.weight",     {q_rows}, ONES,  false, q_cut,   false);
+        row(w.k_norm, "self_attn.k_norm.weight",     {k_rows}, ONES,  false, k_cut,   false);
+    }
+    row(w.o,      "self_attn.o_proj.weight",         {C, Q},  small,  true,  rows,    false);
+    row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
+    row(w.router, router,                            {s.E, C}, normal, true, heads,   false);
+}
+
+// A stack has E matrices, one below the other: {} stands for an expert's number in the files.
+template <typename Row>
+void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
+    // Each expert is cut for itself.
+    size_t C = s.C;
+    size_t F = s.F;
+    size_t E = s.E;
+    Shard columns = {0, int(E)}, rows = {1};
+    Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+
+    // Mixtral has names of its own.
+    bool mixtral = s.hf_type == "mixtral";
+    const char* gate = mixtral ? "block_sparse_moe.experts.{}.w1.weight"
+                               : "mlp.experts.{}.gate_proj.weight";
+    const char* up = mixtral ? "block_sparse_moe.experts.{}.w3.weight"
+                             : "mlp.experts.{}.up_proj.weight";
+    const char* down = mixtral ? "block_sparse_moe.experts.{}.w2.weight"
+                               : "mlp.experts.{}.down_proj.weight";
+
+    // Two of them widen, one comes back to the stream.
+    //  weight    name  shape       start   decays cut      transposed
+    row(w.gate,   gate, {E * F, C}, normal, true,  columns, false);
+    row(w.up,     up,   {E * F, C}, normal, true,  columns, false);
+    row(w.down,   down, {E * C, F}, small,  true,  rows,    false);
+}
+
+// Rows of slots are M = N K, whoever is chosen: an arena that fits once fits always.
+template <typename T, typename S, typename Row>
+void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+    size_t C = s.C;
+    size_t F = s.F;
+    size_t Q = s.NH * s.HS;
+    size_t KV = s.NKV * s.HS;
+    size_t R = N / s.row_ranks; // of the residual stream
+    size_t M = N * s.K;         // slots
+
+    // A norm of q and k decides what is kept.
+    using enum Keep;
+    using enum Last;
+    Keep product = s.qk_norm ? CHEAP : ATTN; // a norm makes them again
+    Last normed = s.qk_norm ? B : W;         // products read what is before the norm
+    bool all = s.whole_qk_norm;
+
+    //  pointer         name                    elements   of        last read
+    row(a.norm_1,       "norm_1",               R * C,     CHEAP,    W);
+    row(a.norm_1_rstd,  "norm_1.rstd",          R,         CHEAP,    B);
+    if (s.qk_norm) {
+        row(a.q_raw,    "q before norm",        N * Q,     ATTN,     B);
+        row(a.k_raw,    "k before norm",        N * KV,    ATTN,     B);
+        row(a.q_rstd,   "q.rstd",     all ? N : N * s.NH,  CHEAP,    B);
+        row(a.k_rstd,   "k.rstd",     all ? N : N * s.NKV, CHEAP,    B);
+    }
+    // Rows that lie over ranks are summed over them first.
+    if (all) {
+        row(a.q_squares, "q, squares",          N,         CHEAP,    B);
+        row(a.k_squares, "k, squares",          N,         CHEAP,    B);
+    }
+    row(a.q,            "q",                    N * Q,     product,  B);
+    row(a.k,            "k",                    N * KV,    product,  B);
+    row(a.v,            "v",                    N * KV,    ATTN,     B);
+    row(a.attention,    "attention",            N * Q,     ATTN,     W);
+    row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
+    row(a.middle,       "middle",               R * C,     ATTN,     B);
+    row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
+    row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
+    row(a.logits,       "router's logits",      N * s.E,   ROUTING,  B);
+    row(a.gates,        "gates",                M,         ROUTING,  B);
+    row(a.ids,          "chosen experts",       M,         ROUTING,  B);
+    row(a.slots.row_of, "rows of slots",        M,         ROUTING,  B);
+    row(a.slots.slot_of, "slots of rows",       M,         ROUTING,  W);
+    row(a.slots.counts, "experts' loads",       s.E,       ROUTING,  W);
+    row(a.slots.starts, "experts' first rows",  s.E + 1,   ROUTING,  W);
+    row(a.gate,         "gate",                 M * F,     FFN,      B);
+    row(a.up,           "up",                   M * F,     FFN,      B);
+    row(a.swiglu,       "swiglu",               M * F,     CHEAP,    W);
+
+    row(a.dswiglu,      "d swiglu, d gate",     M * F,     GRADIENT, W);
+    row(a.dup,          "d up",                 M * F,     GRADIENT, W);
+    row(a.dgates,       "d gates",              M,         GRADIENT, B);
+    row(a.dlogits,      "d router's logits",    N * s.E,   GRADIENT, W);
+    row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
+    row(a.dmiddle,      "d middle",             R * C,     GRADIENT, W);
+    row(a.dattention,   "d attention",          N * Q,     GRADIENT, B);
+    row(a.dq,           "d q",                  N * Q,     GRADIENT, normed);
+    row(a.dk,           "d k",                  N * KV,    GRADIENT, normed);
+    row(a.dv,           "d v",                  N * KV,    GRADIENT, W);
+    row(a.dnorm_1,      "d norm_1",             R * C,     GRADIENT, B);
+    row(a.norm_1_sums,  "d norm_1, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
+    row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
+    if (s.qk_norm) {
+        row(a.dq_raw,   "d q before norm",      N * Q,     GRADIENT, W);
+        row(a.dk_raw,   "d k before norm",      N * KV,    GRADIENT, W);
+        NormRows q = norm_rows(s, N, s.NH);
+        NormRows k = norm_rows(s, N, s.NKV);
+        size_t q_sums = rmsnorm_sums(q.count, q.C, where);
+        size_t k_sums = rmsnorm_sums(k.count, k.C, where);
+        row(a.q_norm_sums, "d q norm, sums",    q_sums,    GRADIENT, W);
+        row(a.k_norm_sums, "d k norm, sums",    k_sums,    GRADIENT, W);
+    }
+    if (all) {
+        row(a.q_dots,   "d q, dots",            N,         GRADIENT, B);
+        row(a.k_dots,   "d k, dots",            N,         GRADIENT, B);
+    }
+    if (s.row_ranks == 1) return;
+    row(a.dout_all,     "d out, all rows",      N * C,     GRADIENT, W);
+    row(a.dmiddle_all,  "d middle, all rows",   N * C,     GRADIENT, W);
+}
+// clang-format on
+
+// ----------------------------------------------------------------------------
+// experts
+
+// The router as kernels take it.
+inline Routing routing_of(const Shape& s) { return {s.router, s.E, s.K}; }
+
+// A stack of E matrices as the grouped products take it.
+inline Groups groups_of(const Shape& s, const Weight& stack, const int* starts, size_t M) {
+    return {starts, s.E, stack.rows / s.E, stack.cols, M};
+}
+
+// The balance terms of this rank; of tensor-parallel ranks one adds them for all.
+template <typename S>
+BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
+    // A term is a mean over the sequences of the step, and over the tokens of each.
+    const Shape& s = ctx.shape;
+    double tokens = double(ctx.sequences) * double(ctx.batch.T);
+    if (ctx.tp.rank > 0) return {};
+    return {s.balance / tokens, 2 * s.z_loss / tokens, counts, ctx.batch.T, ctx.loss_scale};
+}
+
+// The choice of experts: logits in acc, whatever the weights are, then slots by expert.
+template <typename T, typename S>
+void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
+                    const Weight& router) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    const T* no_bias = nullptr;
+    const acc_t<T>* no_residual = nullptr;
+
+    // A product whose output is wider than its operands.
+    Product p = linear_forward_product(N, s.E, s.C, type_of<T>());
+    p.pack_b = false;
+    matmul(a.logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
+
+    // Choose, then lay the slots of each expert together.
+    route_forward(a.ids, a.gates, a.logits, routing_of(s), N, ctx.where);
+    sort_slots(a.slots, a.ids, N * s.K, s.E, ctx.where);
+}
+
+// The rows of slots, in the buffer that they share.
+template <typename T, typename S>
+T* gather_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x) { // (M,C) of (N,C)
+    // A slot's token is its number over K.
+    T* rows = static_cast<T*>(ctx.slot_rows);
+    size_t M = ctx.batch.rows() * ctx.shape.K;
+    gather_slots(rows, x, a.slots.slot_of, M, ctx.shape.K, ctx.shape.C, ctx.where);
+    return rows;
+}
+
+// gate and up of each slot, and swiglu; all of it where products are made again, or swiglu alone.
+template <typename T, typename S>
+void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
+                 const Mixtral::Block& w, bool products) {
+    const Shape& s = ctx.shape;
+    size_t M = ctx.batch.rows() * s.K;
+
+    // Each expert's rows by its own matrices.
+    if (products) {
+        const T* xs = gather_slots(ctx, a, x);
+        Groups g = groups_of(s, w.gate, a.slots.starts, M);
+        grouped_forward(a.gate, xs, w.gate.as<const T>(), g, ctx.blas, ctx.where);
+        grouped_forward(a.up, xs, w.up.as<const T>(), g, ctx.blas, ctx.where);
+    }
+    gated_swiglu_forward(a.swiglu, a.gate, a.up, a.gates, a.slots.slot_of, M, s.F, ctx.where);
+}
+
+// out = residual + each token's sum over its slots; residual and sum as row_parallel_forward has
+// them, so that ranks add one residual.
+template <typename T, typename S>
+void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
+                     const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
+    const Shape& s = ctx.shape;
+    size_t M = ctx.batch.rows() * s.K;
+
+    // The experts' inputs are over: their outputs take the buffer.
+    T* y = static_cast<T*>(ctx.slot_rows); // (M,C) {+tp}
+    grouped_forward(y, a.swiglu, w.down.as<const T>(), groups_of(s, w.down, a.slots.starts, M),
+                    ctx.blas, ctx.where);
+
+    size_t parts = s.row_ranks;
+    size_t R = stream_rows(ctx);
+    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
+    for (size_t i = 0; i < parts; i++) { // rows of rank i
+        // Scattered rows get their residual from their owner, else from the first rank.
+        bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
+        combine_slots(partial + i * R * s.C, adds ? residual : nullptr, y,
+                      a.slots.row_of + i * R * s.K, R, s.K, s.C, ctx.where);
+    }
+    sum_rows(ctx, out, partial);
+}
+
+// The input half: leaves gradients of gate, up and the router's logits for W, and dnorm_2.
+template <typename T, typename S>
+void experts_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
+                            const Mixtral::Acts<T>& a) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    size_t M = N * s.K;
+
+    // Walk back to gate and up, in place, and to the gates.
+    T* dgate = a.dswiglu; // (M,F)
+    const T* dys = gather_slots(ctx, a, gather_rows(ctx, a.dout_all, dout));
+    Groups narrow = groups_of(s, w.down, a.slots.starts, M);
+    grouped_backward_input(a.dswiglu, dys, w.down.as<const T>(), narrow, false, ctx.blas,
+                           ctx.where);
+    gated_swiglu_backward(dgate, a.dup, a.dgates, a.dswiglu, a.gate, a.up, a.gates,
+                          a.slots.slot_of, M, s.F, ctx.where);
+
+    // To the experts' inputs, and a token's sum of them.
+    T* dxs = static_cast<T*>(ctx.slot_rows); // (M,C): dys is over
+    Groups wide = groups_of(s, w.gate, a.slots.starts, M);
+    grouped_backward_input(dxs, dgate, w.gate.as<const T>(), wide, false, ctx.blas, ctx.where);
+    grouped_backward_input(dxs, a.dup, w.up.as<const T>(), wide, true, ctx.blas, ctx.where);
+    const T* no_residual = nullptr;
+    T* partial = partial_rows(ctx, a.dnorm_2); // (N,C) {+tp}
+    combine_slots(partial, no_residual, dxs, a.slots.row_of, N, s.K, s.C, ctx.where);
+
+    // Through the router, with the balance of each sequence.
+    int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
+    if (s.balance > 0)
+        count_slots(counts, a.ids, ctx.batch.B, ctx.batch.T * s.K, s.E, ctx.where);
+    route_backward(a.dlogits, a.dgates, a.logits, a.ids, routing_of(s), balance_terms(ctx, counts),
+                   N, ctx.where);
+    linear_backward_input(partial, a.dlogits, w.router, N, true, ctx.blas, ctx.where);
+    sum_rows(ctx, a.dnorm_2, partial);
+}
+
+// The weight half gathers rows again that the input half had: they are not worth keeping.
+template <typename T, typename S>
+void experts_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
+                             const Mixtral::Acts<T>& a, bool accumulate) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    size_t M = N * s.K;
+    auto backward = [&](const Weight& stack, const T* dy, const T* x) {
+        // A frozen stack has no gradient.
+        if (!stack.grad) return;
+        grouped_backward_weight(grad_of<T>(stack), dy, x,
+                                groups_of(s, stack, a.slots.starts, M), accumulate, ctx.blas,
+                                ctx.where);
+    };
+
+    // Gather the gradient of the experts' outputs, then their inputs.
+    backward(w.down, gather_slots(ctx, a, s.row_ranks == 1 ? dout : a.dout_all), a.swiglu);
+
+    // The router reads what the experts read.
+    const T* x = gather_rows(ctx, a.norm_2); // (N,C)
+    const T* xs = gather_slots(ctx, a, x);
+    backward(w.gate, a.dswiglu, xs);
+    backward(w.up, a.dup, xs);
+    linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the block
+
+// Attention is llama.h's, line for line.
+template <typename T, typename S>
+void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Mixtral::Block& w,
+                   const Mixtral::Acts<T>& a, T* cache) {
+    size_t Q = w.q.rows;
+    size_t KV = w.k.rows;
+
+    // Let tokens look at those before them.
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    T* q = projected(a.q_raw, a.q);
+    T* k = projected(a.k_raw, a.k);
+    column_parallel_forward(ctx, {{q, w.q}, {k, w.k}, {a.v, w.v}}, a.norm_1);
+    qk_norm_forward(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
+    qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
+    attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
+    row_parallel_forward(ctx, a.middle, a.attention, w.o, {}, inp);
+
+    // Let each token's experts work on what it saw.
+    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    const T* x = gather_rows(ctx, a.norm_2); // (N,C)
+    choose_experts(ctx, a, x, w.router);
+    widen_slots(ctx, a, x, w, true);
+    combine_experts(ctx, out, a.middle, a, w);
+}
+
+// Make again what the level of recomputation dropped. Experts were chosen by F.
+template <typename T, typename S>
+void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
+                     Recompute level) {
+    // Nothing is generated here.
+    size_t Q = w.q.rows;
+    size_t KV = w.k.rows;
+    T* no_cache = nullptr;
+
+    // The first branch.
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    if (redoes_attn(level)) {
+        T* q = projected(a.q_raw, a.q);
+        T* k = projected(a.k_raw, a.k);
+        column_parallel_forward(ctx, {{q, w.q}, {k, w.k}, {a.v, w.v}}, a.norm_1);
+        qk_norm_forward(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
+        qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
+        attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, no_cache);
+        row_parallel_forward(ctx, a.middle, a.attention, w.o, {}, inp);
+    } else {
+        qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
+        qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
+    }
+
+    // The second.
+    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    const T* x = redoes_ffn(level) ? gather_rows(ctx, a.norm_2) : nullptr; // (N,C)
+    widen_slots(ctx, a, x, w, redoes_ffn(level));
+}
+
+// Everything but the gradients of weights.
+template <typename T, typename S>
+void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
+                          const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
+    size_t Q = w.q.rows;
+    size_t KV = w.k.rows;
+
+    // Walk back through the second branch, which leaves its own gradients for the weights.
+    experts_backward_input(ctx, dout, w, a);
+    rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
+                     a.norm_2_rstd);
+
+    // Walk back through the first.
+    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.o);
+    attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
+                       {a.q, a.k, a.v, Q, KV});
+    T* dq = projected(a.dq_raw, a.dq);
+    T* dk = projected(a.dk_raw, a.dk);
+    qk_norm_backward(ctx, dq, a.q_norm_sums, a.q_dots, a.dq, a.q_raw, w.q_norm, a.q_rstd,
+                     ctx.shape.NH);
+    qk_norm_backward(ctx, dk, a.k_norm_sums, a.k_dots, a.dk, a.k_raw, w.k_norm, a.k_rstd,
+                     ctx.shape.NKV);
+    column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
+    rmsnorm_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1,
+                     a.norm_1_rstd);
+}
+
+// The gradients of weights, from what the input half has made.
+template <typename T, typename S>
+void block_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
+                           const Mixtral::Acts<T>& a, bool accumulate) {
+    const Shape& s = ctx.shape;
+
+    // Give the experts' matrices and the router theirs, then the first branch's.
+    experts_backward_weight(ctx, dout, w, a, accumulate);
+    T* dq = projected(a.dq_raw, a.dq);
+    T* dk = projected(a.dk_raw, a.dk);
+    row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
+    column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}}, a.norm_1,
+                                    accumulate);
+
+    // Add up the norms' parts together.
+    column_sums<T>({},
+                   {rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums),
+                    rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
+                    qk_norm_parts<T>(ctx, w.q_norm, a.q_norm_sums, s.NH),
+                    qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV)},
+                   ctx.blas.scratch, accumulate, ctx.where);
+}
+
+} // namespace llmc
