@@ -238,8 +238,8 @@ inline const std::vector<Flag>& config_table() {
          "GiB that a rank may take: a plan that needs more is refused, with flags that fit (0: as "
          "much as the machine has)"},
         {"offload", &C::offload, "",
-         "what lies outside the device while nobody uses it: some of "
-         "optimizer,activations,weights,gradients"},
+         "what lies outside the device while nobody uses it: some of optimizer, activations, "
+         "weights and gradients, with commas"},
         {"offload-to", &C::offload_to, "",
          "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
 

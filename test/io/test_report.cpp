@@ -61,10 +61,13 @@ template <typename F> std::string on_terminal(unsigned short columns, F print) {
     close(slave);
     close(before);
 
+    // A terminal gives what it has so far: read until the other end, which is closed, has no more.
+    std::string all;
     char text[4096];
-    ssize_t n = read(master, text, sizeof(text));
+    for (ssize_t n; (n = read(master, text, sizeof(text))) > 0;)
+        all.append(text, size_t(n));
     close(master);
-    return std::string(text, n > 0 ? size_t(n) : 0);
+    return all;
 }
 
 TEST(StepLines, ATerminalHasOneLineInPlace) {

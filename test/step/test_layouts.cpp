@@ -857,6 +857,17 @@ TEST(Layouts, TheGridsOrderChangesNothing) {
         l.order = order;
         expect_same(*run_layout<float>(llama_for_tp(true), l, true), *want, order);
     }
+
+    // Shards lie with their owners, in whatever order cp and dp are counted.
+    LayoutCase shared;
+    shared.dp = 2, shared.cp = 2, shared.tp = 2, shared.zero = 2;
+    want = run_layout<float>(llama_for_tp(true), shared, true);
+    for (const char* order : {"dp-tp-pp", "pp-dp-tp"}) {
+        shared.order = order;
+        expect_same(*run_layout<float>(llama_for_tp(true), shared, true), *want, order);
+    }
+
+    // The order of the axes is that of the ranks' numbers.
     std::set<std::tuple<int, int, int>> places;
     Layout sizes = small_layout(2, 2, 3);
     sizes.order = layout_order("pp-dp-tp");

@@ -769,3 +769,19 @@ TEST(Model, RunsCoverEachGlobalElementOnce) {
     for_each_run(fused, 1, 2, [&](size_t, size_t global, size_t) { starts.push_back(global / 3); });
     EXPECT_EQ(starts, (std::vector<size_t>{4, 12, 20}));
 }
+
+// Operands of fp8 have room beside each product's own scratch, in the layer that needs most.
+TEST(Memory, Fp8OperandsHaveRoom) {
+    Shape shape = llama_shape(1, 2, 2, 256, 1024, 50, 32, 10000);
+    shape.fp8 = Fp8::TENSOR;
+    Model model = make_model(shape);
+    Plan p = make_plan(options(1), model);
+    size_t N = p.rows(), workspace = block_workspace<bf16>(p, model, rank_shape(p, model), 1, Cpu{});
+    for (const Parameter& w : model.parameters) {
+        if (w.layer != 1 || w.shape.size() == 1) continue;
+        size_t product = linear_scratch_bytes<bf16>(N, w.rows(), w.cols(), Cpu{});
+        size_t operands = linear_fp8_bytes(N, w.rows(), w.cols(), shape.fp8);
+        EXPECT_GT(operands, 2 * w.rows() * w.cols()) << w.name;
+        EXPECT_GE(workspace, product + operands) << w.name;
+    }
+}
