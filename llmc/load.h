@@ -45,18 +45,20 @@ inline void fill_keys(const Plan& p, int* positions, int* documents, const int* 
 // takes the samples from cursor + (m * dp + r) * B on. The sequence of samples stays the same when
 // dp, B or the accumulation change.
 template <typename T, typename S>
-std::string read_micro_batch(const Trainer<T, S>& t, const Plan& p, uint64_t cursor, int m,
-                             int* batch, int64_t* valid) { // (4,N)
+std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, int m, int* batch,
+                             int64_t* valid) { // (4,N)
     const Layout& layout = p.layout;
     size_t N = p.rows();
     size_t rows = N / p.B; // of a sequence
     uint64_t first = cursor + (uint64_t(m) * layout.dp.size + layout.dp.rank) * p.B;
-    std::vector<int> whole(4 * p.T); // a sequence
-    int* x = whole.data();           // its tokens
+    std::string wrong;
+
+    // A whole sequence stands here first. Its memory stays from step to step.
+    t.sequence.resize(4 * p.T);
+    int* x = t.sequence.data(); // its tokens
     int* targets = x + p.T;
     int* positions = targets + p.T;
     int* doc_start = positions + p.T;
-    std::string wrong;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
         wrong = read_sequence(t, first + b, x, targets, positions, doc_start, p.T);
 

@@ -52,6 +52,7 @@ template <typename T, typename S> struct Trainer {
     // Host memory for copies from and to a device; null on a CPU.
     int* staging = nullptr;    // a batch that LOAD copies
     PreparedBatch next;        // the batch after it
+    std::vector<int> sequence; // (4,T) one that LOAD reads, before it takes this rank's rows
     double* answers = nullptr; // (micro-batches) losses, a StepScale
 
     // The data: where LOAD takes samples from, and how far it is.

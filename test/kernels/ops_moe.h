@@ -82,15 +82,18 @@ inline void router_test(Check& c) {
         close(c, "gates", gates, gates_by_definition(l, want, r, N), 1e-13);
         close(c, "gates float", gf, gates, tolerance<float>(E));
 
-        // Of equals the lower expert, and a NaN never.
-        Doubles equal(E, 0.5);
-        equal[0] = NAN;
-        Routing all = {router, E, E - 1};
-        ids.assign(E, -7);
-        gates.resize(E);
-        route_forward(ids.data(), gates.data(), equal.data(), all, 1, CPU);
-        for (size_t j = 0; j + 1 < E; j++)
-            expect(c, ids[j] == int(j + 1), "of equals another one");
+        // Of equals the lower expert, and a NaN last: ids are experts even where all are NaN.
+        Doubles ties(2 * E, 0.5);
+        ties[0] = NAN;
+        std::fill(ties.begin() + long(E), ties.end(), NAN);
+        Routing some = {router, E, E / 2};
+        std::vector<int> tied(2 * some.K);
+        gates.resize(tied.size());
+        route_forward(tied.data(), gates.data(), ties.data(), some, 2, CPU);
+        for (size_t j = 0; j < some.K; j++) {
+            expect(c, tied[j] == int(j + 1), "of equals another one");
+            expect(c, tied[some.K + j] == int(j), "a row of NaN has no experts");
+        }
     }
 }
 
