@@ -5,7 +5,8 @@
 //   Contract: out, lse become those of both blocks, to rounding. Merge any number of blocks,
 //             in any order. A row that saw nothing in a block (lse -inf) adds nothing, to the bit;
 //             one that saw nothing at all keeps out 0, lse -inf.  Bitwise repeatable.
-//   round_rows   what was summed in float, out or gradients, in the type that a block keeps
+//   round_rows   what was summed in float, out or gradients, in the type that a block keeps; or a
+//                first part in float, to be merged with the others
 //   Cost: 2 reads + 1 write of out; memory-bound.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
@@ -58,15 +59,15 @@ void attention_merge(A* out, A* lse, const P* part, const A* part_lse, size_t B,
 }
 
 // out = in, n elements a row: both may lie inside wider rows
-template <typename T>
-void round_rows(T* out, size_t out_stride, const acc_t<T>* in, size_t in_stride, size_t rows,
-                size_t n, Cpu) {
+template <typename T, typename F>
+void round_rows(T* out, size_t out_stride, const F* in, size_t in_stride, size_t rows, size_t n,
+                Cpu) {
     #pragma omp parallel for
     for (size_t i = 0; i < rows; i++) {
         T* to = out + i * out_stride;
-        const acc_t<T>* from = in + i * in_stride;
+        const F* from = in + i * in_stride;
         for (size_t c = 0; c < n; c++)
-            to[c] = from_acc<T>(from[c]);
+            to[c] = from_acc<T>(to_acc(from[c]));
     }
 }
 
@@ -101,21 +102,21 @@ void attention_merge(float* out, float* lse, const P* part, const float* part_ls
            MERGE_WARPS * 32, 0, stream, out, lse, part, part_lse, B, T, NH, HS);
 }
 
-template <typename T>
-__global__ void round_rows_kernel(T* out, size_t out_stride, const float* in, size_t in_stride,
+template <typename T, typename F>
+__global__ void round_rows_kernel(T* out, size_t out_stride, const F* in, size_t in_stride,
                                   size_t rows, size_t n) {
     size_t i = first_element<1>();
     if (i >= rows * n) return;
     size_t row = i / n;
     size_t c = i % n;
-    out[row * out_stride + c] = from_acc<T>(in[row * in_stride + c]);
+    out[row * out_stride + c] = from_acc<T>(to_float(in[row * in_stride + c]));
 }
 
-template <typename T>
-void round_rows(T* out, size_t out_stride, const float* in, size_t in_stride, size_t rows, size_t n,
+template <typename T, typename F>
+void round_rows(T* out, size_t out_stride, const F* in, size_t in_stride, size_t rows, size_t n,
                 cudaStream_t stream) {
     pick_element_kernel<T>(rows * n, false, [&](auto, unsigned grid) {
-        launch(round_rows_kernel<T>, grid, ELEMENT_THREADS, 0, stream, out, out_stride, in,
+        launch(round_rows_kernel<T, F>, grid, ELEMENT_THREADS, 0, stream, out, out_stride, in,
                in_stride, rows, n);
     });
 }

@@ -24,7 +24,8 @@ struct Batch {
 
     // Generation only, of one sequence: tokens read before, whose keys and values are in the cache.
     size_t past = 0;
-    // (past + T), or (B, T of all ranks) with context parallelism: of keys that are not the rows'
+    // (past + T), or (B, T of all ranks) with context parallelism, in a ring (ranks, B, T): of keys
+    // that are not the rows'
     const int* key_positions = nullptr;
     const int* key_documents = nullptr; // (B, T of all ranks) where those keys' documents start
 
@@ -38,7 +39,8 @@ template <typename S> struct Ctx {
     Blas blas;
     Comm tp;                           // the ranks that share the shape
     Comm cp;                           // the ranks that share each sequence
-    bool cp_heads = false;             // they share its heads in attention: Ulysses
+    ContextMethod cp_method = ContextMethod::GATHER; // how they share attention
+    S beside = {};                     // a ring's messages go here while attention runs
     void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
     void* context = nullptr;           // context parallelism's scratch, or null
     void* slot_rows = nullptr;         // (N K, C) rows by expert; models with experts only

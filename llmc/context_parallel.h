@@ -12,8 +12,9 @@
 //   3. Ulysses    q, k, v [t, heads] -> [T, heads/cp]   all-to-all; attention of some heads, whole
 //                 out [T, heads/cp] -> [t, heads]       all-to-all
 //      backward   q, k, v, out, dout the one way, dq, dk, dv the other; its sums need no message
+//   4. ring       k, v [t] go from rank to rank beside attention (ring_attention.h)
 //   Positions and documents' starts go with the rows, so nothing else asks which rows a rank has.
-//   Every message is on the critical path.
+//   Every message is on the critical path, but for the ring's.
 //   Cost of a block and micro-batch. Gather: a rank sends 2 (cp-1) N KV elements forward, and
 //   backward as many again and as many floats; scratch: 2 B T KV elements, and in training as many
 //   floats, which keep 16-bit runs off the tensor cores in attention's backward pass. Ulysses: a
@@ -23,6 +24,7 @@
 #include "attention_merge.cuh"
 #include "context.h"
 #include "layout.h"
+#include "ring_attention.h"
 
 namespace llmc {
 
@@ -53,9 +55,10 @@ inline bool cp_divides(const Shape& s, size_t tp, size_t cp) {
 
 // The sizes of attention on a rank, for its workspace.
 inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size_t B, size_t T) {
-    // Gather cuts the queries, Ulysses the heads.
+    // Gather cuts the queries, a ring the keys too, Ulysses the heads.
     size_t cp = size_t(layout.cp.size);
     if (layout.cp_method == ContextMethod::GATHER) return attention_shape(s, B, T / cp, T);
+    if (layout.cp_method == ContextMethod::RING) return attention_shape(s, B, T / cp, T / cp);
     s.NH /= cp;
     s.NKV /= cp;
     return attention_shape(s, B, T, T);
@@ -66,7 +69,9 @@ struct HeadRooms {
     size_t q, k, v, out, dout, dq, dk, dv, sent, end;
 };
 inline HeadRooms head_rooms(const Shape& s, size_t N, size_t t, bool trains) {
-    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS, next = 0;
+    size_t Q = s.NH * s.HS;
+    size_t KV = s.NKV * s.HS;
+    size_t next = 0;
     auto take = [&](size_t n) {
         size_t at = next;
         next += round_up(n, size_t(128)); // 256 bytes of the narrowest type
@@ -90,13 +95,15 @@ inline HeadRooms head_rooms(const Shape& s, size_t N, size_t t, bool trains) {
     return r;
 }
 
-// Bytes of the gathered keys and values, and of their gradients behind them; or Ulysses'.
+// Bytes of the gathered keys and values, and of their gradients behind them; or Ulysses', a ring's.
 template <typename T>
 size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, size_t tokens,
                              bool trains) {
     size_t t = tokens / size_t(layout.cp.size);
     if (layout.cp_method == ContextMethod::ULYSSES)
         return head_rooms(s, B * t, t, trains).end * sizeof(T);
+    if (layout.cp_method == ContextMethod::RING)
+        return ring_rooms<T>(s, B * t, trains, nullptr).bytes;
     size_t n = B * tokens * 2 * s.NKV * s.HS;
     size_t keys = round_up(n * sizeof(T), size_t(256));
     size_t gradients = n * sizeof(acc_t<T>);
@@ -192,7 +199,8 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
 // ranks. to (B,T,width/cp), dense; rows (B,t,width), `stride` elements apart.
 template <typename T, typename S>
 void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, size_t width) {
-    size_t cp = size_t(ctx.cp.size), t = ctx.batch.T;
+    size_t cp = size_t(ctx.cp.size);
+    size_t t = ctx.batch.T;
     size_t part = width / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
@@ -210,7 +218,8 @@ void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, si
 // The way back: rows (B,t,width) of from (B,T,width/cp).
 template <typename T, typename S>
 void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width) {
-    size_t cp = size_t(ctx.cp.size), t = ctx.batch.T;
+    size_t cp = size_t(ctx.cp.size);
+    size_t t = ctx.batch.T;
     size_t part = width / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
@@ -286,7 +295,9 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
     operands.dout = base + room.dout;
 
     // Walk back, and send each row's gradients home.
-    T *dq = base + room.dq, *dk = base + room.dk, *dv = base + room.dv;
+    T* dq = base + room.dq;
+    T* dk = base + room.dk;
+    T* dv = base + room.dv;
     const T* all_out = base + room.out;
     attention_backward(dq, dk, dv, all_out, lse, operands, ctx.blas, ctx.where);
     // A key/value head has met all queries here: nothing is left to sum.
@@ -305,7 +316,10 @@ void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS
     RopeHeads<T> q = {x.q, ctx.shape.NH, x.q_stride};
     RopeHeads<T> k = {x.k, ctx.shape.NKV, x.kv_stride};
     rotate_forward(ctx, q, k);
-    if (ctx.cp_heads) return ulysses_forward(ctx, out, lse, x);
+    if (ctx.cp_method == ContextMethod::ULYSSES)
+        return ulysses_forward(ctx, out, lse, x);
+    if (ctx.cp_method == ContextMethod::RING)
+        return ring_forward(ctx, out, lse, x);
 
     // Positions decide what a query sees, wherever its keys come from.
     Keys<T> keys = gather_keys(ctx, x);
@@ -319,10 +333,17 @@ void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, //
                                 const T* out, const acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                 const Qkv<T>& x) {
     if (ctx.cp.size == 1) return attention_backward(ctx, dx, dout, out, lse, x);
-    if (ctx.cp_heads)
-        ulysses_backward(ctx, dx, dout, out, lse, x);
-    else
+    switch (ctx.cp_method) {
+    case ContextMethod::GATHER:
         gather_backward(ctx, dx, dout, out, lse, x);
+        break;
+    case ContextMethod::ULYSSES:
+        ulysses_backward(ctx, dx, dout, out, lse, x);
+        break;
+    case ContextMethod::RING:
+        ring_backward(ctx, dx, dout, out, lse, x);
+        break;
+    }
 
     RopeHeads<T> dq = {dx.q, ctx.shape.NH, dx.q_stride};
     RopeHeads<T> dk = {dx.k, ctx.shape.NKV, dx.kv_stride};

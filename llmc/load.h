@@ -27,17 +27,22 @@ std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, 
     return "";
 }
 
-// The positions of all ranks' keys of a sequence (T), and their documents' starts (T), in the order
-// in which keys are gathered: rank after rank.
-inline void fill_keys(const Plan& p, int* positions, int* documents, const int* doc_start) {
+// The positions of all ranks' keys of sequence b, and their documents' starts, in the order in
+// which keys come: gathered (B,cp,t), in a ring (cp,B,t).
+inline void fill_keys(const Plan& p, size_t b, int* positions, int* documents,
+                      const int* doc_start) {
     // Each rank's rows follow the same table.
     Axis cp = p.layout.cp;
     size_t t = p.T / size_t(cp.size);
+    bool ring = p.layout.cp_method == ContextMethod::RING;
+    size_t next_sequence = ring ? t : p.T;
+    size_t next_rank = ring ? p.B * t : t;
     for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
         for (size_t i = 0; i < t; i++) {
             size_t at = context_row(p.layout.cp_order, cp, p.T, i);
-            *positions++ = int(at);
-            *documents++ = doc_start[at];
+            size_t place = b * next_sequence + size_t(cp.rank) * next_rank + i;
+            positions[place] = int(at);
+            documents[place] = doc_start[at];
         }
 }
 
@@ -72,9 +77,9 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
         }
 
         // And know all ranks' keys.
-        int* keys = batch + 4 * N + b * p.T;
+        int* keys = batch + 4 * N;
         if (layout.cp.size > 1)
-            fill_keys(p, keys, keys + p.B * p.T, doc_start);
+            fill_keys(p, b, keys, keys + p.B * p.T, doc_start);
     }
     return wrong;
 }

@@ -496,7 +496,7 @@ void enter_plan(Trainer<T, S>& t) {
     t.ctx.shape = rank_shape(p, t.model);
     t.ctx.tp = t.comms.tp;
     t.ctx.cp = p.layout.cp.size > 1 ? t.comms.cp : Comm();
-    t.ctx.cp_heads = p.layout.cp_method == ContextMethod::ULYSSES;
+    t.ctx.cp_method = p.layout.cp_method;
 }
 
 // Start a plan: each action in its order. A device may still be at work on return.

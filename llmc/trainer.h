@@ -186,6 +186,7 @@ void trainer_allocate(Trainer<T, S>& t) {
     t.comm_stream = open_stream(t.ctx.where);
     t.narrow = bind_frozen(t);
     t.move_stream = open_stream(t.ctx.where);
+    t.ctx.beside = open_stream(t.ctx.where);
 }
 
 // Free in the order of allocation; nothing may still run.
@@ -197,6 +198,7 @@ void trainer_free(Trainer<T, S>& t) {
     staging_free(t.answers, t.ctx.where);
     close_stream(t.comm_stream);
     close_stream(t.move_stream);
+    close_stream(t.ctx.beside);
     free_laps(t.watch);
 }
 

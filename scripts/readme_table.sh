@@ -37,7 +37,7 @@ ordered() { # files, one a line, on standard input; then names
 # groups: the folder says which wing; what operators include and what cuts the work is named
 
 ground="types cuda_common memory rand attention_types"
-cuts="layout grid pipeline zero tensor_parallel sequence_parallel context_parallel expert_parallel placement"
+cuts="layout grid pipeline zero tensor_parallel sequence_parallel context_parallel ring_attention expert_parallel placement"
 matching() { grep -E "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
 without() { grep -vE "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
 operators() {

@@ -252,7 +252,7 @@ inline const std::vector<Flag>& config_table() {
          "context-parallel ranks, which share the tokens of each sequence"},
         {"cp-method", &C::cp_method, "gather|ulysses|ring",
          "how their attention meets all keys; gather: keys and values come to every rank; ulysses: "
-         "each rank takes some heads of all tokens"},
+         "each rank takes some heads of all tokens; ring: keys go from rank to rank"},
         {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
          "which tokens a rank has; zigzag: an early and a late chunk"},
         {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
@@ -726,8 +726,6 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
         return concat(zigzag ? "2 x " : "", "--cp ", c.cp, " does not divide --seq ", c.seq,
                       ": try --seq ", up > parts ? concat(up - parts, " or ") : "", up);
     }
-    if (c.cp_method == "ring")
-        return "--cp-method ring: not built yet: use --cp-method gather or ulysses";
 
     // Ulysses shares heads out once more; list what would do.
     if (c.cp_method == "ulysses" && !cp_divides(s, c.tp, c.cp)) {

@@ -296,17 +296,17 @@ template <typename T> void attention_merge_kernels(Check& c) {
     });
 }
 
-// Rows inside wider ones, rounded; what lies between them stays.
-template <typename T> void round_rows_kernels(Check& c) {
-    CASE(c, "round rows to %s", type_word(T()));
+// Rows inside wider ones, in T from F; what lies between them stays.
+template <typename T, typename F = float> void round_rows_kernels(Check& c) {
+    CASE(c, "round rows of %s to %s", type_word(F()), type_word(T()));
     const size_t N = 37, C = 45, to = 50, from = 47;
-    auto inp = rounded<float>(normals(c, N * from));
+    auto inp = rounded<F>(normals(c, N * from));
     std::vector<double> before(N * to, 7), want = before;
     for (size_t i = 0; i < N; i++)
         for (size_t e = 0; e < C; e++)
             want[i * to + e] = double(to_acc(from_acc<T>(float(inp[i * from + e]))));
     every_order(c, [&](Outputs& o) {
-        Array<float> in(inp);
+        Array<F> in(inp);
         Array<T> out(before);
         round_rows(out.data, to, in.data, from, N, C, cudaStream_t{});
         o.add("out", out, want, 0);
@@ -383,6 +383,7 @@ inline void add_attention_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"attention merge, bf16", attention_merge_kernels<bf16>});
     rows.push_back({"attention merge, rounding to float", round_rows_kernels<float>});
     rows.push_back({"attention merge, rounding to bf16", round_rows_kernels<bf16>});
+    rows.push_back({"attention merge, widening bf16", round_rows_kernels<float, bf16>});
     rows.push_back({"attention of NaN, float", attention_nan_kernels<float>});
     rows.push_back({"attention of NaN, bf16", attention_nan_kernels<bf16>});
 }

@@ -319,13 +319,17 @@ TEST(Device, BatchesArePreparedAhead) {
 }
 
 // Threads that share a GPU, each with a stream: the losses and norms of threads on the CPU.
-template <typename S> std::vector<double> losses_of_ranks(int dp, int pp, int zero) {
+template <typename S>
+std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMethod method) {
     std::vector<double> seen;
-    int status = run_local_ranks(dp * pp, {}, [&](const Comm& world) {
+    int status = run_local_ranks(dp * pp * cp, {}, [&](const Comm& world) {
         Plan p = train_plan(Recompute::FULL, false);
+        if (cp > 1) p.T = 16; // two chunks a rank
         Layout sizes;
         sizes.dp.size = dp;
         sizes.pp.size = pp;
+        sizes.cp.size = cp;
+        sizes.cp_method = method;
         sizes.zero = zero;
         sizes.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
         p.layout = layout_at(sizes, world.rank);
@@ -345,11 +349,15 @@ template <typename S> std::vector<double> losses_of_ranks(int dp, int pp, int ze
     return seen;
 }
 TEST(Device, ThreadsShareAGpu) {
-    for (auto [dp, pp, zero] : {std::tuple{2, 1, 3}, std::tuple{2, 2, 1}, std::tuple{1, 2, 0}}) {
-        std::vector<double> gpu = losses_of_ranks<cudaStream_t>(dp, pp, zero),
-                            cpu = losses_of_ranks<Cpu>(dp, pp, zero);
+    using enum ContextMethod;
+    for (auto [dp, pp, cp, zero, method] :
+         {std::tuple{2, 1, 1, 3, GATHER}, {2, 2, 1, 1, GATHER}, {1, 2, 1, 0, GATHER},
+          {1, 1, 2, 0, GATHER}, {1, 1, 2, 0, ULYSSES}, {1, 1, 2, 0, RING}}) {
+        std::vector<double> gpu = losses_of_ranks<cudaStream_t>(dp, pp, cp, zero, method),
+                            cpu = losses_of_ranks<Cpu>(dp, pp, cp, zero, method);
         ASSERT_EQ(gpu.size(), 4u);
-        for (size_t i = 0; i < gpu.size(); i++) EXPECT_NEAR(gpu[i], cpu[i], 3e-5 * cpu[i]);
+        for (size_t i = 0; i < gpu.size(); i++)
+            EXPECT_NEAR(gpu[i], cpu[i], 3e-5 * cpu[i]) << cp << " by " << int(method);
     }
 }
 

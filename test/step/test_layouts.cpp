@@ -693,7 +693,7 @@ TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
 
 // Sequences cut over ranks, with every other axis; documents, windows, ALiBi and learned positions.
 TEST(Layouts, ContextParallelRanksAreOneComputation) {
-    std::vector<LayoutCase> all;
+    std::vector<LayoutCase> all, rings;
     for (auto [dp, tp, pp, cp] :
          {std::array{1, 1, 1, 2}, {1, 1, 1, 3}, {1, 1, 1, 4}, {2, 1, 1, 2}, {1, 2, 1, 2},
           {1, 1, 2, 2}, {2, 1, 1, 3}, {1, 2, 1, 3}, {1, 1, 3, 2}, {2, 2, 1, 2}, {2, 1, 2, 2},
@@ -712,7 +712,10 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             l.shards = i % 4 == 1 ? cp : dp * cp, l.document_end = i % 2 ? 5 : -1;
             l.micro_batches = 1 + i / 3 % 2;
             all.push_back(l);
+            l.cp_method = ContextMethod::RING, l.cp_order = ContextOrder((i + i / 4) % 3);
+            rings.push_back(l);
         }
+    all.insert(all.end(), rings.begin(), rings.end());
     std::map<std::tuple<int, bool, int, int>, OneRank> one_rank;
     Cell worst;
     int number = 0, cells = 0;
@@ -723,14 +726,15 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             Shape shape = llama ? llama_for_tp(tied) : gpt2_for_tp(tied);
             if (alibi) shape.position = Position::ALIBI;
             // Ulysses has heads enough: eight key/value heads, or four
-            if (l.cp_method == ContextMethod::ULYSSES) {
+            bool ulysses = l.cp_method == ContextMethod::ULYSSES;
+            if (ulysses) {
                 shape.NKV = llama ? 8 : 12, shape.NH = llama ? 8 : 12;
                 if (!llama) shape.HS = 2;
                 if (!cp_divides(shape, size_t(l.tp), size_t(l.cp))) continue;
             }
             bool adamw = number % 2;
-            OneRank& one = one_rank[{2 * llama + tied + 4 * alibi + 8 * int(l.cp_method), adamw, l.micro_batches * l.dp,
-                                     l.document_end}];
+            OneRank& one = one_rank[{2 * llama + tied + 4 * alibi + 8 * ulysses, adamw,
+                                     l.micro_batches * l.dp, l.document_end}];
             if (!one.result)
                 one = run_one_rank(shape, l.micro_batches * l.dp, adamw, l.document_end, l.T);
             Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
@@ -746,8 +750,8 @@ TEST(Layouts, ContextParallelActionsTouchWhatTheyDeclare) {
     LayoutCase l;
     l.cp = 2, l.recompute = three_levels(37), l.document_end = 5, l.micro_batches = 1;
     for (const Shape& shape : {gpt2_shape(2, 2, 16, 61, 32), small_llama()})
-        for (l.zero = 0; l.zero <= 3; l.zero += 3) {
-            l.cp_method = ContextMethod(l.zero / 3);
+        for (int i = 0; i < 3; i++) {
+            l.cp_method = ContextMethod(i), l.zero = (i + (shape.NKV < shape.NH)) % 2 * 3;
             l.poisoned = false;
             auto want = run_layout<float>(shape, l, true);
             l.poisoned = true;
@@ -785,6 +789,9 @@ TEST(Layouts, TimingChangesNothing) {
             l.prefetch = pp * chunks - 1, l.recompute = three_levels(31 * zero % 125);
             layouts.push_back(l);
         }
+    LayoutCase ring;
+    ring.cp = 4, ring.cp_method = ContextMethod::RING;
+    layouts.push_back(ring);
     int number = 0;
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)})
         for (const LayoutCase& l : layouts) {
