@@ -26,6 +26,41 @@ namespace llmc {
 // the family: weights [out, in], and what a block makes
 
 // clang-format off
+// The first branch, which families with other second branches share.
+struct AttentionWeights {
+    Weight norm_1;                                // (C)
+    Weight q, q_bias;                             // (Q,C) (Q)
+    Weight k, k_bias;                             // (KV,C) (KV)
+    Weight v, v_bias;                             // (KV,C) (KV)
+    Weight q_norm, k_norm;                        // (HS) (HS), whole: (Q) (KV)
+    Weight o, o_bias;                             // (C,Q) (C)
+    Weight post_1;                                // (C)        of what the branch gives
+};
+
+template <typename T> struct AttentionActs {
+    T* norm_1;                                    // (R,C)
+    acc_t<T>* norm_1_rstd;                        // (R)
+    T *q_raw, *k_raw;                             // (N,Q) (N,KV)  before their norms, or null
+    acc_t<T> *q_rstd, *k_rstd;                    // (N,NH) (N,NKV), whole: (N) (N)
+    acc_t<T> *q_squares, *k_squares;              // (N) (N)    whole: their sums over tp
+    T *q, *k, *v;                                 // (N,Q) (N,KV) (N,KV)
+    T* attention;                                 // (N,Q)
+    acc_t<T>* lse;                                // (B,NH,T)   log of the sum of exp(scores)
+    T* o_out;                                     // (R,C)      before its post norm, or null
+    acc_t<T>* post_1_rstd;                        // (R)
+    T* middle;                                    // (R,C)      the residual stream behind it
+
+    T *dmiddle, *dattention;                      // (R,C) (N,Q)
+    T *dq, *dk, *dv, *dnorm_1;                    // (N,Q) (N,KV) (N,KV) (R,C)
+    T *dq_raw, *dk_raw;                           // (N,Q) (N,KV)  before their norms, or null
+    acc_t<T> *q_dots, *k_dots;                    // (N) (N)    whole: their sums over tp
+    T* do_out;                                    // (R,C)      before its post norm, or null
+    acc_t<T>* norm_1_sums;                        // parts of the norm's dweight
+    acc_t<T> *q_norm_sums, *k_norm_sums;          // parts of theirs
+    acc_t<T>* post_1_sums;                        // parts of its own
+    T* dmiddle_all;                               // (N,C)      rows of all ranks, where R < N
+};
+
 struct Llama {
     static constexpr const char* model_types[] = {
         "llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
@@ -37,18 +72,12 @@ struct Llama {
         Weight wte;                               // (Vp,C)
     };
 
-    struct Block {
-        Weight norm_1;                            // (C)
-        Weight q, q_bias;                         // (Q,C) (Q)
-        Weight k, k_bias;                         // (KV,C) (KV)
-        Weight v, v_bias;                         // (KV,C) (KV)
-        Weight q_norm, k_norm;                    // (HS) (HS), whole: (Q) (KV)
-        Weight o, o_bias;                         // (C,Q) (C)
-        Weight post_1, post_2;                    // (C) (C)  of what the branches give
+    struct Block : AttentionWeights {
         Weight norm_2;                            // (C)
         Weight gate, gate_bias;                   // (F,C) (F)
         Weight up, up_bias;                       // (F,C) (F)
         Weight down, down_bias;                   // (C,F) (C)
+        Weight post_2;                            // (C)        of what the branch gives
     };
 
     struct Head {
@@ -56,31 +85,18 @@ struct Llama {
         Weight lm_head;                           // (Vp,C), where tied wte itself
     };
 
-    template <typename T> struct Acts {
-        T* norm_1;                                // (R,C)
-        acc_t<T>* norm_1_rstd;                    // (R)
-        T *q_raw, *k_raw;                         // (N,Q) (N,KV)  before their norms, or null
-        acc_t<T> *q_rstd, *k_rstd;                // (N,NH) (N,NKV), whole: (N) (N)
-        acc_t<T> *q_squares, *k_squares;          // (N) (N)    whole: their sums over tp
-        T *q, *k, *v;                             // (N,Q) (N,KV) (N,KV)
-        T* attention;                             // (N,Q)
-        acc_t<T>* lse;                            // (B,NH,T)   log of the sum of exp(scores)
-        T *o_out, *down_out;                      // (R,C) (R,C)  before post norms, or null
-        acc_t<T> *post_1_rstd, *post_2_rstd;      // (R) (R)
-        T* middle;                                // (R,C)      the residual stream after attention
+    template <typename T> struct Acts : AttentionActs<T> {
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
         T *gate, *up, *swiglu;                    // (N,F) (N,F) (N,F)
+        T* down_out;                              // (R,C)      before its post norm, or null
+        acc_t<T>* post_2_rstd;                    // (R)
 
-        T *dswiglu, *dup, *dnorm_2, *dmiddle;     // (N,F) (N,F) (R,C) (R,C)
-        T *dattention, *dq, *dk, *dv, *dnorm_1;   // (N,Q) (N,Q) (N,KV) (N,KV) (R,C)
-        T *dq_raw, *dk_raw;                       // (N,Q) (N,KV)  before their norms, or null
-        acc_t<T> *q_dots, *k_dots;                // (N) (N)    whole: their sums over tp
-        T *do_out, *ddown_out;                    // (R,C) (R,C)  before post norms, or null
-        acc_t<T> *norm_1_sums, *norm_2_sums;      // parts of the norms' dweight
-        acc_t<T> *q_norm_sums, *k_norm_sums;      // parts of theirs
-        acc_t<T> *post_1_sums, *post_2_sums;      // parts of theirs
-        T *dout_all, *dmiddle_all;                // (N,C) (N,C)  rows of all ranks, where R < N
+        T *dswiglu, *dup, *dnorm_2;               // (N,F) (N,F) (R,C)
+        T* ddown_out;                             // (R,C)      before its post norm, or null
+        acc_t<T>* norm_2_sums;                    // parts of the norm's dweight
+        acc_t<T>* post_2_sums;                    // parts of its own
+        T* dout_all;                              // (N,C)      rows of all ranks, where R < N
     };
 };
 // clang-format on
@@ -92,13 +108,11 @@ struct Llama {
 // Tensor parallelism cuts columns [out/tp, in] or rows [out, in/tp], or leaves a parameter whole.
 // It never cuts a key/value head: ranks share one where there are more ranks than such heads.
 template <typename Row>
-void block_parameters(Llama::Block& w, const Shape& s, Row row) {
-    size_t C = s.C, F = s.F, Q = s.NH * s.HS, KV = s.NKV * s.HS;
+void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
+    size_t C = s.C, Q = s.NH * s.HS, KV = s.NKV * s.HS;
     Shard whole = {}, columns = {0}, rows = {1}, kv = {0, 1, int(s.NKV)};
     Shard heads = {-1, 1, 0, Partial::HEADS}; // one norm for the heads of all ranks
     bool all = s.whole_qk_norm;               // or a part of it on each
-    const char* second = s.post_norm ? "pre_feedforward_layernorm.weight"
-                                     : "post_attention_layernorm.weight";
 
     // 2L products add to the residual stream: they start smaller by sqrt(2L).
     Init normal = normal_init(0.02);
@@ -129,6 +143,20 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
         row(w.o_bias, "self_attn.o_proj.bias",       {C},     ZEROS,  false, whole,   false);
     if (s.post_norm)
         row(w.post_1, "post_attention_layernorm.weight", {C}, one,    false, whole,   false);
+}
+
+template <typename Row>
+void block_parameters(Llama::Block& w, const Shape& s, Row row) {
+    size_t C = s.C, F = s.F;
+    Shard whole = {}, columns = {0}, rows = {1};
+    Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+    Init one = {1 - s.norm_plus, 0};
+    const char* second = s.post_norm ? "pre_feedforward_layernorm.weight"
+                                     : "post_attention_layernorm.weight";
+
+    //  weight    name                               shape    start   decays cut      transposed
+    attention_parameters(w, s, row);
     if (s.pre_norm)
         row(w.norm_2, second,                        {C},     one,    false, whole,   false);
     row(w.gate,   "mlp.gate_proj.weight",            {F, C},  normal, true,  columns, false);
@@ -155,8 +183,8 @@ inline NormRows norm_rows(const Shape& s, size_t N, size_t heads) {
 // branch (ATTN, FFN), full both. GRADIENT rows are born in the backward pass. Its half B or W
 // is the last to read a row.
 template <typename T, typename S, typename Row>
-void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
-    size_t C = s.C, F = s.F, Q = s.NH * s.HS, KV = s.NKV * s.HS;
+void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S where, Row& row) {
+    size_t C = s.C, Q = s.NH * s.HS, KV = s.NKV * s.HS;
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
@@ -185,23 +213,11 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     row(a.attention,    "attention",            N * Q,     ATTN,     W);
     row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
     row(a.middle,       "middle",               R * C,     ATTN,     middle);
-    if (s.pre_norm) {
-        row(a.norm_2,      "norm_2",            R * C,     CHEAP,    W);
-        row(a.norm_2_rstd, "norm_2.rstd",       R,         CHEAP,    B);
-    }
     if (s.post_norm) {
         row(a.o_out,       "o before norm",     R * C,     ATTN,     B);
         row(a.post_1_rstd, "post_1.rstd",       R,         ATTN,     B);
-        row(a.down_out,    "down before norm",  R * C,     FFN,      B);
-        row(a.post_2_rstd, "post_2.rstd",       R,         FFN,      B);
     }
-    row(a.gate,         "gate",                 N * F,     FFN,      B);
-    row(a.up,           "up",                   N * F,     FFN,      B);
-    row(a.swiglu,       "swiglu",               N * F,     CHEAP,    W);
 
-    row(a.dswiglu,      "d swiglu, d gate",     N * F,     GRADIENT, W);
-    row(a.dup,          "d up",                 N * F,     GRADIENT, W);
-    row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     row(a.dmiddle,      "d middle",             R * C,     GRADIENT, W);
     row(a.dattention,   "d attention",          N * Q,     GRADIENT, B);
     row(a.dq,           "d q",                  N * Q,     GRADIENT, normed);
@@ -209,15 +225,11 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     row(a.dv,           "d v",                  N * KV,    GRADIENT, W);
     row(a.dnorm_1,      "d norm_1",             R * C,     GRADIENT, B);
     size_t sums = rmsnorm_sums(R, C, where);
-    if (s.pre_norm) {
+    if (s.pre_norm)
         row(a.norm_1_sums, "d norm_1, sums",     sums,     GRADIENT, W);
-        row(a.norm_2_sums, "d norm_2, sums",     sums,     GRADIENT, W);
-    }
     if (s.post_norm) {
         row(a.do_out,      "d o before norm",    R * C,    GRADIENT, W);
-        row(a.ddown_out,   "d down before norm", R * C,    GRADIENT, W);
         row(a.post_1_sums, "d post_1, sums",     sums,     GRADIENT, W);
-        row(a.post_2_sums, "d post_2, sums",     sums,     GRADIENT, W);
     }
     if (s.qk_norm) {
         row(a.dq_raw,   "d q before norm",      N * Q,     GRADIENT, W);
@@ -233,9 +245,43 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
         row(a.q_dots,   "d q, dots",            N,         GRADIENT, B);
         row(a.k_dots,   "d k, dots",            N,         GRADIENT, B);
     }
-    if (s.row_ranks == 1) return;
-    row(a.dout_all,     "d out, all rows",      N * C,     GRADIENT, W);
-    row(a.dmiddle_all,  "d middle, all rows",   N * C,     GRADIENT, W);
+    if (s.row_ranks > 1)
+        row(a.dmiddle_all, "d middle, all rows", N * C,    GRADIENT, W);
+}
+
+template <typename T, typename S, typename Row>
+void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+    size_t C = s.C, F = s.F;
+    size_t R = N / s.row_ranks;
+    using enum Keep;
+    using enum Last;
+
+    //  pointer         name                    elements   of        last read
+    attention_activations(a, s, N, where, row);
+    if (s.pre_norm) {
+        row(a.norm_2,      "norm_2",            R * C,     CHEAP,    W);
+        row(a.norm_2_rstd, "norm_2.rstd",       R,         CHEAP,    B);
+    }
+    row(a.gate,         "gate",                 N * F,     FFN,      B);
+    row(a.up,           "up",                   N * F,     FFN,      B);
+    row(a.swiglu,       "swiglu",               N * F,     CHEAP,    W);
+    if (s.post_norm) {
+        row(a.down_out,    "down before norm",  R * C,     FFN,      B);
+        row(a.post_2_rstd, "post_2.rstd",       R,         FFN,      B);
+    }
+
+    row(a.dswiglu,      "d swiglu, d gate",     N * F,     GRADIENT, W);
+    row(a.dup,          "d up",                 N * F,     GRADIENT, W);
+    row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
+    size_t sums = rmsnorm_sums(R, C, where);
+    if (s.pre_norm)
+        row(a.norm_2_sums, "d norm_2, sums",     sums,     GRADIENT, W);
+    if (s.post_norm) {
+        row(a.ddown_out,   "d down before norm", R * C,    GRADIENT, W);
+        row(a.post_2_sums, "d post_2, sums",     sums,     GRADIENT, W);
+    }
+    if (s.row_ranks > 1)
+        row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
 }
 
 // RoPE turns queries and keys inside attention, so there is no table of positions.
@@ -287,7 +333,7 @@ PartialSums<acc_t<T>> rmsnorm_parts(Ctx<S>& ctx, const Weight& weight, const acc
 
 // Return what the first branch's products read: the norm of inp, or a copy, for W sees inp no more.
 template <typename T, typename S>
-const T* first_rows(Ctx<S>& ctx, const Llama::Acts<T>& a, const T* inp, const Weight& norm) {
+const T* first_rows(Ctx<S>& ctx, const AttentionActs<T>& a, const T* inp, const Weight& norm) {
     size_t row = ctx.shape.C * sizeof(T);
     if (ctx.shape.pre_norm)
         rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, norm);
@@ -415,12 +461,18 @@ PartialSums<acc_t<T>> qk_norm_parts(Ctx<S>& ctx, const Weight& weight, const acc
 }
 
 // ----------------------------------------------------------------------------
-// the block: two branches that read the residual stream and add to it
+// the first branch: tokens look at those before them
 
-// The first branch, up to the stream behind it.
+// Branches list their sums over rows; column_sums adds up all of a block together.
+template <typename T> struct SumsOfRows {
+    std::vector<ColumnSum<T>> columns;
+    std::vector<PartialSums<acc_t<T>>> ready; // norms have parts of theirs already
+};
+
+// From the stream to the stream behind it.
 template <typename T, typename S>
 void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
-                      const Llama::Block& w, const Llama::Acts<T>& a, T* cache) {
+                      const AttentionWeights& w, const AttentionActs<T>& a, T* cache) {
     // Make q, k and v of all heads of this rank.
     size_t Q = w.q.rows, KV = w.k.rows;
     T *q = projected(a.q_raw, a.q), *k = projected(a.k_raw, a.k);
@@ -435,13 +487,84 @@ void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
 }
 
 template <typename T, typename S>
+void first_branch_forward(Ctx<S>& ctx, const T* inp, // (R,C)
+                          const AttentionWeights& w, const AttentionActs<T>& a, T* cache) {
+    const T* rows = first_rows(ctx, a, inp, w.norm_1); // (R,C)
+    attention_branch(ctx, rows, inp, w, a, cache);
+}
+
+// Attention turns q and k itself, or they are made again as it left them.
+template <typename T, typename S>
+void first_branch_recompute(Ctx<S>& ctx, const T* inp, // (R,C)
+                            const AttentionWeights& w, const AttentionActs<T>& a,
+                            Recompute level) {
+    const Shape& s = ctx.shape;
+    T* no_cache = nullptr;
+    const T* rows = first_rows(ctx, a, inp, w.norm_1); // (R,C)
+    if (redoes_attn(level)) {
+        attention_branch(ctx, rows, inp, w, a, no_cache);
+    } else {
+        qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, s.NH);
+        qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, s.NKV);
+    }
+}
+
+// dinp = dmiddle + the gradient through the branch
+template <typename T, typename S>
+void first_branch_backward_input(Ctx<S>& ctx, T* dinp, const T* inp, // (R,C) (R,C)
+                                 const AttentionWeights& w, const AttentionActs<T>& a) {
+    size_t Q = w.q.rows, KV = w.k.rows;
+
+    // Walk back to q, k and v.
+    const T* d_o = branch_end_backward(ctx, a.do_out, a.post_1_sums, a.dmiddle, a.o_out, w.post_1,
+                                       a.post_1_rstd); // (R,C)
+    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, d_o, w.o);
+    context_attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
+                               {a.q, a.k, a.v, Q, KV});
+
+    // Walk back through their norms, to the stream.
+    T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
+    qk_norm_backward(ctx, dq, a.q_norm_sums, a.q_dots, a.dq, a.q_raw, w.q_norm, a.q_rstd,
+                     ctx.shape.NH);
+    qk_norm_backward(ctx, dk, a.k_norm_sums, a.k_dots, a.dk, a.k_raw, w.k_norm, a.k_rstd,
+                     ctx.shape.NKV);
+    column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
+    branch_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
+}
+
+// Give the matrices their gradients, and list the sums of biases and norms.
+template <typename T, typename S>
+void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const AttentionWeights& w,
+                                  const AttentionActs<T>& a, bool accumulate) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows(), R = stream_rows(ctx), Q = w.q.rows, KV = w.k.rows;
+    T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
+    const T* d_o = a.do_out ? a.do_out : a.dmiddle;
+    row_parallel_backward_weight(ctx, w.o, d_o, a.dmiddle_all, a.attention, accumulate);
+    column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}},
+                                    static_cast<const T*>(a.norm_1), accumulate);
+
+    // Biases add up all rows; what a model does not have is null.
+    sums.columns.insert(sums.columns.end(), {{grad_of<T>(w.o_bias), d_o, R, s.C},
+                                             {grad_of<T>(w.q_bias), dq, N, Q},
+                                             {grad_of<T>(w.k_bias), dk, N, KV},
+                                             {grad_of<T>(w.v_bias), a.dv, N, KV}});
+    sums.ready.insert(sums.ready.end(), {rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums),
+                                         rmsnorm_parts<T>(ctx, w.post_1, a.post_1_sums),
+                                         qk_norm_parts<T>(ctx, w.q_norm, a.q_norm_sums, s.NH),
+                                         qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV)});
+}
+
+// ----------------------------------------------------------------------------
+// the block: two branches that read the residual stream and add to it
+
+template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
                    const Llama::Acts<T>& a, T* cache) {
     size_t N = ctx.batch.rows(), F = ctx.shape.F;
 
     // Let tokens look at those before them.
-    const T* rows = first_rows(ctx, a, inp, w.norm_1); // (R,C)
-    attention_branch(ctx, rows, inp, w, a, cache);
+    first_branch_forward(ctx, inp, w, a, cache);
 
     // Let each token work on what it saw.
     if (ctx.shape.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
@@ -459,16 +582,7 @@ template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a,
                      Recompute level) {
     const Shape& s = ctx.shape;
-    T* no_cache = nullptr;
-
-    // The first branch: attention turns q and k itself, or they are made again as it left them.
-    const T* rows = first_rows(ctx, a, inp, w.norm_1); // (R,C)
-    if (redoes_attn(level)) {
-        attention_branch(ctx, rows, inp, w, a, no_cache);
-    } else {
-        qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, s.NH);
-        qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, s.NKV);
-    }
+    first_branch_recompute(ctx, inp, w, a, level);
 
     // The second.
     if (s.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
@@ -490,7 +604,6 @@ template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Llama::Block& w, const Llama::Acts<T>& a) {
     size_t N = ctx.batch.rows(), F = ctx.shape.F;
-    size_t Q = w.q.rows, KV = w.k.rows;
 
     // Walk back through the second branch; SwiGLU turns its gradient into gate's in place.
     T* dgate = a.dswiglu; // (N,F)
@@ -503,18 +616,7 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                     a.norm_2_rstd);
 
     // Walk back through the first.
-    const T* d_o = branch_end_backward(ctx, a.do_out, a.post_1_sums, a.dmiddle, a.o_out, w.post_1,
-                                       a.post_1_rstd); // (R,C)
-    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, d_o, w.o);
-    context_attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
-                               {a.q, a.k, a.v, Q, KV});
-    T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
-    qk_norm_backward(ctx, dq, a.q_norm_sums, a.q_dots, a.dq, a.q_raw, w.q_norm, a.q_rstd,
-                     ctx.shape.NH);
-    qk_norm_backward(ctx, dk, a.k_norm_sums, a.k_dots, a.dk, a.k_raw, w.k_norm, a.k_rstd,
-                     ctx.shape.NKV);
-    column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
-    branch_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
+    first_branch_backward_input(ctx, dinp, inp, w, a);
 }
 
 // The gradients of weights, from what block_backward_input has made of the same dout and inp.
@@ -522,7 +624,7 @@ template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
                            const Llama::Acts<T>& a, bool accumulate) {
     const Shape& s = ctx.shape;
-    size_t N = ctx.batch.rows(), R = stream_rows(ctx), Q = w.q.rows, KV = w.k.rows;
+    size_t N = ctx.batch.rows(), R = stream_rows(ctx);
 
     // Give the second branch's matrices their gradients.
     T* dgate = a.dswiglu; // (N,F)
@@ -531,28 +633,14 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
     column_parallel_backward_weight(ctx, {{dgate, w.gate}, {a.dup, w.up}}, second_rows(s, a),
                                     accumulate);
 
-    // And the first's.
-    T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
-    const T* d_o = a.do_out ? a.do_out : a.dmiddle;
-    row_parallel_backward_weight(ctx, w.o, d_o, a.dmiddle_all, a.attention, accumulate);
-    column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}},
-                                    static_cast<const T*>(a.norm_1), accumulate);
-
-    // Norms have parts of theirs already; add up all sums over rows together.
-    column_sums<T>({{grad_of<T>(w.down_bias), ddown, R, s.C},
-                    {grad_of<T>(w.gate_bias), dgate, N, s.F},
-                    {grad_of<T>(w.up_bias), a.dup, N, s.F},
-                    {grad_of<T>(w.o_bias), d_o, R, s.C},
-                    {grad_of<T>(w.q_bias), dq, N, Q},
-                    {grad_of<T>(w.k_bias), dk, N, KV},
-                    {grad_of<T>(w.v_bias), a.dv, N, KV}},
-                   {rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums),
-                    rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
-                    rmsnorm_parts<T>(ctx, w.post_1, a.post_1_sums),
-                    rmsnorm_parts<T>(ctx, w.post_2, a.post_2_sums),
-                    qk_norm_parts<T>(ctx, w.q_norm, a.q_norm_sums, s.NH),
-                    qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV)},
-                   ctx.blas.scratch, accumulate, ctx.where);
+    // And the first's; then add up all sums over rows together.
+    SumsOfRows<T> sums = {{{grad_of<T>(w.down_bias), ddown, R, s.C},
+                           {grad_of<T>(w.gate_bias), dgate, N, s.F},
+                           {grad_of<T>(w.up_bias), a.dup, N, s.F}},
+                          {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
+                           rmsnorm_parts<T>(ctx, w.post_2, a.post_2_sums)}};
+    first_branch_backward_weight(ctx, sums, w, a, accumulate);
+    column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);
 }
 
 // ----------------------------------------------------------------------------

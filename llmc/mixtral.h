@@ -2,7 +2,7 @@
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),   q, k, v = proj(norm_1(x))
 //               x = x + sum over the K chosen experts of down_e(g_e silu(gate_e) up_e)
 //               gate_e, up_e = proj_e(norm_2(x)),   g_e: the router's gate for norm_2(x), moe.cuh
-//   The text is llama.h's; embedding, head and norms are Llama's own. N: rows, E, K: experts,
+//   The first branch, embedding, head and norms are llama.h's. N: rows, E, K: experts,
 //   those of a token; M = N K slots, F: the width of one expert.
 //   Experts' matrices are stacks of E in a bucket of their own. Tensor parallelism cuts each
 //   expert's F, as it cuts an ffn's. Every rank routes all N rows, with the same bits, and has a
@@ -32,26 +32,13 @@ struct Mixtral {
     typedef Llama::Embedding Embedding;
     typedef Llama::Head Head;
 
-    struct Block {
-        Weight norm_1;                            // (C)
-        Weight q, k, v;                           // (Q,C) (KV,C) (KV,C)
-        Weight q_norm, k_norm;                    // (HS) (HS), whole: (Q) (KV)
-        Weight o;                                 // (C,Q)
+    struct Block : AttentionWeights {
         Weight norm_2;                            // (C)
         Weight router;                            // (E,C)
         Weight gate, up, down;                    // (E F,C) (E F,C) (E C,F)
     };
 
-    template <typename T> struct Acts {
-        T* norm_1;                                // (R,C)
-        acc_t<T>* norm_1_rstd;                    // (R)
-        T *q_raw, *k_raw;                         // (N,Q) (N,KV)  before their norms, or null
-        acc_t<T> *q_rstd, *k_rstd;                // (N,NH) (N,NKV), whole: (N) (N)
-        acc_t<T> *q_squares, *k_squares;          // (N) (N)    whole: their sums over tp
-        T *q, *k, *v;                             // (N,Q) (N,KV) (N,KV)
-        T* attention;                             // (N,Q)
-        acc_t<T>* lse;                            // (B,NH,T)
-        T* middle;                                // (R,C)
+    template <typename T> struct Acts : AttentionActs<T> {
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
         acc_t<T> *logits, *gates;                 // (N,E) (N,K)
@@ -61,13 +48,9 @@ struct Mixtral {
 
         T *dswiglu, *dup, *dlogits;               // (M,F) (M,F) (N,E)
         acc_t<T>* dgates;                         // (N,K)
-        T *dnorm_2, *dmiddle;                     // (R,C) (R,C)
-        T *dattention, *dq, *dk, *dv, *dnorm_1;   // (N,Q) (N,Q) (N,KV) (N,KV) (R,C)
-        T *dq_raw, *dk_raw;                       // (N,Q) (N,KV)  before their norms, or null
-        acc_t<T> *q_dots, *k_dots;                // (N) (N)    whole: their sums over tp
-        acc_t<T> *norm_1_sums, *norm_2_sums;      // parts of the norms' dweight
-        acc_t<T> *q_norm_sums, *k_norm_sums;      // parts of theirs
-        T *dout_all, *dmiddle_all;                // (N,C) (N,C)  rows of all ranks, where R < N
+        T* dnorm_2;                               // (R,C)
+        acc_t<T>* norm_2_sums;                    // parts of the norm's dweight
+        T* dout_all;                              // (N,C)      rows of all ranks, where R < N
     };
 };
 // clang-format on
@@ -76,42 +59,18 @@ struct Mixtral {
 // tables
 
 // clang-format off
-// The norms of q and k, and the router, are whole on every rank, and their gradients are of its own
-// heads or its own part of each expert.
+// The router is whole on every rank, and its gradient is of the rank's part of each expert.
 template <typename Row>
 void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     size_t C = s.C;
-    size_t Q = s.NH * s.HS;
-    size_t KV = s.NKV * s.HS;
-
-    // The cuts of tensor parallelism.
     Shard whole = {};
-    Shard columns = {0};
-    Shard rows = {1};
-    Shard kv = {0, 1, int(s.NKV)};
-    Shard heads = {-1, 1, 0, Partial::HEADS}; // one norm for the heads of all ranks; the router
-    // Products that add to the residual stream start smaller, as Llama's.
+    Shard heads = {-1, 1, 0, Partial::HEADS};
     Init normal = normal_init(0.02);
-    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
     const char* router = s.hf_type == "mixtral" ? "block_sparse_moe.gate.weight"
                                                 : "mlp.gate.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
-    row(w.norm_1, "input_layernorm.weight",          {C},     ONES,   false, whole,   false);
-    row(w.q,      "self_attn.q_proj.weight",         {Q, C},  normal, true,  columns, false);
-    row(w.k,      "self_attn.k_proj.weight",         {KV, C}, normal, true,  kv,      false);
-    row(w.v,      "self_attn.v_proj.weight",         {KV, C}, normal, true,  kv,      false);
-    if (s.qk_norm) {
-        // A norm of all heads is cut as its rows are.
-        bool all = s.whole_qk_norm;
-        size_t q_rows = all ? Q : s.HS;
-        size_t k_rows = all ? KV : s.HS;
-        Shard q_cut = all ? columns : heads;
-        Shard k_cut = all ? kv : heads;
-        row(w.q_norm, "self_attn.q_norm.weight",     {q_rows}, ONES,  false, q_cut,   false);
-        row(w.k_norm, "self_attn.k_norm.weight",     {k_rows}, ONES,  false, k_cut,   false);
-    }
-    row(w.o,      "self_attn.o_proj.weight",         {C, Q},  small,  true,  rows,    false);
+    attention_parameters(w, s, row);
     row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
     row(w.router, router,                            {s.E, C}, normal, true, heads,   false);
 }
@@ -148,38 +107,13 @@ template <typename T, typename S, typename Row>
 void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C;
     size_t F = s.F;
-    size_t Q = s.NH * s.HS;
-    size_t KV = s.NKV * s.HS;
     size_t R = N / s.row_ranks; // of the residual stream
     size_t M = N * s.K;         // slots
-
-    // A norm of q and k decides what is kept.
     using enum Keep;
     using enum Last;
-    Keep product = s.qk_norm ? CHEAP : ATTN; // a norm makes them again
-    Last normed = s.qk_norm ? B : W;         // products read what is before the norm
-    bool all = s.whole_qk_norm;
 
     //  pointer         name                    elements   of        last read
-    row(a.norm_1,       "norm_1",               R * C,     CHEAP,    W);
-    row(a.norm_1_rstd,  "norm_1.rstd",          R,         CHEAP,    B);
-    if (s.qk_norm) {
-        row(a.q_raw,    "q before norm",        N * Q,     ATTN,     B);
-        row(a.k_raw,    "k before norm",        N * KV,    ATTN,     B);
-        row(a.q_rstd,   "q.rstd",     all ? N : N * s.NH,  CHEAP,    B);
-        row(a.k_rstd,   "k.rstd",     all ? N : N * s.NKV, CHEAP,    B);
-    }
-    // Rows that lie over ranks are summed over them first.
-    if (all) {
-        row(a.q_squares, "q, squares",          N,         CHEAP,    B);
-        row(a.k_squares, "k, squares",          N,         CHEAP,    B);
-    }
-    row(a.q,            "q",                    N * Q,     product,  B);
-    row(a.k,            "k",                    N * KV,    product,  B);
-    row(a.v,            "v",                    N * KV,    ATTN,     B);
-    row(a.attention,    "attention",            N * Q,     ATTN,     W);
-    row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
-    row(a.middle,       "middle",               R * C,     ATTN,     B);
+    attention_activations(a, s, N, where, row);
     row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
     row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
     row(a.logits,       "router's logits",      N * s.E,   ROUTING,  B);
@@ -198,31 +132,9 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
     row(a.dgates,       "d gates",              M,         GRADIENT, B);
     row(a.dlogits,      "d router's logits",    N * s.E,   GRADIENT, W);
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
-    row(a.dmiddle,      "d middle",             R * C,     GRADIENT, W);
-    row(a.dattention,   "d attention",          N * Q,     GRADIENT, B);
-    row(a.dq,           "d q",                  N * Q,     GRADIENT, normed);
-    row(a.dk,           "d k",                  N * KV,    GRADIENT, normed);
-    row(a.dv,           "d v",                  N * KV,    GRADIENT, W);
-    row(a.dnorm_1,      "d norm_1",             R * C,     GRADIENT, B);
-    row(a.norm_1_sums,  "d norm_1, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
     row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
-    if (s.qk_norm) {
-        row(a.dq_raw,   "d q before norm",      N * Q,     GRADIENT, W);
-        row(a.dk_raw,   "d k before norm",      N * KV,    GRADIENT, W);
-        NormRows q = norm_rows(s, N, s.NH);
-        NormRows k = norm_rows(s, N, s.NKV);
-        size_t q_sums = rmsnorm_sums(q.count, q.C, where);
-        size_t k_sums = rmsnorm_sums(k.count, k.C, where);
-        row(a.q_norm_sums, "d q norm, sums",    q_sums,    GRADIENT, W);
-        row(a.k_norm_sums, "d k norm, sums",    k_sums,    GRADIENT, W);
-    }
-    if (all) {
-        row(a.q_dots,   "d q, dots",            N,         GRADIENT, B);
-        row(a.k_dots,   "d k, dots",            N,         GRADIENT, B);
-    }
-    if (s.row_ranks == 1) return;
-    row(a.dout_all,     "d out, all rows",      N * C,     GRADIENT, W);
-    row(a.dmiddle_all,  "d middle, all rows",   N * C,     GRADIENT, W);
+    if (s.row_ranks > 1)
+        row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
 }
 // clang-format on
 
@@ -381,24 +293,13 @@ void experts_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w
 }
 
 // ----------------------------------------------------------------------------
-// the block
+// the block: its first branch is llama.h's
 
-// Attention is llama.h's, line for line.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Mixtral::Block& w,
                    const Mixtral::Acts<T>& a, T* cache) {
-    size_t Q = w.q.rows;
-    size_t KV = w.k.rows;
-
     // Let tokens look at those before them.
-    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
-    T* q = projected(a.q_raw, a.q);
-    T* k = projected(a.k_raw, a.k);
-    column_parallel_forward(ctx, {{q, w.q}, {k, w.k}, {a.v, w.v}}, a.norm_1);
-    qk_norm_forward(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
-    qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
-    attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
-    row_parallel_forward(ctx, a.middle, a.attention, w.o, {}, inp);
+    first_branch_forward(ctx, inp, w, a, cache);
 
     // Let each token's experts work on what it saw.
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
@@ -412,25 +313,7 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Mixtral::Block& w,
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
                      Recompute level) {
-    // Nothing is generated here.
-    size_t Q = w.q.rows;
-    size_t KV = w.k.rows;
-    T* no_cache = nullptr;
-
-    // The first branch.
-    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
-    if (redoes_attn(level)) {
-        T* q = projected(a.q_raw, a.q);
-        T* k = projected(a.k_raw, a.k);
-        column_parallel_forward(ctx, {{q, w.q}, {k, w.k}, {a.v, w.v}}, a.norm_1);
-        qk_norm_forward(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
-        qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
-        attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, no_cache);
-        row_parallel_forward(ctx, a.middle, a.attention, w.o, {}, inp);
-    } else {
-        qk_norm_recompute(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
-        qk_norm_recompute(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
-    }
+    first_branch_recompute(ctx, inp, w, a, level);
 
     // The second.
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
@@ -442,50 +325,26 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const M
 template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
-    size_t Q = w.q.rows;
-    size_t KV = w.k.rows;
-
     // Walk back through the second branch, which leaves its own gradients for the weights.
     experts_backward_input(ctx, dout, w, a);
     rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
                      a.norm_2_rstd);
 
     // Walk back through the first.
-    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.o);
-    attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
-                       {a.q, a.k, a.v, Q, KV});
-    T* dq = projected(a.dq_raw, a.dq);
-    T* dk = projected(a.dk_raw, a.dk);
-    qk_norm_backward(ctx, dq, a.q_norm_sums, a.q_dots, a.dq, a.q_raw, w.q_norm, a.q_rstd,
-                     ctx.shape.NH);
-    qk_norm_backward(ctx, dk, a.k_norm_sums, a.k_dots, a.dk, a.k_raw, w.k_norm, a.k_rstd,
-                     ctx.shape.NKV);
-    column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
-    rmsnorm_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1,
-                     a.norm_1_rstd);
+    first_branch_backward_input(ctx, dinp, inp, w, a);
 }
 
 // The gradients of weights, from what the input half has made.
 template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
                            const Mixtral::Acts<T>& a, bool accumulate) {
-    const Shape& s = ctx.shape;
-
     // Give the experts' matrices and the router theirs, then the first branch's.
     experts_backward_weight(ctx, dout, w, a, accumulate);
-    T* dq = projected(a.dq_raw, a.dq);
-    T* dk = projected(a.dk_raw, a.dk);
-    row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
-    column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}}, a.norm_1,
-                                    accumulate);
+    SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};
+    first_branch_backward_weight(ctx, sums, w, a, accumulate);
 
     // Add up the norms' parts together.
-    column_sums<T>({},
-                   {rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums),
-                    rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
-                    qk_norm_parts<T>(ctx, w.q_norm, a.q_norm_sums, s.NH),
-                    qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV)},
-                   ctx.blas.scratch, accumulate, ctx.where);
+    column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);
 }
 
 } // namespace llmc

@@ -742,6 +742,26 @@ TEST(Model, PublishedParameterCounts) {
         }
 }
 
+// Table 2.1 of arXiv:2005.14165 rounds to two digits, of which the second may be one off: its 1.3B
+// has heads that do not fill its channels, and its 13B other channels.
+TEST(Model, GPT3CountsAreThoseOfItsTable) {
+    std::map<std::string, double> published = {
+        {"gpt3-small", 125e6}, {"gpt3-medium", 350e6}, {"gpt3-large", 760e6}, {"gpt3-xl", 1.3e9},
+        {"gpt3-2.7b", 2.7e9},  {"gpt3-6.7b", 6.7e9},   {"gpt3-13b", 13e9},    {"gpt3-175b", 175e9}};
+    size_t seen = 0;
+    for (const Preset& p : model_presets()) {
+        if (!published.count(p.name)) continue;
+        seen++;
+
+        // A block has 12 C^2 in matrices; in biases and norms 13 C.
+        size_t L = p.shape.L, C = p.shape.C, tables = (50257 + 2048) * C;
+        EXPECT_EQ(parameter_count(make_model(p.shape)), tables + L * (12 * C * C + 13 * C) + 2 * C);
+        double count = double(parameter_count(make_model(p.shape)));
+        EXPECT_NEAR(count / published[p.name], 1, 0.02) << p.name;
+    }
+    EXPECT_EQ(seen, published.size());
+}
+
 // ----------------------------------------------------------------------------
 // the map from local to global elements, for any number of tensor-parallel ranks
 
