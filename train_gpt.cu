@@ -29,11 +29,10 @@ void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale)
     std::string where = first.empty()
                             ? "done again, the step has no such value: suspect the machine"
                             : "the first value that is not finite: " + first;
-    bool saved = !run.config.out.empty() && !checkpoint_steps(run.config.out).empty();
     or_die_on_all_ranks(
         run, concat("step ", run.step + 1, ": the loss is ", loss, " and the gradient norm ",
                     scale.norm, "; ", where, ". Lower --lr, lengthen --warmup or set --clip 1",
-                    saved ? "; --resume goes on from the last checkpoint" : ""));
+                    resume_hint(run)));
 }
 
 // One optimizer step: set its learning rate, run the plan, look at the loss and the norm.
@@ -198,6 +197,8 @@ void train(Run& run, Trainer<T, S>& t) {
         Wishes wishes = agree(run.world, {stop_signal, clock_wants_save(run)});
         run.stopped = wishes.stop;
         if (run.stopped) break;
+        if (is_time(run, c.verify_every, false))
+            check_replicas(run, t);
 
         // Look, and save. An evaluation may take minutes: a signal ends it too.
         if (is_time(run, c.eval_every, true))

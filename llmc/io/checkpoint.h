@@ -11,7 +11,8 @@
 //   Save   1. the first rank makes step_N.tmp
 //          2. every rank writes and syncs its file
 //          3. the ranks tell each other size and CRC-32, or what went wrong
-//          4. the first rank writes the manifest, then renames the folder
+//          4. the first rank writes the manifest, with a sum of each weight (replicas.h) that does
+//             not depend on the layout, then renames the folder
 //          5. the first rank removes the oldest checkpoints, but never the best one
 //   Why a kill loses nothing: a folder is called step_N only after every byte in it is synced, and
 //   it loses that name before its first file is removed. Until 4 is over, nothing that was there
@@ -22,6 +23,7 @@
 //             manifest's own too. A broken checkpoint is skipped for the one before it.
 //          2. every rank looks at all it needs before any rank changes anything
 //          3. each rank puts one parameter at a time together, and keeps its part of it
+//          4. the weights' sums must be those of the manifest: cut, sent and rounded as saved
 //   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
 #pragma once
 #include <sys/stat.h>
@@ -31,7 +33,7 @@
 #include "manifest.h"
 #include "safetensors.h"
 #include "../text.h"
-#include "../parameters.h"
+#include "../replicas.h"
 
 namespace llmc {
 
@@ -280,10 +282,28 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
     return wrong;
 }
 
+// Weights beside a remainder are rounded in a way of their own, so they have other sums.
+template <typename T, typename S>
+const char* rounding_of(const Trainer<T, S>& t) {
+    return t.plans[0].masters == Masters::REMAINDER ? "remainder" : "nearest";
+}
+
+// The weights' sums as a manifest has them, by name. All ranks call.
+template <typename T, typename S>
+nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
+    std::vector<uint64_t> sums = weight_sums(t);
+    nlohmann::json by_name = nlohmann::json::object();
+    for (size_t i = 0; i < sums.size(); i++)
+        if (has_sum(t, t.model.parameters[i]))
+            by_name[t.model.parameters[i].name] = sums[i];
+    return by_name;
+}
+
 // Write what describes the files, with a checksum of its own; then sync the folder's names.
 template <typename T, typename S>
 std::string write_manifest(const Trainer<T, S>& t, const CheckpointInfo& info,
-                           const std::string& folder, const nlohmann::json& files) {
+                           const std::string& folder, const nlohmann::json& files,
+                           const nlohmann::json& sums) {
     // Save the optimizer's own count of updates too: Adam's bias correction goes on from it.
     bool trained = address<StepScale>(t, {Kind::SCALE});
     int64_t updates = trained ? read_value<StepScale>(t, {Kind::SCALE}).step : 0;
@@ -300,6 +320,8 @@ std::string write_manifest(const Trainer<T, S>& t, const CheckpointInfo& info,
                                {"precision", type_name(type_of<T>())},
                                {"threads", threads_here(t.ctx.where)},
                                {"cpu", cpu_name()},
+                               {"rounding", rounding_of(t)},
+                               {"weight_sums", sums},
                                {"files", files}};
 
     if (trained && t.hyper.loss_scaling.on)
@@ -369,8 +391,9 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
 
     // 4. The manifest, then the name. A folder that has it already is replaced: the same step, of
     // the run that this one repeats.
+    nlohmann::json sums = weight_sums_json(t);
     if (first && wrong.empty())
-        wrong = write_manifest(t, info, temporary, files);
+        wrong = write_manifest(t, info, temporary, files, sums);
     if (first && wrong.empty())
         wrong = replace_folder(temporary, folder);
     wrong = first_error(world, wrong);
@@ -608,6 +631,25 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     return wrong;
 }
 
+// Hold the weights against the sums that were saved with them, where this run has them in the same
+// type. Older manifests have none.
+template <typename T, typename S>
+std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
+                       const nlohmann::json& manifest) {
+    // All ranks have read the same manifest, so all of them call, or none does.
+    bool alike = manifest["precision"] == type_name(type_of<T>()) &&
+                 manifest.value("rounding", "") == rounding_of(t);
+    if (!manifest.contains("weight_sums") || !alike)
+        return "";
+    nlohmann::json saved = manifest["weight_sums"], own = weight_sums_json(t);
+    for (auto& [name, sum] : own.items())
+        if (saved.contains(name) && saved[name] != sum)
+            return concat(folder, ": tensor ", name, " is not what was saved: its sum is ",
+                          sum.dump(), ", the manifest says ", saved[name].dump(),
+                          ": suspect this machine's memory, and try again");
+    return "";
+}
+
 // The steps of the checkpoints as the first rank sees them, newest first.
 inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::string& out) {
     std::vector<int64_t> steps = world.rank == 0 ? checkpoint_steps(out) : std::vector<int64_t>();
@@ -706,6 +748,8 @@ std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::s
         wrong = first_error(world, check_identity(t, manifest, folder, moments));
         if (wrong.empty())
             wrong = read_files(t, folder, manifest["files"]);
+        if (wrong.empty())
+            wrong = check_sums(t, folder, manifest);
         if (!wrong.empty()) return wrong;
         take_counters(t, info, manifest);
         note_differences(t, manifest, notes);

@@ -77,6 +77,7 @@ struct Config {
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", grid_order = "tp-pp-dp", comm = "auto";
     std::string cp_method = "gather", cp_order = "zigzag";
+    int64_t verify_every = 0; // steps
 
     // files
     // out survives a kill and can be resumed; an export holds weights alone
@@ -274,6 +275,9 @@ inline const std::vector<Flag>& config_table() {
          "what carries messages; auto: MPI under mpirun, else memory"},
         {"fixed-order", &C::fixed_order, "",
          "add ranks in rank order, on GPUs by our own code and not by NCCL's; always so on CPUs"},
+        {"verify-every", &C::verify_every, "0..1000000000000",
+         "steps between comparisons of weights that several ranks hold; each save makes one (0: no "
+         "others)"},
 
         {"", &C::help, "", "Files"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},

@@ -89,6 +89,13 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
     if (wrong.empty() && m.contains("loss_scale"))
         wrong = check_loss_scale(m["loss_scale"]);
 
+    // Sums of weights are compared as they stand.
+    bool sums = !m.contains("weight_sums") || m["weight_sums"].is_object();
+    if (wrong.empty() && !sums)
+        wrong = "weight_sums is " + json_word(m["weight_sums"]);
+    if (wrong.empty() && m.contains("rounding"))
+        wrong = check_type(m, "rounding", nlohmann::json::value_t::string);
+
     // Flags are read one by one, each as the command line's.
     bool flags = !m.contains("config") || m["config"].is_object() || m["config"].is_null();
     return wrong.empty() && !flags ? "config is " + json_word(m["config"]) : wrong;

@@ -283,6 +283,7 @@ inline bool clock_wants_save(const Run& run) {
 template <typename T, typename S>
 std::string try_to_save(Run& run, Trainer<T, S>& t) {
     // Weights that were ruined by the last update would push good ones out of --keep.
+    check_replicas(run, t);
     std::string ruined = ruined_weights(run, t);
     if (!ruined.empty()) return ruined;
 

@@ -2,6 +2,8 @@
 //   first_bad_weight    after a load and before a save: every weight of this rank is looked at
 //   ruined_weights      before a save: the weights are tried on the text of the last step. A model
 //                       that has learned its text by heart is no good on other text, and not ruined
+//   check_replicas      before a save, and every --verify-every steps: ranks that hold the same
+//                       weights compare them (replicas.h). A silent fault of a machine ends the run
 //   trace_bad_value     after a step that diverged: the step is done again, and each action's
 //                       results are looked at as they are made. A norm that is not finite updates
 //                       nothing, so the step makes the same values but for the order of sums.
@@ -100,6 +102,23 @@ void check_weights(const Run& run, const Trainer<T, S>& t) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
     if (!wrong.empty())
         wrong = run.weights + ": " + wrong + ": these weights are ruined, take others";
+    or_die_on_all_ranks(run, wrong);
+}
+
+// The end of a message that ends a run whose folder has a checkpoint.
+inline std::string resume_hint(const Run& run) {
+    bool saved = !run.config.out.empty() && !checkpoint_steps(run.config.out).empty();
+    return saved ? "; --resume goes on from the last checkpoint" : "";
+}
+
+// End the run where ranks that should have the same weights do not: no step mends that, and a
+// checkpoint would keep it.
+template <typename T, typename S>
+void check_replicas(const Run& run, const Trainer<T, S>& t) {
+    std::string wrong = replicas_differ(t);
+    if (!wrong.empty())
+        wrong = concat("step ", run.step, ": ", wrong, ": suspect that machine, and leave it out",
+                       resume_hint(run));
     or_die_on_all_ranks(run, wrong);
 }
 

@@ -415,6 +415,115 @@ TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
         });
 }
 
+// Sums are those of a definition with neither parts nor runs, and of any layout.
+TEST_F(Checkpoints, WeightsSumsAreThoseOfTheWholeInAnyLayout) {
+    for (const Shape& s : shapes_to_cut()) {
+        std::vector<uint64_t> want;
+        auto whole = random_model<bf16>(s, 3);
+        for (const Parameter& p : whole->t.model.parameters) {
+            std::vector<bf16> x = fetch<bf16>(whole->t, {Kind::WEIGHT, p.bucket}, p);
+            uint64_t sum = 0;
+            for (size_t i = 0; i < p.file_elements(); i++) sum += element_sum(i, x[i].bits);
+            want.push_back(sum);
+        }
+        for (const LayoutCase& l : layouts)
+            on_ranks<bf16>(l, s, 3, [&](Small<bf16>& m) {
+                EXPECT_EQ(weight_sums(m.t), want) << layout_name(l);
+                EXPECT_EQ(replicas_differ(m.t), "") << layout_name(l);
+            });
+    }
+}
+
+// A bit of a weight turns on one rank. All ranks name the parameter; of three or more that hold it
+// they name the one, and what one rank alone holds nobody can compare.
+static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& name, int rank) {
+    std::atomic<int> holders = 0;
+    std::set<std::string> said;
+    std::mutex mutex;
+    on_ranks<float>(l, s, 3, [&](Small<float>& m) {
+        Trainer<float, Cpu>& t = m.t;
+        const Comm& world = t.comms.world;
+        const Parameter* p = nullptr;
+        for (const Parameter& x : t.model.parameters)
+            if (x.name == name) p = &x;
+        Data weight = {Kind::WEIGHT, p->bucket};
+        KeptRange range = kept_range(t, weight, *p);
+
+        // Count those that keep the elements of the rank that fails.
+        int64_t piece = t.layout.tp.rank / replication(p->shard, l.tp);
+        std::vector<int64_t> mine = {piece, int64_t(range.first), int64_t(range.count)};
+        std::vector<int64_t> all(size_t(l.ranks()) * 3);
+        all_gather(world, all.data(), mine.data(), 3, Cpu{});
+        bool same = std::equal(mine.begin(), mine.end(), all.begin() + rank * 3);
+        holders += same && range.count;
+
+        // Turn the lowest bit of the first one.
+        if (world.rank == rank && range.count) {
+            uint32_t bits;
+            read_kept(t, &bits, weight, range.at, 1);
+            fill_kept<uint32_t>(t, weight, range.at, 1, [=](size_t) { return bits ^ 1; });
+        }
+        std::string text = replicas_differ(t);
+        std::lock_guard<std::mutex> lock(mutex);
+        said.insert(text);
+    });
+    ASSERT_EQ(said.size(), 1u);
+    std::string one = concat(name, ": rank ", rank, " has other values than ranks ");
+    std::string two = concat(name, ": ranks ");
+    std::string want = holders > 2 ? one : holders == 2 ? two : "";
+    EXPECT_EQ(said.begin()->substr(0, want.size()), want) << layout_name(l);
+    EXPECT_EQ(said.begin()->empty(), want.empty()) << layout_name(l) << *said.begin();
+}
+
+TEST_F(Checkpoints, ATurnedBitIsFoundAndItsRankNamed) {
+    std::vector<LayoutCase> with_replicas = {{3, 1, 0, 3, 0}, {3, 1, 2, 3, 0}, {2, 2, 0, 2, 0},
+                                             {1, 2, 0, 1, 0}, {4, 1, 3, 2, 0}, {2, 1, 3, 2, 0}};
+    for (const LayoutCase& l : with_replicas)
+        for (const char* name : {"h.0.mlp.c_fc.weight", "h.1.ln_1.weight", "wte.weight"})
+            for (int rank = 0; rank < l.ranks(); rank += 2)
+                turn_a_bit(l, shapes_to_cut()[0], name, rank);
+
+    // Of four ranks that share a layer two have the same key head, and all the norms.
+    for (const char* name : {"self_attn.k_proj.weight", "self_attn.q_proj.weight",
+                             "input_layernorm.weight"})
+        for (int rank = 0; rank < 4; rank++)
+            turn_a_bit({1, 1, 0, 1, 0, 4}, shapes_to_cut()[1], concat("model.layers.1.", name),
+                       rank);
+}
+
+// A load whose weights are not those that were saved says so, whatever the files' checksums say.
+TEST_F(Checkpoints, ALoadComparesTheWeightsSums) {
+    Shape s = shapes_to_cut()[0];
+    on_ranks<float>(layouts[3], s, 3, [&](Small<float>& m) {
+        run_plan(m.t, 0);
+        EXPECT_EQ(checkpoint_save(m.t, {1, 8, 0, {}}, dir, 5), "");
+    });
+    std::string manifest = dir + "/step_00000001/manifest.json";
+    json m = read_json(manifest);
+    ASSERT_EQ(m["weight_sums"].size(), random_model<float>(s)->t.model.parameters.size());
+    auto load = [&](const json& changed) {
+        json again = changed;
+        again["crc32"] = manifest_crc(again);
+        put_file(manifest, manifest_text(again));
+        std::string wrong;
+        on_ranks<float>(layouts[4], s, 4, [&](Small<float>& b) {
+            std::string text = load_checkpoint(b, dir).wrong;
+            if (b.t.comms.world.rank == 1) wrong = text;
+        });
+        return wrong;
+    };
+    EXPECT_EQ(load(m), "");
+    json other = m;
+    other["weight_sums"]["ln_f.weight"] = m["weight_sums"]["ln_f.weight"].get<uint64_t>() + 1;
+    EXPECT_HAS(load(other), "tensor ln_f.weight is not what was saved");
+
+    // Weights rounded otherwise, and manifests without sums, are not compared.
+    other["rounding"] = "remainder";
+    EXPECT_EQ(load(other), "");
+    m.erase("weight_sums");
+    EXPECT_EQ(load(m), "");
+}
+
 TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
     Shape s = shapes_to_cut()[0];
     for (int64_t step : {1, 2})
