@@ -153,13 +153,13 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
 
 // The update reads the scale, so no update may run before NORM has clipped.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
-    if (!p.layout.gradients_away) x.read({Kind::GRAD, a.bucket});
     x.read({Kind::SCALE});
-    // Data that stay are updated in place.
-    if (!p.layout.weights_away)
-        x.change({Kind::WEIGHT, a.bucket});
-    for (Data d : optimizer_data(p, a.bucket, a.chunk))
-        if (tier_of(p, d) == Tier::DEVICE) x.change(d);
+    // Data that lie where the update runs are updated in place.
+    for (Data d : update_data(p, a.bucket, a.chunk)) {
+        if (tier_of(p, d) != p.offload.update) continue;
+        Data home = home_of(p, d);
+        d.kind == Kind::GRAD ? x.read(home) : x.change(home);
+    }
     if (a.chunk >= 0)
         x.change({Kind::STAGED, a.bucket, -1, a.chunk});
 }
@@ -167,8 +167,11 @@ inline void access_update(Access& x, const Plan& p, const Action& a) {
 // Data on their way from their tier to where the step runs, or back.
 inline void access_move(Access& x, const Plan& p, const Model& model, const Action& a) {
     bool fetches = a.op == Op::FETCH;
-    for (Data d : tiered_data(p, model, a))
-        fetches ? x.read(d) : x.write(d);
+    for (Data d : tiered_data(p, model, a)) {
+        // A chunk is a part of weights that lie in one piece.
+        bool part = a.chunk >= 0 && d.chunk < 0;
+        fetches ? x.read(d) : part ? x.change(d) : x.write(d);
+    }
     for (Data d : moved_data(p, model, a))
         fetches ? x.write(d) : x.read(d);
 }

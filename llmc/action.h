@@ -138,6 +138,7 @@ struct Offload {
     Tier activations = Tier::DEVICE; // blocks' inputs and kept activations, from F to backward
     Tier weights = Tier::DEVICE, gradients = Tier::DEVICE;
     size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
+    Tier update = Tier::DEVICE;      // where UPDATE runs: HOST, and masters and moments stay there
 
     // Updates go by chunks where they find some of their data elsewhere.
     bool cuts_updates() const {

@@ -10,6 +10,25 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // FETCH and PARK
 
+// Where a chunk's part of a datum lies; no bytes: there is none.
+template <typename T, typename S>
+Place part_place(const Trainer<T, S>& t, Data d) {
+    const Plan& p = t.plans[t.plan];
+    Data home = home_of(p, d);
+    const Place* found = arena_find(t.arena, t.plan, t.at, home);
+    Place part = found ? *found : Place{};
+    if (!found || home == d) return part;
+
+    // Count to the chunk within what this rank updates, and to that within all of it.
+    Range range = updated_range(t.layout, t.model, d.of);
+    Range chunk = chunk_of(range, p.offload, d.chunk);
+    size_t size = d.kind == Kind::WEIGHT ? sizeof(T) : sizeof(acc_t<T>);
+    bool within = range.sharded && !is_sharded(t.layout, t.model, home);
+    part.offset += (chunk.first - (within ? 0 : range.first)) * size;
+    part.bytes = chunk.count * size;
+    return part;
+}
+
 // f(data, place, staged) for each part of a chunk that has bytes: where it lies and where it goes.
 template <typename T, typename S, typename F>
 void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
@@ -17,27 +36,28 @@ void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
     Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
     unsigned char* at = address<unsigned char>(t, staged);
     for (Data d : staged_data(t.plans[t.plan], a.bucket, a.chunk)) {
-        const Place* place = arena_find(t.arena, t.plan, t.at, d);
-        if (!place) continue; // no master beside wide weights
-        f(d, *place, at);
-        at += round_up(place->bytes, ARENA_ALIGN);
+        Place place = part_place(t, d);
+        if (!place.bytes) continue; // no master beside wide weights
+        f(d, place, at);
+        at += round_up(place.bytes, ARENA_ALIGN);
     }
 }
 
 // A datum for an update: of this rank's range all, a chunk, or the staged chunk; null: none.
 template <typename P, typename T, typename S>
 P* update_part(const Trainer<T, S>& t, const Action& a, Data wanted) {
-    // A datum of one piece may be updated by chunks, for others are offloaded.
-    if (const Place* whole = arena_find(t.arena, t.plan, t.at, wanted)) {
-        Range range = updated_range(t.layout, t.model, a.bucket);
-        Range part = chunk_of(range, t.plans[t.plan].offload, a.chunk);
-        return updated_part<P>(t, wanted, range) + (part.first - range.first);
-    }
+    // Without chunks all of it is here.
+    const Plan& p = t.plans[t.plan];
+    if (a.chunk < 0)
+        return updated_part<P>(t, wanted, updated_range(t.layout, t.model, a.bucket));
 
-    // A chunk lies on the device, or where FETCH has brought it.
+    // A chunk lies where the update runs, or where FETCH has brought it.
     wanted.chunk = a.chunk;
-    if (tier_of(t.plans[t.plan], wanted) == Tier::DEVICE)
-        return address<P>(t, wanted);
+    if (tier_of(p, wanted) == p.offload.update) {
+        Place part = part_place(t, wanted);
+        unsigned char* base = t.arena.memory[int(part.tier)].base;
+        return part.bytes ? reinterpret_cast<P*>(base + part.offset) : nullptr;
+    }
     unsigned char* found = nullptr;
     for_each_staged(t, a, [&](Data d, const Place&, unsigned char* staged) {
         if (d == wanted) found = staged;
@@ -99,11 +119,15 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
         if (place.tier == Tier::DISK) {
             Way way = fetches ? Way::FROM_DISK : Way::TO_DISK;
             disk_start(*m.disk, move, way, here, place.offset, place.bytes, stream);
-        } else if (fetches) {
-            copy_in(here, home, place.bytes, stream);
-        } else {
-            copy_out_later(home, here, place.bytes, stream);
+            return;
         }
+
+        // An update that runs on the host fetches from the device.
+        unsigned char* to = fetches ? here : home;
+        unsigned char* from = fetches ? home : here;
+        bool leaves = fetches == (place.tier == Tier::DEVICE);
+        leaves ? copy_out_later(to, from, place.bytes, stream)
+               : copy_in(to, from, place.bytes, stream);
     });
 
     // A file's blocks are waited for by the host, copies by the stream of compute.

@@ -4,6 +4,8 @@
 //     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead
 //     UPDATE(b.c)  the optimizer, on STAGED and the device's gradients
 //     PARK(b.c)    STAGED -> where they lie                               one chunk behind
+//   The CPU can update them where they lie instead, as ZeRO-Offload does: FETCH brings a chunk's
+//   gradient and weights, PARK takes the weights back, 8 bytes a parameter in place of 24.
 //   With activations, what a block keeps for its backward pass leaves until then; with `--recompute
 //   full` that is its input, and what the device holds does not depend on the number of layers:
 //     PARK(m,l)    input and kept activations -> where they lie           behind F(m,l)

@@ -251,10 +251,10 @@ void run_norm(Trainer<T, S>& t) {
                      where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
 }
 
-// Update this rank's range, or an offloaded chunk of it. StepScale lies in device memory, so the
-// host need not know the norm.
-template <typename T, typename S>
-void run_update(Trainer<T, S>& t, const Action& a) {
+// Update this rank's range, or an offloaded chunk of it, where the plan says: on a device, or there
+// on the host where the chunk lies.
+template <typename T, typename S, typename W>
+void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W where) {
     typedef acc_t<T> A;
     const Hyper& h = t.hyper;
     Range range = updated_range(t.layout, t.model, a.bucket);
@@ -268,7 +268,6 @@ void run_update(Trainer<T, S>& t, const Action& a) {
     auto state = [&](int s) {
         return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
     };
-    const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
     auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
     // Rounding at random draws from --seed.
@@ -280,12 +279,24 @@ void run_update(Trainer<T, S>& t, const Action& a) {
         bool narrow = p.masters == Masters::NONE || p.states != States::FLOAT;
         AdamW numbers = {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay,
                          h.stochastic && narrow, h.seed};
-        return adamw_update(memory, rows.data(), rows.size(), numbers, scale, t.ctx.where);
+        return adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
     }
     case Optimizer::SGD:
         return sgd_update(weight, static_cast<float*>(master), grad, rows.data(), rows.size(),
-                          h.lr, h.weight_decay, scale, t.ctx.where);
+                          h.lr, h.weight_decay, scale, where);
     }
+}
+
+// StepScale lies in device memory, so the host need not know the norm. An update that the host runs
+// waits for it, behind what FETCH has brought.
+template <typename T, typename S>
+void run_update(Trainer<T, S>& t, const Action& a) {
+    if (t.plans[t.plan].offload.update == Tier::DEVICE) {
+        const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
+        return run_update(t, a, scale, t.ctx.where);
+    }
+    StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
+    run_update(t, a, &scale, Cpu{});
 }
 
 // ----------------------------------------------------------------------------

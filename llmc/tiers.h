@@ -1,6 +1,7 @@
 // tiers.h - data in another tier of memory: what lies where, and what moves
 //   Offloading a datum is a row of tier_of(). FETCH and PARK move three things:
-//     a chunk (b.c)   the update's data, each in its tier -> side by side in STAGED, and back
+//     a chunk (b.c)   the update's data that lie in another tier than it runs in -> side by side in
+//                     STAGED, and back
 //     activations     of a block (m,l), under their own kinds; in their tier they are PARKED
 //     a bucket (b)    WEIGHT comes, from its chunks; GRAD goes to its chunks once it is whole;
 //                     a gradient that is not whole yet goes and comes back as activations do
@@ -17,6 +18,8 @@ inline Tier tier_of(const Plan& p, Data d) {
     case Kind::STATE: return p.offload.optimizer;
     case Kind::GRAD:
     case Kind::GRAD_TIED: return p.offload.gradients;
+    // A chunk is staged where its update runs; a shard of weights, where it is gathered.
+    case Kind::STAGED: return d.chunk >= 0 ? p.offload.update : Tier::DEVICE;
     // Layers know parked data under their own kinds, when FETCH has brought them.
     case Kind::PARKED:
         return of_bucket(Kind(d.chunk)) ? p.offload.gradients : p.offload.activations;
@@ -33,14 +36,26 @@ inline std::vector<Data> optimizer_data(const Plan& p, int bucket, int chunk) {
     return data;
 }
 
-// The data that an update of a chunk finds in STAGED, as they lie in their tiers.
-inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
-    // Data of one update may lie in different tiers.
+// All data of an update of a chunk.
+inline std::vector<Data> update_data(const Plan& p, int bucket, int chunk) {
     std::vector<Data> data = optimizer_data(p, bucket, chunk);
     data.push_back({Kind::WEIGHT, bucket, -1, chunk});
     data.push_back({Kind::GRAD, bucket, -1, chunk});
-    std::erase_if(data, [&](Data d) { return tier_of(p, d) == Tier::DEVICE; });
     return data;
+}
+
+// The update finds in STAGED what lies in another tier: its data may lie in several.
+inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
+    std::vector<Data> data = update_data(p, bucket, chunk);
+    std::erase_if(data, [&](Data d) { return tier_of(p, d) == p.offload.update; });
+    return data;
+}
+
+// The datum that holds a chunk's part: weights and gradients on the device are one piece.
+inline Data home_of(const Plan& p, Data d) {
+    bool whole = d.kind == Kind::WEIGHT || d.kind == Kind::GRAD;
+    if (whole && tier_of(p, d) == Tier::DEVICE) d.chunk = -1;
+    return d;
 }
 
 // The activations of a block that wait for its backward pass, and one of them in its other tier.
@@ -74,6 +89,8 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
         data = staged_data(p, a.bucket, a.chunk);
         if (a.op == Op::PARK)
             std::erase_if(data, [](Data d) { return d.kind == Kind::GRAD; });
+        for (Data& d : data)
+            d = home_of(p, d);
         return data;
     }
 

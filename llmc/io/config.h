@@ -68,6 +68,7 @@ struct Config {
     double loss_scale_min = -1;
     std::string masters = "float", states = "float", weights = "float";
     std::string recompute = "none", offload = "none", offload_to = "cpu";
+    std::string offload_update = "device";
     double memory = 0;
 
     // layout
@@ -243,6 +244,8 @@ inline const std::vector<Flag>& config_table() {
          "weights and gradients, with commas"},
         {"offload-to", &C::offload_to, "",
          "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
+        {"offload-update", &C::offload_update, "device|host",
+         "where --offload optimizer updates; host: by the CPU, and masters and moments stay there"},
 
         {"", &C::help, "", "Layout"},
         {"dp", &C::dp, "0..1000000", "data-parallel ranks; 0: what the other axes leave"},

@@ -20,6 +20,15 @@ inline std::string refuse_idle_offload(const Config& c) {
     if (offloads(c, "optimizer") && c.optimizer == "sgd" && c.precision == "fp32")
         return "--offload optimizer: --optimizer sgd in fp32 has neither masters nor moments: "
                "leave it out";
+
+    // The CPU updates what lies in memory.
+    bool at_host = c.offload_update == "host";
+    if (at_host && !offloads(c, "optimizer"))
+        return "--offload-update host: masters and moments lie on the device: give --offload "
+               "optimizer";
+    if (at_host && c.offload_to != "cpu")
+        return concat("--offload-update host: the CPU updates in memory, and ",
+                      printable(c.offload_to), " is a folder: leave --offload-to out");
     return c.offload_to.empty() ? "--offload-to names no place: give cpu, or a folder" : "";
 }
 

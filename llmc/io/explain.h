@@ -150,16 +150,27 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
     return text;
 }
 
-// Bytes that a plan brings from a tier and takes back to it.
+// Bytes that a plan brings from a tier and takes back to it. An update on the host brings them
+// from the device, of one piece the chunk's share.
 inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model, int plan,
                           Tier tier) {
     double bytes = 0;
     for (int at = 0; at < int(p.actions.size()); at++) {
         const Action& a = p.actions[at];
         if (queue_of(a.op) != Queue::MOVE) continue;
-        for (Data d : tiered_data(p, model, a))
-            if (const Place* place = arena_find(arena, plan, at, d))
-                bytes += place->tier == tier ? double(place->bytes) : 0;
+        for (Data d : tiered_data(p, model, a)) {
+            const Place* place = arena_find(arena, plan, at, d);
+            if (!place) continue;
+            Tier there = place->tier;
+            double share = 1;
+            if (there == Tier::DEVICE) {
+                size_t updated = kept_elements(p.layout, model, {Kind::MASTER, d.of});
+                share = double(chunk_elements(p.offload, updated, a.chunk)) /
+                        double(kept_elements(p.layout, model, d));
+                there = p.offload.update;
+            }
+            bytes += there == tier ? share * double(place->bytes) : 0;
+        }
     }
     return bytes;
 }

@@ -329,6 +329,8 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         train.offload.weights = tier;
     if (offloads(c, "gradients"))
         train.offload.gradients = tier;
+    if (c.offload_update == "host")
+        train.offload.update = Tier::HOST;
     if (c.steps > 0 && !c.eval)
         run.train_plan = add(train);
 

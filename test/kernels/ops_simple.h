@@ -736,6 +736,17 @@ inline void adamw_perf(Perf& p) {
         adamw_update(w.data(), master.data(), g.data(), m.data(), v.data(), n,
                      {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
     });
+
+    // Offload's chunk on the CPU (--offload-update host): its gradient comes, its weights go.
+    size_t chunk = n / 2;
+    std::vector<float> device_g(chunk, 1e-3f);
+    std::vector<bf16> device_w(chunk);
+    memory_rate(p, "bf16 where an offloaded chunk lies, with its copies", 42.0 * double(chunk), [&] {
+        memcpy(g.data(), device_g.data(), chunk * sizeof(float));
+        adamw_update(w.data(), master.data(), g.data(), m.data(), v.data(), chunk,
+                     {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
+        memcpy(device_w.data(), w.data(), chunk * sizeof(bf16));
+    });
     memory_rate(p, "float, 32M parameters", 28.0 * double(n), [&] {
         adamw_update(master.data(), nullptr, g.data(), m.data(), v.data(), n,
                      {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);

@@ -200,6 +200,20 @@ TEST(Device, OffloadChangesNoBit) {
         }
     }
     EXPECT_EQ(all[int(Tier::HOST)], all[int(Tier::DEVICE)]);
+
+    // The CPU updates where masters and moments lie, with and without gradients and weights there.
+    for (Tier tier : {Tier::DEVICE, Tier::HOST}) {
+        Plan plan = train_plan(Recompute::NONE, false);
+        plan.offload = {Tier::HOST, Tier::DEVICE, tier, tier, 4096, Tier::HOST};
+        Small<bf16, cudaStream_t> gpu(tiny_gpt2(), {plan});
+        gpu.step(), gpu.step();
+        std::vector<std::vector<double>> host;
+        for (const Parameter& p : gpu.t.model.parameters) {
+            auto weights = fetch_numbers(gpu.t, {Kind::WEIGHT, p.bucket}, p);
+            host.emplace_back(weights.begin(), weights.end());
+        }
+        EXPECT_EQ(host, all[int(Tier::DEVICE)]);
+    }
     EXPECT_EQ(all[int(Tier::DISK)], all[int(Tier::DEVICE)]);
 }
 

@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 #include <csignal>
 #include <random>
+#include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
@@ -112,6 +113,7 @@ struct Case {
     bool weights = true, gradients = true; // beside activations and masters
     bool optimizer_too = true;
     int micro_batches = 2;
+    Tier update = Tier::DEVICE;
 };
 
 // Threads of a file that sleep first make every move late.
@@ -130,6 +132,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
     Layout sizes = small_layout(c.dp, c.tp, c.pp);
     sizes.zero = c.zero;
     sizes.prefetch = c.prefetch;
+    if (c.states == States::EIGHT_BIT) sizes.tensor_align = STATE_BLOCK;
     std::vector<float> all;
     EXPECT_EQ(run_local_ranks(c.dp * c.tp * c.pp, {}, [&](const Comm& world) {
 #ifdef _OPENMP
@@ -140,6 +143,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
         plan.offload = {c.tier, c.tier, c.weights ? c.tier : Tier::DEVICE,
                         c.gradients ? c.tier : Tier::DEVICE, 4096};
         if (!c.optimizer_too) plan.offload.optimizer = Tier::DEVICE;
+        plan.offload.update = c.update;
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
             split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
@@ -257,6 +261,31 @@ TEST(Offload, ChangesNoBitOfGradientsAlone) {
                 }
                 c.tier = Tier::DEVICE;
             }
+}
+
+// Masters and moments stay, gradients come to them and weights go back, or lie there too.
+TEST(Offload, ChangesNoBitWhereItsDataLie) {
+    Shape wide = gpt2_shape(2, 4, 64, 256, 16);
+    for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 1, Tier::DEVICE},
+                   Case{2, 1, 1, 2, Tier::DEVICE}, Case{2, 1, 1, 3, Tier::DEVICE},
+                   Case{1, 2, 1, 0, Tier::DEVICE}, Case{1, 1, 2, 0, Tier::DEVICE}})
+        for (bool small : {false, true}) {
+            c.masters = small ? Masters::REMAINDER : Masters::FLOAT;
+            c.states = small ? States::EIGHT_BIT : States::FLOAT;
+            c.tier = c.update = Tier::DEVICE;
+            std::vector<float> half = trained<bf16>(wide, c), single = trained<float>(wide, c);
+            c.tier = c.update = Tier::HOST;
+            for (bool all : {false, true}) {
+                c.weights = c.gradients = all;
+                EXPECT_TRUE(trained<bf16>(wide, c) == half) << c.zero << small << all;
+                EXPECT_TRUE(trained<float>(wide, c) == single) << c.zero << small << all;
+            }
+        }
+    Case sgd = {2, 1, 1, 1, Tier::DEVICE};
+    sgd.optimizer = Optimizer::SGD;
+    std::vector<float> there = trained<bf16>(wide, sgd);
+    sgd.tier = sgd.update = Tier::HOST, sgd.weights = sgd.gradients = false;
+    EXPECT_TRUE(trained<bf16>(wide, sgd) == there);
 }
 
 // What a level keeps leaves and comes back; the halves of a split backward pass both find it.
@@ -535,6 +564,30 @@ TEST(Offload, TheDeviceHoldsThreeChunks) {
     }
 }
 
+// Updated by the CPU, no byte of them is on the device, and the host has three chunks of gradients
+// and weights beside them.
+TEST(Offload, OnTheHostOnlyGradientsAndWeightsTravel) {
+    Shape shape = gpt2_shape(6, 4, 64, 256, 16);
+    auto place = [&](Tier tier) {
+        PlanOptions o = small_plan(1, 16, 1);
+        o.offload = {.optimizer = tier, .chunk = 8192, .update = tier};
+        Trainer<bf16, Cpu> t;
+        trainer_place(t, shape, {o});
+        return t;
+    };
+    auto here = place(Tier::DEVICE), there = place(Tier::HOST);
+    size_t lasting = there.arena.memory[int(Tier::HOST)].persistent_bytes;
+    EXPECT_EQ(here.arena.device().persistent_bytes - there.arena.device().persistent_bytes, lasting);
+    EXPECT_EQ(there.arena.memory[int(Tier::HOST)].bytes, lasting + 3 * 8192 * 6);
+    EXPECT_EQ(here.arena.peak[0], there.arena.peak[0]);
+    const Plan& p = there.plans[0];
+    size_t updated = 0;
+    for (const Bucket& b : there.model.buckets) updated += b.elements;
+    double moved = moved_bytes(there.arena, p, there.model, 0, Tier::HOST);
+    EXPECT_NEAR(moved, double(updated) * (4 + 2 + 2), 1e-6 * moved) << "gradients in, weights both ways";
+    EXPECT_EQ(moved_bytes(there.arena, p, there.model, 0, Tier::DISK), 0);
+}
+
 // ----------------------------------------------------------------------------
 // the program
 
@@ -564,10 +617,10 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     std::string ranks = "--local-ranks 2 --zero 2 ";
     Ran whole = run(ranks + "--steps 6 --out " + path("whole"));
     ASSERT_EQ(whole.status, 0) << whole.text;
-    std::string weights = " --offload weights";
+    std::string weights = " --offload weights", host = " --offload optimizer --offload-update host";
     std::string all = " --offload optimizer,weights,gradients,activations --offload-to " + folder;
-    for (std::string first : {to_disk(), weights, all, std::string()})
-        for (std::string then : {std::string(), all, weights}) {
+    for (std::string first : {to_disk(), weights, all, host, std::string()})
+        for (std::string then : {std::string(), all, host}) {
             fs::remove_all(path("parts"));
             Ran a = run(ranks + "--steps 3 --out " + path("parts") + first);
             Ran b = run(ranks + "--steps 6 --resume --out " + path("parts") + then);
@@ -612,6 +665,9 @@ TEST_F(OffloadRun, SaysWhatCannotWork) {
     EXPECT_HAS(run("--steps 1 --offload optimizer --optimizer sgd --precision fp32").text,
                "neither masters nor moments");
     EXPECT_HAS(run("--steps 1 --offload-to " + folder).text, "--offload-to does nothing without");
+    EXPECT_HAS(run("--steps 1 --offload weights --offload-update host").text,
+               "--offload-update host: masters and moments lie on the device");
+    EXPECT_HAS(run("--steps 1 --offload-update host" + to_disk()).text, "is a folder: leave");
     Ran full = shell("trap '' XFSZ; ulimit -f 400;" + program() + flags + "--steps 1" + to_disk());
     EXPECT_HAS(full.text, "of state do not fit: File too large");
     EXPECT_EQ(full.status, 1);
