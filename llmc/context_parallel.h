@@ -19,7 +19,9 @@
 //   backward as many again and as many floats; scratch: 2 B T KV elements, and in training as many
 //   floats, which keep 16-bit runs off the tensor cores in attention's backward pass. Ulysses: a
 //   rank sends (cp-1)/cp N (2 Q + 2 KV) elements forward, (cp-1)/cp N (4 Q + 4 KV) backward, for it
-//   exchanges its inputs anew; scratch: about twice that, at most. cp must divide all heads.
+//   exchanges its inputs anew; scratch: about twice that, at most. cp must divide the heads. Where
+//   key/value heads are fewer, several ranks take the same one, KV counts for cp of them, and their
+//   owner adds up the gradients in rank order, in float.
 #pragma once
 #include "attention_merge.cuh"
 #include "context.h"
@@ -50,8 +52,12 @@ inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
 inline bool cp_divides(const Shape& s, size_t tp, size_t cp) {
     // Where tp ranks share a key/value head, each has one.
     size_t key_heads = std::max(s.NKV / tp, size_t(1));
-    return s.NH % (tp * cp) == 0 && key_heads % cp == 0;
+    bool shares_keys = key_heads % cp == 0 || cp % key_heads == 0;
+    return s.NH % (tp * cp) == 0 && shares_keys;
 }
+
+// Ulysses' ranks that take the same key/value head, neighbours where these are fewer than ranks.
+inline size_t key_copies(const Shape& s, size_t cp) { return std::max(cp / s.NKV, size_t(1)); }
 
 // The sizes of attention on a rank, for its workspace.
 inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size_t B, size_t T) {
@@ -59,8 +65,8 @@ inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size
     size_t cp = size_t(layout.cp.size);
     if (layout.cp_method == ContextMethod::GATHER) return attention_shape(s, B, T / cp, T);
     if (layout.cp_method == ContextMethod::RING) return attention_shape(s, B, T / cp, T / cp);
+    s.NKV = s.NKV * key_copies(s, cp) / cp;
     s.NH /= cp;
-    s.NKV /= cp;
     return attention_shape(s, B, T, T);
 }
 
@@ -68,9 +74,9 @@ inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size
 struct HeadRooms {
     size_t q, k, v, out, dout, dq, dk, dv, sent, end;
 };
-inline HeadRooms head_rooms(const Shape& s, size_t N, size_t t, bool trains) {
+inline HeadRooms head_rooms(const Shape& s, size_t cp, size_t N, size_t t, bool trains) {
     size_t Q = s.NH * s.HS;
-    size_t KV = s.NKV * s.HS;
+    size_t KV = s.NKV * s.HS * key_copies(s, cp);
     size_t next = 0;
     auto take = [&](size_t n) {
         size_t at = next;
@@ -101,7 +107,7 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
                              bool trains) {
     size_t t = tokens / size_t(layout.cp.size);
     if (layout.cp_method == ContextMethod::ULYSSES)
-        return head_rooms(s, B * t, t, trains).end * sizeof(T);
+        return head_rooms(s, size_t(layout.cp.size), B * t, t, trains).end * sizeof(T);
     if (layout.cp_method == ContextMethod::RING)
         return ring_rooms<T>(s, B * t, trains, nullptr).bytes;
     size_t n = B * tokens * 2 * s.NKV * s.HS;
@@ -195,41 +201,55 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
 // ----------------------------------------------------------------------------
 // Ulysses: all heads of this rank's rows become some heads of all rows, and back
 
-// Exchange the rows of each sequence: part h of their columns goes to rank h, which has it from all
-// ranks. to (B,T,width/cp), dense; rows (B,t,width), `stride` elements apart.
+// Exchange the rows of each sequence: part h of their columns goes to rank h, or to the `copies`
+// ranks from h * copies on, which have it from all ranks. to (B,T,part), dense; rows (B,t,width),
+// `stride` elements apart.
 template <typename T, typename S>
-void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, size_t width) {
+void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, size_t width,
+                   size_t copies = 1) {
     size_t cp = size_t(ctx.cp.size);
     size_t t = ctx.batch.T;
-    size_t part = width / cp;
+    size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
         // Lay each rank's columns side by side: a message is one piece.
         const T* from = rows + b * t * stride;
         for (size_t h = 0; h < cp; h++) {
             T* block = sent + h * t * part;
-            const T* columns = from + h * part;
+            const T* columns = from + h / copies * part;
             copy_rows(block, bytes, columns, stride * sizeof(T), bytes, t, ctx.where);
         }
-        all_to_all(ctx.cp, to + b * t * width, sent, t * part, ctx.where);
+        all_to_all(ctx.cp, to + b * t * part * cp, sent, t * part, ctx.where);
     }
 }
 
-// The way back: rows (B,t,width) of from (B,T,width/cp).
+// Add up what several ranks have made of the same part, in rank order, into the first one's.
 template <typename T, typename S>
-void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width) {
+void add_copies(T* parts, size_t count, size_t copies, S where) { // (copies,count)
+    std::vector<const void*> ins;
+    for (size_t i = 0; i < copies; i++)
+        ins.push_back(parts + i * count);
+    void* sum = parts;
+    reduce_ranks<T, false>(&sum, 1, ins.data(), int(copies), count, where);
+}
+
+// The way back: rows (B,t,width) of from (B,T,part). Copies are gradients: their sum comes home.
+template <typename T, typename S>
+void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width,
+                   size_t copies = 1) {
     size_t cp = size_t(ctx.cp.size);
     size_t t = ctx.batch.T;
-    size_t part = width / cp;
+    size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
-        all_to_all(ctx.cp, received, from + b * t * width, t * part, ctx.where);
+        all_to_all(ctx.cp, received, from + b * t * part * cp, t * part, ctx.where);
 
         // Put each rank's columns where they stand in a row.
         T* to = rows + b * t * stride;
-        for (size_t h = 0; h < cp; h++) {
-            const T* block = received + h * t * part;
-            T* columns = to + h * part;
+        for (size_t h = 0; h < cp; h += copies) {
+            T* block = received + h * t * part;
+            T* columns = to + h / copies * part;
+            if (copies > 1) add_copies(block, t * part, copies, ctx.where);
             copy_rows(columns, stride * sizeof(T), block, bytes, bytes, t, ctx.where);
         }
     }
@@ -243,14 +263,16 @@ AttentionOperands<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qk
     size_t cp = size_t(ctx.cp.size);
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    size_t copies = key_copies(ctx.shape, cp);
     T* base = static_cast<T*>(ctx.context);
     T* sent = base + room.sent;
     rows_to_heads(ctx, base + room.q, sent, x.q, x.q_stride, Q);
-    rows_to_heads(ctx, base + room.k, sent, x.k, x.kv_stride, KV);
-    rows_to_heads(ctx, base + room.v, sent, x.v, x.kv_stride, KV);
+    rows_to_heads(ctx, base + room.k, sent, x.k, x.kv_stride, KV, copies);
+    rows_to_heads(ctx, base + room.v, sent, x.v, x.kv_stride, KV, copies);
 
     // Rows now lie as the ranks do, one behind the other; so do their positions.
-    Keys<T> keys = {base + room.k, base + room.v, b.key_positions, b.T * cp, KV / cp};
+    size_t width = KV * copies / cp;
+    Keys<T> keys = {base + room.k, base + room.v, b.key_positions, b.T * cp, width};
     AttentionOperands<T> o = attention_operands(ctx, base + room.q, Q / cp, keys);
 
     // Every row is a query of this rank's heads.
@@ -258,7 +280,7 @@ AttentionOperands<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qk
     o.doc_start = b.key_documents;
     o.d.Tq = o.d.Tk;
     o.d.NH /= cp;
-    o.d.NKV /= cp;
+    o.d.NKV = o.d.NKV * copies / cp;
     // A slope belongs to its head.
     if (o.slopes)
         o.slopes += o.d.NH * size_t(ctx.cp.rank);
@@ -268,7 +290,8 @@ AttentionOperands<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qk
 // lse is of this rank's heads, (B,NH/cp,T): as many numbers as of its rows.
 template <typename T, typename S>
 void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS)
-    HeadRooms room = head_rooms(ctx.shape, ctx.batch.rows(), ctx.batch.T, false);
+    size_t cp = size_t(ctx.cp.size);
+    HeadRooms room = head_rooms(ctx.shape, cp, ctx.batch.rows(), ctx.batch.T, false);
     AttentionOperands<T> operands = exchange_heads(ctx, room, x);
     T* base = static_cast<T*>(ctx.context);
     attention_forward(base + room.out, lse, operands, ctx.blas, ctx.where);
@@ -284,7 +307,8 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
                       const acc_t<T>* lse, const Qkv<T>& x) {
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    HeadRooms room = head_rooms(ctx.shape, ctx.batch.rows(), ctx.batch.T, true);
+    size_t cp = size_t(ctx.cp.size);
+    HeadRooms room = head_rooms(ctx.shape, cp, ctx.batch.rows(), ctx.batch.T, true);
     AttentionOperands<T> operands = exchange_heads(ctx, room, x);
 
     // Bring the output and its gradient to the heads.
@@ -300,10 +324,11 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
     T* dv = base + room.dv;
     const T* all_out = base + room.out;
     attention_backward(dq, dk, dv, all_out, lse, operands, ctx.blas, ctx.where);
-    // A key/value head has met all queries here: nothing is left to sum.
+    // A key/value head has met all queries of its heads here: only copies are left to sum.
+    size_t copies = key_copies(ctx.shape, cp);
     heads_to_rows(ctx, dx.q, dx.q_stride, sent, dq, Q);
-    heads_to_rows(ctx, dx.k, dx.kv_stride, sent, dk, KV);
-    heads_to_rows(ctx, dx.v, dx.kv_stride, sent, dv, KV);
+    heads_to_rows(ctx, dx.k, dx.kv_stride, sent, dk, KV, copies);
+    heads_to_rows(ctx, dx.v, dx.kv_stride, sent, dv, KV, copies);
 }
 
 // ----------------------------------------------------------------------------

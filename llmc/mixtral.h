@@ -154,9 +154,11 @@ template <typename S>
 BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
     // A term is a mean over the sequences of the step, and over the tokens of each.
     const Shape& s = ctx.shape;
-    double tokens = double(ctx.sequences) * double(ctx.batch.T);
+    size_t ranks = size_t(ctx.cp.size);
+    size_t T = ctx.batch.T * ranks;
+    double tokens = double(ctx.sequences) * double(T);
     if (ctx.tp.rank > 0) return {};
-    return {s.balance / tokens, 2 * s.z_loss / tokens, counts, ctx.batch.T, ctx.loss_scale};
+    return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks};
 }
 
 // The choice of experts: logits in acc, whatever the weights are, then slots by expert.
@@ -258,8 +260,11 @@ void experts_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
 
     // Through the router, with the balance of each sequence.
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
-    if (s.balance > 0)
+    if (s.balance > 0) {
         count_slots(counts, a.ids, ctx.batch.B, ctx.batch.T * s.K, s.E, ctx.where);
+        // A sequence's slots are those of all ranks that share it.
+        all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.E, ctx.where);
+    }
     route_backward(a.dlogits, a.dgates, a.logits, a.ids, routing_of(s), balance_terms(ctx, counts),
                    N, ctx.where);
     linear_backward_input(partial, a.dlogits, w.router, N, true, ctx.blas, ctx.where);

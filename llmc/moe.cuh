@@ -45,6 +45,7 @@ struct BalanceTerms {
     const int* counts = nullptr; // (B,E) slots of each sequence that chose an expert
     size_t T = 1;                // tokens of a sequence
     const float* loss_scale = nullptr; // multiplies both, as it does the loss; or null
+    size_t ranks = 1;            // that share each sequence: a rank has T / ranks rows of it
 };
 
 // Where slots go.
@@ -95,7 +96,7 @@ template <typename A> struct RouteSums {
 template <typename A>
 LLMC_HD A expert_share(const BalanceTerms& b, const Routing& r, size_t n, size_t e) {
     // 1 where all experts have as many slots.
-    size_t sequence = n / b.T;
+    size_t sequence = n / (b.T / b.ranks);
     A count = A(b.counts[sequence * r.E + e]);
     return A(r.E) * count / (A(r.K) * A(b.T));
 }

@@ -684,8 +684,6 @@ inline std::string check_experts(const Config& c, const Shape& s) {
         return concat("--fp8 ", c.fp8, " is not built with experts: give --fp8 none");
     if (c.weights != "float")
         return concat("--weights ", c.weights, " is not built with experts: give --weights float");
-    if (c.cp > 1)
-        return concat("--cp ", c.cp, " is not built with experts: give --cp 1");
     return "";
 }
 
@@ -737,12 +735,12 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
     // Ulysses shares heads out once more; list what would do.
     if (c.cp_method == "ulysses" && !cp_divides(s, c.tp, c.cp)) {
         std::string fix;
-        // More ranks than key/value heads never do.
-        for (size_t d = 2; d <= s.NKV; d++)
+        // More ranks than heads never do.
+        for (size_t d = 2; d <= s.NH; d++)
             if (cp_divides(s, c.tp, d))
                 fix += concat(fix.empty() ? "--cp " : ", ", d);
         return concat("--cp-method ulysses: --cp ", c.cp, c.tp > 1 ? concat(" x --tp ", c.tp) : "",
-                      " does not divide ", s.NH, " heads and ", s.NKV, " key/value heads: try ",
+                      " does not share ", s.NH, " heads and ", s.NKV, " key/value heads: try ",
                       fix.empty() ? "" : fix + " or ", "--cp-method gather");
     }
     // Blocks of 8-bit numbers span rows that are no neighbours in the sequence.

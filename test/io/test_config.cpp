@@ -146,7 +146,7 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
     EXPECT_EQ(check({"--cp", "2", "--local-ranks", "2", "--cp-method", "ulysses"}), "");
     EXPECT_EQ(check({"--cp", "2", "--local-ranks", "2", "--cp-method", "ring"}), "");
     EXPECT_HAS(check({"--cp", "8", "--local-ranks", "8", "--cp-method", "ulysses"}),
-               "does not divide 4 heads and 4 key/value heads: try --cp 2, 4 or --cp-method gather");
+               "does not share 4 heads and 4 key/value heads: try --cp 2, 4 or --cp-method gather");
 }
 
 TEST(Config, TheLayoutMakesTheRanks) {

@@ -1,0 +1,209 @@
+// test_context.cpp - attention over sequences that ranks share is attention over the whole ones: each
+// method in every order, against the definition, with documents that start anywhere
+#include <map>
+#include <random>
+#include "../../llmc/context_parallel.h"
+#include "../../llmc/load.h"
+#include "../harness/testing.h"
+
+using namespace llmc;
+
+namespace {
+
+// A run of attention both ways: operands and results of whole sequences, in double.
+struct Whole {
+    size_t B = 2, T = 24;
+    Shape shape;
+    std::vector<double> q, k, v, dout;         // (B,T,NH,HS) (B,T,NKV,HS) (B,T,NKV,HS) (B,T,NH,HS)
+    std::vector<double> out, dq, dk, dv;       // the same
+    std::vector<int> positions, doc_start;     // (B,T)
+    std::vector<float> slopes;                 // (NH), or none
+    size_t Q() const { return shape.NH * shape.HS; }
+    size_t KV() const { return shape.NKV * shape.HS; }
+};
+
+// Numbers as T has them.
+template <typename T> std::vector<T> in_type(const std::vector<double>& x) {
+    std::vector<T> y;
+    for (double value : x)
+        y.push_back(from_acc<T>(acc_t<T>(value)));
+    return y;
+}
+
+// Random operands, documents that start anywhere, and the definition's results.
+template <typename T> Whole whole_of(Shape shape, size_t T_, bool alibi, unsigned seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<double> normal;
+    Whole w;
+    w.shape = shape, w.T = T_;
+    size_t N = w.B * w.T;
+    for (auto [x, width] : {std::pair{&w.q, w.Q()}, {&w.k, w.KV()}, {&w.v, w.KV()}, {&w.dout, w.Q()}})
+        for (size_t i = 0; i < N * width; i++)
+            x->push_back(double(to_acc(from_acc<T>(acc_t<T>(normal(random))))));
+    for (size_t b = 0, start = 0; b < w.B; b++)
+        for (size_t i = start = 0; i < w.T; i++) {
+            if (random() % 7 == 0) start = i;
+            w.positions.push_back(int(i)), w.doc_start.push_back(int(start));
+        }
+    if (alibi) w.slopes.resize(shape.NH), alibi_slopes(w.slopes.data(), shape.NH);
+
+    int window = shape.sliding_window ? int(shape.sliding_window) : INT_MAX;
+    AttentionOperands<double> x = {w.q.data(), w.k.data(), w.v.data(), w.dout.data(),
+                                   w.positions.data(), w.positions.data(), w.doc_start.data(),
+                                   alibi ? w.slopes.data() : nullptr,
+                                   {w.B, w.T, w.T, shape.NH, shape.NKV, shape.HS, w.Q(), w.KV(), window}};
+    std::vector<double> lse(N * shape.NH);
+    w.out.resize(N * w.Q()), w.dq.resize(N * w.Q());
+    w.dk.resize(N * w.KV()), w.dv.resize(N * w.KV());
+    attention_forward_reference(w.out.data(), lse.data(), x);
+    attention_backward_reference(w.dq.data(), w.dk.data(), w.dv.data(), w.out.data(), lse.data(), x);
+    return w;
+}
+
+Plan plan_of(const Whole& w, const Comm& world, ContextMethod method, ContextOrder order) {
+    Plan p;
+    p.B = w.B, p.T = w.T;
+    p.layout.cp = {world.size, world.rank};
+    p.layout.cp_method = method, p.layout.cp_order = order;
+    return p;
+}
+
+// The largest difference, of the largest number; or by the norm.
+double largest(const std::vector<double>& x, const std::vector<double>& want) {
+    double most = 0, all = 0;
+    for (size_t i = 0; i < want.size(); i++)
+        most = std::max(most, std::fabs(x[i] - want[i])), all = std::max(all, std::fabs(want[i]));
+    return x.size() == want.size() ? most / all : INFINITY;
+}
+double of_norm(const std::vector<double>& x, const std::vector<double>& want) {
+    double error = 0, all = 0;
+    for (size_t i = 0; i < want.size(); i++)
+        error += (x[i] - want[i]) * (x[i] - want[i]), all += want[i] * want[i];
+    return std::sqrt(error / all);
+}
+
+// Ranks run it in T, each with its rows, q, k and v side by side; their rows go back to their places.
+template <typename T>
+std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, ContextMethod method,
+                                                     ContextOrder order) {
+    std::map<std::string, std::vector<double>> whole;
+    for (auto [name, width] : {std::pair{"out", w.Q()}, {"dq", w.Q()}, {"dk", w.KV()}, {"dv", w.KV()}})
+        whole[name].assign(w.B * w.T * width, NAN);
+    std::mutex mutex;
+    LocalSettings settings;
+    settings.timeout_s = 60;
+    EXPECT_EQ(run_local_ranks(cp, settings, [&](const Comm& world) {
+        Plan p = plan_of(w, world, method, order);
+        size_t t = w.T / size_t(cp), N = w.B * t, Q = w.Q(), KV = w.KV(), row = Q + 2 * KV;
+        std::vector<int> ints(p.input_numbers());
+        std::vector<T> qkv(N * row), dqkv(N * row), dout(N * Q), out(N * Q);
+        std::vector<acc_t<T>> lse(N * w.shape.NH);
+        auto place = [&](size_t b, size_t i) { return b * w.T + context_row(order, p.layout.cp, w.T, i); };
+
+        // Take this rank's rows, as LOAD does.
+        for (size_t b = 0; b < w.B; b++) {
+            for (size_t i = 0; i < t; i++) {
+                size_t at = place(b, i), mine = b * t + i;
+                auto q = in_type<T>({w.q.begin() + long(at * Q), w.q.begin() + long((at + 1) * Q)}),
+                     k = in_type<T>({w.k.begin() + long(at * KV), w.k.begin() + long((at + 1) * KV)}),
+                     v = in_type<T>({w.v.begin() + long(at * KV), w.v.begin() + long((at + 1) * KV)}),
+                     d = in_type<T>({w.dout.begin() + long(at * Q), w.dout.begin() + long((at + 1) * Q)});
+                std::copy(q.begin(), q.end(), qkv.begin() + long(mine * row));
+                std::copy(k.begin(), k.end(), qkv.begin() + long(mine * row + Q));
+                std::copy(v.begin(), v.end(), qkv.begin() + long(mine * row + Q + KV));
+                std::copy(d.begin(), d.end(), dout.begin() + long(mine * Q));
+                ints[2 * N + mine] = w.positions[at], ints[3 * N + mine] = w.doc_start[at];
+            }
+            int* keys = ints.data() + 4 * N;
+            if (cp > 1) fill_keys(p, b, keys, keys + w.B * w.T, w.doc_start.data() + b * w.T);
+        }
+
+        // A block's context, whose scratch holds anything.
+        Ctx<Cpu> ctx;
+        ctx.shape = w.shape, ctx.cp = world, ctx.cp_method = method;
+        const int *keys = ints.data() + 4 * N, *positions = ints.data() + 2 * N;
+        ctx.batch = {w.B, t, nullptr, nullptr, positions, positions + N};
+        ctx.batch.key_positions = keys, ctx.batch.key_documents = keys + w.B * w.T;
+        ctx.slopes = w.slopes.empty() ? nullptr : w.slopes.data();
+        AttentionDims d = cp > 1 ? context_attention_shape(w.shape, p.layout, w.B, w.T)
+                                 : attention_shape(w.shape, w.B, w.T, w.T);
+        std::vector<char> work(attention_scratch_bytes<T>(d, threads_here(Cpu{}), Cpu{}) + 512),
+            scratch(cp > 1 ? context_scratch_bytes<T>(w.shape, p.layout, w.B, w.T, true) + 512 : 512, -1);
+        blas_scratch(ctx.blas, work.data() + 256 - uintptr_t(work.data()) % 256, work.size() - 512);
+        ctx.context = scratch.data() + 256 - uintptr_t(scratch.data()) % 256;
+
+        Qkv<T> x = {qkv.data(), qkv.data() + Q, qkv.data() + Q + KV, row, row},
+               dx = {dqkv.data(), dqkv.data() + Q, dqkv.data() + Q + KV, row, row};
+        T* no_cache = nullptr;
+        context_attention_forward(ctx, out.data(), lse.data(), x, no_cache);
+        context_attention_backward(ctx, dx, dout.data(), out.data(), lse.data(), x);
+
+        std::lock_guard<std::mutex> lock(mutex);
+        for (size_t mine = 0; mine < N; mine++) {
+            size_t at = place(mine / t, mine % t);
+            auto bring = [&](const char* name, const T* from, size_t width) {
+                for (size_t e = 0; e < width; e++)
+                    whole[name][at * width + e] = double(to_acc(from[e]));
+            };
+            bring("out", out.data() + mine * Q, Q), bring("dq", dx.q + mine * row, Q);
+            bring("dk", dx.k + mine * row, KV), bring("dv", dx.v + mine * row, KV);
+        }
+    }), 0);
+    return whole;
+}
+
+Shape heads(size_t NH, size_t NKV, size_t HS, size_t window = 0) {
+    Shape s;
+    s.NH = NH, s.NKV = NKV, s.HS = HS, s.C = NH * HS, s.sliding_window = window;
+    return s;
+}
+
+constexpr ContextMethod METHODS[] = {ContextMethod::GATHER, ContextMethod::ULYSSES, ContextMethod::RING};
+constexpr ContextOrder ORDERS[] = {ContextOrder::ZIGZAG, ContextOrder::CONTIGUOUS,
+                                   ContextOrder::STRIPED};
+
+} // namespace
+
+// In double nothing is left but the order of sums.
+TEST(Context, SharedSequencesAreWholeOnes) {
+    unsigned seed = 0;
+    for (int cp : {2, 3, 4, 6})
+        for (ContextMethod method : METHODS)
+            for (ContextOrder order : ORDERS)
+                for (size_t window : {0, 5}) {
+                    // Key/value heads: as many as heads, two, or one for all.
+                    Shape shape = heads(12, std::array{12, 2, 1}[seed % 3], 8, window);
+                    if (method == ContextMethod::ULYSSES && !cp_divides(shape, 1, size_t(cp)))
+                        shape.NKV = 12;
+                    seed++;
+                    Whole want = whole_of<double>(shape, 48, seed % 2, seed);
+                    auto got = run_ranks<double>(want, cp, method, order);
+                    std::string text = concat("cp ", cp, " method ", int(method), " order ",
+                                              int(order), " window ", window, " key heads ",
+                                              shape.NKV);
+                    EXPECT_LT(largest(got["out"], want.out), 1e-13) << text;
+                    EXPECT_LT(largest(got["dq"], want.dq), 1e-13) << text;
+                    EXPECT_LT(largest(got["dk"], want.dk), 1e-13) << text;
+                    EXPECT_LT(largest(got["dv"], want.dv), 1e-13) << text;
+                }
+}
+
+// In bf16 eight ranks add up what each makes of a key. Gather and the ring add in float and round
+// once, as one rank does: the ring has rounded parts of out besides. Ulysses rounds each rank's part
+// of the one key head, once: an error of at most 2^-9 of it. Sums in bf16 would lose twice as much.
+TEST(Context, GradientsOfKeysLoseNothingByTheRanks) {
+    Whole want = whole_of<bf16>(heads(8, 1, 16), 64, false, 7);
+    auto one = run_ranks<bf16>(want, 1, ContextMethod::GATHER, ContextOrder::ZIGZAG);
+    for (ContextMethod method : METHODS)
+        for (ContextOrder order : ORDERS) {
+            auto got = run_ranks<bf16>(want, 8, method, order);
+            for (const auto& [name, exact] : {std::pair{"dk", &want.dk}, {"dv", &want.dv}}) {
+                double alone = of_norm(one[name], *exact);
+                double bound = method == ContextMethod::GATHER ? 1.01 * alone
+                               : method == ContextMethod::RING ? 1.2 * alone
+                                                               : alone + 1.0 / 512;
+                EXPECT_LT(of_norm(got[name], *exact), bound)
+                    << name << " method " << int(method) << " order " << int(order);
+            }
+        }
+}
