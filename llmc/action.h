@@ -46,7 +46,7 @@ inline const char* op_name(Op op) {
 // A piece of memory by its meaning. The table below says what `of` counts and how long it lives.
 enum class Kind : uint8_t {
     WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, CONSTANTS, CACHE,
-    GATHERED, PARTIAL, GRAD_HERE, TIED_HERE, SQUARES, STAGED, VALID, TOKENS, STREAM, DSTREAM,
+    GATHERED, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED, VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
     LOSS, LOGITS, SCRATCH
 };
@@ -67,6 +67,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"cache",      true,  false}, // keys and values of generated tokens
         {"gathered",   false, true},  // the bucket's weights, whole: ZeRO-3's, or fetched
         {"partial",    false, true},  // one micro-batch's gradient, whole, before REDUCE
+        {"sent",       false, true},  // a gradient in 16 bits, while REDUCE sums it
         {"grad.here",  false, true},  // offload: the step's gradient while layers add to it
         {"tied.here",  false, true},
         {"squares",    false, true},  // offload: sums of its squares, which NORM adds
@@ -167,6 +168,7 @@ struct PlanOptions {
     Masters masters = Masters::FLOAT; // of weights that are narrower than float
     States states = States::FLOAT;    // AdamW's moments
     Stored stored = Stored::WIDE;
+    bool narrow_gradients = false; // data-parallel ranks sum them as bf16
     bool whole_sequences = false; // context-parallel ranks take sequences of their own
 };
 

@@ -162,6 +162,20 @@ void add_gradients(A* grad, const A* other, size_t n, Cpu) {
         grad[i] += other[i];
 }
 
+// Gradients as ranks send them in 16 bits, rounded to nearest, and back.
+template <typename A>
+void narrow_gradients(bf16* to, const A* from, size_t n, Cpu) {
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++)
+        to[i] = from_acc<bf16>(float(from[i]));
+}
+template <typename A>
+void widen_gradients(A* to, const bf16* from, size_t n, Cpu) {
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++)
+        to[i] = to_acc(from[i]);
+}
+
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
@@ -233,6 +247,18 @@ __global__ void add_gradients_kernel(float* grad, const float* other, size_t n) 
     store_some(grad + i, a, n - i);
 }
 
+// The same, of an element in another type.
+template <typename To, typename From, int P>
+__global__ void convert_gradients_kernel(To* to, const From* from, size_t n) {
+    size_t i = first_element<P>();
+    if (i >= n) return;
+    Pack<From, P> a = load_some<P>(from + i, n - i);
+    Pack<To, P> b;
+    for (int k = 0; k < P; k++)
+        b.v[k] = from_acc<To>(to_acc(a.v[k]));
+    store_some(to + i, b, n - i);
+}
+
 // ----------------------------------------------------------------------------
 // launchers
 
@@ -297,6 +323,21 @@ inline void add_gradients(float* grad, const float* other, size_t n, cudaStream_
     pick_element_kernel<float>(n, vector, [&](auto P, unsigned grid) {
         launch(add_gradients_kernel<P>, grid, ELEMENT_THREADS, 0, stream, grad, other, n);
     });
+}
+
+template <typename To, typename From>
+void convert_gradients(To* to, const From* from, size_t n, cudaStream_t stream) {
+    bool vector = can_vectorize<float>(0, to, from); // four at a time, of either type
+    pick_element_kernel<float>(n, vector, [&](auto P, unsigned grid) {
+        launch(convert_gradients_kernel<To, From, P>, grid, ELEMENT_THREADS, 0, stream, to, from,
+               n);
+    });
+}
+inline void narrow_gradients(bf16* to, const float* from, size_t n, cudaStream_t stream) {
+    convert_gradients(to, from, n, stream);
+}
+inline void widen_gradients(float* to, const bf16* from, size_t n, cudaStream_t stream) {
+    convert_gradients(to, from, n, stream);
 }
 #endif
 

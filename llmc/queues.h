@@ -36,7 +36,8 @@ struct Finish {
 //   - overwrites what it reads
 //   - makes all ranks meet: NORM, and TIE across stages; moves are one rank's, and go on
 //   - is of its own kind, or with prefetch 0 any action, if it reads data that pass with the plan
-//     (a stream to send, a micro-batch's gradient): else the bytes of several would add up
+//     (a stream to send, a micro-batch's gradient) or sends its own copy of a gradient: else the
+//     bytes of several would add up
 // and at the latest at the end of the plan. An exchange's halves, what it receives and what it
 // sends, finish apart. Tensor parallelism's sums are no actions: they wait for none of this.
 inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
@@ -58,7 +59,9 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
     for (int i = 0; i < end; i++) {
         const Action& a = p.actions[i];
         const Access& x = touched[i];
-        bool holds = std::any_of(x.reads.begin(), x.reads.end(), passing);
+        auto copied = [](Data d) { return d.kind == Kind::SENT; };
+        bool holds = std::any_of(x.reads.begin(), x.reads.end(), passing) ||
+                     std::any_of(x.writes.begin(), x.writes.end(), copied);
         bool adds_up = a.op != Op::FETCH; // it reads another tier, and takes room where it writes
 
         // Begin with the latest moment, the plan's end; later actions may ask for an earlier one.

@@ -66,7 +66,7 @@ struct Config {
     int64_t loss_scale_start = 0;
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
     double loss_scale_min = -1;
-    std::string masters = "float", states = "float", weights = "float";
+    std::string gradients = "float", masters = "float", states = "float", weights = "float";
     std::string recompute = "none", offload = "none", offload_to = "cpu";
     std::string offload_update = "device";
     double memory = 0;
@@ -225,6 +225,9 @@ inline const std::vector<Flag>& config_table() {
         {"weights", &C::weights, "float|nf4|int8",
          "without training: matrices of blocks as they are, or quantised once after loading, to "
          "4.13 or 8 bits an element"},
+        {"gradients", &C::gradients, "float|bf16",
+         "how data-parallel ranks sum gradients; bf16: half the bytes on their way, each part "
+         "rounded and then the sum"},
         {"masters", &C::masters, "float|remainder|none",
          "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
          "rounded at random"},

@@ -75,6 +75,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"zero-group",    shards,                    "--zero"},
         {"cp-method",     c.cp > 1,                  "--cp"},
         {"cp-order",      c.cp > 1,                  "--cp"},
+        {"gradients",     data_ranks(c) > 1,         "data-parallel ranks"},
         {"prefetch",      c.zero == 3 || elsewhere,  "--zero 3 or --offload"},
         {"offload-to",    elsewhere,                 "--offload"},
         {"min-lr",        c.schedule != "constant",  "a schedule that falls"},

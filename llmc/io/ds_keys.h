@@ -167,7 +167,8 @@ inline const std::vector<DsRow>& ds_table() {
         {"fp16.auto_cast",                        ds_word,       "", "false="},
         {"activation_checkpointing.cpu_checkpointing", ds_word,  "", "false="},
         {"amp.enabled",                           ds_word,       "", "false="},
-        {"communication_data_type",               ds_word,       "", "fp32="},
+        {"communication_data_type",               ds_word,       "gradients",
+         "fp32=float bf16=bf16"},
         {"sparse_gradients",                      ds_word,       "", "false="},
 
         {"zero_optimization.stage",                    ds_number, "zero"},

@@ -102,6 +102,7 @@ inline const char* meaning_of(Kind kind) {
     case Kind::GATHERED: return "  weights of layers in use";
     case Kind::GRAD_HERE:
     case Kind::TIED_HERE:
+    case Kind::SENT:
     case Kind::PARTIAL: return "  gradients of layers in use";
     default: return "  batch and losses";
     }

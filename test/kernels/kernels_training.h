@@ -216,6 +216,7 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
              Vp, s.shift);
         auto logits = rounded<T>(normals(c, N * Vp, 4));
         std::vector<int> targets = integers(c, N, -1, int(V) - 1);
+        targets[N - 1] = -1;
         targets[0] = int(V) - 1;
 
         std::vector<double> losses(N), d = logits;
@@ -328,10 +329,12 @@ inline void grad_norm_kernels(Check& c) {
             expect(c, count == chunks && scale.finite == (kind < 2), "the CPU's version");
             if (kind < 2) expect(c, sums_in_two(rows, grad) == sums, "a bucket in two parts");
             std::vector<double> other = rounded<float>(normals(c, n)), added = plus(grad, other);
+            auto want_narrow = rounded<bf16>(other);
 
             every_order(c, [&](Outputs& o) {
                 cudaStream_t stream = {};
-                Array<float> g(grad), b(other);
+                Array<float> g(grad), b(other), wide(n);
+                Array<bf16> narrow(n);
                 Array<double> s(chunks);
                 const auto* bytes = reinterpret_cast<const unsigned char*>(&before);
                 Array<unsigned char> out(std::vector<double>(bytes, bytes + sizeof(before)));
@@ -360,6 +363,10 @@ inline void grad_norm_kernels(Check& c) {
                           {correction(betas.first), correction(betas.second)}, 1e-14);
                     add_gradients(g.data, b.data, n, stream);
                     o.add("sum of two gradients", g, added, 1e-7);
+                    narrow_gradients(narrow.data, b.data, n, stream);
+                    widen_gradients(wide.data, narrow.data, n, stream);
+                    o.add("gradients in 16 bits", narrow, want_narrow, 0);
+                    o.add("and back", wide, want_narrow, 0);
                 }
             });
         }

@@ -790,6 +790,14 @@ inline void norm_of_gradients_test(Check& c) {
     std::vector<float> a = as<float>(g), b = a;
     add_gradients(a.data(), b.data(), n, CPU);
     close(c, "sum of two gradients", a, plus(g, g), 1e-7);
+
+    // To 16 bits and back: to nearest, and numbers that were bf16 stay.
+    std::vector<bf16> narrow(n);
+    std::vector<float> wide(n);
+    narrow_gradients(narrow.data(), b.data(), n, CPU);
+    expect(c, as_double(narrow) == as_double(as<bf16>(g)), "gradients are not the nearest bf16");
+    widen_gradients(wide.data(), narrow.data(), n, CPU);
+    expect(c, as_double(wide) == as_double(narrow), "a widened gradient is another number");
 }
 
 inline void norm_of_gradients_perf(Perf& p) {

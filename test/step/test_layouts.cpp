@@ -43,6 +43,7 @@ struct LayoutCase {
     int cp = 1;
     ContextOrder cp_order = ContextOrder::ZIGZAG;
     ContextMethod cp_method = ContextMethod::GATHER;
+    bool narrow_gradients = false;
     int ranks() const { return dp * tp * pp * cp; }
     std::string text() const {
         const char* schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"};
@@ -105,6 +106,7 @@ Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool ada
     p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
     p.masters = l.masters;
     p.states = l.states;
+    p.narrow_gradients = l.narrow_gradients;
     p.layout = me;
     p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
     std::ifstream file(l.file);
@@ -145,8 +147,10 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
             bool anew = !std::count(x.reads.begin(), x.reads.end(), d) && !persistent(d.kind);
             if (!place || !anew || d.kind == Kind::SCRATCH) continue;
             // rows end on 256 bytes, a bucket's padding has no gradient
-            size_t bytes = d.kind == Kind::PARTIAL
-                               ? t.model.buckets[size_t(d.of)].elements * sizeof(acc_t<T>)
+            bool sent = d.kind == Kind::SENT;
+            size_t bytes = sent || d.kind == Kind::PARTIAL
+                               ? t.model.buckets[size_t(d.of)].elements *
+                                     (sent ? sizeof(bf16) : sizeof(acc_t<T>))
                                : place->bytes,
                    untouched = size_t(std::count(arena.device().base + place->offset,
                                                  arena.device().base + place->offset + bytes, POISON));
@@ -408,6 +412,58 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
             l.poisoned = true;
             expect_same(*run_layout<float>(shape, l, true), *want, l.text());
         }
+}
+
+// Each of d parts p of the gradient s is off by at most 2^-9 |p|, and their sum by 2^-9 |s|. Parts of
+// other tokens are as long as s, or independent: sum |p| <= sqrt(d) |s|.
+TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
+    auto whole = [](const Result& r) {
+        std::vector<double> all;
+        for (auto& g : r.first_grads) all.insert(all.end(), g.begin(), g.end());
+        return all;
+    };
+    for (const Shape& shape : {small_gpt2(), small_mixtral()})
+        for (auto [dp, shards] : {std::array{2, 0}, std::array{3, 0}, std::array{4, 2}})
+            for (int zero : {0, 2}) {
+                LayoutCase l;
+                l.dp = dp, l.shards = shards, l.zero = zero;
+                auto wide = run_layout<float>(shape, l, true);
+                l.narrow_gradients = true;
+                auto narrow = run_layout<float>(shape, l, true);
+                int sums = shards ? 2 : 1; // the replicas' sum is rounded too
+                double error = relative_error(whole(*narrow), whole(*wide));
+                EXPECT_LT(error, std::ldexp(sums + std::sqrt(dp), -9)) << l.text();
+                EXPECT_GT(error, std::ldexp(1.0, -12)) << l.text() << ": 16 bits lose something";
+
+                // Stages that sum as often have the same bits, on time or late, and poisoned too.
+                l.zero++;
+                expect_same(*run_layout<float>(shape, l, true, Moment::LATEST), *narrow, l.text());
+                l.pp = 2, l.poisoned = dp == 2;
+                expect_same(*run_layout<float>(shape, l, true), *narrow, l.text());
+            }
+}
+
+// Ranks hold a copy of one bucket's gradient at a time, whatever the stage of ZeRO.
+TEST(Layouts, OneGradientIsSentAtATime) {
+    for (int zero : {0, 1, 2, 3}) {
+        LayoutCase l;
+        l.dp = 2, l.zero = zero, l.narrow_gradients = true;
+        Layout layout = layout_of(l, 0);
+        Trainer<bf16, Cpu> t;
+        trainer_place(t, small_gpt2(), {plan_of(small_gpt2(), l, layout, true)}, layout);
+        int actions = int(t.arena.finish[0].size()), most = 0;
+        for (int at = 0; at < actions; at++) {
+            int now = 0;
+            for (auto& [d, lives] : t.arena.passing[0])
+                for (const Place& life : lives) {
+                    if (d.kind != Kind::SENT || at < life.first || life.last < at) continue;
+                    EXPECT_EQ(life.bytes, 2 * whole_elements(layout, t.model.buckets[size_t(d.of)]));
+                    now++;
+                }
+            most = std::max(most, now);
+        }
+        EXPECT_EQ(most, 1) << zero;
+    }
 }
 
 // bf16 with float masters goes the same ways. Tensor-parallel ranks round other sums: their losses
