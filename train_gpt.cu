@@ -39,6 +39,7 @@ void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale)
 template <typename T, typename S>
 void train_step(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
+    Spend spend(run.account, Work::STEPS);
     t.watch.on = wants_times(run);
     t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));
 
@@ -75,6 +76,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
+    Spend spend(run.account, Work::LOAD);
     init_constants(t);
     init_loss_scale(t);
 
@@ -220,6 +222,7 @@ void train(Run& run, Trainer<T, S>& t) {
 
     // Close what the run has written, and say where it stands.
     report_profile(run);
+    note(run, log_append(run.log, account_json(run.account, run.step, run.log.repeated)));
     report_failure(run, log_close(run.log));
     finish_line(run.log);
     if (run.stopped)
@@ -268,6 +271,7 @@ void run_training(Run& run, S where) {
     open_log(run, t);
     run.first_step = run.step;
     run.started = clock_seconds();
+    run.account.turn_to(Work::REST);
 
     // Evaluate alone, or train.
     if (c.eval) {

@@ -21,7 +21,7 @@ trace() { # program, folder, flags
         --sample-tokens 8 --temperature 0 --prompt "The " "$@" >"$folder/said" 2>&1 || echo "exit $?" >>"$folder/said"
     grep -oE '^step +[0-9/]+ \| loss [0-9.]+ \| norm [0-9.]+|^.*val loss.*|^exit .*' "$folder/said" |
         sed -E 's/ \| [0-9.]+ m?s.*//; s/ in [0-9.]+m?s//; s/\([0-9.]+ m?s\)//' >"$folder/losses"
-    sed -E 's/"(ms|tokens_per_second|mfu|time|seconds)": ?[0-9.e+-]+,? ?//g; /"config"/d; /"flags"/d' \
+    sed -E 's/"(ms|tokens_per_second|mfu|time|seconds)": ?[0-9.e+-]+,? ?//g; /"config"/d; /"flags"/d; /"wall"/d' \
         "$folder/run/log.jsonl" >"$folder/log" 2>/dev/null
 }
 

@@ -6,6 +6,7 @@
 //                   loss_scale of the next step too
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
+//     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
 //   On a terminal the step line changes in place; a pipe or a file gets about every tenth.
 //   A resumed run drops the lines of steps it will do again. dev/plot.py draws the file.
 #pragma once
@@ -25,6 +26,7 @@ namespace llmc {
 struct Logger {
     std::string path;          // empty: no file
     std::string pending;       // lines that a full disk has not taken yet
+    int64_t repeated = 0;      // steps that an earlier run had logged, and this one does again
     double seconds_a_step = 0; // smoothed, for the ETA; 0: no step yet
 
     // The display; see open_display().
@@ -150,6 +152,8 @@ inline std::string log_open(Logger& log, const std::string& path, int64_t resume
         nlohmann::json step = j.is_object() ? j.value("step", nlohmann::json(0)) : nlohmann::json();
         if (step.is_number() && step <= resumed_step)
             kept += line + "\n";
+        else if (step.is_number() && j.contains("lr"))
+            log.repeated++;
     }
 
     // Write the file anew, with its first line where nothing is kept.

@@ -304,6 +304,7 @@ void save(Run& run, Trainer<T, S>& t) {
     Saves& saves = run.saves;
     if (run.config.out.empty() || saves.step == run.step)
         return;
+    Spend spend(run.account, Work::SAVE);
     std::string wrong = try_to_save(run, t);
     double now = clock_seconds();
     bool fails = !wrong.empty(), failed_before = saves.retry > 0;
@@ -326,6 +327,7 @@ template <typename T, typename S>
 void save_at_the_end(Run& run, Trainer<T, S>& t) {
     if (run.config.out.empty() || run.saves.step == run.step)
         return;
+    Spend spend(run.account, Work::SAVE);
     double end = clock_seconds() + 60 * run.config.save_minutes;
     std::string wrong = try_to_save(run, t);
     bool said = false;

@@ -82,6 +82,7 @@ void report_tasks(Run& run, Trainer<T, S>& t) {
 // Everything that --eval and --eval-every ask for.
 template <typename T, typename S>
 void report_evaluation(Run& run, Trainer<T, S>& t) {
+    Spend spend(run.account, Work::EVALUATE);
     report_validation(run, t);
     report_tasks(run, t);
 }
@@ -92,6 +93,7 @@ template <typename T, typename S>
 bool write_export(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     if (c.export_dir.empty()) return false;
+    Spend spend(run.account, Work::EXPORT);
     constexpr size_t FILE_BYTES = size_t(5) << 30;
     std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
     if (wrong.empty())
@@ -131,6 +133,8 @@ inline void report_end(Run& run, bool exported) {
     }
     if (exported)
         printf("  export      %s\n", c.export_dir.c_str());
+    if (steps > 0)
+        printf("  time        %s\n", account_text(run.account).c_str());
 }
 
 // ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 #include "../io/logger.h"
 #include "../io/profile.h"
 #include "../io/timeline.h"
+#include "account.h"
 #include "spikes.h"
 
 namespace llmc {
@@ -63,6 +64,7 @@ struct Run {
     Spikes spikes;
     LossScaling loss_scaling; // fp16
     Saves saves;
+    Account account; // of time
 
     // The end: the signal that stopped it, and whether something was left undone.
     int stopped = 0;

@@ -218,6 +218,7 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
 template <typename T, typename S>
 void print_samples(Run& run, Trainer<T, S>& t) {
     if (run.generate_plan < 0) return;
+    Spend spend(run.account, Work::SAMPLE);
     finish_line(run.log);
     int64_t number = 0;
     for (const Prompt& prompt : run.prompts)

@@ -1,5 +1,6 @@
 // test_checkpoint.cpp - checkpoints: round trips to the bit in every layout, broken files skipped or
 // refused by name, and nothing lost when a save fails or is killed
+#include <bit>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <csignal>
@@ -413,6 +414,20 @@ TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
             EXPECT_EQ(load_checkpoint(b, dir).wrong, "");
             EXPECT_TRUE(state_of(b) == saved) << layout_name(l);
         });
+}
+
+// Elements that change places are another sum, and a bit that turns changes half of a term's bits.
+TEST_F(Checkpoints, ASumKnowsPlacesAndBits) {
+    for (uint64_t i = 0; i < 1000; i++) {
+        uint64_t a = element_sum(i, 7) + element_sum(i + 1, 8);
+        EXPECT_NE(a, element_sum(i, 8) + element_sum(i + 1, 7));
+    }
+    double changed = 0;
+    for (int bit = 0; bit < 32; bit++)
+        for (uint64_t i = 0; i < 100; i++)
+            changed += std::popcount(element_sum(i, 0x3f800000) ^
+                                     element_sum(i, 0x3f800000 ^ (uint64_t(1) << bit)));
+    EXPECT_NEAR(changed / 3200, 32, 0.5); // of 3200 terms, each 32 +- 4: 7 deviations of the mean
 }
 
 // Sums are those of a definition with neither parts nor runs, and of any layout.

@@ -85,13 +85,17 @@ struct Life : Scratch {
         return names;
     }
     std::vector<std::string> steps() const { return steps(out); }
-    std::vector<json> log() const {
-        std::vector<json> lines;
+    // The lines of the log; those of where time went are apart.
+    std::vector<json> lines(bool of_time) const {
+        std::vector<json> found;
         std::ifstream in(out + "/log.jsonl");
-        for (std::string line; std::getline(in, line);)
-            lines.push_back(json::parse(line));
-        return lines;
+        for (std::string line; std::getline(in, line);) {
+            json j = json::parse(line);
+            if (j.contains("wall") == of_time) found.push_back(j);
+        }
+        return found;
     }
+    std::vector<json> log() const { return lines(false); }
     json manifest(const std::string& step) const {
         return json::parse(read_file(out + "/" + step + "/manifest.json"));
     }
@@ -546,6 +550,70 @@ TEST(Spikes, BlownUpIsWorseThanGuessing) {
     EXPECT_FALSE(blown_up(30, 256, 20)); // it began badly
     EXPECT_TRUE(blown_up(NAN, 256, 5.5));
     EXPECT_TRUE(blown_up(INFINITY, 256, 5.5));
+}
+
+// ----------------------------------------------------------------------------
+// where time goes
+
+// Kinds follow each other, one within another, and their seconds are the time since the start.
+TEST(Account, EverySecondHasOneKind) {
+    Account a;
+    double start = a.since;
+    auto wait = [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+    wait();
+    {
+        Spend evaluate(a, Work::EVALUATE);
+        wait();
+        Spend save(a, Work::SAVE);
+        wait(), wait();
+    }
+    EXPECT_EQ(a.now, Work::START);
+    a.turn_to(Work::REST);
+    EXPECT_NEAR(a.total(), a.since - start, 1e-9);
+    EXPECT_GE(a.seconds[size_t(Work::START)], 0.02);
+    EXPECT_GE(a.seconds[size_t(Work::EVALUATE)], 0.02);
+    EXPECT_GE(a.seconds[size_t(Work::SAVE)], 0.04);
+    EXPECT_EQ(a.seconds[size_t(Work::STEPS)], 0);
+
+    // The largest comes first, and what is less than a thousandth is left out.
+    Account b;
+    b.seconds = {100, 2.5, 800, 0, 0.5, 97, 0, 0};
+    EXPECT_HAS(account_text(b), ": 80.0% steps, 10.0% start, 9.7% save, 0.2% load");
+    EXPECT_EQ(account_text(b).find("sample"), std::string::npos);
+}
+
+// The log's last line adds up to the time that the program took, and says which steps were done
+// twice: those behind the last checkpoint of a run that was killed.
+TEST_F(Life, TheLogSaysWhereTimeWent) {
+    std::string command = program() + " " + small + "--steps 1000000 --save-every 5 --out " + out;
+    Child killed(command, path("killed"));
+    killed.wait_for_step(12, 1000000);
+    kill(killed.pid, SIGKILL);
+    killed.wait();
+    int64_t done = log().back()["step"].get<int64_t>(), saved = 0;
+    for (const std::string& name : steps()) saved = std::max(saved, int64_t(atoll(&name[5])));
+    EXPECT_EQ(lines(true).size(), 0u);
+
+    // Go on for a few steps.
+    std::string more = concat("--resume --eval-every 2 --out ", out, " --steps ", saved + 4);
+    double start = clock_seconds();
+    Ran r = ::start(small + more);
+    double wall = clock_seconds() - start;
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "\n  time        ");
+    ASSERT_EQ(lines(true).size(), 1u);
+    json line = lines(true)[0];
+    EXPECT_EQ(line["step"], saved + 4);
+    EXPECT_EQ(line["repeated_steps"], done - saved);
+
+    // Each kind has its part, and no second is counted twice.
+    double sum = 0;
+    for (auto& [kind, seconds] : line["seconds"].items()) sum += seconds.get<double>();
+    EXPECT_NEAR(sum, line["wall"].get<double>(), 1e-6);
+    EXPECT_LE(sum, wall);
+    for (const char* kind : {"start", "load", "steps", "evaluate", "save"})
+        EXPECT_GT(line["seconds"][kind].get<double>(), 0) << kind;
+    EXPECT_EQ(line["seconds"]["export"], 0);
 }
 
 // ----------------------------------------------------------------------------

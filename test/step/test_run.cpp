@@ -56,8 +56,10 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     std::ifstream log(path("out") + "/log.jsonl");
     std::vector<nlohmann::json> lines;
     for (std::string line; std::getline(log, line);) lines.push_back(nlohmann::json::parse(line));
-    ASSERT_EQ(lines.size(), 32u);
+    ASSERT_EQ(lines.size(), 33u);
     EXPECT_EQ(lines[0]["config"]["lr"], 3e-3);
+    EXPECT_EQ(lines[32]["step"], 30);
+    EXPECT_EQ(lines[32].count("wall"), 1u);
     // 6 a parameter (tables, two layers, the last LayerNorm), and 6 L C T for attention
     double parameters = (256 + 1024) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32;
     EXPECT_EQ(lines[0]["flops_per_token"], 6 * parameters + 6 * 2 * 32 * 32);

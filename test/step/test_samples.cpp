@@ -158,7 +158,7 @@ TEST_F(Samples, TheLastLinesSayWhatIsThere) {
                         out + " --export " + exported);
     std::regex end("\ndone: 6 steps, 768 tokens in \\d+s \\| best val loss [0-9.]+ at step 6\n"
                    "  checkpoint  .*/step_00000006\n  log         .*/log.jsonl\n"
-                   "  export      .*/hf\n$");
+                   "  export      .*/hf\n  time        \\d+s: [0-9.]+% [a-z]+, .*\n$");
     EXPECT_TRUE(std::regex_search(r.text, end)) << r.text;
     r = run_program(small + "--steps 0 --sample-tokens 2");
     EXPECT_EQ(r.text.find("done:"), std::string::npos) << r.text;

@@ -1,0 +1,86 @@
+// account.h - where a run's time goes: every second belongs to one kind of work
+//   start     from the program's start to its weights: planning, room, algorithms measured
+//   load      weights and moments, from a checkpoint, a folder or a seed
+//   steps     optimizer steps, with the wait for their data
+//   evaluate, sample, save, export
+//   rest      what is none of these: signals asked for, lines printed
+//   A kind that begins ends the one before, so the seconds add up to the time since the start. A
+//   run that was killed has done steps that the next one does again: those are counted too.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include "../io/numbers.h"
+#include "../stopwatch.h"
+#include "../text.h"
+
+namespace llmc {
+
+enum class Work : uint8_t { START, LOAD, STEPS, EVALUATE, SAMPLE, SAVE, EXPORT, REST };
+constexpr std::array<const char*, 8> WORK_NAMES = {"start",  "load", "steps",  "evaluate",
+                                                   "sample", "save", "export", "rest"};
+
+// The seconds of each kind so far, and the kind that is on.
+struct Account {
+    std::array<double, WORK_NAMES.size()> seconds = {};
+    Work now = Work::START;
+    double since = clock_seconds(); // when it began
+
+    // Turn to another kind, and return the one before.
+    Work turn_to(Work next) {
+        double time = clock_seconds();
+        seconds[size_t(now)] += time - since;
+        since = time;
+        return std::exchange(now, next);
+    }
+    double total() const {
+        double sum = 0;
+        for (double s : seconds) sum += s;
+        return sum;
+    }
+};
+
+// Work of one kind, as long as this lives.
+struct Spend {
+    Account& account;
+    Work before;
+    Spend(Account& a, Work work) : account(a), before(a.turn_to(work)) {}
+    ~Spend() { account.turn_to(before); }
+    Spend(const Spend&) = delete;
+};
+
+// "12 s: 91.0% steps, 6.2% start, 2.8% save", the largest first, without kinds below a thousandth.
+inline std::string account_text(Account account) {
+    account.turn_to(account.now);
+    std::vector<std::pair<double, const char*>> shares;
+    for (size_t i = 0; i < WORK_NAMES.size(); i++)
+        shares.push_back({account.seconds[i] / account.total(), WORK_NAMES[i]});
+    std::stable_sort(shares.begin(), shares.end(),
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
+
+    // Write them.
+    std::string text = duration_text(account.total());
+    const char* between = ": ";
+    for (auto& [share, name] : shares) {
+        if (share < 0.001) break;
+        char percent[16];
+        snprintf(percent, sizeof(percent), "%.1f%%", 100 * share);
+        text += concat(between, percent, " ", name);
+        between = ", ";
+    }
+    return text;
+}
+
+// The log's line: wall and the kinds in seconds, and the steps that an attempt before had done.
+inline nlohmann::json account_json(Account account, int64_t step, int64_t repeated) {
+    account.turn_to(account.now);
+    nlohmann::json kinds = nlohmann::json::object();
+    for (size_t i = 0; i < WORK_NAMES.size(); i++)
+        kinds[WORK_NAMES[i]] = account.seconds[i];
+    return {{"step", step},
+            {"wall", account.total()},
+            {"seconds", kinds},
+            {"repeated_steps", repeated}};
+}
+
+} // namespace llmc
