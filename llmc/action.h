@@ -238,10 +238,11 @@ inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
 
 // ZeRO-2 and 3 reduce a bucket after each micro-batch and keep a shard of its gradient. Not a tied
 // table, whose two gradients are added first, at the end of the step; nor a bucket that shares a
-// layer with one: an action has one flag, `first`, for all gradients of its layer.
+// layer with one: an action has one flag, `first`, for all gradients of its layer. For the same
+// reason experts that only this rank holds go with their block, though nothing is to be summed.
 inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
     const Bucket& mine = model.buckets[bucket];
-    if (layout.zero < 2 || shard_axis(layout, mine.group).size == 1)
+    if (layout.zero < 2 || shard_axis(layout, Group::DATA).size == 1)
         return false;
     for (const Bucket& other : model.buckets)
         for (int l : mine.layers)
@@ -270,7 +271,8 @@ inline bool adds_over_tp(const Layout& layout, const Model& model, int bucket) {
 // A bucket without partners has its sum already: the plan gives it no REDUCE.
 inline bool is_reduced(const Layout& layout, const Model& model, int bucket) {
     bool many = group_axis(layout, model.buckets[bucket].group).size > 1;
-    return many || adds_over_tp(layout, model, bucket);
+    bool collected = reduced_each(layout, model, bucket);
+    return many || collected || adds_over_tp(layout, model, bucket);
 }
 
 // Each level of ZeRO cuts one datum more: 1 the optimizer's, 2 the gradient, 3 the weights. Weights

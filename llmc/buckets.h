@@ -21,21 +21,24 @@ inline size_t active_parameters(const Model& m) {
 }
 
 // A rank's piece of a parameter: runs of consecutive elements of the whole. The first begins at
-// `start`, and between two of them are `gap` elements of other ranks.
+// `start`, and between two of them are `gap` elements of other ranks. Experts stand one behind the
+// other: expert parallelism cuts their stack in ranges, and tensor parallelism cuts each expert.
 struct PieceRuns {
     size_t start, run, gap;
 };
 inline PieceRuns piece_runs(const Parameter& p, int tp_rank, int tp) {
     size_t same = size_t(replication(p.shard, tp)), pieces = size_t(tp) / same;
+    size_t range = p.elements() / size_t(p.experts.size);
+    size_t first = range * size_t(p.experts.rank);
     // A parameter that every rank holds is one run.
     if (pieces == 1)
-        return {0, p.elements(), 0};
+        return {first, range, 0};
 
     // Along the second axis each row is cut; along the first, each of its parts.
     size_t inner = p.shard.axis == 0 ? p.cols() : 1;
     size_t part = p.shape[size_t(p.shard.axis)] / size_t(p.shard.parts) * inner;
     size_t run = part / pieces;
-    return {size_t(tp_rank) / same * run, run, part - run};
+    return {first + size_t(tp_rank) / same * run, run, part - run};
 }
 
 // Where a rank's elements lie in the whole parameter, as runs of consecutive elements:
@@ -44,7 +47,8 @@ inline PieceRuns piece_runs(const Parameter& p, int tp_rank, int tp) {
 template <typename F>
 void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
     auto [start, run, gap] = piece_runs(p, tp_rank, tp);
-    for (size_t k = 0; k < p.elements() / (run + gap); k++)
+    size_t range = p.elements() / size_t(p.experts.size);
+    for (size_t k = 0; k < range / (run + gap); k++)
         f(k * run, start + k * (run + gap), run);
 }
 

@@ -41,9 +41,11 @@ template <typename S> struct Ctx {
     Comm cp;                           // the ranks that share each sequence
     ContextMethod cp_method = ContextMethod::GATHER; // how they share attention
     S beside = {};                     // a ring's messages go here while attention runs
+    Comm ep;                           // the ranks that share out the experts
     void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
     void* context = nullptr;           // context parallelism's scratch, or null
-    void* slot_rows = nullptr;         // (N K, C) rows by expert; models with experts only
+    void* slot_rows = nullptr;         // rows by expert; models with experts only
+    void* token_rows = nullptr;        // (ep,N,C) rows of all tokens that experts may see, or null
     size_t sequences = 0;              // of the global batch
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null
     const float* slopes = nullptr;     // (NH) ALiBi, or null

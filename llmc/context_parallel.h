@@ -1,4 +1,4 @@
-// context_parallel.h - sequences cut over ranks - arXiv:2407.21783, arXiv:2309.14509
+// context_parallel.h - context parallelism: cut sequences - arXiv:2407.21783, arXiv:2309.14509
 //   cp ranks share every sequence: each has t = T/cp rows of it, N = B t of a micro-batch. In all
 //   but attention they are data-parallel ranks: the count of targets, losses, REDUCE and ZeRO's
 //   shards go over dp x cp ranks, as sums.

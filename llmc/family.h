@@ -31,7 +31,8 @@ template <typename F> void with_family(Family family, F f) {
 template <typename Block, typename Row>
 void expert_parameters(Block&, const Shape&, Row) {}
 
-// The parameter table of a shape, as a layout cuts it: over tp ranks, and where ZeRO may.
+// The parameter table of a shape, as a layout cuts it: over tp ranks, experts over ep ranks, and
+// where ZeRO may.
 inline Model make_model(const Shape& shape, const Layout& layout = {}) {
     int tp = layout.tp.size;
     Model model;
@@ -54,7 +55,10 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
         bool vocabulary = shard.axis == 0 && (layer == 0 || layer == head);
         add_parameter(model, {prefix + name, dims, vocabulary ? s.V : rows, transposed, shard, init,
                               decay, layer});
-        model.parameters.back().stack = strstr(name, "{}") ? s.E : 1;
+        // A stack has a matrix for each expert.
+        if (!strstr(name, "{}")) return;
+        model.parameters.back().stack = s.E;
+        model.parameters.back().experts = expert_axis(layout);
     };
 
     with_family(s.family, [&](auto family) {

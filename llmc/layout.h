@@ -1,8 +1,9 @@
 // layout.h - how a run is spread over ranks - arXiv:2104.04473, arXiv:2407.21783
 //   world = dp * pp * cp * tp. The first axis of the order has its ranks side by side: by default
 //   tp, so that it stays inside a machine, then cp, pp, and dp last. No result depends on the
-//   order. A layout is made from the flags once, and layout_at() places a rank in it. Plan, model,
-//   shapes and groups of ranks read it from there; a layout of 1x1x1x1 is the same code.
+//   order. Expert parallelism makes no ranks: it shares out those of dp * cp once more.
+//   A layout is made from the flags once, and layout_at() places a rank in it. Plan, model, shapes
+//   and groups of ranks read it from there; a layout of 1x1x1x1 is the same code.
 #pragma once
 #include <array>
 #include <string>
@@ -16,10 +17,10 @@ struct Axis {
     int rank = 0; // this rank's coordinate
 };
 
-// The ranks over which a bucket's gradient is summed and its state is sharded. Experts will bring a
-// smaller group, for each rank holds some of them only.
+// The ranks over which a bucket's gradient is summed and its state is sharded.
 enum class Group : uint8_t {
-    DATA // dp * cp: every rank that sees other tokens
+    DATA,   // dp * cp: every rank that sees other tokens
+    EXPERTS // those of them that hold the same experts
 };
 
 // How attention reaches the keys of other context-parallel ranks, and which rows of a sequence a
@@ -34,6 +35,7 @@ struct Layout {
     bool sequence_parallel = false; // tp ranks share the rows of norms and residual stream
     ContextMethod cp_method = ContextMethod::GATHER;
     ContextOrder cp_order = ContextOrder::ZIGZAG;
+    int ep = 1; // neighbours in Group::DATA that share out each block's experts
 
     // ZeRO.
     int zero = 0;       // stage 0 to 3
@@ -88,11 +90,20 @@ inline std::array<Axis Layout::*, 4> layout_order(const std::string& text) {
 // ----------------------------------------------------------------------------
 // a group of ranks, cut in shards: neighbours share a bucket, equal places hold the same shard
 
-inline Axis group_axis(const Layout& layout, Group) {
+inline Axis group_axis(const Layout& layout, Group group) {
     const Axis &dp = layout.dp, &cp = layout.cp;
     int size = dp.size * cp.size;
     int rank = dp.rank * cp.size + cp.rank;
-    return {size, rank};
+    if (group == Group::DATA) return {size, rank};
+
+    // Each of ep neighbours holds other experts; the next ep ranks hold them again.
+    return {size / layout.ep, rank / layout.ep};
+}
+
+// The ranks that share out the experts, and which part of them this rank holds.
+inline Axis expert_axis(const Layout& layout) {
+    int rank = group_axis(layout, Group::DATA).rank;
+    return {layout.ep, rank % layout.ep};
 }
 
 // The same layout for a plan that cuts no sequence: context-parallel ranks are data-parallel ones.

@@ -9,11 +9,14 @@
 //   part of the gates' gradients; so the router's gradient is a sum over ranks, and the first one
 //   adds the balance terms.
 //   Choice, gates and order of slots are kept at every level of recomputation: R asks no router.
+//   Expert parallelism gives each rank some experts, and the rows that chose them of all tokens of
+//   ep ranks (expert_parallel.h): N, M below are then those of ep ranks, where a shape says all N.
 //   Rows of slots (M,C) are never kept. One buffer in scratch takes turns: an expert's input and
 //   its output, then backward the gradient of the output, of the input, and both inputs of W
 //   again. No token is dropped and M is known, so all of this has its place before the run.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
+#include "expert_parallel.h"
 #include "grouped_matmul.cuh"
 #include "llama.h"
 
@@ -41,13 +44,13 @@ struct Mixtral {
     template <typename T> struct Acts : AttentionActs<T> {
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
-        acc_t<T> *logits, *gates;                 // (N,E) (N,K)
-        int* ids;                                 // (N,K)
-        Slots slots;                              // (E) (E+1) (N,K) (M)
+        acc_t<T> *logits, *gates;                 // (N,E) (ep,N,K)
+        int* ids;                                 // (ep,N,K)
+        Slots slots;                              // (groups) (groups+1) (ep,N,K) (ep N K)
         T *gate, *up, *swiglu;                    // (M,F) (M,F) (M,F)
 
         T *dswiglu, *dup, *dlogits;               // (M,F) (M,F) (N,E)
-        acc_t<T>* dgates;                         // (N,K)
+        acc_t<T>* dgates;                         // (ep,N,K)
         T* dnorm_2;                               // (R,C)
         acc_t<T>* norm_2_sums;                    // parts of the norm's dweight
         T* dout_all;                              // (N,C)      rows of all ranks, where R < N
@@ -102,13 +105,15 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     row(w.down,   down, {E * C, F}, small,  true,  rows,    false);
 }
 
-// Rows of slots are M = N K, whoever is chosen: an arena that fits once fits always.
+// Rows of slots are M = N K, whoever is chosen, or with expert parallelism at most M: an arena that
+// fits once fits always.
 template <typename T, typename S, typename Row>
 void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C;
     size_t F = s.F;
     size_t R = N / s.row_ranks; // of the residual stream
-    size_t M = N * s.K;         // slots
+    ExpertCounts n = expert_counts(s, N);
+    size_t M = n.rows;
     using enum Keep;
     using enum Last;
 
@@ -117,19 +122,19 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
     row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
     row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
     row(a.logits,       "router's logits",      N * s.E,   ROUTING,  B);
-    row(a.gates,        "gates",                M,         ROUTING,  B);
-    row(a.ids,          "chosen experts",       M,         ROUTING,  B);
-    row(a.slots.row_of, "rows of slots",        M,         ROUTING,  B);
-    row(a.slots.slot_of, "slots of rows",       M,         ROUTING,  W);
-    row(a.slots.counts, "experts' loads",       s.E,       ROUTING,  W);
-    row(a.slots.starts, "experts' first rows",  s.E + 1,   ROUTING,  W);
+    row(a.gates,        "gates",                n.slots,   ROUTING,  B);
+    row(a.ids,          "chosen experts",       n.slots,   ROUTING,  B);
+    row(a.slots.row_of, "rows of slots",        n.slots,   ROUTING,  B);
+    row(a.slots.slot_of, "slots of rows",       n.slots,   ROUTING,  W);
+    row(a.slots.counts, "experts' loads",       n.groups,  ROUTING,  W);
+    row(a.slots.starts, "experts' first rows",  n.groups + 1, ROUTING,  W);
     row(a.gate,         "gate",                 M * F,     FFN,      B);
     row(a.up,           "up",                   M * F,     FFN,      B);
     row(a.swiglu,       "swiglu",               M * F,     CHEAP,    W);
 
     row(a.dswiglu,      "d swiglu, d gate",     M * F,     GRADIENT, W);
     row(a.dup,          "d up",                 M * F,     GRADIENT, W);
-    row(a.dgates,       "d gates",              M,         GRADIENT, B);
+    row(a.dgates,       "d gates",              n.slots,   GRADIENT, B);
     row(a.dlogits,      "d router's logits",    N * s.E,   GRADIENT, W);
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
@@ -144,9 +149,17 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
 // The router as kernels take it.
 inline Routing routing_of(const Shape& s) { return {s.router, s.E, s.K}; }
 
-// A stack of E matrices as the grouped products take it.
-inline Groups groups_of(const Shape& s, const Weight& stack, const int* starts, size_t M) {
-    return {starts, s.E, stack.rows / s.E, stack.cols, M};
+// A stack of this rank's experts as the grouped products take it.
+template <typename T, typename S>
+Groups groups_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Weight& stack) {
+    ExpertCounts n = expert_counts(ctx.shape, ctx.batch.rows());
+    return {a.slots.starts, n.experts, stack.rows / n.experts, stack.cols, n.rows};
+}
+
+// The number of its rows, where kernels run: where the last expert's end.
+template <typename T, typename S>
+const int* rows_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a) {
+    return a.slots.starts + expert_counts(ctx.shape, ctx.batch.rows()).experts;
 }
 
 // The balance terms of this rank; of tensor-parallel ranks one adds them for all.
@@ -175,18 +188,25 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     p.pack_b = false;
     matmul(a.logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
 
-    // Choose, then lay the slots of each expert together.
-    route_forward(a.ids, a.gates, a.logits, routing_of(s), N, ctx.where);
-    sort_slots(a.slots, a.ids, N * s.K, s.E, ctx.where);
+    // Choose for this rank's tokens.
+    int* ids = my_slots(ctx, a.ids);
+    acc_t<T>* gates = my_slots(ctx, a.gates);
+    route_forward(ids, gates, a.logits, routing_of(s), N, ctx.where);
+
+    // Hear what others have chosen, then lay the slots of each expert together.
+    gather_choices(ctx, a.ids, a.gates);
+    sort_own_slots(ctx, a.slots, a.ids);
 }
 
 // The rows of slots, in the buffer that they share.
 template <typename T, typename S>
 T* gather_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x) { // (M,C) of (N,C)
     // A slot's token is its number over K.
+    const Shape& s = ctx.shape;
     T* rows = static_cast<T*>(ctx.slot_rows);
-    size_t M = ctx.batch.rows() * ctx.shape.K;
-    gather_slots(rows, x, a.slots.slot_of, M, ctx.shape.K, ctx.shape.C, ctx.where);
+    size_t slots = expert_counts(s, ctx.batch.rows()).slots;
+    const T* tokens = gather_tokens(ctx, x); // (ep,N,C)
+    gather_slots(rows, tokens, a.slots.slot_of, rows_of(ctx, a), slots, s.K, s.C, ctx.where);
     return rows;
 }
 
@@ -195,16 +215,17 @@ template <typename T, typename S>
 void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                  const Mixtral::Block& w, bool products) {
     const Shape& s = ctx.shape;
-    size_t M = ctx.batch.rows() * s.K;
+    size_t slots = expert_counts(s, ctx.batch.rows()).slots;
 
     // Each expert's rows by its own matrices.
     if (products) {
         const T* xs = gather_slots(ctx, a, x);
-        Groups g = groups_of(s, w.gate, a.slots.starts, M);
+        Groups g = groups_of(ctx, a, w.gate);
         grouped_forward(a.gate, xs, w.gate.as<const T>(), g, ctx.blas, ctx.where);
         grouped_forward(a.up, xs, w.up.as<const T>(), g, ctx.blas, ctx.where);
     }
-    gated_swiglu_forward(a.swiglu, a.gate, a.up, a.gates, a.slots.slot_of, M, s.F, ctx.where);
+    gated_swiglu_forward(a.swiglu, a.gate, a.up, a.gates, a.slots.slot_of, rows_of(ctx, a), slots,
+                         s.F, ctx.where);
 }
 
 // out = residual + each token's sum over its slots; residual and sum as row_parallel_forward has
@@ -212,23 +233,29 @@ void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
 template <typename T, typename S>
 void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
                      const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
-    const Shape& s = ctx.shape;
-    size_t M = ctx.batch.rows() * s.K;
-
     // The experts' inputs are over: their outputs take the buffer.
+    const Shape& s = ctx.shape;
     T* y = static_cast<T*>(ctx.slot_rows); // (M,C) {+tp}
-    grouped_forward(y, a.swiglu, w.down.as<const T>(), groups_of(s, w.down, a.slots.starts, M),
-                    ctx.blas, ctx.where);
+    grouped_forward(y, a.swiglu, w.down.as<const T>(), groups_of(ctx, a, w.down), ctx.blas,
+                    ctx.where);
 
+    // Sum what this rank's experts give to the tokens of all ranks.
     size_t parts = s.row_ranks;
     size_t R = stream_rows(ctx);
-    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
-    for (size_t i = 0; i < parts; i++) { // rows of rank i
-        // Scattered rows get their residual from their owner, else from the first rank.
-        bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
-        combine_slots(partial + i * R * s.C, adds ? residual : nullptr, y,
-                      a.slots.row_of + i * R * s.K, R, s.K, s.C, ctx.where);
+    T* partial = partial_rows(ctx, out);   // (N,C) {+tp}
+    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
+    for (size_t i = 0; i < s.expert_ranks * parts; i++) {
+        // Tokens get their residual from their own rank; of tensor-parallel ranks scattered rows
+        // get it from their owner, and whole ones from the first.
+        bool own_tokens = i / parts == size_t(ctx.ep.rank);
+        bool own_rows = parts > 1 ? i % parts == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
+        bool adds = own_tokens && own_rows;
+        const int* row_of = a.slots.row_of + i * R * s.K;
+        T* to = all + i * R * s.C;
+        combine_slots(to, adds ? residual : nullptr, y, row_of, rows_of(ctx, a), R, s.K, s.C,
+                      ctx.where);
     }
+    sum_tokens(ctx, partial, all);
     sum_rows(ctx, out, partial);
 }
 
@@ -238,35 +265,40 @@ void experts_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
                             const Mixtral::Acts<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    size_t M = N * s.K;
+    ExpertCounts n = expert_counts(s, N);
 
     // Walk back to gate and up, in place, and to the gates.
     T* dgate = a.dswiglu; // (M,F)
     const T* dys = gather_slots(ctx, a, gather_rows(ctx, a.dout_all, dout));
-    Groups narrow = groups_of(s, w.down, a.slots.starts, M);
+    Groups narrow = groups_of(ctx, a, w.down);
     grouped_backward_input(a.dswiglu, dys, w.down.as<const T>(), narrow, false, ctx.blas,
                            ctx.where);
     gated_swiglu_backward(dgate, a.dup, a.dgates, a.dswiglu, a.gate, a.up, a.gates,
-                          a.slots.slot_of, M, s.F, ctx.where);
+                          a.slots.slot_of, rows_of(ctx, a), n.slots, s.F, ctx.where);
+    sum_gates(ctx, a.dgates);
 
     // To the experts' inputs, and a token's sum of them.
     T* dxs = static_cast<T*>(ctx.slot_rows); // (M,C): dys is over
-    Groups wide = groups_of(s, w.gate, a.slots.starts, M);
+    Groups wide = groups_of(ctx, a, w.gate);
     grouped_backward_input(dxs, dgate, w.gate.as<const T>(), wide, false, ctx.blas, ctx.where);
     grouped_backward_input(dxs, a.dup, w.up.as<const T>(), wide, true, ctx.blas, ctx.where);
     const T* no_residual = nullptr;
     T* partial = partial_rows(ctx, a.dnorm_2); // (N,C) {+tp}
-    combine_slots(partial, no_residual, dxs, a.slots.row_of, N, s.K, s.C, ctx.where);
+    T* all = partial_tokens(ctx, partial);     // (ep,N,C) {+ep} {+tp}
+    combine_slots(all, no_residual, dxs, a.slots.row_of, rows_of(ctx, a), n.tokens, s.K, s.C,
+                  ctx.where);
+    sum_tokens(ctx, partial, all);
 
     // Through the router, with the balance of each sequence.
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
+    const int* ids = my_slots(ctx, a.ids);             // (N,K)
     if (s.balance > 0) {
-        count_slots(counts, a.ids, ctx.batch.B, ctx.batch.T * s.K, s.E, ctx.where);
+        count_slots(counts, ids, ctx.batch.B, ctx.batch.T * s.K, s.E, ctx.where);
         // A sequence's slots are those of all ranks that share it.
         all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.E, ctx.where);
     }
-    route_backward(a.dlogits, a.dgates, a.logits, a.ids, routing_of(s), balance_terms(ctx, counts),
-                   N, ctx.where);
+    route_backward(a.dlogits, my_slots(ctx, a.dgates), a.logits, ids, routing_of(s),
+                   balance_terms(ctx, counts), N, ctx.where);
     linear_backward_input(partial, a.dlogits, w.router, N, true, ctx.blas, ctx.where);
     sum_rows(ctx, a.dnorm_2, partial);
 }
@@ -277,13 +309,11 @@ void experts_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w
                              const Mixtral::Acts<T>& a, bool accumulate) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    size_t M = N * s.K;
     auto backward = [&](const Weight& stack, const T* dy, const T* x) {
         // A frozen stack has no gradient.
         if (!stack.grad) return;
-        grouped_backward_weight(grad_of<T>(stack), dy, x,
-                                groups_of(s, stack, a.slots.starts, M), accumulate, ctx.blas,
-                                ctx.where);
+        grouped_backward_weight(grad_of<T>(stack), dy, x, groups_of(ctx, a, stack), accumulate,
+                                ctx.blas, ctx.where);
     };
 
     // Gather the gradient of the experts' outputs, then their inputs.

@@ -57,6 +57,7 @@ struct Shape : Variant {
     size_t vocab_start = 0; // its first token
     size_t padded = 0;      // rows of its tables, 0: V rounded up
     size_t row_ranks = 1;   // ranks that share the rows of the residual stream
+    size_t expert_ranks = 1; // ranks that share out the experts (expert_parallel.h)
 
     // The vocabulary as tables hold it: padded with zero rows that never reach a file.
     size_t Vp() const { return padded ? padded : round_up(V, 128); }
@@ -122,6 +123,7 @@ struct Parameter {
     int bucket = 0;
     int pieces = 1;    // pieces that tensor parallelism makes of it
     size_t stack = 1;  // equal matrices one below the other, which files hold apart: experts
+    Axis experts = {}; // of a stack: the ranks that share it out
     size_t offset = 0; // this rank's piece: elements from the start of its bucket
 
     size_t rows() const { return shape[0]; }
@@ -130,9 +132,9 @@ struct Parameter {
     size_t file_elements() const { return file_rows * cols(); }
 
     // This rank's piece.
-    size_t local_rows() const { return rows() / (shard.axis == 0 ? size_t(pieces) : 1); }
+    size_t local_rows() const { return local_elements() / local_cols(); }
     size_t local_cols() const { return cols() / (shard.axis == 1 ? size_t(pieces) : 1); }
-    size_t local_elements() const { return elements() / size_t(pieces); }
+    size_t local_elements() const { return elements() / size_t(pieces * experts.size); }
 };
 
 // Buckets are found by role, never by position: a technique may add its own anywhere.
@@ -206,7 +208,8 @@ inline size_t parameter_count(const Model& m) {
 
 // Open a bucket: the parameters that follow belong to it.
 inline void add_bucket(Model& m, const std::string& name, Role role, std::vector<int> layers) {
-    Bucket bucket = {name, role, Group::DATA, layers};
+    Group group = role == Role::EXPERTS ? Group::EXPERTS : Group::DATA;
+    Bucket bucket = {name, role, group, layers};
     bucket.first = int(m.parameters.size());
     m.buckets.push_back(bucket);
 }

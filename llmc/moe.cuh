@@ -4,7 +4,8 @@
 //   gates    g = scale s / S     S sums s over: SOFTMAX all experts, RENORMALISED and SIGMOID those
 //            chosen (arXiv:2401.04088, arXiv:2412.19437)
 //   slots    slot n K + j is token n's j-th expert, by ascending expert. A stable counting sort
-//            gives each slot its row: rows of an expert lie together, by token
+//            gives each slot its row: rows of an expert lie together, by token. A rank that has
+//            some of the experts sorts the others' slots behind its own, and gives them no row
 //   experts  h = g silu(gate) up: the gate multiplies before the last product, so that y of the
 //            slots of a token just add up:   out = residual + sum over j of y[row_of[n,j]]
 //   Gradients, with q = s / S, G = dL/dg, and for SIGMOID a factor 1 - s:
@@ -14,7 +15,8 @@
 //   The balance terms are those of a sequence (arXiv:2412.19437, eq. 17): they know no micro-batch
 //   and no layout. count: slots of a sequence that chose the expert, a constant.
 //   logits (N,E), gates, dgates (N,K) acc   ids, row_of (N,K) ints   slot_of (N K)   counts (E)
-//   starts (E+1)   x, out, residual (N,C)   xs, y (N K, C)   gate, up, h (N K, F)
+//   starts (E+1)   x, out, residual (N,C)   xs, y (rows,C)   gate, up, h (rows,F)   M: all slots
+//   rows: 1 int, where kernels run: N K, or the slots of this rank's experts
 //   Contract: everything =; dgate may be dh, dup may be up.  No atomics; bitwise repeatable, the
 //             sort in integers, sums over slots by ascending expert in acc, rounded once.
 //   Cost: memory-bound. Each block of the sort reads all N K ids: E of them, from L2.
@@ -223,6 +225,15 @@ inline void count_slots(int* counts, const int* ids, size_t groups, // (groups,E
     }
 }
 
+// Number the experts [first, first + E) from 0 on; all others become E.
+inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t E, Cpu) { // (M)
+    for (size_t i = 0; i < M; i++) {
+        // An expert before the first one is a large number too.
+        size_t e = size_t(ids[i]) - first;
+        own[i] = int(std::min(e, E));
+    }
+}
+
 // The counting sort of M slots.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu where) { // (M)
     // Scan the counts.
@@ -244,20 +255,22 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu w
 
 // xs[row] = x[its token]
 template <typename T>
-void gather_slots(T* xs, const T* x, const int* slot_of, // (M,C) (N,C) (M)
-                  size_t M, size_t K, size_t C, Cpu) {
+void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, // (rows,C) (N,C) (M)
+                  size_t, size_t K, size_t C, Cpu) {
+    size_t count = size_t(*rows);
     #pragma omp parallel for
-    for (size_t row = 0; row < M; row++) {
+    for (size_t row = 0; row < count; row++) {
         size_t n = size_t(slot_of[row]) / K; // the slot's token
         std::copy_n(x + n * C, C, xs + row * C);
     }
 }
 
-// out = residual (or null: 0) + the sum of a token's rows
+// out = residual (or null: 0) + the sum of a token's rows; a slot without a row adds nothing
 template <typename T>
-void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // (N,C) (N,C) (M,C)
-                   size_t N, size_t K, size_t C, Cpu) {
+void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // (N,C) (N,C) (rows,C)
+                   const int* rows, size_t N, size_t K, size_t C, Cpu) {
     typedef acc_t<T> A;
+    size_t count = size_t(*rows);
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++)
         for (size_t c = 0; c < C; c++) {
@@ -265,7 +278,7 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // 
             A sum = residual ? to_acc(residual[n * C + c]) : A(0);
             for (size_t j = 0; j < K; j++) {
                 size_t row = size_t(row_of[n * K + j]);
-                sum += to_acc(y[row * C + c]);
+                if (row < count) sum += to_acc(y[row * C + c]);
             }
             out[n * C + c] = from_acc<T>(sum);
         }
@@ -273,11 +286,13 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // 
 
 // h = g silu(gate) up
 template <typename T>
-void gated_swiglu_forward(T* h, const T* gate, const T* up, // (M,F) each
-                          const acc_t<T>* gates, const int* slot_of, size_t M, size_t F, Cpu) {
+void gated_swiglu_forward(T* h, const T* gate, const T* up, // (rows,F) each
+                          const acc_t<T>* gates, const int* slot_of, const int* rows, // (N,K) (M)
+                          size_t, size_t F, Cpu) {
     typedef acc_t<T> A;
+    size_t count = size_t(*rows);
     #pragma omp parallel for
-    for (size_t row = 0; row < M; row++) {
+    for (size_t row = 0; row < count; row++) {
         A weight = gates[slot_of[row]];
         #pragma omp simd
         for (size_t i = row * F; i < (row + 1) * F; i++) {
@@ -289,18 +304,20 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, // (M,F) each
     }
 }
 
-// dgates: a sum over each row.
+// dgates: a sum over each row; of slots without one it is 0, so that ranks' sums add up.
 template <typename T>
-void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,          // (M,F) (M,F) (N,K)
-                           const T* dh, const T* gate, const T* up,     // (M,F) each
-                           const acc_t<T>* gates, const int* slot_of, // (N,K) (M)
+void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) (rows,F) (N,K)
+                           const T* dh, const T* gate, const T* up, // (rows,F) each
+                           const acc_t<T>* gates, const int* slot_of, const int* rows, // (N,K) (M)
                            size_t M, size_t F, Cpu) {
     typedef acc_t<T> A;
+    size_t count = size_t(*rows);
     #pragma omp parallel for
     for (size_t row = 0; row < M; row++) {
         A weight = gates[slot_of[row]];
         A sum = 0;
-        for (size_t i = row * F; i < (row + 1) * F; i++) {
+        size_t end = row < count ? (row + 1) * F : 0;
+        for (size_t i = row * F; i < end; i++) {
             // Read all inputs before an output that may be one of them is written.
             A d = to_acc(dh[i]);
             A g = to_acc(gate[i]);
@@ -497,10 +514,19 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
     }
 }
 
-// A block a row.
+__global__ void own_experts_kernel(int* own, const int* ids, size_t M, size_t first, size_t E) {
+    size_t i = size_t(blockIdx.x) * SLOT_THREADS + threadIdx.x;
+    if (i >= M) return;
+    size_t e = size_t(ids[i]) - first;
+    own[i] = int(e < E ? e : E);
+}
+
+// A block a row, if there are so many.
 template <typename T, int P>
-__global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, size_t K, size_t C) {
+__global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, const int* rows,
+                                    size_t K, size_t C) {
     size_t row = blockIdx.x;
+    if (row >= size_t(*rows)) return;
     size_t n = size_t(slot_of[row]) / K; // the slot's token
     for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P)
         store(xs + row * C + c, load<P>(x + n * C + c));
@@ -509,9 +535,10 @@ __global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, size_
 // A block a token; sums go by ascending expert.
 template <typename T, int P>
 __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, const int* row_of,
-                                     size_t K, size_t C) {
+                                     const int* rows, size_t K, size_t C) {
     // Threads side by side have neighbouring channels.
     size_t n = blockIdx.x;
+    size_t count = size_t(*rows);
     for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P) {
         float sum[P] = {};
         auto add = [&](const T* from) {
@@ -522,8 +549,10 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
 
         // The residual, then the token's rows.
         if (residual) add(residual + n * C);
-        for (size_t j = 0; j < K; j++)
-            add(y + size_t(row_of[n * K + j]) * C);
+        for (size_t j = 0; j < K; j++) {
+            size_t row = size_t(row_of[n * K + j]);
+            if (row < count) add(y + row * C);
+        }
 
         // Round once.
         Pack<T, P> p;
@@ -536,10 +565,10 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
 // WARPS warps share a row; P elements a load.
 template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, const float* gates,
-                                            const int* slot_of, size_t M, size_t F) {
+                                            const int* slot_of, const int* rows, size_t F) {
     // A row is a slot, and has its gate.
     RowOfBlock<WARPS> row;
-    if (row.n >= M) return;
+    if (row.n >= size_t(*rows)) return;
     float weight = gates[slot_of[row.n]];
     for (size_t i = row.thread * P; i < F; i += row.threads * P) {
         Pack<T, P> pg = load<P>(gate + row.n * F + i);
@@ -558,12 +587,14 @@ __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, co
 template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, const T* dh,
                                              const T* gate, const T* up, const float* gates,
-                                             const int* slot_of, size_t M, size_t F) {
+                                             const int* slot_of, const int* rows, size_t M,
+                                             size_t F) {
     RowOfBlock<WARPS> row;
     if (row.n >= M) return;
     float weight = gates[slot_of[row.n]];
     float sum = 0;
-    for (size_t i = row.thread * P; i < F; i += row.threads * P) {
+    size_t end = row.n < size_t(*rows) ? F : 0; // a slot without a row has nothing to read
+    for (size_t i = row.thread * P; i < end; i += row.threads * P) {
         size_t at = row.n * F + i;
         Pack<T, P> pd = load<P>(dh + at);
         Pack<T, P> pg = load<P>(gate + at);
@@ -622,31 +653,39 @@ inline void count_slots(int* counts, const int* ids, size_t groups, size_t lengt
            ids, length, E);
 }
 
+// A thread a slot.
+inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t E,
+                        cudaStream_t stream) {
+    launch(own_experts_kernel, unsigned(ceil_div(M, SLOT_THREADS)), SLOT_THREADS, 0, stream, own,
+           ids, M, first, E);
+}
+
 // Two launches: counts, then places.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, cudaStream_t stream) {
     count_slots(s.counts, ids, 1, M, E, stream);
     launch(place_slots_kernel, unsigned(E), SLOT_THREADS, 0, stream, s, ids, M, E);
 }
 
+// The host reads no count: a grid has a block for each of M slots.
 template <typename T>
-void gather_slots(T* xs, const T* x, const int* slot_of, size_t M, size_t K, size_t C,
-                  cudaStream_t stream) {
+void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, size_t M, size_t K,
+                  size_t C, cudaStream_t stream) {
     // Rows are read 16 bytes at a time where they can be.
     auto run = [&](auto P) {
         launch(gather_slots_kernel<T, P>, unsigned(M), 128, 0, stream,
-               xs, x, slot_of, K, C);
+               xs, x, slot_of, rows, K, C);
     };
     can_vectorize<T>(C, xs, x) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
 // Null residual: the sum alone.
 template <typename T>
-void combine_slots(T* out, const T* residual, const T* y, const int* row_of, size_t N, size_t K,
-                   size_t C, cudaStream_t stream) {
+void combine_slots(T* out, const T* residual, const T* y, const int* row_of, const int* rows,
+                   size_t N, size_t K, size_t C, cudaStream_t stream) {
     // A null residual counts as aligned.
     auto run = [&](auto P) {
         launch(combine_slots_kernel<T, P>, unsigned(N), 128, 0, stream,
-               out, residual, y, row_of, K, C);
+               out, residual, y, row_of, rows, K, C);
     };
     can_vectorize<T>(C, out, residual, y) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
@@ -654,23 +693,23 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, siz
 // Any F and alignment.
 template <typename T>
 void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, const int* slot_of,
-                          size_t M, size_t F, cudaStream_t stream) {
+                          const int* rows, size_t M, size_t F, cudaStream_t stream) {
     pick_row_kernel<T>(F, can_vectorize<T>(F, h, gate, up), [&](auto P, auto WARPS) {
         launch(gated_swiglu_forward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,
-               stream, h, gate, up, gates, slot_of, M, F);
+               stream, h, gate, up, gates, slot_of, rows, F);
     });
 }
 
 template <typename T>
 void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
                            const T* dh, const T* gate, const T* up,
-                           const float* gates, const int* slot_of,
+                           const float* gates, const int* slot_of, const int* rows,
                            size_t M, size_t F, cudaStream_t stream) {
     // One pointer that is not aligned sends all five to single elements.
     bool vector = can_vectorize<T>(F, dgate, dup, dh, gate, up);
     pick_row_kernel<T>(F, vector, [&](auto P, auto WARPS) {
         launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,
-               stream, dgate, dup, dgates, dh, gate, up, gates, slot_of, M, F);
+               stream, dgate, dup, dgates, dh, gate, up, gates, slot_of, rows, M, F);
     });
 }
 #endif

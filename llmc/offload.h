@@ -1,4 +1,4 @@
-// offload.h - state, gradients, weights, activations elsewhere - arXiv:2101.06840, arXiv:2104.07857
+// offload.h - offload: state, gradients, weights elsewhere - arXiv:2101.06840, arXiv:2104.07857
 //   Float masters and moments are 12 of AdamW's 18 bytes a parameter; a step touches them once.
 //   They lie in the host's memory or in a file, and pass through the device by chunks of 2^24:
 //     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead

@@ -21,6 +21,7 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
         size_t whole = whole_elements(t.layout, b);
         for (const char* axis : axes)
             note(d, grad, whole, axis, Placement::PARTIAL);
+        note(d, grad, whole, t.comms.data(b.group).shard.name.c_str(), Placement::PARTIAL);
         note(d, grad, partial_over_tp(t.layout, b), "tp", Placement::PARTIAL);
         note(d, grad + b.common, b.shared - b.common, "kv", Placement::PARTIAL);
     };
@@ -30,9 +31,9 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
         for (int b : buckets_of(t.model, a.layer))
             if (t.model.buckets[b].trainable)
                 partial({gradient_kind(t.layout, t.model, b, a.layer), b},
-                        {"shard", "replica", "tie"});
+                        {"replica", "tie"});
     if (a.op == Op::TIE)
-        partial({summed_kind(t.layout), a.bucket}, {"shard", "replica"});
+        partial({summed_kind(t.layout), a.bucket}, {"replica"});
 
     // A release leaves bytes to any other data; the last action that read them had their place.
     const Place* gathered = nullptr;
@@ -46,8 +47,10 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
     Data weight = {Kind::WEIGHT, a.bucket};
     Range range = updated_range(t.layout, t.model, a.bucket);
     T* mine = updated_part<T>(t, weight, range);
+    Group group = t.model.buckets[a.bucket].group;
     if (range.sharded && mine)
-        note(weight, mine, range.count, "shard", Placement::SHARDED);
+        note(weight, mine, range.count, t.comms.data(group).shard.name.c_str(),
+             Placement::SHARDED);
 }
 
 } // namespace llmc

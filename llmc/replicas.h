@@ -224,6 +224,7 @@ std::string replicas_differ(const Trainer<T, S>& t) {
     const Parameter& p = t.model.parameters[i];
     KeptRange range = kept_range(t, {Kind::WEIGHT, p.bucket}, p);
     int piece = t.layout.tp.rank / replication(p.shard, t.layout.tp.size);
+    piece += t.layout.tp.size * p.experts.rank;
     ShownSum mine = {piece, int64_t(range.first), int64_t(range.count), int64_t(sums[i])};
     std::vector<ShownSum> shown(size_t(world.size));
     all_gather(world, &shown[0].piece, &mine.piece, 4, Cpu{});

@@ -28,7 +28,9 @@ inline Kind activation_group(Keep keep, Last last, Recompute level) {
 // The shape that this rank computes with under a plan: generation never cuts rows.
 inline Shape rank_shape(const Plan& p, const Model& model) {
     bool cut_rows = p.layout.sequence_parallel && p.mode != Mode::GENERATE;
-    return rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
+    Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
+    s.expert_ranks = size_t(p.layout.ep);
+    return s;
 }
 
 // ----------------------------------------------------------------------------
@@ -92,7 +94,8 @@ inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int 
 enum class ScratchKind : uint8_t {
     WORKSPACE, // products, norms, attention, embedding: beside their operands
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
-    SLOT_ROWS, // (N K, C) rows by expert, on their way into a product or out of it
+    SLOT_ROWS, // (M,C) rows by expert, on their way into a product or out of it
+    TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
     HEAD,      // the head's own activations (head.h)
     WIDE,      // a frozen matrix, dequantised
     CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
@@ -153,8 +156,11 @@ template <typename T, typename S>
 size_t expert_workspace(const Plan& p, const Shape& s, const Parameter& stack, S where) {
     // Any expert may get all rows, or none.
     size_t N = p.rows();
-    Groups g = {nullptr, s.E, stack.local_rows() / s.E, stack.local_cols(), N * s.K};
+    ExpertCounts n = expert_counts(s, N);
+    Groups g = {nullptr, n.experts, stack.local_rows() / n.experts, stack.local_cols(), n.rows};
     size_t bytes = std::max(grouped_scratch_bytes<T>(g, where), p.B * s.E * sizeof(int));
+    if (s.expert_ranks > 1)
+        bytes = std::max(bytes, n.slots * sizeof(int)); // their experts, as this rank numbers them
 
     // A token that is generated asks the router alone.
     size_t rows = p.mode == Mode::GENERATE ? 1 : N;
@@ -226,7 +232,13 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
                                       : block_workspace<T>(p, model, s, layer, where);
         table.add(ScratchKind::WORKSPACE, workspace);
         table.add(ScratchKind::ALL_ROWS, all_rows);
-        if (layer > 0) table.add(ScratchKind::SLOT_ROWS, N * s.K * s.C * sizeof(T));
+        // Experts need rows of slots, and where ranks share them out rows of all tokens.
+        if (layer > 0 && s.E) {
+            ExpertCounts n = expert_counts(s, N);
+            table.add(ScratchKind::SLOT_ROWS, n.rows * s.C * sizeof(T));
+            if (s.expert_ranks > 1)
+                table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
+        }
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
         if (layer > 0)
             table.add(ScratchKind::CONTEXT, context_bytes<T>(p, s));

@@ -29,6 +29,7 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
     t.ctx.context = scratch_address(t, layer, ScratchKind::CONTEXT);
     t.ctx.slot_rows = scratch_address(t, layer, ScratchKind::SLOT_ROWS);
+    t.ctx.token_rows = scratch_address(t, layer, ScratchKind::TOKEN_ROWS);
 }
 
 // ----------------------------------------------------------------------------
@@ -209,7 +210,8 @@ void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums
 
 // Sum squares over fixed chunks of each bucket, in the buckets' order whatever the layout. A rank
 // fills in the chunks that it has and the others stay zero: adding the tables of shards and stages
-// changes no bit. Tensor-parallel ranks have pieces of the same chunks, which do add up.
+// changes no bit. Tensor-parallel ranks have pieces of the same chunks, which do add up, and
+// expert-parallel ranks other experts' chunks of the same number.
 template <typename T, typename S>
 void run_norm(Trainer<T, S>& t) {
     S where = t.ctx.where;
@@ -218,12 +220,14 @@ void run_norm(Trainer<T, S>& t) {
     size_t chunks = norm_chunks(t.model), start = 0;   // start: of this bucket's chunks
     device_zero(sums, chunks * sizeof(double), where);
 
+    bool adds = t.layout.zero > 0 || t.layout.ep > 1; // ranks have other gradients
     for (int b = 0; b < int(t.model.buckets.size()); b++) {
         const Bucket& bucket = t.model.buckets[b];
         double* mine = sums + start;
         start += norm_chunks(t.model, b, bucket.elements);
 
         if (!is_squared(t.layout, t.model, b)) continue;
+        if (adds && !is_first_of_equals(t.layout, t.model, b)) continue;
 
         // Square this rank's range, or take the squares of a gradient that has left.
         Range range = updated_range(t.layout, t.model, b);
@@ -243,7 +247,7 @@ void run_norm(Trainer<T, S>& t) {
     }
 
     // Add the ranks' tables, so that every rank has the same norm.
-    if (t.layout.zero > 0)
+    if (adds)
         all_reduce_sum(t.comms.data(Group::DATA).shard, sums, chunks, where);
     all_reduce_sum(t.comms.tp, sums, chunks, where);
     all_reduce_sum(t.comms.pp, sums, chunks, where);
@@ -509,6 +513,7 @@ void enter_plan(Trainer<T, S>& t) {
     t.ctx.tp = t.comms.tp;
     t.ctx.cp = p.layout.cp.size > 1 ? t.comms.cp : Comm();
     t.ctx.cp_method = p.layout.cp_method;
+    t.ctx.ep = t.comms.ep;
 }
 
 // Start a plan: each action in its order. A device may still be at work on return.

@@ -1,4 +1,4 @@
-// tensor_parallel.h - heads, ffn and vocabulary cut over ranks - arXiv:1909.08053, arXiv:2205.05198
+// tensor_parallel.h - tensor parallelism: layers in pieces - arXiv:1909.08053, arXiv:2205.05198
 //   tp ranks share every layer; each has a piece of every large matrix [out, in]:
 //     column-parallel  q, k, v, fc, gate, up, logits    [out/tp, in]   x -> its columns of y
 //     row-parallel     attention's and the ffn's last   [out, in/tp]   its columns of x -> {+tp} y

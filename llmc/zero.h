@@ -158,6 +158,12 @@ inline Range updated_range(const Layout& layout, const Model& model, int bucket)
     return {shard * size_t(shard_axis(layout, b.group).rank), shard, true};
 }
 
+// Whether this rank speaks for those that update the same range: a norm counts it once.
+inline bool is_first_of_equals(const Layout& layout, const Model& model, int bucket) {
+    Axis shard = shard_axis(layout, model.buckets[bucket].group);
+    return updated_range(layout, model, bucket).sharded || shard.rank == 0;
+}
+
 // The elements of a chunk of `elements`; of chunk -1: all of them.
 inline size_t chunk_elements(const Offload& offload, size_t elements, int chunk) {
     if (chunk < 0) return elements;

@@ -136,9 +136,9 @@ techniques() {
     }
     echo '|file|lines|what it is|arXiv|'
     echo '|---|---:|---|---|'
-    some operators embedding layernorm rmsnorm rope swiglu matmul linear attention attention_sm80 attention_sm90 crossentropy adamw
-    some "the step" action plan arena step gpt2 llama
-    some parallelism layout pipeline zero tensor_parallel comm
+    some operators embedding layernorm rmsnorm rope swiglu matmul attention attention_sm80 attention_sm90 moe fp8_matmul crossentropy adamw
+    some "the step" action plan arena step gpt2 llama mixtral
+    some "parallelism and memory" pipeline zero tensor_parallel context_parallel ring_attention expert_parallel offload small_states comm
 }
 
 between() { # name, text: README.md on standard input with the table put in

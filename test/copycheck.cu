@@ -197,17 +197,18 @@ template <typename T, typename S> void calls(Results& r, S where) {
     Floats logits = numbers<float>(N * E, 1), gates(M), dgates(M);
     std::vector<int> ids(M), counts(E), starts(E + 1), row_of(M), slot_of(M);
     llmc::Routing routing = {llmc::Router::RENORMALISED, E, K};
+    const int rows = int(M);
     llmc::Slots slots = {counts.data(), starts.data(), row_of.data(), slot_of.data()};
     llmc::route_forward(ids.data(), gates.data(), logits.data(), routing, N, where);
     llmc::sort_slots(slots, ids.data(), M, E, where);
     std::vector<T> x = numbers<T>(N * C, 1), up = numbers<T>(M * C, 2), xs(M * C), h(M * C);
     std::vector<T> out(N * C), dgate(M * C), dup(M * C), dlogits(N * E);
-    llmc::gather_slots(xs.data(), x.data(), slot_of.data(), M, K, C, where);
-    llmc::gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), slot_of.data(), M, C,
-                               where);
-    llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), N, K, C, where);
+    llmc::gather_slots(xs.data(), x.data(), slot_of.data(), &rows, M, K, C, where);
+    llmc::gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), slot_of.data(),
+                               &rows, M, C, where);
+    llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), &rows, N, K, C, where);
     llmc::gated_swiglu_backward(dgate.data(), dup.data(), dgates.data(), up.data(), xs.data(),
-                                up.data(), gates.data(), slot_of.data(), M, C, where);
+                                up.data(), gates.data(), slot_of.data(), &rows, M, C, where);
     llmc::route_backward(dlogits.data(), dgates.data(), logits.data(), ids.data(), routing,
                          llmc::BalanceTerms{}, N, where);
     r.add(out);

@@ -7,6 +7,7 @@
 //   tie       its first and last rank, where a tied table has its two gradients
 //   tp        the ranks that share each layer; kv: those of them that share a key/value head
 //   cp        the ranks that share each sequence
+//   ep        the ranks that share out each block's experts
 //   A group of one returns on the first line of each collective: the same code runs on one rank.
 #pragma once
 #include <functional>
@@ -22,8 +23,8 @@ struct DataComms {
 
 // A Comm that make_comms() leaves empty is a group of one.
 struct Comms {
-    Comm world, samples, pp, tie, tp, kv, cp;
-    DataComms of_group[1]; // by Group
+    Comm world, samples, pp, tie, tp, kv, cp, ep;
+    DataComms of_group[2]; // by Group
 
     const DataComms& data(Group group) const { return of_group[int(group)]; }
     DataComms& data(Group group) { return of_group[int(group)]; }
@@ -55,8 +56,8 @@ std::vector<int> ranks_where(const Layout& layout, F f) {
 
 // Make the communicators of the groups that streams send with; counts and losses go over MPI. All
 // ranks of the world call.
-//   world, shard, replica, pp, tie   collectives of the plan: one stream, one after the other
-//   tp, kv; cp                       between a layer's products, beside them: apart
+//   world, shard, replica, edp, pp, tie   collectives of the plan: one stream, one after the other
+//   tp, kv; cp; ep                   between a layer's products, beside them: apart
 inline void attach_gpus(Comms& c) {
     // Groups of a kind have the same size on all ranks, except for a pipeline's two ends.
     auto split = [](Comm& part, const Comm& parent) {
@@ -76,6 +77,11 @@ inline void attach_gpus(Comms& c) {
         c.tp = nccl_attach(c.tp);
     split(c.kv, c.tp);
     c.cp = nccl_attach(c.cp);
+
+    // Experts' gradients are summed as others are; their rows travel inside a layer.
+    if (c.ep.size > 1)
+        split(c.data(Group::EXPERTS).shard, c.world);
+    c.ep = nccl_attach(c.ep);
 }
 
 // `kv_ranks` divides tp: neighbours share a key/value head. All ranks of the world call it.
@@ -123,7 +129,23 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
 
     // Ranks that share each sequence.
     c.cp = split("cp", [&](const Layout& o) { return stage(o) && same(&Layout::dp, o); });
+
+    // Ranks that hold the same experts, and ranks that hold all of them together.
+    Axis experts = expert_axis(me);
+    int neighbours = group_axis(me, Group::EXPERTS).rank;
+    if (experts.size > 1) {
+        c.data(Group::EXPERTS).shard = split("edp", [&](const Layout& o) {
+            return stage(o) && expert_axis(o).rank == experts.rank;
+        });
+        c.ep = split("ep", [&](const Layout& o) {
+            return stage(o) && group_axis(o, Group::EXPERTS).rank == neighbours;
+        });
+    }
     if (world.nccl) attach_gpus(c);
+
+    // Experts that nobody shares out have the group of all other parameters.
+    if (experts.size == 1)
+        c.data(Group::EXPERTS) = c.data(Group::DATA);
     return c;
 }
 

@@ -4,6 +4,7 @@
 //                                              "m.NAME" and "v.NAME" (AdamW's moments)
 //   OUT/step_00000100/manifest.json            step, cursor, seed, model; and for each file
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
+//     and "ep", "ep_rank" where ranks shared out experts
 //   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank has
 //   it; for_each_run (buckets.h) says where they lie in the whole. Each element is in one file, its
 //   owner's: see owns() (parameters.h). A rank that owns nothing makes no file. Padding of the
@@ -279,6 +280,10 @@ std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
               {"tp", t.layout.tp.size},
               {"tp_rank", t.layout.tp.rank},
               {"tensors", ranges}};
+    // Say whose experts these are, where ranks share them out.
+    Axis experts = expert_axis(t.layout);
+    if (experts.size == 1) return wrong;
+    entry->update({{"ep", experts.size}, {"ep_rank", experts.rank}});
     return wrong;
 }
 
@@ -477,7 +482,8 @@ struct SavedFiles {
     std::string folder;
     nlohmann::json entries;        // of the manifest
     std::vector<SafeTensors> open; // [entry]
-    std::map<int, Model> cut;      // the model as this many tp ranks cut it and pad its vocabulary
+    // The model as a rank of so many tp and ep ranks has it: its cuts, its padded vocabulary.
+    std::map<std::array<int, 3>, Model> cut; // by tp, ep, ep_rank
 };
 
 // Elements that lie side by side, in a file and in the whole parameter.
@@ -521,11 +527,16 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
     // The parameter as the ranks that wrote the file cut it.
     int tp = entry["tp"].get<int>();
     int tp_rank = entry["tp_rank"].get<int>();
+    int ep = entry.value("ep", 1);
+    int ep_rank = entry.value("ep_rank", 0);
     Layout writers;
     writers.tp.size = tp;
-    if (!files.cut.count(tp))
-        files.cut[tp] = make_model(files.model.shape, writers);
-    const Parameter& saved = files.cut[tp].parameters[s.p - &files.model.parameters[0]];
+    writers.dp = {ep, ep_rank};
+    writers.ep = ep;
+    Model& cut = files.cut[{tp, ep, ep_rank}];
+    if (cut.parameters.empty())
+        cut = make_model(files.model.shape, writers);
+    const Parameter& saved = cut.parameters[s.p - &files.model.parameters[0]];
 
     // Cut the file's range [first, first + count) into runs of the whole.
     size_t first = entry["tensors"][s.name][0].get<size_t>();
@@ -615,6 +626,12 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
                            " tensor-parallel ranks wrote it, which cannot share this model's "
                            "heads");
+    // A number of ranks that does not cut the experts would leave some of them nowhere.
+    for (const nlohmann::json& entry : entries)
+        if (wrong.empty() && t.model.shape.E && t.model.shape.E % entry.value("ep", size_t(1)))
+            wrong = concat(folder, ": manifest.json says that ", entry["ep"].dump(),
+                           " expert-parallel ranks wrote it, which cannot share this model's "
+                           "experts");
     for (size_t i = 0; wrong.empty() && i < mine.size(); i++)
         wrong = find_pieces(files, mine[i], type, &pieces);
     wrong = first_error(t.comms.world, wrong);

@@ -262,7 +262,8 @@ inline const std::vector<Flag>& config_table() {
          "each rank takes some heads of all tokens; ring: keys go from rank to rank"},
         {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
          "which tokens a rank has; zigzag: an early and a late chunk"},
-        {"ep", &C::ep, "= 1 (expert parallelism)", "expert-parallel ranks"},
+        {"ep", &C::ep, "1..1000000",
+         "expert-parallel ranks: so many of the dp x cp ranks share out each block's experts"},
         {"sequence-parallel", &C::sequence_parallel, "",
          "they share the rows of norms and residuals too"},
         {"zero", &C::zero, "0..3",
@@ -752,6 +753,33 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
     return "";
 }
 
+// Expert-parallel ranks share out the experts, and with them the ranks of dp x cp.
+inline std::string check_expert_parallel(const Config& c, const Shape& s) {
+    if (c.ep == 1) return "";
+    if (s.E == 0)
+        return concat("--ep ", c.ep, " shares out experts, and the model has none: leave it out, "
+                                     "or give --model tiny-moe");
+
+    // List what divides both.
+    size_t ep = size_t(c.ep);
+    size_t ranks = size_t(data_ranks(c));
+    std::string fix;
+    for (size_t d = 1; d <= s.E; d++)
+        if (s.E % d == 0 && ranks % d == 0)
+            fix += concat(fix.empty() ? ": try --ep " : ", ", d);
+
+    // Name what stands in the way.
+    if (s.E % ep)
+        return concat("--ep ", ep, " does not divide ", s.E, " experts", fix);
+    if (ranks % ep)
+        return concat("--ep ", ep, " does not divide the ", ranks, " ranks of --dp",
+                      c.cp > 1 ? " x --cp" : "", fix);
+    if (c.zero_group)
+        return concat("--zero-group ", c.zero_group, " is not built with --ep: leave one of them "
+                                                     "out");
+    return "";
+}
+
 // The axes must make as many ranks as there are. --explain needs none.
 inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (processes > 1 && c.local_ranks > 1)
@@ -774,6 +802,9 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
                       c.cp > 1 ? concat(" x --cp ", c.cp) : "", " are ", wanted,
                       " ranks, and there are ", ranks, ": use --local-ranks ", wanted,
                       " or mpirun -np ", wanted);
+
+    wrong = check_expert_parallel(c, s);
+    if (!wrong.empty()) return wrong;
 
     // Embedding and head count as layers, so a small model may have more stages than blocks.
     int layers = int(s.L) + 2, stages = c.pp * c.chunks;

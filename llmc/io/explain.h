@@ -276,7 +276,7 @@ ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
     return {sizeof(T), state, master + double(states) * moment};
 }
 
-// These bytes, and what ZeRO leaves of them.
+// These bytes, and what ZeRO leaves of them; of experts that ranks share out, of all of theirs.
 template <typename T>
 std::string parameter_text(const Layout& layout, const PlanOptions& options,
                            const Model& model) {
@@ -285,15 +285,23 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     char line[128];
     snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
              zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards), shards, layout.zero);
-    return line;
+    if (layout.ep == 1) return line;
+
+    // Each rank has some of the experts, and fewer ranks to shard them with.
+    shards = shard_axis(layout, Group::EXPERTS).size;
+    double expert = zero_bytes(whole, layout.zero, shards) / layout.ep;
+    char more[64];
+    snprintf(more, sizeof(more), ", %.4g of an expert's by ep %d", expert, layout.ep);
+    return concat(line, more);
 }
 
 // NCCL takes bytes of a GPU beside the plan's, and only it knows how many. Its users report 0.5 to
 // 1.6 GB a communicator (NCCL's issues 964 and 864); those that share buffers count once: the
-// plan's, and those of tensor and of context parallelism beside them (comms.h).
+// plan's, and those of tensor, context and expert parallelism beside them (comms.h).
 inline std::string nccl_text(const Layout& layout) {
     int others = layout.world() / layout.tp.size;
-    int sets = 1 + (layout.tp.size > 1 && others > 1) + (layout.cp.size > 1);
+    int sets = 1 + (layout.tp.size > 1 && others > 1) + (layout.cp.size > 1) +
+               (layout.ep > 1);
     char line[160];
     snprintf(line, sizeof(line),
              "  on GPUs NCCL takes %d %s of buffers beside it, %.1f to %.1f GB by an estimate\n",

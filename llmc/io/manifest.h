@@ -46,6 +46,14 @@ inline std::string check_file_entry(const nlohmann::json& f) {
     if (wrong.empty())
         wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
 
+    // Files of ranks that share out no experts do not speak of it.
+    if (wrong.empty() && f.contains("ep"))
+        wrong = check_integer(f, "ep", 1, 1000000);
+    if (wrong.empty() && f.contains("ep"))
+        wrong = check_integer(f, "ep_rank", 0, f["ep"].get<uint64_t>() - 1);
+    if (wrong.empty() && f.contains("ep_rank") && !f.contains("ep"))
+        wrong = "ep is missing";
+
     // Whether a range fits its parameter is seen when it is read.
     for (const auto& [name, range] : f["tensors"].items()) {
         bool pair = range.is_array() && range.size() == 2 && range[0].is_number_unsigned() &&

@@ -262,6 +262,7 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     layout.tp.size = c.tp;
     layout.pp.size = c.pp;
     layout.cp.size = c.cp;
+    layout.ep = c.ep;
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;
     layout.cp_method = context_method_named(c.cp_method);
@@ -377,7 +378,8 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
 inline std::string axes_text(const Config& c) {
     return concat("dp ", c.dp, " x tp ", c.tp,
                   c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp,
-                  c.cp > 1 ? concat(" x cp ", c.cp, " by ", c.cp_method, ", ", c.cp_order) : "");
+                  c.cp > 1 ? concat(" x cp ", c.cp, " by ", c.cp_method, ", ", c.cp_order) : "",
+                  c.ep > 1 ? concat(", ep ", c.ep) : "");
 }
 inline std::string layout_text(const Config& c) {
     return concat(c.model, ", ", axes_text(c), ", zero ", c.zero, ", ", c.pipeline);

@@ -263,6 +263,7 @@ struct LayoutCase {
     int files; // that a checkpoint has
     int tp = 1;
     bool whole_matrices = false; // in each shard
+    int ep = 1;
     int ranks() const { return dp * pp * tp; }
 };
 static const std::vector<LayoutCase> layouts = {
@@ -273,7 +274,8 @@ static const std::vector<LayoutCase> layouts = {
 static std::string layout_name(const LayoutCase& l) {
     return "dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
            std::to_string(l.pp) + " zero " + std::to_string(l.zero) + " groups of " +
-           std::to_string(l.shards) + (l.whole_matrices ? " of whole matrices" : "");
+           std::to_string(l.shards) + (l.whole_matrices ? " of whole matrices" : "") + " ep " +
+           std::to_string(l.ep);
 }
 
 // Ranks as threads, each with its part of the same random model: body(model).
@@ -283,7 +285,8 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
         omp_set_num_threads(1);
         Layout sizes = small_layout(l.dp, l.tp, l.pp);
         sizes.zero = l.zero;
-        sizes.zero_group = l.shards;
+        sizes.zero_group = l.ep > 1 ? 0 : l.shards;
+        sizes.ep = l.ep;
         sizes.whole_matrices = l.whole_matrices;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
         Plan p = plan_of(Mode::TRAIN, 1, 16);
@@ -326,7 +329,9 @@ static Loaded load_everywhere(const std::string& out, const Shape& s, bool chang
     return said[0];
 }
 
-template <typename T> void save_and_load_in_all_layouts(const std::string& dir, const Shape& s) {
+template <typename T>
+void save_and_load_in_all_layouts(const std::string& dir, const Shape& s,
+                                  const std::vector<LayoutCase>& layouts) {
     auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 8; };
     for (const LayoutCase& from : layouts) {
         std::string saved, next, out = dir + "/out";
@@ -357,8 +362,40 @@ template <typename T> void save_and_load_in_all_layouts(const std::string& dir, 
 }
 
 TEST_F(Checkpoints, CheckpointsOfAnyLayoutLoadInAnyOther) {
-    save_and_load_in_all_layouts<float>(dir, shapes_to_cut()[0]);
-    save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1]);
+    save_and_load_in_all_layouts<float>(dir, shapes_to_cut()[0], layouts);
+    save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1], layouts);
+}
+
+// Experts that ranks share out are read by any number of them, and tensor-parallel ones.
+TEST_F(Checkpoints, ExpertsOfAnyRanksLoadInAnyOthers) {
+    std::vector<LayoutCase> shared = {
+        {1, 1, 0, 1, 1}, {2, 1, 0, 2, 2, 1, false, 2}, {4, 1, 3, 4, 2, 1, false, 2},
+        {2, 2, 2, 2, 4}, {2, 1, 1, 2, 4, 2, false, 2}, {4, 1, 0, 4, 4, 1, false, 4}};
+    Shape s = small_mixtral();
+    s.E = 4, s.P = 32;
+    save_and_load_in_all_layouts<float>(dir, s, shared);
+    shared = {{2, 1, 2, 2, 2}, {2, 1, 2, 2, 2, 1, false, 2}, {4, 2, 1, 4, 4, 1, false, 2}}; // small buckets fill two shards
+    save_and_load_in_all_layouts<bf16>(dir, s, shared);
+}
+
+// Another number of experts than the ranks that wrote them can share is no checkpoint of this model.
+TEST_F(Checkpoints, ExpertsOfRanksThatCannotBeAreRefused) {
+    Shape s = small_mixtral();
+    auto a = random_model<float>(s);
+    ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 1), "");
+    std::string manifest = dir + "/step_00000001/manifest.json";
+    for (auto [ep, ep_rank, says] :
+         {std::tuple(4, 0, "says that 4 expert-parallel ranks wrote it, which cannot share"),
+          std::tuple(2, 2, "ep_rank"), std::tuple(2, 1, "reaches beyond its parameter")}) {
+        json m = read_json(manifest);
+        m["files"][0]["ep"] = ep, m["files"][0]["ep_rank"] = ep_rank;
+        m["crc32"] = manifest_crc(m);
+        put_file(manifest, manifest_text(m));
+        Loaded l = load_checkpoint(*a, dir);
+        std::string said = l.wrong;
+        for (const std::string& note : l.notes) said += note;
+        EXPECT_HAS(said, says);
+    }
 }
 
 // Shares as two ranks of tensor parallelism would write them, each cut once more at a third.
@@ -465,7 +502,7 @@ static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& n
         KeptRange range = kept_range(t, weight, *p);
 
         // Count those that keep the elements of the rank that fails.
-        int64_t piece = t.layout.tp.rank / replication(p->shard, l.tp);
+        int64_t piece = t.layout.tp.rank / replication(p->shard, l.tp) + l.tp * p->experts.rank;
         std::vector<int64_t> mine = {piece, int64_t(range.first), int64_t(range.count)};
         std::vector<int64_t> all(size_t(l.ranks()) * 3);
         all_gather(world, all.data(), mine.data(), 3, Cpu{});
@@ -504,6 +541,11 @@ TEST_F(Checkpoints, ATurnedBitIsFoundAndItsRankNamed) {
         for (int rank = 0; rank < 4; rank++)
             turn_a_bit({1, 1, 0, 1, 0, 4}, shapes_to_cut()[1], concat("model.layers.1.", name),
                        rank);
+
+    // Of six ranks that see other tokens three have the same experts.
+    for (int rank : {0, 1, 5})
+        turn_a_bit({6, 1, 0, 6, 0, 1, false, 2}, small_mixtral(),
+                   "model.layers.1.block_sparse_moe.experts.{}.w1.weight", rank);
 }
 
 // A load whose weights are not those that were saved says so, whatever the files' checksums say.

@@ -110,7 +110,7 @@ TEST(Config, RefusesWhatItCannotRead) {
 }
 
 TEST(Config, RefusesWhatIsNotBuiltByName) {
-    EXPECT_HAS(check({"--ep", "2"}), "--ep 2: not built yet");
+    EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
     EXPECT_HAS(parse({"--fp8", "delayed"}), "none|block|tensor");
     EXPECT_HAS(check({"--fp8", "block"}), "--precision is fp32: give --precision bf16");
     EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
@@ -267,7 +267,18 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--balance", "1"}), "--balance is for models with experts");
     EXPECT_HAS(check({"--precision", "bf16", "--fp8", "block"}, "tiny-moe"), "--fp8 block is not");
     EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"), "--weights nf4 is not built with");
-    EXPECT_HAS(check({"--ep", "2"}, "tiny-moe"), "not built yet (expert parallelism)");
+    auto ranks = [&](const char* ep, std::vector<std::string> more = {}) {
+        std::vector<std::string> words = {"--explain", "--dp", "6", "--ep", ep, "--batch-tokens",
+                                          "6144", "--seq", "256", "--micro-batch", "4"};
+        words.insert(words.end(), more.begin(), more.end());
+        return check(words, "tiny-moe");
+    };
+    EXPECT_EQ(ranks("2"), "");
+    EXPECT_EQ(ranks("3"), "--ep 3 does not divide 8 experts: try --ep 1, 2");
+    EXPECT_EQ(ranks("4"), "--ep 4 does not divide the 6 ranks of --dp: try --ep 1, 2");
+    EXPECT_EQ(ranks("6", {"--experts", "6"}), "");
+    EXPECT_HAS(ranks("2", {"--zero", "1", "--zero-group", "2"}),
+               "--zero-group 2 is not built with --ep: leave one of them out");
     EXPECT_EQ(check({}), "");
     EXPECT_EQ(s.balance, 0);
 }

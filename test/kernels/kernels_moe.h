@@ -92,13 +92,18 @@ inline void sort_kernels(Check& c) {
         std::vector<int> counts(s.E), starts(s.E + 1), row_of(s.M), slot_of(s.M);
         Slots want = {counts.data(), starts.data(), row_of.data(), slot_of.data()};
         sort_slots(want, ids.data(), s.M, s.E, Cpu{});
+        std::vector<int> own(s.M);
+        own_experts(own.data(), ids.data(), s.M, s.E / 3, s.E / 2, Cpu{});
         every_order(c, [&](Outputs& o) {
             Array<int> i(ids), n(s.E), first(s.E + 1), row(s.M), slot(s.M);
             Slots got = {n.data, first.data, row.data, slot.data};
             sort_slots(got, i.data, s.M, s.E, cudaStream_t{});
+            Array<int> mine(s.M);
+            own_experts(mine.data, i.data, s.M, s.E / 3, s.E / 2, cudaStream_t{});
             auto whole = [](const std::vector<int>& x) {
                 return std::vector<double>(x.begin(), x.end());
             };
+            o.add("own", mine, whole(own), 0);
             o.add("counts", n, whole(counts), 0);
             o.add("starts", first, whole(starts), 0);
             o.add("row_of", row, whole(row_of), 0);
@@ -110,11 +115,11 @@ inline void sort_kernels(Check& c) {
 // Gather, gate, combine; rows of one element, not aligned, of several warps.
 template <typename T> void expert_kernels(Check& c) {
     struct Case {
-        size_t N, K, C, shift;
+        size_t N, K, C, shift, own = 5;
     };
     std::vector<Case> cases = {{1, 1, 1, 0}, {5, 2, 37, 0}, {9, 3, 256, 0}, {4, 2, 64, 1},
-                               {2, 4, 2056, 0}};
-    if (SMALL) cases = {{3, 2, 37, 0}, {2, 2, 64, 1}};
+                               {2, 4, 2056, 0}, {9, 3, 256, 0, 3}, {5, 2, 37, 0, 0}};
+    if (SMALL) cases = {{3, 2, 37, 0}, {2, 2, 64, 1, 2}};
     for (Case s : cases) {
         size_t M = s.N * s.K, C = s.C, E = 5;
         CASE(c, "experts %s N=%zu K=%zu C=%zu shift=%zu", type_word(T()), s.N, s.K, C, s.shift);
@@ -122,36 +127,40 @@ template <typename T> void expert_kernels(Check& c) {
                          slots(M);
         Slots sorted = {counts.data(), starts.data(), rows.data(), slots.data()};
         sort_slots(sorted, ids.data(), M, E, Cpu{});
+        int end = starts[s.own]; // slots of further experts have no row
         auto x = rounded<T>(normals(c, s.N * C)), u = rounded<T>(normals(c, M * C));
         auto d = rounded<T>(normals(c, M * C)), y = rounded<T>(normals(c, M * C));
         auto w = rounded<float>(normals(c, M));
 
         // Want: the CPU in double.
-        std::vector<double> xs(M * C), h(M * C), out(s.N * C), alone(s.N * C), dgate(M * C);
-        std::vector<double> dup(M * C), dw(M);
+        std::vector<double> xs(M * C), h(M * C), out(s.N * C), alone(s.N * C), dgate = d, dup = u;
+        std::vector<double> dw(M), untouched(M * C);
         const double* nothing = nullptr;
-        gather_slots(xs.data(), x.data(), slots.data(), M, s.K, C, Cpu{});
-        combine_slots(out.data(), x.data(), y.data(), rows.data(), s.N, s.K, C, Cpu{});
-        combine_slots(alone.data(), nothing, y.data(), rows.data(), s.N, s.K, C, Cpu{});
-        gated_swiglu_forward(h.data(), y.data(), u.data(), w.data(), slots.data(), M, C, Cpu{});
+        gather_slots(xs.data(), x.data(), slots.data(), &end, M, s.K, C, Cpu{});
+        combine_slots(out.data(), x.data(), y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
+        combine_slots(alone.data(), nothing, y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
+        gated_swiglu_forward(h.data(), y.data(), u.data(), w.data(), slots.data(), &end, M, C,
+                             Cpu{});
         gated_swiglu_backward(dgate.data(), dup.data(), dw.data(), d.data(), y.data(), u.data(),
-                              w.data(), slots.data(), M, C, Cpu{});
+                              w.data(), slots.data(), &end, M, C, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
-            Array<int> row_of(rows), slot_of(slots);
+            Array<int> row_of(rows), slot_of(slots), last(std::vector<int>{end});
             Array<float> gates(w), dgates(M);
             Array<T> in(x, s.shift), up(u, s.shift), dh(d, s.shift), made(y, s.shift);
-            Array<T> gathered(M * C, s.shift), gated(M * C, s.shift);
+            Array<T> gathered(untouched, s.shift), gated(untouched, s.shift);
             Array<T> sum(s.N * C, s.shift), no_residual(s.N * C, s.shift);
             const T* none = nullptr;
-            gather_slots(gathered.data, in.data, slot_of.data, M, s.K, C, stream);
-            combine_slots(sum.data, in.data, made.data, row_of.data, s.N, s.K, C, stream);
-            combine_slots(no_residual.data, none, made.data, row_of.data, s.N, s.K, C, stream);
-            gated_swiglu_forward(gated.data, made.data, up.data, gates.data, slot_of.data, M, C,
-                                 stream);
+            gather_slots(gathered.data, in.data, slot_of.data, last.data, M, s.K, C, stream);
+            combine_slots(sum.data, in.data, made.data, row_of.data, last.data, s.N, s.K, C,
+                          stream);
+            combine_slots(no_residual.data, none, made.data, row_of.data, last.data, s.N, s.K, C,
+                          stream);
+            gated_swiglu_forward(gated.data, made.data, up.data, gates.data, slot_of.data,
+                                 last.data, M, C, stream);
             // In place, as a block calls it.
             gated_swiglu_backward(dh.data, up.data, dgates.data, dh.data, made.data, up.data,
-                                  gates.data, slot_of.data, M, C, stream);
+                                  gates.data, slot_of.data, last.data, M, C, stream);
 
             o.add("xs", gathered, xs, 0);
             o.add("out", sum, out, tolerance<T>(s.K + 1), 1);

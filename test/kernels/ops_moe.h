@@ -211,18 +211,20 @@ template <typename T> struct ExpertRun {
               const Doubles& x, const Doubles& gates, const Doubles& up, const Doubles& dh,
               bool residual) {
         size_t M = slot_of.size(), N = M / K;
+        int rows = int(M);
         std::vector<T> in = as<T>(x), u = as<T>(up), d = as<T>(dh);
         std::vector<acc_t<T>> g = as<acc_t<T>>(gates);
         xs.resize(M * C), h.resize(M * C), out.resize(N * C), dgate.resize(M * C);
         dgates.resize(M);
-        gather_slots(xs.data(), in.data(), slot_of.data(), M, K, C, CPU);
-        gated_swiglu_forward(h.data(), xs.data(), u.data(), g.data(), slot_of.data(), M, C, CPU);
-        combine_slots(out.data(), residual ? in.data() : nullptr, h.data(), row_of.data(), N, K, C,
-                      CPU);
+        gather_slots(xs.data(), in.data(), slot_of.data(), &rows, M, K, C, CPU);
+        gated_swiglu_forward(h.data(), xs.data(), u.data(), g.data(), slot_of.data(), &rows, M, C,
+                             CPU);
+        combine_slots(out.data(), residual ? in.data() : nullptr, h.data(), row_of.data(), &rows, N,
+                      K, C, CPU);
 
         // In place, as the block calls it: dgate in dh, dup in up.
         gated_swiglu_backward(d.data(), u.data(), dgates.data(), d.data(), xs.data(), u.data(),
-                              g.data(), slot_of.data(), M, C, CPU);
+                              g.data(), slot_of.data(), &rows, M, C, CPU);
         dgate = d, dup = u;
     }
 };
@@ -256,6 +258,40 @@ inline void experts_test(Check& c) {
     }
 }
 
+// Ranks with some of the experts each: what they make of all tokens adds up to what one rank makes.
+// Rows behind those of their own are never touched.
+inline void own_experts_test(Check& c) {
+    size_t N = odd(c, 1, 40), K = 2, E = 6, C = odd(c, 1, 50), M = N * K;
+    std::vector<int> ids = slots_of_case(c, M, E, 2), own(M);
+    Doubles x = normals(c, N * C), gates = normals(c, M), out(N * C), dgates(M);
+    const double* no_residual = nullptr;
+    for (size_t ranks : {size_t(1), size_t(2), size_t(6)}) {
+        Doubles sum(N * C), dsum(M);
+        for (size_t rank = 0; rank < ranks; rank++) {
+            size_t mine = E / ranks;
+            own_experts(own.data(), ids.data(), M, rank * mine, mine, CPU);
+            SortedSlots s(own, mine + 1);
+            const int* rows = &s.starts[mine];
+            Doubles xs(M * C, NAN), h(M * C, NAN), d(M * C, NAN), up(M * C, NAN), part(N * C);
+            Doubles dpart(M, NAN);
+            gather_slots(xs.data(), x.data(), s.slot_of.data(), rows, M, K, C, CPU);
+            std::copy_n(xs.data(), size_t(*rows) * C, up.data());
+            gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), s.slot_of.data(),
+                                 rows, M, C, CPU);
+            combine_slots(part.data(), no_residual, h.data(), s.row_of.data(), rows, N, K, C, CPU);
+            gated_swiglu_backward(d.data(), up.data(), dpart.data(), xs.data(), xs.data(),
+                                  up.data(), gates.data(), s.slot_of.data(), rows, M, C, CPU);
+            for (size_t i = 0; i < N * C; i++) sum[i] += part[i];
+            for (size_t i = 0; i < M; i++) dsum[i] += dpart[i];
+            for (size_t i = size_t(*rows) * C; i < M * C; i++)
+                expect(c, std::isnan(h[i]) && std::isnan(d[i]), "a row of another rank is written");
+        }
+        if (ranks == 1) out = sum, dgates = dsum;
+        close(c, "sum of ranks", sum, out, 1e-14, 1);
+        close(c, "dgates of ranks", dsum, dgates, 1e-14, 1);
+    }
+}
+
 inline void experts_grad(Check& c) {
     size_t N = 4, K = 2, E = 3, C = 5, M = N * K;
     SortedSlots s(slots_of_case(c, M, E, 2), E);
@@ -271,7 +307,7 @@ inline void experts_grad(Check& c) {
 
     // The gather's backward pass is the sum of a token's rows.
     const double* no_residual = nullptr;
-    combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), N, K, C, CPU);
+    combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), &s.starts[E], N, K, C, CPU);
     gradient(c, "x", loss, x, dx);
 }
 
@@ -375,5 +411,6 @@ inline void add_moe_rows(std::vector<Row>& rows) {
     rows.push_back({"router", router_test, router_grad, nullptr});
     rows.push_back({"slots", slots_test, nullptr, nullptr});
     rows.push_back({"experts", experts_test, experts_grad, nullptr});
+    rows.push_back({"experts of ranks", own_experts_test, nullptr, nullptr});
     rows.push_back({"grouped matmul", grouped_test, nullptr, grouped_perf});
 }
