@@ -116,6 +116,31 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
     return trains ? keys + gradients : keys;
 }
 
+// Bytes that a rank sends for attention in a block, N rows of a micro-batch each way.
+struct ContextMessages {
+    size_t forward, backward;
+};
+template <typename T>
+ContextMessages context_messages(const Shape& s, const Layout& layout, size_t N) {
+    size_t cp = size_t(layout.cp.size);
+    size_t Q = s.NH * s.HS;
+    size_t KV = s.NKV * s.HS;
+
+    // Ulysses keeps a share of what it exchanges: q and out; k and v, or their copies.
+    if (layout.cp_method == ContextMethod::ULYSSES) {
+        size_t heads = 2 * Q + 2 * KV * key_copies(s, cp);
+        size_t bytes = (cp - 1) * (N * heads / cp) * sizeof(T);
+        return {bytes, 2 * bytes};
+    }
+
+    // The others send each rank's keys to all others, and bring gradients back. In a ring these go
+    // all the way round.
+    size_t keys = (cp - 1) * N * 2 * KV * sizeof(T);
+    size_t hops = layout.cp_method == ContextMethod::RING ? cp : cp - 1;
+    size_t gradients = hops * N * 2 * KV * sizeof(acc_t<T>);
+    return {keys, keys + gradients};
+}
+
 // ----------------------------------------------------------------------------
 // all ranks' keys and values: (B,cp,t), a row of 2 KV elements for each token, k and then v
 

@@ -72,6 +72,8 @@ void gelu_backward(T* dinp, const T* dout, const T* inp, size_t n, Cpu, // (n) (
             dinp[i] = from_acc<T>(to_acc(dout[i]) * exact_gelu_at(to_acc(inp[i])).slope);
         return;
     }
+
+    // By the tanh form, in vectors.
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A x = to_acc(inp[i]);

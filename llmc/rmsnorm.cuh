@@ -235,6 +235,8 @@ __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* 
                                         const T* weight, size_t N, size_t C, float plus) {
     RowOfBlock<WARPS> row;
     if (row.n >= N) return; // all threads of a row leave together
+
+    // Add up this thread's channels.
     float sum = 0;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         // Forward a channel meets itself, backward the gradient of what became of it.
@@ -250,6 +252,7 @@ __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* 
             sum += to_float(x.v[i]) * to_float(d.v[i]) * scale;
         }
     }
+
     // All threads of the row must call sum().
     sum = row.sum(sum);
     if (row.thread == 0) row_sums[row.n] = sum;

@@ -214,6 +214,22 @@ size_t context_bytes(const Plan& p, const Shape& s) {
     return context_scratch_bytes<T>(s, p.layout, p.B, p.T, p.mode == Mode::TRAIN);
 }
 
+// Bytes that a rank sends for attention in all blocks of a plan.
+template <typename T>
+size_t context_plan_bytes(const Plan& p, const Model& model) {
+    if (p.layout.cp.size == 1) return 0;
+    ContextMessages each = context_messages<T>(rank_shape(p, model), p.layout, p.rows());
+    size_t bytes = 0;
+    for (const Action& a : p.actions) {
+        // The embedding and the head ask no other rank's rows.
+        if (a.layer < 1 || a.layer >= model.head()) continue;
+        bool again = a.op == Op::R && redoes_attn(p.recompute.of(a.layer));
+        if (a.op == Op::F || again) bytes += each.forward;
+        if (a.op == Op::B || a.op == Op::I) bytes += each.backward;
+    }
+    return bytes;
+}
+
 // The scratch of a layer; of layer -1, the norm's.
 template <typename T, typename S>
 ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where) {

@@ -31,6 +31,8 @@ void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu, // (n) (n
         }
         return;
     }
+
+    // SiLU: the gate times its sigmoid.
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A g = to_acc(gate[i]);

@@ -123,6 +123,12 @@ template <typename S> void finish(Pending<S>& p) {
     p.c = nullptr;
 }
 
+// Add to the bytes that this rank has sent in a group, where somebody counts them.
+inline void count_sent(const Comm& c, size_t bytes) {
+    if (c.info && c.info->sent)
+        (*c.info->sent)[c.name] += bytes;
+}
+
 // A test may ask that everything happens in the start.
 // Code that is right only when data arrive late fails under it, and the other way round.
 template <typename S>
@@ -160,6 +166,7 @@ Pending<S> comm_start(const Comm& c, const Call<S>& call, S where) {
     LLMC_CHECK(c.local || c.mpi, "the group '%s' has nothing to send with", c.name.c_str());
     if (std::string wrong = placement_check(c, call); !wrong.empty())
         comm_stop(c, wrong);
+    count_sent(c, call.sent_bytes(c.size));
 
     // Hand it to the backend.
     p.c = &c;
@@ -206,6 +213,8 @@ template <typename S>
 void begin_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     check_messages(c, messages, count);
     if (count == 0) return;
+    for (int i = 0; i < count; i++)
+        count_sent(c, messages[i].send ? messages[i].bytes : 0);
     if (c.local) return wait_for(where);
     // A backend's Cpu messages start in start_messages(), where the halves may be apart.
     if constexpr (!std::is_same_v<S, Cpu>) {

@@ -7,6 +7,7 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <type_traits>
 #include "../memory.h"
@@ -33,6 +34,7 @@ struct RankInfo {
     std::string action;               // the action that runs now, for the watchdog's message
     double timeout_s = 600;           // a longer wait ends the job; 0: wait for ever
     Placements* placements = nullptr; // null: buffers are not checked
+    std::map<std::string, size_t>* sent = nullptr; // bytes by group; null: nobody counts them
     std::vector<MpiOp*> outstanding;  // started and not finished, of all groups
     std::vector<NcclGroup*> communicators; // on this rank's GPU, in the order of their making
 };
@@ -128,6 +130,13 @@ template <typename S> struct Call {
     size_t out_bytes(int size) const {
         bool shards = kind == Collective::ALL_GATHER || kind == Collective::ALL_TO_ALL;
         return bytes() * (shards ? size : 1);
+    }
+    // Bytes that this rank sends, where each element goes once to each rank that needs it. An
+    // all-reduce is a reduce-scatter and a gather.
+    size_t sent_bytes(int size) const {
+        size_t peers = size_t(size) - 1;
+        if (kind == Collective::ALL_REDUCE) return 2 * bytes() * peers / size_t(size);
+        return in ? bytes() * peers : 0; // of a broadcast the root alone
     }
     // Whether in and out overlap.
     bool in_place(int size) const {

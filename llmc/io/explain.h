@@ -285,14 +285,15 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     char line[128];
     snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
              zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards), shards, layout.zero);
-    if (layout.ep == 1) return line;
+    const char* where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
+    if (layout.ep == 1) return concat(line, where);
 
     // Each rank has some of the experts, and fewer ranks to shard them with.
     shards = shard_axis(layout, Group::EXPERTS).size;
     double expert = zero_bytes(whole, layout.zero, shards) / layout.ep;
     char more[64];
     snprintf(more, sizeof(more), ", %.4g of an expert's by ep %d", expert, layout.ep);
-    return concat(line, more);
+    return concat(line, more, where);
 }
 
 // NCCL takes bytes of a GPU beside the plan's, and only it knows how many. Its users report 0.5 to
@@ -359,6 +360,24 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
     *text += memory_line("the largest", *most, 0, concat("rank ", largest));
     *text += nccl_text(layout);
     return "";
+}
+
+// Say how much of a block's scratch shared sequences take, and how many bytes a rank sends for
+// them; "" where sequences are whole.
+template <typename T> std::string context_text(const Plan& p, const Model& model) {
+    if (p.layout.cp.size == 1) return "";
+    const char* names[] = {"gather", "ulysses", "ring"};
+    Shape s = rank_shape(p, model);
+    ContextMessages each = context_messages<T>(s, p.layout, p.rows());
+
+    // An evaluation has no way back.
+    std::string back;
+    if (p.mode == Mode::TRAIN)
+        back = concat(", ", bytes_text(double(each.backward)), " backward");
+    return concat("cp by ", names[int(p.layout.cp_method)], ": ",
+                  bytes_text(double(context_bytes<T>(p, s))), " of a block's scratch, which ",
+                  "sends ", bytes_text(double(each.forward)), " forward", back, ", a step ",
+                  bytes_text(double(context_plan_bytes<T>(p, model))), " a rank\n");
 }
 
 // ----------------------------------------------------------------------------

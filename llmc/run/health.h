@@ -79,6 +79,8 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
         Data weight = {Kind::WEIGHT, p.bucket};
         KeptRange range = kept_range(t, weight, p);
         if (!range.count) continue;
+
+        // Look at it where it lies, or at what stands for it.
         BadValues bad;
         bool frozen = is_narrow(t.plans[0].stored, t.model, p.bucket);
         if (frozen) {

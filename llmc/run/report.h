@@ -258,6 +258,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
 
     // Memory, then a single layer's actions or all of them.
     text += memory_text(t.arena, t.plans, model) + logits_text<T>(t.plans[plan], model);
+    text += context_text<T>(t.plans[plan], model);
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
     text += fits_text(double(most), state * double(parameter_count(model)));
     if (c.layer >= 0) {
@@ -277,6 +278,7 @@ void measure_peak(Run& run, S where) {
     // Only the first rank measures: the others wait at the first collective.
     if (run.train_plan < 0 || !is_first(run))
         return;
+    Spend spend(run.account, Work::START);
     Peak peak = machine_peak<T>(where);
     int cores = std::max(1, int(std::thread::hardware_concurrency()) / threads_here(Cpu{}));
     int at_once = std::is_same_v<S, Cpu> ? std::min(run.world.size, cores) : 1;

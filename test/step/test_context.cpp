@@ -2,9 +2,9 @@
 // method in every order, against the definition, with documents that start anywhere
 #include <map>
 #include <random>
-#include "../../llmc/context_parallel.h"
-#include "../../llmc/load.h"
+#include "../../llmc/comm/comms.h"
 #include "../harness/testing.h"
+#include "small_models.h"
 
 using namespace llmc;
 
@@ -206,4 +206,29 @@ TEST(Context, GradientsOfKeysLoseNothingByTheRanks) {
                     << name << " method " << int(method) << " order " << int(order);
             }
         }
+}
+
+// The bytes that --explain says are those that go to other ranks, of every method, level of
+// recomputation and half of the backward pass.
+TEST(Context, AStepSendsTheBytesThatExplainSays) {
+    for (const Shape& shape : {gpt2_shape(3, 4, 16, 61, 32), small_llama()})
+        for (ContextMethod method : METHODS)
+            for (int cp : {2, 4}) {
+                int failed = run_local_ranks(cp, {}, [&](const Comm& world) {
+                    Plan p = small_plan(2, 16, 2, {{Recompute::NONE, Recompute::FULL,
+                                                    Recompute::ATTN, Recompute::FFN}}, cp == 2);
+                    p.layout = layout_at(small_layout(1, 1, 1, cp), world.rank);
+                    p.layout.cp_method = method;
+                    Fixture<bf16> f(shape, {p}, 5);
+                    f.t.comms = make_comms(world, p.layout);
+                    std::map<std::string, size_t> sent;
+                    world.info->sent = &sent;
+                    run_plan(f.t, 0);
+                    EXPECT_GT(sent["cp"], 0u);
+                    EXPECT_EQ(sent["cp"], context_plan_bytes<bf16>(f.t.plans[0], f.t.model))
+                        << "cp " << cp << " method " << int(method);
+                    world.info->sent = nullptr;
+                });
+                EXPECT_EQ(failed, 0);
+            }
 }

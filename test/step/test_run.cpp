@@ -174,6 +174,23 @@ TEST_F(Run, ExplainDrawsSharesOfMemory) {
     EXPECT_NEAR(sum, total, 0.01 * total); // the rest is rounding to pages
 }
 
+// Llama 3's longest sequences on 16,384 GPUs (arXiv:2407.21783, table 4): a rank has 8,192 of the
+// 131,072 tokens, and of those the rows of the residual stream.
+TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
+    Ran r = run("--explain --model llama3-405b --precision bf16 --seq 131072 --micro-batch 1 "
+                "--recompute full --device cpu --tp 8 --sequence-parallel --cp 16 --pp 16 --dp 8 --zero 2 "
+                "--batch-tokens 16777216 --sample-tokens 0");
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "a line stands for 1024; 18 bytes a parameter, ");
+    EXPECT_HAS(r.text, "on 16384 GPUs");
+    EXPECT_HAS(r.text, "bubble: ranks are idle 48.4% of a step"); // 15 / 31: 16 micro-batches
+    EXPECT_HAS(r.text, "fits a GPU of 24 GB");
+
+    // The first stage keeps the inputs of seven blocks for 16 micro-batches: 8,192 / 8 rows of
+    // 16,384 channels in bf16.
+    EXPECT_HAS(r.text, "residual stream              " + std::to_string(7 * 16 * 1024 * 16384 * 2ull));
+}
+
 // Of a cluster of any size: a line a stage, the largest, and the first as rank 0's table has it.
 TEST_F(Run, AClusterExplainsItself) {
     Ran r =
