@@ -67,8 +67,10 @@ void train_step(Run& run, Trainer<T, S>& t) {
     // Log the step: speed is that of the step alone, without evaluation or saving.
     double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
     double mfu = flops / seconds / run.peak;
+    double imbalance = c.cp > 1 ? pairs_imbalance(t.layout, t.pairs) : 0;
+    run.cp_imbalance += imbalance;
     note(run, log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
-                                 c.batch_tokens, run.tokens, mfu, scale.loss.now}));
+                                 c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance}));
     if (!skipped) note(run, run.spikes.look(run.step, loss, scale.norm));
 }
 

@@ -168,7 +168,8 @@ Choices choose_levels(const Layout& layout, const Model& model, std::vector<Plan
     // Recompute everything: where that does not fit nothing does, and else it shows the instants.
     Choices found;
     Arena full = place(std::vector<Recompute>(model.layers(), Recompute::FULL));
-    if (bytes_here(full, where) > room) return found;
+    if (bytes_here(full, where) > room)
+        return found;
     std::vector<Instant> instants = instants_of(full, plans[0], model);
     size_t passing = full.device().bytes - full.device().persistent_bytes;
     size_t lasting = bytes_here(full, where) - passing;

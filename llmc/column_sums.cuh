@@ -284,7 +284,8 @@ template <int K, int P, int WARPS, int PACKS> struct StripSums {
             // The four rows at a time have a warp each: add the warps in order.
             LLMC_SHARED(float, sums, K * P * 32 * PACKS);
             for (unsigned w = 0; w < 4; w++) {
-                if (threadIdx.x / 32 == w) add_to(sums + strip.thread, w == 0);
+                if (threadIdx.x / 32 == w)
+                    add_to(sums + strip.thread, w == 0);
                 __syncthreads(); // the next warp reads it
             }
             if (threadIdx.x / 32 < 3) return;
@@ -340,7 +341,8 @@ void column_sums(const std::vector<ColumnSum<T>>& columns,
         most = std::max(most, count);
     }
     for (const PartialSums<float>& s : ready)
-        if (s.out) parts.add(s, ceil_div(s.C, size_t(32)));
+        if (s.out)
+            parts.add(s, ceil_div(s.C, size_t(32)));
 
     // Make parts, then add all.
     if (strips.count)

@@ -168,58 +168,96 @@ inline void point_at(Weight& w, const Narrow* narrow) {
 // ----------------------------------------------------------------------------
 // how they are made: put(at, values) copies into the bucket
 
+// A whole matrix in a narrow format: made from its values, or read from a file that has it so.
+struct StoredMatrix {
+    Stored stored = Stored::WIDE;
+    std::vector<uint8_t> codes;  // NF4: two a byte; int8: one
+    std::vector<uint8_t> scales; // NF4: codes of absmaxes
+    std::vector<float> table;    // NF4: the table of nf4.cuh; int8: each row's absmax
+    bool finite = true;
+};
+
 // A file may hold weights that are not finite, and loading them must not hide that.
-// Codes cannot hold NaN: the first float beside them does, where the check of weights finds it.
-inline void mark_bad(const std::vector<float>& whole, float* beside) {
-    bool good = std::all_of(whole.begin(), whole.end(), [](float x) { return std::isfinite(x); });
-    if (!good) *beside = NAN;
+inline bool all_finite(const std::vector<float>& x) {
+    return std::all_of(x.begin(), x.end(), [](float value) { return std::isfinite(value); });
 }
 
 // NF4's blocks go on over the ends of rows, and its absmaxes have blocks too: only the whole
 // parameter knows them, and its offset.
-template <typename F>
-void make_nf4(const Parameter& p, const Layout& layout, const std::vector<float>& whole,
-              StoredPlace place, F put) {
-    // Quantise the whole parameter. Its absmaxes are floats only until they have codes.
-    size_t n = whole.size(), local = p.local_elements();
-    std::vector<uint8_t> codes(ceil_div(n, size_t(2))), scales(nf4_blocks(n));
-    std::vector<float> absmax(nf4_blocks(n)), table(nf4_table_floats(n));
-    nf4_quantize(codes.data(), absmax.data(), whole.data(), n, Cpu{});
-    nf4_begin_table(table.data(), absmax.data(), absmax.size());
-    nf4_quantize_scales(scales.data(), table.data(), absmax.data(), absmax.size(), Cpu{});
-    mark_bad(whole, &table[0]);
+inline StoredMatrix make_nf4(const std::vector<float>& whole) {
+    size_t n = whole.size(), blocks = nf4_blocks(n);
+    StoredMatrix m = {Stored::NF4, std::vector<uint8_t>(ceil_div(n, size_t(2))),
+                      std::vector<uint8_t>(blocks), std::vector<float>(nf4_table_floats(n))};
+    m.finite = all_finite(whole);
 
-    // Keep this rank's blocks. A byte has two codes, so a run of whole blocks has whole bytes; the
-    // only run of a parameter that nobody cuts may be odd.
-    std::vector<uint8_t> my_codes(ceil_div(local, size_t(2))), my_scales(nf4_blocks(local));
+    // Its absmaxes are floats only until they have codes.
+    std::vector<float> absmax(blocks);
+    nf4_quantize(m.codes.data(), absmax.data(), whole.data(), n, Cpu{});
+    nf4_begin_table(m.table.data(), absmax.data(), blocks);
+    nf4_quantize_scales(m.scales.data(), m.table.data(), absmax.data(), blocks, Cpu{});
+    return m;
+}
+
+// Rows are quantised one by one.
+inline StoredMatrix make_int8(const std::vector<float>& whole, size_t rows) {
+    StoredMatrix m = {Stored::INT8, std::vector<uint8_t>(whole.size()), {},
+                      std::vector<float>(rows), all_finite(whole)};
+    int8_t* codes = reinterpret_cast<int8_t*>(m.codes.data());
+    int8_quantize(codes, m.table.data(), whole.data(), rows, whole.size() / rows, Cpu{});
+    return m;
+}
+
+// Codes cannot hold NaN: the first float beside them does, where the check of weights finds it.
+inline void mark_bad(const StoredMatrix& m, float* beside) {
+    if (!m.finite) *beside = NAN;
+}
+
+// Keep this rank's blocks. A byte has two codes, so a run of whole blocks has whole bytes; the only
+// run of a parameter that nobody cuts may be odd.
+template <typename F>
+void keep_nf4(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
+              F put) {
+    size_t local = p.local_elements();
+    std::vector<uint8_t> codes(ceil_div(local, size_t(2))), scales(nf4_blocks(local));
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
-        std::copy_n(&codes[from / 2], ceil_div(count, size_t(2)), &my_codes[at / 2]);
-        std::copy_n(&scales[from / NF4_BLOCK], nf4_blocks(count), &my_scales[at / NF4_BLOCK]);
+        std::copy_n(&m.codes[from / 2], ceil_div(count, size_t(2)), &codes[at / 2]);
+        std::copy_n(&m.scales[from / NF4_BLOCK], nf4_blocks(count), &scales[at / NF4_BLOCK]);
     });
-    put(place.codes, my_codes);
-    put(place.absmax, my_scales);
+
+    // The table is the whole parameter's.
+    std::vector<float> table = m.table;
+    mark_bad(m, &table[0]);
+    put(place.codes, codes);
+    put(place.absmax, scales);
     put(place.table, table);
 }
 
-// A row of int8 may be cut: each piece of it has the absmax of the whole row.
+// Keep this rank's codes, and of each of its rows, which may be cut, the absmax of the whole row.
 template <typename F>
-void make_int8(const Parameter& p, const Layout& layout, const std::vector<float>& whole,
-               StoredPlace place, F put) {
-    // Quantise the whole parameter.
-    std::vector<int8_t> codes(whole.size()), my_codes(p.local_elements());
-    std::vector<float> absmax(p.rows()), my_absmax(p.local_rows());
-    int8_quantize(codes.data(), absmax.data(), whole.data(), p.rows(), p.cols(), Cpu{});
-
-    // Keep this rank's codes, and of each of its rows the absmax of the whole row.
+void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
+               F put) {
     size_t cols = p.local_cols();
+    std::vector<uint8_t> codes(p.local_elements());
+    std::vector<float> absmax(p.local_rows());
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
-        std::copy_n(&codes[from], count, &my_codes[at]);
+        std::copy_n(&m.codes[from], count, &codes[at]);
+        // A run may be a part of a row, or several rows.
         for (size_t r = ceil_div(at, cols); r * cols < at + count; r++)
-            my_absmax[r] = absmax[(from + r * cols - at) / p.cols()];
+            absmax[r] = m.table[(from + r * cols - at) / p.cols()];
     });
-    mark_bad(whole, &my_absmax[0]);
-    put(place.codes, my_codes);
-    put(place.absmax, my_absmax);
+    mark_bad(m, &absmax[0]);
+    put(place.codes, codes);
+    put(place.absmax, absmax);
+}
+
+// Keep a matrix in the format that it has.
+template <typename T, typename F>
+void keep_stored(const Model& model, const Layout& layout, const Parameter& p,
+                 const StoredMatrix& m, F put) {
+    // A run has one format, which is the place's too.
+    StoredPlace place = stored_place<T>(m.stored, model, p.bucket, &p);
+    if (m.stored == Stored::NF4) return keep_nf4(p, layout, m, place, put);
+    keep_int8(p, layout, m, place, put);
 }
 
 // Make a parameter of a narrow bucket from all its values.
@@ -229,9 +267,9 @@ void make_stored(Stored stored, const Model& m, const Layout& layout, const Para
     StoredPlace place = stored_place<T>(stored, m, p.bucket, &p);
     if (is_narrow(stored, m, p)) {
         std::vector<float> whole(values.begin(), values.end());
-        if (stored == Stored::NF4)
-            return make_nf4(p, layout, whole, place, put);
-        return make_int8(p, layout, whole, place, put);
+        bool four = stored == Stored::NF4;
+        StoredMatrix matrix = four ? make_nf4(whole) : make_int8(whole, p.rows());
+        return keep_stored<T>(m, layout, p, matrix, put);
     }
 
     // A vector stays as it is: a norm's weight is small, and every element of a row depends on it.

@@ -48,7 +48,8 @@ LLMC_HD inline double bias_correction(float beta, int64_t step) {
 
 // Make the corrections of a step once, for all of its threads.
 LLMC_HD inline void correct_bias(StepScale* s, Betas betas) {
-    if (betas.first == 0 && betas.second == 0) return;
+    if (betas.first == 0 && betas.second == 0)
+        return;
     s->correct1 = bias_correction(betas.first, s->step);
     s->correct2 = bias_correction(betas.second, s->step);
 }
@@ -66,7 +67,8 @@ LLMC_HD inline void finish_step_scale(StepScale* out, double sum, float clip,
     out->finite = sum - sum == 0; // NaN and infinity give NaN
     out->step += out->finite;
     correct_bias(out, betas);
-    if (rule.on) next_loss_scale(&out->loss, rule, out->finite);
+    if (rule.on)
+        next_loss_scale(&out->loss, rule, out->finite);
 }
 
 // A tensor of a bucket: the bucket's pointers are shared, operators walk its rows.
@@ -232,7 +234,8 @@ static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sum
     for (size_t i = threadIdx.x; i < count; i += FINISH_WARPS * 32)
         sum += sums[i];
     sum = block_sum<FINISH_WARPS>(sum);
-    if (threadIdx.x == 0) finish_step_scale(out, sum, clip, rule, betas);
+    if (threadIdx.x == 0)
+        finish_step_scale(out, sum, clip, rule, betas);
 }
 
 // P elements a thread, the last thread fewer.

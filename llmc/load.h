@@ -46,12 +46,38 @@ inline void fill_keys(const Plan& p, size_t b, int* positions, int* documents,
         }
 }
 
+// Add a sequence's pairs of a query and a key that it sees, windows aside, by the query's rank.
+inline void count_pairs(const Plan& p, std::vector<int64_t>& pairs, const int* doc_start) { // (cp)
+    Axis cp = p.layout.cp;
+    size_t rows = p.T / size_t(cp.size);
+    pairs.resize(size_t(cp.size));
+    for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
+        for (size_t i = 0; i < rows; i++) {
+            // From its document's first token on to itself.
+            size_t at = context_row(p.layout.cp_order, cp, p.T, i);
+            pairs[size_t(cp.rank)] += int64_t(at) - doc_start[at] + 1;
+        }
+}
+
+// The most pairs of a rank, of the ranks' mean: who has fewer waits for it in each block. Ulysses'
+// ranks have equal shares.
+inline double pairs_imbalance(const Layout& layout, const std::vector<int64_t>& pairs) {
+    int64_t most = 0;
+    int64_t all = 0;
+    for (int64_t n : pairs) {
+        most = std::max(most, n);
+        all += n;
+    }
+    bool equal = layout.cp_method == ContextMethod::ULYSSES || all == 0;
+    return equal ? 1 : double(most) * double(pairs.size()) / double(all);
+}
+
 // Samples of the global batch at `cursor` go round the data-parallel ranks: micro-batch m of rank r
 // takes the samples from cursor + (m * dp + r) * B on. The sequence of samples stays the same when
 // dp, B or the accumulation change.
 template <typename T, typename S>
 std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, int m, int* batch,
-                             int64_t* valid) { // (4,N)
+                             int64_t* valid, std::vector<int64_t>& pairs) { // (4,N)
     const Layout& layout = p.layout;
     size_t N = p.rows();
     size_t rows = N / p.B; // of a sequence
@@ -78,8 +104,9 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
 
         // And know all ranks' keys.
         int* keys = batch + 4 * N;
-        if (layout.cp.size > 1)
-            fill_keys(p, b, keys, keys + p.B * p.T, doc_start);
+        if (layout.cp.size == 1) continue;
+        fill_keys(p, b, keys, keys + p.B * p.T, doc_start);
+        count_pairs(p, pairs, doc_start);
     }
     return wrong;
 }
@@ -94,7 +121,7 @@ void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     next = {plan, cursor, next.staging};
     for (int m = 0; m < p.micro_batches && next.wrong.empty(); m++) {
         int* batch = next.staging + m * p.input_numbers();
-        next.wrong = read_micro_batch(t, p, cursor, m, batch, &next.valid);
+        next.wrong = read_micro_batch(t, p, cursor, m, batch, &next.valid, next.pairs);
     }
 }
 
@@ -113,13 +140,15 @@ void run_load(Trainer<T, S>& t) {
         next.plan = -1;
     }
     t.valid = prepared ? next.valid : 0;
+    t.pairs = prepared ? next.pairs : std::vector<int64_t>();
     std::string wrong = prepared ? next.wrong : "";
 
     for (int m = 0; m < p.micro_batches; m++) {
         // Or read it, where the host can write. Copy it home in one piece.
         int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4,N) and keys' positions
         int* batch = host_side(home, t.staging + m * numbers, t.ctx.where);
-        if (!prepared) wrong = read_micro_batch(t, p, t.cursor, m, batch, &t.valid);
+        if (!prepared)
+            wrong = read_micro_batch(t, p, t.cursor, m, batch, &t.valid, t.pairs);
         LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
         copy_in(home, batch, numbers * sizeof(int), t.ctx.where);
     }

@@ -64,20 +64,32 @@ bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
 // ----------------------------------------------------------------------------
 // writing
 
+// Copy values into a narrow bucket: put(at, values), by bytes from its start.
+template <typename T, typename S>
+auto put_into(Trainer<T, S>& t, int bucket) {
+    unsigned char* base = address<unsigned char>(t, {Kind::WEIGHT, bucket});
+    return [&t, base](size_t at, const auto& values) {
+        copy_in(base + at, values.data(), values.size() * sizeof(values[0]), t.ctx.where);
+        wait_for(t.ctx.where); // the copy reads `values`, which end with the caller
+    };
+}
+
 // Quantise a parameter of a narrow bucket, on the ranks that have it. Every rank takes the whole of
 // it, so that the codes do not depend on the layout; the host holds one parameter at a time.
 template <typename A, typename T, typename S, typename F>
 void make_frozen(Trainer<T, S>& t, const Parameter& p, F values) {
     Stored stored = t.plans[0].stored;
-    unsigned char* base = address<unsigned char>(t, {Kind::WEIGHT, p.bucket});
-    if (!base) return;
+    if (!address<unsigned char>(t, {Kind::WEIGHT, p.bucket})) return;
     std::vector<A> whole(p.elements());
     values(whole.data(), size_t(0), whole.size());
-    auto put = [&](size_t at, const auto& bytes) {
-        copy_in(base + at, bytes.data(), bytes.size() * sizeof(bytes[0]), t.ctx.where);
-        wait_for(t.ctx.where); // the copy reads `bytes`, which ends with the caller
-    };
-    make_stored<T>(stored, t.model, t.layout, p, whole, put);
+    make_stored<T>(stored, t.model, t.layout, p, whole, put_into(t, p.bucket));
+}
+
+// A matrix that a file holds in the format of this run: its bytes stay, on the ranks that have it.
+template <typename T, typename S>
+void set_stored(Trainer<T, S>& t, const Parameter& p, const StoredMatrix& matrix) {
+    if (!address<unsigned char>(t, {Kind::WEIGHT, p.bucket})) return;
+    keep_stored<T>(t.model, t.layout, p, matrix, put_into(t, p.bucket));
 }
 
 // Store what this rank keeps of a parameter into its weight and master. values(to, global, count)

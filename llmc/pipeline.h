@@ -584,7 +584,8 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
         // It comes once, and after the slots that it needs.
         int& state = done[stage / pp][micro];
         int does = op == SlotOp::F ? F : op == SlotOp::I ? I : op == SlotOp::W ? W : I | W;
-        if (state & does) return fault("done before");
+        if (state & does)
+            return fault("done before");
         if (does != F && !(state & F))
             return fault("F must come first");
         if (does == W && !(state & I))

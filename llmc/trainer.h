@@ -31,6 +31,7 @@ struct PreparedBatch {
     uint64_t cursor = 0;
     int* staging = nullptr; // (micro-batches,4,N); null on a CPU, which reads none ahead
     int64_t valid = 0;
+    std::vector<int64_t> pairs = {};
     std::string wrong = ""; // for the step to say: the one before it has nothing to do with it
 };
 
@@ -61,6 +62,7 @@ template <typename T, typename S> struct Trainer {
     uint64_t samples_end = ~uint64_t(0); // targets of later samples are ignored
     int document_end = -1;              // the token that ends a document; -1: documents are not cut
     int64_t valid = 0;                  // targets of this global batch that count
+    std::vector<int64_t> pairs; // (cp) of a query and a key that it sees, by the query's rank
 
     // The action that runs.
     int plan = 0, at = 0;

@@ -196,7 +196,8 @@ template <typename S>
 std::string call_text(const Call<S>& call) {
     // The text stands for the call: equal texts are equal kinds, counts, types and roots.
     std::string s = collective_name(call.kind);
-    if (call.kind == Collective::BARRIER) return s;
+    if (call.kind == Collective::BARRIER)
+        return s;
     if (call.kind == Collective::ALL_REDUCE)
         s += call.max ? " (max)" : " (sum)";
     s += " of " + std::to_string(call.n) + " " + ELEMENT_NAMES[int(call.element)];

@@ -142,7 +142,7 @@ inline std::string ds_processes(DsFile& f, const DsRow& row, const Json& value) 
     int64_t others = int64_t(f.c.tp) * f.c.pp * f.c.cp;
     bool good = value.is_number_unsigned() && value >= 1 && value <= 1000000;
     if (!good || value.get<int64_t>() % others)
-        return concat("wants a multiple of tp x pp = ", others);
+        return concat("wants a multiple of tp x pp x cp = ", others);
     return ds_set(f, row, std::to_string(value.get<int64_t>() / others));
 }
 
@@ -204,6 +204,9 @@ inline const std::vector<DsRow>& ds_table() {
          ", straight: lr (step + 1) / warmup, two steps ahead of DeepSpeed's, and no logarithm"},
         {"scheduler.params.total_num_steps",      ds_number,   "steps"},
         {"scheduler.params.last_batch_iteration", ds_word,     "", "-1="},
+
+        {"sequence_parallel_size",                ds_number,   "cp", "", nullptr,
+         ", by gathered keys: for DeepSpeed's own way give --cp-method ulysses"},
 
         {"num_processes",                                ds_processes, "dp"},
         {"distributed_type",                             ds_word,      "",

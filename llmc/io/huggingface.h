@@ -2,7 +2,7 @@
 //   Reading  config.json becomes a Shape (hf_config.h). model.safetensors, or the shards that
 //            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
 //            are stored [in, out] (Conv1D) and are transposed on the way; Phi-3's q, k, v are one
-//            tensor, and so are its gate and up.
+//            tensor, and so are its gate and up. Matrices may be bitsandbytes' (prequantised.h).
 //   Writing  the same, from the float masters, without the vocabulary's padding. The folder is
 //            written under another name and renamed when it is whole. An export loads again to the
 //            same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
@@ -15,6 +15,7 @@
 #include "checkpoint.h"
 #include "hf_config.h"
 #include "json.h"
+#include "prequantised.h"
 #include "safetensors.h"
 
 namespace llmc {
@@ -215,6 +216,29 @@ inline bool hf_ignored(const std::string& name) {
     return false;
 }
 
+// Set a weight from the codes that a file has of it: as they are, or as values.
+template <typename T, typename S>
+std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTensor& find,
+                             const SafeTensor& tensor) {
+    // Codes of a part of a matrix, or in another order, would need other blocks.
+    bool whole = hf_place(t.model.shape, p).tensor == p.name && p.stack == 1 && !by_heads(p);
+    if (!whole || p.shape.size() != 2)
+        return "tensor " + tensor.name + " is " + tensor.dtype + ", and only whole matrices can be "
+               "read from codes: dequantise the folder first";
+
+    // Only matrices of blocks are narrow, and only where --weights says so.
+    StoredMatrix m;
+    std::vector<float> values;
+    bool narrow = is_narrow(t.plans[0].stored, t.model, p);
+    Stored wanted = narrow ? t.plans[0].stored : Stored::WIDE;
+    std::string wrong = read_prequantised(find, tensor, p, wanted, &m, &values);
+    if (!wrong.empty()) return wrong;
+
+    // Matrices of blocks have no padding.
+    values.empty() ? set_stored(t, p, m) : set_file_weight(t, p, values);
+    return "";
+}
+
 // Load all weights of a folder. Every rank reads each tensor, and keeps its part.
 template <typename T, typename S>
 std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
@@ -225,7 +249,21 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
     // Every parameter must have its tensor.
     std::set<std::string> used;
     if (t.model.shape.tied) used = {"lm_head.weight", "embed_out.weight"}; // copies of the table
+    FindTensor find = [&](const std::string& name) {
+        const SafeTensor* tensor = hf_find(h, name);
+        if (tensor) used.insert(tensor->name);
+        return tensor;
+    };
     for (const Parameter& p : t.model.parameters) {
+        // Codes go their own way.
+        const SafeTensor* codes = hf_find(h, hf_place(t.model.shape, p).tensor);
+        if (codes && is_prequantised(*codes)) {
+            wrong = set_prequantised(t, p, find, *codes);
+            if (!wrong.empty()) return folder + ": " + wrong;
+            used.insert(codes->name);
+            continue;
+        }
+
         // Read the parameter's own rows, out of a tensor that may have more; of a stack each matrix
         // has a tensor, and memory has them one below the other.
         std::vector<float> values;
@@ -278,6 +316,7 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     if (!e->kept.is_object())
         return folder + "/config.json: is no JSON object";
     e->kept.erase("dtype");
+    e->kept.erase("quantization_config"); // an export has no codes
     for (const char* id : {"bos_token_id", "eos_token_id", "pad_token_id"})
         if (!own_tokenizer) e->kept.erase(id);
 

@@ -60,7 +60,8 @@ inline std::string read_json(const std::string& path, nlohmann::json* j) {
 // Check a whole number. JSON's have no width: 2^32 would become 0 in an int.
 inline std::string check_integer(const nlohmann::json& m, const char* key, uint64_t low,
                                  uint64_t high) {
-    if (!m.contains(key)) return concat(key, " is missing");
+    if (!m.contains(key))
+        return concat(key, " is missing");
     const nlohmann::json& value = m[key];
     bool good = value.is_number_unsigned() && value.get<uint64_t>() >= low &&
                 value.get<uint64_t>() <= high;

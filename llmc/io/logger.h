@@ -3,7 +3,7 @@
 //   log.jsonl has an object a line:
 //     first         {config, flops_per_token}
 //     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 the
-//                   loss_scale of the next step too
+//                   loss_scale of the next step too; with --cp the cp_imbalance
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
 //     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
@@ -42,6 +42,7 @@ struct StepReport {
     int64_t step_tokens, tokens; // of this step, of the run so far
     double mfu;                  // 0 to 1
     double loss_scale = 0;       // fp16: of the next step; 0: none
+    double cp_imbalance = 0;     // the most pairs of a context-parallel rank, of the mean; 0: none
 };
 
 // A step line as people read it. A rate above the peak means that the peak was measured while the
@@ -185,6 +186,7 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (!std::isfinite(r.loss)) j.erase("loss");
     if (!std::isfinite(r.norm)) j.erase("grad_norm");
     if (r.loss_scale > 0) j["loss_scale"] = r.loss_scale;
+    if (r.cp_imbalance > 0) j["cp_imbalance"] = r.cp_imbalance;
     return log_append(log, j);
 }
 

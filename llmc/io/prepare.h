@@ -84,7 +84,8 @@ inline bool next_is_val(const ShardOutput& o) { return o.val_tokens > 0 && o.sha
 // The name of the shard that comes next.
 // The validation shard is not counted: training shards begin at 0.
 inline std::string next_shard(const ShardOutput& o) {
-    if (next_is_val(o)) return o.stem + ".val.bin";
+    if (next_is_val(o))
+        return o.stem + ".val.bin";
     if (o.shard_tokens == 0)
         return o.stem + ".bin";
     char number[32];
@@ -580,7 +581,8 @@ inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t,
     workers_end(workers);
 
     // Clear the progress line, and finish.
-    if (progress.live) fprintf(stderr, "\r\033[K");
+    if (progress.live)
+        fprintf(stderr, "\r\033[K");
     if (r.open) stream_close(r.stream);
     if (wrong.empty()) wrong = r.wrong;
     return close_last_shard(o, r, wrong);

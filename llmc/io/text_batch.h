@@ -58,7 +58,8 @@ inline size_t text_cut(std::string_view block, const std::string& end_text) {
     // 3. After a line, or else before the first byte of a character; and far enough from the end
     // that no end-of-text is cut in two.
     size_t line = block.rfind('\n');
-    if (line != std::string::npos) return line + 1;
+    if (line != std::string::npos)
+        return line + 1;
     size_t at = block.size() - std::min(block.size() - 1, std::max(end_text.size(), size_t(1)));
     for (int back = 0; back < 3 && at > 1 && (block[at] & 0xc0) == 0x80; back++)
         at--;
@@ -223,7 +224,8 @@ inline std::string read_json_line(std::string_view line, const std::string& fiel
     bool other_bytes = j.is_discarded();
     if (other_bytes)
         j = nlohmann::json::parse(bytes_to_noncharacters(line), nullptr, false);
-    if (!j.is_object()) return "is no JSON object";
+    if (!j.is_object())
+        return "is no JSON object";
     if (!j.contains(field) || !j[field].is_string())
         return "has no string \"" + field + "\": --field says which one is the text";
     *text = j[field].get<std::string>();

@@ -275,7 +275,8 @@ inline size_t gz_read(InputStream& s, char* to, size_t bytes) {
 
 // Read some of the next bytes; 0 at the end, or where s.wrong says what is wrong.
 inline size_t stream_read(InputStream& s, char* to, size_t bytes) {
-    if (s.packed_gz) return gz_read(s, to, bytes);
+    if (s.packed_gz)
+        return gz_read(s, to, bytes);
 #ifdef WITH_ZSTD
     if (s.zst) return zst_read(s, to, bytes);
 #endif

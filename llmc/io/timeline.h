@@ -51,7 +51,8 @@ inline const BoxKind& box_kind(const std::string& name) {
     // clang-format on
 
     for (const BoxKind& kind : kinds)
-        if (name.rfind(kind.start, 0) == 0) return kind;
+        if (name.rfind(kind.start, 0) == 0)
+            return kind;
     return kinds[0];
 }
 
@@ -59,7 +60,8 @@ inline const BoxKind& box_kind(const std::string& name) {
 inline double tick_of(double end) {
     double tick = std::pow(10, std::floor(std::log10(end / 8)));
     for (double step : {1, 2, 5})
-        if (end / (tick * step) <= 8) return tick * step;
+        if (end / (tick * step) <= 8)
+            return tick * step;
     return tick * 10;
 }
 

@@ -48,7 +48,8 @@ inline std::vector<std::string> token_texts(const Tokenizer& t) {
         if (t.byte_token[b] >= 0)
             texts[t.byte_token[b]] = name;
     }
-    if (t.unknown >= 0) texts[t.unknown] = "<unk>";
+    if (t.unknown >= 0)
+        texts[t.unknown] = "<unk>";
     for (const auto& [text, token] : t.special)
         texts[token] = text;
     return texts;

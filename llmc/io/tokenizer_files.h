@@ -591,7 +591,8 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
     for (size_t i = 0; i < scores.size(); i++)
         scores[i] = -float(i);
     wrong = set_bytes(t);
-    if (!wrong.empty()) return path + ": " + wrong;
+    if (!wrong.empty())
+        return path + ": " + wrong;
     set_merges_from_scores(t, scores);
 
     // Special tokens follow the last rank.
@@ -895,7 +896,8 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
 // Open what --tokenizer names.
 inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     *t = {};
-    if (name.empty() || name == "byte") return "";
+    if (name.empty() || name == "byte")
+        return "";
     t->name = name;
     std::string wrong = read_tokenizer(t, name);
     if (wrong.empty() && !writes_any_text(*t))

@@ -124,6 +124,12 @@ inline void report_end(Run& run, bool exported) {
         printf("\n");
     }
 
+    // One rank's queries may see more keys than another's, as documents lie.
+    double imbalance = steps > 0 ? run.cp_imbalance / double(steps) : 0;
+    if (imbalance > 1.005)
+        printf("cp: attention waits for a rank with %.2f times the mean's pairs of tokens\n",
+               imbalance);
+
     // Name what is there: a run without --out has left nothing but an export.
     std::string saved = c.out + "/" + step_folder(run.step);
     if (steps > 0 && !c.out.empty()) {

@@ -503,7 +503,8 @@ TEST(DsConfig, AcceleratesOwnFile) {
     EXPECT_EQ(c.batch_tokens, 4 * 8 * 4 * 32);
     EXPECT_HAS(translate(R"({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})"),
                "fsdp_config.fsdp_version: is not known here");
-    EXPECT_HAS(translate(R"({"num_processes": 3})", {"--tp", "2"}), "a multiple of tp x pp = 2");
+    EXPECT_HAS(translate(R"({"num_processes": 3})", {"--tp", "2"}), "a multiple of tp x pp x cp = 2");
+    EXPECT_HAS(translate(R"({"sequence_parallel_size": 2})"), "sequence_parallel_size 2 -> --cp 2, by");
 }
 
 // A file, and what the one line about it says.

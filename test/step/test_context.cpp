@@ -1,6 +1,7 @@
 // test_context.cpp - attention over sequences that ranks share is attention over the whole ones: each
 // method in every order, against the definition, with documents that start anywhere
 #include <map>
+#include <numeric>
 #include <random>
 #include "../../llmc/comm/comms.h"
 #include "../harness/testing.h"
@@ -205,6 +206,41 @@ TEST(Context, GradientsOfKeysLoseNothingByTheRanks) {
                 EXPECT_LT(of_norm(got[name], *exact), bound)
                     << name << " method " << int(method) << " order " << int(order);
             }
+        }
+}
+
+// The pairs that a rank computes are those that its queries see, whatever documents there are.
+TEST(Context, PairsAreThoseThatQueriesSee) {
+    for (int cp : {1, 2, 3, 4})
+        for (ContextOrder order : ORDERS) {
+            Whole w = whole_of<double>(heads(1, 1, 2), 48, false, unsigned(cp));
+            Comm world;
+            world.size = cp;
+            Plan p = plan_of(w, world, ContextMethod::GATHER, order);
+            std::vector<int64_t> pairs, want(static_cast<size_t>(cp));
+            for (size_t b = 0; b < w.B; b++)
+                count_pairs(p, pairs, w.doc_start.data() + b * w.T);
+            AttentionOperands<double> x;
+            x.q_positions = x.k_positions = w.positions.data(), x.doc_start = w.doc_start.data();
+            x.d = {w.B, w.T, w.T};
+            int distance;
+            for (size_t b = 0; b < w.B; b++)
+                for (int r = 0; r < cp; r++)
+                    for (size_t i = 0; i < w.T / size_t(cp); i++)
+                        for (size_t j = 0; j < w.T; j++)
+                            want[size_t(r)] +=
+                                x.visible(b, context_row(order, {cp, r}, w.T, i), j, distance);
+            EXPECT_EQ(pairs, want) << cp << " order " << int(order);
+            double most = double(*std::max_element(want.begin(), want.end()));
+            double mean = double(std::accumulate(want.begin(), want.end(), int64_t(0))) / cp;
+            EXPECT_DOUBLE_EQ(pairs_imbalance(p.layout, pairs), most / mean);
+
+            // One document in zigzag is the same work for all.
+            std::vector<int> start(w.T);
+            pairs.clear();
+            count_pairs(p, pairs, start.data());
+            bool equal = order == ContextOrder::ZIGZAG || cp == 1;
+            EXPECT_EQ(pairs_imbalance(p.layout, pairs) == 1, equal) << cp << " " << int(order);
         }
 }
 

@@ -630,6 +630,26 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     EXPECT_TRUE(fs::is_empty(folder)) << "the file has no name";
 }
 
+// Moments in 8 bits go on to the bit: a file has the numbers that their codes stand for.
+TEST_F(OffloadRun, GoesOnWithMomentsInEightBits) {
+    auto files = [&](const std::string& out) {
+        auto all = folder_bytes(path(out) + "/step_00000006");
+        all.erase("manifest.json"); // it has the time
+        return all;
+    };
+    for (std::string layout :
+         {"", "--local-ranks 2 --tp 2", "--local-ranks 2 --zero 2 --masters remainder",
+          "--local-ranks 2 --pp 2 --offload optimizer --offload-update host"}) {
+        std::string all = "--channels 64 --states 8bit " + layout + " --out ";
+        fs::remove_all(path("whole")), fs::remove_all(path("parts"));
+        Ran whole = run(all + path("whole") + " --steps 6");
+        Ran a = run(all + path("parts") + " --steps 3");
+        Ran b = run(all + path("parts") + " --steps 6 --resume");
+        ASSERT_EQ(whole.status + a.status + b.status, 0) << whole.text << a.text << b.text;
+        EXPECT_TRUE(files("parts") == files("whole")) << layout;
+    }
+}
+
 // A process's peak, in bytes.
 size_t peak_of(const std::string& command) {
     pid_t pid = fork();
