@@ -268,6 +268,7 @@ void run_training(Run& run, S where) {
     set_training(run, t);
     trainer_allocate(t);
     autotune(run, t);
+    t.replays = c.graphs;
     t.document_end = run.document_end;
     load_weights(run, t);
     open_log(run, t);
@@ -350,6 +351,8 @@ template <typename F> bool run_ranks(Run& run, F body) {
 // Say where the run takes place, for its speed depends on it.
 static bool run_on_cpu(Run& run) {
     const Config& c = run.config;
+    LLMC_USER_CHECK(!c.graphs || c.explain,
+                    "--graphs is for GPUs, and this run is on the CPU: leave it out");
     if (is_first(run))
         printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", printable(c.model).c_str(),
                c.precision.c_str(), threads_here(Cpu{}), matmul_backend());

@@ -83,6 +83,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         x.write({Kind::DSTREAM, l, m});
     if (l == model.head()) {
         x.read({Kind::VALID});
+        x.read({Kind::SCALE}); // the weight of a target; fp16's loss scale
         x.write({Kind::LOSS, -1, m});
     }
 
@@ -187,7 +188,10 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
             x.write({Kind::TOKENS, -1, m});
         x.write({Kind::VALID});
         break;
-    case Op::COUNT: x.change({Kind::VALID}); break;
+    case Op::COUNT:
+        x.change({Kind::VALID});
+        if (p.mode == Mode::TRAIN) x.change({Kind::SCALE});
+        break;
 
     // Collectives: between stages, and between the shards of a bucket.
     case Op::SENDRECV:

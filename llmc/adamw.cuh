@@ -3,7 +3,8 @@
 //   w -= lr * ((m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w)
 //   weight (n) T   master (n) float, or null where the weight is its own master
 //   grad, m, v (n) acc   or a table of tensors in one bucket, in one call
-//   scale: {scale, finite, step} as grad_norm_finish leaves them; null: 1, true, h.step
+//   scale: {scale, finite, step} as grad_norm_finish leaves them; null: 1, true, h.step; and the
+//          step's learning rate where the host has given one, else h.lr
 //   AdamWMemory: master as the 16-bit remainders of small_states.cuh, m and v in bf16 or 8 bits
 //   Contract: master, m, v updated, weight = the master rounded to nearest; exact ties go to even,
 //             beside a remainder away from zero. Nothing is written when !scale->finite, nor
@@ -54,13 +55,17 @@ constexpr uint64_t ROUND_WEIGHT = 0, ROUND_M = 1, ROUND_V = 2;
 LLMC_HD inline StepScale this_step(const StepScale* scale, int64_t step) {
     return scale ? *scale : StepScale{0, 1, 1, step};
 }
+// The learning rate: the step's where the host has given one, else the settings'.
+LLMC_HD inline float rate_of(const StepScale& now, float lr) {
+    return now.given.lr < 0 ? lr : now.given.lr;
+}
 
 // The numbers of a step. Explicit fma: the compiler must not decide whether to contract.
 template <typename A> struct AdamWStep {
     A scale, b1, b2, lr, eps;
     A correct1, correct2; // 1 / (1 - beta^t)
     LLMC_HD AdamWStep(const AdamW& h, const StepScale& now)
-        : scale(now.scale), b1(h.beta1), b2(h.beta2), lr(h.lr), eps(h.eps),
+        : scale(now.scale), b1(h.beta1), b2(h.beta2), lr(rate_of(now, h.lr)), eps(h.eps),
           correct1(A(now.correct1 > 0 ? now.correct1 : bias_correction(h.beta1, now.step))),
           correct2(A(now.correct2 > 0 ? now.correct2 : bias_correction(h.beta2, now.step))) {}
 
@@ -304,13 +309,14 @@ void sgd_update(T* weight, float* master, const acc_t<T>* grad, // a bucket's; m
 
     // Walk the tensors; threads share out the elements of each.
     A s = now.scale;
+    A rate = rate_of(now, lr);
     for (size_t r = 0; r < count; r++) {
         A row_decay = rows[r].decay ? decay : 0;
         #pragma omp parallel for simd
         for (size_t i = rows[r].offset; i < rows[r].offset + rows[r].n; i++) {
             // A master has the bits that the weight has lost.
             A w = master ? A(master[i]) : to_acc(weight[i]);
-            w = sgd_element(grad[i], w, s, A(lr), row_decay);
+            w = sgd_element(grad[i], w, s, rate, row_decay);
             if (master) master[i] = float(w);
             weight[i] = from_acc<T>(w);
         }
@@ -525,6 +531,7 @@ __global__ void sgd_update_kernel(T* weight, float* master, const float* grad,
                                   const StepScale* scale) {
     StepScale now = this_step(scale, 0);
     if (!now.finite) return;
+    float rate = rate_of(now, lr);
     for_each_element<P>(table, [&](const TensorRow& row, size_t i, size_t count) {
         size_t at = row.offset + i;
         float row_decay = row.decay ? decay : 0;
@@ -534,7 +541,7 @@ __global__ void sgd_update_kernel(T* weight, float* master, const float* grad,
         Pack<float, P> w = load_weights<P>(weight + at, master ? master + at : nullptr, count);
         Pack<T, P> rounded;
         for (int k = 0; k < P; k++) {
-            w.v[k] = sgd_element(g.v[k], w.v[k], now.scale, lr, row_decay);
+            w.v[k] = sgd_element(g.v[k], w.v[k], now.scale, rate, row_decay);
             rounded.v[k] = from_acc<T>(w.v[k]);
         }
 

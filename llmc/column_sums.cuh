@@ -325,9 +325,10 @@ void column_sums(const std::vector<ColumnSum<T>>& columns,
         vector = vector && can_vectorize<T>(s.C, s.x);
     size_t columns_of_block = 32 * (vector ? VECTOR<T> : 1);
 
-    // Give each matrix its blocks and its place for parts.
-    SumTable<ColumnStrips<T>> strips;
-    SumTable<PartialSums<float>> parts;
+    // Give each matrix its blocks and its place for parts. Rows that nobody fills are zeros: equal
+    // sums are then equal arguments.
+    SumTable<ColumnStrips<T>> strips = {};
+    SumTable<PartialSums<float>> parts = {};
     float* next = static_cast<float*>(scratch);
     size_t most = 0;
     for (const ColumnSum<T>& s : columns) {

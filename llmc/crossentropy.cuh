@@ -21,13 +21,19 @@ namespace llmc {
 // The gradient is multiplied by a number, and by a second one where there is one: it lies where the
 // logits are, for the host does not know it (loss_scale.cuh). Logits behind a softcap
 // (elementwise.cuh) give the gradient of what they were before: times 1 - (logit / softcap)^2.
+// The first number may lie there too: a step's launches then have the arguments of any step's.
 struct GradientScale {
     double by;
     const float* also;
-    float softcap; // 0: none
-    LLMC_HD GradientScale(double by, const float* also = nullptr, float softcap = 0)
-        : by(by), also(also), softcap(softcap) {}
-    template <typename A> LLMC_HD A value() const { return also ? A(by) * A(*also) : A(by); }
+    float softcap;        // 0: none
+    const double* stored; // in place of `by`, or null
+    LLMC_HD GradientScale(double by, const float* also = nullptr, float softcap = 0,
+                          const double* stored = nullptr)
+        : by(by), also(also), softcap(softcap), stored(stored) {}
+    template <typename A> LLMC_HD A value() const {
+        A first = A(stored ? *stored : by);
+        return also ? first * A(*also) : first;
+    }
     template <typename A> LLMC_HD A cap_slope(A logit) const {
         return 1 - logit / A(softcap) * (logit / A(softcap));
     }

@@ -214,9 +214,11 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
     kernel<<<grid, block, shared_bytes, stream>>>(Params(args)...);
     LLMC_CUDA_CHECK(cudaGetLastError());
 #else
-    (void)stream;
     emulator::note_launch(kernel);
-    emulator::run_grid(grid, block, shared_bytes, [=] { kernel(Params(args)...); });
+    auto threads = [=] { kernel(Params(args)...); };
+    emulator::give(reinterpret_cast<const void*>(kernel), stream,
+                   [=] { emulator::run_grid(grid, block, shared_bytes, threads); }, grid, block,
+                   shared_bytes, Params(args)...);
 #endif
 }
 

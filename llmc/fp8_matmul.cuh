@@ -147,13 +147,22 @@ template <typename T, typename O>
 void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K) (N,K)
                 const T* bias, const O* residual,                 // (N) (M,N), or null
                 const Fp8Product& p, Blas& blas, cudaStream_t stream) {
-    emulator::catch_up(); // codes and scales are there
-    auto numbers = [&](const Fp8Operand& x, size_t rows) {
-        return x.wide ? fp8_numbers<T, e5m2>(x, rows, p.K) : fp8_numbers<T, e4m3>(x, rows, p.K);
+    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
+               "an fp8 product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
+               blas.scratch_bytes);
+    auto multiply = [=] {
+        emulator::catch_up(); // codes and scales are there
+        auto numbers = [&](const Fp8Operand& x, size_t rows) {
+            return x.wide ? fp8_numbers<T, e5m2>(x, rows, p.K) : fp8_numbers<T, e4m3>(x, rows, p.K);
+        };
+        std::vector<T> A = numbers(a, p.M), B = numbers(b, p.N);
+        Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate};
+        emulated_product(out, A.data(), B.data(), bias, residual, shape);
     };
-    std::vector<T> A = numbers(a, p.M), B = numbers(b, p.N);
-    Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate};
-    matmul(out, A.data(), B.data(), bias, residual, shape, blas, stream);
+    auto* name = &emulated_product<T, O>;
+    emulator::note_launch(name);
+    emulator::give(reinterpret_cast<const void*>(name), stream, multiply, out, a, b, bias, residual,
+                   p);
 }
 #endif
 #endif

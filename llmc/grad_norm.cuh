@@ -18,6 +18,13 @@ namespace llmc {
 // Elements of a chunk: 16 for each thread of the kernel's block.
 constexpr size_t GRAD_NORM_CHUNK = 4096;
 
+// The host's numbers of a step. They lie beside the norm and are no arguments of a launch: a graph
+// that replays launches replays their arguments too.
+struct StepNumbers {
+    double target_weight = 0; // 1 / valid targets: the loss is their mean
+    float lr = -1;            // below 0: the optimizer's own settings say it
+};
+
 // Written by the norm, read by the optimizer. It stays where the gradients are, so that no step
 // waits for the host.
 struct StepScale {
@@ -28,6 +35,7 @@ struct StepScale {
     LossScale loss = {}; // fp16: the scale of the next step
     // AdamW's 1 / (1 - beta^step); 0: not made, each of its threads makes them itself
     double correct1 = 0, correct2 = 0;
+    StepNumbers given = {}; // by the host, before the step
 };
 
 // How fast AdamW's moments forget; both 0: its corrections are not wanted.
@@ -268,8 +276,9 @@ __global__ void convert_gradients_kernel(To* to, const From* from, size_t n) {
 // f(table, chunks before it) for up to 40 rows at a time, empty ones left out; returns all chunks.
 template <typename F>
 size_t for_each_table(const TensorRow* rows, size_t count, F f) {
+    // Rows that nobody fills are zeros: equal tables are then equal arguments.
     size_t done = 0;
-    TensorTable table;
+    TensorTable table = {};
     for (size_t r = 0; r < count; r++) {
         // Add the row.
         if (rows[r].n > 0) {

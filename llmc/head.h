@@ -175,10 +175,10 @@ void head_loss(Ctx<S>& ctx, double* loss, const RowLosses<T>& kept, HeadActs<T> 
     crossentropy_total(loss, a.losses, N, ctx.where);
 }
 
-// Train: the loss, this rank's rows of a.dnorm, and the weight's gradient.
+// Train: the loss, this rank's rows of a.dnorm, and the weight's gradient. scale: one number.
 template <typename T, typename S>
 void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head,
-                        acc_t<T> scale, bool accumulate) {
+                        const double* scale, bool accumulate) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(s, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
@@ -189,7 +189,7 @@ void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const W
 
         // Turn logits into losses and their own gradient; where the vocabulary is whole, at once.
         const int* targets = ctx.batch.targets + n; // (rows)
-        GradientScale gradient_scale = {double(scale), ctx.loss_scale, s.logit_softcap};
+        GradientScale gradient_scale = {1, ctx.loss_scale, s.logit_softcap, scale};
         if (ctx.tp.size == 1) {
             crossentropy_forward_backward(a.losses + n, a.logits, targets, gradient_scale, rows,
                                           s.V, s.Vp(), ctx.where);

@@ -685,22 +685,30 @@ inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
 // Small, but not 0: a plan that forgets the scratch must fail in the tests.
 constexpr size_t PRODUCT_WORKSPACE = 256; // bytes
 
+// The panels are the emulator's own: a GPU's plan has no room for them.
+template <typename T, typename O>
+void emulated_product(O* out, const T* a, const T* b, const T* bias, const O* residual,
+                      const Product& p) {
+    emulator::catch_up(); // operands are there
+    std::vector<unsigned char> panels(
+        matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), threads_here(Cpu{})));
+    matmul_plain(out, a, b, bias, residual, p, panels.data());
+}
+
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
-            Blas& blas, cudaStream_t) {
+            Blas& blas, cudaStream_t stream) {
     LLMC_CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
                "a product of %zu x %zu x %zu has an operand without a stride of 1", p.M, p.N, p.K);
     LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
                "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
                blas.scratch_bytes);
 
-    emulator::note_launch(&matmul_plain<T, O>);
-    emulator::catch_up();
-
-    // The panels are the emulator's own: a GPU's plan has no room for them.
-    std::vector<unsigned char> panels(
-        matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), threads_here(Cpu{})));
-    matmul_plain(out, a, b, bias, residual, p, panels.data());
+    auto* name = &emulated_product<T, O>;
+    emulator::note_launch(name);
+    emulator::give(reinterpret_cast<const void*>(name), stream,
+                   [=] { emulated_product(out, a, b, bias, residual, p); }, out, a, b, bias,
+                   residual, p);
 }
 inline bool blas_rehearse(Blas&, bool, cudaStream_t) { return true; }
 #endif

@@ -108,7 +108,7 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S>
 void run_head_backward(Trainer<T, S>& t, const Action& a) {
     double* loss = address<double>(t, {Kind::LOSS, -1, a.micro});
-    acc_t<T> scale = t.valid ? acc_t<T>(1) / acc_t<T>(t.valid) : 0;
+    const double* scale = &address<const StepScale>(t, {Kind::SCALE})->given.target_weight;
     with_head(t, [&](const auto& w) {
         const T* inp = input_of(t, a);
         head_backward(t.ctx, input_gradient(t, a), loss, inp, w, head_acts(t), scale, !a.first);
@@ -169,7 +169,22 @@ void run_backward(Trainer<T, S>& t, const Action& a) {
 }
 
 // ----------------------------------------------------------------------------
-// the end of a step
+// the beginning and the end of a step
+
+// Add up the valid targets of all ranks, and put the step's numbers where kernels read them.
+template <typename T, typename S>
+void run_count(Trainer<T, S>& t) {
+    typedef acc_t<T> A;
+    all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
+    if (t.plans[t.plan].mode != Mode::TRAIN) return;
+
+    // As with a batch, the copy may still be under way when this returns.
+    StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;
+    StepNumbers* here = host_side(home, t.numbers, t.ctx.where);
+    here->target_weight = double(t.valid ? A(1) / A(t.valid) : 0);
+    here->lr = t.hyper.lr;
+    copy_in(home, here, sizeof(*home), t.ctx.where);
+}
 
 // Add both gradients of a tied table, the embedding's and then the head's, into one. With the head
 // on another stage each of the two ranks gets the sum.
@@ -256,7 +271,7 @@ void run_norm(Trainer<T, S>& t) {
 }
 
 // Update this rank's range, or an offloaded chunk of it, where the plan says: on a device, or there
-// on the host where the chunk lies.
+// on the host where the chunk lies. The scale brings the learning rate of this step.
 template <typename T, typename S, typename W>
 void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W where) {
     typedef acc_t<T> A;
@@ -272,6 +287,7 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     auto state = [&](int s) {
         return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
     };
+    const float no_rate = 0;
     auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
     // Rounding at random draws from --seed.
@@ -281,13 +297,13 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
         AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters,
                                  p.states};
         bool narrow = p.masters == Masters::NONE || p.states != States::FLOAT;
-        AdamW numbers = {h.lr, h.beta1, h.beta2, h.eps, h.weight_decay,
+        AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay,
                          h.stochastic && narrow, h.seed};
         return adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
     }
     case Optimizer::SGD:
         return sgd_update(weight, static_cast<float*>(master), grad, rows.data(), rows.size(),
-                          h.lr, h.weight_decay, scale, where);
+                          no_rate, h.weight_decay, scale, where);
     }
 }
 
@@ -437,7 +453,7 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     switch (a.op) {
     // The input. RELEASE only marks a place in the plan.
     case Op::LOAD: return run_load(t);
-    case Op::COUNT: return all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
+    case Op::COUNT: return run_count(t);
     case Op::RELEASE: return; // its bytes are others' from here on
 
     case Op::F: return run_forward(t, a);
@@ -516,13 +532,11 @@ void enter_plan(Trainer<T, S>& t) {
     t.ctx.ep = t.comms.ep;
 }
 
-// Start a plan: each action in its order. A device may still be at work on return.
+// Run actions, each in its order, and finish all that they start.
 template <typename T, typename S>
-void start_plan(Trainer<T, S>& t, int plan) {
-    const Plan& p = t.plans[plan];
-    const std::vector<Finish>& finish = t.arena.finish[plan];
-    t.plan = plan;
-    enter_plan(t);
+void run_actions(Trainer<T, S>& t, Part part) {
+    const Plan& p = t.plans[t.plan];
+    const std::vector<Finish>& finish = t.arena.finish[t.plan];
 
     // One place past the last action finishes what is still in flight.
     std::vector<InFlight<S>> flights;
@@ -530,6 +544,7 @@ void start_plan(Trainer<T, S>& t, int plan) {
     for (t.at = 0; t.at <= end; t.at++) {
         finish_due(t, flights, p, finish);
         if (t.at == end) break;
+        if (!is_part(part, p.actions[t.at].op)) continue;
 
         // Run the action, or start it.
         const Action& a = p.actions[t.at];
@@ -545,6 +560,25 @@ void start_plan(Trainer<T, S>& t, int plan) {
     }
 
     t.at = end - 1; // what outlives the plan is read from here
+}
+
+// Start a plan. A device may still be at work on return. Who looks at each action has them one by
+// one, and so has the first run, which loads kernels.
+template <typename T, typename S>
+void start_plan(Trainer<T, S>& t, int plan) {
+    t.plan = plan;
+    enter_plan(t);
+    bool looks = t.watch.on || t.after;
+    bool replays = t.replays && !looks && can_replay(t.plans[plan], t.comms.world, t.ctx.where);
+    if (!replays || t.graphs[plan].runs++ == 0)
+        return run_actions(t, Part::ALL);
+
+    // The host's part comes first, then all that streams are given.
+    run_actions(t, Part::HOST);
+    // The watchdog has one name for it.
+    if (RankInfo* info = t.comms.world.info)
+        info->action = "the plan's graph";
+    replay_calls(t.graphs[plan], t.ctx.where, [&] { run_actions(t, Part::STREAMS); });
 }
 
 // Run a plan. Where peers may fail to come, wait for it: other waits know no limit of time.

@@ -6,6 +6,7 @@
 #include <functional>
 #include <tuple>
 #include "comm/comms.h"
+#include "graph.h"
 #include "plan_check.h"
 #include "sizes.h"
 #include "stopwatch.h"
@@ -55,6 +56,7 @@ template <typename T, typename S> struct Trainer {
     PreparedBatch next;        // the batch after it
     std::vector<int> sequence; // (4,T) one that LOAD reads, before it takes this rank's rows
     double* answers = nullptr; // (micro-batches) losses, a StepScale
+    StepNumbers* numbers = nullptr; // of the step that begins
 
     // The data: where LOAD takes samples from, and how far it is.
     Window window;
@@ -67,6 +69,8 @@ template <typename T, typename S> struct Trainer {
     // The action that runs.
     int plan = 0, at = 0;
     Stopwatch<S> watch;                       // times actions while it is on
+    bool replays = false;                     // --graphs: a plan's launches as one
+    std::vector<PlanGraph<S>> graphs;         // [plan]
     std::function<void(const Action&)> after; // looks at what an action has computed
     std::vector<Narrow> narrow; // frozen weights: each parameter's place (frozen.h)
     std::function<bool()> stopped; // whether the run is to end: all ranks ask, and hear the same
@@ -185,7 +189,9 @@ void trainer_allocate(Trainer<T, S>& t) {
     t.next.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
     size_t answers = losses * sizeof(double) + sizeof(StepScale);
     t.answers = static_cast<double*>(staging_memory(answers, t.ctx.where));
+    t.numbers = static_cast<StepNumbers*>(staging_memory(sizeof(StepNumbers), t.ctx.where));
     t.comm_stream = open_stream(t.ctx.where);
+    t.graphs.resize(t.plans.size());
     t.narrow = bind_frozen(t);
     t.move_stream = open_stream(t.ctx.where);
     t.ctx.beside = open_stream(t.ctx.where);
@@ -198,10 +204,13 @@ void trainer_free(Trainer<T, S>& t) {
     staging_free(t.staging, t.ctx.where);
     staging_free(t.next.staging, t.ctx.where);
     staging_free(t.answers, t.ctx.where);
+    staging_free(t.numbers, t.ctx.where);
     close_stream(t.comm_stream);
     close_stream(t.move_stream);
     close_stream(t.ctx.beside);
     free_laps(t.watch);
+    for (PlanGraph<S>& g : t.graphs)
+        free_graph(g);
 }
 
 // Fill in RoPE's table or ALiBi's slopes, which blocks only read.

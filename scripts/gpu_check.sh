@@ -143,14 +143,15 @@ same_losses() { # what it is, steps, most, two runs' folders: equal but for floa
         END {printf "%d steps, losses differ by %.1e at most\n", n, most; exit !(n == steps && most < allowed)}' >"$work/same" &&
         ok "$1: $(cat "$work/same")" || bad "$1: $(cat "$work/same"), $3 allowed"
 }
-# the same training on the CPU and on the GPU
+# the same training on the CPU and on the GPU, there as CUDA graphs too: a replay has the bits of the launches
 agree() {
     program train_gpt agree || return
-    for device in cpu cuda; do
-        try 240 "agree: training on $device" "$work/$device.log" "$dir/train_gpt" "${small[@]}" --device $device \
-            --steps 50 --out "$work/$device" || return
+    for run in cpu cuda "cuda --graphs"; do
+        try 240 "agree: training on $run" "$work/run.log" "$dir/train_gpt" "${small[@]}" --device $run \
+            --steps 50 --out "$work/${run// /}" || return
     done
     same_losses agree 50 1e-3 "$work/cpu" "$work/cuda"
+    same_losses "agree: graphs" 50 1e-12 "$work/cuda" "$work/cuda--graphs"
 }
 bench() {
     program bench_kernels bench || return
@@ -181,14 +182,16 @@ peers() {
 step() {
     program train_gpt step || return
     : >"$work/step"
-    for run in "gpt2 32" "gpt2-xl 8"; do
+    # Launches cost most where a micro-batch is small: there with graphs and without.
+    for run in "gpt2 32" "gpt2-xl 8" "gpt2 1" "gpt2 1 --graphs"; do
         set -- $run
-        try 300 "step: $1" "$work/$1.log" "$dir/train_gpt" --data "$data" --device cuda --model $1 --precision bf16 \
+        rm -rf "$work/$1"
+        try 300 "step: $run" "$work/$1.log" "$dir/train_gpt" --data "$data" --device cuda --model $1 --precision bf16 \
             --seq 1024 --micro-batch $2 --batch-tokens $(($2 * 1024)) --steps 25 --eval-every 0 --sample-every 0 \
-            --out "$work/$1" || continue
+            --out "$work/$1" ${3:-} || continue
         rate=$(grep -o '"tokens_per_second":[0-9.e+]*' "$work/$1/log.jsonl" | cut -d: -f2 | tail -n 15 | sort -g | sed -n 8p)
         ok "step: $1: $rate tokens/s"
-        echo "{\"part\": \"step\", \"what\": \"$1 bf16, B=$2 T=1024\", \"rate\": $rate, \"unit\": \"tokens/s\"}" >>"$work/step"
+        echo "{\"part\": \"step\", \"what\": \"$1 bf16, B=$2 T=1024${3:+ $3}\", \"rate\": $rate, \"unit\": \"tokens/s\"}" >>"$work/step"
     done
     record step "$work/step"
 }

@@ -46,10 +46,12 @@ says "$work/log" "rung 1: 12 TFLOP/s"
 says "$work/log" "ok      kernels: test_kernels: 3 passed, 0 failed"
 says "$work/log" "skipped kernels: $work/bin/test_attention_kernels is not there"
 says "$work/log" "ok      agree: 50 steps, losses differ by 0.0e+00 at most"
+says "$work/log" "ok      agree: graphs: 50 steps, losses differ by 0.0e+00 at most"
 says "$work/log" "ok      bench: 1 figures"
 says "$work/log" "ok      step: gpt2: 1043 tokens/s"
 says "$RESULTS/gpu_Stand-in-1.md" "| bench | norms | layernorm forward | 12.5 | GB/s | 0.5 |"
 says "$RESULTS/gpu_Stand-in-1.md" "| step | step | gpt2-xl bf16, B=8 T=1024 | 1043 | tokens/s |  |"
+says "$RESULTS/gpu_Stand-in-1.md" "| step | step | gpt2 bf16, B=1 T=1024 --graphs | 1043 | tokens/s |  |"
 
 # a part that runs again replaces its own figures and leaves the others
 program bench_kernels 'echo "{\"part\": \"norms\", \"what\": \"layernorm forward\", \"rate\": 25.0, \"unit\": \"GB/s\", \"share\": 1.0}"'

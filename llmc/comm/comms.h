@@ -59,6 +59,11 @@ std::vector<int> ranks_where(const Layout& layout, F f) {
 //   world, shard, replica, edp, pp, tie   collectives of the plan: one stream, one after the other
 //   tp, kv; cp; ep                   between a layer's products, beside them: apart
 inline void attach_gpus(Comms& c) {
+    // Communicators that run side by side start in the host's order: refuse a library that cannot.
+    bool tp_beside = c.tp.size > 1 && c.tp.size < c.world.size;
+    if (tp_beside || c.cp.size > 1 || c.ep.size > 1)
+        check_launch_order(c.world);
+
     // Groups of a kind have the same size on all ranks, except for a pipeline's two ends.
     auto split = [](Comm& part, const Comm& parent) {
         if (part.size > 1)

@@ -253,6 +253,29 @@ inline void nccl_settings(int gpu) {
     LLMC_CUDA_CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all));
 }
 
+// Return "" or why this version of NCCL is too old for communicators that run side by side, on
+// streams of their own. Before 2.26 no setting orders their launches, and ranks may wait for each
+// other for ever.
+inline std::string launch_order_missing(int version) {
+    constexpr int ORDERS_LAUNCHES = 22600; // NCCL_LAUNCH_ORDER_IMPLICIT
+    if (version >= ORDERS_LAUNCHES) return "";
+
+    // The library counts 2.26.1 as 22601.
+    auto text = [](int v) {
+        return std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100);
+    };
+    return "NCCL " + text(version) + " is loaded, and --tp, --cp or --ep beside other axes needs " +
+           text(ORDERS_LAUNCHES) + ", which starts communicators in the host's order: install a "
+           "newer libnccl2, or name its folder in LD_LIBRARY_PATH";
+}
+// Each rank speaks for its own machine's library.
+inline void check_launch_order(const Comm& world) {
+    int version = 0;
+    LLMC_NCCL_CHECK(ncclGetVersion(&version));
+    std::string missing = launch_order_missing(version);
+    if (!missing.empty()) mpi_stop(rank_text(world) + ": " + missing);
+}
+
 // Take a GPU of this machine, each process another one in turn; all ranks of the world call. A
 // launcher may show each process a single GPU, so that number 0 is not the same for all. Returns ""
 // or what is wrong: NCCL refuses two ranks on one GPU.
@@ -307,6 +330,7 @@ void nccl_exchange(const Comm&, const CommMessage*, int, S) {}
 template <typename S> void nccl_wait(const Comm&, S) {}
 inline Comm nccl_attach(const Comm& c) { return c; }
 inline Comm nccl_split(const Comm& c, const Comm&) { return c; }
+inline void check_launch_order(const Comm&) {}
 inline std::string take_gpu(const Comm&) { return ""; }
 
 #endif

@@ -100,7 +100,7 @@ struct Config {
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
     std::string device = "auto", timeline, profile;
-    bool explain = false, help = false, version = false;
+    bool graphs = false, explain = false, help = false, version = false;
     // -1: no layer's actions are printed
     int layer = -1;
 
@@ -326,6 +326,9 @@ inline const std::vector<Flag>& config_table() {
         {"top-k", &C::top_k, "0..100000000", "sample from the k likeliest (0: all)"},
         {"top-p", &C::top_p, "0..1", "sample from the likeliest that hold this share"},
         {"device", &C::device, "auto|cpu|cuda", "where it runs"},
+        {"graphs", &C::graphs, "",
+         "on GPUs: launch a step as one CUDA graph; for steps whose launches take longer than "
+         "their kernels"},
         {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
         {"layer", &C::layer, "-1..10000",
          "with --explain: one layer's actions, with what they read and write"},

@@ -32,6 +32,25 @@ inline std::string refuse_idle_offload(const Config& c) {
     return c.offload_to.empty() ? "--offload-to names no place: give cpu, or a folder" : "";
 }
 
+// Refuse graphs where the host has a part in the middle of a step.
+inline std::string refuse_graphs(const Config& c) {
+    if (!c.graphs) return "";
+    // A graph holds what streams are given, and nobody else may act while it runs.
+    if (c.device == "cpu")
+        return "--graphs is for GPUs, and --device cpu launches nothing: leave one of the two out";
+    if (c.local_ranks > 1)
+        return concat("--graphs: the threads of --local-ranks ", c.local_ranks,
+                      " wait for each other on the host: start processes with mpirun, a GPU each");
+    if (c.offload != "none")
+        return concat("--graphs: the host moves what --offload ", c.offload,
+                      " names: leave one of the two out");
+    // The laps of a stopwatch lie between two actions, which a graph does not have.
+    if (!c.profile.empty())
+        return concat("--graphs: --profile ", c.profile,
+                      " times actions one by one: leave one of the two out");
+    return "";
+}
+
 // Refuse what cannot work, or does nothing at all.
 inline std::string refuse_idle_flags(const Config& c) {
     for (auto& [name, beta] : {std::pair("beta1", c.beta1), std::pair("beta2", c.beta2)})
@@ -46,6 +65,7 @@ inline std::string refuse_idle_flags(const Config& c) {
     if (!c.profile.empty() && (c.explain || c.eval || c.steps == 0))
         return concat("--profile ", c.profile, " times the actions of steps, and ",
                       c.explain ? "--explain" : c.eval ? "--eval" : "--steps 0", " runs none");
+    if (std::string wrong = refuse_graphs(c); !wrong.empty()) return wrong;
     bool idle = c.steps == 0 && !c.eval && c.sample_tokens == 0 && c.export_dir.empty();
     if (idle && !c.explain)
         return "--steps 0 and --sample-tokens 0 leave nothing to do: give --steps, --eval or "
@@ -83,6 +103,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"top-p",         draws,                     "a --temperature above 0"},
         {"prompt",        samples,                   "--sample-tokens"},
         {"sample-every",  samples,                   "--sample-tokens"},
+        {"graphs",        trains || c.eval,          "steps of training"},
     };
     // clang-format on
     std::vector<std::string> notes;

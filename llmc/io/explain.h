@@ -310,6 +310,19 @@ inline std::string nccl_text(const Layout& layout) {
     return line;
 }
 
+// The scratch of sums in rank order on GPUs (nccl.h): as large as what is summed. A bucket's
+// gradient is summed beside a layer's rows, which tensor-parallel ranks share.
+template <typename T>
+size_t fixed_order_scratch(const Layout& layout, const PlanOptions& options, const Model& model) {
+    // Take the largest bucket that data-parallel ranks sum; tp alone sums rows.
+    size_t bucket = 0;
+    size_t rows = layout.tp.size > 1 ? options.B * options.T / size_t(layout.cp.size) : 0;
+    for (const Bucket& b : model.buckets)
+        if (b.trainable && group_axis(layout, b.group).size > 1)
+            bucket = std::max(bucket, whole_elements(layout, b));
+    return bucket * sizeof(acc_t<T>) + rows * model.shape.C * sizeof(T);
+}
+
 // Make the plans of all ranks of the pipeline, check them together, and place each. "" or what is
 // wrong with them; `text` is the table, `most` the bytes of the largest rank.
 template <typename T, typename S>

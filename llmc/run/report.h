@@ -259,6 +259,11 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (rank_count(c) > 1) {
         std::string ranks;
         or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most));
+        // CUDA's pool holds it, not the arena.
+        size_t scratch = fixed_order_scratch<T>(run.layout, options[0], model);
+        if (c.fixed_order)
+            ranks += concat("  and sums in rank order up to ", bytes_text(double(scratch)),
+                            " of scratch\n");
         text += concat(ranks, "rank 0 of ", rank_count(c), "\n");
     }
 

@@ -67,6 +67,7 @@ struct dim3 {
 struct uint3 {
     unsigned x, y, z;
 };
+typedef struct EmulatedStream* cudaStream_t;
 
 namespace emulator {
 
@@ -85,7 +86,8 @@ struct Settings {
 };
 inline thread_local Settings settings;
 
-// How often this thread has launched each kernel, by address; products and memory sets count too.
+// How often this thread has launched each kernel, by address; products and memory sets count too,
+// and a graph of them counts once.
 inline thread_local std::map<const void*, size_t> launches;
 template <typename F> void note_launch(F* kernel) {
     launches[reinterpret_cast<const void*>(kernel)]++;
@@ -616,6 +618,54 @@ inline void catch_up() {
     given.clear();
 }
 
+// What a stream is given: a launch, a product, a copy; with its arguments' bytes, padding zeroed.
+struct Given {
+    const void* what = nullptr;
+    std::string arguments = {};
+    std::function<void()> work = {};
+    bool operator==(const Given& other) const {
+        return what == other.what && arguments == other.arguments;
+    }
+};
+// While a stream is captured its work goes into a graph, and nothing happens. `notes` only listens.
+struct Graph {
+    std::vector<Given> given;
+    std::vector<void*> kept;           // memory of cudaMallocAsync
+    std::map<cudaStream_t, size_t> of; // work of each stream that is captured,
+    std::map<cudaStream_t, size_t> joined; // and how much of it the first stream has waited for
+    cudaStream_t first = nullptr;
+};
+inline thread_local Graph* capture = nullptr;
+inline thread_local std::vector<Given>* notes = nullptr;
+
+template <typename... A> std::string bytes_of(A... arguments) {
+    std::string bytes;
+    [[maybe_unused]] auto add = [&](auto x) {
+        if constexpr (!std::is_scalar_v<decltype(x)>) __builtin_clear_padding(&x);
+        bytes.append(reinterpret_cast<const char*>(&x), sizeof(x));
+    };
+    (add(arguments), ...);
+    return bytes;
+}
+// Do the work, or keep it for the graph. A captured stream's work alone can be a graph's.
+template <typename W, typename... A>
+void give(const void* what, cudaStream_t stream, W work, const A&... arguments) {
+    if (!capture && !notes) return work();
+    Given given = {what, bytes_of(arguments...), work};
+    if (notes) notes->push_back({what, given.arguments});
+    if (!capture) return work();
+    auto at = capture->of.find(stream);
+    if (at == capture->of.end())
+        return error(Site::current(), "work for a stream that is not captured, beside one that is");
+    at->second++;
+    capture->given.push_back(std::move(given));
+}
+// A call that CUDA does not allow while this thread captures a stream; true: it was one.
+inline bool not_captured(const char* call) {
+    if (capture) error(Site::current(), "%s while a stream is captured", call);
+    return capture;
+}
+
 template <typename F>
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
     catch_up();
@@ -656,8 +706,6 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
 #define blockIdx (emulator::block_index())
 #define blockDim (emulator::block_size())
 #define gridDim (emulator::grid_size())
-
-typedef struct EmulatedStream* cudaStream_t;
 
 using std::max;
 using std::min;

@@ -14,6 +14,7 @@
 //   What it cannot show: orders that only weak memory has, and what the hardware does with what the
 //   manual leaves open.
 #pragma once
+#include <climits>
 #include <deque>
 
 namespace emulator {
@@ -729,11 +730,20 @@ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumul
         {d, N, accumulate != 0, true, 0, b, false, tB != 0, a, {}, number_of<T>, site}, site);
 }
 
-// A word in global memory that says whose turn it is.
-// A wait without end is a message of its own here.
+// A word in global memory that says whose turn it is. After so many looks a thread gives up, for all
+// who wait, as one on a GPU does; 0: never, and a wait without end is a message of its own.
+namespace emulator {
+inline thread_local long turn_polls = 0;
+}
 inline void wait_for_turn(int* turn, int mine, SITE) {
-    emulator::wait_while([=] { return __atomic_load_n(turn, __ATOMIC_RELAXED) != mine; },
-                         "wait_for_turn", site);
+    long polls = 0;
+    auto waits = [=, &polls] {
+        if (emulator::turn_polls && ++polls == emulator::turn_polls)
+            __atomic_store_n(turn, INT_MIN, __ATOMIC_RELAXED);
+        int now = __atomic_load_n(turn, __ATOMIC_RELAXED);
+        return now != mine && now >= 0;
+    };
+    emulator::wait_while(waits, "wait_for_turn", site);
     (void)__atomic_load_n(turn, __ATOMIC_ACQUIRE);
 }
 inline void check_turn(const int* turn, SITE) {

@@ -11,7 +11,13 @@
 #include <map>
 #include <mutex>
 
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
+enum cudaError_t {
+    cudaSuccess,
+    cudaErrorMemoryAllocation,
+    cudaErrorNotReady,
+    cudaErrorStreamCaptureUnsupported,
+    cudaErrorStreamCaptureUnjoined
+};
 enum cudaMemcpyKind {
     cudaMemcpyHostToDevice,
     cudaMemcpyDeviceToHost,
@@ -21,7 +27,11 @@ enum cudaMemcpyKind {
 constexpr unsigned cudaStreamNonBlocking = 1;
 
 inline const char* cudaGetErrorString(cudaError_t e) {
-    return e == cudaSuccess ? "no error" : "out of memory";
+    return e == cudaSuccess                         ? "no error"
+           : e == cudaErrorMemoryAllocation         ? "out of memory"
+           : e == cudaErrorStreamCaptureUnsupported ? "not permitted while a stream is captured"
+           : e == cudaErrorStreamCaptureUnjoined    ? "captured streams that were not joined"
+                                                    : "not ready";
 }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
@@ -70,6 +80,7 @@ inline bool is_pinned(const void* p) {
 } // namespace emulator
 
 template <typename T> cudaError_t cudaMalloc(T** p, size_t bytes) {
+    if (emulator::not_captured("cudaMalloc")) return cudaErrorStreamCaptureUnsupported;
     emulator::blocking++;
     *p = static_cast<T*>(
         malloc(bytes ? bytes : 1)); // the exact size: AddressSanitizer sees each byte
@@ -84,6 +95,7 @@ template <typename T> cudaError_t cudaMallocHost(T** p, size_t bytes) {
     return e;
 }
 inline cudaError_t cudaFree(void* p) {
+    if (emulator::not_captured("cudaFree")) return cudaErrorStreamCaptureUnsupported;
     emulator::catch_up();
     emulator::blocking++;
     return free(p), cudaSuccess;
@@ -95,25 +107,35 @@ inline cudaError_t cudaFreeHost(void* p) {
 }
 
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                                   cudaStream_t) {
+                                   cudaStream_t stream) {
     if (!bytes) return cudaSuccess;
     if (kind == cudaMemcpyHostToDevice) emulator::blocking += !emulator::is_pinned(from);
     if (kind == cudaMemcpyDeviceToHost) emulator::blocking += !emulator::is_pinned(to);
-    emulator::given.push_back([=] { memcpy(to, from, bytes); });
-    if (kind != cudaMemcpyHostToDevice) emulator::catch_up();
-    return cudaSuccess;
+    auto copy = [=] {
+        emulator::given.push_back([=] { memcpy(to, from, bytes); });
+        if (kind != cudaMemcpyHostToDevice) emulator::catch_up();
+    };
+    const void* name = reinterpret_cast<const void*>(&cudaMemcpyAsync);
+    return emulator::give(name, stream, copy, to, from, bytes, int(kind)), cudaSuccess;
 }
 inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
-                                     size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
-    emulator::catch_up();
-    for (size_t r = 0; r < height; r++)
-        memcpy(static_cast<char*>(to) + r * to_pitch,
-               static_cast<const char*>(from) + r * from_pitch, width);
+                                     size_t width, size_t height, cudaMemcpyKind,
+                                     cudaStream_t stream) {
+    auto copy = [=] {
+        emulator::catch_up();
+        for (size_t r = 0; r < height; r++)
+            memcpy(static_cast<char*>(to) + r * to_pitch,
+                   static_cast<const char*>(from) + r * from_pitch, width);
+    };
+    const void* name = reinterpret_cast<const void*>(&cudaMemcpy2DAsync);
+    emulator::give(name, stream, copy, to, to_pitch, from, from_pitch, width, height);
     return cudaSuccess;
 }
-inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
     emulator::note_launch(&cudaMemsetAsync);
-    return emulator::catch_up(), memset(p, value, bytes), cudaSuccess;
+    auto set = [=] { emulator::catch_up(), memset(p, value, bytes); };
+    const void* name = reinterpret_cast<const void*>(&cudaMemsetAsync);
+    return emulator::give(name, stream, set, p, value, bytes), cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
     static std::atomic<uintptr_t> made = 0; // a name: nobody looks behind it
@@ -121,6 +143,7 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    if (emulator::not_captured("cudaStreamSynchronize")) return cudaErrorStreamCaptureUnsupported;
     emulator::blocking++;
     return emulator::catch_up(), cudaSuccess;
 }
@@ -129,6 +152,7 @@ namespace emulator {
 inline thread_local long busy_queries = 0;
 }
 inline cudaError_t cudaStreamQuery(cudaStream_t) {
+    if (emulator::not_captured("cudaStreamQuery")) return cudaErrorStreamCaptureUnsupported;
     emulator::catch_up();
     return emulator::busy_queries-- > 0 ? cudaErrorNotReady : cudaSuccess;
 }
@@ -145,28 +169,85 @@ inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
 inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
     return emulator::pool_keeps = *static_cast<uint64_t*>(value), cudaSuccess;
 }
+// A graph's memory has the same address in each replay; it goes with the graph.
 template <typename T> cudaError_t cudaMallocAsync(T** p, size_t bytes, cudaStream_t) {
+    if (emulator::Graph* graph = emulator::capture)
+        return graph->kept.push_back(*p = static_cast<T*>(malloc(bytes))), cudaSuccess;
     emulator::blocking--; // the host goes on
     return cudaMalloc(p, bytes);
 }
 inline cudaError_t cudaFreeAsync(void* p, cudaStream_t) {
+    if (emulator::capture) return cudaSuccess;
     emulator::blocking--;
     return cudaFree(p);
 }
 
-// An event passes when it is recorded: all before it has happened.
+// An event passes when it is recorded: all before it has happened. In a capture it is a place in
+// its stream's work.
 typedef struct Event {
     std::chrono::steady_clock::time_point passed;
+    cudaStream_t stream = nullptr;
+    emulator::Graph* capture = nullptr;
+    size_t place = 0;
 }* cudaEvent_t;
 constexpr unsigned cudaEventDisableTiming = 2;
 inline cudaError_t cudaEventCreate(cudaEvent_t* e) { return *e = new Event, cudaSuccess; }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return cudaEventCreate(e); }
-inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
-    return e->passed = std::chrono::steady_clock::now(), cudaSuccess;
+inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t stream) {
+    bool captured = emulator::capture && emulator::capture->of.count(stream);
+    *e = {std::chrono::steady_clock::now(), stream, captured ? emulator::capture : nullptr,
+          captured ? emulator::capture->of[stream] : 0};
+    return cudaSuccess;
 }
 inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
     std::chrono::duration<float, std::milli> time = to->passed - from->passed;
     return *ms = time.count(), cudaSuccess;
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+// A stream that waits for a captured one is captured with it.
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t e, unsigned) {
+    emulator::Graph* graph = emulator::capture;
+    if (e->capture != graph && emulator::not_captured("a wait for an event from before"))
+        return cudaErrorStreamCaptureUnsupported;
+    if (!graph) return cudaSuccess;
+    graph->of[stream];
+    if (stream == graph->first) graph->joined[e->stream] = e->place;
+    return cudaSuccess;
+}
 inline cudaError_t cudaEventDestroy(cudaEvent_t e) { return delete e, cudaSuccess; }
+
+// ----------------------------------------------------------------------------
+// graphs: what a stream was given between begin and end, done again at each launch
+
+typedef emulator::Graph* cudaGraph_t;
+typedef emulator::Graph* cudaGraphExec_t;
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    if (!stream || emulator::not_captured("a second capture"))
+        return cudaErrorStreamCaptureUnsupported;
+    emulator::catch_up();
+    emulator::capture = new emulator::Graph;
+    emulator::capture->first = stream;
+    return emulator::capture->of[stream], cudaSuccess;
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+    *graph = emulator::capture;
+    emulator::capture = nullptr;
+    for (auto& [other, work] : (*graph)->of)
+        if (other != stream && (*graph)->joined[other] != work)
+            return cudaErrorStreamCaptureUnjoined;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
+                                        unsigned long long) {
+    return *exec = graph, cudaSuccess;
+}
+inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; } // the other has it
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
+    emulator::note_launch(&cudaGraphLaunch);
+    for (const emulator::Given& given : graph->given) given.work();
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+    for (void* p : graph->kept) free(p);
+    return delete graph, cudaSuccess;
+}

@@ -935,6 +935,58 @@ void known_ldmatrix() {
     verdict(good, "known answer: fragments of ldmatrix, stmatrix");
 }
 
+// ----------------------------------------------------------------------------
+// captures
+
+__global__ void add_kernel(float* x, float y) { *x += y; }
+
+// What a captured stream is given happens at each launch of the graph, with the arguments it had;
+// a forked stream must be joined; and some calls are not for a host that captures.
+void captures() {
+    cudaStream_t one, two;
+    cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
+    cudaStreamCreateWithFlags(&two, cudaStreamNonBlocking);
+    auto capture = [&](auto work) {
+        cudaGraph_t graph;
+        cudaStreamBeginCapture(one, cudaStreamCaptureModeThreadLocal);
+        work();
+        return std::pair(cudaStreamEndCapture(one, &graph), graph);
+    };
+    auto join = [](cudaStream_t waits, cudaStream_t is_waited_for) {
+        cudaEvent_t e;
+        cudaEventCreate(&e), cudaEventRecord(e, is_waited_for);
+        cudaStreamWaitEvent(waits, e, 0), cudaEventDestroy(e);
+    };
+    float x = 0, y = 1;
+    auto [status, graph] = capture([&] {
+        launch(add_kernel, 1, 1, 0, one, &x, y);
+        join(two, one);
+        launch(add_kernel, 1, 1, 0, two, &x, 2 * y);
+        join(one, two);
+    });
+    y = 100;
+    bool good = status == cudaSuccess && x == 0;
+    cudaGraphLaunch(graph, one), cudaGraphLaunch(graph, one);
+    verdict(good && x == 6 && emulator::take_messages().empty(), "a graph is what was captured");
+    cudaGraphExecDestroy(graph);
+
+    auto [unjoined, half] = capture([&] { join(two, one), launch(add_kernel, 1, 1, 0, two, &x, y); });
+    verdict(unjoined == cudaErrorStreamCaptureUnjoined, "a captured stream that is not joined");
+    cudaGraphExecDestroy(half);
+
+    auto [outside, none] = capture([&] { launch(add_kernel, 1, 1, 0, two, &x, y); });
+    verdict(x == 6 && emulator::take_messages().size() == 1, "work beside a capture");
+    cudaGraphExecDestroy(none);
+
+    float* memory = nullptr;
+    auto [waits, nothing] = capture([&] {
+        good = cudaStreamSynchronize(one) != cudaSuccess && cudaStreamQuery(one) != cudaSuccess &&
+               cudaMalloc(&memory, 4) != cudaSuccess && cudaFree(nullptr) != cudaSuccess;
+    });
+    verdict(good && emulator::take_messages().size() == 4, "a host that waits while it captures");
+    cudaGraphExecDestroy(nothing);
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -950,6 +1002,7 @@ int main(int argc, char** argv) {
     for (const Bug& b : BUGS) check_bug(b), check_right(b);
     known_swizzle(), known_edges(), known_descriptor(), known_accumulators();
     known_register_operand(), known_mma(), known_ldmatrix();
+    captures();
     known_product<bf16, 64, 0, 0>("m64n64, both K-major");
     known_product<fp16, 128, 0, 0>("m64n128, both K-major, fp16");
     known_product<bf16, 128, 0, 1>("m64n128, b MN-major");

@@ -236,6 +236,11 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_EQ(check({"--offload", "optimizer,activations,weights,gradients"}), "");
     EXPECT_HAS(check({"--offload", "weights", "--weights", "nf4", "--steps", "0"}),
                "--offload weights: those of --weights nf4 stay on the device");
+    EXPECT_HAS(check({"--graphs", "--device", "cpu"}), "--graphs is for GPUs");
+    EXPECT_HAS(check({"--graphs", "--local-ranks", "2"}), "--graphs: the threads of --local-ranks 2");
+    EXPECT_HAS(check({"--graphs", "--offload", "optimizer"}), "--graphs: the host moves what");
+    EXPECT_HAS(check({"--graphs", "--profile", "x"}), "--profile x times actions one by one");
+    EXPECT_EQ(check({"--graphs", "--tp", "2"}), "");
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
     EXPECT_HAS(check({"--steps", "0", "--sample-tokens", "0"}), "nothing to do");

@@ -59,6 +59,37 @@ void nan_row(Check& c) {
     if (!skip(c)) attention_nan_kernels<bf16, Path::HOPPER>(c);
 }
 
+#if defined(EMULATE)
+// Blocks that do not start in the order of their indices, on a GPU that soon gives up: those that
+// wait go on, and the next kernel ends the run. In order nobody gives up.
+void lost_turns_row(Check& c) {
+    AttentionDims d = completed({1, 200, 300, 1, 1, 64, 64, 64});
+    std::vector<bf16> q(200 * 64), dout(q), out(q), dq(q), k(300 * 64), v(k), dk(k), dv(k);
+    std::vector<float> lse(200);
+    std::vector<int> rows(200), keys(300), start(200);
+    for (int i = 0; i < 300; i++) keys[size_t(i)] = i;
+    for (int i = 0; i < 200; i++) rows[size_t(i)] = 100 + i;
+    AttentionOperands<bf16> x = {q.data(),    k.data(),    v.data(),     dout.data(), rows.data(),
+                                 keys.data(), start.data(), nullptr, d};
+    std::vector<unsigned char> scratch(attention_hopper_scratch_bytes(d));
+    for (auto order : {emulator::Order::FORWARD, emulator::Order::REVERSE}) {
+        emulator::settings.order = order;
+        emulator::turn_polls = 2;
+        attention_hopper_backward(dq.data(), dk.data(), dv.data(), out.data(), lse.data(), x,
+                                  scratch.data(), cudaStream_t{});
+        bool lost = false;
+        for (const std::string& text : emulator::take_messages())
+            lost |= text.find("turns were lost") != std::string::npos;
+        c.checks++;
+        if (lost == (order == emulator::Order::REVERSE)) continue;
+        c.failures++;
+        printf("lost turns: %s\n", lost ? "found in order" : "not found");
+    }
+    emulator::settings = {};
+    emulator::turn_polls = 0;
+}
+#endif
+
 int main(int argc, char** argv) {
 #if defined(EMULATE)
     emulator::gpu = emulator::HOPPER;
@@ -70,5 +101,8 @@ int main(int argc, char** argv) {
          {"attention on Hopper, dQ in any order", row<bf16, hopper_cases, Path::HOPPER_ANY_ORDER>},
          {"attention on Hopper, many tiles", row<bf16, long_cases, Path::HOPPER>},
          {"attention on Hopper, gaps", row<bf16, gap_cases, Path::HOPPER>},
+#if defined(EMULATE)
+         {"attention on Hopper, turns that are lost", lost_turns_row},
+#endif
          {"attention on Hopper of NaN", nan_row}});
 }

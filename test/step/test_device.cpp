@@ -418,6 +418,110 @@ TEST(Device, EvaluationIsTheCpus) {
     }
 }
 
+// ----------------------------------------------------------------------------
+// graphs
+
+// A trainer whose steps differ in all that a run's do: the learning rate, the targets that count.
+template <typename T> struct Stepper {
+    cudaStream_t stream = open_stream(cudaStream_t{});
+    std::unique_ptr<Small<T, cudaStream_t>> small;
+    Stepper(const Shape& s, const Plan& plan) {
+        Plan evaluate = plan;
+        evaluate.mode = Mode::EVALUATE, evaluate.micro_batches = 1;
+        small.reset(new Small<T, cudaStream_t>(s, {plan, evaluate}, stream));
+        auto& t = small->t;
+        t.window = [window = t.window](uint64_t sample, int* tokens, int* targets) {
+            for (size_t i = 0; i < sample % 11; i++) targets[i] = -1;
+            std::string wrong = window(sample, tokens, targets);
+            for (size_t i = 0; i < sample % 11; i++) targets[i] = -1;
+            return wrong;
+        };
+        if (sizeof(T) != 2 || type_of<T>() != Type::F16) return;
+        t.hyper.loss_scaling = {true, true, false, 256, 1, 2}; // it grows every second step
+        init_loss_scale(t);
+    }
+    ~Stepper() { small.reset(), close_stream(stream); }
+
+    // Loss and norm of a step, and of an evaluation behind it.
+    std::vector<double> step(int number) {
+        auto& t = small->t;
+        t.hyper.lr = 1e-2f / float(1 + number);
+        PlanResult result = small->full_step();
+        run_plan(t, 1);
+        return {result.loss.mean(), result.scale.norm, double(result.scale.loss.now),
+                plan_loss(t).mean()};
+    }
+    std::vector<std::vector<double>> weights() {
+        std::vector<std::vector<double>> all;
+        for (const Parameter& p : small->t.model.parameters)
+            all.push_back(small->template values<T>(Kind::WEIGHT, p));
+        return all;
+    }
+};
+
+// Two models, and between them all that a step of one GPU may have: several micro-batches, blocks
+// that are run again, gradients that are clipped, masters and moments rounded at random.
+static std::vector<std::pair<Shape, Plan>> steps_to_replay() {
+    Shape small_llama = llama_shape(1, 2, 1, 16, 24, 29, 16, 10000);
+    Plan gpt2 = train_plan(Recompute::SELECTIVE, false), llama = train_plan(Recompute::NONE, true);
+    gpt2.T = llama.T = 9, gpt2.B = llama.B = 1;
+    llama.masters = Masters::NONE, llama.states = States::BF16;
+    return {{least_gpt2(), gpt2}, {small_llama, llama}};
+}
+
+// A graph of the second step is the third, and all that follow.
+template <typename T> void compare_replays() {
+    for (auto [shape, plan] : steps_to_replay()) {
+        if (sizeof(T) == 4) plan.masters = Masters::FLOAT;
+        Stepper<T> plain(shape, plan), graph(shape, plan);
+        graph.small->t.replays = true;
+        for (int step = 0; step < 4; step++)
+            EXPECT_EQ(plain.step(step), graph.step(step)) << "step " << step;
+        EXPECT_EQ(plain.weights(), graph.weights());
+        for (auto& g : graph.small->t.graphs) EXPECT_TRUE(is_captured(g));
+    }
+}
+TEST(Graphs, ReplaysAreStepsInFloat) { compare_replays<float>(); }
+TEST(Graphs, ReplaysAreStepsInBf16) { compare_replays<bf16>(); }
+TEST(Graphs, ReplaysAreStepsInFp16) { compare_replays<fp16>(); }
+
+// What the host does in the middle of a plan is no graph's.
+TEST(Graphs, WhatTheHostDoesIsNotCaptured) {
+    auto [shape, plan] = steps_to_replay()[0];
+    auto replays = [shape = shape](const Plan& p, const Comm& world, auto where) {
+        Trainer<float, decltype(where)> t;
+        trainer_place(t, shape, {p});
+        return can_replay(t.plans[0], world, where);
+    };
+    const cudaStream_t gpu = {};
+    Plan offloads = plan, generates = plan;
+    offloads.offload.optimizer = Tier::HOST;
+    generates.mode = Mode::GENERATE, generates.cache = generates.T;
+    EXPECT_TRUE(replays(plan, {}, gpu));
+    EXPECT_FALSE(replays(plan, {}, Cpu{}));
+    EXPECT_FALSE(replays(offloads, {}, gpu));
+    EXPECT_FALSE(replays(generates, {}, gpu));
+    auto body = [&](const Comm& world) { EXPECT_FALSE(replays(plan, world, gpu)); };
+    EXPECT_EQ(run_local_ranks(2, {}, body), 0);
+}
+
+// Who looks at actions, or times them, has them one by one.
+TEST(Graphs, ActionsThatAreLookedAtRunOneByOne) {
+    auto [shape, plan] = steps_to_replay()[0];
+    Stepper<float> graph(shape, plan);
+    auto& t = graph.small->t;
+    t.replays = true;
+    for (int step = 0; step < 3; step++) graph.step(step);
+    size_t seen = 0;
+    t.after = [&](const Action&) { seen++; };
+    graph.step(3);
+    EXPECT_EQ(seen, t.plans[0].actions.size() + t.plans[1].actions.size());
+    t.after = nullptr;
+    t.watch.on = true;
+    graph.small->full_step();
+    EXPECT_EQ(read_laps(t.watch, t.model).size(), t.plans[0].actions.size());
+}
+
 #if defined(EMULATE)
 // ----------------------------------------------------------------------------
 // launches
@@ -478,5 +582,53 @@ TEST(Launches, OfABlock) {
 TEST(Launches, OfTheHead) {
     Shape gpt2 = gpt2_shape(1, 2, 32, 61, 32);
     EXPECT_LE(all_launches(launches_of(gpt2, 2)), 8u);
+}
+
+// Two steps give the stream the same behind the host's part: kernels, sizes, each argument's bytes.
+template <typename T> void compare_launches() {
+    for (auto [shape, plan] : steps_to_replay()) {
+        if (sizeof(T) == 4) plan.masters = Masters::FLOAT;
+        Stepper<T> run(shape, plan);
+        std::vector<emulator::Given> given[2];
+        run.step(0);
+        run.small->t.after = [&](const Action& a) {
+            if (a.op == Op::COUNT) emulator::notes->clear();
+        };
+        for (int step = 0; step < 2; step++) {
+            emulator::notes = &given[step];
+            run.small->t.hyper.lr = 1e-3f * float(step + 1);
+            run.small->full_step();
+            emulator::notes = nullptr;
+        }
+        ASSERT_EQ(given[0].size(), given[1].size());
+        EXPECT_GT(given[0].size(), 50u);
+        for (size_t i = 0; i < given[0].size(); i++)
+            EXPECT_TRUE(given[0][i] == given[1][i])
+                << "launch " << i << ", " << kernel_name(given[0][i].what) << " at byte "
+                << std::mismatch(given[0][i].arguments.begin(), given[0][i].arguments.end(),
+                                 given[1][i].arguments.begin()).first - given[0][i].arguments.begin();
+    }
+}
+TEST(Graphs, StepsLaunchTheSame) {
+    compare_launches<float>();
+    compare_launches<bf16>();
+    compare_launches<fp16>();
+}
+
+// A step costs the host its batch's copies, one launch and one wait.
+TEST(Graphs, AStepIsOneLaunch) {
+    auto [shape, plan] = steps_to_replay()[0];
+    Stepper<float> graph(shape, plan);
+    graph.small->t.replays = true;
+    graph.step(0);
+    long before = emulator::blocking;
+    graph.small->full_step();
+    EXPECT_EQ(emulator::blocking - before, 1); // the capture waits for nothing
+    emulator::launches.clear();
+    graph.small->full_step();
+    EXPECT_EQ(emulator::blocking - before, 2);
+    EXPECT_EQ(emulator::launches.size(), 1u);
+    EXPECT_EQ(emulator::launches.begin()->second, 1u);
+    EXPECT_TRUE(emulator::take_messages().empty());
 }
 #endif

@@ -20,19 +20,20 @@ struct NcclCase {
     bool llama, sequence_parallel = false;
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     int chunks = 1, shards = 0;
+    bool replays = false; // the processes' steps are graphs, from the second on
 };
 
 // Every group of ranks, and those that share or split a communicator, alone and beside each other.
 static std::vector<NcclCase> nccl_cases(int ranks) {
     if (ranks == 2)
-        return {{2, 1, 1, 3, false},
+        return {{2, 1, 1, 3, false, false, Pipeline::ONE_F_ONE_B, 1, 0, true},
                 {1, 2, 1, 0, true, true},
                 {1, 1, 2, 0, false, false, Pipeline::INTERLEAVED, 2}};
     if (ranks == 3) return {{1, 1, 3, 0, false, false, Pipeline::ZERO_BUBBLE}};
-    return {{2, 2, 1, 2, true, true},
+    return {{2, 2, 1, 2, true, true, Pipeline::ONE_F_ONE_B, 1, 0, true},
             {1, 4, 1, 0, true, true},
             {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 2},
-            {2, 1, 2, 1, false}};
+            {2, 1, 2, 1, false, false, Pipeline::ONE_F_ONE_B, 1, 0, true}};
 }
 
 // Two key/value heads: ranks of tp 4 share them in pairs.
@@ -54,7 +55,8 @@ static Layout sizes_of(const NcclCase& c) {
     return layout;
 }
 
-// Two steps of a rank: "dp 2 tp 1 ...: rank 0: loss norm loss norm, hash of all that lasts".
+// Two steps of a rank, or three where the last is a replay: "dp 2 tp 1 ...: rank 0: loss norm loss
+// norm, hash of all that lasts". The learning rate falls.
 static std::string steps_text(const Comm& world, const NcclCase& c) {
     use_threads(1); // models this small gain nothing by more
     Shape shape = shape_of(c);
@@ -64,18 +66,20 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
 
     Trainer<float, cudaStream_t> t;
+    t.ctx.where = open_stream(cudaStream_t{});
+    t.replays = c.replays;
     trainer_place(t, shape, {p}, p.layout);
     trainer_allocate(t);
     t.comms = make_comms(world, me, ranks_of_kv_head(me, t.model));
     init_constants(t);
     init_weights(t, 5);
-    t.hyper.lr = 1e-3f;
     t.hyper.clip = 0.5f;
     t.window = random_window(shape, p.T);
 
     std::string text;
     char words[160];
-    for (int s = 0; s < 2; s++) {
+    for (int s = 0; s < (c.replays ? 3 : 2); s++) {
+        t.hyper.lr = 1e-3f / float(1 + s);
         run_plan(t, 0);
         t.cursor += p.B * size_t(p.micro_batches * c.dp);
         double loss = plan_loss(t).mean();
@@ -189,6 +193,31 @@ TEST(Nccl, AnotherOrderOfCallsIsSeen) {
     EXPECT_NE(shared_text({there, tp}, 0, 1), shared_text({tp, there}, 0, 1));
 }
 
+// An older library does for one communicator; tp beside dp ends the run with a line that says why.
+TEST(Nccl, AnOldLibraryIsRefusedWhereLaunchesNeedAnOrder) {
+    EXPECT_EQ(launch_order_missing(22600), "");
+    EXPECT_EQ(launch_order_missing(23001), "");
+    EXPECT_NE(launch_order_missing(22507), "");
+    char self[4096] = {};
+    ASSERT_GT(readlink("/proc/self/exe", self, sizeof(self) - 1), 0);
+    for (int ranks : {2, 4}) {
+        Ran ran = shell(concat("timeout 100 mpirun --allow-run-as-root --oversubscribe -np ", ranks,
+                               " ", self, " --old"));
+        EXPECT_EQ(ran.status == 0, ranks == 2) << ran.text;
+        bool says = ran.text.find("NCCL 2.21 is loaded") != std::string::npos;
+        EXPECT_EQ(says, ranks == 4) << ran.text;
+    }
+}
+
+static int run_old() {
+    RankInfo info;
+    nccl_stub::version = 22105;
+    Comm world = mpi_world(info);
+    world = nccl_attach(world);
+    make_comms(world, layout_at(small_layout(world.size / 2, 2, 1), world.rank));
+    return 0;
+}
+
 static int run_steps() {
     RankInfo info;
     info.timeout_s = 60;
@@ -234,10 +263,10 @@ TEST(Nccl, StepsAreThoseOfThreads) {
 int main(int argc, char** argv) {
     testing::InitGoogleTest(&argc, argv);
 #ifdef WITH_NCCL
-    if (argc > 1 && !strcmp(argv[1], "--steps")) {
+    if (argc > 1 && (!strcmp(argv[1], "--steps") || !strcmp(argv[1], "--old"))) {
         int given;
         LLMC_MPI_CHECK(MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &given));
-        int status = run_steps();
+        int status = !strcmp(argv[1], "--old") ? run_old() : run_steps();
         LLMC_MPI_CHECK(MPI_Finalize());
         return status;
     }

@@ -1,6 +1,7 @@
 // test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
 #include <fstream>
 #include <map>
+#include "../../llmc/comm/comms.h"
 #include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
 #include "../../llmc/presets.h"
@@ -42,6 +43,118 @@ TEST(Plan, EveryPlanIsLegal) {
                         Plan p = make_plan(options(m, level, split), model);
                         EXPECT_EQ(plan_check(p, model), "");
                     }
+}
+
+// ----------------------------------------------------------------------------
+// the order in which ranks call their communicators
+
+// What a rank gives to the groups that it shares with others: "tie of 0 4", or who sends to whom.
+struct GroupCall {
+    std::vector<int> members; // ranks in the world
+    std::string text;
+    bool message = false;
+};
+
+// A plan's calls, in the order in which the host starts them; a layer calls its own groups once.
+static std::vector<GroupCall> calls_of(const Plan& p, const Model& model, const Comms& c) {
+    std::vector<GroupCall> calls;
+    auto meet = [&](const Comm& group) {
+        std::string text = group.name + " of";
+        for (int member : group.members) text += " " + std::to_string(member);
+        if (group.size > 1) calls.push_back({group.members, text});
+    };
+    const DataComms& data = c.data(Group::DATA);
+    for (const Action& a : p.actions) {
+        for (const Transfer& x : a.transfers) {
+            int me = c.pp.members[size_t(c.pp.rank)], peer = c.pp.members[size_t(x.peer)];
+            std::string way = x.send ? concat(me, " to ", peer) : concat(peer, " to ", me);
+            calls.push_back({{me, peer}, way, true});
+        }
+        switch (a.op) {
+        case Op::F: case Op::B: case Op::I: case Op::W: case Op::R:
+            meet(c.tp), meet(c.cp);
+            break;
+        case Op::GATHER: case Op::PUBLISH: meet(data.shard); break;
+        case Op::REDUCE: meet(c.tp), meet(c.kv), meet(data.shard), meet(data.replica); break;
+        case Op::TIE:
+            if (tied_apart(p.layout, model, a.bucket)) meet(c.tie);
+            break;
+        case Op::NORM: meet(data.shard), meet(c.tp), meet(c.pp); break;
+        default: break;
+        }
+    }
+    return calls;
+}
+
+// The calls that two ranks make together. Messages between two collectives go in any order.
+static std::string calls_of_both(const std::vector<GroupCall>& calls, int a, int b) {
+    std::string text;
+    std::vector<std::string> messages;
+    auto flush = [&] {
+        std::sort(messages.begin(), messages.end());
+        for (const std::string& m : messages) text += m + "; ";
+        messages.clear();
+    };
+    for (const GroupCall& call : calls) {
+        auto has = [&](int r) {
+            return std::count(call.members.begin(), call.members.end(), r) > 0;
+        };
+        if (!has(a) || !has(b)) continue;
+        if (!call.message) flush();
+        messages.push_back(call.text);
+        if (!call.message) flush();
+    }
+    flush();
+    return text;
+}
+
+// Ranks that share groups start the same calls on them in the same order, in every layout: streams
+// that run several groups side by side then cannot wait for each other.
+TEST(Plan, RanksCallTheirGroupsInOneOrder) {
+    Model model = small_model(4, true, true);
+    const Pipeline pipelines[] = {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::ZERO_BUBBLE};
+    for (int sizes = 0; sizes < 24; sizes++)
+        for (int zero = 0; zero < 4; zero++)
+            for (Pipeline pipeline : pipelines) {
+                Layout layout = small_layout(1 + sizes % 2, 1 + sizes / 2 % 2, 1 + sizes / 8,
+                                             1 + sizes / 4 % 2);
+                layout.zero = zero;
+                layout.pipeline = pipeline;
+                layout.zero_group = layout.dp.size;
+                layout.first_layer = split_layers(std::vector<double>(6, 1.0), layout.stages());
+                if (layout.pp.size == 1 && pipeline != Pipeline::ONE_F_ONE_B) continue;
+
+                std::vector<std::vector<GroupCall>> calls; // [rank]
+                for (int r = 0; r < layout.world(); r++) {
+                    Layout me = layout_at(layout, r);
+                    Comm world;
+                    world.rank = r, world.size = layout.world();
+                    world.members.clear();
+                    for (int i = 0; i < world.size; i++) world.members.push_back(i);
+                    Plan p = options(4, Recompute::FULL, pipeline == Pipeline::ZERO_BUBBLE);
+                    p = make_plan(me, make_model(model.shape, me), p);
+                    calls.push_back(calls_of(p, model, make_comms(world, me)));
+                }
+                for (int a = 0; a < layout.world(); a++)
+                    for (int b = a + 1; b < layout.world(); b++)
+                        ASSERT_EQ(calls_of_both(calls[size_t(a)], a, b),
+                                  calls_of_both(calls[size_t(b)], a, b))
+                            << "ranks " << a << " and " << b << " of dp " << layout.dp.size
+                            << " tp " << layout.tp.size << " pp " << layout.pp.size << " cp "
+                            << layout.cp.size << " zero " << zero;
+            }
+}
+
+// A sum in rank order takes scratch for the largest bucket, and for a layer's rows beside it.
+TEST(Plan, SumsInRankOrderHaveScratch) {
+    Model model = small_model(2);
+    Plan p = options(1);
+    size_t largest = 0;
+    for (const Bucket& b : model.buckets)
+        largest = std::max(largest, whole_elements(small_layout(2), b) * sizeof(float));
+    EXPECT_EQ(fixed_order_scratch<bf16>(small_layout(1), p, model), 0u);
+    EXPECT_EQ(fixed_order_scratch<bf16>(small_layout(2), p, model), largest);
+    EXPECT_EQ(fixed_order_scratch<bf16>(small_layout(1, 2), p, model), p.B * p.T * 8 * 2);
 }
 
 // Each block has the level that it was given, the last one's also those behind it.

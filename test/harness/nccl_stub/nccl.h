@@ -49,6 +49,7 @@ struct Message {
     int peer;
     bool send;
     MPI_Comm mpi;
+    cudaStream_t stream;
 };
 inline std::vector<Message> messages; // of the group of calls that is open
 
@@ -56,6 +57,14 @@ inline void note(const std::string& what, ncclComm_t comm, cudaStream_t stream) 
     emulator::catch_up(); // what the host has copied in is there
     streams[size_t(comm->number)].insert(stream);
     calls.push_back(what + " on " + std::to_string(comm->number));
+}
+// What a stream that is captured is given happens when its graph is launched.
+template <typename W> ncclResult_t give(cudaStream_t stream, W work) {
+    auto late = [=] {
+        emulator::catch_up();
+        work();
+    };
+    return emulator::give("a collective", stream, late), ncclSuccess;
 }
 inline ncclResult_t made_of(MPI_Comm mpi, bool shares, ncclComm_t* comm) {
     *comm = new ncclComm{mpi, int(made.size()), shares};
@@ -85,6 +94,12 @@ inline MPI_Datatype mpi_type(ncclDataType_t t) {
 
 inline const char* ncclGetErrorString(ncclResult_t r) {
     return r == ncclSuccess ? "no error" : r == ncclRemoteError ? "remote process exited" : "error";
+}
+namespace nccl_stub {
+inline int version = 22600; // the first that orders launches
+}
+inline ncclResult_t ncclGetVersion(int* version) {
+    return *version = nccl_stub::version, ncclSuccess;
 }
 inline ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
     return *error = comm->error, ncclSuccess;
@@ -162,28 +177,31 @@ inline ncclResult_t ncclGroupStart() { return ncclSuccess; }
 inline ncclResult_t ncclSend(const void* data, size_t n, ncclDataType_t, int peer, ncclComm_t comm,
                              cudaStream_t stream) {
     nccl_stub::note("send to " + std::to_string(peer), comm, stream);
-    nccl_stub::messages.push_back({const_cast<void*>(data), n, peer, true, comm->mpi});
+    nccl_stub::messages.push_back({const_cast<void*>(data), n, peer, true, comm->mpi, stream});
     return ncclSuccess;
 }
 inline ncclResult_t ncclRecv(void* data, size_t n, ncclDataType_t, int peer, ncclComm_t comm,
                              cudaStream_t stream) {
     nccl_stub::note("receive from " + std::to_string(peer), comm, stream);
-    nccl_stub::messages.push_back({data, n, peer, false, comm->mpi});
+    nccl_stub::messages.push_back({data, n, peer, false, comm->mpi, stream});
     return ncclSuccess;
 }
 inline ncclResult_t ncclGroupEnd() {
-    std::vector<MPI_Request> requests;
-    for (const nccl_stub::Message& m : nccl_stub::messages) {
-        requests.emplace_back();
-        MPI_Request* r = &requests.back();
-        if (m.send)
-            MPI_Isend(m.data, int(m.bytes), MPI_BYTE, m.peer, 0, m.mpi, r);
-        else
-            MPI_Irecv(m.data, int(m.bytes), MPI_BYTE, m.peer, 0, m.mpi, r);
-    }
-    MPI_Waitall(int(requests.size()), requests.data(), MPI_STATUSES_IGNORE);
+    std::vector<nccl_stub::Message> messages = std::move(nccl_stub::messages);
     nccl_stub::messages.clear();
-    return ncclSuccess;
+    if (messages.empty()) return ncclSuccess;
+    return nccl_stub::give(messages[0].stream, [=] {
+        std::vector<MPI_Request> requests;
+        for (const nccl_stub::Message& m : messages) {
+            requests.emplace_back();
+            MPI_Request* r = &requests.back();
+            if (m.send)
+                MPI_Isend(m.data, int(m.bytes), MPI_BYTE, m.peer, 0, m.mpi, r);
+            else
+                MPI_Irecv(m.data, int(m.bytes), MPI_BYTE, m.peer, 0, m.mpi, r);
+        }
+        MPI_Waitall(int(requests.size()), requests.data(), MPI_STATUSES_IGNORE);
+    });
 }
 
 inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataType_t type,
@@ -194,22 +212,24 @@ inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataT
     MPI_Comm_rank(comm->mpi, &rank);
     MPI_Type_size(t, &unit);
     bool in_place = in == static_cast<char*>(out) + size_t(rank) * n * size_t(unit);
-    MPI_Allgather(in_place ? MPI_IN_PLACE : in, int(n), t, out, int(n), t, comm->mpi);
-    return ncclSuccess;
+    return nccl_stub::give(stream, [=] {
+        MPI_Allgather(in_place ? MPI_IN_PLACE : in, int(n), t, out, int(n), t, comm->mpi);
+    });
 }
 inline ncclResult_t ncclBroadcast(const void*, void* out, size_t n, ncclDataType_t type, int root,
                                   ncclComm_t comm, cudaStream_t stream) {
     nccl_stub::note("broadcast", comm, stream);
-    MPI_Bcast(out, int(n), nccl_stub::mpi_type(type), root, comm->mpi);
-    return ncclSuccess;
+    return nccl_stub::give(
+        stream, [=] { MPI_Bcast(out, int(n), nccl_stub::mpi_type(type), root, comm->mpi); });
 }
 // Floats of 16 bits have no sum in MPI: the project sums them in rank order under this stub.
 inline ncclResult_t ncclAllReduce(const void*, void* out, size_t n, ncclDataType_t type,
                                   ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
     nccl_stub::note(op == ncclMax ? "maximum" : "all-reduce", comm, stream);
-    MPI_Allreduce(MPI_IN_PLACE, out, int(n), nccl_stub::mpi_type(type),
-                  op == ncclMax ? MPI_MAX : MPI_SUM, comm->mpi);
-    return ncclSuccess;
+    return nccl_stub::give(stream, [=] {
+        MPI_Allreduce(MPI_IN_PLACE, out, int(n), nccl_stub::mpi_type(type),
+                      op == ncclMax ? MPI_MAX : MPI_SUM, comm->mpi);
+    });
 }
 inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclDataType_t type,
                                       ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
@@ -221,10 +241,11 @@ inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclD
     MPI_Type_size(t, &unit);
 
     // Sum a copy: the shard of an input in place is written while others still read theirs.
-    size_t bytes = n * size_t(unit);
-    const char* from = static_cast<const char*>(in);
-    std::vector<char> all(from, from + bytes * size_t(size));
-    MPI_Allreduce(MPI_IN_PLACE, all.data(), int(n) * size, t, MPI_SUM, comm->mpi);
-    if (bytes) memcpy(out, all.data() + bytes * size_t(rank), bytes); // memcpy takes no null
-    return ncclSuccess;
+    return nccl_stub::give(stream, [=] {
+        size_t bytes = n * size_t(unit);
+        const char* from = static_cast<const char*>(in);
+        std::vector<char> all(from, from + bytes * size_t(size));
+        MPI_Allreduce(MPI_IN_PLACE, all.data(), int(n) * size, t, MPI_SUM, comm->mpi);
+        if (bytes) memcpy(out, all.data() + bytes * size_t(rank), bytes); // memcpy takes no null
+    });
 }
