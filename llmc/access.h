@@ -57,7 +57,8 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     x.read({Kind::CONSTANTS});
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
-    if (p.recompute.of(l) != Recompute::FULL || model.shape.E) // the choice of experts is kept
+    bool routes = layer_shape(model.shape, l).E > 0; // a choice of experts is kept
+    if (p.recompute.of(l) != Recompute::FULL || routes)
         for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
             x.read({k, l, m});
 

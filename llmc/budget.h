@@ -26,14 +26,20 @@ typedef std::array<LevelCost, RECOMPUTE_LEVELS> LevelCosts;
 
 template <typename T, typename S>
 LevelCosts level_costs(Plan p, const Model& model, S where) {
+    // Where blocks differ, one with experts stands for all: none has more rows.
     LevelCosts costs;
+    int layer = 1;
+    while (layer + 1 < model.head() && !is_sparse(model.shape, layer))
+        layer++;
+    Shape shape = layer_shape(model.shape, layer);
+
     // Ask each level for its kept rows: those that NONE keeps and it does not are redone.
     for (int r = 0; r < RECOMPUTE_LEVELS; r++) {
         p.recompute = Recompute(r);
-        size_t b = data_bytes<T>(p, model, {Kind::KEPT_B, 1}, where);
-        size_t w = data_bytes<T>(p, model, {Kind::KEPT_W, 1}, where);
+        size_t b = data_bytes<T>(p, model, {Kind::KEPT_B, layer}, where);
+        size_t w = data_bytes<T>(p, model, {Kind::KEPT_W, layer}, where);
         size_t all = r == 0 ? b + w : costs[0].kept[0] + costs[0].kept[1];
-        costs[r] = {recompute_flops(model.shape, p.T, Recompute(r)), {b, w}, all - b - w};
+        costs[r] = {recompute_flops(shape, p.T, Recompute(r)), {b, w}, all - b - w};
     }
     return costs;
 }

@@ -80,10 +80,11 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
             std::string number = std::to_string(layer - 1);
             add_bucket(model, "block." + number, Role::BLOCK, {layer});
             prefix = family.block_prefix + number + ".";
-            block_parameters(block, s, row);
-            if (s.E == 0) continue;
+            Shape here = layer_shape(s, layer);
+            block_parameters(block, here, row);
+            if (here.E == 0) continue;
             add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer});
-            expert_parameters(block, s, row);
+            expert_parameters(block, here, row);
         }
 
         // The head.
@@ -95,7 +96,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
     return model;
 }
 
-// The activation table of a block of N rows.
+// The activation table of a block of N rows, whose layer has this shape.
 // T is the type of activations; statistics of norms and attention are wider, in acc. Sums over rows
 // have more parts on a GPU.
 template <typename T, typename S>
@@ -115,7 +116,8 @@ std::vector<Activation> activation_table(const Shape& s, size_t N, S where) {
 // functions are bound by memory, and do not count.
 inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double C = double(s.C);
-    double F = double(s.F * std::max(s.K, size_t(1))); // of a token's experts together
+    // Count the experts of a token together, and the ffn beside them.
+    double F = s.E || s.ffn_beside ? double(s.F * s.K + s.ffn_beside) : double(s.F);
     double Q = double(s.NH * s.HS);
     double KV = double(s.NKV * s.HS);
     double flops = 0;

@@ -1,5 +1,6 @@
 // load.h - a step's input: sequences shared out over ranks, read ahead while a device works
 //   run_load       the action LOAD: tokens, targets, positions, starts of documents, on their way
+//   run_count      the action COUNT: valid targets of all ranks, and the numbers of the step
 //   bind_batch     hands the blocks a micro-batch of it
 //   prepare_batch  reads the next step's batch beside the step that runs, so that a device does not
 //                  wait for text between two steps
@@ -152,6 +153,21 @@ void run_load(Trainer<T, S>& t) {
         LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
         copy_in(home, batch, numbers * sizeof(int), t.ctx.where);
     }
+}
+
+// Add up the valid targets of all ranks, and put the step's numbers where kernels read them.
+template <typename T, typename S>
+void run_count(Trainer<T, S>& t) {
+    typedef acc_t<T> A;
+    all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
+    if (t.plans[t.plan].mode != Mode::TRAIN) return;
+
+    // As with a batch, the copy may still be under way when this returns.
+    StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;
+    StepNumbers* here = host_side(home, t.numbers, t.ctx.where);
+    here->target_weight = double(t.valid ? A(1) / A(t.valid) : 0);
+    here->lr = t.hyper.lr;
+    copy_in(home, here, sizeof(*home), t.ctx.where);
 }
 
 // Hand the blocks a micro-batch. In generation generate_batch() has done so.

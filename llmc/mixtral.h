@@ -1,7 +1,11 @@
-// mixtral.h - Mixtral, Qwen3-MoE, OLMoE: Llama's block with experts for an ffn - arXiv:2401.04088
+// mixtral.h - Mixtral, Qwen-MoE, OLMoE: Llama's block with experts for an ffn - arXiv:2401.04088
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),   q, k, v = proj(norm_1(x))
 //               x = x + sum over the K chosen experts of down_e(g_e silu(gate_e) up_e)
 //               gate_e, up_e = proj_e(norm_2(x)),   g_e: the router's gate for norm_2(x), moe.cuh
+//   A block may have an ffn of all tokens beside its experts, shared, or in their place, dense:
+//               x = x + sum of the experts + [sigmoid(shared_router(norm_2(x)))] ffn(norm_2(x))
+//   Both are one ffn here, cut as Llama's; W: its width. Qwen2-MoE weighs the shared one by a gate,
+//   which is a router's of one expert.
 //   The first branch, embedding, head and norms are llama.h's. N: rows, E, K: experts,
 //   those of a token; M = N K slots, F: the width of one expert.
 //   Experts' matrices are stacks of E in a bucket of their own. Tensor parallelism cuts each
@@ -27,7 +31,7 @@ namespace llmc {
 
 // clang-format off
 struct Mixtral {
-    static constexpr const char* model_types[] = {"mixtral", "qwen3_moe", "olmoe"};
+    static constexpr const char* model_types[] = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
     static constexpr int widening_products = 2;                 // from C to F channels: gate, up
@@ -39,6 +43,9 @@ struct Mixtral {
         Weight norm_2;                            // (C)
         Weight router;                            // (E,C)
         Weight gate, up, down;                    // (E F,C) (E F,C) (E C,F)
+        // An ffn in the place of experts, or one of all tokens beside them; W channels.
+        Weight shared_router;                     // (1,C)
+        Weight ffn_gate, ffn_up, ffn_down;        // (W,C) (W,C) (C,W)
     };
 
     template <typename T> struct Acts : AttentionActs<T> {
@@ -48,9 +55,14 @@ struct Mixtral {
         int* ids;                                 // (ep,N,K)
         Slots slots;                              // (groups) (groups+1) (ep,N,K) (ep N K)
         T *gate, *up, *swiglu;                    // (M,F) (M,F) (M,F)
+        acc_t<T> *shared_logits, *shared_gates;   // (N) (N)
+        int* shared_ids;                          // (N)        zeros: a choice of one
+        T *ffn_gate, *ffn_up, *ffn_swiglu;        // (N,W) (N,W) (N,W)
 
         T *dswiglu, *dup, *dlogits;               // (M,F) (M,F) (N,E)
         acc_t<T>* dgates;                         // (ep,N,K)
+        T *dffn_swiglu, *dffn_up, *dshared_logits; // (N,W) (N,W) (N)
+        acc_t<T>* dshared_gates;                  // (N)
         T* dnorm_2;                               // (R,C)
         acc_t<T>* norm_2_sums;                    // parts of the norm's dweight
         T* dout_all;                              // (N,C)      rows of all ranks, where R < N
@@ -66,16 +78,36 @@ struct Mixtral {
 template <typename Row>
 void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     size_t C = s.C;
-    Shard whole = {};
+    Shard whole = {}, columns = {0}, rows = {1};
     Shard heads = {-1, 1, 0, Partial::HEADS};
     Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
     const char* router = s.hf_type == "mixtral" ? "block_sparse_moe.gate.weight"
                                                 : "mlp.gate.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
     attention_parameters(w, s, row);
     row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
-    row(w.router, router,                            {s.E, C}, normal, true, heads,   false);
+    if (s.E)
+        row(w.router, router,                        {s.E, C}, normal, true, heads,   false);
+    if (s.E && s.shared_gate)
+        row(w.shared_router, "mlp.shared_expert_gate.weight", {1, C}, normal, true, heads, false);
+    if (size_t W = s.ffn_beside) {
+        // Qwen2-MoE has one shared expert by name, DeepSeek several side by side.
+        bool qwen = s.hf_type == "qwen2_moe";
+        const char* gate = !s.E ? "mlp.gate_proj.weight"
+                                : qwen ? "mlp.shared_expert.gate_proj.weight"
+                                       : "mlp.shared_experts.gate_proj.weight";
+        const char* up = !s.E ? "mlp.up_proj.weight"
+                              : qwen ? "mlp.shared_expert.up_proj.weight"
+                                     : "mlp.shared_experts.up_proj.weight";
+        const char* down = !s.E ? "mlp.down_proj.weight"
+                                : qwen ? "mlp.shared_expert.down_proj.weight"
+                                       : "mlp.shared_experts.down_proj.weight";
+        row(w.ffn_gate, gate,                        {W, C},   normal, true, columns, false);
+        row(w.ffn_up,   up,                          {W, C},   normal, true, columns, false);
+        row(w.ffn_down, down,                        {C, W},   small,  true, rows,    false);
+    }
 }
 
 // A stack has E matrices, one below the other: {} stands for an expert's number in the files.
@@ -107,13 +139,54 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
 
 // Rows of slots are M = N K, whoever is chosen, or with expert parallelism at most M: an arena that
 // fits once fits always.
+template <typename T, typename Row>
+void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
+    // The ffn has rows of all tokens, experts those of slots.
+    size_t F = s.F;
+    size_t width = s.ffn_beside;
+    ExpertCounts n = s.E ? expert_counts(s, N) : ExpertCounts();
+    size_t M = n.rows;
+    using enum Keep;
+    using enum Last;
+
+    //  pointer         name                    elements   of        last read
+    if (s.E) {
+        row(a.logits,       "router's logits",      N * s.E,  ROUTING, B);
+        row(a.gates,        "gates",                n.slots,  ROUTING, B);
+        row(a.ids,          "chosen experts",       n.slots,  ROUTING, B);
+        row(a.slots.row_of, "rows of slots",        n.slots,  ROUTING, B);
+        row(a.slots.slot_of, "slots of rows",       n.slots,  ROUTING, W);
+        row(a.slots.counts, "experts' loads",       n.groups, ROUTING, W);
+        row(a.slots.starts, "experts' first rows",  n.groups + 1, ROUTING, W);
+        row(a.gate,         "gate",                 M * F,    FFN,     B);
+        row(a.up,           "up",                   M * F,    FFN,     B);
+        row(a.swiglu,       "swiglu",               M * F,    CHEAP,   W);
+
+        row(a.dswiglu,      "d swiglu, d gate",     M * F,    GRADIENT, W);
+        row(a.dup,          "d up",                 M * F,    GRADIENT, W);
+        row(a.dgates,       "d gates",              n.slots,  GRADIENT, B);
+        row(a.dlogits,      "d router's logits",    N * s.E,  GRADIENT, W);
+    }
+    if (s.E && s.shared_gate) {
+        row(a.shared_logits, "shared gate's logits", N,      ROUTING, B);
+        row(a.shared_gates,  "shared gates",         N,      ROUTING, B);
+        row(a.shared_ids,    "shared experts",       N,      ROUTING, B);
+        row(a.dshared_gates, "d shared gates",       N,      GRADIENT, B);
+        row(a.dshared_logits, "d shared gate's logits", N,   GRADIENT, W);
+    }
+    if (width) {
+        row(a.ffn_gate,     "ffn's gate",           N * width,   FFN,     B);
+        row(a.ffn_up,       "ffn's up",             N * width,   FFN,     B);
+        row(a.ffn_swiglu,   "ffn's swiglu",         N * width,   CHEAP,   W);
+        row(a.dffn_swiglu,  "d ffn's swiglu, d gate", N * width, GRADIENT, W);
+        row(a.dffn_up,      "d ffn's up",           N * width,   GRADIENT, W);
+    }
+}
+
 template <typename T, typename S, typename Row>
 void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C;
-    size_t F = s.F;
     size_t R = N / s.row_ranks; // of the residual stream
-    ExpertCounts n = expert_counts(s, N);
-    size_t M = n.rows;
     using enum Keep;
     using enum Last;
 
@@ -121,21 +194,7 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
     attention_activations(a, s, N, where, row);
     row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
     row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
-    row(a.logits,       "router's logits",      N * s.E,   ROUTING,  B);
-    row(a.gates,        "gates",                n.slots,   ROUTING,  B);
-    row(a.ids,          "chosen experts",       n.slots,   ROUTING,  B);
-    row(a.slots.row_of, "rows of slots",        n.slots,   ROUTING,  B);
-    row(a.slots.slot_of, "slots of rows",       n.slots,   ROUTING,  W);
-    row(a.slots.counts, "experts' loads",       n.groups,  ROUTING,  W);
-    row(a.slots.starts, "experts' first rows",  n.groups + 1, ROUTING,  W);
-    row(a.gate,         "gate",                 M * F,     FFN,      B);
-    row(a.up,           "up",                   M * F,     FFN,      B);
-    row(a.swiglu,       "swiglu",               M * F,     CHEAP,    W);
-
-    row(a.dswiglu,      "d swiglu, d gate",     M * F,     GRADIENT, W);
-    row(a.dup,          "d up",                 M * F,     GRADIENT, W);
-    row(a.dgates,       "d gates",              n.slots,   GRADIENT, B);
-    row(a.dlogits,      "d router's logits",    N * s.E,   GRADIENT, W);
+    second_branch_activations(a, s, N, row);
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
     if (s.row_ranks > 1)
@@ -147,7 +206,10 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
 // experts
 
 // The router as kernels take it.
-inline Routing routing_of(const Shape& s) { return {s.router, s.E, s.K}; }
+inline Routing routing_of(const Shape& s) { return {s.router, s.E, s.K, s.gate_scale}; }
+
+// The gate of shared experts is a router's that has one expert to choose from.
+inline Routing shared_routing() { return {Router::SIGMOID_ALONE, 1, 1}; }
 
 // A stack of this rank's experts as the grouped products take it.
 template <typename T, typename S>
@@ -174,19 +236,24 @@ BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
     return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks};
 }
 
-// The choice of experts: logits in acc, whatever the weights are, then slots by expert.
+// A product whose output is wider than its operands: logits in acc, whatever the weights are.
+template <typename T, typename S>
+void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& router) { // (N,E) (N,C)
+    // There is neither a bias nor a residual.
+    const T* no_bias = nullptr;
+    const acc_t<T>* no_residual = nullptr;
+    Product p = linear_forward_product(ctx.batch.rows(), router.rows, ctx.shape.C, type_of<T>());
+    p.pack_b = false;
+    matmul(logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
+}
+
+// The choice of experts, then their slots side by side.
 template <typename T, typename S>
 void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                     const Weight& router) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    const T* no_bias = nullptr;
-    const acc_t<T>* no_residual = nullptr;
-
-    // A product whose output is wider than its operands.
-    Product p = linear_forward_product(N, s.E, s.C, type_of<T>());
-    p.pack_b = false;
-    matmul(a.logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
+    router_logits(ctx, a.logits, x, router);
 
     // Choose for this rank's tokens.
     int* ids = my_slots(ctx, a.ids);
@@ -196,6 +263,61 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     // Hear what others have chosen, then lay the slots of each expert together.
     gather_choices(ctx, a.ids, a.gates);
     sort_own_slots(ctx, a.slots, a.ids);
+}
+
+// The gates of shared experts: every token is a slot of its own row.
+template <typename T, typename S>
+void gate_shared_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
+                         const Weight& router) {
+    size_t N = ctx.batch.rows();
+    if (!router.data) return;
+    // One expert to choose from, whose gate is a sigmoid of its logit.
+    router_logits(ctx, a.shared_logits, x, router);
+    route_forward(a.shared_ids, a.shared_gates, a.shared_logits, shared_routing(), N, ctx.where);
+}
+
+// swiglu of the ffn, with each token's gate where shared experts have one.
+template <typename T, typename S>
+void ffn_swiglu(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
+    size_t N = ctx.batch.rows();
+    size_t W = ctx.shape.ffn_beside;
+    // A slot for each token, in its own row.
+    const int *every_row = nullptr, *all_rows = nullptr;
+    if (w.shared_router.data)
+        gated_swiglu_forward(a.ffn_swiglu, a.ffn_gate, a.ffn_up, a.shared_gates, every_row,
+                             all_rows, N, W, ctx.where);
+    else
+        swiglu_forward(a.ffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where, ctx.shape.gate);
+}
+
+// The ffn of all tokens, up to its last product; again where its products are made again.
+template <typename T, typename S>
+void widen_ffn(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
+               const Mixtral::Block& w, bool products) {
+    if (!ctx.shape.ffn_beside) return;
+    size_t N = ctx.batch.rows();
+    const T* no_residual = nullptr;
+    // Its matrices read what the experts read.
+    if (products) {
+        linear_forward(a.ffn_gate, x, w.ffn_gate, nullptr, no_residual, N, ctx.blas, ctx.where);
+        linear_forward(a.ffn_up, x, w.ffn_up, nullptr, no_residual, N, ctx.blas, ctx.where);
+    }
+    ffn_swiglu(ctx, a, w);
+}
+
+// rows = residual + the ffn of this rank's tokens, as row_parallel_forward has it.
+template <typename T, typename S>
+void ffn_forward(Ctx<S>& ctx, T* rows, const T* residual, // (N,C) {+tp} (R,C)
+                 const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
+    const Shape& s = ctx.shape;
+    size_t parts = s.row_ranks;
+    size_t R = stream_rows(ctx);
+    for (size_t i = 0; i < parts; i++) {
+        // Scattered rows get their residual from their owner, else from the first rank.
+        bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
+        linear_forward(rows + i * R * s.C, a.ffn_swiglu + i * R * s.ffn_beside, w.ffn_down, nullptr,
+                       adds ? residual : (const T*)nullptr, R, ctx.blas, ctx.where);
+    }
 }
 
 // The rows of slots, in the buffer that they share.
@@ -228,8 +350,8 @@ void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                          s.F, ctx.where);
 }
 
-// out = residual + each token's sum over its slots; residual and sum as row_parallel_forward has
-// them, so that ranks add one residual.
+// out = residual + the ffn + each token's sum over its slots; residual and sum as
+// row_parallel_forward has them, so that ranks add one residual.
 template <typename T, typename S>
 void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
                      const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
@@ -244,6 +366,8 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
     size_t R = stream_rows(ctx);
     T* partial = partial_rows(ctx, out);   // (N,C) {+tp}
     T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
+    T* own = all + size_t(ctx.ep.rank) * ctx.batch.rows() * s.C;
+    if (s.ffn_beside) ffn_forward(ctx, own, residual, a, w);
     for (size_t i = 0; i < s.expert_ranks * parts; i++) {
         // Tokens get their residual from their own rank; of tensor-parallel ranks scattered rows
         // get it from their owner, and whole ones from the first.
@@ -252,24 +376,27 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
         bool adds = own_tokens && own_rows;
         const int* row_of = a.slots.row_of + i * R * s.K;
         T* to = all + i * R * s.C;
-        combine_slots(to, adds ? residual : nullptr, y, row_of, rows_of(ctx, a), R, s.K, s.C,
+        const T* before = adds ? residual : nullptr;
+        if (own_tokens && s.ffn_beside)
+            before = to; // experts add to the ffn in place
+        combine_slots(to, before, y, row_of, rows_of(ctx, a), R, s.K, s.C,
                       ctx.where);
     }
     sum_tokens(ctx, partial, all);
     sum_rows(ctx, out, partial);
 }
 
-// The input half: leaves gradients of gate, up and the router's logits for W, and dnorm_2.
+// Back through the experts into `partial`; leaves gradients of gate, up and logits for W.
 template <typename T, typename S>
-void experts_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
-                            const Mixtral::Acts<T>& a) {
+void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
+                            const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
     ExpertCounts n = expert_counts(s, N);
 
     // Walk back to gate and up, in place, and to the gates.
     T* dgate = a.dswiglu; // (M,F)
-    const T* dys = gather_slots(ctx, a, gather_rows(ctx, a.dout_all, dout));
+    const T* dys = gather_slots(ctx, a, dout);
     Groups narrow = groups_of(ctx, a, w.down);
     grouped_backward_input(a.dswiglu, dys, w.down.as<const T>(), narrow, false, ctx.blas,
                            ctx.where);
@@ -283,8 +410,7 @@ void experts_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
     grouped_backward_input(dxs, dgate, w.gate.as<const T>(), wide, false, ctx.blas, ctx.where);
     grouped_backward_input(dxs, a.dup, w.up.as<const T>(), wide, true, ctx.blas, ctx.where);
     const T* no_residual = nullptr;
-    T* partial = partial_rows(ctx, a.dnorm_2); // (N,C) {+tp}
-    T* all = partial_tokens(ctx, partial);     // (ep,N,C) {+ep} {+tp}
+    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
     combine_slots(all, no_residual, dxs, a.slots.row_of, rows_of(ctx, a), n.tokens, s.K, s.C,
                   ctx.where);
     sum_tokens(ctx, partial, all);
@@ -300,31 +426,119 @@ void experts_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
     route_backward(a.dlogits, my_slots(ctx, a.dgates), a.logits, ids, routing_of(s),
                    balance_terms(ctx, counts), N, ctx.where);
     linear_backward_input(partial, a.dlogits, w.router, N, true, ctx.blas, ctx.where);
+}
+
+// The same of the ffn beside them, or in their place; first: partial has nothing yet.
+template <typename T, typename S>
+void ffn_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
+                        const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool first) {
+    size_t N = ctx.batch.rows();
+    size_t W = ctx.shape.ffn_beside;
+    T* dgate = a.dffn_swiglu; // (N,W)
+    // Shared experts have a slot for each token, in its own row.
+    const int *every_row = nullptr, *all_rows = nullptr;
+    linear_backward_input(a.dffn_swiglu, dout, w.ffn_down, N, false, ctx.blas, ctx.where);
+    if (w.shared_router.data)
+        gated_swiglu_backward(dgate, a.dffn_up, a.dshared_gates, a.dffn_swiglu, a.ffn_gate,
+                              a.ffn_up, a.shared_gates, every_row, all_rows, N, W, ctx.where);
+    else
+        swiglu_backward(dgate, a.dffn_up, a.dffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where,
+                        ctx.shape.gate);
+
+    // To the rows that gate and up have read.
+    linear_backward_input(partial, dgate, w.ffn_gate, N, !first, ctx.blas, ctx.where);
+    linear_backward_input(partial, a.dffn_up, w.ffn_up, N, true, ctx.blas, ctx.where);
+
+    // The gate's own product.
+    if (!w.shared_router.data) return;
+    route_backward(a.dshared_logits, a.dshared_gates, a.shared_logits, a.shared_ids,
+                   shared_routing(), {}, N, ctx.where);
+    linear_backward_input(partial, a.dshared_logits, w.shared_router, N, true, ctx.blas, ctx.where);
+}
+
+// Back through the second branch, to norm_2's rows.
+template <typename T, typename S>
+void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
+                                  const Mixtral::Acts<T>& a) {
+    // Experts and ffn add to one buffer, whose first writer does not read it.
+    const T* rows = gather_rows(ctx, a.dout_all, dout); // (N,C)
+    T* partial = partial_rows(ctx, a.dnorm_2);          // (N,C) {+tp}
+    bool routes = ctx.shape.E > 0;
+    if (routes) experts_backward_input(ctx, partial, rows, w, a);
+    if (ctx.shape.ffn_beside) ffn_backward_input(ctx, partial, rows, w, a, !routes);
     sum_rows(ctx, a.dnorm_2, partial);
 }
 
+
 // The weight half gathers rows again that the input half had: they are not worth keeping.
 template <typename T, typename S>
-void experts_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
-                             const Mixtral::Acts<T>& a, bool accumulate) {
-    const Shape& s = ctx.shape;
+void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
+                             const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t N = ctx.batch.rows();
-    auto backward = [&](const Weight& stack, const T* dy, const T* x) {
+    auto backward = [&](const Weight& stack, const T* dy, const T* rows) {
         // A frozen stack has no gradient.
         if (!stack.grad) return;
-        grouped_backward_weight(grad_of<T>(stack), dy, x, groups_of(ctx, a, stack), accumulate,
+        grouped_backward_weight(grad_of<T>(stack), dy, rows, groups_of(ctx, a, stack), accumulate,
                                 ctx.blas, ctx.where);
     };
 
     // Gather the gradient of the experts' outputs, then their inputs.
-    backward(w.down, gather_slots(ctx, a, s.row_ranks == 1 ? dout : a.dout_all), a.swiglu);
-
-    // The router reads what the experts read.
-    const T* x = gather_rows(ctx, a.norm_2); // (N,C)
+    backward(w.down, gather_slots(ctx, a, dout), a.swiglu);
     const T* xs = gather_slots(ctx, a, x);
     backward(w.gate, a.dswiglu, xs);
     backward(w.up, a.dup, xs);
     linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
+}
+
+template <typename T, typename S>
+void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
+                                   const Mixtral::Acts<T>& a, bool accumulate) {
+    // Router, experts and ffn read the same rows.
+    size_t N = ctx.batch.rows();
+    const T* rows = ctx.shape.row_ranks == 1 ? dout : a.dout_all; // (N,C)
+    const T* x = gather_rows(ctx, a.norm_2);                      // (N,C)
+    if (ctx.shape.E) experts_backward_weight(ctx, rows, x, w, a, accumulate);
+    if (!ctx.shape.ffn_beside) return;
+
+    // The ffn, and its gate.
+    auto backward = [&](const Weight& weight, const T* dy, const T* inp) {
+        linear_backward_weight(weight, nullptr, dy, inp, N, accumulate, ctx.blas, ctx.where);
+    };
+    backward(w.ffn_down, rows, a.ffn_swiglu);
+    backward(w.ffn_gate, a.dffn_swiglu, x);
+    backward(w.ffn_up, a.dffn_up, x);
+    if (w.shared_router.data) backward(w.shared_router, a.dshared_logits, x);
+}
+
+// From the stream behind attention to the block's output.
+template <typename T, typename S>
+void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C)
+                           const Mixtral::Acts<T>& a) {
+    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    const T* x = gather_rows(ctx, a.norm_2); // (N,C)
+    // A block has experts, an ffn, or both.
+    if (ctx.shape.E) {
+        choose_experts(ctx, a, x, w.router);
+        widen_slots(ctx, a, x, w, true);
+    }
+    gate_shared_experts(ctx, a, x, w.shared_router);
+    widen_ffn(ctx, a, x, w, true);
+    if (ctx.shape.E) return combine_experts(ctx, out, a.middle, a, w);
+
+    // The ffn alone.
+    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
+    ffn_forward(ctx, partial, a.middle, a, w);
+    sum_rows(ctx, out, partial);
+}
+
+// Make again what the level dropped; no router is asked.
+template <typename T, typename S>
+void second_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
+                             Recompute level) {
+    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    const T* x = redoes_ffn(level) ? gather_rows(ctx, a.norm_2) : nullptr; // (N,C)
+    if (ctx.shape.E) widen_slots(ctx, a, x, w, redoes_ffn(level));
+    widen_ffn(ctx, a, x, w, redoes_ffn(level));
 }
 
 // ----------------------------------------------------------------------------
@@ -337,11 +551,7 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Mixtral::Block& w,
     first_branch_forward(ctx, inp, w, a, cache);
 
     // Let each token's experts work on what it saw.
-    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
-    const T* x = gather_rows(ctx, a.norm_2); // (N,C)
-    choose_experts(ctx, a, x, w.router);
-    widen_slots(ctx, a, x, w, true);
-    combine_experts(ctx, out, a.middle, a, w);
+    second_branch_forward(ctx, out, w, a);
 }
 
 // Make again what the level of recomputation dropped. Experts were chosen by F.
@@ -350,10 +560,7 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const M
                      Recompute level) {
     first_branch_recompute(ctx, inp, w, a, level);
 
-    // The second.
-    rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
-    const T* x = redoes_ffn(level) ? gather_rows(ctx, a.norm_2) : nullptr; // (N,C)
-    widen_slots(ctx, a, x, w, redoes_ffn(level));
+    second_branch_recompute(ctx, w, a, level);
 }
 
 // Everything but the gradients of weights.
@@ -361,7 +568,7 @@ template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
     // Walk back through the second branch, which leaves its own gradients for the weights.
-    experts_backward_input(ctx, dout, w, a);
+    second_branch_backward_input(ctx, dout, w, a);
     rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
                      a.norm_2_rstd);
 
@@ -374,7 +581,7 @@ template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
                            const Mixtral::Acts<T>& a, bool accumulate) {
     // Give the experts' matrices and the router theirs, then the first branch's.
-    experts_backward_weight(ctx, dout, w, a, accumulate);
+    second_branch_backward_weight(ctx, dout, w, a, accumulate);
     SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};
     first_branch_backward_weight(ctx, sums, w, a, accumulate);
 

@@ -39,6 +39,8 @@ struct Shape : Variant {
     size_t C = 0, F = 0;            // channels, ffn width; with experts that of one of them
     size_t E = 0, K = 0;            // experts of each block, and how many a token goes through
     Router router = Router::RENORMALISED;
+    float gate_scale = 1;           // of all gates
+    size_t ffn_beside = 0;          // a layer's: the ffn in the place of its experts, or shared
     size_t V = 0;                   // vocabulary
     size_t P = 0;                   // positions the model is made for: T and prompts stay below
     Position position = Position::LEARNED;
@@ -62,6 +64,16 @@ struct Shape : Variant {
     // The vocabulary as tables hold it: padded with zero rows that never reach a file.
     size_t Vp() const { return padded ? padded : round_up(V, 128); }
 };
+
+// The shape as a layer has it: an ffn, experts, or both.
+inline Shape layer_shape(Shape s, int layer) {
+    if (s.E == 0) return s;
+    // Blocks of a model without experts are all alike.
+    bool sparse = is_sparse(s, layer);
+    s.ffn_beside = sparse ? s.shared_F : s.dense_F;
+    if (!sparse) s.E = s.K = 0;
+    return s;
+}
 
 // Shapes as their papers state them: a head has C / NH channels, GPT-2's ffn 4 C.
 inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {

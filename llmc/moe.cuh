@@ -2,14 +2,14 @@
 //   scores   s = exp(logits - max), or sigmoid(logits)          each token, over E experts
 //   choice   the K largest of logits, or of sigmoid + bias; of equals the lower expert
 //   gates    g = scale s / S     S sums s over: SOFTMAX all experts, RENORMALISED and SIGMOID those
-//            chosen (arXiv:2401.04088, arXiv:2412.19437)
+//            chosen (arXiv:2401.04088, arXiv:2412.19437), and SIGMOID_ALONE nothing: S = 1
 //   slots    slot n K + j is token n's j-th expert, by ascending expert. A stable counting sort
 //            gives each slot its row: rows of an expert lie together, by token. A rank that has
 //            some of the experts sorts the others' slots behind its own, and gives them no row
 //   experts  h = g silu(gate) up: the gate multiplies before the last product, so that y of the
 //            slots of a token just add up:   out = residual + sum over j of y[row_of[n,j]]
-//   Gradients, with q = s / S, G = dL/dg, and for SIGMOID a factor 1 - s:
-//     dlogits = scale q (G - sum q G)             of all experts, or of those chosen
+//   Gradients, with q = s / S, G = dL/dg, and for sigmoids a factor 1 - s:
+//     dlogits = scale q (G - sum q G)             of all experts, or of those chosen; alone: q G
 //     + balance s' (f - sum s' f)                 s' = s / sum of all s, f = E count / (K T)
 //     + z lse p                                   lse = log sum exp(logits), p = softmax
 //   The balance terms are those of a sequence (arXiv:2412.19437, eq. 17): they know no micro-batch
@@ -29,7 +29,10 @@
 namespace llmc {
 
 // Where the scores come from, and which of them a gate is a share of.
-enum class Router : uint8_t { SOFTMAX, RENORMALISED, SIGMOID };
+enum class Router : uint8_t { SOFTMAX, RENORMALISED, SIGMOID, SIGMOID_ALONE };
+LLMC_HD inline bool is_sigmoid(Router r) {
+    return r == Router::SIGMOID || r == Router::SIGMOID_ALONE;
+}
 
 // How a token chooses K of E experts. A warp has a lane for each choice.
 struct Routing {
@@ -58,10 +61,20 @@ struct Slots {
     int* slot_of; // (N K) by row
 };
 
+// The slot in a row; null: rows are slots, each in its place.
+LLMC_HD inline size_t slot_at(const int* slot_of, size_t row) {
+    return slot_of ? size_t(slot_of[row]) : row;
+}
+
+// Rows that are there; null: all M.
+LLMC_HD inline size_t row_count(const int* rows, size_t M) {
+    return rows ? size_t(*rows) : M;
+}
+
 // A score before it is divided by any sum. max: of the row's logits.
 template <typename A>
 LLMC_HD A route_score(A logit, A max, Router router) {
-    return router == Router::SIGMOID ? 1 / (1 + std::exp(-logit)) : std::exp(logit - max);
+    return is_sigmoid(router) ? 1 / (1 + std::exp(-logit)) : std::exp(logit - max);
 }
 
 // The value by which experts are chosen. A NaN loses, so that ids stay inside the table; the loss
@@ -69,7 +82,7 @@ LLMC_HD A route_score(A logit, A max, Router router) {
 template <typename A>
 LLMC_HD A route_value(A logit, size_t e, const Routing& r) {
     A v = logit;
-    if (r.router == Router::SIGMOID)
+    if (is_sigmoid(r.router))
         v = route_score(logit, A(0), r.router);
     if (r.bias) v += A(r.bias[e]);
     return v == v ? v : -A(INFINITY);
@@ -108,7 +121,7 @@ template <typename A>
 LLMC_HD A route_gradient(const RouteSums<A>& sums, const Routing& r, const BalanceTerms& b, A logit,
                          A G, bool chosen, size_t n, size_t e) {
     A s = route_score(logit, sums.max, r.router);
-    A slope = r.router == Router::SIGMOID ? 1 - s : A(1);
+    A slope = is_sigmoid(r.router) ? 1 - s : A(1);
     A more = b.loss_scale ? A(*b.loss_scale) : A(1);
 
     // The gate: a softmax over all experts moves those that were not chosen too.
@@ -149,6 +162,7 @@ RouteSums<A> route_sums(const A* logits, const int* ids, const Routing& r) { // 
         x.chosen += route_score(logits[ids[j]], x.max, r.router);
     if (r.router == Router::SOFTMAX) x.chosen = x.all;
     if (r.router == Router::SIGMOID) x.chosen += A(1e-20);
+    if (r.router == Router::SIGMOID_ALONE) x.chosen = 1;
     return x;
 }
 
@@ -197,7 +211,8 @@ void route_backward(T* dlogits, const acc_t<T>* dgates, const acc_t<T>* logits, 
 
         // Sum over the row.
         RouteSums<A> sums = route_sums(l, chosen, r);
-        for (size_t j = 0; j < r.K; j++)
+        bool shares = r.router != Router::SIGMOID_ALONE;
+        for (size_t j = 0; j < r.K && shares; j++)
             sums.gradients += route_score(l[chosen[j]], sums.max, r.router) / sums.chosen * G[j];
         for (size_t e = 0; e < r.E && b.balance != 0; e++) {
             A s = route_score(l[e], sums.max, r.router);
@@ -288,12 +303,12 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // 
 template <typename T>
 void gated_swiglu_forward(T* h, const T* gate, const T* up, // (rows,F) each
                           const acc_t<T>* gates, const int* slot_of, const int* rows, // (N,K) (M)
-                          size_t, size_t F, Cpu) {
+                          size_t M, size_t F, Cpu) {
     typedef acc_t<T> A;
-    size_t count = size_t(*rows);
+    size_t count = row_count(rows, M);
     #pragma omp parallel for
     for (size_t row = 0; row < count; row++) {
-        A weight = gates[slot_of[row]];
+        A weight = gates[slot_at(slot_of, row)];
         #pragma omp simd
         for (size_t i = row * F; i < (row + 1) * F; i++) {
             // s is the sigmoid, as in swiglu.cuh.
@@ -311,10 +326,10 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) 
                            const acc_t<T>* gates, const int* slot_of, const int* rows, // (N,K) (M)
                            size_t M, size_t F, Cpu) {
     typedef acc_t<T> A;
-    size_t count = size_t(*rows);
+    size_t count = row_count(rows, M);
     #pragma omp parallel for
     for (size_t row = 0; row < M; row++) {
-        A weight = gates[slot_of[row]];
+        A weight = gates[slot_at(slot_of, row)];
         A sum = 0;
         size_t end = row < count ? (row + 1) * F : 0;
         for (size_t i = row * F; i < end; i++) {
@@ -330,7 +345,7 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) 
             dgate[i] = from_acc<T>(weight * d * u * slope);
             dup[i] = from_acc<T>(weight * d * g * s);
         }
-        dgates[slot_of[row]] = sum;
+        dgates[slot_at(slot_of, row)] = sum;
     }
 }
 
@@ -374,6 +389,7 @@ __device__ inline RouteSums<float> warp_route_sums(const float* logits, int id, 
     x.chosen = warp_sum(id >= 0 ? route_score(logits[id], x.max, r.router) : 0.0f);
     if (r.router == Router::SOFTMAX) x.chosen = x.all;
     if (r.router == Router::SIGMOID) x.chosen += 1e-20f;
+    if (r.router == Router::SIGMOID_ALONE) x.chosen = 1;
     return x;
 }
 
@@ -431,7 +447,7 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
 
     // An idle lane adds zeros.
     float q = mine >= 0 ? route_score(l[mine], sums.max, r.router) / sums.chosen : 0.0f;
-    sums.gradients = warp_sum(q * G);
+    sums.gradients = r.router == Router::SIGMOID_ALONE ? 0.0f : warp_sum(q * G);
     float balances = 0;
     for (size_t e = lane; e < r.E && b.balance != 0; e += 32)
         balances += route_score(l[e], sums.max, r.router) / sums.all
@@ -565,11 +581,12 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
 // WARPS warps share a row; P elements a load.
 template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, const float* gates,
-                                            const int* slot_of, const int* rows, size_t F) {
+                                            const int* slot_of, const int* rows, size_t M,
+                                            size_t F) {
     // A row is a slot, and has its gate.
     RowOfBlock<WARPS> row;
-    if (row.n >= size_t(*rows)) return;
-    float weight = gates[slot_of[row.n]];
+    if (row.n >= row_count(rows, M)) return;
+    float weight = gates[slot_at(slot_of, row.n)];
     for (size_t i = row.thread * P; i < F; i += row.threads * P) {
         Pack<T, P> pg = load<P>(gate + row.n * F + i);
         Pack<T, P> pu = load<P>(up + row.n * F + i);
@@ -591,9 +608,9 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
                                              size_t F) {
     RowOfBlock<WARPS> row;
     if (row.n >= M) return;
-    float weight = gates[slot_of[row.n]];
+    float weight = gates[slot_at(slot_of, row.n)];
     float sum = 0;
-    size_t end = row.n < size_t(*rows) ? F : 0; // a slot without a row has nothing to read
+    size_t end = row.n < row_count(rows, M) ? F : 0; // a slot without a row has nothing to read
     for (size_t i = row.thread * P; i < end; i += row.threads * P) {
         size_t at = row.n * F + i;
         Pack<T, P> pd = load<P>(dh + at);
@@ -617,7 +634,7 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
 
     // The gate's gradient is one number a row.
     sum = row.sum(sum);
-    if (row.thread == 0) dgates[slot_of[row.n]] = sum;
+    if (row.thread == 0) dgates[slot_at(slot_of, row.n)] = sum;
 }
 
 // ----------------------------------------------------------------------------
@@ -696,7 +713,7 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, 
                           const int* rows, size_t M, size_t F, cudaStream_t stream) {
     pick_row_kernel<T>(F, can_vectorize<T>(F, h, gate, up), [&](auto P, auto WARPS) {
         launch(gated_swiglu_forward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,
-               stream, h, gate, up, gates, slot_of, rows, F);
+               stream, h, gate, up, gates, slot_of, rows, M, F);
     });
 }
 

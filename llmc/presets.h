@@ -109,6 +109,15 @@ inline Shape qwen3_moe_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F
     return s;
 }
 
+// Four of 60 experts and a shared one, which every token weighs; biases as Qwen2.
+inline Shape qwen15_moe() {
+    Shape s = mixtral_shape(llama_shape(24, 16, 16, 2048, 0, 151936, 8192, 1000000), 60, 4, 1408);
+    // Gates are the softmax's own; the shared expert is as wide as the four.
+    s.hf_type = "qwen2_moe", s.qkv_bias = true, s.norm_eps = 1e-6f;
+    s.router = Router::SOFTMAX, s.shared_F = 5632, s.shared_gate = true;
+    return s;
+}
+
 // OLMoE's norms of q and k span all heads, and its gates are the softmax's own.
 inline Shape olmoe_1b_7b() {
     // The ffn's width follows below, with the experts.
@@ -172,6 +181,7 @@ inline std::vector<Preset> model_presets() {
         {"mixtral-8x7b", mixtral_shape(llama_shape(32, 32, 8, 4096, 0, 32000, 32768, 1000000), 8, 2,
                                        14336), "Mixtral 8x7B"},
         {"olmoe-1b-7b", olmoe_1b_7b(), "OLMoE 7B, 1B of them active"},
+        {"qwen1.5-moe-a2.7b", qwen15_moe(), "Qwen1.5-MoE 14B, 2.7B of them active"},
         {"qwen3-30b-a3b", qwen3_moe_shape(48, 32, 4, 2048, 768), "Qwen3 30B, 3B of them active"},
     };
 }

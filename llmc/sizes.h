@@ -164,8 +164,10 @@ size_t expert_workspace(const Plan& p, const Shape& s, const Parameter& stack, S
 
     // A token that is generated asks the router alone.
     size_t rows = p.mode == Mode::GENERATE ? 1 : N;
-    for (size_t n : {N, rows})
+    for (size_t n : {N, rows}) {
         bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, s.E, s.C, where));
+        bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, 1, s.C, where)); // shared experts'
+    }
     return bytes;
 }
 
@@ -233,7 +235,7 @@ size_t context_plan_bytes(const Plan& p, const Model& model) {
 // The scratch of a layer; of layer -1, the norm's.
 template <typename T, typename S>
 ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where) {
-    const Shape s = rank_shape(p, model);
+    const Shape s = layer_shape(rank_shape(p, model), layer);
     size_t N = p.rows(), all_rows = s.row_ranks > 1 ? N * s.C * sizeof(T) : 0;
 
     // The norm and the head have rows of their own; embedding and blocks gather rows over tp.
@@ -282,7 +284,7 @@ size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
 template <typename T, typename S>
 size_t activation_bytes(const Plan& p, const Shape& s, Data group, S where) {
     size_t bytes = 0;
-    for (const Activation& row : activation_table<T>(s, p.rows(), where))
+    for (const Activation& row : activation_table<T>(layer_shape(s, group.of), p.rows(), where))
         if (activation_group(row.keep, row.last, p.recompute.of(group.of)) == group.kind)
             bytes += round_up(row.bytes, ARENA_ALIGN);
     return bytes;

@@ -169,22 +169,7 @@ void run_backward(Trainer<T, S>& t, const Action& a) {
 }
 
 // ----------------------------------------------------------------------------
-// the beginning and the end of a step
-
-// Add up the valid targets of all ranks, and put the step's numbers where kernels read them.
-template <typename T, typename S>
-void run_count(Trainer<T, S>& t) {
-    typedef acc_t<T> A;
-    all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
-    if (t.plans[t.plan].mode != Mode::TRAIN) return;
-
-    // As with a batch, the copy may still be under way when this returns.
-    StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;
-    StepNumbers* here = host_side(home, t.numbers, t.ctx.where);
-    here->target_weight = double(t.valid ? A(1) / A(t.valid) : 0);
-    here->lr = t.hyper.lr;
-    copy_in(home, here, sizeof(*home), t.ctx.where);
-}
+// the end of a step
 
 // Add both gradients of a tied table, the embedding's and then the head's, into one. With the head
 // on another stage each of the two ranks gets the sum.
@@ -434,10 +419,11 @@ void finish_flight(Trainer<T, S>& t, InFlight<S>& f) {
 // ----------------------------------------------------------------------------
 // the loop
 
-// Set what differs from layer to layer: its window, and the table by which RoPE turns.
+// Set what differs from layer to layer: experts, a window, and the table by which RoPE turns.
 template <typename T, typename S>
 void bind_layer(Trainer<T, S>& t, int layer) {
     size_t window = window_of(t.model.shape, layer);
+    t.ctx.shape = layer_shape(t.rank_shape, layer);
     t.ctx.shape.sliding_window = window;
     t.ctx.rope = window && t.window_rope ? t.window_rope : t.rope;
     if (!turns(t.model.shape, layer)) t.ctx.rope = nullptr;
@@ -525,7 +511,7 @@ void finish_due(Trainer<T, S>& t, std::vector<InFlight<S>>& flights, const Plan&
 template <typename T, typename S>
 void enter_plan(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
-    t.ctx.shape = rank_shape(p, t.model);
+    t.ctx.shape = t.rank_shape = rank_shape(p, t.model);
     t.ctx.tp = t.comms.tp;
     t.ctx.cp = p.layout.cp.size > 1 ? t.comms.cp : Comm();
     t.ctx.cp_method = p.layout.cp_method;

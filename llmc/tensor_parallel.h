@@ -27,7 +27,8 @@ namespace llmc {
 // Whether tp ranks can share a model's heads and ffn. More ranks than key/value heads are fine
 // where each head goes to a whole number of ranks.
 inline bool tp_divides(const Shape& s, size_t tp) {
-    return s.NH % tp == 0 && s.F % tp == 0 && (s.NKV % tp == 0 || tp % s.NKV == 0);
+    bool ffns = s.F % tp == 0 && s.dense_F % tp == 0 && s.shared_F % tp == 0;
+    return s.NH % tp == 0 && ffns && (s.NKV % tp == 0 || tp % s.NKV == 0);
 }
 
 // The shape as rank `rank` of tp computes with it.
@@ -42,6 +43,8 @@ inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
     s.NH /= n;
     s.NKV = std::max(s.NKV / n, size_t(1));
     s.F /= n;
+    s.dense_F /= n;
+    s.shared_F /= n;
     s.row_ranks = sequence_parallel ? n : 1;
     return s;
 }

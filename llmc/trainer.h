@@ -39,6 +39,7 @@ struct PreparedBatch {
 // T: the type of weights and activations. S: where kernels run, a CPU or a CUDA stream.
 template <typename T, typename S> struct Trainer {
     Ctx<S> ctx;
+    Shape rank_shape; // the model's, as this rank computes with it; a layer's is in ctx
     Layout layout;
     Model model;
     std::vector<Plan> plans;
@@ -170,7 +171,7 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanO
         LLMC_CHECK(wrong.empty(), "the plan is wrong: %s", wrong.c_str());
         t.scratch.push_back(scratch_tables<T>(t.plans.back(), t.model, t.ctx.where));
     }
-    t.ctx.shape = rank_shape(t.plans[0], t.model);
+    t.ctx.shape = t.rank_shape = rank_shape(t.plans[0], t.model);
     t.arena = place_plans<T>(t.plans, t.model, t.ctx.where);
 }
 
@@ -336,9 +337,10 @@ template <typename T, typename S, typename F>
 void with_block(const Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Block weights = {};
-        block_parameters(weights, t.model.shape, bind_bucket(t, Role::BLOCK, a.layer));
-        if (t.model.shape.E)
-            expert_parameters(weights, t.model.shape, bind_bucket(t, Role::EXPERTS, a.layer));
+        Shape shape = layer_shape(t.model.shape, a.layer);
+        block_parameters(weights, shape, bind_bucket(t, Role::BLOCK, a.layer));
+        if (shape.E)
+            expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer));
 
         typename decltype(family)::template Acts<T> acts = {};
         block_activations(acts, t.ctx.shape, t.plans[t.plan].rows(), t.ctx.where,

@@ -29,6 +29,13 @@ struct Variant {
     double score_scalar = 0;    // scores are q.k over the root of this; 0: of HS
     float score_softcap = 0;    // Gemma 2
 
+    // Experts: some blocks have an ffn in their place, or beside them experts of every token.
+    size_t dense_first = 0;   // DeepSeek: the first so many blocks have an ffn
+    size_t sparse_every = 1;  // Qwen: every so many blocks one has experts
+    size_t dense_F = 0;       // the width of that ffn
+    size_t shared_F = 0;      // of the shared experts together; 0: there are none
+    bool shared_gate = false; // Qwen2-MoE: each token weighs them by a sigmoid of its own
+
     // GPT-NeoX.
     bool parallel = false;   // both branches read the block's input
     bool exact_gelu = false; // by erf, in place of the tanh form
@@ -55,6 +62,11 @@ inline size_t rotary_channels(const Variant& v, size_t HS) { return v.rotary ? v
 // Whether RoPE turns the heads of a layer.
 inline bool turns(const Variant& v, int layer) {
     return !v.nope_every || layer % int(v.nope_every) != 0;
+}
+
+// Whether a layer has experts, in a model that has them.
+inline bool is_sparse(const Variant& v, int layer) {
+    return layer > int(v.dense_first) && layer % int(v.sparse_every) == 0;
 }
 
 // ----------------------------------------------------------------------------

@@ -65,7 +65,7 @@ inline std::string cpu_name() {
 inline nlohmann::json model_identity(const Shape& s) {
     const char* positions[] = {"learned", "rope", "alibi"};
     const char* kinds[] = {"llama3", "linear", "yarn"};
-    const char* routers[] = {"softmax", "renormalised", "sigmoid"};
+    const char* routers[] = {"softmax", "renormalised", "sigmoid", "sigmoid-alone"};
 
     // clang-format off
     return {
@@ -79,6 +79,12 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"experts",        s.E},
         {"experts_per_token", s.K},
         {"router",         routers[int(s.router)]},
+        {"gate_scale",     s.gate_scale},
+        {"dense_first",    s.dense_first},
+        {"sparse_every",   s.sparse_every},
+        {"dense_ffn",      s.dense_F},
+        {"shared_ffn",     s.shared_F},
+        {"shared_gate",    s.shared_gate},
         {"vocab",          s.V},
         {"positions",      s.P},
         {"position",       positions[int(s.position)]},

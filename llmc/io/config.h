@@ -711,6 +711,11 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
         return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
     if (s.F % tp)
         return concat("--tp ", tp, " does not divide the ffn's ", s.F, " channels", fix);
+    // Blocks may have an ffn of another width beside their experts, or in their place.
+    for (size_t beside : {s.dense_F, s.shared_F})
+        if (beside % tp)
+            return concat("--tp ", tp, " does not divide the ", beside,
+                          " channels of the ffn beside experts", fix);
     if (!tp_divides(s, tp))
         return concat("--tp ", tp, " and ", s.NKV, " key/value heads do not divide each other",
                       fix);

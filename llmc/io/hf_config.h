@@ -290,6 +290,10 @@ inline void hf_window(HfConfig& c, Shape& s) {
     if (s.hf_type == "gemma2" || s.hf_type == "gemma3_text")
         return hf_gemma_window(c, s);
 
+    // Qwen2-MoE's windows follow a rule of their own.
+    if (s.hf_type == "qwen2_moe")
+        return hf_refuse_unless(c, "use_sliding_window", false);
+
     // SmolLM3 says which layers turn; its windows are not built.
     if (s.hf_type == "smollm3") {
         hf_refuse_unless(c, "use_sliding_window", false);
@@ -318,13 +322,17 @@ inline void hf_window(HfConfig& c, Shape& s) {
     s.window_from = first;
 }
 
+// Whether blocks of a class have experts.
+inline bool hf_has_experts(const std::string& type) {
+    return type == "mixtral" || type == "qwen2_moe" || type == "qwen3_moe" || type == "olmoe";
+}
+
 // Read which products have biases.
 inline void hf_biases(HfConfig& c, Shape& s) {
     // Qwen2's q, k and v have theirs always, and no class reads a key for them.
     // Experts' blocks are built without any.
-    bool experts = s.hf_type == "mixtral" || s.hf_type == "qwen3_moe" || s.hf_type == "olmoe";
     bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3" ||
-                 experts;
+                 hf_has_experts(s.hf_type);
     bool reads_attention = !fixed;
     bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
     if (reads_attention)
@@ -336,27 +344,56 @@ inline void hf_biases(HfConfig& c, Shape& s) {
     else
         hf_refuse_unless(c, "mlp_bias", false);
     s.qkv_bias = s.o_bias || s.hf_type == "qwen2";
+    if (s.hf_type == "qwen2_moe")
+        s.qkv_bias = hf_flag(c, "qkv_bias", true);
 }
 
-// Experts of all blocks: Mixtral's keys, or those of Qwen3-MoE and OLMoE.
+// Read which of Qwen's blocks have an ffn in the place of experts: the first ones, by a list, or
+// all but every so many.
+inline void hf_dense_blocks(HfConfig& c, Shape& s) {
+    // The list may be left out, or be null.
+    s.sparse_every = hf_size(c, "decoder_sparse_step", 1);
+    nlohmann::json list = c.has("mlp_only_layers") ? c.j["mlp_only_layers"]
+                                                   : nlohmann::json::array();
+    // Any other list becomes null, and is refused below.
+    for (size_t i = 0; list.is_array() && i < list.size(); i++)
+        if (list[i] != i) list = nullptr;
+    if (!list.is_array() || list.size() >= s.L)
+        return hf_wrong(c, "mlp_only_layers of this kind is not built yet, only [0, 1, ...] of the "
+                           "first layers is");
+    s.dense_first = list.size();
+
+    // A width that no block has is none.
+    bool dense = s.dense_first > 0 || s.sparse_every > 1;
+    s.dense_F = dense ? hf_size(c, "intermediate_size") : 0;
+    if (s.sparse_every > s.L)
+        hf_wrong(c, "decoder_sparse_step ", s.sparse_every, " leaves no layer with experts");
+}
+
+// Experts of all blocks: Mixtral's keys, or those of Qwen and OLMoE.
 inline void hf_experts(HfConfig& c, Shape& s) {
     // Take the class's defaults where a key is left out.
     bool mixtral = s.hf_type == "mixtral";
     s.family = Family::MIXTRAL;
-    bool qwen = s.hf_type == "qwen3_moe";
-    s.E = mixtral ? hf_size(c, "num_local_experts", 8) : hf_size(c, "num_experts", qwen ? 128 : 64);
-    s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : 8);
+    bool qwen3 = s.hf_type == "qwen3_moe";
+    bool qwen2 = s.hf_type == "qwen2_moe";
+    s.E = mixtral ? hf_size(c, "num_local_experts", 8)
+                  : hf_size(c, "num_experts", qwen3 ? 128 : qwen2 ? 60 : 64);
+    s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 ? 4 : 8);
     s.router = Router::RENORMALISED;
     // A gate is a share of those chosen, unless the file says otherwise.
     if (!mixtral && !hf_flag(c, "norm_topk_prob", false))
         s.router = Router::SOFTMAX;
-    if (qwen) s.F = hf_size(c, "moe_intermediate_size", 768);
+    if (qwen2 || qwen3) hf_dense_blocks(c, s);
+    if (qwen2 || qwen3) s.F = hf_size(c, "moe_intermediate_size", qwen2 ? 1408 : 768);
 
-    // Refuse noise on the router's input, and blocks without experts among those that have them.
+    // Qwen2-MoE has an expert of all tokens.
+    s.shared_gate = qwen2;
+    if (qwen2) s.shared_F = hf_size(c, "shared_expert_intermediate_size", 5632);
+
+    // Refuse noise on the router's input.
     hf_refuse_unless(c, "router_jitter_noise", 0.0);
     hf_refuse_unless(c, "clip_qkv", nullptr);
-    hf_refuse_unless(c, "decoder_sparse_step", 1);
-    hf_refuse_unless(c, "mlp_only_layers", nlohmann::json::array());
     if (s.K > s.E || s.K > MOST_CHOICES)
         hf_wrong(c, "num_experts_per_tok ", s.K, " of ", s.E, " experts: at most ",
                  std::min(s.E, MOST_CHOICES));
@@ -378,6 +415,7 @@ constexpr HfDefaults HF_DEFAULTS[] = {
     {"qwen2",       "Qwen2ForCausalLM",   32,  32768,   0, 1e-6, 1e4, false},
     {"qwen3",       "Qwen3ForCausalLM",   32,  32768, 128, 1e-6, 1e4, false},
     {"mixtral",     "MixtralForCausalLM",  8, 131072,   0, 1e-5, 1e6, false},
+    {"qwen2_moe",   "Qwen2MoeForCausalLM", 16, 32768,   0, 1e-6, 1e4, false},
     {"qwen3_moe",   "Qwen3MoeForCausalLM", 4,  32768,   0, 1e-6, 1e4, false},
     {"olmoe",       "OlmoeForCausalLM",    0,   4096,   0, 1e-5, 1e4, false},
     {"olmo2",       "Olmo2ForCausalLM",    0,   2048,   0, 1e-5, 1e4, false},
@@ -419,8 +457,9 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     bool all = family.kv_heads == 0 || c.j.contains("num_key_value_heads");
     size_t NKV = hf_size(c, "num_key_value_heads", all ? NH : family.kv_heads);
     std::string type = family.type;
-    bool experts = type == "mixtral" || type == "qwen3_moe" || type == "olmoe";
-    size_t other_ffn = type == "qwen3_moe" ? 1 : 0; // its blocks have none
+    bool experts = hf_has_experts(type);
+    bool qwen_moe = type == "qwen2_moe" || type == "qwen3_moe";
+    size_t other_ffn = qwen_moe ? 1 : 0; // its blocks may have none
     Shape s = llama_shape(hf_size(c, "num_hidden_layers"), NH, NKV, C,
                           hf_size(c, "intermediate_size", other_ffn), hf_size(c, "vocab_size"),
                           hf_size(c, "max_position_embeddings", family.positions), 10000);
@@ -501,8 +540,8 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
         *shape = hf_llama_shape(c, *llama);
     else
         return c.path + ": model_type '" + printable(type.substr(0, 80)) +
-               "' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, "
-               "olmo2, smollm3, phi3, gemma2, gemma3_text and gpt_neox are";
+               "' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
+               "qwen3_moe, olmoe, olmo2, smollm3, phi3, gemma2, gemma3_text and gpt_neox are";
     hf_check_sizes(c, *shape);
     return c.wrong;
 }
@@ -562,9 +601,11 @@ inline std::string hf_refusal(Neox, const Shape& s) {
 // Mixtral's class renormalises always; neither knows sigmoids.
 inline std::string hf_refusal(Mixtral, const Shape& s) {
     Router written = s.hf_type == "mixtral" ? Router::RENORMALISED : s.router;
-    if (s.router != written || s.router == Router::SIGMOID)
+    if (s.router != written || is_sigmoid(s.router))
         return "--export: Hugging Face's class has no such router: drop --export, or use --router "
                "renormalised";
+    // Its biases have a key.
+    if (s.hf_type == "qwen2_moe") return "";
     return hf_refusal(Llama{}, s);
 }
 
@@ -729,11 +770,19 @@ inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
     j["norm_topk_prob"] = s.router == Router::RENORMALISED;
     if (s.hf_type == "olmoe") return j;
 
-    // Qwen3-MoE's intermediate_size is of blocks without experts, which there are none.
+    // Qwen's intermediate_size is of blocks without experts.
     j.erase("intermediate_size");
+    if (s.dense_F) j["intermediate_size"] = s.dense_F;
     j["moe_intermediate_size"] = s.F;
-    j["decoder_sparse_step"] = 1;
+    j["decoder_sparse_step"] = s.sparse_every;
     j["mlp_only_layers"] = nlohmann::ordered_json::array();
+    for (size_t layer = 0; layer < s.dense_first; layer++)
+        j["mlp_only_layers"].push_back(layer);
+    if (s.hf_type == "qwen3_moe") return j;
+
+    // Qwen2-MoE's shared expert, and biases of q, k and v.
+    j["shared_expert_intermediate_size"] = s.shared_F;
+    j["qkv_bias"] = s.qkv_bias;
     return j;
 }
 // clang-format on

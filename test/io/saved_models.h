@@ -107,12 +107,16 @@ inline std::vector<Shape> saved_shapes() {
     mixtral.hf_type = "mixtral", mixtral.E = 3, mixtral.K = 2;
     qwen3_moe.hf_type = "qwen3_moe", qwen3_moe.E = 11, qwen3_moe.K = 3;
     qwen3_moe.router = Router::SOFTMAX;
+    Shape qwen2_moe = qwen3_moe; // an ffn first, then experts beside a shared one
+    qwen2_moe.hf_type = "qwen2_moe", qwen2_moe.qk_norm = false, qwen2_moe.qkv_bias = true;
+    qwen2_moe.sliding_window = 0, qwen2_moe.window_from = 0, qwen2_moe.dense_first = 1;
+    qwen2_moe.dense_F = 14, qwen2_moe.shared_F = 9, qwen2_moe.shared_gate = true;
     biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
     biased.rope_scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
     yarn.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
     std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,
                               qwen2, qwen2_tied, biased, yarn, qwen3,
-                              mixtral, qwen3_moe, olmoe};
+                              mixtral, qwen3_moe, olmoe, qwen2_moe};
     for (const char* type : VARIANTS) {
         Shape s = small_variant(mistral_endless, type);
         s.L = 3; // layers of each kind

@@ -344,9 +344,18 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     EXPECT_TRUE(s.qk_norm && s.router == Router::RENORMALISED);
     EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F}), (std::vector<size_t>{128, 8, 12}));
     EXPECT_EQ(config_shape(dir, qwen).router, Router::SOFTMAX); // the class's default
-    EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 2}}),
-               "decoder_sparse_step 2 is not built yet");
-    EXPECT_HAS(config_error(dir, qwen, {{"mlp_only_layers", {0}}}), "mlp_only_layers");
+
+    // Blocks with an ffn in the place of experts, and Qwen2-MoE's shared expert.
+    s = config_shape(dir, qwen, {{"decoder_sparse_step", 2}, {"mlp_only_layers", {0}},
+                                 {"intermediate_size", 20}});
+    EXPECT_TRUE(s.dense_F == 20 && !is_sparse(s, 1) && is_sparse(s, 2) && s.shared_F == 0);
+    EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 2}}), "intermediate_size is missing");
+    EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 99}, {"intermediate_size", 20}}),
+               "decoder_sparse_step 99 leaves no layer with experts");
+    EXPECT_HAS(config_error(dir, qwen, {{"mlp_only_layers", {1}}}), "mlp_only_layers of this kind");
+    s = config_shape(dir, llama_json("qwen2_moe"), {{"shared_expert_intermediate_size", 24}});
+    EXPECT_TRUE(s.shared_F == 24 && s.shared_gate && s.qkv_bias && s.dense_F == 0 && !s.qk_norm);
+    EXPECT_FALSE(config_shape(dir, llama_json("qwen2_moe"), {{"qkv_bias", false}}).qkv_bias);
     EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"router_jitter_noise", 0.1}}),
                "router_jitter_noise 0.1 is not built yet");
     EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"num_experts_per_tok", 9}}),

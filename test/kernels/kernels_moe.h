@@ -30,12 +30,13 @@ inline std::vector<double> routed_logits(Check& c, size_t N, size_t E) {
 }
 
 template <typename T> void router_kernels(Check& c) {
-    for (Router router : {Router::SOFTMAX, Router::RENORMALISED, Router::SIGMOID})
+    for (Router router :
+         {Router::SOFTMAX, Router::RENORMALISED, Router::SIGMOID, Router::SIGMOID_ALONE})
         for (RouterCase s : router_cases()) {
             size_t N = s.sequences * s.T, E = s.E, K = s.K;
             CASE(c, "router %d %s N=%zu E=%zu K=%zu", int(router), type_word(T()), N, E, K);
             auto l = routed_logits(c, N, E), d = normals(c, N * K);
-            bool biased = router == Router::SIGMOID;
+            bool biased = is_sigmoid(router);
             std::vector<double> b(E);
             for (size_t e = 0; e < E; e++) b[e] = 0.5 * double(e % 3);
             std::vector<float> bias = as<float>(b);
@@ -118,8 +119,8 @@ template <typename T> void expert_kernels(Check& c) {
         size_t N, K, C, shift, own = 5;
     };
     std::vector<Case> cases = {{1, 1, 1, 0}, {5, 2, 37, 0}, {9, 3, 256, 0}, {4, 2, 64, 1},
-                               {2, 4, 2056, 0}, {9, 3, 256, 0, 3}, {5, 2, 37, 0, 0}};
-    if (SMALL) cases = {{3, 2, 37, 0}, {2, 2, 64, 1, 2}};
+                               {6, 1, 40, 0}, {2, 4, 2056, 0}, {9, 3, 256, 0, 3}, {5, 2, 37, 0, 0}};
+    if (SMALL) cases = {{3, 2, 37, 0}, {3, 1, 40, 0}, {2, 2, 64, 1, 2}};
     for (Case s : cases) {
         size_t M = s.N * s.K, C = s.C, E = 5;
         CASE(c, "experts %s N=%zu K=%zu C=%zu shift=%zu", type_word(T()), s.N, s.K, C, s.shift);
@@ -139,10 +140,13 @@ template <typename T> void expert_kernels(Check& c) {
         gather_slots(xs.data(), x.data(), slots.data(), &end, M, s.K, C, Cpu{});
         combine_slots(out.data(), x.data(), y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
         combine_slots(alone.data(), nothing, y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
-        gated_swiglu_forward(h.data(), y.data(), u.data(), w.data(), slots.data(), &end, M, C,
-                             Cpu{});
+        // A shared expert has all rows, each in its place.
+        bool shared = s.K == 1 && s.own == E;
+        const int* slot = shared ? nullptr : slots.data();
+        const int* count = shared ? nullptr : &end;
+        gated_swiglu_forward(h.data(), y.data(), u.data(), w.data(), slot, count, M, C, Cpu{});
         gated_swiglu_backward(dgate.data(), dup.data(), dw.data(), d.data(), y.data(), u.data(),
-                              w.data(), slots.data(), &end, M, C, Cpu{});
+                              w.data(), slot, count, M, C, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> row_of(rows), slot_of(slots), last(std::vector<int>{end});
@@ -156,11 +160,13 @@ template <typename T> void expert_kernels(Check& c) {
                           stream);
             combine_slots(no_residual.data, none, made.data, row_of.data, last.data, s.N, s.K, C,
                           stream);
-            gated_swiglu_forward(gated.data, made.data, up.data, gates.data, slot_of.data,
-                                 last.data, M, C, stream);
+            const int* slot_here = shared ? nullptr : slot_of.data;
+            const int* count_here = shared ? nullptr : last.data;
+            gated_swiglu_forward(gated.data, made.data, up.data, gates.data, slot_here, count_here,
+                                 M, C, stream);
             // In place, as a block calls it.
             gated_swiglu_backward(dh.data, up.data, dgates.data, dh.data, made.data, up.data,
-                                  gates.data, slot_of.data, last.data, M, C, stream);
+                                  gates.data, slot_here, count_here, M, C, stream);
 
             o.add("xs", gathered, xs, 0);
             o.add("out", sum, out, tolerance<T>(s.K + 1), 1);

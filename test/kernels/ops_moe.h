@@ -8,7 +8,8 @@
 
 using namespace llmc;
 
-constexpr Router ALL_ROUTERS[] = {Router::SOFTMAX, Router::RENORMALISED, Router::SIGMOID};
+constexpr Router ALL_ROUTERS[] = {Router::SOFTMAX, Router::RENORMALISED, Router::SIGMOID,
+                                  Router::SIGMOID_ALONE};
 
 // ----------------------------------------------------------------------------
 // the router
@@ -33,12 +34,13 @@ inline Doubles gates_by_definition(const Doubles& l, const std::vector<int>& ids
         double all = 0, chosen = 0;
         for (size_t e = 0; e < r.E; e++) {
             double x = l[n * r.E + e];
-            s[e] = r.router == Router::SIGMOID ? 1 / (1 + std::exp(-x)) : std::exp(x);
+            s[e] = is_sigmoid(r.router) ? 1 / (1 + std::exp(-x)) : std::exp(x);
             all += s[e];
         }
         for (size_t j = 0; j < r.K; j++) chosen += s[size_t(ids[n * r.K + j])];
         for (size_t j = 0; j < r.K; j++) {
             double sum = r.router == Router::SOFTMAX ? all : chosen;
+            if (r.router == Router::SIGMOID_ALONE) sum = 1;
             gates.push_back(r.scale * s[size_t(ids[n * r.K + j])] / sum);
         }
     }
@@ -65,7 +67,7 @@ inline void router_test(Check& c) {
         size_t N = odd(c, 1, 30), E = odd(c, 2, 40), K = odd(c, 1, std::min(E, size_t(8)));
         Doubles l = apart(c, N, E), bias = rounded<float>(normals(c, E, 3));
         std::vector<float> lf = as<float>(l), bf = as<float>(bias);
-        bool biased = router == Router::SIGMOID;
+        bool biased = is_sigmoid(router);
         Routing r = {router, E, K, 1.5f, biased ? bf.data() : nullptr};
 
         // The choice is that of a stable sort; a bias changes it, and no gate.
@@ -117,7 +119,7 @@ struct RouterLoss {
                 double all = 0, exps = 0;
                 for (size_t e = 0; e < r.E; e++) {
                     double x = l[n * r.E + e];
-                    s[e] = r.router == Router::SIGMOID ? 1 / (1 + std::exp(-x)) : std::exp(x);
+                    s[e] = is_sigmoid(r.router) ? 1 / (1 + std::exp(-x)) : std::exp(x);
                     all += s[e];
                     exps += std::exp(x);
                 }

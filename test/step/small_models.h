@@ -52,6 +52,14 @@ inline Shape small_mixtral(bool qwen = false) {
     return s;
 }
 
+// A block with an ffn first, then experts beside a shared one that each token weighs.
+inline Shape small_shared() {
+    Shape s = small_mixtral();
+    s.hf_type = "qwen2_moe", s.router = Router::SOFTMAX, s.qkv_bias = true;
+    s.dense_first = 1, s.dense_F = 20, s.shared_F = 16, s.shared_gate = true;
+    return s;
+}
+
 // Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
 inline Layout small_layout(int dp, int tp = 1, int pp = 1, int cp = 1) {
     Layout layout;
@@ -167,7 +175,7 @@ inline std::vector<Shape> all_shapes() {
     qwen.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
     std::vector<Shape> all = {small_gpt2(), small_gpt2(false), small_llama(), qwen,
                               alibi,        rope,              small_qwen3(),
-                              small_mixtral(), small_mixtral(true)};
+                              small_mixtral(), small_mixtral(true), small_shared()};
     for (const char* type : VARIANTS)
         all.push_back(small_variant(small_llama(), type));
     all.push_back(small_neox());

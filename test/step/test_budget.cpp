@@ -212,12 +212,18 @@ TEST(Budget, RedoneFlopsAreMfusOwn) {
         const Shape& s = preset.shape;
         double blocks = flops_per_token(model, T) - 6 * double(others);
         // Nothing reads the last product again but a norm behind it, and routing is kept.
-        double last = s.post_norm ? 0 : 6 * double(s.L * s.C * s.F * std::max(s.K, size_t(1)));
-        double router = 6 * double(s.L * s.E * s.C);
-        EXPECT_EQ(3 * double(s.L) * recompute_flops(s, T, Recompute::FULL), blocks - last - router)
-            << preset.name;
-        EXPECT_EQ(recompute_flops(s, T, Recompute::ATTN) + recompute_flops(s, T, Recompute::FFN),
-                  recompute_flops(s, T, Recompute::FULL));
-        EXPECT_EQ(recompute_flops(s, T, Recompute::SELECTIVE), 0);
+        double last = 0, router = 0, redone = 0;
+        for (int layer = 1; layer <= int(s.L); layer++) {
+            Shape here = layer_shape(s, layer);
+            double F = s.E ? double(s.F * here.K + here.ffn_beside) : double(s.F);
+            last += s.post_norm ? 0 : 6 * double(s.C) * F;
+            router += 6 * double((here.E + (here.E && s.shared_gate)) * s.C);
+            redone += 3 * recompute_flops(here, T, Recompute::FULL);
+            EXPECT_EQ(recompute_flops(here, T, Recompute::ATTN) +
+                          recompute_flops(here, T, Recompute::FFN),
+                      recompute_flops(here, T, Recompute::FULL));
+            EXPECT_EQ(recompute_flops(here, T, Recompute::SELECTIVE), 0);
+        }
+        EXPECT_EQ(redone, blocks - last - router) << preset.name;
     }
 }

@@ -22,6 +22,13 @@ static Shape tiny_alibi() {
     return s;
 }
 
+static Shape tiny_moe() {
+    Shape s = tiny_llama();
+    s.family = Family::MIXTRAL, s.hf_type = "mixtral", s.qkv_bias = false;
+    s.F = 12, s.E = 4, s.K = 2, s.balance = 0.05, s.z_loss = 0.01;
+    return s;
+}
+
 static Window random_window(const Shape& s, size_t T) {
     return [V = s.V, T](uint64_t sample, int* tokens, int* targets) {
         for (size_t i = 0; i < T; i++) {
@@ -334,7 +341,8 @@ TEST(Device, BatchesArePreparedAhead) {
 
 // Threads that share a GPU, each with a stream: the losses and norms of threads on the CPU.
 template <typename S>
-std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMethod method) {
+std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMethod method,
+                                    int ep = 1) {
     std::vector<double> seen;
     int status = run_local_ranks(dp * pp * cp, {}, [&](const Comm& world) {
         Plan p = train_plan(Recompute::FULL, false);
@@ -345,11 +353,12 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
         sizes.cp.size = cp;
         sizes.cp_method = method;
         sizes.zero = zero;
+        sizes.ep = ep;
         sizes.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
         p.layout = layout_at(sizes, world.rank);
         S stream = open_stream(S());
         {
-            Small<float, S> rank(tiny_gpt2(), {p}, stream);
+            Small<float, S> rank(ep > 1 ? tiny_moe() : tiny_gpt2(), {p}, stream);
             rank.t.comms = make_comms(world, p.layout);
             for (int step = 0; step < 2; step++) {
                 double loss = rank.step();
@@ -364,11 +373,12 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
 }
 TEST(Device, ThreadsShareAGpu) {
     using enum ContextMethod;
-    for (auto [dp, pp, cp, zero, method] :
-         {std::tuple{2, 1, 1, 3, GATHER}, {2, 2, 1, 1, GATHER}, {1, 2, 1, 0, GATHER},
-          {1, 1, 2, 0, GATHER}, {1, 1, 2, 0, ULYSSES}, {1, 1, 2, 0, RING}}) {
-        std::vector<double> gpu = losses_of_ranks<cudaStream_t>(dp, pp, cp, zero, method),
-                            cpu = losses_of_ranks<Cpu>(dp, pp, cp, zero, method);
+    for (auto [dp, pp, cp, zero, method, ep] :
+         {std::tuple{2, 1, 1, 3, GATHER, 1}, {2, 2, 1, 1, GATHER, 1}, {1, 2, 1, 0, GATHER, 1},
+          {1, 1, 2, 0, GATHER, 1}, {1, 1, 2, 0, ULYSSES, 1}, {1, 1, 2, 0, RING, 1},
+          {2, 1, 1, 2, GATHER, 2}}) {
+        std::vector<double> gpu = losses_of_ranks<cudaStream_t>(dp, pp, cp, zero, method, ep),
+                            cpu = losses_of_ranks<Cpu>(dp, pp, cp, zero, method, ep);
         ASSERT_EQ(gpu.size(), 4u);
         for (size_t i = 0; i < gpu.size(); i++)
             EXPECT_NEAR(gpu[i], cpu[i], 3e-5 * cpu[i]) << cp << " by " << int(method);

@@ -304,10 +304,16 @@ Shape mixtral_for_tp(bool tied) {
     s.qk_norm = true, s.whole_qk_norm = tied;
     return s;
 }
+// Every second block has experts, but not the first two.
+Shape shared_for_tp() {
+    Shape s = mixtral_for_tp(false);
+    s.hf_type = "qwen2_moe", s.router = Router::SOFTMAX, s.qkv_bias = true;
+    s.dense_first = 2, s.sparse_every = 2, s.dense_F = 40, s.shared_F = 48, s.shared_gate = true;
+    return s;
+}
 bool fits(const Shape& s, const LayoutCase& l) {
     size_t tp = size_t(l.tp);
-    return s.NH % tp == 0 && s.F % tp == 0 && (s.NKV % tp == 0 || tp % s.NKV == 0) &&
-           l.pp * l.chunks <= int(s.L) + 2;
+    return tp_divides(s, tp) && l.pp * l.chunks <= int(s.L) + 2;
 }
 
 // All layouts up to 8 ranks and some up to 16, with every stage of ZeRO; what else there is to
@@ -731,16 +737,17 @@ TEST(Layouts, ExpertsAreOneComputation) {
 // experts have no row, or those of all tokens.
 std::vector<LayoutCase> expert_layouts() {
     std::vector<LayoutCase> all;
-    for (auto [dp, tp, pp, ep] :
-         {std::array{2, 1, 1, 2}, {3, 1, 1, 3}, {6, 1, 1, 6}, {4, 1, 1, 2}, {6, 1, 1, 3},
-          {6, 1, 1, 2}, {2, 2, 1, 2}, {4, 2, 1, 2}, {2, 1, 2, 2}, {2, 2, 2, 2}, {4, 1, 2, 2},
-          {3, 2, 1, 3}, {3, 1, 2, 3}})
+    for (auto [dp, tp, pp, ep, cp] :
+         {std::array{2, 1, 1, 2, 1}, {3, 1, 1, 3, 1}, {6, 1, 1, 6, 1}, {4, 1, 1, 2, 1},
+          {6, 1, 1, 3, 1}, {6, 1, 1, 2, 1}, {2, 2, 1, 2, 1}, {4, 2, 1, 2, 1}, {2, 1, 2, 2, 1},
+          {2, 2, 2, 2, 1}, {4, 1, 2, 2, 1}, {3, 2, 1, 3, 1}, {3, 1, 2, 3, 1}, {1, 1, 1, 2, 2},
+          {2, 1, 1, 2, 2}, {3, 1, 1, 6, 2}, {2, 2, 1, 2, 2}})
         for (int zero = 0; zero <= 3; zero++) {
             LayoutCase l{dp, tp, pp};
             int i = int(all.size());
             const Pipeline pipelines[] = {Pipeline::ONE_F_ONE_B, Pipeline::GPIPE,
                                           Pipeline::ZERO_BUBBLE, Pipeline::INTERLEAVED};
-            l.ep = ep, l.zero = zero, l.pipeline = pipelines[i % 4];
+            l.ep = ep, l.cp = cp, l.zero = zero, l.pipeline = pipelines[i % 4];
             l.chunks = l.pipeline == Pipeline::INTERLEAVED && l.pp == 2 ? 2 : 1;
             l.recompute = three_levels(37 * i % 125), l.split = i % 5 == 0;
             l.sequence_parallel = l.tp > 1 && i % 3 > 0, l.prefetch = i % 3;
@@ -770,6 +777,26 @@ TEST(Layouts, ExpertParallelRanksAreOneComputation) {
         add_worst(worst, cell);
     }
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
+}
+
+// And with an ffn in some blocks, and shared experts in others: every third layout.
+TEST(Layouts, SharedExpertsAreOneComputation) {
+    std::map<std::pair<bool, int>, OneRank> one_rank;
+    int number = 0;
+    std::vector<LayoutCase> layouts = all_layouts();
+    for (const LayoutCase& l : expert_layouts())
+        layouts.push_back(l);
+    for (LayoutCase& l : layouts) {
+        l.one_expert = false;
+        bool adamw = number % 2 > 0;
+        Shape shape = shared_for_tp();
+        shape.E = 6;
+        if (!fits(shape, l) || l.ranks() == 1 || left_out(&number) || number % 3) continue;
+        OneRank& one = one_rank[{adamw, l.micro_batches * l.dp}];
+        if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
+        Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+        ASSERT_EQ(cell.wrong, "") << l.text() << columns_of(cell);
+    }
 }
 
 // Stages of ZeRO, pipelines and recomputation change no bit of it, and rows that no token has chosen

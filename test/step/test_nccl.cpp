@@ -21,6 +21,7 @@ struct NcclCase {
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     int chunks = 1, shards = 0;
     bool replays = false; // the processes' steps are graphs, from the second on
+    int ep = 1;           // of a model with experts
 };
 
 // Every group of ranks, and those that share or split a communicator, alone and beside each other.
@@ -33,7 +34,8 @@ static std::vector<NcclCase> nccl_cases(int ranks) {
     return {{2, 2, 1, 2, true, true, Pipeline::ONE_F_ONE_B, 1, 0, true},
             {1, 4, 1, 0, true, true},
             {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 2},
-            {2, 1, 2, 1, false, false, Pipeline::ONE_F_ONE_B, 1, 0, true}};
+            {2, 1, 2, 1, false, false, Pipeline::ONE_F_ONE_B, 1, 0, true},
+            {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 0, false, 2}};
 }
 
 // Two key/value heads: ranks of tp 4 share them in pairs.
@@ -41,14 +43,17 @@ static Shape shape_of(const NcclCase& c) {
     size_t blocks = c.chunks; // with both ends a layer for each stage
     if (!c.llama) return gpt2_shape(blocks, 4, 16, 61, 16);
     Shape s = llama_shape(blocks, 4, 2, 16, 24, 53, 16, 10000);
-    s.qkv_bias = true;
+    s.qkv_bias = c.ep == 1;
+    if (c.ep == 1) return s;
+    s.family = Family::MIXTRAL, s.hf_type = "mixtral", s.E = 4, s.K = 2;
     return s;
 }
 
 static Layout sizes_of(const NcclCase& c) {
     Layout layout = small_layout(c.dp, c.tp, c.pp);
     layout.zero = c.zero;
-    layout.zero_group = c.shards ? c.shards : c.dp;
+    layout.zero_group = c.shards || c.ep > 1 ? c.shards : c.dp;
+    layout.ep = c.ep;
     layout.sequence_parallel = c.sequence_parallel;
     layout.pipeline = c.pipeline;
     layout.chunks = c.chunks;
@@ -89,14 +94,14 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     }
 #ifdef WITH_NCCL
     // Layers use these; a bucket's stream must not.
-    for (const Comm* c : {&t.comms.tp, &t.comms.kv})
+    for (const Comm* c : {&t.comms.tp, &t.comms.kv, &t.comms.ep})
         if (c->nccl && nccl_stub::streams[size_t(c->nccl->comm->number)].size() != 1)
             text += " '" + c->name + "' is not on one stream";
 #endif
     const Memory& memory = t.arena.device();
     std::string lasting(reinterpret_cast<const char*>(memory.base), memory.persistent_bytes);
-    snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d, zero %d, %s: rank %d:", c.dp, c.tp,
-             c.sequence_parallel ? " sp" : "", c.pp, c.chunks, c.zero, c.llama ? "Llama" : "GPT-2",
+    snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d, zero %d, ep %d, %s: rank %d:", c.dp, c.tp,
+             c.sequence_parallel ? " sp" : "", c.pp, c.chunks, c.zero, c.ep, c.llama ? "Llama" : "GPT-2",
              world.rank);
     text = words + text + concat(", ", fnv1a(lasting), "\n");
     trainer_free(t);

@@ -765,6 +765,12 @@ TEST(Model, ShardsLieAsTheWorldCountsThem) {
             Layout at = layout_at(sizes, r);
             int place = next[{at.pp.rank, at.tp.rank}]++;
             EXPECT_EQ(group_axis(at, Group::DATA).rank, place) << order << ", rank " << r;
+
+            // Neighbours share out the experts.
+            at.ep = 3;
+            EXPECT_EQ(expert_axis(at).rank, place % 3) << order << ", rank " << r;
+            EXPECT_EQ(group_axis(at, Group::EXPERTS).rank, place / 3) << order << ", rank " << r;
+            EXPECT_EQ(group_axis(at, Group::EXPERTS).size, 2);
         }
     }
 }
@@ -841,10 +847,11 @@ TEST(Model, PublishedParameterCounts) {
         {"pythia-1b", 1011781632}, {"pythia-1.4b", 1414647808}, {"pythia-2.8b", 2775208960},
         {"pythia-6.9b", 6857302016}, {"pythia-12b", 11846072320},
         {"mixtral-8x7b", 46702792704}, {"qwen3-30b-a3b", 30532122624},
-        {"olmoe-1b-7b", 6919161856}};
+        {"olmoe-1b-7b", 6919161856}, {"qwen1.5-moe-a2.7b", 14315784192}};
     // A token meets these, in 1e9; of a model without experts all.
     std::map<std::string, double> active = {{"mixtral-8x7b", 12.880}, {"qwen3-30b-a3b", 3.353},
-                                            {"olmoe-1b-7b", 1.282}};
+                                            {"olmoe-1b-7b", 1.282},
+                                            {"qwen1.5-moe-a2.7b", 2.689}};
     for (const Preset& p : model_presets())
         if (published.count(p.name)) {
             Model model = make_model(p.shape);
@@ -896,6 +903,30 @@ TEST(Model, RunsCoverEachGlobalElementOnce) {
                 EXPECT_EQ(expect, p.elements() / size_t(tp));
             }
             for (int n : seen) EXPECT_EQ(n, 1);
+        }
+
+    // Experts that ranks share out, and tensor parallelism cuts each: of shape (E F,C) and (E C,F).
+    Parameter widen, narrow;
+    widen.shape = {24, 3}, widen.shard = {0, 6};
+    narrow.shape = {18, 4}, narrow.shard = {1};
+    for (Parameter p : {widen, narrow})
+        for (auto [ep, tp] : {std::pair{2, 1}, {3, 2}, {6, 4}, {6, 1}}) {
+            std::vector<int> owner(p.elements(), -1);
+            p.pieces = tp, p.stack = 6;
+            for (int r = 0; r < ep * tp; r++) {
+                size_t expect = 0;
+                p.experts = {ep, r / tp};
+                for_each_run(p, r % tp, tp, [&](size_t local, size_t global, size_t count) {
+                    EXPECT_EQ(local, expect);
+                    expect += count;
+                    for (size_t i = 0; i < count; i++) owner[global + i] = r;
+                });
+                EXPECT_EQ(expect, p.local_elements());
+                EXPECT_EQ(p.local_rows() * p.local_cols(), expect);
+            }
+            // The first experts are the first rank's.
+            for (size_t i = 0; i < owner.size(); i++)
+                EXPECT_EQ(owner[i] / tp, int(i / (p.elements() / size_t(ep))));
         }
     // rank 1 of 2 holds the second half of q, of k and of v
     std::vector<size_t> starts;
