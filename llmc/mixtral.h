@@ -93,17 +93,10 @@ void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     if (s.E && s.shared_gate)
         row(w.shared_router, "mlp.shared_expert_gate.weight", {1, C}, normal, true, heads, false);
     if (size_t W = s.ffn_beside) {
-        // Qwen2-MoE has one shared expert by name, DeepSeek several side by side.
-        bool qwen = s.hf_type == "qwen2_moe";
-        const char* gate = !s.E ? "mlp.gate_proj.weight"
-                                : qwen ? "mlp.shared_expert.gate_proj.weight"
-                                       : "mlp.shared_experts.gate_proj.weight";
-        const char* up = !s.E ? "mlp.up_proj.weight"
-                              : qwen ? "mlp.shared_expert.up_proj.weight"
-                                     : "mlp.shared_experts.up_proj.weight";
-        const char* down = !s.E ? "mlp.down_proj.weight"
-                                : qwen ? "mlp.shared_expert.down_proj.weight"
-                                       : "mlp.shared_experts.down_proj.weight";
+        // In the place of experts it has the names of Llama's.
+        const char* gate = s.E ? "mlp.shared_expert.gate_proj.weight" : "mlp.gate_proj.weight";
+        const char* up = s.E ? "mlp.shared_expert.up_proj.weight" : "mlp.up_proj.weight";
+        const char* down = s.E ? "mlp.shared_expert.down_proj.weight" : "mlp.down_proj.weight";
         row(w.ffn_gate, gate,                        {W, C},   normal, true, columns, false);
         row(w.ffn_up,   up,                          {W, C},   normal, true, columns, false);
         row(w.ffn_down, down,                        {C, W},   small,  true, rows,    false);

@@ -18,6 +18,7 @@ BASE = dict(vocab_size=53, hidden_size=16, intermediate_size=24, num_hidden_laye
             pad_token_id=None)  # the row of a padding token would have no gradient
 GEMMA = dict(BASE, tie_word_embeddings=True, head_dim=6, sliding_window=7, query_pre_attn_scalar=10,
              hidden_activation="gelu_pytorch_tanh")
+MOE = dict(BASE, intermediate_size=12, moe_intermediate_size=12, num_experts_per_tok=2, router_aux_loss_coef=0.0)
 FAMILIES = {
     "gpt_neox": dict(BASE, hidden_size=24, num_attention_heads=3, intermediate_size=40, rotary_pct=0.25,
                      rotary_emb_base=100, layer_norm_eps=1e-4),
@@ -27,6 +28,12 @@ FAMILIES = {
     "gemma2": dict(GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
     "gemma3_text": dict(GEMMA, sliding_window_pattern=2, rope_local_base_freq=30.0,
                         rope_scaling=dict(rope_type="linear", factor=4.0)),
+    # Experts: the balance loss of transformers is another than the trainer's, and is left out.
+    "mixtral": dict(MOE, num_local_experts=5),
+    "qwen3_moe": dict(MOE, head_dim=6, num_experts=5, norm_topk_prob=True),
+    "olmoe": dict(MOE, num_key_value_heads=4, num_experts=5, norm_topk_prob=False),
+    "qwen2_moe": dict(MOE, intermediate_size=28, num_experts=5, norm_topk_prob=False, shared_expert_intermediate_size=20,
+                      mlp_only_layers=[0]),
 }
 
 

@@ -446,6 +446,16 @@ inline void hf_gemma(HfConfig& c, Shape& s) {
     s.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
     s.score_softcap = cap("attn_logit_softcapping", 50);
     s.logit_softcap = cap("final_logit_softcapping", 30);
+
+    // Gemma 3's class reads a cap of scores and caps none; it takes angles of each kind of layer,
+    // and passes over those of all.
+    if (!capped) {
+        hf_refuse_unless(c, "attn_logit_softcapping", nullptr);
+        bool of_all = c.has("rope_parameters") && c.j["rope_parameters"].contains("rope_type");
+        if (of_all)
+            hf_wrong(c, "rope_parameters of all layers is not built yet, only full_attention and "
+                        "sliding_attention apart are");
+    }
     hf_refuse_unless(c, "hidden_activation", "gelu_pytorch_tanh", "gelu_new");
 }
 
@@ -710,7 +720,10 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     // Gemma's.
     if (s.gate != Gate::GELU) return;
     j["hidden_activation"] = j["hidden_act"];
-    j["query_pre_attn_scalar"] = s.score_scalar;
+    // transformers 5 takes nothing but an integer here.
+    bool whole = s.score_scalar == std::floor(s.score_scalar);
+    nlohmann::ordered_json scalar = int64_t(s.score_scalar);
+    j["query_pre_attn_scalar"] = whole ? scalar : nlohmann::ordered_json(s.score_scalar);
     j["attn_logit_softcapping"] = cap(s.score_softcap);
     j["final_logit_softcapping"] = cap(s.logit_softcap);
     j["layer_types"] = lists([&](int layer) {

@@ -139,6 +139,10 @@ def theirs(folder):
     return loss, bytes(out[0].tolist())
 
 
+class TheirsFails(Exception):
+    pass
+
+
 def check_model(folder, data):
     """What differs; "" where all agrees; a refusal is an exception."""
     common = ["--model", folder, "--device", "cpu", "--tokenizer", "byte", "--seq", SEQ, "--data", data, "--val", data + ".val.txt"]
@@ -150,8 +154,14 @@ def check_model(folder, data):
                          "--prompt", PROMPT, "--export", folder + ".export")
     if rc:
         raise PermissionError(error)
-    their_loss, their_text = theirs(folder)
-    export_loss, _ = theirs(folder + ".export")
+    try:
+        their_loss, their_text = theirs(folder)
+    except Exception as e:  # it reads the configuration and cannot run it: there is nothing to compare with
+        raise TheirsFails(f"transformers: {type(e).__name__}: {e}".split("\n")[0])
+    try:
+        export_loss, _ = theirs(folder + ".export")
+    except Exception as e:
+        return f"the export does not load: {type(e).__name__}: {e}".split("\n")[0]
     text = out.split(b"---\n", 1)[1]
     # ours is printed with four digits
     if not abs(loss - their_loss) < 1e-4 + 2e-6 * abs(their_loss):
@@ -313,6 +323,8 @@ def report(name, check, counts):
         # one line of ours, which names what is not built
         wrong = str(e).split("error: ", 1)[-1]
         state = "refused" if "\n" not in wrong and "error: " in str(e) else "FAIL"
+    except TheirsFails as e:
+        wrong, state = str(e), "theirs"
     counts[state] = counts.get(state, 0) + 1
     print(f"{state:8}{name}{': ' + wrong[-150:] if wrong else ''}", flush=True)
 

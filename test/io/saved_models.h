@@ -64,6 +64,15 @@ struct TensorFile {
     }
     // a tensor of this parameter as the trainer holds it, [out, in]
     std::vector<float> of(const std::string& kind, const Parameter& p, const Shape& s) const {
+        // Of a stack each matrix is a tensor.
+        if (p.stack > 1) {
+            std::vector<float> all;
+            for (size_t k = 0; k < p.stack; k++) {
+                std::vector<float> one = floats(kind + stack_name(p.name, k));
+                all.insert(all.end(), one.begin(), one.end());
+            }
+            return all;
+        }
         HfPlace place = hf_place(s, p);
         std::string name = kind + place.tensor;
         if (!safetensors_find(file, name)) name = kind + export_name(p, s);

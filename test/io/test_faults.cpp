@@ -601,8 +601,8 @@ TEST_F(Files, ConfigsThatAreReadableButWrongAreNamed) {
                "low_freq_factor 1.0, not below high_freq_factor 0.5");
     EXPECT_HAS(wrong("mlp_bias", 1), "mlp_bias is 1, neither true nor false");
     EXPECT_HAS(wrong("model_type", "bloom"),
-               "'bloom' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, "
-               "olmoe, olmo2, smollm3, phi3, gemma2, gemma3_text and gpt_neox are");
+               "'bloom' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
+               "qwen3_moe, olmoe, olmo2, smollm3, phi3, gemma2, gemma3_text and gpt_neox are");
 }
 
 // ----------------------------------------------------------------------------

@@ -103,6 +103,11 @@ TEST(Golden, Gemma3InFloat) { compare_with_golden<float>("gemma3-tiny", IN_FLOAT
 TEST(Golden, NeoxInFloat) { compare_with_golden<float>("gpt-neox-tiny", IN_FLOAT); }
 TEST(Golden, NeoxInDouble) { compare_with_golden<double>("gpt-neox-tiny", IN_DOUBLE); }
 TEST(Golden, Gemma3InDouble) { compare_with_golden<double>("gemma3-tiny", IN_DOUBLE); }
+TEST(Golden, MixtralInFloat) { compare_with_golden<float>("mixtral-tiny", IN_FLOAT); }
+TEST(Golden, MixtralInDouble) { compare_with_golden<double>("mixtral-tiny", IN_DOUBLE); }
+TEST(Golden, Qwen3MoeInDouble) { compare_with_golden<double>("qwen3-moe-tiny", IN_DOUBLE); }
+TEST(Golden, OlmoeInDouble) { compare_with_golden<double>("olmoe-tiny", IN_DOUBLE); }
+TEST(Golden, Qwen2MoeInDouble) { compare_with_golden<double>("qwen2-moe-tiny", IN_DOUBLE); }
 
 // ----------------------------------------------------------------------------
 // trained checkpoints of others

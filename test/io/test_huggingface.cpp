@@ -316,6 +316,12 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     EXPECT_HAS(config_error(dir, file, {{"hidden_activation", "gelu"}}),
                "hidden_activation \"gelu\" is not built yet");
 
+    // Written as transformers 5 reads it: an integer where it is one.
+    auto written = [&] { return hf_json(Llama(), s)["query_pre_attn_scalar"]; };
+    EXPECT_TRUE(written().is_number_integer() && written() == 256);
+    s.score_scalar = 10.5;
+    EXPECT_EQ(written(), 10.5);
+
     file["model_type"] = "gemma3_text", file["num_hidden_layers"] = 7;
     s = config_shape(dir, file);
     EXPECT_TRUE(s.qk_norm && !s.whole_qk_norm && s.score_softcap == 0 && s.logit_softcap == 0);
@@ -331,6 +337,10 @@ TEST_F(HuggingFace, ConfigOfGemma) {
                "of layers with a window is not built yet");
     EXPECT_HAS(config_error(dir, file, {{"use_bidirectional_attention", true}}),
                "use_bidirectional_attention true is not built yet");
+    EXPECT_HAS(config_error(dir, file, {{"attn_logit_softcapping", 3.0}}),
+               "attn_logit_softcapping 3.0 is not built yet, only null is");
+    EXPECT_HAS(config_error(dir, file, {{"rope_parameters", {{"rope_type", "linear"}, {"factor", 3}}}}),
+               "rope_parameters of all layers is not built yet");
 }
 
 // The experts' keys of two classes, and variants that are not built.
