@@ -13,8 +13,8 @@
 //   part of the gates' gradients; so the router's gradient is a sum over ranks, and the first one
 //   adds the balance terms.
 //   Choice, gates and order of slots are kept at every level of recomputation: R asks no router.
-//   Expert parallelism gives each rank some experts, and the rows that chose them of all tokens of
-//   ep ranks (expert_parallel.h): N, M below are then those of ep ranks, where a shape says all N.
+//   Expert parallelism gives each rank some experts, and of the tokens of ep ranks the rows that
+//   chose these (expert_parallel.h). Choices are then (ep,N,K), and M is the most rows it may get.
 //   Rows of slots (M,C) are never kept. One buffer in scratch takes turns: an expert's input and
 //   its output, then backward the gradient of the output, of the input, and both inputs of W
 //   again. No token is dropped and M is known, so all of this has its place before the run.
@@ -461,7 +461,6 @@ void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Blo
     if (ctx.shape.ffn_beside) ffn_backward_input(ctx, partial, rows, w, a, !routes);
     sum_rows(ctx, a.dnorm_2, partial);
 }
-
 
 // The weight half gathers rows again that the input half had: they are not worth keeping.
 template <typename T, typename S>

@@ -197,8 +197,11 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
         if (2 * most.size() > all)
             return concat("rank ", list_of_ranks(others), " has other values than ranks ",
                           list_of_ranks(most));
-        return concat("ranks ", list_of_ranks(most), " and ", list_of_ranks(others),
-                      " have different values");
+
+        // Without a majority nobody can say which of them is wrong.
+        others.insert(others.end(), most.begin(), most.end());
+        std::sort(others.begin(), others.end());
+        return concat("ranks ", list_of_ranks(others), " have different values");
     }
     return "";
 }

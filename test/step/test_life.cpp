@@ -552,6 +552,54 @@ TEST(Spikes, BlownUpIsWorseThanGuessing) {
     EXPECT_TRUE(blown_up(INFINITY, 256, 5.5));
 }
 
+// Turn the lowest bit of the first of 32 floats of 1.0 in a row that a process has in its memory: of
+// a norm's weights, where nothing has trained them. Returns "", or why it could not.
+static std::string turn_a_bit_of_ones(pid_t pid) {
+    std::vector<float> ones(32, 1.0f);
+    int memory = open(concat("/proc/", pid, "/mem").c_str(), O_RDWR | O_CLOEXEC);
+    if (memory < 0) return concat("/proc/", pid, "/mem: ", strerror(errno));
+
+    // Look through what is writable and has no file behind it.
+    std::ifstream maps(concat("/proc/", pid, "/maps"));
+    std::string found = "no norm's weights in memory";
+    for (std::string line; found != "" && std::getline(maps, line);) {
+        unsigned long long first = 0, end = 0, file = 0;
+        char may[8] = {};
+        if (sscanf(line.c_str(), "%llx-%llx %7s %*s %*s %llu", &first, &end, may, &file) != 4) continue;
+        if (std::string(may) != "rw-p" || file) continue;
+        std::string bytes(end - first, 0);
+        if (pread(memory, bytes.data(), bytes.size(), off_t(first)) != ssize_t(bytes.size())) continue;
+        size_t at = bytes.find(std::string(reinterpret_cast<char*>(ones.data()), 32 * sizeof(float)));
+        if (at == std::string::npos) continue;
+        bytes[at] ^= 1;
+        bool written = pwrite(memory, &bytes[at], 1, off_t(first + at)) == 1;
+        found = written ? "" : concat("/proc/", pid, "/mem: ", strerror(errno));
+    }
+    close(memory);
+    return found;
+}
+
+// Memory of one rank fails while it trains: at the next comparison the run ends, and what it has
+// saved is good.
+TEST_F(Life, ATurnedBitInMemoryEndsTheRun) {
+    std::string command = program() + " " + small + "--local-ranks 2 --lr 0 --verify-every 1 "
+                          "--save-every 5 --steps 1000000 --out " + out;
+    Child child(command, path("said"));
+    child.wait_for_step(12, 1000000);
+    std::string wrong = turn_a_bit_of_ones(child.pid);
+    if (has(wrong, "/mem: ")) GTEST_SKIP() << "skipped: " << wrong;
+    ASSERT_EQ(wrong, "");
+    EXPECT_EQ(child.wait(), 1);
+    EXPECT_HAS(child.text(), "weight: ranks 0 and 1 have different values: suspect that machine, and "
+                             "leave it out; --resume goes on from the last checkpoint");
+
+    // The checkpoints before it have the sums of their weights.
+    int64_t saved = atoll(&steps().back()[5]);
+    Ran r = start(small + concat("--resume --out ", out, " --steps ", saved + 1));
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, concat("resumed at step ", saved));
+}
+
 // ----------------------------------------------------------------------------
 // where time goes
 
