@@ -579,19 +579,25 @@ static std::string turn_a_bit_of_ones(pid_t pid) {
     return found;
 }
 
-// Memory of one rank fails while it trains: at the next comparison the run ends, and what it has
-// saved is good.
+// Memory of one rank fails while it trains: at the next comparison the run ends, be it that of
+// --verify-every or of a save, and what it has saved is good.
 TEST_F(Life, ATurnedBitInMemoryEndsTheRun) {
-    std::string command = program() + " " + small + "--local-ranks 2 --lr 0 --verify-every 1 "
-                          "--save-every 5 --steps 1000000 --out " + out;
-    Child child(command, path("said"));
-    child.wait_for_step(12, 1000000);
-    std::string wrong = turn_a_bit_of_ones(child.pid);
-    if (has(wrong, "/mem: ")) GTEST_SKIP() << "skipped: " << wrong;
-    ASSERT_EQ(wrong, "");
-    EXPECT_EQ(child.wait(), 1);
-    EXPECT_HAS(child.text(), "weight: ranks 0 and 1 have different values: suspect that machine, and "
-                             "leave it out; --resume goes on from the last checkpoint");
+    std::string ranks = program() + " " + small + "--local-ranks 2 --lr 0 --steps 1000000 ";
+    std::string ends = "weight: ranks 0 and 1 have different values: suspect that machine, and leave it out";
+    for (std::string compares : {std::string("--verify-every 1"), "--save-every 5 --out " + out}) {
+        SCOPED_TRACE(compares);
+        std::string said = path("said_" + compares.substr(2, 4));
+        Child child(ranks + compares, said);
+        child.wait_for_step(12, 1000000);
+        std::string wrong = turn_a_bit_of_ones(child.pid);
+        if (has(wrong, "/mem: ")) GTEST_SKIP() << "skipped: " << wrong;
+        ASSERT_EQ(wrong, "");
+        EXPECT_EQ(child.wait(), 1);
+        EXPECT_HAS(child.text(), ends);
+
+        // Who has saved nothing is not told to go on.
+        EXPECT_EQ(has(child.text(), "; --resume goes on from the last checkpoint"), has(compares, out));
+    }
 
     // The checkpoints before it have the sums of their weights.
     int64_t saved = atoll(&steps().back()[5]);
