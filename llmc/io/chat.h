@@ -1,0 +1,487 @@
+// chat.h - chat formats as a table: a conversation to tokens, and which of them are an answer's
+//   A row says what stands before and behind each text. In it <s> and </s> stand for the token that
+//   begins and the one that ends a text, whatever the tokenizer calls them; other special tokens
+//   stand under their names, and become tokens where the tokenizer has them.
+//   Tokens  1. cut a conversation into runs of text between special tokens
+//           2. cut a run where an answer begins, so that a prompt's tokens are the first ones of
+//              the prompt with its answer, whatever the answer is
+//           3. encode each run: the texts of special tokens that people write are text
+//   Mask    An answer's own tokens and the one that ends it are trained: bits by construction, no
+//           search in a rendered text. What comes before and behind it is not.
+//   auto    The format is the one whose signs a folder's chat template holds (chat_template.jinja,
+//           or tokenizer_config.json); without a template, the tokenizer's special tokens say it.
+//           A template that no row renders is refused: there is no Jinja here.
+//   Differences from templates: a system text goes into the first turn, also where Mistral's put it
+//   into the last one; Llama 3.1's date is the one that its template has by itself.
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include <climits>
+#include <string>
+#include <vector>
+#include "json.h"
+#include "tokenizer_files.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// conversations
+
+// A message. Alpaca's instructions may have an input; other formats set it behind the text.
+struct ChatMessage {
+    std::string role; // system, user or assistant
+    std::string text;
+    std::string input = "";
+    bool trained = true; // an answer that is: data may leave some out
+};
+typedef std::vector<ChatMessage> Conversation;
+
+// Check that roles come in order: a system text, then user and assistant in turn. answered: the
+// last one is an answer, as training needs it; else the model is to speak next.
+inline std::string check_conversation(const Conversation& messages, bool answered) {
+    std::string before = "assistant";
+    for (size_t i = 0; i < messages.size(); i++) {
+        const std::string& role = messages[i].role;
+        bool first_system = i == 0 && role == "system";
+        if (role != "system" && role != "user" && role != "assistant")
+            return concat("message ", i + 1, " is of role ", in_quotes(role),
+                          ": roles are system, user and assistant");
+        if (role == "system" && !first_system)
+            return concat("message ", i + 1,
+                          " is a system text, which comes first or not at all: "
+                          "move it to the front, or into the user's text");
+        if (role == before)
+            return concat("message ", i + 1, " is the ", role, "'s",
+                          i == 0 ? ", and nobody has asked: begin with the user's"
+                                 : " again: user and assistant take turns: join the two");
+        if (!first_system) before = role;
+    }
+
+    // The last message decides who speaks next.
+    bool asked = !messages.empty() && messages.back().role == "user";
+    bool ends_answered = !messages.empty() && messages.back().role == "assistant";
+    if (answered && !ends_answered)
+        return "ends without an answer: add a message of role assistant, or leave it out";
+    return answered || asked ? "" : "has no question: the last message must be the user's";
+}
+
+// ----------------------------------------------------------------------------
+// formats
+
+// How a format sets a conversation: what stands before and behind each text.
+struct ChatFormat {
+    std::string name;
+    std::string begin = "";                   // once, before all
+    std::string system = "", system_end = ""; // around the system text
+    std::string user = "", user_end = "";     // around a user's
+    std::string answer = "";                  // before an answer
+    std::string lead = "", answer_end = "";   // an answer's own first and last part
+    std::string behind = "";                  // behind it
+    std::string input = "\n\n";               // before an instruction's input
+    std::vector<std::string> needs = {};      // special tokens of the tokenizer
+    bool system_inside = false;               // the first user's turn holds the system text
+    bool always_system = false;               // a system turn stands there without a text too
+    bool trims = false;                       // white space goes at the ends of questions
+    bool trims_answer = false;                // and of answers
+    std::string default_system = "";
+};
+
+// Llama 3's turns.
+inline ChatFormat llama3_format(const std::string& name, const std::string& dates) {
+    const std::string end = "<|end_header_id|>\n\n";
+    return {
+        .name = name,
+        .begin = "<|begin_of_text|>",
+        .system = "<|start_header_id|>system" + end + dates,
+        .system_end = "<|eot_id|>",
+        .user = "<|start_header_id|>user" + end,
+        .user_end = "<|eot_id|>",
+        .answer = "<|start_header_id|>assistant" + end,
+        .answer_end = "<|eot_id|>",
+        .needs = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+        .always_system = !dates.empty(),
+        .trims = true,
+        .trims_answer = true};
+}
+
+// Mistral's turns: its versions differ in spaces, and in which marks are tokens.
+inline ChatFormat mistral_format(const std::string& name, const std::string& user,
+                                 const std::string& user_end, const std::string& lead) {
+    bool tokens = name != "mistral"; // [INST] is one
+    return {.name = name,
+            .begin = "<s>",
+            .system_end = "\n\n",
+            .user = user,
+            .user_end = user_end,
+            .lead = lead,
+            .answer_end = "</s>",
+            .needs = tokens ? std::vector<std::string>{"<s>", "[INST]", "[/INST]"}
+                            : std::vector<std::string>{"<s>"},
+            .system_inside = true,
+            .trims_answer = true};
+}
+
+// All formats.
+inline const std::vector<ChatFormat>& chat_formats() {
+    static const std::vector<ChatFormat> table = {
+        // <|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nT<|im_end|>\n
+        {.name = "chatml",
+         .system = "<|im_start|>system\n",
+         .system_end = "<|im_end|>\n",
+         .user = "<|im_start|>user\n",
+         .user_end = "<|im_end|>\n",
+         .answer = "<|im_start|>assistant\n",
+         .answer_end = "<|im_end|>",
+         .behind = "\n",
+         .needs = {"<|im_start|>", "<|im_end|>"}},
+
+        // <s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] T </s>
+        {.name = "llama2",
+         .system = "<<SYS>>\n",
+         .system_end = "\n<</SYS>>\n\n",
+         .user = "<s>[INST] ",
+         .user_end = " [/INST]",
+         .lead = " ",
+         .answer_end = " </s>",
+         .needs = {"<s>"},
+         .system_inside = true,
+         .trims = true,
+         .trims_answer = true},
+
+        // <|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|> and so on
+        llama3_format("llama3", ""),
+        llama3_format("llama3.1",
+                      "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"),
+
+        // <s>[INST] S\n\nU [/INST] T</s>; [INST] U[/INST] T</s>; [INST]U[/INST]T</s>
+        mistral_format("mistral", "[INST] ", " [/INST]", " "),
+        mistral_format("mistral-v3", "[INST] ", "[/INST]", " "),
+        mistral_format("mistral-v3-tekken", "[INST]", "[/INST]", ""),
+
+        // <s>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST] U[/INST] T</s>
+        {.name = "mistral-v7",
+         .begin = "<s>",
+         .system = "[SYSTEM_PROMPT] ",
+         .system_end = "[/SYSTEM_PROMPT]",
+         .user = "[INST] ",
+         .user_end = "[/INST]",
+         .lead = " ",
+         .answer_end = "</s>",
+         .needs = {"<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"},
+         .trims_answer = true},
+
+        // <|user|>\nU</s>\n<|assistant|>\nT</s>\n
+        {.name = "zephyr",
+         .system = "<|system|>\n",
+         .system_end = "</s>\n",
+         .user = "<|user|>\n",
+         .user_end = "</s>\n",
+         .answer = "<|assistant|>\n",
+         .answer_end = "</s>",
+         .behind = "\n"},
+
+        // <|bos|><|user_start|>U<|user_end|><|assistant_start|>T<|assistant_end|>
+        {.name = "nanochat",
+         .begin = "<|bos|>",
+         .system_end = "\n\n",
+         .user = "<|user_start|>",
+         .user_end = "<|user_end|>",
+         .answer = "<|assistant_start|>",
+         .answer_end = "<|assistant_end|>",
+         .needs = {"<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>",
+                   "<|assistant_end|>"},
+         .system_inside = true},
+
+        // ### Instruction:\nU\n\n### Response:\nT</s>, behind a sentence that says what this is
+        {.name = "alpaca",
+         .begin = "<s>",
+         .system_end = "\n\n",
+         .user = "### Instruction:\n",
+         .user_end = "\n\n",
+         .answer = "### Response:\n",
+         .answer_end = "</s>",
+         .input = "\n\n### Input:\n"},
+
+        // User: U\nAssistant: T</s>, for models without special tokens
+        {.name = "plain",
+         .begin = "<s>",
+         .system = "System: ",
+         .system_end = "\n",
+         .user = "User: ",
+         .user_end = "\n",
+         .answer = "Assistant:",
+         .lead = " ",
+         .answer_end = "</s>"},
+    };
+    return table;
+}
+
+// The sentence that Alpaca begins with where data have no system text.
+inline std::string alpaca_preamble(bool with_input) {
+    return std::string("Below is an instruction that describes a task") +
+           (with_input ? ", paired with an input that provides further context" : "") +
+           ". Write a response that appropriately completes the request.";
+}
+
+constexpr int NO_TOKEN = INT_MAX; // stands for <s> where a tokenizer has none: nothing is written
+
+// A format and the tokenizer that writes it.
+struct Chat {
+    ChatFormat format;
+    const Tokenizer* tokenizer = nullptr;
+    Fixed markers = {}; // special tokens as formats name them
+    int bos = -1;       // <s>
+    int end = -1;       // the token that ends an answer; a sample ends there
+};
+
+// The token of a mark; -1: the tokenizer has none.
+inline int marker_token(const Chat& chat, std::string_view mark) {
+    int token = find_token(chat.markers.ids, mark);
+    return token == NO_TOKEN ? -1 : token;
+}
+
+// Join a format to a tokenizer, which must have the tokens that it names.
+inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokenizer& t) {
+    // A byte is a token: zero, which no text holds, ends an answer.
+    *chat = {format, &t};
+    int eot = t.eot < 0 && t.kind == TokenizerKind::BYTE ? 0 : t.eot;
+    for (const auto& [text, token] : t.special) fixed_add(&chat->markers, text, token);
+    chat->bos = t.bos;
+    fixed_add(&chat->markers, "<s>", t.bos < 0 ? NO_TOKEN : t.bos);
+    fixed_add(&chat->markers, "</s>", eot < 0 ? NO_TOKEN : eot);
+
+    // Name the first token that is missing.
+    const std::string refused =
+        "--chat-format " + format.name + ": --tokenizer " + t.name + " has ";
+    for (const std::string& need : format.needs)
+        if (marker_token(*chat, need) < 0)
+            return refused +
+                   (need == "<s>" ? "no token that begins a text" : "no special token " + need) +
+                   ": give the format that its model was trained with; plain needs none";
+    size_t last = format.answer_end.rfind('<');
+    chat->end = marker_token(*chat, format.answer_end.substr(last));
+    return chat->end >= 0 ? "" : refused + "no token that ends a text, which an answer needs";
+}
+
+// ----------------------------------------------------------------------------
+// tokens
+
+// A conversation's tokens; trained: whether the model is to learn to say this one.
+struct ChatTokens {
+    std::vector<int> tokens = {};
+    std::vector<char> trained = {};
+};
+
+// The writer of tokens: the run of text that waits, and the kind of what stands before it.
+struct ChatWriter {
+    const Chat& chat;
+    ChatTokens out = {};
+    std::string run = "";
+    bool trained = false; // the run is
+    enum { START, TOKEN, TEXT } before = START;
+};
+
+// Append tokens of one kind.
+inline void push_tokens(ChatWriter& w, const std::vector<int>& tokens, bool trained) {
+    w.out.tokens.insert(w.out.tokens.end(), tokens.begin(), tokens.end());
+    w.out.trained.resize(w.out.tokens.size(), trained);
+}
+
+// Encode the run. Its text is a beginning where it is the first, or behind the token that begins
+// texts; behind other special tokens the tokenizer's file says so; behind text it never is.
+inline void end_run(ChatWriter& w) {
+    if (w.run.empty()) return;
+    const Tokenizer& t = *w.chat.tokenizer;
+    bool goes_on = w.before == ChatWriter::TEXT || (w.before == ChatWriter::TOKEN && t.prefix_once);
+    push_tokens(w, encode(t, w.run, false, goes_on), w.trained);
+    w.run.clear();
+    w.before = ChatWriter::TEXT;
+}
+
+// Add text that somebody wrote.
+inline void put_text(ChatWriter& w, std::string_view text, bool trained) {
+    if (w.trained != trained) end_run(w);
+    w.trained = trained;
+    w.run += text;
+}
+
+// Add a part of the format: text and special tokens.
+inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
+    for (size_t at = 0; at < text.size();) {
+        FixedMatch match = match_fixed(w.chat.markers, text, at);
+        if (match.length == 0) {
+            put_text(w, text.substr(at++, 1), trained);
+            continue;
+        }
+
+        // A tokenizer may have no token that begins a text: then none stands there.
+        end_run(w);
+        at += match.length;
+        if (match.token == NO_TOKEN) continue;
+        push_tokens(w, {match.token}, trained);
+        w.before = match.token == w.chat.bos ? ChatWriter::START : ChatWriter::TOKEN;
+    }
+}
+
+// A text without white space at its ends, where the format wants that.
+inline std::string chat_trim(const std::string& text, bool trims) {
+    const char* spaces = " \t\n\r\f\v";
+    size_t from = trims ? text.find_first_not_of(spaces) : 0;
+    if (from == std::string::npos) return "";
+    return trims ? text.substr(from, text.find_last_not_of(spaces) + 1 - from) : text;
+}
+
+// The system text of a conversation: its own, or the format's.
+inline std::string system_text(const Chat& chat, const Conversation& messages) {
+    if (messages[0].role == "system") return messages[0].text;
+    bool alpaca = chat.format.name == "alpaca";
+    return alpaca ? alpaca_preamble(!messages[0].input.empty()) : chat.format.default_system;
+}
+
+// Write a user's turn, and into the first one a system text that has no turn of its own.
+inline void put_user(ChatWriter& w, const ChatMessage& m, const std::string& system) {
+    const ChatFormat& f = w.chat.format;
+    std::string text = m.text;
+    if (!m.input.empty()) text += f.input + m.input;
+    if (!system.empty()) text = f.system + system + f.system_end + text;
+    put_markers(w, f.user, false);
+    put_text(w, chat_trim(text, f.trims), false);
+    put_markers(w, f.user_end, false);
+}
+
+// Write an answer.
+inline void put_answer(ChatWriter& w, const ChatMessage& m) {
+    const ChatFormat& f = w.chat.format;
+    put_markers(w, f.answer, false);
+    put_text(w, f.lead + chat_trim(m.text, f.trims_answer), m.trained);
+    put_markers(w, f.answer_end, m.trained);
+    put_markers(w, f.behind, false);
+}
+
+// Write all messages. opens: what stands before an answer follows them.
+inline ChatTokens write_conversation(const Chat& chat, const Conversation& messages, bool opens) {
+    ChatWriter w = {chat};
+    const ChatFormat& f = chat.format;
+    std::string system = system_text(chat, messages);
+    put_markers(w, f.begin, false);
+
+    // A system turn, where the format has one.
+    if (!f.system_inside && (!system.empty() || f.always_system)) {
+        put_markers(w, f.system, false);
+        put_text(w, chat_trim(system, f.trims), false);
+        put_markers(w, f.system_end, false);
+    }
+
+    // The turns. A prompt ends where the answer begins.
+    for (size_t i = 0; i < messages.size(); i++) {
+        bool first_user = i == size_t(messages[0].role == "system");
+        if (messages[i].role == "user")
+            put_user(w, messages[i], first_user && f.system_inside ? system : "");
+        if (messages[i].role == "assistant") put_answer(w, messages[i]);
+    }
+    if (opens) put_markers(w, f.answer, false);
+    end_run(w);
+    return w.out;
+}
+
+// A whole conversation, to train on.
+inline std::string chat_tokens(const Chat& chat, const Conversation& messages, ChatTokens* out) {
+    std::string wrong = check_conversation(messages, true);
+    if (wrong.empty()) *out = write_conversation(chat, messages, false);
+    return wrong;
+}
+
+// A conversation that ends with a question: what the model continues with its answer.
+inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
+                               std::vector<int>* tokens) {
+    std::string wrong = check_conversation(messages, false);
+    if (wrong.empty()) *tokens = write_conversation(chat, messages, true).tokens;
+    return wrong;
+}
+
+// ----------------------------------------------------------------------------
+// which format
+
+// Read a folder's chat template: "" where it has none.
+inline std::string read_chat_template(const std::string& folder, std::string* text) {
+    *text = "";
+    std::string jinja = folder + "/chat_template.jinja";
+    std::string config = folder + "/tokenizer_config.json";
+    if (::access(jinja.c_str(), R_OK) == 0) return read_whole_file(jinja, text);
+    if (::access(config.c_str(), R_OK) != 0) return "";
+
+    // A string, or a list of named ones.
+    nlohmann::json j;
+    std::string wrong = read_json(config, &j);
+    if (!wrong.empty()) return wrong;
+    nlohmann::json found = j.value("chat_template", nlohmann::json());
+    for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
+        if (each.is_object() && each.value("name", nlohmann::json()) == "default")
+            found = nlohmann::json(each.value("template", nlohmann::json()));
+    if (found.is_string()) *text = found.get<std::string>();
+    return "";
+}
+
+// The row that renders as a template does, by its signs; "": there is none.
+inline std::string recognise_template(const std::string& text, const Tokenizer& t) {
+    auto holds = [&](const char* sign) { return text.find(sign) != std::string::npos; };
+    if (holds("<think>")) return ""; // what a model thinks is set apart, which no row does
+    if (holds("<|im_start|>")) return "chatml";
+    if (holds("<|start_header_id|>"))
+        return holds("Cutting Knowledge Date") ? "llama3.1" : "llama3";
+    if (holds("<|user_start|>")) return "nanochat";
+    if (holds("<|user|>") && holds("eos_token") && !holds("<|end|>")) return "zephyr";
+    if (!holds("[INST]")) return "";
+
+    // Llama 2's and Mistral's: by the system text, then by spaces around [INST].
+    if (holds("<<SYS>>")) return "llama2";
+    if (holds("[SYSTEM_PROMPT]")) return "mistral-v7";
+    if (find_token(t.special, "[INST]") < 0) return "mistral";
+    return holds("[INST] ") ? "mistral-v3" : "mistral-v3-tekken";
+}
+
+// The row whose special tokens a tokenizer has; "plain" where it has none of them.
+inline std::string recognise_tokens(const Tokenizer& t) {
+    auto has = [&](const char* token) { return find_token(t.special, token) >= 0; };
+    if (has("<|im_start|>")) return "chatml";
+    if (has("<|start_header_id|>")) return "llama3";
+    if (has("<|user_start|>")) return "nanochat";
+    return has("[INST]") ? "mistral-v3" : "plain";
+}
+
+// The system text that a ChatML template writes where a conversation has none.
+inline std::string template_system(std::string text) {
+    // Templates write a line's end as two characters or as one.
+    const std::string opens = "<|im_start|>system\n", ends = "<|im_end|>";
+    text = replace_all(text, "\\n", "\n");
+    for (size_t at = text.find(opens); at != std::string::npos; at = text.find(opens, at + 1)) {
+        size_t from = at + opens.size();
+        std::string found = text.substr(from, text.find(ends, from) - from);
+        if (!found.empty() && found.find_first_of("'\"{}") == std::string::npos) return found;
+    }
+    return "";
+}
+
+// --chat-format for a model's folder ("": there is none). A known name is taken at its word.
+inline std::string choose_chat(Chat* chat, const std::string& name, const std::string& folder,
+                               const Tokenizer& t) {
+    // Look for a template.
+    std::string text, chosen = name;
+    std::string wrong = folder.empty() ? "" : read_chat_template(folder, &text);
+    if (!wrong.empty()) return wrong;
+    if (name == "auto") chosen = text.empty() ? recognise_tokens(t) : recognise_template(text, t);
+    if (chosen.empty())
+        return folder +
+               ": its chat template is of a kind that is not built: give --chat-format "
+               "with the name of the row that it is like (--help lists them)";
+
+    // Take the row.
+    for (const ChatFormat& row : chat_formats())
+        if (row.name == chosen) {
+            ChatFormat format = row;
+            if (chosen == "chatml") format.default_system = template_system(text);
+            return chat_open(chat, format, t);
+        }
+    return "--chat-format " + name + ": there is no such format";
+}
+
+} // namespace llmc
