@@ -3,15 +3,12 @@
 //     input     run_load (load.h): tokens, targets, positions, starts of documents
 //     layers    run_forward, run_recompute, run_backward: the family's blocks (gpt2.h, llama.h)
 //     the end   run_tie, run_norm, run_update
-//     between   collectives, and moves between tiers (moves.h): started where they stand, finished
-//               as late as their data allow
-//   On NCCL the plan's collectives run on a stream of their own, behind what compute had been given
-//   when they started; their finish makes compute wait, not the host. On LOCAL and MPI the host
-//   finishes them.
+//     between   collectives, and moves between tiers (flights.h): started where they stand,
+//               finished as late as their data allow
 //   Contract: the bits do not depend on when a collective happens between its start and its finish.
 #pragma once
+#include "flights.h"
 #include "load.h"
-#include "moves.h"
 #include "placement_notes.h"
 
 namespace llmc {
@@ -302,118 +299,6 @@ void run_update(Trainer<T, S>& t, const Action& a) {
     }
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     run_update(t, a, &scale, Cpu{});
-}
-
-// ----------------------------------------------------------------------------
-// collectives: an action starts one, the loop finishes it where finish_before() says
-
-// On NCCL collectives have a stream of their own, and all of one is given to it at the start.
-template <typename T, typename S>
-bool in_stream_order(const Trainer<T, S>& t) {
-    return t.comms.world.nccl != nullptr;
-}
-template <typename T, typename S>
-S comm_where(const Trainer<T, S>& t) {
-    return in_stream_order(t) ? t.comm_stream : t.ctx.where;
-}
-
-// The gradient of a bucket that REDUCE sums: a micro-batch's, or the step's.
-template <typename T, typename S>
-acc_t<T>* whole_gradient(const Trainer<T, S>& t, int bucket) {
-    bool each = reduced_each(t.layout, t.model, bucket);
-    return address<acc_t<T>>(t, {each ? Kind::PARTIAL : summed_kind(t.layout), bucket});
-}
-
-// ZeRO-2 and 3 reduce a micro-batch's gradient into the step's shard; else in place.
-template <typename T, typename S>
-InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
-    typedef acc_t<T> A;
-    bool each = reduced_each(t.layout, t.model, a.bucket);
-    A* grad = address<A>(t, {summed_kind(t.layout), a.bucket});
-    A* whole = whole_gradient(t, a.bucket);
-    bf16* sent = address<bf16>(t, {Kind::SENT, a.bucket});
-    return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, sent, each ? grad : nullptr,
-                       a.first, comm_where(t));
-}
-
-// Bring together the weights that layers are about to read: shards that lie here, or were fetched.
-template <typename T, typename S>
-InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
-    T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
-    Kind from = t.layout.weights_away ? Kind::STAGED : Kind::WEIGHT;
-    const T* shard = address<const T>(t, {from, a.bucket});
-    return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, comm_where(t));
-}
-
-// ZeRO-1 and 2: every rank gets the shards that the others have updated.
-template <typename T, typename S>
-InFlight<S> start_publish(Trainer<T, S>& t, const Action& a) {
-    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
-    return zero_publish(t.comms, t.layout, t.model, a.bucket, weight, comm_where(t));
-}
-
-// Post all messages of an exchange together, so that no send waits for a receive behind it.
-template <typename T, typename S>
-InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
-    const Plan& p = t.plans[t.plan];
-    size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.rows() / t.ctx.shape.row_ranks;
-    size_t bytes = rows * t.model.shape.C * sizeof(T);
-    std::vector<CommMessage> messages;
-    for (const Transfer& x : a.transfers) {
-        T* stream = address<T>(t, data_of(t.layout, t.model, x));
-        messages.push_back({stream, bytes, x.peer, x.send, x.gradient});
-    }
-    int count = int(messages.size());
-    auto exchange = start_exchange_apart(t.comms.pp, messages.data(), count, comm_where(t));
-    InFlight<S> f;
-    f.pending = std::move(exchange.received);
-    f.sent = std::move(exchange.sent);
-    return f;
-}
-
-// Start a collective or a move; the caller keeps it until finish_before() says that it is needed.
-template <typename T, typename S>
-InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
-    if (queue_of(a.op) == Queue::MOVE) return start_move(t, a);
-
-    // Layers use the communicator of tp too: sum what its ranks share where layers compute.
-    if (a.op == Op::REDUCE)
-        zero_reduce_shared(t.comms, t.layout, t.model, a.bucket, whole_gradient(t, a.bucket),
-                           t.ctx.where);
-
-    // On a stream of its own, wait until what it reads is there.
-    bool apart = in_stream_order(t);
-    if (apart)
-        wait_point(record_point(t.ctx.where), t.comm_stream);
-
-    InFlight<S> f = a.op == Op::SENDRECV ? start_sendrecv(t, a)
-                    : a.op == Op::GATHER ? start_gather(t, a)
-                    : a.op == Op::REDUCE ? start_reduce(t, a)
-                                         : start_publish(t, a);
-
-    // On a stream of its own all of it is given now, the rest too, and a point marks its end.
-    f.action = t.at;
-    if (apart && f.rest) f.rest();
-    if (apart) f.arrived = record_point(t.comm_stream);
-    return f;
-}
-
-// Finish what a collective writes, then what it reads: of an exchange, what it receives and what it
-// sends. On NCCL both end at one point: only the compute stream waits there, and `rest` has been
-// given to the other stream already.
-template <typename T, typename S>
-void finish_writes(Trainer<T, S>& t, InFlight<S>& f) {
-    finish(f.pending);
-    if (in_stream_order(t) && !f.moves) {
-        wait_point(f.arrived, t.ctx.where);
-    } else if (f.rest) {
-        f.rest();
-    }
-}
-template <typename T, typename S>
-void finish_flight(Trainer<T, S>& t, InFlight<S>& f) {
-    finish_writes(t, f);
-    finish(f.sent);
 }
 
 // ----------------------------------------------------------------------------
