@@ -187,6 +187,7 @@ void train(Run& run, Trainer<T, S>& t) {
     measure_peak<T>(run, t.ctx.where);
     open_display(run.log, c.log_every, run.world.mpi != nullptr);
     run.saves = {};
+    if (c.save_async) run.saves.async = make_async_save(t);
     CatchSignals catch_signals;
 
     // All ranks agree on a signal, for they must leave after the same step.
@@ -198,7 +199,9 @@ void train(Run& run, Trainer<T, S>& t) {
         train_step(run, t);
 
         // Hear what the other ranks have heard.
-        Wishes wishes = agree(run.world, {stop_signal, clock_wants_save(run)});
+        Wishes wishes =
+            agree(run.world, {stop_signal, clock_wants_save(run), is_writing(run.saves.async)});
+        if (!wishes.writing) end_save(run);
         run.stopped = wishes.stop;
         if (run.stopped) break;
         if (is_time(run, c.verify_every, false))

@@ -2,8 +2,7 @@
 //   start_flight() begins REDUCE, GATHER, PUBLISH, SENDRECV, or a move between tiers (moves.h), and
 //   finish_before() says where step.h's loop must finish it. One rank alone has none of this.
 //   On NCCL the collectives run on a stream of their own, behind what compute had been given when
-//   they started; their finish makes compute wait, not the host. On LOCAL and MPI the host finishes
-//   them.
+//   they started; their finish makes compute wait, not the host. On LOCAL and MPI the host does.
 #pragma once
 #include "moves.h"
 

@@ -253,20 +253,20 @@ void init_weights(Trainer<T, S>& t, uint64_t seed) {
 // ----------------------------------------------------------------------------
 // reading: collective, on every rank the whole parameter
 
-// The numbers that a range of a master, a weight or a state tensor stands for, on this rank.
+// Read the numbers that a range of a master, a weight or a state tensor stands for on this rank,
+// into values (range.count).
 template <typename T, typename S>
-std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Parameter& p,
-                                   KeptRange range) {
+void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parameter& p,
+                  KeptRange range) {
     typedef acc_t<T> A;
-    std::vector<A> values(range.count);
 
     // Moments and float masters are numbers already, or bf16.
     if (d.kind == Kind::STATE && t.plans[0].states == States::BF16) {
         std::vector<bf16> narrow(range.count);
         read_kept(t, narrow.data(), d, range.at, range.count);
-        for (size_t i = 0; i < values.size(); i++)
+        for (size_t i = 0; i < range.count; i++)
             values[i] = to_float(narrow[i]);
-        return values;
+        return;
     }
     if (d.kind == Kind::STATE && t.plans[0].states == States::EIGHT_BIT) {
         for_each_state_row(t, d, p, range, [&](Data part, const TensorRow& row, size_t first) {
@@ -276,19 +276,17 @@ std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Paramet
             size_t n = std::min(row.n, range.count - first);
             std::vector<float> x(row.n);
             numbers_of_bytes(x.data(), bytes.data(), row, is_first_moment(d));
-            std::copy_n(x.data(), n, values.data() + first);
+            std::copy_n(x.data(), n, values + first);
         });
-        return values;
+        return;
     }
-    if (d.kind == Kind::STATE) {
-        read_kept(t, values.data(), d, range.at, range.count);
-        return values;
-    }
+    if (d.kind == Kind::STATE)
+        return read_kept(t, values, d, range.at, range.count);
     if (d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT) {
         std::vector<float> masters(range.count);
         read_kept(t, masters.data(), d, range.at, range.count);
-        std::copy(masters.begin(), masters.end(), values.begin());
-        return values;
+        std::copy(masters.begin(), masters.end(), values);
+        return;
     }
 
     // Join weights and remainders, or take weights as they are. ZeRO-1 and 2 keep weights whole
@@ -301,11 +299,17 @@ std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Paramet
     read_kept(t, weights.data(), weight, at, range.count);
     if (d.kind == Kind::MASTER)
         read_kept(t, remainders.data(), d, range.at, range.count);
-    for (size_t i = 0; i < values.size(); i++) {
+    for (size_t i = 0; i < range.count; i++) {
         values[i] = to_acc(weights[i]);
         if constexpr (type_of<T>() == Type::BF16)
             if (d.kind == Kind::MASTER) values[i] = join_float({weights[i].bits, remainders[i]});
     }
+}
+template <typename T, typename S>
+std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Parameter& p,
+                                   KeptRange range) {
+    std::vector<acc_t<T>> values(range.count);
+    read_numbers(t, values.data(), d, p, range);
     return values;
 }
 

@@ -249,47 +249,52 @@ inline std::string first_error(const Comm& c, const std::string& wrong) {
 // ----------------------------------------------------------------------------
 // save
 
-// Write this rank's file, and its entry in the manifest; neither where the rank owns nothing.
-template <typename T, typename S>
-std::string write_rank_file(const Trainer<T, S>& t, const std::string& folder,
-                            nlohmann::json* entry) {
-    typedef acc_t<T> A;
-
-    // List what this rank owns.
+// Elements that a rank owns, tensor by tensor: its file is to hold them.
+struct RankFile {
+    // Empty: the rank makes no file.
     std::vector<std::pair<StateTensor, KeptRange>> owned;
     std::vector<TensorSpec> specs;
+    nlohmann::json entry; // of the manifest; size and sum come with the file
+};
+
+// List what this rank owns.
+template <typename T, typename S>
+RankFile rank_file_of(const Trainer<T, S>& t) {
+    RankFile file;
     nlohmann::json ranges;
     for (const StateTensor& s : state_tensors(t)) {
         KeptRange range = owned_range(t, s);
         if (range.count == 0) continue;
-        owned.push_back({s, range});
-        specs.push_back({s.name, type_of<A>(), {range.count}});
+        file.owned.push_back({s, range});
+        file.specs.push_back({s.name, type_of<acc_t<T>>(), {range.count}});
         ranges[s.name] = {range.first, range.count};
     }
-    if (owned.empty()) return "";
 
-    // Write it, a tensor at a time: a rank never holds a second copy of its state.
-    std::string name = rank_file(t.comms.world.rank);
-    FileWriter w;
-    writer_open(&w, folder + "/" + name, specs, {});
-    for (auto& [s, range] : owned) {
-        if (!w.wrong.empty()) break;
-        std::vector<A> values = read_numbers(t, s.data, *s.p, range);
-        writer_put(w, values.data(), range.count * sizeof(A));
-    }
-    std::string wrong = writer_close(&w);
-
-    // Describe it. The sum is of the bytes handed to the file, not of what a disk gives back.
-    *entry = {{"file", name},
-              {"bytes", w.bytes},
-              {"crc32", w.crc},
-              {"tp", t.layout.tp.size},
-              {"tp_rank", t.layout.tp.rank},
-              {"tensors", ranges}};
-    // Say whose experts these are, where ranks share them out.
+    // Describe the cut. Say whose experts these are, where ranks share them out.
+    file.entry = {{"file", rank_file(t.comms.world.rank)},
+                  {"tp", t.layout.tp.size},
+                  {"tp_rank", t.layout.tp.rank},
+                  {"tensors", ranges}};
     Axis experts = expert_axis(t.layout);
-    if (experts.size == 1) return wrong;
-    entry->update({{"ep", experts.size}, {"ep_rank", experts.rank}});
+    if (experts.size == 1) return file;
+    file.entry.update({{"ep", experts.size}, {"ep_rank", experts.rank}});
+    return file;
+}
+
+// Write a rank's file; none where the rank owns nothing. numbers(i) gives those of tensor i.
+template <typename F>
+std::string write_rank_file(RankFile& file, const std::string& folder, F numbers) {
+    if (file.owned.empty()) return "";
+    FileWriter w;
+    writer_open(&w, folder + "/" + file.entry["file"].get<std::string>(), file.specs, {});
+    for (size_t i = 0; i < file.owned.size() && w.wrong.empty(); i++) {
+        auto values = numbers(i);
+        writer_put(w, values.data(), values.size() * sizeof(values[0]));
+    }
+
+    // The sum is of the bytes handed to the file, not of what a disk gives back.
+    std::string wrong = writer_close(&w);
+    file.entry.update({{"bytes", w.bytes}, {"crc32", w.crc}});
     return wrong;
 }
 
@@ -310,11 +315,9 @@ nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
     return by_name;
 }
 
-// Write what describes the files, with a checksum of its own; then sync the folder's names.
+// Describe a checkpoint, but for its files. All ranks call.
 template <typename T, typename S>
-std::string write_manifest(const Trainer<T, S>& t, const CheckpointInfo& info,
-                           const std::string& folder, const nlohmann::json& files,
-                           const nlohmann::json& sums) {
+nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
     // Save the optimizer's own count of updates too: Adam's bias correction goes on from it.
     bool trained = address<StepScale>(t, {Kind::SCALE});
     int64_t updates = trained ? read_value<StepScale>(t, {Kind::SCALE}).step : 0;
@@ -332,8 +335,7 @@ std::string write_manifest(const Trainer<T, S>& t, const CheckpointInfo& info,
                                {"threads", threads_here(t.ctx.where)},
                                {"cpu", cpu_name()},
                                {"rounding", rounding_of(t)},
-                               {"weight_sums", sums},
-                               {"files", files}};
+                               {"weight_sums", weight_sums_json(t)}};
 
     if (trained && t.hyper.loss_scaling.on)
         manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
@@ -343,8 +345,14 @@ std::string write_manifest(const Trainer<T, S>& t, const CheckpointInfo& info,
         manifest["best_step"] = info.best_step;
         manifest["best_loss"] = info.best_loss;
     }
+    return manifest;
+}
 
+// Write what describes the files, with a checksum of its own; then sync the folder's names.
+inline std::string write_manifest(nlohmann::json manifest, const nlohmann::json& files,
+                                  const std::string& folder) {
     // The manifest's checksum covers the files' checksums, so it vouches for the folder.
+    manifest["files"] = files;
     manifest["crc32"] = manifest_crc(manifest);
     std::string wrong = write_text_file(folder + "/manifest.json", manifest_text(manifest));
     return wrong.empty() ? sync_folder(folder) : wrong;
@@ -378,47 +386,77 @@ inline std::string set_aside(const std::string& out, int64_t step, const std::st
     return folder + ": cannot be renamed: " + strerror(errno);
 }
 
-// Save a checkpoint in `out` by the header's steps. Of those before it only the `keep` newest and
-// the best one stay.
+// A save on its way, from its folder to its name.
+struct Save {
+    CheckpointInfo info;
+    std::string out;
+    int keep; // of the checkpoints before it only so many stay, and the best one
+    nlohmann::json manifest = {}; // all but its files
+    RankFile file = {};           // this rank's
+
+    std::string folder() const { return out + "/" + step_folder(info.step); }
+    std::string temporary() const { return folder() + ".tmp"; }
+};
+
+// Begin a save by the header's step 1, and note all that the next step of training would change.
 template <typename T, typename S>
-std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
-                            const std::string& out, int keep) {
-    // Each step ends in first_error(): no rank goes on alone, and none waits for one that failed.
+std::string save_begin(const Trainer<T, S>& t, Save& save) {
+    // Steps end in first_error(): no rank goes on alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
-    bool first = world.rank == 0;
-    std::string folder = out + "/" + step_folder(info.step);
-    std::string temporary = folder + ".tmp";
-
-    // 1. The first rank makes the folder.
-    std::string wrong = first_error(world, first ? make_temporary(out, temporary) : "");
+    std::string wrong = world.rank == 0 ? make_temporary(save.out, save.temporary()) : "";
+    wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
+    save.manifest = manifest_of(t, save.info);
+    save.file = rank_file_of(t);
+    return "";
+}
 
-    // 2. Every rank writes its file.  3. The ranks tell each other what they wrote.
-    nlohmann::json entry, files;
-    wrong = first_error(world, write_rank_file(t, temporary, &entry));
-    for (const std::string& text : gather_texts(world, entry.is_null() ? "" : entry.dump()))
+// End a save by steps 3 to 5. Step 2 has ended with `wrong` on this rank.
+inline std::string save_end(const Comm& world, const Save& save, std::string wrong) {
+    // 3. The ranks tell each other what they wrote.
+    bool first = world.rank == 0;
+    wrong = first_error(world, wrong);
+    nlohmann::json files;
+    for (const std::string& text :
+         gather_texts(world, save.file.owned.empty() ? "" : save.file.entry.dump()))
         if (!text.empty())
             files.push_back(nlohmann::json::parse(text));
 
     // 4. The manifest, then the name. A folder that has it already is replaced: the same step, of
     // the run that this one repeats.
-    nlohmann::json sums = weight_sums_json(t);
     if (first && wrong.empty())
-        wrong = write_manifest(t, info, temporary, files, sums);
+        wrong = write_manifest(save.manifest, files, save.temporary());
     if (first && wrong.empty())
-        wrong = replace_folder(temporary, folder);
+        wrong = replace_folder(save.temporary(), save.folder());
     wrong = first_error(world, wrong);
     if (first && !wrong.empty())
-        remove_folder(temporary);
+        remove_folder(save.temporary());
     if (!wrong.empty())
         return wrong + "; the checkpoints before it are as they were";
 
     // 5. Remove the oldest. Steps above this one stay: they belong to a run that got further.
-    std::vector<int64_t> steps = first ? checkpoint_steps(out) : std::vector<int64_t>();
-    for (size_t i = keep; i < steps.size(); i++)
-        if (steps[i] < info.step && steps[i] != info.best_step)
-            remove_checkpoint(out + "/" + step_folder(steps[i]));
+    std::vector<int64_t> steps = first ? checkpoint_steps(save.out) : std::vector<int64_t>();
+    for (size_t i = save.keep; i < steps.size(); i++)
+        if (steps[i] < save.info.step && steps[i] != save.info.best_step)
+            remove_checkpoint(save.out + "/" + step_folder(steps[i]));
     return "";
+}
+
+// Save a checkpoint in `out`, while training waits.
+template <typename T, typename S>
+std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
+                            const std::string& out, int keep) {
+    Save save = {info, out, keep};
+    std::string wrong = save_begin(t, save);
+    if (!wrong.empty()) return wrong;
+
+    // Nothing else runs meanwhile, so the state is read where it lies.
+    // 2. Write a tensor at a time: a rank never holds a second copy of its state.
+    wrong = write_rank_file(save.file, save.temporary(), [&](size_t i) {
+        auto& [s, range] = save.file.owned[i];
+        return read_numbers(t, s.data, *s.p, range);
+    });
+    return save_end(t.comms.world, save, wrong);
 }
 
 // ----------------------------------------------------------------------------

@@ -85,6 +85,7 @@ struct Config {
     std::string out, export_dir, export_dtype = "fp32", ds_config;
     int64_t save_every = 0;
     double save_minutes = 10;
+    bool save_async = false;
     int keep = 2;
     bool keep_best = false, resume = false;
     // -1: the newest
@@ -292,6 +293,8 @@ inline const std::vector<Flag>& config_table() {
          "steps between checkpoints (0: by --save-minutes, and at the end)"},
         {"save-minutes", &C::save_minutes, "0..1000000",
          "minutes between checkpoints, where --out is given (0: by --save-every alone)"},
+        {"save-async", &C::save_async, "",
+         "write checkpoints beside the steps, from a copy in the host's memory"},
         {"keep", &C::keep, "1..1000000", "newest checkpoints kept"},
         {"keep-best", &C::keep_best, "",
          "keep the checkpoint of the lowest validation loss too, saved when it is found"},
@@ -916,6 +919,8 @@ inline std::string check_together(const Config& c) {
         return "--resume-step chooses what --resume goes on from: give --resume too";
     if (c.save_every && c.out.empty())
         return "--save-every wants a folder: give --out DIR";
+    if (c.save_async && c.out.empty())
+        return "--save-async wants a folder: give --out DIR";
     if (c.keep_best && c.out.empty())
         return "--keep-best wants a folder: give --out DIR";
     return "";

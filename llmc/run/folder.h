@@ -270,7 +270,7 @@ constexpr double RETRY_SECONDS = 60, RETRY_AT_THE_END = 5;
 // Whether this rank's clock wants a checkpoint now. Only the first rank is asked.
 inline bool clock_wants_save(const Run& run) {
     const Config& c = run.config;
-    if (c.out.empty() || !is_first(run))
+    if (c.out.empty() || !is_first(run) || is_on_its_way(run.saves.async.get()))
         return false;
     double now = clock_seconds();
     if (run.saves.retry)
@@ -295,7 +295,32 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     info.tokens = run.tokens;
     info.best_step = run.kept_step;
     info.best_loss = run.kept_loss;
-    return checkpoint_save(t, info, run.config.out, run.config.keep);
+    // Steps wait for the whole save, or for a copy of what it writes.
+    Save save = {info, run.config.out, run.config.keep};
+    return run.saves.async ? async_begin(t, *run.saves.async, save)
+                           : checkpoint_save(t, info, save.out, save.keep);
+}
+
+// Note how the save of a step has ended. Say when saves begin to fail, and when they work again.
+inline void note_save(Run& run, int64_t step, const std::string& wrong) {
+    Saves& saves = run.saves;
+    // A step that is not saved is nobody's: the end of the run tries it again.
+    bool fails = !wrong.empty(), failed_before = saves.retry > 0;
+    saves.retry = fails ? clock_seconds() + RETRY_SECONDS : 0;
+    saves.step = fails ? -1 : step;
+    if (fails == failed_before) return;
+    note(run, fails ? concat("step ", step, " is not saved: ", wrong,
+                             ": the run goes on, and tries again")
+                    : concat("step ", step, " is saved"));
+}
+
+// End the save that is on its way beside the steps, where one is. All ranks call.
+inline void end_save(Run& run) {
+    AsyncSave* async = run.saves.async.get();
+    if (!is_on_its_way(async)) return;
+    Spend spend(run.account, Work::SAVE);
+    std::string wrong = async_end(run.world, *async);
+    note_save(run, async->save.info.step, wrong);
 }
 
 // Save when it is time. What fails is said, and tried again: a disk may have room in a minute.
@@ -304,27 +329,24 @@ void save(Run& run, Trainer<T, S>& t) {
     Saves& saves = run.saves;
     if (run.config.out.empty() || saves.step == run.step)
         return;
+    end_save(run); // one at a time is on its way
     Spend spend(run.account, Work::SAVE);
     std::string wrong = try_to_save(run, t);
-    double now = clock_seconds();
-    bool fails = !wrong.empty(), failed_before = saves.retry > 0;
-    saves.retry = fails ? now + RETRY_SECONDS : 0;
-    if (!fails) {
-        saves.last = now;
-        saves.step = run.step;
-    }
+    if (wrong.empty()) saves.last = clock_seconds();
 
-    // Say when it begins to fail, and when it works again.
-    if (fails == failed_before) return;
-    note(run, fails ? concat("step ", run.step, " is not saved: ", wrong,
-                             ": the run goes on, and tries again")
-                    : concat("step ", run.step, " is saved"));
+    // How a save beside the steps ends is heard later.
+    if (is_on_its_way(saves.async.get()))
+        saves.step = run.step;
+    else
+        note_save(run, run.step, wrong);
 }
 
 // Save at the end of the run. Nothing comes after it, so it waits for room as long as
 // --save-minutes says; a signal ends the wait.
 template <typename T, typename S>
 void save_at_the_end(Run& run, Trainer<T, S>& t) {
+    end_save(run);
+    run.saves.async = nullptr;
     if (run.config.out.empty() || run.saves.step == run.step)
         return;
     Spend spend(run.account, Work::SAVE);
@@ -355,6 +377,7 @@ void keep_best(Run& run, Trainer<T, S>& t) {
     int64_t step_before = std::exchange(run.kept_step, run.step);
     double loss_before = std::exchange(run.kept_loss, run.val_loss);
     save(run, t);
+    end_save(run);
     if (run.saves.step == run.step) return;
 
     // It could not be saved: the best one that there is stays.

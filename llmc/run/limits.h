@@ -5,7 +5,7 @@
 #pragma once
 #include <sys/statvfs.h>
 #include "../budget.h"
-#include "../io/checkpoint.h"
+#include "../io/async_save.h"
 #include "../io/mfu.h"
 #include "choose.h"
 
@@ -100,6 +100,13 @@ template <typename S> int ranks_here(const Run& run, S) {
     return int(std::count(all.begin(), all.end(), boot));
 }
 
+// Bytes that a save beside the steps takes of the memory in which a rank's step runs.
+template <typename T, typename S>
+size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
+    bool saves = c.save_async && c.steps > 0 && !c.eval;
+    return saves && std::is_same_v<S, Cpu> ? snapshot_bytes(t) : 0;
+}
+
 // Bytes that a rank of a configuration takes; 0: the configuration is refused.
 template <typename T, typename S>
 size_t arena_bytes(const Run& like, Config c, int rank, S where) {
@@ -112,7 +119,7 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     Trainer<T, S> t;
     t.ctx.where = where;
     trainer_place(t, run.shape, choose_plans(run), layout_at(choose_layout(c, run.shape), rank));
-    return bytes_here(t.arena, where);
+    return bytes_here(t.arena, where) + snapshot_here(c, t);
 }
 
 // Flags that make a rank fit `room` bytes, the least change first; "" where none does.
@@ -180,7 +187,8 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
 template <typename T, typename S>
 void check_memory(const Run& run, const Trainer<T, S>& t) {
     size_t share = memory_share(run, t.ctx.where);
-    int64_t mine[2] = {int64_t(bytes_here(t.arena, t.ctx.where)), int64_t(share)};
+    size_t takes = bytes_here(t.arena, t.ctx.where) + snapshot_here(run.config, t);
+    int64_t mine[2] = {int64_t(takes), int64_t(share)};
     std::vector<int64_t> all(2 * size_t(run.world.size));
     all_gather(run.world, all.data(), mine, 2, Cpu{});
 
@@ -289,7 +297,11 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     std::vector<Recompute> levels(model.layers(), Recompute::FULL);
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
         Layout layout = layout_at(run.layout, first_rank_of(run.layout, pp));
-        Choices found = choose_levels<T>(layout, model, plans, room, where);
+        // A save's copy is no part of any level.
+        Trainer<T, S> placed;
+        if (c.save_async) trainer_place(placed, run.shape, plans, layout);
+        size_t copy = snapshot_here(c, placed);
+        Choices found = choose_levels<T>(layout, model, plans, room - std::min(room, copy), where);
         if (!found.best.bytes) continue;
 
         // Take the levels of the stage's own layers.

@@ -268,7 +268,11 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     }
 
     // Memory, then a single layer's actions or all of them.
-    text += memory_text(t.arena, t.plans, model) + logits_text<T>(t.plans[plan], model);
+    text += memory_text(t.arena, t.plans, model);
+    // No plan has it: the run takes it beside its arena.
+    if (c.save_async && trains)
+        text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
+    text += logits_text<T>(t.plans[plan], model);
     text += context_text<T>(t.plans[plan], model);
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
     text += fits_text(double(most), state * double(parameter_count(model)));

@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/stat.h>
 #include <filesystem>
+#include "../io/async_save.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/huggingface.h"
@@ -19,6 +20,7 @@ struct Saves {
     int64_t step = -1;             // of the last one
     double last = clock_seconds(); // when it was, or the run began
     double retry = 0;              // when to try again after one that failed; 0: none has
+    std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
 };
 
 // A text that samples continue, and its tokens.

@@ -76,21 +76,24 @@ inline std::string signal_name(int number) {
 struct Wishes {
     int stop = 0;      // the signal that ends the run; 0: it goes on
     bool save = false; // it is time for a checkpoint
+    bool writing = false; // the thread of a save beside the steps is at work (async_save.h)
 };
 
 // Add up the wishes of all ranks: one wish is enough. Ranks that got different signals name the
 // first of STOP_SIGNALS that any has got.
 inline Wishes agree(const Comm& world, Wishes mine) {
-    std::array<int64_t, STOP_SIGNALS.size() + 1> votes = {};
+    std::array<int64_t, STOP_SIGNALS.size() + 2> votes = {};
     for (size_t i = 0; i < STOP_SIGNALS.size(); i++)
         votes[i] = mine.stop == STOP_SIGNALS[i];
-    votes.back() = mine.save;
+    votes[STOP_SIGNALS.size()] = mine.save;
+    votes.back() = mine.writing;
     all_reduce_sum(world, votes.data(), votes.size(), Cpu{});
 
     Wishes all;
     for (size_t i = STOP_SIGNALS.size(); i-- > 0;)
         if (votes[i]) all.stop = STOP_SIGNALS[i];
-    all.save = votes.back() > 0;
+    all.save = votes[STOP_SIGNALS.size()] > 0;
+    all.writing = votes.back() > 0;
     return all;
 }
 

@@ -195,6 +195,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--resume"}), "--out DIR");
     EXPECT_HAS(check({"--document-end", "10"}), "--document-mask");
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
+    EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
     EXPECT_HAS(check({"--kv-heads", "3"}, llama), "--kv-heads 3 does not divide --heads 4");
     EXPECT_HAS(check({"--position", "learned"}, llama), "Llama has no table of positions");

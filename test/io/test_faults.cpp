@@ -2,6 +2,7 @@
 // files fails in turn, and what is left must load
 #include <sys/syscall.h>
 #include <cstdarg>
+#include "../../llmc/io/async_save.h"
 #include "../../llmc/io/prepare.h"
 #include "saved_models.h"
 
@@ -206,9 +207,23 @@ template <typename F> void on_ranks(int ranks, F body) {
     EXPECT_EQ(status, 0);
 }
 
+// Save beside the steps: what runs in between changes everything that the file is to hold, and is undone.
+static std::string save_beside(Small<float>& m, const Save& save) {
+    std::vector<unsigned char> kept(m.t.arena.device().bytes);
+    unsigned char* state = m.t.arena.device().base;
+    memcpy(kept.data(), state, kept.size());
+    auto async = make_async_save(m.t);
+    std::string wrong = async_begin(m.t, *async, save);
+    memset(state, 0x7f, kept.size());
+    if (wrong.empty())
+        wrong = async_end(m.t.comms.world, *async);
+    memcpy(state, kept.data(), kept.size());
+    return wrong;
+}
+
 // Save b's state as step 2 where steps of a's state are; the disk fails at every call in turn.
 static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vector<int64_t> before,
-                        int keep) {
+                        int keep, bool beside = false) {
     std::string base = dir + "/base", out = dir + "/out";
     fs::remove_all(base), fs::create_directories(base);
     std::atomic<bool> last = false;
@@ -223,7 +238,8 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
                 disk_arm(fault, at);
             }
             barrier(world, Cpu{});
-            std::string wrong = checkpoint_save(two.b->t, {2, 22, 0, {}}, out, keep);
+            std::string wrong = beside ? save_beside(*two.b, {{2, 22, 0, {}}, out, keep})
+                                       : checkpoint_save(two.b->t, {2, 22, 0, {}}, out, keep);
             barrier(world, Cpu{});
             if (first) disk_disarm(out), last = disk.calls <= at; // it met no call: all are done
             barrier(world, Cpu{});
@@ -257,6 +273,7 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
 
 TEST_F(Files, ACrashAtAnyCallOfASaveLeavesAWholeCheckpoint) {
     for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::CRASH, {1}, 1);
+    sweep_saves(dir, 2, Fault::CRASH, {1}, 1, true);
 }
 TEST_F(Files, ACrashAtAnyCallOfSavingAStepAgainLeavesIt) {
     sweep_saves(dir, 1, Fault::CRASH, {2}, 5);
@@ -264,6 +281,21 @@ TEST_F(Files, ACrashAtAnyCallOfSavingAStepAgainLeavesIt) {
 TEST_F(Files, AFailureOfAnyCallOfASaveIsNamed) {
     for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::ONCE, {1}, 1);
     sweep_saves(dir, 1, Fault::ONCE, {1, 2}, 5);
+    sweep_saves(dir, 2, Fault::ONCE, {1, 2}, 5, true);
+}
+
+// The bytes are those of a save that steps wait for, and of the moment in which it began.
+TEST_F(Files, ASaveBesideTheStepsHasTheSameBytes) {
+    on_ranks(2, [&](const Comm& world, Two& two) {
+        if (world.rank == 0) fs::create_directories(dir + "/w"), fs::create_directories(dir + "/b");
+        ASSERT_EQ(checkpoint_save(two.a->t, {1, 7, 0, {}}, dir + "/w", 1), "");
+        ASSERT_EQ(save_beside(*two.a, {{1, 7, 0, {}}, dir + "/b", 1}), "");
+    });
+    for (const char* name : {"rank_00000.safetensors", "rank_00001.safetensors", "manifest.json"}) {
+        std::string waited = read_file(dir + "/w/step_00000001/" + name);
+        EXPECT_GT(waited.size(), 500u);
+        EXPECT_EQ(read_file(dir + "/b/step_00000001/" + name), waited) << name;
+    }
 }
 
 // Whatever call the disk stops at, the same command then makes what it makes on a good disk.

@@ -302,6 +302,9 @@ TEST_F(Life, SignalsAtAnyMomentLoseNothing) { stop_and_resume(*this, "", rounds(
 TEST_F(Life, SignalsStopAllRanksAfterTheSameStep) {
     stop_and_resume(*this, "--local-ranks 4 --pp 2 --zero 1 --batch-tokens 256", rounds());
 }
+TEST_F(Life, SignalsWaitForASaveBesideTheSteps) {
+    stop_and_resume(*this, "--local-ranks 2 --zero 1 --save-async --save-every 7", (rounds() + 1) / 2);
+}
 
 TEST_F(Life, OneProcessOfSeveralIsSignalled) {
     if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
@@ -391,6 +394,34 @@ TEST_F(Life, SavesByTheClock) {
     for (int i = 0; i < 3000 && steps().size() < 2; i++)
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
     EXPECT_GE(steps().size(), 2u) << child.text();
+}
+
+// Saves beside the steps leave the checkpoints that saves in their way leave, to the byte.
+TEST_F(Life, SavesBesideTheStepsAreTheSame) {
+    std::string line = small + "--local-ranks 2 --steps 9 --eval-every 3 --save-every 2 --keep 9 "
+                               "--keep-best --out ";
+    ASSERT_EQ(start(line + path("waits")).status, 0);
+    Ran beside = start(line + out + " --save-async");
+    ASSERT_EQ(beside.status, 0) << beside.text;
+    ASSERT_EQ(steps(), steps(path("waits")));
+    ASSERT_GE(steps().size(), 5u);
+    for (const std::string& name : steps()) {
+        EXPECT_EQ(state(out + "/" + name), state(path("waits/") + name)) << name;
+        json other = json::parse(read_file(path("waits/") + name + "/manifest.json"));
+        json own = manifest(name);
+        for (const char* key : {"config", "crc32"}) // which name the folder and the flag
+            own.erase(key), other.erase(key);
+        EXPECT_EQ(own, other);
+    }
+
+    // Its copy is counted: on one rank, of all that the files hold.
+    size_t elements = 0;
+    json files = manifest(steps()[0])["files"];
+    for (const json& file : files)
+        for (const json& range : file["tensors"])
+            elements += range[1].get<size_t>();
+    std::string plan = start(small + "--save-async --explain --out " + path("x")).text;
+    EXPECT_EQ(atoll(plan.c_str() + plan.find("copy for a save") + 16), 4 * elements);
 }
 
 TEST_F(Life, TheBestCheckpointStays) {
@@ -824,11 +855,13 @@ TEST_F(Life, DisksThatAreTooSmallAreSeenFirst) {
     EXPECT_EQ(r.text.find("step 1/2"), std::string::npos);
 }
 
-TEST_F(Life, ADiskThatFillsUpEndsNothing) {
+// What a save beside the steps meets is heard at a step after it, and ends nothing either.
+struct LifeFull : Life, testing::WithParamInterface<const char*> {};
+TEST_P(LifeFull, ADiskThatFillsUpEndsNothing) {
     SmallDisk disk(path("disk"), "size=4m");
     if (!disk.mounted) GTEST_SKIP() << "skipped: no right to mount a disk";
     out = disk.at + "/o";
-    Child child(program() + " " + small + "--steps 1000000 --save-every 5 --out " + out,
+    Child child(program() + " " + small + GetParam() + "--steps 1000000 --save-every 5 --out " + out,
                 path("said"));
     child.wait_for_step(12, 1000000);
     // Fill it, again where a save that fails leaves its room to the log. The folder and its newest
@@ -851,6 +884,7 @@ TEST_F(Life, ADiskThatFillsUpEndsNothing) {
         EXPECT_EQ(lines[i]["step"], i);
     EXPECT_EQ(steps().back(), step_folder(int64_t(lines.size()) - 1));
 }
+INSTANTIATE_TEST_SUITE_P(, LifeFull, testing::Values("", "--save-async "));
 
 TEST_F(Life, ALogThatCannotBeWrittenIsSaidAtTheEnd) {
     // A file may have 4 KiB: the first lines of the log, and no checkpoint at all.
