@@ -90,8 +90,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         or_die(hf_load_weights(t, c.model));
     else if (!resumed && type)
         or_die(model_file_load(t, c.model));
-    else if (!resumed)
-        init_weights(t, uint64_t(c.seed));
+    if (!resumed)
+        init_weights(t, uint64_t(c.seed), type != 0);
     check_weights(run, t);
 
     // A run that only evaluates or samples says which weights those are.
@@ -479,6 +479,7 @@ static bool run_command(Run& run) {
     follow_tokenizer(run);
     run.shape = choose_shape(c);
     or_die(config_check(c, run.shape, run.world.size));
+    add_adapters(c, run.shape);
     or_die(refuse_idle_flags(c));
     or_die(choose_loss_scaling(run));
     for (const std::string& text : config_notes(c))

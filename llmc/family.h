@@ -7,6 +7,7 @@
 //     head     head_norm, head_backward
 //   A new family is its header, its name in `enum class Family`, and a row here.
 #pragma once
+#include "adapters.h"
 #include "buckets.h"
 #include "gpt2.h"
 #include "mixtral.h"
@@ -82,6 +83,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
             prefix = family.block_prefix + number + ".";
             Shape here = layer_shape(s, layer);
             block_parameters(block, here, row);
+            add_adapters(model, number);
             if (here.E == 0) continue;
             add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer});
             expert_parameters(block, here, row);
@@ -92,6 +94,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
         add_bucket(model, "head", Role::HEAD, {head});
         head_parameters(last, s, row);
     });
+    freeze_base(model);
     place_parameters(model, layout);
     return model;
 }

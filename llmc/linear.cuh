@@ -21,11 +21,12 @@
 //   CPUs, a kernel writes the values that codes stand for, which are bf16 numbers, and the product
 //   is the bf16 product of those: what an fp8 product with float sums gives, and slower. Either
 //   way it costs a pass over each operand; the scratch has room for two bytes an element.
-//   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, matmul.cuh,
+//   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, lora.cuh, matmul.cuh,
 //            nf4.cuh, types.h and cuda_common.h.
 #pragma once
 #include "column_sums.cuh"
 #include "fp8_matmul.cuh"
+#include "lora.cuh"
 #include "matmul.cuh"
 #include "nf4.cuh"
 
@@ -47,6 +48,7 @@ struct Weight {
     void* grad = nullptr;         // (rows, cols) acc; null: frozen
     const Narrow* narrow = nullptr; // codes in the place of data
     Fp8 fp8 = Fp8::NONE;          // its products quantise their operands
+    const Lora* lora = nullptr;   // an adapter beside it
     template <typename T>
     T* as() const { return static_cast<T*>(data); }
 };
@@ -254,7 +256,10 @@ void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b
 // ----------------------------------------------------------------------------
 // anywhere
 
-// out = inp W^T + bias + residual, in one product.
+// The room between an adapter's two products: (N,r).
+template <typename T> T* lora_room(Blas& blas) { return static_cast<T*>(blas.room); }
+
+// out = inp W^T + bias + residual, in one product; an adapter adds its part.
 template <typename T, typename S>
 void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
                     const Weight& w, const Weight* bias,   // (OC,IC) (OC) or null
@@ -267,6 +272,8 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES,
                                false, false};
     linear_product(out, x, weight, b, residual, p, w.fp8, blas, where);
+    if (w.lora)
+        lora_forward(out, inp, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas, where);
 }
 
 // dinp = or += dout W
@@ -280,6 +287,9 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES_T,
                                true, false};
     linear_product(dinp, dy, weight, nothing, nothing, p, w.fp8, blas, where);
+    if (w.lora)
+        lora_backward_input(dinp, dout, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas,
+                            where);
 }
 
 // dW = or += dout^T inp, dbias = or += the sum of dout's rows; what is frozen is skipped.
@@ -296,6 +306,9 @@ void linear_backward_weight(const Weight& w, const Weight* bias, // their grads:
     LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::COLUMNS, true, false};
     if (w.grad)
         linear_product(static_cast<A*>(w.grad), dy, x, no_bias, no_residual, p, w.fp8, blas, where);
+    if (w.lora)
+        lora_backward_weight(*w.lora, dout, inp, lora_room<T>(blas), N, w.rows, w.cols, accumulate,
+                             blas, where);
     // The bias gradient comes after the product: both use the one scratch.
     if (bias && bias->grad)
         column_sums(static_cast<A*>(bias->grad), dout, blas.scratch, N, w.rows, accumulate, where);

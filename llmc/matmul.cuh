@@ -105,6 +105,7 @@ struct Blas {
     void* scratch = nullptr; // of the action that runs, from the caller's arena
     size_t scratch_bytes = 0;
     void* wide = nullptr; // room for the largest frozen matrix of the layer, dequantised
+    void* room = nullptr; // (N,r) between the two products of an adapter
 #ifdef WITH_ONEDNN
     dnnl::engine engine = dnnl::engine(dnnl::engine::kind::cpu, 0);
     // Products made so far: [0] by the whole rank, [1 + t] by thread t alone, in a parallel region.

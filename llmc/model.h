@@ -7,6 +7,7 @@
 //     "positions"  the table of positions    layer 0 (learned positions only)
 //     "block.l"    a block's parameters      layer l + 1
 //     "block.l.experts"  its experts' stacks  layer l + 1 (models with experts only)
+//     "adapter.l"  its adapters' matrices     layer l + 1 (then no other bucket is trained)
 //     "head"       final norm, untied head   layer L+1
 //   Inside a bucket each parameter starts at a multiple of 128 elements (256 bytes in bf16), where
 //   buckets.h says: offsets are the same in the weight, gradient, master and moment buffers. Tables
@@ -14,6 +15,8 @@
 //   the table, another binds a block's pointers.
 #pragma once
 #include <algorithm>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 #include "fp8.cuh"
@@ -26,6 +29,13 @@ namespace llmc {
 
 // ----------------------------------------------------------------------------
 // shape
+
+// Adapters by their matrix, without ".weight": "h.0.attn.c_attn".
+struct Adapter {
+    size_t rank;
+    double scale; // of what it adds
+};
+typedef std::map<std::string, Adapter> Adapters;
 
 enum class Family { GPT2, LLAMA, NEOX, MIXTRAL };
 enum class Position { LEARNED, ROPE, ALIBI };
@@ -54,6 +64,7 @@ struct Shape : Variant {
     size_t logits_rows = 64; // a chunk of them is a multiple of these rows
     Fp8 fp8 = Fp8::NONE;     // the products of blocks, but for attention's
     double balance = 0, z_loss = 0; // the router's terms in the loss that is trained (moe.cuh)
+    std::shared_ptr<const Adapters> adapters; // they alone are trained; null: none (adapters.h)
 
     // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); V may be 0.
     size_t vocab_start = 0; // its first token
@@ -137,6 +148,7 @@ struct Parameter {
     size_t stack = 1;  // equal matrices one below the other, which files hold apart: experts
     Axis experts = {}; // of a stack: the ranks that share it out
     size_t offset = 0; // this rank's piece: elements from the start of its bucket
+    int adapter = -1;  // the row of its adapter's A, which its B follows; -1: it has none
 
     size_t rows() const { return shape[0]; }
     size_t cols() const { return shape.size() == 2 ? shape[1] : 1; }
@@ -155,6 +167,7 @@ enum class Role : uint8_t {
     POSITIONS, // the table of learned positions
     BLOCK,     // one block's parameters
     EXPERTS,   // its experts' matrices, in stacks
+    ADAPTER,   // low-rank matrices beside its own
     HEAD       // final norm, untied head
 };
 

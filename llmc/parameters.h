@@ -233,10 +233,12 @@ void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     });
 }
 
-// Draw the weights that --seed says: counter-based, keyed by name and global element.
+// Draw the weights that --seed says: counter-based, keyed by name and global element. Or those of
+// adapters alone, beside weights that are read.
 template <typename T, typename S>
-void init_weights(Trainer<T, S>& t, uint64_t seed) {
+void init_weights(Trainer<T, S>& t, uint64_t seed, bool adapters_alone = false) {
     for (const Parameter& p : t.model.parameters) {
+        if (adapters_alone && !is_adapter(t.model, p)) continue;
         size_t end = p.file_elements(); // what follows is padding, and zero
         make_weight<float>(t, p, [&](float* to, size_t global, size_t count) {
             size_t real = global < end ? std::min(count, end - global) : 0;

@@ -40,7 +40,7 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
 // and the head stay float, for training is unstable without (transformers #14819).
 inline bool has_small_states(const Model& model, const Parameter& p) {
     Role role = model.buckets[p.bucket].role;
-    bool block = role == Role::BLOCK || role == Role::EXPERTS;
+    bool block = role == Role::BLOCK || role == Role::EXPERTS || role == Role::ADAPTER;
     return block && p.shape.size() == 2 && p.elements() >= 4096;
 }
 
@@ -98,6 +98,7 @@ enum class ScratchKind : uint8_t {
     TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
     HEAD,      // the head's own activations (head.h)
     WIDE,      // a frozen matrix, dequantised
+    ROOM,      // (N,r) between the two products of an adapter
     CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
     NORM_SUMS  // a sum of squares a chunk
 };
@@ -195,6 +196,9 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
             size_t bytes = linear_scratch_bytes<T>(rows, OC, IC, where);
             size_t operands = linear_fp8_bytes(rows, OC, IC, s.fp8);
             most = std::max(most, bytes + operands);
+            if (w.adapter < 0) continue;
+            size_t r = model.parameters[w.adapter].rows();
+            most = std::max(most, lora_scratch_bytes<T>(rows, OC, IC, r, where));
         }
     }
     most = std::max(most, sums);
@@ -258,6 +262,7 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
                 table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
         }
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
+        table.add(ScratchKind::ROOM, N * largest_rank(model, layer) * sizeof(T));
         if (layer > 0)
             table.add(ScratchKind::CONTEXT, context_bytes<T>(p, s));
     }

@@ -23,6 +23,7 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     size_t bytes = workspace ? t.scratch[t.plan].at(layer).find(ScratchKind::WORKSPACE)->bytes : 0;
     blas_scratch(t.ctx.blas, workspace, bytes);
     t.ctx.blas.wide = scratch_address(t, layer, ScratchKind::WIDE);
+    t.ctx.blas.room = scratch_address(t, layer, ScratchKind::ROOM);
     t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
     t.ctx.context = scratch_address(t, layer, ScratchKind::CONTEXT);
     t.ctx.slot_rows = scratch_address(t, layer, ScratchKind::SLOT_ROWS);

@@ -269,12 +269,15 @@ template <typename T, typename S> struct BindWeights {
     acc_t<T>* grads;    // null: frozen, or a plan without gradients
     Fp8 fp8;            // of products with them
     const Narrow* narrow; // the next row's
+    const Lora* lora = nullptr; // the next row's; null: the layer has no adapters
 
     void point(Weight& w) {
         acc_t<T>* grad = grads ? grads + p->offset : nullptr;
         T* data = const_cast<T*>(weights) + p->offset;
         w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr, fp8};
         point_at(w, narrow++);
+        if (lora && lora->rank) w.lora = lora;
+        if (lora) lora++;
         p++;
     }
 
@@ -311,6 +314,31 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
             &t.narrow[row]};
 }
 
+// The adapters of a block's parameters, in the table's order: one without has rank 0.
+template <typename T, typename S>
+std::vector<Lora> adapters_of(const Trainer<T, S>& t, int layer) {
+    int bucket = find_bucket(t.model, Role::ADAPTER, layer);
+    if (bucket < 0) return {};
+    // Evaluation and generation have weights alone.
+    const T* weights = weights_of(t, bucket);
+    acc_t<T>* grads = gradients_of(t, bucket, layer);
+
+    // A's row is followed by B's.
+    const Bucket& block = t.model.buckets[find_bucket(t.model, Role::BLOCK, layer)];
+    std::vector<Lora> all(block.count);
+    for (int i = 0; i < block.count; i++) {
+        const Parameter& w = t.model.parameters[block.first + i];
+        if (w.adapter < 0) continue;
+        const Parameter *a = &t.model.parameters[w.adapter], *b = a + 1;
+        all[i] = {weights + a->offset, weights + b->offset, nullptr, nullptr, a->rows(),
+                  t.model.shape.adapters->at(module_of(w)).scale};
+        if (!grads) continue;
+        all[i].da = grads + a->offset;
+        all[i].db = grads + b->offset;
+    }
+    return all;
+}
+
 // A visitor of activation rows that points each at its bytes: rows of a group lie one behind the
 // other, each at a multiple of 256 bytes.
 template <typename T, typename S> struct BindActs {
@@ -338,7 +366,10 @@ void with_block(const Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Block weights = {};
         Shape shape = layer_shape(t.model.shape, a.layer);
-        block_parameters(weights, shape, bind_bucket(t, Role::BLOCK, a.layer));
+        std::vector<Lora> adapters = adapters_of(t, a.layer);
+        BindWeights<T, S> bind = bind_bucket(t, Role::BLOCK, a.layer);
+        bind.lora = adapters.empty() ? nullptr : adapters.data();
+        block_parameters(weights, shape, bind);
         if (shape.E)
             expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer));
 

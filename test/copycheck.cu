@@ -447,6 +447,28 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(db);
 }
 
+#elif defined(COPY_lora)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t IC = 24, rank = 4;
+    std::vector<T> x = numbers<T>(N * IC, 1), a = numbers<T>(rank * IC, 2);
+    std::vector<T> b = numbers<T>(C * rank, 3), dout = numbers<T>(N * C, 4);
+    std::vector<T> out(N * C), dx(N * IC), room(N * rank);
+    Floats da(rank * IC), db(C * rank);
+    llmc::Lora lora = {a.data(), b.data(), da.data(), db.data(), rank, 0.5};
+    std::vector<char> scratch(llmc::lora_scratch_bytes<T>(N, C, IC, rank, where));
+    llmc::Blas blas;
+    llmc::blas_scratch(blas, scratch.data(), scratch.size());
+    llmc::lora_forward(out.data(), x.data(), lora, room.data(), N, C, IC, blas, where);
+    llmc::lora_backward_input(dx.data(), dout.data(), lora, room.data(), N, C, IC, blas, where);
+    llmc::lora_backward_weight(lora, dout.data(), x.data(), room.data(), N, C, IC, false, blas,
+                               where);
+    r.add(out);
+    r.add(dx);
+    r.add(da);
+    r.add(db);
+}
+
 #elif defined(COPY_attention_merge)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {

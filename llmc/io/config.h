@@ -58,6 +58,12 @@ struct Config {
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
     int64_t seed = 1337;
 
+    // adapters; an alpha of 0 becomes twice the rank in config_check()
+    int lora = 0;
+    double lora_alpha = 0;
+    std::string lora_targets = "all";
+    bool lora_rs = false;
+
     // numbers and memory
     std::string precision = "fp32";
     std::string fp8 = "none";
@@ -204,6 +210,16 @@ inline const std::vector<Flag>& config_table() {
         {"eps", &C::eps, "0..1", "AdamW"},
         {"clip", &C::clip, "0..1000000", "largest global gradient norm (0: no clipping)"},
         {"seed", &C::seed, "0..9007199254740991", "of initial weights, data order and sampling"},
+
+        {"", &C::help, "", "Adapters"},
+        {"lora", &C::lora, "0..65536",
+         "train low-rank adapters of this rank beside blocks' matrices, and nothing else (0: train "
+         "all); without --weight-decay they do not decay"},
+        {"lora-alpha", &C::lora_alpha, "0..1000000",
+         "what an adapter adds is multiplied by alpha / rank (0: alpha is twice the rank)"},
+        {"lora-targets", &C::lora_targets, "",
+         "which matrices: all, attention, or names with commas, as q_proj,v_proj"},
+        {"lora-rs", &C::lora_rs, "", "by alpha / sqrt(rank) instead: rank-stabilised"},
 
         {"", &C::help, "", "Numbers"},
         {"precision", &C::precision, "fp32|bf16|fp16",
@@ -872,6 +888,35 @@ inline std::string check_masters(const Config& c) {
     return "";
 }
 
+// Adapters: which models have them, and what is not built beside them.
+inline std::string check_lora(Config& c, const Shape& s) {
+    for (const char* name : {"lora-alpha", "lora-targets", "lora-rs"})
+        if (c.lora == 0 && given(c, name))
+            return concat("--", name, " is for adapters: give --lora RANK");
+    if (c.lora == 0) return "";
+    std::string flag = concat("--lora ", c.lora);
+    // Fill in what follows from the rank; decay would draw an adapter back to the base.
+    if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
+    if (!given(c, "weight-decay")) c.weight_decay = 0;
+
+    // Experts' stacks are multiplied elsewhere; files of the others join or mix their matrices.
+    bool built = s.family == Family::GPT2 || s.family == Family::LLAMA;
+    if (!built || s.hf_type == "phi3")
+        return concat(flag, " is built for GPT-2 and Llama, not for ", s.hf_type,
+                      ": leave it out");
+    if (c.fp8 != "none")
+        return concat(flag, " is not built with --fp8: give --fp8 none");
+    if (c.offload != "none")
+        return concat(flag, " is not built with --offload: leave it out; --zero 3 and --weights "
+                            "nf4 save memory too");
+    if (!c.export_dir.empty())
+        return flag + ": --export is not built with it yet: leave it out";
+    if (c.masters == "remainder")
+        return concat(flag, ": --masters remainder would round the frozen weights in another way: "
+                            "give --masters float");
+    return "";
+}
+
 // Frozen weights are read, and nothing else: their gradients would have no place to go, and codes
 // are no longer the weights that were loaded.
 inline std::string check_frozen(const Config& c) {
@@ -932,6 +977,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     std::string wrong = check_built(c);
     if (wrong.empty()) wrong = check_shape(s);
     if (wrong.empty()) wrong = check_experts(c, s);
+    if (wrong.empty()) wrong = check_lora(c, s);
     if (!wrong.empty()) return wrong;
 
     // Fill in the defaults that depend on the shape or on another flag.

@@ -39,8 +39,9 @@ inline std::string memory_line(const char* what, size_t bytes, size_t total,
 // The count is the files', which is what a model's name and its papers mean.
 inline std::string parameters_text(const Model& model) {
     size_t total = parameter_count(model);
-    size_t matrices = 0, vectors = 0, padding = 0; // elements
+    size_t matrices = 0, vectors = 0, padding = 0, adapters = 0; // elements
     for (const Parameter& p : model.parameters) {
+        adapters += is_adapter(model, p) ? p.elements() : 0;
         (p.shape.size() == 2 ? matrices : vectors) += p.file_elements();
         padding += p.elements() - p.file_elements();
     }
@@ -50,7 +51,11 @@ inline std::string parameters_text(const Model& model) {
              "padding %zu\n",
              total, count_text(double(total)).c_str(), matrices, vectors, model.buckets.size(),
              padding);
-    return line;
+    if (!adapters) return line;
+
+    // Say what is trained, beside what is not.
+    return line + concat("trained ", adapters, " (", count_text(double(adapters)),
+                         ") in adapters; ", total - adapters, " are frozen\n");
 }
 
 // The FLOPs of a training run, and its hours on GPUs at a utilisation that good trainers reach: an

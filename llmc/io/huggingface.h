@@ -255,6 +255,7 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
         return tensor;
     };
     for (const Parameter& p : t.model.parameters) {
+        if (is_adapter(t.model, p)) continue; // of a folder of its own
         // Codes go their own way.
         const SafeTensor* codes = hf_find(h, hf_place(t.model.shape, p).tensor);
         if (codes && is_prequantised(*codes)) {

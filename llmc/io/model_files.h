@@ -342,6 +342,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path) {
     std::string wrong = model_file_open(&m, path);
     if (!wrong.empty()) return wrong;
     for (const Parameter& p : t.model.parameters) {
+        if (is_adapter(t.model, p)) continue;
         const SafeTensor* tensor = safetensors_find(m.file, p.name);
         LLMC_CHECK(tensor, "%s has no %s", path.c_str(), p.name.c_str());
         // Only queries and keys turn; values keep their order.

@@ -44,6 +44,15 @@ inline Shape choose_shape(const Config& c) {
     return s;
 }
 
+// Give the shape its adapters, once config_check() has filled in what the flags leave out.
+inline void add_adapters(const Config& c, Shape& s) {
+    if (c.lora == 0) return;
+    LoraOptions options = {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets};
+    Adapters adapters;
+    or_die(choose_adapters(make_model(s), options, &adapters));
+    s.adapters = std::make_shared<const Adapters>(adapters);
+}
+
 // --ds-config: another trainer's file becomes flags, a line a key.
 inline void take_ds_config(Run& run) {
     const std::string& path = run.config.ds_config;

@@ -129,6 +129,28 @@ TEST(Config, FrozenWeightsAreRead) {
     EXPECT_HAS(check({"--weights", "int4"}), "float|nf4|int8");
 }
 
+// Adapters: what follows from the rank, and what is not built beside them.
+TEST(Config, AdaptersHaveARank) {
+    Config few, more;
+    Shape s = gpt2_shape(4, 4, 128, 256, 1024);
+    EXPECT_EQ(parse(few, {"--lora", "8"}), "");
+    EXPECT_EQ(config_check(few, s), "");
+    EXPECT_EQ(few.lora_alpha, 16);
+    EXPECT_EQ(few.weight_decay, 0);
+    EXPECT_EQ(parse(more, {"--lora", "8", "--lora-alpha", "4", "--weight-decay", "0.2"}), "");
+    EXPECT_EQ(config_check(more, s), "");
+    EXPECT_EQ(more.lora_alpha, 4);
+    EXPECT_EQ(more.weight_decay, 0.2);
+    EXPECT_HAS(check({"--lora-rs"}), "--lora-rs is for adapters: give --lora RANK");
+    EXPECT_HAS(check({"--lora", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
+               "not for mixtral: leave it out");
+    EXPECT_HAS(check({"--lora", "2", "--fp8", "block", "--precision", "bf16"}), "give --fp8 none");
+    EXPECT_HAS(check({"--lora", "2", "--offload", "optimizer"}), "not built with --offload");
+    EXPECT_HAS(check({"--lora", "2", "--precision", "bf16", "--masters", "remainder"}),
+               "give --masters float");
+    EXPECT_HAS(check({"--lora", "2", "--export", "x"}), "--export is not built with it");
+}
+
 TEST(Config, ContextParallelRanksShareSequencesEqually) {
     for (const char* order : {"zigzag", "contiguous", "striped"})
         EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64", "--cp-order", order}), "");

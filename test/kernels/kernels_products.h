@@ -202,6 +202,56 @@ template <typename T> void linear_kernels(Check& c) {
         }
 }
 
+// An adapter alone: its scale, then the products both ways.
+template <typename T> void lora_kernels(Check& c) {
+    ProductHandles handles;
+    Blas& blas = handles.guessed;
+    for (const LinearCase& s : linear_cases())
+        for (bool accumulate : {false, true}) {
+            size_t N = s.N, OC = s.OC, IC = s.IC, r = N % 7 + 1;
+            CASE(c, "lora %s N=%zu OC=%zu IC=%zu r=%zu shift=%zu accumulate=%d", type_word(T()), N,
+                 OC, IC, r, s.shift, accumulate);
+            auto inp = rounded<T>(normals(c, N * IC)), a = rounded<T>(normals(c, r * IC));
+            auto b = rounded<T>(normals(c, OC * r)), dout = rounded<T>(normals(c, N * OC));
+            auto y0 = rounded<T>(normals(c, N * OC)), dx0 = rounded<T>(normals(c, N * IC));
+            auto da0 = rounded<float>(normals(c, r * IC)), db0 = rounded<float>(normals(c, OC * r));
+
+            // Want: the CPU in double.
+            const double scale = 0.75;
+            std::vector<double> out = y0, dinp = dx0, da = da0, db = db0, room(N * r), scaled = y0;
+            std::vector<unsigned char> memory(lora_scratch_bytes<double>(N, OC, IC, r, Cpu{}));
+            Blas host;
+            blas_scratch(host, memory.data(), memory.size());
+            Lora l = {a.data(), b.data(), da.data(), db.data(), r, scale};
+            lora_forward(out.data(), inp.data(), l, room.data(), N, OC, IC, host, Cpu{});
+            lora_backward_input(dinp.data(), dout.data(), l, room.data(), N, OC, IC, host, Cpu{});
+            lora_backward_weight(l, dout.data(), inp.data(), room.data(), N, OC, IC, accumulate,
+                                 host, Cpu{});
+            lora_scale(scaled.data(), N * OC, scale, Cpu{});
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<T> x(inp, s.shift), A(a, s.shift), B(b, s.shift), d(dout, s.shift);
+                Array<T> y(y0, s.shift), dx(dx0, s.shift), mid(N * r, s.shift), z(y0, s.shift);
+                Array<float> dA(da0), dB(db0);
+                Lora g = {A.data, B.data, dA.data, dB.data, r, scale};
+                lora_scale(z.data, N * OC, scale, stream);
+                lora_forward(y.data, x.data, g, mid.data, N, OC, IC, blas, stream);
+                lora_backward_input(dx.data, d.data, g, mid.data, N, OC, IC, blas, stream);
+                lora_backward_weight(g, d.data, x.data, mid.data, N, OC, IC, accumulate, blas,
+                                     stream);
+
+                // What has r columns is rounded, and then multiplied by r numbers of B or A.
+                double in = std::sqrt(double(IC)), outs = std::sqrt(double(OC)), R = double(r);
+                o.add("scaled", z, scaled, tolerance<T>(1), 1);
+                o.add("out", y, out, tolerance<T>(IC + r + 2), 4 * R * in + largest(y0));
+                o.add("dinp", dx, dinp, tolerance<T>(OC + r + 2), 4 * R * outs + largest(dx0));
+                o.add("dA", dA, da, tolerance<T>(N + OC), 4 * outs * largest(inp) + 1);
+                o.add("dB", dB, db, tolerance<T>(N + IC), 4 * in * largest(dout) + 1);
+            });
+        }
+}
+
 // ----------------------------------------------------------------------------
 
 inline void add_product_kernels(std::vector<KernelRow>& rows) {
@@ -213,4 +263,7 @@ inline void add_product_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"linear float", linear_kernels<float>});
     rows.push_back({"linear bf16", linear_kernels<bf16>});
     rows.push_back({"linear fp16", linear_kernels<fp16>});
+    rows.push_back({"lora float", lora_kernels<float>});
+    rows.push_back({"lora bf16", lora_kernels<bf16>});
+    rows.push_back({"lora fp16", lora_kernels<fp16>});
 }

@@ -247,6 +247,101 @@ inline void linear_perf(Perf& p) {
 }
 
 // ----------------------------------------------------------------------------
+// lora: a frozen matrix and an adapter are one matrix, W + s B A
+
+struct LoraInputs {
+    size_t N, OC, IC, rank;
+    std::vector<double> inp, w, a, b, dout;
+    double scale;
+    bool accumulate;
+};
+
+template <typename T> struct LoraRun {
+    std::vector<T> out, dinp;
+    std::vector<acc_t<T>> da, db;
+    explicit LoraRun(const LoraInputs& x)
+        : out(x.N * x.OC), dinp(x.N * x.IC), da(x.rank * x.IC, 1), db(x.OC * x.rank, 1) {
+        std::vector<T> inp = as<T>(x.inp), w = as<T>(x.w), a = as<T>(x.a), b = as<T>(x.b);
+        std::vector<T> dout = as<T>(x.dout), room(x.N * x.rank);
+        Workspace work(std::max(linear_scratch_bytes<T>(x.N, x.OC, x.IC, Cpu{}),
+                                lora_scratch_bytes<T>(x.N, x.OC, x.IC, x.rank, Cpu{})));
+        work.blas.room = room.data();
+        Lora lora = {a.data(), b.data(), da.data(), db.data(), x.rank, x.scale};
+        Weight W = {w.data(), type_of<T>(), x.OC, x.IC};
+        W.lora = &lora;
+        const T* no_residual = nullptr;
+        linear_forward(out.data(), inp.data(), W, nullptr, no_residual, x.N, work.blas, Cpu{});
+        linear_backward_input(dinp.data(), dout.data(), W, x.N, false, work.blas, Cpu{});
+        linear_backward_weight(W, nullptr, dout.data(), inp.data(), x.N, x.accumulate, work.blas,
+                               Cpu{});
+    }
+};
+
+inline LoraInputs lora_inputs(Check& c, size_t N, size_t OC, size_t IC, size_t rank, int variant) {
+    auto some = [&](size_t n) { return rounded<bf16>(normals(c, n)); };
+    const double scales[] = {1, 2, 0.75};
+    return {N, OC, IC, rank, some(N * IC), some(OC * IC), some(rank * IC), some(OC * rank),
+            some(N * OC), scales[variant % 3], bool(variant & 1)};
+}
+
+inline void lora_test(Check& c) {
+    for (int variant = 0; variant < 6; variant++) {
+        LoraInputs x = lora_inputs(c, odd(c, 1, 60), odd(c, 1, 70), odd(c, 1, 70), odd(c, 1, 20),
+                                   variant);
+        LoraRun<double> d(x);
+        LoraRun<float> f(x);
+        LoraRun<bf16> b(x);
+
+        // Want: the one matrix, and through it the gradients of its parts, which begin as 1.
+        std::vector<double> w = product(x.b, x.a, x.OC, x.IC, x.rank, {x.rank, 1}, {x.IC, 1});
+        for (size_t i = 0; i < w.size(); i++) w[i] = x.w[i] + x.scale * w[i];
+        auto out = product(x.inp, w, x.N, x.OC, x.IC, {x.IC, 1}, {1, x.IC});
+        auto dinp = product(x.dout, w, x.N, x.IC, x.OC, {x.OC, 1}, {x.IC, 1});
+        auto dw = product(x.dout, x.inp, x.OC, x.IC, x.N, {1, x.OC}, {x.IC, 1});
+        auto da = product(x.b, dw, x.rank, x.IC, x.OC, {1, x.rank}, {x.IC, 1});
+        auto db = product(dw, x.a, x.OC, x.rank, x.IC, {x.IC, 1}, {1, x.IC});
+        for (auto* g : {&da, &db})
+            for (double& v : *g) v = x.scale * v + (x.accumulate ? 1 : 0);
+
+        close(c, "out double", d.out, out, 1e-12);
+        close(c, "dinp double", d.dinp, dinp, 1e-12);
+        close(c, "dA double", d.da, da, 1e-12);
+        close(c, "dB double", d.db, db, 1e-12);
+
+        // In bf16 what has r columns is rounded too, twice where it is scaled: relative to a sum of
+        // r numbers as large as sqrt(IC) of them.
+        double r = double(x.rank), terms = r * std::sqrt(double(std::max(x.IC, x.OC)));
+        close(c, "out float", f.out, out, tolerance<float>(x.IC + x.rank), terms);
+        close(c, "out bf16", b.out, out, tolerance<bf16>(x.IC + x.rank, 3), terms);
+        close(c, "dinp bf16", b.dinp, dinp, tolerance<bf16>(x.OC + x.rank, 3), terms);
+        close(c, "dA float", f.da, da, tolerance<float>(x.N + x.OC), terms);
+        close(c, "dA bf16", b.da, da, tolerance<bf16>(x.N + x.OC, 3), terms);
+        close(c, "dB bf16", b.db, db, tolerance<bf16>(x.N + x.IC, 3), terms);
+    }
+}
+
+inline void lora_grad(Check& c) {
+    LoraInputs x = lora_inputs(c, 5, 7, 6, 3, 2);
+    auto loss = [&] { return dot(LoraRun<double>(x).out, x.dout); };
+    LoraRun<double> run(x);
+    gradient(c, "inp", loss, x.inp, run.dinp);
+    gradient(c, "A", loss, x.a, run.da);
+    gradient(c, "B", loss, x.b, run.db);
+}
+
+// At rank 16, beside GPT-2's ffn.
+inline void lora_perf(Perf& p) {
+    size_t N = 4096, OC = 3072, IC = 768, r = 16;
+    std::vector<float> inp(N * IC, 1), out(N * OC, 1), a(r * IC, 1), b(OC * r, 1), room(N * r);
+    Workspace work(lora_scratch_bytes<float>(N, OC, IC, r, Cpu{}));
+    Lora lora = {a.data(), b.data(), nullptr, nullptr, r, 2};
+    double flops = 2.0 * double(N * r * (IC + OC));
+    product_rate("forward f32, rank 16", p.product_f32, flops, [&] {
+        lora_forward(out.data(), inp.data(), lora, room.data(), N, OC, IC, work.blas, Cpu{});
+    });
+}
+
+// ----------------------------------------------------------------------------
 // attention
 
 // The tiled version in all types against the definition in double.
@@ -557,5 +652,6 @@ inline void attention_perf(Perf& p) {
 inline void add_product_rows(std::vector<Row>& rows) {
     rows.push_back({"matmul", matmul_test, nullptr, nullptr});
     rows.push_back({"linear", linear_test, linear_grad, linear_perf});
+    rows.push_back({"lora", lora_test, lora_grad, lora_perf});
     rows.push_back({"attention", attention_test, attention_grad, attention_perf});
 }

@@ -60,6 +60,23 @@ inline Shape small_shared() {
     return s;
 }
 
+// The same with adapters, of a scale that is no power of two.
+inline Shape with_lora(Shape s, size_t rank, const std::string& targets = "all", bool rs = false) {
+    Adapters adapters;
+    LoraOptions options = {rank, 3.0, rs, targets};
+    LLMC_CHECK(choose_adapters(make_model(s), options, &adapters).empty(), "no adapters");
+    s.adapters = std::make_shared<const Adapters>(adapters);
+    return s;
+}
+// Of one half the model's last blocks have adapters alone.
+inline Shape with_late_lora(Shape s, size_t rank) {
+    s = with_lora(s, rank);
+    Adapters late = *s.adapters;
+    std::erase_if(late, [](const auto& a) { return a.first.find(".0.") != std::string::npos; });
+    s.adapters = std::make_shared<const Adapters>(late);
+    return s;
+}
+
 // Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
 inline Layout small_layout(int dp, int tp = 1, int pp = 1, int cp = 1) {
     Layout layout;

@@ -15,8 +15,16 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // finite differences through the whole model, in double
 
+// Adapters of all matrices, of attention's, and of the later blocks.
+static std::vector<Shape> lora_shapes() {
+    return {with_lora(small_gpt2(), 3), with_lora(small_llama(true, true), 2, "attention", true),
+            with_late_lora(small_variant(small_llama(), "gemma2"), 4)};
+}
+
 TEST(Gradients, WholeModelAgainstFiniteDifferences) {
-    for (Shape s : all_shapes()) {
+    std::vector<Shape> shapes = all_shapes();
+    for (const Shape& s : lora_shapes()) shapes.push_back(s);
+    for (Shape s : shapes) {
         s.balance = s.z_loss = 0; // the loss that is reported leaves them out
         Plan evaluate = small_plan(2, 9, 1), train = small_plan(2, 9, 2);
         evaluate.mode = Mode::EVALUATE;
@@ -27,7 +35,7 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
         double loss = plan_loss(f.t).mean();
         std::vector<unsigned char> saved = f.state();
         for (const Parameter& p : f.t.model.parameters)
-            for (int k = 0; k < 3; k++) {
+            for (int k = 0; k < 3 && f.t.model.buckets[p.bucket].trainable; k++) {
                 size_t i = random_block(11, fnv1a(p.name), uint64_t(k))[0] % p.file_elements();
                 f.t.plan = 0, f.t.at = 0;
                 double expected = f.grad(p)[i], h = 1e-5, w = f.weight(p)[i], side[2];
@@ -44,6 +52,109 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
             }
         EXPECT_GT(loss, 1);
     }
+}
+
+// Adapters of zeros in B add nothing: loss, and B's gradient, are there at once, A's is zero. With
+// frozen weights no byte of them changes, and no gradient, moment or REDUCE of theirs exists.
+template <typename T> static void expect_base_at_first(const Shape& base) {
+    auto set = [](auto& f) { // equal weights, A as it begins, and B
+        for (const Parameter& p : f.t.model.parameters)
+            if (p.name.ends_with("lora_B.weight"))
+                set_weight(f.t, p, std::vector<double>(p.elements(), 0).data());
+    };
+    Plan train = small_plan(2, 9, 2);
+    Fixture<T> plain(base, {train}), adapted(with_lora(base, 2), {train});
+    set(adapted);
+    EXPECT_EQ(plain.step(), adapted.step());
+    size_t trained = 0;
+    for (const Parameter& p : adapted.t.model.parameters) {
+        Data d = {Kind::GRAD, p.bucket};
+        bool adapter = p.name.find(".lora_") != std::string::npos;
+        EXPECT_EQ(bool(address<char>(adapted.t, d)), adapter) << p.name;
+        for (Kind kind : {Kind::MASTER, Kind::STATE})
+            if (!adapter) {
+                EXPECT_FALSE(address<char>(adapted.t, {kind, p.bucket, 0})) << p.name;
+            }
+        if (!adapter) continue;
+        const acc_t<T>* grad = adapted.grad(p);
+        bool zero = std::all_of(grad, grad + p.elements(), [](acc_t<T> x) { return x == 0; });
+        EXPECT_EQ(zero, p.name.ends_with("lora_A.weight")) << p.name;
+        trained += p.elements();
+    }
+    EXPECT_GT(trained, 0u);
+
+    // The base is what it was after a step that has changed B.
+    for (const Parameter& p : plain.t.model.parameters) {
+        Fixture<T> fresh(base, {train});
+        const Parameter* same = nullptr;
+        for (const Parameter& q : adapted.t.model.parameters)
+            if (q.name == p.name) same = &q;
+        ASSERT_TRUE(same);
+        EXPECT_EQ(memcmp(fresh.weight(p), adapted.weight(*same), p.elements() * sizeof(T)), 0);
+        break; // one bucket stands for all: none has an UPDATE
+    }
+    for (const Action& a : adapted.t.plans[0].actions)
+        if (a.op == Op::UPDATE) {
+            EXPECT_EQ(adapted.t.model.buckets[a.bucket].role, Role::ADAPTER);
+        }
+}
+TEST(Lora, TheFirstStepIsTheBases) {
+    expect_base_at_first<float>(small_gpt2());
+    expect_base_at_first<bf16>(small_llama());
+}
+
+// With A the identity and B = 0, s = 1, the first SGD step changes W by -lr s^2 dB A = -lr dW: that
+// of the base alone. The two models then have the same losses.
+TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
+    Shape base = small_gpt2();
+    base.F = base.C; // square, so that a rank of C is allowed
+    Adapters square;
+    square["h.1.mlp.c_fc"] = {base.C, 1.0};
+    Shape s = base;
+    s.adapters = std::make_shared<const Adapters>(square);
+    Plan train = small_plan(2, 9, 1);
+    train.optimizer = Optimizer::SGD;
+    Fixture<double> plain(base, {train}), adapted(s, {train});
+    for (auto* f : {&plain, &adapted})
+        f->t.hyper.lr = 0.5f, f->t.hyper.clip = 0, f->t.hyper.weight_decay = 0;
+    const Parameter *w = nullptr, *a = nullptr, *b = nullptr;
+    for (const Parameter& p : adapted.t.model.parameters) {
+        if (p.name.ends_with("h.1.mlp.c_fc.weight")) w = &p;
+        if (p.name.ends_with("lora_A.weight")) a = &p;
+        if (p.name.ends_with("lora_B.weight")) b = &p;
+    }
+    ASSERT_TRUE(w && a && b);
+    size_t C = base.C;
+    std::vector<double> one(C * C, 0), none(C * C, 0);
+    for (size_t i = 0; i < C; i++) one[i * C + i] = 1;
+    set_weight(adapted.t, *a, one.data()), set_weight(adapted.t, *b, none.data());
+    EXPECT_NEAR(plain.step(), adapted.step(), 1e-14);
+    for (const Parameter& p : plain.t.model.parameters) {
+        if (p.name != w->name) continue;
+        const double *full = plain.weight(p), *was = adapted.weight(*w), *change = adapted.weight(*b);
+        double moved = 0;
+        for (size_t i = 0; i < C * C; i++) {
+            EXPECT_NEAR(full[i], was[i] + change[i], 1e-9); // the rate is a float
+            moved = std::max(moved, std::abs(change[i]));
+        }
+        EXPECT_GT(moved, 1e-3);
+    }
+}
+
+// What flags ask for and no matrix has is refused in a line.
+TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
+    Model m = make_model(small_gpt2());
+    Adapters none;
+    EXPECT_EQ(choose_adapters(m, {25, 50, false, "all"}, &none),
+              "--lora 25 is beyond h.0.attn.c_attn.weight, which is 72 x 24: use --lora 24 or less");
+    EXPECT_EQ(choose_adapters(m, {2, 4, false, "c_attn,q_proj"}, &none),
+              "--lora-targets q_proj: no matrix of a block has this name: try all, attention, or "
+              "some of c_attn, c_proj, c_fc");
+    Adapters some;
+    EXPECT_EQ(choose_adapters(m, {4, 8, true, "attn.c_proj,c_fc"}, &some), "");
+    EXPECT_EQ(some.size(), 6u);
+    EXPECT_EQ(some["h.2.mlp.c_fc"].scale, 4);
+    EXPECT_FALSE(some.count("h.0.mlp.c_proj"));
 }
 
 // A router of zeros sends every token to the lowest experts. The others' gradients are zeros, written
