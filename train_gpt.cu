@@ -50,6 +50,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     start_plan(t, run.train_plan);
     if (run.step + 1 < c.steps) prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
+    ExpertBalance experts = expert_balance(t);
     double loss = result.loss.mean();
     double seconds = clock_seconds() - start;
     take_times(run, t, seconds);
@@ -69,8 +70,10 @@ void train_step(Run& run, Trainer<T, S>& t) {
     double mfu = flops / seconds / run.peak;
     double imbalance = c.cp > 1 ? pairs_imbalance(t.layout, t.pairs) : 0;
     run.cp_imbalance += imbalance;
+    run.max_vio += std::max(experts.max_vio, 0.0);
     note(run, log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
-                                 c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance}));
+                                 c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance,
+                                 experts.max_vio, experts.least}));
     if (!skipped) note(run, run.spikes.look(run.step, loss, scale.norm));
 }
 

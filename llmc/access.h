@@ -18,6 +18,11 @@ struct Access {
     }
 };
 
+// Training counts the tokens that experts get.
+inline bool counts_loads(const Plan& p, const Model& model) {
+    return p.mode == Mode::TRAIN && model.shape.E > 0;
+}
+
 // A forward pass reads the stream and weights, and leaves the stream for the next layer.
 inline void access_forward(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
@@ -47,6 +52,9 @@ inline void access_forward(Access& x, const Plan& p, const Model& model, const A
         x.write({k, l, m});
     if (p.mode == Mode::GENERATE)
         x.change({Kind::CACHE, l});
+    // Every block adds to its own row of one table.
+    if (counts_loads(p, model))
+        x.change({Kind::LOADS});
 }
 
 // Recomputation reads what the forward pass read, and what the layer's level has kept.
@@ -188,6 +196,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
         for (int m = 0; m < p.micro_batches; m++)
             x.write({Kind::TOKENS, -1, m});
         x.write({Kind::VALID});
+        if (counts_loads(p, model)) x.write({Kind::LOADS});
         break;
     case Op::COUNT:
         x.change({Kind::VALID});

@@ -48,7 +48,7 @@ enum class Kind : uint8_t {
     WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, CONSTANTS, CACHE,
     GATHERED, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED, VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
-    LOSS, LOGITS, SCRATCH
+    LOSS, LOGITS, LOADS, SCRATCH
 };
 struct KindRow {
     const char* name;
@@ -85,6 +85,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"parked",     false, false}, // offload: the datum of kind `chunk`, in another tier
         {"loss",       false, false},
         {"logits",     false, false},
+        {"loads",      false, false}, // (L,E) slots that each block's experts have got in this step
         {"scratch",    false, false}, // what a layer needs only while it runs
     };
 

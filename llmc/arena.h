@@ -54,7 +54,7 @@ typedef std::function<size_t(const Plan&, Data)> DataBytes;
 
 // The caller reads these when a plan is over, so they live to its end.
 inline bool outlives_plan(Kind k) {
-    return k == Kind::VALID || k == Kind::LOSS || k == Kind::LOGITS;
+    return k == Kind::VALID || k == Kind::LOSS || k == Kind::LOGITS || k == Kind::LOADS;
 }
 
 // The lives of every passing datum of a plan: from its writer to its last reader.

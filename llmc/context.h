@@ -46,6 +46,7 @@ template <typename S> struct Ctx {
     void* context = nullptr;           // context parallelism's scratch, or null
     void* slot_rows = nullptr;         // rows by expert; models with experts only
     void* token_rows = nullptr;        // (ep,N,C) rows of all tokens that experts may see, or null
+    int* loads = nullptr;              // (E) slots that this layer's experts have got, or null
     size_t sequences = 0;              // of the global batch
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null
     const float* slopes = nullptr;     // (NH) ALiBi, or null

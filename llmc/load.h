@@ -6,7 +6,7 @@
 //                  wait for text between two steps
 #pragma once
 #include "documents.h"
-#include "trainer.h"
+#include "expert_loads.h"
 
 namespace llmc {
 
@@ -153,6 +153,10 @@ void run_load(Trainer<T, S>& t) {
         LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
         copy_in(home, batch, numbers * sizeof(int), t.ctx.where);
     }
+
+    // No expert has a token of it yet.
+    if (counts_loads(p, t.model))
+        device_zero(expert_loads(t, 1), loads_bytes(t.model.shape), t.ctx.where);
 }
 
 // Add up the valid targets of all ranks, and put the step's numbers where kernels read them.

@@ -252,6 +252,8 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     int* ids = my_slots(ctx, a.ids);
     acc_t<T>* gates = my_slots(ctx, a.gates);
     route_forward(ids, gates, a.logits, routing_of(s), N, ctx.where);
+    if (ctx.loads)
+        count_slots(ctx.loads, ids, 1, N * s.K, s.E, true, ctx.where);
 
     // Hear what others have chosen, then lay the slots of each expert together.
     gather_choices(ctx, a.ids, a.gates);
@@ -412,7 +414,7 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
     const int* ids = my_slots(ctx, a.ids);             // (N,K)
     if (s.balance > 0) {
-        count_slots(counts, ids, ctx.batch.B, ctx.batch.T * s.K, s.E, ctx.where);
+        count_slots(counts, ids, ctx.batch.B, ctx.batch.T * s.K, s.E, false, ctx.where);
         // A sequence's slots are those of all ranks that share it.
         all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.E, ctx.where);
     }

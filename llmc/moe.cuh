@@ -230,10 +230,11 @@ void route_backward(T* dlogits, const acc_t<T>* dgates, const acc_t<T>* logits, 
     }
 }
 
-// Count the slots of each of `groups` groups of ids, `length` each, that chose an expert.
+// Count the slots of each of `groups` groups of ids, `length` each, that chose an expert: = or +=.
 inline void count_slots(int* counts, const int* ids, size_t groups, // (groups,E) (groups,length)
-                        size_t length, size_t E, Cpu) {
-    std::fill_n(counts, groups * E, 0);
+                        size_t length, size_t E, bool accumulate, Cpu) {
+    if (!accumulate)
+        std::fill_n(counts, groups * E, 0);
     for (size_t i = 0; i < groups * length; i++) {
         size_t group = i / length;
         counts[group * E + size_t(ids[i])]++;
@@ -252,7 +253,7 @@ inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t
 // The counting sort of M slots.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu where) { // (M)
     // Scan the counts.
-    count_slots(s.counts, ids, 1, M, E, where);
+    count_slots(s.counts, ids, 1, M, E, false, where);
     s.starts[0] = 0;
     for (size_t e = 0; e < E; e++)
         s.starts[e + 1] = s.starts[e] + s.counts[e];
@@ -476,14 +477,16 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
 
 // Block (e, group) counts one expert's slots.
 //   counts (groups,E)   ids (groups,length)
-__global__ void count_slots_kernel(int* counts, const int* ids, size_t length, size_t E) {
+__global__ void count_slots_kernel(int* counts, const int* ids, size_t length, size_t E,
+                                   bool accumulate) {
     const int* mine = ids + size_t(blockIdx.y) * length;
     // Integers: any order of adding gives the same.
     int count = 0;
     for (size_t i = threadIdx.x; i < length; i += SLOT_THREADS)
         count += mine[i] == int(blockIdx.x);
     count = block_sum<SLOT_THREADS / 32>(count);
-    if (threadIdx.x == 0) counts[size_t(blockIdx.y) * E + blockIdx.x] = count;
+    int* sum = counts + size_t(blockIdx.y) * E + blockIdx.x;
+    if (threadIdx.x == 0) *sum = accumulate ? *sum + count : count;
 }
 
 // Block e places its expert's slots in their order, as many at a time as it has threads.
@@ -665,9 +668,9 @@ void route_backward(T* dlogits, const float* dgates, const float* logits, const 
 
 // A block for each expert of each group.
 inline void count_slots(int* counts, const int* ids, size_t groups, size_t length, size_t E,
-                        cudaStream_t stream) {
+                        bool accumulate, cudaStream_t stream) {
     launch(count_slots_kernel, dim3(unsigned(E), unsigned(groups)), SLOT_THREADS, 0, stream, counts,
-           ids, length, E);
+           ids, length, E, accumulate);
 }
 
 // A thread a slot.
@@ -679,7 +682,7 @@ inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t
 
 // Two launches: counts, then places.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, cudaStream_t stream) {
-    count_slots(s.counts, ids, 1, M, E, stream);
+    count_slots(s.counts, ids, 1, M, E, false, stream);
     launch(place_slots_kernel, unsigned(E), SLOT_THREADS, 0, stream, s, ids, M, E);
 }
 

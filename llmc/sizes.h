@@ -152,6 +152,9 @@ size_t head_workspace(const Plan& p, const Shape& s, S where) {
     return most;
 }
 
+// Slots of each block's experts, over a step.
+inline size_t loads_bytes(const Shape& s) { return s.L * s.E * sizeof(int); }
+
 // Experts: products by group, the router's into acc, a sequence's loads.
 template <typename T, typename S>
 size_t expert_workspace(const Plan& p, const Shape& s, const Parameter& stack, S where) {
@@ -364,6 +367,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::LOSS: // evaluation keeps three numbers of each row behind the sum
         return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(double);
     case Kind::LOGITS: return s.Vp() * sizeof(T);
+    case Kind::LOADS: return loads_bytes(model.shape);
 
     // A layer's own memory: scratch, and the six groups of its activations.
     case Kind::SCRATCH: return scratch_table<T>(p, model, d.of, where).bytes;

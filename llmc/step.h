@@ -313,6 +313,7 @@ void bind_layer(Trainer<T, S>& t, int layer) {
     t.ctx.shape.sliding_window = window;
     t.ctx.rope = window && t.window_rope ? t.window_rope : t.rope;
     if (!turns(t.model.shape, layer)) t.ctx.rope = nullptr;
+    t.ctx.loads = t.ctx.shape.E ? expert_loads(t, layer) : nullptr;
 }
 
 // One action, all of it.

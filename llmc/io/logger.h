@@ -3,7 +3,8 @@
 //   log.jsonl has an object a line:
 //     first         {config, flops_per_token}
 //     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 the
-//                   loss_scale of the next step too; with --cp the cp_imbalance
+//                   loss_scale of the next step too; with --cp the cp_imbalance; with
+//                   experts max_vio and least_load (expert_loads.h)
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
 //     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
@@ -43,6 +44,8 @@ struct StepReport {
     double mfu;                  // 0 to 1
     double loss_scale = 0;       // fp16: of the next step; 0: none
     double cp_imbalance = 0;     // the most pairs of a context-parallel rank, of the mean; 0: none
+    double max_vio = -1;         // of experts' loads, and the least of them, of the mean; -1: none
+    double least_load = 0;
 };
 
 // A step line as people read it. A rate above the peak means that the peak was measured while the
@@ -187,6 +190,8 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (!std::isfinite(r.norm)) j.erase("grad_norm");
     if (r.loss_scale > 0) j["loss_scale"] = r.loss_scale;
     if (r.cp_imbalance > 0) j["cp_imbalance"] = r.cp_imbalance;
+    if (r.max_vio >= 0) j["max_vio"] = r.max_vio;
+    if (r.max_vio >= 0) j["least_load"] = r.least_load;
     return log_append(log, j);
 }
 

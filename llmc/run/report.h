@@ -130,6 +130,12 @@ inline void report_end(Run& run, bool exported) {
         printf("cp: attention waits for a rank with %.2f times the mean's pairs of tokens\n",
                imbalance);
 
+    // A busy expert is slow, and experts that nobody chooses learn nothing.
+    double max_vio = steps > 0 ? run.max_vio / double(steps) : 0;
+    if (max_vio > 0)
+        printf("experts: the busiest of a block got %.2f times an even share of the tokens\n",
+               1 + max_vio);
+
     // Name what is there: a run without --out has left nothing but an export.
     std::string saved = c.out + "/" + step_folder(run.step);
     if (steps > 0 && !c.out.empty()) {

@@ -100,6 +100,16 @@ TEST(StepLines, ThePipeGetsLinesAndTheLogGetsAll) {
     EXPECT_HAS(text, "step  10/12 ");
     std::string all = read_file(scratch("log.jsonl"));
     EXPECT_EQ(std::count(all.begin(), all.end(), '\n'), 13);
+
+    // What a run has none of is no key of its log.
+    for (const char* key : {"loss_scale", "cp_imbalance", "max_vio", "least_load"})
+        EXPECT_EQ(all.find(key), std::string::npos) << key;
+    StepReport even = {13, 13, 1, 1, 1, 1, 8, 104, 0.1};
+    even.max_vio = 0, even.least_load = 1;
+    ASSERT_EQ(log_step(log, even), "");
+    nlohmann::json last = nlohmann::json::parse(read_file(scratch("log.jsonl")).substr(all.size()));
+    EXPECT_EQ(last["max_vio"], 0);
+    EXPECT_EQ(last["least_load"], 1);
 }
 
 // ----------------------------------------------------------------------------

@@ -47,20 +47,24 @@ template <typename T> void router_kernels(Check& c) {
             std::vector<double> gates(N * K), dlogits(N * E);
             auto df = rounded<float>(d);
             route_forward(ids.data(), gates.data(), l.data(), r, N, Cpu{});
-            count_slots(counts.data(), ids.data(), s.sequences, s.T * K, E, Cpu{});
+            count_slots(counts.data(), ids.data(), s.sequences, s.T * K, E, false, Cpu{});
+            std::vector<int> of_all(E);
+            count_slots(of_all.data(), ids.data(), 1, N * K, E, false, Cpu{});
             BalanceTerms terms = {0.5, 0.25, counts.data(), s.T};
             route_backward(dlogits.data(), df.data(), l.data(), ids.data(), r, terms, N, Cpu{});
             every_order(c, [&](Outputs& o) {
                 cudaStream_t stream = {};
                 Array<float> logits(l), dgates(df), g(N * K), on_device(b);
-                Array<int> chosen(N * K), of_sequences(s.sequences * E);
+                Array<int> chosen(N * K), of_sequences(s.sequences * E), all(E);
                 Array<T> dl(N * E);
                 Routing here = r;
                 if (biased) here.bias = on_device.data;
                 BalanceTerms t = terms;
                 t.counts = of_sequences.data;
                 route_forward(chosen.data, g.data, logits.data, here, N, stream);
-                count_slots(of_sequences.data, chosen.data, s.sequences, s.T * K, E, stream);
+                count_slots(of_sequences.data, chosen.data, s.sequences, s.T * K, E, false, stream);
+                for (size_t i = 0; i < s.sequences; i++)
+                    count_slots(all.data, chosen.data + i * s.T * K, 1, s.T * K, E, i > 0, stream);
                 route_backward(dl.data, dgates.data, logits.data, chosen.data, here, t, N, stream);
 
                 auto whole = [](const std::vector<int>& x) {
@@ -68,6 +72,7 @@ template <typename T> void router_kernels(Check& c) {
                 };
                 o.add("ids", chosen, whole(ids), 0);
                 o.add("counts", of_sequences, whole(counts), 0);
+                o.add("counts of all", all, whole(of_all), 0);
                 o.add("gates", g, gates, tolerance<float>(E));
                 o.add("dlogits", dl, dlogits, tolerance<T>(E + K), 1);
             });

@@ -143,7 +143,7 @@ inline void router_grad(Check& c) {
             RouterLoss loss = {r, N, T, sequences, alpha, beta, normals(c, N * K)};
             std::vector<int> ids(N * K), counts(2 * E);
             route_forward(ids.data(), gates.data(), l.data(), r, N, CPU);
-            count_slots(counts.data(), ids.data(), 2, T * K, E, CPU);
+            count_slots(counts.data(), ids.data(), 2, T * K, E, false, CPU);
             double tokens = double(sequences * T);
             BalanceTerms b = {alpha / tokens, 2 * beta / tokens, counts.data(), T};
             route_backward(d.data(), loss.G.data(), l.data(), ids.data(), r, b, N, CPU);

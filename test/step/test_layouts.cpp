@@ -65,7 +65,7 @@ struct LayoutCase {
 
 // What a run leaves, by parameter as files have it: whole, in double.
 struct Result {
-    std::vector<double> losses, norms;
+    std::vector<double> losses, norms, balance; // the last: MaxVio and least load of experts
     std::vector<std::vector<double>> first_grads, grads, weights;
     std::string wrong; // ranks that keep the same thing and differ
     std::mutex mutex;
@@ -211,9 +211,11 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         }
         f.t.cursor += p.B * size_t(p.micro_batches * l.dp);
         double loss = plan_loss(f.t).mean();
+        ExpertBalance experts = expert_balance(f.t);
         if (s == 0) collect_grads(f, result, true);
         if (world.rank > 0) continue;
         result.losses.push_back(loss);
+        result.balance.insert(result.balance.end(), {experts.max_vio, experts.least});
         result.norms.push_back(read_value<StepScale>(f.t, {Kind::SCALE}).norm);
     }
     collect_grads(f, result, false);
@@ -269,6 +271,7 @@ constexpr const char* WHAT[] = {"losses", "norms", "first gradients", "gradients
 typedef std::array<std::vector<double>, 5> Errors;
 Errors errors_of(const Result& a, const Result& b) {
     Errors e;
+    EXPECT_EQ(a.balance, b.balance); // whole numbers, whoever counts them
     e[0] = {relative_error(a.losses, b.losses)}, e[1] = {relative_error(a.norms, b.norms)};
     for (size_t i = 0; i < b.weights.size(); i++) {
         e[4].push_back(relative_error(a.weights[i], b.weights[i]));

@@ -168,6 +168,9 @@ TEST(Experts, AllTokensMayChooseTheSame) {
     f.t.hyper.lr = 0;
     for (int step = 0; step < 2; step++) {
         EXPECT_TRUE(std::isfinite(f.step()));
+        EXPECT_DOUBLE_EQ(expert_balance(f.t).max_vio, double(s.E) / double(s.K) - 1);
+        EXPECT_EQ(expert_balance(f.t).least, 0);
+        EXPECT_EQ(expert_loads(f.t, int(s.L))[0], 2 * 9 * 2); // of this step alone
         for (const Parameter& p : f.t.model.parameters) {
             if (p.stack == 1) continue;
             size_t one = p.elements() / p.stack;
@@ -180,6 +183,14 @@ TEST(Experts, AllTokensMayChooseTheSame) {
             }
         }
     }
+}
+
+// The worst block counts, and of those with experts alone.
+TEST(Experts, BalanceIsThatOfTheWorstBlock) {
+    ExpertBalance b = expert_balance({2, 2, 2, 2, 0, 0, 0, 0, 4, 1, 1, 2}, 4);
+    EXPECT_DOUBLE_EQ(b.max_vio, 1);
+    EXPECT_DOUBLE_EQ(b.least, 0.5);
+    EXPECT_EQ(expert_balance({0, 0, 0}, 3).max_vio, -1);
 }
 
 // The balance terms are those of the step, whatever its micro-batches are: their share of the

@@ -1,0 +1,55 @@
+// expert_loads.h - how evenly tokens choose their experts: loads and MaxVio - arXiv:2408.15664
+//   A forward pass in training adds the slots that each expert of its block has got (moe.cuh) to
+//   LOADS, (L,E) integers of a step. After it the ranks that see other tokens add theirs up.
+//   MaxVio of a block = the largest load / the mean load - 1: 0 is even, E/K - 1 is one choice for
+//   all. The least load / the mean is 0 where nobody chooses an expert, which then learns nothing.
+#pragma once
+#include <numeric>
+#include "trainer.h"
+
+namespace llmc {
+
+// LOADS of a block's experts, (E), this rank's tokens alone; null: this plan counts none.
+template <typename T, typename S>
+int* expert_loads(const Trainer<T, S>& t, int layer) {
+    int* loads = address<int>(t, {Kind::LOADS}); // (L,E)
+    size_t block = size_t(layer - 1);
+    return loads ? loads + block * t.model.shape.E : nullptr;
+}
+
+// The worst MaxVio of all blocks with experts, -1 where there are none, and the least load / mean.
+struct ExpertBalance {
+    double max_vio = -1, least = 0;
+};
+
+// loads (L,E), of all ranks.
+inline ExpertBalance expert_balance(const std::vector<int64_t>& loads, size_t E) {
+    ExpertBalance all;
+    for (size_t first = 0; first + E <= loads.size(); first += E) {
+        auto block = loads.begin() + ptrdiff_t(first), end = block + ptrdiff_t(E);
+        double mean = double(std::accumulate(block, end, int64_t(0))) / double(E);
+        if (mean == 0) continue; // its ffn is dense
+        double least = double(*std::min_element(block, end)) / mean;
+        all.least = all.max_vio < 0 ? least : std::min(all.least, least);
+        all.max_vio = std::max(all.max_vio, double(*std::max_element(block, end)) / mean - 1);
+    }
+    return all;
+}
+
+// Measure the step that is over. All ranks call this, and hear the same.
+template <typename T, typename S>
+ExpertBalance expert_balance(const Trainer<T, S>& t) {
+    const Shape& s = t.model.shape;
+    if (!counts_loads(t.plans[t.plan], t.model)) return {};
+    // The host has waited for the step already: this copy is short.
+    std::vector<int> mine(s.L * s.E);
+    copy_out(mine.data(), expert_loads(t, 1), loads_bytes(s), t.ctx.where);
+
+    // Other tokens stand on other ranks, other blocks on other stages.
+    std::vector<int64_t> loads(mine.begin(), mine.end());
+    all_reduce_sum(t.comms.samples, loads.data(), loads.size(), Cpu{});
+    all_reduce_sum(t.comms.pp, loads.data(), loads.size(), Cpu{});
+    return expert_balance(loads, s.E);
+}
+
+} // namespace llmc
