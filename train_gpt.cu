@@ -12,8 +12,8 @@
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
 #include "llmc/run/overflow.h"
+#include "llmc/run/prompts.h"
 #include "llmc/run/report.h"
-#include "llmc/run/sample.h"
 
 using namespace llmc;
 
@@ -295,7 +295,7 @@ void run_training(Run& run, S where) {
     if (run.stopped) return trainer_free(t);
 
     // Leave what was asked for.
-    print_samples(run, t);
+    leave_texts(run, t);
     bool exported = write_export(run, t);
     report_end(run, exported);
     trainer_free(t);
@@ -500,7 +500,7 @@ static bool run_command(Run& run) {
     take_folder(run);
     open_tasks(run);
     if (!c.explain && wants_validation(c)) open_data(run);
-    choose_prompts(run);
+    c.prompts.empty() ? choose_prompts(run) : choose_prompt_file(run);
 
     return run_where_wanted(run);
 }

@@ -161,7 +161,7 @@ struct PlanOptions {
     Mode mode = Mode::TRAIN;
     size_t B = 1, T = 1; // a micro-batch: sequences, and the length of each
     int micro_batches = 1;
-    size_t cache = 0; // GENERATE: positions that the key/value cache holds
+    size_t cache = 0; // GENERATE: positions that the key/value cache holds of each sequence
     RecomputeLevels recompute;
     bool split_backward = false; // B as I and W
     Optimizer optimizer = Optimizer::ADAMW;
@@ -178,11 +178,16 @@ struct Plan : PlanOptions {
     std::vector<Action> actions;
 
     // The rows of a micro-batch on this rank: context parallelism shares out the sequence.
-    size_t rows() const { return B * T / size_t(layout.cp.size); }
+    // Generation has those of one prompt, or one of each sequence.
+    size_t rows() const {
+        return mode == Mode::GENERATE ? std::max(B, T) : B * T / size_t(layout.cp.size);
+    }
 
     // The input of a micro-batch in numbers: four a row, then the positions of keys in a cache, or
     // positions and documents' starts of the keys of all context-parallel ranks.
-    size_t input_numbers() const { return 4 * rows() + (layout.cp.size > 1 ? 2 * B * T : cache); }
+    size_t input_numbers() const {
+        return 4 * rows() + (layout.cp.size > 1 ? 2 * B * T : B * cache);
+    }
 };
 
 // Ops whose pass makes gradients of weights; ops that run a layer at all.

@@ -22,9 +22,11 @@ struct Batch {
     // counts from there
     const int* doc_start = nullptr;
 
-    // Generation only, of one sequence: tokens read before, whose keys and values are in the cache.
-    size_t past = 0;
-    // (past + T), or (B, T of all ranks) with context parallelism, in a ring (ranks, B, T): of keys
+    // Generation only. Sequence b has slot first_slot + b of the cache, with room for `capacity`
+    // positions, of which queries look at the first `seen`. A token's place is its position.
+    size_t first_slot = 0, capacity = 0, seen = 0;
+    const int* places = nullptr; // (B,T) the positions, in the host's memory
+    // (B,seen), or (B, T of all ranks) with context parallelism, in a ring (ranks, B, T): of keys
     // that are not the rows'
     const int* key_positions = nullptr;
     const int* key_documents = nullptr; // (B, T of all ranks) where those keys' documents start
@@ -71,10 +73,11 @@ template <typename T> struct Keys {
     const T *k, *v;       // (B,Tk,NKV,HS)
     const int* positions; // (B,Tk)
     size_t Tk, stride;
+    size_t batch = 0; // elements between sequences; 0: they follow each other
 };
 
-// The batch's own keys. With a cache (positions, 2, NKV*HS) store them behind those of the tokens
-// read before, and take all.
+// The batch's own keys. With a cache (slots, capacity, 2, NKV*HS) store them at their positions,
+// and take all up to the batch's last. A slot's keys behind its own last one are behind its query.
 template <typename T, typename S>
 Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t stride) {
     const Batch& b = ctx.batch;
@@ -83,11 +86,14 @@ Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t st
 
     // Store a row of the cache for each token: its key, then its value.
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    size_t from = stride * sizeof(T), to = 2 * KV * sizeof(T);
-    T* row = cache + b.past * 2 * KV;
-    copy_rows(row, to, k, from, KV * sizeof(T), b.T, ctx.where);
-    copy_rows(row + KV, to, v, from, KV * sizeof(T), b.T, ctx.where);
-    return {cache, cache + KV, b.key_positions, b.past + b.T, 2 * KV};
+    size_t from = stride * sizeof(T), to = 2 * KV * sizeof(T), slot = b.capacity * 2 * KV;
+    T* first = cache + b.first_slot * slot;
+    for (size_t i = 0; i < b.B; i++) {
+        T* row = first + i * slot + size_t(b.places[i * b.T]) * 2 * KV;
+        copy_rows(row, to, k + i * b.T * stride, from, KV * sizeof(T), b.T, ctx.where);
+        copy_rows(row + KV, to, v + i * b.T * stride, from, KV * sizeof(T), b.T, ctx.where);
+    }
+    return {first, first + KV, b.key_positions, b.seen, 2 * KV, slot};
 }
 
 // ----------------------------------------------------------------------------
@@ -107,6 +113,7 @@ AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_
     const Batch& b = ctx.batch;
     int window = s.sliding_window ? int(std::min(s.sliding_window, size_t(INT_MAX))) : INT_MAX;
     AttentionDims d = {b.B, b.T, keys.Tk, s.NH, s.NKV, s.HS, q_stride, keys.stride, window};
+    d.k_batch = d.v_batch = keys.batch;
     acc_t<T> scale = s.score_scalar ? 1 / std::sqrt(acc_t<T>(s.score_scalar)) : 0;
     return {q,           keys.k,     keys.v, nullptr, b.positions,           keys.positions,
             b.doc_start, ctx.slopes, d,      scale,   acc_t<T>(s.score_softcap)};

@@ -13,7 +13,7 @@
 //
 //   N = B*T rows of a micro-batch. R rows of the residual stream: N, or with sequence parallelism
 //   this rank's part of them. NH, NKV and F are what this rank has. QKV = (NH + 2 NKV) HS.
-//   inp, out, dinp, dout (R,C)   cache (positions,2,NKV*HS), or null: only generation has one
+//   inp, out, dinp, dout (R,C)   cache (slots,positions,2,NKV*HS), or null: only generation has one
 //   Contract: out, dinp, activations =   gradients of weights = or += (accumulate)
 //   Cost: a block's forward pass takes 24 N C^2 FLOPs in products and 2 N T C in attention (half of
 //         the square is masked); its backward pass twice the products, 2.5 times the attention.

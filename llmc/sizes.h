@@ -126,8 +126,8 @@ struct ScratchTable {
     }
 };
 
-// Rows that the head works on: all of a micro-batch, or the last one when generating.
-inline size_t head_rows(const Plan& p) { return p.mode == Mode::GENERATE ? 1 : p.rows(); }
+// Rows that the head works on: all of a micro-batch, or one of each sequence when generating.
+inline size_t head_rows(const Plan& p) { return p.mode == Mode::GENERATE ? p.B : p.rows(); }
 
 // The head's own rows, counted by the visitor that trainer.h binds them with.
 template <typename T>
@@ -144,6 +144,7 @@ size_t head_bytes(const Plan& p, const Shape& s) {
 template <typename T, typename S>
 size_t head_workspace(const Plan& p, const Shape& s, S where) {
     size_t rows = head_rows(p), chunk = head_chunk_rows(s, rows, sizeof(T)), rest = rows % chunk;
+    if (p.mode == Mode::GENERATE) chunk = rows; // its logits are kept, all of them
     // One figure serves both families: LayerNorm has a sum more.
     size_t most = layernorm_sums(p.rows(), s.C, where) * sizeof(acc_t<T>);
     most = std::max(most, linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where));
@@ -206,9 +207,10 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     }
     most = std::max(most, sums);
 
-    // Attention has the prompt's queries, and then one token's; or its share of a cut sequence.
+    // Attention has the queries of a prompt, then one of each sequence; or its share of a sequence.
     for (size_t Tq : {p.T, generates ? size_t(1) : p.T}) {
-        AttentionDims d = attention_shape(s, p.B, Tq, std::max(p.T, p.cache));
+        size_t sequences = generates && Tq > 1 ? 1 : p.B;
+        AttentionDims d = attention_shape(s, sequences, Tq, std::max(p.T, p.cache));
         if (p.layout.cp.size > 1)
             d = context_attention_shape(s, p.layout, p.B, p.T);
         most = std::max(most, attention_scratch_bytes<T>(d, threads_here(where), where));
@@ -355,7 +357,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     // Single values and tables that last.
     case Kind::SCALE: return sizeof(StepScale);
     case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
-    case Kind::CACHE: return p.cache * 2 * s.NKV * s.HS * sizeof(T);
+    case Kind::CACHE: return p.B * p.cache * 2 * s.NKV * s.HS * sizeof(T);
 
     // A step's input: tokens, targets, positions, doc_start, and the positions of other keys.
     case Kind::VALID: return 0; // a number of the trainer's
@@ -366,7 +368,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
     case Kind::LOSS: // evaluation keeps three numbers of each row behind the sum
         return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(double);
-    case Kind::LOGITS: return s.Vp() * sizeof(T);
+    case Kind::LOGITS: return p.B * s.Vp() * sizeof(T);
     case Kind::LOADS: return loads_bytes(model.shape);
 
     // A layer's own memory: scratch, and the six groups of its activations.

@@ -72,19 +72,20 @@ void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
 }
 
 // Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
-// loss, and each row's. Generation: the logits of the last row.
+// loss, and each row's. Generation: the logits of each sequence's last row.
 template <typename T, typename S>
 void run_head_forward(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
     if (p.mode == Mode::TRAIN) return;
 
-    // Choose the rows: all that this rank has, or in generation the last one alone.
+    // Choose the rows: all that this rank has, or in generation one of each sequence. They follow
+    // each other: a batch has one sequence, or one token of each.
     HeadActs<T> acts = head_acts(t);
     const T* inp = input_of(t, a);
     size_t rows = stream_rows(t.ctx);
     if (p.mode == Mode::GENERATE) {
-        inp += (rows - 1) * t.model.shape.C;
-        rows = 1;
+        rows = t.ctx.batch.B;
+        inp += (t.ctx.batch.T - 1) * t.model.shape.C;
     }
 
     with_head(t, [&](const auto& w) {
@@ -95,9 +96,9 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
         } else {
             T* logits = address<T>(t, {Kind::LOGITS, -1, a.micro});
             const T* no_residual = nullptr;
-            linear_forward(logits, acts.norm, w.lm_head, nullptr, no_residual, 1, t.ctx.blas,
+            linear_forward(logits, acts.norm, w.lm_head, nullptr, no_residual, rows, t.ctx.blas,
                            t.ctx.where);
-            cap_logits(t.ctx, logits, 1);
+            cap_logits(t.ctx, logits, rows);
         }
     });
 }

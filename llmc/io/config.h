@@ -101,8 +101,8 @@ struct Config {
     // steps, tokens, steps
     int64_t eval_every = 0, eval_tokens = 16384, sample_every = 0, log_every = 0;
     bool eval = false;
-    std::string evaluate, prompt;
-    int sample_tokens = 200, samples = 1;
+    std::string evaluate, prompt, prompts, completions;
+    int sample_tokens = 200, samples = 1, slots = 32;
     bool ignore_eos = false;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
@@ -338,6 +338,11 @@ inline const std::vector<Flag>& config_table() {
          "steps between samples (0: at the end only)"},
         {"prompt", &C::prompt, "",
          "text that a sample continues; -: each line of standard input"},
+        {"prompts", &C::prompts, "",
+         "FILE: at the end continue each line's \"prompt\" (JSON lines; of a .txt: each line) and "
+         "write JSON lines, by themselves on standard output"},
+        {"completions", &C::completions, "", "FILE: where --prompts writes them"},
+        {"slots", &C::slots, "1..65536", "--prompts: texts that are generated at once"},
         {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens a sample, at most"},
         {"samples", &C::samples, "1..1000000", "samples of each prompt"},
         {"ignore-eos", &C::ignore_eos, "", "go on behind the token that ends a text"},

@@ -51,6 +51,20 @@ inline std::string refuse_graphs(const Config& c) {
     return "";
 }
 
+// Texts to continue come from one place, at one time.
+inline std::string refuse_prompts(const Config& c) {
+    if (c.prompts.empty()) return "";
+    if (!c.prompt.empty())
+        return "--prompts and --prompt both say what samples continue: give one of them";
+    if (c.sample_every)
+        return concat("--prompts are continued at the end of a run, and --sample-every ",
+                      c.sample_every, " samples during it: leave one of them out");
+    // Without tokens no text goes on.
+    if (!c.eval && c.sample_tokens > 0) return "";
+    return concat("--prompts ", c.prompts, ": ", c.eval ? "--eval" : "--sample-tokens 0",
+                  " continues none: leave it out");
+}
+
 // Refuse what cannot work, or does nothing at all.
 inline std::string refuse_idle_flags(const Config& c) {
     for (auto& [name, beta] : {std::pair("beta1", c.beta1), std::pair("beta2", c.beta2)})
@@ -66,6 +80,7 @@ inline std::string refuse_idle_flags(const Config& c) {
         return concat("--profile ", c.profile, " times the actions of steps, and ",
                       c.explain ? "--explain" : c.eval ? "--eval" : "--steps 0", " runs none");
     if (std::string wrong = refuse_graphs(c); !wrong.empty()) return wrong;
+    if (std::string wrong = refuse_prompts(c); !wrong.empty()) return wrong;
     bool idle = c.steps == 0 && !c.eval && c.sample_tokens == 0 && c.export_dir.empty();
     if (idle && !c.explain)
         return "--steps 0 and --sample-tokens 0 leave nothing to do: give --steps, --eval or "
@@ -101,6 +116,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"min-lr",        c.schedule != "constant",  "a schedule that falls"},
         {"top-k",         draws,                     "a --temperature above 0"},
         {"top-p",         draws,                     "a --temperature above 0"},
+        {"completions",   !c.prompts.empty(),        "--prompts"},
+        {"slots",         !c.prompts.empty(),        "--prompts"},
         {"prompt",        samples,                   "--sample-tokens"},
         {"sample-every",  samples,                   "--sample-tokens"},
         {"graphs",        trains || c.eval,          "steps of training"},

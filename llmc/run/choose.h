@@ -309,6 +309,12 @@ inline Stored stored_named(const std::string& name) {
     return name == "int8" ? Stored::INT8 : Stored::WIDE;
 }
 
+// Sequences that are generated at once: samples are printed as they come, one after the other.
+inline size_t generation_slots(const Config& c, size_t texts) {
+    if (c.prompts.empty()) return 1;
+    return std::min(size_t(c.slots), texts);
+}
+
 // Choose what this run does as plans: train, evaluate, score candidates, generate.
 inline std::vector<PlanOptions> choose_plans(Run& run) {
     const Config& c = run.config;
@@ -361,10 +367,12 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     for (ScoreGroup& group : run.score_groups)
         group.plan = add(score_plan(evaluate, group.T, run.layout));
 
-    // Generate one sequence; the cache holds the longest prompt and all tokens that follow.
+    // Generate, as many texts at once as have a slot; each slot of the cache holds the longest
+    // prompt and all tokens that follow.
     PlanOptions generate = evaluate;
     generate.mode = Mode::GENERATE;
-    generate.B = generate.T = 1;
+    generate.B = generation_slots(c, run.prompts.size() * size_t(c.samples));
+    generate.T = 1;
     for (const Prompt& p : run.prompts)
         generate.T = std::max(generate.T, p.tokens.size());
     generate.cache = std::min(run.context_length, generate.T + size_t(c.sample_tokens));

@@ -122,9 +122,24 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     return bytes_here(t.arena, where) + snapshot_here(c, t);
 }
 
+// The most slots that fit, where a run that only generates has several; "" where one does not.
+template <typename T, typename S>
+std::string slots_that_fit(const Run& run, int rank, size_t room, S where) {
+    for (int slots = run.config.slots; !run.config.prompts.empty() && (slots /= 2) > 0;) {
+        Config c = run.config;
+        c.slots = slots;
+        if (arena_bytes<T>(run, c, rank, where) <= room)
+            return concat(" --slots ", slots);
+    }
+    return "";
+}
+
 // Flags that make a rank fit `room` bytes, the least change first; "" where none does.
 template <typename T, typename S>
 std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
+    std::string slots = slots_that_fit<T>(run, rank, room, where);
+    if (!slots.empty()) return slots;
+
     // Ask first whether anything helps. A schedule from a file is for one number of micro-batches.
     Config least = run.config;
     bool any_batch = run.layout.pipeline != Pipeline::GIVEN;

@@ -27,6 +27,7 @@ struct Saves {
 struct Prompt {
     std::string text;
     std::vector<int> tokens;
+    nlohmann::ordered_json fields; // of its line in --prompts
 };
 
 // All that a run has beside its trainer. Number -1 stands for a plan that this run does not have.
@@ -42,6 +43,7 @@ struct Run {
     std::vector<Prompt> prompts;
     size_t context_length = 0; // of a sample, with its prompt
     std::set<int> stop_tokens; // tokens that end a sample
+    FILE* completions = nullptr; // what standard output was, where they go to it
     DataLoader train, val;
     size_t val_samples = 0;
     size_t val_bytes = 0;  // bytes that validation predicts; 0: not known

@@ -151,7 +151,7 @@ inline void choose_prompts(Run& run) {
     run.context_length = positions;
     bool speaks = is_first(run) && wanted > 0 && !c.eval && !c.explain;
     for (const std::string& text : texts) {
-        Prompt p = {text, prompt_tokens(run, text)};
+        Prompt p = {text, prompt_tokens(run, text), {}};
         size_t before = p.tokens.size();
         shorten_prompt(&p.tokens, run.tokenizer.bos, positions, wanted);
         size_t kept = p.tokens.size();

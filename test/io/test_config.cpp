@@ -264,6 +264,11 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--graphs", "--offload", "optimizer"}), "--graphs: the host moves what");
     EXPECT_HAS(check({"--graphs", "--profile", "x"}), "--profile x times actions one by one");
     EXPECT_EQ(check({"--graphs", "--tp", "2"}), "");
+    EXPECT_HAS(check({"--prompts", "p", "--prompt", "x"}), "--prompts and --prompt both say");
+    EXPECT_HAS(check({"--prompts", "p", "--sample-every", "9"}), "and --sample-every 9 samples during");
+    EXPECT_HAS(check({"--prompts", "p", "--eval"}), "--prompts p: --eval continues none");
+    EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}), "--sample-tokens 0 continues none");
+    EXPECT_EQ(check({"--prompts", "p", "--slots", "4"}), "");
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
     EXPECT_HAS(check({"--steps", "0", "--sample-tokens", "0"}), "nothing to do");

@@ -387,16 +387,17 @@ TEST(Device, ThreadsShareAGpu) {
 
 template <typename S> std::vector<int> greedy(const Shape& shape) {
     Plan p;
-    p.mode = Mode::GENERATE, p.B = 1, p.T = 5, p.cache = 20;
+    p.mode = Mode::GENERATE, p.B = 2, p.T = 5, p.cache = 20;
     Small<float, S> small(shape, {p});
-    std::vector<int> ids;
-    generate(small.t, 0, {1, 2, 3, 4, 5}, 15, Sampling{0}, [&](int id) { ids.push_back(id); });
+    std::vector<int> ids, one = {1, 2, 3, 4, 5}, two = {6, 7};
+    generate(small.t, 0, {{&one, 1}, {&two, 2}}, 15, Sampling{0},
+             [&](int64_t, int id) { ids.push_back(id); }, [](int64_t, Ended) {});
     return ids;
 }
 TEST(Device, GreedyTokensAreTheCpus) {
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()}) {
         std::vector<int> ids = greedy<cudaStream_t>(s);
-        EXPECT_EQ(ids.size(), 15u);
+        EXPECT_EQ(ids.size(), 30u);
         EXPECT_EQ(ids, greedy<Cpu>(s));
     }
 }

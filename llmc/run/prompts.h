@@ -1,0 +1,187 @@
+// prompts.h - prompts from a file, and what the model continues them with, as JSON lines
+//   --prompts FILE   lines of JSON objects, each with its "prompt"; of a .txt, lines of text
+//   out              an object a completion, in the order of prompts and their samples: the line's
+//                    own fields, then "sample", "completion", "tokens" and "end": "token" where a
+//                    token ended the text, "length" at --sample-tokens, "context" where the
+//                    positions ended, "stopped" by a signal
+//   Without --completions the lines go to standard output, and all else to standard error.
+//   Sample k of prompt p has uniform numbers of its own: neither --slots, --samples nor the layout
+//   changes it, but for what rounding of logits does where two tokens are about as likely.
+#pragma once
+#include <nlohmann/json.hpp>
+#include "sample.h"
+#include "stop.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// reading
+
+// Read a line's prompt, and its other fields: "" or what is wrong with it.
+inline std::string parse_prompt(const std::string& line, bool text, Prompt* p) {
+    p->fields = nlohmann::ordered_json::object();
+    // A line of text is all prompt.
+    if (text) {
+        p->fields["prompt"] = p->text = line;
+        return "";
+    }
+    // Parse an object: the library recurses as deep as brackets are nested.
+    bool deep = json_depth(line) > MOST_JSON_DEPTH;
+    if (!deep)
+        p->fields = nlohmann::ordered_json::parse(line, nullptr, false);
+    if (deep || !p->fields.is_object())
+        return "is no JSON object, or cut short";
+    if (!p->fields.contains("prompt") || !p->fields["prompt"].is_string())
+        return "has no \"prompt\" that is a text";
+    p->text = p->fields["prompt"];
+    return p->text.empty() ? "its prompt is empty" : "";
+}
+
+// Read a file's prompts, and refuse what cannot be continued by its line. Empty lines are none.
+inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts) {
+    const std::string& path = run.config.prompts;
+    std::string bytes, line, wrong = read_whole_file(path, &bytes);
+    if (!wrong.empty()) return wrong;
+    std::istringstream lines(bytes);
+    for (int number = 1; std::getline(lines, line); number++) {
+        if (line.ends_with('\r')) line.pop_back();
+        if (line.empty()) continue;
+        Prompt p;
+        wrong = parse_prompt(line, path.ends_with(".txt"), &p);
+
+        // Nothing of a prompt is cut: who asks for many does not look at each.
+        size_t n = 0;
+        if (wrong.empty()) {
+            p.tokens = prompt_tokens(run, p.text);
+            n = p.tokens.size();
+        }
+        if (n > run.context_length)
+            wrong = concat("its prompt has ", n, " tokens, ", n - run.context_length,
+                           " more than the ", run.context_length, " positions");
+        if (!wrong.empty())
+            return concat(path, ":", number, ": ", wrong);
+        prompts->push_back(std::move(p));
+    }
+    return prompts->empty() ? path + ": holds no prompt" : "";
+}
+
+// Take --prompts in the place of --prompt, and see where the completions go.
+inline void choose_prompt_file(Run& run) {
+    const Config& c = run.config;
+    LLMC_USER_CHECK(vocab_matches(run), "--prompts: %s", foreign_tokenizer(run).c_str());
+    run.stop_tokens = choose_stop_tokens(run);
+    run.context_length = choose_context_length(run);
+    or_die(read_prompt_file(run, &run.prompts));
+    if (!is_first(run) || c.explain) return;
+
+    // Refuse to lose completions that may have taken hours.
+    struct stat there;
+    bool full = stat(c.completions.c_str(), &there) == 0 && there.st_size > 0;
+    LLMC_USER_CHECK(!full, "--completions %s is there, and would be lost: remove it, or name "
+                           "another file", c.completions.c_str());
+    if (!c.completions.empty())
+        return or_die(try_file("completions", c.completions));
+
+    // Standard output is the completions' alone.
+    run.completions = fdopen(dup(STDOUT_FILENO), "w");
+    LLMC_USER_CHECK(run.completions && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0,
+                    "standard output cannot be written: %s", strerror(errno));
+}
+
+// ----------------------------------------------------------------------------
+// writing
+
+struct Completion {
+    std::vector<int> tokens = {};
+    Ended why = Ended::BY_STOP;
+    bool over = false;
+};
+
+inline std::string completion_line(const Run& run, const Prompt& prompt, int sample,
+                                   const Completion& made) {
+    // The fields of the prompt come first, in their own order.
+    const char* ends[] = {"token", "length", "context", "stopped"};
+    nlohmann::ordered_json j = prompt.fields;
+    j["sample"] = sample;
+    j["completion"] = decode(run.tokenizer, made.tokens);
+    j["tokens"] = made.tokens.size();
+    j["end"] = ends[int(made.why)];
+    // Bytes that are no UTF-8, such as half a character at the end, become U+FFFD.
+    return j.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
+// Writes completions in their order, as soon as all before them are there.
+struct CompletionWriter {
+    Run& run;
+    FILE* file;
+    std::vector<Completion> all;
+    size_t written = 0;
+
+    // Take the end of one; what can be written is.
+    void take_end(size_t i, Ended why) {
+        all[i].why = why;
+        all[i].over = true;
+        size_t samples = size_t(run.config.samples);
+        for (; written < all.size() && all[written].over; written++) {
+            const Prompt& prompt = run.prompts[written / samples];
+            fputs(completion_line(run, prompt, int(written % samples), all[written]).c_str(), file);
+        }
+        fflush(file);
+    }
+};
+
+// Continue every prompt --samples times.
+template <typename T, typename S>
+void complete_prompts(Run& run, Trainer<T, S>& t) {
+    const Config& c = run.config;
+    Spend spend(run.account, Work::SAMPLE);
+    std::vector<Text> texts;
+    for (size_t p = 0; p < run.prompts.size(); p++)
+        for (int k = 0; k < c.samples; k++)
+            texts.push_back({&run.prompts[p].tokens, fnv1a(concat("completion.", p, ".", k))});
+
+    // Open the file on the first rank, which writes. That it can be made was seen at the start.
+    FILE* file = run.completions;
+    if (is_first(run) && !file)
+        file = fopen(c.completions.c_str(), "w");
+    std::string why = strerror(errno);
+    LLMC_USER_CHECK(file || !is_first(run), "--completions %s: cannot be written: %s",
+                    c.completions.c_str(), why.c_str());
+    CompletionWriter writer = {run, file, std::vector<Completion>(texts.size())};
+
+    // A signal ends it with what is there.
+    Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
+    how.ends = run.stop_tokens;
+    CatchSignals catch_signals;
+    how.stops = [&] { return (run.stopped = agree(run.world, {stop_signal, false}).stop) != 0; };
+    size_t tokens = 0;
+    double start = clock_seconds();
+    auto emit = [&](int64_t i, int token) {
+        writer.all[size_t(i)].tokens.push_back(token);
+        tokens++;
+    };
+    auto end = [&](int64_t i, Ended ended) {
+        if (is_first(run)) writer.take_end(size_t(i), ended);
+    };
+    generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
+    if (!is_first(run)) return;
+
+    // Say what there is, and what could not be written.
+    double seconds = clock_seconds() - start;
+    // A full disk may show only when the file is closed.
+    bool good = !ferror(file);
+    if (fclose(file) != 0 || !good)
+        report_failure(run, concat("completions could not all be written: ", strerror(errno)));
+    printf("%zu completions, %zu tokens, %.1f tokens/s in %zu slots\n", writer.written, tokens,
+           double(tokens) / seconds, std::min(texts.size(), t.plans[run.generate_plan].B));
+}
+
+// Write the texts that a run leaves at its end.
+template <typename T, typename S>
+void leave_texts(Run& run, Trainer<T, S>& t) {
+    if (run.config.prompts.empty())
+        return print_samples(run, t);
+    complete_prompts(run, t);
+}
+
+} // namespace llmc
