@@ -481,6 +481,10 @@ static bool run_command(Run& run) {
     open_tokenizer(run);
     follow_tokenizer(run);
     run.shape = choose_shape(c);
+    bool goes_on = c.resume && !checkpoint_steps(c.out).empty(); // with what it took then
+    std::string taken = goes_on || !file_type(c.model) ? "" : take_loss_defaults(c);
+    if (is_first(run) && !taken.empty())
+        printf("%s\n", taken.c_str());
     or_die(config_check(c, run.shape, run.world.size));
     add_adapters(c, run.shape);
     or_die(refuse_idle_flags(c));
@@ -499,6 +503,7 @@ static bool run_command(Run& run) {
     if (!c.profile.empty() && is_first(run)) or_die(try_file("profile", c.profile));
     take_folder(run);
     open_tasks(run);
+    open_chat(run);
     if (!c.explain && wants_validation(c)) open_data(run);
     c.prompts.empty() ? choose_prompts(run) : choose_prompt_file(run);
 

@@ -5,15 +5,22 @@
 //   The end belongs to the document before it, so the model learns that a text ends. The token that
 //   follows an end cannot be told from it, so the target there is ignored (-1).
 //   Of a document that began before the window, only the part inside the window is seen.
+//   Windows of whole conversations need no `end`: a bit of a token says that one begins.
 #pragma once
 #include <cstddef>
 
 namespace llmc {
 
-// All arrays are the host's; `targets` is changed in place.
-inline void split_documents(int* doc_start, int* targets, const int* tokens, size_t T, int end) {
+// Bits of a token in such windows (io/conversations.h): an answer's; the first of a conversation.
+constexpr int TRAINED = int(1u << 31);
+constexpr int BEGINS = 1 << 30;
+
+// All arrays are the host's; `targets` is changed in place, and BEGINS leaves the tokens.
+inline void split_documents(int* doc_start, int* targets, int* tokens, size_t T, int end) {
     int start = 0;
     for (size_t i = 0; i < T; i++) {
+        if (tokens[i] & BEGINS) start = int(i);
+        tokens[i] &= ~BEGINS;
         doc_start[i] = start;
         // The next position begins another document.
         if (tokens[i] != end) continue;

@@ -241,15 +241,17 @@ inline int marker_token(const Chat& chat, std::string_view mark) {
 
 // Join a format to a tokenizer, which must have the tokens that it names.
 inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokenizer& t) {
-    // A byte is a token: zero, which no text holds, ends an answer.
+    // Without a token that ends texts the byte zero does it, which no text holds.
     *chat = {format, &t};
-    int eot = t.eot < 0 && t.kind == TokenizerKind::BYTE ? 0 : t.eot;
+    int zero = t.kind == TokenizerKind::BYTE ? 0 : t.byte_token[0];
+    int eot = t.eot < 0 ? zero : t.eot;
     for (const auto& [text, token] : t.special) fixed_add(&chat->markers, text, token);
     chat->bos = t.bos;
     fixed_add(&chat->markers, "<s>", t.bos < 0 ? NO_TOKEN : t.bos);
     fixed_add(&chat->markers, "</s>", eot < 0 ? NO_TOKEN : eot);
 
-    // Name the first token that is missing.
+    // Name the first token that is missing. A model that never saw the marks as tokens would have
+    // to learn them from these conversations alone.
     const std::string refused =
         "--chat-format " + format.name + ": --tokenizer " + t.name + " has ";
     for (const std::string& need : format.needs)
@@ -265,7 +267,8 @@ inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokeniz
 // ----------------------------------------------------------------------------
 // tokens
 
-// A conversation's tokens; trained: whether the model is to learn to say this one.
+// A conversation's tokens; trained: whether the model is to learn to say this one. Target i of
+// training is token i + 1, and counts where that is trained.
 struct ChatTokens {
     std::vector<int> tokens = {};
     std::vector<char> trained = {};
@@ -280,7 +283,7 @@ struct ChatWriter {
     enum { START, TOKEN, TEXT } before = START;
 };
 
-// Append tokens of one kind.
+// Append tokens of one kind: all an answer's, or none.
 inline void push_tokens(ChatWriter& w, const std::vector<int>& tokens, bool trained) {
     w.out.tokens.insert(w.out.tokens.end(), tokens.begin(), tokens.end());
     w.out.trained.resize(w.out.tokens.size(), trained);
@@ -297,7 +300,8 @@ inline void end_run(ChatWriter& w) {
     w.before = ChatWriter::TEXT;
 }
 
-// Add text that somebody wrote.
+// Add text that somebody wrote. It joins the run: words may span a mark and what follows it, as
+// they do where a template's whole text is encoded.
 inline void put_text(ChatWriter& w, std::string_view text, bool trained) {
     if (w.trained != trained) end_run(w);
     w.trained = trained;
@@ -313,7 +317,8 @@ inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
             continue;
         }
 
-        // A tokenizer may have no token that begins a text: then none stands there.
+        // A tokenizer may have no token that begins a text: then none stands there. Formats that
+        // cannot do without have been refused by chat_open().
         end_run(w);
         at += match.length;
         if (match.token == NO_TOKEN) continue;
@@ -337,7 +342,8 @@ inline std::string system_text(const Chat& chat, const Conversation& messages) {
     return alpaca ? alpaca_preamble(!messages[0].input.empty()) : chat.format.default_system;
 }
 
-// Write a user's turn, and into the first one a system text that has no turn of its own.
+// Write a user's turn: text between the format's marks, so that no special token which it names is
+// one. The first one takes a system text that has no turn of its own.
 inline void put_user(ChatWriter& w, const ChatMessage& m, const std::string& system) {
     const ChatFormat& f = w.chat.format;
     std::string text = m.text;
@@ -371,7 +377,8 @@ inline ChatTokens write_conversation(const Chat& chat, const Conversation& messa
         put_markers(w, f.system_end, false);
     }
 
-    // The turns. A prompt ends where the answer begins.
+    // The turns. A prompt ends where the answer begins, so that what follows it in training is
+    // what the model will say.
     for (size_t i = 0; i < messages.size(); i++) {
         bool first_user = i == size_t(messages[0].role == "system");
         if (messages[i].role == "user")
@@ -390,7 +397,8 @@ inline std::string chat_tokens(const Chat& chat, const Conversation& messages, C
     return wrong;
 }
 
-// A conversation that ends with a question: what the model continues with its answer.
+// A conversation that ends with a question: what the model continues with its answer. Tokens are
+// the first ones of the conversation that has this answer.
 inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
                                std::vector<int>* tokens) {
     std::string wrong = check_conversation(messages, false);
@@ -409,7 +417,7 @@ inline std::string read_chat_template(const std::string& folder, std::string* te
     if (::access(jinja.c_str(), R_OK) == 0) return read_whole_file(jinja, text);
     if (::access(config.c_str(), R_OK) != 0) return "";
 
-    // A string, or a list of named ones.
+    // A string, or a list of named ones, of which one is for conversations without tools.
     nlohmann::json j;
     std::string wrong = read_json(config, &j);
     if (!wrong.empty()) return wrong;
@@ -432,14 +440,16 @@ inline std::string recognise_template(const std::string& text, const Tokenizer& 
     if (holds("<|user|>") && holds("eos_token") && !holds("<|end|>")) return "zephyr";
     if (!holds("[INST]")) return "";
 
-    // Llama 2's and Mistral's: by the system text, then by spaces around [INST].
+    // Llama 2's and Mistral's: by the system text, then by spaces around [INST]. The first version
+    // of Mistral's writes [INST] as text, so its tokenizer has no such token.
     if (holds("<<SYS>>")) return "llama2";
     if (holds("[SYSTEM_PROMPT]")) return "mistral-v7";
     if (find_token(t.special, "[INST]") < 0) return "mistral";
     return holds("[INST] ") ? "mistral-v3" : "mistral-v3-tekken";
 }
 
-// The row whose special tokens a tokenizer has; "plain" where it has none of them.
+// The row whose special tokens a tokenizer has; "plain" where it has none of them. Llama 2's and
+// Zephyr's marks are text, which no tokenizer shows: such a folder needs its template.
 inline std::string recognise_tokens(const Tokenizer& t) {
     auto has = [&](const char* token) { return find_token(t.special, token) >= 0; };
     if (has("<|im_start|>")) return "chatml";
@@ -451,6 +461,7 @@ inline std::string recognise_tokens(const Tokenizer& t) {
 // The system text that a ChatML template writes where a conversation has none.
 inline std::string template_system(std::string text) {
     // Templates write a line's end as two characters or as one.
+    // Of several parts the first whole one counts: before it stand those that tools would change.
     const std::string opens = "<|im_start|>system\n", ends = "<|im_end|>";
     text = replace_all(text, "\\n", "\n");
     for (size_t at = text.find(opens); at != std::string::npos; at = text.find(opens, at + 1)) {

@@ -42,6 +42,7 @@ struct Config {
     int64_t batch_tokens = 0;
     bool document_mask = false;
     int document_end = -1;
+    std::string loss = "lm", chat_format = "auto";
 
     // data preparation
     std::string prepare, field = "text";
@@ -183,6 +184,15 @@ inline const std::vector<Flag>& config_table() {
          "train on documents apart: none sees or predicts another, positions restart"},
         {"document-end", &C::document_end, "-1..100000000",
          "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
+
+        {"loss", &C::loss, "lm|sft",
+         "what is trained; lm: every token; sft: the answers of conversations, which --data holds "
+         "as JSON lines (.jsonl)"},
+        {"chat-format", &C::chat_format,
+         "auto|chatml|llama2|llama3|llama3.1|mistral|mistral-v3|mistral-v3-tekken|mistral-v7|"
+         "zephyr|nanochat|alpaca|plain",
+         "how conversations are written; auto: as the --model folder's chat template has it, or "
+         "the tokenizer's special tokens, else plain"},
 
         {"", &C::help, "",
          "Data preparation: --prepare OUT.bin --data FILES --tokenizer PATH, then --data OUT.bin"},
@@ -951,6 +961,11 @@ inline std::string check_together(const Config& c) {
     if (c.document_end >= 0 && !c.document_mask)
         return concat("--document-end ", c.document_end,
                       " says where --document-mask cuts: give --document-mask too");
+    if (c.loss == "sft" && c.document_mask)
+        return "--loss sft packs whole conversations, and none sees another: leave --document-mask "
+               "out";
+    if (c.loss == "sft" && c.data.empty())
+        return "--loss sft trains the answers of conversations: give --data FILE.jsonl";
     if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
         return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
     if (c.recompute == "auto" && c.explain && c.memory == 0)

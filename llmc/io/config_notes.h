@@ -5,6 +5,22 @@
 
 namespace llmc {
 
+// Take TRL's defaults where flags say nothing: fine-tuning wants smaller steps than new weights do.
+// Says which; "": none is taken.
+inline std::string take_loss_defaults(Config& c) {
+    std::string taken;
+    if (c.loss == "lm") return taken;
+    if (!given(c, "lr")) {
+        c.lr = 2e-5;
+        taken += " --lr 2e-05";
+    }
+    if (!given(c, "weight-decay")) {
+        c.weight_decay = 0;
+        taken += " --weight-decay 0";
+    }
+    return taken.empty() ? "" : "--loss " + c.loss + " takes TRL's defaults:" + taken;
+}
+
 // Refuse an offload that is not built, has nothing to move, or no place.
 inline std::string refuse_idle_offload(const Config& c) {
     // Name the word that is not known, not the whole list.
@@ -120,6 +136,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"slots",         !c.prompts.empty(),        "--prompts"},
         {"prompt",        samples,                   "--sample-tokens"},
         {"sample-every",  samples,                   "--sample-tokens"},
+        {"loss",          trains || c.eval,          "steps of training"},
         {"graphs",        trains || c.eval,          "steps of training"},
     };
     // clang-format on

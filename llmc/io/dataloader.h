@@ -4,7 +4,8 @@
 //          no text are refused (file_kind.h).
 //   .bin   llm.c's shards: a header of 256 int32 {magic, version, tokens}, then the tokens:
 //          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3).
-//          prepare.h writes them.
+//          prepare.h writes them. With --loss sft: version 8, windows of whole conversations.
+//   .jsonl With --loss sft: conversations, packed when they are opened (conversations.h).
 //   windows    A file of n tokens has (n-1)/T windows. Window i holds the tokens iT .. iT+T:
 //              T inputs, and the same shifted by one as targets.
 //   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W): every window
@@ -26,6 +27,7 @@
 #include "../documents.h"
 #include "../rand.h"
 #include "../text.h"
+#include "conversations.h"
 #include "file_kind.h"
 #include "mapping.h"
 #include "tokenizer.h"
@@ -45,7 +47,8 @@ struct DataFile {
     uint64_t device = 0;
     uint64_t inode = 0;
     std::shared_ptr<const std::vector<int>> encoded = nullptr; // owns the tokens of a text
-    std::string note = ""; // that it looks like no text
+    std::string note = ""; // that it looks like no text, or what of it is left out
+    size_t packed = 0;     // tokens of a window of whole conversations; 0: it holds none
 };
 
 // Training windows are shuffled; validation reads its own from the start, in order.
@@ -141,10 +144,12 @@ inline std::string read_shard_header(DataFile* f, size_t bytes, const std::strin
                       "makes shards of them: ",
                       prepare_tokens_command(f->path, tokenizer));
     int version = header[0] == 20240520 ? 1 : 7;
-    if (header[1] != version)
+    bool packed = header[0] == 20240801 && header[1] == 8 && header[3] > 0;
+    if (header[1] != version && !packed)
         return concat(f->path, ": version ", header[1], " of magic ", header[0],
                       " is unknown, only ", version, " is");
     f->width = version == 1 ? 2 : 4;
+    f->packed = packed ? size_t(header[3]) : 0;
 
     // The file must hold exactly as many tokens as the header promises.
     size_t body = bytes - sizeof(header);
@@ -156,6 +161,45 @@ inline std::string read_shard_header(DataFile* f, size_t bytes, const std::strin
     f->tokens += sizeof(header);
     f->count = promised;
     return "";
+}
+
+// Check that a file's windows are those of the run: whole conversations with --loss sft, of as many
+// tokens; else any text.
+inline std::string check_packed(const DataFile& f, bool wanted, size_t T) {
+    if (f.packed && !wanted)
+        return f.path + ": holds conversations, of which answers are marked: give --loss sft";
+    if (!f.packed && wanted)
+        return f.path + ": --loss sft trains the answers of conversations, and this marks none: "
+                        "give JSON lines (.jsonl), or shards that --prepare --loss sft makes";
+    if (f.packed && f.packed != T)
+        return concat(f.path, ": conversations are packed into windows of ", f.packed,
+                      " tokens, and --seq is ", T, ": give --seq ", f.packed);
+    return "";
+}
+
+// Open JSON lines of conversations: their windows take the text's place.
+inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
+    void* begin = nullptr;
+    size_t bytes = 0;
+    struct stat s = {};
+    std::string wrong = map_whole_file(f->path, &begin, &bytes, &s);
+    if (!wrong.empty()) return wrong;
+    f->device = s.st_dev;
+    f->inode = s.st_ino;
+
+    // Pack them. What is left out is said once, by data_notes().
+    ConversationCounts counts;
+    std::string_view text(static_cast<const char*>(begin), bytes);
+    f->encoded = std::make_shared<std::vector<int>>(pack_lines(text, 1, f->path, chat, T, &counts));
+    unmap_file(begin, bytes);
+    f->tokens = (const unsigned char*)f->encoded->data();
+    f->width = sizeof(int);
+    f->count = f->encoded->size();
+    f->packed = T;
+    f->note = f->path + ": " + conversations_text(counts);
+    if (f->count == 0)
+        return f->note + (counts.malformed ? "" : ": nothing to train on");
+    return too_many_malformed(counts.malformed, counts.lines, counts.first_malformed);
 }
 
 // Map a file. It stays mapped as long as the program runs.
@@ -197,16 +241,18 @@ inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
 inline void keep_split(DataFile* f, Split split) {
     // The end is held back and not a sample of the whole: windows near each other share text.
     size_t held_back = f->count / 10;
+    if (f->packed) // whole windows, and one of two
+        held_back = std::max(f->count / f->packed / 10, size_t(f->count > f->packed)) * f->packed;
     if (split == Split::VAL)
         f->first = f->count - held_back;
     f->count = split == Split::VAL ? held_back : f->count - held_back;
 }
 
 // Open the files of one split. own_validation: validation has files of its own, and all tokens of
-// these files belong to the split.
+// these files belong to the split. chat: how conversations are written; null: files hold text.
 inline std::string data_open(DataLoader* d, const std::string& value, Split split,
                              bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
-                             uint64_t seed) {
+                             uint64_t seed, const Chat* chat = nullptr) {
     // Find the files before any is opened.
     std::vector<std::string> paths;
     std::string wrong = data_paths(value, &paths);
@@ -221,20 +267,22 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
     for (const std::string& path : paths) {
         DataFile f;
         f.path = path;
-        wrong = open_data_file(&f, tokenizer.name);
+        bool lines = chat && path.ends_with(".jsonl");
+        wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
+        if (wrong.empty()) wrong = check_packed(f, chat != nullptr, T);
         if (!wrong.empty()) return wrong;
 
         // A text becomes tokens, all of which the model must know.
-        bool text = f.width == 1;
+        bool text = f.width == 1 || lines;
         if (text && size_t(tokenizer.vocab_size) > V)
             return concat(path, ": --tokenizer ", tokenizer.name, " writes ", tokenizer.vocab_size,
                           " tokens, the model has ", V,
                           ": give the model's tokenizer, or --vocab with new weights");
-        if (text) tokenize_text(&f, tokenizer);
+        if (f.width == 1) tokenize_text(&f, tokenizer);
 
         // Cut it into windows. The last target lies one token behind the last input.
         if (!own_validation) keep_split(&f, split);
-        f.windows = f.count > 0 ? (f.count - 1) / T : 0;
+        f.windows = f.packed ? f.count / T : f.count > 0 ? (f.count - 1) / T : 0;
         f.windows_before = d->windows;
         d->windows += f.windows;
         d->tokens += f.count;
@@ -363,7 +411,9 @@ inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint6
     return x;
 }
 
-// Token i of a file's range.
+constexpr uint32_t TOKEN_BITS = uint32_t(BEGINS) - 1; // of a marked token
+
+// Token i of a file's range, with its marks.
 inline int64_t token_at(const DataFile& f, size_t i) {
     // Tokens have one, two or four bytes; memcpy leaves the upper ones 0.
     const unsigned char* p = f.tokens + (f.first + i) * f.width;
@@ -375,16 +425,17 @@ inline int64_t token_at(const DataFile& f, size_t i) {
 
 // Say which token of a file the model does not have. position: in the file, from its first token.
 inline std::string beyond_vocabulary(const DataFile& f, size_t position, size_t V) {
-    int64_t token = token_at(f, position - f.first);
+    int64_t token = token_at(f, position - f.first) & (f.packed ? TOKEN_BITS : ~0u);
     return concat(f.path, ": token ", token, " at position ", position,
                   " is beyond the model's vocabulary of ", V,
                   ": the text was tokenized for another model, or the file is damaged: make it "
                   "again");
 }
 
-// The first of `count` tokens that is V or more; `count`: there is none. W: a token's type.
+// The first of `count` tokens that is V or more; `count`: there is none. W: a token's type. bits:
+// those that are the token and no mark.
 template <typename W>
-size_t first_beyond(const unsigned char* bytes, size_t count, size_t V) {
+size_t first_beyond(const unsigned char* bytes, size_t count, size_t V, W bits) {
     // The largest of a block is found many tokens at a time; only a bad block is looked at closely.
     const W* tokens = reinterpret_cast<const W*>(bytes);
     const size_t block = 1 << 14;
@@ -392,10 +443,10 @@ size_t first_beyond(const unsigned char* bytes, size_t count, size_t V) {
         size_t end = std::min(from + block, count);
         W most = 0;
         for (size_t i = from; i < end; i++)
-            most = std::max(most, tokens[i]);
+            most = std::max(most, W(tokens[i] & bits));
         if (most < V) continue;
-        return size_t(std::find_if(tokens + from, tokens + end, [&](W t) { return t >= V; }) -
-                      tokens);
+        auto beyond = [&](W t) { return (t & bits) >= V; };
+        return size_t(std::find_if(tokens + from, tokens + end, beyond) - tokens);
     }
     return count;
 }
@@ -410,11 +461,28 @@ inline std::string check_tokens(const DataLoader& d, size_t bytes) {
             continue;
         size_t count = std::min(f.count, bytes / f.width);
         const unsigned char* begin = f.tokens + f.first * f.width;
-        size_t found = f.width == 2 ? first_beyond<uint16_t>(begin, count, d.V)
-                                    : first_beyond<uint32_t>(begin, count, d.V);
+        uint32_t bits = f.packed ? TOKEN_BITS : ~0u;
+        size_t found = f.width == 2 ? first_beyond<uint16_t>(begin, count, d.V, 0xffff)
+                                    : first_beyond<uint32_t>(begin, count, d.V, bits);
         if (found < count)
             return beyond_vocabulary(f, f.first + found, d.V);
         bytes -= count * f.width;
+    }
+    return "";
+}
+
+// Fill tokens and targets, both (T), of a window of conversations. The last token predicts nothing:
+// another conversation begins behind it.
+inline std::string load_conversations(const DataFile& f, size_t start, size_t T, size_t V,
+                                      int* tokens, int* targets) {
+    targets[T - 1] = -1;
+    for (size_t i = 0; i < T; i++) {
+        int64_t marked = token_at(f, start + i);
+        int token = int(marked & TOKEN_BITS);
+        if (size_t(token) >= V)
+            return beyond_vocabulary(f, f.first + start + i, V);
+        tokens[i] = token | (int(marked) & BEGINS);
+        if (i > 0) targets[i - 1] = int(marked) & TRAINED ? token : -1;
     }
     return "";
 }
@@ -430,6 +498,8 @@ inline std::string load_window(const DataLoader& d, uint64_t sample, int* tokens
     };
     const DataFile& f = *std::upper_bound(d.files.begin(), d.files.end(), window, ends_behind);
     size_t start = (window - f.windows_before) * d.T;
+    if (f.packed)
+        return load_conversations(f, start, d.T, d.V, tokens, targets);
 
     // Copy its T + 1 tokens: each is an input but the last, and a target but the first.
     for (size_t i = 0; i <= d.T; i++) {

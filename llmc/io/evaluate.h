@@ -560,7 +560,7 @@ inline size_t target_bytes(const DataLoader& d, const Tokenizer& t, uint64_t sam
         if (!load_window(d, i, tokens.data(), targets.data()).empty())
             break;
         for (int target : targets)
-            bytes += length[target];
+            bytes += target < 0 ? 0 : length[size_t(target)];
     }
     return bytes;
 }

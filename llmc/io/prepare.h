@@ -6,6 +6,8 @@
 //              (<|endoftext|>); between cuts its tokens are those of training on the file itself.
 //              Before each document stands the token that begins a text (Llama) or else ends one
 //              (GPT-2), as in llm.c's shards, or --document-end. Empty documents leave nothing.
+//   --loss sft A JSON line is a conversation. Each batch of lines is packed into windows of --seq
+//              tokens by itself (conversations.h), and shards hold whole windows.
 //   Outputs    OUT.val.bin, the first --val-tokens; then OUT.bin, or OUT_000000.bin and so on of
 //              --shard-tokens each, the last one shorter: a document may cross the border.
 //              Shards are llm.c's (dataloader.h): 16 bits a token where the vocabulary fits,
@@ -34,6 +36,7 @@
 #include <mutex>
 #include <thread>
 #include "config.h"
+#include "conversations.h"
 #include "dataloader.h"
 #include "files.h"
 #include "logger.h"
@@ -56,11 +59,14 @@ struct ShardOutput {
     size_t val_tokens = 0;
     int document_token = 0; // stands before each document
     size_t width = 2;       // bytes a token
+    size_t packed = 0;      // tokens of a window of whole conversations; 0: documents
+    Chat chat;
     nlohmann::json identity; // what the output is made from
     // so far
     nlohmann::json shards = nlohmann::json::array(); // the whole ones
     size_t lines = 0;
     size_t malformed = 0;
+    size_t cut = 0, dropped = 0; // conversations that lost their end, or all answers
     std::string first_malformed; // as this run has met it
     size_t tokens = 0;
     bool begins = false; // a document begins with the next token
@@ -137,8 +143,9 @@ inline std::string close_shard(ShardOutput& o) {
 
     // Write the header in front of the tokens.
     bool narrow = o.width == 2;
-    int32_t header[SHARD_HEADER_BYTES / 4] = {narrow ? 20240520 : 20240801, narrow ? 1 : 7,
-                                              int32_t(o.in_shard)};
+    int version = narrow ? 1 : o.packed ? 8 : 7;
+    int32_t header[SHARD_HEADER_BYTES / 4] = {narrow ? 20240520 : 20240801, version,
+                                              int32_t(o.in_shard), int32_t(o.packed)};
     size_t body = w.bytes;
     uint32_t body_crc = w.crc;
     w.crc = 0;
@@ -172,6 +179,8 @@ inline void buffer_tokens(ShardOutput& o, const int* tokens, size_t n) {
     o.buffer.resize(at + n * o.width);
     for (size_t i = 0; i < n; i++)
         memcpy(&o.buffer[at + i * o.width], tokens + i, o.width); // little-endian
+    for (size_t i = 0; i < n && o.packed; i++) // padding begins with the token that ends an answer
+        o.documents_in_shard += (tokens[i] & BEGINS) && tokens[i] != (o.chat.end | BEGINS);
     o.in_shard += n;
     o.from_batch += n;
     o.tokens += n;
@@ -211,13 +220,8 @@ inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, b
     return "";
 }
 
-// Write a batch: its documents, each behind the token that begins one.
-inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
-    if (!b.wrong.empty()) return b.wrong;
-    o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
-                  {"lines", o.lines}, {"malformed", o.malformed}, {"begins", o.begins}};
-    o.from_batch = 0;
-
+// Write a batch's documents, each behind the token that begins one.
+inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
     // Tokens up to the next DOCUMENT are one document's. An empty one leaves nothing.
     for (auto from = b.tokens.begin(), to = from; from != b.tokens.end(); from = to) {
         if (*from == DOCUMENT) {
@@ -232,6 +236,23 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
         if (!wrong.empty()) return wrong;
         o.begins = false;
     }
+    return "";
+}
+
+// Write a batch, and judge its lines.
+inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
+    if (!b.wrong.empty()) return b.wrong;
+    o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
+                  {"lines", o.lines}, {"malformed", o.malformed}, {"begins", o.begins},
+                  {"cut", o.cut},     {"dropped", o.dropped}};
+    o.from_batch = 0;
+    o.cut += b.cut;
+    o.dropped += b.dropped;
+
+    // Windows of conversations hold their own marks.
+    std::string wrong = o.packed ? put_tokens(o, b.tokens.data(), b.tokens.size(), false)
+                                 : write_documents(o, b);
+    if (!wrong.empty()) return wrong;
     o.skip = 0;
 
     // Some bad lines are forgiven, many are an error.
@@ -241,11 +262,7 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
         fprintf(stderr, "note: %s; such lines are left out\n", b.first_malformed.c_str());
     o.lines += b.lines_read;
     o.malformed += b.malformed;
-    if (o.malformed > 10 + o.lines / 100)
-        return concat(o.malformed, " of the first ", o.lines,
-                      " lines are bad, which is more than 10 and a hundredth of them: ",
-                      b.first_malformed);
-    return "";
+    return too_many_malformed(o.malformed, o.lines, b.first_malformed);
 }
 
 // ----------------------------------------------------------------------------
@@ -276,7 +293,11 @@ inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, cons
     nlohmann::json files = nlohmann::json::array();
     for (const TextInput& i : inputs)
         files.push_back({{"file", i.path}, {"bytes", i.bytes}, {"modified", i.modified}});
+    nlohmann::json chat;
+    if (o.packed)
+        chat = {{"format", o.chat.format.name}, {"end", o.chat.end}, {"seq", o.packed}};
     return {{"format", 1},
+            {"chat", chat},
             {"inputs", files},
             {"field", c.field},
             {"tokenizer", {{"vocab", t.vocab_size}, {"crc32", tokenizer_crc(t)}}},
@@ -293,13 +314,14 @@ inline std::string state_differs(const nlohmann::json& found, const nlohmann::js
         {"inputs", "other --data, or files that have changed since"},
         {"tokenizer", "another --tokenizer"},
         {"field", "another --field"},
+        {"chat", "another --loss, --chat-format or --seq"},
         {"document_token", "another --document-end"},
         {"shard_tokens", "another --shard-tokens"},
         {"val_tokens", "another --val-tokens"},
         {"format", "another version of the program"},
         {"batch_bytes", "another version of the program"}};
     for (auto [part, says] : parts)
-        if (!found.contains(part) || found[part] != identity[part])
+        if (found.value(part, nlohmann::json()) != identity[part])
             return says;
     return "";
 }
@@ -419,6 +441,8 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
     o.skip = progress["written"];
     o.lines = at["lines"];
     o.malformed = at["malformed"];
+    o.cut = at.value("cut", size_t(0));
+    o.dropped = at.value("dropped", size_t(0));
     o.begins = at["begins"];
     r.file = at["file"];
     r.offset = at["offset"];
@@ -547,6 +571,22 @@ inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::s
     return wrong;
 }
 
+// Make a batch's tokens: documents, or windows of conversations.
+inline void tokens_of_batch(const ShardOutput& o, TextBatch& b, const Tokenizer& t,
+                            const BatchReader& r) {
+    const std::string& path = r.inputs[b.file].path;
+    if (!o.packed)
+        return tokenize_batch(b, t, r.field, path);
+    // A batch is packed by itself: which windows there are does not depend on threads.
+    ConversationCounts counts;
+    b.tokens = pack_lines(b.text, b.line, path, o.chat, o.packed, &counts);
+    b.lines_read = counts.lines;
+    b.malformed = counts.malformed;
+    b.first_malformed = counts.first_malformed;
+    b.cut = counts.cut;
+    b.dropped = counts.dropped;
+}
+
 // Read, tokenize and write all that is left of the inputs: the algorithm above.
 inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t, int threads) {
     // Start the threads. Each has a batch to itself, and the tokenizer is only read.
@@ -556,7 +596,7 @@ inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t,
     PrepareProgress progress = {before.back(), o.tokens};
     Workers workers;
     workers_start(workers, threads,
-                  [&](TextBatch& b) { tokenize_batch(b, t, r.field, r.inputs[b.file].path); });
+                  [&](TextBatch& b) { tokens_of_batch(o, b, t, r); });
 
     std::deque<std::unique_ptr<TextBatch>> batches; // in order
     std::string wrong;
@@ -614,6 +654,11 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
         return "--prepare " + c.prepare + ": there is no folder " + folder + ": make it first";
 
     // Before a document stands the token that begins a text, or else the one that ends it.
+    if (c.loss != "lm") {
+        o->shard_tokens = c.shard_tokens;
+        o->val_tokens = c.val_tokens;
+        return "";
+    }
     o->document_token = c.document_end >= 0 ? c.document_end : t.bos >= 0 ? t.bos : t.eot;
     if (o->document_token < 0)
         return "--prepare: --tokenizer " + t.name +
@@ -628,6 +673,34 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
     o->val_tokens = c.val_tokens;
     o->width = t.vocab_size <= 65536 ? 2 : 4;
     return "";
+}
+
+// Windows of conversations: of which size, and in which format. Unlike documents they are packed
+// now, since a window is whole or of no use.
+inline std::string prepare_chat(const Config& c, const Tokenizer& t,
+                                const std::vector<TextInput>& inputs, ShardOutput* o) {
+    if (c.loss == "lm") return "";
+    if (c.seq == 0)
+        return "--prepare --loss sft packs conversations into windows: give --seq, the tokens of "
+               "one";
+    for (const TextInput& i : inputs)
+        if (!i.lines)
+            return i.path + ": --loss sft reads conversations, a JSON object a line: give .jsonl";
+
+    // A shard of whole windows: a conversation that crosses a border would be two halves, and the
+    // loader would cut the next shard's windows in their middle.
+    for (auto [flag, tokens] : {std::pair("shard-tokens", c.shard_tokens),
+                                std::pair("val-tokens", c.val_tokens)})
+        if (tokens % c.seq)
+            return concat("--", flag, " ", tokens, " is no multiple of --seq ", c.seq, ": give ",
+                          tokens + c.seq - tokens % c.seq);
+    o->packed = size_t(c.seq);
+    o->width = 4;
+
+    // Write them as the model's folder does, where there is one.
+    struct stat s;
+    bool folder = stat(c.model.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
+    return choose_chat(&o->chat, c.chat_format, folder ? c.model : "", t);
 }
 
 // Describe the inputs that --data names.
@@ -668,8 +741,23 @@ inline void print_prepared(const ShardOutput& o, const Config& c, bool already) 
            manifest_path(o).c_str());
     std::string data = o.shard_tokens ? "'" + o.stem + "_*.bin'" : c.prepare;
     std::string val = o.val_tokens ? " --val " + o.stem + ".val.bin" : "";
-    printf("train:  train_gpt --data %s%s; with --document-mask also --document-end %d\n",
-           data.c_str(), val.c_str(), o.document_token);
+    if (o.packed)
+        printf("train:  train_gpt --loss sft --seq %zu --data %s%s\n", o.packed, data.c_str(),
+               val.c_str());
+    else
+        printf("train:  train_gpt --data %s%s; with --document-mask also --document-end %d\n",
+               data.c_str(), val.c_str(), o.document_token);
+}
+
+// Say what of the inputs is not in the shards.
+inline void print_left_out(const ShardOutput& o) {
+    if (o.malformed > 0)
+        fprintf(stderr, "note: %zu of %zu lines are left out\n", o.malformed, o.lines);
+    if (o.cut + o.dropped > 0)
+        fprintf(stderr,
+                "note: %zu conversations are longer than --seq and lost answers at their ends; %zu "
+                "are left out: no answer begins within it\n",
+                o.cut, o.dropped);
 }
 
 // Do what the last run has left to do.
@@ -685,8 +773,7 @@ inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutp
             wrong = write_manifest(o, t);
         if (!wrong.empty()) return wrong;
         unlink(progress_path(o).c_str());
-        if (o.malformed > 0)
-            fprintf(stderr, "note: %zu of %zu lines are left out\n", o.malformed, o.lines);
+        print_left_out(o);
     }
     print_prepared(o, c, done);
     return "";
@@ -701,6 +788,8 @@ inline std::string prepare(const Config& c, const Tokenizer& t, const std::strin
     std::string wrong = prepare_check(c, t, &o);
     if (wrong.empty())
         wrong = describe_inputs(&r.inputs, c.data);
+    if (wrong.empty())
+        wrong = prepare_chat(c, t, r.inputs, &o);
     if (!wrong.empty()) return wrong;
     o.identity = prepare_identity(c, t, o, r.inputs, limits.batch);
     r.script = parquet_script(program_folder);

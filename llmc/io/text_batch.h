@@ -33,6 +33,8 @@ struct TextBatch {
     size_t lines_read = 0;
     size_t malformed = 0; // lines
     std::string first_malformed = "";
+    size_t cut = 0;       // conversations that lost their end
+    size_t dropped = 0;   // and those of which no answer was left
     std::string wrong = ""; // that ends the run
     bool done = false;
 };

@@ -107,6 +107,16 @@ inline void look_at_data(Run& run) {
     }
 }
 
+// How conversations are written, where --loss or --chat-format speaks of them.
+inline void open_chat(Run& run) {
+    const Config& c = run.config;
+    if (c.loss == "lm" && !given(c, "chat-format")) return;
+    std::string folder = file_type(c.model) == S_IFDIR ? c.model : "";
+    or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
+    if (is_first(run))
+        printf("chat format: %s\n", run.chat.format.name.c_str());
+}
+
 // Open training and validation data, and see that they have no text in common.
 inline void open_data(Run& run) {
     Config& c = run.config;
@@ -123,11 +133,12 @@ inline void open_data(Run& run) {
 
     // Validation is --val, or the end of the data.
     bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
+    const Chat* chat = c.loss == "sft" ? &run.chat : nullptr;
     if (train)
         or_die(data_open(&run.train, files, Split::TRAIN, apart, run.tokenizer, c.seq, run.shape.V,
-                         c.seed));
+                         c.seed, chat));
     or_die(data_open(&run.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
-                     run.shape.V, c.seed));
+                     run.shape.V, c.seed, chat));
 
     // Weights that were trained on another tokenizer's tokens make nonsense of a text.
     bool trained = file_type(c.model) && !c.scratch;

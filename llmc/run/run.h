@@ -39,6 +39,7 @@ struct Run {
 
     // Text.
     Tokenizer tokenizer;
+    Chat chat; // how conversations are written, where they are
     ExportTokenizer exported; // with --export
     std::vector<Prompt> prompts;
     size_t context_length = 0; // of a sample, with its prompt

@@ -57,7 +57,8 @@ inline int data_end(const Run& run) {
     if (run.document_end >= 0)
         return run.document_end;
     const std::vector<DataFile>& files = run.val.files;
-    return files.empty() ? -1 : usual_document_end(files.front(), run.tokenizer);
+    bool none = files.empty() || files.front().packed; // conversations end with the chat's token
+    return none ? -1 : usual_document_end(files.front(), run.tokenizer);
 }
 
 // All tokens that end a sample. One that begins a text ends the one before it.
@@ -66,6 +67,7 @@ inline std::set<int> choose_stop_tokens(const Run& run) {
     if (run.config.ignore_eos) return tokens;
     TextTokens model = model_text_tokens(run);
     std::vector<int> found = model.eos;
+    found.push_back(run.chat.end);
     found.push_back(model.bos);
     found.push_back(data_end(run));
     if (vocab_matches(run)) {
@@ -106,6 +108,7 @@ inline std::vector<std::string> read_prompts(const Run& run) {
 // Where the tokenizer is foreign, start from the token that the model's files name, or its last.
 // Else encode the prompt, behind the token that begins texts.
 // Without both, start from the named token, the end of text, or a new line.
+// In a chat the prompt is the user's, and the sample its answer.
 inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt) {
     const Tokenizer& t = run.tokenizer;
     int V = int(run.shape.V);
@@ -113,6 +116,11 @@ inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt)
     bool named = bos >= 0 && bos < V;
     if (!vocab_matches(run))
         return {named ? bos : V - 1};
+    std::vector<int> question;
+    if (run.chat.tokenizer && !prompt.empty()) {
+        or_die(chat_prompt(run.chat, {{"user", prompt}}, &question));
+        return question;
+    }
     if (!prompt.empty() || t.bos >= 0)
         return encode_from_start(t, prompt);
     if (named) return {bos};

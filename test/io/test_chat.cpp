@@ -2,7 +2,8 @@
 //   Rendered strings are those of the models' published templates, written out here by hand. The
 //   tokenizer has a token for each byte and the special tokens of all formats, so that a string
 //   says the tokens; Llama 2's own tokenizer is compared where the fixtures are at hand.
-#include "../../llmc/io/chat.h"
+#include "../../llmc/io/dataloader.h"
+#include "../../llmc/io/prepare.h"
 #include "../harness/testing.h"
 
 using namespace llmc;
@@ -236,6 +237,7 @@ TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
 
 TEST(Chat, AFormatWhoseTokensAreMissingIsRefusedByName) {
     Tokenizer few = tokenizer_with({"</s>"}), none = tokenizer_with({});
+    none.byte_token[0] = -1; // with one, the byte zero would end an answer
     Chat chat;
     EXPECT_HAS(choose_chat(&chat, "chatml", "", few),
                "--chat-format chatml: --tokenizer test has no special token <|im_start|>");
@@ -263,4 +265,232 @@ TEST(Chat, Llama2sTokensAreThoseOfItsOwnProgram) {
     }
     EXPECT_EQ(out.tokens, expected);
     EXPECT_EQ(out.tokens[0], 1);
+}
+
+// ----------------------------------------------------------------------------
+// lines and windows
+
+TEST(Conversations, LinesOfTheUsualShapesSayTheSame) {
+    const std::string user = "u", answer = "a";
+    for (const char* line : {
+             R"({"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]})",
+             R"({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]})",
+             R"({"instruction": "u", "output": "a"})",
+             R"({"prompt": "u", "completion": "a"})",
+             R"({"prompt": [{"role": "user", "content": "u"}],
+                 "completion": [{"role": "assistant", "content": "a"}]})"}) {
+        Conversation c;
+        EXPECT_EQ(read_conversation(nlohmann::json::parse(line), &c), "") << line;
+        ASSERT_EQ(c.size(), 2u) << line;
+        EXPECT_EQ(c[0].role + c[0].text + c[1].role + c[1].text, "useruassistanta") << line;
+        EXPECT_TRUE(c[1].trained);
+    }
+
+    // An answer's weight, an instruction's input and system text; and what is none of them.
+    Conversation c;
+    auto read = [&](const char* line) { return read_conversation(nlohmann::json::parse(line), &c); };
+    EXPECT_EQ(read(R"({"messages": [{"role": "assistant", "content": "a", "weight": 0}]})"), "");
+    EXPECT_FALSE(c[0].trained);
+    EXPECT_EQ(read(R"({"system": "s", "instruction": "u", "input": "i", "output": "a"})"), "");
+    EXPECT_EQ(c[0].role + c[0].text + c[1].text + c[1].input, "systemsui");
+    EXPECT_HAS(read(R"({"text": "t"})"), "has none of \"messages\"");
+    EXPECT_HAS(read(R"({"messages": [{"role": "user", "content": 1}]})"),
+               "message 1 has no string \"content\"");
+    EXPECT_HAS(read(R"({"prompt": "u", "completion": 3})"), "no string \"completion\"");
+    EXPECT_HAS(read(R"({"messages": 3})"), "no list");
+}
+
+static std::string line_of(const std::string& question, const std::string& answer) {
+    return nlohmann::json{{"prompt", question}, {"completion", answer}}.dump() + "\n";
+}
+
+// "User: qq\nAssistant: aa" and a zero: 20 bytes more than both texts.
+static std::string eight_lines() {
+    std::string text;
+    for (int n : {3, 20, 11, 1, 7, 30, 2, 15}) text += line_of("q", std::string(n, 'a' + n % 26));
+    return text;
+}
+
+TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
+    const size_t T = 64;
+    Tokenizer t;
+    DataLoader d;
+    Chat chat;
+    std::string path = put_file(scratch("talks.jsonl"), eight_lines());
+    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    ASSERT_EQ(data_open(&d, path, Split::VAL, true, t, T, 256, 1, &chat), "");
+
+    // 169 bytes of answers' tokens with their zeros and spaces, in windows of whole conversations.
+    size_t trained = 0, found = 0, bytes = 0;
+    std::vector<int> tokens(T), targets(T), start(T);
+    for (size_t w = 0; w < d.windows; w++) {
+        ASSERT_EQ(load_window(d, w, tokens.data(), targets.data()), "");
+        split_documents(start.data(), targets.data(), tokens.data(), T, -1);
+        EXPECT_EQ(targets[T - 1], -1);
+        for (size_t i = 0; i < T; i++) {
+            EXPECT_LT(tokens[i], 256);
+            if (targets[i] >= 0) EXPECT_EQ(targets[i], tokens[i + 1]);
+            trained += targets[i] >= 0;
+            // Each conversation begins with its question, and its answer ends with the zero.
+            bool begins = start[i] == int(i);
+            if (begins && tokens[i] == 'U') {
+                std::string text = decode(t, Tokens(tokens.begin() + long(i), tokens.end()));
+                EXPECT_EQ(text.find("User: q\nAssistant: "), 0u);
+                size_t end = text.find('\0');
+                ASSERT_NE(end, std::string::npos);
+                for (size_t k = i; k <= i + end; k++) {
+                    EXPECT_EQ(start[k], int(i));
+                    bool answer = k >= i + 17 && k < i + end; // the space before it is predicted
+                    EXPECT_EQ(targets[k] >= 0, answer) << k - i << " of " << end;
+                }
+                found++;
+                bytes += end + 1;
+            }
+        }
+    }
+    EXPECT_EQ(found, 8u);
+    EXPECT_EQ(trained, 89u + 2 * 8);
+    EXPECT_EQ(bytes, 89u + 20 * 8);
+    EXPECT_EQ(d.windows, 5u); // 249 tokens: best fit leaves 71 as padding
+    EXPECT_EQ(check_tokens(d, 1 << 20), "");
+}
+
+TEST(Conversations, AnswersThatAreCutAreCountedAndThoseWithoutAnyLeftOut) {
+    Tokenizer t;
+    Chat chat;
+    ConversationCounts n;
+    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    std::string text = line_of("q", std::string(30, 'a')) + line_of(std::string(40, 'q'), "a") +
+                       "{\"messages\": []}\nno JSON\n" + line_of("q", "a");
+    std::vector<int> windows = pack_lines(text, 7, "talks", chat, 32, &n);
+    EXPECT_EQ(windows.size(), 64u);
+    EXPECT_EQ(n.conversations, 2u);
+    EXPECT_EQ(n.cut, 1u);
+    EXPECT_EQ(n.lost, 18u); // 19 tokens stand before 30 and a zero, of which 13 fit
+    EXPECT_EQ(n.dropped, 1u);
+    EXPECT_EQ(n.trained, 14u + 3);
+    EXPECT_EQ(n.malformed, 2u);
+    EXPECT_HAS(conversations_text(n), "2 conversations, 17 tokens of answers; 1 are longer than a "
+                                      "window and lost 18 tokens of answers");
+    EXPECT_HAS(conversations_text(n), "the first talks:9: ends without an answer");
+}
+
+TEST(Conversations, ShardsHoldTheWindowsThatTheTextHas) {
+    // Prepare them.
+    Tokenizer t;
+    Config c;
+    std::string path = put_file(scratch("more.jsonl"), eight_lines());
+    c.prepare = scratch("talks.bin");
+    c.data = path;
+    c.loss = "sft";
+    EXPECT_HAS(prepare(c, t, "./"), "give --seq");
+    c.seq = 64;
+    c.shard_tokens = 100;
+    EXPECT_HAS(prepare(c, t, "./"), "--shard-tokens 100 is no multiple of --seq 64: give 128");
+    c.shard_tokens = 0;
+    ASSERT_EQ(prepare(c, t, "./"), "");
+    EXPECT_HAS(read_file(scratch("talks.json")), "\"documents\": 8");
+
+    // Compare.
+    Chat chat;
+    DataLoader text, shards;
+    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    ASSERT_EQ(data_open(&text, path, Split::VAL, true, t, 64, 256, 1, &chat), "");
+    ASSERT_EQ(data_open(&shards, c.prepare, Split::VAL, true, t, 64, 256, 1, &chat), "");
+    ASSERT_EQ(shards.windows, text.windows);
+    for (size_t w = 0; w < text.windows; w++) {
+        std::vector<int> a(128), b(128);
+        ASSERT_EQ(load_window(text, w, a.data(), &a[64]), "");
+        ASSERT_EQ(load_window(shards, w, b.data(), &b[64]), "");
+        EXPECT_EQ(a, b);
+    }
+
+    // Refuse what would read them as something else, or text as them.
+    auto open = [&](const std::string& file, size_t T, const Chat* format) {
+        DataLoader d;
+        return data_open(&d, file, Split::VAL, true, t, T, 256, 1, format);
+    };
+    EXPECT_HAS(open(c.prepare, 64, nullptr), "give --loss sft");
+    EXPECT_HAS(open(c.prepare, 32, &chat), "windows of 64 tokens, and --seq is 32: give --seq 64");
+    EXPECT_HAS(open(put_file(scratch("a.txt"), "text"), 64, &chat), "this marks none");
+    EXPECT_HAS(open(path, 64, nullptr), "is JSON lines");
+}
+
+TEST(Conversations, BothSplitsAreWholeWindowsAndShareNone) {
+    Tokenizer t;
+    Chat chat;
+    DataLoader train, val;
+    std::string path = put_file(scratch("split.jsonl"), eight_lines());
+    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    ASSERT_EQ(data_open(&train, path, Split::TRAIN, false, t, 64, 256, 1, &chat), "");
+    ASSERT_EQ(data_open(&val, path, Split::VAL, false, t, 64, 256, 1, &chat), "");
+    EXPECT_EQ(train.windows, 4u);
+    EXPECT_EQ(val.windows, 1u);
+    EXPECT_EQ(val.files[0].first, 4u * 64);
+}
+
+// ----------------------------------------------------------------------------
+// the program
+
+static std::vector<double> losses(const std::string& out) {
+    std::vector<double> found;
+    std::istringstream lines(read_file(out + "/log.jsonl"));
+    for (std::string line; std::getline(lines, line);) {
+        nlohmann::json j = nlohmann::json::parse(line);
+        if (j.contains("loss")) found.push_back(j["loss"]);
+    }
+    return found;
+}
+
+TEST(Sft, TheMeanOverAnswersIsTheSameInEveryLayout) {
+    // Answers of 1 to 30 tokens: a mean of micro-batches' means would differ by percents. In float,
+    // sums in another order differ by less than a millionth, which three steps hardly enlarge.
+    std::string path = put_file(scratch("sft.jsonl"), eight_lines());
+    std::vector<double> expected;
+    for (std::string layout :
+         {"--micro-batch 4", "--micro-batch 1", "--micro-batch 2 --local-ranks 2",
+          "--micro-batch 2 --local-ranks 2 --pp 2", "--micro-batch 2 --local-ranks 2 --cp 2",
+          "--micro-batch 2 --local-ranks 2 --tp 2 --sequence-parallel"}) {
+        std::string out = scratch("sft " + layout);
+        Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --loss sft --data " + path +
+                        " --seq 64 --batch-tokens 256 --steps 3 --layers 2 --heads 4 --channels 32 "
+                        "--warmup 1 --sample-tokens 0 --device cpu --out '" + out + "' " + layout);
+        ASSERT_EQ(ran.status, 0) << ran.text;
+        EXPECT_HAS(ran.text, "8 conversations, 105 tokens of answers");
+        std::vector<double> got = losses(out);
+        if (expected.empty()) expected = got;
+        ASSERT_EQ(got.size(), 3u);
+        for (size_t i = 0; i < 3; i++) EXPECT_NEAR(got[i], expected[i], 2e-5) << layout;
+    }
+}
+
+TEST(Sft, ARunThatGoesOnHasTheSameBits) {
+    std::string path = put_file(scratch("bits.jsonl"), eight_lines());
+    std::string common = "OMP_NUM_THREADS=1 " + program() + " --loss sft --data " + path +
+                         " --seq 64 --micro-batch 2 --layers 1 --channels 32 --heads 2 --schedule "
+                         "constant --sample-tokens 0 --device cpu --out ";
+    std::string whole = scratch("bits_whole"), parts = scratch("bits_parts");
+    EXPECT_EQ(shell(common + whole + " --steps 5 --export " + whole + "_x").status, 0);
+    EXPECT_EQ(shell(common + parts + " --steps 2").status, 0);
+    Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 "
+                    "--device cpu --out " + parts + " --export " + parts + "_x");
+    EXPECT_EQ(ran.status, 0) << ran.text;
+    EXPECT_HAS(ran.text, "resumed at step 2");
+    std::string weights = read_file(whole + "_x/model.safetensors");
+    EXPECT_GT(weights.size(), 10000u);
+    EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));
+}
+
+TEST(Sft, LoadedWeightsTakeSmallerStepsAndAPromptIsAQuestion) {
+    std::string path = put_file(scratch("prompt.jsonl"), eight_lines()), model = scratch("model");
+    std::string common = "OMP_NUM_THREADS=1 " + program() + " --loss sft --data " + path +
+                         " --seq 64 --micro-batch 1 --device cpu ";
+    Ran made = shell(common + "--layers 1 --channels 32 --heads 2 --steps 1 --sample-tokens 0 "
+                     "--export " + model);
+    ASSERT_EQ(made.status, 0) << made.text;
+    EXPECT_FALSE(has(made.text, "TRL's defaults"));
+    Ran tuned = shell(common + "--model " + model + " --steps 1 --prompt Hello --sample-tokens 2");
+    EXPECT_EQ(tuned.status, 0) << tuned.text;
+    EXPECT_HAS(tuned.text, "--loss sft takes TRL's defaults: --lr 2e-05 --weight-decay 0");
+    EXPECT_HAS(tuned.text, "chat format: plain");
 }

@@ -216,6 +216,9 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--lr", "1e-4", "--min-lr", "1e-3"}), "--min-lr 0.001 is above --lr");
     EXPECT_HAS(check({"--resume"}), "--out DIR");
     EXPECT_HAS(check({"--document-end", "10"}), "--document-mask");
+    EXPECT_HAS(check({"--loss", "sft"}), "give --data FILE.jsonl");
+    EXPECT_HAS(check({"--loss", "sft", "--data", "a.jsonl", "--document-mask"}),
+               "leave --document-mask out");
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
     EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);

@@ -1,0 +1,227 @@
+// conversations.h - JSON lines of conversations, packed whole into windows, answers marked
+//   Lines    by the keys that they have:
+//              {"messages": [{"role": "user", "content": "..."}, ...]}, an answer with "weight": 0
+//                is not trained
+//              {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
+//              {"instruction": "...", "input": "...", "output": "..."}
+//              {"prompt": "...", "completion": "..."}, texts or lists of messages
+//   Windows  Conversations lie whole in windows of T tokens, the longest first, each in the window
+//            with the least room that takes it (best fit). What is left is padding, a document of
+//            its own. One that is longer than T loses its end; it is left out where no answer is
+//            left. The windows follow from the text alone, before any rank is known.
+//   Marks    Two bits of a token of 32: TRAINED, an answer's; BEGINS, a conversation begins, which
+//            sees none before it (documents.h). A window begins with one, so that its last token
+//            predicts nothing and n windows are n T tokens.
+//   Shards   llm.c's 32-bit magic with version 8, and T behind the count of tokens.
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include <map>
+#include "../documents.h"
+#include "chat.h"
+#include "text_batch.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// lines
+
+// A string of an object; where it is missing `text` stays.
+inline std::string take_string(const nlohmann::json& j, const char* key, bool needed,
+                               std::string* text) {
+    if (!j.contains(key) && !needed) return "";
+    if (!j.contains(key) || !j[key].is_string())
+        return concat("has no string \"", key, "\"");
+    *text = j[key].get<std::string>();
+    return "";
+}
+
+// The usual names of roles.
+inline std::string usual_role(const std::string& name) {
+    if (name == "human") return "user";
+    if (name == "gpt" || name == "bot" || name == "model") return "assistant";
+    return name;
+}
+
+// Append a list of messages, whose keys differ between collections: role and content are OpenAI's,
+// from and value are ShareGPT's.
+inline std::string read_messages(const nlohmann::json& list, const char* role, const char* text,
+                                 Conversation* out) {
+    if (!list.is_array()) return "has messages that are no list";
+    for (const nlohmann::json& each : list) {
+        ChatMessage m;
+        if (!each.is_object()) return "has a message that is no object";
+        std::string wrong = take_string(each, role, true, &m.role);
+        if (wrong.empty()) wrong = take_string(each, text, true, &m.text);
+        if (!wrong.empty()) return concat("message ", out->size() + 1, " ", wrong);
+        m.role = usual_role(m.role);
+        m.trained = each.value("weight", nlohmann::json(1)) != 0;
+        out->push_back(m);
+    }
+    return "";
+}
+
+// A part of a conversation: messages, or a text of this role.
+inline std::string read_part(const nlohmann::json& j, const char* key, const char* role,
+                             Conversation* out) {
+    if (j.contains(key) && j[key].is_array())
+        return read_messages(j[key], "role", "content", out);
+    ChatMessage m = {role, ""};
+    std::string wrong = take_string(j, key, true, &m.text);
+    if (wrong.empty()) out->push_back(m);
+    return wrong;
+}
+
+// The conversation of a line's object.
+inline std::string read_conversation(const nlohmann::json& j, Conversation* out) {
+    out->clear();
+    if (j.contains("messages"))
+        return read_messages(j["messages"], "role", "content", out);
+    if (j.contains("conversations"))
+        return read_messages(j["conversations"], "from", "value", out);
+
+    // A question and its answer, under one of two pairs of names. The first may be messages.
+    if (j.contains("completion")) {
+        std::string wrong = read_part(j, "prompt", "user", out);
+        return wrong.empty() ? read_part(j, "completion", "assistant", out) : wrong;
+    }
+
+    // Alpaca's: what is to be done, and with what.
+    ChatMessage system = {"system", ""}, user = {"user", ""}, answer = {"assistant", ""};
+    if (!j.contains("instruction"))
+        return "has none of \"messages\", \"conversations\", \"instruction\" with \"output\", "
+               "\"prompt\" with \"completion\"";
+    std::string wrong = take_string(j, "instruction", true, &user.text);
+    if (wrong.empty()) wrong = take_string(j, "input", false, &user.input);
+    if (wrong.empty()) wrong = take_string(j, "output", true, &answer.text);
+    if (wrong.empty()) wrong = take_string(j, "system", false, &system.text);
+    if (!system.text.empty()) out->push_back(system);
+    out->insert(out->end(), {user, answer});
+    return wrong;
+}
+
+// ----------------------------------------------------------------------------
+// windows
+
+// Counts over what has been read.
+struct ConversationCounts {
+    size_t lines = 0;
+    size_t malformed = 0;
+    std::string first_malformed = ""; // with its place
+    size_t conversations = 0;         // in windows
+    size_t cut = 0;                   // of them, those that lost their end
+    size_t lost = 0;                  // answers' tokens that were cut off
+    size_t dropped = 0;               // no answer would have been left
+    size_t trained = 0;               // answers' tokens in windows
+};
+
+// A conversation as marked tokens, at most T of them; none where no answer is left. Its end goes,
+// never its middle: an answer is trained behind the question that it answers.
+inline std::vector<int> marked_tokens(const ChatTokens& c, size_t T, ConversationCounts* counts) {
+    // Keep the start. An answer that is cut has no end, and is trained as far as it goes.
+    std::vector<int> tokens;
+    size_t trained = 0, lost = 0;
+    for (size_t i = 0; i < c.tokens.size(); i++) {
+        bool fits = i < T;
+        trained += fits && c.trained[i];
+        lost += !fits && c.trained[i];
+        if (fits) tokens.push_back(c.tokens[i] | (c.trained[i] ? TRAINED : 0));
+    }
+
+    // Count what has become of it.
+    counts->cut += trained > 0 && lost > 0;
+    counts->lost += trained > 0 ? lost : 0;
+    counts->trained += trained;
+    counts->conversations += trained > 0;
+    counts->dropped += trained == 0;
+    if (trained == 0) return {};
+    tokens[0] |= BEGINS;
+    return tokens;
+}
+
+// Pack conversations into windows of T tokens: best fit decreasing, which wastes little where many
+// are short. The rooms that are left lie in order, so the time is n log n. Where a window has room
+// at its end, `padding` fills it.
+inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations, size_t T,
+                                     int padding) {
+    // The longest first; among equals the order stays.
+    auto longer = [](const auto& a, const auto& b) { return a.size() > b.size(); };
+    std::stable_sort(conversations.begin(), conversations.end(), longer);
+
+    // Each goes where the least room is left, or begins a window.
+    std::vector<std::vector<int>> windows;
+    std::multimap<size_t, size_t> room; // of windows
+    for (const std::vector<int>& c : conversations) {
+        if (c.empty()) continue;
+        auto found = room.lower_bound(c.size());
+        size_t window = found == room.end() ? windows.size() : found->second;
+        if (found == room.end())
+            windows.emplace_back();
+        else
+            room.erase(found);
+        windows[window].insert(windows[window].end(), c.begin(), c.end());
+        room.insert({T - windows[window].size(), window});
+    }
+
+    // Fill them up.
+    std::vector<int> tokens;
+    for (std::vector<int>& w : windows) {
+        if (w.size() < T) w.push_back(padding | BEGINS);
+        w.resize(T, padding);
+        tokens.insert(tokens.end(), w.begin(), w.end());
+    }
+    return tokens;
+}
+
+// The windows of a text of JSON lines. line: the number of its first one. The same text has the
+// same windows on every rank, and in every layout.
+inline std::vector<int> pack_lines(std::string_view text, size_t line, const std::string& path,
+                                   const Chat& chat, size_t T, ConversationCounts* counts) {
+    std::vector<std::vector<int>> conversations;
+    for (size_t at = 0, end; at < text.size(); at = end + 1, line++) {
+        // Take a line. Blank ones are no lines.
+        end = std::min(text.find('\n', at), text.size());
+        std::string_view bytes = text.substr(at, end - at);
+        if (bytes.find_first_not_of(" \t\r") == std::string::npos) continue;
+        counts->lines++;
+
+        // Read it, and make its tokens.
+        nlohmann::json j = nlohmann::json::parse(bytes, nullptr, false);
+        Conversation messages;
+        ChatTokens tokens;
+        std::string wrong = j.is_object() ? read_conversation(j, &messages) : "is no JSON object";
+        if (wrong.empty()) wrong = chat_tokens(chat, messages, &tokens);
+
+        // A bad line is counted, and the first one is told.
+        if (wrong.empty()) {
+            conversations.push_back(marked_tokens(tokens, T, counts));
+            continue;
+        }
+        if (counts->malformed == 0)
+            counts->first_malformed = concat(path, ":", line, ": ", wrong);
+        counts->malformed++;
+    }
+    return pack_windows(std::move(conversations), T, chat.end);
+}
+
+// Refuse a file of which many lines are bad; some are forgiven.
+inline std::string too_many_malformed(size_t malformed, size_t lines, const std::string& first) {
+    if (malformed <= 10 + lines / 100) return "";
+    return concat(malformed, " of the first ", lines,
+                  " lines are bad, which is more than 10 and a hundredth of them: ", first);
+}
+
+// Say what is in windows, and what is not.
+inline std::string conversations_text(const ConversationCounts& n) {
+    std::string text = concat(n.conversations, " conversations");
+    if (n.trained) text += concat(", ", n.trained, " tokens of answers");
+    if (n.cut)
+        text += concat("; ", n.cut, " are longer than a window and lost ", n.lost,
+                       " tokens of answers at their ends");
+    if (n.dropped)
+        text += concat("; ", n.dropped, " are left out: no answer begins within a window");
+    if (n.malformed)
+        text += concat("; ", n.malformed, " bad lines are left out, the first ", n.first_malformed);
+    return text;
+}
+
+} // namespace llmc
