@@ -14,6 +14,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "../context_parallel.h"
+#include "../machine.h"
 #include "../presets.h"
 #include "../tensor_parallel.h"
 #include "../text.h"
@@ -107,7 +108,7 @@ struct Config {
     bool ignore_eos = false;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
-    std::string device = "auto", timeline, profile;
+    std::string device = "auto", machine, timeline, profile;
     bool graphs = false, explain = false, help = false, version = false;
     // -1: no layer's actions are printed
     int layer = -1;
@@ -364,10 +365,14 @@ inline const std::vector<Flag>& config_table() {
          "on GPUs: launch a step as one CUDA graph; for steps whose launches take longer than "
          "their kernels"},
         {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
+        {"machine", &C::machine, "",
+         "with --explain: the step's time on a machine, its parts and mfu, by simulation: h100, "
+         "a100-80, rtx4090, ..., or a FILE of `name = value`"},
         {"layer", &C::layer, "-1..10000",
          "with --explain: one layer's actions, with what they read and write"},
         {"timeline", &C::timeline, "",
-         "FILE.svg: draw the last step, or with --explain the schedule; FILE.json: a trace for "
+         "FILE.svg: draw the last step, or with --explain the schedule, with --machine in its "
+         "time; FILE.json: a trace for "
          "Chrome"},
         {"profile", &C::profile, "",
          "FILE: a table of what each kind of action took, over all steps but the first"},
@@ -991,6 +996,26 @@ inline std::string check_together(const Config& c) {
     return "";
 }
 
+// A machine that is not this one is simulated, and not all that runs here is timed there.
+inline std::string check_machine(const Config& c) {
+    if (c.machine.empty()) return "";
+    Machine machine;
+    std::string wrong = machine_named(&machine, c.machine);
+    if (!wrong.empty()) return wrong;
+    if (!c.explain)
+        return "--machine " + c.machine + " says how long a step would take there: give --explain";
+    if (c.steps == 0 || c.eval)
+        return "--machine " + c.machine + " times steps of training, and there are none";
+    // Moves between tiers, 8-bit products and adapters have no cost yet.
+    if (c.offload != "none")
+        return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";
+    if (c.fp8 != "none")
+        return "--machine: the time of --fp8 " + c.fp8 + " is not simulated: leave one out";
+    if (c.lora)
+        return concat("--machine: the time of --lora ", c.lora, " is not simulated: leave one out");
+    return "";
+}
+
 // Check everything, and fill in what was left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     // Check what needs no other number first: later messages then talk of a possible shape.
@@ -1011,6 +1036,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
     wrong = check_layout(c, s, processes);
     if (wrong.empty()) wrong = check_batch(c, s);
+    if (wrong.empty()) wrong = check_machine(c);
     return wrong.empty() ? check_together(c) : wrong;
 }
 

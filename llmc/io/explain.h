@@ -76,7 +76,7 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
 
     // Divide by the peak of two common GPUs, for one and for all ranks.
     for (const char* device : {"A100", "H100"}) {
-        double peak = data_sheet(device)->half * 1e12;
+        double peak = machine_of_device(device)->peak(2);
         snprintf(line, sizeof(line), "  %s at %.0f%% of %.0f TFLOP/s in bf16: %.1f hours", device,
                  100 * UTILISATION, peak / 1e12, run_hours(flops, peak, UTILISATION, 1));
         text += line;

@@ -12,6 +12,7 @@
 #include "../comm/group.h"
 #include "../linear.cuh"
 #include "../buckets.h"
+#include "../machine.h"
 #include "../text.h"
 
 namespace llmc {
@@ -27,33 +28,6 @@ inline double flops_per_token(const Model& model, size_t T) {
 // flops: of the whole run; peak: FLOP/s of one GPU; utilisation: 0 to 1.
 inline double run_hours(double flops, double peak, double utilisation, int gpus) {
     return flops / (peak * utilisation * gpus) / 3600;
-}
-
-// TFLOP/s of dense products, from NVIDIA's data sheets.
-struct DataSheet {
-    const char* name;
-    double half;   // 16-bit, on tensor cores
-    double single; // float, outside them
-};
-
-// The row of a device, or null. "H100 PCIe" stands before "H100", which is a part of it.
-inline const DataSheet* data_sheet(const std::string& device) {
-    // clang-format off
-    static const DataSheet known[] = {
-        {"H200",      989, 67},
-        {"H100 PCIe", 756, 51},
-        {"H100 NVL",  835, 60},
-        {"H100",      989, 67},
-        {"A100",      312, 19.5},
-        {"L40S",      362, 91.6},
-        {"RTX 4090",  165, 82.6},
-        {"RTX 3090",   71, 35.6},
-    };
-    // clang-format on
-    for (const DataSheet& k : known)
-        if (device.find(k.name) != std::string::npos)
-            return &k;
-    return nullptr;
 }
 
 // The rate that mfu is a share of.
@@ -108,8 +82,8 @@ Peak machine_peak(Cpu where) { return measure_peak<T>(1024, where); }
 template <typename T>
 Peak machine_peak(cudaStream_t stream) {
     std::string device = device_name(stream);
-    if (const DataSheet* k = data_sheet(device))
-        return {(sizeof(T) == 2 ? k->half : k->single) * 1e12, device + "'s data sheet"};
+    if (const Machine* m = machine_of_device(device))
+        return {m->peak(sizeof(T)), device + "'s data sheet"};
     return measure_peak<T>(1024, stream);
 }
 #endif

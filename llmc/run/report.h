@@ -1,6 +1,7 @@
 // report.h - what a run tells: validation, tasks, samples, exports, timelines, the plan
 #pragma once
 #include "../io/explain.h"
+#include "../io/predict.h"
 #include "../io/mfu.h"
 #include "health.h"
 
@@ -242,6 +243,20 @@ inline void draw_simulation(const Run& run, const Plan& p) {
                           layout_text(run.config) + idle, row, "forward passes"));
 }
 
+// --machine with --explain: the step as the simulator times it, and its timeline.
+template <typename T>
+std::string predict(const Run& run, const Model& model, const PlanOptions& options) {
+    const Config& c = run.config;
+    CostModel cost;
+    or_die(machine_named(&cost.machine, c.machine));
+    cost.element = sizeof(T);
+    Prediction p = predict_step(run.layout, model, options, cost, double(c.batch_tokens));
+    if (!c.timeline.empty())
+        or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
+                              "pp rank", "ms"));
+    return p.text;
+}
+
 // Print what --explain tells: the run, its ranks, memory, and the actions of a step.
 template <typename T, typename S>
 void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOptions>& options) {
@@ -254,7 +269,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     // Refuse before drawing: a run that ends here leaves no timeline.
     LLMC_USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
                     model.head());
-    if (!c.timeline.empty() && trains)
+    if (!c.timeline.empty() && trains && c.machine.empty())
         draw_simulation(run, t.plans[plan]);
 
     // The run, and its ranks where there are several.
@@ -272,6 +287,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
                             " of scratch\n");
         text += concat(ranks, "rank 0 of ", rank_count(c), "\n");
     }
+    if (!c.machine.empty())
+        text += predict<T>(run, model, options[size_t(plan)]);
 
     // Memory, then a single layer's actions or all of them.
     text += memory_text(t.arena, t.plans, model);

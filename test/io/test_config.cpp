@@ -116,6 +116,14 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
     EXPECT_EQ(check({"--fp8", "tensor", "--precision", "bf16"}), "");
     EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
+    EXPECT_HAS(check({"--machine", "h100"}), "how long a step would take there: give --explain");
+    EXPECT_HAS(check({"--machine", "h1000", "--explain"}), "neither a machine nor a file; machines:");
+    EXPECT_HAS(check({"--machine", "h100", "--explain", "--steps", "0"}), "times steps of training");
+    EXPECT_HAS(check({"--machine", "h100", "--explain", "--offload", "optimizer"}),
+               "the time of --offload optimizer is not simulated");
+    EXPECT_HAS(check({"--machine", "h100", "--explain", "--lora", "8"}),
+               "the time of --lora 8 is not simulated");
+    EXPECT_EQ(check({"--machine", "h100", "--explain"}), "");
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }

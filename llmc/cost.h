@@ -1,0 +1,453 @@
+// cost.h - seconds of each action of a plan on a machine, by the model's tables - arXiv:2104.04473
+//   N = B T / cp rows of a micro-batch on a rank, e bytes an element, P, H, link: the rates that
+//   runs reach (machine.h), a: a collective's latency, tau: the host's time for a block's launches.
+//     products    2 N OC IC w / P of each matrix of the layer; w: tiles of 128 x 256 that fill SMs
+//     attention   4 N keys Q / P; T/2 keys on average, 2.5 times as much backward
+//     the rest    bytes of norms, residuals and activation functions / H
+//     a block     max(products + attention + rest, tau), and the collectives that it waits for
+//     collectives all-reduce a + 2 (n-1)/n S/link, all-gather and reduce-scatter half of S;
+//                 a message 20 us + S/link. link: of a node's cards, or of the NICs that the
+//                 group's ranks of one node have together
+//     updates     bytes of weight, gradient, master and moments / H
+//   No term knows a published step time; five shares and two times of a machine do.
+//   Not counted: data in other tiers, noise between ranks, kernels that slow down beside NCCL's.
+#pragma once
+#include <functional>
+#include <memory>
+#include "context_parallel.h"
+#include "family.h"
+#include "machine.h"
+#include "zero.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// where time goes
+
+struct Times {
+    double products = 0, attention = 0, memory = 0, recompute = 0, update = 0; // of a rank alone
+    double launch = 0;                                   // the host's, beyond the device's work
+    double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // messages it waits for
+    double bubble = 0;                                   // other ranks
+};
+struct TimePart {
+    const char* name;
+    double Times::*part;
+};
+inline const std::vector<TimePart>& time_parts() {
+    static const std::vector<TimePart> parts = {
+        {"products", &Times::products},
+        {"attention", &Times::attention},
+        {"norms, activations", &Times::memory},
+        {"recomputation", &Times::recompute},
+        {"norm, update", &Times::update},
+        {"launches", &Times::launch},
+        {"tensor parallelism", &Times::tensor},
+        {"context parallelism", &Times::context},
+        {"expert parallelism", &Times::experts},
+        {"messages of stages", &Times::pipeline},
+        {"data parallelism, ZeRO", &Times::data},
+        {"waits for other ranks", &Times::bubble},
+    };
+    return parts;
+}
+
+// Sums over parts.
+inline void add_times(Times& to, const Times& t, double factor = 1) {
+    for (const TimePart& p : time_parts())
+        to.*p.part += factor * t.*p.part;
+}
+inline double total_of(const Times& t) {
+    double seconds = 0;
+    for (const TimePart& p : time_parts())
+        seconds += t.*p.part;
+    return seconds;
+}
+
+// A machine, and a trainer's habits. The defaults are this program's; the flags are those of others
+// whose step times are published.
+struct CostModel {
+    Machine machine;
+    size_t element = 2; // bytes of a weight
+    bool tiled_attention = true;
+    bool redoes_all = false;   // R runs all of a block's forward pass
+    bool cuts_messages = false; // each tp rank sends its part of the rows to the next stage
+};
+
+// ----------------------------------------------------------------------------
+// messages
+
+// A group of n ranks, and the bytes a second that each of them sends.
+struct Link {
+    int n;
+    double rate, latency;
+
+    // bytes: of all shards together, as --explain and papers count them.
+    double all_gather(double bytes) const {
+        // A group of one has all of it.
+        return n > 1 ? latency + double(n - 1) / n * bytes / rate : 0;
+    }
+    double all_reduce(double bytes) const {
+        return n > 1 ? latency + 2 * double(n - 1) / n * bytes / rate : 0;
+    }
+    double message(double bytes) const { return 20e-6 + bytes / rate; }
+};
+
+// Ranks of an axis that stand in one node: those before it in the order lie between them.
+inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
+    // The stride is that of layout_at().
+    int stride = 1;
+    for (size_t i = 0; layout.order[i] != axis; i++)
+        stride *= (layout.*layout.order[i]).size;
+    return std::clamp(int(machine.cards) / stride, 1, (layout.*axis).size);
+}
+
+// A group of n ranks, `near` of them in a node: these send through as many of its NICs.
+inline Link link_of(const Machine& machine, int n, int near) {
+    // A ring goes through a node's cards and leaves it by one NIC for each of its ranks there.
+    near = std::min(near, n);
+    double rate = near == n ? machine.link_rate()
+                            : std::min(machine.link_rate(), machine.nic_rate() * near);
+    return {n, rate, machine.latency_us * 1e-6};
+}
+inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
+    return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
+}
+
+// The ranks that share a bucket, and those that hold the same shard of it.
+struct BucketLinks {
+    Link shard, replica;
+};
+inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Group group) {
+    // Neighbours along cp stay together, and so do those along dp if all of cp fits a node.
+    int near = axis_in_node(layout, machine, &Layout::cp) *
+               axis_in_node(layout, machine, &Layout::dp);
+    int shards = shard_axis(layout, group).size, replicas = replica_axis(layout, group).size;
+    return {link_of(machine, shards, near),
+            link_of(machine, replicas, std::max(1, near / shards))};
+}
+
+// ----------------------------------------------------------------------------
+// layers
+
+// An ffn has three products where its gate is a product of its own; of experts a token meets K.
+inline bool is_gated(const Shape& s) {
+    return s.family == Family::LLAMA || s.family == Family::MIXTRAL;
+}
+inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside : s.F; }
+
+// Rows beyond the last full wave of tiles cost as much as a full wave.
+inline double tile_waves(const Machine& machine, double rows, double columns) {
+    // A tile of 128 x 256 is what the fast kernels of all libraries have at large sizes.
+    double tiles = std::ceil(rows / 128) * std::ceil(columns / 256);
+    double exact = rows / 128 * columns / 256;
+    return std::ceil(tiles / machine.sms) * machine.sms / exact;
+}
+inline double product_seconds(const CostModel& c, double rows, double out, double in) {
+    double best = 2 * rows * out * in / c.machine.gemm_rate(c.element);
+    // A small product splits its sum over idle SMs, so it never takes all of a wave.
+    return best * std::min(tile_waves(c.machine, rows, out), 2.0);
+}
+
+// Products of a block's forward pass.
+inline double block_products(const CostModel& c, const Plan& p, const Model& model, int layer) {
+    double seconds = 0;
+    double N = p.rows();
+    const Shape& s = model.shape;
+    for (int b : buckets_of(model, layer)) {
+        const Bucket& bucket = model.buckets[b];
+        for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
+            const Parameter& w = model.parameters[i];
+            if (w.layer != layer || w.shape.size() != 2) continue;
+            // A token meets K of a stack: on average this rank's experts have K N rows.
+            double experts = double(w.stack) / w.experts.size;
+            double rows = w.stack > 1 ? N * s.K : N;
+            double out = double(w.local_rows()) / experts;
+            seconds += product_seconds(c, rows, out, w.local_cols());
+        }
+    }
+    return seconds;
+}
+
+// Attention of a block: seconds on its own kernels, and bytes of scores where they are stored.
+struct AttentionCost { double seconds, bytes; };
+inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Shape& s,
+                                     int layer) {
+    // A window's queries see all of it but for those at the start of the sequence.
+    double T = p.T;
+    double heads = double(s.NH) / p.layout.tp.size;
+    double rows = p.rows();
+    size_t window = window_of(s, layer);
+    double keys = window && window < p.T ? window * (1 - window / (2 * T)) : T / 2;
+    double flops = 4 * rows * keys * heads * s.HS;
+    if (c.tiled_attention)
+        return {flops / c.machine.attention_rate(c.element), 0};
+
+    // Scores that are stored are made whole, and pass through mask, softmax and dropout.
+    double whole = 4 * rows * T * heads * s.HS;
+    double bytes = 5.0 * c.element * heads * rows * T;
+    return {1.3 * whole / c.machine.gemm_rate(c.element), bytes};
+}
+
+// Bytes that a block's norms, residual sums, biases, rotations and activation functions move.
+inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
+    // Norms and residual sums touch the stream ten times, with sequence parallelism a part of it;
+    // q, k, v twice and the ffn's inner rows three times more.
+    double N = p.rows();
+    double e = c.element;
+    double tp = p.layout.tp.size;
+    double stream = p.layout.sequence_parallel ? N / tp : N;
+    double F = block_ffn(s) * (is_gated(s) ? 1.5 : 1);
+    double heads = (s.NH + 2 * s.NKV) * s.HS;
+    return e * (10 * stream * s.C + N * (2 * heads + 3 * F) / tp);
+}
+
+// Collectives of a block, forward: f and g of both branches, keys of other ranks, experts' rows.
+inline Times block_messages(const CostModel& c, const Plan& p, const Model& model, const Shape& s,
+                            bool backward) {
+    const Layout& layout = p.layout;
+    double N = p.rows();
+    double stream = N * s.C * c.element;
+    Times t;
+
+    // With sequence parallelism norms' rows are gathered again backward.
+    Link tp = axis_link(layout, c.machine, &Layout::tp);
+    t.tensor = layout.sequence_parallel
+                              ? (backward ? 6 : 4) * tp.all_gather(stream)
+                              : 2 * tp.all_reduce(stream);
+
+    // Keys of context-parallel ranks: a ring hides them behind attention.
+    if (layout.cp.size > 1) {
+        Link cp = axis_link(layout, c.machine, &Layout::cp);
+        Shape mine = rank_shape(model.shape, layout.tp.size, layout.tp.rank, false);
+        ContextMessages sent = c.element == 2 ? context_messages<bf16>(mine, layout, p.rows())
+                                              : context_messages<float>(mine, layout, p.rows());
+        double seconds = cp.latency + double(backward ? sent.backward : sent.forward) / cp.rate;
+        if (layout.cp_method == ContextMethod::RING)
+            seconds -= block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
+        t.context = std::max(seconds, 0.0);
+    }
+
+    // Rows of all tokens go to all ranks that share out the experts, and sums come back.
+    if (layout.ep > 1 && s.E) {
+        int near = axis_in_node(layout, c.machine, &Layout::cp) *
+                   axis_in_node(layout, c.machine, &Layout::dp);
+        Link ep = link_of(c.machine, layout.ep, near);
+        t.experts = (backward ? 4 : 2) * ep.all_gather(stream * layout.ep);
+    }
+    return t;
+}
+
+// A block's whole forward pass, or its backward pass.
+inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
+                           bool backward) {
+    Shape s = layer_shape(model.shape, layer);
+    AttentionCost attention = block_attention(c, p, s, layer);
+    double bytes = block_bytes(c, p, s) + attention.bytes;
+    Times t = block_messages(c, p, model, s, backward);
+    t.products = block_products(c, p, model, layer) * (backward ? 2 : 1);
+    t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
+    t.memory = bytes / c.machine.memory_rate() * (backward ? 2 : 1);
+
+    // The host's launches hide behind the device's work where that takes longer.
+    double work = t.products + t.attention + t.memory;
+    double launches = c.machine.launch_us * 1e-6 * (backward ? 1.5 : 1);
+    t.launch = std::max(launches - work, 0.0);
+    return t;
+}
+
+// R: what the layer's level makes again of a forward pass.
+inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& model, int layer) {
+    Shape s = layer_shape(model.shape, layer);
+    Recompute level = p.recompute.of(layer);
+    Times all = block_seconds(c, p, model, layer, false), t;
+
+    // Share of the products: the last one of the ffn is not made again.
+    double k = is_gated(s) ? 3 : 2;
+    double F = block_ffn(s);
+    double attn = 2 * (s.NH + s.NKV) * s.HS;
+    double ffn = k * F;
+    double last = c.redoes_all ? 0 : F;
+    double redone = (redoes_attn(level) ? attn : 0) + (redoes_ffn(level) ? ffn - last : 0);
+    t.recompute = all.products * redone / (attn + ffn);
+
+    // Attention, and its messages; others' SELECTIVE is attention's scores.
+    bool scores = c.redoes_all && level != Recompute::NONE;
+    if (redoes_attn(level) || scores)
+        t.recompute += all.attention;
+    t.recompute += all.memory;
+    if (redoes_attn(level)) t.context = all.context;
+    double sums = (int(redoes_attn(level)) + int(redoes_ffn(level) && c.redoes_all)) / 2.0;
+    t.tensor = sums * all.tensor;
+    t.launch = level == Recompute::FULL ? all.launch : 0;
+    return t;
+}
+
+// The embedding looks up rows, and backward adds to them.
+inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& model) {
+    Times t;
+    double bytes = p.rows() * model.shape.C * c.element;
+    // With sequence parallelism half of the bytes would do: small beside a block's.
+    Link tp = axis_link(p.layout, c.machine, &Layout::tp);
+    t.memory = 3 * bytes / c.machine.memory_rate();
+    t.tensor = tp.all_reduce(bytes);
+    return t;
+}
+
+// The head, all in its backward pass: logits, loss, both gradients.
+inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model) {
+    // Logits are made once and read by the loss, its gradient and both products behind it.
+    Times t;
+    double N = p.rows();
+    double V = double(model.shape.Vp()) / p.layout.tp.size;
+    double C = model.shape.C;
+    double e = c.element;
+    Link tp = axis_link(p.layout, c.machine, &Layout::tp);
+    t.products = 3 * product_seconds(c, N, V, C);
+    t.memory = 6 * e * N * V / c.machine.memory_rate();
+    t.tensor = tp.all_reduce(N * C * e);
+    return t;
+}
+
+// An action that runs a layer. B is I and W: half of the products each, all else in I.
+inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
+    // The two ends of the model have costs of their own.
+    bool forward = a.op == Op::F;
+    if (a.layer == model.head())
+        return forward && p.mode == Mode::TRAIN ? Times() : head_seconds(c, p, model);
+    if (a.layer == 0)
+        return embedding_seconds(c, p, model);
+    if (a.op == Op::R)
+        return recompute_seconds(c, p, model, a.layer);
+    Times t = block_seconds(c, p, model, a.layer, !forward);
+    if (forward || a.op == Op::B) return t;
+    Times w;
+    w.products = t.products /= 2;
+    return a.op == Op::I ? t : w;
+}
+
+// ----------------------------------------------------------------------------
+// buckets and messages between stages
+
+// Bytes of the gradient that REDUCE sends of an element.
+inline double gradient_bytes(const Plan& p) { return p.narrow_gradients ? 2 : 4; }
+
+// A bucket's gradient to its sum: over the shard's ranks, then over those that hold the same.
+inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    // Tensor-parallel ranks' share of norms and biases is small, and not counted.
+    BucketLinks links = bucket_links(p.layout, c.machine, b.group);
+    double bytes = whole_elements(p.layout, b) * gradient_bytes(p);
+    Range range = updated_range(p.layout, model, bucket);
+    double seconds = range.sharded ? links.shard.all_gather(bytes) : links.shard.all_reduce(bytes);
+    return seconds + links.replica.all_reduce(range.count * gradient_bytes(p));
+}
+
+// The optimizer reads and writes weight, gradient, master and moments of what this rank updates.
+inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+    // Moments in 8 bits have a scale a block, too small to count.
+    double each = 2 * c.element + 4;
+    if (c.element == 2) each += 2 * master_bytes(p.masters);
+    double moment = p.states == States::EIGHT_BIT ? 1 : p.states == States::BF16 ? 2 : 4;
+    each += 2 * moment * optimizer_row(p.optimizer).states.size();
+    return each * double(updated_range(p.layout, model, bucket).count) / c.machine.memory_rate();
+}
+
+// The norm reads the gradients that this rank updates.
+inline double norm_seconds(const CostModel& c, const Plan& p, const Model& model) {
+    // A tied table is counted on the stage that squares it.
+    double elements = 0;
+    for (int b = 0; b < int(model.buckets.size()); b++)
+        if (is_squared(p.layout, model, b))
+            elements += updated_range(p.layout, model, b).count;
+    return 4 * elements / c.machine.memory_rate();
+}
+
+// An exchange with other stages: both ways at once.
+inline double exchange_seconds(const CostModel& c, const Plan& p, const Model& model,
+                               const Action& a) {
+    // Both ways run at once, so the fuller one counts.
+    bool cut = p.layout.sequence_parallel || c.cuts_messages;
+    double rows = double(p.rows()) / (cut ? p.layout.tp.size : 1);
+    double bytes = rows * model.shape.C * c.element;
+    double sent = 0;
+    double received = 0;
+    for (const Transfer& t : a.transfers)
+        (t.send ? sent : received) += bytes;
+    return axis_link(p.layout, c.machine, &Layout::pp).message(std::max(sent, received));
+}
+
+// The tied table: two gradients are added here, or are summed with another stage's.
+inline Times tie_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+    // A sum reads two gradients and writes one, in float.
+    Times t;
+    double bytes = 4 * model.buckets[bucket].elements;
+    Link pp = axis_link(p.layout, c.machine, &Layout::pp);
+    pp.n = tied_apart(p.layout, model, bucket) ? 2 : 1;
+    t.update = 3 * bytes / c.machine.memory_rate();
+    t.pipeline = pp.all_reduce(bytes);
+    return t;
+}
+
+// ----------------------------------------------------------------------------
+// every action
+
+// Seconds of an action, once all of its ranks are there.
+inline Times action_seconds(const CostModel& c, const Plan& p, const Model& model,
+                            const Action& a) {
+    Times t;
+    double latency = p.layout.world() > 1 ? c.machine.latency_us * 1e-6 : 0;
+    auto bucket_gather = [&] {
+        const Bucket& b = model.buckets[a.bucket];
+        double bytes = whole_elements(p.layout, b) * c.element;
+        return bucket_links(p.layout, c.machine, b.group).shard.all_gather(bytes);
+    };
+    switch (a.op) {
+    // Layers, with the messages inside them.
+    case Op::F:
+    case Op::B:
+    case Op::I:
+    case Op::W:
+    case Op::R: return layer_seconds(c, p, model, a);
+    case Op::TIE: return tie_seconds(c, p, model, a.bucket);
+
+    // All ranks agree on a few numbers: latency alone.
+    case Op::COUNT: t.data = latency; break;
+    case Op::NORM:
+        t.update = norm_seconds(c, p, model);
+        t.data = 2 * latency;
+        break;
+    case Op::UPDATE: t.update = update_seconds(c, p, model, a.bucket); break;
+
+    // Collectives of the plan's own queue.
+    case Op::SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
+    case Op::REDUCE: t.data = reduce_seconds(c, p, model, a.bucket); break;
+    case Op::GATHER:
+    case Op::PUBLISH: t.data = bucket_gather(); break;
+
+    // The host's part, and moves, which config_check() does not let come here.
+    case Op::LOAD:
+    case Op::RELEASE:
+    case Op::SQUARE:
+    case Op::FETCH:
+    case Op::PARK: break;
+    }
+    return t;
+}
+
+// The same as a function that remembers: micro-batches repeat each other.
+typedef std::function<Times(const Plan&, const Action&)> ActionCost;
+inline ActionCost action_cost(const CostModel& c, const Model& model) {
+    auto known = std::make_shared<std::map<std::tuple<int, Op, int, int>, Times>>();
+    return [=](const Plan& p, const Action& a) {
+        // An exchange is told apart by its messages.
+        if (a.op == Op::SENDRECV) return action_seconds(c, p, model, a);
+        auto key = std::tuple(p.layout.pp.rank, a.op, a.layer, a.bucket);
+        auto found = known->find(key);
+        if (found == known->end())
+            found = known->emplace(key, action_seconds(c, p, model, a)).first;
+        return found->second;
+    };
+}
+
+} // namespace llmc

@@ -1,0 +1,178 @@
+// machine.h - a table of machines: rates of a card and its links, and the shares that runs reach
+//   A row has a data sheet's numbers and five shares (efficiencies) of them. Shares of a100-80 and
+//   h100 are fitted to published step times, which test_simulator names; all others are priors.
+//   machine_named() takes a row's name, or a FILE of `name = value` lines that starts from one:
+//     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
+//   A share above 1, a rate of 0 and an unknown name are refused.
+#pragma once
+#include <fstream>
+#include <string>
+#include <vector>
+#include "text.h"
+
+namespace llmc {
+
+struct Machine {
+    std::string name;
+    std::string device;  // a part of the name that the driver gives the card
+    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s of its memory, GB, SMs.
+    double half_tf, single_tf, memory_tb, memory_gb, sms;
+    // One way, GB/s a card: to its neighbours in a node, to other nodes; cards of a node.
+    double link_gb, nic_gb, cards;
+    // Shares that runs reach: of products' rate, attention's, the memory's, the two links'.
+    double gemm, attention, memory, link, nic;
+    double latency_us = 40; // of a collective
+    double launch_us = 8;   // of the host, a block's forward pass
+
+    // Rates of runs: FLOP/s and bytes a second.
+    double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
+    double gemm_rate(size_t element) const { return gemm * peak(element); }
+    double attention_rate(size_t element) const { return attention * peak(element); }
+    double memory_rate() const { return memory * memory_tb * 1e12; }
+    double link_rate() const { return link * link_gb * 1e9; }
+    double nic_rate() const { return nic * nic_gb * 1e9; }
+};
+
+// "H100 PCIe" stands before "H100", which is a part of it.
+//   Rates: NVIDIA's data sheets, without sparsity. RTX cards: FP16 with sums in float. nic: of the
+//   common node (DGX A100 and HGX H100 have a NIC a card; g5.48xlarge 12.5 GB/s for all eight).
+//   Cards without NVLink reach neighbours by PCIe, 32 GB/s of generation 4 and 64 of 5.
+//   Not on a data sheet: B200's shares are guesses, and its SMs by reports; the CPU is a server of
+//   some 32 cores, as a guess that a FILE replaces.
+inline const std::vector<Machine>& machines() {
+    // Whoever measures a machine replaces its shares here, or in a FILE.
+
+    // clang-format off
+    static const std::vector<Machine> rows = {
+        // name, device; half and single TF, memory TB and GB, SMs; link, nic, cards;
+        //   shares of products, attention, memory, link, nic; latency
+        {"h200", "H200", 989, 67, 4.8, 141, 132,  450, 50, 8,
+         .65, .50, .80, .78, .80},
+        {"h100-pcie", "H100 PCIe", 756, 51, 2, 80, 114,  64, 25, 8,
+         .65, .50, .80, .70, .80},
+        {"h100-nvl", "H100 NVL", 835, 60, 3.9, 94, 132,  300, 25, 8,
+         .65, .50, .80, .70, .80},
+        {"h100", "H100", 989, 67, 3.35, 80, 132,  450, 50, 8,
+         .65, .50, .80, .78, .80},
+        {"b200", "B200", 2250, 75, 8, 180, 148,  900, 50, 8,
+         .60, .45, .80, .75, .80},
+        {"a100-40", "SXM4-40GB", 312, 19.5, 1.555, 40, 108,  300, 25, 8,
+         .72, .45, .80, .78, .80},
+        {"a100-80", "A100", 312, 19.5, 2.039, 80, 108,  300, 25, 8,
+         .80, .45, .60, .80, .94, 68},
+        {"l40s", "L40S", 362, 91.6, 0.864, 48, 142,  32, 25, 8,
+         .60, .45, .80, .70, .80},
+        {"a10g", "A10G", 70, 35, 0.6, 24, 80,  32, 1.56, 8,
+         .65, .45, .80, .70, .80},
+        {"rtx3090", "RTX 3090", 71, 35.6, 0.936, 24, 82,  32, 12.5, 8,
+         .75, .50, .80, .60, .80},
+        {"rtx4090", "RTX 4090", 165, 82.6, 1.008, 24, 128,  32, 12.5, 8,
+         .75, .50, .80, .60, .80},
+        {"rtx5090", "RTX 5090", 209, 105, 1.792, 32, 170,  64, 12.5, 8,
+         .75, .50, .80, .60, .80},
+        {"cpu", "", 4, 2, 0.2, 256, 32,  50, 12.5, 1,
+         .60, .30, .60, .50, .80},
+    };
+    // clang-format on
+    return rows;
+}
+
+// The row of a device, by the driver's name for it; null: it has none.
+inline const Machine* machine_of_device(const std::string& device) {
+    for (const Machine& m : machines())
+        if (!m.device.empty() && device.find(m.device) != std::string::npos)
+            return &m;
+    return nullptr;
+}
+
+// "h200, h100, ..."
+inline std::string machine_names() {
+    std::string names;
+    for (const Machine& m : machines())
+        names += (names.empty() ? "" : ", ") + m.name;
+    return names;
+}
+
+// A number of a machine's file: its name, its field, and the range that makes sense.
+struct MachineField {
+    const char* name;
+    double Machine::*field;
+    double least, most;
+};
+inline const std::vector<MachineField>& machine_fields() {
+    typedef Machine M;
+    // A share below 2% or above 1 is a mistake of units.
+    static const std::vector<MachineField> fields = {
+        {"half_tf", &M::half_tf, 1e-3, 1e5},
+        {"single_tf", &M::single_tf, 1e-3, 1e5},
+        {"memory_tb", &M::memory_tb, 1e-3, 100},
+        {"memory_gb", &M::memory_gb, 0.1, 1e5},
+        {"sms", &M::sms, 1, 1e4},
+        {"link_gb", &M::link_gb, 0.01, 1e5},
+        {"nic_gb", &M::nic_gb, 0.01, 1e5},
+        {"cards", &M::cards, 1, 1024},
+        {"gemm", &M::gemm, 0.02, 1},
+        {"attention", &M::attention, 0.02, 1},
+        {"memory", &M::memory, 0.02, 1},
+        {"link", &M::link, 0.02, 1},
+        {"nic", &M::nic, 0.02, 1},
+        {"latency_us", &M::latency_us, 0, 1e5},
+        {"launch_us", &M::launch_us, 0, 1e5},
+    };
+    return fields;
+}
+
+// Set one number from text: "" or what is wrong with it.
+inline std::string set_machine_field(Machine* m, const std::string& name,
+                                     const std::string& value) {
+    std::string names;
+    for (const MachineField& f : machine_fields()) {
+        names += concat(names.empty() ? "" : ", ", f.name);
+        if (name != f.name) continue;
+        char* end = nullptr;
+        double v = strtod(value.c_str(), &end);
+        if (value.empty() || *end || !(v >= f.least && v <= f.most))
+            return concat(name, " = ", value, ": wants a number from ", f.least, " to ", f.most,
+                          f.most == 1 ? ", the share of the data sheet's rate" : "");
+        m->*f.field = v;
+        return "";
+    }
+    return concat("'", name, "' is no number of a machine: base, ", names);
+}
+
+// A machine by name, or from a file: "" or what is wrong.
+inline std::string machine_named(Machine* m, const std::string& name) {
+    for (const Machine& row : machines())
+        if (name == row.name) {
+            *m = row;
+            return "";
+        }
+    std::ifstream in(name);
+    if (!in)
+        return concat("--machine ", name, " is neither a machine nor a file; machines: ",
+                      machine_names());
+
+    // Read `name = value` lines; # begins a comment. Without a base it starts from the first row.
+    *m = machines()[0];
+    std::string line;
+    for (int number = 1; std::getline(in, line); number++) {
+        std::string at = concat(name, ":", number, ": ");
+        std::string words = line.substr(0, line.find('#'));
+        if (words.find_first_not_of(" \t\r") == std::string::npos) continue;
+        size_t equals = words.find('=');
+        if (equals == std::string::npos)
+            return at + "wants `name = value`";
+
+        // Neither side has spaces in it. A base is a row's name, never another file.
+        std::string left, right;
+        std::istringstream(words.substr(0, equals)) >> left;
+        std::istringstream(words.substr(equals + 1)) >> right;
+        bool base = left == "base" && std::ifstream(right).fail();
+        std::string wrong = base ? machine_named(m, right) : set_machine_field(m, left, right);
+        if (!wrong.empty()) return at + wrong;
+    }
+    m->name = name;
+    return "";
+}
+
+} // namespace llmc

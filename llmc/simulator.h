@@ -1,0 +1,312 @@
+// simulator.h - the time of a step: the very plans that run, event by event, before they run
+//   1. A rank goes through its plan in order. What computes runs at once; a collective is posted,
+//      and runs on the rank's one stream for them, behind those before it.
+//   2. A collective starts when its last rank is there, a message when both ends are; an exchange
+//      is over with its last message.
+//   3. Before action j a rank waits for all that finish_before() (queues.h) wants finished there.
+//   Nothing else is known here: queue_of(), finish_before() and the cost of an action (cost.h).
+//   Ranks that differ in dp, cp or tp alone have equal plans and arrive together, so one pipeline
+//   of pp ranks stands for a cluster of any size. Given the plans of all ranks the same code lets
+//   them meet one by one; the test finds no bit of difference.
+//   Each rank's step splits into parts that add up to it; the result has their mean over ranks.
+//   Cost: linear in actions, but for finish_before().
+#pragma once
+#include "cost.h"
+#include "plan.h"
+
+namespace llmc {
+
+// An action's times. A collective is posted, finds its stream free, meets its last rank, is over.
+struct ActionTimes {
+    double start = -1, ready = -1, met = -1, end = -1; // -1: not yet
+};
+
+// An action of a rank, by their numbers.
+struct Member {
+    int rank, action;
+};
+
+// A rank while it runs.
+struct SimulatedRank {
+    std::vector<ActionTimes> of;            // [action]
+    std::vector<std::vector<int>> due; // [action]: what must be finished before it
+    std::vector<int> mates;            // ranks of its stage: they meet in actions of one number
+    std::map<int, std::vector<Member>> partners; // [action]: whom it meets on other stages
+    std::vector<int> posted;           // collectives, in order
+    size_t over = 0;                   // so many of them have run
+    int at = 0;                        // the action that comes next
+    double now = 0, stream_free = 0;
+    Times parts;
+};
+
+struct StepTime {
+    double seconds = 0;
+    Times parts;                      // the mean over ranks: they add up to `seconds`
+    std::vector<SimulatedRank> ranks; // with the times of each action
+    std::string stuck;                // "" or the actions at which ranks wait forever
+};
+
+// The plans of some ranks, run side by side.
+struct Simulator {
+    const std::vector<Plan>& plans;
+    const ActionCost& cost;
+    std::vector<SimulatedRank> ranks;
+};
+
+// ----------------------------------------------------------------------------
+// who meets whom
+
+// Whether ranks of one stage meet in an action. Layers' own collectives join tp, cp and ep ranks.
+inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
+    // A rank meets itself, too.
+    bool data = x.dp.rank == y.dp.rank, context = x.cp.rank == y.cp.rank;
+    bool tensor = x.tp.rank == y.tp.rank;
+    switch (op) {
+    case Op::GATHER:
+    case Op::REDUCE:
+    case Op::PUBLISH: return tensor;
+    case Op::COUNT:
+    case Op::NORM: return true;
+    default: return computes(op) && (data || x.ep > 1) && (context || x.cp.size > 1 || x.ep > 1);
+    }
+}
+
+// Join the k-th message of each pair of stages with its other end.
+inline void pair_messages(Simulator& s) {
+    std::map<std::pair<int, int>, std::vector<int>> sent, received; // [from, to]: actions
+    int count = int(s.plans.size());
+    auto pipeline = [&](int r) {
+        const Layout& x = s.plans[r].layout;
+        return std::tuple(x.dp.rank, x.cp.rank, x.tp.rank);
+    };
+    std::map<std::pair<std::tuple<int, int, int>, int>, int> place; // [pipeline, stage]: rank
+    // A stage's rank of the same pipeline is the peer that a transfer means.
+    for (int r = 0; r < count; r++)
+        place[{pipeline(r), s.plans[r].layout.pp.rank}] = r;
+
+    // List both ends in the order of their plans.
+    for (int r = 0; r < count; r++) {
+        const std::vector<Action>& actions = s.plans[r].actions;
+        for (int i = 0; i < int(actions.size()); i++)
+            for (const Transfer& t : actions[i].transfers) {
+                int peer = place.at({pipeline(r), t.peer});
+                (t.send ? sent[{r, peer}] : received[{peer, r}]).push_back(i);
+            }
+    }
+
+    // plans_check() has seen that the lists match.
+    for (auto& [ends, from] : sent)
+        for (size_t k = 0; k < from.size(); k++) {
+            int to = received.at(ends).at(k);
+            s.ranks[ends.first].partners[from[k]].push_back({ends.second, to});
+            s.ranks[ends.second].partners[to].push_back({ends.first, from[k]});
+        }
+}
+
+// COUNT and NORM join all stages, TIE the two that hold the table.
+inline void pair_stages(Simulator& s) {
+    std::map<std::tuple<Op, int>, std::vector<Member>> all; // [op, bucket]
+    for (int r = 0; r < int(s.plans.size()); r++) {
+        const std::vector<Action>& actions = s.plans[r].actions;
+        for (int i = 0; i < int(actions.size()); i++) {
+            const Action& a = actions[i];
+            if (a.op == Op::COUNT || a.op == Op::NORM || a.op == Op::TIE)
+                all[{a.op, a.bucket}].push_back({r, i});
+        }
+    }
+
+    // Every rank waits for all the others.
+    for (auto& [what, members] : all)
+        for (Member me : members)
+            s.ranks[me.rank].partners[me.action] = members;
+}
+
+// Set the ranks before their first action.
+inline void prepare_ranks(Simulator& s, const Model& model) {
+    for (const Plan& p : s.plans) {
+        // On a stream both halves of an exchange end at one point, before the first that is due.
+        SimulatedRank& rank = s.ranks.emplace_back();
+        rank.of.resize(p.actions.size());
+        rank.due.resize(p.actions.size() + 1);
+        std::vector<Finish> finish = finish_before(p, model); // as the executor has it
+        for (int i = 0; i < int(finish.size()); i++)
+            if (queue_of(p.actions[i].op) == Queue::COMM)
+                rank.due[finish[i].first()].push_back(i);
+        for (int other = 0; other < int(s.plans.size()); other++)
+            if (s.plans[other].layout.pp.rank == p.layout.pp.rank)
+                rank.mates.push_back(other);
+    }
+    pair_messages(s);
+    pair_stages(s);
+}
+
+// The moment at which the last rank of an action is there; -1: one is still to come.
+inline double meeting(const Simulator& s, int r, int i, double ActionTimes::*there) {
+    const SimulatedRank& me = s.ranks[r];
+    const Plan& p = s.plans[r];
+    double last = me.of[i].*there;
+    bool all = true;
+    auto look = [&](int rank, int action) {
+        // One that is still to come has no time.
+        double t = s.ranks[rank].of[action].*there;
+        all &= t >= 0;
+        last = std::max(last, t);
+    };
+
+    // Ranks of this stage, then of others.
+    for (int mate : me.mates)
+        if (mates_meet(p.layout, s.plans[mate].layout, p.actions[i].op))
+            look(mate, i);
+    auto partners = me.partners.find(i);
+    if (partners != me.partners.end())
+        for (Member other : partners->second)
+            look(other.rank, other.action);
+    return all ? last : -1;
+}
+
+// ----------------------------------------------------------------------------
+// the loop
+
+// Run a rank's collectives whose ranks are all there, in order. Returns whether one has moved.
+inline bool run_collectives(Simulator& s, int r) {
+    SimulatedRank& me = s.ranks[r];
+    const Plan& p = s.plans[r];
+    bool moved = false;
+    while (me.over < me.posted.size()) {
+        // The first in line is ready once its stream is free.
+        int i = me.posted[me.over];
+        ActionTimes& m = me.of[i];
+        moved |= m.ready < 0;
+        m.ready = std::max(m.start, me.stream_free);
+        m.met = meeting(s, r, i, &ActionTimes::ready);
+        if (m.met < 0) break;
+
+        // From here on nobody else is needed.
+        m.end = m.met + total_of(s.cost(p, p.actions[i]));
+        me.stream_free = m.end;
+        me.over++;
+        moved = true;
+    }
+    return moved;
+}
+
+// Wait for what is due before a rank's next action; false: some of it is not over yet.
+inline bool finish_due(Simulator& s, int r) {
+    SimulatedRank& me = s.ranks[r];
+    const Plan& p = s.plans[r];
+    // All of it must be over: a stream that waits for one of two waits for both.
+    const std::vector<int>& due = me.due[me.at];
+    for (int i : due)
+        if (me.of[i].end < 0) return false;
+
+    // Waiting for the last rank is a bubble; the rest is the message's own time.
+    for (int i : due) {
+        const ActionTimes& m = me.of[i];
+        if (m.end <= me.now) continue;
+        double from = std::max(me.now, m.ready);
+        double bubble = std::max(0.0, m.met - from);
+        bool stages = p.actions[i].op == Op::SENDRECV;
+        me.parts.bubble += bubble;
+        (stages ? me.parts.pipeline : me.parts.data) += m.end - me.now - bubble;
+        me.now = m.end;
+    }
+    return true;
+}
+
+// Run the next action of the compute queue; false: its ranks are not all there.
+inline bool run_compute(Simulator& s, int r) {
+    SimulatedRank& me = s.ranks[r];
+    const Plan& p = s.plans[r];
+    ActionTimes& m = me.of[me.at];
+    m.start = me.now;
+    m.met = meeting(s, r, me.at, &ActionTimes::start);
+    if (m.met < 0) return false;
+
+    // The parts of the action are the rank's; the time until the last one came is a bubble.
+    Times t = s.cost(p, p.actions[me.at]);
+    m.end = m.met + total_of(t);
+    add_times(me.parts, t);
+    me.parts.bubble += m.met - me.now;
+    me.now = m.end;
+    return true;
+}
+
+// Run a rank as far as it goes. Returns whether anything has moved.
+inline bool advance(Simulator& s, int r) {
+    SimulatedRank& me = s.ranks[r];
+    const std::vector<Action>& actions = s.plans[r].actions;
+    int end = int(actions.size());
+    bool moved = run_collectives(s, r);
+
+    // One place past the last action finishes what is still in flight.
+    while (me.at <= end && finish_due(s, r)) {
+        // A collective is posted and runs beside what follows; moves have no time yet.
+        if (me.at < end && queue_of(actions[me.at].op) == Queue::COMM) {
+            me.of[me.at].start = me.now;
+            me.posted.push_back(me.at);
+        } else if (me.at < end && queue_of(actions[me.at].op) == Queue::COMPUTE) {
+            bool came = me.of[me.at].start < 0;
+            if (!run_compute(s, r)) return moved || came;
+        }
+        me.at++;
+        moved = true;
+        run_collectives(s, r);
+    }
+    return moved;
+}
+
+// Run the plans of some ranks: a pipeline's, which stands for all, or those of the whole world.
+inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model,
+                              const ActionCost& cost) {
+    // A rank runs until it waits for another; so each round moves somebody, or all are through.
+    Simulator s = {plans, cost, {}};
+    prepare_ranks(s, model);
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (int r = 0; r < int(plans.size()); r++)
+            moved |= advance(s, r);
+    }
+
+    // Nothing moves any more: all ranks are through, or some wait forever.
+    StepTime step;
+    for (size_t r = 0; r < plans.size(); r++) {
+        SimulatedRank& rank = s.ranks[r];
+        size_t at = size_t(rank.at), end = plans[r].actions.size();
+        step.seconds = std::max(step.seconds, rank.now);
+        if (at > end) continue;
+        std::string where = at < end ? action_text(plans[r].actions[at], model) : "its end";
+        step.stuck += concat(step.stuck.empty() ? "" : "; ", "rank ", r, " waits at ", where);
+    }
+
+    // Whoever is through waits for the last one.
+    for (SimulatedRank& rank : s.ranks) {
+        rank.parts.bubble += step.seconds - rank.now;
+        add_times(step.parts, rank.parts, 1.0 / plans.size());
+    }
+    step.ranks = std::move(s.ranks);
+    return step;
+}
+
+// The same from options. A pipeline that is full repeats itself, so of a long accumulation only its
+// ends run: times and parts grow by the same for each round of `pp` micro-batches.
+inline StepTime simulate_layout(const Layout& layout, const Model& model, PlanOptions options,
+                                const ActionCost& cost) {
+    int round = layout.pp.size, m = options.micro_batches;
+    int few = 4 * round + m % round; // the schedules want whole rounds beyond the first few
+    auto run = [&](int micro_batches) {
+        options.micro_batches = micro_batches;
+        return simulate_step(make_plans(layout, model, options), model, cost);
+    };
+    if (m <= few + round || layout.pipeline == Pipeline::GIVEN)
+        return run(m);
+
+    // One round more says what each further round takes.
+    StepTime step = run(few), more = run(few + round);
+    double rounds = double(m - few) / round;
+    step.seconds += rounds * (more.seconds - step.seconds);
+    add_times(more.parts, step.parts, -1);
+    add_times(step.parts, more.parts, rounds);
+    return step;
+}
+
+} // namespace llmc

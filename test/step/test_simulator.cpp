@@ -1,0 +1,471 @@
+// test_simulator.cpp - the simulator: its meaning, machines, and step times that others have published
+#include <fstream>
+#include "../../llmc/simulator.h"
+#include "../../llmc/presets.h"
+#include "published_steps.h"
+#include <gtest/gtest.h>
+
+using namespace llmc;
+
+namespace {
+
+Machine machine_of(const std::string& name) {
+    Machine m;
+    EXPECT_EQ(machine_named(&m, name), "");
+    return m;
+}
+
+// Megatron's trainers of 2021 and 2022 on A100: PyTorch's launches, no tiled attention.
+CostModel megatron_of_2021(double nic_gb) {
+    CostModel c;
+    c.machine = machine_of("a100-80");
+    c.machine.nic_gb = nic_gb;
+    c.machine.launch_us = 40;
+    c.tiled_attention = false;
+    c.redoes_all = c.cuts_messages = true;
+    return c;
+}
+
+// Megatron's stages have equal numbers of blocks; the embedding and the head come on top.
+std::vector<int> equal_stages(size_t L, int stages) {
+    std::vector<int> first = {0};
+    for (int s = 1; s < stages; s++)
+        first.push_back(1 + int(L) * s / stages);
+    first.push_back(int(L) + 2);
+    return first;
+}
+
+// A row's layout: data-parallel ranks come next to tensor-parallel ones, as in Megatron.
+Layout layout_of(size_t L, int tp, int dp, int pp, int chunks) {
+    Layout layout;
+    layout.order = layout_order("tp-dp-pp");
+    layout.tp.size = tp, layout.dp.size = dp, layout.pp.size = pp, layout.chunks = chunks;
+    if (chunks > 1) layout.pipeline = Pipeline::INTERLEAVED;
+    if (pp > 1) layout.first_layer = equal_stages(L, pp * chunks);
+    return layout;
+}
+
+// The simulated seconds of a GPT-2 shape.
+double gpt_seconds(const CostModel& c, Shape shape, const Layout& layout, PlanOptions o, int batch) {
+    o.T = shape.P;
+    o.micro_batches = batch / (layout.dp.size * int(o.B));
+    o.narrow_gradients = true;
+    Model model = make_model(shape, layout);
+    return simulate_layout(layout, model, o, action_cost(c, model)).seconds;
+}
+
+// A prediction beside what was measured.
+struct Pair {
+    std::string name;
+    double measured, predicted;
+    double error() const { return std::fabs(predicted / measured - 1); }
+};
+double mean_error(const std::vector<Pair>& pairs) {
+    double sum = 0;
+    for (const Pair& p : pairs) sum += p.error();
+    return sum / double(pairs.size());
+}
+double worst_error(const std::vector<Pair>& pairs) {
+    double worst = 0;
+    for (const Pair& p : pairs) worst = std::max(worst, p.error());
+    return worst;
+}
+double median_error(const std::vector<Pair>& pairs) {
+    std::vector<double> all;
+    for (const Pair& p : pairs) all.push_back(p.error());
+    std::sort(all.begin(), all.end());
+    return all[all.size() / 2];
+}
+
+// Print a set's figures, and by name each row that misses by more than `much`.
+void report(const char* set, const std::vector<Pair>& pairs, double much) {
+    printf("%s: %zu rows, mean error %.1f%%, median %.1f%%, worst %.1f%%\n", set, pairs.size(),
+           100 * mean_error(pairs), 100 * median_error(pairs), 100 * worst_error(pairs));
+    for (const Pair& p : pairs)
+        if (p.error() > much)
+            printf("  misses %s: %.2f measured, %.2f predicted\n", p.name.c_str(), p.measured,
+                   p.predicted);
+}
+
+// All rows of a sweep.
+std::vector<Pair> sweep_pairs(const SweepSet& set, const CostModel& c) {
+    std::vector<Pair> pairs;
+    std::istringstream rows(set.rows);
+    for (std::string row; rows >> row;) {
+        int tp, dp, pp, B;
+        double seconds;
+        EXPECT_EQ(sscanf(row.c_str(), "%d.%d.%d.%d:%lf", &tp, &dp, &pp, &B, &seconds), 5);
+        PlanOptions o;
+        o.B = size_t(B);
+        o.recompute = Recompute::FULL;
+        Shape shape = gpt2_shape(set.L, set.NH, set.C, 51200, 2048);
+        double predicted = gpt_seconds(c, shape, layout_of(set.L, tp, dp, pp, 1), o, set.batch);
+        pairs.push_back({concat("h ", set.C, " ", row), seconds, predicted});
+    }
+    return pairs;
+}
+
+// Micro-batches and chunks that a table leaves out: those of the least time.
+double best_seconds(const CostModel& c, Shape shape, const TableRow& row, PlanOptions o, int zero,
+                    bool sequence_parallel) {
+    double best = INFINITY;
+    int dp = row.gpus / row.tp / row.pp, blocks = int(row.L) / row.pp;
+    for (int B : {1, 2, 4})
+        for (int chunks : {1, blocks % 3 ? 2 : 3}) {
+            int m = row.batch / dp / B;
+            bool interleaves = row.pp > 1 && blocks % chunks == 0 && m % row.pp == 0;
+            if (m * B * dp != row.batch || (chunks > 1 && !interleaves)) continue;
+            Layout layout = layout_of(row.L, row.tp, dp, row.pp, chunks);
+            layout.zero = zero;
+            layout.sequence_parallel = sequence_parallel && row.tp > 1;
+            o.B = size_t(B);
+            best = std::min(best, gpt_seconds(c, shape, layout, o, row.batch));
+        }
+    return best;
+}
+
+} // namespace
+
+// Of pairs whose measured times differ by more than 5%, the share in the right order.
+static double share_in_order(const std::vector<Pair>& set) {
+    int pairs = 0, right = 0;
+    for (const Pair& x : set)
+        for (const Pair& y : set)
+            if (x.measured > 1.05 * y.measured) {
+                pairs++;
+                right += x.predicted > y.predicted;
+            }
+    return double(right) / pairs;
+}
+
+// By how much the layout that is predicted to be fastest is slower than the fastest one.
+static double regret_of(const std::vector<Pair>& set) {
+    auto by = [&](auto what) {
+        auto less = [&](const Pair& x, const Pair& y) { return x.*what < y.*what; };
+        return *std::min_element(set.begin(), set.end(), less);
+    };
+    return by(&Pair::predicted).measured / by(&Pair::measured).measured - 1;
+}
+
+// The bars of mean errors leave a few tenths of a percent above what this model reaches. A fit that
+// used all rows would be no test; these 81 have had no say.
+TEST(Published, VTrainsSweepsOnA100) {
+    CostModel c = megatron_of_2021(12.5);
+    std::vector<Pair> fitted, held;
+    size_t count = 0;
+    for (const SweepSet& set : vtrain_sets) {
+        std::vector<Pair> pairs = sweep_pairs(set, c);
+        for (const Pair& p : pairs)
+            (count++ % 4 ? held : fitted).push_back(p);
+        printf("h %zu: %.0f%% of pairs in order, regret %.1f%%\n", set.C,
+               100 * share_in_order(pairs), 100 * regret_of(pairs));
+        EXPECT_GT(share_in_order(pairs), 0.75);
+        EXPECT_LT(regret_of(pairs), 0.05);
+    }
+    report("vTrain, fitted", fitted, 0.15);
+    report("vTrain, held out", held, 0.15);
+    EXPECT_LT(mean_error(fitted), 0.078);
+    EXPECT_LT(mean_error(held), 0.08);
+    EXPECT_LT(median_error(held), 0.058);
+}
+
+TEST(Published, MegatronsWeakScalingOnA100) {
+    CostModel c = megatron_of_2021(25);
+    std::vector<Pair> pairs;
+    for (const TableRow& row : megatron_a100) {
+        double h = double(row.C), L = double(row.L);
+        double share = 1 + 2048 / (6 * h) + 51200 / (16 * L * h); // with attention and the head
+        double flops = 96 * row.batch * 2048 * L * h * h * share;
+        PlanOptions o;
+        o.recompute = Recompute::FULL;
+        Shape shape = gpt2_shape(row.L, row.NH, row.C, 51200, 2048);
+        double predicted = best_seconds(c, shape, row, o, 0, false);
+        pairs.push_back({row.name, flops / (row.number * 1e12 * row.gpus), predicted});
+    }
+    report("Megatron 2021, held out", pairs, 0.09);
+    EXPECT_LT(mean_error(pairs), 0.06);
+    EXPECT_LT(worst_error(pairs), 0.1);
+}
+
+TEST(Published, SelectiveRecomputationOnA100) {
+    CostModel c = megatron_of_2021(25);
+    std::vector<Pair> pairs;
+    for (const SelectiveRow& row : selective_rows) {
+        const TableRow& m = row.model;
+        Layout layout = layout_of(m.L, m.tp, m.gpus / m.tp / m.pp, m.pp, row.chunks);
+        Shape shape = gpt2_shape(m.L, m.NH, m.C, 51200, 2048);
+        PlanOptions o;
+        o.B = size_t(row.micro_batch);
+        o.recompute = Recompute::FULL;
+        double full = gpt_seconds(c, shape, layout, o, m.batch);
+        layout.sequence_parallel = true;
+        o.recompute = Recompute::SELECTIVE;
+        double selective = gpt_seconds(c, shape, layout, o, m.batch);
+        pairs.push_back({concat(m.name, " full"), m.number, full});
+        pairs.push_back({concat(m.name, " selective"), row.selective, selective});
+        // What the technique saves is known better than what a step takes.
+        EXPECT_NEAR(full / selective, m.number / row.selective, 0.03) << m.name;
+    }
+    report("arXiv:2205.05198, held out", pairs, 0.09);
+    EXPECT_LT(mean_error(pairs), 0.06);
+    EXPECT_LT(worst_error(pairs), 0.11);
+}
+
+TEST(Published, MegatronsWeakScalingOnH100) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.launch_us = 40;
+    std::vector<Pair> pairs;
+    for (const TableRow& row : megatron_h100) {
+        double h = double(row.C), L = double(row.L);
+        double share = 1 + 4096 / (6 * h) + 131072 / (12 * L * h); // with attention and the head
+        double flops = 72 * row.batch * 4096 * L * h * h * share;
+        Shape shape = gpt2_shape(row.L, row.NH, row.C, 131072, 4096);
+        double predicted = best_seconds(c, shape, row, {}, 1, true);
+        pairs.push_back({row.name, flops / (row.number * 1e12 * row.gpus), predicted});
+    }
+    // These runs overlapped tensor parallelism's messages with products, which neither this program
+    // nor the model does: where tp is 8 predictions are too slow. Shares here are priors, not fits.
+    report("Megatron H100, held out", pairs, 0.3);
+    EXPECT_LT(mean_error(pairs), 0.22);
+}
+
+// ----------------------------------------------------------------------------
+// what the simulator means
+
+// A small model on an imaginary machine whose links are as slow as its cards, so that all matters.
+static CostModel slow_links() {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.link_gb = 20, c.machine.nic_gb = 3, c.machine.cards = 4;
+    return c;
+}
+
+struct SmallCase {
+    int tp, cp, pp, dp, zero, zero_group, chunks;
+    Pipeline pipeline;
+};
+static const SmallCase small_cases[] = {
+    {1, 1, 1, 1, 0, 0, 1, Pipeline::ONE_F_ONE_B}, {2, 1, 1, 4, 1, 0, 1, Pipeline::ONE_F_ONE_B},
+    {1, 1, 1, 8, 3, 4, 1, Pipeline::ONE_F_ONE_B}, {2, 1, 2, 2, 2, 0, 1, Pipeline::ONE_F_ONE_B},
+    {1, 2, 2, 2, 1, 0, 2, Pipeline::INTERLEAVED}, {2, 2, 4, 4, 1, 0, 1, Pipeline::ZERO_BUBBLE},
+    {1, 1, 4, 2, 3, 0, 1, Pipeline::GPIPE},       {2, 1, 4, 1, 0, 0, 2, Pipeline::INTERLEAVED},
+};
+
+// A case's plans: of one pipeline, or of all ranks.
+struct SmallRun {
+    Layout layout;
+    Model model;
+    PlanOptions options;
+    SmallRun(const SmallCase& s, int micro_batches, bool tied = true) {
+        Shape shape = gpt2_shape(10, 8, 512, 1000, 512);
+        shape.tied = tied;
+        layout.tp.size = s.tp, layout.cp.size = s.cp, layout.pp.size = s.pp, layout.dp.size = s.dp;
+        layout.zero = s.zero, layout.zero_group = s.zero_group;
+        layout.chunks = s.chunks, layout.pipeline = s.pipeline;
+        if (layout.stages() > 1) layout.first_layer = equal_stages(shape.L, layout.stages());
+        model = make_model(shape, layout);
+        options.B = 2, options.T = 512, options.micro_batches = micro_batches;
+        options.recompute = Recompute::SELECTIVE;
+        options.split_backward = s.pipeline == Pipeline::ZERO_BUBBLE;
+    }
+    StepTime folded(const CostModel& c) const {
+        return simulate_step(make_plans(layout, model, options), model, action_cost(c, model));
+    }
+    std::vector<Plan> all_plans() const {
+        std::vector<Plan> all;
+        for (int r = 0; r < layout.world(); r++)
+            all.push_back(make_plan(layout_at(layout, r), model, options));
+        return all;
+    }
+};
+
+// One pipeline stands for a cluster: with all ranks each meeting takes place, and no time differs.
+TEST(Simulator, OnePipelineStandsForAllRanksToTheBit) {
+    CostModel c = slow_links();
+    for (const SmallCase& s : small_cases) {
+        SmallRun run(s, 8);
+        StepTime one = run.folded(c);
+        std::vector<Plan> plans = run.all_plans();
+        StepTime all = simulate_step(plans, run.model, action_cost(c, run.model));
+        EXPECT_EQ(one.stuck, "");
+        EXPECT_EQ(all.stuck, "");
+        EXPECT_EQ(one.seconds, all.seconds);
+        for (size_t r = 0; r < plans.size(); r++) {
+            const SimulatedRank& twin = one.ranks[size_t(plans[r].layout.pp.rank)];
+            for (size_t i = 0; i < twin.of.size(); i++)
+                ASSERT_EQ(all.ranks[r].of[i].end, twin.of[i].end);
+        }
+    }
+}
+
+TEST(Simulator, PartsOfAStepAddUpToIt) {
+    for (const SmallCase& s : small_cases) {
+        StepTime step = SmallRun(s, 8).folded(slow_links());
+        EXPECT_NEAR(total_of(step.parts) / step.seconds, 1, 1e-12);
+        for (const TimePart& p : time_parts())
+            EXPECT_GE(step.parts.*p.part, 0) << p.name;
+        EXPECT_GT(step.parts.products, 0);
+        EXPECT_EQ(step.parts.tensor > 0, s.tp > 1);
+        EXPECT_EQ(step.parts.context > 0, s.cp > 1);
+        EXPECT_EQ(step.parts.pipeline > 0, s.pp > 1);
+    }
+}
+
+// Free messages and whole seconds: the pipeline's own simulation, which knows slots alone.
+TEST(Simulator, FreeMessagesGiveThePipelinesSimulationToTheBit) {
+    ActionCost slots = [](const Plan& p, const Action& a) {
+        Times t;
+        bool block = a.layer > 0 && a.layer <= 2 * p.layout.pp.size * p.layout.chunks;
+        bool second = a.layer % 2 == 0; // of the two blocks of a stage
+        double seconds = a.op == Op::F ? 1 : a.op == Op::B ? 2 : 1;
+        if (computes(a.op) && block && second) t.products = seconds;
+        return t;
+    };
+    for (Pipeline pipeline : {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::INTERLEAVED,
+                              Pipeline::ZERO_BUBBLE})
+        for (int pp : {2, 3, 4, 8})
+            for (int m : {pp, 2 * pp, 3 * pp}) {
+                int chunks = pipeline == Pipeline::INTERLEAVED ? 2 : 1;
+                Layout layout;
+                layout.pp.size = pp, layout.chunks = chunks, layout.pipeline = pipeline;
+                size_t L = size_t(2 * pp * chunks);
+                layout.first_layer = equal_stages(L, pp * chunks);
+                Model model = make_model(gpt2_shape(L, 2, 16, 50, 32), layout);
+                PlanOptions o;
+                o.T = 32, o.micro_batches = m;
+                o.split_backward = pipeline == Pipeline::ZERO_BUBBLE;
+                StepTime step = simulate_step(make_plans(layout, model, o), model, slots);
+                Simulation known = simulate(schedules_of(layout, m), pp, {});
+                EXPECT_EQ(step.seconds, known.time) << int(pipeline) << " pp " << pp << " m " << m;
+                EXPECT_NEAR(step.parts.bubble / step.seconds, known.bubble, 1e-12);
+            }
+}
+
+// Of a long accumulation the ends run, and the middle is counted.
+TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
+    CostModel c = slow_links();
+    for (const SmallCase& s : small_cases)
+        for (int m : {24, 36, 40}) {
+            SmallRun run(s, m);
+            StepTime whole = run.folded(c);
+            ActionCost cost = action_cost(c, run.model);
+            StepTime counted = simulate_layout(run.layout, run.model, run.options, cost);
+            EXPECT_NEAR(counted.seconds / whole.seconds, 1, 1e-9) << "pp " << s.pp << " m " << m;
+            EXPECT_NEAR(total_of(counted.parts) / counted.seconds, 1, 1e-9);
+        }
+}
+
+// Faster never takes longer, and every number of a machine matters somewhere.
+TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
+    std::set<std::string> idle = {"single_tf", "memory_gb", "cards", "launch_us", "sms"};
+    for (const MachineField& f : machine_fields()) {
+        std::string name = f.name;
+        bool matters = false, slower = name == "latency_us" || name == "launch_us";
+        for (const SmallCase& s : small_cases) {
+            SmallRun run(s, 4);
+            CostModel c = slow_links();
+            double before = run.folded(c).seconds;
+            c.machine.*f.field *= 1.1;
+            double after = run.folded(c).seconds;
+            matters |= after != before;
+            if (name == "sms" || name == "cards") continue; // other waves, other groups
+            EXPECT_LE(slower ? before : after, (slower ? after : before) * (1 + 1e-12)) << f.name;
+        }
+        EXPECT_TRUE(matters || idle.count(f.name)) << f.name;
+    }
+}
+
+// A rank has one stream for its collectives: a long sum stands before the next message.
+TEST(Simulator, CollectivesOfARankRunOneAfterAnother) {
+    int behind = 0; // collectives that a stream was still busy for
+    for (const SmallCase& s : small_cases) {
+        SmallRun run(s, 8);
+        StepTime step = run.folded(slow_links());
+        for (const SimulatedRank& rank : step.ranks)
+            for (size_t k = 1; k < rank.posted.size(); k++) {
+                const ActionTimes &before = rank.of[rank.posted[k - 1]], &next = rank.of[rank.posted[k]];
+                ASSERT_GE(next.met, before.end);
+                behind += next.start < before.end;
+            }
+    }
+    EXPECT_GT(behind, 10);
+}
+
+// Two ranks that post their exchanges in different orders wait forever, and are named.
+TEST(Simulator, NamesWhereRanksWaitForever) {
+    SmallRun run({1, 1, 2, 1, 0, 0, 1, Pipeline::ONE_F_ONE_B}, 2);
+    std::vector<Plan> plans = make_plans(run.layout, run.model, run.options);
+    std::vector<Action>& last = plans[1].actions;
+    auto exchange = [](const Action& a) { return a.op == Op::SENDRECV; };
+    auto first = std::find_if(last.begin(), last.end(), exchange);
+    auto second = std::find_if(first + 1, last.end(), exchange);
+    auto third = std::find_if(second + 1, last.end(), exchange);
+    ASSERT_NE(third, last.end());
+    std::swap(first->transfers, third->transfers); // a gradient is sent before it is asked for
+
+    std::string stuck = simulate_step(plans, run.model, action_cost(slow_links(), run.model)).stuck;
+    EXPECT_EQ(stuck.substr(0, 7), "rank 0 ");
+    EXPECT_NE(stuck.find("; rank 1 waits at "), std::string::npos) << stuck;
+}
+
+// Twice the rates and half the times: half the step, to rounding.
+TEST(Simulator, ATwiceAsFastMachineTakesHalfTheTime) {
+    for (const SmallCase& s : small_cases) {
+        if (s.pp > 1) continue; // a message's 20 us are no machine's
+        SmallRun run(s, 4);
+        CostModel c = slow_links(), twice = c;
+        for (double Machine::*rate : {&Machine::half_tf, &Machine::memory_tb, &Machine::link_gb,
+                                      &Machine::nic_gb})
+            twice.machine.*rate *= 2;
+        twice.machine.latency_us /= 2, twice.machine.launch_us /= 2;
+        EXPECT_NEAR(run.folded(c).seconds / run.folded(twice).seconds, 2, 1e-9);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// machines
+
+static std::string read_machine(const std::string& text, Machine* m) {
+    std::string path = testing::TempDir() + "test_simulator.machine";
+    std::ofstream(path) << text;
+    std::string wrong = machine_named(m, path);
+    size_t at = wrong.find(path);
+    return at == 0 ? wrong.substr(path.size()) : wrong;
+}
+
+TEST(Machine, AFileStartsFromARowAndChangesNumbers) {
+    Machine m;
+    EXPECT_EQ(read_machine("# ours\nbase = a100-80\nnic_gb = 12.5  # HDR100\ngemm=0.7\n", &m), "");
+    EXPECT_EQ(m.nic_gb, 12.5);
+    EXPECT_EQ(m.gemm, 0.7);
+    EXPECT_EQ(m.memory_tb, machine_of("a100-80").memory_tb);
+}
+
+TEST(Machine, RefusesNonsenseWithTheLineAndWhatIsWanted) {
+    Machine m;
+    EXPECT_EQ(read_machine("base = h100\ngemm = 1.4\n", &m),
+              ":2: gemm = 1.4: wants a number from 0.02 to 1, the share of the data sheet's rate");
+    EXPECT_EQ(read_machine("nic_gb = fast\n", &m),
+              ":1: nic_gb = fast: wants a number from 0.01 to 100000");
+    EXPECT_EQ(read_machine("nic = nan\n", &m).substr(0, 12), ":1: nic = na");
+    EXPECT_EQ(read_machine("speed = 3\n", &m).substr(0, 42),
+              ":1: 'speed' is no number of a machine: bas");
+    EXPECT_EQ(read_machine("gemm 3\n", &m), ":1: wants `name = value`");
+    EXPECT_EQ(machine_named(&m, "h1000").substr(0, 50),
+              "--machine h1000 is neither a machine nor a file; m");
+}
+
+// Every row can be simulated, and the driver's names find the right one.
+TEST(Machine, RowsMakeSenseAndDriversNamesFindThem) {
+    for (const Machine& m : machines())
+        for (const MachineField& f : machine_fields()) {
+            EXPECT_GE(m.*f.field, f.least) << m.name << " " << f.name;
+            EXPECT_LE(m.*f.field, f.most) << m.name << " " << f.name;
+        }
+    EXPECT_EQ(machine_of_device("NVIDIA H100 80GB HBM3")->name, "h100");
+    EXPECT_EQ(machine_of_device("NVIDIA H100 PCIe")->name, "h100-pcie");
+    EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-40GB")->name, "a100-40");
+    EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-80GB")->name, "a100-80");
+    EXPECT_EQ(machine_of_device("Quadro"), nullptr);
+}
