@@ -116,6 +116,12 @@ done
 dry env GPUS=0 scripts/run_gpt2_124M.sh
 [ -e data/gpt2 ] || says '^dev/data/tokenizer.py gpt2 $'
 says '--tokenizer data/gpt2 --evaluate hellaswag=data/hellaswag_val.jsonl '
+dry env OUT="$work/o" scripts/run_chat.sh
+says "--config scripts/first_run.cfg .* --export $work/o/base $"
+says "^build/train_gpt --model $work/o/base --loss sft --data dev/data/dialogue.jsonl "
+dry env MODEL=folder scripts/run_chat.sh
+says '^build/train_gpt --model folder --loss sft '
+[ ! -e "$work/o" ] || fail "run_chat.sh: DRY=1 makes $work/o"
 
 # Without a GPU the scripts for GPUs say so; a stand-in for nvidia-smi lists two.
 mkdir "$work/bin"

@@ -969,7 +969,8 @@ inline std::string check_together(const Config& c) {
     if (c.loss == "sft" && c.document_mask)
         return "--loss sft packs whole conversations, and none sees another: leave --document-mask "
                "out";
-    if (c.loss == "sft" && c.data.empty())
+    bool reads = c.steps > 0 || c.eval;
+    if (c.loss == "sft" && c.data.empty() && reads)
         return "--loss sft trains the answers of conversations: give --data FILE.jsonl";
     if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
         return "--evaluate: with --steps 0 nothing is evaluated: give --eval";

@@ -332,7 +332,7 @@ TEST(Data, DocumentsAreSplitBehindTheirEnds) {
         std::vector<int> tokens, doc_start, ignored;
     };
     const int END = 9;
-    for (const Case& c : std::vector<Case>{
+    for (Case c : std::vector<Case>{
              {{1, 2, 3, 4}, {0, 0, 0, 0}, {}},              // the middle of one
              {{1, 2, 9, 4}, {0, 0, 0, 3}, {2}},             // the end of one, the begin of another
              {{9, 1, 2, 9}, {0, 1, 1, 1}, {0, 3}},          // ends at both ends
