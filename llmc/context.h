@@ -49,6 +49,7 @@ template <typename S> struct Ctx {
     void* slot_rows = nullptr;         // rows by expert; models with experts only
     void* token_rows = nullptr;        // (ep,N,C) rows of all tokens that experts may see, or null
     int* loads = nullptr;              // (E) slots that this layer's experts have got, or null
+    void* heads = nullptr;             // (rooms,N,NH,HS) latent attention's expanded heads, or null
     size_t sequences = 0;              // of the global batch
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null
     const float* slopes = nullptr;     // (NH) ALiBi, or null
@@ -138,19 +139,30 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
     attention_backward(dq, dk, dv, out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
 }
 
+// The channels of each head that turn.
+template <typename T, typename S>
+RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
+    if (x.NH) x.rows += first_rotary(ctx.shape, ctx.shape.HS);
+    x.head_stride = ctx.shape.HS;
+    x.neighbours = ctx.shape.kv_latent > 0;
+    return x;
+}
+
 // RoPE on the first heads of each row, in place. Without a table (learned positions, ALiBi) there
 // is nothing to do.
 template <typename T, typename S>
-void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) { // (B,T,heads,HS)
+void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) {
     if (!ctx.rope) return;
-    q.head_stride = k.head_stride = ctx.shape.HS;
+    q = turning(ctx, q);
+    k = turning(ctx, k);
     rope_forward(q, k, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
                  rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }
 template <typename T, typename S>
 void rotate_backward(const Ctx<S>& ctx, RopeHeads<T> dq, RopeHeads<T> dk = {}) {
     if (!ctx.rope) return;
-    dq.head_stride = dk.head_stride = ctx.shape.HS;
+    dq = turning(ctx, dq);
+    dk = turning(ctx, dk);
     rope_backward(dq, dk, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
                   rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }

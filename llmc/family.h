@@ -10,7 +10,7 @@
 #include "adapters.h"
 #include "buckets.h"
 #include "gpt2.h"
-#include "mixtral.h"
+#include "mla.h"
 #include "neox.h"
 
 namespace llmc {
@@ -22,6 +22,7 @@ template <typename F> void with_family(Family family, F f) {
     case Family::LLAMA: return f(Llama{});
     case Family::NEOX: return f(Neox{});
     case Family::MIXTRAL: return f(Mixtral{});
+    case Family::DEEPSEEK: return f(Deepseek{});
     }
 }
 
@@ -123,9 +124,10 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double F = s.E || s.ffn_beside ? double(s.F * s.K + s.ffn_beside) : double(s.F);
     double Q = double(s.NH * s.HS);
     double KV = double(s.NKV * s.HS);
+    double matrices = s.kv_latent ? latent_elements(s) : C * (2 * Q + 2 * KV);
     double flops = 0;
     if (redoes_attn(level))
-        flops += 2 * C * (2 * Q + 2 * KV) + 2 * double(T) * Q;
+        flops += 2 * matrices + 2 * double(T) * Q;
     with_family(s.family, [&](auto family) {
         // A norm behind the last product needs it again.
         if (redoes_ffn(level))

@@ -76,7 +76,7 @@ struct Mixtral {
 // clang-format off
 // The router is whole on every rank, and its gradient is of the rank's part of each expert.
 template <typename Row>
-void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
+void second_branch_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
     size_t C = s.C;
     Shard whole = {}, columns = {0}, rows = {1};
     Shard heads = {-1, 1, 0, Partial::HEADS};
@@ -86,7 +86,6 @@ void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
                                                 : "mlp.gate.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
-    attention_parameters(w, s, row);
     row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
     if (s.E)
         row(w.router, router,                        {s.E, C}, normal, true, heads,   false);
@@ -94,13 +93,21 @@ void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
         row(w.shared_router, "mlp.shared_expert_gate.weight", {1, C}, normal, true, heads, false);
     if (size_t W = s.ffn_beside) {
         // In the place of experts it has the names of Llama's.
-        const char* gate = s.E ? "mlp.shared_expert.gate_proj.weight" : "mlp.gate_proj.weight";
-        const char* up = s.E ? "mlp.shared_expert.up_proj.weight" : "mlp.up_proj.weight";
-        const char* down = s.E ? "mlp.shared_expert.down_proj.weight" : "mlp.down_proj.weight";
-        row(w.ffn_gate, gate,                        {W, C},   normal, true, columns, false);
-        row(w.ffn_up,   up,                          {W, C},   normal, true, columns, false);
-        row(w.ffn_down, down,                        {C, W},   small,  true, rows,    false);
+        std::string mlp = s.E == 0 ? "mlp." : s.kv_latent ? "mlp.shared_experts."
+                                                          : "mlp.shared_expert.";
+        std::string gate = mlp + "gate_proj.weight";
+        std::string up = mlp + "up_proj.weight";
+        std::string down = mlp + "down_proj.weight";
+        row(w.ffn_gate, gate.c_str(),                {W, C},   normal, true, columns, false);
+        row(w.ffn_up,   up.c_str(),                  {W, C},   normal, true, columns, false);
+        row(w.ffn_down, down.c_str(),                {C, W},   small,  true, rows,    false);
     }
+}
+
+template <typename Row>
+void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
+    attention_parameters(w, s, row);
+    second_branch_parameters(w, s, row);
 }
 
 // A stack has E matrices, one below the other: {} stands for an expert's number in the files.
@@ -133,7 +140,7 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
 // Rows of slots are M = N K, whoever is chosen, or with expert parallelism at most M: an arena that
 // fits once fits always.
 template <typename T, typename Row>
-void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
+void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     // The ffn has rows of all tokens, experts those of slots.
     size_t F = s.F;
     size_t width = s.ffn_beside;
@@ -177,21 +184,26 @@ void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Ro
 }
 
 template <typename T, typename S, typename Row>
-void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row& row) {
     size_t C = s.C;
     size_t R = N / s.row_ranks; // of the residual stream
     using enum Keep;
     using enum Last;
 
     //  pointer         name                    elements   of        last read
-    attention_activations(a, s, N, where, row);
     row(a.norm_2,       "norm_2",               R * C,     CHEAP,    W);
     row(a.norm_2_rstd,  "norm_2.rstd",          R,         CHEAP,    B);
-    second_branch_activations(a, s, N, row);
+    ffn_activations(a, s, N, row);
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
     if (s.row_ranks > 1)
         row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
+}
+
+template <typename T, typename S, typename Row>
+void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+    attention_activations(a, s, N, where, row);
+    second_branch_activations(a, s, N, where, row);
 }
 // clang-format on
 

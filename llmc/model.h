@@ -37,7 +37,7 @@ struct Adapter {
 };
 typedef std::map<std::string, Adapter> Adapters;
 
-enum class Family { GPT2, LLAMA, NEOX, MIXTRAL };
+enum class Family { GPT2, LLAMA, NEOX, MIXTRAL, DEEPSEEK };
 enum class Position { LEARNED, ROPE, ALIBI };
 
 // The default is GPT-2's: presets and config.json state only what differs.
@@ -78,9 +78,8 @@ struct Shape : Variant {
 
 // The shape as a layer has it: an ffn, experts, or both.
 inline Shape layer_shape(Shape s, int layer) {
-    if (s.E == 0) return s;
-    // Blocks of a model without experts are all alike.
-    bool sparse = is_sparse(s, layer);
+    // Most families without experts have their ffn in F, and no width beside it.
+    bool sparse = s.E && is_sparse(s, layer);
     s.ffn_beside = sparse ? s.shared_F : s.dense_F;
     if (!sparse) s.E = s.K = 0;
     return s;

@@ -128,6 +128,30 @@ inline Shape olmoe_1b_7b() {
     return s;
 }
 
+// DeepSeek: latents of DQ (0: none) and DC channels, heads of `plain` channels and of `rotary` that
+// turn, values of HS_v; W: the width of the first blocks' ffn.
+struct LatentSizes {
+    size_t DQ;
+    size_t DC;
+    size_t plain;
+    size_t rotary;
+    size_t HS_v;
+};
+inline Shape deepseek_shape(const char* type, Shape s, LatentSizes d, size_t W) {
+    s.family = Family::DEEPSEEK;
+    s.hf_type = type;
+    s.norm_eps = 1e-6f;
+    s.F = s.dense_F = W;
+
+    // Heads.
+    s.q_latent = d.DQ;
+    s.kv_latent = d.DC;
+    s.HS = d.plain + d.rotary;
+    s.rotary = d.rotary;
+    s.HS_v = d.HS_v;
+    return s;
+}
+
 // A name that --model takes, and what --help says of it.
 struct Preset {
     const char* name;
@@ -142,6 +166,9 @@ inline std::vector<Preset> model_presets() {
          "Llama of 0.8M parameters over bytes"},
         {"tiny-moe", mixtral_shape(llama_shape(4, 4, 2, 128, 0, 256, 1024, 10000), 8, 2, 176),
          "Mixtral of 2.4M parameters over bytes, 0.8M of them active"},
+        {"tiny-mla", deepseek_shape("deepseek_v3", llama_shape(4, 4, 4, 128, 0, 256, 1024, 10000),
+                                    {48, 32, 32, 16, 32}, 352),
+         "DeepSeek's latent attention, 0.8M parameters over bytes"},
         {"gpt2", gpt2_shape(12, 12, 768), "124M"},
         {"gpt2-medium", gpt2_shape(24, 16, 1024), "350M"},
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},

@@ -10,9 +10,10 @@
 //   x, dx: rows n of heads (NH,HS), row n at n * row_stride   positions (N)
 //   table (P, HS/2, 2): cos, sin
 //   Heads may be longer than the HS channels that turn: the rest of them passes (RopeHeads).
+//   DeepSeek's pairs are neighbours, (2i, 2i+1): they turn by the same angles.
 //   Contract: in place. backward turns the other way, which is the gradient.
 //             Bitwise repeatable.
-//   Cost: memory-bound: reads and writes x.
+//   Cost: memory-bound: reads and writes x; of neighbours single elements.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
@@ -103,6 +104,7 @@ template <typename T> struct RopeHeads {
     T* rows = nullptr; // row n: (NH,HS) at n * row_stride
     size_t NH = 0, row_stride = 0;
     size_t head_stride = 0; // elements between heads; 0: HS, which turn all
+    bool neighbours = false; // pairs are (2i, 2i+1)
 };
 
 // ----------------------------------------------------------------------------
@@ -113,9 +115,11 @@ template <typename T>
 void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
                  const acc_t<T>* table,      // (P, HS/2, 2)
                  size_t N, size_t NH, size_t HS, size_t row_stride, size_t head_stride,
-                 acc_t<T> direction) {
+                 bool neighbours, acc_t<T> direction) {
     typedef acc_t<T> A;
     size_t half = HS / 2;
+    size_t step = neighbours ? 2 : 1;
+    size_t apart = neighbours ? 1 : half;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         // All heads of a row turn alike: they share its cosines and sines.
@@ -125,11 +129,14 @@ void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
         for (size_t h = 0; h < NH; h++) {
             T* head = x + n * row_stride + h * head_stride; // (HS)
             for (size_t i = 0; i < half; i++) {
-                A a = to_acc(head[i]), b = to_acc(head[i + half]);
+                T& first = head[i * step];
+                T& second = head[i * step + apart];
+                A a = to_acc(first);
+                A b = to_acc(second);
                 // The direction changes the sine's sign alone: cos is even.
                 A c = turn[2 * i], s = direction * turn[2 * i + 1];
-                head[i] = from_acc<T>(a * c - b * s);
-                head[i + half] = from_acc<T>(b * c + a * s);
+                first = from_acc<T>(a * c - b * s);
+                second = from_acc<T>(b * c + a * s);
             }
         }
     }
@@ -140,7 +147,7 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc
                  size_t N, size_t HS, acc_t<T> direction, Cpu) {
     for (const RopeHeads<T>& x : {q, k})
         rope_rotate(x.rows, positions, table, N, x.NH, HS, x.row_stride,
-                    x.head_stride ? x.head_stride : HS, direction);
+                    x.head_stride ? x.head_stride : HS, x.neighbours, direction);
 }
 
 // ----------------------------------------------------------------------------
@@ -162,23 +169,27 @@ __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions
     unsigned packs = half / P; // of a head
     for (unsigned at = threadIdx.x; at < NH * packs; at += blockDim.x) {
         unsigned i = at % packs * P;
-        T* head = row + at / packs * stride + i; // the pairs' first halves
+        T* head = row + at / packs * stride; // the pairs' firsts
+        head += x.neighbours ? 2 * i : i;
+        T* seconds = head + (x.neighbours ? 1 : half);
 
-        // One pack of each half: lane j of both is pair i + j.
-        Pack<T, P> a = load<P>(head), b = load<P>(head + half);
+        // One pack of each half: lane j of both is pair i + j. Neighbours come in packs of one.
+        Pack<T, P> a = load<P>(head), b = load<P>(seconds);
         // Cosines are float for 16-bit x too: rounding happens once, at the store.
         constexpr int ANGLES = P > 1 ? 2 : 1; // of a load: 16 bytes
         for (int j = 0; j < P; j += ANGLES) {
             Pack<float, 2 * ANGLES> angle = load<2 * ANGLES>(turn + 2 * (i + j)); // cos, sin, ..
             for (int i = 0; i < ANGLES; i++) {
-                float u = to_float(a.v[j + i]), v = to_float(b.v[j + i]);
-                float c = angle.v[2 * i], s = direction * angle.v[2 * i + 1];
+                float u = to_float(a.v[j + i]);
+                float v = to_float(b.v[j + i]);
+                float c = angle.v[2 * i];
+                float s = direction * angle.v[2 * i + 1];
                 a.v[j + i] = from_acc<T>(u * c - v * s);
                 b.v[j + i] = from_acc<T>(v * c + u * s);
             }
         }
         store(head, a);
-        store(head + half, b);
+        store(seconds, b);
     }
 }
 
@@ -198,7 +209,8 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const flo
                k, positions, table, unsigned(HS), direction);
     };
     // Halves of heads are loaded in packs, so each must begin at a multiple of one.
-    bool vector = can_vectorize<T>(HS / 2, q.rows, k.rows) && can_vectorize<float>(0, table) &&
+    bool vector = !q.neighbours && can_vectorize<T>(HS / 2, q.rows, k.rows) &&
+                  can_vectorize<float>(0, table) &&
                   q.row_stride % VECTOR<T> == 0 && k.row_stride % VECTOR<T> == 0 &&
                   q.head_stride % VECTOR<T> == 0 && k.head_stride % VECTOR<T> == 0;
     vector ? rotate(Int<VECTOR<T>>()) : rotate(Int<1>());

@@ -96,6 +96,7 @@ enum class ScratchKind : uint8_t {
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
     SLOT_ROWS, // (M,C) rows by expert, on their way into a product or out of it
     TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
+    HEADS,     // (rooms,N,NH,HS) keys and values as latent attention expands them
     HEAD,      // the head's own activations (head.h)
     WIDE,      // a frozen matrix, dequantised
     ROOM,      // (N,r) between the two products of an adapter
@@ -266,6 +267,8 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
             if (s.expert_ranks > 1)
                 table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
         }
+        if (layer > 0 && s.kv_latent)
+            table.add(ScratchKind::HEADS, latent_rooms(s, N, p.mode == Mode::TRAIN) * sizeof(T));
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
         table.add(ScratchKind::ROOM, N * largest_rank(model, layer) * sizeof(T));
         if (layer > 0)

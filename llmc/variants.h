@@ -29,6 +29,11 @@ struct Variant {
     double score_scalar = 0;    // scores are q.k over the root of this; 0: of HS
     float score_softcap = 0;    // Gemma 2
 
+    // DeepSeek: latent attention (mla.h). The last channels of a head turn, pairs of neighbours.
+    size_t kv_latent = 0;       // channels of the latent of keys and values; 0: there is none
+    size_t q_latent = 0;        // of queries
+    size_t HS_v = 0;            // channels of a head of values; 0: HS
+
     // Experts: some blocks have an ffn in their place, or beside them experts of every token.
     size_t dense_first = 0;   // DeepSeek: the first so many blocks have an ffn
     size_t sparse_every = 1;  // Qwen: every so many blocks one has experts
@@ -58,6 +63,11 @@ inline size_t window_of(const Variant& v, int layer) {
 
 // The channels of a head that RoPE turns.
 inline size_t rotary_channels(const Variant& v, size_t HS) { return v.rotary ? v.rotary : HS; }
+
+// The first of them.
+inline size_t first_rotary(const Variant& v, size_t HS) {
+    return v.kv_latent ? HS - rotary_channels(v, HS) : 0;
+}
 
 // Whether RoPE turns the heads of a layer.
 inline bool turns(const Variant& v, int layer) {

@@ -614,6 +614,11 @@ inline std::string preset_names() {
 
 // Change a preset's or folder's shape as the flags say.
 inline std::string override_shape(const Config& c, Shape& s) {
+    // A latent's heads follow from other sizes, which have no flags.
+    if (s.kv_latent && (c.heads || c.channels || c.kv_heads))
+        return "--heads, --kv-heads and --channels are not built with latent attention: leave them "
+               "out, or give a folder with --scratch";
+
     // Without --kv-heads, a model with a key/value head for each head keeps one for each.
     if (c.heads && !c.kv_heads && s.NKV == s.NH)
         s.NKV = c.heads;
@@ -625,6 +630,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
         s.F = s.F * c.channels / s.C;
     if (c.channels) s.C = c.channels;
     if (c.ffn) s.F = c.ffn;
+    if (s.kv_latent && s.E == 0) s.dense_F = s.F; // of blocks that may have experts
 
     // Experts in the place of an ffn.
     // Llamas whose blocks are Mixtral's but for the ffn.
@@ -698,6 +704,8 @@ inline std::string check_shape(const Shape& s) {
     if (s.position == Position::ROPE && s.HS % 2)
         return concat("RoPE turns pairs, and a head size of ", s.HS,
                       " is odd: change --heads or --channels");
+    if (s.kv_latent && s.position != Position::ROPE)
+        return "latent attention has RoPE in a part of each head: use --position rope";
     bool no_groups = s.family == Family::GPT2 || s.family == Family::NEOX;
     if (no_groups && s.NKV != s.NH)
         return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
@@ -714,7 +722,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
                                       "that has them");
     if (s.E == 0) return "";
     // GPT-2's ffn, and biases, have no experts' form here.
-    if (s.family != Family::MIXTRAL)
+    if (s.family != Family::MIXTRAL && s.family != Family::DEEPSEEK)
         return concat("--experts ", s.E, ": built for Llama, Mistral and Qwen3 without biases: "
                                          "leave it out, or give --model tiny-moe");
     // A token goes to different experts; a kernel's warp has a lane for each choice.

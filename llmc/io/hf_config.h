@@ -619,6 +619,10 @@ inline std::string hf_refusal(Mixtral, const Shape& s) {
     return hf_refusal(Llama{}, s);
 }
 
+inline std::string hf_refusal(Deepseek, const Shape&) {
+    return "--export: folders of DeepSeek are not built yet: drop --export";
+}
+
 // The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
 inline double decimal(float x) {
     // Nine digits tell any two floats apart, so the loop always ends with the right value.
@@ -798,6 +802,8 @@ inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
     j["qkv_bias"] = s.qkv_bias;
     return j;
 }
+
+inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) { return hf_json(Mixtral{}, s); }
 // clang-format on
 
 } // namespace llmc

@@ -416,6 +416,7 @@ inline std::string hf_name(Gpt2, const std::string& name) {
 inline std::string hf_name(Llama, const std::string& name) { return name; }
 inline std::string hf_name(Neox, const std::string& name) { return name; }
 inline std::string hf_name(Mixtral, const std::string& name) { return name; }
+inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 
 // ----------------------------------------------------------------------------
 // writing a folder

@@ -5,6 +5,7 @@
 #include "../../llmc/crossentropy.cuh"
 #include "../../llmc/elementwise.cuh"
 #include "../../llmc/embedding.cuh"
+#include "../../llmc/latent_heads.cuh"
 #include "../../llmc/rmsnorm.cuh"
 #include "../../llmc/rope.cuh"
 #include "../../llmc/swiglu.cuh"
@@ -113,6 +114,39 @@ template <typename T> void part_and_scale_kernels(Check& c) {
             o.add("turned", y, want, tolerance<T>(2), 1);
         });
     }
+    for (auto [HS, turned] : {std::array<size_t, 2>{10, 4}, {48, 32}}) {
+        size_t N = 5, NH = 3, P = 20, first = HS - turned;
+        CASE(c, "rope of neighbours %s HS=%zu of %zu", type_word(T()), turned, HS);
+        std::vector<double> table(P * turned);
+        rope_table(table.data(), P, turned, 100, {});
+        table = rounded<float>(table);
+        std::vector<int> at = integers(c, N, 0, int(P) - 1);
+        auto x = rounded<T>(normals(c, N * NH * HS));
+        // Want: pairs taken apart into halves, turned, and joined again.
+        std::vector<double> halves = x, want = x;
+        auto each = [&](auto f) {
+            for (size_t head = 0; head < N * NH; head++)
+                for (size_t i = 0; i < turned; i++) f(head * HS + first + i / 2 + (i % 2) * turned / 2, head * HS + first + i);
+        };
+        each([&](size_t half, size_t pair) { halves[half] = x[pair]; });
+        rope_forward(RopeHeads<double>{halves.data() + first, NH, NH * HS, HS}, RopeHeads<double>{}, at.data(),
+                     table.data(), N, turned, Cpu{});
+        each([&](size_t half, size_t pair) { want[pair] = halves[half]; });
+        std::vector<double> cpu = x;
+        rope_forward(RopeHeads<double>{cpu.data() + first, NH, NH * HS, HS, true}, RopeHeads<double>{},
+                     at.data(), table.data(), N, turned, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<int> positions(at);
+            Array<float> turn(table);
+            Array<T> y(x);
+            Array<double> on_cpu(cpu);
+            rope_forward(RopeHeads<T>{y.data + first, NH, NH * HS, HS, true}, RopeHeads<T>{}, positions.data,
+                         turn.data, N, turned, stream);
+            o.add("turned", y, want, tolerance<T>(2), 1);
+            o.add("on the CPU", on_cpu, want, 1e-15);
+        });
+    }
     for (auto [N, V, C] : {std::array<size_t, 3>{40, 11, 6}, {33, 5, 64}}) {
         CASE(c, "scaled embedding, capped logits %s N=%zu V=%zu C=%zu", type_word(T()), N, V, C);
         std::vector<int> tokens = integers(c, N, 0, int(V) - 1), zeros(N);
@@ -145,11 +179,54 @@ template <typename T> void part_and_scale_kernels(Check& c) {
     }
 }
 
+// Latent attention's heads, wider than a block and narrower, values as wide as keys and narrower; the
+// rotary part lies in longer rows.
+template <typename T> void latent_heads_kernels(Check& c) {
+    for (LatentHeads d : {LatentHeads{3, 12, 6, 4}, {5, 96, 96, 32}, {1, 5, 4, 2}}) {
+        size_t N = 4, wide = N * d.NH * d.HS, narrow = N * d.NH * d.kv(), stride = d.rotary + 3;
+        CASE(c, "heads of latents %s NH=%zu HS=%zu of %zu", type_word(T()), d.NH, d.HS_v, d.HS);
+        auto kv = rounded<T>(normals(c, narrow)), rope = rounded<T>(normals(c, N * stride));
+        auto dk = rounded<T>(normals(c, wide)), dv = rounded<T>(normals(c, wide));
+
+        // Want: element by element, by the definition.
+        std::vector<double> k(wide), v(wide), dkv(narrow), drope = rope;
+        for (size_t n = 0; n < N; n++)
+            for (size_t c = 0; c < d.rotary; c++) drope[n * stride + c] = 0;
+        for (size_t head = 0; head < N * d.NH; head++)
+            for (size_t c = 0; c < d.HS; c++) {
+                size_t n = head / d.NH, at = head * d.HS + c, plain = d.HS - d.rotary;
+                const double* from = kv.data() + head * (plain + d.HS_v);
+                double* to = dkv.data() + head * (plain + d.HS_v);
+                k[at] = c < plain ? from[c] : rope[n * stride + c - plain];
+                v[at] = c < d.HS_v ? from[plain + c] : 0;
+                (c < plain ? to[c] : drope[n * stride + c - plain]) += dk[at];
+                if (c < d.HS_v) to[plain + c] = dv[at];
+            }
+        std::vector<double> on_cpu[4] = {k, v, dkv, drope};
+        for (auto& x : on_cpu) std::fill(x.begin(), x.end(), 7);
+        on_cpu[3] = rope;
+        latent_heads_forward(on_cpu[0].data(), on_cpu[1].data(), kv.data(), rope.data(), stride, d, N, Cpu{});
+        latent_heads_backward(on_cpu[2].data(), on_cpu[3].data(), stride, dk.data(), dv.data(), d, N, Cpu{});
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> a(kv), b(rope), da(dk), db(dv), key(wide), value(wide), both(narrow), turned(rope);
+            latent_heads_forward(key.data, value.data, a.data, b.data, stride, d, N, stream);
+            latent_heads_backward(both.data, turned.data, stride, da.data, db.data, d, N, stream);
+            o.add("k", key, k, 0), o.add("v", value, v, 0), o.add("dkv", both, dkv, 0);
+            o.add("dk_rope", turned, drope, tolerance<T>(d.NH), double(d.NH));
+            const std::vector<double>* want[] = {&k, &v, &dkv, &drope};
+            for (int i = 0; i < 4; i++) o.add("on the CPU", Array<double>(on_cpu[i]), *want[i], 1e-14, 1);
+        });
+    }
+}
+
 inline void add_variant_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"rmsnorm with more float", rmsnorm_more_kernels<float>});
     rows.push_back({"rmsnorm with more bf16", rmsnorm_more_kernels<bf16>});
     rows.push_back({"geglu, sum, softcap float", gate_and_cap_kernels<float>});
     rows.push_back({"geglu, sum, softcap bf16", gate_and_cap_kernels<bf16>});
+    rows.push_back({"heads of latents float", latent_heads_kernels<float>});
+    rows.push_back({"heads of latents bf16", latent_heads_kernels<bf16>});
     rows.push_back({"parts and scales float", part_and_scale_kernels<float>});
     rows.push_back({"parts and scales bf16", part_and_scale_kernels<bf16>});
 }

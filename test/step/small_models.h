@@ -77,6 +77,18 @@ inline Shape with_late_lora(Shape s, size_t rank) {
     return s;
 }
 
+// Latent attention: heads of eight channels and four that turn, values of six. With or without a
+// latent of queries; an ffn, or experts behind a block with one.
+inline Shape small_mla(bool experts = false) {
+    Shape s = llama_shape(3, 4, 4, 32, 0, 53, 64, 10000);
+    s = deepseek_shape(experts ? "deepseek_v3" : "deepseek_v2", s,
+                       {experts ? size_t(0) : 12, 10, 8, 4, 6}, 20);
+    if (!experts) return s;
+    s.F = 12, s.E = 6, s.K = 2, s.dense_first = 1, s.shared_F = 16;
+    s.router = Router::SIGMOID, s.gate_scale = 2.5f;
+    return s;
+}
+
 // Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
 inline Layout small_layout(int dp, int tp = 1, int pp = 1, int cp = 1) {
     Layout layout;
@@ -192,7 +204,8 @@ inline std::vector<Shape> all_shapes() {
     qwen.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
     std::vector<Shape> all = {small_gpt2(), small_gpt2(false), small_llama(), qwen,
                               alibi,        rope,              small_qwen3(),
-                              small_mixtral(), small_mixtral(true), small_shared()};
+                              small_mixtral(), small_mixtral(true), small_shared(),
+                              small_mla(), small_mla(true)};
     for (const char* type : VARIANTS)
         all.push_back(small_variant(small_llama(), type));
     all.push_back(small_neox());

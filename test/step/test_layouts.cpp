@@ -316,6 +316,16 @@ Shape shared_for_tp() {
     s.dense_first = 2, s.sparse_every = 2, s.dense_F = 40, s.shared_F = 48, s.shared_gate = true;
     return s;
 }
+// Heads for eight ranks, their values narrower; every width a multiple of eight.
+Shape mla_for_tp(bool experts) {
+    Shape s = llama_shape(4, 8, 8, 32, 0, 277, 64, 10000);
+    s = deepseek_shape(experts ? "deepseek_v3" : "deepseek_v2", s,
+                       {experts ? size_t(10) : 0, 7, 4, 2, 3}, 48);
+    if (!experts) return s;
+    s.F = 24, s.E = 6, s.K = 2, s.dense_first = 1, s.shared_F = 48, s.balance = 0.5;
+    s.router = Router::SIGMOID, s.gate_scale = 2.5f;
+    return s;
+}
 bool fits(const Shape& s, const LayoutCase& l) {
     size_t tp = size_t(l.tp);
     return tp_divides(s, tp) && l.pp * l.chunks <= int(s.L) + 2;
@@ -834,6 +844,36 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
         Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
         ASSERT_EQ(cell.wrong, "") << l.text() << columns_of(cell);
     }
+}
+
+// Latent attention, with and without a latent of queries, an ffn or experts behind it: every fourth
+// layout of data, tensor and pipeline ranks, some of experts and of sequences cut in all three ways.
+TEST(Layouts, LatentAttentionIsOneComputation) {
+    std::map<std::tuple<bool, bool, int, size_t>, OneRank> one_rank;
+    int number = 0, cells = 0;
+    std::vector<LayoutCase> layouts = all_layouts(), experts = expert_layouts();
+    size_t kept = 0;
+    for (size_t i = 0; i < layouts.size(); i += 4) layouts[kept++] = layouts[i];
+    layouts.resize(kept);
+    for (size_t i = 0; i < experts.size(); i += 5) layouts.push_back(experts[i]);
+    for (int method = 0; method < 3; method++)
+        for (auto [tp, sp] : {std::pair{1, false}, {2, true}}) {
+            LayoutCase l{1, tp};
+            l.cp = 2, l.cp_method = ContextMethod(method), l.sequence_parallel = sp, l.T = 16;
+            layouts.push_back(l);
+        }
+    for (LayoutCase& l : layouts) {
+        l.one_expert = false;
+        bool adamw = number % 2 > 0, routed = l.ep > 1 || number % 4 < 2;
+        Shape shape = mla_for_tp(routed);
+        if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
+        OneRank& one = one_rank[{routed, adamw, l.micro_batches * l.dp, l.T}];
+        if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw, -1, l.T);
+        Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+        ASSERT_EQ(cell.wrong, "") << l.text() << columns_of(cell);
+        cells++;
+    }
+    printf("%d layouts\n", cells);
 }
 
 // Stages of ZeRO, pipelines and recomputation change no bit of it, and rows that no token has chosen

@@ -1,0 +1,473 @@
+// mla.h - DeepSeek-V2, V3: multi-head latent attention before Mixtral's experts - arXiv:2405.04434
+//   q         = q_b(norm(q_a(x))), or q_proj(x)    (NH, plain + rotary)
+//   c, k_rope = kv_a(x)                            DC channels, and a rotary part of all heads
+//   k, v      = kv_b(norm(c))                      (NH, plain + HS_v); a head's key: [k, k_rope]
+//   out       = stream + o_proj(attention(rope(q), rope(k), v)),  x = norm_1(stream)
+//   The norms of latents have an eps of 1e-6, whatever the model's is. RoPE turns the last `rotary`
+//   channels of a head. The second branch is mixtral.h's, embedding, head and the rest llama.h's.
+//   Tensor parallelism cuts the heads: q_b, kv_b, o_proj. Latents are whole on every rank, with
+//   sequence parallelism too, and their gradients are of the rank's own heads {+tp}. All behind
+//   them is linear in these, so q_a, kv_a and the norms are partial by heads, and norm_1's rows are
+//   summed as Llama's.
+//   Attention's kernels want v as wide as q and k: scratch holds k and v as they read them, v and
+//   out with zeros behind HS_v. That costs HS / HS_v of the work on v, 1.5 in DeepSeek, and memory
+//   for one layer; what is kept is q, kv and out, as narrow as they are. Backward lays k and v out
+//   anew. So context parallelism and the cache are Llama's, and a cached token takes 2 NH HS.
+//   Cost: the first branch takes 2 N FLOPs an element of its matrices, and attention's.
+#pragma once
+#include "latent_heads.cuh"
+#include "mixtral.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the family
+
+// clang-format off
+struct Deepseek {
+    static constexpr const char* model_types[] = {"deepseek_v2", "deepseek_v3"};
+    static constexpr const char* block_prefix = "model.layers.";
+    static constexpr const char* body_prefix = "";              // names begin with "model." already
+    static constexpr int widening_products = 2;                 // from C to F channels: gate, up
+
+    typedef Llama::Embedding Embedding;
+    typedef Llama::Head Head;
+
+    // q is q_proj, or q_b behind a latent. Q = NH HS, DQ, DC: latents, DR: rotary channels.
+    struct Block : Mixtral::Block {
+        Weight q_a, q_a_norm;                     // (DQ,C) (DQ)
+        Weight kv_a, kv_a_norm;                   // (DC+DR,C) (DC)
+        Weight kv_b;                              // (NH kv,DC)
+    };
+
+    // attention and d attention are (N,NH,HS_v) here.
+    template <typename T> struct Acts : Mixtral::Acts<T> {
+        T *q_down, *q_latent;                     // (N,DQ) (N,DQ)       before the norm, behind it
+        T *kv_down, *kv_latent;                   // (N,DC+DR) (N,DC)
+        acc_t<T> *q_latent_rstd, *kv_latent_rstd; // (N) (N)
+        T* kv;                                    // (N,NH,kv)
+
+        T *dq_latent, *dq_down;                   // (N,DQ) (N,DQ) {+tp}
+        T *dkv, *dkv_latent, *dkv_down;           // (N,NH,kv) (N,DC) {+tp} (N,DC+DR) {+tp}
+        acc_t<T> *q_latent_sums, *kv_latent_sums; // parts of the norms' dweight
+    };
+};
+// clang-format on
+
+constexpr float LATENT_EPS = 1e-6f;
+
+// The heads of a rank.
+inline LatentHeads latent_heads(const Shape& s) { return {s.NH, s.HS, s.HS_v, s.rotary}; }
+
+// Elements of the first branch's matrices, without its norms.
+inline double latent_elements(const Shape& s) {
+    // Without a latent of queries q reads the stream.
+    size_t Q = s.NH * s.HS;
+    size_t q = s.q_latent ? s.q_latent * (s.C + Q) : s.C * Q;
+
+    // Down to the latent, up to heads, and back to the stream.
+    size_t down = s.C * (s.kv_latent + s.rotary);
+    size_t up = s.kv_latent * s.NH * latent_heads(s).kv();
+    size_t o = s.NH * s.HS_v * s.C;
+    return double(q + down + up + o);
+}
+
+// ----------------------------------------------------------------------------
+// tables
+
+// clang-format off
+// Weights of latents are whole, with a part of the gradient on each rank.
+template <typename Row>
+void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
+    size_t C = s.C;
+    // Sizes that no rank cuts.
+    size_t DQ = s.q_latent;
+    size_t DC = s.kv_latent;
+    size_t down = DC + s.rotary;
+
+    // Rows of heads, and the columns of o.
+    size_t Q = s.NH * s.HS;
+    size_t kv = latent_heads(s).kv();
+    size_t KV = s.NH * kv;
+    size_t V = s.NH * s.HS_v;
+    Shard whole = {};
+    Shard columns = {0};
+    Shard rows = {1};
+    Shard latent = {-1, 1, 0, Partial::HEADS};
+    Init normal = normal_init(0.02);
+    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+
+    //  weight    name                                  shape       start   decays cut   transposed
+    row(w.norm_1, "input_layernorm.weight",             {C},        ONES,   false, whole,   false);
+    if (DQ) {
+        row(w.q_a, "self_attn.q_a_proj.weight",         {DQ, C},    normal, true,  latent,  false);
+        const char* norm = "self_attn.q_a_layernorm.weight";
+        row(w.q_a_norm, norm,                           {DQ},       ONES,   false, latent,  false);
+        row(w.q, "self_attn.q_b_proj.weight",           {Q, DQ},    normal, true,  columns, false);
+    } else {
+        row(w.q, "self_attn.q_proj.weight",             {Q, C},     normal, true,  columns, false);
+    }
+    const char* kv_a = "self_attn.kv_a_proj_with_mqa.weight";
+    row(w.kv_a, kv_a,                                   {down, C},  normal, true,  latent,  false);
+    row(w.kv_a_norm, "self_attn.kv_a_layernorm.weight", {DC},       ONES,   false, latent,  false);
+    row(w.kv_b, "self_attn.kv_b_proj.weight",           {KV, DC},   normal, true,  columns, false);
+    row(w.o, "self_attn.o_proj.weight",                 {C, V},     small,  true,  rows,    false);
+    second_branch_parameters(w, s, row);
+}
+
+// The experts are Mixtral's.
+template <typename Row>
+void expert_parameters(Deepseek::Block& w, const Shape& s, Row row) {
+    // The base's overload, which this name would hide.
+    Mixtral::Block& experts = w;
+    expert_parameters(experts, s, row);
+}
+
+// Rows of latents are all N, also with sequence parallelism.
+template <typename T, typename S, typename Row>
+void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+    size_t C = s.C;
+    // Sizes that no rank cuts.
+    size_t DQ = s.q_latent;
+    size_t DC = s.kv_latent;
+    size_t down = DC + s.rotary; // k's rotary part lies behind the latent
+
+    // Channels of all heads; rows of the stream.
+    size_t Q = s.NH * s.HS;
+    size_t KV = s.NH * latent_heads(s).kv();
+    size_t V = s.NH * s.HS_v;
+    size_t R = N / s.row_ranks;
+    using enum Keep;
+    using enum Last;
+
+    //  pointer           name                      elements   of        last read
+    row(a.norm_1,         "norm_1",                 R * C,     CHEAP,    W);
+    row(a.norm_1_rstd,    "norm_1.rstd",            R,         CHEAP,    B);
+    if (DQ) {
+        row(a.q_down,     "q's latent before norm", N * DQ,    ATTN,     B);
+        row(a.q_latent,   "q's latent",             N * DQ,    CHEAP,    W);
+        row(a.q_latent_rstd, "q's latent, rstd",    N,         CHEAP,    B);
+    }
+    row(a.q,              "q",                      N * Q,     ATTN,     B);
+    row(a.kv_down,        "latent before norm, k's rope", N * down, ATTN, B);
+    row(a.kv_latent,      "latent",                 N * DC,    CHEAP,    W);
+    row(a.kv_latent_rstd, "latent, rstd",           N,         CHEAP,    B);
+    row(a.kv,             "k, v",                   N * KV,    ATTN,     B);
+    row(a.attention,      "attention",              N * V,     ATTN,     W);
+    row(a.lse,            "log-sum-exp",            N * s.NH,  ATTN,     B);
+    row(a.middle,         "middle",                 R * C,     ATTN,     B);
+
+    // Sums are of all rows of latents.
+    row(a.dmiddle,        "d middle",               R * C,     GRADIENT, W);
+    row(a.dattention,     "d attention",            N * V,     GRADIENT, B);
+    row(a.dq,             "d q",                    N * Q,     GRADIENT, W);
+    row(a.dkv,            "d k, d v",               N * KV,    GRADIENT, W);
+    row(a.dkv_latent,     "d latent",               N * DC,    GRADIENT, B);
+    row(a.dkv_down,       "d latent before norm, d k's rope", N * down, GRADIENT, W);
+    size_t sums = rmsnorm_sums(N, DC, where);
+    row(a.kv_latent_sums, "d latent, sums",         sums,      GRADIENT, W);
+    if (DQ) {
+        sums = rmsnorm_sums(N, DQ, where);
+        row(a.dq_latent,  "d q's latent",           N * DQ,    GRADIENT, B);
+        row(a.dq_down,    "d q's latent before norm", N * DQ,  GRADIENT, W);
+        row(a.q_latent_sums, "d q's latent, sums",  sums,      GRADIENT, W);
+    }
+    row(a.dnorm_1,        "d norm_1",               R * C,     GRADIENT, B);
+    sums = rmsnorm_sums(R, C, where);
+    row(a.norm_1_sums,    "d norm_1, sums",         sums,      GRADIENT, W);
+    if (s.row_ranks > 1)
+        row(a.dmiddle_all, "d middle, all rows",    N * C,     GRADIENT, W);
+    second_branch_activations(a, s, N, where, row);
+}
+// clang-format on
+
+// ----------------------------------------------------------------------------
+// scratch: heads as attention's kernels read them
+
+template <typename T> struct LatentRooms {
+    // (N,NH,HS) each
+    T* k;
+    T* v;
+    T* out;
+    // the same, in training
+    T* dout;
+    T* dk;
+    T* dv;
+};
+
+// Elements of a room: the heads of N rows, or a latent of them.
+inline size_t latent_room(const Shape& s, size_t N) {
+    return round_up(N * std::max(s.NH * s.HS, s.kv_latent), size_t(128)); // 256 bytes of 16 bits
+}
+
+// Elements of all rooms.
+inline size_t latent_rooms(const Shape& s, size_t N, bool trains) {
+    return (trains ? 6 : 3) * latent_room(s, N);
+}
+
+// Point at them; evaluation touches the first three alone.
+template <typename T, typename S>
+LatentRooms<T> latent_rooms(const Ctx<S>& ctx) {
+    // Every layer has the same rooms.
+    size_t room = latent_room(ctx.shape, ctx.batch.rows());
+    T* base = static_cast<T*>(ctx.heads);
+    // One behind the other.
+    auto next = [&] {
+        T* at = base;
+        base += room;
+        return at;
+    };
+    return {next(), next(), next(), next(), next(), next()};
+}
+
+// wide (N,NH,HS) = narrow (N,NH,HS_v), and zeros.
+template <typename T, typename S>
+void pad_heads(Ctx<S>& ctx,
+               T* wide, const T* narrow) {
+    const Shape& s = ctx.shape;
+    // All zeros first, then each head's values.
+    size_t heads = ctx.batch.rows() * s.NH;
+    size_t bytes = s.HS_v * sizeof(T);
+    device_zero(wide, heads * s.HS * sizeof(T), ctx.where);
+    copy_rows(wide, s.HS * sizeof(T), narrow, bytes, bytes, heads, ctx.where);
+}
+
+// Lay out keys and values; the keys are not turned yet.
+template <typename T, typename S>
+void expand_heads(Ctx<S>& ctx,
+                  const LatentRooms<T>& room,
+                  const Deepseek::Acts<T>& a) {
+    // k's rotary part lies behind each latent.
+    const Shape& s = ctx.shape;
+    size_t width = s.kv_latent + s.rotary;
+    latent_heads_forward(room.k, room.v, a.kv, a.kv_down + s.kv_latent, width, latent_heads(s),
+                         ctx.batch.rows(), ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// latents
+
+// The norm of the first DC channels of each row of kv_down, which a room holds side by side.
+template <typename T, typename S>
+void norm_latents(Ctx<S>& ctx,
+                  const Deepseek::Block& w,
+                  const Deepseek::Acts<T>& a) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    // Queries may have no latent.
+    if (s.q_latent)
+        rmsnorm_forward(a.q_latent, a.q_latent_rstd, a.q_down, w.q_a_norm.as<T>(), N, s.q_latent,
+                        LATENT_EPS, ctx.where);
+
+    // k's rotary part lies between the latents of two rows.
+    T* latents = latent_rooms<T>(ctx).k; // (N,DC)
+    size_t bytes = s.kv_latent * sizeof(T);
+    size_t stride = bytes + s.rotary * sizeof(T);
+    copy_rows(latents, bytes, a.kv_down, stride, bytes, N, ctx.where);
+    rmsnorm_forward(a.kv_latent, a.kv_latent_rstd, latents, w.kv_a_norm.as<T>(), N, s.kv_latent,
+                    LATENT_EPS, ctx.where);
+}
+
+// dkv_down's latents, from those behind the norm.
+template <typename T, typename S>
+void norm_latents_backward(Ctx<S>& ctx,
+                           const Deepseek::Block& w,
+                           const Deepseek::Acts<T>& a) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    const T* no_residual = nullptr;
+    // Queries may have no latent.
+    if (s.q_latent)
+        rmsnorm_backward(a.dq_down, a.q_latent_sums, no_residual, a.dq_latent, a.q_down,
+                         w.q_a_norm.as<T>(), a.q_latent_rstd, N, s.q_latent, ctx.where);
+
+    // Side by side in a room, as in the forward pass, then where they belong.
+    LatentRooms<T> room = latent_rooms<T>(ctx);
+    size_t bytes = s.kv_latent * sizeof(T);
+    size_t stride = bytes + s.rotary * sizeof(T);
+    copy_rows(room.k, bytes, a.kv_down, stride, bytes, N, ctx.where);
+    rmsnorm_backward(room.v, a.kv_latent_sums, no_residual, a.dkv_latent,
+                     static_cast<const T*>(room.k), w.kv_a_norm.as<T>(), a.kv_latent_rstd, N,
+                     s.kv_latent, ctx.where);
+    copy_rows(a.dkv_down, stride, room.v, bytes, bytes, N, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the first branch: tokens look at those before them
+
+// The product that reads the stream for queries: q_a, or q itself.
+template <typename T>
+ColumnProduct<T> first_of_q(const Shape& s,
+                            const Deepseek::Block& w, T* q_down, T* q) {
+    // ZeRO's W half has no weights: only the shape says which there are.
+    if (s.q_latent) return {q_down, w.q_a};
+    return {q, w.q};
+}
+
+// From the norm of the stream to the stream behind the branch.
+template <typename T, typename S>
+void latent_attention(Ctx<S>& ctx,
+                      const T* inp,
+                      const Deepseek::Block& w, // (R,C)
+                      const Deepseek::Acts<T>& a, T* cache) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    size_t Q = s.NH * s.HS;
+    const T* no_residual = nullptr;
+
+    // Narrow the stream to latents.
+    column_parallel_forward(ctx, {first_of_q(s, w, a.q_down, a.q), {a.kv_down, w.kv_a}},
+                            static_cast<const T*>(a.norm_1));
+    norm_latents(ctx, w, a);
+
+    // Widen them to this rank's heads.
+    if (s.q_latent)
+        linear_forward(a.q, a.q_latent, w.q, nullptr, no_residual, N, ctx.blas, ctx.where);
+    linear_forward(a.kv, a.kv_latent, w.kv_b, nullptr, no_residual, N, ctx.blas, ctx.where);
+
+    // Attend, drop the zeros behind each head, and join the stream.
+    LatentRooms<T> room = latent_rooms<T>(ctx);
+    expand_heads(ctx, room, a);
+    Qkv<T> x = {a.q, room.k, room.v, Q, Q};
+    context_attention_forward(ctx, room.out, a.lse, x, cache);
+    size_t heads = N * s.NH;
+    size_t from = s.HS * sizeof(T);
+    size_t to = s.HS_v * sizeof(T);
+    copy_rows(a.attention, to, room.out, from, to, heads, ctx.where);
+    row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
+}
+
+// Back through attention: dq, dkv and the rotary part of dkv_down.
+template <typename T, typename S>
+void latent_attention_backward(Ctx<S>& ctx,
+                               const Deepseek::Acts<T>& a) {
+    // Rooms are as wide as q.
+    const Shape& s = ctx.shape;
+    size_t Q = s.NH * s.HS;
+    LatentRooms<T> room = latent_rooms<T>(ctx);
+
+    // Lay out what the forward pass read and made; it left the keys turned.
+    expand_heads(ctx, room, a);
+    rotate_forward<T>(ctx, {room.k, s.NH, Q});
+    pad_heads(ctx, room.out, a.attention);
+    pad_heads(ctx, room.dout, a.dattention);
+    Qkv<T> x = {a.q, room.k, room.v, Q, Q};
+    Qkv<T> dx = {a.dq, room.dk, room.dv, Q, Q};
+    context_attention_backward(ctx, dx, room.dout, room.out, a.lse, x);
+
+    // Gather the heads' gradients.
+    size_t width = s.kv_latent + s.rotary;
+    latent_heads_backward(a.dkv, a.dkv_down + s.kv_latent, width, room.dk, room.dv,
+                          latent_heads(s), ctx.batch.rows(), ctx.where);
+}
+
+// dinp = dmiddle + the gradient through the branch
+template <typename T, typename S>
+void first_branch_backward_input(Ctx<S>& ctx,
+                                 T* dinp, const T* inp, // (R,C) (R,C)
+                                 const Deepseek::Block& w,
+                                 const Deepseek::Acts<T>& a) {
+    // Attention first, from the stream's own gradient.
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.o);
+    latent_attention_backward(ctx, a);
+
+    // Narrow the heads' gradients to those of latents.
+    if (s.q_latent)
+        linear_backward_input(a.dq_latent, a.dq, w.q, N, false, ctx.blas, ctx.where);
+    linear_backward_input(a.dkv_latent, a.dkv, w.kv_b, N, false, ctx.blas, ctx.where);
+    norm_latents_backward(ctx, w, a);
+
+    // Walk back to the stream, where ranks add their heads' parts.
+    column_parallel_backward_input(ctx, a.dnorm_1,
+                                   {first_of_q(s, w, a.dq_down, a.dq), {a.dkv_down, w.kv_a}});
+    rmsnorm_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
+}
+
+// Give the matrices their gradients, and list the norms' sums.
+template <typename T, typename S>
+void first_branch_backward_weight(Ctx<S>& ctx,
+                                  SumsOfRows<T>& sums,
+                                  const Deepseek::Block& w,
+                                  const Deepseek::Acts<T>& a, bool accumulate) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    auto backward = [&](const Weight& weight, const T* dy, const T* x) {
+        linear_backward_weight(weight, nullptr, dy, x, N, accumulate, ctx.blas, ctx.where);
+    };
+
+    // Matrices of heads, then those that read the stream.
+    row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
+    // Without a latent q is among those.
+    if (s.q_latent) backward(w.q, a.dq, a.q_latent);
+    backward(w.kv_b, a.dkv, a.kv_latent);
+    column_parallel_backward_weight(ctx, {first_of_q(s, w, a.dq_down, a.dq), {a.dkv_down, w.kv_a}},
+                                    static_cast<const T*>(a.norm_1), accumulate);
+
+    // A rank's parts of the latents' norms are of its own heads {+tp}.
+    sums.ready.push_back(rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums));
+    sums.ready.push_back(
+        rmsnorm_parts(grad_of<T>(w.kv_a_norm), a.kv_latent_sums, N, s.kv_latent, ctx.where));
+    if (s.q_latent)
+        sums.ready.push_back(
+            rmsnorm_parts(grad_of<T>(w.q_a_norm), a.q_latent_sums, N, s.q_latent, ctx.where));
+}
+
+// ----------------------------------------------------------------------------
+// the block: its second branch is mixtral.h's
+
+template <typename T, typename S>
+void block_forward(Ctx<S>& ctx,
+                   T* out, const T* inp,
+                   const Deepseek::Block& w,
+                   const Deepseek::Acts<T>& a, T* cache) {
+    // Let tokens look at those before them, then let experts work on what they saw.
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    latent_attention(ctx, inp, w, a, cache);
+    second_branch_forward(ctx, out, w, a);
+}
+
+// Make again what the level dropped: norms always, of latents too.
+template <typename T, typename S>
+void block_recompute(Ctx<S>& ctx,
+                     const T* inp,
+                     const Deepseek::Block& w,
+                     const Deepseek::Acts<T>& a, Recompute level) {
+    // Attention turns q itself, so that what is kept stays turned.
+    T* no_cache = nullptr;
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    if (redoes_attn(level))
+        latent_attention(ctx, inp, w, a, no_cache);
+    else
+        norm_latents(ctx, w, a);
+    second_branch_recompute(ctx, w, a, level);
+}
+
+// Everything but the gradients of weights.
+template <typename T, typename S>
+void block_backward_input(Ctx<S>& ctx,
+                          T* dinp, const T* dout, const T* inp,
+                          const Deepseek::Block& w,
+                          const Deepseek::Acts<T>& a) {
+    // Both branches add to the stream's gradient.
+    second_branch_backward_input(ctx, dout, w, a);
+    rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
+                     a.norm_2_rstd);
+    first_branch_backward_input(ctx, dinp, inp, w, a);
+}
+
+// The gradients of weights, from what the input half has made.
+template <typename T, typename S>
+void block_backward_weight(Ctx<S>& ctx,
+                           const T* dout,
+                           const Deepseek::Block& w,
+                           const Deepseek::Acts<T>& a, bool accumulate) {
+    // Matrices at once, norms together at the end.
+    second_branch_backward_weight(ctx, dout, w, a, accumulate);
+    SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};
+    first_branch_backward_weight(ctx, sums, w, a, accumulate);
+    column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);
+}
+
+} // namespace llmc
