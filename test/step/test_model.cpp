@@ -346,7 +346,7 @@ TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
 // ----------------------------------------------------------------------------
 // documents
 
-struct Text {
+struct Sequence {
     std::vector<int> tokens, targets;
 };
 
@@ -355,7 +355,7 @@ struct Sums {
     double loss = 0;
     std::vector<double> grads = {}; // of all parameters
 };
-static Sums sums_of(const Shape& s, const std::vector<Text>& sequences, int document_end) {
+static Sums sums_of(const Shape& s, const std::vector<Sequence>& sequences, int document_end) {
     size_t T = sequences[0].tokens.size();
     Fixture<double> f(s, {small_plan(sequences.size(), T, 1)});
     f.t.hyper.lr = 0, f.t.document_end = document_end;
@@ -377,12 +377,12 @@ static Sums sums_of(const Shape& s, const std::vector<Text>& sequences, int docu
 TEST(Documents, PackedAreThoseAlone) {
     const int END = 7;
     uint64_t drawn = 0;
-    std::vector<Text> packed, alone;
+    std::vector<Sequence> packed, alone;
     for (const std::vector<size_t>& lengths :
          std::vector<std::vector<size_t>>{{5, 1, 7, 3}, {2, 14}}) {
-        Text all;
+        Sequence all;
         for (size_t length : lengths) {
-            Text one;
+            Sequence one;
             for (size_t i = 0; i <= length; i++)
                 one.tokens.push_back(8 + int(random_block(3, fnv1a("documents"), drawn++)[0] % 40));
             bool ends = length < 14;
@@ -401,7 +401,7 @@ TEST(Documents, PackedAreThoseAlone) {
     for (Shape s : shapes) {
         s.balance = s.z_loss = 0; // terms of whole sequences, which see documents side by side
         Sums got = sums_of(s, packed, END), want = {0, std::vector<double>(got.grads.size())};
-        for (const Text& document : alone) {
+        for (const Sequence& document : alone) {
             Sums one = sums_of(s, {document}, -1);
             want.loss += one.loss;
             for (size_t i = 0; i < one.grads.size(); i++) want.grads[i] += one.grads[i];
