@@ -351,7 +351,11 @@ template <typename F> bool run_ranks(Run& run, F body) {
             run.failed = mine.failed;
         }
     };
-    return run_local_ranks(c.local_ranks, {}, rank) == 0;
+    // A rank that hangs is named, and must not keep the process.
+    LocalSettings settings;
+    settings.timeout_s = c.watchdog;
+    settings.leave_s = 10; // others have ended by then
+    return run_local_ranks(c.local_ranks, settings, rank) == 0;
 }
 
 // Say where the run takes place, for its speed depends on it.
@@ -524,6 +528,7 @@ int main(int argc, char** argv) {
     Run run;
     join_processes(run, &info, &argc, &argv);
     or_die(parse_arguments(run.config, argc, argv));
+    info.timeout_s = run.config.watchdog;
     bool good = run_command(run);
     leave_processes(run);
 

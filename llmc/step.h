@@ -361,8 +361,10 @@ void run_action(Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S, typename F>
 void run_named(Trainer<T, S>& t, const char* what, const Action& a, F f) {
     std::string name = what + action_text(a, t.model);
-    if (RankInfo* info = t.comms.world.info)
+    if (RankInfo* info = t.comms.world.info) {
         info->action = name;
+        note_action(info->notes, name);
+    }
     NamedRange range(name.c_str());
     start_lap(t.watch, what, a, t.ctx.where);
     f();

@@ -3,14 +3,14 @@
 //   buffers: comm.h makes it, a backend (local.h, mpi.h, nccl.h) carries it out.
 //   Lengths are elements where they are called n or count, and bytes where the name says so.
 //   Contract: reduce_ranks adds its inputs in their order, bf16 and fp16 in float, rounded once.
-//   To copy: this file, memory.h, cuda_common.h and types.h.
+//   To copy: this file, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <memory>
 #include <type_traits>
 #include "../memory.h"
+#include "record.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -32,6 +32,7 @@ struct RankInfo {
     int rank = 0;                     // in the world
     std::string place;                // "dp 1, tp 0"
     std::string action;               // the action that runs now, for the watchdog's message
+    RankNotes notes;                  // what the ranks of this machine are at
     double timeout_s = 600;           // a longer wait ends the job; 0: wait for ever
     Placements* placements = nullptr; // null: buffers are not checked
     std::map<std::string, size_t>* sent = nullptr; // bytes by group; null: nobody counts them
@@ -186,17 +187,12 @@ inline std::string overdue_text(const Comm& c, Collective kind, double seconds,
     std::string who = missing.empty()       ? "some ranks have"
                       : missing.size() == 1 ? ranks_text(missing) + " has"
                                             : ranks_text(missing) + " have";
-    return rank_text(c) + waited + where_text(c, kind) + action + ": " + who + " not arrived";
+    return rank_text(c) + waited + where_text(c, kind) + action + ": " + who + " not arrived" +
+           standing_text(c.info->notes, seconds);
 }
 
 // ----------------------------------------------------------------------------
-// the clock, and the cores of a rank
-
-// Seconds on a clock that never goes back; only differences mean something.
-inline double clock_seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
+// the cores of a rank
 
 // Let this rank's OpenMP loops use so many threads, at least one.
 #ifdef _OPENMP

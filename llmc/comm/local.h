@@ -6,7 +6,7 @@
 //   A wait sleeps on a condition variable, after a short spin where every rank has a core.
 //   A rank that throws, ends early or waits too long makes every other rank's next collective throw
 //   RankFailure, after one message; no rank touches the buffers of a rank that has left.
-//   To copy: this file, placement.h, group.h, memory.h, cuda_common.h and types.h.
+//   To copy: this file, placement.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include <array>
 #include <atomic>
@@ -16,6 +16,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <unistd.h>
 #include "placement.h"
 
 namespace llmc {
@@ -31,6 +32,7 @@ struct LocalSettings {
     double timeout_s = 600;
     bool placements = false;        // each rank has a table of what its buffers hold
     std::string* failure = nullptr; // receives the message of a failure; null: it goes to stderr
+    double leave_s = 0; // after a failure the process leaves behind who hangs so long; 0: never
 };
 
 // Every collective throws this once a rank has failed; run_local_ranks catches it.
@@ -44,6 +46,7 @@ struct LocalWorld {
     std::mutex mutex;
     std::atomic<bool> failed = false;
     std::vector<std::atomic<bool>> ended; // (ranks)
+    std::vector<RankNote> notes;          // (ranks)
 
     // A group that some of its ranks have not joined yet.
     struct Opening {
@@ -53,7 +56,7 @@ struct LocalWorld {
     std::vector<Opening> openings;
 
     LocalWorld(int ranks, LocalSettings settings)
-        : ranks(ranks), settings(settings), ended(ranks) {}
+        : ranks(ranks), settings(settings), ended(ranks), notes(ranks) {}
 };
 
 // A collective, or a message, that some of its parties have started. The group's mutex guards all
@@ -112,6 +115,14 @@ inline void local_fail(LocalWorld& world, const std::string& message) {
         *world.settings.failure = message;
     else
         fprintf(stderr, "train_gpt: error: %s\n", message.c_str());
+
+    // A thread that hangs can't be ended, only its process.
+    // Tests that go on after a failure leave it at 0.
+    if (world.settings.leave_s > 0)
+        std::thread([seconds = world.settings.leave_s] {
+            std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+            _exit(1);
+        }).detach();
 }
 
 // Fail with this message, and leave the collective.
@@ -135,11 +146,13 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
         lock.lock();
     }
 
-    // Sleep, and look around 50 times a second.
+    // Sleep, and look around 50 times a second. Work in progress is no wait for a rank.
+    NoteWait note(op ? c.info->notes : RankNotes());
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     while (!ready()) {
         g.changed.wait_for(lock, std::chrono::milliseconds(20));
+        note.sign();
         if (!op || ready()) continue;
 
         // Find who has not come, and whether they still can.
@@ -413,6 +426,10 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
         info.timeout_s = settings.timeout_s;
         if (settings.placements)
             info.placements = &placements;
+        // Its note: it has begun, and others may read it.
+        info.notes = {world.notes.data(), ranks, &world.notes[size_t(rank)]};
+        info.notes.own->since = clock_seconds();
+        info.notes.own->rank = rank;
         Comm c;
         c.rank = rank;
         c.size = ranks;

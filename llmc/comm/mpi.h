@@ -8,7 +8,7 @@
 //   Only the thread that initialised MPI calls. A rank that waits for one collective carries on all
 //   that it has outstanding: a peer may need their second round first.
 //   Built without WITH_MPI the same names are here, and nobody calls them: no group has processes.
-//   To copy: this file, group.h, memory.h, cuda_common.h and types.h.
+//   To copy: this file, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #ifdef WITH_MPI
 #define OMPI_SKIP_MPICXX 1
@@ -373,6 +373,7 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
 // starts this one.
 inline void mpi_finish(MpiOp& op) {
     const Comm& c = *op.c;
+    NoteWait note(c.info->notes);
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     for (long polls = 0;; polls++) {
@@ -388,6 +389,7 @@ inline void mpi_finish(MpiOp& op) {
         if (polls < 1000) continue;
         std::this_thread::sleep_for(std::chrono::microseconds(polls < 10000 ? 20 : 500));
         double waited = clock_seconds() - start;
+        note.sign();
         if (limit > 0 && waited >= limit)
             mpi_stop(overdue_text(c, op.call.kind, waited, mpi_missing(op)));
     }
@@ -410,6 +412,30 @@ inline void mpi_share_cores(MPI_Comm world) {
     use_threads(std::min(cores_here(), cores / ranks));
 }
 
+// Share notes with the ranks of this machine. MPI_Finalize gives the memory back.
+inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
+    // The first rank of the machine takes the memory for all.
+    MPI_Comm machine;
+    MPI_Win window;
+    int rank = 0, ranks = 1, unit = 0;
+    LLMC_MPI_CHECK(MPI_Comm_split_type(world, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine));
+    LLMC_MPI_CHECK(MPI_Comm_rank(machine, &rank));
+    LLMC_MPI_CHECK(MPI_Comm_size(machine, &ranks));
+    // Others ask where it lies in their own addresses.
+    MPI_Aint bytes = rank == 0 ? MPI_Aint(ranks * sizeof(RankNote)) : 0;
+    void* memory = nullptr;
+    LLMC_MPI_CHECK(
+        MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, machine, &memory, &window));
+    LLMC_MPI_CHECK(MPI_Win_shared_query(window, 0, &bytes, &unit, &memory));
+
+    // Each makes its own note, and reads the others' once all have.
+    RankNote* all = static_cast<RankNote*>(memory);
+    info.notes = {all, ranks, new (all + rank) RankNote()};
+    info.notes.own->since = clock_seconds();
+    info.notes.own->rank = info.rank;
+    LLMC_MPI_CHECK(MPI_Barrier(machine));
+}
+
 // The job's processes as a group. All call it, once MPI_Init_thread has been called.
 inline Comm mpi_world(RankInfo& info) {
     Comm c;
@@ -427,6 +453,7 @@ inline Comm mpi_world(RankInfo& info) {
         c.members[r] = r;
     c.info = &info;
     this_rank = info.rank = c.rank;
+    mpi_share_notes(comm, info);
     return c;
 }
 

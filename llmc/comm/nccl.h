@@ -9,7 +9,7 @@
 //   Host order: the ranks of a communicator give it the same calls in the same order, and two
 //   communicators that share ranks are called in the same order on each of them.
 //   Built without WITH_NCCL the same names are here, and nobody calls them: no group has GPUs.
-//   To copy: this file, mpi.h, group.h, memory.h, cuda_common.h and types.h.
+//   To copy: this file, mpi.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include "mpi.h"
 #ifdef WITH_NCCL
@@ -179,6 +179,7 @@ inline std::string nccl_names(const RankInfo& info) {
 
 // Wait for all that the stream has been given, and end the job where a peer does not come.
 inline void nccl_wait(const Comm& c, cudaStream_t stream) {
+    NoteWait note(c.info->notes);
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     for (long polls = 0; cudaStreamQuery(stream) == cudaErrorNotReady; polls++) {
@@ -189,10 +190,11 @@ inline void nccl_wait(const Comm& c, cudaStream_t stream) {
         if (polls > 1000)
             std::this_thread::sleep_for(std::chrono::microseconds(20));
         double waited = clock_seconds() - start;
+        note.sign();
         if (limit > 0 && waited > limit)
             mpi_stop(rank_text(c) + " waited " + std::to_string(int(waited)) +
                      " s for its stream, with collectives on " + nccl_names(*c.info) +
-                     ", during action " + c.info->action);
+                     ", during action " + c.info->action + standing_text(c.info->notes, waited));
     }
     wait_for(stream); // it is done, or says why not
 }

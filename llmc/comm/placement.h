@@ -3,7 +3,7 @@
 //   (all-reduce and reduce-scatter want partial, all-gather and all-to-all sharded) and notes what
 //   it leaves in its output, so that a sum left out or made twice is a message, not a wrong
 //   gradient. Buffers without a row are not followed; a group of one neither looks nor notes.
-//   To copy: this file, group.h, memory.h, cuda_common.h and types.h.
+//   To copy: this file, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include "group.h"
 

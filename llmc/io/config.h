@@ -87,6 +87,7 @@ struct Config {
     std::string pipeline = "1f1b", grid_order = "tp-pp-dp", comm = "auto";
     std::string cp_method = "gather", cp_order = "zigzag";
     int64_t verify_every = 0; // steps
+    double watchdog = 600;    // seconds
 
     // files
     // out survives a kill and can be resumed; an export holds weights alone
@@ -313,6 +314,9 @@ inline const std::vector<Flag>& config_table() {
         {"verify-every", &C::verify_every, "0..1000000000000",
          "steps between comparisons of weights that several ranks hold; each save makes one (0: no "
          "others)"},
+        {"watchdog", &C::watchdog, "0..1000000",
+         "seconds that a rank waits for another until the run ends and names who hangs, and where; "
+         "a save must not take as long (0: wait for ever)"},
 
         {"", &C::help, "", "Files"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},

@@ -571,6 +571,23 @@ TEST(Local, LatestSeesAnInputThatChanges) {
               "rank 1 changed the input of reduce-scatter on 'world' before it was finished");
 }
 
+// Rank 0 waits for rank 2, which waits for rank 1. The process ends without the thread that hangs.
+TEST(Local, ARankThatHangsIsNamedAndTheProcessEnds) {
+    testing::FLAGS_gtest_death_test_style = "threadsafe";
+    auto chain = [](const Comm& c) {
+        note_action(c.info->notes, "B(0," + std::to_string(c.rank) + ")");
+        Comm ahead = c.rank == 1 ? Comm() : comm_split(c, "ahead", {0, 2});
+        Comm behind = c.rank == 0 ? Comm() : comm_split(c, "behind", {1, 2});
+        if (c.rank == 2) barrier(behind, Cpu());
+        if (c.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(100));
+        barrier(ahead, Cpu());
+    };
+    LocalSettings s = quick(0.5);
+    s.leave_s = 0.2;
+    EXPECT_EXIT(run_local_ranks(3, s, chain), testing::ExitedWithCode(1),
+                "not arrived; rank 1 has been in B\\(0,1\\) for [0-9.]+ s, and waits for nobody\n");
+}
+
 TEST(Local, NotOnTime) {
     auto late = [](const Comm& c) {
         c.info->place = "dp " + std::to_string(c.rank / 2) + ", tp " + std::to_string(c.rank % 2);

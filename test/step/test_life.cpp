@@ -325,6 +325,25 @@ TEST_F(Life, OneProcessOfSeveralIsSignalled) {
     EXPECT_EQ(steps().size(), 1u);
 }
 
+// The first rank waits for the second one, which waits for the third, and that one stands still.
+TEST_F(Life, ARankThatHangsIsNamedAndTheJobEnds) {
+    if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
+    std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 3 ";
+    if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
+        GTEST_SKIP() << "skipped: built without MPI";
+    std::string train = program() + " " + small + "--pp 3 --watchdog 2 --steps 1000000 --out " + out;
+    Child job(mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train + "'",
+              path("said"));
+    job.wait_for_step(3, 1000000);
+    kill(pid_t(atoll(read_file(path("pid.2")).c_str())), SIGSTOP);
+    double start = clock_seconds();
+    EXPECT_NE(job.wait(), 0);
+    EXPECT_LT(clock_seconds() - start, 60);
+    EXPECT_HAS(job.text(), " has not arrived; rank 2 has been in "); // and in a wait of its own, or in none
+    for (const char* other : {"; rank 0 has been", "; rank 1 has been"})
+        EXPECT_FALSE(has(job.text(), other)) << job.text();
+}
+
 TEST_F(Life, ASignalEndsAnEvaluation) {
     // After the first step all of the text is evaluated, many times as long as a step.
     for (std::string ranks : {"", " --local-ranks 2"}) {

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Keep a run on many machines alive: whenever it fails, start it again from its last checkpoint, on the machines left.
+# usage: scripts/multi_node/supervise.sh HOSTFILE RANKS_A_HOST build/train_gpt FLAGS... --out DIR
+#   Each attempt takes the machines of HOSTFILE that answer, and of those as many as the flags can be shared out over:
+#   --dp follows from the rest, and the global batch stays. $HEALTHY HOST says by its status whether a machine is taken
+#   (default: ssh; a test of its GPUs would stand here).
+#   Ends with 0 once the run is done, with the run's status where a signal has stopped it, and with 1 where three attempts
+#   one after the other fail at the same step: that is no machine's fault. A signal to it is passed on: the run saves.
+#   If this script is killed the run goes on; started again, it waits for its end.
+set -u
+fail() { echo "supervise.sh: error: $*" >&2; exit 1; }
+say() { echo "supervise.sh: $*" >&2; }
+[ $# -ge 3 ] || fail "wants a host file, the ranks of a host and the program: see the head of this file"
+hosts=$1 ranks=$2 program=$3
+shift 3
+[ -r "$hosts" ] || fail "$hosts: no such host file: write a line a machine, like: node1 slots=8"
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "$ranks is no number of ranks"
+[ -x "$program" ] || fail "$program is not there: run make"
+out=
+for ((i = 1; i < $#; i++)); do
+    [ "${!i}" != --out ] || { i=$((i + 1)) && out=${!i}; }
+done
+[ -n "$out" ] || fail "without --out DIR there is nothing to go on from"
+wait_s=${RETRY_SECONDS:-5} # between two attempts
+alive=$(mktemp)
+trap 'rm -f "$alive"' EXIT
+
+healthy() { # a machine
+    if [ -n "${HEALTHY:-}" ]; then
+        $HEALTHY "$1"
+    else
+        [ "$1" = localhost ] || ssh -n -o BatchMode=yes -o ConnectTimeout=5 "$1" true
+    fi
+}
+choose_machines() { # those that answer, and as many of them as the flags allow; false: none
+    local line n
+    : >"$alive"
+    while read -r line; do
+        [[ $line =~ ^[[:space:]]*(#|$) ]] && continue
+        if healthy "${line%% *}" </dev/null >/dev/null 2>&1; then echo "$line" >>"$alive"; else say "${line%% *} does not answer: left out"; fi
+    done <"$hosts"
+    until [ -n "$stopped" ] || [ -s "$alive" ]; do
+        say "no machine answers: looking again in $wait_s s"
+        sleep "$wait_s"
+        choose_machines "$@"
+        return
+    done
+    for ((n = $(wc -l <"$alive"); n > 0; n--)); do
+        "$program" "$@" --resume --local-ranks $((n * ranks)) --explain >/dev/null 2>"$alive.why" && break
+    done
+    [ "$n" -gt 0 ] || cat "$alive.why" >&2
+    rm -f "$alive.why"
+    sed -i "$((n + 1)),\$d" "$alive"
+    [ "$n" -gt 0 ]
+}
+last_step() { grep -o '^{.*' "$out/log.jsonl" 2>/dev/null | grep -oE '"step": *[0-9]+' | tail -1 | grep -oE '[0-9]+' || echo 0; }
+wait_for_folder() { # while a run that is not this script's writes there
+    [ ! -e "$out/lock" ] || flock -n "$out/lock" true || say "another run writes to $out: waiting for its end"
+    until [ -n "$stopped" ] || [ ! -e "$out/lock" ] || flock -n "$out/lock" true; do sleep 1; done
+}
+
+stopped= job= failures=0 step=none
+trap 'stopped=1; [ -z "$job" ] || kill -TERM "$job"' INT TERM HUP USR1
+while wait_for_folder; [ -z "$stopped" ]; do
+    status=1
+    if choose_machines "$@"; then
+        say "starting $(($(wc -l <"$alive") * ranks)) ranks on $(wc -l <"$alive") machines"
+        "$(dirname "$0")/mpirun.sh" "$alive" "$ranks" "$program" "$@" --resume &
+        job=$!
+        while :; do # a signal ends `wait`, and not the job
+            wait "$job"
+            status=$?
+            kill -0 "$job" 2>/dev/null || break
+        done
+        job=
+        [ "$status" != 0 ] || exit 0
+        case $status in 129 | 130 | 138 | 143) exit "$status" ;; esac # SIGHUP, SIGINT, SIGUSR1, SIGTERM
+    fi
+
+    # Go on, unless it fails where it has failed before.
+    before=$step step=$(last_step)
+    if [ "$before" = "$step" ]; then failures=$((failures + 1)); else failures=1; fi
+    [ $failures -lt 3 ] || fail "three attempts have failed after step $step, the last with status $status: the cause is in the run"
+    say "the run has failed with status $status after step $step: again in $wait_s s"
+    sleep "$wait_s"
+done
+exit 143
