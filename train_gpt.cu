@@ -12,8 +12,8 @@
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
 #include "llmc/run/overflow.h"
-#include "llmc/run/prompts.h"
 #include "llmc/run/report.h"
+#include "llmc/run/talk.h"
 
 using namespace llmc;
 
@@ -509,7 +509,7 @@ static bool run_command(Run& run) {
     open_tasks(run);
     open_chat(run);
     if (!c.explain && wants_validation(c)) open_data(run);
-    c.prompts.empty() ? choose_prompts(run) : choose_prompt_file(run);
+    choose_texts(run);
 
     return run_where_wanted(run);
 }

@@ -106,6 +106,7 @@ struct Config {
     bool eval = false;
     std::string evaluate, prompt, prompts, completions;
     int sample_tokens = 200, samples = 1, slots = 32;
+    bool chat = false;
     bool ignore_eos = false;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
@@ -358,6 +359,7 @@ inline const std::vector<Flag>& config_table() {
          "write JSON lines, by themselves on standard output"},
         {"completions", &C::completions, "", "FILE: where --prompts writes them"},
         {"slots", &C::slots, "1..65536", "--prompts: texts that are generated at once"},
+        {"chat", &C::chat, "", "at the end talk with the model: a line is a question"},
         {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens a sample, at most"},
         {"samples", &C::samples, "1..1000000", "samples of each prompt"},
         {"ignore-eos", &C::ignore_eos, "", "go on behind the token that ends a text"},

@@ -67,18 +67,20 @@ inline std::string refuse_graphs(const Config& c) {
     return "";
 }
 
-// Texts to continue come from one place, at one time.
+// Texts to continue come from one place, at one time: --prompt, --prompts or --chat.
 inline std::string refuse_prompts(const Config& c) {
-    if (c.prompts.empty()) return "";
-    if (!c.prompt.empty())
-        return "--prompts and --prompt both say what samples continue: give one of them";
+    if (c.prompts.empty() && !c.chat) return "";
+    std::string flag = c.chat ? "--chat" : "--prompts";
+    if (!c.prompt.empty() || (c.chat && !c.prompts.empty()))
+        return concat(flag, " and --prompt", c.prompt.empty() ? "s" : "",
+                      " both say what the model continues: give one of them");
     if (c.sample_every)
-        return concat("--prompts are continued at the end of a run, and --sample-every ",
-                      c.sample_every, " samples during it: leave one of them out");
+        return concat(flag, " comes at the end of a run, and --sample-every ", c.sample_every,
+                      " samples during it: leave one of them out");
     // Without tokens no text goes on.
     if (!c.eval && c.sample_tokens > 0) return "";
-    return concat("--prompts ", c.prompts, ": ", c.eval ? "--eval" : "--sample-tokens 0",
-                  " continues none: leave it out");
+    return concat(flag, ": ", c.eval ? "--eval" : "--sample-tokens 0",
+                  " continues nothing: leave it out");
 }
 
 // Refuse what cannot work, or does nothing at all.

@@ -45,6 +45,7 @@ inline uint64_t sample_stream(const Sampling& how) {
 struct Text {
     const std::vector<int>* prompt; // texts that follow each other and share it read it once
     uint64_t stream;
+    size_t cached = 0; // tokens of the prompt that its slot has read before: of one text alone
 };
 
 enum class Ended : uint8_t { BY_TOKEN, BY_COUNT, BY_CACHE, BY_STOP };
@@ -101,9 +102,10 @@ void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t n, siz
 // vocabulary. Room is made once.
 template <typename T> struct LogitRows {
     size_t V, share;            // share: Vp / tp
-    std::vector<T> stored, all; // (B,share) (tp,B,share)
-    std::vector<float> logits;  // (B,V)
-    bool here = false;          // whether this rank has them
+    bool here = false;               // whether this rank has them
+    std::vector<T> stored = {};      // (B,share)
+    std::vector<T> all = {};         // (tp,B,share)
+    std::vector<float> logits = {};  // (B,V)
 
     float* row(size_t b) { return logits.data() + b * V; }
 };
@@ -133,9 +135,10 @@ void bring_logits(const Trainer<T, S>& t, LogitRows<T>& rows, size_t B) {
     // Ranks' shares lie one behind the other: join each sequence's.
     #pragma omp parallel for
     for (size_t b = 0; b < B; b++)
-        for (size_t v = 0; v < V; v++) {
-            const T* of_rank = rows.all.data() + (v / share * B + b) * share;
-            rows.logits[b * V + v] = float(to_acc(of_rank[v % share]));
+        for (size_t first = 0, rank = 0; first < V; first += share, rank++) {
+            const T* from = rows.all.data() + (rank * B + b) * share;
+            for (size_t v = 0; v < share && first + v < V; v++)
+                rows.logits[b * V + first + v] = float(to_acc(from[v]));
         }
 }
 
@@ -216,11 +219,11 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
 template <typename T, typename S, typename Emit, typename End>
 void start_text(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
     const std::vector<int>& prompt = *g.texts[g.next_text].prompt;
-    size_t n = prompt.size(), none = 0;
+    size_t n = prompt.size(), past = g.texts[g.next_text].cached;
     if (g.held == &prompt) {
         copy_slot(g.t, g.plan, g.held_slot, slot, n);
     } else {
-        generate_batch(g.t, g.plan, prompt.data(), 1, n, &none, slot);
+        generate_batch(g.t, g.plan, prompt.data() + past, 1, n - past, &past, slot);
         run_plan(g.t, g.plan);
         bring_logits(g.t, g.rows, 1);
         if (g.rows.here) g.held_logits.assign(g.rows.row(0), g.rows.row(1));

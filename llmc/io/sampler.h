@@ -4,7 +4,8 @@
 //   3. of those keep the fewest whose share reaches top_p; 1 keeps all
 //   4. draw one of what is kept
 //   logits (V)   `uniform` in [0,1) decides the draw: equal numbers give equal tokens
-//   Cost: a few passes over V, and a sort of V where top_k or top_p cut.   To copy: this file.
+//   Cost: a few passes over V, and a sort of what top_k keeps, or of what top_p might.
+//   To copy: this file.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -25,17 +26,24 @@ inline int sample_token(const float* logits, size_t V, float temperature, int to
     for (size_t v = 0; v < V; v++)
         order[v] = {std::exp((logits[v] - most) / temperature), int(v)};
 
-    // 2. Sort, likeliest first and lower tokens first among equals; keep top_k.
-    if (top_k > 0 || top_p < 1)
-        std::sort(order.begin(), order.end(), [](auto a, auto b) {
-            return a.first != b.first ? a.first > b.first : a.second < b.second;
-        });
-    if (top_k > 0 && size_t(top_k) < V)
+    // 2. Keep top_k: the likeliest, and lower tokens among equals.
+    auto likelier = [](auto a, auto b) {
+        return a.first != b.first ? a.first > b.first : a.second < b.second;
+    };
+    if (top_k > 0 && size_t(top_k) < V) {
+        std::nth_element(order.begin(), order.begin() + top_k, order.end(), likelier);
         order.resize(top_k);
+    }
     double sum = 0;
     for (auto& [p, token] : order) sum += p;
 
-    // 3. Keep the first tokens whose share of the sum reaches top_p, at least one.
+    // 3. Keep the first tokens whose share of the sum reaches top_p, at least one. Those below
+    // `least` hold less than the rest, all together: few are left to sort.
+    double least = (1 - double(top_p)) * sum / double(order.size());
+    if (top_p < 1)
+        std::erase_if(order, [&](const auto& x) { return x.first < least; });
+    if (top_k > 0 || top_p < 1)
+        std::sort(order.begin(), order.end(), likelier);
     if (top_p < 1) {
         double share = 0;
         size_t n = 0;

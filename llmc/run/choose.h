@@ -107,10 +107,10 @@ inline void look_at_data(Run& run) {
     }
 }
 
-// How conversations are written, where --loss or --chat-format speaks of them.
+// How conversations are written, where --loss, --chat or --chat-format speaks of them.
 inline void open_chat(Run& run) {
     const Config& c = run.config;
-    if (c.loss == "lm" && !given(c, "chat-format")) return;
+    if (c.loss == "lm" && !c.chat && !given(c, "chat-format")) return;
     std::string folder = file_type(c.model) == S_IFDIR ? c.model : "";
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
     if (is_first(run))
@@ -386,6 +386,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     generate.T = 1;
     for (const Prompt& p : run.prompts)
         generate.T = std::max(generate.T, p.tokens.size());
+    if (c.chat) generate.T = run.context_length;
     generate.cache = std::min(run.context_length, generate.T + size_t(c.sample_tokens));
     if (c.sample_tokens > 0 && !c.eval)
         run.generate_plan = add(generate);

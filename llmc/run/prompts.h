@@ -176,12 +176,4 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
            double(tokens) / seconds, std::min(texts.size(), t.plans[run.generate_plan].B));
 }
 
-// Write the texts that a run leaves at its end.
-template <typename T, typename S>
-void leave_texts(Run& run, Trainer<T, S>& t) {
-    if (run.config.prompts.empty())
-        return print_samples(run, t);
-    complete_prompts(run, t);
-}
-
 } // namespace llmc

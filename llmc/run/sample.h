@@ -85,16 +85,20 @@ inline std::set<int> choose_stop_tokens(const Run& run) {
 // ----------------------------------------------------------------------------
 // prompts
 
-// The lines of standard input that hold something. The first rank alone can read it: it gives them
-// to the others.
+// Give the first rank's text to the others: it alone can read standard input.
+inline void share_text(const Comm& world, std::string* text) {
+    int64_t bytes = int64_t(text->size());
+    broadcast(world, &bytes, 1, 0, Cpu{});
+    text->resize(size_t(bytes));
+    broadcast(world, reinterpret_cast<unsigned char*>(text->data()), text->size(), 0, Cpu{});
+}
+
+// The lines of standard input that hold something.
 inline std::vector<std::string> read_prompts(const Run& run) {
     std::string text;
     if (is_first(run))
         text.assign(std::istreambuf_iterator<char>(std::cin), {});
-    int64_t bytes = int64_t(text.size());
-    broadcast(run.world, &bytes, 1, 0, Cpu{});
-    text.resize(size_t(bytes));
-    broadcast(run.world, reinterpret_cast<unsigned char*>(text.data()), text.size(), 0, Cpu{});
+    share_text(run.world, &text);
 
     std::vector<std::string> prompts;
     std::istringstream lines(text);

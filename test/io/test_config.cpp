@@ -276,9 +276,10 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--graphs", "--profile", "x"}), "--profile x times actions one by one");
     EXPECT_EQ(check({"--graphs", "--tp", "2"}), "");
     EXPECT_HAS(check({"--prompts", "p", "--prompt", "x"}), "--prompts and --prompt both say");
+    EXPECT_HAS(check({"--chat", "--prompts", "x"}), "--chat and --prompts both say");
     EXPECT_HAS(check({"--prompts", "p", "--sample-every", "9"}), "and --sample-every 9 samples during");
-    EXPECT_HAS(check({"--prompts", "p", "--eval"}), "--prompts p: --eval continues none");
-    EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}), "--sample-tokens 0 continues none");
+    EXPECT_HAS(check({"--prompts", "p", "--eval"}), "--prompts: --eval continues nothing");
+    EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}), "--prompts: --sample-tokens 0 continues nothing");
     EXPECT_EQ(check({"--prompts", "p", "--slots", "4"}), "");
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");

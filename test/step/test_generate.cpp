@@ -1,6 +1,6 @@
 // test_generate.cpp - many texts at once: the tokens of each alone, in any number of slots and any layout
 //   Runs $TRAIN_GPT (default build/train_gpt) where files and a terminal count.
-#include "../../llmc/io/generate.h"
+#include "../../llmc/run/talk.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
@@ -17,7 +17,7 @@ struct Made {
     Ended why = Ended::BY_STOP;
     bool operator==(const Made&) const = default;
 };
-typedef std::vector<Made> Texts;
+typedef std::vector<Made> MadeTexts;
 
 inline void PrintTo(const Made& m, std::ostream* out) {
     for (int token : m.tokens) *out << token << ' ';
@@ -37,7 +37,7 @@ static std::vector<std::vector<int>> some_prompts(const Shape& s) {
 
 // Two samples of each prompt, as rank 0 of a layout makes them.
 template <typename T>
-static Texts make_texts(const Shape& s, size_t slots, const Layout& layout = {}, float temperature = 1) {
+static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout = {}, float temperature = 1) {
     std::vector<std::vector<int>> prompts = some_prompts(s);
     std::vector<Text> texts;
     for (size_t p = 0; p < prompts.size(); p++)
@@ -47,14 +47,14 @@ static Texts make_texts(const Shape& s, size_t slots, const Layout& layout = {},
     how.temperature = temperature;
     for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
 
-    Texts first(texts.size());
+    MadeTexts first(texts.size());
     auto body = [&](const Comm& world) {
         Plan p = small_plan(slots, 6, 1);
         p.mode = Mode::GENERATE, p.cache = CACHE;
         p.layout = layout_at(layout, world.rank);
         Fixture<T> f(s, {p});
         f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
-        Texts made(texts.size());
+        MadeTexts made(texts.size());
         generate(f.t, 0, texts, COUNT, how, [&](int64_t i, int token) { made[i].tokens.push_back(token); },
                  [&](int64_t i, Ended why) { made[i].why = why; });
         if (world.rank == 0) first = made;
@@ -66,7 +66,7 @@ static Texts make_texts(const Shape& s, size_t slots, const Layout& layout = {},
 TEST(Slots, EachTextIsWhatItIsAlone) {
     std::set<Ended> ways;
     for (const Shape& s : all_shapes()) {
-        Texts alone = make_texts<double>(s, 1);
+        MadeTexts alone = make_texts<double>(s, 1);
         for (size_t slots : {3, 32}) EXPECT_EQ(make_texts<double>(s, slots), alone) << slots;
 
         for (const Made& m : alone) ways.insert(m.why);
@@ -87,7 +87,7 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
     Layout stages = small_layout(1, 1, 2);
     stages.first_layer = {0, 2, 4};
     for (const Shape& s : {gpt2_shape(2, 2, 16, 61, 32), llama_shape(2, 4, 2, 16, 24, 53, 64, 10000)}) {
-        Texts alone = make_texts<double>(s, 4);
+        MadeTexts alone = make_texts<double>(s, 4);
         EXPECT_EQ(make_texts<double>(s, 4, small_layout(1, 2)), alone) << "tp";
         EXPECT_EQ(make_texts<double>(s, 4, with(small_layout(1, 2), 0, true)), alone) << "sp";
         EXPECT_EQ(make_texts<double>(s, 4, with(small_layout(2), 3)), alone) << "zero 3";
@@ -119,6 +119,45 @@ TEST(Slots, APromptIsReadOnce) {
     generate(f.t, 0, texts, 5, {}, [](int64_t, int) {}, [](int64_t, Ended) {});
     EXPECT_EQ(rows, 2 * 4 + 6 * 4u);
     EXPECT_EQ(runs, 2 + 2 * 4u);
+}
+
+// What a slot has read before is not read again, and nothing changes.
+TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
+    for (const Shape& s : {small_gpt2(), small_llama()}) {
+        Plan p = small_plan(1, 9, 1);
+        p.mode = Mode::GENERATE, p.cache = 14;
+        Fixture<double> f(s, {p});
+        size_t rows = 0;
+        f.t.after = [&](const Action& a) { rows += a.layer == 0 ? f.t.ctx.batch.rows() : 0; };
+        auto made = [&](const std::vector<int>& prompt, size_t cached, Ended* why = nullptr) {
+            std::vector<int> tokens;
+            generate(f.t, 0, {{&prompt, 1, cached}}, 3, {}, [&](int64_t, int token) { tokens.push_back(token); },
+                     [&](int64_t, Ended ended) { if (why) *why = ended; });
+            return tokens;
+        };
+        std::vector<int> first = {1, 2, 3, 4}, answer = made(first, 0), second = first;
+        second.insert(second.end(), answer.begin(), answer.end());
+        second.insert(second.end(), {5, 6});
+        rows = 0;
+        std::vector<int> on = made(second, 6);
+        EXPECT_EQ(rows, 3 + 2u);
+        EXPECT_EQ(on, made(second, 0));
+    }
+}
+
+// A wish to stop is heard before each run.
+TEST(Slots, AWishToStopEndsAllTexts) {
+    Plan p = small_plan(2, 4, 1);
+    p.mode = Mode::GENERATE, p.cache = 12;
+    Fixture<double> f(small_gpt2(), {p});
+    std::vector<int> prompt = {1, 2};
+    Sampling how;
+    int asked = 0, stopped = 0, tokens = 0;
+    how.stops = [&] { return ++asked == 3; };
+    generate(f.t, 0, {{&prompt, 1}, {&prompt, 2}}, 9, how, [&](int64_t, int) { tokens++; },
+             [&](int64_t, Ended why) { stopped += why == Ended::BY_STOP; });
+    EXPECT_EQ(tokens, 2 * 3);
+    EXPECT_EQ(stopped, 2);
 }
 
 // A text of NaN leaves nothing to the next one in its slot, or beside it.
@@ -205,4 +244,56 @@ TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
     std::string many = small + "--prompts " + one + " --samples 65536 --slots 65536 ";
     EXPECT_HAS(shell(program() + many + "--memory 0.01").text, "these flags fit: --slots ");
     EXPECT_HAS(shell(program() + many + "--explain").text, "key/value cache");
+}
+
+// ----------------------------------------------------------------------------
+// a talk
+
+// Characters come whole, however their bytes arrive; what is none, or a terminal's order, is U+FFFD.
+TEST(Talks, CharactersAreWhole) {
+    auto shown = [](const std::string& bytes, size_t piece) {
+        std::string waits, text;
+        for (size_t at = 0; at < bytes.size(); at += piece) {
+            waits += bytes.substr(at, piece);
+            std::string come = take_characters(&waits, false);
+            for (size_t i = 0; i < come.size(); i += utf8_length(come.substr(i)))
+                if (utf8_length(come.substr(i)) == 0) return std::string("half a character");
+            text += come;
+        }
+        return text + take_characters(&waits, true);
+    };
+    const std::string none = "\xef\xbf\xbd", good = "a\xc3\xa9\n\xe2\x82\xac\xf0\x9f\x98\x80z";
+    for (size_t piece : {1, 2, 3, 99}) {
+        EXPECT_EQ(shown(good, piece), good);
+        EXPECT_EQ(shown("\xe2\x82" "a", piece), none + none + "a");
+        EXPECT_EQ(shown("\xff\xc0\xed\xa0\x80\xf0\x9f", piece), none + none + none + none + none + none + none);
+        EXPECT_EQ(shown("\x1b[2J\t\x7f", piece), none + "[2J\t" + none);
+    }
+}
+
+TEST_F(Prompts, ATalkRunsThroughAPipe) {
+    std::string flags = small + "--chat --seq 64 --temperature 0.5 ";
+    auto talk = [&](const std::string& lines, const std::string& more = "") {
+        return shell("printf '" + lines + "' | " + program() + flags + more);
+    };
+    Ran r = talk("hi\\nyou\\n");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "chat format: plain\n");
+    for (size_t i = 0, n; i < r.text.size(); i += n) ASSERT_GT(n = utf8_length(r.text.substr(i)), 0u);
+    EXPECT_EQ(talk("hi\\nyou", "--local-ranks 2 --tp 2").status, 0);
+
+    // /reset forgets: the second answer is that of a first question with the second's numbers.
+    EXPECT_HAS(talk("hi\\n/reset\\nyou\\n/quit\\nno\\n").text, "\n(forgotten)\n");
+    EXPECT_EQ(talk("\\n/quit\\nno\\n").text.find("answer stops "), std::string::npos) << "nothing was asked";
+
+    // What has no room is said, and the talk goes on.
+    std::string cut = talk("hi\\nhello there\\nand so on\\n").text;
+    EXPECT_HAS(cut, "note: the talk is longer than the model's 64 positions: its first ");
+    std::string longer = talk(std::string(60, 'a') + "\\nhi\\n").text;
+    EXPECT_HAS(longer, " more than the model's 64 positions have room for, with 6 for an answer: ask a shorter one\n");
+    EXPECT_HAS(longer, "note: the answer stops at --sample-tokens\n");
+
+    // Ctrl-C where it waits for a question.
+    r = shell("(printf 'hi\\n'; sleep 2) | timeout --preserve-status -s INT 1 " + program() + flags);
+    EXPECT_EQ(r.status, 0) << r.text;
 }
