@@ -130,6 +130,7 @@ for seed in 21 22 23; do
         deal "$program with seed $seed" build/$program --seed $seed
     done
 done
+deal "300 faults in a life, seed $commit" env SEED="$commit" build/test_faults --gtest_also_run_disabled_tests --gtest_filter=*HundredsOfFaults
 deal "every float as fp8" build/test_fp8 --gtest_also_run_disabled_tests --gtest_filter=*EveryFloat*
 deal "ladders, emulated" make_quiet DEVICE=cpu ladders
 
