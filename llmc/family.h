@@ -127,7 +127,7 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double matrices = s.kv_latent ? latent_elements(s) : C * (2 * Q + 2 * KV);
     double flops = 0;
     if (redoes_attn(level))
-        flops += 2 * matrices + 2 * double(T) * Q;
+        flops += 2 * matrices + 2 * double(T) * attention_channels(s);
     with_family(s.family, [&](auto family) {
         // A norm behind the last product needs it again.
         if (redoes_ffn(level))

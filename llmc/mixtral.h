@@ -42,6 +42,7 @@ struct Mixtral {
     struct Block : AttentionWeights {
         Weight norm_2;                            // (C)
         Weight router;                            // (E,C)
+        Weight choice_bias;                       // (E)        read by the choice, never trained
         Weight gate, up, down;                    // (E F,C) (E F,C) (E C,F)
         // An ffn in the place of experts, or one of all tokens beside them; W channels.
         Weight shared_router;                     // (1,C)
@@ -89,6 +90,8 @@ void second_branch_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
     row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
     if (s.E)
         row(w.router, router,                        {s.E, C}, normal, true, heads,   false);
+    if (s.E && s.choice_bias)
+        row(w.choice_bias, "mlp.gate.e_score_correction_bias", {s.E}, ZEROS, false, heads, false);
     if (s.E && s.shared_gate)
         row(w.shared_router, "mlp.shared_expert_gate.weight", {1, C}, normal, true, heads, false);
     if (size_t W = s.ffn_beside) {
@@ -211,7 +214,9 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
 // experts
 
 // The router as kernels take it.
-inline Routing routing_of(const Shape& s) { return {s.router, s.E, s.K, s.gate_scale}; }
+inline Routing routing_of(const Shape& s) {
+    return {s.router, s.E, s.K, s.gate_scale, nullptr, s.expert_groups, s.kept_groups};
+}
 
 // The gate of shared experts is a router's that has one expert to choose from.
 inline Routing shared_routing() { return {Router::SIGMOID_ALONE, 1, 1}; }
@@ -255,15 +260,23 @@ void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& rout
 // The choice of experts, then their slots side by side.
 template <typename T, typename S>
 void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
-                    const Weight& router) {
+                    const Mixtral::Block& w) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    router_logits(ctx, a.logits, x, router);
+    router_logits(ctx, a.logits, x, w.router);
+
+    // The choice's bias is float, whatever weights are.
+    Routing routing = routing_of(s);
+    if (s.choice_bias) {
+        float* bias = static_cast<float*>(ctx.blas.scratch); // (E)
+        round_rows(bias, s.E, w.choice_bias.as<const T>(), s.E, 1, s.E, ctx.where);
+        routing.bias = bias;
+    }
 
     // Choose for this rank's tokens.
     int* ids = my_slots(ctx, a.ids);
     acc_t<T>* gates = my_slots(ctx, a.gates);
-    route_forward(ids, gates, a.logits, routing_of(s), N, ctx.where);
+    route_forward(ids, gates, a.logits, routing, N, ctx.where);
     if (ctx.loads)
         count_slots(ctx.loads, ids, 1, N * s.K, s.E, true, ctx.where);
 
@@ -494,6 +507,10 @@ void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N
     backward(w.gate, a.dswiglu, xs);
     backward(w.up, a.dup, xs);
     linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
+
+    // Nothing trains the choice's bias: its gradient is zeros.
+    size_t bytes = ctx.shape.E * sizeof(acc_t<T>);
+    if (w.choice_bias.grad && !accumulate) device_zero(w.choice_bias.grad, bytes, ctx.where);
 }
 
 template <typename T, typename S>
@@ -524,7 +541,7 @@ void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C
     const T* x = gather_rows(ctx, a.norm_2); // (N,C)
     // A block has experts, an ffn, or both.
     if (ctx.shape.E) {
-        choose_experts(ctx, a, x, w.router);
+        choose_experts(ctx, a, x, w);
         widen_slots(ctx, a, x, w, true);
     }
     gate_shared_experts(ctx, a, x, w.shared_router);

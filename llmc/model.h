@@ -85,6 +85,12 @@ inline Shape layer_shape(Shape s, int layer) {
     return s;
 }
 
+// Channels of all heads in each of attention's two products: the mean, for values may be narrower.
+inline double attention_channels(const Shape& s) {
+    size_t values = s.HS_v ? s.HS_v : s.HS;
+    return double(s.NH * (s.HS + values)) / 2;
+}
+
 // Shapes as their papers state them: a head has C / NH channels, GPT-2's ffn 4 C.
 inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {
     Shape s;

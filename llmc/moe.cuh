@@ -1,6 +1,8 @@
 // moe.cuh - mixture of experts: router, sort, gather, gate, combine - arXiv:1701.06538
 //   scores   s = exp(logits - max), or sigmoid(logits)          each token, over E experts
-//   choice   the K largest of logits, or of sigmoid + bias; of equals the lower expert
+//   choice   the K largest of logits, or of sigmoid + bias; of equals the lower expert. Limited to
+//            groups: among experts of the best groups alone, by the value of a group's best expert,
+//            or for sigmoids by the sum of its two best (arXiv:2405.04434, arXiv:2412.19437)
 //   gates    g = scale s / S     S sums s over: SOFTMAX all experts, RENORMALISED and SIGMOID those
 //            chosen (arXiv:2401.04088, arXiv:2412.19437), and SIGMOID_ALONE nothing: S = 1
 //   slots    slot n K + j is token n's j-th expert, by ascending expert. A stable counting sort
@@ -40,8 +42,11 @@ struct Routing {
     size_t E, K;
     float scale = 1;             // of all gates
     const float* bias = nullptr; // (E) added to sigmoid's scores for the choice alone; or null
+    size_t groups = 1;           // equal groups of neighbouring experts
+    size_t kept_groups = 1;      // from which a token may choose
 };
 constexpr size_t MOST_CHOICES = 32;
+constexpr size_t MOST_GROUPS = 32;
 
 // Factors of the balance terms' gradients. balance: alpha / (sequences T), z: 2 beta / (sequences
 // T), of all sequences of the global batch; 0: the term is left out.
@@ -86,6 +91,27 @@ LLMC_HD A route_value(A logit, size_t e, const Routing& r) {
         v = route_score(logit, A(0), r.router);
     if (r.bias) v += A(r.bias[e]);
     return v == v ? v : -A(INFINITY);
+}
+
+// The value by which a group is kept.
+template <typename A>
+LLMC_HD A group_value(const A* logits, size_t g, const Routing& r) { // (E)
+    A first = -A(INFINITY);
+    A second = -A(INFINITY);
+    // Groups are equal.
+    size_t each = r.E / r.groups;
+    for (size_t e = g * each; e < (g + 1) * each; e++) {
+        // The two best so far.
+        A v = route_value(logits[e], e, r);
+        second = v > first ? first : v > second ? v : second;
+        first = v > first ? v : first;
+    }
+    return is_sigmoid(r.router) ? first + second : first;
+}
+
+// Whether an expert's group is kept: a bit for each group.
+LLMC_HD inline bool may_choose(unsigned kept, size_t e, const Routing& r) {
+    return kept >> (e / (r.E / r.groups)) & 1;
 }
 
 // A candidate; those of a row are in one order: larger values first, of equals the lower expert.
@@ -166,6 +192,23 @@ RouteSums<A> route_sums(const A* logits, const int* ids, const Routing& r) { // 
     return x;
 }
 
+// The groups that a token may choose from, a bit each; of equals the lower one.
+template <typename A>
+unsigned kept_groups(const A* logits, const Routing& r) { // (E)
+    if (r.groups == 1) return 1;
+    std::vector<ExpertChoice<A>> all;
+    for (size_t g = 0; g < r.groups; g++)
+        all.push_back({group_value(logits, g, r), int(g)});
+
+    // Keep the first ones.
+    auto before = [](const auto& a, const auto& b) { return a.before(b); };
+    std::sort(all.begin(), all.end(), before);
+    unsigned kept = 0;
+    for (size_t g = 0; g < r.kept_groups; g++)
+        kept |= 1u << all[g].id;
+    return kept;
+}
+
 // ids by ascending expert, and their gates.
 template <typename A>
 void route_forward(int* ids, A* gates, const A* logits, const Routing& r, // (N,K) (N,K) (N,E)
@@ -176,10 +219,12 @@ void route_forward(int* ids, A* gates, const A* logits, const Routing& r, // (N,
         int* chosen = ids + n * r.K;
 
         // Each choice is the first candidate behind the last choice.
+        unsigned kept = kept_groups(l, r);
         ExpertChoice<A> last = {A(INFINITY), -1};
         for (size_t j = 0; j < r.K; j++) {
             ExpertChoice<A> best = {-A(INFINITY), INT_MAX};
             for (size_t e = 0; e < r.E; e++) {
+                if (!may_choose(kept, e, r)) continue;
                 ExpertChoice<A> c = {route_value(l[e], e, r), int(e)};
                 if (last.before(c) && c.before(best)) best = c;
             }
@@ -394,6 +439,23 @@ __device__ inline RouteSums<float> warp_route_sums(const float* logits, int id, 
     return x;
 }
 
+// The groups that a token may choose from, a bit each, in every lane; lane g looks at group g.
+__device__ inline unsigned warp_kept_groups(const float* logits, const Routing& r) { // (E)
+    // Most routers have one.
+    if (r.groups == 1) return 1;
+    unsigned lane = threadIdx.x % 32;
+    ExpertChoice<float> mine = {-INFINITY, int(lane)};
+    if (lane < r.groups) mine.value = group_value(logits, lane, r);
+
+    // A group is kept if few enough come before it.
+    unsigned place = 0;
+    for (unsigned g = 0; g < unsigned(r.groups); g++) {
+        ExpertChoice<float> other = {__shfl_sync(ALL_LANES, mine.value, int(g)), int(g)};
+        place += other.before(mine);
+    }
+    return __ballot_sync(ALL_LANES, lane < r.groups && place < r.kept_groups);
+}
+
 // A warp a token. Lane j keeps the j-th choice.
 //   ids, gates (N,K)   logits (N,E)
 __global__ void route_forward_kernel(int* ids, float* gates, const float* logits, Routing r,
@@ -404,12 +466,14 @@ __global__ void route_forward_kernel(int* ids, float* gates, const float* logits
     const float* l = logits + n * r.E;
 
     // Each choice is the first candidate behind the last choice.
+    unsigned kept = warp_kept_groups(l, r);
     ExpertChoice<float> last = {INFINITY, -1};
     int mine = -1;
     for (size_t j = 0; j < r.K; j++) {
         // Every lane looks at some experts, then all agree.
         ExpertChoice<float> best = {-INFINITY, INT_MAX};
         for (size_t e = lane; e < r.E; e += 32) {
+            if (!may_choose(kept, e, r)) continue;
             ExpertChoice<float> c = {route_value(l[e], e, r), int(e)};
             if (last.before(c) && c.before(best)) best = c;
         }
@@ -647,6 +711,8 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
 inline void check_routing(const Routing& r) {
     LLMC_CHECK(r.K > 0 && r.K <= r.E && r.K <= MOST_CHOICES, "%zu of %zu experts: at most %zu", r.K,
                r.E, MOST_CHOICES);
+    LLMC_CHECK(r.groups <= MOST_GROUPS && r.E % r.groups == 0, "%zu experts in %zu groups", r.E,
+               r.groups);
 }
 
 // r.bias lies where the kernel runs.

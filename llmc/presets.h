@@ -152,6 +152,59 @@ inline Shape deepseek_shape(const char* type, Shape s, LatentSizes d, size_t W) 
     return s;
 }
 
+// Experts behind the first blocks: F channels each, those of every token beside them.
+inline Shape with_experts(Shape s, size_t dense, size_t E, size_t K, size_t F, size_t shared) {
+    s.dense_first = dense;
+    s.E = E;
+    s.K = K;
+    s.F = F;
+    s.shared_F = shared * F;
+    s.router = Router::SOFTMAX;
+    return s;
+}
+
+// YaRN to 163840 positions, whose scores grow by the square of `mscale`'s size.
+inline Shape deepseek_yarn(Shape s, double mscale) {
+    s.rope_scaling = {40, 1, 4, 4096, RopeKind::YARN};
+    // A product of a query and a key is over a root.
+    double size = 0.1 * mscale * std::log(40.0) + 1;
+    s.score_scalar = double(s.HS) / std::pow(size, 4);
+    return s;
+}
+
+// No latent of queries, and no groups.
+inline Shape deepseek_v2_lite() {
+    Shape s = llama_shape(27, 16, 16, 2048, 0, 102400, 163840, 10000);
+    s = deepseek_shape("deepseek_v2", s, {0, 512, 128, 64, 128}, 10944);
+    s = with_experts(s, 1, 64, 6, 1408, 2);
+    return deepseek_yarn(s, 0.707);
+}
+
+inline Shape deepseek_v2() {
+    Shape s = llama_shape(60, 128, 128, 5120, 0, 102400, 163840, 10000);
+    s = deepseek_shape("deepseek_v2", s, {1536, 512, 128, 64, 128}, 12288);
+    s = with_experts(s, 1, 160, 6, 1536, 2);
+    s.gate_scale = 16;
+    // A token's experts are in three groups of eight.
+    s.expert_groups = 8;
+    s.kept_groups = 3;
+    return deepseek_yarn(s, 0.707);
+}
+
+// Sigmoid's router, whose choice has a bias.
+inline Shape deepseek_v3() {
+    Shape s = llama_shape(61, 128, 128, 7168, 0, 129280, 163840, 10000);
+    s = deepseek_shape("deepseek_v3", s, {1536, 512, 128, 64, 128}, 18432);
+    s = with_experts(s, 3, 256, 8, 2048, 1);
+    s.router = Router::SIGMOID;
+    s.choice_bias = true;
+    s.gate_scale = 2.5f;
+    // A token's experts are in four groups of eight.
+    s.expert_groups = 8;
+    s.kept_groups = 4;
+    return deepseek_yarn(s, 1);
+}
+
 // A name that --model takes, and what --help says of it.
 struct Preset {
     const char* name;
@@ -209,6 +262,9 @@ inline std::vector<Preset> model_presets() {
                                        14336), "Mixtral 8x7B"},
         {"olmoe-1b-7b", olmoe_1b_7b(), "OLMoE 7B, 1B of them active"},
         {"qwen1.5-moe-a2.7b", qwen15_moe(), "Qwen1.5-MoE 14B, 2.7B of them active"},
+        {"deepseek-v2-lite", deepseek_v2_lite(), "DeepSeek-V2-Lite 16B, 2.7B of them active"},
+        {"deepseek-v2", deepseek_v2(), "DeepSeek-V2 236B, 21B of them active"},
+        {"deepseek-v3", deepseek_v3(), "DeepSeek-V3 671B, 37B of them active"},
         {"qwen3-30b-a3b", qwen3_moe_shape(48, 32, 4, 2048, 768), "Qwen3 30B, 3B of them active"},
     };
 }

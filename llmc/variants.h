@@ -40,6 +40,9 @@ struct Variant {
     size_t dense_F = 0;       // the width of that ffn
     size_t shared_F = 0;      // of the shared experts together; 0: there are none
     bool shared_gate = false; // Qwen2-MoE: each token weighs them by a sigmoid of its own
+    size_t expert_groups = 1; // DeepSeek: equal groups of experts
+    size_t kept_groups = 1;   // of which a token may choose from so many
+    bool choice_bias = false; // DeepSeek-V3: numbers that the choice adds to scores
 
     // GPT-NeoX.
     bool parallel = false;   // both branches read the block's input

@@ -19,6 +19,9 @@ BASE = dict(vocab_size=53, hidden_size=16, intermediate_size=24, num_hidden_laye
 GEMMA = dict(BASE, tie_word_embeddings=True, head_dim=6, sliding_window=7, query_pre_attn_scalar=10,
              hidden_activation="gelu_pytorch_tanh")
 MOE = dict(BASE, intermediate_size=12, moe_intermediate_size=12, num_experts_per_tok=2, router_aux_loss_coef=0.0)
+DEEPSEEK = dict(MOE, num_key_value_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+                intermediate_size=28, n_routed_experts=6, n_shared_experts=2, n_group=3, topk_group=2,
+                first_k_dense_replace=1)
 FAMILIES = {
     "gpt_neox": dict(BASE, hidden_size=24, num_attention_heads=3, intermediate_size=40, rotary_pct=0.25,
                      rotary_emb_base=100, layer_norm_eps=1e-4),
@@ -34,6 +37,13 @@ FAMILIES = {
     "olmoe": dict(MOE, num_key_value_heads=4, num_experts=5, norm_topk_prob=False),
     "qwen2_moe": dict(MOE, intermediate_size=28, num_experts=5, norm_topk_prob=False, shared_expert_intermediate_size=20,
                       mlp_only_layers=[0]),
+    # Latents, heads whose values are narrower, routers of both kinds. V3 has YaRN: its scores grow, and the text is
+    # longer than the context before it. Its groups are those of two sums; of V2's the best expert counts.
+    "deepseek_v2": dict(DEEPSEEK, q_lora_rank=10, topk_method="group_limited_greedy", norm_topk_prob=False,
+                        routed_scaling_factor=1.5),
+    "deepseek_v3": dict(DEEPSEEK, q_lora_rank=None, norm_topk_prob=True, routed_scaling_factor=2.5,
+                        rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=4,
+                                          beta_slow=1, mscale=0.707, mscale_all_dim=0.707)),
 }
 
 
@@ -47,6 +57,9 @@ def make_model(folder, config):
         # a norm of Gemma scales by 1 + weight
         middle = 1.0 if "norm" in name and name.endswith("weight") and "gemma" not in config["model_type"] else 0.0
         weights[name] = (torch.randn(x.shape) * 0.2 + middle).float()
+    for name, x in model.named_buffers():  # the bias of a choice, which is never trained
+        if name.endswith("e_score_correction_bias"):
+            weights[name] = torch.randn(x.shape).float() * 0.2
     write_safetensors(os.path.join(folder, "model.safetensors"), weights, {"format": "pt"})
     return type(model).__name__
 
@@ -67,6 +80,10 @@ def main():
         tokens = tokens[:, :-1]
         numbers = transformers_golden(folder, tokens, targets)
         numbers["step_losses"] = torch.cat([numbers[f"step.{step}.loss"] for step in range(3)])
+        for n, x in AutoModelForCausalLM.from_pretrained(folder).named_buffers():
+            if n.endswith("e_score_correction_bias"):
+                numbers["after." + n] = x.double()
+                numbers["grad." + n] = torch.zeros_like(x).double()
         assert all(x.dtype == torch.float64 for x in numbers.values())
         stored = {n: x.float() for n, x in numbers.items()}
         stored.update(tokens=tokens.int(), targets=targets.int())

@@ -326,13 +326,16 @@ inline void hf_window(HfConfig& c, Shape& s) {
 inline bool hf_has_experts(const std::string& type) {
     return type == "mixtral" || type == "qwen2_moe" || type == "qwen3_moe" || type == "olmoe";
 }
+inline bool hf_is_deepseek(const std::string& type) {
+    return type == "deepseek_v2" || type == "deepseek_v3";
+}
 
 // Read which products have biases.
 inline void hf_biases(HfConfig& c, Shape& s) {
     // Qwen2's q, k and v have theirs always, and no class reads a key for them.
     // Experts' blocks are built without any.
     bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3" ||
-                 hf_has_experts(s.hf_type);
+                 hf_has_experts(s.hf_type) || hf_is_deepseek(s.hf_type);
     bool reads_attention = !fixed;
     bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
     if (reads_attention)
@@ -399,6 +402,105 @@ inline void hf_experts(HfConfig& c, Shape& s) {
                  std::min(s.E, MOST_CHOICES));
 }
 
+// DeepSeek's latents and heads.
+inline void hf_latents(HfConfig& c, Shape& s) {
+    // Null is no latent of queries; a key left out has the class's default.
+    bool direct = c.j.contains("q_lora_rank") && c.j["q_lora_rank"].is_null();
+    s.q_latent = direct ? 0 : hf_size(c, "q_lora_rank", 1536);
+    s.kv_latent = hf_size(c, "kv_lora_rank", 512);
+    s.rotary = hf_size(c, "qk_rope_head_dim", 64);
+    s.HS = hf_size(c, "qk_nope_head_dim", 128) + s.rotary;
+    s.HS_v = hf_size(c, "v_head_dim", 128);
+    hf_refuse_unless(c, "rope_interleave", true);
+
+    // RoPE turns pairs, and attention's rows hold values as wide as keys.
+    if (s.rotary % 2)
+        hf_wrong(c, "qk_rope_head_dim ", s.rotary, " is odd: RoPE turns pairs");
+    if (s.HS_v > s.HS)
+        hf_wrong(c, "v_head_dim ", s.HS_v, " is not built yet: up to ", s.HS,
+                 ", the size of keys, is");
+    if (s.NKV != s.NH)
+        hf_wrong(c, "num_key_value_heads ", s.NKV, " is not built with latent attention, only ",
+                 s.NH, ", one for each head, is");
+
+    // YaRN makes scores larger, by the square of what it says.
+    nlohmann::json r = hf_rope_object(c);
+    double all = hf_number(c, r, "mscale_all_dim", 0);
+    const RopeScaling& x = s.rope_scaling;
+    bool yarn = x.kind == RopeKind::YARN && x.factor > 1;
+    if (all == 0 || !yarn) return;
+
+    // Scores are q.k over a root.
+    double factor = x.factor;
+    double size = 0.1 * all * std::log(factor) + 1;
+    s.score_scalar = double(s.HS) / std::pow(size, 4);
+}
+
+// DeepSeek's routers: V2's softmax, V3's sigmoid with a bias of the choice.
+inline void hf_deepseek_router(HfConfig& c, Shape& s) {
+    // Take the class's method where the key is left out.
+    bool v3 = s.hf_type == "deepseek_v3";
+    nlohmann::json method = v3 ? "noaux_tc" : "greedy";
+    if (c.has("topk_method")) method = c.j["topk_method"];
+
+    // Each class scores in its own way.
+    hf_refuse_unless(c, "scoring_func", v3 ? "sigmoid" : "softmax");
+    if (v3)
+        hf_refuse_unless(c, "topk_method", "noaux_tc");
+    else
+        hf_refuse_unless(c, "topk_method", "greedy", "group_limited_greedy");
+
+    // V2's class passes over norm_topk_prob.
+    s.choice_bias = v3;
+    s.router = v3 ? Router::SIGMOID : Router::SOFTMAX;
+    if (v3 && !hf_flag(c, "norm_topk_prob", true)) s.router = Router::SIGMOID_ALONE;
+    if (!v3) hf_refuse_unless(c, "norm_topk_prob", false);
+    s.gate_scale = float(hf_positive(c, c.j, "routed_scaling_factor", v3 ? 2.5 : 1));
+
+    // Groups.
+    if (method == "greedy") return;
+    s.expert_groups = hf_size(c, "n_group", v3 ? 8 : 0);
+    s.kept_groups = hf_size(c, "topk_group", v3 ? 4 : 0);
+    size_t each = s.E / s.expert_groups;
+    if (s.E % s.expert_groups || s.expert_groups > MOST_GROUPS || each < 2)
+        hf_wrong(c, "n_group ", s.expert_groups, " of ", s.E, " experts: up to ", MOST_GROUPS,
+                 " equal groups of two and more are built");
+    if (s.kept_groups > s.expert_groups || s.K > s.kept_groups * each)
+        hf_wrong(c, "topk_group ", s.kept_groups, " of ", s.expert_groups, " groups has no ", s.K,
+                 " experts to choose");
+}
+
+// DeepSeek's blocks.
+inline void hf_deepseek(HfConfig& c, Shape& s) {
+    // V2's class has other defaults than V3's.
+    bool v3 = s.hf_type == "deepseek_v3";
+    s.family = Family::DEEPSEEK;
+    hf_latents(c, s);
+    s.dense_F = s.F; // so far intermediate_size
+
+    // A count of dense blocks may be 0, which is no size.
+    const char* key = "first_k_dense_replace";
+    bool none = c.has(key) ? c.j[key] == 0 : !v3;
+    size_t dense = none ? 0 : hf_size(c, key, 3);
+    hf_refuse_unless(c, "moe_layer_freq", 1);
+    if (dense >= s.L) return;
+
+    // Count the experts.
+    s.dense_first = dense;
+    if (dense == 0) s.dense_F = 0;
+    s.E = hf_size(c, "n_routed_experts", v3 ? 256 : 64);
+    s.K = hf_size(c, "num_experts_per_tok", v3 ? 8 : 0);
+    s.F = hf_size(c, "moe_intermediate_size", v3 ? 2048 : 1407);
+
+    // Join the experts that every token goes through.
+    size_t shared = hf_size(c, "n_shared_experts", v3 ? 1 : 2);
+    s.shared_F = s.F * shared;
+    if (s.K > s.E || s.K > MOST_CHOICES)
+        hf_wrong(c, "num_experts_per_tok ", s.K, " of ", s.E, " experts: at most ",
+                 std::min(s.E, MOST_CHOICES));
+    hf_deepseek_router(c, s);
+}
+
 // A family, and what transformers' class of it takes for keys that config.json leaves out.
 struct HfDefaults {
     const char *type, *architecture;
@@ -418,6 +520,8 @@ constexpr HfDefaults HF_DEFAULTS[] = {
     {"qwen2_moe",   "Qwen2MoeForCausalLM", 16, 32768,   0, 1e-6, 1e4, false},
     {"qwen3_moe",   "Qwen3MoeForCausalLM", 4,  32768,   0, 1e-6, 1e4, false},
     {"olmoe",       "OlmoeForCausalLM",    0,   4096,   0, 1e-5, 1e4, false},
+    {"deepseek_v2", "DeepseekV2ForCausalLM", 0, 2048,   0, 1e-6, 1e4, false},
+    {"deepseek_v3", "DeepseekV3ForCausalLM", 0, 4096,   0, 1e-6, 1e4, false},
     {"olmo2",       "Olmo2ForCausalLM",    0,   2048,   0, 1e-5, 1e4, false},
     {"smollm3",     "SmolLM3ForCausalLM",  4,  32768,   0, 1e-6, 2e6, true},
     {"phi3",        "Phi3ForCausalLM",     0,   4096,   0, 1e-5, 1e4, false},
@@ -486,9 +590,11 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     hf_biases(c, s);
     hf_window(c, s);
     if (experts) hf_experts(c, s);
+    bool latents = hf_is_deepseek(type);
+    if (latents) hf_deepseek(c, s);
 
     // Refuse heads that share unequally.
-    if (!family.head_size && !c.has("head_dim") && C % NH)
+    if (!family.head_size && !c.has("head_dim") && !latents && C % NH)
         hf_wrong(c, "num_attention_heads ", NH, " does not divide hidden_size ", C);
     if (NH % s.NKV)
         hf_wrong(c, "num_key_value_heads ", s.NKV, " does not divide num_attention_heads ", NH);
@@ -551,7 +657,8 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     else
         return c.path + ": model_type '" + printable(type.substr(0, 80)) +
                "' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
-               "qwen3_moe, olmoe, olmo2, smollm3, phi3, gemma2, gemma3_text and gpt_neox are";
+               "qwen3_moe, olmoe, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, gemma2, "
+               "gemma3_text and gpt_neox are";
     hf_check_sizes(c, *shape);
     return c.wrong;
 }
@@ -619,8 +726,13 @@ inline std::string hf_refusal(Mixtral, const Shape& s) {
     return hf_refusal(Llama{}, s);
 }
 
-inline std::string hf_refusal(Deepseek, const Shape&) {
-    return "--export: folders of DeepSeek are not built yet: drop --export";
+// Each class has a router of its own.
+inline std::string hf_refusal(Deepseek, const Shape& s) {
+    // V2's is a softmax, V3's sigmoids.
+    bool v3 = s.hf_type == "deepseek_v3";
+    if (s.E && (is_sigmoid(s.router) != v3 || s.router == Router::RENORMALISED))
+        return "--export: Hugging Face's class has no such router: leave --router out";
+    return s.sliding_window ? "--export: Hugging Face's DeepSeek has no window: drop --export" : "";
 }
 
 // The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
@@ -803,7 +915,49 @@ inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
     return j;
 }
 
-inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) { return hf_json(Mixtral{}, s); }
+// Llama's keys, latents' and experts'. The class calls the rotary part head_dim.
+inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
+    // All sizes are written, also those that the class has by default.
+    nlohmann::ordered_json j = hf_json(Llama{}, s);
+    bool v3 = s.hf_type == "deepseek_v3";
+    j["head_dim"] = s.rotary;
+    j["q_lora_rank"] = nullptr;
+    if (s.q_latent) j["q_lora_rank"] = s.q_latent;
+    j["kv_lora_rank"] = s.kv_latent;
+    j["qk_rope_head_dim"] = s.rotary;
+    j["qk_nope_head_dim"] = s.HS - s.rotary;
+    j["v_head_dim"] = s.HS_v;
+
+    // Undo the square by which YaRN makes scores larger.
+    if (s.score_scalar) {
+        double factor = s.rope_scaling.factor;
+        double size = std::pow(double(s.HS) / s.score_scalar, 0.25);
+        double all = (size - 1) / (0.1 * std::log(factor));
+        nlohmann::ordered_json& rope = j["rope_scaling"];
+        rope["mscale_all_dim"] = decimal(float(all));
+        rope["mscale"] = decimal(float(all));
+    }
+
+    // A dense width that no block has may be any.
+    j["intermediate_size"] = s.dense_F ? s.dense_F : s.F;
+    j["first_k_dense_replace"] = s.E ? s.dense_first : s.L;
+    if (s.E == 0) return j;
+    j["n_routed_experts"] = s.E;
+    j["num_experts_per_tok"] = s.K;
+    j["moe_intermediate_size"] = s.F;
+    j["n_shared_experts"] = s.shared_F / s.F;
+    j["routed_scaling_factor"] = decimal(s.gate_scale);
+    j["norm_topk_prob"] = s.router == Router::SIGMOID;
+    j["scoring_func"] = v3 ? "sigmoid" : "softmax";
+
+    // V3 has groups always, be it one.
+    bool limited = s.expert_groups > 1;
+    j["topk_method"] = limited ? "group_limited_greedy" : "greedy";
+    if (v3) j["topk_method"] = "noaux_tc";
+    j["n_group"] = s.expert_groups;
+    j["topk_group"] = s.kept_groups;
+    return j;
+}
 // clang-format on
 
 } // namespace llmc

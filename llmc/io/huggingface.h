@@ -216,6 +216,13 @@ inline bool hf_ignored(const std::string& name) {
     return false;
 }
 
+// DeepSeek-V3's layers behind the last predict further tokens; they are no part of the model.
+inline bool hf_predicts(const Shape& s, const std::string& name) {
+    // Layers count from 0.
+    std::string behind = concat("model.layers.", s.L, ".");
+    return s.family == Family::DEEPSEEK && name.starts_with(behind);
+}
+
 // Set a weight from the codes that a file has of it: as they are, or as values.
 template <typename T, typename S>
 std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTensor& find,
@@ -286,11 +293,19 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
     }
 
     // Every tensor must have its parameter.
+    size_t further = 0;
     for (const SafeTensors& f : h.files)
         for (const SafeTensor& x : f.tensors)
-            if (!used.count(x.name) && !hf_ignored(x.name))
+            if (hf_predicts(t.model.shape, x.name))
+                further++;
+            else if (!used.count(x.name) && !hf_ignored(x.name))
                 return folder + ": tensor " + x.name +
                        " belongs to nothing in this model: config.json is another model's";
+
+    // One rank says what is left out.
+    if (further && t.comms.world.rank == 0)
+        printf("%s: left out %zu tensors behind the last layer, which predict further tokens\n",
+               folder.c_str(), further);
     return "";
 }
 

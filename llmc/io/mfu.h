@@ -21,9 +21,8 @@ namespace llmc {
 // Six a parameter: two forward, four backward. Attention adds 6 L C T with a causal mask.
 inline double flops_per_token(const Model& model, size_t T) {
     const Shape& s = model.shape;
-    // A head's values may be narrower than its keys: the mean of the two products counts.
-    double heads = double(s.NH * (s.HS + (s.HS_v ? s.HS_v : s.HS))) / 2;
-    return 6.0 * double(active_parameters(model)) + 6.0 * double(s.L) * heads * double(T);
+    double attention = 6.0 * double(s.L) * attention_channels(s) * double(T);
+    return 6.0 * double(active_parameters(model)) + attention;
 }
 
 // Hours of so many FLOPs on GPUs of this peak.

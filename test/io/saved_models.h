@@ -123,9 +123,18 @@ inline std::vector<Shape> saved_shapes() {
     biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
     biased.rope_scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
     yarn.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
+    LatentSizes sizes = {5, 6, 4, 2, 3};
+    Shape latents = llama_shape(2, 4, 4, 16, 0, 61, 32, 10000);
+    Shape deepseek = deepseek_shape("deepseek_v2", latents, sizes, 14);
+    Shape deepseek_v3 = deepseek_shape("deepseek_v3", latents, {0, 6, 4, 2, 3}, 14);
+    deepseek_v3 = with_experts(deepseek_v3, 1, 8, 2, 10, 2);
+    deepseek_v3.router = Router::SIGMOID, deepseek_v3.choice_bias = true, deepseek_v3.gate_scale = 2.5f;
+    deepseek_v3.expert_groups = 4, deepseek_v3.kept_groups = 2;
+    Shape deepseek_v2 = with_experts(deepseek, 1, 6, 2, 10, 1);
     std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,
                               qwen2, qwen2_tied, biased, yarn, qwen3,
-                              mixtral, qwen3_moe, olmoe, qwen2_moe};
+                              mixtral, qwen3_moe, olmoe, qwen2_moe,
+                              deepseek, deepseek_v2, deepseek_v3};
     for (const char* type : VARIANTS) {
         Shape s = small_variant(mistral_endless, type);
         s.L = 3; // layers of each kind

@@ -107,6 +107,9 @@ TEST(Golden, MixtralInFloat) { compare_with_golden<float>("mixtral-tiny", IN_FLO
 TEST(Golden, MixtralInDouble) { compare_with_golden<double>("mixtral-tiny", IN_DOUBLE); }
 TEST(Golden, Qwen3MoeInDouble) { compare_with_golden<double>("qwen3-moe-tiny", IN_DOUBLE); }
 TEST(Golden, OlmoeInDouble) { compare_with_golden<double>("olmoe-tiny", IN_DOUBLE); }
+TEST(Golden, DeepseekV2InDouble) { compare_with_golden<double>("deepseek-v2-tiny", IN_DOUBLE); }
+TEST(Golden, DeepseekV3InDouble) { compare_with_golden<double>("deepseek-v3-tiny", IN_DOUBLE); }
+TEST(Golden, DeepseekV3InFloat) { compare_with_golden<float>("deepseek-v3-tiny", IN_FLOAT); }
 TEST(Golden, Qwen2MoeInDouble) { compare_with_golden<double>("qwen2-moe-tiny", IN_DOUBLE); }
 
 // ----------------------------------------------------------------------------

@@ -372,6 +372,48 @@ TEST_F(HuggingFace, ConfigOfExperts) {
                "num_experts_per_tok 9 of 8 experts: at most 8");
 }
 
+// DeepSeek's keys; each that would train another model is refused by its name.
+TEST_F(HuggingFace, ConfigOfDeepseek) {
+    json v3 = llama_json("deepseek_v3");
+    v3["num_key_value_heads"] = v3["num_attention_heads"], v3["num_hidden_layers"] = 5;
+    v3.erase("head_dim");
+    Shape s = config_shape(dir, v3), published = deepseek_v3();
+    EXPECT_EQ((std::vector<size_t>{s.q_latent, s.kv_latent, s.HS, s.rotary, s.HS_v}),
+              (std::vector<size_t>{1536, 512, 192, 64, 128}));
+    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F, s.shared_F, s.expert_groups, s.kept_groups, s.dense_first}),
+              (std::vector<size_t>{256, 8, 2048, 2048, 8, 4, 3}));
+    EXPECT_TRUE(s.router == published.router && s.choice_bias && s.gate_scale == 2.5f && s.family == Family::DEEPSEEK);
+    EXPECT_EQ(config_shape(dir, v3, {{"q_lora_rank", nullptr}}).q_latent, 0u);
+    EXPECT_EQ(config_shape(dir, v3, {{"norm_topk_prob", false}}).router, Router::SIGMOID_ALONE);
+
+    // The square of 0.1 ln(40) + 1 = 1.873854 is what the published models' scores grow by.
+    json yarn = {{"type", "yarn"}, {"factor", 40}, {"original_max_position_embeddings", 4096},
+                 {"mscale", 1.0}, {"mscale_all_dim", 1.0}};
+    s = config_shape(dir, v3, {{"rope_scaling", yarn}});
+    EXPECT_NEAR(std::sqrt(192 / s.score_scalar), 1.873854, 1e-6);
+    EXPECT_EQ(s.rope_scaling.attention_factor, 1);
+    EXPECT_DOUBLE_EQ(s.score_scalar, published.score_scalar);
+    EXPECT_NEAR(std::sqrt(192 / deepseek_v2_lite().score_scalar), 1.589626, 1e-6);
+
+    // V2's router has its own defaults.
+    json v2 = v3;
+    v2["model_type"] = "deepseek_v2", v2["num_experts_per_tok"] = 6;
+    s = config_shape(dir, v2);
+    EXPECT_TRUE(s.router == Router::SOFTMAX && s.expert_groups == 1 && !s.choice_bias && s.dense_first == 0);
+    for (auto [key, value, words] : {
+             std::tuple<const char*, json, const char*>{"rope_interleave", false, "rope_interleave false is not built"},
+             {"v_head_dim", 200, "v_head_dim 200 is not built yet: up to 192"},
+             {"num_key_value_heads", 2, "num_key_value_heads 2 is not built with latent attention"},
+             {"topk_method", "greedy", "topk_method \"greedy\" is not built yet"},
+             {"scoring_func", "softmax", "scoring_func \"softmax\" is not built yet"},
+             {"moe_layer_freq", 2, "moe_layer_freq 2 is not built yet"},
+             {"attention_bias", true, "attention_bias true is not built yet"},
+             {"n_group", 7, "n_group 7 of 256 experts"},
+             {"topk_group", 9, "topk_group 9 of 8 groups"}})
+        EXPECT_HAS(config_error(dir, v3, {{key, value}}), words);
+    EXPECT_HAS(config_error(dir, v2, {{"norm_topk_prob", true}}), "norm_topk_prob true is not built yet");
+}
+
 // Files hold each expert apart, and an expert that is missing is named.
 TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
     for (Shape s : saved_shapes()) {

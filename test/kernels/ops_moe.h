@@ -84,6 +84,28 @@ inline void router_test(Check& c) {
         close(c, "gates", gates, gates_by_definition(l, want, r, N), 1e-13);
         close(c, "gates float", gf, gates, tolerance<float>(E));
 
+        // Limited to groups: those of the best expert, or of the two best, as a sort has them.
+        size_t groups = odd(c, 2, 5), each = odd(c, 2, 6), all = groups * each;
+        size_t kept = odd(c, 1, groups - 1), some_K = odd(c, 1, kept * each);
+        Doubles x = apart(c, N, all), of_groups(N * groups), left(N * all, -INFINITY);
+        Routing limited = {router, all, some_K, 1, nullptr, groups, kept};
+        for (size_t i = 0; i < N * groups; i++) {
+            Doubles row(x.begin() + long(i * each), x.begin() + long((i + 1) * each));
+            for (double& v : row) v = biased ? 1 / (1 + std::exp(-v)) : v;
+            std::sort(row.rbegin(), row.rend());
+            of_groups[i] = biased ? row[0] + row[1] : row[0];
+        }
+        std::vector<int> best = best_of(of_groups, N, groups, kept);
+        for (size_t i = 0; i < N * kept; i++)
+            for (size_t e = 0; e < each; e++) {
+                size_t at = i / kept * all + size_t(best[i]) * each + e;
+                left[at] = x[at];
+            }
+        std::vector<int> limited_ids(N * some_K);
+        Doubles limited_gates(N * some_K);
+        route_forward(limited_ids.data(), limited_gates.data(), x.data(), limited, N, CPU);
+        expect(c, limited_ids == best_of(left, N, all, some_K), "groups are other ones than a sort's");
+
         // Of equals the lower expert, and a NaN last: ids are experts even where all are NaN.
         Doubles ties(2 * E, 0.5);
         ties[0] = NAN;

@@ -85,7 +85,8 @@ inline Shape small_mla(bool experts = false) {
                        {experts ? size_t(0) : 12, 10, 8, 4, 6}, 20);
     if (!experts) return s;
     s.F = 12, s.E = 6, s.K = 2, s.dense_first = 1, s.shared_F = 16;
-    s.router = Router::SIGMOID, s.gate_scale = 2.5f;
+    s.router = Router::SIGMOID, s.gate_scale = 2.5f, s.choice_bias = true;
+    s.expert_groups = 3, s.kept_groups = 2;
     return s;
 }
 

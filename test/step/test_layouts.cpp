@@ -263,6 +263,7 @@ double relative_error(const std::vector<double>& x, const std::vector<double>& y
     double difference = 0, all = 0;
     for (size_t i = 0; i < y.size(); i++)
         difference += (x[i] - y[i]) * (x[i] - y[i]), all += y[i] * y[i];
+    if (all == 0 && difference == 0 && x.size() == y.size()) return 0; // of what is never trained
     return x.size() == y.size() ? std::sqrt(difference / all) : INFINITY;
 }
 
@@ -323,7 +324,8 @@ Shape mla_for_tp(bool experts) {
                        {experts ? size_t(10) : 0, 7, 4, 2, 3}, 48);
     if (!experts) return s;
     s.F = 24, s.E = 6, s.K = 2, s.dense_first = 1, s.shared_F = 48, s.balance = 0.5;
-    s.router = Router::SIGMOID, s.gate_scale = 2.5f;
+    s.router = Router::SIGMOID, s.gate_scale = 2.5f, s.choice_bias = true;
+    s.expert_groups = 3, s.kept_groups = 2;
     return s;
 }
 bool fits(const Shape& s, const LayoutCase& l) {
@@ -846,16 +848,16 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
     }
 }
 
-// Latent attention, with and without a latent of queries, an ffn or experts behind it: every fourth
+// Latent attention, with and without a latent of queries, an ffn or experts behind it: every sixth
 // layout of data, tensor and pipeline ranks, some of experts and of sequences cut in all three ways.
 TEST(Layouts, LatentAttentionIsOneComputation) {
     std::map<std::tuple<bool, bool, int, size_t>, OneRank> one_rank;
     int number = 0, cells = 0;
     std::vector<LayoutCase> layouts = all_layouts(), experts = expert_layouts();
     size_t kept = 0;
-    for (size_t i = 0; i < layouts.size(); i += 4) layouts[kept++] = layouts[i];
+    for (size_t i = 0; i < layouts.size(); i += 6) layouts[kept++] = layouts[i];
     layouts.resize(kept);
-    for (size_t i = 0; i < experts.size(); i += 5) layouts.push_back(experts[i]);
+    for (size_t i = 0; i < experts.size(); i += 7) layouts.push_back(experts[i]);
     for (int method = 0; method < 3; method++)
         for (auto [tp, sp] : {std::pair{1, false}, {2, true}}) {
             LayoutCase l{1, tp};

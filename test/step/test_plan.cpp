@@ -847,11 +847,15 @@ TEST(Model, PublishedParameterCounts) {
         {"pythia-1b", 1011781632}, {"pythia-1.4b", 1414647808}, {"pythia-2.8b", 2775208960},
         {"pythia-6.9b", 6857302016}, {"pythia-12b", 11846072320},
         {"mixtral-8x7b", 46702792704}, {"qwen3-30b-a3b", 30532122624},
-        {"olmoe-1b-7b", 6919161856}, {"qwen1.5-moe-a2.7b", 14315784192}};
+        {"olmoe-1b-7b", 6919161856}, {"qwen1.5-moe-a2.7b", 14315784192},
+        {"deepseek-v2-lite", 15706484224}, {"deepseek-v2", 235741434880},
+        {"deepseek-v3", 671026419200}};
     // A token meets these, in 1e9; of a model without experts all.
     std::map<std::string, double> active = {{"mixtral-8x7b", 12.880}, {"qwen3-30b-a3b", 3.353},
                                             {"olmoe-1b-7b", 1.282},
-                                            {"qwen1.5-moe-a2.7b", 2.689}};
+                                            {"qwen1.5-moe-a2.7b", 2.689},
+                                            {"deepseek-v2-lite", 2.661}, {"deepseek-v2", 21.376},
+                                            {"deepseek-v3", 37.552}};
     for (const Preset& p : model_presets())
         if (published.count(p.name)) {
             Model model = make_model(p.shape);
