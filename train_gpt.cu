@@ -95,6 +95,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         or_die(model_file_load(t, c.model));
     if (!resumed)
         init_weights(t, uint64_t(c.seed), type != 0);
+    if (!resumed && !c.adapter.empty())
+        or_die(load_adapters(t, c.adapter));
     check_weights(run, t);
 
     // A run that only evaluates or samples says which weights those are.

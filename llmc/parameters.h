@@ -260,8 +260,6 @@ void init_weights(Trainer<T, S>& t, uint64_t seed, bool adapters_alone = false) 
 template <typename T, typename S>
 void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parameter& p,
                   KeptRange range) {
-    typedef acc_t<T> A;
-
     // Moments and float masters are numbers already, or bf16.
     if (d.kind == Kind::STATE && t.plans[0].states == States::BF16) {
         std::vector<bf16> narrow(range.count);
@@ -352,10 +350,11 @@ std::vector<acc_t<T>> fetch_numbers(const Trainer<T, S>& t, Data d, const Parame
     });
 }
 
-// The float values of a parameter as trained: the master where there is one.
+// The float values of a parameter as trained: the master where there is one. Frozen ones have none.
 template <typename T, typename S>
 std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
-    Kind kind = keeps_any(t, Kind::MASTER) ? Kind::MASTER : Kind::WEIGHT;
+    bool master = keeps_any(t, Kind::MASTER) && t.model.buckets[p.bucket].trainable;
+    Kind kind = master ? Kind::MASTER : Kind::WEIGHT;
     std::vector<acc_t<T>> values = fetch_numbers(t, {kind, p.bucket}, p);
     return std::vector<float>(values.begin(), values.end());
 }

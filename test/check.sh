@@ -71,6 +71,8 @@ step "the README's table of files is current" scripts/readme_table.sh --check
 step "the page and the tree: test/style.sh" test/style.sh
 step "every mutant's fragment stands" test/mutate found
 step "build" make_quiet all tests-built build/bench_ops
+step "the kernels' test at full size compiles: only GPUs run it" \
+    "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -fopenmp -DEMULATE test/kernels/test_large.cpp
 step "operators at -O3, as the program has them" build/bench_ops --seed "$commit"
 
 # The scripts for machines with GPUs and for many machines, with stand-ins; what scripts and pages say.

@@ -194,10 +194,12 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     bool stateful = keeps_any(t, Kind::STATE);
     std::vector<StateTensor> list;
     bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
-    Kind weights = narrow ? Kind::MASTER : Kind::WEIGHT;
     for (const Parameter& p : t.model.parameters) {
+        // Frozen weights have neither masters nor moments.
+        bool trained = t.model.buckets[p.bucket].trainable;
+        Kind weights = narrow && trained ? Kind::MASTER : Kind::WEIGHT;
         list.push_back({"param." + p.name, {weights, p.bucket}, &p});
-        if (!stateful || !t.model.buckets[p.bucket].trainable)
+        if (!stateful || !trained)
             continue;
         int number = 0;
         for (std::string state : optimizer_row(t.plans[0].optimizer).states)

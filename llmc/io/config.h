@@ -63,8 +63,8 @@ struct Config {
     // adapters; an alpha of 0 becomes twice the rank in config_check()
     int lora = 0;
     double lora_alpha = 0;
-    std::string lora_targets = "all";
-    bool lora_rs = false;
+    std::string lora_targets = "all", adapter;
+    bool lora_rs = false, merge = false;
 
     // numbers and memory
     std::string precision = "fp32";
@@ -233,6 +233,10 @@ inline const std::vector<Flag>& config_table() {
         {"lora-targets", &C::lora_targets, "",
          "which matrices: all, attention, or names with commas, as q_proj,v_proj"},
         {"lora-rs", &C::lora_rs, "", "by alpha / sqrt(rank) instead: rank-stabilised"},
+        {"adapter", &C::adapter, "",
+         "PEFT's folder of adapters, to go on from or to read; --export writes such a folder"},
+        {"merge", &C::merge, "",
+         "--export writes the model, with what its adapters change, and not the adapters"},
 
         {"", &C::help, "", "Numbers"},
         {"precision", &C::precision, "fp32|bf16|fp16",
@@ -922,13 +926,22 @@ inline std::string check_masters(const Config& c) {
     return "";
 }
 
+// New adapters, or those of a folder.
+inline bool has_adapters(const Config& c) { return c.lora > 0 || !c.adapter.empty(); }
+
 // Adapters: which models have them, and what is not built beside them.
 inline std::string check_lora(Config& c, const Shape& s) {
     for (const char* name : {"lora-alpha", "lora-targets", "lora-rs"})
         if (c.lora == 0 && given(c, name))
             return concat("--", name, " is for adapters: give --lora RANK");
-    if (c.lora == 0) return "";
-    std::string flag = concat("--lora ", c.lora);
+    if (c.merge && (c.export_dir.empty() || !has_adapters(c)))
+        return "--merge is for adapters that are exported: give --export DIR, and --adapter DIR or "
+               "--lora RANK";
+    if (!has_adapters(c)) return "";
+    if (c.lora && !c.adapter.empty())
+        return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,
+                      " has some: leave one of them out");
+    std::string flag = c.lora ? concat("--lora ", c.lora) : "--adapter " + c.adapter;
     // Fill in what follows from the rank; decay would draw an adapter back to the base.
     if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
     if (!given(c, "weight-decay")) c.weight_decay = 0;
@@ -943,8 +956,8 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (c.offload != "none")
         return concat(flag, " is not built with --offload: leave it out; --zero 3 and --weights "
                             "nf4 save memory too");
-    if (!c.export_dir.empty())
-        return flag + ": --export is not built with it yet: leave it out";
+    if (c.export_dir.ends_with(".bin"))
+        return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder";
     if (c.masters == "remainder")
         return concat(flag, ": --masters remainder would round the frozen weights in another way: "
                             "give --masters float");
@@ -956,14 +969,18 @@ inline std::string check_lora(Config& c, const Shape& s) {
 inline std::string check_frozen(const Config& c) {
     if (c.weights == "float") return "";
     std::string flag = "--weights " + c.weights;
-    if (c.steps > 0 && !c.eval)
-        return flag + " does not train: give --steps 0 or --eval";
-    if (!c.export_dir.empty())
+    if (c.steps > 0 && !c.eval && !has_adapters(c))
+        return flag + " does not train: give --steps 0 or --eval, or --lora RANK";
+    if (!c.export_dir.empty() && (c.merge || !has_adapters(c)))
         return flag + " has lost what --export writes: give --weights float";
+    if (c.steps > 0 && !c.eval && (!c.out.empty() || c.verify_every > 0))
+        return flag + " beside adapters is not built with --out and --verify-every: "
+                      "leave them out; --export writes what was trained";
     if (c.fp8 != "none")
         return flag + " is not built with --fp8: leave one of them out";
-    if (c.zero > 0)
-        return flag + " is never cut by --zero, which is for training: leave it out";
+    if (c.zero == 3 || (c.zero && !has_adapters(c)))
+        return concat(flag, " is never cut by --zero ", c.zero, ": leave it out",
+                      has_adapters(c) ? ", or give --zero 2" : "");
     return "";
 }
 
@@ -1026,8 +1043,9 @@ inline std::string check_machine(const Config& c) {
         return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";
     if (c.fp8 != "none")
         return "--machine: the time of --fp8 " + c.fp8 + " is not simulated: leave one out";
-    if (c.lora)
-        return concat("--machine: the time of --lora ", c.lora, " is not simulated: leave one out");
+    if (has_adapters(c))
+        return concat("--machine: the time of ", c.lora ? concat("--lora ", c.lora) : "--adapter",
+                      " is not simulated: leave one out");
     return "";
 }
 

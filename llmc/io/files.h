@@ -231,7 +231,8 @@ inline void unlock_file(const std::string& path, int fd) {
 
 // Whether an export has a file of this name.
 inline bool export_file(const std::string& name) {
-    for (const char* own : {"config.json", "generation_config.json", "tokenizer.json",
+    for (const char* own : {"config.json", "generation_config.json", "adapter_config.json",
+                            "adapter_model.safetensors", "tokenizer.json",
                             "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                             "added_tokens.json", "chat_template.jinja", "chat_template.json"})
         if (name == own || name == std::string(own) + ".tmp")

@@ -404,7 +404,9 @@ inline std::string hf_check_folder(const std::string& folder) {
                    ", which is no export of ours: choose a new folder";
 
     // Refuse one with files of ours that are no model, such as a tokenizer's.
-    bool config = std::count(names.begin(), names.end(), "config.json") > 0;
+    bool config = std::any_of(names.begin(), names.end(), [](const std::string& name) {
+        return name == "config.json" || name == "adapter_config.json";
+    });
     bool weights = std::any_of(names.begin(), names.end(), [](const std::string& name) {
         return name.ends_with(".safetensors");
     });
@@ -470,16 +472,60 @@ inline std::string export_name(const Parameter& p, const Shape& s, size_t number
     return name;
 }
 
+// Sums over the changes D that adapters make, of a model that is written with them.
+struct MergeSums {
+    double changed = 0, kept = 0; // <D, D>; <W' - W, D>, with W' as the file has it
+    double coefficient() const { return changed > 0 ? kept / changed : 1; }
+};
+
+// The float nearest to x that a file's type has. An export rounds once: from the float sum of base
+// and change, never from a base in the narrow type.
+inline float as_written(float x, Type dtype) {
+    if (dtype == Type::BF16) return to_float(from_acc<bf16>(x));
+    return dtype == Type::F16 ? to_float(from_acc<fp16>(x)) : x;
+}
+
+// A parameter as trained, with what its adapter adds: W + s B A, in float. All ranks call.
+template <typename T, typename S>
+std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, Type dtype,
+                                 MergeSums* sums) {
+    std::vector<float> w = get_weight(t, p);
+    if (p.adapter < 0) return w;
+    const Parameter* half = &t.model.parameters[p.adapter];
+    std::vector<float> a = get_weight(t, half[0]), b = get_weight(t, half[1]);
+    double scale = t.model.shape.adapters->at(module_of(p)).scale;
+
+    // A row of D at a time: it is a sum of rows of A.
+    size_t r = half->rows(), cols = p.cols();
+    for (size_t i = 0; i < p.rows(); i++) {
+        std::vector<double> d(cols, 0.0);
+        for (size_t k = 0; k < r; k++)
+            for (size_t j = 0; j < cols; j++)
+                d[j] += scale * b[i * r + k] * a[k * cols + j];
+
+        // Count what rounding leaves of it.
+        for (size_t j = 0; j < cols; j++) {
+            float& x = w[i * cols + j];
+            float was = x;
+            x = float(was + d[j]);
+            sums->changed += d[j] * d[j];
+            sums->kept += (double(as_written(x, dtype)) - was) * d[j];
+        }
+    }
+    return w;
+}
+
 // Write parameters [first, last) into a file. All ranks call, and gather each parameter once, also
 // after a failure: get_weight() is collective. The first rank writes; all have its error.
 template <typename T, typename S>
 std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first,
-                              size_t last, Type dtype) {
+                              size_t last, Type dtype, MergeSums* merged) {
     // List the tensors first: the header stands in front of the data.
     const std::vector<Parameter>& table = t.model.parameters;
     std::vector<TensorSpec> specs;
     for (size_t i = first; i < last; i++)
         for (size_t k = 0; k < table[i].stack; k++) {
+            if (is_adapter(t.model, table[i])) continue; // merged
             // Parameters of one tensor follow each other, in the order of its rows.
             HfPlace place = hf_place(t.model.shape, table[i], k);
             if (place.first > 0) continue;
@@ -493,7 +539,8 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     if (writes) writer_open(&w, path, specs, {{"format", "pt"}});
     for (size_t i = first; i < last; i++) {
         const Parameter& p = table[i];
-        std::vector<float> values = get_weight(t, p);
+        if (is_adapter(t.model, p)) continue;
+        std::vector<float> values = merged_weight(t, p, dtype, merged);
         if (!writes || !w.wrong.empty()) continue;
         values.resize(p.file_elements()); // padding is at the end
         if (p.transposed)
@@ -510,13 +557,14 @@ struct ExportShards {
     std::vector<size_t> starts = {0}; // the first parameter of each file
     size_t total = 0;                 // bytes of all
 };
-inline ExportShards export_shards(const Shape& s, const std::vector<Parameter>& table, Type dtype,
-                                  size_t shard_bytes) {
+inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes) {
+    const std::vector<Parameter>& table = m.parameters;
     ExportShards shards;
     size_t bytes = 0; // of the last file
     for (size_t i = 0; i < table.size(); i++) {
+        if (is_adapter(m, table[i])) continue;
         size_t own = table[i].file_elements() * type_bytes(dtype);
-        bool begins = hf_place(s, table[i]).first == 0; // a tensor is in one file
+        bool begins = hf_place(m.shape, table[i]).first == 0; // a tensor is in one file
         if (begins && bytes && bytes + own > shard_bytes) {
             shards.starts.push_back(i);
             bytes = 0;
@@ -530,9 +578,10 @@ inline ExportShards export_shards(const Shape& s, const std::vector<Parameter>& 
 // Write a whole export into an empty folder. All ranks call; the first one writes.
 template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
-                         size_t shard_bytes, const ExportTokenizer& tokenizer) {
+                         size_t shard_bytes, const ExportTokenizer& tokenizer,
+                         MergeSums* merged) {
     const std::vector<Parameter>& table = t.model.parameters;
-    ExportShards shards = export_shards(t.model.shape, table, dtype, shard_bytes);
+    ExportShards shards = export_shards(t.model, dtype, shard_bytes);
     size_t files = shards.starts.size();
 
     // Write the weights.
@@ -543,10 +592,12 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
             snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", f + 1, files);
         size_t first = shards.starts[f];
         size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
-        std::string wrong = write_export_file(t, folder + "/" + name, first, last, dtype);
+        std::string path = folder + "/" + name;
+        std::string wrong = write_export_file(t, path, first, last, dtype, merged);
         if (!wrong.empty()) return wrong;
         for (size_t i = first; i < last; i++)
             for (size_t k = 0; k < table[i].stack; k++) {
+                if (is_adapter(t.model, table[i])) continue;
                 std::string tensor = export_name(table[i], t.model.shape, k);
                 weight_map[tensor] = name;
             }
@@ -576,11 +627,10 @@ inline std::string make_export_folder(const std::string& folder, const std::stri
     return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
 }
 
-// Export a folder, whole or not at all. All ranks call; the first one writes, the others take part
-// in gathering each parameter. All return the first error.
-template <typename T, typename S>
-std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
-                      size_t shard_bytes = size_t(5) << 30, const ExportTokenizer& tokenizer = {}) {
+// Export a folder, whole or not at all: fill(path) writes into an empty one. All ranks call; the
+// first one writes, the others take part in gathering each parameter. All return the first error.
+template <typename T, typename S, typename F>
+std::string export_whole(const Trainer<T, S>& t, const std::string& folder, F fill) {
     // Each step ends in first_error(): no rank goes on alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
     bool first = world.rank == 0;
@@ -592,12 +642,24 @@ std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dt
     if (!wrong.empty()) return wrong;
 
     // Fill it, and give it the name.
-    wrong = write_export(t, temporary, dtype, shard_bytes, tokenizer);
+    wrong = fill(temporary);
     if (first && wrong.empty())
         wrong = replace_folder(temporary, path);
     wrong = first_error(world, wrong);
     if (first && !wrong.empty()) remove_folder(temporary);
     return wrong;
+}
+
+// Export a model's folder, with its adapters merged where it has some; merged: how much was kept.
+template <typename T, typename S>
+std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
+                      size_t shard_bytes = size_t(5) << 30, const ExportTokenizer& tokenizer = {},
+                      MergeSums* merged = nullptr) {
+    MergeSums nobody_asks;
+    MergeSums* sums = merged ? merged : &nobody_asks;
+    return export_whole(t, folder, [&](const std::string& path) {
+        return write_export(t, path, dtype, shard_bytes, tokenizer, sums);
+    });
 }
 
 } // namespace llmc

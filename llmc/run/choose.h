@@ -1,6 +1,7 @@
 // choose.h - before the run: what the flags name becomes a shape, text, data, a layout and plans
 //   Nothing is allocated here, and every mistake of a user is found here where it can be.
 #pragma once
+#include "../io/adapter_files.h"
 #include "../io/checkpoint.h"
 #include "../io/ds_config.h"
 #include "../io/model_files.h"
@@ -44,12 +45,16 @@ inline Shape choose_shape(const Config& c) {
     return s;
 }
 
-// Give the shape its adapters, once config_check() has filled in what the flags leave out.
+// Give the shape its adapters, new ones or a folder's, once config_check() has filled in what the
+// flags leave out.
 inline void add_adapters(const Config& c, Shape& s) {
-    if (c.lora == 0) return;
+    if (!has_adapters(c)) return;
     LoraOptions options = {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets};
     Adapters adapters;
-    or_die(choose_adapters(make_model(s), options, &adapters));
+    if (c.lora)
+        or_die(choose_adapters(make_model(s), options, &adapters));
+    else
+        or_die(read_adapters(make_model(s), c.adapter, &adapters));
     s.adapters = std::make_shared<const Adapters>(adapters);
 }
 

@@ -97,10 +97,16 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::EXPORT);
     constexpr size_t FILE_BYTES = size_t(5) << 30;
     std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
+    bool adapters = run.shape.adapters && !c.merge; // alone
+    MergeSums merged;
     if (wrong.empty())
-        wrong = is_model_file(c.export_dir)
+        wrong = adapters ? export_adapters(t, c.export_dir, export_type(c), c.model)
+                : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
-                    : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported);
+                    : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported, &merged);
+    if (c.merge && is_first(run))
+        printf("merged: the file keeps %.3f of what the adapters change%s\n", merged.coefficient(),
+               merged.coefficient() < 0.98 ? ": --export-dtype fp32 keeps all" : "");
     // One rank's failure is everyone's: a model in parts is none.
     wrong = first_error(run.world, wrong);
     if (is_first(run) && !wrong.empty())

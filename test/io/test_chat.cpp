@@ -329,7 +329,9 @@ TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
         EXPECT_EQ(targets[T - 1], -1);
         for (size_t i = 0; i < T; i++) {
             EXPECT_LT(tokens[i], 256);
-            if (targets[i] >= 0) EXPECT_EQ(targets[i], tokens[i + 1]);
+            if (targets[i] >= 0) {
+                EXPECT_EQ(targets[i], tokens[i + 1]);
+            }
             trained += targets[i] >= 0;
             // Each conversation begins with its question, and its answer ends with the zero.
             bool begins = start[i] == int(i);

@@ -131,7 +131,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
 // Frozen weights serve what only reads them.
 TEST(Config, FrozenWeightsAreRead) {
     for (const char* use : {"--steps=0", "--eval"}) EXPECT_EQ(check({"--weights", "nf4", use}), "");
-    EXPECT_HAS(check({"--weights", "nf4"}), "--weights nf4 does not train: give --steps 0 or --eval");
+    EXPECT_HAS(check({"--weights", "nf4"}), "--weights nf4 does not train: give --steps 0 or --eval, or --lora RANK");
     EXPECT_HAS(check({"--weights", "int8", "--eval", "--export", "x"}), "--weights float");
     EXPECT_HAS(check({"--weights", "nf4", "--steps", "0", "--zero", "3"}), "leave it out");
     EXPECT_HAS(check({"--weights", "int4"}), "float|nf4|int8");
@@ -156,7 +156,17 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_HAS(check({"--lora", "2", "--offload", "optimizer"}), "not built with --offload");
     EXPECT_HAS(check({"--lora", "2", "--precision", "bf16", "--masters", "remainder"}),
                "give --masters float");
-    EXPECT_HAS(check({"--lora", "2", "--export", "x"}), "--export is not built with it");
+    EXPECT_HAS(check({"--lora", "2", "--export", "x.bin"}), "give a folder");
+    EXPECT_HAS(check({"--lora", "2", "--adapter", "x"}), "leave one of them out");
+    EXPECT_HAS(check({"--merge", "--export", "x"}), "give --export DIR, and --adapter DIR");
+
+    // Frozen weights may be narrow, where nothing cuts or writes them.
+    EXPECT_EQ(check({"--lora", "2", "--weights", "nf4", "--zero", "2", "--export", "x"}), "");
+    EXPECT_HAS(check({"--lora", "2", "--weights", "nf4", "--zero", "3"}), "or give --zero 2");
+    EXPECT_HAS(check({"--lora", "2", "--weights", "nf4", "--out", "x"}), "leave them out; --export");
+    EXPECT_HAS(check({"--lora", "2", "--weights", "nf4", "--verify-every", "1"}), "leave them out");
+    EXPECT_HAS(check({"--lora", "2", "--weights", "nf4", "--export", "x", "--merge"}),
+               "give --weights float");
 }
 
 TEST(Config, ContextParallelRanksShareSequencesEqually) {

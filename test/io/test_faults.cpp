@@ -846,11 +846,18 @@ static void survive(const std::string& dir, int rounds, unsigned seed) {
                 continue;
             }
             ended[hit.ill] += !wrong.empty();
-            if (hit.ill == Ill::FAILS) EXPECT_HAS(wrong, concat("rank ", hit.rank, " failed: killed"));
-            if (hit.ill == Ill::HANGS) EXPECT_HAS(wrong, concat("; rank ", hit.rank, " has been in "));
-            if (hit.ill == Ill::SLOW || hit.ill == Ill::FULL_DISK) EXPECT_EQ(wrong, "") << what;
-            if (hit.ill == Ill::TURNED_BIT) EXPECT_HAS(wrong, concat("rank ", hit.rank, " has other values"));
-            if (wrong.empty()) EXPECT_TRUE(state == healthy[l]) << what;
+            if (hit.ill == Ill::FAILS) {
+                EXPECT_HAS(wrong, concat("rank ", hit.rank, " failed: killed"));
+            } else if (hit.ill == Ill::HANGS) {
+                EXPECT_HAS(wrong, concat("; rank ", hit.rank, " has been in "));
+            } else if (hit.ill == Ill::TURNED_BIT) {
+                EXPECT_HAS(wrong, concat("rank ", hit.rank, " has other values"));
+            } else if (hit.ill == Ill::SLOW || hit.ill == Ill::FULL_DISK) {
+                EXPECT_EQ(wrong, "") << what;
+            }
+            if (wrong.empty()) {
+                EXPECT_TRUE(state == healthy[l]) << what;
+            }
         }
         ASSERT_EQ(live_together(layouts[l], out, {}, &state), "") << what;
         ASSERT_TRUE(state == healthy[l]) << what;

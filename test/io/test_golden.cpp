@@ -1,5 +1,6 @@
 // test_golden.cpp - golden numbers from PyTorch, and trained models of others: their logits, losses
 // and texts, from their own files
+#include "../../llmc/io/adapter_files.h"
 #include "../../llmc/io/tokenizer_files.h"
 #include "saved_models.h"
 
@@ -111,6 +112,113 @@ TEST(Golden, DeepseekV2InDouble) { compare_with_golden<double>("deepseek-v2-tiny
 TEST(Golden, DeepseekV3InDouble) { compare_with_golden<double>("deepseek-v3-tiny", IN_DOUBLE); }
 TEST(Golden, DeepseekV3InFloat) { compare_with_golden<float>("deepseek-v3-tiny", IN_FLOAT); }
 TEST(Golden, Qwen2MoeInDouble) { compare_with_golden<double>("qwen2-moe-tiny", IN_DOUBLE); }
+
+// ----------------------------------------------------------------------------
+// adapters as PEFT saves them, and what it says of them in double
+
+// The shape of a base with a folder's adapters; "": the reader's word.
+static std::string adapted(Shape* s, const std::string& base, const std::string& folder) {
+    Adapters adapters;
+    EXPECT_EQ(hf_read_config(s, base), "");
+    std::string wrong = read_adapters(make_model(*s), folder, &adapters);
+    s->adapters = std::make_shared<const Adapters>(adapters);
+    return wrong;
+}
+
+// Loss and gradients to 1e-10; a folder of ours has the same tensors, and means the same; the merged
+// model has the same loss without adapters.
+static void compare_with_peft(const std::string& name, const std::string& dir) {
+    std::string base = ROOT + "/dev/golden/" + name, folder = ROOT + "/dev/golden/lora-" + name;
+    nlohmann::json golden;
+    ASSERT_EQ(read_json(folder + "/golden.json", &golden), "");
+    Shape s, plain;
+    ASSERT_EQ(adapted(&s, base, folder), "");
+    ASSERT_EQ(hf_read_config(&plain, base), "");
+    TensorFile text(base + "/golden.safetensors");
+    std::vector<int> tokens = text.ints("tokens"), targets = text.ints("targets");
+    const size_t N = 24;
+    auto loss_of = [&](Small<double>& m) {
+        m.t.window = [&](uint64_t sample, int* to, int* goal) {
+            memcpy(to, tokens.data() + sample * N, N * sizeof(int));
+            memcpy(goal, targets.data() + sample * N, N * sizeof(int));
+            return std::string();
+        };
+        run_plan(m.t, 0);
+        return plan_loss(m.t).mean();
+    };
+    Small<double> m(s, {plan_of(Mode::TRAIN, 3, N)});
+    m.t.hyper.lr = 0;
+    ASSERT_EQ(hf_load_weights(m.t, base), "");
+    ASSERT_EQ(load_adapters(m.t, folder), "");
+    double loss = loss_of(m), squares[2] = {};
+    EXPECT_NEAR(loss, golden["loss"].get<double>(), 1e-10);
+    for (const Parameter& p : m.t.model.parameters) {
+        if (!is_adapter(m.t.model, p)) continue;
+        const double* grad = address<double>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
+        for (size_t i = 0; i < p.elements(); i++)
+            squares[p.name.ends_with("B.weight")] += grad[i] * grad[i];
+        double first = golden["first"][peft_name(m.t.model, p.name)].get<double>();
+        EXPECT_NEAR(grad[0], first, 1e-10) << p.name;
+    }
+    EXPECT_NEAR(std::sqrt(squares[0]), golden["norm_A"].get<double>(), 1e-10);
+    EXPECT_NEAR(std::sqrt(squares[1]), golden["norm_B"].get<double>(), 1e-10);
+
+    ASSERT_EQ(hf_export_check(s, dir + "/ours"), "");
+    ASSERT_EQ(export_adapters(m.t, dir + "/ours", Type::F32, base), "");
+    ASSERT_EQ(hf_export_check(s, dir + "/ours"), ""); // ours, so it may be replaced
+    TensorFile ours(dir + "/ours/adapter_model.safetensors"), theirs(folder + "/adapter_model.safetensors");
+    ASSERT_EQ(ours.file.tensors.size(), theirs.file.tensors.size());
+    for (const SafeTensor& x : theirs.file.tensors) EXPECT_EQ(ours.floats(x.name), theirs.floats(x.name));
+    Shape again;
+    ASSERT_EQ(adapted(&again, base, dir + "/ours"), "");
+    for (const auto& [module, adapter] : *s.adapters) {
+        EXPECT_EQ(again.adapters->at(module).rank, adapter.rank) << module;
+        EXPECT_NEAR(again.adapters->at(module).scale, adapter.scale, 1e-15) << module;
+    }
+
+    MergeSums merged, narrow;
+    ASSERT_EQ(hf_export(m.t, dir + "/merged", Type::F32, 1 << 30, {}, &merged), "");
+    Small<double> one(plain, {plan_of(Mode::TRAIN, 3, N)});
+    ASSERT_EQ(hf_load_weights(one.t, dir + "/merged"), "");
+    EXPECT_NEAR(loss_of(one), loss, 2e-6); // weights of a file are floats
+    EXPECT_NEAR(merged.coefficient(), 1, 1e-5);
+    ASSERT_EQ(hf_export(m.t, dir + "/narrow", Type::BF16, 1 << 30, {}, &narrow), "");
+    EXPECT_LT(std::abs(narrow.coefficient() - 1), 0.2);
+    EXPECT_NE(narrow.coefficient(), 1);
+}
+
+struct Adapted : Scratch {};
+TEST_F(Adapted, Gpt2IsPefts) { compare_with_peft("gpt2-tiny", dir); }
+TEST_F(Adapted, LlamaIsPefts) { compare_with_peft("llama-tiny", dir); }
+
+// Another base, half an adapter, a function that is not built: a line each.
+TEST_F(Adapted, WhatDoesNotFitIsRefused) {
+    std::string golden = ROOT + "/dev/golden/", folder = golden + "lora-llama-tiny";
+    Shape s;
+    EXPECT_HAS(adapted(&s, golden + "gpt2-tiny", folder), "belongs to no matrix of a block");
+    EXPECT_HAS(adapted(&s, golden + "qwen3-tiny", folder), "give the --model that it was trained on");
+    EXPECT_HAS(adapted(&s, golden + "llama-tiny", dir), "adapter_config.json");
+    nlohmann::json config;
+    ASSERT_EQ(read_json(folder + "/adapter_config.json", &config), "");
+    std::filesystem::copy(folder + "/adapter_model.safetensors", dir + "/adapter_model.safetensors");
+    auto with = [&](const char* key, nlohmann::json value) {
+        nlohmann::json j = config;
+        j[key] = value;
+        std::ofstream(dir + "/adapter_config.json") << j;
+        return adapted(&s, golden + "llama-tiny", dir);
+    };
+    EXPECT_EQ(with("lora_alpha", 3), "");
+    EXPECT_HAS(with("use_dora", true), "use_dora is true, which is not built");
+    EXPECT_HAS(with("modules_to_save", {"lm_head"}), "modules_to_save is");
+    EXPECT_HAS(with("bias", "lora_only"), "only none can be read");
+    EXPECT_HAS(with("peft_type", "IA3"), "LORA can be read");
+    EXPECT_HAS(with("init_lora_weights", "pissa"), "has changed the base");
+    EXPECT_HAS(with("alpha_pattern", {{"layers.*", 3}}), "is a regular expression");
+    EXPECT_HAS(with("lora_alpha", "x"), "and no number");
+    std::filesystem::remove(dir + "/adapter_model.safetensors");
+    std::ofstream(dir + "/adapter_model.bin") << "x";
+    EXPECT_HAS(with("lora_alpha", 3), "is a pickle");
+}
 
 // ----------------------------------------------------------------------------
 // trained checkpoints of others

@@ -222,8 +222,8 @@ inline void attention_visibility(Check& c) {
                     }
 
                     // Extremes are exact of one range; of two, keys may lie in the gap between.
-                    Span first = join({a.first, a.first}, {b.first, b.first});
-                    Span last = join({a.last, a.last}, {b.last, b.last});
+                    Span first = join(Span{a.first, a.first}, Span{b.first, b.first});
+                    Span last = join(Span{a.last, a.last}, Span{b.last, b.last});
                     Visibility v = visibility({first, last}, {low, high});
                     wrong += (v == ALL) != all;
                     wrong += v == NOTHING && any;

@@ -157,6 +157,42 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     EXPECT_FALSE(some.count("h.0.mlp.c_proj"));
 }
 
+// Weights and states of models with rank 16 beside all matrices: N and P are the published ones, and
+// bytes are 2 N + 18 P, or with NF4 0.51587 of each of blocks' matrices, 2 of the rest and 18 P.
+TEST(Lora, TakesTheBytesOfTheTable) {
+    struct Line {
+        const char* model;
+        size_t N, P;
+        double lora, qlora; // GiB
+    };
+    for (const Line& line : {Line{"gpt2", 124439808, 2359296, 0.27, 0.15},
+                             Line{"llama2-7b", 6738415616, 39976960, 13.22, 4.27},
+                             Line{"llama3-8b", 8030261248, 41943040, 15.66, 6.01},
+                             Line{"llama3-70b", 70553706496, 207093760, 134.89, 40.27}}) {
+        Shape s;
+        for (const Preset& p : model_presets())
+            if (p.name == std::string(line.model)) s = p.shape;
+        Model m = make_model(with_lora(s, 16));
+        size_t adapters = 0;
+        for (const Parameter& p : m.parameters) adapters += is_adapter(m, p) ? p.elements() : 0;
+        EXPECT_EQ(adapters, line.P) << line.model;
+        EXPECT_EQ(parameter_count(m) - adapters, line.N) << line.model;
+        for (Stored stored : {Stored::WIDE, Stored::NF4}) {
+            Plan p = small_plan(1, 8, 1);
+            p.stored = stored;
+            double bytes = 0;
+            for (int b = 0; b < int(m.buckets.size()); b++)
+                for (Data d : {Data{Kind::WEIGHT, b}, {Kind::MASTER, b}, {Kind::GRAD, b},
+                               {Kind::STATE, b, 0}, {Kind::STATE, b, 1}})
+                    if (d.kind == Kind::WEIGHT || m.buckets[size_t(b)].trainable)
+                        bytes += double(data_bytes<bf16>(p, m, d, Cpu{}));
+            // a tensor ends at a multiple of 256 bytes; the vocabulary is padded
+            double want = stored == Stored::WIDE ? line.lora : line.qlora;
+            EXPECT_NEAR(bytes / double(1 << 30), want, 0.006 + 0.001 * want) << line.model;
+        }
+    }
+}
+
 // A router of zeros sends every token to the lowest experts. The others' gradients are zeros, written
 // in each first micro-batch, and the run goes on.
 TEST(Experts, AllTokensMayChooseTheSame) {
@@ -643,7 +679,11 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
         evaluate.mode = Mode::EVALUATE, write.mode = Mode::GENERATE, write.cache = 8;
         evaluate.stored = write.stored = wide ? Stored::WIDE : stored;
         write.layout = evaluate.layout;
-        Small<T> f(s, {evaluate, write});
+        std::vector<Plan> plans = {evaluate, write};
+        Plan train = evaluate;
+        train.mode = Mode::TRAIN, train.micro_batches = 2, train.recompute = three_levels(44);
+        if (s.adapters) plans.push_back(train);
+        Small<T> f(s, plans);
         f.t.comms = make_comms(world, evaluate.layout);
         f.t.window = random_window(s, 9);
         EXPECT_EQ(check_pieces(stored, f.t.model, evaluate.layout), "");
@@ -659,6 +699,12 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
         Sampling greedy = {};
         greedy.temperature = 0;
         std::vector<double> mine = {loss};
+        for (int step = 0; step < 3 && s.adapters; step++) {
+            f.t.hyper.lr = 1e-2f;
+            run_plan(f.t, 2);
+            mine.push_back(plan_loss(f.t).mean());
+            mine.push_back(read_value<StepScale>(f.t, {Kind::SCALE}).norm);
+        }
         generate(f.t, 1, {1, 7, 3, 9, 2}, 3, greedy, [&](int token) { mine.push_back(token); });
         if (world.rank == 0) losses = mine;
     };
@@ -683,6 +729,15 @@ TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
                 EXPECT_EQ(narrow.size(), 4u);
                 EXPECT_NE(narrow, frozen_losses<float>(s, Stored::WIDE, true, tp));
             }
+    // Beside them adapters are trained, and meet the same values both ways.
+    for (Stored stored : {Stored::NF4, Stored::INT8})
+        for (int tp : {1, 2}) {
+            Shape s = with_lora(frozen_shapes()[tp - 1], 4);
+            std::vector<double> narrow = frozen_losses<float>(s, stored, false, tp);
+            EXPECT_EQ(narrow, frozen_losses<float>(s, stored, true, tp)) << tp;
+            EXPECT_EQ(narrow.size(), 10u);
+            EXPECT_LT(narrow[5], narrow[1]) << "trained on the same samples";
+        }
     EXPECT_EQ(frozen_losses<bf16>(frozen_shapes()[1], Stored::NF4, false, 2),
               frozen_losses<bf16>(frozen_shapes()[1], Stored::NF4, true, 2));
 }

@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""Make the golden adapters: folders as PEFT saves them beside gpt2-tiny and llama-tiny, and what PEFT says in float64.
+
+usage: peft_golden.py     (needs torch, transformers and peft; made with the versions that golden.json names)
+
+A and B hold v[i] = 0.1 sin(0.7 i + phi), rounded to float, phi 1 for A and 2 for B. golden.json: the loss on the base
+folder's golden tokens, gradients' norms, each gradient's first element.
+"""
+import json, math, os
+from unittest import mock
+import peft, torch, transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from make_golden import cross_entropy
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SINGLE = torch.float32
+CASES = {
+    "lora-gpt2-tiny": ("gpt2-tiny", dict(r=3, lora_alpha=6, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True)),
+    "lora-llama-tiny": ("llama-tiny", dict(r=4, lora_alpha=10, target_modules="all-linear", use_rslora=True,
+                                           rank_pattern={"k_proj": 2}, alpha_pattern={"layers.1.mlp.up_proj": 3})),
+}
+
+
+def adapt(model, base, config, numbers):
+    """The model with adapters of these numbers, and their parameters."""
+    config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=base, **config)
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for n, p in adapters.items():
+        phi = 1 if "lora_A" in n else 2
+        values = [0.1 * math.sin(0.7 * i + phi) for i in range(p.numel())]
+        p.data = numbers(torch.tensor(values, dtype=torch.float64)).view(p.shape)
+    return model, adapters
+
+
+def main():
+    single = lambda x: x.to(SINGLE)
+    for name, (base, config) in CASES.items():
+        folder = os.path.join(HERE, name)
+        loaded = AutoModelForCausalLM.from_pretrained(os.path.join(HERE, base), attn_implementation="eager")
+        state = {n: x.clone() for n, x in loaded.state_dict().items()}
+        model, _ = adapt(loaded, base, config, single)
+        model.peft_config["default"].base_model_name_or_path = base
+        model.save_pretrained(folder)
+        os.remove(os.path.join(folder, "README.md"))
+
+        # All in double, as make_golden.py does it: norms, softmax and rotary tables too.
+        golden = load_file(os.path.join(HERE, base, "golden.safetensors"))
+        tokens, targets = golden["tokens"].long().view(3, -1), golden["targets"].long().view(3, -1)
+        with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(torch, "float", torch.float64), \
+             mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+            double = type(loaded)(loaded.config).double().eval()
+            double.load_state_dict(state)
+            double, adapters = adapt(double, base, config, lambda x: single(x).double())
+            logits = double(input_ids=tokens).logits
+            assert logits.dtype == torch.float64
+            loss = cross_entropy(logits, targets)
+            loss.backward()
+        norm = lambda half: math.sqrt(sum(float((p.grad**2).sum()) for n, p in adapters.items() if half in n))
+        with open(os.path.join(folder, "golden.json"), "w") as out:
+            json.dump({"versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
+                                   f"peft {peft.__version__}",
+                       "loss": loss.item(), "norm_A": norm("lora_A"), "norm_B": norm("lora_B"),
+                       "first": {n.replace(".default", ""): p.grad.flatten()[0].item() for n, p in adapters.items()}},
+                      out, indent=1)
+            out.write("\n")
+        print(name, loss.item(), norm("lora_A"), norm("lora_B"))
+
+
+main()
