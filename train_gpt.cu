@@ -50,7 +50,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     start_plan(t, run.train_plan);
     if (run.step + 1 < c.steps) prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
-    ExpertBalance experts = expert_balance(t);
+    std::vector<int64_t> loads = step_loads(t);
     double loss = result.loss.mean();
     double seconds = clock_seconds() - start;
     take_times(run, t, seconds);
@@ -59,6 +59,8 @@ void train_step(Run& run, Trainer<T, S>& t) {
     const StepScale& scale = result.scale;
     bool skipped = is_skipped(run, scale);
     if (!skipped) check_step(run, t, loss, scale);
+    if (!skipped && c.router_bias_rate > 0)
+        move_choice_biases(t, run.choice_biases, loads, float(c.router_bias_rate));
     if (run.first_loss == 0 && !skipped) run.first_loss = loss;
     run.step++;
     run.tokens += c.batch_tokens;
@@ -68,6 +70,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     // Log the step: speed is that of the step alone, without evaluation or saving.
     double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
     double mfu = flops / seconds / run.peak;
+    ExpertBalance experts = expert_balance(loads, t.model.shape.E);
     double imbalance = c.cp > 1 ? pairs_imbalance(t.layout, t.pairs) : 0;
     run.cp_imbalance += imbalance;
     run.max_vio += std::max(experts.max_vio, 0.0);
@@ -97,6 +100,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         init_weights(t, uint64_t(c.seed), type != 0);
     if (!resumed && !c.adapter.empty())
         or_die(load_adapters(t, c.adapter));
+    if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
     check_weights(run, t);
 
     // A run that only evaluates or samples says which weights those are.

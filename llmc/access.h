@@ -96,9 +96,11 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         x.write({Kind::LOSS, -1, m});
     }
 
-    // Weights are read by the input half, their gradients made by the weight half.
+    // Weights are read by the input half, their gradients made by the weight half: of an adapter's
+    // two matrices each takes part in the other's.
     for (int b : buckets_of(model, l)) {
-        if (input_half && l > 0)
+        bool multiplies = input_half || model.buckets[b].role == Role::ADAPTER;
+        if (multiplies && l > 0)
             x.read({weight_kind(p.layout, model, b), b});
         if (!weight_half || !model.buckets[b].trainable) continue;
         Data grad = {gradient_kind(p.layout, model, b, l), b};

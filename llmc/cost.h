@@ -30,9 +30,10 @@ struct Times {
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // messages it waits for
     double bubble = 0;                                   // other ranks
 };
+typedef double Times::*Seconds;
 struct TimePart {
     const char* name;
-    double Times::*part;
+    Seconds part;
 };
 inline const std::vector<TimePart>& time_parts() {
     static const std::vector<TimePart> parts = {

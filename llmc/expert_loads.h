@@ -25,7 +25,7 @@ struct ExpertBalance {
 // loads (L,E), of all ranks.
 inline ExpertBalance expert_balance(const std::vector<int64_t>& loads, size_t E) {
     ExpertBalance all;
-    for (size_t first = 0; first + E <= loads.size(); first += E) {
+    for (size_t first = 0; first < loads.size(); first += E) {
         auto block = loads.begin() + ptrdiff_t(first), end = block + ptrdiff_t(E);
         double mean = double(std::accumulate(block, end, int64_t(0))) / double(E);
         if (mean == 0) continue; // its ffn is dense
@@ -36,9 +36,10 @@ inline ExpertBalance expert_balance(const std::vector<int64_t>& loads, size_t E)
     return all;
 }
 
-// Measure the step that is over. All ranks call this, and hear the same.
+// The loads (L,E) of the step that is over, of all ranks; none where a model has no experts. All
+// ranks call this, and hear the same.
 template <typename T, typename S>
-ExpertBalance expert_balance(const Trainer<T, S>& t) {
+std::vector<int64_t> step_loads(const Trainer<T, S>& t) {
     const Shape& s = t.model.shape;
     if (!counts_loads(t.plans[t.plan], t.model)) return {};
     // The host has waited for the step already: this copy is short.
@@ -49,7 +50,7 @@ ExpertBalance expert_balance(const Trainer<T, S>& t) {
     std::vector<int64_t> loads(mine.begin(), mine.end());
     all_reduce_sum(t.comms.samples, loads.data(), loads.size(), Cpu{});
     all_reduce_sum(t.comms.pp, loads.data(), loads.size(), Cpu{});
-    return expert_balance(loads, s.E);
+    return loads;
 }
 
 } // namespace llmc

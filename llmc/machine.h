@@ -93,10 +93,12 @@ inline std::string machine_names() {
     return names;
 }
 
+typedef double Machine::*MachineNumber;
+
 // A number of a machine's file: its name, its field, and the range that makes sense.
 struct MachineField {
     const char* name;
-    double Machine::*field;
+    MachineNumber field;
     double least, most;
 };
 inline const std::vector<MachineField>& machine_fields() {

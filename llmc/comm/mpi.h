@@ -421,15 +421,17 @@ inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
     LLMC_MPI_CHECK(MPI_Comm_split_type(world, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine));
     LLMC_MPI_CHECK(MPI_Comm_rank(machine, &rank));
     LLMC_MPI_CHECK(MPI_Comm_size(machine, &ranks));
-    // Others ask where it lies in their own addresses.
-    MPI_Aint bytes = rank == 0 ? MPI_Aint(ranks * sizeof(RankNote)) : 0;
+    // Others ask where it lies in their own addresses. It begins at the same place of a page in all
+    // of them, but not where a note may: one more gives room to move on to there.
+    size_t notes = size_t(ranks) * sizeof(RankNote), room = notes + sizeof(RankNote);
+    MPI_Aint bytes = rank == 0 ? MPI_Aint(room) : 0;
     void* memory = nullptr;
     LLMC_MPI_CHECK(
         MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, machine, &memory, &window));
     LLMC_MPI_CHECK(MPI_Win_shared_query(window, 0, &bytes, &unit, &memory));
 
     // Each makes its own note, and reads the others' once all have.
-    RankNote* all = static_cast<RankNote*>(memory);
+    RankNote* all = static_cast<RankNote*>(std::align(alignof(RankNote), notes, memory, room));
     info.notes = {all, ranks, new (all + rank) RankNote()};
     info.notes.own->since = clock_seconds();
     info.notes.own->rank = info.rank;

@@ -33,7 +33,7 @@ struct Config {
     // E and K; the weights of the router's terms in the loss that is trained
     int experts = 0, experts_per_token = 0;
     std::string router;
-    double balance = 0.01, z_loss = 0;
+    double balance = 0.01, z_loss = 0, router_bias_rate = 0;
 
     // data
     std::string data, val, tokenizer;
@@ -168,6 +168,9 @@ inline const std::vector<Flag>& config_table() {
          "experts: weight of the balance loss of each sequence, which spreads tokens over them"},
         {"z-loss", &C::z_loss, "0..1000",
          "experts: weight of the square of the router's log-sum-exp"},
+        {"router-bias-rate", &C::router_bias_rate, "0..1",
+         "DeepSeek-V3: what each step adds to the choice's bias of idle experts, and takes from "
+         "busy ones; V3 took 0.001"},
         {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
 
         {"", &C::help, "", "Data"},
@@ -726,11 +729,22 @@ inline std::string check_shape(const Shape& s) {
 
 // Experts: what they need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
-    for (const char* name : {"experts-per-token", "router", "balance", "z-loss"})
+    for (const char* name :
+         {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate"})
         if (s.E == 0 && given(c, name))
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
     if (s.E == 0) return "";
+    // A bias belongs to sigmoids, and moves by steps that 16 bits alone would lose.
+    if (s.choice_bias && s.router != Router::SIGMOID)
+        return concat("--router ", c.router, ": this model's choice has a bias, which is for "
+                                             "sigmoids: leave it out");
+    if (c.router_bias_rate > 0 && !s.choice_bias)
+        return "--router-bias-rate is for routers whose choice has a bias, DeepSeek-V3's: leave it "
+               "out";
+    if (c.router_bias_rate > 0 && c.masters == "none")
+        return "--router-bias-rate moves by less than --masters none can hold: give --masters "
+               "float";
     // GPT-2's ffn, and biases, have no experts' form here.
     if (s.family != Family::MIXTRAL && s.family != Family::DEEPSEEK)
         return concat("--experts ", s.E, ": built for Llama, Mistral and Qwen3 without biases: "

@@ -10,9 +10,10 @@ namespace llmc {
 inline std::string take_loss_defaults(Config& c) {
     std::string taken;
     if (c.loss == "lm") return taken;
+    // Adapters take ten times the rate of all weights, as TRL's pages on LoRA have it.
     if (!given(c, "lr")) {
-        c.lr = 2e-5;
-        taken += " --lr 2e-05";
+        c.lr = has_adapters(c) ? 2e-4 : 2e-5;
+        taken += has_adapters(c) ? " --lr 2e-04" : " --lr 2e-05";
     }
     if (!given(c, "weight-decay")) {
         c.weight_decay = 0;

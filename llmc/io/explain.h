@@ -53,9 +53,9 @@ inline std::string parameters_text(const Model& model) {
              padding);
     if (!adapters) return line;
 
-    // Say what is trained, beside what is not.
-    return line + concat("trained ", adapters, " (", count_text(double(adapters)),
-                         ") in adapters; ", total - adapters, " are frozen\n");
+    // Say how many may be trained, beside those that are not.
+    return line + concat(adapters, " (", count_text(double(adapters)), ") of them in adapters; ",
+                         total - adapters, " are frozen\n");
 }
 
 // The FLOPs of a training run, and its hours on GPUs at a utilisation that good trainers reach: an

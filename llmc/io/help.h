@@ -62,7 +62,14 @@ inline std::string help_text(size_t width = HELP_WIDTH) {
         if (!value.empty() && !is_switch)
             help += " (" + value + ")";
         if (accepts[0] == '=') help += " - not built yet";
-        text += help_row(concat("  --", f.name, choice ? " " + accepts : ""), help, width);
+
+        // More choices than a line holds stand among the words, which are broken.
+        std::string name = concat("  --", f.name), choices = choice ? " " + accepts : "";
+        bool fits = name.size() + choices.size() <= HELP_WIDTH;
+        for (size_t at = 0; !fits && (at = accepts.find('|')) != std::string::npos;)
+            accepts.replace(at, 1, ", ");
+        if (!fits) help = accepts + ": " + help;
+        text += help_row(name + (fits ? choices : ""), help, width);
     }
 
     text += "\nPresets\n";

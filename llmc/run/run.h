@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/stat.h>
 #include <filesystem>
+#include "../choice_bias.h"
 #include "../io/async_save.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
@@ -60,6 +61,7 @@ struct Run {
     double started = 0;          // seconds, by clock_seconds()
     double first_loss = 0;       // of this process's first step; 0: it has done none
     double cp_imbalance = 0;     // added up over this process's steps; 0: sequences are whole
+    ChoiceBiases choice_biases = {}; // with --router-bias-rate
     double max_vio = 0;          // likewise: of experts' loads
     double best_loss = INFINITY; // of validation
     int64_t best_step = 0;

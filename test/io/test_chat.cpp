@@ -495,4 +495,7 @@ TEST(Sft, LoadedWeightsTakeSmallerStepsAndAPromptIsAQuestion) {
     EXPECT_EQ(tuned.status, 0) << tuned.text;
     EXPECT_HAS(tuned.text, "--loss sft takes TRL's defaults: --lr 2e-05 --weight-decay 0");
     EXPECT_HAS(tuned.text, "chat format: plain");
+    Ran adapted = shell(common + "--model " + model + " --steps 1 --lora 2 --sample-tokens 0");
+    EXPECT_EQ(adapted.status, 0) << adapted.text;
+    EXPECT_HAS(adapted.text, "--loss sft takes TRL's defaults: --lr 2e-04 --weight-decay 0");
 }

@@ -322,6 +322,11 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--balance", "1"}), "--balance is for models with experts");
     EXPECT_HAS(check({"--precision", "bf16", "--fp8", "block"}, "tiny-moe"), "--fp8 block is not");
     EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"), "--weights nf4 is not built with");
+    EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
+    EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");
+    EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny"), "is for models with experts");
+    EXPECT_HAS(check({"--router-bias-rate", "0.001", "--masters", "none"}, "deepseek-v3"), "give --masters float");
+    EXPECT_HAS(check({"--router", "softmax"}, "deepseek-v3"), "for sigmoids: leave it out");
     auto ranks = [&](const char* ep, std::vector<std::string> more = {}) {
         std::vector<std::string> words = {"--explain", "--dp", "6", "--ep", ep, "--batch-tokens",
                                           "6144", "--seq", "256", "--micro-batch", "4"};

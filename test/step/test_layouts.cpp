@@ -202,6 +202,7 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         std::vector<double> zeros(parameter.elements(), 0);
         if (l.one_expert && router) set_weight(f.t, parameter, zeros.data());
     }
+    ChoiceBiases biases = read_choice_biases(f.t);
     for (int s = 0; s < steps; s++) {
         std::string wrong;
         l.poisoned ? run_poisoned(f.t, wrong) : run_plan(f.t, 0);
@@ -211,7 +212,9 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         }
         f.t.cursor += p.B * size_t(p.micro_batches * l.dp);
         double loss = plan_loss(f.t).mean();
-        ExpertBalance experts = expert_balance(f.t);
+        std::vector<int64_t> loads = step_loads(f.t);
+        ExpertBalance experts = expert_balance(loads, shape.E);
+        if (shape.choice_bias) move_choice_biases(f.t, biases, loads, 0.01f);
         if (s == 0) collect_grads(f, result, true);
         if (world.rank > 0) continue;
         result.losses.push_back(loss);

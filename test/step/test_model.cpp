@@ -204,8 +204,9 @@ TEST(Experts, AllTokensMayChooseTheSame) {
     f.t.hyper.lr = 0;
     for (int step = 0; step < 2; step++) {
         EXPECT_TRUE(std::isfinite(f.step()));
-        EXPECT_DOUBLE_EQ(expert_balance(f.t).max_vio, double(s.E) / double(s.K) - 1);
-        EXPECT_EQ(expert_balance(f.t).least, 0);
+        ExpertBalance balance = expert_balance(step_loads(f.t), s.E);
+        EXPECT_DOUBLE_EQ(balance.max_vio, double(s.E) / double(s.K) - 1);
+        EXPECT_EQ(balance.least, 0);
         EXPECT_EQ(expert_loads(f.t, int(s.L))[0], 2 * 9 * 2); // of this step alone
         for (const Parameter& p : f.t.model.parameters) {
             if (p.stack == 1) continue;
@@ -227,6 +228,35 @@ TEST(Experts, BalanceIsThatOfTheWorstBlock) {
     EXPECT_DOUBLE_EQ(b.max_vio, 1);
     EXPECT_DOUBLE_EQ(b.least, 0.5);
     EXPECT_EQ(expert_balance({0, 0, 0}, 3).max_vio, -1);
+    EXPECT_EQ(expert_balance({}, 0).max_vio, -1);
+}
+
+// A bias grows by the rate where an expert has less than an even share, shrinks where it has more,
+// and stays where it has just that. Text that chose a few experts is spread over all.
+TEST(Experts, BiasesFollowTheLoads) {
+    Shape s = small_mla(true);
+    s.expert_groups = s.kept_groups = 1;
+    Fixture<double> f(s, {small_plan(4, 16, 1)});
+    f.t.hyper.lr = 0;
+    ChoiceBiases biases = read_choice_biases(f.t);
+    ASSERT_EQ(biases.size(), s.L);
+    EXPECT_TRUE(biases[0].empty()); // its ffn is dense
+    biases[1].assign(s.E, 0), biases[2] = biases[1];
+    move_choice_biases(f.t, biases, {0, 0, 0, 0, 0, 0, 3, 2, 1, 2, 2, 2, 0, 0, 0, 0, 0, 6}, 0.5f);
+    EXPECT_EQ(biases[1], (std::vector<float>{-0.5, 0, 0.5, 0, 0, 0}));
+    EXPECT_EQ(biases[2], (std::vector<float>{0.5, 0.5, 0.5, 0.5, 0.5, -0.5}));
+    EXPECT_EQ(read_choice_biases(f.t), biases);
+
+    // After a while loads go up and down around an even share.
+    f.step();
+    double before = expert_balance(step_loads(f.t), s.E).max_vio, after = 0;
+    for (int step = 0; step < 25; step++) {
+        move_choice_biases(f.t, biases, step_loads(f.t), 0.04f);
+        f.step();
+        if (step >= 15) after += expert_balance(step_loads(f.t), s.E).max_vio / 10;
+    }
+    EXPECT_GT(before, 1);
+    EXPECT_LT(after, before / 2);
 }
 
 // The balance terms are those of the step, whatever its micro-batches are: their share of the

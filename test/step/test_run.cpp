@@ -191,6 +191,18 @@ TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
     EXPECT_HAS(r.text, "residual stream              " + std::to_string(7 * 16 * 1024 * 16384 * 2ull));
 }
 
+// DeepSeek-V3 as its report has it (arXiv:2412.19437, 3.2): 2,048 GPUs, pp 16, ep 64. Experts have
+// a state on 2 ranks each, all else on 128.
+TEST_F(Run, ExpertsOnAClusterExplainThemselves) {
+    Ran r = run("--explain --model deepseek-v3 --precision bf16 --seq 4096 --micro-batch 1 --recompute full "
+                "--device cpu --dp 128 --pp 16 --ep 64 --zero 1 --batch-tokens 62914560 --sample-tokens 0");
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "parameters 671026419200");
+    EXPECT_HAS(r.text, "on 2048 GPUs");
+    EXPECT_HAS(r.text, "6.094 on each of 128 ranks by ZeRO 1, 0.1875 of an expert's by ep 64"); // 6 + 12 / 128, 12 / 64
+    EXPECT_HAS(r.text, "bubble: ranks are idle 11.1% of a step"); // 15 / 135: 120 micro-batches
+}
+
 // Of a cluster of any size: a line a stage, the largest, and the first as rank 0's table has it.
 TEST_F(Run, AClusterExplainsItself) {
     Ran r =
