@@ -474,12 +474,13 @@ __device__ void write_moments(void* moments, const Pack<float, P>& x, const Tens
             largest = size_t(k) < count ? fmaxf(largest, fabsf(x.v[k])) : largest;
         float absmax = block_scale(warp_max(largest));
 
-        // Write codes; the first lane writes the scale, which each has read.
+        // Write codes; the first lane writes the scale.
         Pack<uint8_t, P> codes;
         for (int k = 0; k < P; k++) {
             float y = scaled(x.v[k], absmax);
             codes.v[k] = dynamic_code(map, y);
         }
+        __syncwarp(); // shuffles order no memory, and every lane has read the old scale
         if (count == 0) return;
         StateBlock block = state_block(tensor, row.n, i);
         store_some(block.codes, codes, count);

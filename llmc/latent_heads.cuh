@@ -11,6 +11,8 @@
 #pragma once
 #include "cuda_common.h"
 
+#include <algorithm>
+
 namespace llmc {
 
 // Channels of a head.
