@@ -24,20 +24,50 @@ acc_t<T> channel_dot(const T* a, const T* b, size_t n) {
     return sum;
 }
 
-// A query's capped products with all keys (Tk), and its scores: with ALiBi, -inf where masked.
+// A query's products with all keys, which its forward and its backward pass need.
+template <typename T> struct ReferenceScores {
+    std::vector<acc_t<T>> capped; // (Tk) before ALiBi; nobody reads those of masked keys
+    std::vector<acc_t<T>> s;      // (Tk) with ALiBi, -inf where masked
+};
+
+// The scores of query i of head h with all keys.
 template <typename T>
-void reference_scores(std::vector<acc_t<T>>& capped, std::vector<acc_t<T>>& scores,
-                      const AttentionOperands<T>& x, size_t b, size_t h, size_t i) {
+ReferenceScores<T> reference_scores(const AttentionOperands<T>& x, size_t b, size_t h, size_t i) {
     typedef acc_t<T> A;
     size_t kh = h / (x.d.NH / x.d.NKV);
+    const T* q = x.query(b, h, i);
+
+    // Multiply with the keys that the query sees; the others keep -inf.
+    std::vector<A> capped(x.d.Tk), s(x.d.Tk, A(-INFINITY));
     for (size_t j = 0; j < x.d.Tk; j++) {
         int distance = 0;
-        // Masked keys keep no capped product: nobody reads it.
-        scores[j] = A(-INFINITY);
         if (!x.visible(b, i, j, distance)) continue;
-        capped[j] = x.capped(channel_dot(x.query(b, h, i), x.k + x.key_at(b, kh, j), x.d.HS));
-        scores[j] = capped[j] - A(x.slope(h)) * A(distance);
+        const T* k = x.k + x.key_at(b, kh, j);
+        A product = channel_dot(q, k, x.d.HS);
+        capped[j] = x.capped(product);
+        s[j] = capped[j] - A(x.slope(h)) * A(distance);
     }
+    return {capped, s};
+}
+
+// Turn scores into weights that add up to 1, and return lse: -inf for a row that sees nothing.
+template <typename A>
+A reference_softmax(std::vector<A>& s) {
+    A most = *std::max_element(s.begin(), s.end());
+    bool seen = std::any_of(s.begin(), s.end(), [](A y) { return y != A(-INFINITY); });
+
+    // Leave -inf out by hand: where a row sees nothing, -inf - most would be NaN.
+    A total = 0;
+    for (A& y : s) {
+        y = y == A(-INFINITY) ? 0 : std::exp(y - most);
+        total += y;
+    }
+    if (!seen) return A(-INFINITY);
+
+    // Divide here, not in the sum of values: out is then the mean that the definition says.
+    for (A& y : s)
+        y /= total;
+    return most + std::log(total);
 }
 
 // A task is one query of one head; tasks share nothing but the operands.
@@ -50,71 +80,84 @@ void attention_forward_reference(O* out, acc_t<T>* lse, const AttentionOperands<
     for (size_t b = 0; b < d.B; b++)
         for (size_t h = 0; h < d.NH; h++)
             for (size_t i = 0; i < d.Tq; i++) {
+                std::vector<A> p = reference_scores(x, b, h, i).s;
+                lse[x.lse_at(b, h, i)] = reference_softmax(p);
+
+                // Weigh the values. Weights of 0 are skipped: a masked value may be NaN.
                 size_t kh = h / (d.NH / d.NKV);
-                std::vector<A> capped(d.Tk), s(d.Tk), sum(d.HS_v);
-                reference_scores(capped, s, x, b, h, i);
-
-                // Softmax below the row's maximum; a row that sees nothing has none.
-                A most = *std::max_element(s.begin(), s.end()), total = 0;
-                bool seen = false;
-                for (A y : s)
-                    seen |= y != A(-INFINITY);
-                // Leave -inf out by hand: where a row sees nothing, -inf - most
-                // would be NaN.
-                for (A& y : s) {
-                    y = y == A(-INFINITY) ? 0 : std::exp(y - most);
-                    total += y;
+                std::vector<A> sum(d.HS_v);
+                for (size_t j = 0; j < d.Tk; j++) {
+                    const T* v = x.v + x.value_at(b, kh, j);
+                    for (size_t e = 0; p[j] != 0 && e < d.HS_v; e++)
+                        sum[e] += p[j] * to_acc(v[e]);
                 }
-                lse[x.lse_at(b, h, i)] = seen ? most + std::log(total) : A(-INFINITY);
 
-                // The values' mean, weighted.
-                for (size_t j = 0; j < d.Tk; j++)
-                    // Skip weights of 0: a masked value may be NaN, and 0 times it too.
-                    for (size_t e = 0; s[j] != 0 && e < d.HS_v; e++)
-                        sum[e] += s[j] / total * to_acc(x.v[x.value_at(b, kh, j) + e]);
+                // Round each sum once.
+                O* row = out + x.out_at(b, h, i);
                 for (size_t e = 0; e < d.HS_v; e++)
-                    put(out + x.out_at(b, h, i) + e, sum[e], false);
+                    put(row + e, sum[e], false);
             }
 }
 
-// One query's part of the gradients: dq (HS) whole, added to dk (Tk,HS) and dv (Tk,HS_v).
+// Gradients that grow in acc_t<T>, so that each is rounded once.
+template <typename T> struct ReferenceSums {
+    std::vector<acc_t<T>> dq; // (HS)     one query's
+    std::vector<acc_t<T>> dk; // (Tk,HS)  a key head's, over queries and heads
+    std::vector<acc_t<T>> dv; // (Tk,HS_v)
+};
+
+// Make one query's dq, and add its part to dk and dv.
 template <typename T>
-void reference_backward_row(std::vector<acc_t<T>>& dq, std::vector<acc_t<T>>& dk,
-                            std::vector<acc_t<T>>& dv, const T* out, const acc_t<T>* lse,
+void reference_backward_row(ReferenceSums<T>& sums, const T* out, const acc_t<T>* lse,
                             const AttentionOperands<T>& x, size_t b, size_t h, size_t i) {
     typedef acc_t<T> A;
     const AttentionDims& d = x.d;
-    const T *q = x.query(b, h, i), *dout = x.gradient(b, h, i); // (HS), (HS_v)
-    const A D = channel_dot(dout, out + x.out_at(b, h, i), d.HS_v);
-    // Compute the scores again: forward kept no more of them than lse.
-    std::vector<A> capped(d.Tk), s(d.Tk);
-    reference_scores(capped, s, x, b, h, i);
+    const T* q = x.query(b, h, i);       // (HS)
+    const T* dout = x.gradient(b, h, i); // (HS_v)
+    size_t kh = h / (d.NH / d.NKV);
 
-    // Walk the keys that the query sees.
-    std::fill(dq.begin(), dq.end(), A(0));
+    // Compute the scores again: forward kept no more of them than lse.
+    const ReferenceScores<T> scores = reference_scores(x, b, h, i);
+    const A row_lse = lse[x.lse_at(b, h, i)];
+    const A D = channel_dot(dout, out + x.out_at(b, h, i), d.HS_v);
+    std::fill(sums.dq.begin(), sums.dq.end(), A(0));
+
+    // Walk the keys. D is the mean of dp under p, which softmax's gradient subtracts.
     for (size_t j = 0; j < d.Tk; j++) {
         // A masked key has p = 0 and gives nothing.
-        if (s[j] == A(-INFINITY)) continue;
-        size_t kh = h / (d.NH / d.NKV);
-        const T *k = x.k + x.key_at(b, kh, j), *v = x.v + x.value_at(b, kh, j);
-        // ds carries scale, so dq and dk need no factor of their own.
-        A p = std::exp(s[j] - lse[x.lse_at(b, h, i)]);
-        A ds = p * (channel_dot(dout, v, d.HS_v) - D) * x.cap_derivative(capped[j]) * x.scale;
-        // dq is this query's alone; dk and dv collect over queries and heads.
-        for (size_t e = 0; e < d.HS; e++)
-            dq[e] += ds * to_acc(k[e]);
-        for (size_t e = 0; e < d.HS; e++)
-            dk[j * d.HS + e] += ds * to_acc(q[e]);
+        if (scores.s[j] == A(-INFINITY)) continue;
+        const T* k = x.k + x.key_at(b, kh, j);
+        const T* v = x.v + x.value_at(b, kh, j);
+
+        // Let ds carry scale: dq and dk need no factor of their own.
+        A p = std::exp(scores.s[j] - row_lse);
+        A dp = channel_dot(dout, v, d.HS_v);
+        A ds = p * (dp - D) * x.cap_derivative(scores.capped[j]) * x.scale;
+
+        // Add up by channels: dq is this query's alone, dk and dv collect over queries.
+        A* dk = sums.dk.data() + j * d.HS;
+        A* dv = sums.dv.data() + j * d.HS_v;
+        for (size_t e = 0; e < d.HS; e++) {
+            sums.dq[e] += ds * to_acc(k[e]);
+            dk[e] += ds * to_acc(q[e]);
+        }
         for (size_t e = 0; e < d.HS_v; e++)
-            dv[j * d.HS_v + e] += p * to_acc(dout[e]);
+            dv[e] += p * to_acc(dout[e]);
     }
+}
+
+// Write or add n finished sums.
+template <typename O, typename A>
+void put_row(O* to, const A* sums, size_t n, bool accumulate) {
+    for (size_t e = 0; e < n; e++)
+        put(to + e, sums[e], accumulate);
 }
 
 // A task owns a key head: its dk and dv, and dq of the heads that read it.
 template <typename T, typename Q, typename K>
 void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
                                   const AttentionOperands<T>& operands) {
-    typedef acc_t<T> A;
+    typedef std::vector<acc_t<T>> Sums;
     const AttentionOperands<T> x = completed(operands);
     const AttentionDims& d = x.d;
     size_t group = d.NH / d.NKV;
@@ -122,22 +165,20 @@ void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t
     for (size_t b = 0; b < d.B; b++)
         for (size_t kh = 0; kh < d.NKV; kh++) {
             // Sum over the queries of all heads that read this key head.
-            // Sums stay in acc_t<T> to the end, so each gradient is rounded to K once.
-            std::vector<A> row(d.HS), keys(d.Tk * d.HS), values(d.Tk * d.HS_v);
+            ReferenceSums<T> sums = {Sums(d.HS), Sums(d.Tk * d.HS), Sums(d.Tk * d.HS_v)};
             for (size_t h = kh * group; h < (kh + 1) * group; h++)
                 for (size_t i = 0; i < d.Tq; i++) {
-                    reference_backward_row(row, keys, values, out, lse, x, b, h, i);
-                    for (size_t e = 0; e < d.HS; e++)
-                        // No other task writes this row of dq.
-                        put(dq + x.query_at(b, h, i) + e, row[e], x.accumulate);
+                    reference_backward_row(sums, out, lse, x, b, h, i);
+                    // No other task writes this row of dq.
+                    put_row(dq + x.query_at(b, h, i), sums.dq.data(), d.HS, x.accumulate);
                 }
 
             // Write dk and dv.
             for (size_t j = 0; j < d.Tk; j++) {
-                for (size_t e = 0; e < d.HS; e++)
-                    put(dk + x.key_at(b, kh, j) + e, keys[j * d.HS + e], x.accumulate);
-                for (size_t e = 0; e < d.HS_v; e++)
-                    put(dv + x.value_at(b, kh, j) + e, values[j * d.HS_v + e], x.accumulate);
+                const acc_t<T>* k = sums.dk.data() + j * d.HS;
+                const acc_t<T>* v = sums.dv.data() + j * d.HS_v;
+                put_row(dk + x.key_at(b, kh, j), k, d.HS, x.accumulate);
+                put_row(dv + x.value_at(b, kh, j), v, d.HS_v, x.accumulate);
             }
         }
 }
