@@ -105,6 +105,9 @@ template <typename F> void every_order(Check& c, F body) {
     const char* names[] = {"in forward order", "in reverse order", "in shuffled order"};
     for (int order = 0; order < 3; order++)
         for (bool latest : {false, true}) {
+            // ThreadSanitizer sees a race in whatever order: two runs of the six are enough.
+            bool spared = SMALL && (order == 1 || latest != (order == 2));
+            if (spared) continue;
             emulator::settings = {emulator::Order(order), c.random() | 1, latest};
             out.mode = names[order];
             if (latest) out.mode += ", asynchronous as late as can be";
