@@ -343,8 +343,10 @@ inline const std::vector<Flag>& config_table() {
         {"resume-step", &C::resume_step, "-1..1000000000000",
          "with --resume: from the checkpoint of this step (-1: the newest)"},
         {"export", &C::export_dir, "",
-         "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2"},
-        {"export-dtype", &C::export_dtype, "fp32|bf16|fp16", "its element type"},
+         "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2; "
+         "FILE.gguf: for llama.cpp"},
+        {"export-dtype", &C::export_dtype, "fp32|bf16|fp16|q8_0",
+         "its element type; q8_0, in 8 bits, for FILE.gguf"},
         {"ds-config", &C::ds_config, "",
          "FILE: DeepSpeed's JSON, or Accelerate's, as flags: a printed line a key; flags that are "
          "given win"},
@@ -972,6 +974,9 @@ inline std::string check_lora(Config& c, const Shape& s) {
                             "nf4 save memory too");
     if (c.export_dir.ends_with(".bin"))
         return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder";
+    if (c.export_dir.ends_with(".gguf") && !c.merge)
+        return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder, "
+               "or --merge";
     if (c.masters == "remainder")
         return concat(flag, ": --masters remainder would round the frozen weights in another way: "
                             "give --masters float");
@@ -1039,6 +1044,8 @@ inline std::string check_together(const Config& c) {
         return "--save-async wants a folder: give --out DIR";
     if (c.keep_best && c.out.empty())
         return "--keep-best wants a folder: give --out DIR";
+    if (c.export_dtype == "q8_0" && !c.export_dir.ends_with(".gguf"))
+        return "--export-dtype q8_0 is llama.cpp's: give --export FILE.gguf, or another type";
     return "";
 }
 

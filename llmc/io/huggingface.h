@@ -485,9 +485,10 @@ inline float as_written(float x, Type dtype) {
     return dtype == Type::F16 ? to_float(from_acc<fp16>(x)) : x;
 }
 
-// A parameter as trained, with what its adapter adds: W + s B A, in float. All ranks call.
-template <typename T, typename S>
-std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, Type dtype,
+// A parameter as trained, with what its adapter adds: W + s B A, in float. round_row(row) makes of
+// a row what a file has of it. All ranks call.
+template <typename T, typename S, typename R>
+std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R round_row,
                                  MergeSums* sums) {
     std::vector<float> w = get_weight(t, p);
     if (p.adapter < 0) return w;
@@ -504,12 +505,13 @@ std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, Typ
                 d[j] += scale * b[i * r + k] * a[k * cols + j];
 
         // Count what rounding leaves of it.
+        std::vector<float> was(&w[i * cols], &w[i * cols] + cols), row(cols);
+        for (size_t j = 0; j < cols; j++)
+            w[i * cols + j] = row[j] = float(was[j] + d[j]);
+        round_row(row);
         for (size_t j = 0; j < cols; j++) {
-            float& x = w[i * cols + j];
-            float was = x;
-            x = float(was + d[j]);
             sums->changed += d[j] * d[j];
-            sums->kept += (double(as_written(x, dtype)) - was) * d[j];
+            sums->kept += (double(row[j]) - was[j]) * d[j];
         }
     }
     return w;
@@ -540,7 +542,11 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     for (size_t i = first; i < last; i++) {
         const Parameter& p = table[i];
         if (is_adapter(t.model, p)) continue;
-        std::vector<float> values = merged_weight(t, p, dtype, merged);
+        auto round_row = [&](std::vector<float>& row) {
+            for (float& x : row)
+                x = as_written(x, dtype);
+        };
+        std::vector<float> values = merged_weight(t, p, round_row, merged);
         if (!writes || !w.wrong.empty()) continue;
         values.resize(p.file_elements()); // padding is at the end
         if (p.transposed)

@@ -5,7 +5,7 @@
 #include "../io/checkpoint.h"
 #include "../io/ds_config.h"
 #include "../io/model_files.h"
-#include "../io/tokenizer_export.h"
+#include "../io/gguf.h"
 #include "run.h"
 
 namespace llmc {
@@ -198,6 +198,21 @@ inline void keep_for_export(Run& run) {
     or_die(keep_of_folder(&run.exported, c.model, own_tokenizer));
 }
 
+// Check a file for llama.cpp, and say what of the tokenizer it lacks.
+inline void prepare_gguf(Run& run) {
+    const Config& c = run.config;
+    or_die(gguf_check(run.shape, c.export_dir));
+    bool known = vocab_matches(run);
+    std::string why = known ? gguf_no_tokenizer(run.tokenizer)
+                            : "--tokenizer " + c.tokenizer + " is not the model's";
+    // A chat's template may stand in a file beside the tokenizer.
+    if (known)
+        tokenizer_files(&run.exported.files, run.tokenizer, run.shape.P);
+    if (!why.empty() && is_first(run))
+        printf("--export writes no tokenizer: %s\n", why.c_str());
+    keep_for_export(run);
+}
+
 // Check the export before the run, for nothing may fail after it. A tokenizer that is not the
 // model's stays out.
 inline void prepare_export(Run& run) {
@@ -209,18 +224,20 @@ inline void prepare_export(Run& run) {
     LLMC_USER_CHECK(!std::filesystem::equivalent(c.model, c.export_dir, none),
                     "--export %s: is what --model reads: choose another name",
                     c.export_dir.c_str());
+    bool known = vocab_matches(run);
+    run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1; // GPT-2's
+    run.exported.bos = known && t.bos >= 0 ? t.bos : run.exported.eos;
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
+    if (is_gguf(c.export_dir))
+        return prepare_gguf(run);
     or_die(hf_export_check(run.shape, c.export_dir));
     if (is_first(run))
         or_die(try_folder("export", c.export_dir));
 
     // A model without its tokenizer is still an export; say what is left out.
-    bool known = vocab_matches(run);
     std::string why = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
                             : "--tokenizer " + c.tokenizer + " is not the model's";
-    run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1; // GPT-2's
-    run.exported.bos = known && t.bos >= 0 ? t.bos : run.exported.eos;
     if (!why.empty() && is_first(run))
         printf("--export writes no tokenizer.json: %s\n", why.c_str());
     keep_for_export(run);

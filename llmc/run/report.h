@@ -88,6 +88,16 @@ void report_evaluation(Run& run, Trainer<T, S>& t) {
     report_tasks(run, t);
 }
 
+// Write one file for llama.cpp. It is named as the model is: the last word of --model.
+template <typename T, typename S>
+std::string export_gguf(Run& run, Trainer<T, S>& t, MergeSums* merged) {
+    const Config& c = run.config;
+    bool known = vocab_matches(run) && gguf_no_tokenizer(run.tokenizer).empty();
+    std::string name = std::filesystem::path(export_folder(c.model)).filename();
+    return gguf_export(t, c.export_dir, gguf_type(c.export_dtype),
+                       known ? &run.tokenizer : nullptr, run.exported, name, merged);
+}
+
 // Weights in the layout of other programs; Hugging Face folders in files of 5 GiB. Weights that
 // the run has ruined do not replace an export that is there. Returns whether it is written.
 template <typename T, typename S>
@@ -98,15 +108,19 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     constexpr size_t FILE_BYTES = size_t(5) << 30;
     std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
     bool adapters = run.shape.adapters && !c.merge; // alone
+
+    // Write, and say what a merge has kept.
     MergeSums merged;
     if (wrong.empty())
         wrong = adapters ? export_adapters(t, c.export_dir, export_type(c), c.model)
+                : is_gguf(c.export_dir) ? export_gguf(run, t, &merged)
                 : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
                     : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported, &merged);
     if (c.merge && is_first(run))
         printf("merged: the file keeps %.3f of what the adapters change%s\n", merged.coefficient(),
                merged.coefficient() < 0.98 ? ": --export-dtype fp32 keeps all" : "");
+
     // One rank's failure is everyone's: a model in parts is none.
     wrong = first_error(run.world, wrong);
     if (is_first(run) && !wrong.empty())

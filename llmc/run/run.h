@@ -177,8 +177,10 @@ inline std::string try_folder(const char* flag, std::string path) {
     return good ? "" : concat("--", flag, " ", path, ": cannot be made: ", why);
 }
 
-// A path that ends in .bin is one file of llm.c's format; any other is a Hugging Face folder.
+// A path that ends in .bin is one file of llm.c's format, in .gguf one of llama.cpp's; any other is
+// a Hugging Face folder.
 inline bool is_model_file(const std::string& path) { return path.ends_with(".bin"); }
+inline bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
 inline Type export_type(const Config& c) {
     if (c.export_dtype == "bf16")
         return Type::BF16;

@@ -157,6 +157,9 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_HAS(check({"--lora", "2", "--precision", "bf16", "--masters", "remainder"}),
                "give --masters float");
     EXPECT_HAS(check({"--lora", "2", "--export", "x.bin"}), "give a folder");
+    EXPECT_HAS(check({"--lora", "2", "--export", "x.gguf"}), "give a folder, or --merge");
+    EXPECT_EQ(check({"--lora", "2", "--export", "x.gguf", "--merge", "--export-dtype", "q8_0"}), "");
+    EXPECT_HAS(check({"--export", "x", "--export-dtype", "q8_0"}), "give --export FILE.gguf");
     EXPECT_HAS(check({"--lora", "2", "--adapter", "x"}), "leave one of them out");
     EXPECT_HAS(check({"--merge", "--export", "x"}), "give --export DIR, and --adapter DIR");
 

@@ -3,7 +3,7 @@
 #include <omp.h>
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/model_files.h"
-#include "../../llmc/io/tokenizer_export.h"
+#include "../../llmc/io/gguf.h"
 #include "../harness/testing.h"
 #include "../step/small_models.h"
 
@@ -141,11 +141,9 @@ struct LayoutCase {
     int dp = 1, tp = 1, pp = 1, zero = 0;
 };
 
-// Ranks as threads, all with the file's weights, as they come together again; body(trainer).
-template <typename F>
-static void expect_elements(const std::string& path, const Shape& s, LayoutCase l, F body) {
-    SCOPED_TRACE(path + ", dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
-                 std::to_string(l.pp) + " zero " + std::to_string(l.zero));
+// Ranks as threads: body(trainer) of each.
+template <typename F> static void with_ranks(const Shape& s, LayoutCase l, F body) {
+    SCOPED_TRACE(concat("dp ", l.dp, " tp ", l.tp, " pp ", l.pp, " zero ", l.zero));
     int status = run_local_ranks(l.dp * l.tp * l.pp, {}, [&](const Comm& world) {
         omp_set_num_threads(1);
         Layout sizes = small_layout(l.dp, l.tp, l.pp);
@@ -157,6 +155,29 @@ static void expect_elements(const std::string& path, const Shape& s, LayoutCase 
         trainer_place(t, s, {p}, layout_at(sizes, world.rank));
         t.comms = make_comms(world, t.layout, ranks_of_kv_head(t.layout, t.model));
         trainer_allocate(t);
+        body(t);
+        trainer_free(t);
+    });
+    EXPECT_EQ(status, 0);
+}
+
+// All weights are elements by their names.
+template <typename F> static void with_elements(const Shape& s, LayoutCase l, F body) {
+    with_ranks(s, l, [&](auto& t) {
+        for (const Parameter& p : t.model.parameters) {
+            std::vector<float> values(p.file_elements());
+            for (size_t i = 0; i < values.size(); i++) values[i] = element(p.name, i);
+            set_file_weight(t, p, values);
+        }
+        body(t);
+    });
+}
+
+// All with the file's weights, as they come together again.
+template <typename F>
+static void expect_elements(const std::string& path, const Shape& s, LayoutCase l, F body) {
+    SCOPED_TRACE(path);
+    with_ranks(s, l, [&](auto& t) {
         ASSERT_EQ(model_file_load(t, path), "");
         for (const Parameter& each : t.model.parameters) {
             std::vector<float> found = get_weight(t, each);
@@ -165,9 +186,7 @@ static void expect_elements(const std::string& path, const Shape& s, LayoutCase 
                     << each.name << " " << i;
         }
         body(t);
-        trainer_free(t);
     });
-    EXPECT_EQ(status, 0);
 }
 static void expect_elements(const std::string& path, const Shape& s, LayoutCase l) {
     expect_elements(path, s, l, [](const auto&) {});
@@ -244,6 +263,283 @@ TEST_F(Interchange, LlmcGpt2IsWrittenAsItWasRead) {
     EXPECT_HAS(check(published_gpt2(), Type::F16), "float or bf16: --export-dtype bf16");
     EXPECT_HAS(model_file_check(published_gpt2(), dir, Type::F32), "is no file");
     EXPECT_HAS(model_file_check(published_gpt2(), dir + "/no/out.bin", Type::F32), "No such file");
+}
+
+// ----------------------------------------------------------------------------
+// llama.cpp's file, read by the words of its specification
+
+struct Gguf {
+    struct Tensor {
+        std::vector<uint64_t> sizes; // the fastest first
+        uint32_t type;
+        const unsigned char* data;
+    };
+    std::string bytes;
+    size_t at = 0;
+    json keys;
+    std::map<std::string, Tensor> tensors;
+
+    template <typename A> A take() {
+        A x;
+        EXPECT_LE(at + sizeof(A), bytes.size());
+        memcpy(&x, bytes.data() + at, sizeof(A));
+        at += sizeof(A);
+        return x;
+    }
+    std::string take_text() {
+        size_t n = take<uint64_t>();
+        at += n;
+        return bytes.substr(at - n, n);
+    }
+    json take_value(uint32_t type) {
+        if (type == 4) return take<uint32_t>();
+        if (type == 5) return take<int32_t>();
+        if (type == 6) return take<float>();
+        if (type == 7) return take<char>() != 0;
+        if (type == 8) return take_text();
+        EXPECT_EQ(type, 9u);
+        uint32_t of = take<uint32_t>();
+        json list = json::array();
+        for (uint64_t n = take<uint64_t>(); n > 0; n--) list.push_back(take_value(of));
+        return list;
+    }
+    Gguf(const std::string& path) : bytes(read_file(path)) {
+        EXPECT_EQ(take<uint32_t>(), 0x46554747u);
+        EXPECT_EQ(take<uint32_t>(), 3u);
+        uint64_t count = take<uint64_t>(), pairs = take<uint64_t>();
+        for (uint64_t i = 0; i < pairs; i++) {
+            std::string key = take_text();
+            EXPECT_FALSE(keys.contains(key)) << key;
+            keys[key] = take_value(take<uint32_t>());
+        }
+        std::vector<std::pair<std::string, uint64_t>> places;
+        for (uint64_t i = 0; i < count; i++) {
+            std::string name = take_text();
+            Tensor t;
+            for (uint32_t n = take<uint32_t>(); n > 0; n--) t.sizes.push_back(take<uint64_t>());
+            t.type = take<uint32_t>();
+            places.push_back({name, take<uint64_t>()});
+            EXPECT_EQ(places.back().second % 32, 0u) << name;
+            EXPECT_TRUE(tensors.insert({name, t}).second) << name;
+        }
+        size_t begin = (at + 31) / 32 * 32;
+        for (const auto& [name, place] : places) {
+            tensors[name].data =
+                reinterpret_cast<const unsigned char*>(bytes.data()) + begin + place;
+            EXPECT_LE(begin + place + width(name), bytes.size()) << name;
+        }
+    }
+    size_t elements(const std::string& name) const {
+        size_t n = 1;
+        for (uint64_t d : tensors.at(name).sizes) n *= d;
+        return n;
+    }
+    size_t width(const std::string& name) const {
+        uint32_t type = tensors.at(name).type;
+        return type == 8 ? elements(name) / 32 * 34 : elements(name) * (type == 0 ? 4 : 2);
+    }
+    std::vector<float> values(const std::string& name) const {
+        const Tensor& t = tensors.at(name);
+        std::vector<float> x(elements(name));
+        for (size_t i = 0; i < x.size(); i++) {
+            uint16_t half;
+            memcpy(&half, t.data + (t.type == 8 ? i / 32 * 34 : i * 2), 2);
+            if (t.type == 0) memcpy(&x[i], t.data + i * 4, 4);
+            if (t.type == 1) x[i] = to_float(fp16{half});
+            if (t.type == 30) x[i] = to_float(bf16{half});
+            if (t.type == 8) x[i] = to_float(fp16{half}) * int8_t(t.data[i / 32 * 34 + 2 + i % 32]);
+        }
+        return x;
+    }
+};
+
+// Names of ours and of llama.cpp's, as its own script pairs them.
+typedef std::vector<std::pair<std::string, std::string>> NamePairs;
+static NamePairs with_block(NamePairs all, const NamePairs& block, size_t layers,
+                            const std::string& prefix) {
+    for (size_t l = 0; l < layers; l++)
+        for (const auto& [ours, theirs] : block)
+            all.push_back({concat(prefix, l, ".", ours), concat("blk.", l, ".", theirs)});
+    return all;
+}
+static NamePairs gpt2_names(const Shape& s) {
+    NamePairs all = {{"wte.weight", "token_embd.weight"}, {"wpe.weight", "position_embd.weight"}};
+    NamePairs block;
+    for (std::string half : {".weight", ".bias"}) {
+        all.push_back({"ln_f" + half, "output_norm" + half});
+        NamePairs words = {{"ln_1", "attn_norm"}, {"attn.c_attn", "attn_qkv"},
+                           {"attn.c_proj", "attn_output"}, {"ln_2", "ffn_norm"},
+                           {"mlp.c_fc", "ffn_up"}, {"mlp.c_proj", "ffn_down"}};
+        for (const auto& [ours, theirs] : words) block.push_back({ours + half, theirs + half});
+    }
+    return with_block(all, block, s.L, "h.");
+}
+static NamePairs llama_names(const Shape& s) {
+    NamePairs all = {{"model.embed_tokens", "token_embd"}, {"model.norm", "output_norm"}};
+    if (!s.tied) all.push_back({"lm_head", "output"});
+    NamePairs block = {{"input_layernorm", "attn_norm"}, {"post_attention_layernorm", "ffn_norm"},
+                       {"self_attn.q_proj", "attn_q"}, {"self_attn.k_proj", "attn_k"},
+                       {"self_attn.v_proj", "attn_v"}, {"self_attn.o_proj", "attn_output"},
+                       {"mlp.gate_proj", "ffn_gate"}, {"mlp.up_proj", "ffn_up"},
+                       {"mlp.down_proj", "ffn_down"}};
+    if (s.qk_norm) block.push_back({"self_attn.q_norm", "attn_q_norm"});
+    if (s.qk_norm) block.push_back({"self_attn.k_norm", "attn_k_norm"});
+    all = with_block(all, block, s.L, "model.layers.");
+    for (auto& [ours, theirs] : all) ours += ".weight", theirs += ".weight";
+    NamePairs biases;
+    for (const char* of : {"q", "k", "v"})
+        biases.push_back({concat("self_attn.", of, "_proj.bias"), concat("attn_", of, ".bias")});
+    return s.qkv_bias ? with_block(all, biases, s.L, "model.layers.") : all;
+}
+
+// A parameter's element that stands at place i of llama.cpp's tensor.
+static size_t place_in_ours(const Shape& s, const Parameter& p, size_t i) {
+    bool turns = p.name.find("q_proj") < p.name.size() || p.name.find("k_proj") < p.name.size();
+    if (!turns || s.hf_type.starts_with("qwen")) return i;
+    size_t cols = p.elements() / p.rows(), row = i / cols, e = row % s.HS;
+    return (row - e + e / 2 + e % 2 * (s.HS / 2)) * cols + i % cols;
+}
+
+static void expect_gguf(const std::string& path, const Shape& s, const Model& model,
+                        const std::string& type) {
+    Gguf f(path);
+    std::map<std::string, const Parameter*> table;
+    for (const Parameter& p : model.parameters) table[p.name] = &p;
+    NamePairs names = s.family == Family::GPT2 ? gpt2_names(s) : llama_names(s);
+    ASSERT_EQ(f.tensors.size(), names.size() + scales(s.rope_scaling));
+    ASSERT_EQ(table.size(), names.size());
+    uint32_t number = type == "fp32" ? 0 : type == "fp16" ? 1 : type == "bf16" ? 30 : 8;
+    for (const auto& [ours, theirs] : names) {
+        ASSERT_TRUE(f.tensors.count(theirs)) << theirs;
+        const Parameter& p = *table.at(ours);
+        const Gguf::Tensor& t = f.tensors[theirs];
+        std::vector<uint64_t> sizes = {p.file_rows};
+        if (p.shape.size() == 2) sizes.insert(sizes.begin(), p.cols());
+        EXPECT_EQ(t.sizes, sizes) << theirs;
+        bool vector = p.shape.size() == 1 || ours == "wpe.weight";
+        bool blocks = p.cols() % 32 == 0;
+        EXPECT_EQ(t.type, vector ? 0 : number == 8 && !blocks ? 1 : number) << theirs;
+        std::vector<float> values = f.values(theirs);
+        for (size_t i = 0; i < values.size(); i++) {
+            float x = element(ours, place_in_ours(s, p, i)), most = 0;
+            if (t.type != 8) {
+                // fp16's smallest numbers are 2^-24 apart
+                ASSERT_NEAR(values[i], x, t.type == 1 ? 0x1p-25 : 0) << theirs << " " << i;
+                continue;
+            }
+            for (size_t k = i / 32 * 32; k < i / 32 * 32 + 32; k++)
+                most = std::max(most, std::abs(element(ours, place_in_ours(s, p, k))));
+            // Half a step, and what the scale in fp16 is off, 2^-11 of it, 127 times.
+            ASSERT_NEAR(values[i], x, most / 127 * (0.5 + 127 * 0x1p-11)) << theirs << " " << i;
+        }
+    }
+    if (!scales(s.rope_scaling)) return;
+    std::vector<float> divides = f.values("rope_freqs.weight");
+    ASSERT_EQ(divides.size(), s.HS / 2);
+    // A wave of 2 pi tokens is between the 4 that stay and the 16 that are stretched.
+    double stays = (16 / (2 * M_PI) - 1) / (4 - 1);
+    EXPECT_NEAR(divides[0], 1 / ((1 - stays) / 8 + stays), 1e-6);
+    for (size_t i = 1; i < divides.size(); i++) EXPECT_NEAR(divides[i], 8, 1e-5);
+}
+
+// One rank writes each type, and each layout floats.
+TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
+    Shape llama = small_llama(), qwen2 = small_llama(true, true), qwen3 = small_qwen3();
+    qwen2.hf_type = "qwen2", qwen2.o_bias = qwen2.mlp_bias = false;
+    Shape with_scaled = small_qwen3();
+    for (Shape* s : {&qwen2, &qwen3}) s->rope_scaling = {};
+    std::string out = dir + "/out.gguf";
+    for (const Shape& s : {gpt2_shape(3, 4, 32, 61, 10), llama, qwen2, qwen3}) {
+        ASSERT_EQ(gguf_check(s, out), "");
+        for (LayoutCase l : layouts)
+            for (std::string type : {"fp32", "fp16", "bf16", "q8_0"}) {
+                if (type != "fp32" && l.tp * l.dp * l.pp > 1) continue;
+                fs::remove(out);
+                with_elements(s, l, [&](const auto& t) {
+                    MergeSums sums;
+                    EXPECT_EQ(gguf_export(t, out, gguf_type(type), nullptr, {}, "m", &sums), "");
+                });
+                expect_gguf(out, s, make_model(s), type);
+            }
+    }
+    Gguf f(out);
+    json wanted = {{"general.architecture", "qwen3"}, {"general.name", "m"},
+                   {"general.quantization_version", 2}, {"general.file_type", 0},
+                   {"qwen3.context_length", 64}, {"qwen3.embedding_length", 32},
+                   {"qwen3.block_count", 3}, {"qwen3.feed_forward_length", 44},
+                   {"qwen3.vocab_size", 53}, {"qwen3.attention.head_count", 4},
+                   {"qwen3.attention.head_count_kv", 2}, {"qwen3.attention.key_length", 12},
+                   {"qwen3.attention.value_length", 12}, {"qwen3.rope.dimension_count", 12},
+                   {"qwen3.rope.freq_base", 10000.0f}, {"tokenizer.ggml.model", "no_vocab"},
+                   {"qwen3.attention.layer_norm_rms_epsilon", 1e-5f}};
+    EXPECT_EQ(f.keys.dump(), wanted.dump());
+    EXPECT_HAS(gguf_check(small_variant(small_llama(), "gemma2"), out), "not for gemma2");
+    EXPECT_HAS(gguf_check(with_scaled, out), "scales rotary positions in another way");
+    EXPECT_HAS(gguf_check(qwen3, dir), "is no file");
+    EXPECT_HAS(gguf_check(qwen3, dir + "/no/out.gguf"), "No such file");
+}
+
+// What the tokenizer says, and the way back of a chat's template.
+TEST_F(Interchange, GgufHasTheTokenizer) {
+    Tokenizer bytes, pieces;
+    ASSERT_EQ(tokenizer_open(&bytes, "byte"), "");
+    EXPECT_EQ(gguf_no_tokenizer(bytes), "");
+    GgufKeys keys;
+    Shape s = published_llama(true);
+    s.V = 258;
+    ExportTokenizer beside = {3, 4, {{"tokenizer_config.json", R"({"chat_template": "{{ x }}"})"}}};
+    add_gguf_tokenizer(&keys, &bytes, beside, s);
+    auto read = [&] {
+        std::string file = "GGUF";
+        gguf_put(&file, uint32_t(3)), gguf_put(&file, uint64_t(0)), gguf_put(&file, keys.count);
+        return Gguf(put("keys", file + keys.bytes)).keys;
+    };
+    json j = read();
+    EXPECT_EQ(j["tokenizer.ggml.model"], "gpt2");
+    EXPECT_EQ(j["tokenizer.ggml.pre"], "gpt-2");
+    EXPECT_EQ(j["tokenizer.ggml.tokens"].size(), 258u);
+    EXPECT_EQ(j["tokenizer.ggml.tokens"][65], "A");
+    EXPECT_EQ(j["tokenizer.ggml.tokens"][32], "\u0120"); // GPT-2's letter of a space
+    EXPECT_EQ(j["tokenizer.ggml.tokens"][257], "[PAD257]");
+    EXPECT_EQ(j["tokenizer.ggml.token_type"][256], 5);
+    EXPECT_EQ(j["tokenizer.ggml.merges"].size(), 0u);
+    EXPECT_EQ(j["tokenizer.ggml.bos_token_id"], 3);
+    EXPECT_EQ(j["tokenizer.ggml.eos_token_id"], 4);
+    EXPECT_EQ(j["tokenizer.ggml.add_bos_token"], false);
+    EXPECT_EQ(j["tokenizer.chat_template"], "{{ x }}");
+
+    // SentencePiece: a piece's rank is its score, the other way round.
+    pieces.kind = TokenizerKind::BPE, pieces.sentencepiece = true, pieces.vocab_size = 6;
+    pieces.unknown = 0, pieces.bos = 1, pieces.prefix = Prefix::SPACE;
+    pieces.pieces = {"", "", "", "a", "b", "ab"};
+    pieces.special = {{"<s>", 1}}, pieces.byte_token[10] = 2;
+    pieces.merges = {{0, NO_RANK, 0}, {uint64_t(3) << 32 | 4, 7, 5}};
+    keys = {}, s.V = 6, beside.eos = -1, beside.kept["eos_token_id"] = {4, 5};
+    beside.files["chat_template.jinja"] = "{{ y }}";
+    add_gguf_tokenizer(&keys, &pieces, beside, s);
+    j = read();
+    EXPECT_EQ(j["tokenizer.ggml.model"], "llama");
+    EXPECT_EQ(j["tokenizer.ggml.token_type"], json({2, 3, 6, 1, 1, 1}));
+    EXPECT_EQ(j["tokenizer.ggml.scores"], json({0.0, 0.0, 0.0, 0.0, 0.0, -8.0}));
+    EXPECT_EQ(j["tokenizer.ggml.tokens"], json({"<unk>", "<s>", "<0x0A>", "a", "b", "ab"}));
+    EXPECT_EQ(j["tokenizer.ggml.unknown_token_id"], 0);
+    EXPECT_EQ(j["tokenizer.ggml.eos_token_id"], 4);
+    EXPECT_EQ(j["tokenizer.ggml.add_bos_token"], true);
+    EXPECT_EQ(j["tokenizer.ggml.add_space_prefix"], true);
+    EXPECT_EQ(j["tokenizer.chat_template"], "{{ y }}");
+
+    // Ways to cut words that llama.cpp has no name for, and no words at all.
+    Tokenizer other = bytes;
+    other.kind = TokenizerKind::BPE, other.pieces.resize(256);
+    for (int b = 0; b < 256; b++) other.pieces[b] = std::string(1, char(b));
+    other.pattern_texts = {CL100K_PATTERN};
+    EXPECT_EQ(gguf_words(other), "dbrx");
+    other.whole_words = true;
+    EXPECT_EQ(gguf_words(other), "llama-bpe");
+    other.pattern_texts = {GPT2_PATTERN};
+    EXPECT_HAS(gguf_no_tokenizer(other), "no name for the way it cuts words");
+    other.kind = TokenizerKind::UNIGRAM;
+    EXPECT_EQ(gguf_no_tokenizer(other), "it is unigram");
 }
 
 // The ffn width is computed, in Llama 3's way: 3.1 8B's numbers, and small ones.
@@ -707,6 +1003,28 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     EXPECT_FALSE(fs::exists(dir + "/larger/tokenizer.json"));
     run(small + "--vocab 50257 --steps 0 --sample-tokens 0 --export " + dir + "/gpt2"); // GPT-2's
     EXPECT_EQ(json::parse(read_file(dir + "/gpt2/generation_config.json"))["eos_token_id"], 50256);
+}
+
+// The gguf package, where it is installed, sees what our reader sees.
+TEST_F(Program, GgufIsReadByItsOwnPackage) {
+    std::string out = dir + "/out.gguf", small = "--layers 1 --heads 2 --channels 32 --steps 0 ";
+    EXPECT_HAS(run(small + "--sample-tokens 0 --vocab 300 --export " + out),
+               "--export writes no tokenizer: --tokenizer byte is not the model's\n");
+    run(small + "--sample-tokens 0 --export-dtype q8_0 --export " + out);
+    Gguf f(out);
+    EXPECT_EQ(f.keys["tokenizer.ggml.tokens"].size(), 256u);
+    if (shell("python3 -c 'import gguf'").status) GTEST_SKIP() << "skipped: no gguf package";
+    std::string lines;
+    for (const auto& [name, t] : f.tensors) {
+        double sum = 0;
+        for (float x : f.values(name)) sum += std::abs(x);
+        lines += concat(name, " ", t.type, " ", std::llround(sum * 1000), "\n");
+    }
+    put("sums.py", "import sys\nfrom gguf import GGUFReader\nfrom gguf.quants import dequantize\n"
+                   "for t in sorted(GGUFReader(sys.argv[1]).tensors, key=lambda t: t.name):\n"
+                   "    x = dequantize(t.data, t.tensor_type).astype('float64')\n"
+                   "    print(t.name, int(t.tensor_type), int(abs(x).sum() * 1000 + 0.5))\n");
+    EXPECT_EQ(shell("python3 " + dir + "/sums.py " + out).text, lines);
 }
 
 TEST_F(Program, ModelFiles) {
