@@ -10,8 +10,8 @@
 //     memory nobody wrote           shared memory is NaN when a block starts
 //   A fiber runs until it waits: at a barrier for the block, at a shuffle for the lanes in its
 //   mask. All state is per OS thread, so rank threads may launch at the same time. Kernels of a
-//   stream run when they are launched. Under ThreadSanitizer a fiber is a thread of its own and only
-//   barriers and atomics order fibers: shuffles exchange registers and order no memory.
+//   stream run when they are launched. Under ThreadSanitizer a fiber is a thread of its own, and
+//   barriers and atomics alone order fibers: shuffles exchange registers and order no memory.
 //   What it cannot show: weak memory order, bank conflicts, register pressure, time.
 #pragma once
 #include <sys/mman.h>
@@ -79,10 +79,11 @@ typedef std::source_location Site;
 enum class Order { FORWARD, REVERSE, SHUFFLED };
 
 struct Settings {
-    Order order = Order::FORWARD; // in which threads of a block, and blocks of a grid, take turns
-    uint64_t seed = 1;            // of SHUFFLED
-    bool latest =
-        false; // asynchronous copies and products happen at their wait, else at their issue
+    // Threads of a block, and blocks of a grid, take turns in this order.
+    Order order = Order::FORWARD;
+    uint64_t seed = 1; // of SHUFFLED
+    // Asynchronous copies and products happen at their wait, else at their issue.
+    bool latest = false;
 };
 inline thread_local Settings settings;
 
@@ -93,8 +94,9 @@ template <typename F> void note_launch(F* kernel) {
     launches[reinterpret_cast<const void*>(kernel)]++;
 }
 
+// Mistakes found since the last take_messages(): the first twenty.
 inline std::mutex messages_lock;
-inline std::vector<std::string> messages; // what was found wrong since take_messages()
+inline std::vector<std::string> messages;
 
 inline std::vector<std::string> take_messages() {
     std::lock_guard<std::mutex> lock(messages_lock);
@@ -106,7 +108,7 @@ inline std::vector<std::string> take_messages() {
 
 constexpr size_t STACK_BYTES = size_t(256) << 10, PAGE = 4096;
 
-// What a fiber of a sanitized build needs beside its stack; made once, used by many blocks.
+// A fiber's stack, and what sanitizers keep of it; made once, used by many blocks.
 struct Worker {
     unsigned char* stack = nullptr;
     void* tsan = nullptr;
@@ -124,18 +126,21 @@ struct Fiber {
     State state = State::READY;
     uint3 thread = {0, 0, 0};
     unsigned index = 0; // in its block
-    // while it waits: for what, where, and whether it still has to
+
+    // While it waits: for what, where, and whether it still has to.
     const char* what = "";
     Site site;
     bool (*pending)(void*) = nullptr;
     void* pending_arg = nullptr;
-    // while it waits for the lanes of a warp operation
+
+    // While it waits for the lanes of a warp operation: what it brings and where its result goes.
     unsigned mask = 0;
     const void* in = nullptr;
     void* out = nullptr;
     bool in_operation = false;
-    // asynchronous operations of this thread: copies (emulator_warp.h), stores and products
-    // (emulator_hopper.h)
+
+    // This thread's asynchronous operations: copies as in emulator_warp.h, the others as in
+    // emulator_hopper.h.
     std::shared_ptr<void> async, stores, products;
     void (*at_return)(Fiber&) = nullptr;
 };
@@ -149,6 +154,7 @@ struct Barrier {
     char order[2];
 };
 
+// A __shared__ array, known by the line that declares it.
 struct SharedArray {
     const char* file;
     unsigned line;
@@ -174,11 +180,14 @@ struct Block {
     Barrier barriers[16];
     char warp_order[32][2]; // for ThreadSanitizer, as in Barrier
     uint64_t warp_generation[32] = {};
-    unsigned char* arena = nullptr; // shared memory, 1024-byte aligned
+
+    // Shared memory, 1024-byte aligned.
+    unsigned char* arena = nullptr;
     void* arena_start = nullptr;
     size_t arena_used = 0, static_bytes = 0, dynamic_bytes = 0;
     std::vector<SharedArray> arrays;
-    // emulator_hopper.h
+
+    // Hopper's (emulator_hopper.h).
     std::map<const void*, std::shared_ptr<void>> objects; // mbarriers, by address
     std::vector<unsigned char> async_view;                // shared memory, as that proxy sees it
     std::vector<uint64_t> wgmma_log[8];                   // of each warpgroup
@@ -188,16 +197,20 @@ struct Block {
     void (*at_end)(Block&) = nullptr;
 };
 
+// One OS thread's GPU: the launch that runs, and the stack that its fibers return to.
 struct Machine {
     dim3 grid, block;
     void (*body)(void*) = nullptr;
     void* body_arg = nullptr;
     Fiber* running = nullptr;
+
+    // The OS thread's own stack, where the scheduler runs.
     void* main_sp = nullptr;
     void* main_tsan = nullptr;
     void* main_fake_stack = nullptr;
     const void* main_stack = nullptr;
     size_t main_stack_bytes = 0;
+
     std::vector<std::vector<Worker>> workers; // one set for each block that is resident
     uint64_t random = 1;
     std::vector<std::function<void()>> late; // writes that nothing waits for but the launch's end
@@ -218,11 +231,13 @@ EMULATOR_UNSEEN inline unsigned thread_number() { return machine.running->index;
 EMULATOR_UNSEEN inline dim3 block_size() { return machine.block; }
 EMULATOR_UNSEEN inline dim3 grid_size() { return machine.grid; }
 
+// A line of the kernel's source: "layernorm.cuh:218".
 inline std::string where(const Site& s) {
     const char* name = strrchr(s.file_name(), '/');
     return std::string(name ? name + 1 : s.file_name()) + ":" + std::to_string(s.line());
 }
 
+// Note what is wrong: the line, the block and the thread, and a text as printf has it.
 inline void error(const Site& site, const char* format, ...) {
     Unseen unseen;
     char text[1024];
@@ -230,6 +245,8 @@ inline void error(const Site& site, const char* format, ...) {
     va_start(list, format);
     vsnprintf(text, sizeof(text), format, list);
     va_end(list);
+
+    // Say which thread ran, if a kernel runs.
     std::string line = where(site) + ": ";
     if (machine.running) {
         const Fiber& f = *machine.running;
@@ -238,10 +255,12 @@ inline void error(const Site& site, const char* format, ...) {
                  f.block->index.y, f.block->index.z, f.index);
         line += place;
     }
+
     std::lock_guard<std::mutex> lock(messages_lock);
     if (messages.size() < 20) messages.push_back(line + text);
 }
 
+// Save the registers that a call must keep and this stack's pointer; load those of another stack.
 #if defined(__x86_64__)
 extern "C" void emulator_switch(void** save_sp, void* load_sp);
 asm(R"(.text
@@ -269,6 +288,7 @@ emulator_switch:
 #error "the emulator's fiber switch is written for x86-64; add one for this machine here"
 #endif
 
+// Leave the running fiber for the scheduler. Sanitizers are told before and after.
 EMULATOR_UNSEEN inline void to_main() {
     Fiber& f = *machine.running;
     EMULATOR_ASAN(__sanitizer_start_switch_fiber(&f.worker->fake_stack, machine.main_stack,
@@ -279,6 +299,7 @@ EMULATOR_UNSEEN inline void to_main() {
                                                   &machine.main_stack_bytes);)
 }
 
+// Let a fiber run until it waits or returns.
 EMULATOR_UNSEEN inline void to_fiber(Fiber& f) {
     machine.running = &f;
     EMULATOR_ASAN(__sanitizer_start_switch_fiber(&machine.main_fake_stack, f.worker->stack + PAGE,
@@ -289,13 +310,17 @@ EMULATOR_UNSEEN inline void to_fiber(Fiber& f) {
     machine.running = nullptr;
 }
 
+// Where each fiber begins: the kernel, once, for one thread.
 EMULATOR_UNSEEN inline void fiber_entry() {
     EMULATOR_ASAN(
         __sanitizer_finish_switch_fiber(nullptr, &machine.main_stack, &machine.main_stack_bytes);)
+
+    // Stand behind the launch and before its end, and run.
     EMULATOR_TSAN(__tsan_acquire(&machine.launched);)
     machine.body(machine.body_arg);
     if (machine.running->at_return) machine.running->at_return(*machine.running);
     EMULATOR_TSAN(__tsan_release(&machine.done);)
+
     machine.running->state = State::RETURNED;
     machine.running->block->returned++;
     to_main();
@@ -306,8 +331,11 @@ EMULATOR_UNSEEN inline void fiber_entry() {
 template <typename F> void wait_while(F pending, const char* what, const Site& site) {
     Unseen unseen;
     if (!pending()) return;
+
+    // Leave word for the scheduler, and for the message of a deadlock.
     Fiber& f = self();
-    f.what = what, f.site = site;
+    f.what = what;
+    f.site = site;
     f.pending = [](void* p) { return (*static_cast<F*>(p))(); };
     f.pending_arg = &pending;
     f.state = State::WAITS;
@@ -317,15 +345,24 @@ template <typename F> void wait_while(F pending, const char* what, const Site& s
 // ----------------------------------------------------------------------------
 // barriers
 
+// Count a thread in. The last one opens the barrier and begins its next generation.
 inline void barrier_arrive(Barrier& b, unsigned expected, const Site& site) {
-    if (b.arrived == 0) b.expected = expected, b.site = site;
+    if (b.arrived == 0) {
+        b.expected = expected;
+        b.site = site;
+    }
     if (b.expected != expected)
         error(site, "barrier for %u threads, but %s said %u", expected, where(b.site).c_str(),
               b.expected);
     EMULATOR_TSAN(__tsan_release(&b.order[b.generation & 1]);)
-    if (++b.arrived == b.expected) b.arrived = 0, b.generation++;
+
+    b.arrived++;
+    if (b.arrived < b.expected) return;
+    b.arrived = 0;
+    b.generation++;
 }
 
+// Count a thread in and wait for the others.
 inline void barrier_sync(Barrier& b, unsigned expected, const char* what, const Site& site) {
     Unseen unseen;
     uint64_t mine = b.generation;
@@ -334,11 +371,13 @@ inline void barrier_sync(Barrier& b, unsigned expected, const char* what, const 
     EMULATOR_TSAN(__tsan_acquire(&b.order[mine & 1]);)
 }
 
+// Barrier 0, of all threads of the block. From two places it is an error, though a GPU may pass it.
 inline void syncthreads(const Site& site) {
     Unseen unseen;
     Block& block = *self().block;
     Barrier& b = block.barriers[0];
-    if (b.arrived > 0 && (b.site.line() != site.line() || b.site.file_name() != site.file_name()))
+    bool elsewhere = b.site.line() != site.line() || b.site.file_name() != site.file_name();
+    if (b.arrived > 0 && elsewhere)
         error(site, "a divergent barrier: other threads of the block wait at %s",
               where(b.site).c_str());
     if (block.returned)
@@ -358,6 +397,7 @@ inline Barrier& named_barrier(int id, int threads, const Site& site) {
 // ----------------------------------------------------------------------------
 // warp operations: each lane brings `in` and gets f(lane, ins), once all of the mask are there
 
+// Lets a lane read what the lanes of its mask bring, and no others.
 template <typename In> struct Lanes {
     const Fiber* warp;
     unsigned mask;
@@ -371,6 +411,41 @@ template <typename In> struct Lanes {
     }
 };
 
+// The lanes of a mask that stand in the same operation: `there`, once none is missing.
+struct Meeting {
+    bool complete = true;
+    unsigned there = 0;
+};
+inline Meeting lanes_that_meet(const Fiber* warp, unsigned present, unsigned mask,
+                               const char* what, const Site& site) {
+    Meeting m;
+    for (unsigned l = 0; l < 32; l++) {
+        if (!(mask >> l & 1)) continue;
+        const Fiber& other = warp[l];
+
+        // A lane that is gone will never come: go on without it.
+        if (l >= present || other.state == State::RETURNED) {
+            error(site, "%s: lane %u is in the mask %08x but has returned", what, l, mask);
+            continue;
+        }
+        if (!other.in_operation) {
+            m.complete = false;
+            continue;
+        }
+
+        // A lane in another operation, or with another mask, is a mistake of the kernel.
+        bool same = other.mask == mask && !strcmp(other.what, what);
+        if (!same || other.site.line() != site.line()) {
+            error(site, "%s: lane %u is in %s at %s with mask %08x", what, l, other.what,
+                  where(other.site).c_str(), other.mask);
+            m.complete = false;
+            continue;
+        }
+        m.there |= 1u << l;
+    }
+    return m;
+}
+
 template <typename In, typename F>
 auto warp_operation(unsigned mask, const char* what, const In& in, F f, const Site& site) {
     typedef decltype(f(0u, std::declval<Lanes<In>>())) Out;
@@ -378,47 +453,37 @@ auto warp_operation(unsigned mask, const char* what, const In& in, F f, const Si
     Fiber& me = self();
     Block& block = *me.block;
     unsigned lane = me.index % 32;
-    Fiber* warp = &block.fibers[me.index - lane];
-    unsigned present = std::min<unsigned>(32, unsigned(block.fibers.size()) - (me.index - lane));
+    unsigned first = me.index - lane;
+    Fiber* warp = &block.fibers[first];
+    unsigned present = std::min<unsigned>(32, unsigned(block.fibers.size()) - first);
     Out out{};
     if (!(mask >> lane & 1)) {
         error(site, "lane %u calls %s with mask %08x, which it is not in", lane, what, mask);
         return out;
     }
-    me.mask = mask, me.in = &in, me.out = &out, me.in_operation = true, me.what = what,
+
+    // Bring what this lane has, and say where its result goes.
+    me.mask = mask;
+    me.in = &in;
+    me.out = &out;
+    me.in_operation = true;
+    me.what = what;
     me.site = site;
-    bool complete = true;
-    unsigned there = 0;
-    for (unsigned l = 0; l < 32; l++) {
-        if (!(mask >> l & 1)) continue;
-        if (l >= present || warp[l].state == State::RETURNED) {
-            error(site, "%s: lane %u is in the mask %08x but has returned", what, l, mask);
-            continue;
-        }
-        if (!warp[l].in_operation) {
-            complete = false;
-            continue;
-        }
-        if (warp[l].mask != mask || strcmp(warp[l].what, what) != 0 ||
-            warp[l].site.line() != site.line()) {
-            error(site, "%s: lane %u is in %s at %s with mask %08x", what, l, warp[l].what,
-                  where(warp[l].site).c_str(), warp[l].mask);
-            complete = false;
-            continue;
-        }
-        there |= 1u << l;
-    }
-    if (complete) {
-        Lanes<In> lanes = {warp, there, site};
+
+    // The last lane to come computes for all, and lets them go.
+    Meeting m = lanes_that_meet(warp, present, mask, what, site);
+    if (m.complete) {
+        Lanes<In> lanes = {warp, m.there, site};
         for (unsigned l = 0; l < 32; l++)
-            if (there >> l & 1) *static_cast<Out*>(warp[l].out) = f(l, lanes);
+            if (m.there >> l & 1) *static_cast<Out*>(warp[l].out) = f(l, lanes);
         for (unsigned l = 0; l < 32; l++)
-            if (there >> l & 1) warp[l].in_operation = false;
+            if (m.there >> l & 1) warp[l].in_operation = false;
     }
     wait_while([&me] { return me.in_operation; }, what, site);
     return out;
 }
 
+// A warp operation that brings nothing; it orders memory, which the others do not.
 inline void syncwarp(unsigned mask, const Site& site) {
     Block& block = *self().block;
     unsigned warp = self().index / 32;
@@ -428,6 +493,8 @@ inline void syncwarp(unsigned mask, const Site& site) {
         generation = block.warp_generation[warp];
     }
     (void)generation;
+
+    // Release, meet, acquire: the first lane of the mask turns the generation.
     EMULATOR_TSAN(__tsan_release(&block.warp_order[warp][generation & 1]);)
     warp_operation(
         mask, "__syncwarp", 0,
@@ -442,6 +509,7 @@ inline void syncwarp(unsigned mask, const Site& site) {
 // ----------------------------------------------------------------------------
 // shared memory: one arena a block, NaN when it starts; gaps between arrays for AddressSanitizer
 
+// Take room in the arena, with a gap of 128 bytes behind it.
 inline void* take_shared(Block& b, size_t bytes, size_t align) {
     size_t at = (b.arena_used + align - 1) / align * align;
     if (at + bytes + 128 > ARENA_BYTES) {
@@ -453,12 +521,15 @@ inline void* take_shared(Block& b, size_t bytes, size_t align) {
     return b.arena + at;
 }
 
+// The array that a line declares: the first thread to come there makes it, the others find it.
 template <typename T> T* shared_array(size_t count, const Site& site) {
     Unseen unseen;
     Block& b = *self().block;
     for (const SharedArray& a : b.arrays)
         if (a.line == site.line() && a.file == site.file_name())
             return reinterpret_cast<T*>(b.arena + a.offset);
+
+    // Count it against the GPU's two limits.
     size_t bytes = count * sizeof(T);
     unsigned char* p = static_cast<unsigned char*>(take_shared(b, bytes, 128));
     b.static_bytes += bytes;
@@ -477,50 +548,70 @@ EMULATOR_UNSEEN inline unsigned char* dynamic_shared_memory() { return self().bl
 // ----------------------------------------------------------------------------
 // the scheduler
 
+// A linear congruential generator: the same seed gives the same turns on every machine.
 inline uint64_t next_random() {
     machine.random = machine.random * 6364136223846793005ull + 1442695040888963407ull;
     return machine.random >> 33;
 }
 
+// The numbers below n, in the order of the settings.
 inline std::vector<unsigned> turns(size_t n) {
     std::vector<unsigned> order(n);
     for (size_t i = 0; i < n; i++)
         order[i] = unsigned(settings.order == Order::REVERSE ? n - 1 - i : i);
-    if (settings.order == Order::SHUFFLED)
-        for (size_t i = n; i > 1; i--) std::swap(order[i - 1], order[next_random() % i]);
+    if (settings.order != Order::SHUFFLED) return order;
+    for (size_t i = n; i > 1; i--)
+        std::swap(order[i - 1], order[next_random() % i]);
     return order;
 }
 
+// A stack of its own pages; an overflow stops at the first, which nobody may touch.
+inline Worker make_worker() {
+    Worker w;
+    void* p = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        perror("emulator: a fiber's stack");
+        exit(1);
+    }
+    mprotect(p, PAGE, PROT_NONE);
+    w.stack = static_cast<unsigned char*>(p);
+    EMULATOR_TSAN(w.tsan = __tsan_create_fiber(0);)
+    return w;
+}
+
+// Lay the stack as emulator_switch() leaves one, so that the switch to it enters fiber_entry().
+inline void* first_stack_pointer(const Worker& w) {
+    EMULATOR_ASAN(__asan_unpoison_memory_region(w.stack + PAGE, STACK_BYTES - PAGE);)
+    void** sp = reinterpret_cast<void**>(w.stack + STACK_BYTES);
+    *--sp = nullptr; // the entry finds its stack aligned as after a call
+    *--sp = reinterpret_cast<void*>(fiber_entry);
+    for (int r = 0; r < 6; r++)
+        *--sp = nullptr;
+    return sp;
+}
+
+// Give a block its fibers and its shared memory. slot: the set of stacks that it takes
 inline void start_block(Block& b, size_t number, size_t slot, size_t shared_bytes) {
-    unsigned n = machine.block.x * machine.block.y * machine.block.z;
+    dim3 size = machine.block;
+    unsigned n = size.x * size.y * size.z;
     if (machine.workers.size() <= slot) machine.workers.resize(slot + 1);
     std::vector<Worker>& workers = machine.workers[slot];
-    while (workers.size() < n) {
-        Worker w;
-        void* p = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) perror("emulator: a fiber's stack"), exit(1);
-        mprotect(p, PAGE, PROT_NONE); // an overflow stops here
-        w.stack = static_cast<unsigned char*>(p);
-        EMULATOR_TSAN(w.tsan = __tsan_create_fiber(0);)
-        workers.push_back(w);
-    }
+    while (workers.size() < n)
+        workers.push_back(make_worker());
+
+    // Thread i takes another stack in each block: ThreadSanitizer must not think it the same one.
     b.fibers.assign(n, {});
     for (unsigned i = 0; i < n; i++) {
         Fiber& f = b.fibers[i];
-        f.block = &b, f.index = i;
-        f.thread = {i % machine.block.x, i / machine.block.x % machine.block.y,
-                    i / (machine.block.x * machine.block.y)};
-        // a block's thread i is not the next block's thread i for ThreadSanitizer
+        f.block = &b;
+        f.index = i;
+        f.thread = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
         f.worker = &workers[(i + number) % n];
-        EMULATOR_ASAN(__asan_unpoison_memory_region(f.worker->stack + PAGE, STACK_BYTES - PAGE);)
-        void** sp = reinterpret_cast<void**>(f.worker->stack + STACK_BYTES);
-        *--sp = nullptr; // the entry finds its stack aligned as after a call
-        *--sp = reinterpret_cast<void*>(fiber_entry);
-        for (int r = 0; r < 6; r++) *--sp = nullptr;
-        f.sp = sp;
+        f.sp = first_stack_pointer(*f.worker);
     }
-    // fresh memory for each block, so that ThreadSanitizer does not see two blocks share it
+
+    // Take fresh memory, so that ThreadSanitizer does not see two blocks share it; all NaN.
     b.arena_start = malloc(ARENA_BYTES + 1024);
     b.arena = reinterpret_cast<unsigned char*>((uintptr_t(b.arena_start) + 1023) / 1024 * 1024);
     memset(b.arena, 0xff, ARENA_BYTES);
@@ -548,12 +639,14 @@ inline bool run_turn(Block& b) {
     return any;
 }
 
+// Say how many threads wait where, and how many have returned.
 inline void report_deadlock(const Block& b) {
     std::map<std::string, std::vector<unsigned>> places;
-    for (const Fiber& f : b.fibers)
-        places[f.state == State::RETURNED ? std::string("has returned")
-                                          : std::string(f.what) + " at " + where(f.site)]
-            .push_back(f.index);
+    for (const Fiber& f : b.fibers) {
+        std::string waits = std::string(f.what) + " at " + where(f.site);
+        places[f.state == State::RETURNED ? "has returned" : waits].push_back(f.index);
+    }
+
     std::string text;
     for (const auto& [place, threads] : places)
         text += "; " + std::to_string(threads.size()) + " threads from " +
@@ -562,6 +655,52 @@ inline void report_deadlock(const Block& b) {
           text.c_str());
 }
 
+// The blocks that are on the GPU now, each with a set of stacks.
+struct Residents {
+    struct Resident {
+        Block* block;
+        size_t slot;
+    };
+    std::vector<Resident> list;
+    std::vector<bool> taken; // slots
+
+    void start(size_t number, size_t shared_bytes) {
+        size_t slot = size_t(std::find(taken.begin(), taken.end(), false) - taken.begin());
+        taken.resize(std::max(taken.size(), slot + 1));
+        taken[slot] = true;
+
+        // A block's index, x first.
+        dim3 g = machine.grid;
+        Block* b = new Block;
+        b->index = {unsigned(number % g.x), unsigned(number / g.x % g.y),
+                    unsigned(number / (size_t(g.x) * g.y))};
+        start_block(*b, number, slot, shared_bytes);
+        list.push_back({b, slot});
+    }
+    void end(size_t r) {
+        end_block(*list[r].block);
+        delete list[r].block;
+        taken[list[r].slot] = false;
+        list.erase(list.begin() + ptrdiff_t(r));
+    }
+
+    // Let each block take a turn; false: none could go on.
+    bool run() {
+        bool any = false;
+        for (size_t r = 0; r < list.size();) {
+            Block& b = *list[r].block;
+            any |= run_turn(b);
+            if (b.returned < b.fibers.size()) {
+                r++;
+            } else {
+                end(r);
+                any = true;
+            }
+        }
+        return any;
+    }
+};
+
 // Blocks start in order, one at a time; when all resident blocks wait, the next is started beside
 // them. In FORWARD order a block must be able to end with only earlier ones before it, as on a GPU
 // that is full.
@@ -569,45 +708,26 @@ inline void run_blocks(size_t shared_bytes) {
     dim3 g = machine.grid;
     size_t count = size_t(g.x) * g.y * g.z, started = 0;
     std::vector<unsigned> order = turns(count);
-    struct Resident {
-        Block* block;
-        size_t slot;
-    };
-    std::vector<Resident> resident;
-    std::vector<bool> slots;
-    auto start = [&] {
-        size_t slot = 0, number = order[started++];
-        while (slot < slots.size() && slots[slot]) slot++;
-        slots.resize(std::max(slots.size(), slot + 1));
-        slots[slot] = true;
-        Block* b = new Block;
-        b->index = {unsigned(number % g.x), unsigned(number / g.x % g.y),
-                    unsigned(number / (size_t(g.x) * g.y))};
-        start_block(*b, number, slot, shared_bytes);
-        resident.push_back({b, slot});
-    };
-    while (started < count || !resident.empty()) {
-        if (resident.empty()) start();
-        bool any = false;
-        for (size_t r = 0; r < resident.size(); r++) {
-            Block* b = resident[r].block;
-            any |= run_turn(*b);
-            if (b->returned < b->fibers.size()) continue;
-            end_block(*b), delete b;
-            slots[resident[r].slot] = false;
-            resident.erase(resident.begin() + ptrdiff_t(r--));
-            any = true;
-        }
-        if (any) continue;
+    Residents residents;
+    while (started < count || !residents.list.empty()) {
+        if (residents.list.empty()) residents.start(order[started++], shared_bytes);
+        if (residents.run()) continue;
+
+        // All wait. Another block may be what they wait for.
         if (started < count && settings.order != Order::FORWARD) {
-            start();
+            residents.start(order[started++], shared_bytes);
             continue;
         }
-        for (Resident& r : resident)
-            report_deadlock(*r.block), end_block(*r.block), delete r.block;
+        while (!residents.list.empty()) {
+            report_deadlock(*residents.list[0].block);
+            residents.end(0);
+        }
         return;
     }
 }
+
+// ----------------------------------------------------------------------------
+// streams: what the host has given them, and graphs of it
 
 // Copies from the host that a stream was given. They happen as late as they may: before the
 // stream's next work, or when somebody waits. A host that has changed or freed what they read
@@ -618,7 +738,7 @@ inline void catch_up() {
     given.clear();
 }
 
-// What a stream is given: a launch, a product, a copy; with its arguments' bytes, padding zeroed.
+// A stream's work: a launch, a product, a copy; with its arguments' bytes, padding zeroed.
 struct Given {
     const void* what = nullptr;
     std::string arguments = {};
@@ -638,6 +758,7 @@ struct Graph {
 inline thread_local Graph* capture = nullptr;
 inline thread_local std::vector<Given>* notes = nullptr;
 
+// The bytes of a launch's arguments, one behind the other.
 template <typename... A> std::string bytes_of(A... arguments) {
     std::string bytes;
     [[maybe_unused]] auto add = [&](auto x) {
@@ -654,6 +775,8 @@ void give(const void* what, cudaStream_t stream, W work, const A&... arguments) 
     Given given = {what, bytes_of(arguments...), work};
     if (notes) notes->push_back({what, given.arguments});
     if (!capture) return work();
+
+    // Keep it for the graph.
     auto at = capture->of.find(stream);
     if (at == capture->of.end())
         return error(Site::current(), "work for a stream that is not captured, beside one that is");
@@ -666,20 +789,30 @@ inline bool not_captured(const char* call) {
     return capture;
 }
 
+// CUDA's limits on a launch, and this GPU's.
+inline bool launch_fits(dim3 grid, dim3 block, size_t shared_bytes) {
+    size_t threads = size_t(block.x) * block.y * block.z;
+    bool block_fits = threads > 0 && threads <= 1024 && block.z <= 64;
+    bool some = grid.x > 0 && grid.y > 0 && grid.z > 0;
+    bool grid_fits = grid.x <= 0x7fffffff && grid.y <= 65535 && grid.z <= 65535;
+    return block_fits && some && grid_fits && shared_bytes <= gpu.block_shared_bytes;
+}
+
+// Run a kernel, all of it: it is over on return.
 template <typename F>
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
     catch_up();
     Unseen unseen;
-    size_t threads = size_t(block.x) * block.y * block.z;
-    if (threads == 0 || threads > 1024 || block.z > 64 || grid.x == 0 || grid.y == 0 ||
-        grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
-        shared_bytes > gpu.block_shared_bytes) {
+    if (!launch_fits(grid, block, shared_bytes)) {
         error(Site::current(),
               "invalid launch: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory",
               grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes);
         return;
     }
-    machine.grid = grid, machine.block = block;
+
+    // Set the machine, and run between the launch and its end as ThreadSanitizer sees them.
+    machine.grid = grid;
+    machine.block = block;
     machine.random = settings.seed;
     machine.body = [](void* p) { (*static_cast<F*>(p))(); };
     machine.body_arg = &kernel;
@@ -687,7 +820,10 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
                   __tsan_release(&machine.launched);)
     run_blocks(shared_bytes);
     EMULATOR_TSAN(__tsan_acquire(&machine.done);)
-    for (; !machine.late.empty(); machine.late.pop_back()) machine.late.back()();
+
+    // Do what nothing has waited for.
+    for (; !machine.late.empty(); machine.late.pop_back())
+        machine.late.back()();
 }
 
 } // namespace emulator
@@ -718,7 +854,11 @@ inline void __syncwarp(unsigned mask = 0xffffffffu,
     emulator::syncwarp(mask, site);
 }
 
+// ----------------------------------------------------------------------------
+// shuffles and votes
+
 namespace emulator {
+// A lane's part of a shuffle.
 struct Exchange {
     uint64_t value;
     unsigned from; // lane to read from; 32: my own
@@ -790,6 +930,9 @@ inline int __all_sync(unsigned mask, int predicate,
                       emulator::Site site = emulator::Site::current()) {
     return __ballot_sync(mask, !predicate, site) == 0;
 }
+
+// ----------------------------------------------------------------------------
+// atomics, and CUDA's functions of numbers
 
 // Atomics are relaxed, as on the GPU; a fence before and after orders what they guard.
 template <typename T> T atomicAdd(T* p, T x) {

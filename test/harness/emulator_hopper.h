@@ -1,15 +1,15 @@
-// emulator_hopper.h - models of hopper.cuh's Hopper wrappers: mbarrier, TMA, wgmma, proxy fences
-//   Asynchronous operations happen at their issue, or, with settings.latest, where the program waits
-//   for them: until then what a load or a product writes is NaN, and what it reads is read late, so
-//   that a missing wait shows in the result.
+// emulator_hopper.h - models of hopper.cuh's wrappers: mbarrier, TMA, wgmma, proxy fences
+//   Asynchronous operations happen at their issue, or, with settings.latest, where the program
+//   waits for them: until then what a load or a product writes is NaN, and what it reads is read
+//   late, so that a missing wait shows in the result.
 //     TMA load        lands when a thread waits on its mbarrier
 //     store, reduce   reads shared memory at bulk_wait_read, writes global memory at bulk_wait, or
 //                     when the launch ends, the last one first
 //     wgmma           reads its operands and writes its accumulators at the wg_wait that covers it
-//   Shared memory has two views: memory itself, and what the asynchronous proxy has been shown of it,
-//   by fence_async_smem() or by its own writes. An operand of a store or product on which they differ
-//   was written without a fence. A fence shows all that is written until then, by any thread: that
-//   every writer has its own is seen in another order of threads.
+//   Shared memory has two views: memory itself, and what the asynchronous proxy has been shown of
+//   it, by fence_async_smem() or by its own writes. An operand of a store or product on which they
+//   differ was written without a fence. A fence shows all that is written until then, by any
+//   thread: that every writer has its own is seen in another order of threads.
 //   Swizzle, descriptors and fragments as the PTX manual has them (ISA 8.7: Tensors, wgmma).
 //   What it cannot show: orders that only weak memory has, and what the hardware does with what the
 //   manual leaves open.
@@ -94,6 +94,7 @@ struct alignas(64) CUtensorMap {
 
 namespace emulator {
 
+// Bytes of a tile.
 inline size_t box_bytes(const CUtensorMap& m) {
     size_t bytes = m.element;
     for (unsigned d = 0; d < m.rank; d++) bytes *= m.box[d];
@@ -106,6 +107,7 @@ template <typename F>
 void walk_tile(const CUtensorMap& m, const int (&at)[5], uint32_t address, F f) {
     size_t row_bytes = m.box[0] * m.element, rows = box_bytes(m) / row_bytes;
     for (size_t row = 0; row < rows; row++) {
+        // Find the row in global memory; it may lie beyond the tensor.
         unsigned char* from = m.base;
         bool inside = true;
         size_t rest = row;
@@ -114,6 +116,8 @@ void walk_tile(const CUtensorMap& m, const int (&at)[5], uint32_t address, F f) 
             inside &= c >= 0 && c < int64_t(m.dims[d]);
             from += c * int64_t(m.strides[d]);
         }
+
+        // Cut it into chunks, where the tensor ends into elements.
         for (size_t byte = 0; byte < row_bytes;) {
             auto real = [&](size_t b) {
                 int64_t c = int64_t(at[0]) + int64_t(b / m.element);
@@ -130,6 +134,7 @@ void walk_tile(const CUtensorMap& m, const int (&at)[5], uint32_t address, F f) 
     }
 }
 
+// Check a tile's place against the map and the rules of alignment.
 inline void check_tile(const CUtensorMap& m, unsigned rank, uint32_t address, const char* what,
                        const Site& site) {
     if (m.rank != rank) error(site, "%s: %u coordinates, the map has %u", what, rank, m.rank);
@@ -141,6 +146,7 @@ inline void check_tile(const CUtensorMap& m, unsigned rank, uint32_t address, co
 // ----------------------------------------------------------------------------
 // mbarriers, and the loads that complete on them
 
+// A bulk load: of a tile, or of `bytes` that follow each other.
 struct Load {
     Block* block; // whose shared memory it writes
     unsigned char* to;
@@ -161,6 +167,7 @@ struct Load {
     }
 };
 
+// A phase is over when nobody's arrival and no byte is missing.
 struct Mbarrier {
     unsigned count, pending; // arrivals of a phase, and how many are missing
     int64_t bytes = 0;       // that are expected and have not come
@@ -172,17 +179,24 @@ struct Mbarrier {
     char order[2];           // for ThreadSanitizer, as in Barrier
 
     void complete_if_over() {
-        if (pending == 0 && bytes == 0) phase++, pending = count;
+        if (pending || bytes) return;
+        phase++;
+        pending = count;
     }
+    // Let the loads that are on their way happen.
     void land() {
         Unseen unseen;
         std::vector<Load> now = std::move(loads);
         loads.clear();
-        for (const Load& load : now) load.run(), bytes -= load.bytes;
+        for (const Load& load : now) {
+            load.run();
+            bytes -= load.bytes;
+        }
         if (!now.empty()) complete_if_over();
     }
 };
 
+// Check at a block's end that nothing writes its shared memory later.
 inline void block_ends(Block& b) {
     for (auto& [address, object] : b.objects) {
         const Mbarrier& bar = *static_cast<Mbarrier*>(object.get());
@@ -192,8 +206,10 @@ inline void block_ends(Block& b) {
     }
 }
 
+// The mbarrier at an address, or null and a message.
 inline Mbarrier* find_mbarrier(Block& b, const uint64_t* p, const char* what, const Site& site) {
-    // the word itself is written by mbar_init() alone: ThreadSanitizer sees uses that it does not order
+    // Read the word, which mbar_init() alone writes: ThreadSanitizer sees a use that no order puts
+    // behind that write.
     (void)*static_cast<const volatile uint64_t*>(p);
     Unseen unseen;
     auto found = b.objects.find(p);
@@ -209,27 +225,34 @@ inline Mbarrier* find_mbarrier(Block& b, const uint64_t* p, const char* what, co
     return bar;
 }
 
+// Count an arrival, and the bytes that it says will come.
 inline void mbarrier_arrive(Mbarrier& bar, int64_t bytes, const char* what, const Site& site) {
     Unseen unseen;
     EMULATOR_TSAN(__tsan_release(&bar.order[bar.phase & 1]);)
     if (bar.pending == 0)
         return error(site, "%s: more than %u arrivals in a phase", what, bar.count);
-    bar.bytes += bytes, bar.pending--;
+    bar.bytes += bytes;
+    bar.pending--;
     bar.complete_if_over();
 }
 
+// Issue a load: it happens now, or lands when somebody waits on its mbarrier.
 inline void start_load(Load load, uint64_t* p, const char* what, const Site& site) {
     Mbarrier* bar = find_mbarrier(*load.block, p, what, site);
     if (!bar) return;
     if (load.address - SHARED_BASE + load.bytes > load.block->arena_used)
         return error(site, "%s: %u bytes at +%u go beyond the block's shared memory", what,
                      load.bytes, load.address - SHARED_BASE);
+
+    // Write what is loaded, or NaN until it lands.
     if (settings.latest) {
-        memset(load.to, 0xff, load.bytes); // until it lands
+        memset(load.to, 0xff, load.bytes);
         show_async(*load.block, load.to, load.bytes);
     } else {
         load.run();
     }
+
+    // Count its bytes.
     Unseen unseen;
     EMULATOR_TSAN(__tsan_release(&bar->order[bar->phase & 1]);)
     if (settings.latest) {
@@ -258,6 +281,7 @@ inline void load_tile(void* to, const CUtensorMap* m, uint64_t* bar, unsigned ra
 // ----------------------------------------------------------------------------
 // stores and reductions: a thread's, in groups
 
+// A bulk store, or a reduction to floats. It reads shared memory first, then writes global memory.
 struct Store {
     bool tile, add, read = false; // add: to float
     CUtensorMap map;
@@ -307,10 +331,14 @@ inline void thread_returns(Fiber& f);
 inline Stores& my_stores() {
     Unseen unseen;
     Fiber& f = self();
-    if (!f.stores) f.stores = std::make_shared<Stores>(), f.at_return = thread_returns;
+    if (!f.stores) {
+        f.stores = std::make_shared<Stores>();
+        f.at_return = thread_returns;
+    }
     return *static_cast<Stores*>(f.stores.get());
 }
 
+// Issue a store: it happens now, or when somebody waits for its group.
 inline void start_store(Store s, const char* what) {
     if (s.address - SHARED_BASE + s.bytes > self().block->arena_used)
         return error(s.site, "%s: %u bytes at +%u go beyond the block's shared memory", what,
@@ -336,6 +364,7 @@ inline void store_tile(const CUtensorMap* m, const void* from, unsigned rank,
                {}};
     start_store(s, what);
 }
+// Check a copy without a map: addresses and sizes are multiples of 16.
 inline void check_bulk(const void* shared, const void* global, uint32_t bytes, const char* what,
                        const Site& site) {
     if (uintptr_t(shared) % 16 || uintptr_t(global) % 16 || bytes % 16 || bytes == 0)
@@ -347,6 +376,7 @@ inline void check_bulk(const void* shared, const void* global, uint32_t bytes, c
 // wgmma: 64 rows of a and of the result, 16 of them a warp; rows g and g + 8 are with lanes 4 g to
 // 4 g + 3, of every 8 columns two with each
 
+// An operand in shared memory, as the descriptor's 64 bits say.
 struct Descriptor {
     uint32_t start, leading, stride; // bytes
     bool mn_major;
@@ -355,7 +385,7 @@ struct Descriptor {
           leading(uint32_t(x >> 16 & 0x3fff) << 4),
           stride(uint32_t(x >> 32 & 0x3fff) << 4),
           mn_major(mn) {}
-    // of element (row i of the operand, k)
+    // Where the element in row i of the operand, at k of the sum, lies.
     uint32_t address(uint32_t i, uint32_t k) const {
         return swizzled(mn_major
                             ? start + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
@@ -366,6 +396,7 @@ struct Descriptor {
 struct QuadRegisters { // of a, of the four lanes that have a row
     uint32_t a[4][4];
 };
+// A product of 64 rows and N columns, summed over 16.
 struct Product64 {
     float* d;
     unsigned N;
@@ -377,6 +408,7 @@ struct Product64 {
     float (*number)(uint16_t);
     Site site;
 };
+// A thread's products: issued, in groups, until it waits.
 struct Products {
     bool fenced = false; // since the registers could last be touched
     size_t issued = 0;
@@ -387,20 +419,28 @@ struct Products {
 inline Products& my_products() {
     Unseen unseen;
     Fiber& f = self();
-    if (!f.products) f.products = std::make_shared<Products>(), f.at_return = thread_returns;
+    if (!f.products) {
+        f.products = std::make_shared<Products>();
+        f.at_return = thread_returns;
+    }
     return *static_cast<Products*>(f.products.get());
 }
 
+// One element of an operand, from memory as the asynchronous proxy has been shown it.
 inline float operand(const Product64& p, const Descriptor& d, uint32_t i, uint32_t k, Block& b,
                      const unsigned char* view) {
     uint32_t offset = d.address(i, k) - SHARED_BASE;
-    if (offset >= b.arena_used) shared_pointer(offset + SHARED_BASE, p.site), offset = 0;
+    if (offset >= b.arena_used) {
+        shared_pointer(offset + SHARED_BASE, p.site); // says what is wrong
+        offset = 0;
+    }
     uint16_t x = *reinterpret_cast<const uint16_t*>(b.arena + offset), shown;
     memcpy(&shown, view + offset, 2);
     if (x != shown) check_shown(b, b.arena + offset, 2, "wgmma", p.site);
     return p.number(x);
 }
 
+// The registers of a that the four lanes of a row hold.
 inline QuadRegisters exchange_registers(const Product64& p, const Site& site) {
     return warp_operation(
         0xffffffffu, "wgmma", p.registers,
@@ -412,10 +452,10 @@ inline QuadRegisters exchange_registers(const Product64& p, const Site& site) {
         site);
 }
 
-// this thread's part of the product
+// Make this thread's part of the product: two rows, N / 4 columns.
 inline void multiply(float* d, const Product64& p) {
     unsigned thread = thread_number() % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-    float a[2][16], b[64][16]; // the thread's rows of a and columns of b
+    float a[2][16], b[64][16];
     Descriptor da(p.a, p.a_mn), db(p.b, p.b_mn);
     Block& block = *self().block;
     const unsigned char* view;
@@ -423,6 +463,8 @@ inline void multiply(float* d, const Product64& p) {
         Unseen unseen;
         view = async_view(block);
     }
+
+    // Read the thread's rows of a, from registers or from shared memory, and its columns of b.
     for (unsigned k = 0; k < 16; k++)
         for (unsigned r = 0; r < 2; r++)
             a[r][k] = p.from_registers
@@ -431,6 +473,8 @@ inline void multiply(float* d, const Product64& p) {
     for (unsigned c = 0; c < p.N / 4; c++)
         for (unsigned k = 0; k < 16; k++)
             b[c][k] = operand(p, db, c / 2 * 8 + lane % 4 * 2 + c % 2, k, block, view);
+
+    // Sum in the order of k.
     for (unsigned c = 0; c < p.N / 4; c++)
         for (unsigned r = 0; r < 2; r++) {
             float sum = 0, &to = d[c / 2 * 4 + r * 2 + c % 2];
@@ -439,6 +483,7 @@ inline void multiply(float* d, const Product64& p) {
         }
 }
 
+// Check that a descriptor is of the kind that this file models.
 inline void check_descriptor(uint64_t x, bool mn, const char* which, const Site& site) {
     Descriptor d(x, mn);
     if (x >> 62 != 1)
@@ -457,8 +502,11 @@ inline void check_warpgroup(Products& mine, const Product64& p, const Site& site
         error(site, "wgmma: the warps of a warpgroup disagree on product %zu", mine.issued - 1);
 }
 
+// Issue a product: it happens now, or at the wait that covers its group.
 inline void issue_product(Product64 p, const Site& site) {
     Products& mine = my_products();
+
+    // Check what a GPU takes on trust: equal descriptors, a whole warpgroup, a fence before.
     uint64_t first = warp_operation(
         0xffffffffu, "wgmma", p.a ^ p.b,
         [](unsigned, const Lanes<uint64_t>& all) { return all[0]; }, site);
@@ -469,6 +517,8 @@ inline void issue_product(Product64 p, const Site& site) {
     if (!p.from_registers) check_descriptor(p.a, p.a_mn, "a", site);
     check_descriptor(p.b, p.b_mn, "b", site);
     check_warpgroup(mine, p, site);
+
+    // Multiply, or take the sums' values away until the wait.
     if (!settings.latest) {
         if (p.from_registers) p.quad = exchange_registers(p, site);
         multiply(p.d, p);
@@ -479,12 +529,15 @@ inline void issue_product(Product64 p, const Site& site) {
     mine.open.push_back(p);
 }
 
+// Wait until at most `left` of this thread's groups are in flight.
 inline void wait_products(size_t left, const Site& site) {
     Products& mine = my_products();
     mine.fenced = false;
     if (!mine.open.empty())
         error(site, "wg_wait(): products at %s are not committed",
               where(mine.open[0].site).c_str());
+
+    // Multiply for the groups that are waited for.
     for (; mine.groups.size() > left; mine.groups.pop_front()) {
         if (!settings.latest) continue;
         for (Product64& p : mine.groups.front()) {
@@ -494,6 +547,8 @@ inline void wait_products(size_t left, const Site& site) {
     }
     syncwarp(0xffffffffu, site); // every lane has read its operands
     if (!settings.latest) return;
+
+    // Give back the sums of which no product is in flight any more.
     auto in_flight = [&](float* d) {
         bool found = false;
         for (Product64& p : mine.open) found |= p.d == d;
@@ -511,8 +566,9 @@ inline void wait_products(size_t left, const Site& site) {
     }
 }
 
-// What a thread leaves behind.
+// Check what a thread leaves behind, and let its stores happen late.
 inline void thread_returns(Fiber& f) {
+    // Products must be over.
     if (f.products) {
         Products& p = *static_cast<Products*>(f.products.get());
         p.groups.push_back(std::move(p.open));
@@ -521,6 +577,8 @@ inline void thread_returns(Fiber& f) {
                 return error(group[0].site, "a thread returns with products in flight");
     }
     if (!f.stores) return;
+
+    // Stores must have read shared memory; global memory they may write until the launch ends.
     Stores& s = *static_cast<Stores*>(f.stores.get());
     if (!s.open.empty())
         error(s.open[0].site, "a thread returns with a bulk store that it has not committed");
@@ -542,6 +600,7 @@ inline void thread_returns(Fiber& f) {
 // setmaxnreg: a block starts with as many registers a thread as 64 Ki allow, a multiple of 8; there
 // are no others to take
 
+// Give registers away, or wait until others have given enough.
 inline void set_registers(unsigned n, bool more, const Site& site) {
     unsigned agreed = warp_operation(
         0xffffffffu, "setmaxnreg", n, [](unsigned, const Lanes<unsigned>& all) { return all[0]; },
@@ -551,19 +610,23 @@ inline void set_registers(unsigned n, bool more, const Site& site) {
     unsigned threads = unsigned(b.fibers.size()), &mine = b.registers[self().index / 32];
     unsigned start = std::min(65536 / threads / 8 * 8, 248u);
     if (!b.registers_set) {
-        b.registers_set = true, b.free_registers = 0; // none but what others give away
-        for (unsigned& r : b.registers) r = start;
+        b.registers_set = true;
+        b.free_registers = 0; // none but what others give away
+        for (unsigned& r : b.registers)
+            r = start;
     }
     if (n % 8 || n < 24 || n > 256 || agreed != n)
         error(site, "setmaxnreg %u: a multiple of 8 from 24 to 256, the same in a warp", n);
-    if (self().index % 32 == 0) {
-        if (more ? n < mine : n > mine)
-            error(site, "setmaxnreg.%s to %u, but the warp has %u", more ? "inc" : "dec", n, mine);
-        int taken = (int(n) - int(mine)) * 32;
-        wait_while([&b, taken] { return taken > 0 && b.free_registers < taken; },
-                   "setmaxnreg, for registers", site);
-        b.free_registers -= taken, mine = n;
-    }
+
+    // One lane counts for its warp.
+    if (self().index % 32) return;
+    if (more ? n < mine : n > mine)
+        error(site, "setmaxnreg.%s to %u, but the warp has %u", more ? "inc" : "dec", n, mine);
+    int taken = (int(n) - int(mine)) * 32;
+    wait_while([&b, taken] { return taken > 0 && b.free_registers < taken; },
+               "setmaxnreg, for registers", site);
+    b.free_registers -= taken;
+    mine = n;
 }
 
 } // namespace emulator
@@ -583,7 +646,9 @@ inline void mbar_init(uint64_t* b, uint32_t arrivals, SITE) {
         emulator::error(site, "mbar_init(): %u arrivals at %p", arrivals, (void*)b);
     if (block.objects.count(b)) emulator::error(site, "mbar_init() of a live mbarrier");
     auto bar = std::make_shared<emulator::Mbarrier>();
-    bar->count = bar->pending = arrivals, bar->owner = emulator::thread_number(), bar->site = site;
+    bar->count = bar->pending = arrivals;
+    bar->owner = emulator::thread_number();
+    bar->site = site;
     block.objects[b] = bar;
     block.at_end = emulator::block_ends;
 }
@@ -730,7 +795,7 @@ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumul
         {d, N, accumulate != 0, true, 0, b, false, tB != 0, a, {}, number_of<T>, site}, site);
 }
 
-// A word in global memory that says whose turn it is. After so many looks a thread gives up, for all
+// A word in global memory says whose turn it is. After so many looks a thread gives up, for all
 // who wait, as one on a GPU does; 0: never, and a wait without end is a message of its own.
 namespace emulator {
 inline thread_local long turn_polls = 0;
