@@ -9,6 +9,7 @@
 #include "llmc/io/help.h"
 #include "llmc/io/lr_schedule.h"
 #include "llmc/io/prepare.h"
+#include "llmc/io/upcycle.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
 #include "llmc/run/overflow.h"
@@ -92,7 +93,9 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     mode_t type = c.scratch ? 0 : file_type(c.model);
     run.weights = type ? c.model : concat("new, from --seed ", c.seed);
     bool resumed = c.resume && resume(run, t);
-    if (!resumed && type == S_IFDIR)
+    if (!resumed && c.upcycle)
+        or_die(upcycle_weights(t, c.model, uint64_t(c.seed)));
+    else if (!resumed && type == S_IFDIR)
         or_die(hf_load_weights(t, c.model));
     else if (!resumed && type)
         or_die(model_file_load(t, c.model));

@@ -233,23 +233,26 @@ void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     });
 }
 
-// Draw the weights that --seed says: counter-based, keyed by name and global element. Or those of
-// adapters alone, beside weights that are read.
+// Draw a weight as --seed says: counter-based, keyed by name and global element.
+template <typename T, typename S>
+void draw_weight(Trainer<T, S>& t, const Parameter& p, uint64_t seed) {
+    size_t end = p.file_elements(); // what follows is padding, and zero
+    make_weight<float>(t, p, [&](float* to, size_t global, size_t count) {
+        size_t real = global < end ? std::min(count, end - global) : 0;
+        std::fill_n(to, count, 0.0f);
+        if (p.init.std > 0) {
+            fill_normal(to, seed, fnv1a(p.name), global, real, p.init.std);
+        } else {
+            std::fill_n(to, real, p.init.value);
+        }
+    });
+}
+
+// Draw all weights. Or those of adapters alone, beside weights that are read.
 template <typename T, typename S>
 void init_weights(Trainer<T, S>& t, uint64_t seed, bool adapters_alone = false) {
-    for (const Parameter& p : t.model.parameters) {
-        if (adapters_alone && !is_adapter(t.model, p)) continue;
-        size_t end = p.file_elements(); // what follows is padding, and zero
-        make_weight<float>(t, p, [&](float* to, size_t global, size_t count) {
-            size_t real = global < end ? std::min(count, end - global) : 0;
-            std::fill_n(to, count, 0.0f);
-            if (p.init.std > 0) {
-                fill_normal(to, seed, fnv1a(p.name), global, real, p.init.std);
-            } else {
-                std::fill_n(to, real, p.init.value);
-            }
-        });
-    }
+    for (const Parameter& p : t.model.parameters)
+        if (!adapters_alone || is_adapter(t.model, p)) draw_weight(t, p, seed);
 }
 
 // ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ struct Config {
     // L, NH, NKV, C, F and V of a Shape
     int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0, vocab = 0;
     // E and K; the weights of the router's terms in the loss that is trained
-    int experts = 0, experts_per_token = 0;
+    int experts = 0, experts_per_token = 0, upcycle = 0;
     std::string router;
     double balance = 0.01, z_loss = 0, router_bias_rate = 0;
 
@@ -162,6 +162,9 @@ inline const std::vector<Flag>& config_table() {
          "experts in the place of a Llama's ffn, each --ffn wide; or change their number"},
         {"experts-per-token", &C::experts_per_token, "0..32",
          "experts that a token goes through (0: the preset's, or 2)"},
+        {"upcycle", &C::upcycle, "0..4096",
+         "of a dense --model folder: so many experts in the place of each ffn, copies of it, whose "
+         "first loss is the folder's"},
         {"router", &C::router, "softmax|renormalised|sigmoid",
          "a gate is a share of all experts' softmax, of those chosen, or of their sigmoids"},
         {"balance", &C::balance, "0..1000",
@@ -651,12 +654,15 @@ inline std::string override_shape(const Config& c, Shape& s) {
     // Llamas whose blocks are Mixtral's but for the ffn.
     const char* plain[] = {"llama", "mistral", "qwen3"};
     bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
-    if (c.experts && can && !s.qkv_bias && !s.o_bias && !s.mlp_bias) {
+    size_t experts = size_t(c.experts + c.upcycle);
+    if (c.upcycle && s.E)
+        return concat("--upcycle ", c.upcycle, ": the model has experts already: leave it out");
+    if (experts && can && !s.qkv_bias && !s.o_bias && !s.mlp_bias) {
         s.family = Family::MIXTRAL;
         s.hf_type = s.qk_norm ? "qwen3_moe" : "mixtral";
         s.K = 2;
     }
-    if (c.experts) s.E = c.experts;
+    if (experts) s.E = experts;
     if (c.experts_per_token) s.K = c.experts_per_token;
     if (c.router == "softmax") s.router = Router::SOFTMAX;
     if (c.router == "renormalised")
@@ -738,6 +744,12 @@ inline std::string check_experts(const Config& c, const Shape& s) {
                                       "that has them");
     if (s.E == 0) return "";
     // A bias belongs to sigmoids, and moves by steps that 16 bits alone would lose.
+    std::string flag = concat(c.upcycle ? "--upcycle " : "--experts ", s.E);
+    if (c.upcycle && (c.experts || c.scratch))
+        return flag + " copies a folder's ffn: leave --experts and --scratch out";
+    if (c.upcycle && s.router == Router::SOFTMAX)
+        return flag + ": gates of --router softmax sum to less than 1, and copies of the ffn to "
+                      "less than the ffn: give --router renormalised";
     if (s.choice_bias && s.router != Router::SIGMOID)
         return concat("--router ", c.router, ": this model's choice has a bias, which is for "
                                              "sigmoids: leave it out");
@@ -749,11 +761,11 @@ inline std::string check_experts(const Config& c, const Shape& s) {
                "float";
     // GPT-2's ffn, and biases, have no experts' form here.
     if (s.family != Family::MIXTRAL && s.family != Family::DEEPSEEK)
-        return concat("--experts ", s.E, ": built for Llama, Mistral and Qwen3 without biases: "
-                                         "leave it out, or give --model tiny-moe");
+        return flag + ": built for Llama, Mistral and Qwen3 without biases: leave it out, or give "
+                      "--model tiny-moe";
     // A token goes to different experts; a kernel's warp has a lane for each choice.
     if (s.K > std::min(s.E, MOST_CHOICES))
-        return concat("--experts-per-token ", s.K, " of --experts ", s.E, ": at most ",
+        return concat("--experts-per-token ", s.K, " of ", flag, ": at most ",
                       std::min(s.E, MOST_CHOICES));
     if (s.K == 1 && s.router != Router::SOFTMAX)
         return "--experts-per-token 1: a gate that is a share of one is always 1, and teaches the "

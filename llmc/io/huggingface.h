@@ -246,9 +246,11 @@ std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTen
     return "";
 }
 
-// Load all weights of a folder. Every rank reads each tensor, and keeps its part.
+// Load these parameters from a folder that has no others. Every rank reads each tensor, and keeps
+// its part.
 template <typename T, typename S>
-std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
+std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
+                               const std::vector<Parameter>& parameters) {
     HfFiles h;
     std::string wrong = hf_open_files(&h, folder);
     if (!wrong.empty()) return wrong;
@@ -261,7 +263,7 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
         if (tensor) used.insert(tensor->name);
         return tensor;
     };
-    for (const Parameter& p : t.model.parameters) {
+    for (const Parameter& p : parameters) {
         if (is_adapter(t.model, p)) continue; // of a folder of its own
         // Codes go their own way.
         const SafeTensor* codes = hf_find(h, hf_place(t.model.shape, p).tensor);
@@ -307,6 +309,12 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
         printf("%s: left out %zu tensors behind the last layer, which predict further tokens\n",
                folder.c_str(), further);
     return "";
+}
+
+// Load all weights of a folder.
+template <typename T, typename S>
+std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
+    return hf_load_parameters(t, folder, t.model.parameters);
 }
 
 // ----------------------------------------------------------------------------

@@ -16,13 +16,17 @@ namespace llmc {
 // The shape that --model names: a Hugging Face folder's, a file's or a preset's, then the flags.
 inline Shape choose_shape(const Config& c) {
     Shape s;
+    LLMC_USER_CHECK(!c.upcycle || file_type(c.model) == S_IFDIR,
+                    "--upcycle %d copies the ffn of a dense model, and --model %s is no folder of "
+                    "one: give a Hugging Face folder, or --experts for new weights",
+                    c.upcycle, c.model.c_str());
 
     // A model on disk has its shape; its weights fit no other.
     if (mode_t type = file_type(c.model)) {
         or_die(type == S_IFDIR ? hf_read_config(&s, c.model) : model_file_shape(&s, c.model));
         bool reshaped = c.layers || c.heads || c.kv_heads || c.channels || c.ffn || c.vocab ||
-                        c.position.size() || c.experts || c.experts_per_token ||
-                        c.router.size();
+                        c.position.size() || c.experts ||
+                        (!c.upcycle && (c.experts_per_token || c.router.size()));
         LLMC_USER_CHECK(c.scratch || !reshaped,
                         "%s has weights of its own shape: to change the shape, start from new "
                         "weights with --scratch",

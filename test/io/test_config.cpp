@@ -346,6 +346,13 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(s.balance, 0);
 }
 
+    EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
+    EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 4 && s.K == 3);
+    EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}), "--upcycle 4: gates of --router softmax");
+    EXPECT_HAS(check({"--upcycle", "4", "--scratch"}), "leave --experts and --scratch out");
+    EXPECT_HAS(check({"--upcycle", "4"}, "tiny"), "--upcycle 4: built for Llama");
+    EXPECT_HAS(check({"--upcycle", "4"}, "tiny-moe"), "has experts already");
+    EXPECT_HAS(check({"--upcycle", "1"}), "--experts-per-token 2 of --upcycle 1: at most 1");
 TEST(Config, RefusesSmallMastersThatCannotBe) {
     auto check = [](std::vector<std::string> words) {
         Config c;

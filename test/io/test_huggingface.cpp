@@ -2,6 +2,9 @@
 // of others, and every malformed one with its line
 #include <sys/resource.h>
 #include <csignal>
+#include "../../llmc/comm/comms.h"
+#include "../../llmc/io/config.h"
+#include "../../llmc/io/upcycle.h"
 #include "../../llmc/run/health.h"
 #include "saved_models.h"
 
@@ -444,6 +447,76 @@ TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
         std::string wrong = hf_load_weights(more->t, folder);
         EXPECT_HAS(wrong, "gate.weight has the shape");
     }
+}
+
+// A dense folder's model as experts, by the flag's own shape.
+static Shape upcycled(const Shape& dense, int experts) {
+    Shape s = dense;
+    Config c;
+    c.upcycle = experts, c.balance = 0;
+    EXPECT_EQ(override_shape(c, s), "");
+    EXPECT_EQ(s.E, size_t(experts));
+    return s;
+}
+
+// Whatever a new router chooses, equal experts are the ffn that they copy: the dense loss, in double,
+// and the same logits. A seed draws the same router in every layout, and nothing else.
+TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
+    for (const Shape& s : saved_shapes()) {
+        bool can = s.hf_type == "llama" || s.hf_type == "mistral" || s.hf_type == "qwen3";
+        if (!can || s.qkv_bias || s.tied) continue;
+        std::string folder = dir + "/dense";
+        ASSERT_EQ(hf_export(random_model<float>(s)->t, folder, Type::F32), "");
+        auto dense = random_model<double>(s, 4);
+        ASSERT_EQ(hf_load_weights(dense->t, folder), "");
+        run_plan(dense->t, 0);
+        Shape moe = upcycled(s, 4);
+        std::set<std::vector<float>> routers;
+        for (uint64_t seed : {1, 2}) {
+            auto m = random_model<double>(moe, 5);
+            ASSERT_EQ(upcycle_weights(m->t, folder, seed), "");
+            std::map<std::string, std::vector<float>> whole;
+            for (const Parameter& p : m->t.model.parameters) {
+                whole[p.name] = get_weight(m->t, p);
+                if (!dense_name(p).empty()) continue;
+                routers.insert(whole[p.name]);
+                for (size_t i = 0; i < p.elements(); i++)
+                    EXPECT_EQ(whole[p.name][i], float(p.init.std * normal(seed, fnv1a(p.name), i)));
+            }
+            run_plan(m->t, 0);
+            double loss = plan_loss(dense->t).mean();
+            EXPECT_NEAR(plan_loss(m->t).mean(), loss, 1e-14 * loss) << shape_name(s);
+
+            // Shared out over ranks.
+            EXPECT_EQ(run_local_ranks(4, {}, [&](const Comm& world) {
+                Plan plan = plan_of(Mode::TRAIN, 2, 16);
+                plan.layout = small_layout(2, 2);
+                plan.layout.ep = 2, plan.layout.zero = 3;
+                plan.layout = layout_at(plan.layout, world.rank);
+                Small<double> part(moe, {plan});
+                part.t.comms = make_comms(world, plan.layout, ranks_of_kv_head(plan.layout, part.t.model));
+                EXPECT_EQ(upcycle_weights(part.t, folder, seed), "");
+                for (const Parameter& p : part.t.model.parameters) {
+                    std::vector<float> same = get_weight(part.t, p), want = whole[p.name];
+                    same.resize(p.file_elements()), want.resize(p.file_elements());
+                    EXPECT_EQ(same, want) << p.name;
+                }
+            }), 0);
+        }
+        EXPECT_EQ(routers.size(), 2 * s.L); // each block's own, by the seed
+    }
+}
+
+// What a folder lacks is named by the folder's own name; a folder of experts is another model's.
+TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
+    Shape s = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000);
+    Shape moe = upcycled(s, 3);
+    auto m = random_model<float>(moe);
+    ASSERT_EQ(hf_export(m->t, dir + "/moe", Type::F32), "");
+    EXPECT_HAS(upcycle_weights(m->t, dir + "/moe", 1), "tensor model.layers.0.mlp.gate_proj.weight is missing");
+    Config c;
+    c.upcycle = 3;
+    EXPECT_HAS(override_shape(c, moe), "--upcycle 3: the model has experts already: leave it out");
 }
 
 // A layer's window by its number: block b is layer b + 1.

@@ -935,3 +935,33 @@ TEST_F(Run, ExportsLoadAgainToTheSameBits) {
         EXPECT_EQ(x[1], y[1]);
     }
 }
+
+// Upcycled, a model evaluates like its dense folder, trains in any layout, and goes on where it was.
+TEST_F(Run, UpcycledModelsBeginAsTheDenseOneAndGoOn) {
+    std::string dense = path("dense"), size = " --seq 32 --micro-batch 4 --sample-tokens 0 "
+                                             "--eval-tokens 512 --data " + text + " ";
+    Ran r = run("--model tiny-llama --layers 1 --heads 4 --kv-heads 2 --channels 32 --ffn 48 --steps 3 --export " + dense + size);
+    ASSERT_EQ(r.status, 0) << r.text;
+    auto loss = [](const std::string& words, const char* pattern) {
+        std::smatch found;
+        bool there = std::regex_search(words, found, std::regex(pattern));
+        EXPECT_TRUE(there) << words;
+        return there ? found[1].str() : "";
+    };
+    std::string model = "--model " + dense + " --upcycle 4" + size;
+    EXPECT_EQ(loss(run(model + "--eval").text, "val loss ([0-9.]+)"),
+              loss(r.text, "step 3 \\| val loss ([0-9.]+)"));
+
+    // Stopped behind two of four steps, on other ranks than it goes on with.
+    std::string whole = model + "--batch-tokens 512 --warmup 0 --schedule constant --steps ";
+    r = run(whole + "4 --local-ranks 2 --ep 2 --out " + path("all"));
+    ASSERT_EQ(r.status, 0) << r.text;
+    ASSERT_EQ(run(whole + "2 --local-ranks 2 --ep 2 --out " + path("half")).status, 0);
+    Ran again = run("--out " + path("half") + " --resume --steps 4 --local-ranks 2 --ep 2");
+    ASSERT_EQ(again.status, 0) << again.text;
+    EXPECT_EQ(loss(again.text, "step +4/4 \\| loss ([0-9.]+ \\| norm [0-9.]+)"),
+              loss(r.text, "step +4/4 \\| loss ([0-9.]+ \\| norm [0-9.]+)"));
+
+    refuses("--model tiny-llama --upcycle 4", "is no folder of one: give a Hugging Face folder");
+    refuses(model + "--experts 4", "has weights of its own shape");
+}
