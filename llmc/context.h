@@ -41,6 +41,7 @@ template <typename S> struct Ctx {
     Blas blas;
     Comm tp;                           // the ranks that share the shape
     Comm cp;                           // the ranks that share each sequence
+    Comm cp_heads, cp_keys;            // those that exchange heads, and those that share keys
     ContextMethod cp_method = ContextMethod::GATHER; // how they share attention
     S beside = {};                     // a ring's messages go here while attention runs
     Comm ep;                           // the ranks that share out the experts

@@ -13,6 +13,8 @@
 //                 out [T, heads/cp] -> [t, heads]       all-to-all
 //      backward   q, k, v, out, dout the one way, dq, dk, dv the other; its sums need no message
 //   4. ring       k, v [t] go from rank to rank beside attention (ring_attention.h)
+//   5. hybrids    u neighbours of cp do as Ulysses and have [u t, heads/u]; cp/u ranks then share
+//                 these keys by gather or in a ring (arXiv:2405.07719)
 //   Positions and documents' starts go with the rows, so nothing else asks which rows a rank has.
 //   Every message is on the critical path, but for the ring's.
 //   Cost of a block and micro-batch. Gather: a rank sends 2 (cp-1) N KV elements forward, and
@@ -21,7 +23,8 @@
 //   rank sends (cp-1)/cp N (2 Q + 2 KV) elements forward, (cp-1)/cp N (4 Q + 4 KV) backward, for it
 //   exchanges its inputs anew; scratch: about twice that, at most. cp must divide the heads. Where
 //   key/value heads are fewer, several ranks take the same one, KV counts for cp of them, and their
-//   owner adds up the gradients in rank order, in float.
+//   owner adds up the gradients in rank order, in float. A hybrid sends the sum of its two, each at
+//   its own size; its scratch has both.
 #pragma once
 #include "attention_merge.cuh"
 #include "context.h"
@@ -48,6 +51,20 @@ inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
     return late * half + i - half;
 }
 
+// Ulysses' ranks that take the same key/value head, neighbours where these are fewer than ranks.
+inline size_t key_copies(const Shape& s, size_t ranks) {
+    return std::max(ranks / s.NKV, size_t(1));
+}
+
+// The shape behind Ulysses' exchange among `ranks`: a share of the heads.
+inline Shape share_of_heads(Shape s, size_t ranks) {
+    // Key/value heads may be fewer than ranks: some then have the same one.
+    size_t copies = key_copies(s, ranks);
+    s.NKV = s.NKV * copies / ranks;
+    s.NH /= ranks;
+    return s;
+}
+
 // Whether Ulysses can give each of cp ranks an equal share of a model's heads, tp having its own.
 inline bool cp_divides(const Shape& s, size_t tp, size_t cp) {
     // Where tp ranks share a key/value head, each has one.
@@ -56,27 +73,24 @@ inline bool cp_divides(const Shape& s, size_t tp, size_t cp) {
     return s.NH % (tp * cp) == 0 && shares_keys;
 }
 
-// Ulysses' ranks that take the same key/value head, neighbours where these are fewer than ranks.
-inline size_t key_copies(const Shape& s, size_t cp) { return std::max(cp / s.NKV, size_t(1)); }
-
 // The sizes of attention on a rank, for its workspace.
 inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size_t B, size_t T) {
-    // Gather cuts the queries, a ring the keys too, Ulysses the heads.
-    size_t cp = size_t(layout.cp.size);
-    if (layout.cp_method == ContextMethod::GATHER) return attention_shape(s, B, T / cp, T);
-    if (layout.cp_method == ContextMethod::RING) return attention_shape(s, B, T / cp, T / cp);
-    s.NKV = s.NKV * key_copies(s, cp) / cp;
-    s.NH /= cp;
-    return attention_shape(s, B, T, T);
+    // Ulysses cuts the heads, gather the queries, a ring the keys too.
+    size_t heads = size_t(heads_axis(layout).size);
+    size_t queries = T / size_t(keys_axis(layout).size);
+    bool ring = layout.cp_method == ContextMethod::RING;
+    size_t keys = ring ? queries : T;
+    return attention_shape(share_of_heads(s, heads), B, queries, keys);
 }
 
 // Ulysses' scratch, in elements from its start. Backward reads dout, and leaves dq, dk and dv.
 struct HeadRooms {
     size_t q, k, v, out, dout, dq, dk, dv, sent, end;
+    size_t ranks; // that exchange heads
 };
-inline HeadRooms head_rooms(const Shape& s, size_t cp, size_t N, size_t t, bool trains) {
+inline HeadRooms head_rooms(const Shape& s, size_t ranks, size_t N, size_t t, bool trains) {
     size_t Q = s.NH * s.HS;
-    size_t KV = s.NKV * s.HS * key_copies(s, cp);
+    size_t KV = s.NKV * s.HS * key_copies(s, ranks);
     size_t next = 0;
     auto take = [&](size_t n) {
         size_t at = next;
@@ -86,6 +100,7 @@ inline HeadRooms head_rooms(const Shape& s, size_t cp, size_t N, size_t t, bool 
 
     // Each rank's heads of all rows are as many as all heads of its rows.
     HeadRooms r = {};
+    r.ranks = ranks;
     r.q = take(N * Q);
     r.k = take(N * KV);
     r.v = take(N * KV);
@@ -101,19 +116,38 @@ inline HeadRooms head_rooms(const Shape& s, size_t cp, size_t N, size_t t, bool 
     return r;
 }
 
+// Bytes of Ulysses' rooms, and behind them of its rows' positions and documents.
+template <typename T>
+size_t head_bytes(const HeadRooms& room, size_t N) {
+    // Kernels want what lies behind at a multiple of 256 bytes.
+    size_t rooms = room.end * sizeof(T);
+    size_t rows = 2 * N * room.ranks * sizeof(int);
+    return round_up(rooms, size_t(256)) + round_up(rows, size_t(256));
+}
+
 // Bytes of the gathered keys and values, and of their gradients behind them; or Ulysses', a ring's.
 template <typename T>
 size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, size_t tokens,
                              bool trains) {
+    // Heads are exchanged first, where they are.
+    size_t ranks = size_t(heads_axis(layout).size);
     size_t t = tokens / size_t(layout.cp.size);
-    if (layout.cp_method == ContextMethod::ULYSSES)
-        return head_rooms(s, size_t(layout.cp.size), B * t, t, trains).end * sizeof(T);
+    size_t N = B * t;
+    size_t bytes = 0;
+    if (ranks > 1) {
+        HeadRooms room = head_rooms(s, ranks, N, t, trains);
+        bytes = head_bytes<T>(room, N);
+    }
+    if (keys_axis(layout).size == 1) return bytes;
+
+    // The keys of other ranks, of this rank's heads.
+    Shape mine = share_of_heads(s, ranks);
     if (layout.cp_method == ContextMethod::RING)
-        return ring_rooms<T>(s, B * t, trains, nullptr).bytes;
-    size_t n = B * tokens * 2 * s.NKV * s.HS;
+        return bytes + ring_rooms<T>(mine, N * ranks, trains, nullptr).bytes;
+    size_t n = B * tokens * 2 * mine.NKV * s.HS;
     size_t keys = round_up(n * sizeof(T), size_t(256));
     size_t gradients = n * sizeof(acc_t<T>);
-    return trains ? keys + gradients : keys;
+    return bytes + (trains ? keys + gradients : keys);
 }
 
 // Bytes that a rank sends for attention in a block, N rows of a micro-batch each way.
@@ -121,24 +155,38 @@ struct ContextMessages {
     size_t forward, backward;
 };
 template <typename T>
-ContextMessages context_messages(const Shape& s, const Layout& layout, size_t N) {
-    size_t cp = size_t(layout.cp.size);
-    size_t Q = s.NH * s.HS;
-    size_t KV = s.NKV * s.HS;
+ContextMessages heads_messages(const Shape& s, const Layout& layout, size_t N) {
+    // A rank keeps its share of what it exchanges: q and out; k and v, or their copies.
+    size_t ranks = size_t(heads_axis(layout).size);
+    size_t copies = key_copies(s, ranks);
+    size_t channels = (2 * s.NH + 2 * s.NKV * copies) * s.HS;
+    size_t share = N * channels / ranks;
+    size_t bytes = (ranks - 1) * share * sizeof(T);
 
-    // Ulysses keeps a share of what it exchanges: q and out; k and v, or their copies.
-    if (layout.cp_method == ContextMethod::ULYSSES) {
-        size_t heads = 2 * Q + 2 * KV * key_copies(s, cp);
-        size_t bytes = (cp - 1) * (N * heads / cp) * sizeof(T);
-        return {bytes, 2 * bytes};
-    }
+    // Backward exchanges inputs anew, then gradients.
+    return {bytes, 2 * bytes};
+}
+template <typename T>
+ContextMessages keys_messages(const Shape& s, const Layout& layout, size_t N) {
+    // Each rank's keys go to all others, and gradients come back; in a ring all the way round.
+    size_t heads = size_t(heads_axis(layout).size);
+    size_t ranks = size_t(keys_axis(layout).size);
+    if (ranks == 1) return {0, 0};
 
-    // The others send each rank's keys to all others, and bring gradients back. In a ring these go
-    // all the way round.
-    size_t keys = (cp - 1) * N * 2 * KV * sizeof(T);
-    size_t hops = layout.cp_method == ContextMethod::RING ? cp : cp - 1;
-    size_t gradients = hops * N * 2 * KV * sizeof(acc_t<T>);
+    // A rank has a share of the heads, of all rows of those that exchanged them.
+    size_t rows = N * heads;
+    size_t elements = rows * 2 * share_of_heads(s, heads).NKV * s.HS;
+    size_t keys = (ranks - 1) * elements * sizeof(T);
+    bool ring = layout.cp_method == ContextMethod::RING;
+    size_t hops = ring ? ranks : ranks - 1;
+    size_t gradients = hops * elements * sizeof(acc_t<T>);
     return {keys, keys + gradients};
+}
+template <typename T>
+ContextMessages context_messages(const Shape& s, const Layout& layout, size_t N) {
+    ContextMessages heads = heads_messages<T>(s, layout, N);
+    ContextMessages keys = keys_messages<T>(s, layout, N);
+    return {heads.forward + keys.forward, heads.backward + keys.backward};
 }
 
 // ----------------------------------------------------------------------------
@@ -223,6 +271,34 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
     scatter_key_gradients(ctx, dx, gradients);
 }
 
+// Queries and keys are rotated, and have the heads that they keep. Positions decide what a query
+// sees, wherever its keys come from.
+template <typename T, typename S>
+void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
+    // Behind Ulysses alone a rank has all keys of its heads.
+    bool alone = ctx.cp.size == 1;
+    bool ring = !alone && ctx.cp_method == ContextMethod::RING;
+    if (ring) return ring_forward(ctx, out, lse, x);
+    Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
+    Keys<T> keys = alone ? own : gather_keys(ctx, x);
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
+    attention_forward(out, lse, operands, ctx.blas, ctx.where);
+}
+template <typename T, typename S>
+void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
+                   const acc_t<T>* lse, const Qkv<T>& x) {
+    bool alone = ctx.cp.size == 1;
+    bool ring = !alone && ctx.cp_method == ContextMethod::RING;
+    if (ring) return ring_backward(ctx, dx, dout, out, lse, x);
+    if (!alone) return gather_backward(ctx, dx, dout, out, lse, x);
+
+    // Its gradients are whole, too.
+    Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, own);
+    operands.dout = dout;
+    attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
+}
+
 // ----------------------------------------------------------------------------
 // Ulysses: all heads of this rank's rows become some heads of all rows, and back
 
@@ -232,7 +308,7 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
 template <typename T, typename S>
 void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, size_t width,
                    size_t copies = 1) {
-    size_t cp = size_t(ctx.cp.size);
+    size_t cp = size_t(ctx.cp_heads.size);
     size_t t = ctx.batch.T;
     size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
@@ -244,7 +320,7 @@ void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, si
             const T* columns = from + h / copies * part;
             copy_rows(block, bytes, columns, stride * sizeof(T), bytes, t, ctx.where);
         }
-        all_to_all(ctx.cp, to + b * t * part * cp, sent, t * part, ctx.where);
+        all_to_all(ctx.cp_heads, to + b * t * part * cp, sent, t * part, ctx.where);
     }
 }
 
@@ -262,12 +338,12 @@ void add_copies(T* parts, size_t count, size_t copies, S where) { // (copies,cou
 template <typename T, typename S>
 void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width,
                    size_t copies = 1) {
-    size_t cp = size_t(ctx.cp.size);
+    size_t cp = size_t(ctx.cp_heads.size);
     size_t t = ctx.batch.T;
     size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
-        all_to_all(ctx.cp, received, from + b * t * part * cp, t * part, ctx.where);
+        all_to_all(ctx.cp_heads, received, from + b * t * part * cp, t * part, ctx.where);
 
         // Put each rank's columns where they stand in a row.
         T* to = rows + b * t * stride;
@@ -280,46 +356,86 @@ void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* fr
     }
 }
 
-// Bring queries, keys and values together, and point at them: dense rows, this rank's heads.
+// Bring queries, keys and values together: dense rows of this rank's heads.
 template <typename T, typename S>
-AttentionOperands<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qkv<T>& x) {
-    const Batch& b = ctx.batch;
+Qkv<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qkv<T>& x) {
     // One buffer sends all three: each has come before the next goes.
-    size_t cp = size_t(ctx.cp.size);
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    size_t copies = key_copies(ctx.shape, cp);
+    size_t copies = key_copies(ctx.shape, room.ranks);
     T* base = static_cast<T*>(ctx.context);
     T* sent = base + room.sent;
     rows_to_heads(ctx, base + room.q, sent, x.q, x.q_stride, Q);
     rows_to_heads(ctx, base + room.k, sent, x.k, x.kv_stride, KV, copies);
     rows_to_heads(ctx, base + room.v, sent, x.v, x.kv_stride, KV, copies);
-
-    // Rows now lie as the ranks do, one behind the other; so do their positions.
-    size_t width = KV * copies / cp;
-    Keys<T> keys = {base + room.k, base + room.v, b.key_positions, b.T * cp, width};
-    AttentionOperands<T> o = attention_operands(ctx, base + room.q, Q / cp, keys);
-
-    // Every row is a query of this rank's heads.
-    o.q_positions = b.key_positions;
-    o.doc_start = b.key_documents;
-    o.d.Tq = o.d.Tk;
-    o.d.NH /= cp;
-    o.d.NKV = o.d.NKV * copies / cp;
-    // A slope belongs to its head.
-    if (o.slopes)
-        o.slopes += o.d.NH * size_t(ctx.cp.rank);
-    return o;
+    // Rows now lie as the ranks do, one behind the other.
+    size_t width = KV * copies / room.ranks;
+    return {base + room.q, base + room.k, base + room.v, Q / room.ranks, width};
 }
 
-// lse is of this rank's heads, (B,NH/cp,T): as many numbers as of its rows.
+// Attention between the two exchanges works with some heads, of the rows of several ranks.
+struct SharedHeads {
+    Shape shape;
+    Batch batch;
+    Comm cp; // the ranks that share its keys
+    void* context;
+    const float* slopes;
+};
+
+// Put it in the context's place; the same call puts the context back.
+template <typename S>
+void swap_heads(Ctx<S>& ctx, SharedHeads& heads) {
+    // Field by field: a whole context has handles, which are no values.
+    std::swap(ctx.shape, heads.shape);
+    std::swap(ctx.batch, heads.batch);
+    std::swap(ctx.cp, heads.cp);
+    std::swap(ctx.context, heads.context);
+    std::swap(ctx.slopes, heads.slopes);
+}
+
+// Bring together where the rows of all ranks that exchange heads stand.
+template <typename T, typename S>
+SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
+    SharedHeads h = {share_of_heads(ctx.shape, room.ranks), ctx.batch, ctx.cp_keys, ctx.context,
+                     ctx.slopes};
+    // A slope belongs to its head.
+    if (h.slopes)
+        h.slopes += h.shape.NH * size_t(ctx.cp_heads.rank);
+    h.batch.T *= room.ranks;
+
+    // Positions of all keys hold those of these rows: in a ring side by side, gathered apart.
+    bool ring = ctx.cp_method == ContextMethod::RING;
+    size_t bytes = h.batch.T * sizeof(int);
+    size_t stride = ring ? bytes : bytes * size_t(ctx.cp_keys.size);
+    size_t first = size_t(ctx.cp_keys.rank) * (ring ? h.batch.rows() : h.batch.T);
+    const int* key_positions = ctx.batch.key_positions + first;
+    const int* key_documents = ctx.batch.key_documents + first;
+
+    // They lie behind the rooms, and behind them is scratch for the keys of other ranks.
+    size_t used = round_up(room.end * sizeof(T), size_t(256));
+    int* positions = reinterpret_cast<int*>(static_cast<char*>(ctx.context) + used); // (B,u,t)
+    int* documents = positions + h.batch.rows();                                     // (B,u,t)
+    copy_rows(positions, bytes, key_positions, stride, bytes, h.batch.B, ctx.where);
+    copy_rows(documents, bytes, key_documents, stride, bytes, h.batch.B, ctx.where);
+    h.batch.positions = positions;
+    h.batch.doc_start = documents;
+    h.context = static_cast<char*>(ctx.context) + head_bytes<T>(room, ctx.batch.rows());
+    return h;
+}
+
+// lse is of this rank's heads, (B,NH/u,u t): as many numbers as of its rows.
 template <typename T, typename S>
 void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS)
-    size_t cp = size_t(ctx.cp.size);
-    HeadRooms room = head_rooms(ctx.shape, cp, ctx.batch.rows(), ctx.batch.T, false);
-    AttentionOperands<T> operands = exchange_heads(ctx, room, x);
+    size_t ranks = size_t(ctx.cp_heads.size);
+    HeadRooms room = head_rooms(ctx.shape, ranks, ctx.batch.rows(), ctx.batch.T, false);
+    Qkv<T> mine = exchange_heads(ctx, room, x);
     T* base = static_cast<T*>(ctx.context);
-    attention_forward(base + room.out, lse, operands, ctx.blas, ctx.where);
+
+    // Attend with these heads, and with the keys of the other ranks.
+    SharedHeads heads = share_heads<T>(ctx, room);
+    swap_heads(ctx, heads);
+    keys_forward(ctx, base + room.out, lse, mine);
+    swap_heads(ctx, heads);
 
     // The block goes on with all heads of its own rows.
     size_t Q = ctx.shape.NH * ctx.shape.HS;
@@ -332,28 +448,31 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
                       const acc_t<T>* lse, const Qkv<T>& x) {
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    size_t cp = size_t(ctx.cp.size);
-    HeadRooms room = head_rooms(ctx.shape, cp, ctx.batch.rows(), ctx.batch.T, true);
-    AttentionOperands<T> operands = exchange_heads(ctx, room, x);
+    size_t ranks = size_t(ctx.cp_heads.size);
+    HeadRooms room = head_rooms(ctx.shape, ranks, ctx.batch.rows(), ctx.batch.T, true);
+    Qkv<T> mine = exchange_heads(ctx, room, x);
 
     // Bring the output and its gradient to the heads.
     T* base = static_cast<T*>(ctx.context);
     T* sent = base + room.sent;
     rows_to_heads(ctx, base + room.out, sent, out, Q, Q);
     rows_to_heads(ctx, base + room.dout, sent, dout, Q, Q);
-    operands.dout = base + room.dout;
 
-    // Walk back, and send each row's gradients home.
-    T* dq = base + room.dq;
-    T* dk = base + room.dk;
-    T* dv = base + room.dv;
+    // Walk back over the keys of all ranks.
+    Qkv<T> made = {base + room.dq, base + room.dk, base + room.dv, mine.q_stride, mine.kv_stride};
+    const T* all_dout = base + room.dout;
     const T* all_out = base + room.out;
-    attention_backward(dq, dk, dv, all_out, lse, operands, ctx.blas, ctx.where);
-    // A key/value head has met all queries of its heads here: only copies are left to sum.
-    size_t copies = key_copies(ctx.shape, cp);
-    heads_to_rows(ctx, dx.q, dx.q_stride, sent, dq, Q);
-    heads_to_rows(ctx, dx.k, dx.kv_stride, sent, dk, KV, copies);
-    heads_to_rows(ctx, dx.v, dx.kv_stride, sent, dv, KV, copies);
+    SharedHeads heads = share_heads<T>(ctx, room);
+    swap_heads(ctx, heads);
+    keys_backward(ctx, made, all_dout, all_out, lse, mine);
+    swap_heads(ctx, heads);
+
+    // Send each row's gradients home. A key/value head has met all queries of its heads: only
+    // copies are left to sum.
+    size_t copies = key_copies(ctx.shape, ranks);
+    heads_to_rows(ctx, dx.q, dx.q_stride, sent, made.q, Q);
+    heads_to_rows(ctx, dx.k, dx.kv_stride, sent, made.k, KV, copies);
+    heads_to_rows(ctx, dx.v, dx.kv_stride, sent, made.v, KV, copies);
 }
 
 // ----------------------------------------------------------------------------
@@ -366,15 +485,8 @@ void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS
     RopeHeads<T> q = {x.q, ctx.shape.NH, x.q_stride};
     RopeHeads<T> k = {x.k, ctx.shape.NKV, x.kv_stride};
     rotate_forward(ctx, q, k);
-    if (ctx.cp_method == ContextMethod::ULYSSES)
-        return ulysses_forward(ctx, out, lse, x);
-    if (ctx.cp_method == ContextMethod::RING)
-        return ring_forward(ctx, out, lse, x);
-
-    // Positions decide what a query sees, wherever its keys come from.
-    Keys<T> keys = gather_keys(ctx, x);
-    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
-    attention_forward(out, lse, operands, ctx.blas, ctx.where);
+    if (ctx.cp_heads.size > 1) return ulysses_forward(ctx, out, lse, x);
+    keys_forward(ctx, out, lse, x);
 }
 
 // x is as the forward pass left it, rotated; dx is the gradient of what it was before.
@@ -383,17 +495,10 @@ void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, //
                                 const T* out, const acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                 const Qkv<T>& x) {
     if (ctx.cp.size == 1) return attention_backward(ctx, dx, dout, out, lse, x);
-    switch (ctx.cp_method) {
-    case ContextMethod::GATHER:
-        gather_backward(ctx, dx, dout, out, lse, x);
-        break;
-    case ContextMethod::ULYSSES:
+    if (ctx.cp_heads.size > 1)
         ulysses_backward(ctx, dx, dout, out, lse, x);
-        break;
-    case ContextMethod::RING:
-        ring_backward(ctx, dx, dout, out, lse, x);
-        break;
-    }
+    else
+        keys_backward(ctx, dx, dout, out, lse, x);
 
     RopeHeads<T> dq = {dx.q, ctx.shape.NH, dx.q_stride};
     RopeHeads<T> dk = {dx.k, ctx.shape.NKV, dx.kv_stride};

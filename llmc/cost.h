@@ -221,12 +221,19 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     if (layout.cp.size > 1) {
         Link cp = axis_link(layout, c.machine, &Layout::cp);
         Shape mine = rank_shape(model.shape, layout.tp.size, layout.tp.rank, false);
-        ContextMessages sent = c.element == 2 ? context_messages<bf16>(mine, layout, p.rows())
-                                              : context_messages<float>(mine, layout, p.rows());
-        double seconds = cp.latency + double(backward ? sent.backward : sent.forward) / cp.rate;
+        auto seconds = [&](ContextMessages sent) {
+            return cp.latency + double(backward ? sent.backward : sent.forward) / cp.rate;
+        };
+        // Each of a hybrid's two ways has messages of its own.
+        bool narrow = c.element == 2;
+        double heads = seconds(narrow ? heads_messages<bf16>(mine, layout, p.rows())
+                                      : heads_messages<float>(mine, layout, p.rows()));
+        double keys = seconds(narrow ? keys_messages<bf16>(mine, layout, p.rows())
+                                     : keys_messages<float>(mine, layout, p.rows()));
         if (layout.cp_method == ContextMethod::RING)
-            seconds -= block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
-        t.context = std::max(seconds, 0.0);
+            keys -= block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
+        t.context = (heads_axis(layout).size > 1 ? heads : 0) +
+                    (keys_axis(layout).size > 1 ? std::max(keys, 0.0) : 0);
     }
 
     // Rows of all tokens go to all ranks that share out the experts, and sums come back.

@@ -35,6 +35,7 @@ struct Layout {
     bool sequence_parallel = false; // tp ranks share the rows of norms and residual stream
     ContextMethod cp_method = ContextMethod::GATHER;
     ContextOrder cp_order = ContextOrder::ZIGZAG;
+    int cp_heads = 1; // hybrids: neighbours along cp that exchange heads, the method joins them
     int ep = 1; // neighbours in Group::DATA that share out each block's experts
 
     // ZeRO.
@@ -112,7 +113,20 @@ inline Layout whole_sequences(Layout layout) {
     // Neighbours along cp stay neighbours, so that shards keep their owners.
     layout.dp = group_axis(layout, Group::DATA);
     layout.cp = {};
+    layout.cp_heads = 1;
     return layout;
+}
+
+// Along cp: the ranks that exchange heads, as Ulysses has it, and those that then share the keys.
+inline Axis heads_axis(const Layout& layout) {
+    // Neighbours exchange heads, so that they stay inside a machine.
+    bool all = layout.cp_method == ContextMethod::ULYSSES;
+    int size = all ? layout.cp.size : layout.cp_heads;
+    return {size, layout.cp.rank % size};
+}
+inline Axis keys_axis(const Layout& layout) {
+    int heads = heads_axis(layout).size;
+    return {layout.cp.size / heads, layout.cp.rank / heads};
 }
 
 // The ranks that share a bucket, and which shard this rank holds.

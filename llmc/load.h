@@ -5,6 +5,7 @@
 //   prepare_batch  reads the next step's batch beside the step that runs, so that a device does not
 //                  wait for text between two steps
 #pragma once
+#include <numeric>
 #include "documents.h"
 #include "expert_loads.h"
 
@@ -29,19 +30,27 @@ std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, 
 }
 
 // The positions of all ranks' keys of sequence b, and their documents' starts, in the order in
-// which keys come: gathered (B,cp,t), in a ring (cp,B,t).
+// which keys come: gathered (B,cp,t), in a ring (cp,B,t). In a hybrid's ring a hop brings the rows
+// of all ranks that exchange heads.
 inline void fill_keys(const Plan& p, size_t b, int* positions, int* documents,
                       const int* doc_start) {
     // Each rank's rows follow the same table.
     Axis cp = p.layout.cp;
     size_t t = p.T / size_t(cp.size);
     bool ring = p.layout.cp_method == ContextMethod::RING;
-    size_t next_sequence = ring ? t : p.T;
-    size_t next_rank = ring ? p.B * t : t;
+    size_t heads = size_t(heads_axis(p.layout).size);
+    size_t next_sequence = ring ? heads * t : p.T;
+    size_t hop = heads * t; // rows of a sequence
+    size_t next_hop = ring ? p.B * hop : hop;
+
+    // Walk over the ranks, this one among them.
     for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
         for (size_t i = 0; i < t; i++) {
             size_t at = context_row(p.layout.cp_order, cp, p.T, i);
-            size_t place = b * next_sequence + size_t(cp.rank) * next_rank + i;
+            // Ranks that exchange heads have their rows side by side.
+            size_t rank = size_t(cp.rank);
+            size_t first = rank / heads * next_hop + rank % heads * t;
+            size_t place = b * next_sequence + first + i;
             positions[place] = int(at);
             documents[place] = doc_start[at];
         }
@@ -60,17 +69,18 @@ inline void count_pairs(const Plan& p, std::vector<int64_t>& pairs, const int* d
         }
 }
 
-// The most pairs of a rank, of the ranks' mean: who has fewer waits for it in each block. Ulysses'
-// ranks have equal shares.
+// The most pairs of a rank, of the ranks' mean: who has fewer waits for it in each block.
 inline double pairs_imbalance(const Layout& layout, const std::vector<int64_t>& pairs) {
+    // Ranks that exchange heads have equal shares.
+    size_t heads = size_t(heads_axis(layout).size);
     int64_t most = 0;
     int64_t all = 0;
-    for (int64_t n : pairs) {
+    for (size_t first = 0; first < pairs.size(); first += heads) {
+        int64_t n = std::accumulate(&pairs[first], &pairs[first] + heads, int64_t(0));
         most = std::max(most, n);
         all += n;
     }
-    bool equal = layout.cp_method == ContextMethod::ULYSSES || all == 0;
-    return equal ? 1 : double(most) * double(pairs.size()) / double(all);
+    return all ? double(most) * double(pairs.size() / heads) / double(all) : 1;
 }
 
 // Samples of the global batch at `cursor` go round the data-parallel ranks: micro-batch m of rank r

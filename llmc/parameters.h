@@ -236,7 +236,8 @@ void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
 // Draw a weight as --seed says: counter-based, keyed by name and global element.
 template <typename T, typename S>
 void draw_weight(Trainer<T, S>& t, const Parameter& p, uint64_t seed) {
-    size_t end = p.file_elements(); // what follows is padding, and zero
+    // Elements behind the file's are padding, and zero.
+    size_t end = p.file_elements();
     make_weight<float>(t, p, [&](float* to, size_t global, size_t count) {
         size_t real = global < end ? std::min(count, end - global) : 0;
         std::fill_n(to, count, 0.0f);

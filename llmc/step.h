@@ -404,7 +404,10 @@ void enter_plan(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     t.ctx.shape = t.rank_shape = rank_shape(p, t.model);
     t.ctx.tp = t.comms.tp;
-    t.ctx.cp = p.layout.cp.size > 1 ? t.comms.cp : Comm();
+    bool shares = p.layout.cp.size > 1;
+    t.ctx.cp = shares ? t.comms.cp : Comm();
+    t.ctx.cp_heads = shares ? t.comms.cp_heads : Comm();
+    t.ctx.cp_keys = shares ? t.comms.cp_keys : Comm();
     t.ctx.cp_method = p.layout.cp_method;
     t.ctx.ep = t.comms.ep;
 }

@@ -6,7 +6,8 @@
 //   pp        this pipeline: activations and their gradients
 //   tie       its first and last rank, where a tied table has its two gradients
 //   tp        the ranks that share each layer; kv: those of them that share a key/value head
-//   cp        the ranks that share each sequence
+//   cp        the ranks that share each sequence; cp_heads: those of them that exchange heads,
+//             cp_keys: those that then share keys
 //   ep        the ranks that share out each block's experts
 //   A group of one returns on the first line of each collective: the same code runs on one rank.
 #pragma once
@@ -23,7 +24,7 @@ struct DataComms {
 
 // A Comm that make_comms() leaves empty is a group of one.
 struct Comms {
-    Comm world, samples, pp, tie, tp, kv, cp, ep;
+    Comm world, samples, pp, tie, tp, kv, cp, cp_heads, cp_keys, ep;
     DataComms of_group[2]; // by Group
 
     const DataComms& data(Group group) const { return of_group[int(group)]; }
@@ -82,6 +83,8 @@ inline void attach_gpus(Comms& c) {
         c.tp = nccl_attach(c.tp);
     split(c.kv, c.tp);
     c.cp = nccl_attach(c.cp);
+    c.cp_heads = nccl_attach(c.cp_heads);
+    c.cp_keys = nccl_attach(c.cp_keys);
 
     // Experts' gradients are summed as others are; their rows travel inside a layer.
     if (c.ep.size > 1)
@@ -133,7 +136,18 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     });
 
     // Ranks that share each sequence.
-    c.cp = split("cp", [&](const Layout& o) { return stage(o) && same(&Layout::dp, o); });
+    // A hybrid divides them twice.
+    auto sequence = [&](const Layout& o) { return stage(o) && same(&Layout::dp, o); };
+    c.cp = split("cp", sequence);
+    Axis heads = heads_axis(me), keys = keys_axis(me);
+    if (heads.size > 1 && keys.size > 1) {
+        c.cp_heads = split("cp heads", [&](const Layout& o) {
+            return sequence(o) && keys_axis(o).rank == keys.rank;
+        });
+        c.cp_keys = split("cp keys", [&](const Layout& o) {
+            return sequence(o) && heads_axis(o).rank == heads.rank;
+        });
+    }
 
     // Ranks that hold the same experts, and ranks that hold all of them together.
     Axis experts = expert_axis(me);
@@ -147,6 +161,10 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
         });
     }
     if (world.nccl) attach_gpus(c);
+
+    // Without a hybrid all of cp does one of the two.
+    if (keys.size == 1) c.cp_heads = c.cp;
+    if (heads.size == 1) c.cp_keys = c.cp;
 
     // Experts that nobody shares out have the group of all other parameters.
     if (experts.size == 1)

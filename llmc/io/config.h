@@ -297,9 +297,10 @@ inline const std::vector<Flag>& config_table() {
         {"pp", &C::pp, "1..1000000", "pipeline-parallel ranks"},
         {"cp", &C::cp, "1..1000000",
          "context-parallel ranks, which share the tokens of each sequence"},
-        {"cp-method", &C::cp_method, "gather|ulysses|ring",
+        {"cp-method", &C::cp_method, "",
          "how their attention meets all keys; gather: keys and values come to every rank; ulysses: "
-         "each rank takes some heads of all tokens; ring: keys go from rank to rank"},
+         "each rank takes some heads of all tokens; ring: keys go from rank to rank; "
+         "ulysses:U,ring:R and ulysses:U,gather:R: of U x R ranks U neighbours share heads"},
         {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
          "which tokens a rank has; zigzag: an early and a late chunk"},
         {"ep", &C::ep, "1..1000000",
@@ -654,6 +655,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     // Llamas whose blocks are Mixtral's but for the ffn.
     const char* plain[] = {"llama", "mistral", "qwen3"};
     bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
+    // A dense folder's are counted by another flag.
     size_t experts = size_t(c.experts + c.upcycle);
     if (c.upcycle && s.E)
         return concat("--upcycle ", c.upcycle, ": the model has experts already: leave it out");
@@ -743,13 +745,14 @@ inline std::string check_experts(const Config& c, const Shape& s) {
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
     if (s.E == 0) return "";
-    // A bias belongs to sigmoids, and moves by steps that 16 bits alone would lose.
+    // Copies of the ffn must add up to it.
     std::string flag = concat(c.upcycle ? "--upcycle " : "--experts ", s.E);
     if (c.upcycle && (c.experts || c.scratch))
         return flag + " copies a folder's ffn: leave --experts and --scratch out";
     if (c.upcycle && s.router == Router::SOFTMAX)
         return flag + ": gates of --router softmax sum to less than 1, and copies of the ffn to "
                       "less than the ffn: give --router renormalised";
+    // A bias belongs to sigmoids, and moves by steps that 16 bits alone would lose.
     if (s.choice_bias && s.router != Router::SIGMOID)
         return concat("--router ", c.router, ": this model's choice has a bias, which is for "
                                              "sigmoids: leave it out");
@@ -817,9 +820,71 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
     return "";
 }
 
+// --cp-method names one way for all ranks, or Ulysses among neighbours and another across them.
+struct ContextChoice {
+    ContextMethod method = ContextMethod::GATHER;
+    int heads = 1; // neighbours of a hybrid
+    int keys = 0;  // and groups of them; 0: no hybrid
+};
+
+// One way by its name; false: there is none.
+inline bool read_one_method(const std::string& name, ContextMethod* method) {
+    // In the order of the enumeration.
+    const char* names[] = {"gather", "ulysses", "ring"};
+    for (int i = 0; i < 3; i++)
+        if (name == names[i]) {
+            *method = ContextMethod(i);
+            return true;
+        }
+    return false;
+}
+inline bool read_context_method(const std::string& text, ContextChoice* choice) {
+    // Read one way for all. It shares no heads among neighbours.
+    *choice = {};
+    if (read_one_method(text, &choice->method)) return true;
+
+    // Read a hybrid, which has both of its numbers and nothing behind them.
+    char across[8] = "";
+    int end = 0;
+    sscanf(text.c_str(), "ulysses:%5d,%7[a-z]:%5d%n", &choice->heads, across, &choice->keys, &end);
+    bool whole = end > 0 && size_t(end) == text.size();
+    bool counts = choice->heads > 0 && choice->keys > 0;
+    bool named = read_one_method(across, &choice->method);
+    return whole && counts && named && choice->method != ContextMethod::ULYSSES;
+}
+
+// Hybrids: both numbers make the ranks, and the first shares the heads. List those that do.
+inline std::string check_hybrid(const Config& c, const Shape& s, const ContextChoice& choice) {
+    size_t heads = size_t(choice.heads);
+    bool fits = choice.heads * choice.keys == c.cp;
+    if (fits && cp_divides(s, c.tp, heads)) return "";
+
+    // Walk over the divisors of cp.
+    const char* across = choice.method == ContextMethod::RING ? "ring" : "gather";
+    std::string fix;
+    for (int d = 2; d < c.cp; d++)
+        if (c.cp % d == 0 && cp_divides(s, c.tp, d))
+            fix += concat(fix.empty() ? "" : ", ", "ulysses:", d, ",", across, ":", c.cp / d);
+    if (fix.empty()) fix = concat("--cp-method ", across);
+
+    // Name what stands in the way.
+    if (!fits)
+        return concat("--cp-method ", c.cp_method, " is of ", choice.heads * choice.keys,
+                      " ranks, and --cp is ", c.cp, ": try ", fix);
+    return concat("--cp-method ", c.cp_method, ": ", heads, " ranks",
+                  c.tp > 1 ? concat(" x --tp ", c.tp) : "", " do not share ", s.NH, " heads and ",
+                  s.NKV, " key/value heads: try ", fix);
+}
+
 // Context-parallel ranks need equal shares of each sequence; zigzag cuts it into two chunks a rank.
 inline std::string check_context_parallel(const Config& c, const Shape& s) {
-    if (c.cp == 1) return "";
+    ContextChoice choice;
+    if (!read_context_method(c.cp_method, &choice))
+        return "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R or "
+               "ulysses:U,gather:R, not '" + c.cp_method + "'";
+    if (c.cp == 1 && choice.keys == 0) return "";
+    if (std::string wrong = choice.keys ? check_hybrid(c, s, choice) : ""; !wrong.empty())
+        return wrong;
     bool zigzag = c.cp_order == "zigzag";
     int parts = zigzag ? 2 * c.cp : c.cp;
     if (c.seq % parts) {

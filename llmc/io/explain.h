@@ -306,7 +306,8 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
 // plan's, and those of tensor, context and expert parallelism beside them (comms.h).
 inline std::string nccl_text(const Layout& layout) {
     int others = layout.world() / layout.tp.size;
-    int sets = 1 + (layout.tp.size > 1 && others > 1) + (layout.cp.size > 1) +
+    bool hybrid = heads_axis(layout).size > 1 && keys_axis(layout).size > 1;
+    int sets = 1 + (layout.tp.size > 1 && others > 1) + (layout.cp.size > 1) * (hybrid ? 3 : 1) +
                (layout.ep > 1);
     char line[160];
     snprintf(line, sizeof(line),
@@ -385,6 +386,10 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
 template <typename T> std::string context_text(const Plan& p, const Model& model) {
     if (p.layout.cp.size == 1) return "";
     const char* names[] = {"gather", "ulysses", "ring"};
+    // A hybrid is said as the flag says it.
+    std::string name = names[int(p.layout.cp_method)];
+    int heads = p.layout.cp_heads;
+    if (heads > 1) name = concat("ulysses:", heads, ",", name, ":", keys_axis(p.layout).size);
     Shape s = rank_shape(p, model);
     ContextMessages each = context_messages<T>(s, p.layout, p.rows());
 
@@ -392,7 +397,7 @@ template <typename T> std::string context_text(const Plan& p, const Model& model
     std::string back;
     if (p.mode == Mode::TRAIN)
         back = concat(", ", bytes_text(double(each.backward)), " backward");
-    return concat("cp by ", names[int(p.layout.cp_method)], ": ",
+    return concat("cp by ", name, ": ",
                   bytes_text(double(context_bytes<T>(p, s))), " of a block's scratch, which ",
                   "sends ", bytes_text(double(each.forward)), " forward", back, ", a step ",
                   bytes_text(double(context_plan_bytes<T>(p, model))), " a rank\n");

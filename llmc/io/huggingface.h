@@ -246,8 +246,7 @@ std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTen
     return "";
 }
 
-// Load these parameters from a folder that has no others. Every rank reads each tensor, and keeps
-// its part.
+// Load parameters from a folder that has no others. Every rank reads each, and keeps its part.
 template <typename T, typename S>
 std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
                                const std::vector<Parameter>& parameters) {

@@ -14,6 +14,7 @@ namespace llmc {
 // The name under which a dense folder has a parameter; "": it has none.
 inline std::string dense_name(const Parameter& p) {
     // Files of experts have two sets of names; a block's place in them ends before both.
+    // Attention, norms and tables are called the same in all.
     size_t block = std::min(p.name.find("block_sparse_moe."), p.name.find("mlp."));
     if (block == std::string::npos) return p.name;
     if (p.stack == 1) return ""; // a router
@@ -28,6 +29,7 @@ inline std::string dense_name(const Parameter& p) {
 // The model's parameters as a dense folder has them. New ones are left out, and drawn.
 template <typename T, typename S>
 std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_t seed) {
+    // Sort out what the folder has.
     std::vector<Parameter> dense;
     for (Parameter p : t.model.parameters) {
         std::string name = dense_name(p);
@@ -35,6 +37,7 @@ std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_
             draw_weight(t, p, seed);
             continue;
         }
+
         // A stack without a number in its name reads the same tensor for each of its matrices.
         p.name = name;
         dense.push_back(p);

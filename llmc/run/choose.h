@@ -290,10 +290,6 @@ inline int micro_batches(const Config& c) {
 }
 
 // The table of flags has refused every other name.
-inline ContextMethod context_method_named(const std::string& name) {
-    if (name == "ulysses") return ContextMethod::ULYSSES;
-    return name == "ring" ? ContextMethod::RING : ContextMethod::GATHER;
-}
 inline ContextOrder context_order_named(const std::string& name) {
     if (name == "contiguous") return ContextOrder::CONTIGUOUS;
     return name == "striped" ? ContextOrder::STRIPED : ContextOrder::ZIGZAG;
@@ -311,7 +307,10 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     layout.ep = c.ep;
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;
-    layout.cp_method = context_method_named(c.cp_method);
+    ContextChoice context;
+    read_context_method(c.cp_method, &context);
+    layout.cp_method = context.method;
+    layout.cp_heads = context.heads;
     layout.cp_order = context_order_named(c.cp_order);
 
     // ZeRO: what is sharded, over how many ranks, how far ahead weights are gathered, and what the

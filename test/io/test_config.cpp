@@ -190,6 +190,22 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
     EXPECT_EQ(check({"--cp", "2", "--local-ranks", "2", "--cp-method", "ring"}), "");
     EXPECT_HAS(check({"--cp", "8", "--local-ranks", "8", "--cp-method", "ulysses"}),
                "does not share 4 heads and 4 key/value heads: try --cp 2, 4 or --cp-method gather");
+
+    // Hybrids, of 4 heads.
+    auto hybrid = [&](const char* cp, const char* method) {
+        return check({"--cp", cp, "--local-ranks", cp, "--cp-method", method});
+    };
+    EXPECT_EQ(hybrid("4", "ulysses:2,ring:2"), "");
+    EXPECT_EQ(hybrid("8", "ulysses:4,gather:2"), "");
+    EXPECT_EQ(hybrid("4", "ulysses:2,ring:3"),
+              "--cp-method ulysses:2,ring:3 is of 6 ranks, and --cp is 4: try ulysses:2,ring:2");
+    EXPECT_HAS(hybrid("1", "ulysses:2,ring:2"), "is of 4 ranks, and --cp is 1: try --cp-method ring");
+    EXPECT_EQ(hybrid("8", "ulysses:8,gather:1"),
+              "--cp-method ulysses:8,gather:1: 8 ranks do not share 4 heads and 4 key/value heads: try "
+              "ulysses:2,gather:4, ulysses:4,gather:2");
+    for (const char* wrong : {"ulysses:2", "ulysses:2,ring", "ulysses:2,ulysses:2", "ring:2,ulysses:2",
+                              "ulysses:2,ring:2x", "ulysses:0,ring:4", "ulysses:-2,ring:-2", ""})
+        EXPECT_HAS(hybrid("4", wrong), "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R");
 }
 
 TEST(Config, TheLayoutMakesTheRanks) {
@@ -330,6 +346,13 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny"), "is for models with experts");
     EXPECT_HAS(check({"--router-bias-rate", "0.001", "--masters", "none"}, "deepseek-v3"), "give --masters float");
     EXPECT_HAS(check({"--router", "softmax"}, "deepseek-v3"), "for sigmoids: leave it out");
+    EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
+    EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 4 && s.K == 3);
+    EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}), "--upcycle 4: gates of --router softmax");
+    EXPECT_HAS(check({"--upcycle", "4", "--scratch"}), "leave --experts and --scratch out");
+    EXPECT_HAS(check({"--upcycle", "4"}, "tiny"), "--upcycle 4: built for Llama");
+    EXPECT_HAS(check({"--upcycle", "4"}, "tiny-moe"), "has experts already");
+    EXPECT_HAS(check({"--upcycle", "1"}), "--experts-per-token 2 of --upcycle 1: at most 1");
     auto ranks = [&](const char* ep, std::vector<std::string> more = {}) {
         std::vector<std::string> words = {"--explain", "--dp", "6", "--ep", ep, "--batch-tokens",
                                           "6144", "--seq", "256", "--micro-batch", "4"};
@@ -346,13 +369,6 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(s.balance, 0);
 }
 
-    EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
-    EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 4 && s.K == 3);
-    EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}), "--upcycle 4: gates of --router softmax");
-    EXPECT_HAS(check({"--upcycle", "4", "--scratch"}), "leave --experts and --scratch out");
-    EXPECT_HAS(check({"--upcycle", "4"}, "tiny"), "--upcycle 4: built for Llama");
-    EXPECT_HAS(check({"--upcycle", "4"}, "tiny-moe"), "has experts already");
-    EXPECT_HAS(check({"--upcycle", "1"}), "--experts-per-token 2 of --upcycle 1: at most 1");
 TEST(Config, RefusesSmallMastersThatCannotBe) {
     auto check = [](std::vector<std::string> words) {
         Config c;

@@ -61,11 +61,12 @@ template <typename T> Whole whole_of(Shape shape, size_t T_, bool alibi, unsigne
     return w;
 }
 
-Plan plan_of(const Whole& w, const Comm& world, ContextMethod method, ContextOrder order) {
+Plan plan_of(const Whole& w, const Comm& world, ContextMethod method, ContextOrder order,
+             int neighbours = 1) {
     Plan p;
     p.B = w.B, p.T = w.T;
     p.layout.cp = {world.size, world.rank};
-    p.layout.cp_method = method, p.layout.cp_order = order;
+    p.layout.cp_method = method, p.layout.cp_order = order, p.layout.cp_heads = neighbours;
     return p;
 }
 
@@ -86,7 +87,7 @@ double of_norm(const std::vector<double>& x, const std::vector<double>& want) {
 // Ranks run it in T, each with its rows, q, k and v side by side; their rows go back to their places.
 template <typename T>
 std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, ContextMethod method,
-                                                     ContextOrder order) {
+                                                     ContextOrder order, int neighbours = 1) {
     std::map<std::string, std::vector<double>> whole;
     for (auto [name, width] : {std::pair{"out", w.Q()}, {"dq", w.Q()}, {"dk", w.KV()}, {"dv", w.KV()}})
         whole[name].assign(w.B * w.T * width, NAN);
@@ -94,7 +95,7 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
     LocalSettings settings;
     settings.timeout_s = 60;
     EXPECT_EQ(run_local_ranks(cp, settings, [&](const Comm& world) {
-        Plan p = plan_of(w, world, method, order);
+        Plan p = plan_of(w, world, method, order, neighbours);
         size_t t = w.T / size_t(cp), N = w.B * t, Q = w.Q(), KV = w.KV(), row = Q + 2 * KV;
         std::vector<int> ints(p.input_numbers());
         std::vector<T> qkv(N * row), dqkv(N * row), dout(N * Q), out(N * Q);
@@ -121,7 +122,9 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
 
         // A block's context, whose scratch holds anything.
         Ctx<Cpu> ctx;
-        ctx.shape = w.shape, ctx.cp = world, ctx.cp_method = method;
+        Comms groups = make_comms(world, p.layout);
+        ctx.shape = w.shape, ctx.cp = groups.cp, ctx.cp_method = method;
+        ctx.cp_heads = groups.cp_heads, ctx.cp_keys = groups.cp_keys;
         const int *keys = ints.data() + 4 * N, *positions = ints.data() + 2 * N;
         ctx.batch = {w.B, t, nullptr, nullptr, positions, positions + N};
         ctx.batch.key_positions = keys, ctx.batch.key_documents = keys + w.B * w.T;
@@ -189,6 +192,25 @@ TEST(Context, SharedSequencesAreWholeOnes) {
                 }
 }
 
+// So are hybrids', whichever ranks exchange heads and however the others share keys.
+TEST(Context, HybridsAreWholeSequencesToo) {
+    unsigned seed = 50;
+    for (auto [neighbours, groups] : {std::pair{2, 2}, {2, 3}, {4, 2}, {2, 4}})
+        for (ContextMethod method : {ContextMethod::GATHER, ContextMethod::RING})
+            for (ContextOrder order : ORDERS) {
+                // Key/value heads: a share for each, or one that several take.
+                size_t window = ++seed % 3 ? 0 : 9, key_heads = seed % 2 ? 4 : 1;
+                int cp = neighbours * groups;
+                Whole want = whole_of<double>(heads(4, key_heads, 4, window), 48, seed % 4 < 2, seed);
+                auto got = run_ranks<double>(want, cp, method, order, neighbours);
+                for (auto [name, exact] : {std::pair{"out", &want.out}, {"dq", &want.dq},
+                                           {"dk", &want.dk}, {"dv", &want.dv}})
+                    EXPECT_LT(largest(got[name], *exact), 1e-13)
+                        << name << " " << neighbours << " x " << groups << " method " << int(method)
+                        << " order " << int(order) << " window " << window << " key heads " << key_heads;
+            }
+}
+
 // In bf16 eight ranks add up what each makes of a key. Gather and the ring add in float and round
 // once, as one rank does: the ring has rounded parts of out besides. Ulysses rounds each rank's part
 // of the one key head, once: an error of at most 2^-9 of it. Sums in bf16 would lose twice as much.
@@ -234,6 +256,12 @@ TEST(Context, PairsAreThoseThatQueriesSee) {
             double most = double(*std::max_element(want.begin(), want.end()));
             double mean = double(std::accumulate(want.begin(), want.end(), int64_t(0))) / cp;
             EXPECT_DOUBLE_EQ(pairs_imbalance(p.layout, pairs), most / mean);
+            if (cp == 4) { // two and two exchange heads: they wait for each other's rows alone
+                Layout hybrid = p.layout;
+                hybrid.cp_heads = 2;
+                most = double(std::max(want[0] + want[1], want[2] + want[3])) / 2;
+                EXPECT_DOUBLE_EQ(pairs_imbalance(hybrid, pairs), most / mean);
+            }
 
             // One document in zigzag is the same work for all.
             std::vector<int> start(w.T);
@@ -249,19 +277,22 @@ TEST(Context, PairsAreThoseThatQueriesSee) {
 TEST(Context, AStepSendsTheBytesThatExplainSays) {
     for (const Shape& shape : {gpt2_shape(3, 4, 16, 61, 32), small_llama()})
         for (ContextMethod method : METHODS)
-            for (int cp : {2, 4}) {
-                int failed = run_local_ranks(cp, {}, [&](const Comm& world) {
+            for (auto [cp, neighbours] : {std::pair{2, 1}, {4, 1}, {4, 2}}) {
+                if (neighbours > 1 && method == ContextMethod::ULYSSES) continue;
+                int failed = run_local_ranks(cp, {}, [&, cp = cp, neighbours = neighbours](const Comm& world) {
                     Plan p = small_plan(2, 16, 2, {{Recompute::NONE, Recompute::FULL,
                                                     Recompute::ATTN, Recompute::FFN}}, cp == 2);
                     p.layout = layout_at(small_layout(1, 1, 1, cp), world.rank);
-                    p.layout.cp_method = method;
+                    p.layout.cp_method = method, p.layout.cp_heads = neighbours;
                     Fixture<bf16> f(shape, {p}, 5);
                     f.t.comms = make_comms(world, p.layout);
                     std::map<std::string, size_t> sent;
                     world.info->sent = &sent;
                     run_plan(f.t, 0);
-                    EXPECT_GT(sent["cp"], 0u);
-                    EXPECT_EQ(sent["cp"], context_plan_bytes<bf16>(f.t.plans[0], f.t.model))
+                    size_t all = sent["cp"] + sent["cp heads"] + sent["cp keys"];
+                    EXPECT_GT(all, 0u);
+                    EXPECT_EQ(neighbours > 1, sent["cp"] == 0);
+                    EXPECT_EQ(all, context_plan_bytes<bf16>(f.t.plans[0], f.t.model))
                         << "cp " << cp << " method " << int(method);
                     world.info->sent = nullptr;
                 });

@@ -43,6 +43,7 @@ struct LayoutCase {
     int cp = 1;
     ContextOrder cp_order = ContextOrder::ZIGZAG;
     ContextMethod cp_method = ContextMethod::GATHER;
+    int cp_heads = 1;
     bool narrow_gradients = false;
     int ep = 1;
     bool one_expert = false;        // a router of zeros: all tokens choose the lowest ones
@@ -54,10 +55,10 @@ struct LayoutCase {
         char line[256];
         snprintf(line, sizeof(line),
                  "dp %d (shards %d) tp %d%s pp %d x %d %s%s, zero %d prefetch %d, recompute%s, "
-                 "micro-batches %d cp %d, order %d method %d, ep %d%s",
+                 "micro-batches %d cp %d, order %d method %d of %d, ep %d%s",
                  dp, shards ? shards : dp * cp, tp, sequence_parallel ? " sp" : "", pp, chunks,
                  schedules[int(pipeline)], split ? " split" : "", zero, prefetch,
-                 levels.c_str(), micro_batches, cp, int(cp_order), int(cp_method), ep,
+                 levels.c_str(), micro_batches, cp, int(cp_order), int(cp_method), cp_heads, ep,
                  one_expert ? " one expert" : "");
         return line;
     }
@@ -170,6 +171,7 @@ Layout layout_of(const LayoutCase& l, int rank) {
     Layout sizes = small_layout(l.dp, l.tp, l.pp, l.cp);
     sizes.cp_order = l.cp_order;
     sizes.cp_method = l.cp_method;
+    sizes.cp_heads = l.cp_heads;
     sizes.ep = l.ep;
     sizes.order = layout_order(l.order);
     sizes.chunks = l.chunks;
@@ -953,6 +955,10 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             all.push_back(l);
             l.cp_method = ContextMethod::RING, l.cp_order = ContextOrder((i + i / 4) % 3);
             rings.push_back(l);
+            if (dp * cp != 4) continue;
+            l.dp = 1, l.cp = 4, l.cp_heads = l.shards = 2; // a hybrid: two exchange heads
+            l.cp_method = (i + zero) % 2 ? ContextMethod::RING : ContextMethod::GATHER;
+            rings.push_back(l);
         }
     all.insert(all.end(), rings.begin(), rings.end());
     std::map<std::tuple<int, bool, int, int>, OneRank> one_rank;
@@ -974,12 +980,13 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
                 l.shards = 0;
             }
             // Ulysses has heads enough; of Llama's key/value heads eight, or two that ranks share
-            bool ulysses = l.cp_method == ContextMethod::ULYSSES;
+            int exchange = l.cp_method == ContextMethod::ULYSSES ? l.cp : l.cp_heads;
+            bool ulysses = exchange > 1;
             bool few = ulysses && llama && l.zero % 2;
             if (ulysses) {
                 shape.NH = llama ? 8 : 12, shape.NKV = few ? 2 : shape.NH;
                 if (!llama) shape.HS = 2;
-                if (!cp_divides(shape, size_t(l.tp), size_t(l.cp))) continue;
+                if (!cp_divides(shape, size_t(l.tp), size_t(exchange))) continue;
             }
             bool adamw = number % 2;
             OneRank& one = one_rank[{2 * family + tied + 6 * alibi + 12 * (ulysses + few), adamw,
@@ -999,8 +1006,10 @@ TEST(Layouts, ContextParallelActionsTouchWhatTheyDeclare) {
     LayoutCase l;
     l.cp = 2, l.recompute = three_levels(37), l.document_end = 5, l.micro_batches = 1;
     for (const Shape& shape : {gpt2_shape(2, 2, 16, 61, 32), small_llama()})
-        for (int i = 0; i < 3; i++) {
-            l.cp_method = ContextMethod(i), l.zero = (i + (shape.NKV < shape.NH)) % 2 * 3;
+        for (int i = 0; i < 4; i++) {
+            // The last is a hybrid.
+            l.cp = i == 3 ? 4 : 2, l.cp_heads = i == 3 ? 2 : 1;
+            l.cp_method = ContextMethod(i % 3), l.zero = (i + (shape.NKV < shape.NH)) % 2 * 3;
             l.poisoned = false;
             auto want = run_layout<float>(shape, l, true);
             l.poisoned = true;
