@@ -217,7 +217,7 @@ void train(Run& run, Trainer<T, S>& t) {
         run.stopped = wishes.stop;
         if (run.stopped) break;
         if (is_time(run, c.verify_every, false))
-            check_replicas(run, t);
+            check_ranks(run, t);
 
         // Look, and save. An evaluation may take minutes: a signal ends it too.
         if (is_time(run, c.eval_every, true))
@@ -227,11 +227,15 @@ void train(Run& run, Trainer<T, S>& t) {
             keep_best(run, t);
         if (is_time(run, c.sample_every, false))
             print_samples(run, t);
+        if (run.buddies && is_time(run, c.buddy_every, false))
+            save_in_memory(run, t);
         if (wishes.save || is_time(run, c.save_every, false))
             save(run, t);
     }
     t.stopped = nullptr;
     save_at_the_end(run, t);
+    bool on_disk = run.saves.step == run.step;
+    if (run.buddies && on_disk) remove_buddies(run.world, *run.buddies);
 
     // A signal in the last step or in its save still leaves out what comes after the loop.
     if (!run.stopped) run.stopped = agree(run.world, {stop_signal, false}).stop;
@@ -280,6 +284,7 @@ void run_training(Run& run, S where) {
     size_t offloaded = check_offload(run, t);
     if (writes_folder(c)) check_disk(run, t, offloaded);
     join_groups(run, t);
+    open_buddies(run);
     set_training(run, t);
     trainer_allocate(t);
     autotune(run, t);

@@ -2,13 +2,13 @@
 //   sum of a range = sum over its elements of mix(i, bits) mod 2^64     i: in the whole parameter
 //   Every bit of an element changes every bit of its term, so one flipped bit is another sum, and
 //   ranges add up in any order: of pieces, of shards, of a whole parameter in any layout.
-//   1. replicas_differ   each rank sums what it keeps of each parameter; ranks that keep the same
-//                        elements compare maximum and minimum, two numbers a parameter. Where they
-//                        differ all ranks show theirs, and the majority says who is wrong
+//   1. replicas_differ   each rank sums what it keeps of each weight, master and moment; ranks that
+//                        keep the same elements compare maximum and minimum, two numbers a sum.
+//                        Where they differ all show theirs, and the majority says who is wrong
 //   2. weight_sums       of all parameters, whole: a checkpoint's manifest has them, and a load in
 //                        any layout must find the same
 //   A rank whose memory or arithmetic fails goes its own way without a message: losses are means,
-//   and hide it. Cost: one read of the weights, at each save and every --verify-every steps.
+//   and hide it. Cost: one read of all that is kept, at each save and every --verify-every steps.
 #pragma once
 #include <tuple>
 #include "parameters.h"
@@ -34,24 +34,34 @@ uint64_t bits_of(const T& x) {
     return bits;
 }
 
-// The sum of what this rank keeps of a parameter's weight; padding is not in it.
-template <typename T, typename S>
-uint64_t kept_sum(const Trainer<T, S>& t, const Parameter& p) {
-    Data weight = {Kind::WEIGHT, p.bucket};
-    KeptRange range = kept_range(t, weight, p);
+// The sum of a range of a parameter, from its values; padding is not in it.
+template <typename V>
+uint64_t range_sum(const Layout& layout, const Parameter& p, KeptRange range, const V* values) {
+    uint64_t sum = 0;
+    for_each_kept(layout, p, range, [&](size_t from, size_t global, size_t count) {
+        for (size_t i = 0; i < count; i++)
+            if (global + i < p.file_elements())
+                sum += element_sum(global + i, bits_of(values[from + i]));
+    });
+    return sum;
+}
 
-    // The host holds a part of it at a time.
+// The sum of what this rank keeps of a parameter's weight, its master or a moment.
+template <typename T, typename S>
+uint64_t kept_sum(const Trainer<T, S>& t, Data d, const Parameter& p) {
+    // Masters and moments come in many formats: their numbers are summed.
+    KeptRange range = kept_range(t, d, p);
+    if (d.kind != Kind::WEIGHT && range.count)
+        return range_sum(t.layout, p, range, read_numbers(t, d, p, range).data());
+
+    // The host holds a part of a weight at a time.
     constexpr size_t PART = size_t(1) << 20; // elements
     std::vector<T> part(std::min(range.count, PART));
     uint64_t sum = 0;
     for (size_t at = 0; at < range.count; at += PART) {
         KeptRange of_part = {range.first + at, std::min(PART, range.count - at), range.at + at};
-        read_kept(t, part.data(), weight, of_part.at, of_part.count);
-        for_each_kept(t.layout, p, of_part, [&](size_t from, size_t global, size_t count) {
-            for (size_t i = 0; i < count; i++)
-                if (global + i < p.file_elements())
-                    sum += element_sum(global + i, bits_of(part[from + i]));
-        });
+        read_kept(t, part.data(), d, of_part.at, of_part.count);
+        sum += range_sum(t.layout, p, of_part, part.data());
     }
     return sum;
 }
@@ -62,27 +72,19 @@ bool has_sum(const Trainer<T, S>& t, const Parameter& p) {
     return !is_narrow(t.plans[0].stored, t.model, p.bucket);
 }
 
-// Each parameter's sum, of what this rank keeps; 0 where it keeps nothing.
-template <typename T, typename S>
-std::vector<uint64_t> kept_sums(const Trainer<T, S>& t) {
-    std::vector<uint64_t> sums;
-    for (const Parameter& p : t.model.parameters)
-        sums.push_back(has_sum(t, p) ? kept_sum(t, p) : 0);
-    return sums;
-}
-
-// Each parameter's sum over all its elements, from the ranks that own them. All ranks call, and
+// Each weight's sum over all its elements, from the ranks that own them. All ranks call, and
 // have the same answer.
 template <typename T, typename S>
 std::vector<uint64_t> weight_sums(const Trainer<T, S>& t) {
-    std::vector<uint64_t> sums = kept_sums(t);
-    size_t n = sums.size();
+    size_t n = t.model.parameters.size();
+    std::vector<uint64_t> sums(n);
     std::vector<int64_t> halves(2 * n); // a rank's are below 2^32: so many ranks do not overflow
     for (size_t i = 0; i < n; i++) {
         const Parameter& p = t.model.parameters[i];
-        if (!owns(t, {Kind::WEIGHT, p.bucket}, p)) continue;
-        halves[2 * i] = int64_t(sums[i] & UINT32_MAX);
-        halves[2 * i + 1] = int64_t(sums[i] >> 32);
+        Data weight = {Kind::WEIGHT, p.bucket};
+        uint64_t sum = has_sum(t, p) && owns(t, weight, p) ? kept_sum(t, weight, p) : 0;
+        halves[2 * i] = int64_t(sum & UINT32_MAX);
+        halves[2 * i + 1] = int64_t(sum >> 32);
     }
     all_reduce_sum(t.comms.world, halves.data(), 2 * n, Cpu{});
     for (size_t i = 0; i < n; i++)
@@ -93,64 +95,90 @@ std::vector<uint64_t> weight_sums(const Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // ranks that keep the same
 
-// The largest and the smallest sum of a parameter so far, the second one negated bit by bit: one
+// A datum that several ranks may keep: a weight, its master, each of its moments.
+struct Copied {
+    std::string name; // "m of h.0.ln_1.weight"
+    Data data;
+    const Parameter* p;
+};
+
+// List them, in the same order on all ranks.
+template <typename T, typename S>
+std::vector<Copied> copied_data(const Trainer<T, S>& t) {
+    std::vector<Copied> list;
+    // Codes of frozen weights have no sum, and no master.
+    bool masters = keeps_any(t, Kind::MASTER);
+    bool moments = keeps_any(t, Kind::STATE);
+    for (const Parameter& p : t.model.parameters) {
+        if (has_sum(t, p)) list.push_back({p.name, {Kind::WEIGHT, p.bucket}, &p});
+        if (!t.model.buckets[p.bucket].trainable) continue;
+        if (masters) list.push_back({"the master of " + p.name, {Kind::MASTER, p.bucket}, &p});
+        int number = 0;
+        for (std::string state : optimizer_row(t.plans[0].optimizer).states)
+            if (moments)
+                list.push_back({state + " of " + p.name, {Kind::STATE, p.bucket, number++}, &p});
+    }
+    return list;
+}
+
+// The largest and the smallest sum of a datum so far, the second one negated bit by bit: one
 // maximum over ranks finds both.
 struct SumRange {
     int64_t high, low_negated;
     bool one() const { return low_negated == ~high; }
 };
 
-// Widen the ranges of those parameters for which `same(p)` says that ranks of `c` keep the same.
-template <typename T, typename S, typename F>
-void widen_over(const Trainer<T, S>& t, const Comm& c, std::vector<SumRange>& ranges, F same) {
+// Widen the ranges of those data for which `same(x)` says that ranks of `c` keep the same.
+template <typename F>
+void widen_over(const Comm& c, const std::vector<Copied>& list, std::vector<SumRange>& ranges,
+                F same) {
     if (c.size == 1) return;
     std::vector<int64_t> asked;
     for (size_t i = 0; i < ranges.size(); i++)
-        if (same(t.model.parameters[i]))
+        if (same(list[i]))
             asked.insert(asked.end(), {ranges[i].high, ranges[i].low_negated});
     all_reduce_max(c, asked.data(), asked.size(), Cpu{});
 
     // Put the answers back in the same order.
     const int64_t* answer = asked.data();
     for (size_t i = 0; i < ranges.size(); i++)
-        if (same(t.model.parameters[i])) {
+        if (same(list[i])) {
             ranges[i] = {answer[0], answer[1]};
             answer += 2;
         }
 }
 
-// Compare along every axis on which a parameter is repeated.
-template <typename T, typename S>
-std::vector<SumRange> compare_sums(const Trainer<T, S>& t, const std::vector<uint64_t>& sums) {
-    std::vector<SumRange> ranges;
-    for (uint64_t sum : sums)
-        ranges.push_back({int64_t(sum), ~int64_t(sum)});
-    const Layout& layout = t.layout;
-    int tp = layout.tp.size;
-    auto sharded = [&](const Parameter& p) {
-        return is_sharded(layout, t.model, {Kind::WEIGHT, p.bucket});
+// f(ranks, same) for each group of ranks that may keep the same, and of what: same(x).
+template <typename T, typename S, typename F>
+void for_each_repeat(const Trainer<T, S>& t, F f) {
+    int tp = t.layout.tp.size;
+    auto bucket = [&](const Copied& x) {
+        return t.model.buckets[x.p->bucket];
     };
 
-    // Ranks that see other tokens: replicas of a shard, and all of a group where weights are whole.
+    // Ranks that see other tokens: replicas of a shard, and all of a group where a datum is whole.
     for (size_t g = 0; g < std::size(t.comms.of_group); g++) {
         const DataComms& data = t.comms.of_group[g];
-        auto of_group = [&](const Parameter& p) {
-            return size_t(t.model.buckets[p.bucket].group) == g;
+        auto of_group = [&](const Copied& x) {
+            return size_t(bucket(x).group) == g;
         };
-        widen_over(t, data.replica, ranges, of_group);
-        widen_over(t, data.shard, ranges,
-                   [&](const Parameter& p) { return of_group(p) && !sharded(p); });
+        f(data.replica, of_group);
+        f(data.shard, [&](const Copied& x) {
+            return of_group(x) && !is_sharded(t.layout, t.model, x.data);
+        });
     }
 
     // Ranks of a layer: norms are on all of them, a key/value head on some. And a tied table is at
     // both ends of a pipeline.
-    widen_over(t, t.comms.tp, ranges,
-               [&](const Parameter& p) { return replication(p.shard, tp) == tp; });
-    widen_over(t, t.comms.kv, ranges,
-               [&](const Parameter& p) { return replication(p.shard, tp) == t.comms.kv.size; });
-    widen_over(t, t.comms.tie, ranges,
-               [&](const Parameter& p) { return t.model.buckets[p.bucket].tied(); });
-    return ranges;
+    f(t.comms.tp, [&](const Copied& x) {
+        return replication(x.p->shard, tp) == tp;
+    });
+    f(t.comms.kv, [&](const Copied& x) {
+        return replication(x.p->shard, tp) == t.comms.kv.size;
+    });
+    f(t.comms.tie, [&](const Copied& x) {
+        return bucket(x).tied();
+    });
 }
 
 // ----------------------------------------------------------------------------
@@ -206,14 +234,22 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
     return "";
 }
 
-// Name the first parameter whose weights differ between ranks that should have the same, and the
-// ranks; "": none. All ranks call, and have the same answer.
+// Name the first weight, master or moment that differs between ranks that should
+// keep the same, and the ranks; "": none. All ranks call, and have the same answer.
 template <typename T, typename S>
 std::string replicas_differ(const Trainer<T, S>& t) {
     const Comm& world = t.comms.world;
     if (world.size == 1) return "";
-    std::vector<uint64_t> sums = kept_sums(t);
-    std::vector<SumRange> ranges = compare_sums(t, sums);
+    std::vector<Copied> list = copied_data(t);
+    std::vector<SumRange> ranges;
+    std::vector<int64_t> sums;
+    for (const Copied& x : list) {
+        sums.push_back(int64_t(kept_sum(t, x.data, *x.p)));
+        ranges.push_back({sums.back(), ~sums.back()});
+    }
+    for_each_repeat(t, [&](const Comm& c, auto same) {
+        widen_over(c, list, ranges, same);
+    });
 
     // Find the first of any rank.
     int64_t n = int64_t(ranges.size()), left = 0;
@@ -224,14 +260,14 @@ std::string replicas_differ(const Trainer<T, S>& t) {
 
     // Let every rank show what it has of it.
     size_t i = size_t(n - left);
-    const Parameter& p = t.model.parameters[i];
-    KeptRange range = kept_range(t, {Kind::WEIGHT, p.bucket}, p);
+    const Parameter& p = *list[i].p;
+    KeptRange range = kept_range(t, list[i].data, p);
     int piece = t.layout.tp.rank / replication(p.shard, t.layout.tp.size);
     piece += t.layout.tp.size * p.experts.rank;
-    ShownSum mine = {piece, int64_t(range.first), int64_t(range.count), int64_t(sums[i])};
+    ShownSum mine = {piece, int64_t(range.first), int64_t(range.count), sums[i]};
     std::vector<ShownSum> shown(size_t(world.size));
     all_gather(world, &shown[0].piece, &mine.piece, 4, Cpu{});
-    return p.name + ": " + minority_text(shown);
+    return list[i].name + ": " + minority_text(shown);
 }
 
 } // namespace llmc

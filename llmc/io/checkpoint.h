@@ -23,7 +23,8 @@
 //   Load   1. each of N ranks verifies every N-th file. Only sizes and checksums are believed, the
 //             manifest's own too. A broken checkpoint is skipped for the one before it.
 //          2. every rank looks at all it needs before any rank changes anything
-//          3. each rank puts one parameter at a time together, and keeps its part of it
+//          3. who has verified a file reads it, and sends each tensor to the stages that need it
+//             (one_reader.h). Each rank puts one parameter at a time together, and keeps its part
 //          4. the weights' sums must be those of the manifest: cut, sent and rounded as saved
 //   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
 #pragma once
@@ -32,6 +33,7 @@
 #include <fstream>
 #include "files.h"
 #include "manifest.h"
+#include "one_reader.h"
 #include "safetensors.h"
 #include "../text.h"
 #include "../replicas.h"
@@ -49,6 +51,7 @@ struct CheckpointInfo {
     int64_t best_step = -1; // of the lowest validation loss; -1: none is kept
     double best_loss = 0;
     std::vector<int64_t> broken = {}; // newer steps that a load has skipped
+    size_t bytes_read = 0;            // of tensors, by this rank, in a load
 };
 
 // The processor's name: another one may round a sum differently.
@@ -419,16 +422,23 @@ std::string save_begin(const Trainer<T, S>& t, Save& save) {
     return "";
 }
 
+// The entries of all ranks' files. All ranks call.
+inline nlohmann::json files_of_all(const Comm& world, const RankFile& mine) {
+    nlohmann::json files;
+    // Who owns nothing has no file.
+    std::string own = mine.owned.empty() ? "" : mine.entry.dump();
+    for (const std::string& text : gather_texts(world, own))
+        if (!text.empty())
+            files.push_back(nlohmann::json::parse(text));
+    return files;
+}
+
 // End a save by steps 3 to 5. Step 2 has ended with `wrong` on this rank.
 inline std::string save_end(const Comm& world, const Save& save, std::string wrong) {
     // 3. The ranks tell each other what they wrote.
     bool first = world.rank == 0;
     wrong = first_error(world, wrong);
-    nlohmann::json files;
-    for (const std::string& text :
-         gather_texts(world, save.file.owned.empty() ? "" : save.file.entry.dump()))
-        if (!text.empty())
-            files.push_back(nlohmann::json::parse(text));
+    nlohmann::json files = files_of_all(world, save.file);
 
     // 4. The manifest, then the name. A folder that has it already is replaced: the same step, of
     // the run that this one repeats.
@@ -486,6 +496,16 @@ inline std::string verify_file(const std::string& folder, const nlohmann::json& 
     return "";
 }
 
+// The ranks that verify the files of a checkpoint, and read them.
+inline std::vector<int> choose_readers(const nlohmann::json& manifest, int ranks) {
+    std::vector<int> readers;
+    // A manifest of another format may list none.
+    size_t files = manifest.value("files", nlohmann::json()).size();
+    for (size_t i = 0; i < files; i++)
+        readers.push_back(int(i % size_t(ranks)));
+    return readers;
+}
+
 // Verify a checkpoint, each rank every N-th file: "" and its manifest, or why it is not whole.
 inline std::string verify_checkpoint(const Comm& world, const std::string& folder,
                                      nlohmann::json* manifest) {
@@ -527,54 +547,60 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
     return "";
 }
 
-// The files of a checkpoint, each opened when it is first needed.
-// The files stay mapped until all is read. A tensor's pieces may come from any of them.
+// The files of a checkpoint. Each is opened by one rank, its reader.
 struct SavedFiles {
     const Model& model;
     std::string folder;
     nlohmann::json entries;        // of the manifest
+    std::vector<int> readers;      // [entry]: a rank of the world
     std::vector<SafeTensors> open; // [entry]
     // The model as a rank of so many tp and ep ranks has it: its cuts, its padded vocabulary.
-    std::map<std::array<int, 3>, Model> cut; // by tp, ep, ep_rank
+    std::map<std::array<int, 3>, Model> cut = {}; // by tp, ep, ep_rank
+
+    std::string path(size_t i) const {
+        return folder + "/" + entries[i]["file"].get<std::string>();
+    }
 };
 
-// Elements that lie side by side, in a file and in the whole parameter.
-// The data may lie at any address: safetensors align the header and not each tensor.
+// Elements that lie side by side, in a file's tensor and in the whole parameter.
 struct Piece {
-    const unsigned char* data; // in the mapped file
+    size_t file, at; // the first element in the tensor
     size_t global, count;
 };
 
-// Find a state tensor in file i, and check its type and size.
-inline std::string find_saved_tensor(SavedFiles& files, size_t i, const StateTensor& s, Type type,
-                                     const SafeTensor** found) {
-    const nlohmann::json& entry = files.entries[i];
-    std::string path = files.folder + "/" + entry["file"].get<std::string>();
-    SafeTensors& file = files.open[i];
-    std::string wrong = file.map ? "" : safetensors_open(&file, path);
-    if (!wrong.empty()) return wrong;
+// Open file i, and hold its state tensors against the manifest: it and the file's own header must
+// say the same.
+inline std::string open_saved_file(SavedFiles& files, size_t i,
+                                   const std::vector<StateTensor>& tensors, Type type) {
+    // Names that the manifest does not list are nobody's.
+    std::string path = files.path(i);
+    const nlohmann::json& listed = files.entries[i]["tensors"];
+    std::string wrong = safetensors_open(&files.open[i], path);
+    for (const StateTensor& s : tensors) {
+        if (!wrong.empty() || !listed.contains(s.name)) continue;
 
-    // The manifest and the file's own header must say the same.
-    const SafeTensor* x = safetensors_find(file, s.name);
-    if (!x)
-        return path + ": tensor " + s.name + " is missing";
-    size_t count = entry["tensors"][s.name][1].get<size_t>();
-    if (x->dtype != type_name(type) || x->elements() != count)
-        return concat(path, ": tensor ", s.name, " is ", x->dtype, shape_text(x->shape), ", not ",
-                      type_name(type), shape_text({count}));
-    *found = x;
-    return "";
+        // Hold it against the list.
+        const SafeTensor* x = safetensors_find(files.open[i], s.name);
+        size_t count = listed[s.name][1].get<size_t>();
+        if (!x) {
+            wrong = path + ": tensor " + s.name + " is missing";
+            continue;
+        }
+        bool same_type = x->dtype == type_name(type);
+        bool same_size = x->elements() == count;
+        if (!same_type || !same_size)
+            wrong = concat(path, ": tensor ", s.name, " is ", x->dtype, shape_text(x->shape),
+                           ", not ", type_name(type), shape_text({count}));
+    }
+    return wrong;
 }
 
-// Add the pieces of a state tensor that file i has.
-inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s, Type type,
+// Add the pieces of a state tensor that file i has, by its manifest.
+inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s,
                                std::vector<Piece>* pieces) {
     const nlohmann::json& entry = files.entries[i];
     if (!entry["tensors"].contains(s.name))
         return "";
-    const SafeTensor* x = nullptr;
-    std::string wrong = find_saved_tensor(files, i, s, type, &x);
-    if (!wrong.empty()) return wrong;
 
     // The parameter as the ranks that wrote the file cut it.
     int tp = entry["tp"].get<int>();
@@ -592,28 +618,26 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
 
     // Cut the file's range [first, first + count) into runs of the whole.
     size_t first = entry["tensors"][s.name][0].get<size_t>();
-    size_t count = x->elements();
+    size_t count = entry["tensors"][s.name][1].get<size_t>();
     size_t found = 0;
     for_each_run(saved, tp_rank, tp, [&](size_t local, size_t global, size_t n) {
         size_t from = std::max(local, first);
         size_t end = std::min(local + n, first + count);
         if (from >= end) return;
-        const unsigned char* data = x->data + (from - first) * type_bytes(type);
-        pieces->push_back({data, global + from - local, end - from});
+        pieces->push_back({i, from - first, global + from - local, end - from});
         found += end - from;
     });
     if (found == count) return "";
-    std::string path = files.folder + "/" + entry["file"].get<std::string>();
-    return path + ": tensor " + s.name + " reaches beyond its parameter";
+    return files.path(i) + ": tensor " + s.name + " reaches beyond its parameter";
 }
 
 // Find a tensor's pieces in all files, in order. Each element must be there once.
-inline std::string find_pieces(SavedFiles& files, const StateTensor& s, Type type,
+inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
                                std::vector<Piece>* pieces) {
     pieces->clear();
     std::string wrong;
     for (size_t i = 0; wrong.empty() && i < files.open.size(); i++)
-        wrong = file_pieces(files, i, s, type, pieces);
+        wrong = file_pieces(files, i, s, pieces);
     if (!wrong.empty()) return wrong;
     std::sort(pieces->begin(), pieces->end(),
               [](const Piece& a, const Piece& b) { return a.global < b.global; });
@@ -638,14 +662,55 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s, Type typ
     return reached < all ? elements(reached, all, " are in no file") : "";
 }
 
-// Put a whole tensor together, and keep this rank's part of it.
+// Put a whole tensor together from what the files' readers send; empty on a rank that does not need
+// it. All ranks call: one may read what it does not need.
 template <typename T, typename S>
-void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece>& pieces) {
-    // Each rank builds the whole parameter in turn, so the peak on the host is one parameter.
+std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, OneReader& reader,
+                                     const StateTensor& s) {
     typedef acc_t<T> A;
-    std::vector<A> values(s.p->elements(), A(0)); // the whole; padding stays 0
-    for (const Piece& piece : pieces)
-        memcpy(values.data() + piece.global, piece.data, piece.count * sizeof(A));
+    auto needs = [&](int stage) {
+        Layout there = t.layout;
+        there.pp.rank = stage;
+        return bucket_is_mine(there, t.model, s.p->bucket);
+    };
+    // The pieces say where in the whole each element of a file belongs.
+    bool mine = needs(t.layout.pp.rank);
+    std::vector<Piece> pieces;
+    find_pieces(files, s, &pieces);
+    std::vector<A> values(mine ? s.p->elements() : 0, A(0)); // padding stays 0
+    std::vector<A> part;
+    for (size_t i = 0; i < files.open.size(); i++) {
+        const nlohmann::json& listed = files.entries[i]["tensors"];
+        bool reads = files.readers[i] == t.comms.world.rank;
+        bool calls = mine || reads;
+        if (!calls || !listed.contains(s.name))
+            continue;
+
+        // Bring what file i has, and put it where it belongs.
+        part.resize(listed[s.name][1].get<size_t>());
+        size_t bytes = part.size() * sizeof(A);
+        unsigned char* to = reinterpret_cast<unsigned char*>(part.data());
+        if (reads) {
+            // The map may hold it at any address.
+            const SafeTensor* x = safetensors_find(files.open[i], s.name);
+            memcpy(to, x->data, bytes);
+        }
+        bring(reader, to, bytes, files.readers[i], needs);
+        for (const Piece& piece : pieces) {
+            bool of_file = piece.file == i;
+            if (!mine || !of_file) continue;
+            const A* from = part.data() + piece.at;
+            std::copy_n(from, piece.count, values.data() + piece.global);
+        }
+    }
+    return values;
+}
+
+// Keep this rank's part of a tensor. Each rank builds the whole parameter in turn, so the peak on
+// the host is one parameter, and what a file has of it.
+template <typename T, typename S>
+void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t<T>>& values) {
+    typedef acc_t<T> A;
     if (s.data.kind != Kind::STATE)
         return set_weight(t, *s.p, values.data());
 
@@ -658,21 +723,19 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<Piece
     write_state(t, s.data, *s.p, range, kept.data());
 }
 
-// Read all state from a verified checkpoint. All ranks look at all they need first: a checkpoint
-// that does not fit changes nothing.
+// Read all state from a verified checkpoint, each file by its reader. All ranks look at all they
+// need first: a checkpoint that does not fit changes nothing. *bytes: what this rank has read.
 template <typename T, typename S>
-std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohmann::json& entries) {
-    // A pipeline rank reads the tensors of its own stages only.
-    SavedFiles files = {t.model, folder, entries, std::vector<SafeTensors>(entries.size()), {}};
-    std::vector<StateTensor> mine;
-    for (const StateTensor& s : state_tensors(t))
-        if (bucket_is_mine(t.layout, t.model, s.p->bucket))
-            mine.push_back(s);
+std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohmann::json& entries,
+                       const std::vector<int>& readers, size_t* bytes) {
+    std::vector<SafeTensors> closed(entries.size());
+    SavedFiles files = {t.model, folder, entries, readers, closed};
+    const Comm& world = t.comms.world;
+    std::vector<StateTensor> tensors = state_tensors(t);
 
     // Look. A number of ranks that does not cut this model would leave ranks without a head.
     std::vector<Piece> pieces;
     std::string wrong;
-    Type type = type_of<acc_t<T>>();
     for (const nlohmann::json& entry : entries)
         if (wrong.empty() && !tp_divides(t.model.shape, entry["tp"].get<size_t>()))
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
@@ -684,19 +747,27 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
             wrong = concat(folder, ": manifest.json says that ", entry["ep"].dump(),
                            " expert-parallel ranks wrote it, which cannot share this model's "
                            "experts");
-    for (size_t i = 0; wrong.empty() && i < mine.size(); i++)
-        wrong = find_pieces(files, mine[i], type, &pieces);
-    wrong = first_error(t.comms.world, wrong);
+    Type type = type_of<acc_t<T>>();
+    for (size_t i = 0; wrong.empty() && i < entries.size(); i++) {
+        bool reads = readers[i] == world.rank;
+        if (reads) wrong = open_saved_file(files, i, tensors, type);
+    }
+    for (size_t i = 0; wrong.empty() && i < tensors.size(); i++)
+        wrong = find_pieces(files, tensors[i], &pieces);
+    wrong = first_error(world, wrong);
     if (!wrong.empty())
         wrong += "; to go on from the checkpoint before, remove " + folder;
 
     // Take.
-    for (size_t i = 0; wrong.empty() && i < mine.size(); i++) {
-        find_pieces(files, mine[i], type, &pieces);
-        take_tensor(t, mine[i], pieces);
+    // One after the other, in the same order on all ranks.
+    OneReader reader = make_one_reader(world, t.layout);
+    for (size_t i = 0; wrong.empty() && i < tensors.size(); i++) {
+        std::vector<acc_t<T>> values = collect_tensor(t, files, reader, tensors[i]);
+        if (!values.empty()) take_tensor(t, tensors[i], values);
     }
     for (SafeTensors& file : files.open)
         safetensors_close(&file);
+    *bytes = reader.bytes;
     return wrong;
 }
 
@@ -793,6 +864,25 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
                                 t.hyper.loss_scaling.start));
 }
 
+// Load a whole checkpoint, or say why it does not fit.
+template <typename T, typename S>
+std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::string& folder,
+                          const nlohmann::json& manifest, const std::vector<int>& readers,
+                          std::vector<std::string>* notes) {
+    // A run that only evaluates wants no moments.
+    bool moments = keeps_any(t, Kind::STATE);
+    std::string wrong = check_identity(t, manifest, folder, moments);
+    wrong = first_error(t.comms.world, wrong);
+    if (wrong.empty())
+        wrong = read_files(t, folder, manifest["files"], readers, &info->bytes_read);
+    if (wrong.empty())
+        wrong = check_sums(t, folder, manifest);
+    if (!wrong.empty()) return wrong;
+    take_counters(t, info, manifest);
+    note_differences(t, manifest, notes);
+    return "";
+}
+
 // Load the newest whole checkpoint in `out`, or the one of step `only`. Broken ones are skipped and
 // named in `notes`. A whole one that does not fit is an error: going back behind it silently would
 // lose a run.
@@ -800,7 +890,6 @@ template <typename T, typename S>
 std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::string& out,
                             std::vector<std::string>* notes, int64_t only = -1) {
     // Try the newest first; go back only behind what is broken.
-    bool moments = keeps_any(t, Kind::STATE);
     const Comm& world = t.comms.world;
     for (int64_t step : first_ranks_steps(world, out)) {
         if (only >= 0 && step != only) continue;
@@ -813,16 +902,8 @@ std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::s
             continue;
         }
 
-        // Load it, or say why it does not fit.
-        wrong = first_error(world, check_identity(t, manifest, folder, moments));
-        if (wrong.empty())
-            wrong = read_files(t, folder, manifest["files"]);
-        if (wrong.empty())
-            wrong = check_sums(t, folder, manifest);
-        if (!wrong.empty()) return wrong;
-        take_counters(t, info, manifest);
-        note_differences(t, manifest, notes);
-        return "";
+        std::vector<int> readers = choose_readers(manifest, world.size);
+        return load_verified(t, info, folder, manifest, readers, notes);
     }
     return out + ": holds no whole checkpoint" + (only >= 0 ? concat(" of step ", only) : "") +
            (notes->empty() ? "" : " (the broken ones are named above)") +

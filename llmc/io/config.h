@@ -93,7 +93,10 @@ struct Config {
     // out survives a kill and can be resumed; an export holds weights alone
     std::string out, export_dir, export_dtype = "fp32", ds_config;
     int64_t save_every = 0;
-    double save_minutes = 10;
+    std::string save_minutes = "10"; // or auto: save_seconds()
+    double failure_hours = 50700;
+    std::string buddy;
+    int64_t buddy_every = 0; // steps
     bool save_async = false;
     int keep = 2;
     bool keep_best = false, resume = false;
@@ -122,6 +125,12 @@ struct Config {
 
 // Whether the user set a flag, so that a default which follows from other flags must not.
 inline bool given(const Config& c, const std::string& name) { return c.given.count(name) > 0; }
+
+// The seconds of --save-minutes: between checkpoints, and of the wait for room at a run's end. What
+// auto saves by is not known before a run (interval.h): the default stands for it.
+inline double save_seconds(const Config& c) {
+    return 60 * (c.save_minutes == "auto" ? 10 : strtod(c.save_minutes.c_str(), nullptr));
+}
 
 // Whether --offload names it among others.
 inline bool offloads(const Config& c, const std::string& what) {
@@ -324,8 +333,8 @@ inline const std::vector<Flag>& config_table() {
         {"fixed-order", &C::fixed_order, "",
          "add ranks in rank order, on GPUs by our own code and not by NCCL's; always so on CPUs"},
         {"verify-every", &C::verify_every, "0..1000000000000",
-         "steps between comparisons of weights that several ranks hold; each save makes one (0: no "
-         "others)"},
+         "steps between comparisons of what several ranks keep, which each save makes too, and of "
+         "what they compute from the same samples (0: never)"},
         {"watchdog", &C::watchdog, "0..1000000",
          "seconds that a rank waits for another until the run ends and names who hangs, and where; "
          "a save must not take as long (0: wait for ever)"},
@@ -334,8 +343,16 @@ inline const std::vector<Flag>& config_table() {
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
         {"save-every", &C::save_every, "0..1000000000000",
          "steps between checkpoints (0: by --save-minutes, and at the end)"},
-        {"save-minutes", &C::save_minutes, "0..1000000",
-         "minutes between checkpoints, where --out is given (0: by --save-every alone)"},
+        {"save-minutes", &C::save_minutes, "",
+         "minutes between checkpoints, where --out is given (0: by --save-every alone; auto: where "
+         "saves and what failures undo cost the least)"},
+        {"failure-hours", &C::failure_hours, "0.000001..1000000000",
+         "of --save-minutes auto: hours between two failures of a rank; those of a large cluster's "
+         "GPUs"},
+        {"buddy", &C::buddy, "",
+         "folder in the machines' memory (/dev/shm/NAME) for saves of which each part lies on two "
+         "machines; %r in it is the rank's number"},
+        {"buddy-every", &C::buddy_every, "0..1000000000000", "steps between saves in --buddy"},
         {"save-async", &C::save_async, "",
          "write checkpoints beside the steps, from a copy in the host's memory"},
         {"keep", &C::keep, "1..1000000", "newest checkpoints kept"},
@@ -1117,6 +1134,25 @@ inline std::string check_together(const Config& c) {
         return "--resume-step chooses what --resume goes on from: give --resume too";
     if (c.save_every && c.out.empty())
         return "--save-every wants a folder: give --out DIR";
+    // Minutes are a number or a word.
+    char* end = nullptr;
+    double minutes = strtod(c.save_minutes.c_str(), &end);
+    bool within = minutes >= 0 && minutes <= 1e6;
+    bool number = within && !*end && !c.save_minutes.empty();
+    if (c.save_minutes != "auto" && !number)
+        return concat("--save-minutes ", printable(c.save_minutes),
+                      " is neither auto nor a number from 0 to 1000000");
+    if (c.save_minutes == "auto" && c.out.empty())
+        return "--save-minutes auto wants a folder: give --out DIR";
+    if (given(c, "failure-hours") && c.save_minutes != "auto")
+        return "--failure-hours says how often --save-minutes auto saves: give that too";
+    // Memory is no place to keep a run.
+    bool kept = !c.out.empty() && c.buddy_every > 0;
+    if (!c.buddy.empty() && !kept)
+        return "--buddy saves in memory between the saves of a folder: give --out DIR and "
+               "--buddy-every N";
+    if (c.buddy_every && c.buddy.empty())
+        return "--buddy-every wants a folder in memory: give --buddy /dev/shm/NAME";
     if (c.save_async && c.out.empty())
         return "--save-async wants a folder: give --out DIR";
     if (c.keep_best && c.out.empty())

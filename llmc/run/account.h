@@ -33,6 +33,10 @@ struct Account {
         since = time;
         return std::exchange(now, next);
     }
+    // Seconds of a kind up to now.
+    double spent_on(Work work) const {
+        return seconds[size_t(work)] + (work == now ? clock_seconds() - since : 0);
+    }
     double total() const {
         double sum = 0;
         for (double s : seconds) sum += s;

@@ -10,6 +10,7 @@
 #include <sys/file.h>
 #include "../io/checkpoint.h"
 #include "health.h"
+#include "interval.h"
 
 namespace llmc {
 
@@ -203,24 +204,51 @@ inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
     or_die_on_all_ranks(run, first_error(run.world, wrong));
 }
 
+// Find the machines of --buddy. What another run has left there is not this one's.
+inline void open_buddies(Run& run) {
+    const Config& c = run.config;
+    if (c.buddy.empty() || !writes_folder(c)) return;
+    // Only a run that writes has something to lose.
+    run.buddies = std::make_shared<Buddies>();
+    or_die_on_all_ranks(run, make_buddies(run.world, c.buddy, run.buddies.get()));
+    if (!c.resume) remove_buddies(run.world, *run.buddies);
+}
+
+// Load what is newer in memory than in --out; false: nothing is.
+template <typename T, typename S>
+bool resume_from_memory(Run& run, Trainer<T, S>& t, CheckpointInfo* info,
+                        std::vector<std::string>* notes, std::string* wrong) {
+    const Config& c = run.config;
+    if (!run.buddies || c.resume_step >= 0) return false;
+    // A save on disk is taken where both are of one step.
+    std::vector<int64_t> saved = first_ranks_steps(run.world, c.out);
+    int64_t newest = saved.empty() ? -1 : saved[0];
+    return buddy_load(t, *run.buddies, info, c.out, newest, notes, wrong);
+}
+
 // Continue from a checkpoint of --out, whatever layout it was written with; false: there is none,
 // and a new run begins. What it leaves behind moves only once its weights have been looked at.
 template <typename T, typename S>
 bool resume(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
-    if (first_ranks_steps(run.world, c.out).empty() && c.resume_step < 0 && writes_folder(c)) {
+    bool saved = !first_ranks_steps(run.world, c.out).empty();
+    if (run.buddies)
+        saved |= !buddy_steps(run.world, *run.buddies, -1).empty();
+    if (!saved && c.resume_step < 0 && writes_folder(c)) {
         note(run, c.out + " holds no checkpoint: a new run begins");
         return false;
     }
 
-    // Load it.
+    // Load it, from memory where that is newer.
     CheckpointInfo info;
     std::vector<std::string> notes;
-    std::string wrong = checkpoint_load(t, &info, c.out, &notes, c.resume_step);
+    std::string wrong;
+    bool in_memory = resume_from_memory(run, t, &info, &notes, &wrong);
+    if (!in_memory) wrong = checkpoint_load(t, &info, c.out, &notes, c.resume_step);
     for (const std::string& text : notes)
         note(run, text);
     or_die_on_all_ranks(run, wrong);
-    run.weights = c.out + "/" + step_folder(info.step);
+    run.weights = (in_memory ? c.buddy : c.out) + "/" + step_folder(info.step);
     run.step = info.step;
     if (run.train_plan < 0) return true;
 
@@ -242,7 +270,8 @@ bool resume(Run& run, Trainer<T, S>& t) {
 
     // Say where it goes on, or that it has been there.
     if (is_first(run) && run.step < c.steps)
-        printf("resumed at step %lld\n", (long long)run.step);
+        printf("resumed at step %lld%s\n", (long long)run.step,
+               in_memory ? ", from memory" : "");
     else if (is_first(run))
         printf("nothing to train: --steps %lld, the checkpoint has %lld\n", (long long)c.steps,
                (long long)run.step);
@@ -275,7 +304,34 @@ inline bool clock_wants_save(const Run& run) {
     double now = clock_seconds();
     if (run.saves.retry)
         return now >= run.saves.retry;
-    return c.save_minutes > 0 && now - run.saves.last >= 60 * c.save_minutes;
+    // The first save of `auto` comes behind the first step: then its cost is known.
+    if (c.save_minutes == "auto")
+        return now - run.saves.last >= run.saves.interval;
+    return save_seconds(c) > 0 && now - run.saves.last >= save_seconds(c);
+}
+
+// Describe what a save of this step is.
+template <typename T, typename S>
+CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
+    CheckpointInfo info;
+    info.step = run.step;
+    info.cursor = t.cursor;
+    info.seed = uint64_t(run.config.seed);
+    info.config = config_json(run.config);
+    info.tokens = run.tokens;
+    info.best_step = run.kept_step;
+    info.best_loss = run.kept_loss;
+    return info;
+}
+
+// Save in the memory of two machines. A save that fails is said once, and the run goes on.
+template <typename T, typename S>
+void save_in_memory(Run& run, Trainer<T, S>& t) {
+    Spend spend(run.account, Work::SAVE);
+    std::string wrong = buddy_save(t, *run.buddies, checkpoint_info(run, t));
+    bool failed_before = std::exchange(run.saves.memory_fails, !wrong.empty());
+    if (!wrong.empty() && !failed_before)
+        note(run, concat("step ", run.step, " is not saved in memory: ", wrong));
 }
 
 // Save a checkpoint of this step: "" or why there is none. The cursor goes along, so that a
@@ -287,18 +343,23 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     std::string ruined = ruined_weights(run, t);
     if (!ruined.empty()) return ruined;
 
-    CheckpointInfo info;
-    info.step = run.step;
-    info.cursor = t.cursor;
-    info.seed = uint64_t(run.config.seed);
-    info.config = config_json(run.config);
-    info.tokens = run.tokens;
-    info.best_step = run.kept_step;
-    info.best_loss = run.kept_loss;
     // Steps wait for the whole save, or for a copy of what it writes.
+    CheckpointInfo info = checkpoint_info(run, t);
     Save save = {info, run.config.out, run.config.keep};
     return run.saves.async ? async_begin(t, *run.saves.async, save)
                            : checkpoint_save(t, info, save.out, save.keep);
+}
+
+// With --save-minutes auto: what saves have cost so far says when the next one is due. Say it once.
+inline void set_save_interval(Run& run) {
+    const Config& c = run.config;
+    if (c.save_minutes != "auto" || !is_first(run)) return;
+    // Saves that have failed have cost time too.
+    double cost = run.account.spent_on(Work::SAVE) / double(run.saves.count);
+    double failure = job_failure_seconds(c.failure_hours, run.world.size);
+    run.saves.interval = young_interval(failure, cost);
+    if (run.saves.count == 1)
+        note(run, interval_text(c.failure_hours, run.world.size, cost));
 }
 
 // Note how the save of a step has ended. Say when saves begin to fail, and when they work again.
@@ -308,6 +369,8 @@ inline void note_save(Run& run, int64_t step, const std::string& wrong) {
     bool fails = !wrong.empty(), failed_before = saves.retry > 0;
     saves.retry = fails ? clock_seconds() + RETRY_SECONDS : 0;
     saves.step = fails ? -1 : step;
+    saves.count += !fails;
+    if (!fails) set_save_interval(run);
     if (fails == failed_before) return;
     note(run, fails ? concat("step ", step, " is not saved: ", wrong,
                              ": the run goes on, and tries again")
@@ -350,14 +413,14 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
     if (run.config.out.empty() || run.saves.step == run.step)
         return;
     Spend spend(run.account, Work::SAVE);
-    double end = clock_seconds() + 60 * run.config.save_minutes;
+    double end = clock_seconds() + save_seconds(run.config);
     std::string wrong = try_to_save(run, t);
     bool said = false;
     while (!wrong.empty() && !run.ruined) {
         Wishes all = agree(run.world, {stop_signal, is_first(run) && clock_seconds() < end});
         if (all.stop || !all.save) break;
         if (!std::exchange(said, true))
-            note(run, concat(wrong, ": waiting for room, up to ", run.config.save_minutes,
+            note(run, concat(wrong, ": waiting for room, up to ", save_seconds(run.config) / 60,
                              " minutes"));
         std::this_thread::sleep_for(std::chrono::duration<double>(RETRY_AT_THE_END));
         wrong = try_to_save(run, t);

@@ -2,14 +2,16 @@
 //   first_bad_weight    after a load and before a save: every weight of this rank is looked at
 //   ruined_weights      before a save: the weights are tried on the text of the last step. A model
 //                       that has learned its text by heart is no good on other text, and not ruined
-//   check_replicas      before a save, and every --verify-every steps: ranks that hold the same
-//                       weights compare them (replicas.h). A silent fault of a machine ends the run
+//   check_replicas      before a save, and every --verify-every steps: ranks that keep the same
+//                       compare it (replicas.h). A silent fault of a machine ends the run
+//   check_ranks         every --verify-every steps: and a step done again must be the same on all
 //   trace_bad_value     after a step that diverged: the step is done again, and each action's
 //                       results are looked at as they are made. A norm that is not finite updates
 //                       nothing, so the step makes the same values but for the order of sums.
 #pragma once
 #include "../io/checkpoint.h"
 #include "choose.h"
+#include "replay.h"
 #include "stop.h"
 
 namespace llmc {
@@ -113,15 +115,33 @@ inline std::string resume_hint(const Run& run) {
     return saved ? "; --resume goes on from the last checkpoint" : "";
 }
 
-// End the run where ranks that should have the same weights do not: no step mends that, and a
-// checkpoint would keep it.
+// End the run where ranks that should keep the same do not: no step mends that, and a checkpoint
+// would keep it. A replay of the step says whether a rank still computes wrong.
 template <typename T, typename S>
-void check_replicas(const Run& run, const Trainer<T, S>& t) {
+void check_replicas(const Run& run, Trainer<T, S>& t) {
     std::string wrong = replicas_differ(t);
-    if (!wrong.empty())
-        wrong = concat("step ", run.step, ": ", wrong, ": suspect that machine, and leave it out",
-                       resume_hint(run));
-    or_die_on_all_ranks(run, wrong);
+    if (wrong.empty()) return;
+    even_weights(t);
+    std::string who = replay_step(t, run.train_plan);
+    // Alone, or with experts that others have, there is no twin to compare with.
+    bool twins = run.layout.dp.size > 1 && run.layout.ep == 1;
+    bool alike = twins && who.empty();
+    if (alike) who = "a replay of the step is the same on all ranks, as if memory had failed";
+    or_die_on_all_ranks(run, concat("step ", run.step, ": ", wrong, who.empty() ? "" : "; ", who,
+                                    ": suspect that machine, and leave it out", resume_hint(run)));
+}
+
+// The same, and whether all ranks make the same of one batch: where gradients are summed, a rank
+// that computes wrong is wrong on all of them.
+template <typename T, typename S>
+void check_ranks(const Run& run, Trainer<T, S>& t) {
+    // Weights that have changed meanwhile explain a replay's difference.
+    std::string who = replay_step(t, run.train_plan);
+    check_replicas(run, t);
+    if (who.empty()) return;
+    or_die_on_all_ranks(run, concat("step ", run.step, ": ", who, ": suspect that machine, leave "
+                                    "it out, and go on from a checkpoint before it failed",
+                                    resume_hint(run)));
 }
 
 // ----------------------------------------------------------------------------
@@ -234,14 +254,6 @@ std::string bad_results(const Trainer<T, S>& t, const Action& a) {
     if (reaches_weights(a.op) && found.empty())
         found = bad_gradient(t, a);
     return found;
-}
-
-// Where in a step a value was found. Among ranks the earliest counts: forward before backward,
-// then micro-batches in order, then layers as the pass goes.
-inline int64_t when_in_step(const Action& a, int layers) {
-    bool backward = a.op != Op::F;
-    int64_t layer = backward ? layers - a.layer : a.layer;
-    return (int64_t(backward) << 60) + (int64_t(a.micro) << 30) + layer;
 }
 
 // Do the step again and name the first value that is not finite; "": there was none this time.

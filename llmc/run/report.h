@@ -315,6 +315,10 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     // No plan has it: the run takes it beside its arena.
     if (c.save_async && trains)
         text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
+    // Two files in their place and two that are written.
+    if (!c.buddy.empty() && trains)
+        text += memory_line("files of --buddy", 4 * snapshot_bytes(t), 0,
+                            "in --buddy: its own and a neighbour's, twice in a save");
     text += logits_text<T>(t.plans[plan], model);
     text += context_text<T>(t.plans[plan], model);
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);

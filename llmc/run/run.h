@@ -4,6 +4,7 @@
 #include <filesystem>
 #include "../choice_bias.h"
 #include "../io/async_save.h"
+#include "../io/buddy.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/huggingface.h"
@@ -21,6 +22,9 @@ struct Saves {
     int64_t step = -1;             // of the last one
     double last = clock_seconds(); // when it was, or the run began
     double retry = 0;              // when to try again after one that failed; 0: none has
+    int64_t count = 0;             // that have ended well
+    double interval = 0;           // seconds, by --save-minutes auto; 0: none has been measured
+    bool memory_fails = false;     // the last save in --buddy has failed
     std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
 };
 
@@ -73,6 +77,7 @@ struct Run {
     Spikes spikes;
     LossScaling loss_scaling; // fp16
     Saves saves;
+    std::shared_ptr<Buddies> buddies; // --buddy; null: all saves go to --out
     Account account; // of time
 
     // The end: the signal that stopped it, and whether something was left undone.

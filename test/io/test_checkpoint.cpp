@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <csignal>
+#include "../../llmc/run/replay.h"
 #include "saved_models.h"
 
 struct Checkpoints : Scratch {};
@@ -290,7 +291,7 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
         sizes.whole_matrices = l.whole_matrices;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
         Plan p = plan_of(Mode::TRAIN, 1, 16);
-        p.micro_batches = 8 / l.dp;
+        p.micro_batches = std::max(8 / l.dp, 1);
         p.layout = layout_at(sizes, world.rank);
         Small<T> m(s, {p});
         m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
@@ -364,6 +365,38 @@ void save_and_load_in_all_layouts(const std::string& dir, const Shape& s,
 TEST_F(Checkpoints, CheckpointsOfAnyLayoutLoadInAnyOther) {
     save_and_load_in_all_layouts<float>(dir, shapes_to_cut()[0], layouts);
     save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1], layouts);
+}
+
+// Of 64 ranks each byte of a checkpoint is read by one, whatever cut it: the sum of what they read is
+// the files' tensors. Only a tied table goes to two stages, and it too is read once.
+TEST_F(Checkpoints, EachByteIsReadOnce) {
+    Shape s = shapes_to_cut()[0];
+    for (const LayoutCase& from : {layouts[5]}) {
+        std::string saved;
+        std::string out = dir + "/" + layout_name(from);
+        fs::create_directories(out);
+        on_ranks<float>(from, s, 3, [&](Small<float>& m) {
+            run_plan(m.t, 0);
+            EXPECT_EQ(checkpoint_save(m.t, {1, 8, 0, {}}, out, 1), "");
+            std::string state = state_of(m);
+            if (m.t.comms.world.rank == 0) saved = state;
+        });
+        size_t all = 0;
+        for (const auto& [name, bytes] : folder_bytes(out + "/step_00000001"))
+            if (name.ends_with(".safetensors"))
+                for (const SafeTensor& x : TensorFile(out + "/step_00000001/" + name).file.tensors)
+                    all += x.bytes;
+        for (const LayoutCase& to : {LayoutCase{8, 2, 3, 8, 0, 4}, {3, 1, 1, 3, 0}}) {
+            std::atomic<size_t> read = 0;
+            on_ranks<float>(to, s, 4, [&](Small<float>& m) {
+                Loaded l = load_checkpoint(m, out);
+                EXPECT_EQ(l.wrong, "");
+                read += l.info.bytes_read;
+                EXPECT_TRUE(state_of(m) == saved) << layout_name(to);
+            });
+            EXPECT_EQ(read, all) << layout_name(from) << " read by " << layout_name(to);
+        }
+    }
 }
 
 // Experts that ranks share out are read by any number of them, and tensor-parallel ones.
@@ -488,17 +521,21 @@ TEST_F(Checkpoints, WeightsSumsAreThoseOfTheWholeInAnyLayout) {
 
 // A bit of a weight turns on one rank. All ranks name the parameter; of three or more that hold it
 // they name the one, and what one rank alone holds nobody can compare.
-static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& name, int rank) {
+template <typename T = float>
+static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& name, int rank,
+                       Data of = {Kind::WEIGHT}, std::string called = "") {
     std::atomic<int> holders = 0;
     std::set<std::string> said;
     std::mutex mutex;
-    on_ranks<float>(l, s, 3, [&](Small<float>& m) {
-        Trainer<float, Cpu>& t = m.t;
+    on_ranks<T>(l, s, 3, [&](Small<T>& m) {
+        Trainer<T, Cpu>& t = m.t;
+        if (of.kind != Kind::WEIGHT) run_plan(t, 0); // then moments are not zero
         const Comm& world = t.comms.world;
         const Parameter* p = nullptr;
         for (const Parameter& x : t.model.parameters)
             if (x.name == name) p = &x;
-        Data weight = {Kind::WEIGHT, p->bucket};
+        Data weight = of;
+        weight.of = p->bucket;
         KeptRange range = kept_range(t, weight, *p);
 
         // Count those that keep the elements of the rank that fails.
@@ -520,8 +557,8 @@ static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& n
         said.insert(text);
     });
     ASSERT_EQ(said.size(), 1u);
-    std::string one = concat(name, ": rank ", rank, " has other values than ranks ");
-    std::string two = concat(name, ": ranks ");
+    std::string one = concat(called, name, ": rank ", rank, " has other values than ranks ");
+    std::string two = concat(called, name, ": ranks ");
     std::string want = holders > 2 ? one : holders == 2 ? two : "";
     EXPECT_EQ(said.begin()->substr(0, want.size()), want) << layout_name(l);
     EXPECT_EQ(said.begin()->empty(), want.empty()) << layout_name(l) << *said.begin();
@@ -546,6 +583,93 @@ TEST_F(Checkpoints, ATurnedBitIsFoundAndItsRankNamed) {
     for (int rank : {0, 1, 5})
         turn_a_bit({6, 1, 0, 6, 0, 1, false, 2}, small_mixtral(),
                    "model.layers.1.block_sparse_moe.experts.{}.w1.weight", rank);
+}
+
+// Masters and moments have copies too, where ZeRO leaves them whole or its groups repeat.
+TEST_F(Checkpoints, ATurnedBitOfAMomentOrAMasterIsFound) {
+    Shape s = shapes_to_cut()[0];
+    const char* name = "h.1.mlp.c_fc.weight";
+    for (const LayoutCase& l : {LayoutCase{3, 1, 0, 3, 0}, {4, 1, 3, 2, 0}, {4, 1, 1, 4, 0}}) {
+        turn_a_bit(l, s, name, 2, {Kind::STATE, 0, 0}, "m of ");
+        turn_a_bit(l, s, name, 0, {Kind::STATE, 0, 1}, "v of ");
+        turn_a_bit<bf16>(l, s, name, 1, {Kind::MASTER}, "the master of ");
+    }
+    // A norm's are on all ranks of a layer.
+    turn_a_bit({1, 1, 0, 1, 0, 4}, s, "h.1.ln_1.weight", 3, {Kind::STATE, 0, 1}, "v of ");
+}
+
+// A rank that computes wrong, in an action and from some time on. Its gradients go into everybody's
+// sums, so all ranks stay alike: a replay names it, says where it begins, and changes nothing.
+enum class Wrong { NEVER, ALWAYS, AT_TIMES, ONCE };
+static std::string replay_with(const LayoutCase& l, const Shape& s, int rank, Op op, Wrong wrong) {
+    std::set<std::string> said;
+    std::mutex mutex;
+    on_ranks<float>(l, s, 3, [&](Small<float>& m) {
+        Trainer<float, Cpu>& t = m.t;
+        int times = 0;
+        t.after = [&](const Action& a) {
+            if (t.comms.world.rank != rank || a.op != op || a.layer != 1 || a.micro) return;
+            float* x = op == Op::F ? output_of(t, a) : input_gradient(t, a);
+            times++;
+            bool now = wrong == Wrong::ALWAYS || (wrong == Wrong::ONCE && times == 1);
+            if (now) x[5] *= 1.001f;
+            if (wrong == Wrong::AT_TIMES) x[5] *= 1 + 0.001f * float(times);
+        };
+        run_plan(t, 0);
+        t.cursor += 8;
+        if (l.tp == 1) { // else ranks of a layer have gone apart already
+            EXPECT_EQ(replicas_differ(t), "");
+        }
+        std::string before = state_of(m), text = replay_step(t, 0);
+        EXPECT_TRUE(state_of(m) == before) << layout_name(l);
+        EXPECT_EQ(t.cursor, 8u);
+        std::lock_guard<std::mutex> lock(mutex);
+        said.insert(text);
+    });
+    EXPECT_EQ(said.size(), 1u);
+    return *said.begin();
+}
+
+TEST_F(Checkpoints, ARankThatComputesWrongIsNamedByAReplay) {
+    Shape s = shapes_to_cut()[0];
+    std::string replay = "in a replay of the step rank";
+    LayoutCase three = {3, 1, 0, 3, 0}, sharded = {4, 1, 3, 4, 0}, two = {2, 1, 0, 2, 0},
+               stages = {3, 2, 0, 3, 0}, cut = {3, 1, 0, 3, 0, 2};
+    for (const LayoutCase& l : {three, sharded}) {
+        EXPECT_EQ(replay_with(l, s, 1, Op::F, Wrong::NEVER), "");
+        EXPECT_EQ(replay_with(l, s, 1, Op::F, Wrong::ONCE), "");
+        EXPECT_EQ(replay_with(l, s, 1, Op::F, Wrong::ALWAYS),
+                  replay + " 1 made another result of F(0,1) than the others");
+        EXPECT_EQ(replay_with(l, s, 2, Op::B, Wrong::AT_TIMES),
+                  replay + " 2 made another result of B(0,1) than the others");
+    }
+
+    // Of two nobody can say, but of one that is not always wrong.
+    EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::ALWAYS),
+              replay + "s 0 and 1 made different results of F(0,1), each its own again");
+    EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::AT_TIMES),
+              replay + " 1 made another result of F(0,1) than the time before");
+
+    // The first of a replica's ranks is meant, and not those that compute with what it gave.
+    EXPECT_EQ(replay_with(stages, s, 4, Op::F, Wrong::NEVER), "");
+    EXPECT_EQ(replay_with(stages, s, 2, Op::F, Wrong::ALWAYS),
+              replay + " 2 made another result of F(0,1) than the others");
+    EXPECT_HAS(replay_with(cut, s, 3, Op::F, Wrong::ALWAYS), replay + " 3 made another result of F(0,1)");
+}
+
+// Weights that differ are no reason to blame who computes with them.
+TEST_F(Checkpoints, AReplayBeginsWithEvenWeights) {
+    on_ranks<float>({2, 1, 0, 2, 0, 2}, shapes_to_cut()[1], 3, [&](Small<float>& m) {
+        const Parameter& p = m.t.model.parameters[3];
+        Data weight = {Kind::WEIGHT, p.bucket};
+        if (m.t.comms.world.rank == 3)
+            fill_kept<float>(m.t, weight, kept_range(m.t, weight, p).at, 1, [](size_t) { return 3.0f; });
+        run_plan(m.t, 0);
+        EXPECT_NE(replicas_differ(m.t), "");
+        EXPECT_NE(replay_step(m.t, 0), "");
+        even_weights(m.t);
+        EXPECT_EQ(replay_step(m.t, 0), "");
+    });
 }
 
 // A load whose weights are not those that were saved says so, whatever the files' checksums say.

@@ -258,6 +258,12 @@ TEST(Config, RefusesShapesThatDoNotFit) {
                "leave --document-mask out");
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
     EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
+    EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}), "give --out DIR and --buddy-every N");
+    EXPECT_HAS(check({"--buddy-every", "5", "--out", "x"}), "give --buddy /dev/shm/NAME");
+    EXPECT_HAS(check({"--save-minutes", "auto"}), "--save-minutes auto wants a folder: give --out DIR");
+    EXPECT_HAS(check({"--failure-hours", "9", "--out", "x"}), "give that too");
+    for (const char* minutes : {"often", "-1", "", "1e7", "5m", "nan"})
+        EXPECT_HAS(check({"--save-minutes", minutes, "--out", "x"}), "neither auto nor a number");
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
     EXPECT_HAS(check({"--kv-heads", "3"}, llama), "--kv-heads 3 does not divide --heads 4");
     EXPECT_HAS(check({"--position", "learned"}, llama), "Llama has no table of positions");
