@@ -10,8 +10,8 @@
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen. Scratch: what
 //         attention_scratch_bytes() says, O(T).
-//   To copy: this file, attention_sm80.cuh, attention_sm90.cuh, attention_rows.cuh,
-//   attention_types.h, hopper.cuh, mma.cuh, types.h and cuda_common.h.
+//   To copy: this file, attention_sm80.cuh, attention_sm90.cuh, attention_queue.cuh,
+//   attention_rows.cuh, attention_types.h, hopper.cuh, mma.cuh, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include <string>

@@ -149,36 +149,45 @@ template <typename T, int N> struct KeyTiles {
 // ----------------------------------------------------------------------------
 // what a pass knows of its tiles before it starts
 
-// The ranges of a tile's rows and their spans, by warp 0; the span of a tile of keys, by warp 1.
+// The ranges of a tile's rows, and their spans; by one warp.
+template <typename T>
+__device__ void describe_rows(const RowOperands<T>& x, size_t b, unsigned tile) {
+    const unsigned lane = threadIdx.x % 32;
+    RowSpans all = {NO_SPAN, NO_SPAN};
+    for (unsigned slot = lane; slot < x.tile_size; slot += 32) {
+        const unsigned row = tile * x.tile_rows + slot;
+        KeyRange range = {0, -1};
+        if (slot < x.tile_rows && row < x.rows) {
+            range = range_of(x, b, x.query_of(row));
+            all = {join(all.first, {range.first, range.first}),
+                   join(all.last, {range.last, range.last})};
+        }
+        x.ranges[x.tile_at(b, tile) * x.tile_size + slot] = range;
+    }
+    all = {join_lanes(all.first), join_lanes(all.last)};
+    if (lane == 0)
+        x.row_spans[x.tile_at(b, tile)] = all;
+}
+// The span of a tile of keys; by one warp.
+template <typename T>
+__device__ void describe_keys(const RowOperands<T>& x, size_t b, unsigned tile) {
+    const unsigned lane = threadIdx.x % 32;
+    Span all = NO_SPAN;
+    const size_t key0 = size_t(tile) * x.tile_keys, end = key0 + x.tile_keys;
+    for (size_t key = key0 + lane; key < end && key < x.d.Tk; key += 32)
+        all = join(all, {x.position_of(b, key), x.position_of(b, key)});
+    all = join_lanes(all);
+    if (lane == 0)
+        x.key_spans[b * x.key_tiles + tile] = all;
+}
+// Tile `tile` of the rows by warp 0, of the keys by warp 1, where there are so many.
 template <typename T>
 __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) {
-    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (warp == 0 && tile < x.tiles) {
-        RowSpans all = {NO_SPAN, NO_SPAN};
-        for (unsigned slot = lane; slot < x.tile_size; slot += 32) {
-            const unsigned row = tile * x.tile_rows + slot;
-            KeyRange range = {0, -1};
-            if (slot < x.tile_rows && row < x.rows) {
-                range = range_of(x, b, x.query_of(row));
-                all = {join(all.first, {range.first, range.first}),
-                       join(all.last, {range.last, range.last})};
-            }
-            x.ranges[x.tile_at(b, tile) * x.tile_size + slot] = range;
-        }
-        all = {join_lanes(all.first), join_lanes(all.last)};
-        if (lane == 0)
-            x.row_spans[x.tile_at(b, tile)] = all;
-    }
-
-    if (warp == 1 && tile < x.key_tiles) {
-        Span all = NO_SPAN;
-        const size_t key0 = size_t(tile) * x.tile_keys, end = key0 + x.tile_keys;
-        for (size_t key = key0 + lane; key < end && key < x.d.Tk; key += 32)
-            all = join(all, {x.position_of(b, key), x.position_of(b, key)});
-        all = join_lanes(all);
-        if (lane == 0)
-            x.key_spans[b * x.key_tiles + tile] = all;
-    }
+    const unsigned warp = threadIdx.x / 32;
+    if (warp == 0 && tile < x.tiles)
+        describe_rows(x, b, tile);
+    if (warp == 1 && tile < x.key_tiles)
+        describe_keys(x, b, tile);
 }
 // Forward: block x has tile x of the rows, and tile x of the keys.
 template <typename T>

@@ -6,9 +6,10 @@
 //   A block is three warpgroups. One gives its registers away and keeps the loads ahead; two own 64
 //   rows (forward) or 64 keys (backward) each. Tiles lie in chunks of 64 channels, 128 bytes a row,
 //   under the 128-byte swizzle, as TMA writes and wgmma reads them.
-//   forward      one tile's softmax runs under P V of the tile before; the two warpgroups take
-//                turns with the tensor cores, so that one's exponentials run under the other's
-//                products
+//   forward      blocks stay, one an SM, and take tiles of rows from a queue (attention_queue.cuh);
+//                loads and stores run beside the tile that is computed. One tile's softmax runs
+//                under P V of the tile before; the two warpgroups take turns with the tensor cores,
+//                so that one's exponentials run under the other's products
 //   backward     a block owns keys: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are
 //                operands in registers; only dS passes through shared memory, for dQ = dS K. dK, dV
 //                stay in registers over all heads of the group. dQ is summed over blocks in float
@@ -22,10 +23,10 @@
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
 //         each. Launches: 2 forward, 3 backward, in any order 4. Scratch: spans and turns of the
 //         tiles, four numbers a row, and dQ in float.
-//   To copy: this file, attention_rows.cuh, attention_types.h, hopper.cuh, mma.cuh,
-//            types.h and cuda_common.h.
+//   To copy: this file, attention_queue.cuh, attention_rows.cuh, attention_types.h, hopper.cuh,
+//            mma.cuh, types.h and cuda_common.h.
 #pragma once
-#include "attention_rows.cuh"
+#include "attention_queue.cuh"
 #include "hopper.cuh"
 
 namespace llmc {
@@ -41,8 +42,8 @@ constexpr int BACKWARD_ROWS = 64; // of a tile that a block of keys reads
 constexpr int STAGES = 2;         // tiles that are loaded or in use
 // A warp lets k go before it masks, so the positions of keys stay for twice as many tiles.
 constexpr int POSITION_STAGES = 2 * STAGES;
-// Blocks that run at once, and what their operands may take of L2, of an H100; the emulator's
-// sizes are small, and take every path.
+// Blocks that run at once, one an SM, and what their operands may take of L2, of an H100: no GPU of
+// its kind has more SMs. The emulator's sizes are small, and take every path.
 #if defined(EMULATE)
 constexpr unsigned BLOCKS_AT_ONCE = 4;
 constexpr size_t L2_BYTES = 256 << 10;
@@ -62,8 +63,9 @@ struct HopperMaps {
 template <typename T>
 struct HopperOperands : RowOperands<T> {
     float* dq;               // (B,NKV,tiles) fragments, see fragment_at()
+    TileQueue queue;         // forward: the tiles of rows
     unsigned heads_together; // key heads of all sequences whose blocks are mixed
-    bool first_keys_first;   // blocks start with the first keys, else with the last
+    bool first_keys_first;   // backward: blocks start with the first keys, else with the last
 };
 
 template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a tile's row
@@ -98,22 +100,31 @@ __device__ __forceinline__ void hold(float (&x)[N][4]) {
             keep(x[i][j]);
 }
 
+// The operand `bytes` further on; descriptors count 16. NARROW adds to the low word alone, which an
+// address does not leave: fewer instructions where ptxas keeps descriptors in a thread's registers
+// (forward), more where it has room for them in uniform ones (backward).
+template <bool NARROW>
+__device__ __forceinline__ uint64_t further(uint64_t descriptor, uint32_t bytes) {
+    if (!NARROW) return descriptor + bytes / 16;
+    return (descriptor & 0xffffffff00000000) | uint32_t(uint32_t(descriptor) + bytes / 16);
+}
+
 // s (64, 8 NT) = 64 rows of a times the 8 NT rows of b, over D channels; a chunk has a_rows, b_rows
-template <typename T, int D, int NT>
+template <typename T, int D, bool NARROW, int NT>
 __device__ __forceinline__ void issue_rows_times_rows(float (&s)[NT][4], uint32_t a, int a_rows,
                                                       uint32_t b, int b_rows) {
-    // Descriptors count 16 bytes: adding to one costs less than making the next.
+    // Moving a descriptor costs less than making the next.
     const uint64_t a_at = descriptor(a, 16, 1024), b_at = descriptor(b, 16, 1024);
     wg_fence();
     #pragma unroll
     for (int k = 0; k < D / 16; k++)
         // 16 channels are 32 bytes of a row; after 64 comes the next chunk. k = 0 overwrites s.
-        wgmma<T, 8 * NT, 0, 0>(flat(s), a_at + (k / 4 * a_rows * 128 + k % 4 * 32) / 16,
-                               b_at + (k / 4 * b_rows * 128 + k % 4 * 32) / 16, k != 0);
+        wgmma<T, 8 * NT, 0, 0>(flat(s), further<NARROW>(a_at, k / 4 * a_rows * 128 + k % 4 * 32),
+                               further<NARROW>(b_at, k / 4 * b_rows * 128 + k % 4 * 32), k != 0);
     wg_commit();
 }
 // sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b, all its channels; a chunk has b_rows
-template <typename T, int KT, int CT>
+template <typename T, bool NARROW, int KT, int CT>
 __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
                                                         const uint32_t (&p)[KT][4], uint32_t b,
                                                         int b_rows) {
@@ -122,7 +133,7 @@ __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
     #pragma unroll
     for (int k = 0; k < KT; k++)
         // b is MN-major: 16 rows of 128 bytes, 2048 in all, go into one product.
-        wgmma_rs<T, 8 * CT, 1>(flat(sum), p[k], b_at + k * 128, 1);
+        wgmma_rs<T, 8 * CT, 1>(flat(sum), p[k], further<NARROW>(b_at, k * 2048), 1);
     wg_commit();
 }
 
@@ -146,75 +157,68 @@ __device__ inline void release(uint64_t* barrier) {
 #endif
 
 // ----------------------------------------------------------------------------
-// forward: a producer warp, two consumer warpgroups of 64 rows each
+// forward: a producer warp, a warp that stores out, two consumer warpgroups of 64 rows each
 //
-//   barrier          arrivals a phase                     who waits, for tile i
-//   q_full           1: producer, with q's bytes          consumers, once
-//   k_full[stage]    1: producer, with k's bytes;         consumers: phase i / STAGES, before Q K^T
-//                       a bare arrival after the last
+//   barrier          arrivals a phase                     who waits, for tile n of rows, i of keys
+//   q_full           1: producer, with q's bytes; bare    all others: phase n, before they read
+//                       after the last                      which tile of rows it is
+//   q_free           9: consumer warps, the last Q K^T    producer: phase n - 1, before it loads q
+//                       is over; storer, it has read        again
+//   out_full         8: consumer warps, their rows of     storer: phase n
+//                       out are in shared memory
+//   out_free         1: storer, TMA has read them         consumers: phase n - 1, before they write
+//   k_full[stage]    1: producer, with k's bytes          consumers: phase i / STAGES, before Q K^T
 //   v_full[stage]    1: producer, with v's bytes          consumers: phase i / STAGES, before P V
 //   k_free[stage]    8: consumer warps, Q K^T is over     producer: phase i / STAGES - 1, before
 //   v_free[stage]    8: consumer warps, P V is over         loading into the stage again
 //   TURN + me        256: the other warpgroup, when its   warpgroup `me`, before it issues its own
 //                       products are issued, and `me`
-//   EVERY_CONSUMER   256: consumers, their rows of out    consumers; then one thread stores out by
-//                       are in shared memory                TMA
+//
+// n and i count all that the block has had, so rings and turns run on from tile to tile.
 
-// q, and STAGES tiles of k and of v: 160 KB at 128 channels, one block an SM.
+// q, out, and STAGES tiles of k and of v: 192 KB at 128 channels, one block an SM.
 template <int D>
 constexpr size_t FORWARD_BYTES = size_t(CHUNKS<D>) * 128 *
-                                 (FORWARD_ROWS + 2 * STAGES * HOPPER_KEYS);
+                                 (2 * FORWARD_ROWS + 2 * STAGES * HOPPER_KEYS);
 
 #if HOPPER_PASS
 template <int D> struct ForwardShared {
     static constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int Q_BYTES = C * M * 128, K_BYTES = C * N * 128; // of a tile
-    unsigned char *q, *k, *v;   // (C, M, 64), then (STAGES, C, N, 64) each; out takes q's place
+    unsigned char *q, *out;     // (C, M, 64)
+    unsigned char *k, *v;       // (STAGES, C, N, 64)
+    RowTile* rows;              // whose q it is
     int* key_positions;         // (POSITION_STAGES, N) of tiles that need a mask
-    int* tile_notes;            // (STAGES)
-    uint64_t *q_full;
+    int* tile_notes;            // (STAGES) whether all of the tile is visible
+    uint64_t *q_full, *q_free, *out_full, *out_free;
     uint64_t *k_full, *v_full;  // (STAGES)
     uint64_t *k_free, *v_free;  // (STAGES)
 };
 
-// Load q once, then every tile of keys that its rows see, STAGES ahead.
+// Load every tile of keys that a tile of rows sees, STAGES ahead. i counts them.
 template <typename T, int D>
-__device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
-                                                 const HopperMaps& maps, const HopperOperands<T>& x,
-                                                 unsigned row0) {
-    constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>, lane_keys = N / 32;
+__device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const HopperMaps& maps,
+                                          const HopperOperands<T>& x, const RowTile& rows, int& i,
+                                          bool leader) {
+    constexpr int N = HOPPER_KEYS, C = CHUNKS<D>, lane_keys = N / 32;
     constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
-    // 40 + 2 * 232 = 3 * 168: the registers that a launch gives the three warpgroups' threads.
-    regs_dec<40>();
-    if (threadIdx.x >= 32) return; // one warp is enough
-
-    // Load the block's rows of q. Rows that are not in use do not count as bytes.
-    const bool leader = elect_one();
-    if (leader) {
-        mbar_expect_tx(shared.q_full, C * 128 * x.tile_rows);
-        for (int c = 0; c < C; c++)
-            tma_load_4d(shared.q + c * M * 128, &maps.q, shared.q_full, 64 * c, int(kh * x.group),
-                        int(row0 / x.group), int(b));
-    }
-
-    // Walk the visible tiles, with a last note that there are no more.
     const int lane = threadIdx.x % 32;
-    const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, row0 / x.tile_rows)]};
+    const size_t b = rows.b;
+    const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
     TileWalk walk = {int(x.key_tiles)};
-    for (int i = 0, tile = 0; tile >= 0; i++) {
+    for (const int end = i + rows.key_tiles; i < end; i++) {
+        // The walk finds as many as the queue has counted.
         bool all = false;
-        const int stage = ring_stage(i);
-        tile = walk.next(all, look);
+        const int stage = ring_stage(i), tile = walk.next(all, look);
         // One barrier covers all chunks of a tile.
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
             mbar_expect_tx(full + stage, K_BYTES);
             for (int c = 0; c < C; c++)
-                tma_load_4d(to + stage * K_BYTES + c * N * 128, map, full + stage, 64 * c, int(kh),
-                            tile * N, int(b));
+                tma_load_4d(to + stage * K_BYTES + c * N * 128, map, full + stage, 64 * c,
+                            int(rows.kh), tile * N, int(b));
         };
         // Fetch the positions that a mask will read, while the stage is still in use.
-        const bool masked = tile >= 0 && (!all || x.slopes);
+        const bool masked = !all || x.slopes;
         int positions[lane_keys];
         for (int j = 0; masked && j < lane_keys; j++)
             positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
@@ -225,29 +229,81 @@ __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
         __syncwarp();
         if (leader) {
             shared.tile_notes[stage] = tile_note(tile, all);
-            // Consumers read a note after k_full, the last one too: arrive without bytes.
-            if (tile < 0) {
-                mbar_arrive(shared.k_full + stage);
-            } else {
-                // Load k at once, v when its stage is free: P V runs a tile behind Q K^T.
-                load(shared.k, &maps.k, shared.k_full);
-                mbar_wait(shared.v_free + stage, ring_parity(i) ^ 1);
-                load(shared.v, &maps.v, shared.v_full);
-            }
+            // Load k at once, v when its stage is free: P V runs a tile behind Q K^T.
+            load(shared.k, &maps.k, shared.k_full);
+            mbar_wait(shared.v_free + stage, ring_parity(i) ^ 1);
+            load(shared.v, &maps.v, shared.v_full);
         }
         // The walk votes by all lanes: keep them together.
         __syncwarp();
     }
 }
 
-// Divide by the sums of exponentials; write lse, and out through q's shared memory.
+// Claim tiles of rows until none is left; load q and the keys of each.
+template <typename T, int D>
+__device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
+                                                 const HopperMaps& maps,
+                                                 const HopperOperands<T>& x) {
+    constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
+    const bool leader = elect_one();
+    for (int n = 0, i = 0;; n++) {
+        // Claim while the tile before is still being computed.
+        const RowTile rows = x.queue.claim(x);
+
+        // Load q as soon as the last scores of that tile are there.
+        if (leader) {
+            mbar_wait(shared.q_free, (n & 1) ^ 1);
+            *shared.rows = rows;
+            if (rows.key_tiles < 0) {
+                mbar_arrive(shared.q_full);
+            } else {
+                // Rows that are not in use do not count as bytes.
+                mbar_expect_tx(shared.q_full, C * 128 * x.tile_rows);
+                for (int c = 0; c < C; c++)
+                    tma_load_4d(shared.q + c * M * 128, &maps.q, shared.q_full, 64 * c,
+                                int(rows.kh * x.group), int(rows.tile * (x.tile_rows / x.group)),
+                                int(rows.b));
+            }
+        }
+        __syncwarp();
+
+        // Keys go on through the ring, whose stages are free again.
+        if (rows.key_tiles < 0) return;
+        load_keys(shared, maps, x, rows, i, leader);
+    }
+}
+
+// Store out, tile after tile; one thread.
+template <typename T, int D>
+__device__ __forceinline__ void forward_storer(const ForwardShared<D>& shared,
+                                               const HopperMaps& maps,
+                                               const HopperOperands<T>& x) {
+    constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
+    for (int n = 0;; n++) {
+        // Read whose rows they are before the producer may write the next.
+        mbar_wait(shared.q_full, n & 1);
+        const RowTile rows = *shared.rows;
+        if (rows.key_tiles < 0) return;
+        mbar_arrive(shared.q_free);
+
+        // Rows that are not in use are outside the box.
+        mbar_wait(shared.out_full, n & 1);
+        for (int c = 0; c < C; c++)
+            tma_store_4d(&maps.out, shared.out + c * M * 128, 64 * c, int(rows.kh * x.group),
+                         int(rows.tile * (x.tile_rows / x.group)), int(rows.b));
+        bulk_commit();
+        // Neither the next tile's out nor the end of the block may come before the read.
+        bulk_wait_read<0>();
+        mbar_arrive(shared.out_free);
+    }
+}
+
+// Divide by the sums of exponentials; write lse, and out for the storer.
 template <typename T, int D, int CT>
 __device__ __forceinline__ void
-forward_epilogue(const ForwardShared<D>& shared, const HopperMaps& maps, float* lse,
-                 const HopperOperands<T>& x, unsigned row0, int my_row, float (&sum)[CT][4],
+forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperands<T>& x,
+                 const RowTile& rows, int n, int my_row, float (&sum)[CT][4],
                  const float (&row_max)[2], const float (&row_sum)[2]) {
-    constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
     const int lane = threadIdx.x % 32;
     // Four lanes share a row: all join its sum, the first writes lse.
     float inverse[2];
@@ -256,9 +312,9 @@ forward_epilogue(const ForwardShared<D>& shared, const HopperMaps& maps, float* 
         float total = row_total(row_sum[i]);
         bool seen = total != 0; // NaN has been seen
         inverse[i] = seen ? 1 / total : 0;
-        unsigned slot = unsigned(my_row + 8 * i + lane / 4), row = row0 + slot;
+        unsigned slot = unsigned(my_row + 8 * i + lane / 4), row = rows.tile * x.tile_rows + slot;
         if (lane % 4 == 0 && slot < x.tile_rows && row < x.rows)
-            lse[x.lse_at(b, x.head_of(row, kh), x.query_of(row))] =
+            lse[x.lse_at(rows.b, x.head_of(row, rows.kh), x.query_of(row))] =
                 seen ? row_max[i] * LN2 + logf(total) : -INFINITY;
     }
 
@@ -266,31 +322,22 @@ forward_epilogue(const ForwardShared<D>& shared, const HopperMaps& maps, float* 
     scale_rows(sum, inverse);
     uint32_t o[CT / 2][4];
     pack_scores<T>(o, sum);
-    put_rows(shared.q, M, my_row, o); // nobody else reads these rows of q
+    // The tile before has long been stored.
+    mbar_wait(shared.out_free, (n & 1) ^ 1);
+    put_rows(shared.out, FORWARD_ROWS, my_row, o);
     fence_async_smem();
-    bar_sync(EVERY_CONSUMER, CONSUMERS);
-
-    // One thread stores the tile. Rows that are not in use are outside the box.
-    if (threadIdx.x == WARPGROUP) {
-        for (int c = 0; c < C; c++)
-            tma_store_4d(&maps.out, shared.q + c * M * 128, 64 * c, int(kh * x.group),
-                         int(row0 / x.group), int(b));
-        bulk_commit();
-        // A block's shared memory must outlive the read.
-        bulk_wait_read<0>();
-    }
+    __syncwarp();
+    release(shared.out_full);
 }
 
-// 64 rows of out: S = Q K^T of one tile runs while P V of the tile before does.
+// A tile of rows: 64 rows of out. S = Q K^T of one tile of keys runs while P V of the tile before
+// does. i counts tiles of keys, n tiles of rows.
 template <typename T, int D>
-__device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared,
-                                                 const HopperMaps& maps, float* lse,
-                                                 const HopperOperands<T>& x, unsigned row0,
-                                                 int me) {
+__device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, float* lse,
+                                             const HopperOperands<T>& x, const RowTile& rows,
+                                             int me, int n, int& i) {
     constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, NT = N / 8, CT = CHUNKS<D> * 8;
     constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
-    regs_inc<232>();
     // Addresses are of the warpgroup's 64 rows, my_row of the warp's 16.
     const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // of the tile
     const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
@@ -301,57 +348,64 @@ __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared,
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
     uint32_t p[NT / 2][4];
     const unsigned my_first = unsigned(my_row) + threadIdx.x % 32 / 4;
-    const KeyRange* ranges = x.tile_ranges(b, row0 / x.tile_rows) + my_first;
-    const KeyRange rows[2] = {ranges[0], ranges[8]};
+    const KeyRange* my_ranges = x.tile_ranges(rows.b, rows.tile) + my_first;
+    const KeyRange ranges[2] = {my_ranges[0], my_ranges[8]};
     auto softmax = [&](int i, bool all) { // of tile i; p takes the place of s
         float factor = scale;
         const int* positions = shared.key_positions + i % POSITION_STAGES * N;
         if (x.slopes) {
-            const float slopes[2] = {x.slope(x.head_of(row0 + my_first, kh)) * LOG2E,
-                                     x.slope(x.head_of(row0 + my_first + 8, kh)) * LOG2E};
-            slope_scores(s, rows, slopes, positions, scale);
+            const unsigned row = rows.tile * x.tile_rows + my_first;
+            const float slopes[2] = {x.slope(x.head_of(row, rows.kh)) * LOG2E,
+                                     x.slope(x.head_of(row + 8, rows.kh)) * LOG2E};
+            slope_scores(s, ranges, slopes, positions, scale);
             factor = 1;
         }
-        if (!all) mask_scores(s, rows, positions);
+        if (!all) mask_scores(s, ranges, positions);
         online_softmax(s, row_max, row_sum, rescale, factor);
     };
 
-    // Read the first note: rows that see no tile at all go straight to the end.
-    mbar_wait(shared.q_full, 0);
-    mbar_wait(shared.k_full, 0);
-    int note = shared.tile_notes[0];
-    if (note >= 0) {
+    // Q K^T of tile i is over: let its keys go, and after the last tile q.
+    const int end = i + rows.key_tiles;
+    auto release_scores = [&](int stage) {
+        release(shared.k_free + stage);
+        if (i + 1 == end) release(shared.q_free);
+    };
+
+    // Rows that see no tile at all go straight to the end.
+    if (rows.key_tiles == 0) {
+        release(shared.q_free);
+    } else {
         // The first tile's scores.
-        if (me == 1) bar_arrive(TURN, CONSUMERS); // the first turn is warpgroup 0's
+        int before = ring_stage(i); // stage of the tile whose p is at hand
+        mbar_wait(shared.k_full + before, ring_parity(i));
+        bool all = note_all(shared.tile_notes[before]);
         bar_sync(TURN + me, CONSUMERS);
-        issue_rows_times_rows<T, D>(s, my_q, M, k_at, N);
+        issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + before * K_BYTES, N);
         bar_arrive(TURN + 1 - me, CONSUMERS);
         wg_wait<0>();
         hold(s);
-        release(shared.k_free);
-        softmax(0, note_all(note));
+        release_scores(before);
+        softmax(i, all);
         pack_scores<T>(p, s);
 
-        int before = 0; // stage of the tile whose p is at hand
-        for (int i = 1;; i++) {
+        while (++i < end) {
             const int stage = ring_stage(i);
             // Wait for this tile's keys, and for values of the tile before.
             mbar_wait(shared.k_full + stage, ring_parity(i));
             mbar_wait(shared.v_full + before, ring_parity(i - 1));
-            note = shared.tile_notes[stage];
-            if (note < 0) break;
+            all = note_all(shared.tile_notes[stage]);
 
             // Issue this tile's scores, and the values of the tile before.
             bar_sync(TURN + me, CONSUMERS);
-            issue_rows_times_rows<T, D>(s, my_q, M, k_at + stage * K_BYTES, N);
-            issue_scores_times_rows<T>(sum, p, v_at + before * K_BYTES, N);
+            issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + stage * K_BYTES, N);
+            issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
             bar_arrive(TURN + 1 - me, CONSUMERS);
 
             // Softmax, while the values are summed.
             wg_wait<1>();
             hold(s);
-            release(shared.k_free + stage);
-            softmax(i, note_all(note));
+            release_scores(stage);
+            softmax(i, all);
             never(row_sum[0] < 0); // a sum of exponentials: keeps the wait below them
 
             // Move the sums to the new maximum.
@@ -364,12 +418,29 @@ __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared,
         }
 
         // The last tile's values.
-        issue_scores_times_rows<T>(sum, p, v_at + before * K_BYTES, N);
-        if (me == 0) bar_sync(TURN, CONSUMERS); // the turn that warpgroup 1 gave last
+        mbar_wait(shared.v_full + before, ring_parity(i - 1));
+        issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
         wg_wait<0>();
         hold(sum);
+        release(shared.v_free + before);
     }
-    forward_epilogue<T>(shared, maps, lse, x, row0, my_row, sum, row_max, row_sum);
+    forward_epilogue(shared, lse, x, rows, n, my_row, sum, row_max, row_sum);
+}
+
+// The tiles of rows that the producer has claimed, one after the other.
+template <typename T, int D>
+__device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared, float* lse,
+                                                 const HopperOperands<T>& x, int me) {
+    // 40 + 2 * 232 = 3 * 168: the registers that a launch gives the three warpgroups' threads.
+    regs_inc<232>();
+    if (me == 1) bar_arrive(TURN, CONSUMERS); // the first turn is warpgroup 0's
+    for (int n = 0, i = 0;; n++) {
+        mbar_wait(shared.q_full, n & 1);
+        const RowTile rows = *shared.rows;
+        if (rows.key_tiles < 0) break;
+        forward_rows(shared, lse, x, rows, me, n, i);
+    }
+    if (me == 0) bar_sync(TURN, CONSUMERS); // the turn that warpgroup 1 gave last
 }
 #endif
 
@@ -378,18 +449,24 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_forward_kernel(const __grid_constant__ HopperMaps maps, float* lse,
                                     const HopperOperands<T> x) {
 #if HOPPER_PASS
+    LLMC_SHARED(RowTile, rows, 1);
     LLMC_SHARED(int, key_positions, POSITION_STAGES * HOPPER_KEYS);
     LLMC_SHARED(int, tile_notes, STAGES);
-    LLMC_SHARED(uint64_t, barriers, 1 + 4 * STAGES);
-    // Lay out q, the stages of k, those of v; notes and barriers lie beside them.
+    LLMC_SHARED(uint64_t, barriers, 4 + 4 * STAGES);
+    // Lay out q, out, the stages of k, those of v; notes and barriers lie beside them.
     ForwardShared<D> shared;
     shared.q = dynamic_shared();
-    shared.k = shared.q + ForwardShared<D>::Q_BYTES;
+    shared.out = shared.q + ForwardShared<D>::Q_BYTES;
+    shared.k = shared.out + ForwardShared<D>::Q_BYTES;
     shared.v = shared.k + STAGES * ForwardShared<D>::K_BYTES;
+    shared.rows = rows;
     shared.key_positions = key_positions;
     shared.tile_notes = tile_notes;
     shared.q_full = barriers;
-    shared.k_full = barriers + 1;
+    shared.q_free = barriers + 1;
+    shared.out_full = barriers + 2;
+    shared.out_free = barriers + 3;
+    shared.k_full = barriers + 4;
     shared.v_full = shared.k_full + STAGES;
     shared.k_free = shared.v_full + STAGES;
     shared.v_free = shared.k_free + STAGES;
@@ -397,6 +474,9 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     if (threadIdx.x == 0) {
         // Count arrivals as the table above has them.
         mbar_init(shared.q_full, 1);
+        mbar_init(shared.q_free, CONSUMER_WARPS + 1);
+        mbar_init(shared.out_full, CONSUMER_WARPS);
+        mbar_init(shared.out_free, 1);
         for (int i = 0; i < STAGES; i++) {
             mbar_init(shared.k_full + i, 1);
             mbar_init(shared.v_full + i, 1);
@@ -413,14 +493,17 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     }
     __syncthreads();
 
-    const int block = int(gridDim.x - 1 - blockIdx.x); // the rows that see most first
-    const unsigned row0 = unsigned(block) * x.tile_rows;
-    const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
     // Roles are whole warpgroups: setmaxnreg and wgmma want all four warps alike.
-    if (role == 0)
-        forward_producer(shared, maps, x, row0);
-    else
-        forward_consumer(shared, maps, lse, x, row0, role - 1);
+    const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
+    if (role > 0)
+        return forward_consumer(shared, lse, x, role - 1);
+    // The first one gives its registers away. Two of its warps work.
+    regs_dec<40>();
+    const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x / 32), 0);
+    if (warp == 0)
+        forward_producer(shared, maps, x);
+    if (warp == 1 && elect_one())
+        forward_storer(shared, maps, x);
 #else
     needs_sm90a("attention_hopper_forward_kernel");
 #endif
@@ -487,12 +570,9 @@ struct KeyBlock {
 // As many heads as L2 holds run together: first a block of each, then the next of each.
 template <typename T>
 __device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
-    const unsigned heads = unsigned(x.d.B * x.d.NKV), chunk = x.heads_together * x.key_tiles;
-    const unsigned first = blockIdx.x / chunk * x.heads_together, place = blockIdx.x % chunk;
-    const unsigned together = heads - first < x.heads_together ? heads - first : x.heads_together;
-    const unsigned head = first + place % together;
-    const unsigned NKV = unsigned(x.d.NKV);
-    return {head / NKV, head % NKV, int(place / together), int(x.key_tiles) - 1,
+    const unsigned NKV = unsigned(x.d.NKV), heads = unsigned(x.d.B) * NKV;
+    const HeadPlace here = head_place(blockIdx.x, heads, x.heads_together, x.key_tiles);
+    return {here.head / NKV, here.head % NKV, int(here.at), int(x.key_tiles) - 1,
             x.first_keys_first};
 }
 
@@ -630,7 +710,8 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
     wg_wait<MINE>();
     hold(sum_v);
     release(shared.dout_free + stage);
-    issue_scores_times_rows<T>(sum_k, ds_operand, q_at + stage * BackwardShared<D>::Q_BYTES, M);
+    issue_scores_times_rows<T, false>(sum_k, ds_operand,
+                                      q_at + stage * BackwardShared<D>::Q_BYTES, M);
 
     // Hand the part of dQ to the adder.
     if constexpr (MINE) {
@@ -680,9 +761,9 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         mbar_wait(shared.q_full + stage, ring_parity(i));
         const int note = shared.tile_notes[stage];
         if (note < 0) break;
-        issue_rows_times_rows<T, D>(s, my_k, N, q_at + stage * Q_BYTES, M);
+        issue_rows_times_rows<T, D, false>(s, my_k, N, q_at + stage * Q_BYTES, M);
         mbar_wait(shared.dout_full + stage, ring_parity(i));
-        issue_rows_times_rows<T, D>(dp, my_v, N, dout_at + stage * Q_BYTES, M);
+        issue_rows_times_rows<T, D, false>(dp, my_v, N, dout_at + stage * Q_BYTES, M);
 
         // P^T = exp2(S^T - lse), while dP^T is computed.
         wg_wait<1>();
@@ -723,7 +804,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
                 dp[n][e] = s[n][e] * (dp[n][e] - sums.v[e % 2]);
         }
         pack_scores<T>(ds_operand, dp);
-        issue_scores_times_rows<T>(sum_v, p, dout_at + stage * Q_BYTES, M);
+        issue_scores_times_rows<T, false>(sum_v, p, dout_at + stage * Q_BYTES, M);
 
         // Share dS^T with the other warpgroup. The stage held tile i - 2, which nobody reads any
         // more: both have waited for its dS K before they came to the barrier of tile i - 1.
@@ -904,15 +985,22 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     const bool backward = tile == BACKWARD_ROWS;
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
     take_rows(x, pieces, operands, tile, rows_in_use(operands.d, tile), 1, HOPPER_KEYS, backward);
-    if (!backward) return pieces.used;
-    const size_t tiles = x.d.B * x.d.NKV * x.tiles, channels = round_up(x.d.HS, 64);
-    pieces.take(x.turns, tiles);
-    pieces.take(x.dq, tiles * BACKWARD_ROWS * channels);
+    const size_t heads = x.d.B * x.d.NKV, channels = round_up(x.d.HS, 64);
+    auto heads_in_l2 = [&](size_t head_bytes) {
+        return unsigned(std::clamp(L2_BYTES / head_bytes, size_t(1), heads));
+    };
+    if (!backward) {
+        // A head's k and v are read again and again, its q and out once.
+        take_queue(x.queue, pieces, x);
+        x.queue.heads_together = heads_in_l2(x.d.Tk * channels * 2 * sizeof(T));
+        return pieces.used;
+    }
+    pieces.take(x.turns, heads * x.tiles);
+    pieces.take(x.dq, heads * x.tiles * BACKWARD_ROWS * channels);
 
     // A head's q, dout, k and v in T, its dQ in float.
-    const size_t head_bytes = (x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
-                              x.rows * channels * sizeof(float);
-    x.heads_together = unsigned(std::clamp(L2_BYTES / head_bytes, size_t(1), x.d.B * x.d.NKV));
+    x.heads_together = heads_in_l2((x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
+                                   x.rows * channels * sizeof(float));
     // The first keys take longest, where the mask is causal, so they should start first. But a
     // head's blocks then wait for each other if more than two of them run at once; starting with
     // the last keys, none waits.
@@ -971,14 +1059,12 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
         LLMC_CHECK(hopper_takes(operands, out), "Hopper's attention does not take these operands");
         HopperOperands<T> x = {};
         hopper_operands(x, operands, scratch, FORWARD_ROWS);
-        const AttentionDims& d = x.d;
-        // Spans come first: by them the producer chooses the tiles that it loads.
-        attention_spans<T>(x, stream);
+        // Spans come first: by them tiles are sorted, and the producer chooses what it loads.
+        make_queue<T>(x.queue, x, stream);
         HopperMaps maps = hopper_maps(x, out);
-        dim3 grid(x.tiles, unsigned(d.NKV), unsigned(d.B));
-        pick_hopper_kernel(d.HS, [&](auto D) {
-            launch(attention_hopper_forward_kernel<T, D>, grid, HOPPER_THREADS, FORWARD_BYTES<D>,
-                   stream, maps, lse, x);
+        pick_hopper_kernel(x.d.HS, [&](auto D) {
+            launch(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
+                   FORWARD_BYTES<D>, stream, maps, lse, x);
         });
     }
 }

@@ -10,10 +10,12 @@ toolkit, or from pip as nvidia-cuda-cuobjdump; without it the guard says so and 
 
 Loops. A kernel's SASS is cut into basic blocks; a depth-first walk finds the edges that go back,
 and each such edge's natural loop. Attention's main loop is the innermost one with products on tensor
-cores. Two paths lead once around it:
+cores. Three paths lead once around it:
   whole     most products, then fewest instructions: a tile of which everything is visible
-  masked    most instructions: a tile that needs its mask, with ALiBi where the kernel has both
-Where a loop of products is compiled twice, whole is of the shorter, masked of the longer one.
+  masked    most instructions without ALiBi, whose distances are converted to float: a tile that
+            needs its mask
+  sloped    most instructions: a mask and ALiBi
+Where a loop of products is compiled twice, whole is of the shorter, the others of the longer one.
 
 Lowest times. Each unit of an SM needs so many clocks for a path, were it never to wait. The largest
 of them is the least that a tile can take. Real kernels take longer, by latencies, barriers, starts of
@@ -203,7 +205,7 @@ PRODUCT = r"(HG|QG|IG|H|I|Q|D)MMA\b"
 
 
 def tensor_loops(kernel):
-    """(whole, masked) paths of every innermost loop with products."""
+    """(whole, masked, sloped) paths of every innermost loop with products."""
     blocks, follow = blocks_of(kernel.code)
     order, back = walk(follow, kernel.code[0].address)
     loops = loops_of(follow, back)
@@ -213,6 +215,7 @@ def tensor_loops(kernel):
              if not any(x != h and x in body for x in with_products)]
     path = lambda h, worth: best_path(blocks, follow, order, back, loops[h], h, worth)
     return [(path(h, lambda code: (count(code, PRODUCT), -len(code))),
+             path(h, lambda code: (-count(code, "I2F"), len(code))),
              path(h, lambda code: (len(code),))) for h in inner]
 
 
@@ -231,7 +234,7 @@ def under_the_product(path):
 # ----------------------------------------------------------------------------
 # the guard
 
-Figures = collections.namedtuple("Figures", "registers spills exponentials whole masked")
+Figures = collections.namedtuple("Figures", "registers spills exponentials whole masked sloped")
 
 
 def figures_of(kernel, registers):
@@ -239,8 +242,9 @@ def figures_of(kernel, registers):
     if not paths:
         return None
     return Figures(registers, count(kernel.code, r"(LDL|STL)\b"),
-                   min(under_the_product(path) for pair in paths for path in pair),
-                   min(len(whole) for whole, _ in paths), max(len(masked) for _, masked in paths))
+                   min(under_the_product(path) for loop in paths for path in loop),
+                   min(len(whole) for whole, _, _ in paths), max(len(masked) for _, masked, _ in paths),
+                   max(len(sloped) for _, _, sloped in paths))
 
 
 def usage_of(program, gpu):
@@ -294,7 +298,8 @@ def wrong(found, limit):
             (f.exponentials < limit.exponentials, f"{f.exponentials} exponentials under the product, "
                                                   f"at least {limit.exponentials} wanted"),
             (f.whole > most.whole, f"{f.whole} instructions a whole tile, limit {most.whole}"),
-            (f.masked > most.masked, f"{f.masked} instructions a masked tile, limit {most.masked}")]
+            (f.masked > most.masked, f"{f.masked} instructions a masked tile, limit {most.masked}"),
+            (f.sloped > most.sloped, f"{f.sloped} instructions a tile with ALiBi, limit {most.sloped}")]
     return [text for bad, text in says if bad]
 
 
@@ -315,8 +320,8 @@ def guard(program, limits=LIMITS):
 
 def print_rows(program):
     for gpu, name, found, _ in attention_figures(program, read_limits(LIMITS)):
-        f = found or Figures(0, 0, 0, 0, 0)
-        print(f"{gpu:7} {name:55} {f.registers:4} {f.exponentials:3} {f.whole:5} {f.masked:5}")
+        f = found or Figures(0, 0, 0, 0, 0, 0)
+        print(f"{gpu:7} {name:55} {f.registers:4} {f.exponentials:3} {f.whole:5} {f.masked:5} {f.sloped:5}")
 
 
 # ----------------------------------------------------------------------------
@@ -544,7 +549,6 @@ def memory_row(m, kernel, registers, shared):
 # What limits a kernel, as its machine code shows it.
 REMARKS = {
     "forward 64": "MUFU and issue before products; 128 rows a block, FlashAttention-3 192",
-    "forward 128": "masked is ALiBi's path; a mask alone adds some 210 instructions (dev/LOG.md)",
     "backward 64": "64-row tiles: products read shared memory all the time; one warpgroup of two makes dQ",
     "backward 128": "64-row tiles, as FlashAttention-3's",
     "FlashAttention-3 backward 64": "128-row tiles; 18 spills",
@@ -586,8 +590,8 @@ def tile_clocks(path, a):
 
 def attention_row(a, kernel, registers):
     loops = tensor_loops(kernel)
-    whole = min((w for w, _ in loops), key=len)
-    masked = max((m for _, m in loops), key=len)
+    whole = min((w for w, _, _ in loops), key=len)
+    masked = max((m for _, m, _ in loops), key=len)
     D = int(re.search(r" (\d+)", a.title).group(1))
     clocks = [tile_clocks(path, a) for path in (whole, masked)]
     mix = mix_of(whole)

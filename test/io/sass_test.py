@@ -40,7 +40,7 @@ CODE = """
 0170 BRA 0x40
 0180 BRA 0x180
 """
-LIMITS = "sm_90a attention_hopper_forward_kernel<*,64> 168 2 16 22  # as it is"
+LIMITS = "sm_90a attention_hopper_forward_kernel<*,64> 168 2 16 22 24  # as it is"
 
 
 def text(code, name=NAME):
@@ -88,27 +88,34 @@ class Sass(unittest.TestCase):
         self.assertEqual(loops[0x20], {0x20, 0x40, 0x80, 0xb0, 0x150, 0x170})
 
     def test_whole_and_masked_paths(self):
-        (whole, masked), = sass.tensor_loops(self.kernel())
+        (whole, masked, sloped), = sass.tensor_loops(self.kernel())
+        self.assertEqual(masked, sloped)  # nothing is converted to float
         self.assertEqual([i.address for i in whole],
                          [*range(0x20, 0x80, 16), *range(0xb0, 0x130, 16)])
         self.assertEqual(len(masked), len(whole) + 3 + 3)  # the mask, and the wait that spins
         self.assertEqual(sass.count(masked, "FSEL"), 2)
 
+    def test_masked_path_has_no_alibi(self):
+        """A block that makes distances float is on the sloped path alone."""
+        code = CODE.replace("0090 FSEL R24, R24, -INF, P2", "0090 I2FP.F32.S32 R24, R24")
+        (whole, masked, sloped), = sass.tensor_loops(self.kernel(code))
+        self.assertEqual((len(whole), len(masked), len(sloped)), (14, 17, 20))
+
     def test_whole_takes_the_products(self):
         """One of two ways has a third product: it counts, though the other is shorter."""
         code = CODE.replace("0090 FSEL R24, R24, -INF, P2", "0090 HGMMA.64x8x16.F32.BF16 R4, gdesc[UR12], R4")
-        (whole, _), = sass.tensor_loops(self.kernel(code))
+        (whole, _, _), = sass.tensor_loops(self.kernel(code))
         self.assertEqual(sass.count(whole, sass.PRODUCT), 3)
 
     def test_exponentials_under_the_product(self):
-        (whole, masked), = sass.tensor_loops(self.kernel())
+        (whole, masked, _), = sass.tensor_loops(self.kernel())
         self.assertEqual((sass.under_the_product(whole), sass.under_the_product(masked)), (2, 2))
-        self.assertEqual(sass.figures_of(self.kernel(), 168), (168, 0, 2, 14, 20))
+        self.assertEqual(sass.figures_of(self.kernel(), 168), (168, 0, 2, 14, 20, 20))
 
     # -- lowest times --
 
     def test_clocks_of_units(self):
-        (whole, _), = sass.tensor_loops(self.kernel())
+        (whole, _, _), = sass.tensor_loops(self.kernel())
         clocks = sass.clocks_of(whole, sass.GPUS["sm_90a"])
         self.assertEqual(4 * clocks["tensor"], 128 / 2 + 64 / 2)
         # Both operands of the first product lie in shared memory, of the second only one.
@@ -196,6 +203,12 @@ class Sass(unittest.TestCase):
         self.red("169 registers, limit 168", CODE, registers=169)
         self.red("14 instructions a whole tile, limit 13", CODE, LIMITS.replace(" 16 ", " 13 "))
         self.red("20 instructions a masked tile, limit 19", CODE, LIMITS.replace(" 22 ", " 19 "))
+        self.red("20 instructions a tile with ALiBi, limit 19", CODE, LIMITS.replace(" 24 ", " 19 "))
+
+    def test_a_mask_costs_at_most_half_a_tile(self):
+        for gpu, name, limit in sass.read_limits(sass.LIMITS):
+            if gpu == "sm_90a":
+                self.assertLessEqual(limit.masked, 1.5 * limit.whole, name)
 
     def test_guard_is_red_without_a_row_or_a_loop(self):
         self.red("has no row for it", CODE, LIMITS.replace(",64", ",96"))

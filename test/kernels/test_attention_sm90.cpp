@@ -1,5 +1,7 @@
 // test_attention_sm90.cpp - rows of the kernel table: Hopper's attention
 //   g++ -DEMULATE: the kernels' own source on the CPU; nvcc -x cu: on a GPU
+#include <array>
+#include <map>
 #include "kernels_attention.h"
 
 using namespace llmc;
@@ -36,6 +38,11 @@ inline std::vector<AttentionCase> long_cases() {
     return {{1, 3, 4300, 1, 1, 8, 2}, {1, 34, 20, 64, 1, 8, 2}};
 }
 
+// six tiles of rows, more than blocks: a block has several, with other documents each
+inline std::vector<AttentionCase> queue_cases() {
+    if (SMALL) return {};
+    return {{3, 140, 140, 1, 1, 8, 1}};
+}
 // sequences that do not follow each other, and a scale
 inline std::vector<AttentionCase> gap_cases() {
     return {{2, 33, 140, 2, 1, 32, 2, false, INT_MAX, 8, 0, 0, 0, 0.3f, 2}};
@@ -60,6 +67,82 @@ void nan_row(Check& c) {
 }
 
 #if defined(EMULATE)
+// The queue has each tile of rows of each head once, the longest of each sequence first, by the
+// keys that the definition lets its rows see; and claims beyond its end find nothing.
+__global__ void claim_all_kernel(const RowOperands<bf16> x, const TileQueue queue, RowTile* taken,
+                                 unsigned claims) {
+    for (unsigned i = 0; i < claims; i++) {
+        const RowTile next = queue.claim(x);
+        if (threadIdx.x == 0) taken[i] = next;
+    }
+}
+void queue_case(Check& c, AttentionCase s, unsigned together) {
+    CASE(c, "queue of B=%zu Tq=%zu Tk=%zu NH=%zu window %d, %u heads together", s.B, s.Tq, s.Tk,
+         s.NH, s.window, together);
+    AttentionInputs in = attention_inputs(c, s.B, s.Tq, s.Tk, s.NH, s.NKV, s.HS, s.kind, false);
+    AttentionOperands<bf16> operands;
+    operands.d = {s.B, s.Tq, in.d.Tk, s.NH, s.NKV, s.HS};
+    operands.d.window = s.window;
+    operands.q_positions = in.q_positions.data();
+    operands.k_positions = in.k_positions.data();
+    operands.doc_start = in.doc_start.data();
+    std::vector<unsigned char> scratch(attention_hopper_scratch_bytes(completed(operands.d)));
+    HopperOperands<bf16> x = {};
+    hopper_operands(x, operands, scratch.data(), FORWARD_ROWS);
+    x.queue.heads_together = together;
+    make_queue<bf16>(x.queue, x, cudaStream_t{});
+    const size_t all = s.B * s.NKV * x.tiles;
+    std::vector<RowTile> taken(all + 2);
+    launch(claim_all_kernel, 1, 32, 0, cudaStream_t{}, x, x.queue, taken.data(), unsigned(all + 2));
+
+    // Count, by pairs, the tiles of keys of which a row sees one.
+    auto length = [&](size_t b, unsigned tile) {
+        std::vector<bool> seen(x.key_tiles);
+        const unsigned row0 = tile * x.tile_rows;
+        for (unsigned row = row0; row < std::min(row0 + x.tile_rows, x.rows); row++)
+            for (size_t key = 0; key < x.d.Tk; key++)
+                if (sees(range_of(x, b, x.query_of(row)), x.position_of(b, key)))
+                    seen[key / HOPPER_KEYS] = true;
+        return int(std::count(seen.begin(), seen.end(), true));
+    };
+    std::map<std::array<unsigned, 3>, int> times;
+    std::map<std::array<unsigned, 2>, int> last;
+    std::vector<unsigned> turns(s.B * s.NKV);
+    size_t wrong = taken[all].key_tiles != -1 || taken[all + 1].key_tiles != -1;
+    for (size_t i = 0; i < all; i++) {
+        const RowTile& t = taken[i];
+        wrong += times[{t.b, t.kh, t.tile}]++ || t.b >= s.B || t.kh >= s.NKV || t.tile >= x.tiles;
+        // Spans may take a tile for seen that no row sees where positions have no order.
+        wrong += s.kind == 3 ? t.key_tiles < length(t.b, t.tile)
+                             : t.key_tiles != length(t.b, t.tile);
+        auto before = last.try_emplace({t.b, t.kh}, INT_MAX).first;
+        wrong += t.key_tiles > before->second;
+        before->second = t.key_tiles;
+        // Heads that are mixed are never more than a tile apart.
+        const unsigned head = unsigned(t.b * s.NKV + t.kh), first = head / together * together;
+        const unsigned end = std::min(first + together, unsigned(turns.size()));
+        turns[head]++;
+        for (unsigned other = first; other < end; other++)
+            wrong += turns[other] > turns[head] || turns[other] + 1 < turns[head];
+        for (unsigned other = 0; other < first; other++)
+            wrong += turns[other] < x.tiles;
+    }
+    expect(c, wrong == 0, std::to_string(wrong) + " places of the queue are wrong");
+}
+void queue_row(Check& c) {
+    typedef emulator::Order Order;
+    for (auto order : {Order::FORWARD, Order::REVERSE, Order::SHUFFLED}) {
+        emulator::settings.order = order;
+        queue_case(c, {2, 700, 700, 2, 2, 8, 0}, 3);
+        queue_case(c, {2, 700, 700, 2, 1, 8, 1}, 1);
+        queue_case(c, {1, 700, 700, 2, 2, 8, 0, false, 128}, 2);
+        queue_case(c, {1, 700, 700, 1, 1, 8, 0, false, 129}, 1);
+        queue_case(c, {2, 300, 900, 3, 1, 8, 2}, 2);
+        queue_case(c, {2, 200, 500, 2, 2, 8, 3}, 4);
+    }
+    emulator::settings = {};
+}
+
 // Blocks that do not start in the order of their indices, on a GPU that soon gives up: those that
 // wait go on, and the next kernel ends the run. In order nobody gives up.
 void lost_turns_row(Check& c) {
@@ -100,9 +183,11 @@ int main(int argc, char** argv) {
          {"attention on Hopper, fp16", row<fp16, hopper_cases, Path::HOPPER>},
          {"attention on Hopper, dQ in any order", row<bf16, hopper_cases, Path::HOPPER_ANY_ORDER>},
          {"attention on Hopper, many tiles", row<bf16, long_cases, Path::HOPPER>},
+         {"attention on Hopper, more tiles than blocks", row<bf16, queue_cases, Path::HOPPER>},
          {"attention on Hopper, gaps", row<bf16, gap_cases, Path::HOPPER>},
 #if defined(EMULATE)
          {"attention on Hopper, turns that are lost", lost_turns_row},
+         {"attention on Hopper, queue", queue_row},
 #endif
          {"attention on Hopper of NaN", nan_row}});
 }
