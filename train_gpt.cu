@@ -75,9 +75,11 @@ void train_step(Run& run, Trainer<T, S>& t) {
     double imbalance = c.cp > 1 ? pairs_imbalance(t.layout, t.pairs) : 0;
     run.cp_imbalance += imbalance;
     run.max_vio += std::max(experts.max_vio, 0.0);
+    double pairs = has_pairs(c) ? double(std::max<int64_t>(result.loss.valid, 1)) : -1;
     note(run, log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
                                  c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance,
-                                 experts.max_vio, experts.least}));
+                                 experts.max_vio, experts.least, result.loss.margin / pairs,
+                                 pairs < 0 ? -1 : result.loss.correct / pairs}));
     if (!skipped) note(run, run.spikes.look(run.step, loss, scale.norm));
 }
 
@@ -92,7 +94,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     // A checkpoint counts more than the model's own files.
     mode_t type = c.scratch ? 0 : file_type(c.model);
     run.weights = type ? c.model : concat("new, from --seed ", c.seed);
-    bool resumed = c.resume && resume(run, t);
+    bool resumes = c.resume && !has_reference(c); // else from the reference, below
+    bool resumed = resumes && resume(run, t);
     if (!resumed && c.upcycle)
         or_die(upcycle_weights(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type == S_IFDIR)
@@ -103,6 +106,10 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         init_weights(t, uint64_t(c.seed), type != 0);
     if (!resumed && !c.adapter.empty())
         or_die(load_adapters(t, c.adapter));
+    if (has_reference(c)) {
+        compute_references(run, t);
+        if (c.resume) resume(run, t);
+    }
     if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
     check_weights(run, t);
 

@@ -170,6 +170,7 @@ struct PlanOptions {
     States states = States::FLOAT;    // AdamW's moments
     Stored stored = Stored::WIDE;
     bool narrow_gradients = false; // data-parallel ranks sum them as bf16
+    Objective objective = {};     // what the loss is
     bool whole_sequences = false; // context-parallel ranks take sequences of their own
 };
 
@@ -183,10 +184,11 @@ struct Plan : PlanOptions {
         return mode == Mode::GENERATE ? std::max(B, T) : B * T / size_t(layout.cp.size);
     }
 
-    // The input of a micro-batch in numbers: four a row, then the positions of keys in a cache, or
-    // positions and documents' starts of the keys of all context-parallel ranks.
+    // The input of a micro-batch in numbers: four a row, of pairs two floats more, then positions
+    // of keys in a cache, or positions and documents' starts of all context-parallel ranks' keys.
+    size_t row_numbers() const { return objective.pairs() ? 6 : 4; }
     size_t input_numbers() const {
-        return 4 * rows() + (layout.cp.size > 1 ? 2 * B * T : B * cache);
+        return row_numbers() * rows() + (layout.cp.size > 1 ? 2 * B * T : B * cache);
     }
 };
 

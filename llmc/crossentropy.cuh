@@ -22,17 +22,28 @@ namespace llmc {
 // logits are, for the host does not know it (loss_scale.cuh). Logits behind a softcap
 // (elementwise.cuh) give the gradient of what they were before: times 1 - (logit / softcap)^2.
 // The first number may lie there too: a step's launches then have the arguments of any step's.
+// Rows may have a coefficient each: it comes to the product as the third number (objective.cuh).
 struct GradientScale {
     double by;
     const float* also;
     float softcap;        // 0: none
     const double* stored; // in place of `by`, or null
+    const void* rows;     // (N) of the sums' type, or null
     LLMC_HD GradientScale(double by, const float* also = nullptr, float softcap = 0,
-                          const double* stored = nullptr)
-        : by(by), also(also), softcap(softcap), stored(stored) {}
+                          const double* stored = nullptr, const void* rows = nullptr)
+        : by(by), also(also), softcap(softcap), stored(stored), rows(rows) {}
     template <typename A> LLMC_HD A value() const {
         A first = A(stored ? *stored : by);
         return also ? first * A(*also) : first;
+    }
+    template <typename A> LLMC_HD A of_row(size_t n) const {
+        return rows ? value<A>() * static_cast<const A*>(rows)[n] : value<A>();
+    }
+    // As rows from n on have it.
+    template <typename A> GradientScale from_row(size_t n) const {
+        GradientScale scale = *this;
+        if (rows) scale.rows = static_cast<const A*>(rows) + n;
+        return scale;
     }
     template <typename A> LLMC_HD A cap_slope(A logit) const {
         return 1 - logit / A(softcap) * (logit / A(softcap));
@@ -115,9 +126,9 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
                            const acc_t<T>* row_max, const acc_t<T>* sum_exp, // (N) (N)
                            GradientScale gradient_scale, size_t N, size_t V, size_t Vp,
                            size_t vocab_start, Cpu) {
-    acc_t<T> scale = gradient_scale.value<acc_t<T>>();
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
+        acc_t<T> scale = gradient_scale.of_row<acc_t<T>>(n);
         T* l = logits + n * Vp; // (Vp)
         // An ignored row has no gradient.
         if (targets[n] < 0) {
@@ -182,7 +193,8 @@ void crossentropy_forward_backward(acc_t<T>* losses,              // (N)
         acc_t<T> max, sum, target;
         crossentropy_max_sum(&max, &sum, &target, l, targets + n, 1, V, Vp, where);
         crossentropy_loss(losses + n, &max, &sum, &target, targets + n, 1, where);
-        crossentropy_backward(l, targets + n, &max, &sum, scale, 1, V, Vp, 0, where);
+        crossentropy_backward(l, targets + n, &max, &sum, scale.from_row<acc_t<T>>(n), 1, V, Vp, 0,
+                              where);
     }
 }
 
@@ -342,8 +354,8 @@ static __global__ void crossentropy_loss_kernel(float* losses, const float* row_
 // first: the second level cache may still have it from the reading before.
 template <int P, typename T>
 __device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gradient_scale,
-                                size_t V, size_t Vp, size_t vocab_start) {
-    float scale = gradient_scale.value<float>();
+                                size_t n, size_t V, size_t Vp, size_t vocab_start) {
+    float scale = gradient_scale.of_row<float>(n);
     float factor = scale / all.sum;
     size_t own;
     bool here = in_shard(target, vocab_start, V, &own);
@@ -382,7 +394,7 @@ __global__ void crossentropy_backward_kernel(T* logits, const int* targets, cons
                                              size_t Vp, size_t vocab_start) {
     size_t n = gridDim.x - 1 - blockIdx.x;
     MaxSum all = {row_max[n], sum_exp[n]};
-    backward_of_row<P>(logits + n * Vp, targets[n], all, scale, V, Vp, vocab_start);
+    backward_of_row<P>(logits + n * Vp, targets[n], all, scale, n, V, Vp, vocab_start);
 }
 
 // The second reading of a row comes from the second level cache.
@@ -397,7 +409,7 @@ __global__ void crossentropy_forward_backward_kernel(float* losses, T* logits, c
     MaxSum all = block_join(part_of_row<P, true>(MaxSum(), row, V));
     if (threadIdx.x == 0)
         losses[n] = targets[n] < 0 ? 0 : logf(all.sum) + all.max - target;
-    backward_of_row<P>(row, targets[n], all, scale, V, Vp, 0);
+    backward_of_row<P>(row, targets[n], all, scale, n, V, Vp, 0);
 }
 
 // One block: a warp a chunk, 32 chunks a round.

@@ -14,6 +14,18 @@ namespace llmc {
 // Bits of a token in such windows (io/conversations.h): an answer's; the first of a conversation.
 constexpr int TRAINED = int(1u << 31);
 constexpr int BEGINS = 1 << 30;
+constexpr int REJECTED = 1 << 29; // beside BEGINS: the worse answer, behind the better one
+
+// Which rows (T) are of a rejected answer's conversation; REJECTED leaves the tokens.
+inline void split_pairs(float* rejected, int* tokens, size_t T) {
+    // A conversation's first token says whose it is.
+    float now = 0;
+    for (size_t i = 0; i < T; i++) {
+        if (tokens[i] & BEGINS) now = tokens[i] & REJECTED ? 1 : 0;
+        tokens[i] &= ~REJECTED;
+        rejected[i] = now;
+    }
+}
 
 // All arrays are the host's; `targets` is changed in place, and BEGINS leaves the tokens.
 inline void split_documents(int* doc_start, int* targets, int* tokens, size_t T, int end) {

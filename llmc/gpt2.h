@@ -323,7 +323,7 @@ void head_norm(Ctx<S>& ctx, const T* inp, const Gpt2::Head& w, const HeadActs<T>
 
 // The head's forward pass keeps nothing, so this is all of it: loss and gradients.
 template <typename T, typename S>
-void head_backward(Ctx<S>& ctx, T* dinp, double* loss, const T* inp, const Gpt2::Head& w,
+void head_backward(Ctx<S>& ctx, T* dinp, LossSums* loss, const T* inp, const Gpt2::Head& w,
                    const HeadActs<T>& a, const double* scale, bool accumulate) {
     head_norm(ctx, inp, w, a, stream_rows(ctx));
     head_loss_backward(ctx, loss, a, w.lm_head, scale, accumulate);

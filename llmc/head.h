@@ -6,7 +6,10 @@
 //   its input and weight (arXiv:2411.09009 reports how much that saves). Its forward pass therefore
 //   keeps nothing, and training runs all of the head in the backward pass.
 //   Tensor-parallel ranks have the logits of their own tokens (tensor_parallel.h, 4).
-//   Contract: gradients are scaled by 1 / (valid targets of the global batch), the loss is not.
+//   Objectives over whole sequences (objective.cuh) need the losses of all rows before the first
+//   gradient: the head walks its chunks twice.
+//   Contract: gradients are scaled by 1 / (valid targets of the global batch, or pairs), the loss
+//             is not.
 //   Cost: 2 N V C FLOPs forward, 4 N V C more for the gradients. Memory: logits_bytes of the shape
 //         for the logits, 2 N C elements for the norm and its gradient.
 #pragma once
@@ -14,6 +17,7 @@
 #include "crossentropy.cuh"
 #include "elementwise.cuh"
 #include "embedding.cuh"
+#include "objective.cuh"
 #include "tensor_parallel.h"
 
 namespace llmc {
@@ -92,6 +96,7 @@ template <typename T> struct HeadActs {
     T* logits;                                    // (chunk,Vp) then their gradient
     acc_t<T> *mean, *rstd;                        // (N) (N)    the final norm's
     acc_t<T>* losses;                             // (N)
+    acc_t<T>* objective;                          // (4,N) as objective.cuh has it, or nothing
     acc_t<T> *row_max, *sum_exp, *target_logit;   // (chunk) each
 };
 
@@ -117,6 +122,7 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     row(a.sum_exp,       "sum of exp",   chunk,            GRADIENT, B);
     row(a.target_logit,  "target logit", chunk,            GRADIENT, B);
     row(a.losses,        "losses",       N,                GRADIENT, B);
+    row(a.objective,     "objective",    s.objective.pairs() ? 4 * N : 0, GRADIENT, B);
 }
 // clang-format on
 
@@ -160,9 +166,49 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
     crossentropy_loss(a.losses + n, a.row_max, a.sum_exp, a.target_logit, targets, rows, ctx.where);
 }
 
+// Sum up the loss, and what the objective says beside it.
+template <typename T, typename S>
+void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
+    // Without pairs the numbers of pairs are 0.
+    size_t N = ctx.batch.rows();
+    device_zero(sums, sizeof(*sums), ctx.where);
+    if (!ctx.shape.objective.pairs())
+        return crossentropy_total(&sums->loss, a.losses, N, ctx.where);
+    // The objective's rows follow its coefficients.
+    double* to[] = {&sums->loss, &sums->margin, &sums->correct};
+    for (size_t i = 0; i < 3; i++)
+        crossentropy_total(to[i], a.objective + (i + 1) * N, N, ctx.where);
+}
+
+// Make the objective's numbers from the losses of all rows.
+template <typename T, typename S>
+void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
+    const Batch& b = ctx.batch;
+    size_t N = b.rows();
+    acc_t<T>* x = a.objective;
+    if (!ctx.shape.objective.pairs()) return;
+    objective<acc_t<T>>({x, x + N, x + 2 * N, x + 3 * N, a.losses, b.targets, b.doc_start,
+                         b.rejected, b.reference, b.T},
+                        ctx.shape.objective, N, ctx.where);
+}
+
+// Coefficients of rows, which take a walk of their own; null: the loss is every row's own.
+template <typename T, typename S>
+const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head) { // (N)
+    // Their logits are made again afterwards: all at once would take N V elements.
+    if (!ctx.shape.objective.pairs()) return nullptr;
+    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
+    for (size_t n = 0; n < N; n += chunk) {
+        head_chunk_logits(ctx, a, lm_head, n, std::min(chunk, N - n));
+        head_chunk_loss(ctx, a, n, std::min(chunk, N - n));
+    }
+    head_objective(ctx, a);
+    return a.objective;
+}
+
 // Evaluate: the loss, and what is kept of each row.
 template <typename T, typename S>
-void head_loss(Ctx<S>& ctx, double* loss, const RowLosses<T>& kept, HeadActs<T> a,
+void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T> a,
                const Weight& lm_head) {
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     a.losses = kept.losses;
@@ -172,15 +218,17 @@ void head_loss(Ctx<S>& ctx, double* loss, const RowLosses<T>& kept, HeadActs<T> 
         head_chunk_logits(ctx, a, lm_head, n, std::min(chunk, N - n));
         head_chunk_loss(ctx, a, n, std::min(chunk, N - n));
     }
-    crossentropy_total(loss, a.losses, N, ctx.where);
+    head_objective(ctx, a);
+    total_loss(ctx, loss, a);
 }
 
 // Train: the loss, this rank's rows of a.dnorm, and the weight's gradient. scale: one number.
 template <typename T, typename S>
-void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const Weight& lm_head,
+void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const Weight& lm_head,
                         const double* scale, bool accumulate) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(s, N, sizeof(T));
+    const acc_t<T>* coefficients = row_coefficients(ctx, a, lm_head);
     for (size_t n = 0; n < N; n += chunk) {
         size_t rows = std::min(chunk, N - n);
         const T* norm = a.norm + n * s.C; // (rows,C)
@@ -189,7 +237,8 @@ void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const W
 
         // Turn logits into losses and their own gradient; where the vocabulary is whole, at once.
         const int* targets = ctx.batch.targets + n; // (rows)
-        GradientScale gradient_scale = {1, ctx.loss_scale, s.logit_softcap, scale};
+        GradientScale all_rows = {1, ctx.loss_scale, s.logit_softcap, scale, coefficients};
+        GradientScale gradient_scale = all_rows.from_row<acc_t<T>>(n);
         if (ctx.tp.size == 1) {
             crossentropy_forward_backward(a.losses + n, a.logits, targets, gradient_scale, rows,
                                           s.V, s.Vp(), ctx.where);
@@ -207,7 +256,7 @@ void head_loss_backward(Ctx<S>& ctx, double* loss, const HeadActs<T>& a, const W
 
     // Sum dnorm over ranks: each had the part of its own tokens.
     sum_rows(ctx, my_rows(ctx, a.dnorm), a.dnorm);
-    crossentropy_total(loss, a.losses, N, ctx.where);
+    total_loss(ctx, loss, a);
 }
 
 } // namespace llmc

@@ -11,14 +11,23 @@
 
 namespace llmc {
 
-// Read one sequence as one rank would see it: tokens, targets, positions, doc_start (T) each. A
-// sample beyond the end has no targets. Returns "" or what is wrong.
+// Read one sequence as one rank would see it: tokens, targets, positions, doc_start (T) each, and
+// where `pairs` is not null which rows are rejected, and the reference (2,T). A sample beyond the
+// end has no targets. Returns "" or what is wrong.
 template <typename T, typename S>
 std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, int* targets,
-                          int* positions, int* doc_start, size_t length) {
+                          int* positions, int* doc_start, float* pairs, size_t length) {
     bool beyond = sample >= t.samples_end;
-    std::string wrong = t.window(beyond ? t.samples_end - 1 : sample, tokens, targets);
+    if (beyond) sample = t.samples_end - 1;
+    std::string wrong = t.window(sample, tokens, targets);
     if (!wrong.empty()) return wrong;
+
+    // An objective over pairs reads two rows more.
+    if (pairs) {
+        split_pairs(pairs, tokens, length);
+        std::fill_n(pairs + length, length, 0.0f);
+        if (t.references) t.references(sample, pairs + length);
+    }
     split_documents(doc_start, targets, tokens, length, t.document_end);
 
     // A sample beyond the end is read for its tokens alone.
@@ -88,7 +97,7 @@ inline double pairs_imbalance(const Layout& layout, const std::vector<int64_t>& 
 // dp, B or the accumulation change.
 template <typename T, typename S>
 std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, int m, int* batch,
-                             int64_t* valid, std::vector<int64_t>& pairs) { // (4,N)
+                             int64_t* valid, std::vector<int64_t>& pairs) {
     const Layout& layout = p.layout;
     size_t N = p.rows();
     size_t rows = N / p.B; // of a sequence
@@ -96,25 +105,28 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     std::string wrong;
 
     // A whole sequence stands here first. Its memory stays from step to step.
-    t.sequence.resize(4 * p.T);
+    t.sequence.resize(6 * p.T);
     int* x = t.sequence.data(); // its tokens
     int* targets = x + p.T;
     int* positions = targets + p.T;
     int* doc_start = positions + p.T;
+    bool pairs_count = p.objective.pairs(); // and no targets
+    float* of_pairs = pairs_count ? reinterpret_cast<float*>(doc_start + p.T) : nullptr;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
-        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, p.T);
+        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, of_pairs, p.T);
+        if (pairs_count) *valid += count_pairs(targets, doc_start, of_pairs, p.T);
 
         // Take this rank's rows. Targets, positions and documents are those of the whole sequence.
         for (size_t i = 0; i < rows; i++) {
             size_t at = context_row(layout.cp_order, layout.cp, p.T, i);
-            for (size_t k = 0; k < 4; k++)
+            for (size_t k = 0; k < p.row_numbers(); k++)
                 batch[k * N + b * rows + i] = x[k * p.T + at];
             // Count the targets here, on the host, before the batch goes to a device.
-            *valid += targets[at] >= 0;
+            *valid += !pairs_count && targets[at] >= 0;
         }
 
         // And know all ranks' keys.
-        int* keys = batch + 4 * N;
+        int* keys = batch + p.row_numbers() * N;
         if (layout.cp.size == 1) continue;
         fill_keys(p, b, keys, keys + p.B * p.T, doc_start);
         count_pairs(p, pairs, doc_start);
@@ -192,8 +204,10 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     const int* tokens = address<int>(t, {Kind::TOKENS, -1, micro});
     size_t N = p.rows();
     t.ctx.sequences = p.B * size_t(p.micro_batches) * size_t(t.layout.dp.size);
-    const int* keys = tokens + 4 * N;
+    const int* keys = tokens + p.row_numbers() * N;
     t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
+    const float* pairs = reinterpret_cast<const float*>(tokens + 4 * N);
+    if (p.objective.pairs()) t.ctx.batch.rejected = pairs, t.ctx.batch.reference = pairs + N;
     if (p.layout.cp.size == 1) return;
     t.ctx.batch.key_positions = keys;
     t.ctx.batch.key_documents = keys + p.B * p.T;

@@ -22,6 +22,7 @@
 #include "fp8.cuh"
 #include "layout.h"
 #include "moe.cuh"
+#include "objective.cuh"
 #include "rope.cuh"
 #include "variants.h"
 
@@ -64,6 +65,7 @@ struct Shape : Variant {
     size_t logits_rows = 64; // a chunk of them is a multiple of these rows
     Fp8 fp8 = Fp8::NONE;     // the products of blocks, but for attention's
     double balance = 0, z_loss = 0; // the router's terms in the loss that is trained (moe.cuh)
+    Objective objective = {};                 // of the plan that runs: the head's
     std::shared_ptr<const Adapters> adapters; // they alone are trained; null: none (adapters.h)
 
     // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); V may be 0.

@@ -30,6 +30,7 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
     bool cut_rows = p.layout.sequence_parallel && p.mode != Mode::GENERATE;
     Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
     s.expert_ranks = size_t(p.layout.ep);
+    s.objective = p.objective;
     return s;
 }
 
@@ -370,7 +371,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::STREAM:
     case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
     case Kind::LOSS: // evaluation keeps three numbers of each row behind the sum
-        return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(double);
+        return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(LossSums);
     case Kind::LOGITS: return p.B * s.Vp() * sizeof(T);
     case Kind::LOADS: return loads_bytes(model.shape);
 

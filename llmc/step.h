@@ -92,7 +92,7 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
     with_head(t, [&](const auto& w) {
         head_norm(t.ctx, inp, w, acts, rows);
         if (p.mode == Mode::EVALUATE) {
-            double* loss = address<double>(t, {Kind::LOSS, -1, a.micro});
+            LossSums* loss = address<LossSums>(t, {Kind::LOSS, -1, a.micro});
             head_loss(t.ctx, loss, row_losses(t, a.micro), acts, w.lm_head);
         } else {
             T* logits = address<T>(t, {Kind::LOGITS, -1, a.micro});
@@ -107,7 +107,7 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
 // The scale makes gradients those of the mean over all valid targets of the global batch.
 template <typename T, typename S>
 void run_head_backward(Trainer<T, S>& t, const Action& a) {
-    double* loss = address<double>(t, {Kind::LOSS, -1, a.micro});
+    LossSums* loss = address<LossSums>(t, {Kind::LOSS, -1, a.micro});
     const double* scale = &address<const StepScale>(t, {Kind::SCALE})->given.target_weight;
     with_head(t, [&](const auto& w) {
         const T* inp = input_of(t, a);
@@ -472,7 +472,8 @@ void run_plan(Trainer<T, S>& t, int plan) {
 // The loss of a plan: the mean over its valid targets.
 struct Loss {
     double sum = 0;
-    int64_t valid = 0;
+    int64_t valid = 0;              // of an objective over pairs: pairs
+    double margin = 0, correct = 0; // of pairs: sums
     double mean() const { return valid ? sum / double(valid) : 0; }
 };
 
@@ -489,7 +490,7 @@ PlanResult plan_result(const Trainer<T, S>& t) {
     // Order the copies behind the plan's work.
     bool has_head = is_mine(t.layout, t.model, t.model.head());
     int micro_batches = t.plans[t.plan].micro_batches;
-    std::vector<const double*> losses;
+    std::vector<const LossSums*> losses;
     for (int m = 0; has_head && m < micro_batches; m++)
         losses.push_back(ask_for(t, {Kind::LOSS, -1, m}, t.answers + m));
     StepScale* room = reinterpret_cast<StepScale*>(t.answers + micro_batches);
@@ -497,11 +498,15 @@ PlanResult plan_result(const Trainer<T, S>& t) {
     wait_for_peers(t.comms.world, t.ctx.where);
 
     PlanResult result = {{0, t.valid}, scale ? *scale : StepScale()};
-    double& sum = result.loss.sum;
-    for (const double* loss : losses)
-        sum += *loss;
-    all_reduce_sum(t.comms.samples, &sum, 1, Cpu{});
-    all_reduce_sum(t.comms.pp, &sum, 1, Cpu{});
+    double sums[3] = {};
+    for (const LossSums* sum : losses) {
+        sums[0] += sum->loss;
+        sums[1] += sum->margin;
+        sums[2] += sum->correct;
+    }
+    all_reduce_sum(t.comms.samples, sums, 3, Cpu{});
+    all_reduce_sum(t.comms.pp, sums, 3, Cpu{});
+    result.loss = {sums[0], t.valid, sums[1], sums[2]};
     return result;
 }
 template <typename T, typename S>

@@ -26,6 +26,9 @@ struct Hyper {
 // Reads tokens (T) and targets (T) of sample number `sample`; returns "" or what is wrong.
 typedef std::function<std::string(uint64_t sample, int* tokens, int* targets)> Window;
 
+// Fills in the reference's log p of each target (T) of a sample.
+typedef std::function<void(uint64_t sample, float* reference)> References;
+
 // The batch of a step to come, read while a device works on the step before.
 struct PreparedBatch {
     int plan = -1; // -1: none is prepared
@@ -55,12 +58,13 @@ template <typename T, typename S> struct Trainer {
     // Host memory for copies from and to a device; null on a CPU.
     int* staging = nullptr;    // a batch that LOAD copies
     PreparedBatch next;        // the batch after it
-    std::vector<int> sequence; // (4,T) one that LOAD reads, before it takes this rank's rows
-    double* answers = nullptr; // (micro-batches) losses, a StepScale
+    std::vector<int> sequence; // (6,T) one that LOAD reads, before it takes this rank's rows
+    LossSums* answers = nullptr; // (micro-batches), and a StepScale
     StepNumbers* numbers = nullptr; // of the step that begins
 
     // The data: where LOAD takes samples from, and how far it is.
     Window window;
+    References references;              // of an objective that has one
     uint64_t cursor = 0;                // samples taken so far, over all ranks
     uint64_t samples_end = ~uint64_t(0); // targets of later samples are ignored
     int document_end = -1;              // the token that ends a document; -1: documents are not cut
@@ -188,8 +192,8 @@ void trainer_allocate(Trainer<T, S>& t) {
     }
     t.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
     t.next.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
-    size_t answers = losses * sizeof(double) + sizeof(StepScale);
-    t.answers = static_cast<double*>(staging_memory(answers, t.ctx.where));
+    size_t answers = losses * sizeof(LossSums) + sizeof(StepScale);
+    t.answers = static_cast<LossSums*>(staging_memory(answers, t.ctx.where));
     t.numbers = static_cast<StepNumbers*>(staging_memory(sizeof(StepNumbers), t.ctx.where));
     t.comm_stream = open_stream(t.ctx.where);
     t.graphs.resize(t.plans.size());

@@ -231,6 +231,7 @@ struct Chat {
     Fixed markers = {}; // special tokens as formats name them
     int bos = -1;       // <s>
     int end = -1;       // the token that ends an answer; a sample ends there
+    bool pairs = false; // lines hold two answers to a question, the better one first (pairs.h)
 };
 
 // The token of a mark; -1: the tokenizer has none.

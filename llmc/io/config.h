@@ -44,6 +44,7 @@ struct Config {
     bool document_mask = false;
     int document_end = -1;
     std::string loss = "lm", chat_format = "auto";
+    double beta = 0, label_smoothing = 0, gamma = -1;
 
     // data preparation
     std::string prepare, field = "text";
@@ -203,9 +204,17 @@ inline const std::vector<Flag>& config_table() {
         {"document-end", &C::document_end, "-1..100000000",
          "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
 
-        {"loss", &C::loss, "lm|sft",
+        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo",
          "what is trained; lm: every token; sft: the answers of conversations, which --data holds "
-         "as JSON lines (.jsonl)"},
+         "as JSON lines (.jsonl); the others: to prefer one answer, lines have prompt, chosen, "
+         "rejected"},
+        {"beta", &C::beta, "0..1000",
+         "dpo, ipo, simpo: how much a preference weighs; orpo: its share beside the answer's own "
+         "loss (0: 0.1; simpo 2)"},
+        {"label-smoothing", &C::label_smoothing, "0..1",
+         "dpo: the share of pairs whose order is taken to be wrong (cDPO)"},
+        {"gamma", &C::gamma, "-1..1000",
+         "simpo: by how much the better answer is to win (-1: 0.5)"},
         {"chat-format", &C::chat_format,
          "auto|chatml|llama2|llama3|llama3.1|mistral|mistral-v3|mistral-v3-tekken|mistral-v7|"
          "zephyr|nanochat|alpaca|plain",
@@ -1036,6 +1045,51 @@ inline std::string check_masters(const Config& c) {
     return "";
 }
 
+// Whether pairs of answers are trained on, and with which objective.
+inline LossKind loss_kind(const std::string& loss) {
+    if (loss == "dpo") return LossKind::DPO;
+    if (loss == "ipo") return LossKind::IPO;
+    if (loss == "simpo") return LossKind::SIMPO;
+    return loss == "orpo" ? LossKind::ORPO : LossKind::NLL;
+}
+inline Objective objective_of(const Config& c) {
+    return {loss_kind(c.loss), c.beta, c.label_smoothing, c.gamma};
+}
+inline bool has_pairs(const Config& c) { return loss_kind(c.loss) != LossKind::NLL; }
+
+// Conversations and pairs: what they need, and what is not built beside them. Fills in the numbers
+// that were left out.
+inline std::string check_loss(Config& c) {
+    const std::string flag = "--loss " + c.loss;
+    if (given(c, "beta") && !has_pairs(c))
+        return concat("--beta ", c.beta,
+                      " is for preferences: give --loss dpo, ipo, simpo or orpo");
+    if (c.label_smoothing > 0 && c.loss != "dpo")
+        return concat("--label-smoothing ", c.label_smoothing, " is for --loss dpo: leave it out");
+    if (c.label_smoothing >= 0.5)
+        return concat("--label-smoothing ", c.label_smoothing, " takes half of the pairs or more "
+                      "to be wrong: give less than 0.5");
+    if (given(c, "gamma") && c.loss != "simpo")
+        return concat("--gamma ", c.gamma, " is for --loss simpo: leave it out");
+    if (c.loss == "lm") return "";
+
+    // TRL's numbers, and of SimPO those of its paper.
+    if (c.beta == 0) c.beta = c.loss == "simpo" ? 2 : 0.1;
+    if (c.gamma < 0) c.gamma = 0.5;
+
+    // Data.
+    if (c.document_mask)
+        return flag + " packs whole conversations, and none sees another: leave --document-mask "
+                      "out";
+    if (c.data.empty() && (c.steps > 0 || c.eval))
+        return flag + (has_pairs(c) ? " trains to prefer one answer" :
+                       " trains the answers of conversations") + ": give --data FILE.jsonl";
+    if (has_pairs(c) && c.cp > 1)
+        return concat(flag, " sums over whole sequences, and --cp ", c.cp,
+                      " cuts them: give --cp 1");
+    return "";
+}
+
 // New adapters, or those of a folder.
 inline bool has_adapters(const Config& c) { return c.lora > 0 || !c.adapter.empty(); }
 
@@ -1110,12 +1164,6 @@ inline std::string check_together(const Config& c) {
     if (c.document_end >= 0 && !c.document_mask)
         return concat("--document-end ", c.document_end,
                       " says where --document-mask cuts: give --document-mask too");
-    if (c.loss == "sft" && c.document_mask)
-        return "--loss sft packs whole conversations, and none sees another: leave --document-mask "
-               "out";
-    bool reads = c.steps > 0 || c.eval;
-    if (c.loss == "sft" && c.data.empty() && reads)
-        return "--loss sft trains the answers of conversations: give --data FILE.jsonl";
     if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
         return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
     if (c.recompute == "auto" && c.explain && c.memory == 0)
@@ -1172,7 +1220,9 @@ inline std::string check_machine(const Config& c) {
         return "--machine " + c.machine + " says how long a step would take there: give --explain";
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
-    // Moves between tiers, 8-bit products and adapters have no cost yet.
+    // Moves between tiers, 8-bit products, adapters and a head that walks twice have no cost yet.
+    if (has_pairs(c))
+        return "--machine: the time of --loss " + c.loss + " is not simulated: leave one out";
     if (c.offload != "none")
         return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";
     if (c.fp8 != "none")
@@ -1190,6 +1240,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     if (wrong.empty()) wrong = check_shape(s);
     if (wrong.empty()) wrong = check_experts(c, s);
     if (wrong.empty()) wrong = check_lora(c, s);
+    if (wrong.empty()) wrong = check_loss(c);
     if (!wrong.empty()) return wrong;
 
     // Fill in the defaults that depend on the shape or on another flag.

@@ -12,8 +12,9 @@ inline std::string take_loss_defaults(Config& c) {
     if (c.loss == "lm") return taken;
     // Adapters take ten times the rate of all weights, as TRL's pages on LoRA have it.
     if (!given(c, "lr")) {
-        c.lr = has_adapters(c) ? 2e-4 : 2e-5;
-        taken += has_adapters(c) ? " --lr 2e-04" : " --lr 2e-05";
+        bool pairs = has_pairs(c);
+        c.lr = (pairs ? 1e-6 : 2e-5) * (has_adapters(c) ? 10 : 1);
+        taken += concat(" --lr ", pairs ? "1e-0" : "2e-0", (pairs ? 6 : 5) - has_adapters(c));
     }
     if (!given(c, "weight-decay")) {
         c.weight_decay = 0;

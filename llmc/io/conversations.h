@@ -111,6 +111,8 @@ struct ConversationCounts {
     size_t cut = 0;                   // of them, those that lost their end
     size_t lost = 0;                  // answers' tokens that were cut off
     size_t dropped = 0;               // no answer would have been left
+    size_t pairs = 0;                 // in windows (pairs.h)
+    size_t long_pairs = 0;            // left out: longer than a window
     size_t trained = 0;               // answers' tokens in windows
 };
 
@@ -172,10 +174,24 @@ inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations
     return tokens;
 }
 
+// Make the marked tokens of a line's object, at most T of them: "" or what is wrong with it.
+typedef std::string (*LineTokens)(const Chat& chat, const nlohmann::json& line, size_t T,
+                                  std::vector<int>* tokens, ConversationCounts* counts);
+inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& line, size_t T,
+                                       std::vector<int>* tokens, ConversationCounts* counts) {
+    Conversation messages;
+    ChatTokens written;
+    std::string wrong = read_conversation(line, &messages);
+    if (wrong.empty()) wrong = chat_tokens(chat, messages, &written);
+    if (wrong.empty()) *tokens = marked_tokens(written, T, counts);
+    return wrong;
+}
+
 // The windows of a text of JSON lines. line: the number of its first one. The same text has the
 // same windows on every rank, and in every layout.
 inline std::vector<int> pack_lines(std::string_view text, size_t line, const std::string& path,
-                                   const Chat& chat, size_t T, ConversationCounts* counts) {
+                                   const Chat& chat, size_t T, ConversationCounts* counts,
+                                   LineTokens line_tokens = conversation_tokens) {
     std::vector<std::vector<int>> conversations;
     for (size_t at = 0, end; at < text.size(); at = end + 1, line++) {
         // Take a line. Blank ones are no lines.
@@ -186,14 +202,13 @@ inline std::vector<int> pack_lines(std::string_view text, size_t line, const std
 
         // Read it, and make its tokens.
         nlohmann::json j = nlohmann::json::parse(bytes, nullptr, false);
-        Conversation messages;
-        ChatTokens tokens;
-        std::string wrong = j.is_object() ? read_conversation(j, &messages) : "is no JSON object";
-        if (wrong.empty()) wrong = chat_tokens(chat, messages, &tokens);
+        std::vector<int> tokens;
+        std::string wrong = j.is_object() ? line_tokens(chat, j, T, &tokens, counts)
+                                          : "is no JSON object";
 
         // A bad line is counted, and the first one is told.
         if (wrong.empty()) {
-            conversations.push_back(marked_tokens(tokens, T, counts));
+            conversations.push_back(tokens);
             continue;
         }
         if (counts->malformed == 0)
@@ -213,12 +228,17 @@ inline std::string too_many_malformed(size_t malformed, size_t lines, const std:
 // Say what is in windows, and what is not.
 inline std::string conversations_text(const ConversationCounts& n) {
     std::string text = concat(n.conversations, " conversations");
+    if (n.pairs + n.long_pairs > 0)
+        text = concat(n.pairs, " pairs");
     if (n.trained) text += concat(", ", n.trained, " tokens of answers");
     if (n.cut)
         text += concat("; ", n.cut, " are longer than a window and lost ", n.lost,
                        " tokens of answers at their ends");
     if (n.dropped)
         text += concat("; ", n.dropped, " are left out: no answer begins within a window");
+    if (n.long_pairs)
+        text += concat("; ", n.long_pairs, " are left out: both answers are longer than a window: "
+                       "give a larger --seq");
     if (n.malformed)
         text += concat("; ", n.malformed, " bad lines are left out, the first ", n.first_malformed);
     return text;

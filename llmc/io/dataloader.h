@@ -5,7 +5,8 @@
 //   .bin   llm.c's shards: a header of 256 int32 {magic, version, tokens}, then the tokens:
 //          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3).
 //          prepare.h writes them. With --loss sft: version 8, windows of whole conversations.
-//   .jsonl With --loss sft: conversations, packed when they are opened (conversations.h).
+//   .jsonl With --loss sft: conversations, packed when they are opened (conversations.h); with
+//          --loss dpo and its kin pairs of answers (pairs.h).
 //   windows    A file of n tokens has (n-1)/T windows. Window i holds the tokens iT .. iT+T:
 //              T inputs, and the same shifted by one as targets.
 //   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W): every window
@@ -27,9 +28,9 @@
 #include "../documents.h"
 #include "../rand.h"
 #include "../text.h"
-#include "conversations.h"
 #include "file_kind.h"
 #include "mapping.h"
+#include "pairs.h"
 #include "tokenizer.h"
 
 namespace llmc {
@@ -190,7 +191,9 @@ inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     // Pack them. What is left out is said once, by data_notes().
     ConversationCounts counts;
     std::string_view text(static_cast<const char*>(begin), bytes);
-    f->encoded = std::make_shared<std::vector<int>>(pack_lines(text, 1, f->path, chat, T, &counts));
+    LineTokens line_tokens = chat.pairs ? pair_tokens : conversation_tokens;
+    f->encoded = std::make_shared<std::vector<int>>(
+        pack_lines(text, 1, f->path, chat, T, &counts, line_tokens));
     unmap_file(begin, bytes);
     f->tokens = (const unsigned char*)f->encoded->data();
     f->width = sizeof(int);
@@ -268,6 +271,9 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         DataFile f;
         f.path = path;
         bool lines = chat && path.ends_with(".jsonl");
+        // Shards have no mark for the worse answer.
+        if (chat && chat->pairs && !lines)
+            return path + ": preferences are pairs of answers, a JSON object a line: give .jsonl";
         wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
         if (wrong.empty()) wrong = check_packed(f, chat != nullptr, T);
         if (!wrong.empty()) return wrong;
@@ -411,7 +417,7 @@ inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint6
     return x;
 }
 
-constexpr uint32_t TOKEN_BITS = uint32_t(BEGINS) - 1; // of a marked token
+constexpr uint32_t TOKEN_BITS = uint32_t(REJECTED) - 1; // of a marked token
 
 // Token i of a file's range, with its marks.
 inline int64_t token_at(const DataFile& f, size_t i) {
@@ -481,18 +487,23 @@ inline std::string load_conversations(const DataFile& f, size_t start, size_t T,
         int token = int(marked & TOKEN_BITS);
         if (size_t(token) >= V)
             return beyond_vocabulary(f, f.first + start + i, V);
-        tokens[i] = token | (int(marked) & BEGINS);
+        tokens[i] = token | (int(marked) & (BEGINS | REJECTED));
         if (i > 0) targets[i - 1] = int(marked) & TRAINED ? token : -1;
     }
     return "";
 }
 
+// The window of a sample.
+inline uint64_t window_of(const DataLoader& d, uint64_t sample) {
+    uint64_t window = sample % d.windows;
+    if (!d.shuffle) return window;
+    return permutation(d.seed, sample / d.windows, window, d.windows);
+}
+
 // Fill tokens and targets, both (T), of a sample.
 inline std::string load_window(const DataLoader& d, uint64_t sample, int* tokens, int* targets) {
-    // Find the window, and the file that it lies in.
-    uint64_t window = sample % d.windows;
-    if (d.shuffle)
-        window = permutation(d.seed, sample / d.windows, window, d.windows);
+    // Find the file that its window lies in.
+    uint64_t window = window_of(d, sample);
     auto ends_behind = [](uint64_t w, const DataFile& f) {
         return w < f.windows_before + f.windows;
     };

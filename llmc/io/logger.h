@@ -4,7 +4,7 @@
 //     first         {config, flops_per_token}
 //     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 the
 //                   loss_scale of the next step too; with --cp the cp_imbalance; with
-//                   experts max_vio and least_load (expert_loads.h)
+//                   experts max_vio and least_load (expert_loads.h); of pairs margin, accuracy
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
 //     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
@@ -46,6 +46,7 @@ struct StepReport {
     double cp_imbalance = 0;     // the most pairs of a context-parallel rank, of the mean; 0: none
     double max_vio = -1;         // of experts' loads, and the least of them, of the mean; -1: none
     double least_load = 0;
+    double margin = 0, accuracy = -1; // of pairs: means; -1: there are none
 };
 
 // A step line as people read it. A rate above the peak means that the peak was measured while the
@@ -60,7 +61,13 @@ inline std::string step_text(const StepReport& r, double seconds_left) {
              width, (long long)r.step, (long long)r.steps, r.loss, r.norm, r.lr, r.seconds * 1e3,
              rate_text(double(r.step_tokens) / r.seconds).c_str(), r.mfu > 1 ? "~100%" : mfu,
              duration_text(seconds_left).c_str());
-    return text;
+    if (r.accuracy < 0) return text;
+
+    // How far the better answers lead, and how often, stand behind the loss.
+    char pairs[64];
+    snprintf(pairs, sizeof(pairs), " | margin %.4f | accuracy %.3f", r.margin, r.accuracy);
+    std::string line = text;
+    return line.insert(line.find(" | norm"), pairs);
 }
 
 // ----------------------------------------------------------------------------
@@ -192,6 +199,8 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (r.cp_imbalance > 0) j["cp_imbalance"] = r.cp_imbalance;
     if (r.max_vio >= 0) j["max_vio"] = r.max_vio;
     if (r.max_vio >= 0) j["least_load"] = r.least_load;
+    if (r.accuracy >= 0) j["margin"] = r.margin;
+    if (r.accuracy >= 0) j["accuracy"] = r.accuracy;
     return log_append(log, j);
 }
 

@@ -680,6 +680,8 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
 inline std::string prepare_chat(const Config& c, const Tokenizer& t,
                                 const std::vector<TextInput>& inputs, ShardOutput* o) {
     if (c.loss == "lm") return "";
+    if (c.loss != "sft")
+        return "--prepare --loss " + c.loss + " is not built: give the JSON lines to --data";
     if (c.seq == 0)
         return "--prepare --loss sft packs conversations into windows: give --seq, the tokens of "
                "one";

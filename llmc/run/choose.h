@@ -142,7 +142,8 @@ inline void open_data(Run& run) {
 
     // Validation is --val, or the end of the data.
     bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
-    const Chat* chat = c.loss == "sft" ? &run.chat : nullptr;
+    const Chat* chat = c.loss == "lm" ? nullptr : &run.chat;
+    run.chat.pairs = has_pairs(c);
     if (train)
         or_die(data_open(&run.train, files, Split::TRAIN, apart, run.tokenizer, c.seq, run.shape.V,
                          c.seed, chat));
@@ -159,7 +160,7 @@ inline void open_data(Run& run) {
 
     // Evaluate at least one sample, and at most all that there are.
     run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));
-    if (vocab_matches(run))
+    if (vocab_matches(run) && !has_pairs(c))
         run.val_bytes = target_bytes(run.val, run.tokenizer, run.val_samples);
     if (train && apart)
         or_die(data_disjoint(run.train, run.val));
@@ -370,6 +371,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.masters = masters_named(c.masters);
     train.states = states_named(c.states);
     train.stored = stored_named(c.weights);
+    train.objective = objective_of(c);
     train.recompute = recompute_named(c.recompute);
 
     // A folder's name may not be "cpu": "./cpu" is one.
@@ -398,6 +400,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     if (only_exports) add(evaluate); // nothing runs, but a plan places the exported weights
 
     // Score the candidates of --evaluate, those of about one length in a plan of their own.
+    evaluate.objective = {}; // of what follows
     size_t rows = evaluate.B * evaluate.T;
     run.score_groups = group_by_length(run.tasks.candidates, rows, run.shape.P);
     for (ScoreGroup& group : run.score_groups)

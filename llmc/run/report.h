@@ -3,7 +3,7 @@
 #include "../io/explain.h"
 #include "../io/predict.h"
 #include "../io/mfu.h"
-#include "health.h"
+#include "references.h"
 
 namespace llmc {
 
@@ -17,11 +17,16 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
     auto window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(run.val, sample, tokens, targets);
     };
+    References of_training = t.references;
+    if (has_reference(run.config)) t.references = references_of(run.val, run.val_references);
     run_samples(t, run.evaluate_plan, run.val_samples, window, [&] {
         Loss loss = plan_loss(t);
         total.sum += loss.sum;
         total.valid += loss.valid;
+        total.margin += loss.margin;
+        total.correct += loss.correct;
     });
+    t.references = of_training;
     return total;
 }
 
@@ -54,7 +59,14 @@ void report_validation(Run& run, Trainer<T, S>& t) {
         line["bits_per_byte"] = bits;
         printf(" | %.4f bits per byte", bits);
     }
-    printf(" | %lld tokens\n", (long long)loss.valid);
+    // Say how often the better answer wins, and by how much.
+    if (has_pairs(run.config)) {
+        double n = double(std::max<int64_t>(loss.valid, 1));
+        line["margin"] = loss.margin / n;
+        line["accuracy"] = loss.correct / n;
+        printf(" | margin %.4f | accuracy %.3f", loss.margin / n, loss.correct / n);
+    }
+    printf(" | %lld %s\n", (long long)loss.valid, has_pairs(run.config) ? "pairs" : "tokens");
     fflush(stdout);
     note(run, log_append(run.log, line));
 }

@@ -499,3 +499,131 @@ TEST(Sft, LoadedWeightsTakeSmallerStepsAndAPromptIsAQuestion) {
     EXPECT_EQ(adapted.status, 0) << adapted.text;
     EXPECT_HAS(adapted.text, "--loss sft takes TRL's defaults: --lr 2e-04 --weight-decay 0");
 }
+
+// ----------------------------------------------------------------------------
+// preferences
+
+// Eight pairs, each shape of a line among them.
+static std::string eight_pairs() {
+    return R"({"prompt": "Say one", "chosen": "one", "rejected": "two and three"}
+{"prompt": "Say two", "chosen": "two two", "rejected": "one"}
+{"prompt": [{"role": "user", "content": "Plan?"}], "chosen": [{"role": "assistant", "content": "A list."}], "rejected": [{"role": "assistant", "content": "No idea"}]}
+{"prompt": "Name a bucket", "chosen": "block", "rejected": "none at all, really"}
+{"chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "rejected": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Go"}]}
+{"input": {"messages": [{"role": "user", "content": "Count"}]}, "preferred_output": [{"role": "assistant", "content": "1 2 3"}], "non_preferred_output": [{"role": "assistant", "content": "3"}]}
+{"prompt": "Sky?", "chosen": "blue", "rejected": "green"}
+{"prompt": "Grass?", "chosen": "green", "rejected": "blue, I think"}
+)";
+}
+
+TEST(Preferences, ALineBecomesTwoConversationsThatAskTheSame) {
+    Tokenizer t;
+    Chat chat;
+    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    auto tokens_of = [&](const std::string& line, std::vector<int>* tokens) {
+        ConversationCounts n;
+        nlohmann::json j = nlohmann::json::parse(line);
+        return pair_tokens(chat, j, 128, tokens, &n);
+    };
+
+    // The prompt's tokens begin both, and none of them is trained; the answers' are.
+    std::vector<int> tokens;
+    ASSERT_EQ(tokens_of(R"({"prompt": "Hm", "chosen": "ab", "rejected": "xyz"})", &tokens), "");
+    std::string text, marks;
+    size_t second = 0;
+    for (size_t i = 0; i < tokens.size(); i++) {
+        text += char(tokens[i] & 0xff);
+        marks += tokens[i] & TRAINED ? '1' : '.';
+        if (tokens[i] & REJECTED) second = i;
+    }
+    EXPECT_EQ(text.substr(0, second), "User: Hm\nAssistant: ab" + text.substr(second - 1, 1));
+    EXPECT_EQ(text.substr(second, 23), "User: Hm\nAssistant: xyz");
+    EXPECT_EQ(marks.substr(0, second), std::string(19, '.') + "1111");
+    EXPECT_EQ(marks.substr(second), std::string(19, '.') + "11111");
+    EXPECT_EQ(tokens[0] & (BEGINS | REJECTED), BEGINS);
+    EXPECT_EQ(tokens[second] & (BEGINS | REJECTED), BEGINS | REJECTED);
+
+    // An answer that both have belongs to the question.
+    ASSERT_EQ(tokens_of(R"({"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}], "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "e"}]})",
+                        &tokens), "");
+    EXPECT_EQ(std::count_if(tokens.begin(), tokens.end(), [](int x) { return x < 0; }), 2 * 3);
+
+    // What is wrong with a line is said of it.
+    EXPECT_HAS(tokens_of(R"({"prompt": "x", "chosen": "a"})", &tokens), "has no \"rejected\"");
+    EXPECT_HAS(tokens_of(R"({"chosen": "a", "rejected": "b"})", &tokens), "has no \"prompt\"");
+    EXPECT_HAS(tokens_of(R"({"prompt": "x", "chosen": "a", "rejected": "a"})", &tokens),
+               "the same text as chosen and as rejected");
+    EXPECT_HAS(tokens_of(R"({"prompt": [{"role": "assistant", "content": "x"}], "chosen": "a", "rejected": "b"})",
+                         &tokens), "nobody has asked");
+    EXPECT_HAS(tokens_of(R"({"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]})",
+                         &tokens), "chosen ends without an answer");
+}
+
+// The loss, margin and accuracy of each step of a run.
+static std::vector<double> preference_log(const std::string& out) {
+    std::vector<double> found;
+    std::istringstream lines(read_file(out + "/log.jsonl"));
+    for (std::string line; std::getline(lines, line);) {
+        nlohmann::json j = nlohmann::json::parse(line);
+        for (const char* key : {"loss", "margin", "accuracy", "grad_norm"})
+            if (j.contains("loss")) found.push_back(j[key]);
+    }
+    return found;
+}
+
+static std::string preference_run(const std::string& data, const std::string& flags) {
+    return "OMP_NUM_THREADS=1 " + program() + " --data " + data + " --val " + data + "2.jsonl --seq 128 "
+           "--lr 1e-3 --schedule constant --sample-tokens 0 --device cpu " + flags;
+}
+
+TEST(Preferences, TheMeanOverPairsIsTheSameInEveryLayout) {
+    // Windows hold two pairs or one, so a mean of micro-batches' means would differ by percents.
+    // Sums in another order differ by less than a millionth, which two steps hardly enlarge.
+    std::string path = put_file(scratch("pairs.jsonl"), eight_pairs());
+    put_file(path + "2.jsonl", eight_pairs());
+    std::string common = "--layers 2 --heads 4 --channels 32 --batch-tokens 512 --steps 2 ";
+    for (std::string loss : {"dpo", "ipo", "simpo", "orpo"}) {
+        std::vector<double> expected;
+        for (std::string layout :
+             {"--micro-batch 4", "--micro-batch 1", "--micro-batch 2 --local-ranks 2 --zero 3",
+              "--micro-batch 1 --local-ranks 4 --pp 2 --zero 1",
+              "--micro-batch 2 --local-ranks 2 --tp 2 --sequence-parallel"}) {
+            if (loss != "dpo" && !layout.ends_with("4") && !has(layout, "pp")) continue;
+            std::string out = scratch(loss + layout);
+            Ran ran = shell(preference_run(path, common + "--loss " + loss + " --out '" + out +
+                                                     "' " + layout));
+            ASSERT_EQ(ran.status, 0) << ran.text;
+            EXPECT_HAS(ran.text, "8 pairs");
+            std::vector<double> got = preference_log(out);
+            if (expected.empty()) expected = got;
+            ASSERT_EQ(got.size(), 8u);
+            for (size_t i = 0; i < 8; i++)
+                EXPECT_NEAR(got[i], expected[i], 2e-5 * std::max(1.0, expected[i]))
+                    << loss << layout << i;
+            // A policy that is its reference draws.
+            if (loss == "dpo") EXPECT_EQ(float(got[0]), float(std::log(2.0)));
+            if (loss == "ipo") EXPECT_EQ(got[0], 25);
+            if (loss == "dpo" || loss == "ipo") EXPECT_EQ(got[1], 0);
+            if (loss == "dpo") EXPECT_GT(got[5], 0);
+        }
+    }
+}
+
+TEST(Preferences, ARunThatGoesOnHasTheSameBits) {
+    std::string path = put_file(scratch("prefer.jsonl"), eight_pairs());
+    put_file(path + "2.jsonl", eight_pairs());
+    std::string common = preference_run(path, "--loss dpo --micro-batch 1 --layers 1 --channels 32 "
+                                              "--heads 2 --lora 4 --out ");
+    std::string whole = scratch("prefer_whole"), parts = scratch("prefer_parts");
+    Ran first = shell(common + whole + " --steps 5 --export " + whole + "_x --merge");
+    EXPECT_EQ(first.status, 0) << first.text;
+    EXPECT_EQ(shell(common + parts + " --steps 2").status, 0);
+    Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 --lora 4 "
+                    "--device cpu --out " + parts + " --merge --export " + parts + "_x");
+    EXPECT_EQ(ran.status, 0) << ran.text;
+    EXPECT_HAS(ran.text, "reference: the starting weights");
+    EXPECT_HAS(ran.text, "resumed at step 2");
+    std::string weights = read_file(whole + "_x/model.safetensors");
+    EXPECT_GT(weights.size(), 10000u);
+    EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));
+}

@@ -256,6 +256,15 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--loss", "sft"}), "give --data FILE.jsonl");
     EXPECT_HAS(check({"--loss", "sft", "--data", "a.jsonl", "--document-mask"}),
                "leave --document-mask out");
+    EXPECT_HAS(check({"--loss", "dpo"}), "give --data FILE.jsonl");
+    EXPECT_HAS(check({"--beta", "1"}), "give --loss dpo, ipo, simpo or orpo");
+    EXPECT_HAS(check({"--loss", "ipo", "--label-smoothing", "0.1"}), "is for --loss dpo");
+    EXPECT_HAS(check({"--loss", "dpo", "--label-smoothing", "0.5"}), "give less than 0.5");
+    EXPECT_HAS(check({"--loss", "dpo", "--data", "a.jsonl", "--explain", "--machine", "h100"}),
+               "the time of --loss dpo is not simulated");
+    EXPECT_HAS(check({"--loss", "dpo", "--gamma", "1"}), "--gamma 1 is for --loss simpo");
+    EXPECT_HAS(check({"--loss", "dpo", "--data", "a.jsonl", "--cp", "2", "--local-ranks", "2"}),
+               "--loss dpo sums over whole sequences, and --cp 2 cuts them: give --cp 1");
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
     EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
     EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}), "give --out DIR and --buddy-every N");

@@ -3,6 +3,7 @@
 #include "../../llmc/adamw.cuh"
 #include "../../llmc/crossentropy.cuh"
 #include "../../llmc/embedding.cuh"
+#include "../../llmc/objective.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;
@@ -219,8 +220,12 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
         targets[N - 1] = -1;
         targets[0] = int(V) - 1;
 
-        std::vector<double> losses(N), d = logits;
+        std::vector<double> losses(N), d = logits, weighted = logits;
         crossentropy_forward_backward(losses.data(), d.data(), targets.data(), double(scale), N, V,
+                                      Vp, Cpu{});
+        std::vector<double> rows = rounded<float>(normals(c, N)); // a coefficient each
+        GradientScale by_row = {double(scale), nullptr, 0, nullptr, rows.data()};
+        crossentropy_forward_backward(losses.data(), weighted.data(), targets.data(), by_row, N, V,
                                       Vp, Cpu{});
 
         every_order(c, [&](Outputs& o) {
@@ -239,8 +244,47 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
             o.add("dlogits", l, d, tolerance<T>(V), scale);
             o.add("loss, bits", loss, as_double(steps_loss.host()), 0);
             o.add("dlogits, bits", l, as_double(steps.host()), 0);
+
+            Array<T> w(logits, s.shift), w_steps(logits, s.shift);
+            Array<float> r(rows);
+            GradientScale on_device = {double(scale), nullptr, 0, nullptr, r.data};
+            crossentropy_forward_backward(loss.data, w.data, t.data, on_device, N, V, Vp, stream);
+            crossentropy_backward(w_steps.data, t.data, m.data, sum.data, on_device, N, V, Vp, 0,
+                                  stream);
+            o.add("dlogits with coefficients", w, weighted, tolerance<T>(V), 4 * scale);
+            o.add("dlogits with coefficients, bits", w_steps, as_double(w.host()), 0);
         });
     }
+}
+
+// Pairs over windows, of which one has a single answer: the CPU's bits.
+inline void objective_kernels(Check& c) {
+    for (size_t T : {size_t(4), size_t(9), size_t(150)})
+        for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO}) {
+            size_t N = 3 * T;
+            CASE(c, "objective %d T=%zu", int(kind), T);
+            std::vector<int> targets = integers(c, N, -1, 5), starts(N);
+            std::vector<double> losses = rounded<float>(normals(c, N)), rejected(N);
+            std::vector<double> reference = rounded<float>(normals(c, N));
+            for (size_t n = 0; n < N; n++) {
+                starts[n] = n % T < T / 2 ? 0 : int(T / 2);
+                rejected[n] = n < 2 * T && starts[n] > 0;
+                losses[n] = std::fabs(losses[n]);
+            }
+            Objective o = {kind, 0.5, 0.1, 0.5};
+            std::vector<float> out(4 * N), l = as<float>(losses), x = as<float>(rejected),
+                               ref = as<float>(reference);
+            objective<float>({&out[0], &out[N], &out[2 * N], &out[3 * N], l.data(), targets.data(),
+                              starts.data(), x.data(), ref.data(), T}, o, N, Cpu{});
+            every_order(c, [&](Outputs& outputs) {
+                Array<float> got(4 * N), dl(losses), dx(rejected), dref(reference);
+                Array<int> t(targets), d(starts);
+                float* to = got.data;
+                objective({to, to + N, to + 2 * N, to + 3 * N, dl.data, t.data, d.data, dx.data,
+                           dref.data, T}, o, N, cudaStream_t{});
+                outputs.add("rows, bits", got, as_double(out), 0);
+            });
+        }
 }
 
 inline void crossentropy_total_kernels(Check& c) {
@@ -560,6 +604,7 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"crossentropy in one call bf16", crossentropy_one_call_kernels<bf16>});
     rows.push_back({"crossentropy in one call fp16", crossentropy_one_call_kernels<fp16>});
     rows.push_back({"crossentropy total", crossentropy_total_kernels});
+    rows.push_back({"objective", objective_kernels});
     rows.push_back({"grad_norm", grad_norm_kernels});
     rows.push_back({"adamw, sgd float", update_kernels<float>});
     rows.push_back({"adamw, sgd bf16", update_kernels<bf16>});

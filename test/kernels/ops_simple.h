@@ -7,6 +7,7 @@
 #include "../../llmc/grad_norm.cuh"
 #include "../../llmc/layernorm.cuh"
 #include "../../llmc/linear.cuh"
+#include "../../llmc/objective.cuh"
 #include "../../llmc/rmsnorm.cuh"
 #include "../../llmc/rope.cuh"
 #include "../../llmc/swiglu.cuh"
@@ -657,6 +658,86 @@ inline void crossentropy_perf(Perf& p) {
 }
 
 // ----------------------------------------------------------------------------
+// objectives over pairs
+
+// Windows of 16 rows: a pair of 5 and 8 targets with a row before each that asks, and padding.
+template <typename A> struct ObjectiveRun {
+    size_t T = 16, N = 0;
+    std::vector<A> losses, out;
+    std::vector<int> targets, doc_start;
+    std::vector<float> rejected, reference;
+
+    ObjectiveRun(Objective o, const Doubles& row_losses, const Doubles& reference_losses)
+        : N(row_losses.size()), losses(as<A>(row_losses)), out(4 * N, A(7)) {
+        for (size_t i = 0; i < N; i++) {
+            size_t at = i % T;
+            bool worse = at >= 6 && at < 15;
+            doc_start.push_back(at < 6 ? 0 : worse ? 6 : 15);
+            targets.push_back(at == 0 || at == 6 || at == 15 ? -1 : int(at));
+            rejected.push_back(worse);
+            reference.push_back(float(-reference_losses[i]));
+        }
+        objective<A>({&out[0], &out[N], &out[2 * N], &out[3 * N], losses.data(), targets.data(),
+                      doc_start.data(), rejected.data(), reference.data(), T}, o, N, CPU);
+    }
+    double total(size_t which) const { // 1: value, 2: margin, 3: correct
+        double sum = 0;
+        for (size_t i = 0; i < N; i++) sum += double(out[which * N + i]);
+        return sum;
+    }
+};
+
+inline std::vector<Objective> all_objectives() {
+    return {{LossKind::DPO, 0.1}, {LossKind::DPO, 0.1, 0.1}, {LossKind::IPO, 0.1},
+            {LossKind::SIMPO, 2, 0, 0.5}, {LossKind::ORPO, 1}};
+}
+
+inline void objective_test(Check& c) {
+    // The sums of dev/golden/make_preferences.py, spread over rows by quarters: floats hold them.
+    Doubles policy(16), reference(16);
+    for (size_t i = 1; i < 6; i++) policy[i] = 2, reference[i] = 2.25;
+    for (size_t i = 7; i < 15; i++) policy[i] = 1.5, reference[i] = 1.5;
+    reference[1] = 2, reference[7] = 1;
+    const Doubles values = {0.6209570478, 0.6359570478, 22.44390625, 1.7014132780, 3.0420578079};
+    const Doubles at_first = {std::log(2.0), std::log(2.0), 25};
+    for (size_t k = 0; k < 5; k++) {
+        ObjectiveRun<double> run(all_objectives()[k], policy, reference);
+        close(c, "the worked value", Doubles{run.total(1)}, Doubles{values[k]}, 1e-9);
+        close(c, "in float", Doubles{ObjectiveRun<float>(all_objectives()[k], policy,
+                                                         reference).total(1)},
+              Doubles{values[k]}, 1e-6);
+        expect(c, run.total(3) == (k == 3 || k == 4 ? 0 : 1), "who wins");
+
+        // A policy that is its reference: a draw, to the bit, which is no win.
+        if (k > 2) continue;
+        ObjectiveRun<float> same(all_objectives()[k], policy, policy);
+        close(c, "the first loss", Doubles{same.total(1)}, Doubles{double(float(at_first[k]))}, 0);
+        expect(c, same.total(2) == 0 && same.total(3) == 0, "a draw");
+    }
+
+    // Rows that ask and rows of padding have nothing; a window without the rejected one counts none.
+    ObjectiveRun<double> two(all_objectives()[0], normals(c, 32), normals(c, 32));
+    for (size_t i : {0, 6, 15, 16, 31}) expect(c, two.out[i] == 0, "coefficients of questions");
+    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 1, "pairs");
+    std::vector<int> targets = {-1, 1, -1, 1, 1, -1, 1, 1}, starts = {0, 0, 2, 2, 2, 5, 5, 5};
+    std::vector<float> worse = {0, 0, 1, 1, 1, 1, 1, 1}; // two pairs' rejected ones
+    expect(c, count_pairs(&targets[0], &starts[0], &worse[0], 8) == 2, "each counts once");
+    std::fill(two.rejected.begin(), two.rejected.end(), 0.0f);
+    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 0, "none");
+}
+
+// The coefficient of a row is the derivative by its loss, which is -log p.
+inline void objective_grad(Check& c) {
+    Doubles policy = normals(c, 32), reference = normals(c, 32);
+    for (double& x : policy) x = std::fabs(x) + 0.1;
+    for (Objective o : all_objectives()) {
+        auto loss = [&] { return ObjectiveRun<double>(o, policy, reference).total(1); };
+        ObjectiveRun<double> run(o, policy, reference);
+        gradient(c, "losses", loss, policy, Doubles(run.out.begin(), run.out.begin() + 32));
+    }
+}
+
+// ----------------------------------------------------------------------------
 // optimizer and gradient norm
 
 inline void adamw_test(Check& c) {
@@ -820,6 +901,7 @@ inline void add_simple_rows(std::vector<Row>& rows) {
     rows.push_back({"gelu, swiglu", activation_test, activation_grad, activation_perf});
     rows.push_back({"crossentropy", crossentropy_test, crossentropy_grad, crossentropy_perf});
     rows.push_back({"crossentropy in one call", crossentropy_one_call_test, nullptr, nullptr});
+    rows.push_back({"objective", objective_test, objective_grad, nullptr});
     rows.push_back({"adamw, sgd", adamw_test, nullptr, adamw_perf});
     rows.push_back({"adamw, sgd without a scale", adamw_without_scale_test, nullptr, nullptr});
     rows.push_back({"grad_norm", norm_of_gradients_test, nullptr, norm_of_gradients_perf});

@@ -54,6 +54,52 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     }
 }
 
+// Pairs, and what is trained on them: the whole model's gradient, and the losses of the reference
+// as any numbers. The head takes five rows a chunk, so that chunks begin inside of answers.
+TEST(Gradients, PreferencesAgainstFiniteDifferences) {
+    for (LossKind kind : {LossKind::DPO, LossKind::ORPO}) {
+        Plan train = small_plan(2, 9, 2);
+        train.objective = {kind, 0.5, kind == LossKind::DPO ? 0.1 : 0, 0.5};
+        Plan evaluate = train;
+        evaluate.mode = Mode::EVALUATE;
+        evaluate.B = 4, evaluate.micro_batches = 1;
+        Shape s = small_gpt2();
+        s.logits_bytes = 1;
+        s.logits_rows = 5;
+        Fixture<double> f(s, {train, evaluate});
+        Window random = random_window(s, 9);
+        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+            random(sample, tokens, targets);
+            size_t cut = 4 + sample % 2; // where the rejected one begins
+            tokens[0] |= BEGINS;
+            tokens[cut] |= BEGINS | REJECTED;
+            targets[cut - 1] = targets[8] = -1;
+            return std::string();
+        };
+        f.t.references = [](uint64_t sample, float* reference) {
+            for (size_t i = 0; i < 9; i++) reference[i] = -float(i + sample % 3);
+        };
+        f.t.hyper.lr = 0, f.t.hyper.clip = 0;
+        run_plan(f.t, 0);
+        Loss loss = plan_loss(f.t);
+        EXPECT_EQ(loss.valid, 4);
+        for (const Parameter& p : f.t.model.parameters) {
+            size_t i = random_block(11, fnv1a(p.name), 0)[0] % p.file_elements();
+            f.t.plan = 0, f.t.at = 0;
+            double expected = f.grad(p)[i], h = 1e-5, w = f.weight(p)[i], side[2];
+            for (int sign : {0, 1}) {
+                f.weight(p)[i] = w + (sign ? h : -h);
+                run_plan(f.t, 1);
+                side[sign] = plan_loss(f.t).mean();
+            }
+            f.weight(p)[i] = w;
+            EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected,
+                        2e-7 * std::max(1.0, std::abs(expected)))
+                << int(kind) << " " << p.name << "[" << i << "]";
+        }
+    }
+}
+
 // Adapters of zeros in B add nothing: loss, and B's gradient, are there at once, A's is zero. With
 // frozen weights no byte of them changes, and no gradient, moment or REDUCE of theirs exists.
 template <typename T> static void expect_base_at_first(const Shape& base) {

@@ -1,0 +1,204 @@
+// objective.cuh - preferences as a coefficient of each row - arXiv:2305.18290 arXiv:2310.12036
+//   A window holds pairs: a chosen sequence and behind it the rejected one, each a document.
+//   y = sum of log p(target) over a sequence's n targets,   r = y - the reference's y
+//   d = r_chosen - r_rejected,   m = y / n,   s = 1 / (1 + exp(-x)),   e label smoothing
+//     DPO    -(1-e) log s(beta d) - e log s(-beta d)        cDPO where e > 0
+//     IPO    (r_chosen / n - r_rejected / n - 1 / (2 beta))^2
+//     SimPO  -log s(beta (m_chosen - m_rejected) - gamma)   no reference (2405.14734)
+//     ORPO   -m_chosen - beta log s(o_chosen - o_rejected),   o = m - log(1 - exp m) (2403.07691)
+//   coefficient = -dloss / dlog p(target) of a row: its logits' gradient is coefficient times the
+//   cross-entropy's, so one backward pass of the head serves all objectives.
+//   losses (N) the rows' -log p   rejected, reference (N) float   value, margin, correct,
+//   coefficient (N): a pair's numbers stand in its first row, 0 in the others; N = B T
+//   Contract: all =.  Sums of a pair in double, in the rows' order: bitwise repeatable, and a
+//             policy that is the reference has d = 0 exactly.
+//   Cost: a thread walks the rows of its pair: nothing beside the head's products.
+//   To copy: this file, types.h and cuda_common.h.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include "cuda_common.h"
+
+namespace llmc {
+
+// NLL is the cross-entropy as it is.
+enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO };
+
+struct Objective {
+    LossKind kind = LossKind::NLL;
+    double beta = 0.1;    // how much a preference weighs
+    double smoothing = 0; // DPO
+    double gamma = 0;     // SimPO
+    bool pairs() const { return kind != LossKind::NLL; }
+};
+
+// Sums over a micro-batch: the loss, and of pairs by how much and how often the chosen one wins.
+struct LossSums {
+    double loss = 0, margin = 0, correct = 0;
+};
+
+// The rows of a micro-batch, and what an objective makes of them.
+template <typename A> struct ObjectiveRows {
+    A *coefficient, *value, *margin, *correct; // (N) each
+    const A* losses;                           // (N)
+    const int *targets, *doc_start;            // (B,T)
+    const float *rejected, *reference;         // (B,T) 1: of a rejected sequence; log p
+    size_t T;
+};
+
+// ----------------------------------------------------------------------------
+// a pair
+
+// A sequence's sums.
+struct SequenceSum {
+    double y = 0;         // log p of the policy
+    double reference = 0; // and of the reference
+    double targets = 0;
+    size_t end = 0; // the row behind it
+};
+
+// A pair's loss, by how much the chosen one leads, and the coefficients of their rows.
+struct PairLoss {
+    double value;
+    double margin;
+    double of_chosen;
+    double of_rejected;
+};
+
+// How sure a difference of log-likelihoods makes one of the better answer.
+LLMC_HD inline double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+// -log sigmoid(x), where exp must not overflow.
+LLMC_HD inline double minus_log_sigmoid(double x) {
+    return (x < 0 ? -x : 0) + log1p(exp(x < 0 ? x : -x));
+}
+
+// The table of the file's head, a row a case. w is the chosen sequence, l the rejected one; each
+// has at least one target.
+LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const SequenceSum& l) {
+    double mean_w = w.y / w.targets, mean_l = l.y / l.targets;
+    switch (o.kind) {
+    case LossKind::NLL: break;
+
+    // The policy's lead, less the reference's. Label smoothing counts some pairs the other way.
+    case LossKind::DPO: {
+        double e = o.smoothing;
+        double u = o.beta * (w.y - w.reference - (l.y - l.reference));
+        double c = o.beta * ((1 - e) * sigmoid(-u) - e * sigmoid(u));
+        return {(1 - e) * minus_log_sigmoid(u) + e * minus_log_sigmoid(-u), u, c, -c};
+    }
+
+    // The lead is to be 1 / (2 beta), and no more: means over tokens, as the authors have it.
+    case LossKind::IPO: {
+        double d = (w.y - w.reference) / w.targets - (l.y - l.reference) / l.targets;
+        double off = d - 1 / (2 * o.beta);
+        return {off * off, o.beta * d, -2 * off / w.targets, 2 * off / l.targets};
+    }
+
+    // The better answer is to be likelier a token, by gamma.
+    case LossKind::SIMPO: {
+        double u = o.beta * (mean_w - mean_l);
+        double c = o.beta * sigmoid(o.gamma - u);
+        return {minus_log_sigmoid(u - o.gamma), u, c / w.targets, -c / l.targets};
+    }
+
+    // Odds p / (1 - p) of a token, beside the better answer's own loss. A model that is sure would
+    // have odds without end: p stays below 1.
+    case LossKind::ORPO: {
+        double none_w = -expm1(fmin(mean_w, -1e-12));
+        double none_l = -expm1(fmin(mean_l, -1e-12));
+        double odds = mean_w - log(none_w) - (mean_l - log(none_l));
+        double c = o.beta * sigmoid(-odds);
+        return {-mean_w + o.beta * minus_log_sigmoid(odds), o.beta * (mean_w - mean_l),
+                (1 + c / none_w) / w.targets, -c / none_l / l.targets};
+    }
+    }
+    return {};
+}
+
+// Add up the sequence that begins in row n.
+template <typename A>
+LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
+    // It ends where another begins, or with the window.
+    SequenceSum sum;
+    size_t window_end = (n / x.T + 1) * x.T, i = n;
+    for (; i < window_end && x.doc_start[i] == x.doc_start[n]; i++) {
+        // Rows that ask have no target.
+        if (x.targets[i] < 0) continue;
+        sum.y -= double(x.losses[i]);
+        sum.reference += double(x.reference[i]);
+        sum.targets += 1;
+    }
+    sum.end = i;
+    return sum;
+}
+
+// Row n: where a sequence begins that is not rejected, fill in the rows of it and of the rejected
+// one behind it. Without one, as padding is, they count for nothing.
+template <typename A>
+LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
+    // Other rows are filled in by the one that begins their pair.
+    if (x.doc_start[n] != int(n % x.T) || x.rejected[n] != 0) return;
+    SequenceSum chosen = sum_sequence(x, n), other;
+    other.end = chosen.end;
+    if (chosen.end % x.T != 0 && x.rejected[chosen.end] != 0)
+        other = sum_sequence(x, chosen.end);
+    bool pair = chosen.targets > 0 && other.targets > 0;
+    PairLoss loss = {};
+    if (pair)
+        loss = pair_loss(o, chosen, other);
+
+    // The pair's own numbers stand in its first row.
+    for (size_t i = n; i < other.end; i++) {
+        double c = i < chosen.end ? loss.of_chosen : loss.of_rejected;
+        x.coefficient[i] = x.targets[i] < 0 ? A(0) : A(c);
+        x.value[i] = A(i == n ? loss.value : 0);
+        x.margin[i] = A(i == n ? loss.margin : 0);
+        x.correct[i] = A(i == n && loss.margin > 0);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// CPU
+
+template <typename A>
+void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
+    #pragma omp parallel for
+    for (size_t n = 0; n < N; n++)
+        objective_row(x, o, n);
+}
+
+// Count the pairs of a window, which a loss is a mean over: rejected sequences with a target. How
+// a batch is cut does not change their number.
+inline int64_t count_pairs(const int* targets, const int* doc_start, const float* rejected,
+                           size_t T) { // (T) each
+    int64_t pairs = 0;
+    bool counted = false; // a target of the sequence has been seen
+    for (size_t i = 0; i < T; i++) {
+        counted &= doc_start[i] != int(i);
+        bool counts = rejected[i] != 0 && targets[i] >= 0;
+        pairs += counts && !counted;
+        counted |= counts;
+    }
+    return pairs;
+}
+
+// ----------------------------------------------------------------------------
+// CUDA kernels
+
+#if LLMC_KERNELS
+
+// A thread a row, of which most end at once: pairs are few, and as long as answers are.
+static __global__ void objective_kernel(ObjectiveRows<float> x, Objective o, size_t N) {
+    size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+    if (n < N) objective_row(x, o, n);
+}
+
+// ----------------------------------------------------------------------------
+// launchers
+
+inline void objective(const ObjectiveRows<float>& x, Objective o, size_t N, cudaStream_t stream) {
+    launch(objective_kernel, unsigned(ceil_div(N, size_t(128))), 128, 0, stream, x, o, N);
+}
+#endif
+
+} // namespace llmc

@@ -1,0 +1,70 @@
+// references.h - what the weights that a run starts from say of each answer: the reference of DPO
+//   1. before the first step, the starting weights (a folder's, with its adapters) evaluate the
+//      windows that the run will read, in the micro-batches in which it trains them
+//   2. every rank keeps -loss of each target: 4 bytes a token, and no second model
+//   3. LOAD hands them out with the windows
+//   New adapters change nothing before the first step, so these are the weights without them. A
+//   resumed run reads the starting weights again, does the same, and then loads its checkpoint.
+//   Cost: a forward pass over the windows, at most one epoch, once.
+#pragma once
+#include "health.h"
+
+namespace llmc {
+
+// Whether the loss compares with a reference.
+inline bool has_reference(const Config& c) { return c.loss == "dpo" || c.loss == "ipo"; }
+
+// Hand out the rows of a sample's window.
+inline References references_of(const DataLoader& d,
+                                const std::vector<float>& rows) { // (windows,T)
+    return [&d, &rows](uint64_t sample, float* reference) {
+        std::copy_n(rows.data() + window_of(d, sample) * d.T, d.T, reference);
+    };
+}
+
+// Evaluate samples [0, count) and keep the log p of each target, by window. The same on all ranks.
+template <typename T, typename S>
+std::vector<float> evaluate_references(Run& run, Trainer<T, S>& t, const DataLoader& d,
+                                       uint64_t count) { // (windows,T)
+    // Rows that no rank fills in stay 0: their windows are not read.
+    const Plan& p = t.plans[run.evaluate_plan];
+    std::vector<float> rows(d.windows * d.T);
+    std::vector<acc_t<T>> losses(p.rows());
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
+        return load_window(d, sample, tokens, targets);
+    };
+    run_samples(t, run.evaluate_plan, count, window, [&] {
+        // One of the ranks that have a sample's losses gives them.
+        RowLosses<T> kept = row_losses(t, 0);
+        if (!kept.losses || t.layout.tp.rank > 0) return;
+        copy_out(losses.data(), kept.losses, losses.size() * sizeof(losses[0]), t.ctx.where);
+        for (size_t b = 0; b < p.B; b++) {
+            uint64_t sample = t.cursor + size_t(t.layout.dp.rank) * p.B + b;
+            if (sample >= count) break;
+            for (size_t i = 0; i < p.T; i++)
+                rows[window_of(d, sample) * p.T + i] = -float(losses[b * p.T + i]);
+        }
+    });
+
+    // The others add 0, so nothing is rounded.
+    all_reduce_sum(t.comms.world, rows.data(), rows.size(), Cpu{});
+    return rows;
+}
+
+// Compute the references of training and validation.
+template <typename T, typename S>
+void compute_references(Run& run, Trainer<T, S>& t) {
+    // A run that ends before its first epoch does reads some of the windows only.
+    const Config& c = run.config;
+    uint64_t samples = uint64_t(c.steps) * uint64_t(c.batch_tokens / c.seq);
+    if (run.val.windows)
+        run.val_references = evaluate_references(run, t, run.val, run.val_samples);
+    if (run.train_plan < 0) return;
+    samples = std::min<uint64_t>(samples, run.train.windows);
+    if (is_first(run))
+        printf("reference: the starting weights, on %llu windows\n", (unsigned long long)samples);
+    run.references = evaluate_references(run, t, run.train, samples);
+    t.references = references_of(run.train, run.references);
+}
+
+} // namespace llmc
