@@ -23,6 +23,12 @@ inline bool counts_loads(const Plan& p, const Model& model) {
     return p.mode == Mode::TRAIN && model.shape.E > 0;
 }
 
+// Delayed scaling: a block's products have their scales, and in training leave their maxima.
+inline void access_amaxes(Access& x, const Plan& p, const Model& model) {
+    if (model.shape.fp8 != Fp8::DELAYED) return;
+    p.mode == Mode::TRAIN ? x.change({Kind::AMAX}) : x.read({Kind::AMAX});
+}
+
 // A forward pass reads the stream and weights, and leaves the stream for the next layer.
 inline void access_forward(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
@@ -48,6 +54,7 @@ inline void access_forward(Access& x, const Plan& p, const Model& model, const A
     // A block leaves its activations, and in generation its keys and values.
     if (!model.is_block(l)) return;
     x.read({Kind::CONSTANTS});
+    access_amaxes(x, p, model);
     for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W})
         x.write({k, l, m});
     if (p.mode == Mode::GENERATE)
@@ -63,6 +70,7 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     x.read({Kind::STREAM, l, m});
     x.read({Kind::TOKENS, -1, m});
     x.read({Kind::CONSTANTS});
+    access_amaxes(x, p, model);
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
     bool routes = layer_shape(model.shape, l).E > 0; // a choice of experts is kept
@@ -110,6 +118,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
     // A block's activations, and the gradients that its input half leaves to its weight half.
     if (!model.is_block(l)) return;
     x.read({Kind::CONSTANTS});
+    access_amaxes(x, p, model);
     bool redone = p.recompute.of(l) != Recompute::NONE;
     if (input_half)
         x.read({Kind::KEPT_B, l, m});
@@ -161,6 +170,7 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
             x.read({Kind::GRAD, b});
     }
     x.change({Kind::SCALE});
+    access_amaxes(x, p, model);
     x.write({Kind::SCRATCH, -1});
 }
 

@@ -98,7 +98,25 @@ LLMC_HD inline float fp8_scale(uint32_t amax) {
 }
 
 // How a linear layer's products quantise their operands (linear.cuh).
-enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR };
+enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR, DELAYED };
+
+// Delayed scaling: a matrix's scale is known before the matrix (fp8_delayed.cuh).
+struct Fp8Late {
+    const float* scale = nullptr; // 0: no step has set it; null: blocks have their own
+    uint32_t* amax = nullptr;     // of all that came by in this step; null: it is not asked for
+
+    LLMC_HD Fp8Late at(size_t i) const {
+        return {scale ? scale + i : nullptr, amax ? amax + i : nullptr};
+    }
+};
+
+// The largest power of two that is no larger: codes then stand for bf16 numbers.
+LLMC_HD inline float fp8_late_scale(float scale) {
+    constexpr uint32_t EXPONENT = 0x7f800000, LEAST_NORMAL = 0x00800000;
+    if (scale == 0) return 1;
+    uint32_t power = bits_as<uint32_t>(scale) & EXPONENT;
+    return bits_as<float>(power > LEAST_NORMAL ? power : LEAST_NORMAL);
+}
 
 constexpr size_t FP8_BLOCK = 128, FP8_ALIGN = 256; // elements; bytes
 enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, SQUARES_T, WHOLE };
@@ -182,17 +200,23 @@ void fp8_tile_maxima(uint32_t* amax, const T* x, const Fp8Tile& t) { // (128) (r
     }
 }
 
+// The code of x. A number that a late scale makes too large becomes the largest; infinity does not.
+template <typename F>
+LLMC_HD inline F fp8_code(float x, float scale, bool late) {
+    return to_fp8<F>(x * scale, late && fp8_magnitude(x) < FP8_INFINITY);
+}
+
 // Quantise one tile. `whole` is the matrix's amax, of WHOLE alone.
 template <typename F, typename Out, typename T>
 void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, uint32_t whole,
-                       const Fp8Tile& t) {
+                       const Fp8Late& late, const Fp8Tile& t) {
     // Find the maxima of the tile's blocks, and from them scales.
     uint32_t amax[FP8_BLOCK] = {whole};
     float scale[FP8_BLOCK], back[FP8_BLOCK];
     if (t.blocks != Fp8Blocks::WHOLE)
         fp8_tile_maxima(amax, x, t);
     for (size_t b = 0; b < FP8_BLOCK; b++) {
-        scale[b] = fp8_scale<F>(amax[b]);
+        scale[b] = late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[b]);
         back[b] = 1 / scale[b]; // exact
         if (ptrdiff_t at = t.place(b); inverse && at >= 0)
             inverse[at] = back[b];
@@ -206,7 +230,7 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
         Out results[FP8_BLOCK];
         for (size_t c = 0; c < count; c++) {
             size_t b = own ? c : t.block(r, 0);
-            F code = to_fp8<F>(to_float(row[c]) * scale[b], false);
+            F code = fp8_code<F>(to_float(row[c]), scale[b], late.scale);
             results[c] = fp8_result<Out>(code, back[b]);
         }
         if (out)
@@ -218,24 +242,29 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
 
 // out and transposed: one may be null. inverse: fp8_scales() floats that multiply codes, or null.
 //   amax: WHOLE's one word of scratch; other blocks need none
+//   late: of WHOLE, a scale that is known already; amax is not touched then
 template <typename F, typename Out, typename T>
 void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
                   const T* x, uint32_t* amax,                // (rows,cols) (1)
-                  size_t rows, size_t cols, Fp8Blocks blocks, Cpu) {
+                  size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late, Cpu) {
     // Look at the whole matrix first, where its maximum is wanted.
     uint32_t most = 0;
-    if (blocks == Fp8Blocks::WHOLE) {
+    if (blocks == Fp8Blocks::WHOLE && (!late.scale || late.amax)) {
         #pragma omp parallel for reduction(max : most)
         for (size_t i = 0; i < rows * cols; i++)
             most = std::max(most, fp8_magnitude(x[i]));
-        *amax = most;
+        if (late.scale)
+            *late.amax = std::max(*late.amax, most);
+        else
+            *amax = most;
     }
 
     // Share out the tiles: none needs another.
     #pragma omp parallel for collapse(2)
     for (size_t r0 = 0; r0 < rows; r0 += FP8_BLOCK)
         for (size_t c0 = 0; c0 < cols; c0 += FP8_BLOCK)
-            fp8_quantise_tile<F>(out, transposed, inverse, x, most, {r0, c0, rows, cols, blocks});
+            fp8_quantise_tile<F>(out, transposed, inverse, x, most, late,
+                                 {r0, c0, rows, cols, blocks});
 }
 
 // ----------------------------------------------------------------------------
@@ -274,7 +303,7 @@ __global__ void fp8_amax_kernel(uint32_t* amax, const T* x, size_t n) {
 template <typename F, typename Out, typename T>
 __global__ void __launch_bounds__(FP8_WARPS * 32)
 fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const uint32_t* whole,
-                    size_t rows, size_t cols, Fp8Blocks blocks) {
+                    size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late) {
     static_assert(sizeof(T) == 2, "a tile of wider elements does not fit into shared memory");
     constexpr unsigned ROW = FP8_BLOCK + 2; // of the tile, with what keeps columns in other banks
     LLMC_SHARED(T, tile, FP8_BLOCK * ROW);
@@ -284,7 +313,7 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
 
     // Begin with 0, or with the whole matrix's maximum.
     for (unsigned b = threadIdx.x; b < FP8_BLOCK; b += FP8_WARPS * 32)
-        amax[b] = blocks == Fp8Blocks::WHOLE ? *whole : 0;
+        amax[b] = blocks == Fp8Blocks::WHOLE && !late.scale ? *whole : 0;
     __syncthreads(); // maxima begin before a warp adds its own
 
     // Read the tile, and find the maxima of each row and of this lane's columns.
@@ -301,7 +330,7 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
             columns[i] = m > columns[i] ? m : columns[i];
         }
         most = warp_max(most);
-        bool wanted = blocks != Fp8Blocks::COLUMNS && blocks != Fp8Blocks::WHOLE;
+        bool wanted = late.amax || (blocks != Fp8Blocks::COLUMNS && blocks != Fp8Blocks::WHOLE);
         if (wanted && lane == 0)
             atomicMax(amax + t.block(r, 0), most);
     }
@@ -309,15 +338,21 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
         atomicMax(amax + lane + 32 * i, columns[i]);
     __syncthreads(); // the tile is there, and maxima are whole
 
-    // Write scales, a thread for each block.
+    // Add the tile to the step's maximum, and write scales, a thread for each block.
+    if (late.amax && threadIdx.x == 0)
+        atomicMax(late.amax, amax[0]);
+    auto scale_of = [&](size_t block) {
+        return late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[block]);
+    };
     if (inverse && threadIdx.x < FP8_BLOCK)
         if (ptrdiff_t at = t.place(threadIdx.x); at >= 0)
-            inverse[at] = 1 / fp8_scale<F>(amax[threadIdx.x]);
+            inverse[at] = 1 / scale_of(threadIdx.x);
 
     // Write codes: rows of the matrix, then rows of its transpose.
     auto result = [&](unsigned r, unsigned c) {
-        float scale = fp8_scale<F>(amax[t.block(r, c)]);
-        return fp8_result<Out>(to_fp8<F>(to_float(tile[r * ROW + c]) * scale, false), 1 / scale);
+        float scale = scale_of(t.block(r, c));
+        F code = fp8_code<F>(to_float(tile[r * ROW + c]), scale, late.scale);
+        return fp8_result<Out>(code, 1 / scale);
     };
     for (unsigned a = warp; a < FP8_BLOCK; a += FP8_WARPS)
         for (unsigned b = lane; b < FP8_BLOCK; b += 32) {
@@ -334,13 +369,13 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
 template <typename F, typename Out, typename T>
 void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
                   const T* x, uint32_t* amax,                // (rows,cols) (1)
-                  size_t rows, size_t cols, Fp8Blocks blocks, cudaStream_t stream) {
+                  size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late, cudaStream_t stream) {
     size_t n = rows * cols;
     if (n == 0) return;
 
     // Look at the whole matrix first, where its maximum is wanted: a thread reads 16
     // numbers or more.
-    if (blocks == Fp8Blocks::WHOLE) {
+    if (blocks == Fp8Blocks::WHOLE && !late.scale) {
         unsigned many = unsigned(std::min(ceil_div(n, size_t(4096)), size_t(1024)));
         device_zero(amax, sizeof(uint32_t), stream);
         launch(fp8_amax_kernel<T>, many, 256, 0, stream, amax, x, n);
@@ -350,8 +385,19 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
     dim3 tiles(unsigned(ceil_div(cols, FP8_BLOCK)), unsigned(ceil_div(rows, FP8_BLOCK)));
     LLMC_CHECK(tiles.y <= 65535, "%zu rows are more than a grid has", rows);
     launch(fp8_quantise_kernel<F, Out, T>, tiles, FP8_WARPS * 32, 0, stream, out, transposed,
-           inverse, x, amax, rows, cols, blocks);
+           inverse, x, amax, rows, cols, blocks, late);
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+// With a scale for each block.
+template <typename F, typename Out, typename T, typename S>
+void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
+                  const T* x, uint32_t* amax,                // (rows,cols) (1)
+                  size_t rows, size_t cols, Fp8Blocks blocks, S where) {
+    fp8_quantise<F>(out, transposed, inverse, x, amax, rows, cols, blocks, Fp8Late{}, where);
+}
 
 } // namespace llmc

@@ -17,6 +17,8 @@
 //   rank's pieces, none is cut: the same bf16 numbers have the same codes in every layout. (Ranks
 //   of tp round other sums to bf16 before; a number beside the middle of two codes may then take
 //   the other one.) With tensor a scale is of one product's rows: what underflows depends on them.
+//   Recipe `delayed` has tensor's formats and a scale from the steps before (fp8_delayed.cuh), the
+//   same for all rows of all ranks.
 //   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere, and on
 //   CPUs, a kernel writes the values that codes stand for, which are bf16 numbers, and the product
 //   is the bf16 product of those: what an fp8 product with float sums gives, and slower. Either
@@ -49,6 +51,7 @@ struct Weight {
     const Narrow* narrow = nullptr; // codes in the place of data
     Fp8 fp8 = Fp8::NONE;          // its products quantise their operands
     const Lora* lora = nullptr;   // an adapter beside it
+    Fp8Late late = {};            // DELAYED: of inp, of W, of dout: one behind the other
     template <typename T>
     T* as() const { return static_cast<T*>(data); }
 };
@@ -163,6 +166,7 @@ template <typename T> struct LinearOperand {
     Fp8Blocks blocks;
     bool turned;   // the product sums over rows: its codes are those of the transpose
     bool gradient; // has numbers of many sizes: under one scale it wants E5M2
+    Fp8Late late;  // of recipe `delayed`
 };
 
 // Lends a product's operands the end of the scratch, until the product has been given.
@@ -174,7 +178,7 @@ template <typename T, typename S> struct Fp8Operands {
 
     ~Fp8Operands() { blas.scratch_bytes = whole; }
 
-    bool tensor() const { return fp8 == Fp8::TENSOR; }
+    bool tensor() const { return fp8 == Fp8::TENSOR || fp8 == Fp8::DELAYED; }
     bool wide(const LinearOperand<T>& o) const { return tensor() && o.gradient; }
     Fp8Blocks blocks(const LinearOperand<T>& o) const {
         return tensor() ? Fp8Blocks::WHOLE : o.blocks;
@@ -198,7 +202,7 @@ template <typename T, typename S> struct Fp8Operands {
         auto quantise = [&](auto format) {
             fp8_quantise<decltype(format)>(values, no_transpose, no_scales, o.x,
                                            reinterpret_cast<uint32_t*>(word), o.rows, o.cols,
-                                           blocks(o), where);
+                                           blocks(o), o.late, where);
         };
         wide(o) ? quantise(e5m2()) : quantise(e4m3());
         return values;
@@ -217,7 +221,8 @@ template <typename T, typename S> struct Fp8Operands {
             typedef std::remove_pointer_t<decltype(rows)> F;
             F* nowhere = nullptr;
             fp8_quantise<F>(o.turned ? nowhere : rows, o.turned ? rows : nowhere, inverse, o.x,
-                            reinterpret_cast<uint32_t*>(word), o.rows, o.cols, blocks(o), where);
+                            reinterpret_cast<uint32_t*>(word), o.rows, o.cols, blocks(o), o.late,
+                            where);
         };
         wide(o) ? quantise(reinterpret_cast<e5m2*>(codes))
                 : quantise(reinterpret_cast<e4m3*>(codes));
@@ -268,9 +273,9 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
     const T* b = bias ? bias->as<const T>() : nullptr;
     Product p = linear_forward_product(N, w.rows, w.cols, type_of<T>());
     // The sum runs along rows of both operands.
-    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::ROWS, false, false};
+    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::ROWS, false, false, w.late.at(0)};
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES,
-                               false, false};
+                               false, false, w.late.at(1)};
     linear_product(out, x, weight, b, residual, p, w.fp8, blas, where);
     if (w.lora)
         lora_forward(out, inp, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas, where);
@@ -283,9 +288,9 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N
     const T* nothing = nullptr;
     Product p = linear_input_product(N, w.rows, w.cols, type_of<T>(), accumulate);
     // Square blocks of W serve this sum too, which runs along its columns.
-    LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::ROWS, false, true};
+    LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::ROWS, false, true, w.late.at(2)};
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES_T,
-                               true, false};
+                               true, false, w.late.at(1)};
     linear_product(dinp, dy, weight, nothing, nothing, p, w.fp8, blas, where);
     if (w.lora)
         lora_backward_input(dinp, dout, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas,
@@ -302,8 +307,8 @@ void linear_backward_weight(const Weight& w, const Weight* bias, // their grads:
     const A* no_residual = nullptr;
     Product p = linear_weight_product(N, w.rows, w.cols, accumulate);
     // The sum runs over rows: each operand has blocks of 128 of them.
-    LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::COLUMNS, true, true};
-    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::COLUMNS, true, false};
+    LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::COLUMNS, true, true, w.late.at(2)};
+    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::COLUMNS, true, false, w.late.at(0)};
     if (w.grad)
         linear_product(static_cast<A*>(w.grad), dy, x, no_bias, no_residual, p, w.fp8, blas, where);
     if (w.lora)

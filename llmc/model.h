@@ -19,7 +19,7 @@
 #include <memory>
 #include <string>
 #include <vector>
-#include "fp8.cuh"
+#include "fp8_delayed.cuh"
 #include "layout.h"
 #include "moe.cuh"
 #include "objective.cuh"
@@ -64,6 +64,7 @@ struct Shape : Variant {
     size_t logits_bytes = 0; // the head's logits at a time; 0: as head.h chooses for the device
     size_t logits_rows = 64; // a chunk of them is a multiple of these rows
     Fp8 fp8 = Fp8::NONE;     // the products of blocks, but for attention's
+    Fp8Rule fp8_rule;        // of DELAYED
     double balance = 0, z_loss = 0; // the router's terms in the loss that is trained (moe.cuh)
     Objective objective = {};                 // of the plan that runs: the head's
     std::shared_ptr<const Adapters> adapters; // they alone are trained; null: none (adapters.h)
@@ -156,6 +157,7 @@ struct Parameter {
     Axis experts = {}; // of a stack: the ranks that share it out
     size_t offset = 0; // this rank's piece: elements from the start of its bucket
     int adapter = -1;  // the row of its adapter's A, which its B follows; -1: it has none
+    int matrix = -1;   // its number among the matrices of all blocks; -1: it is none
 
     size_t rows() const { return shape[0]; }
     size_t cols() const { return shape.size() == 2 ? shape[1] : 1; }
@@ -202,6 +204,7 @@ struct Bucket {
 struct Model {
     Shape shape; // whole
     int tp = 1, tp_rank = 0;
+    int matrices = 0; // of all blocks
     std::vector<Parameter> parameters;
     std::vector<Bucket> buckets;
 
@@ -250,6 +253,7 @@ inline void add_bucket(Model& m, const std::string& name, Role role, std::vector
 inline void add_parameter(Model& m, Parameter p) {
     p.bucket = int(m.buckets.size()) - 1;
     p.pieces = m.tp / replication(p.shard, m.tp);
+    if (m.buckets.back().role == Role::BLOCK && p.shape.size() == 2) p.matrix = m.matrices++;
     m.buckets.back().count++;
     m.parameters.push_back(p);
 }

@@ -253,6 +253,7 @@ void run_norm(Trainer<T, S>& t) {
     all_reduce_sum(t.comms.pp, sums, chunks, where);
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip,
                      where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
+    take_amaxes(t);
 }
 
 // Update this rank's range, or an offloaded chunk of it, where the plan says: on a device, or there

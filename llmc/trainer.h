@@ -274,11 +274,13 @@ template <typename T, typename S> struct BindWeights {
     Fp8 fp8;            // of products with them
     const Narrow* narrow; // the next row's
     const Lora* lora = nullptr; // the next row's; null: the layer has no adapters
+    Fp8Late late = {};          // of all matrices
 
     void point(Weight& w) {
         acc_t<T>* grad = grads ? grads + p->offset : nullptr;
         T* data = const_cast<T*>(weights) + p->offset;
         w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr, fp8};
+        if (p->matrix >= 0) w.late = late.at(FP8_OPERANDS * size_t(p->matrix));
         point_at(w, narrow++);
         if (lora && lora->rank) w.lora = lora;
         if (lora) lora++;
@@ -315,7 +317,7 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
     int row = t.model.buckets[bucket].first;
     Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head's stay wide
     return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
-            &t.narrow[row]};
+            &t.narrow[row], nullptr, late_scales(t)};
 }
 
 // The adapters of a block's parameters, in the table's order: one without has rank 0.

@@ -405,6 +405,27 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(Floats{float(scale.norm), scale.scale, float(scale.finite), float(scale.step)});
 }
 
+#elif defined(COPY_fp8_delayed)
+
+// Two steps of a slot: 448 / 2, then 448 / 2 still, for the larger maximum is remembered.
+template <typename S> static int two_steps(S where) {
+    llmc::Fp8Rule rule;
+    std::vector<unsigned char> bytes(llmc::fp8_history_bytes(3, rule));
+    llmc::Fp8History h = llmc::fp8_history_at(bytes.data(), 3, rule);
+    for (float most : {2.0f, 1.0f}) {
+        h.amax[0] = llmc::fp8_magnitude(most);
+        llmc::fp8_next_scales(h, rule, where);
+    }
+    return h.scale[0] != 224 || h.scale[1] != 0;
+}
+static int copied_calls() {
+    int failed = two_steps(llmc::Cpu{});
+#if LLMC_KERNELS && defined(EMULATE)
+    failed += two_steps(cudaStream_t{});
+#endif
+    return failed;
+}
+
 #elif defined(COPY_fp8_matmul)
 
 // The rules hold on any machine; where there are kernels, both kinds of outputs compile.
@@ -636,7 +657,8 @@ static int copied_calls() {
     return failed;
 }
 
-#elif !defined(COPY_pipeline) && !defined(COPY_fp8) && !defined(COPY_fp8_matmul)
+#elif !defined(COPY_pipeline) && !defined(COPY_fp8) && !defined(COPY_fp8_delayed) && \
+    !defined(COPY_fp8_matmul)
 static int copied_calls() { return 0; } // a file without launchers of its own
 #endif
 

@@ -326,6 +326,24 @@ nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
     return by_name;
 }
 
+// Delayed scaling's state on the host, beside the bytes that it lies in. All ranks have the same.
+template <typename T, typename S>
+Fp8History fp8_on_host(const Trainer<T, S>& t, std::vector<unsigned char>* bytes) {
+    // Take all of it in one copy: the words lie one behind the other, amax first.
+    const Fp8Rule& rule = t.model.shape.fp8_rule;
+    Fp8History home = fp8_history(t);
+    bytes->resize(fp8_history_bytes(home.slots, rule));
+    if (home.slots) copy_out(bytes->data(), home.amax, bytes->size(), t.ctx.where);
+    return fp8_history_at(bytes->data(), home.slots, rule);
+}
+
+// Whether a manifest has it for as many matrices as this run. One of another recipe has none, and
+// a step or two finds new scales.
+template <typename T, typename S>
+bool has_fp8_history(const Trainer<T, S>& t, const nlohmann::json& m) {
+    return m.contains("fp8") && m["fp8"]["scales"].size() == fp8_slots(t.model);
+}
+
 // Describe a checkpoint, but for its files. All ranks call.
 template <typename T, typename S>
 nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
@@ -350,6 +368,11 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
 
     if (trained && t.hyper.loss_scaling.on)
         manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
+    std::vector<unsigned char> bytes;
+    // Scales of delayed scaling go on too: all ranks have the same, those of all matrices.
+    Fp8History h = fp8_on_host(t, &bytes);
+    if (h.slots)
+        manifest["fp8"] = fp8_history_json(h, t.model.shape.fp8_rule);
     if (t.plans[0].states != States::FLOAT)
         manifest["states"] = states_name(t.plans[0].states);
     if (info.best_step >= 0) {
@@ -820,6 +843,15 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     int64_t alike = batch.is_number_integer() ? info->step * batch.get<int64_t>() : 0;
     info->tokens = m.contains("tokens") ? m["tokens"].get<int64_t>() : alike;
 
+    // An evaluation's products want the scales too.
+    std::vector<unsigned char> bytes;
+    Fp8History h = fp8_on_host(t, &bytes);
+    if (h.slots && has_fp8_history(t, m)) {
+        take_fp8_history(h, t.model.shape.fp8_rule, m["fp8"]);
+        copy_in(fp8_history(t).amax, bytes.data(), bytes.size(), t.ctx.where);
+        wait_for(t.ctx.where);
+    }
+
     StepScale* home = address<StepScale>(t, {Kind::SCALE});
     if (!home) return; // a run that only evaluates has none
     // Adam's bias correction needs the step; the rest of the struct stays as the run began it.
@@ -862,6 +894,8 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
     if (t.hyper.loss_scaling.on && !m.contains("loss_scale"))
         notes->push_back(concat("the checkpoint has no loss scale: it begins at ",
                                 t.hyper.loss_scaling.start));
+    if (fp8_slots(t.model) && !has_fp8_history(t, m))
+        notes->push_back("the checkpoint has no scales of --fp8 delayed: they begin at 1");
 }
 
 // Load a whole checkpoint, or say why it does not fit.

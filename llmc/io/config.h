@@ -69,7 +69,8 @@ struct Config {
 
     // numbers and memory
     std::string precision = "fp32";
-    std::string fp8 = "none";
+    std::string fp8 = "none", fp8_amax = "max";
+    int fp8_history = 1024, fp8_margin = 0;
     // of fp16; 0 and -1: as the rule has it
     std::string loss_scale = "dynamic", loss_scale_rule = "megatron";
     int64_t loss_scale_start = 0;
@@ -265,9 +266,14 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "", "Numbers"},
         {"precision", &C::precision, "fp32|bf16|fp16",
          "weights and activations; sums, gradients of weights, moments and masters stay float"},
-        {"fp8", &C::fp8, "none|block|tensor",
+        {"fp8", &C::fp8, "none|block|tensor|delayed",
          "bf16: products of blocks read operands of 8 bits, with a scale for 128 numbers or for "
-         "each operand"},
+         "each operand; delayed: from the steps before"},
+        {"fp8-history", &C::fp8_history, "1..65536", "delayed: steps that a scale looks back at"},
+        {"fp8-amax", &C::fp8_amax, "max|most_recent",
+         "delayed: scale by the largest of them, or by the last one"},
+        {"fp8-margin", &C::fp8_margin, "0..6",
+         "delayed: powers of two left free above that maximum"},
         {"loss-scale", &C::loss_scale, "",
          "fp16: what gradients are multiplied by; dynamic, or a power of two that stays"},
         {"loss-scale-rule", &C::loss_scale_rule, "megatron|pytorch|deepspeed",

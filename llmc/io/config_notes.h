@@ -117,7 +117,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         const char* wants;
     };
     bool elsewhere = c.offload != "none", away = offloads(c, "weights");
-    bool trains = c.steps > 0 && !c.eval;
+    bool trains = c.steps > 0 && !c.eval, late = c.fp8 == "delayed";
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // clang-format off
     const Pair pairs[] = {
@@ -138,6 +138,9 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"top-p",         draws,                     "a --temperature above 0"},
         {"completions",   !c.prompts.empty(),        "--prompts"},
         {"slots",         !c.prompts.empty(),        "--prompts"},
+        {"fp8-history",   late,                      "--fp8 delayed"},
+        {"fp8-amax",      late,                      "--fp8 delayed"},
+        {"fp8-margin",    late,                      "--fp8 delayed"},
         {"prompt",        samples,                   "--sample-tokens"},
         {"sample-every",  samples,                   "--sample-tokens"},
         {"loss",          trains || c.eval,          "steps of training"},

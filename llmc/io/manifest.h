@@ -5,6 +5,7 @@
 //   Every function that returns a text returns "" or what is wrong.
 #pragma once
 #include <climits>
+#include "../fp8_delayed.cuh"
 #include "../loss_scale.cuh"
 #include "json.h"
 
@@ -83,6 +84,71 @@ inline std::string check_loss_scale(const nlohmann::json& j) {
     return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
 }
 
+// Delayed scaling's state, of every slot: its scale, and its maxima from the newest to the oldest,
+// as the bits of floats, for some may be no number. h lies on the host.
+inline nlohmann::json fp8_history_json(const Fp8History& h, const Fp8Rule& rule) {
+    nlohmann::json scales = nlohmann::json::array();
+    nlohmann::json maxima = scales;
+    uint32_t past = uint32_t(rule.length - 1);
+    for (size_t slot = 0; slot < h.slots; slot++) {
+        // Walk back over the ring, no further than steps have filled it.
+        std::vector<uint32_t> newest;
+        uint32_t rolled = h.rolled[slot];
+        const float* ring = h.past + slot * past; // (past)
+        for (uint32_t i = 1; i <= std::min(rolled, past); i++) {
+            float amax = ring[(rolled - i) % past];
+            newest.push_back(bits_as<uint32_t>(amax));
+        }
+        scales.push_back(bits_as<uint32_t>(h.scale[slot]));
+        maxima.push_back(newest);
+    }
+    return {{"scales", scales}, {"maxima", maxima}};
+}
+
+// Take it back: of a longer history the newest maxima.
+inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const nlohmann::json& j) {
+    uint32_t past = uint32_t(rule.length - 1);
+    for (size_t slot = 0; slot < h.slots; slot++) {
+        auto scale = j["scales"][slot].get<uint32_t>();
+        auto newest = j["maxima"][slot].get<std::vector<uint32_t>>();
+        uint32_t n = std::min(uint32_t(newest.size()), past);
+
+        // A step begins without a maximum of its own.
+        h.amax[slot] = 0;
+        h.scale[slot] = bits_as<float>(scale);
+        h.rolled[slot] = n;
+
+        // The ring begins with the oldest, and goes on behind the newest.
+        float* ring = h.past + slot * past; // (past)
+        for (uint32_t i = 0; i < n; i++)
+            ring[n - 1 - i] = bits_as<float>(newest[i]);
+    }
+}
+
+// Words may be the bits of any float; how many slots there are is seen when they are taken.
+inline std::string check_fp8_history(const nlohmann::json& j) {
+    // Bits of floats are whole numbers below 2^32.
+    auto words = [](const nlohmann::json& list) {
+        if (!list.is_array())
+            return false;
+        for (const nlohmann::json& word : list) {
+            bool good = word.is_number_unsigned();
+            if (!good || word > UINT32_MAX)
+                return false;
+        }
+        return true;
+    };
+
+    // Each slot has one scale, and as many maxima as there were.
+    bool good = j.is_object() && j.contains("scales") && j.contains("maxima");
+    good = good && words(j["scales"]) && j["maxima"].is_array();
+    good = good && j["maxima"].size() == j["scales"].size();
+    if (good)
+        for (const nlohmann::json& maxima : j["maxima"])
+            good = good && words(maxima);
+    return good ? "" : "fp8 is no list of scales with a list of maxima for each";
+}
+
 // Check the fields that not every manifest has: older programs wrote no tokens, and a best step is
 // there where one is kept.
 inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) {
@@ -96,6 +162,8 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
         wrong = "best_loss is missing, or no number";
     if (wrong.empty() && m.contains("loss_scale"))
         wrong = check_loss_scale(m["loss_scale"]);
+    if (wrong.empty() && m.contains("fp8"))
+        wrong = check_fp8_history(m["fp8"]);
 
     // Sums of weights are compared as they stand.
     bool sums = !m.contains("weight_sums") || m["weight_sums"].is_object();

@@ -45,7 +45,13 @@ inline Shape choose_shape(const Config& c) {
                         close.empty() ? "" : "?", preset_names().c_str());
     }
     or_die(override_shape(c, s));
-    s.fp8 = c.fp8 == "block" ? Fp8::BLOCK : c.fp8 == "tensor" ? Fp8::TENSOR : Fp8::NONE;
+    if (c.fp8 == "block")
+        s.fp8 = Fp8::BLOCK;
+    if (c.fp8 == "tensor")
+        s.fp8 = Fp8::TENSOR;
+    if (c.fp8 == "delayed")
+        s.fp8 = Fp8::DELAYED;
+    s.fp8_rule = {c.fp8_history, c.fp8_margin, c.fp8_amax == "most_recent"};
     return s;
 }
 

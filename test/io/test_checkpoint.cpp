@@ -26,7 +26,9 @@ template <typename T> std::string state_of(const Small<T>& m) {
         append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p), p);
     const StepScale& scale = *address<const StepScale>(m.t, {Kind::SCALE});
     const LossScale& loss = scale.loss;
-    return concat(state, scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent, " ",
+    std::vector<unsigned char> bytes;
+    json late = fp8_history_json(fp8_on_host(m.t, &bytes), m.t.model.shape.fp8_rule);
+    return concat(state, late.dump(), scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent, " ",
                   loss.skipped);
 }
 
@@ -85,6 +87,10 @@ TEST_F(Checkpoints, CheckpointsLoadToTheSameBits) {
             checkpoint_round_trip<fp16>(dir, s, adamw);
         }
     checkpoint_round_trip<double>(dir, saved_shapes()[0], true);
+    // Delayed scaling, whose ring has gone round.
+    Shape late = saved_shapes()[0];
+    late.fp8 = Fp8::DELAYED, late.fp8_rule.length = 3;
+    checkpoint_round_trip<bf16>(dir, late, true);
 }
 
 TEST_F(Checkpoints, CheckpointsOfOtherPrecisionAreNoted) {

@@ -1,5 +1,6 @@
 // kernels_fp8.h - rows of the kernel table: fp8 in blocks, transposed too; products of codes
 #pragma once
+#include "../../llmc/fp8_delayed.cuh"
 #include "../../llmc/linear.cuh"
 #include "kernel_table.h"
 
@@ -76,6 +77,79 @@ template <typename F> void fp8_kernels(Check& c) {
                     o.same("codes", code.data, n);
                 });
             }
+}
+
+// ----------------------------------------------------------------------------
+// delayed scaling
+
+// Scales that are known, in reach and not; a maximum that is there already, or not asked for.
+inline void fp8_late_kernels(Check& c) {
+    for (auto [rows, cols] : fp8_shapes())
+        for (float given : {0.0f, 3e-9f, 1e6f})
+            for (bool leaves : {true, false}) {
+                CASE(c, "fp8 late %zux%zu scale %g, leaves %d", rows, cols, double(given), leaves);
+                auto x = fp8_inputs(c, rows, cols, given != 3e-9f);
+                size_t n = x.size();
+                std::vector<e4m3> codes(n), transposed(n);
+                std::vector<float> inverse(1);
+                std::vector<uint32_t> most = {5};
+                Fp8Late late = {&given, leaves ? most.data() : nullptr};
+                uint32_t* no_word = nullptr;
+                fp8_quantise<e4m3>(codes.data(), transposed.data(), inverse.data(), x.data(),
+                                   no_word, rows, cols, Fp8Blocks::WHOLE, late, Cpu{});
+                every_order(c, [&](Outputs& o) {
+                    cudaStream_t stream = {};
+                    Array<bf16> inp(as_double(x));
+                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream); // NaNs as they are
+                    Array<unsigned char> code(n), code_t(n);
+                    Array<float> back(1), scale(std::vector<double>{given});
+                    Array<int> amax(std::vector<int>{5});
+                    uint32_t* word = reinterpret_cast<uint32_t*>(amax.data);
+                    Fp8Late there = {scale.data, leaves ? word : nullptr};
+                    fp8_quantise<e4m3>(reinterpret_cast<e4m3*>(code.data),
+                                       reinterpret_cast<e4m3*>(code_t.data), back.data, inp.data,
+                                       no_word, rows, cols, Fp8Blocks::WHOLE, there, stream);
+                    same_bytes(c, "codes", code, codes);
+                    same_bytes(c, "codes of the transpose", code_t, transposed);
+                    same_bytes(c, "scale", back, inverse);
+                    same_bytes(c, "maximum", amax, most);
+                    o.same("codes", code.data, n);
+                });
+            }
+}
+
+// Some steps of a state, with maxima of every kind; more slots than a block has.
+inline void fp8_delayed_kernels(Check& c) {
+    for (int length : {1, 2, 40})
+        for (bool recent : {false, true}) {
+            CASE(c, "fp8 delayed, length %d, recent %d", length, recent);
+            Fp8Rule rule = {length, length % 3, recent};
+            size_t slots = SMALL ? 3 : 9, words = fp8_history_bytes(slots, rule) / 4;
+            std::vector<uint32_t> state(words);
+            Array<int> there(std::vector<double>(words, 0));
+            auto sizes = normals(c, 6 * slots, 9);
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                std::fill(state.begin(), state.end(), 0);
+                device_zero(there.data, words * 4, stream);
+                Fp8History h = fp8_history_at(state.data(), slots, rule);
+                Fp8History d = fp8_history_at(there.data, slots, rule);
+                for (size_t step = 0; step < 6; step++) {
+                    for (size_t i = 0; i < slots; i++) {
+                        float most = std::exp(float(sizes[step * slots + i]));
+                        h.amax[i] = (i + step) % 7 == 6 ? FP8_INFINITY + uint32_t(i % 2)
+                                    : (i + step) % 5    ? fp8_magnitude(most)
+                                                        : 0;
+                    }
+                    copy_in(d.amax, h.amax, slots * 4, stream);
+                    wait_for(stream); // the CPU changes what it reads
+                    fp8_next_scales(h, rule, Cpu{});
+                    fp8_next_scales(d, rule, stream);
+                }
+                same_bytes(c, "state", there, state);
+                o.same("state", there.data, words);
+            });
+        }
 }
 
 // ----------------------------------------------------------------------------
@@ -163,4 +237,6 @@ inline void add_fp8_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"fp8 e4m3", fp8_kernels<e4m3>});
     rows.push_back({"fp8 e5m2", fp8_kernels<e5m2>});
     rows.push_back({"fp8 linear", fp8_linear_kernels});
+    rows.push_back({"fp8 late", fp8_late_kernels});
+    rows.push_back({"fp8 delayed", fp8_delayed_kernels});
 }

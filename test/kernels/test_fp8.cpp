@@ -12,6 +12,7 @@
 #include "/usr/local/cuda/include/cuda_fp8.h"
 #define WITH_CUDA_FP8
 #endif
+#include "../../llmc/fp8_delayed.cuh"
 #include "../../llmc/linear.cuh"
 
 using namespace llmc;
@@ -369,13 +370,14 @@ struct LinearOperandsOf { // of each product
 
 // The products, each from operands of its own: out, dinp, dweight.
 static LinearRun run_linear(const std::array<LinearOperandsOf, 3>& of, size_t N, size_t OC,
-                            size_t IC, Fp8 fp8, bool accumulate) {
+                            size_t IC, Fp8 fp8, bool accumulate, Fp8Late late = {}) {
     LinearRun run = {std::vector<bf16>(N * OC), std::vector<bf16>(N * IC, from_acc<bf16>(1)),
                      std::vector<float>(OC * IC, 2)};
     Scratch s(linear_scratch_bytes<bf16>(N, OC, IC, Cpu{}) + linear_fp8_bytes(N, OC, IC, fp8));
     auto weight = [&](const LinearOperandsOf& o) {
         Weight w = {const_cast<bf16*>(o.w.data()), Type::BF16, OC, IC, run.dweight.data(), nullptr,
                     fp8};
+        w.late = late;
         return w;
     };
     const bf16* no_residual = nullptr;
@@ -402,6 +404,80 @@ static void expect_exact_sums(const LinearRun& run, const LinearOperandsOf& o, s
         }
         ASSERT_NEAR(run.dweight[k], sum, double(N) * 0x1p-24 * all) << k;
     }
+}
+
+// ----------------------------------------------------------------------------
+// delayed scaling
+
+// The state of a run that begins, and its bytes.
+struct Late {
+    Fp8Rule rule;
+    std::vector<unsigned char> bytes;
+    Fp8History h;
+    Late(size_t slots, const Fp8Rule& rule)
+        : rule(rule), bytes(fp8_history_bytes(slots, rule)),
+          h(fp8_history_at(bytes.data(), slots, rule)) {}
+};
+
+// The rows that dev/golden/fp8_delayed.py prints: scales after each step, as bits.
+TEST(Fp8, DelayedScalesFollowTransformerEngine) {
+    const std::vector<double> events = {0, 1.5, 3.25, 0.7, 0.7, 0, 0.1, 1e-40, 0.3, INFINITY, 0.2,
+                                        0.2, 0.2, 0.2, NAN, 5e5, 0.01, 1e-3, 0.25, 1e-42};
+    struct Case {
+        int length, top, margin;
+        bool recent;
+        std::vector<uint32_t> scales;
+    };
+    const Case cases[] = {
+        {4, 448, 0, false,
+         {0x3f800000, 0x43955555, 0x4309d89e, 0x4309d89e, 0x4309d89e, 0x4309d89e, 0x4309d89e,
+          0x44200000, 0x44200000, 0x44200000, 0x44200000, 0x44200000, 0x44200000, 0x450c0000,
+          0x450c0000, 0x3a6ae18b, 0x3a6ae18b, 0x3a6ae18b, 0x3a6ae18b, 0x44e00000}},
+        {4, 57344, 2, false,
+         {0x3f800000, 0x46155555, 0x4589d89e, 0x4589d89e, 0x4589d89e, 0x4589d89e, 0x4589d89e,
+          0x46a00000, 0x46a00000, 0x46a00000, 0x46a00000, 0x46a00000, 0x46a00000, 0x478c0000,
+          0x478c0000, 0x3ceae18b, 0x3ceae18b, 0x3ceae18b, 0x3ceae18b, 0x47600000}},
+        {1, 448, 0, false,
+         {0x3f800000, 0x43955555, 0x4309d89e, 0x44200000, 0x44200000, 0x44200000, 0x458c0000,
+          0x7f7fffff, 0x44baaaaa, 0x44baaaaa, 0x450c0000, 0x450c0000, 0x450c0000, 0x450c0000,
+          0x450c0000, 0x3a6ae18b, 0x472f0000, 0x48dabfff, 0x44e00000, 0x7f7fffff}},
+        {4, 448, 1, true,
+         {0x3f800000, 0x43155555, 0x4289d89e, 0x43a00000, 0x43a00000, 0x43a00000, 0x450c0000,
+          0x7f7fffff, 0x443aaaaa, 0x443aaaaa, 0x448c0000, 0x448c0000, 0x448c0000, 0x448c0000,
+          0x448c0000, 0x39eae18b, 0x46af0000, 0x485abfff, 0x44600000, 0x7f7fffff}},
+    };
+    for (const Case& c : cases) {
+        Late late(FP8_OPERANDS, {c.length, c.margin, c.recent});
+        size_t slot = c.top == 448 ? 0 : 2;
+        for (size_t i = 0; i < events.size(); i++) {
+            late.h.amax[slot] = fp8_magnitude(float(events[i]));
+            fp8_next_scales(late.h, late.rule, Cpu{});
+            float scale = late.h.scale[slot];
+            EXPECT_EQ(bits_of(scale == 0 ? 1 : scale), c.scales[i]) << c.length << " " << i;
+            EXPECT_EQ(late.h.amax[slot], 0u);
+            EXPECT_EQ(late.h.scale[1], 0) << "a slot that nothing has come by";
+        }
+    }
+}
+
+// The power of two below: what codes stand for is what left_of() has with that scale.
+TEST(Fp8, LateScalesArePowersOfTwo) {
+    EXPECT_EQ(fp8_late_scale(0), 1);
+    EXPECT_EQ(fp8_late_scale(1.999f), 1);
+    EXPECT_EQ(fp8_late_scale(2), 2);
+    EXPECT_EQ(fp8_late_scale(FLT_MAX), 0x1p127f);
+    EXPECT_EQ(fp8_late_scale(0x1p-140f), 0x1p-126f);
+}
+
+// What codes under a scale leave of a matrix: the largest number of what is too large.
+static std::vector<bf16> late_left_of(const std::vector<bf16>& x, double scale,
+                                      const Definition& d) {
+    std::vector<bf16> left(x.size());
+    for (size_t i = 0; i < x.size(); i++) {
+        double v = to_float(x[i]), size = std::min(std::fabs(v) * scale, d.value(d.top));
+        left[i] = from_acc<bf16>(float(std::copysign(d.value(nearest(d, size, 0)) / scale, v)));
+    }
+    return left;
 }
 
 // A product of fp8 operands is the bf16 product of what their codes stand for, bit by bit.
@@ -438,6 +514,48 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
                 if (!accumulate) expect_exact_sums(got, last, N, OC, IC);
             }
         }
+}
+
+// The same with scales that are known before: x saturates, w and dy have room. The maxima that are
+// left are those of all operands, whatever was quantised twice.
+TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
+    size_t N = 130, OC = 40, IC = 260;
+    auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
+    auto w = mixed_matrix(OC, IC, 3, true);
+    auto most = [](const std::vector<bf16>& m) {
+        float most = 0;
+        for (bf16 v : m) most = std::max(most, std::fabs(to_float(v)));
+        return most;
+    };
+    Late late(FP8_OPERANDS, {});
+    const float powers[] = {std::exp2(std::ceil(std::log2(448 / most(x))) + 3),
+                            std::exp2(std::floor(std::log2(448 / most(w))) - 2),
+                            std::exp2(std::floor(std::log2(57344 / most(dy))) - 1)};
+    for (size_t i = 0; i < FP8_OPERANDS; i++) late.h.scale[i] = powers[i] * 1.75f;
+
+    Fp8Late all = {late.h.scale, late.h.amax};
+    LinearOperandsOf left = {late_left_of(x, powers[0], E4M3), late_left_of(dy, powers[2], E5M2),
+                             late_left_of(w, powers[1], E4M3)};
+    LinearOperandsOf given = {x, dy, w};
+    LinearRun got = run_linear({given, given, given}, N, OC, IC, Fp8::DELAYED, false, all);
+    LinearRun want = run_linear({left, left, left}, N, OC, IC, Fp8::NONE, false);
+    EXPECT_TRUE(memcmp(got.out.data(), want.out.data(), N * OC * sizeof(bf16)) == 0);
+    EXPECT_TRUE(memcmp(got.dinp.data(), want.dinp.data(), N * IC * sizeof(bf16)) == 0);
+    EXPECT_TRUE(got.dweight == want.dweight);
+    EXPECT_EQ(float_of(late.h.amax[0]), most(x));
+    EXPECT_EQ(float_of(late.h.amax[1]), most(w));
+    EXPECT_EQ(float_of(late.h.amax[2]), most(dy));
+
+    // An evaluation has the same scales, and leaves no maxima; infinity does not saturate.
+    std::fill_n(late.h.amax, FP8_OPERANDS, 7u);
+    LinearRun seen = run_linear({given, given, given}, N, OC, IC, Fp8::DELAYED, false,
+                                {late.h.scale, nullptr});
+    EXPECT_TRUE(memcmp(seen.out.data(), got.out.data(), N * OC * sizeof(bf16)) == 0);
+    EXPECT_EQ(late.h.amax[0], 7u);
+    given.x[2 * IC + 131] = from_acc<bf16>(INFINITY);
+    LinearRun bad = run_linear({given, given, given}, N, OC, IC, Fp8::DELAYED, false, all);
+    EXPECT_FALSE(std::isfinite(to_float(bad.out[2 * OC + 5])));
+    EXPECT_EQ(late.h.amax[0], FP8_INFINITY);
 }
 
 // An infinity and a NaN reach the output and the gradient of the weight.

@@ -68,6 +68,7 @@ struct LayoutCase {
 struct Result {
     std::vector<double> losses, norms, balance; // the last: MaxVio and least load of experts
     std::vector<std::vector<double>> first_grads, grads, weights;
+    std::vector<std::vector<uint32_t>> scales; // delayed scaling's, after each step
     std::string wrong; // ranks that keep the same thing and differ
     std::mutex mutex;
 };
@@ -87,6 +88,16 @@ void collect(Result& r, std::vector<double>& whole, const V* kept, const Layout&
             to = x;
         }
     });
+}
+
+// Delayed scaling's words after a step: those of all ranks are the same.
+template <typename T> void collect_scales(const Fixture<T>& f, Result& r, size_t step) {
+    Fp8History h = fp8_history(f.t);
+    size_t words = fp8_history_bytes(h.slots, f.t.model.shape.fp8_rule) / sizeof(uint32_t);
+    std::vector<uint32_t> mine(h.amax, h.amax + words);
+    std::lock_guard<std::mutex> lock(r.mutex);
+    if (r.scales.size() <= step) r.scales.push_back(mine);
+    if (r.scales[step] != mine) r.wrong = "ranks have different scales of fp8";
 }
 
 constexpr size_t B_SAMPLES = 3;
@@ -218,6 +229,7 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         ExpertBalance experts = expert_balance(loads, shape.E);
         if (shape.choice_bias) move_choice_biases(f.t, biases, loads, 0.01f);
         if (s == 0) collect_grads(f, result, true);
+        if (shape.fp8 == Fp8::DELAYED) collect_scales(f, result, size_t(s));
         if (world.rank > 0) continue;
         result.losses.push_back(loss);
         result.balance.insert(result.balance.end(), {experts.max_vio, experts.least});
@@ -261,6 +273,7 @@ void expect_same(const Result& a, const Result& b, const std::string& text) {
     EXPECT_EQ(a.norms, b.norms) << text;
     EXPECT_TRUE(a.weights == b.weights) << text << ": other weights";
     EXPECT_TRUE(a.grads == b.grads) << text << ": other gradients";
+    EXPECT_TRUE(a.scales == b.scales) << text << ": other scales";
 }
 
 // The norm of a difference, of the second.
@@ -583,6 +596,41 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
         LayoutCase stages = one;
         stages.pp = 2, stages.recompute = Recompute::FULL, stages.split = true;
         expect_same(*run_layout<bf16>(shape, stages, true), *want, stages.text());
+    }
+}
+
+// Delayed scaling: a maximum counts all ranks and micro-batches, and nothing twice. After a step all
+// layouts have the same scales; later ones have seen sums of gradients in another order.
+TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
+    for (Shape shape : {small_gpt2(), small_llama()}) {
+        shape.fp8 = Fp8::DELAYED, shape.fp8_rule = {3, 0, false};
+        LayoutCase one;
+        auto want = run_layout<bf16>(shape, one, true);
+        LayoutCase ranks = one;
+        ranks.dp = 2, ranks.micro_batches = 1;
+        for (int zero : {0, 3}) {
+            ranks.zero = zero;
+            auto got = run_layout<bf16>(shape, ranks, true);
+            EXPECT_TRUE(got->scales[0] == want->scales[0]) << ranks.text();
+            EXPECT_EQ(got->losses[0], want->losses[0]) << ranks.text();
+            auto errors = errors_of(*got, *want);
+            for (double e : errors[2]) EXPECT_LT(e, 1e-5) << ranks.text();
+        }
+        LayoutCase stages = one;
+        stages.pp = 2, stages.recompute = Recompute::FULL, stages.split = true;
+        expect_same(*run_layout<bf16>(shape, stages, true), *want, stages.text());
+        stages.poisoned = true, stages.pp = 1;
+        expect_same(*run_layout<bf16>(shape, stages, true), *want, stages.text());
+    }
+    Shape shape = gpt2_for_tp(true);
+    shape.fp8 = Fp8::DELAYED;
+    LayoutCase one, cut;
+    cut.tp = 2;
+    auto want = run_layout<bf16>(shape, one, true);
+    for (bool rows : {false, true}) {
+        cut.sequence_parallel = rows;
+        auto got = run_layout<bf16>(shape, cut, true);
+        EXPECT_LT(relative_error(got->losses, want->losses), 1.0 / 64) << cut.text();
     }
 }
 
