@@ -47,10 +47,12 @@ void train_step(Run& run, Trainer<T, S>& t) {
     // Run the step and time it. A device is at work while the host reads the next step's batch, and
     // the host waits for it once.
     double start = clock_seconds();
+    double waited = waited_for_others(run);
     uint64_t samples = uint64_t(c.batch_tokens / c.seq);
     start_plan(t, run.train_plan);
     if (run.step + 1 < c.steps) prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
+    run.account.recount(Work::STEPS, Work::WAIT, waited_for_others(run) - waited);
     std::vector<int64_t> loads = step_loads(t);
     double loss = result.loss.mean();
     double seconds = clock_seconds() - start;

@@ -29,6 +29,7 @@ struct alignas(64) RankNote {
     std::atomic<int> rank = -1; // in the world; -1: it has not come yet
     std::atomic<bool> waits = false;
     std::atomic<double> since = 0; // when the action began, or a wait in it last looked around
+    std::atomic<double> waited = 0; // seconds in all waits that are over
     std::array<std::atomic<uint64_t>, 13> name = {}; // of the action, cut to its letters' room
 };
 
@@ -57,6 +58,7 @@ inline void note_action(const RankNotes& notes, const std::string& action) {
 struct NoteWait {
     // Null where nobody takes notes.
     RankNote* own;
+    double begin = clock_seconds();
     explicit NoteWait(const RankNotes& notes) : own(notes.own) {
         sign();
         if (own) own->waits = true;
@@ -67,10 +69,17 @@ struct NoteWait {
     }
     ~NoteWait() {
         sign();
-        if (own) own->waits = false;
+        if (!own) return;
+        own->waits = false;
+        own->waited = own->waited + clock_seconds() - begin;
     }
     NoteWait(const NoteWait&) = delete;
 };
+
+// Seconds that this rank has waited for others so far.
+inline double seconds_waited(const RankNotes& notes) {
+    return notes.own ? notes.own->waited.load() : 0;
+}
 
 // Name the ranks that have done nothing for half as long as this one has waited, or longer.
 inline std::string standing_text(const RankNotes& notes, double waited) {

@@ -2,6 +2,8 @@
 //   start     from the program's start to its weights: planning, room, algorithms measured
 //   load      weights and moments, from a checkpoint, a folder or a seed
 //   steps     optimizer steps, with the wait for their data
+//   wait      what of them the first rank has waited for others: communication that no computing
+//             covers, and ranks that come late. On GPUs streams wait, not the host: it is in steps
 //   evaluate, sample, save, export
 //   rest      what is none of these: signals asked for, lines printed
 //   A kind that begins ends the one before, so the seconds add up to the time since the start. A
@@ -16,9 +18,9 @@
 
 namespace llmc {
 
-enum class Work : uint8_t { START, LOAD, STEPS, EVALUATE, SAMPLE, SAVE, EXPORT, REST };
-constexpr std::array<const char*, 8> WORK_NAMES = {"start",  "load", "steps",  "evaluate",
-                                                   "sample", "save", "export", "rest"};
+enum class Work : uint8_t { START, LOAD, STEPS, EVALUATE, SAMPLE, SAVE, EXPORT, REST, WAIT };
+constexpr std::array<const char*, 9> WORK_NAMES = {
+    "start", "load", "steps", "evaluate", "sample", "save", "export", "rest", "wait"};
 
 // The seconds of each kind so far, and the kind that is on.
 struct Account {
@@ -32,6 +34,11 @@ struct Account {
         seconds[size_t(now)] += time - since;
         since = time;
         return std::exchange(now, next);
+    }
+    // Count some of a kind's seconds as another's.
+    void recount(Work from, Work to, double some) {
+        seconds[size_t(from)] -= some;
+        seconds[size_t(to)] += some;
     }
     // Seconds of a kind up to now.
     double spent_on(Work work) const {

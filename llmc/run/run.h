@@ -93,6 +93,11 @@ struct Run {
 // The first rank prints, and writes files.
 inline bool is_first(const Run& run) { return run.world.rank == 0; }
 
+// Seconds that this rank has waited for others.
+inline double waited_for_others(const Run& run) {
+    return run.world.info ? seconds_waited(run.world.info->notes) : 0;
+}
+
 // Functions that may fail return "" or a sentence for the user; this one ends the program with it.
 inline void or_die(const std::string& wrong) {
     LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
