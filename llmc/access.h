@@ -2,6 +2,7 @@
 //   The plan's check, the arena's lifetimes, the waits for collectives and the tests that poison
 //   all other bytes use it.
 #pragma once
+#include "amaxes.h"
 #include "tiers.h"
 
 namespace llmc {
@@ -21,12 +22,6 @@ struct Access {
 // Training counts the tokens that experts get.
 inline bool counts_loads(const Plan& p, const Model& model) {
     return p.mode == Mode::TRAIN && model.shape.E > 0;
-}
-
-// Delayed scaling: a block's products have their scales, and in training leave their maxima.
-inline void access_amaxes(Access& x, const Plan& p, const Model& model) {
-    if (model.shape.fp8 != Fp8::DELAYED) return;
-    p.mode == Mode::TRAIN ? x.change({Kind::AMAX}) : x.read({Kind::AMAX});
 }
 
 // A forward pass reads the stream and weights, and leaves the stream for the next layer.

@@ -17,6 +17,14 @@ inline size_t fp8_slots(const Model& m) {
     return m.shape.fp8 == Fp8::DELAYED ? FP8_OPERANDS * size_t(m.matrices) : 0;
 }
 
+// A block's products have their scales, and in training leave their maxima. X is an Access.
+template <typename X>
+void access_amaxes(X& x, const Plan& p, const Model& model) {
+    if (model.shape.fp8 != Fp8::DELAYED) return;
+    Data amaxes = {Kind::AMAX};
+    p.mode == Mode::TRAIN ? x.change(amaxes) : x.read(amaxes);
+}
+
 // The state of all matrices.
 template <typename T, typename S>
 Fp8History fp8_history(const Trainer<T, S>& t) {

@@ -17,7 +17,6 @@
 //   To copy: this file, fp8.cuh, types.h and cuda_common.h.
 #pragma once
 #include <cfloat>
-#include <cmath>
 #include "fp8.cuh"
 
 namespace llmc {
@@ -73,7 +72,7 @@ LLMC_HD inline void fp8_next_scale(const Fp8History& h, size_t slot, float most,
     uint32_t past = uint32_t(rule.length - 1);
     uint32_t rolled = h.rolled[slot]++;
     if (past) h.past[slot * past + rolled % past] = a;
-    float amax = rule.recent ? a : fmaxf(a, most); // without NaNs
+    float amax = rule.recent || a > most ? a : most; // a NaN is not above it
 
     // Divide as TransformerEngine does. A scale beyond floats becomes the largest of them.
     constexpr float E4M3_MOST = 448, E5M2_MOST = 57344;
@@ -97,7 +96,7 @@ inline void fp8_next_scales(const Fp8History& h, const Fp8Rule& rule, Cpu) {
         float most = 0;
         const float* ring = h.past + slot * past; // (past)
         for (size_t i = 0; i < past; i++)
-            most = std::fmax(most, ring[i]);
+            most = ring[i] > most ? ring[i] : most; // fmax loses `most` to a signalling NaN
         fp8_next_scale(h, slot, most, rule);
     }
 }
@@ -114,11 +113,11 @@ __global__ void fp8_next_scales_kernel(Fp8History h, Fp8Rule rule) {
     size_t past = size_t(rule.length - 1);
     if (slot >= h.slots) return; // a whole warp
 
-    // Find the largest of the past: fmaxf drops NaNs, and other floats above 0 are in bits' order.
+    // Find the largest of the past, without NaNs: floats above 0 are in the order of their bits.
     float most = 0;
     const float* ring = h.past + slot * past; // (past)
     for (size_t i = lane; i < past; i += 32)
-        most = fmaxf(most, ring[i]);
+        most = ring[i] > most ? ring[i] : most;
     uint32_t largest = warp_max(bits_as<uint32_t>(most));
     __syncwarp(); // every lane has read what the first one changes
     if (lane == 0) fp8_next_scale(h, slot, bits_as<float>(largest), rule);
