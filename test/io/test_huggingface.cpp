@@ -519,6 +519,39 @@ TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
     EXPECT_HAS(override_shape(c, moe), "--upcycle 3: the model has experts already: leave it out");
 }
 
+// DeepSeek-V3's files go on behind the last layer, to predict further tokens: these are left out, and
+// that is said once. Of another family they are another model's.
+TEST_F(HuggingFace, LayersThatPredictFurtherAreLeftOutAloud) {
+    for (Shape s : saved_shapes()) {
+        if (s.hf_type != "deepseek_v3" && s.hf_type != "llama") continue;
+        std::string folder = dir + "/further";
+        s.L++;
+        auto longer = random_model<float>(s);
+        ASSERT_EQ(hf_export(longer->t, folder, Type::F32), "");
+        s.L--;
+        auto m = random_model<float>(s, 4);
+        testing::internal::CaptureStdout();
+        std::string wrong = hf_load_weights(m->t, folder);
+        std::string said = testing::internal::GetCapturedStdout();
+        if (s.hf_type == "llama") {
+            EXPECT_HAS(wrong, "model.layers.2.");
+            EXPECT_HAS(wrong, "belongs to nothing in this model");
+            continue;
+        }
+        EXPECT_EQ(wrong, "");
+        size_t further = 0;
+        for (const Parameter& p : longer->t.model.parameters)
+            further += p.layer == int(s.L) + 1 ? p.stack : 0;
+        EXPECT_EQ(said, concat(folder, ": left out ", further,
+                               " tensors behind the last layer, which predict further tokens\n"));
+        for (const Parameter& p : m->t.model.parameters)
+            for (const Parameter& same : longer->t.model.parameters)
+                if (same.name == p.name) {
+                    EXPECT_EQ(get_weight(m->t, p), get_weight(longer->t, same));
+                }
+    }
+}
+
 // A layer's window by its number: block b is layer b + 1.
 TEST_F(HuggingFace, ConfigOfQwensWindows) {
     auto windows = [&](const json& more) {

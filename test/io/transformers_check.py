@@ -55,6 +55,10 @@ def theirs(folder):
 def cases(scratch):
     yield "GPT-2, bytes", f"{GPT2} {TRAINED}"
     yield "Llama, bytes", f"{LLAMA} {TRAINED}"
+    yield "Mixtral, bytes", f"--model tiny-moe --layers 2 {TRAINED}"
+    yield "DeepSeek-V2, bytes", f"--model tiny-mla --layers 2 {TRAINED}"
+    for name in ["deepseek-v2", "deepseek-v3"]:  # experts, shared ones, and choices limited to groups
+        yield f"{name} with experts", f"--model {ROOT}/dev/golden/{name}-tiny --scratch --vocab 256 {TRAINED}"
     if not os.path.isdir(FIXTURES):
         return print("skipped: no fixtures; FIXTURES=FOLDER says where they are")
     tokenizers = os.path.join(FIXTURES, "tokenizers")
