@@ -50,6 +50,7 @@ template <typename S> struct Ctx {
     void* context = nullptr;           // context parallelism's scratch, or null
     void* slot_rows = nullptr;         // rows by expert; models with experts only
     void* token_rows = nullptr;        // (ep,N,C) rows of all tokens that experts may see, or null
+    void* exchange_rows = nullptr;     // (2,ep,N,C) rows on their way to experts, or null
     int* loads = nullptr;              // (E) slots that this layer's experts have got, or null
     void* heads = nullptr;             // (rooms,N,NH,HS) latent attention's expanded heads, or null
     size_t sequences = 0;              // of the global batch

@@ -280,6 +280,7 @@ void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t
     bool ring = !alone && ctx.cp_method == ContextMethod::RING;
     if (ring) return ring_forward(ctx, out, lse, x);
     Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
+    // Gathered keys lie in the scratch.
     Keys<T> keys = alone ? own : gather_keys(ctx, x);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     attention_forward(out, lse, operands, ctx.blas, ctx.where);

@@ -241,7 +241,8 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
         int near = axis_in_node(layout, c.machine, &Layout::cp) *
                    axis_in_node(layout, c.machine, &Layout::dp);
         Link ep = link_of(c.machine, layout.ep, near);
-        t.experts = (backward ? 4 : 2) * ep.all_gather(stream * layout.ep);
+        double share = layout.ep_exchange ? exchanged_share(s, size_t(layout.ep)) : 1;
+        t.experts = (backward ? 4 : 2) * ep.all_gather(share * stream * layout.ep);
     }
     return t;
 }

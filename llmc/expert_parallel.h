@@ -14,11 +14,12 @@
 //   No token is dropped. A rank may get min(K, E/ep) rows of each of ep N tokens, and has its place
 //   for so many: on average it gets N K, so activations are planned ep min(K, E/ep) / K times as
 //   large. Unequal loads cost time, never memory; --recompute ffn keeps them for one layer alone.
-//   Every message is on the critical path.
+//   Every message is on the critical path. With --ep-method exchange 2 and 4 move the rows alone
+//   that some expert wants (expert_exchange.h).
 //   Cost of a block and micro-batch: a rank sends (ep-1) N C elements twice forward, four times
 //   backward, and (ep-1) N K ids and gates.
 #pragma once
-#include "context.h"
+#include "expert_exchange.h"
 
 namespace llmc {
 
@@ -40,10 +41,14 @@ inline ExpertCounts expert_counts(const Shape& s, size_t N) {
 // Gather the tokens' rows of all ranks into the layer's scratch, good until its next use. On one
 // rank nothing is copied: `rows` itself comes back.
 template <typename T, typename S>
-const T* gather_tokens(Ctx<S>& ctx, const T* rows) { // (ep,N,C) of (N,C)
+const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids) { // (ep,N,C) of (N,C) (ep,N,K)
     if (ctx.ep.size == 1) return rows;
     T* all = static_cast<T*>(ctx.token_rows);
-    all_gather(ctx.ep, all, rows, ctx.batch.rows() * ctx.shape.C, ctx.where);
+    // Rows that nobody here wants may stay away: they are never read.
+    if (ctx.exchange_rows)
+        send_tokens(ctx, all, rows, ids);
+    else
+        all_gather(ctx.ep, all, rows, ctx.batch.rows() * ctx.shape.C, ctx.where);
     return all;
 }
 
@@ -54,7 +59,10 @@ T* partial_tokens(Ctx<S>& ctx, T* out) { // (ep,N,C) for (N,C)
     return ctx.ep.size == 1 ? out : static_cast<T*>(ctx.token_rows);
 }
 template <typename T, typename S>
-void sum_tokens(Ctx<S>& ctx, T* out, const T* partial) { // (N,C) of (ep,N,C) {+ep}
+void sum_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) of (ep,N,C) {+ep}
+    // Their parts come as they went.
+    bool exchanges = ctx.ep.size > 1 && ctx.exchange_rows;
+    if (exchanges) return return_tokens(ctx, out, partial, ids);
     reduce_scatter_sum(ctx.ep, out, partial, ctx.batch.rows() * ctx.shape.C, ctx.where);
 }
 

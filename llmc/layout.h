@@ -37,6 +37,7 @@ struct Layout {
     ContextOrder cp_order = ContextOrder::ZIGZAG;
     int cp_heads = 1; // hybrids: neighbours along cp that exchange heads, the method joins them
     int ep = 1; // neighbours in Group::DATA that share out each block's experts
+    bool ep_exchange = false; // tokens go where their experts are, and no further
 
     // ZeRO.
     int zero = 0;       // stage 0 to 3

@@ -156,7 +156,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     if (s.E) {
         row(a.logits,       "router's logits",      N * s.E,  ROUTING, B);
         row(a.gates,        "gates",                n.slots,  ROUTING, B);
-        row(a.ids,          "chosen experts",       n.slots,  ROUTING, B);
+        row(a.ids,          "chosen experts",       n.slots,  ROUTING, W);
         row(a.slots.row_of, "rows of slots",        n.slots,  ROUTING, B);
         row(a.slots.slot_of, "slots of rows",       n.slots,  ROUTING, W);
         row(a.slots.counts, "experts' loads",       n.groups, ROUTING, W);
@@ -347,7 +347,7 @@ T* gather_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x) { // (M,C) o
     const Shape& s = ctx.shape;
     T* rows = static_cast<T*>(ctx.slot_rows);
     size_t slots = expert_counts(s, ctx.batch.rows()).slots;
-    const T* tokens = gather_tokens(ctx, x); // (ep,N,C)
+    const T* tokens = gather_tokens(ctx, x, a.ids); // (ep,N,C)
     gather_slots(rows, tokens, a.slots.slot_of, rows_of(ctx, a), slots, s.K, s.C, ctx.where);
     return rows;
 }
@@ -402,7 +402,7 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
         combine_slots(to, before, y, row_of, rows_of(ctx, a), R, s.K, s.C,
                       ctx.where);
     }
-    sum_tokens(ctx, partial, all);
+    sum_tokens(ctx, partial, all, a.ids);
     sum_rows(ctx, out, partial);
 }
 
@@ -433,7 +433,7 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
     T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
     combine_slots(all, no_residual, dxs, a.slots.row_of, rows_of(ctx, a), n.tokens, s.K, s.C,
                   ctx.where);
-    sum_tokens(ctx, partial, all);
+    sum_tokens(ctx, partial, all, a.ids);
 
     // Through the router, with the balance of each sequence.
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)

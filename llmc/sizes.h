@@ -98,6 +98,7 @@ enum class ScratchKind : uint8_t {
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
     SLOT_ROWS, // (M,C) rows by expert, on their way into a product or out of it
     TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
+    EXCHANGE_ROWS, // (2,ep,N,C) those that are sent and received, where only these travel
     HEADS,     // (rooms,N,NH,HS) keys and values as latent attention expands them
     HEAD,      // the head's own activations (head.h)
     WIDE,      // a frozen matrix, dequantised
@@ -268,6 +269,8 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
             table.add(ScratchKind::SLOT_ROWS, n.rows * s.C * sizeof(T));
             if (s.expert_ranks > 1)
                 table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
+            if (p.layout.ep_exchange)
+                table.add(ScratchKind::EXCHANGE_ROWS, 2 * n.tokens * s.C * sizeof(T));
         }
         if (layer > 0 && s.kv_latent)
             table.add(ScratchKind::HEADS, latent_rooms(s, N, p.mode == Mode::TRAIN) * sizeof(T));

@@ -28,6 +28,7 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     t.ctx.context = scratch_address(t, layer, ScratchKind::CONTEXT);
     t.ctx.slot_rows = scratch_address(t, layer, ScratchKind::SLOT_ROWS);
     t.ctx.token_rows = scratch_address(t, layer, ScratchKind::TOKEN_ROWS);
+    t.ctx.exchange_rows = scratch_address(t, layer, ScratchKind::EXCHANGE_ROWS);
     t.ctx.heads = scratch_address(t, layer, ScratchKind::HEADS);
 }
 

@@ -87,7 +87,7 @@ struct Config {
     int zero = 0, zero_group = 0, chunks = 1, prefetch = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", grid_order = "tp-pp-dp", comm = "auto";
-    std::string cp_method = "gather", cp_order = "zigzag";
+    std::string cp_method = "gather", cp_order = "zigzag", ep_method = "gather";
     int64_t verify_every = 0; // steps
     double watchdog = 600;    // seconds
 
@@ -329,6 +329,9 @@ inline const std::vector<Flag>& config_table() {
          "which tokens a rank has; zigzag: an early and a late chunk"},
         {"ep", &C::ep, "1..1000000",
          "expert-parallel ranks: so many of the dp x cp ranks share out each block's experts"},
+        {"ep-method", &C::ep_method, "gather|exchange",
+         "how tokens reach experts; gather: all come to every rank; exchange: each goes where it "
+         "is wanted, which sends less where experts are many and tokens choose few"},
         {"sequence-parallel", &C::sequence_parallel, "",
          "they share the rows of norms and residuals too"},
         {"zero", &C::zero, "0..3",

@@ -53,6 +53,9 @@ inline std::string refuse_idle_offload(const Config& c) {
 // Refuse graphs where the host has a part in the middle of a step.
 inline std::string refuse_graphs(const Config& c) {
     if (!c.graphs) return "";
+    if (c.ep > 1 && c.ep_method == "exchange")
+        return "--graphs: with --ep-method exchange the host reads what routers chose, and a "
+               "graph does not wait: give --ep-method gather";
     // A graph holds what streams are given, and nobody else may act while it runs.
     if (c.device == "cpu")
         return "--graphs is for GPUs, and --device cpu launches nothing: leave one of the two out";
@@ -130,6 +133,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"zero-group",    shards,                    "--zero"},
         {"cp-method",     c.cp > 1,                  "--cp"},
         {"cp-order",      c.cp > 1,                  "--cp"},
+        {"ep-method",     c.ep > 1,                  "--ep"},
         {"gradients",     data_ranks(c) > 1,         "data-parallel ranks"},
         {"prefetch",      c.zero == 3 || elsewhere,  "--zero 3 or --offload"},
         {"offload-to",    elsewhere,                 "--offload"},

@@ -319,6 +319,8 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--graphs", "--device", "cpu"}), "--graphs is for GPUs");
     EXPECT_HAS(check({"--graphs", "--local-ranks", "2"}), "--graphs: the threads of --local-ranks 2");
     EXPECT_HAS(check({"--graphs", "--offload", "optimizer"}), "--graphs: the host moves what");
+    EXPECT_HAS(check({"--graphs", "--dp", "2", "--ep", "2", "--ep-method", "exchange"}),
+               "give --ep-method gather");
     EXPECT_HAS(check({"--graphs", "--profile", "x"}), "--profile x times actions one by one");
     EXPECT_EQ(check({"--graphs", "--tp", "2"}), "");
     EXPECT_HAS(check({"--prompts", "p", "--prompt", "x"}), "--prompts and --prompt both say");
@@ -380,6 +382,8 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(ranks("3"), "--ep 3 does not divide 8 experts: try --ep 1, 2");
     EXPECT_EQ(ranks("4"), "--ep 4 does not divide the 6 ranks of --dp: try --ep 1, 2");
     EXPECT_EQ(ranks("6", {"--experts", "6"}), "");
+    EXPECT_EQ(ranks("2", {"--ep-method", "exchange"}), "");
+    EXPECT_HAS(ranks("2", {"--ep-method", "ring"}), "wants one of gather|exchange, not 'ring'");
     EXPECT_HAS(ranks("2", {"--zero", "1", "--zero-group", "2"}),
                "--zero-group 2 is not built with --ep: leave one of them out");
     EXPECT_EQ(check({}), "");

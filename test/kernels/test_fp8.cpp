@@ -533,6 +533,7 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
                             std::exp2(std::floor(std::log2(57344 / most(dy))) - 1)};
     for (size_t i = 0; i < FP8_OPERANDS; i++) late.h.scale[i] = powers[i] * 1.75f;
 
+    late.h.amax[1] = fp8_magnitude(2 * most(w)); // another micro-batch's
     Fp8Late all = {late.h.scale, late.h.amax};
     LinearOperandsOf left = {late_left_of(x, powers[0], E4M3), late_left_of(dy, powers[2], E5M2),
                              late_left_of(w, powers[1], E4M3)};
@@ -543,7 +544,7 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
     EXPECT_TRUE(memcmp(got.dinp.data(), want.dinp.data(), N * IC * sizeof(bf16)) == 0);
     EXPECT_TRUE(got.dweight == want.dweight);
     EXPECT_EQ(float_of(late.h.amax[0]), most(x));
-    EXPECT_EQ(float_of(late.h.amax[1]), most(w));
+    EXPECT_EQ(float_of(late.h.amax[1]), 2 * most(w));
     EXPECT_EQ(float_of(late.h.amax[2]), most(dy));
 
     // An evaluation has the same scales, and leaves no maxima; infinity does not saturate.

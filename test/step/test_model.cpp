@@ -5,6 +5,8 @@
 #define main train_gpt_min_main
 #include "../../train_gpt_min.cpp"
 #undef main
+#include <numeric>
+#include <random>
 #include "../../llmc/io/dataloader.h"
 #include "../../llmc/io/generate.h"
 #include "../harness/testing.h"
@@ -863,4 +865,73 @@ TEST(Frozen, PiecesAreWholeBlocks) {
               "and its blocks have 64: use a smaller --tp, or --weights int8");
     EXPECT_EQ(check_pieces(Stored::INT8, m, two), "");
     EXPECT_EQ(check_pieces(Stored::WIDE, m, two), "");
+}
+
+// Only rows that somebody wants travel, once each; what comes home is the sum of all parts. Against
+// an enumeration: ranks that get no token, tokens that stay at home, and all in between.
+TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
+    for (auto [ranks, experts, K, few] : {std::array{2, 2, 1, 0}, {3, 6, 2, 0}, {4, 12, 3, 0},
+                                          {4, 8, 2, 1}, {3, 9, 9, 0}}) {
+        const size_t N = 21, C = 5, R = size_t(ranks), E = size_t(experts), k = size_t(K);
+        // Choices: ascending and different, of a few experts or of all.
+        std::vector<int> ids;
+        std::mt19937 random(unsigned(ranks * 100 + experts));
+        for (size_t n = 0; n < R * N; n++) {
+            std::vector<int> order(few ? k : E);
+            std::iota(order.begin(), order.end(), 0);
+            std::shuffle(order.begin(), order.end(), random);
+            std::sort(order.begin(), order.begin() + K);
+            ids.insert(ids.end(), order.begin(), order.begin() + K);
+        }
+        auto wants = [&](size_t row, size_t rank) {
+            for (size_t j = 0; j < k; j++)
+                if (size_t(ids[row * k + j]) / (E / R) == rank) return true;
+            return false;
+        };
+        EXPECT_EQ(run_local_ranks(ranks, {}, [&, K = K](const Comm& world) {
+            size_t me = size_t(world.rank), part = N * C;
+            Ctx<Cpu> ctx;
+            ctx.shape.C = C, ctx.shape.K = k, ctx.shape.E = E, ctx.shape.expert_ranks = R;
+            ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
+            std::vector<double> rows(part), all(R * part, NAN), scratch(2 * R * part, NAN), out(part, NAN);
+            ctx.exchange_rows = scratch.data();
+            for (size_t i = 0; i < part; i++) rows[i] = double(me * part + i);
+            std::map<std::string, size_t> sent;
+            world.info->sent = &sent;
+            send_tokens(ctx, all.data(), rows.data(), ids.data());
+            size_t there = 0, back = 0;
+            for (size_t row = 0; row < R * N; row++) {
+                for (size_t c = 0; c < C && wants(row, me); c++)
+                    EXPECT_EQ(all[row * C + c], double(row * C + c));
+                there += row / N != me && wants(row, me);
+                for (size_t r = 0; r < R; r++)
+                    back += row / N == me && r != me && wants(row, r);
+            }
+            EXPECT_EQ(sent["world"], back * C * sizeof(double));
+
+            // Each rank gives its number to what it has; all else is never read.
+            std::fill(all.begin(), all.end(), NAN);
+            for (size_t row = 0; row < R * N; row++)
+                for (size_t c = 0; c < C && (wants(row, me) || row / N == me); c++)
+                    all[row * C + c] = wants(row, me) ? double((me + 1) * (row + c)) : 0;
+            return_tokens(ctx, out.data(), all.data(), ids.data());
+            for (size_t n = 0; n < N; n++)
+                for (size_t c = 0; c < C; c++) {
+                    double want = 0;
+                    for (size_t r = 0; r < R; r++)
+                        want += wants(me * N + n, r) ? double((r + 1) * (me * N + n + c)) : 0;
+                    EXPECT_EQ(out[n * C + c], want);
+                }
+            EXPECT_EQ(sent["world"], (there + back) * C * sizeof(double));
+            world.info->sent = nullptr;
+        }), 0);
+
+        // The planner's share of an even load: of all draws of K from E.
+        Shape s;
+        s.E = E, s.K = k;
+        double none = 1;
+        for (size_t j = 0; j < k; j++)
+            none *= double(E - E / R > j ? E - E / R - j : 0) / double(E - j);
+        EXPECT_DOUBLE_EQ(exchanged_share(s, R), 1 - none);
+    }
 }
