@@ -10,6 +10,7 @@
 #include "llmc/io/lr_schedule.h"
 #include "llmc/io/prepare.h"
 #include "llmc/io/upcycle.h"
+#include "llmc/run/auto_plan.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
 #include "llmc/run/overflow.h"
@@ -468,6 +469,18 @@ static void leave_processes(Run& run) {
     if (joined) mpi_leave();
 }
 
+// --plan auto: choose the layout before anything else depends on it; false: it was only asked.
+static bool plan_ahead(Run& run) {
+    or_die(check_planning(run.config));
+    if (run.config.plan == "none") return true;
+#if LLMC_KERNELS
+    bool there = no_gpu_because().empty();
+    if (run.config.device == "cuda" || (run.config.device == "auto" && there))
+        return plan_run_as(run, cudaStream_t{});
+#endif
+    return plan_run_as(run, Cpu{});
+}
+
 // Text to token shards; no model is needed, and one process does it.
 static void prepare_data(Run& run) {
     if (!is_first(run)) return;
@@ -512,6 +525,7 @@ static bool run_command(Run& run) {
     std::string taken = goes_on || !file_type(c.model) ? "" : take_loss_defaults(c);
     if (is_first(run) && !taken.empty())
         printf("%s\n", taken.c_str());
+    if (!plan_ahead(run)) return true;
     or_die(config_check(c, run.shape, run.world.size));
     add_adapters(c, run.shape);
     or_die(refuse_idle_flags(c));

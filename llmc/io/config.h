@@ -116,6 +116,8 @@ struct Config {
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
     std::string device = "auto", machine, timeline, profile;
+    std::string plan = "none";
+    int gpus = 0;
     bool graphs = false, explain = false, help = false, version = false;
     // -1: no layer's actions are printed
     int layer = -1;
@@ -422,6 +424,10 @@ inline const std::vector<Flag>& config_table() {
         {"machine", &C::machine, "",
          "with --explain: the step's time on a machine, its parts and mfu, by simulation: h100, "
          "a100-80, rtx4090, ..., or a FILE of `name = value`"},
+        {"plan", &C::plan, "none|auto",
+         "auto: choose the layout, the micro-batch and recomputation by simulating them on "
+         "--machine; --explain prints what it chooses, and why"},
+        {"gpus", &C::gpus, "0..1000000", "--plan with --explain: for so many (0: 1)"},
         {"layer", &C::layer, "-1..10000",
          "with --explain: one layer's actions, with what they read and write"},
         {"timeline", &C::timeline, "",
@@ -744,9 +750,9 @@ inline std::string check_built(const Config& c) {
     // Refuse a row that begins with "=" only where the user has changed its default.
     Config defaults;
     for (const Flag& f : config_table()) {
+        if (f.accepts[0] != '=') continue;
         std::string value = field_text(c, f.field);
-        if (f.accepts[0] != '=' || value == field_text(defaults, f.field))
-            continue;
+        if (value == field_text(defaults, f.field)) continue;
         return concat("--", f.name, " ", value, ": not built yet ", strchr(f.accepts, '('));
     }
     if (c.device == "cuda" && !LLMC_KERNELS)
@@ -1219,13 +1225,43 @@ inline std::string check_together(const Config& c) {
     return "";
 }
 
+// The flags that --plan auto chooses; beside them the micro-batch, which may say the batch.
+inline const std::vector<const char*>& planned_flags() {
+    static const std::vector<const char*> names = {
+        "dp", "tp", "pp", "cp", "ep", "zero", "pipeline", "chunks", "sequence-parallel",
+        "recompute"};
+    return names;
+}
+
+// --plan chooses the layout: in a run no flag may choose another part of it.
+inline std::string check_planning(const Config& c) {
+    if (c.gpus && c.plan == "none")
+        return concat("--gpus ", c.gpus, " is what --plan plans for: give --plan auto");
+    if (c.plan == "none") return "";
+    if (c.gpus && !c.explain)
+        return concat("--gpus ", c.gpus, " plans for ranks that need not be there: give --explain; "
+                                         "a run has the ranks that it was started with");
+    // Refuse a flag that would be chosen, for one of the two would have no effect.
+    for (const char* name : planned_flags())
+        if (given(c, name) && !c.explain)
+            return concat("--plan auto chooses --", name,
+                          ": leave one of them out, or look at both with --explain");
+    const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
+    if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
+        return concat("--plan auto looks at no schedule from a file: leave --pipeline ",
+                      c.pipeline, " out");
+    if (c.steps == 0 || c.eval)
+        return "--plan auto is for training, and there are no steps";
+    return "";
+}
+
 // A machine that is not this one is simulated, and not all that runs here is timed there.
 inline std::string check_machine(const Config& c) {
     if (c.machine.empty()) return "";
     Machine machine;
     std::string wrong = machine_named(&machine, c.machine);
     if (!wrong.empty()) return wrong;
-    if (!c.explain)
+    if (!c.explain && c.plan == "none")
         return "--machine " + c.machine + " says how long a step would take there: give --explain";
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
@@ -1264,6 +1300,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     wrong = check_layout(c, s, processes);
     if (wrong.empty()) wrong = check_batch(c, s);
     if (wrong.empty()) wrong = check_machine(c);
+    if (wrong.empty()) wrong = check_planning(c);
     return wrong.empty() ? check_together(c) : wrong;
 }
 

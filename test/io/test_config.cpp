@@ -126,6 +126,12 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--machine", "h100", "--explain", "--lora", "8"}),
                "the time of --lora 8 is not simulated");
     EXPECT_EQ(check({"--machine", "h100", "--explain"}), "");
+    EXPECT_EQ(check({"--machine", "h100", "--plan", "auto"}), "");
+    EXPECT_HAS(check({"--gpus", "8"}), "--gpus 8 is what --plan plans for: give --plan auto");
+    EXPECT_HAS(check({"--gpus", "8", "--plan", "auto"}), "need not be there: give --explain");
+    EXPECT_HAS(check({"--plan", "auto", "--recompute", "full"}), "chooses --recompute: leave one");
+    EXPECT_EQ(check({"--plan", "auto", "--recompute", "full", "--explain"}), "");
+    EXPECT_HAS(check({"--plan", "auto", "--steps", "0"}), "is for training, and there are no steps");
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }

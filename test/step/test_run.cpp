@@ -71,6 +71,27 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     EXPECT_LT(lines[30]["loss"].get<double>(), 0.8 * lines[1]["loss"].get<double>());
 }
 
+// --plan auto is a choice of flags: the losses are those of a run with the flags that it names.
+TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
+    auto losses = [](const std::string& text) {
+        std::string all;
+        std::regex loss("loss [0-9.]+ \\| norm [0-9.]+");
+        for (std::sregex_iterator i(text.begin(), text.end(), loss), end; i != end; i++)
+            all += i->str() + "\n";
+        return all;
+    };
+    std::string flags = small + "--steps 4 --sample-tokens 0 --local-ranks 4 ";
+    Ran planned = run(flags + "--plan auto");
+    ASSERT_EQ(planned.status, 0) << planned.text;
+    std::smatch named;
+    ASSERT_TRUE(std::regex_search(planned.text, named, std::regex("build/train_gpt (.*)\n")));
+    EXPECT_HAS(named[1].str(), "--local-ranks 4 --batch-tokens 512 --dp ");
+    Ran given = run(named[1].str());
+    EXPECT_EQ(given.status, 0) << given.text;
+    EXPECT_NE(losses(given.text), "");
+    EXPECT_EQ(losses(given.text), losses(planned.text));
+}
+
 // Training reads documents apart, and goes on so; validation and the plan are what they were.
 TEST_F(Run, DocumentMaskIsForTraining) {
     std::string mask = "--document-mask --document-end 10 ";

@@ -1,0 +1,203 @@
+// test_planner.cpp - the planner: its closed form, its choice against all layouts, what it prints
+#include "../../llmc/run/auto_plan.h"
+#include "../harness/testing.h"
+
+using namespace llmc;
+
+namespace {
+
+// A small model on a machine whose links are as slow as its cards, so that all matters.
+PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
+    PlanQuestion q;
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.machine.link_gb = 20, q.machine.nic_gb = 3, q.machine.cards = cards;
+    q.shape = gpt2_shape(6, 4, 256, 1000, 256);
+    q.gpus = gpus, q.room = room_mb * 1e6;
+    Config& c = q.config;
+    c.precision = "bf16", c.machine = "h100";
+    c.seq = 256, c.batch_tokens = 8 * 256, c.explain = true, c.sample_tokens = 0;
+    return q;
+}
+
+// Everything that is allowed, simulated and placed on every rank of the pipeline.
+std::vector<Trial> all_trials(const PlanQuestion& q) {
+    PlanQuestion any = q;
+    any.room = INFINITY; // the closed form must not leave one out
+    std::vector<Trial> all;
+    std::string why;
+    for (const Proposal& grid : list_grids(any, &why))
+        for (Proposal p : list_schedules(any, grid))
+            for (p.zero = 0; p.zero <= (p.dp * p.cp > 1 ? 3 : 0); p.zero++)
+                for (Recompute r : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
+                    p.recompute = r;
+                    Trial t = simulate_proposal<bf16>(any, p, Cpu{});
+                    EXPECT_EQ(t.wrong, "");
+                    for (int rank = 0; rank < p.pp; rank++)
+                        place_proposal<bf16>(any, t, rank, Cpu{});
+                    all.push_back(t);
+                }
+    return all;
+}
+
+// The fastest of them that fits.
+const Trial* fastest(const std::vector<Trial>& all, double room) {
+    const Trial* best = nullptr;
+    for (const Trial& t : all)
+        if (t.bytes <= room && (!best || t.seconds < best->seconds)) best = &t;
+    return best;
+}
+
+} // namespace
+
+// The planner's choice among all layouts of four ranks is at most 1% slower than the fastest,
+// whatever the room; and all that it lists fits.
+TEST(Planner, FindsTheFastestOfAllLayouts) {
+    PlanQuestion q = small_question(4, 0);
+    std::vector<Trial> all = all_trials(q);
+    printf("%zu layouts of %d ranks\n", all.size(), q.gpus);
+    double least = INFINITY, most = 0;
+    for (const Trial& t : all) {
+        least = std::min(least, t.bytes);
+        most = std::max(most, t.bytes);
+    }
+    for (double room : {1.05 * least, 1.3 * least, 2.5 * least, 2 * most}) {
+        q.room = room;
+        const Trial* best = fastest(all, room);
+        Answer a = answer_question<bf16>(q, Cpu{});
+        ASSERT_FALSE(a.best.empty());
+        EXPECT_LE(a.best[0].seconds, 1.01 * best->seconds)
+            << proposal_text(a.best[0].proposal) << " and not " << proposal_text(best->proposal);
+        EXPECT_LE(a.best[a.chosen].seconds, 1.02 * a.best[0].seconds);
+        for (const Trial& t : a.best)
+            EXPECT_LE(t.bytes, room) << proposal_text(t.proposal);
+    }
+
+    // Below the leanest nothing fits: say what lacks, and which flag frees most.
+    q.room = 0.98 * least;
+    Answer none = answer_question<bf16>(q, Cpu{});
+    EXPECT_TRUE(none.best.empty());
+    std::string why = refuse_room<bf16>(q, none, Cpu{});
+    EXPECT_HAS(why, "no layout of 4 ranks fits ");
+    EXPECT_HAS(why, " too much: try --");
+    EXPECT_HAS(why, ", and fits");
+}
+
+// Columns of differences add up: parts to the step, rows of memory to the rank.
+TEST(Planner, TheTableOfDifferencesAddsUp) {
+    PlanQuestion q = small_question(4, 1e6);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_GT(a.best.size(), 2u);
+    for (const Trial& t : a.best) {
+        double memory = 0;
+        for (auto& [row, bytes] : t.memory)
+            memory += bytes;
+        EXPECT_NEAR(total_of(t.parts) / t.seconds, 1, 1e-9);
+        EXPECT_NEAR(memory / t.bytes, 1, 1e-9);
+    }
+    std::string text = answer_text(q.config, q, a, &a.best[1]);
+    for (const char* part : {"plan for 4 ranks on h100", "  best ", "  2 ", "  yours ", "together",
+                             "GiB of the fullest rank", "run it:\n  mpirun -np 4 build/train_gpt "})
+        EXPECT_HAS(text, part);
+}
+
+// The closed form leaves out how actions meet: its error, over layouts of all kinds.
+TEST(Planner, ClosedFormIsNearTheSimulatorAndTheArena) {
+    PlanQuestion q = small_question(8, 1e6);
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.shape = gpt2_shape(14, 16, 2048, 50000, 1024);
+    q.config.seq = 1024;
+    q.config.batch_tokens = 64 * 1024;
+    Search s = search_layouts<bf16>(q, Cpu{});
+
+    // Take forty of them, fast and slow.
+    double time = 0, memory = 0, n = 0;
+    size_t step = s.proposals.size() / 40;
+    for (size_t i = 0; i < s.proposals.size(); i += step) {
+        const Proposal& p = s.proposals[i];
+        Trial t = simulate_proposal<bf16>(q, p, Cpu{});
+        place_proposal<bf16>(q, t, p.estimate.fullest, Cpu{});
+        time += std::fabs(p.estimate.seconds / t.seconds - 1);
+        memory += std::fabs(p.estimate.bytes / t.bytes - 1);
+        n++;
+    }
+    printf("%.0f layouts: mean error of time %.1f%%, of memory %.1f%%\n", n, 100 * time / n,
+           100 * memory / n);
+    EXPECT_LT(time / n, 0.1);
+    EXPECT_LT(memory / n, 0.08);
+}
+
+// A long accumulation repeats itself: some rounds of it give the bytes of all.
+TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
+    for (int pp : {1, 2, 4})
+        for (int chunks : {1, 2}) {
+            if (pp == 1 && chunks > 1) continue;
+            PlanQuestion q = small_question(pp, 1e6);
+            q.config.batch_tokens = 32 * 256;
+            Proposal p;
+            p.pp = pp, p.chunks = chunks;
+            p.pipeline = chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
+            Trial t = {p};
+            place_proposal<bf16>(q, t, 0, Cpu{});
+
+            // The same with every micro-batch in its place.
+            Config c = q.config;
+            set_proposal(c, p);
+            int train = 0;
+            Layout layout = choose_layout(c, q.shape);
+            Model model = make_model(with_logits(q.shape, Cpu{}), layout);
+            std::vector<Plan> plans;
+            for (const PlanOptions& o : plans_of(c, q.shape, &train))
+                plans.push_back(make_plan(layout, model, o));
+            double whole = double(bytes_here(place_plans<bf16>(plans, model, Cpu{}), Cpu{}));
+            EXPECT_GE(t.bytes, whole) << "pp " << pp << " chunks " << chunks;
+            EXPECT_LE(t.bytes, (chunks > 1 ? 1.02 : 1.005) * whole) << "pp " << pp << " chunks " << chunks;
+        }
+}
+
+// Tensor parallelism's messages are on the critical path, so it stays inside a node.
+TEST(Planner, TensorParallelismStaysInsideANode) {
+    PlanQuestion q = small_question(8, 1e6, 2);
+    std::string why;
+    bool any = false;
+    for (const Proposal& p : list_grids(q, &why)) {
+        EXPECT_LE(p.tp, 2);
+        any |= p.tp == 2;
+    }
+    EXPECT_TRUE(any);
+}
+
+// The printed command is one that the ordinary check accepts, with the user's own flags.
+TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {
+    PlanQuestion q = small_question(4, 1e6);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    Config user;
+    EXPECT_EQ(set_flag(user, "data", "my text.txt"), "");
+    EXPECT_EQ(set_flag(user, "machine", "h100"), "");
+    std::string text = command_text(user, q, a.best[a.chosen].proposal);
+    EXPECT_HAS(text, "mpirun -np 4 build/train_gpt --data 'my text.txt' --batch-tokens 2048 --dp ");
+    EXPECT_EQ(text.find("machine"), std::string::npos);
+    for (const Trial& t : a.best) {
+        EXPECT_EQ(refuse_proposal(q, t.proposal), "");
+        const Proposal& p = t.proposal;
+        EXPECT_EQ(p.dp * p.tp * p.pp * p.cp, 4);
+    }
+}
+
+// Of a tie the fewest techniques win, however little is lost.
+TEST(Planner, OfATieTheSimplestWins) {
+    Trial fast, plain, slow;
+    fast.proposal.tp = 2, fast.seconds = 1, fast.bytes = 1;
+    plain.proposal.zero = 1, plain.seconds = 1.015, plain.bytes = 3;
+    slow.seconds = 1.03, slow.bytes = 1;
+    EXPECT_EQ(choose_trial({fast, plain, slow}), 1u);
+    EXPECT_EQ(choose_trial({fast, slow}), 0u);
+}
+
+// No batch of 8 sequences is dealt to 11 ranks, and 8 layers make no 11 stages: say which number does.
+TEST(Planner, NamesANumberOfRanksThatHasALayout) {
+    PlanQuestion q = small_question(11, 1e6);
+    std::string why;
+    EXPECT_TRUE(list_grids(q, &why).empty());
+    EXPECT_HAS(refuse_ranks(q, why), "no layout of 11 ranks is allowed (");
+    EXPECT_HAS(refuse_ranks(q, why), "): try 10 ranks, or another --batch-tokens");
+}
