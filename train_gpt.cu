@@ -94,11 +94,13 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     init_constants(t);
     init_loss_scale(t);
 
-    // A checkpoint counts more than the model's own files.
+    // A checkpoint counts more than the model's own files. One of adapters has no base, and is
+    // read behind it.
     mode_t type = c.scratch ? 0 : file_type(c.model);
     run.weights = type ? c.model : concat("new, from --seed ", c.seed);
-    bool resumes = c.resume && !has_reference(c); // else from the reference, below
-    bool resumed = resumes && resume(run, t);
+    bool adapters = run.shape.adapters != nullptr;
+    bool behind = adapters || has_reference(c); // a resume comes below
+    bool resumed = c.resume && !behind && resume(run, t);
     if (!resumed && c.upcycle)
         or_die(upcycle_weights(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type == S_IFDIR)
@@ -109,10 +111,10 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         init_weights(t, uint64_t(c.seed), type != 0);
     if (!resumed && !c.adapter.empty())
         or_die(load_adapters(t, c.adapter));
-    if (has_reference(c)) {
-        compute_references(run, t);
-        if (c.resume) resume(run, t);
-    }
+    if (adapters && !c.out.empty())
+        or_die_on_all_ranks(run, base_identity(run.world, type ? c.model : "", c.seed, &run.base));
+    if (has_reference(c)) compute_references(run, t);
+    if (behind && c.resume) resume(run, t);
     if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
     check_weights(run, t);
 

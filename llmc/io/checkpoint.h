@@ -52,6 +52,7 @@ struct CheckpointInfo {
     double best_loss = 0;
     std::vector<int64_t> broken = {}; // newer steps that a load has skipped
     size_t bytes_read = 0;            // of tensors, by this rank, in a load
+    nlohmann::json base = {}; // what adapters stand beside (base_identity.h); null: no adapters
 };
 
 // The processor's name: another one may round a sum differently.
@@ -190,7 +191,8 @@ struct StateTensor {
     const Parameter* p;
 };
 
-// List the state: the masters where there are any, else the weights; moments of what is trained.
+// List the state of what is trained: the masters where there are any, else the weights; moments.
+// Frozen weights are as they were read, so they are read again.
 template <typename T, typename S>
 std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     // An evaluation keeps no moments, and then loads none.
@@ -198,12 +200,11 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     std::vector<StateTensor> list;
     bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
     for (const Parameter& p : t.model.parameters) {
-        // Frozen weights have neither masters nor moments.
-        bool trained = t.model.buckets[p.bucket].trainable;
-        Kind weights = narrow && trained ? Kind::MASTER : Kind::WEIGHT;
+        if (!t.model.buckets[p.bucket].trainable) continue;
+        // Masters are exact; weights beside them are what was rounded.
+        Kind weights = narrow ? Kind::MASTER : Kind::WEIGHT;
         list.push_back({"param." + p.name, {weights, p.bucket}, &p});
-        if (!stateful || !trained)
-            continue;
+        if (!stateful) continue;
         int number = 0;
         for (std::string state : optimizer_row(t.plans[0].optimizer).states)
             list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
@@ -375,6 +376,8 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
         manifest["fp8"] = fp8_history_json(h, t.model.shape.fp8_rule);
     if (t.plans[0].states != States::FLOAT)
         manifest["states"] = states_name(t.plans[0].states);
+    if (!info.base.is_null())
+        manifest["base"] = info.base;
     if (info.best_step >= 0) {
         manifest["best_step"] = info.best_step;
         manifest["best_loss"] = info.best_loss;
@@ -539,6 +542,22 @@ inline std::string verify_checkpoint(const Comm& world, const std::string& folde
     for (size_t i = world.rank; wrong.empty() && i < count; i += world.size)
         wrong = verify_file(folder, (*manifest)["files"][i]);
     return first_error(world, wrong);
+}
+
+// Whether a checkpoint's adapters were trained beside this base. Older manifests do not say.
+inline std::string check_base(const nlohmann::json& own, const nlohmann::json& manifest,
+                              const std::string& folder) {
+    if (own.is_null() || !manifest.contains("base")) return "";
+    const nlohmann::json& saved = manifest["base"];
+    if (saved["bytes"] == own["bytes"] && saved["crc32"] == own["crc32"]) return "";
+
+    // Say both: a user finds the right folder by its size, if not by its name.
+    auto text = [](const nlohmann::json& b) {
+        return concat(json_word(b["name"]), " of ", b["bytes"].dump(), " bytes, CRC-32 ",
+                      b["crc32"].dump());
+    };
+    return concat(folder, ": its adapters were trained beside ", text(saved), "; this run has ",
+                  text(own), ": give the first one");
 }
 
 // Whether a whole checkpoint fits this run.
@@ -906,6 +925,8 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
     // A run that only evaluates wants no moments.
     bool moments = keeps_any(t, Kind::STATE);
     std::string wrong = check_identity(t, manifest, folder, moments);
+    if (wrong.empty())
+        wrong = check_base(info->base, manifest, folder);
     wrong = first_error(t.comms.world, wrong);
     if (wrong.empty())
         wrong = read_files(t, folder, manifest["files"], readers, &info->bytes_read);

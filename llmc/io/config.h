@@ -1155,9 +1155,6 @@ inline std::string check_frozen(const Config& c) {
         return flag + " does not train: give --steps 0 or --eval, or --lora RANK";
     if (!c.export_dir.empty() && (c.merge || !has_adapters(c)))
         return flag + " has lost what --export writes: give --weights float";
-    if (c.steps > 0 && !c.eval && (!c.out.empty() || c.verify_every > 0))
-        return flag + " beside adapters is not built with --out and --verify-every: "
-                      "leave them out; --export writes what was trained";
     if (c.fp8 != "none")
         return flag + " is not built with --fp8: leave one of them out";
     if (c.zero == 3 || (c.zero && !has_adapters(c)))

@@ -165,6 +165,16 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
     if (wrong.empty() && m.contains("fp8"))
         wrong = check_fp8_history(m["fp8"]);
 
+    // The base of adapters, by its size and sum. Whether it is this run's is seen by a load; a
+    // manifest without one is of a run without adapters, or of an older program.
+    const nlohmann::json base = m.value("base", nlohmann::json());
+    bool named = base.is_null() || (base.is_object() && base.contains("name"));
+    if (wrong.empty() && !named)
+        wrong = "base is " + json_word(base) + ", which has no name";
+    for (const char* key : {"bytes", "crc32"})
+        if (wrong.empty() && !base.is_null())
+            wrong = check_integer(base, key, 0, UINT64_MAX);
+
     // Sums of weights are compared as they stand.
     bool sums = !m.contains("weight_sums") || m["weight_sums"].is_object();
     if (wrong.empty() && !sums)

@@ -8,6 +8,7 @@
 //   4. save            when it is time, and at the end. A save that fails never ends the run
 #pragma once
 #include <sys/file.h>
+#include "../io/base_identity.h"
 #include "../io/checkpoint.h"
 #include "health.h"
 #include "interval.h"
@@ -241,6 +242,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
 
     // Load it, from memory where that is newer.
     CheckpointInfo info;
+    info.base = run.base;
     std::vector<std::string> notes;
     std::string wrong;
     bool in_memory = resume_from_memory(run, t, &info, &notes, &wrong);
@@ -321,6 +323,7 @@ CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
     info.tokens = run.tokens;
     info.best_step = run.kept_step;
     info.best_loss = run.kept_loss;
+    info.base = run.base;
     return info;
 }
 

@@ -46,6 +46,7 @@ struct Run {
     Tokenizer tokenizer;
     Chat chat; // how conversations are written, where they are
     ExportTokenizer exported; // with --export
+    nlohmann::json base;      // of adapters that are saved (base_identity.h)
     std::vector<Prompt> prompts;
     size_t context_length = 0; // of a sample, with its prompt
     std::set<int> stop_tokens; // tokens that end a sample

@@ -789,6 +789,46 @@ TEST_F(Life, AdaptersGoOnAndAreMerged) {
     EXPECT_NEAR(atof(read.text.c_str() + read.text.find("val loss ") + 9), trained, 0.01);
 }
 
+// A checkpoint of adapters has them alone, and goes on to the bit beside a base of few bits; one of
+// another base is refused.
+TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
+    std::string base = path("base"), other = path("other");
+    ASSERT_EQ(start(small + "--steps 0 --seed 1 --export " + base).status, 0);
+    ASSERT_EQ(start(small + "--steps 0 --seed 2 --export " + other).status, 0);
+    std::string flags = "--seq 32 --micro-batch 4 --batch-tokens 256 --sample-tokens 0 "
+                        "--eval-tokens 256 --lora 4 --lr 0.05 --schedule constant --data " +
+                        path("text.txt") + " --tokenizer byte --out ";
+    int number = 0;
+    for (std::string weights : {" --weights nf4", " --weights int8 --save-async"}) {
+        SCOPED_TRACE(weights);
+        out = path(concat("out", number++));
+        std::string whole = out + ".whole", beside = weights + " --model " + base;
+        Ran r = start(flags + whole + beside + " --steps 20");
+        ASSERT_EQ(r.status, 0) << r.text;
+        ASSERT_EQ(start(flags + out + beside + " --steps 10").status, 0);
+        ASSERT_EQ(start(flags + out + beside + " --steps 20 --resume").status, 0);
+        EXPECT_EQ(state(whole + "/step_00000020"), state(out + "/step_00000020"));
+
+        // Nothing of the base is in the files.
+        json m = manifest("step_00000010");
+        for (const json& file : m["files"])
+            for (const auto& [name, range] : file["tensors"].items()) EXPECT_HAS(name, ".lora_");
+        EXPECT_EQ(m["base"]["name"], base);
+        EXPECT_EQ(m["base"]["bytes"], fs::file_size(base + "/model.safetensors"));
+    }
+
+    // Two ranks go on; another base is not theirs, and a folder that has moved is the same.
+    Ran r = start(flags + out + " --model " + base + " --steps 22 --resume --local-ranks 2");
+    EXPECT_EQ(r.status, 0) << r.text;
+    r = start(flags + out + " --model " + other + " --steps 30 --resume");
+    EXPECT_NE(r.status, 0);
+    EXPECT_HAS(r.text, "its adapters were trained beside \"" + base + "\" of ");
+    EXPECT_HAS(r.text, "; this run has \"" + other + "\" of ");
+    fs::rename(base, base + ".moved");
+    r = start(flags + out + " --model " + base + ".moved --eval --resume");
+    EXPECT_EQ(r.status, 0) << r.text;
+}
+
 // ----------------------------------------------------------------------------
 // where time goes
 
