@@ -373,6 +373,7 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
 
     // Rows that see no tile at all go straight to the end.
     if (rows.key_tiles == 0) {
+        __syncwarp(); // every lane has read whose rows they are
         release(shared.q_free);
     } else {
         // The first tile's scores.

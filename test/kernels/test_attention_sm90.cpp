@@ -38,10 +38,11 @@ inline std::vector<AttentionCase> long_cases() {
     return {{1, 3, 4300, 1, 1, 8, 2}, {1, 34, 20, 64, 1, 8, 2}};
 }
 
-// six tiles of rows, more than blocks: a block has several, with other documents each
+// six tiles of rows, more than blocks: a block has several, with other documents each; and tiles
+// that see no key among those that do
 inline std::vector<AttentionCase> queue_cases() {
-    if (SMALL) return {};
-    return {{3, 140, 140, 1, 1, 8, 1}};
+    if (SMALL) return {{1, 150, 60, 2, 1, 8, 2}};
+    return {{3, 140, 140, 1, 1, 8, 1}, {1, 150, 60, 2, 1, 8, 2}};
 }
 // sequences that do not follow each other, and a scale
 inline std::vector<AttentionCase> gap_cases() {
