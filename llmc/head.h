@@ -187,9 +187,9 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     size_t N = b.rows();
     acc_t<T>* x = a.objective;
     if (!ctx.shape.objective.pairs()) return;
-    objective<acc_t<T>>({x, x + N, x + 2 * N, x + 3 * N, a.losses, b.targets, b.doc_start,
-                         b.rejected, b.reference, b.T},
-                        ctx.shape.objective, N, ctx.where);
+    ObjectiveRows<acc_t<T>> rows = {x,         x + N,       x + 2 * N,  x + 3 * N,   a.losses,
+                                    b.targets, b.doc_start, b.rejected, b.reference, b.T};
+    objective(rows, ctx.shape.objective, N, ctx.where);
 }
 
 // Coefficients of rows, which take a walk of their own; null: the loss is every row's own.

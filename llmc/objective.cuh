@@ -34,7 +34,13 @@ struct Objective {
 
 // Sums over a micro-batch: the loss, and of pairs by how much and how often the chosen one wins.
 struct LossSums {
-    double loss = 0, margin = 0, correct = 0;
+    double loss = 0, margin = 0, correct = 0; // three numbers in a row: ranks add them up
+    LossSums& operator+=(const LossSums& x) {
+        loss += x.loss;
+        margin += x.margin;
+        correct += x.correct;
+        return *this;
+    }
 };
 
 // The rows of a micro-batch, and what an objective makes of them.

@@ -499,17 +499,12 @@ PlanResult plan_result(const Trainer<T, S>& t) {
     const StepScale* scale = ask_for(t, {Kind::SCALE}, room);
     wait_for_peers(t.comms.world, t.ctx.where);
 
-    PlanResult result = {{0, t.valid}, scale ? *scale : StepScale()};
-    double sums[3] = {};
-    for (const LossSums* sum : losses) {
-        sums[0] += sum->loss;
-        sums[1] += sum->margin;
-        sums[2] += sum->correct;
-    }
-    all_reduce_sum(t.comms.samples, sums, 3, Cpu{});
-    all_reduce_sum(t.comms.pp, sums, 3, Cpu{});
-    result.loss = {sums[0], t.valid, sums[1], sums[2]};
-    return result;
+    LossSums sum;
+    for (const LossSums* of_micro_batch : losses)
+        sum += *of_micro_batch;
+    all_reduce_sum(t.comms.samples, &sum.loss, 3, Cpu{});
+    all_reduce_sum(t.comms.pp, &sum.loss, 3, Cpu{});
+    return {{sum.loss, t.valid, sum.margin, sum.correct}, scale ? *scale : StepScale()};
 }
 template <typename T, typename S>
 Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <tuple>
 #include "comm/comms.h"
+#include "documents.h"
 #include "graph.h"
 #include "plan_check.h"
 #include "sizes.h"
@@ -22,12 +23,6 @@ struct Hyper {
     uint64_t seed = 0;             // of rounding at random
     bool stochastic = true;        // tests: false rounds to nearest, which loses small steps
 };
-
-// Reads tokens (T) and targets (T) of sample number `sample`; returns "" or what is wrong.
-typedef std::function<std::string(uint64_t sample, int* tokens, int* targets)> Window;
-
-// Fills in the reference's log p of each target (T) of a sample.
-typedef std::function<void(uint64_t sample, float* reference)> References;
 
 // The batch of a step to come, read while a device works on the step before.
 struct PreparedBatch {
