@@ -10,9 +10,10 @@
 //                loads and stores run beside the tile that is computed. One tile's softmax runs
 //                under P V of the tile before; the two warpgroups take turns with the tensor cores,
 //                so that one's exponentials run under the other's products
-//   backward     a block owns keys: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are
-//                operands in registers; only dS passes through shared memory, for dQ = dS K. dK, dV
-//                stay in registers over all heads of the group. dQ is summed over blocks in float
+//   backward     a block owns keys and reads tiles of 128 rows, of 64 where a head has more than 64
+//                channels: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are operands in
+//                registers; only dS passes through shared memory, for dQ = dS K. dK, dV stay in
+//                registers over all heads of the group. dQ is summed over blocks in float
 //                in global memory: in the order in which blocks start, or as they finish, which is
 //                faster (d.any_order). The first order relies on what GPUs do and CUDA does not
 //                promise, that blocks start in the order of their indices; else the run ends with
@@ -38,7 +39,6 @@ constexpr int HOPPER_THREADS = 3 * WARPGROUP;
 constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr int HOPPER_KEYS = 128;  // of a tile
 constexpr int FORWARD_ROWS = 128; // of a block's tile, idle ones included
-constexpr int BACKWARD_ROWS = 64; // of a tile that a block of keys reads
 constexpr int STAGES = 2;         // tiles that are loaded or in use
 // A warp lets k go before it masks, so the positions of keys stay for twice as many tiles.
 constexpr int POSITION_STAGES = 2 * STAGES;
@@ -69,6 +69,11 @@ struct HopperOperands : RowOperands<T> {
 };
 
 template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a tile's row
+// Rows of a tile that a block of keys reads. Its rows times its chunks of channels are two parts of
+// 64 x 64 either way, so each warpgroup makes one part of dQ.
+template <int D> constexpr int BACKWARD_ROWS = D > 64 ? 64 : 128;
+constexpr int PARTS = 2;
+constexpr size_t MOST_HEADS = 64; // of a group: they fit a tile of either size
 
 #if HOPPER_PASS
 // ----------------------------------------------------------------------------
@@ -521,36 +526,36 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 //                          bytes                                dP^T = V dO^T
 //   q_free[stage]       8: consumer warps, dS^T Q is over     producer: phase i / STAGES - 1, when
 //   dout_free[stage]    8: consumer warps, P^T dO is over       it loads into the stage again
-//   dq_full             4 a chunk: warps, their part of dS    adder: phase i
-//                          K is in shared memory
+//   dq_full             8: consumer warps, their part of      adder: phase i
+//                          dS K is in shared memory
 //   dq_free             1: adder, the tile's part has left    those warps: phase i - 1, before they
 //                          shared memory                        write the next
 //   EVERY_CONSUMER      256: consumers, their keys' dS^T is   consumers, before dS K over all keys
 //                          in shared memory
 
-// k, v, STAGES tiles of q, dout and dS^T, and dQ in float: 192 KB at 128 channels.
+// k, v, STAGES tiles of q, dout and dS^T, and dQ in float: 192 KB at 64 and at 128 channels.
 template <int D>
-constexpr size_t BACKWARD_BYTES = size_t(CHUNKS<D>) *
-                                      (2 * HOPPER_KEYS * 128 + 2 * STAGES * BACKWARD_ROWS * 128) +
-                                  STAGES * HOPPER_KEYS * 128 +
-                                  size_t(CHUNKS<D>) * BACKWARD_ROWS * 64 * sizeof(float);
+constexpr size_t BACKWARD_BYTES = 2 * size_t(CHUNKS<D>) * 128 *
+                                      (HOPPER_KEYS + STAGES * BACKWARD_ROWS<D>) +
+                                  STAGES * HOPPER_KEYS * BACKWARD_ROWS<D> * 2 +
+                                  PARTS * 64 * 64 * sizeof(float);
 
-// Where dQ's fragments lie: for each 8 columns j of a chunk of 64, for each chunk, the threads of a
+// Where dQ's fragments lie: for each 8 columns j of a part, for each part, the threads of a
 // warpgroup one after the other with four numbers each. Two are of row 16 warp + lane / 4, two of
 // the row 8 below.
-__device__ inline size_t fragment_at(int j, int chunk, int chunks, int thread) {
-    return (size_t(j) * chunks * WARPGROUP + size_t(chunk) * WARPGROUP + thread) * 4;
+__device__ inline size_t fragment_at(int j, int part, int thread) {
+    return (size_t(j) * PARTS * WARPGROUP + size_t(part) * WARPGROUP + thread) * 4;
 }
 
 #if HOPPER_PASS
 template <int D> struct BackwardShared {
-    static constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    static constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128; // of a tile
-    static constexpr int DS_BYTES = N * 128, DQ_BYTES = C * M * 64 * int(sizeof(float));
+    static constexpr int DS_BYTES = N * M * 2, DQ_BYTES = PARTS * 64 * 64 * int(sizeof(float));
     unsigned char *k, *v;                        // (C, N, 64)
     unsigned char *q, *dout;                     // (STAGES, C, M, 64)
-    unsigned char* ds;                           // (STAGES, N, 64) dS^T
-    float* dq;                                   // (C, M, 64) fragments
+    unsigned char* ds;                           // (STAGES, M / 64, N, 64) dS^T
+    float* dq;                                   // (PARTS, 64, 64) fragments
     float *tile_lse, *tile_sums;                 // (STAGES, M)
     KeyRange* tile_ranges;                       // (STAGES, M) of the rows
     int* key_positions;                          // (N)
@@ -583,7 +588,7 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
                                                   const HopperMaps& maps,
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, F look) {
-    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
     constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES;
     const size_t b = block.b, kh = block.kh, key0 = block.key0();
     const bool leader = elect_one();
@@ -683,51 +688,47 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
     }
 }
 
-// dQ = dS K and dK += dS^T Q of tile i. A warpgroup that is not MINE computes dK alone.
-template <typename T, int D, bool MINE, int CT, int KT>
+// This warpgroup's part of dQ = dS K, and dK += dS^T Q, of tile i.
+template <typename T, int D, int CT, int KT>
 __device__ __forceinline__ void
 backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float (&sum_v)[CT][4],
                    const uint32_t (&ds_operand)[KT][4], int i, int me, uint32_t my_channels,
-                   uint32_t ds_at, uint32_t q_at) {
-    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+                   uint32_t my_ds, uint32_t q_at) {
+    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS;
     // Groups end in order: the waits below name how many may still be in flight.
     const int stage = ring_stage(i), thread = threadIdx.x % WARPGROUP;
 
-    // Issue dS K over all keys of the tile: (64, 64), this warpgroup's chunk of channels.
+    // Issue dS K over all keys of the tile: (64, 64), of this warpgroup's rows or channels.
     float part[8][4];
-    if constexpr (MINE) {
-        wg_fence();
-        #pragma unroll
-        for (int n = 0; n < N / 16; n++)
-            // Both are MN-major: dS^T and K are read as they lie, the sum runs over keys.
-            wgmma<T, 64, 1, 1>(
-                flat(part),
-                descriptor(ds_at + stage * BackwardShared<D>::DS_BYTES + n * 2048, 16, 1024),
-                descriptor(my_channels + n * 2048, 16, 1024), n != 0);
-        wg_commit();
-    }
+    wg_fence();
+    #pragma unroll
+    for (int n = 0; n < N / 16; n++)
+        // Both are MN-major: dS^T and K are read as they lie, the sum runs over keys.
+        wgmma<T, 64, 1, 1>(
+            flat(part),
+            descriptor(my_ds + stage * BackwardShared<D>::DS_BYTES + n * 2048, 16, 1024),
+            descriptor(my_channels + n * 2048, 16, 1024), n != 0);
+    wg_commit();
 
     // P^T dO, issued before, is over; issue dS^T Q.
-    wg_wait<MINE>();
+    wg_wait<1>();
     hold(sum_v);
     release(shared.dout_free + stage);
     issue_scores_times_rows<T, false>(sum_k, ds_operand,
                                       q_at + stage * BackwardShared<D>::Q_BYTES, M);
 
     // Hand the part of dQ to the adder.
-    if constexpr (MINE) {
-        wg_wait<1>();
-        hold(part);
-        // The adder must be done with the tile before.
-        mbar_wait(shared.dq_free, (i & 1) ^ 1);
-        #pragma unroll
-        for (int j = 0; j < 8; j++)
-            store(shared.dq + fragment_at(j, C == 2 ? me : 0, C, thread),
-                  Pack<float, 4>{part[j][0], part[j][1], part[j][2], part[j][3]});
-        fence_async_smem();
-        __syncwarp();
-        release(shared.dq_full);
-    }
+    wg_wait<1>();
+    hold(part);
+    // The adder must be done with the tile before.
+    mbar_wait(shared.dq_free, (i & 1) ^ 1);
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
+        store(shared.dq + fragment_at(j, me, thread),
+              Pack<float, 4>{part[j][0], part[j][1], part[j][2], part[j][3]});
+    fence_async_smem();
+    __syncwarp();
+    release(shared.dq_full);
     wg_wait<0>();
     hold(sum_k);
     release(shared.q_free + stage);
@@ -738,7 +739,7 @@ template <typename T, int D>
 __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& shared, T* dk, T* dv,
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, int me) {
-    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
+    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
     constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES, DS_BYTES = BackwardShared<D>::DS_BYTES;
     // 24 + 2 * 240 = 3 * 168: the registers that a launch gives the three warpgroups' threads.
     regs_inc<240>();
@@ -748,9 +749,9 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
     const uint32_t k_at = smem_u32(shared.k), my_k = k_at + uint32_t(64 * me * 128);
     const uint32_t my_v = smem_u32(shared.v) + uint32_t(64 * me * 128);
     const uint32_t q_at = smem_u32(shared.q), dout_at = smem_u32(shared.dout);
-    const uint32_t ds_at = smem_u32(shared.ds);
-    // dQ is divided by channels, not keys: with one chunk both read chunk 0.
+    // Divide dQ by channels, or where there is one chunk of them by rows.
     const uint32_t my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
+    const uint32_t my_ds = smem_u32(shared.ds) + uint32_t(C == 2 ? 0 : me * N * 128);
     const float scale = x.scale * LOG2E;
     // dK and dV (64, 64 C) stay in registers for the whole walk.
     float sum_k[CT][4] = {}, sum_v[CT][4] = {};
@@ -791,7 +792,14 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         }
         uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
         pack_scores<T>(p, s);
-        never(p[MT / 2 - 1][3] == UINT_MAX); // p >= 0 or 0x7fff: keeps the wait below all of them
+        // p >= 0 or 0x7fff: keeps the wait below all of them, of 128 rows only if each is asked.
+        uint32_t common = UINT_MAX;
+        #pragma unroll
+        for (int k = M == 64 ? MT / 2 - 1 : 0; k < MT / 2; k++)
+            #pragma unroll
+            for (int j = M == 64 ? 3 : 0; j < 4; j++)
+                common &= p[k][j];
+        never(common == UINT_MAX);
 
         // dS^T = P^T (dP^T - D)
         wg_wait<0>();
@@ -801,8 +809,12 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
             // D of the same two columns.
             Pack<float, 2> sums = load<2>(shared.tile_sums + stage * M + 8 * n + 2 * (lane % 4));
             #pragma unroll
-            for (int e = 0; e < 4; e++)
-                dp[n][e] = s[n][e] * (dp[n][e] - sums.v[e % 2]);
+            for (int e = 0; e < 4; e++) {
+                // 128 rows leave no registers for P in float: take it as P^T dO does.
+                Pack<T, 2> two = __builtin_bit_cast(Pack<T, 2>, p[n / 2][n % 2 * 2 + e / 2]);
+                float probability = M == 64 ? s[n][e] : to_float(two.v[e % 2]);
+                dp[n][e] = probability * (dp[n][e] - sums.v[e % 2]);
+            }
         }
         pack_scores<T>(ds_operand, dp);
         issue_scores_times_rows<T, false>(sum_v, p, dout_at + stage * Q_BYTES, M);
@@ -813,13 +825,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         fence_async_smem();
         bar_sync(EVERY_CONSUMER, CONSUMERS);
 
-        // dQ: each warpgroup makes a chunk of 64 channels. Of one chunk they take tiles in turn.
-        if (C == 2 || i % 2 == me)
-            backward_dq_and_dk<T, D, true>(shared, sum_k, sum_v, ds_operand, i, me, my_channels,
-                                           ds_at, q_at);
-        else
-            backward_dq_and_dk<T, D, false>(shared, sum_k, sum_v, ds_operand, i, me, my_channels,
-                                            ds_at, q_at);
+        backward_dq_and_dk<T, D>(shared, sum_k, sum_v, ds_operand, i, me, my_channels, my_ds, q_at);
     }
 
     // Write dk, scaled, and dv.
@@ -839,7 +845,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, T* dk, T* dv,
                                      const HopperOperands<T> x) {
 #if HOPPER_PASS
-    constexpr int M = BACKWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
     LLMC_SHARED(float, tile_lse, STAGES * M);
     LLMC_SHARED(float, tile_sums, STAGES * M);
     LLMC_SHARED(KeyRange, tile_ranges, STAGES * M);
@@ -869,8 +875,8 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     if (threadIdx.x == 0) {
         mbar_init(shared.k_full, 1);
-        // Count arrivals as the table above has them: a chunk of dQ comes from four warps.
-        mbar_init(shared.dq_full, C * 4);
+        // Count arrivals as the table above has them.
+        mbar_init(shared.dq_full, CONSUMER_WARPS);
         mbar_init(shared.dq_free, 1);
         for (int i = 0; i < STAGES; i++) {
             mbar_init(shared.q_full + i, 1);
@@ -922,25 +928,29 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 #endif
 }
 
-// dq (B,Tq,NH,HS) from the sums' fragments. A block takes 8 columns of a chunk over all rows of a
-// tile, a thread four numbers.
+// dq (B,Tq,NH,HS) from the sums' fragments. A block takes 8 columns of a part.
 template <typename T>
-__global__ void attention_hopper_dq_kernel(T* dq, int chunks, const HopperOperands<T> x) {
+__global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
     const size_t b = blockIdx.z, kh = blockIdx.y;
-    const int tile = int(blockIdx.x) / (8 * chunks), j = int(blockIdx.x) % (8 * chunks) / chunks;
-    const int chunk = int(blockIdx.x) % chunks, thread = threadIdx.x, lane = thread % 32;
-    const int column = 64 * chunk + 8 * j + 2 * (lane % 4);
+    const int tile = int(blockIdx.x) / (8 * PARTS);
+    const int j = int(blockIdx.x) % (8 * PARTS) / PARTS;
+    const int part = int(blockIdx.x) % PARTS;
+    const int thread = threadIdx.x, lane = thread % 32;
+    // A part is 64 rows of the tile, or 64 channels.
+    const bool by_rows = x.tile_size == 128;
+    const int first = by_rows ? 64 * part : 0;
+    const int column = (by_rows ? 0 : 64 * part) + 8 * j + 2 * (lane % 4);
     const size_t at = x.tile_at(b, kh, tile);
-    const float* from = x.dq + at * chunks * BACKWARD_ROWS * 64;
+    const float* from = x.dq + at * PARTS * 64 * 64;
     if (thread == 0) check_turn(x.turns + at);
 
     // Two numbers are of one row, two of the row 8 below. Where no block had a turn, none has
     // stored: no key is seen.
     Pack<float, 4> four = {};
     if (x.d.any_order || x.turns[at] > 0)
-        four = load<4>(from + fragment_at(j, chunk, chunks, thread));
+        four = load<4>(from + fragment_at(j, part, thread));
     for (int i = 0; i < 2; i++) {
-        unsigned slot = unsigned(thread / 32 * 16 + 8 * i + lane / 4);
+        unsigned slot = unsigned(first + thread / 32 * 16 + 8 * i + lane / 4);
         unsigned row = unsigned(tile) * x.tile_rows + slot;
         // Idle rows and padding channels end here.
         if (slot >= x.tile_rows || row >= x.rows || column >= int(x.d.HS))
@@ -968,7 +978,7 @@ bool hopper_takes(const AttentionDims& dims) {
     bool rows = d.q_stride % 8 == 0 && d.k_stride % 8 == 0 && d.q_batch % 8 == 0 &&
                 d.k_batch % 8 == 0;
     return IS_BF16_OR_FP16<native_t<T>> && d.HS % 8 == 0 && d.HS <= 128 && rows &&
-           values_lie_as_keys(d) && d.NH / d.NKV <= size_t(BACKWARD_ROWS);
+           values_lie_as_keys(d) && d.NH / d.NKV <= MOST_HEADS;
 }
 // And by operands: 16-byte addresses, results in T. The backward kernels write =, never +=.
 template <typename T, typename... Ps>
@@ -978,12 +988,13 @@ bool hopper_takes(const AttentionOperands<T>& x, const Ps*... ps) {
            aligned(x.q, x.k, x.v, x.dout, ps...);
 }
 
-// The operands in tiles of `tile` rows, idle ones included; returns the bytes of scratch.
+// The operands in tiles of one pass; returns the bytes of scratch.
 template <typename T>
 size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operands, void* scratch,
-                       int tile) {
+                       bool backward) {
     // Every tile of rows begins with a whole group, so one box of TMA loads it.
-    const bool backward = tile == BACKWARD_ROWS;
+    const int backward_rows = operands.d.HS > 64 ? BACKWARD_ROWS<128> : BACKWARD_ROWS<64>;
+    const int tile = backward ? backward_rows : FORWARD_ROWS; // idle ones included
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
     take_rows(x, pieces, operands, tile, rows_in_use(operands.d, tile), 1, HOPPER_KEYS, backward);
     const size_t heads = x.d.B * x.d.NKV, channels = round_up(x.d.HS, 64);
@@ -997,7 +1008,7 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
         return pieces.used;
     }
     pieces.take(x.turns, heads * x.tiles);
-    pieces.take(x.dq, heads * x.tiles * BACKWARD_ROWS * channels);
+    pieces.take(x.dq, heads * x.tiles * PARTS * 64 * 64);
 
     // A head's q, dout, k and v in T, its dQ in float.
     x.heads_together = heads_in_l2((x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
@@ -1010,14 +1021,14 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
 }
 inline size_t attention_hopper_scratch_bytes(const AttentionDims& d) {
     // Other kernels run these sizes.
-    if (d.HS > 128 || d.NH / d.NKV > size_t(BACKWARD_ROWS))
+    if (d.HS > 128 || d.NH / d.NKV > MOST_HEADS)
         return 0;
     // bf16 stands for fp16 too: the scratch holds floats and ints.
     AttentionOperands<bf16> operands;
     operands.d = d;
     HopperOperands<bf16> x = {};
-    size_t forward = hopper_operands(x, operands, nullptr, FORWARD_ROWS);
-    return std::max(forward, hopper_operands(x, operands, nullptr, BACKWARD_ROWS));
+    size_t forward = hopper_operands(x, operands, nullptr, false);
+    return std::max(forward, hopper_operands(x, operands, nullptr, true));
 }
 
 // (B,n,heads,HS): a box is 64 channels of `box_heads` heads of `box_n` queries or keys
@@ -1059,7 +1070,7 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
     } else {
         LLMC_CHECK(hopper_takes(operands, out), "Hopper's attention does not take these operands");
         HopperOperands<T> x = {};
-        hopper_operands(x, operands, scratch, FORWARD_ROWS);
+        hopper_operands(x, operands, scratch, false);
         // Spans come first: by them tiles are sorted, and the producer chooses what it loads.
         make_queue<T>(x.queue, x, stream);
         HopperMaps maps = hopper_maps(x, out);
@@ -1081,7 +1092,7 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         LLMC_CHECK(hopper_takes(operands, dq, dk, dv, out) && !operands.accumulate,
                    "Hopper's attention does not take these operands");
         HopperOperands<T> x = {};
-        hopper_operands(x, operands, scratch, BACKWARD_ROWS);
+        hopper_operands(x, operands, scratch, true);
         const AttentionDims& d = x.d;
         const unsigned heads = unsigned(d.NKV), B = unsigned(d.B);
 
@@ -1089,8 +1100,7 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         // first to add to dQ: it starts at 0.
         attention_statistics<T>(out, lse, x, stream);
         if (d.any_order)
-            device_zero(x.dq, B * heads * x.tiles * BACKWARD_ROWS * round_up(d.HS, 64) *
-                                  sizeof(float), stream);
+            device_zero(x.dq, B * heads * x.tiles * PARTS * 64 * 64 * sizeof(float), stream);
 
         // dK, dV and the sums; then dQ from them.
         HopperMaps maps = hopper_maps(x, out);
@@ -1100,8 +1110,8 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
             auto kernel = d.any_order ? attention_hopper_backward_kernel<T, D, true>
                                       : attention_hopper_backward_kernel<T, D, false>;
             launch(kernel, grid, HOPPER_THREADS, BACKWARD_BYTES<D>, stream, maps, dk, dv, x);
-            launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * CHUNKS<D>, heads, B),
-                   WARPGROUP, 0, stream, dq, CHUNKS<D>, x);
+            launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * PARTS, heads, B), WARPGROUP,
+                   0, stream, dq, x);
         });
     }
 }

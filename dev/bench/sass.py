@@ -393,14 +393,12 @@ def warps_resident(registers, threads, shared):
 # attention
 
 # A block has `warps` that multiply; it owns a tile of rows (of keys in backward) and walks the others.
-# halves: each warpgroup takes one of the products at every second tile only.
-Attention = collections.namedtuple("Attention", "gpu pattern title flops threads warps own walk halves",
-                                   defaults=(False,))
+Attention = collections.namedtuple("Attention", "gpu pattern title flops threads warps own walk")
 H, A = "sm_90a", "sm_80"
 ATTENTION = [
     Attention(H, r"attention_hopper_forward_kernel<bf16,64>", "forward 64", 4, 384, 8, 128, 128),
     Attention(H, r"attention_hopper_forward_kernel<bf16,128>", "forward 128", 4, 384, 8, 128, 128),
-    Attention(H, r"attention_hopper_backward_kernel<bf16,64,false>", "backward 64", 10, 384, 8, 128, 64, True),
+    Attention(H, r"attention_hopper_backward_kernel<bf16,64,false>", "backward 64", 10, 384, 8, 128, 128),
     Attention(H, r"attention_hopper_backward_kernel<bf16,128,false>", "backward 128", 10, 384, 8, 128, 64),
     Attention(H, r".*FlashAttnFwd.*C<192>,cute::C<128>,cute::C<64>.*", "FlashAttention-3 forward 64", 4, 512, 12, 192, 128),
     Attention(H, r".*FlashAttnFwd.*C<128>,cute::C<128>,cute::C<128>.*", "FlashAttention-3 forward 128", 4, 384, 8, 128, 128),
@@ -549,7 +547,7 @@ def memory_row(m, kernel, registers, shared):
 # What limits a kernel, as its machine code shows it.
 REMARKS = {
     "forward 64": "MUFU and issue before products; 128 rows a block, FlashAttention-3 192",
-    "backward 64": "64-row tiles: products read shared memory all the time; one warpgroup of two makes dQ",
+    "backward 64": "128-row tiles, as FlashAttention-3's",
     "backward 128": "64-row tiles, as FlashAttention-3's",
     "FlashAttention-3 backward 64": "128-row tiles; 18 spills",
     "mma.sync backward 64, dq": "32-wide tiles: operands are read again for every 16 rows",
@@ -577,23 +575,12 @@ def heading(*cells):
     print("|---" + "|---:" * (len(cells) - 1) + "|")
 
 
-def tile_clocks(path, a):
-    """clocks_of, where a product may be another warpgroup's at every second tile."""
-    clocks = clocks_of(path, GPUS[a.gpu])
-    if a.halves:
-        # dQ = dS K is the only product that transposes both operands.
-        dq = [i for i in path if ".tnspA.tnspB" in " ".join(i.operands)]
-        half = clocks_of(dq, GPUS[a.gpu])
-        clocks = {unit: clocks[unit] - half[unit] / 2 for unit in UNITS}
-    return clocks
-
-
 def attention_row(a, kernel, registers):
     loops = tensor_loops(kernel)
     whole = min((w for w, _, _ in loops), key=len)
     masked = max((m for _, m, _ in loops), key=len)
     D = int(re.search(r" (\d+)", a.title).group(1))
-    clocks = [tile_clocks(path, a) for path in (whole, masked)]
+    clocks = [clocks_of(path, GPUS[a.gpu]) for path in (whole, masked)]
     mix = mix_of(whole)
     shares = [share_at(a, T, D, *clocks) for T in (1024, 8192)]
     under = " and ".join(str(under_the_product(path)) for path in (whole, masked))

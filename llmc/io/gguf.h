@@ -131,7 +131,7 @@ inline std::string gguf_values(const std::vector<float>& x, GgufType type) {
         float scale = most / 127;
         gguf_put(&bytes, from_acc<fp16>(scale).bits);
         for (size_t i = 0; i < Q8_BLOCK; i++)
-            bytes += char(int8_t(scale > 0 ? std::round(x[first + i] / scale) : 0));
+            bytes += char(scale > 0 ? int8_t(std::round(x[first + i] / scale)) : 0);
     }
     return bytes;
 }
@@ -224,7 +224,8 @@ inline std::string gguf_name(const std::string& name) {
     // Cut off the block's number in front, and the half behind: "h.3.", "model.layers.3.".
     size_t digit = name.find_first_of("0123456789");
     bool block = name.starts_with("h.") || name.starts_with("model.layers.");
-    size_t from = block ? name.find('.', digit) + 1 : 0, to = name.rfind('.');
+    size_t from = block ? name.find('.', digit) + 1 : 0;
+    size_t to = name.rfind('.');
     std::string front = block ? "blk." + name.substr(digit, from - digit) : "";
     // The half stays as it is: .weight or .bias.
     for (auto [ours, theirs] : words)
@@ -301,9 +302,13 @@ inline std::string gguf_no_tokenizer(const Tokenizer& t) {
 // A merge's rank is such an order the other way round; pieces that no merge makes need no score.
 inline std::vector<float> gguf_scores(const Tokenizer& t, size_t V) {
     std::vector<float> scores(V, 0.0f);
-    for (const Merge& m : t.merges)
-        if (m.rank != NO_RANK && (scores[m.token] == 0 || -1 - float(m.rank) > scores[m.token]))
-            scores[m.token] = -1 - float(m.rank);
+    for (const Merge& m : t.merges) {
+        if (m.rank == NO_RANK) continue;
+        float score = -1 - float(m.rank);
+        float& best = scores[m.token];
+        if (best == 0 || score > best)
+            best = score;
+    }
     return scores;
 }
 
@@ -462,7 +467,9 @@ std::vector<float> gguf_weight(const Trainer<T, S>& t, const GgufTensor& tensor,
     // Put rows of q and k, and their biases, in the order in which llama.cpp turns them.
     values.resize(tensor.p->file_elements()); // padding is at the end
     const std::string& name = tensor.name;
-    bool turns = name.find(".attn_q.") < name.size() || name.find(".attn_k.") < name.size();
+    bool q = name.find(".attn_q.") < name.size();
+    bool k = name.find(".attn_k.") < name.size();
+    bool turns = q || k;
     if (turns && gguf_architecture(s) == "llama")
         values = in_pairs(values, s.HS, values.size() / tensor.p->rows());
     return values;

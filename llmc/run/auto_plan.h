@@ -139,7 +139,8 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
     for (int tp : divisors)
         for (int pp : divisors)
             for (int cp : divisors) {
-                bool whole = tp <= q.machine.cards && q.gpus % (int64_t(tp) * pp * cp) == 0;
+                int64_t each = int64_t(tp) * pp * cp;
+    bool whole = tp <= q.machine.cards && q.gpus % each == 0;
                 if (!whole) continue;
                 Proposal p;
                 p.tp = tp;

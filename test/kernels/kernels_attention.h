@@ -151,8 +151,8 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
             attention_hopper_backward(dq.data, dk.data, dv.data, out.data, lse.data, x,
                                       scratch.data, stream);
             HopperOperands<T> y = {};
-            hopper_operands(y, x, scratch.data, BACKWARD_ROWS);
-            size_t sums = d.B * d.NKV * y.tiles * BACKWARD_ROWS * round_up(d.HS, 64);
+            hopper_operands(y, x, scratch.data, true);
+            size_t sums = d.B * d.NKV * y.tiles * PARTS * 64 * 64;
             if (!d.any_order) o.same("sums of dq", y.dq, sums); // before rounding
         }
 
