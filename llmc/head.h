@@ -169,9 +169,8 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
 // Sum up the loss, and what the objective says beside it.
 template <typename T, typename S>
 void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
-    // Without pairs the numbers of pairs are 0.
+    // Without pairs nobody reads the numbers of pairs.
     size_t N = ctx.batch.rows();
-    device_zero(sums, sizeof(*sums), ctx.where);
     if (!ctx.shape.objective.pairs())
         return crossentropy_total(&sums->loss, a.losses, N, ctx.where);
     // The objective's rows follow its coefficients.

@@ -168,7 +168,7 @@ void run_load(Trainer<T, S>& t) {
 
     for (int m = 0; m < p.micro_batches; m++) {
         // Or read it, where the host can write. Copy it home in one piece.
-        int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4,N) and keys' positions
+        int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4 or 6,N), keys' positions
         int* batch = host_side(home, t.staging + m * numbers, t.ctx.where);
         if (!prepared)
             wrong = read_micro_batch(t, p, t.cursor, m, batch, &t.valid, t.pairs);

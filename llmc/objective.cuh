@@ -35,11 +35,12 @@ struct Objective {
 // Sums over a micro-batch: the loss, and of pairs by how much and how often the chosen one wins.
 struct LossSums {
     double loss = 0, margin = 0, correct = 0; // three numbers in a row: ranks add them up
-    LossSums& operator+=(const LossSums& x) {
+    void add(const LossSums& x, bool pairs) {
         loss += x.loss;
+        // Without pairs nobody has written the other two.
+        if (!pairs) return;
         margin += x.margin;
         correct += x.correct;
-        return *this;
     }
 };
 

@@ -39,7 +39,7 @@ void for_each_kept(const Layout& layout, const Parameter& p, KeptRange range, F 
     for_each_run(p, layout.tp.rank, layout.tp.size, clip);
 }
 
-// Every rank answers alike, for masters exist by the type of weights and --masters alone.
+// Whether this rank keeps a kind of data. Beside adapters a stage without blocks keeps no state.
 template <typename T, typename S>
 bool keeps_any(const Trainer<T, S>& t, Kind kind) {
     for (auto& [d, place] : t.arena.lasting)

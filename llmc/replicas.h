@@ -107,8 +107,8 @@ template <typename T, typename S>
 std::vector<Copied> copied_data(const Trainer<T, S>& t) {
     std::vector<Copied> list;
     // Codes of frozen weights have no sum, and no master.
-    bool masters = keeps_any(t, Kind::MASTER);
-    bool moments = keeps_any(t, Kind::STATE);
+    bool masters = t.plans[0].mode == Mode::TRAIN;
+    bool moments = masters;
     for (const Parameter& p : t.model.parameters) {
         if (has_sum(t, p)) list.push_back({p.name, {Kind::WEIGHT, p.bucket}, &p});
         if (!t.model.buckets[p.bucket].trainable) continue;

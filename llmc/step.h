@@ -501,7 +501,7 @@ PlanResult plan_result(const Trainer<T, S>& t) {
 
     LossSums sum;
     for (const LossSums* of_micro_batch : losses)
-        sum += *of_micro_batch;
+        sum.add(*of_micro_batch, t.plans[t.plan].objective.pairs());
     all_reduce_sum(t.comms.samples, &sum.loss, 3, Cpu{});
     all_reduce_sum(t.comms.pp, &sum.loss, 3, Cpu{});
     return {{sum.loss, t.valid, sum.margin, sum.correct}, scale ? *scale : StepScale()};

@@ -136,7 +136,7 @@ techniques() {
     }
     echo '|file|lines|what it is|arXiv|'
     echo '|---|---:|---|---|'
-    some operators embedding layernorm rmsnorm rope swiglu matmul lora attention attention_sm80 attention_sm90 moe fp8_matmul crossentropy adamw
+    some operators embedding layernorm rmsnorm rope swiglu matmul lora attention attention_sm80 attention_sm90 moe fp8_matmul crossentropy objective adamw
     some "the step" action plan arena step gpt2 llama mixtral mla simulator
     some "parallelism and memory" pipeline zero tensor_parallel context_parallel ring_attention expert_parallel offload small_states comm
 }

@@ -76,7 +76,8 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     std::string wrong;
     bool there = stat(b->folder.c_str(), &s) == 0;
     if (!there || !S_ISDIR(s.st_mode))
-        wrong = concat("--buddy ", b->folder, ": cannot be made: ", strerror(errno));
+        wrong = concat("--buddy ", b->folder, ": cannot be made: ",
+                       error ? error.message() : "it is no folder");
     wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
 
@@ -90,8 +91,7 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
         b->machine_of.push_back(int(first - all.begin()));
     }
     b->buddy_of = choose_buddies(b->machine_of);
-    if (!b->buddy_of.empty()) return "";
-    return "--buddy " + dir + ": all ranks are on one machine: start the run on two or more";
+    return "";
 }
 
 // ----------------------------------------------------------------------------

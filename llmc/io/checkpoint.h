@@ -196,7 +196,8 @@ struct StateTensor {
 template <typename T, typename S>
 std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     // An evaluation keeps no moments, and then loads none.
-    bool stateful = keeps_any(t, Kind::STATE);
+    // All ranks list the same: a stage of frozen blocks alone keeps none, and may read others'.
+    bool stateful = t.plans[0].mode == Mode::TRAIN;
     std::vector<StateTensor> list;
     bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
     for (const Parameter& p : t.model.parameters) {

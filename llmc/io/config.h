@@ -1243,6 +1243,12 @@ inline std::string check_planning(const Config& c) {
         if (given(c, name) && !c.explain)
             return concat("--plan auto chooses --", name,
                           ": leave one of them out, or look at both with --explain");
+    if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
+        return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
+               "of them out";
+    if (has_pairs(c) || c.offload != "none" || c.fp8 != "none" || has_adapters(c))
+        return "--plan auto: the time of preferences, --offload, --fp8 and adapters is not "
+               "simulated: plan without them, and add them to the command that it prints";
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
         return concat("--plan auto looks at no schedule from a file: leave --pipeline ",

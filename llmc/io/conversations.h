@@ -237,8 +237,8 @@ inline std::string conversations_text(const ConversationCounts& n) {
     if (n.dropped)
         text += concat("; ", n.dropped, " are left out: no answer begins within a window");
     if (n.long_pairs)
-        text += concat("; ", n.long_pairs, " are left out: both answers are longer than a window: "
-                       "give a larger --seq");
+        text += concat("; ", n.long_pairs, " are left out: both answers together are longer than "
+                       "a window: give a larger --seq");
     if (n.malformed)
         text += concat("; ", n.malformed, " bad lines are left out, the first ", n.first_malformed);
     return text;

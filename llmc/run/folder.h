@@ -124,6 +124,9 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     other |= given(c, "optimizer") && saved.value("optimizer", c.optimizer) != c.optimizer;
     if (name == "masters" || name == "states")
         return reads || other;
+    bool preference = name == "beta" || name == "gamma" || name == "label-smoothing";
+    if (preference && given(c, "loss") && saved.value("loss", c.loss) != c.loss)
+        return true;
     return name == "fp8" && (other || given(c, "weights"));
 }
 
@@ -212,7 +215,18 @@ inline void open_buddies(Run& run) {
     // Only a run that writes has something to lose.
     run.buddies = std::make_shared<Buddies>();
     or_die_on_all_ranks(run, make_buddies(run.world, c.buddy, run.buddies.get()));
-    if (!c.resume) remove_buddies(run.world, *run.buddies);
+
+    // One machine that is left can load what lies there, and has nobody to send to.
+    bool alone = run.buddies->buddy_of.empty();
+    std::string one = "--buddy " + c.buddy + ": all ranks are on one machine";
+    if (alone && !c.resume)
+        or_die_on_all_ranks(run, one + ": start the run on two or more");
+    if (alone) note(run, one + ": nothing is saved in memory");
+
+    // A run that has saved has a log in --out. Without it the memory is another's.
+    int64_t ours = c.resume && is_first(run) && !run_in(c.out).empty();
+    all_reduce_max(run.world, &ours, 1, Cpu{});
+    if (!ours) remove_buddies(run.world, *run.buddies);
 }
 
 // Load what is newer in memory than in --out; false: nothing is.
@@ -221,10 +235,10 @@ bool resume_from_memory(Run& run, Trainer<T, S>& t, CheckpointInfo* info,
                         std::vector<std::string>* notes, std::string* wrong) {
     const Config& c = run.config;
     if (!run.buddies || c.resume_step >= 0) return false;
-    // A save on disk is taken where both are of one step.
+    // Where both are of one step memory is read sooner, and nobody has looked at the disk's yet.
     std::vector<int64_t> saved = first_ranks_steps(run.world, c.out);
     int64_t newest = saved.empty() ? -1 : saved[0];
-    return buddy_load(t, *run.buddies, info, c.out, newest, notes, wrong);
+    return buddy_load(t, *run.buddies, info, c.out, newest - 1, notes, wrong);
 }
 
 // Continue from a checkpoint of --out, whatever layout it was written with; false: there is none,
@@ -269,6 +283,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
     }
     check_weights(run, t);
     set_newer_aside(run, info.broken);
+    if (run.buddies && !in_memory) remove_buddies(run.world, *run.buddies);
 
     // Say where it goes on, or that it has been there.
     if (is_first(run) && run.step < c.steps)
@@ -330,8 +345,16 @@ CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
 // Save in the memory of two machines. A save that fails is said once, and the run goes on.
 template <typename T, typename S>
 void save_in_memory(Run& run, Trainer<T, S>& t) {
+    if (run.buddies->buddy_of.empty()) return; // one machine is left
+    double before = run.account.spent_on(Work::SAVE);
     Spend spend(run.account, Work::SAVE);
-    std::string wrong = buddy_save(t, *run.buddies, checkpoint_info(run, t));
+
+    // A resume takes this save first, so it must be as sound as one on disk.
+    check_replicas(run, t);
+    std::string wrong = first_error(run.world, first_bad_weight(t));
+    if (wrong.empty())
+        wrong = buddy_save(t, *run.buddies, checkpoint_info(run, t));
+    run.saves.in_memory += run.account.spent_on(Work::SAVE) - before;
     bool failed_before = std::exchange(run.saves.memory_fails, !wrong.empty());
     if (!wrong.empty() && !failed_before)
         note(run, concat("step ", run.step, " is not saved in memory: ", wrong));
@@ -358,7 +381,8 @@ inline void set_save_interval(Run& run) {
     const Config& c = run.config;
     if (c.save_minutes != "auto" || !is_first(run)) return;
     // Saves that have failed have cost time too.
-    double cost = run.account.spent_on(Work::SAVE) / double(run.saves.count);
+    double all = run.account.spent_on(Work::SAVE) - run.saves.in_memory;
+    double cost = all / double(run.saves.count);
     double failure = job_failure_seconds(c.failure_hours, run.world.size);
     run.saves.interval = young_interval(failure, cost);
     if (run.saves.count == 1)

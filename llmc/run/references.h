@@ -60,7 +60,9 @@ void compute_references(Run& run, Trainer<T, S>& t) {
     if (run.val.windows)
         run.val_references = evaluate_references(run, t, run.val, run.val_samples);
     if (run.train_plan < 0) return;
-    samples = std::min<uint64_t>(samples, run.train.windows);
+    // A resumed run may have gone further, with larger batches.
+    uint64_t windows = run.train.windows;
+    samples = c.resume ? windows : std::min(samples, windows);
     if (is_first(run))
         printf("reference: the starting weights, on %llu windows\n", (unsigned long long)samples);
     run.references = evaluate_references(run, t, run.train, samples);

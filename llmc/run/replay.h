@@ -68,15 +68,13 @@ struct ReplayedAction {
     std::string name;
 };
 
-// The samples of the first data-parallel rank in the place of everybody's.
-inline Window first_ranks_window(const Window& window, const Plan& p, uint64_t cursor) {
-    // Samples go round the ranks, B at a time (load.h).
+// The sample of the first data-parallel rank in the place of anybody's. Samples go round the ranks,
+// B at a time (load.h).
+inline uint64_t first_ranks_sample(uint64_t sample, const Plan& p, uint64_t cursor) {
     uint64_t B = p.B;
     uint64_t round = B * uint64_t(p.layout.dp.size);
-    return [=](uint64_t sample, int* tokens, int* targets) {
-        uint64_t from_here = sample - cursor;
-        return window(cursor + from_here / round * round + from_here % B, tokens, targets);
-    };
+    uint64_t from_here = sample - cursor;
+    return cursor + from_here / round * round + from_here % B;
 }
 
 // Do the last step again on the first rank's samples. All ranks call.
@@ -85,8 +83,11 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
     // Note what the step changes.
     const Plan& p = t.plans[plan];
     Window window = t.window;
+    References references = t.references;
     auto after = t.after;
     uint64_t cursor = t.cursor;
+    std::vector<unsigned char> amaxes; // --fp8 delayed's
+    fp8_on_host(t, &amaxes);
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     auto put_scale = [&](const StepScale& value) {
         StepScale* home = address<StepScale>(t, {Kind::SCALE});
@@ -97,7 +98,14 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
     // Look at each action of a layer, and keep UPDATE from writing.
     uint64_t samples = p.B * uint64_t(p.micro_batches) * uint64_t(p.layout.dp.size);
     t.cursor -= std::min(t.cursor, samples);
-    t.window = first_ranks_window(window, p, t.cursor);
+    uint64_t begin = t.cursor;
+    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        return window(first_ranks_sample(sample, p, begin), tokens, targets);
+    };
+    if (references)
+        t.references = [&](uint64_t sample, float* to) {
+            references(first_ranks_sample(sample, p, begin), to);
+        };
     std::vector<ReplayedAction> list;
     t.after = [&](const Action& a) {
         if (after) after(a);
@@ -119,8 +127,12 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
     // Put all back.
     t.after = after;
     t.window = window;
+    t.references = references;
     t.cursor = cursor;
     put_scale(scale);
+    if (!amaxes.empty())
+        copy_in(fp8_history(t).amax, amaxes.data(), amaxes.size(), t.ctx.where);
+    wait_for(t.ctx.where);
     return list;
 }
 

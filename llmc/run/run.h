@@ -25,6 +25,7 @@ struct Saves {
     int64_t count = 0;             // that have ended well
     double interval = 0;           // seconds, by --save-minutes auto; 0: none has been measured
     bool memory_fails = false;     // the last save in --buddy has failed
+    double in_memory = 0;          // seconds of those saves
     std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
 };
 
