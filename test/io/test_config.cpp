@@ -132,6 +132,9 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--plan", "auto", "--recompute", "full"}), "chooses --recompute: leave one");
     EXPECT_EQ(check({"--plan", "auto", "--recompute", "full", "--explain"}), "");
     EXPECT_HAS(check({"--plan", "auto", "--steps", "0"}), "is for training, and there are no steps");
+    EXPECT_HAS(check({"--plan", "auto", "--micro-batch", "2", "--batch-tokens", "4096"}),
+               "chooses --micro-batch where --batch-tokens says the batch");
+    EXPECT_HAS(check({"--plan", "auto", "--offload", "optimizer"}), "adapters is not simulated: plan without them");
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }

@@ -271,8 +271,8 @@ TEST_F(Interchange, LlmcGpt2IsWrittenAsItWasRead) {
 struct Gguf {
     struct Tensor {
         std::vector<uint64_t> sizes; // the fastest first
-        uint32_t type;
-        const unsigned char* data;
+        uint32_t type = 0;
+        const unsigned char* data = nullptr;
     };
     std::string bytes;
     size_t at = 0;
