@@ -505,6 +505,11 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     for (int m = 0; m < 3; m++) // a run that is over leaves the memory
         EXPECT_EQ(checkpoint_steps(path(concat("m", m))).size(), 0u);
 
+    // Without a log in --out the memory is another run's, and a new one begins.
+    lose({});
+    fs::remove_all(out);
+    EXPECT_HAS(go_on(2).text, "holds no checkpoint: a new run begins");
+
     // The buddy is lost too.
     lose({1, 2});
     r = go_on(8);
@@ -527,6 +532,20 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     r = start(small + "--local-ranks 2 --steps 9 --resume --buddy-every 1 --out " + path("x") + " --buddy " + path("one"));
     EXPECT_HAS(r.text, "all ranks are on one machine: nothing is saved in memory");
     EXPECT_EQ(r.status, 0) << r.text;
+}
+
+// A replay takes the first rank's samples, and nothing of it stays: no scale of fp8, no cursor.
+TEST_F(Life, AReplayLeavesNothing) {
+    std::string line = small + "--local-ranks 2 --precision bf16 --fp8 delayed --steps 4 --save-every 4 --out ";
+    Ran plain = start(line + path("plain"));
+    ASSERT_EQ(plain.status, 0) << plain.text;
+    Ran replayed = start(line + path("replayed") + " --verify-every 1");
+    ASSERT_EQ(replayed.status, 0) << replayed.text;
+    std::string last = "/" + step_folder(4);
+    EXPECT_TRUE(state(path("plain") + last) == state(path("replayed") + last));
+    auto history = [&](const char* run) { return json::parse(read_file(path(run) + last + "/manifest.json"))["fp8"]; };
+    EXPECT_FALSE(history("plain").is_null());
+    EXPECT_EQ(history("plain"), history("replayed"));
 }
 
 // Saves beside the steps leave the checkpoints that saves in their way leave, to the byte.
