@@ -80,6 +80,21 @@ inline double largest(const std::vector<double>& x) {
     return most;
 }
 
+inline std::vector<double> magnitudes(std::vector<double> x) {
+    for (double& v : x) v = std::fabs(v);
+    return x;
+}
+
+inline std::vector<double> product(const std::vector<double>& a, const std::vector<double>& b,
+                                   size_t M, size_t N, size_t K, Strides sa, Strides sb) {
+    std::vector<double> out(M * N);
+    for (size_t i = 0; i < M; i++)
+        for (size_t k = 0; k < K; k++)
+            for (size_t j = 0; j < N; j++)
+                out[i * N + j] += a[i * sa.row + k * sa.column] * b[k * sb.row + j * sb.column];
+    return out;
+}
+
 // The largest |got - want| in units of max|want| (or of `terms`, where large terms cancel), and
 // where it is; NaN is larger than any.
 template <typename T>
