@@ -3,6 +3,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 #include "config.h"
+#include "../presets.h"
 
 namespace llmc {
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "../io/adapter_files.h"
 #include "../io/checkpoint.h"
+#include "../io/config_check.h"
 #include "../io/ds_config.h"
 #include "../io/model_files.h"
 #include "../io/gguf.h"

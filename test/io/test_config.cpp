@@ -1,4 +1,5 @@
 // test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a fix
+#include "../../llmc/io/config_check.h"
 #include "../../llmc/io/config_notes.h"
 #include "../../llmc/io/ds_config.h"
 #include "../../llmc/io/lr_schedule.h"

@@ -3,7 +3,7 @@
 #include <sys/resource.h>
 #include <csignal>
 #include "../../llmc/comm/comms.h"
-#include "../../llmc/io/config.h"
+#include "../../llmc/io/config_check.h"
 #include "../../llmc/io/upcycle.h"
 #include "../../llmc/run/health.h"
 #include "saved_models.h"

@@ -1,0 +1,599 @@
+// config_check.h - what only several flags and a shape together can get wrong, refused before a run
+//   A function takes a part: the shape, a way to be parallel, what an option needs. Its message has
+//   both numbers and a fix. config_check() asks them in turn, once, before anything is allocated;
+//   what was left to the program is filled in on the way, and later checks may count on it.
+#pragma once
+#include "config.h"
+#include "../machine.h"
+#include "../presets.h"
+#include "../tensor_parallel.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the shape
+
+// "tiny, tiny-llama, gpt2, ..."
+inline std::string preset_names() {
+    std::string names;
+    for (const Preset& p : model_presets())
+        names += concat(names.empty() ? "" : ", ", p.name);
+    return names;
+}
+
+// Change a preset's or folder's shape as the flags say.
+inline std::string override_shape(const Config& c, Shape& s) {
+    // A latent's heads follow from other sizes, which have no flags.
+    if (s.kv_latent && (c.heads || c.channels || c.kv_heads))
+        return "--heads, --kv-heads and --channels are not built with latent attention: leave them "
+               "out, or give a folder with --scratch";
+
+    // Without --kv-heads, a model with a key/value head for each head keeps one for each.
+    if (c.heads && !c.kv_heads && s.NKV == s.NH)
+        s.NKV = c.heads;
+    if (c.kv_heads) s.NKV = c.kv_heads;
+    if (c.heads) s.NH = c.heads;
+
+    // Without --ffn, the feed-forward layer keeps its ratio to the channels.
+    if (c.channels && !c.ffn)
+        s.F = s.F * c.channels / s.C;
+    if (c.channels) s.C = c.channels;
+    if (c.ffn) s.F = c.ffn;
+    if (s.kv_latent && s.E == 0) s.dense_F = s.F; // of blocks that may have experts
+
+    // Experts in the place of an ffn.
+    // Llamas whose blocks are Mixtral's but for the ffn.
+    const char* plain[] = {"llama", "mistral", "qwen3"};
+    bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
+    // A dense folder's are counted by another flag.
+    size_t experts = size_t(c.experts + c.upcycle);
+    if (c.upcycle && s.E)
+        return concat("--upcycle ", c.upcycle, ": the model has experts already: leave it out");
+    if (experts && can && !s.qkv_bias && !s.o_bias && !s.mlp_bias) {
+        s.family = Family::MIXTRAL;
+        s.hf_type = s.qk_norm ? "qwen3_moe" : "mixtral";
+        s.K = 2;
+    }
+    if (experts) s.E = experts;
+    if (c.experts_per_token) s.K = c.experts_per_token;
+    if (c.router == "softmax") s.router = Router::SOFTMAX;
+    if (c.router == "renormalised")
+        s.router = Router::RENORMALISED;
+    if (c.router == "sigmoid") s.router = Router::SIGMOID;
+
+    // Without experts there is no router to balance.
+    s.balance = s.E ? c.balance : 0;
+    s.z_loss = s.E ? c.z_loss : 0;
+
+    // Take the rest as it is given.
+    if (c.layers) s.L = c.layers;
+    if (c.vocab) s.V = c.vocab;
+    if (c.position == "learned") s.position = Position::LEARNED;
+    if (c.position == "rope") s.position = Position::ROPE;
+    if (c.position == "alibi") s.position = Position::ALIBI;
+
+    // The head size follows from heads and channels, where either has changed.
+    if (!c.heads && !c.channels) return "";
+    if (s.C % s.NH) {
+        // Offer the divisors of the channels that lie within 8 of the wanted heads.
+        std::string fix;
+        for (size_t d = 1; d <= s.C; d++)
+            if (s.C % d == 0 && d + 8 > s.NH && d < s.NH + 8)
+                fix += concat(" ", d);
+        if (!fix.empty()) fix = ": heads that do, near it:" + fix;
+        return concat("--heads ", s.NH, " does not divide --channels ", s.C, fix);
+    }
+    size_t before = s.HS;
+    s.HS = s.C / s.NH;
+
+    // RoPE keeps the part of a head that it turns; a size of 0 would be all of it.
+    if (s.rotary == 0) return "";
+    s.rotary = s.rotary * s.HS / before;
+    if (s.rotary > 0 && s.rotary % 2 == 0) return "";
+    return concat("RoPE turns pairs of a part of each head, and of a head size of ", s.HS,
+                  " that part is ", s.rotary, ": change --heads or --channels");
+}
+
+// Refuse what is not built.
+inline std::string check_built(const Config& c) {
+    // Refuse a row that begins with "=" only where the user has changed its default.
+    Config defaults;
+    for (const Flag& f : config_table()) {
+        if (f.accepts[0] != '=') continue;
+        std::string value = field_text(c, f.field);
+        if (value == field_text(defaults, f.field)) continue;
+        return concat("--", f.name, " ", value, ": not built yet ", strchr(f.accepts, '('));
+    }
+    if (c.device == "cuda" && !LLMC_KERNELS)
+        return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
+               "--device cpu";
+    return "";
+}
+
+// Refuse a shape that no block computes.
+inline std::string check_shape(const Shape& s) {
+    if (s.NH % s.NKV)
+        return concat("--kv-heads ", s.NKV, " does not divide --heads ", s.NH);
+    if (s.position == Position::ROPE && s.HS % 2)
+        return concat("RoPE turns pairs, and a head size of ", s.HS,
+                      " is odd: change --heads or --channels");
+    if (s.kv_latent && s.position != Position::ROPE)
+        return "latent attention has RoPE in a part of each head: use --position rope";
+    bool no_groups = s.family == Family::GPT2 || s.family == Family::NEOX;
+    if (no_groups && s.NKV != s.NH)
+        return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
+    if (s.family != Family::GPT2 && s.position == Position::LEARNED)
+        return "Llama has no table of positions: use --position rope or alibi";
+    return "";
+}
+
+// Experts: what they need, and what is not built with them.
+inline std::string check_experts(const Config& c, const Shape& s) {
+    for (const char* name :
+         {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate"})
+        if (s.E == 0 && given(c, name))
+            return concat("--", name, " is for models with experts: give --experts, or a --model "
+                                      "that has them");
+    if (s.E == 0) return "";
+    // Copies of the ffn must add up to it.
+    std::string flag = concat(c.upcycle ? "--upcycle " : "--experts ", s.E);
+    if (c.upcycle && (c.experts || c.scratch))
+        return flag + " copies a folder's ffn: leave --experts and --scratch out";
+    if (c.upcycle && s.router == Router::SOFTMAX)
+        return flag + ": gates of --router softmax sum to less than 1, and copies of the ffn to "
+                      "less than the ffn: give --router renormalised";
+    // A bias belongs to sigmoids, and moves by steps that 16 bits alone would lose.
+    if (s.choice_bias && s.router != Router::SIGMOID)
+        return concat("--router ", c.router, ": this model's choice has a bias, which is for "
+                                             "sigmoids: leave it out");
+    if (c.router_bias_rate > 0 && !s.choice_bias)
+        return "--router-bias-rate is for routers whose choice has a bias, DeepSeek-V3's: leave it "
+               "out";
+    if (c.router_bias_rate > 0 && c.masters == "none")
+        return "--router-bias-rate moves by less than --masters none can hold: give --masters "
+               "float";
+    // GPT-2's ffn, and biases, have no experts' form here.
+    if (s.family != Family::MIXTRAL && s.family != Family::DEEPSEEK)
+        return flag + ": built for Llama, Mistral and Qwen3 without biases: leave it out, or give "
+                      "--model tiny-moe";
+    // A token goes to different experts; a kernel's warp has a lane for each choice.
+    if (s.K > std::min(s.E, MOST_CHOICES))
+        return concat("--experts-per-token ", s.K, " of ", flag, ": at most ",
+                      std::min(s.E, MOST_CHOICES));
+    if (s.K == 1 && s.router != Router::SOFTMAX)
+        return "--experts-per-token 1: a gate that is a share of one is always 1, and teaches the "
+               "router nothing: give --router softmax";
+
+    // Refuse what would do something else than it says.
+    if (c.fp8 != "none")
+        return concat("--fp8 ", c.fp8, " is not built with experts: give --fp8 none");
+    if (c.weights != "float")
+        return concat("--weights ", c.weights, " is not built with experts: give --weights float");
+    return "";
+}
+
+// Tensor-parallel ranks need equal shares of heads, ffn and, with --sequence-parallel, rows.
+// ranks: that there are; 0: as many as are wanted.
+inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t ranks) {
+    // List the sizes that divide everything, the ranks too: every message below can name them.
+    size_t tp = c.tp;
+    std::string fix;
+    for (size_t d = 1; d <= s.NH; d++)
+        if (tp_divides(s, d) && ranks % (d * c.pp * c.cp) == 0)
+            fix += concat(fix.empty() ? ": try --tp " : ", ", d);
+    if (s.NH % tp)
+        return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
+    if (s.F % tp)
+        return concat("--tp ", tp, " does not divide the ffn's ", s.F, " channels", fix);
+    // Blocks may have an ffn of another width beside their experts, or in their place.
+    for (size_t beside : {s.dense_F, s.shared_F})
+        if (beside % tp)
+            return concat("--tp ", tp, " does not divide the ", beside,
+                          " channels of the ffn beside experts", fix);
+    if (!tp_divides(s, tp))
+        return concat("--tp ", tp, " and ", s.NKV, " key/value heads do not divide each other",
+                      fix);
+
+    // Check the rows. The micro-batch's B and T are one dimension of rows, B*T, or B*T/cp.
+    if (!c.sequence_parallel) return "";
+    if (tp == 1)
+        return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
+    size_t rows = size_t(c.micro_batch) * c.seq / c.cp;
+    if (rows % tp)
+        return concat("--sequence-parallel: --tp ", tp, " does not divide micro-batch x seq",
+                      c.cp > 1 ? " / cp" : "", " = ", rows, " rows: try --seq ",
+                      round_up(c.seq, tp * (c.cp > 1 ? 2 * c.cp : 1)));
+    return "";
+}
+
+// Hybrids: both numbers make the ranks, and the first shares the heads. List those that do.
+inline std::string check_hybrid(const Config& c, const Shape& s, const ContextChoice& choice) {
+    size_t heads = size_t(choice.heads);
+    bool fits = choice.heads * choice.keys == c.cp;
+    if (fits && cp_divides(s, c.tp, heads)) return "";
+
+    // Walk over the divisors of cp.
+    const char* across = choice.method == ContextMethod::RING ? "ring" : "gather";
+    std::string fix;
+    for (int d = 2; d < c.cp; d++)
+        if (c.cp % d == 0 && cp_divides(s, c.tp, d))
+            fix += concat(fix.empty() ? "" : ", ", "ulysses:", d, ",", across, ":", c.cp / d);
+    if (fix.empty()) fix = concat("--cp-method ", across);
+
+    // Name what stands in the way.
+    if (!fits)
+        return concat("--cp-method ", c.cp_method, " is of ", choice.heads * choice.keys,
+                      " ranks, and --cp is ", c.cp, ": try ", fix);
+    return concat("--cp-method ", c.cp_method, ": ", heads, " ranks",
+                  c.tp > 1 ? concat(" x --tp ", c.tp) : "", " do not share ", s.NH, " heads and ",
+                  s.NKV, " key/value heads: try ", fix);
+}
+
+// Context-parallel ranks need equal shares of each sequence; zigzag cuts it into two chunks a rank.
+inline std::string check_context_parallel(const Config& c, const Shape& s) {
+    ContextChoice choice;
+    if (!read_context_method(c.cp_method, &choice))
+        return "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R or "
+               "ulysses:U,gather:R, not '" + c.cp_method + "'";
+    if (c.cp == 1 && choice.keys == 0) return "";
+    if (std::string wrong = choice.keys ? check_hybrid(c, s, choice) : ""; !wrong.empty())
+        return wrong;
+    bool zigzag = c.cp_order == "zigzag";
+    int parts = zigzag ? 2 * c.cp : c.cp;
+    if (c.seq % parts) {
+        // Offer the multiple below and the one above.
+        int up = int(round_up(size_t(c.seq), size_t(parts)));
+        return concat(zigzag ? "2 x " : "", "--cp ", c.cp, " does not divide --seq ", c.seq,
+                      ": try --seq ", up > parts ? concat(up - parts, " or ") : "", up);
+    }
+
+    // Ulysses shares heads out once more; list what would do.
+    if (c.cp_method == "ulysses" && !cp_divides(s, c.tp, c.cp)) {
+        std::string fix;
+        // More ranks than heads never do.
+        for (size_t d = 2; d <= s.NH; d++)
+            if (cp_divides(s, c.tp, d))
+                fix += concat(fix.empty() ? "--cp " : ", ", d);
+        return concat("--cp-method ulysses: --cp ", c.cp, c.tp > 1 ? concat(" x --tp ", c.tp) : "",
+                      " does not share ", s.NH, " heads and ", s.NKV, " key/value heads: try ",
+                      fix.empty() ? "" : fix + " or ", "--cp-method gather");
+    }
+    // Blocks of 8-bit numbers span rows that are no neighbours in the sequence.
+    if (c.fp8 != "none")
+        return concat("--fp8 ", c.fp8, " is not built with --cp: leave one of them out");
+    return "";
+}
+
+// Expert-parallel ranks share out the experts, and with them the ranks of dp x cp.
+inline std::string check_expert_parallel(const Config& c, const Shape& s) {
+    if (c.ep == 1) return "";
+    if (s.E == 0)
+        return concat("--ep ", c.ep, " shares out experts, and the model has none: leave it out, "
+                                     "or give --model tiny-moe");
+
+    // List what divides both.
+    size_t ep = size_t(c.ep);
+    size_t ranks = size_t(data_ranks(c));
+    std::string fix;
+    for (size_t d = 1; d <= s.E; d++)
+        if (s.E % d == 0 && ranks % d == 0)
+            fix += concat(fix.empty() ? ": try --ep " : ", ", d);
+
+    // Name what stands in the way.
+    if (s.E % ep)
+        return concat("--ep ", ep, " does not divide ", s.E, " experts", fix);
+    if (ranks % ep)
+        return concat("--ep ", ep, " does not divide the ", ranks, " ranks of --dp",
+                      c.cp > 1 ? " x --cp" : "", fix);
+    if (c.zero_group)
+        return concat("--zero-group ", c.zero_group, " is not built with --ep: leave one of them "
+                                                     "out");
+    return "";
+}
+
+// The axes must make as many ranks as there are. --explain needs none.
+inline std::string check_layout(Config& c, const Shape& s, int processes) {
+    if (processes > 1 && c.local_ranks > 1)
+        return concat("--local-ranks ", c.local_ranks, " in each of ", processes,
+                      " processes: use one of the two");
+
+    // Share the heads first: the number of ranks that is wanted then is one that works.
+    int ranks = std::max(processes, c.local_ranks);
+    std::string wrong = check_context_parallel(c, s);
+    if (wrong.empty())
+        wrong = check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks));
+    if (!wrong.empty()) return wrong;
+
+    // --dp 0 is what the other axes leave.
+    if (c.dp == 0)
+        c.dp = std::max(1, ranks / (c.tp * c.pp * c.cp));
+    int wanted = rank_count(c);
+    if (wanted != ranks && !c.explain)
+        return concat("--dp ", c.dp, " x --tp ", c.tp, " x --pp ", c.pp,
+                      c.cp > 1 ? concat(" x --cp ", c.cp) : "", " are ", wanted,
+                      " ranks, and there are ", ranks, ": use --local-ranks ", wanted,
+                      " or mpirun -np ", wanted);
+
+    wrong = check_expert_parallel(c, s);
+    if (!wrong.empty()) return wrong;
+
+    // Embedding and head count as layers, so a small model may have more stages than blocks.
+    int layers = int(s.L) + 2, stages = c.pp * c.chunks;
+    if (stages > layers)
+        return concat("--pp ", c.pp, " x --chunks ", c.chunks, " are ", stages,
+                      " stages, and the model has ", layers,
+                      " layers (blocks, embedding and head): use fewer");
+    if (c.zero_group && data_ranks(c) % c.zero_group)
+        return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp,
+                      c.cp > 1 ? concat(" x --cp ", c.cp) : "");
+    if (c.chunks > 1 && c.pipeline == "1f1b")
+        return concat("--chunks ", c.chunks,
+                      " needs --pipeline interleaved, gpipe or zero-bubble");
+
+#if LLMC_KERNELS && !defined(WITH_NCCL)
+    if (processes > 1 && c.device == "cuda")
+        return concat(processes,
+                      " processes with --device cuda: this program is built without NCCL: install "
+                      "libnccl-dev and make again, or use --device cpu");
+#endif
+    return "";
+}
+
+// A batch is whole micro-batches on every rank; --batch-tokens 0 is one of each.
+inline std::string check_batch(Config& c, const Shape& s) {
+    // Accumulation is a whole number of micro-batches: a part of one would need a plan of its own.
+    int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;
+    if (c.batch_tokens == 0) c.batch_tokens = step_tokens;
+    if (size_t(c.seq) > s.P)
+        return concat("--seq ", c.seq, " is beyond the model's ", s.P, " positions: use --seq ",
+                      s.P, " or less");
+    if (c.batch_tokens % step_tokens == 0) return "";
+    // Offer the multiple below and the one above; below the first there is none.
+    int64_t down = c.batch_tokens / step_tokens * step_tokens;
+    int64_t up = down + step_tokens;
+    return concat("--batch-tokens ", c.batch_tokens, " is no multiple of micro-batch x seq x dp = ",
+                  c.micro_batch, " x ", c.seq, " x ", c.dp, " = ", step_tokens, ": try ",
+                  down ? concat(down, " or ") : "", up);
+}
+
+// Masters may be small where weights are their upper halves, or their own masters; moments where
+// there are any.
+inline std::string check_masters(const Config& c) {
+    if (c.states != "float" && c.optimizer != "adamw")
+        return concat("--states ", c.states, " is for --optimizer adamw: give --states float");
+    if (c.masters == "float") return "";
+    std::string flag = "--masters " + c.masters;
+    // fp16 is no part of a float: what it lacks depends on the exponent.
+    if (c.precision != "bf16")
+        return concat(flag, " is for bf16 weights, and these are ", c.precision,
+                      ": give --precision bf16, or --masters float");
+    if (c.optimizer != "adamw")
+        return concat(flag, " is for --optimizer adamw: give --masters float");
+    return "";
+}
+
+// Conversations and pairs: what they need, and what is not built beside them. Fills in the numbers
+// that were left out.
+inline std::string check_loss(Config& c) {
+    const std::string flag = "--loss " + c.loss;
+    if (given(c, "beta") && !has_pairs(c))
+        return concat("--beta ", c.beta,
+                      " is for preferences: give --loss dpo, ipo, simpo or orpo");
+    if (c.label_smoothing > 0 && c.loss != "dpo")
+        return concat("--label-smoothing ", c.label_smoothing, " is for --loss dpo: leave it out");
+    if (c.label_smoothing >= 0.5)
+        return concat("--label-smoothing ", c.label_smoothing, " takes half of the pairs or more "
+                      "to be wrong: give less than 0.5");
+    if (given(c, "gamma") && c.loss != "simpo")
+        return concat("--gamma ", c.gamma, " is for --loss simpo: leave it out");
+    if (c.loss == "lm") return "";
+
+    // TRL's numbers, and of SimPO those of its paper.
+    if (c.beta == 0) c.beta = c.loss == "simpo" ? 2 : 0.1;
+    if (c.gamma < 0) c.gamma = 0.5;
+
+    // Data.
+    if (c.document_mask)
+        return flag + " packs whole conversations, and none sees another: leave --document-mask "
+                      "out";
+    if (c.data.empty() && (c.steps > 0 || c.eval))
+        return flag + (has_pairs(c) ? " trains to prefer one answer" :
+                       " trains the answers of conversations") + ": give --data FILE.jsonl";
+    if (has_pairs(c) && c.cp > 1)
+        return concat(flag, " sums over whole sequences, and --cp ", c.cp,
+                      " cuts them: give --cp 1");
+    return "";
+}
+
+// Adapters: which models have them, and what is not built beside them.
+inline std::string check_lora(Config& c, const Shape& s) {
+    for (const char* name : {"lora-alpha", "lora-targets", "lora-rs"})
+        if (c.lora == 0 && given(c, name))
+            return concat("--", name, " is for adapters: give --lora RANK");
+    if (c.merge && (c.export_dir.empty() || !has_adapters(c)))
+        return "--merge is for adapters that are exported: give --export DIR, and --adapter DIR or "
+               "--lora RANK";
+    if (!has_adapters(c)) return "";
+    if (c.lora && !c.adapter.empty())
+        return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,
+                      " has some: leave one of them out");
+    std::string flag = c.lora ? concat("--lora ", c.lora) : "--adapter " + c.adapter;
+    // Fill in what follows from the rank; decay would draw an adapter back to the base.
+    if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
+    if (!given(c, "weight-decay")) c.weight_decay = 0;
+
+    // Experts' stacks are multiplied elsewhere; files of the others join or mix their matrices.
+    bool built = s.family == Family::GPT2 || s.family == Family::LLAMA;
+    if (!built || s.hf_type == "phi3")
+        return concat(flag, " is built for GPT-2 and Llama, not for ", s.hf_type,
+                      ": leave it out");
+    if (c.fp8 != "none")
+        return concat(flag, " is not built with --fp8: give --fp8 none");
+    if (c.offload != "none")
+        return concat(flag, " is not built with --offload: leave it out; --zero 3 and --weights "
+                            "nf4 save memory too");
+    if (c.export_dir.ends_with(".bin"))
+        return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder";
+    if (c.export_dir.ends_with(".gguf") && !c.merge)
+        return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder, "
+               "or --merge";
+    if (c.masters == "remainder")
+        return concat(flag, ": --masters remainder would round the frozen weights in another way: "
+                            "give --masters float");
+    return "";
+}
+
+// Frozen weights are read, and nothing else: their gradients would have no place to go, and codes
+// are no longer the weights that were loaded.
+inline std::string check_frozen(const Config& c) {
+    if (c.weights == "float") return "";
+    std::string flag = "--weights " + c.weights;
+    if (c.steps > 0 && !c.eval && !has_adapters(c))
+        return flag + " does not train: give --steps 0 or --eval, or --lora RANK";
+    if (!c.export_dir.empty() && (c.merge || !has_adapters(c)))
+        return flag + " has lost what --export writes: give --weights float";
+    if (c.fp8 != "none")
+        return flag + " is not built with --fp8: leave one of them out";
+    if (c.zero == 3 || (c.zero && !has_adapters(c)))
+        return concat(flag, " is never cut by --zero ", c.zero, ": leave it out",
+                      has_adapters(c) ? ", or give --zero 2" : "");
+    return "";
+}
+
+// Some flags want another one.
+inline std::string check_together(const Config& c) {
+    std::string wrong = check_masters(c);
+    if (wrong.empty()) wrong = check_frozen(c);
+    if (!wrong.empty()) return wrong;
+    if (c.min_lr > c.lr)
+        return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
+    if (c.fp8 != "none" && c.precision != "bf16")
+        return concat("--fp8 ", c.fp8, " quantises what is bf16, and --precision is ", c.precision,
+                      ": give --precision bf16");
+    if (c.document_end >= 0 && !c.document_mask)
+        return concat("--document-end ", c.document_end,
+                      " says where --document-mask cuts: give --document-mask too");
+    if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
+        return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
+    if (c.recompute == "auto" && c.explain && c.memory == 0)
+        return "--recompute auto fits the memory of a machine, and --explain may speak of another: "
+               "give --memory GiB";
+
+    // The sum over blocks that budget.h walks does not know what has left the device.
+    if (c.recompute == "auto" && offloads(c, "activations"))
+        return "--recompute auto counts activations on the device, and --offload activations takes "
+               "them away: give a level, --recompute selective or full";
+
+    // Folders: what is kept needs one.
+    if (c.resume && c.out.empty())
+        return "--resume goes on from the newest checkpoint in --out: give --out DIR";
+    if (c.resume_step >= 0 && !c.resume)
+        return "--resume-step chooses what --resume goes on from: give --resume too";
+    if (c.save_every && c.out.empty())
+        return "--save-every wants a folder: give --out DIR";
+    // Minutes are a number or a word.
+    char* end = nullptr;
+    double minutes = strtod(c.save_minutes.c_str(), &end);
+    bool within = minutes >= 0 && minutes <= 1e6;
+    bool number = within && !*end && !c.save_minutes.empty();
+    if (c.save_minutes != "auto" && !number)
+        return concat("--save-minutes ", printable(c.save_minutes),
+                      " is neither auto nor a number from 0 to 1000000");
+    if (c.save_minutes == "auto" && c.out.empty())
+        return "--save-minutes auto wants a folder: give --out DIR";
+    if (given(c, "failure-hours") && c.save_minutes != "auto")
+        return "--failure-hours says how often --save-minutes auto saves: give that too";
+    // Memory is no place to keep a run.
+    bool kept = !c.out.empty() && c.buddy_every > 0;
+    if (!c.buddy.empty() && !kept)
+        return "--buddy saves in memory between the saves of a folder: give --out DIR and "
+               "--buddy-every N";
+    if (c.buddy_every && c.buddy.empty())
+        return "--buddy-every wants a folder in memory: give --buddy /dev/shm/NAME";
+    if (c.save_async && c.out.empty())
+        return "--save-async wants a folder: give --out DIR";
+    if (c.keep_best && c.out.empty())
+        return "--keep-best wants a folder: give --out DIR";
+    if (c.export_dtype == "q8_0" && !c.export_dir.ends_with(".gguf"))
+        return "--export-dtype q8_0 is llama.cpp's: give --export FILE.gguf, or another type";
+    return "";
+}
+
+// --plan chooses the layout: in a run no flag may choose another part of it.
+inline std::string check_planning(const Config& c) {
+    if (c.gpus && c.plan == "none")
+        return concat("--gpus ", c.gpus, " is what --plan plans for: give --plan auto");
+    if (c.plan == "none") return "";
+    if (c.gpus && !c.explain)
+        return concat("--gpus ", c.gpus, " plans for ranks that need not be there: give --explain; "
+                                         "a run has the ranks that it was started with");
+    // Refuse a flag that would be chosen, for one of the two would have no effect.
+    for (const char* name : planned_flags())
+        if (given(c, name) && !c.explain)
+            return concat("--plan auto chooses --", name,
+                          ": leave one of them out, or look at both with --explain");
+    if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
+        return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
+               "of them out";
+    if (has_pairs(c) || c.offload != "none" || c.fp8 != "none" || has_adapters(c))
+        return "--plan auto: the time of preferences, --offload, --fp8 and adapters is not "
+               "simulated: plan without them, and add them to the command that it prints";
+    const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
+    if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
+        return concat("--plan auto looks at no schedule from a file: leave --pipeline ",
+                      c.pipeline, " out");
+    if (c.steps == 0 || c.eval)
+        return "--plan auto is for training, and there are no steps";
+    return "";
+}
+
+// A machine that is not this one is simulated, and not all that runs here is timed there.
+inline std::string check_machine(const Config& c) {
+    if (c.machine.empty()) return "";
+    Machine machine;
+    std::string wrong = machine_named(&machine, c.machine);
+    if (!wrong.empty()) return wrong;
+    if (!c.explain && c.plan == "none")
+        return "--machine " + c.machine + " says how long a step would take there: give --explain";
+    if (c.steps == 0 || c.eval)
+        return "--machine " + c.machine + " times steps of training, and there are none";
+    // Moves between tiers, 8-bit products, adapters and a head that walks twice have no cost yet.
+    if (has_pairs(c))
+        return "--machine: the time of --loss " + c.loss + " is not simulated: leave one out";
+    if (c.offload != "none")
+        return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";
+    if (c.fp8 != "none")
+        return "--machine: the time of --fp8 " + c.fp8 + " is not simulated: leave one out";
+    if (has_adapters(c))
+        return concat("--machine: the time of ", c.lora ? concat("--lora ", c.lora) : "--adapter",
+                      " is not simulated: leave one out");
+    return "";
+}
+
+// Check everything, and fill in what was left to the program. processes: of the MPI job, or 1.
+inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
+    // Check what needs no other number first: later messages then talk of a possible shape.
+    std::string wrong = check_built(c);
+    if (wrong.empty()) wrong = check_shape(s);
+    if (wrong.empty()) wrong = check_experts(c, s);
+    if (wrong.empty()) wrong = check_lora(c, s);
+    if (wrong.empty()) wrong = check_loss(c);
+    if (!wrong.empty()) return wrong;
+
+    // Fill in the defaults that depend on the shape or on another flag.
+    if (c.seq == 0)
+        c.seq = int(std::min(s.P, size_t(256)));
+    if (c.min_lr < 0) c.min_lr = c.lr / 10;
+    bool drawn = c.timeline.ends_with(".svg") || c.timeline.ends_with(".json");
+    if (!c.timeline.empty() && (!drawn || c.timeline.size() <= 5))
+        return "--timeline " + c.timeline + ": FILE.svg or FILE.json";
+
+    // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
+    wrong = check_layout(c, s, processes);
+    if (wrong.empty()) wrong = check_batch(c, s);
+    if (wrong.empty()) wrong = check_machine(c);
+    if (wrong.empty()) wrong = check_planning(c);
+    return wrong.empty() ? check_together(c) : wrong;
+}
+
+} // namespace llmc
