@@ -14,7 +14,7 @@
 //   a machine of its own.
 //   Memory: on each machine its ranks' files and their neighbours', twice while a save is written.
 #pragma once
-#include "checkpoint.h"
+#include "checkpoint_load.h"
 
 namespace llmc {
 

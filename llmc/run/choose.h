@@ -2,7 +2,7 @@
 //   Nothing is allocated here, and every mistake of a user is found here where it can be.
 #pragma once
 #include "../io/adapter_files.h"
-#include "../io/checkpoint.h"
+#include "../io/checkpoint_load.h"
 #include "../io/config_check.h"
 #include "../io/ds_config.h"
 #include "../io/model_files.h"

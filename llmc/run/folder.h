@@ -9,7 +9,7 @@
 #pragma once
 #include <sys/file.h>
 #include "../io/base_identity.h"
-#include "../io/checkpoint.h"
+#include "../io/checkpoint_load.h"
 #include "health.h"
 #include "interval.h"
 

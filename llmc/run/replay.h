@@ -11,7 +11,7 @@
 //   weights, and replicas.h finds them. Experts that ranks share out work on all ranks' tokens: no
 //   rank has a twin there, and nothing is replayed.
 #pragma once
-#include "../io/checkpoint.h"
+#include "../io/checkpoint_load.h"
 #include "../step.h"
 
 namespace llmc {

@@ -13,7 +13,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
-#include "../../llmc/io/checkpoint.h"
+#include "../../llmc/io/checkpoint_load.h"
 #include "../../llmc/io/model_files.h"
 #include "../../llmc/io/prepare.h"
 #include "../step/small_models.h"

@@ -2,7 +2,7 @@
 // weights, and what to compare; for tests of exports, checkpoints and golden files
 #pragma once
 #include <omp.h>
-#include "../../llmc/io/checkpoint.h"
+#include "../../llmc/io/checkpoint_load.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/huggingface.h"
 #include "../harness/testing.h"

@@ -5,7 +5,7 @@
 //   threads that share a GPU, bit by bit; and the order of calls is compared between ranks.
 //     build/test_nccl                        starts the others
 //     mpirun -np 4 build/test_nccl --steps   the layouts of 4 ranks
-#include "../../llmc/io/checkpoint.h"
+#include "../../llmc/io/checkpoint_load.h"
 #include "../../llmc/text.h"
 #include "../harness/testing.h"
 #include "small_models.h"
