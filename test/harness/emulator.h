@@ -139,8 +139,7 @@ struct Fiber {
     void* out = nullptr;
     bool in_operation = false;
 
-    // This thread's asynchronous operations: copies as in emulator_warp.h, the others as in
-    // emulator_hopper.h.
+    // This thread's asynchronous copies (emulator_warp.h), stores and products (emulator_hopper.h).
     std::shared_ptr<void> async, stores, products;
     void (*at_return)(Fiber&) = nullptr;
 };

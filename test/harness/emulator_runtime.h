@@ -1,7 +1,7 @@
 // emulator_runtime.h - the part of CUDA's runtime library that the trainer and the tests use
-//   Device memory is heap memory of the exact size. Kernels happen when they are issued, copies from
-//   the host as late as they may (emulator::catch_up), so streams and events are always in order.
-//   emulator::blocking counts the calls in which a host waits for a device: synchronization,
+//   Device memory is heap memory of the exact size. Kernels happen when they are issued, copies
+//   from the host as late as they may (emulator::catch_up), so streams and events are always in
+//   order. emulator::blocking counts the calls in which a host waits for a device: synchronization,
 //   allocation, copies from or to memory that is not pinned.
 #pragma once
 #include <atomic>

@@ -65,8 +65,8 @@ struct MmaResult {
 template <typename T> float mma_number(uint32_t word, unsigned k) {
     return to_float(T{uint16_t(word >> (16 * k))});
 }
-// row times column of the operands: a register of lane i of four holds numbers 2 i and the next of a
-// half of the sum
+// row times column of the operands: a register of lane i of four holds numbers 2 i and the next of
+// a half of the sum
 template <typename T>
 float mma_element(const Lanes<MmaOperands>& all, unsigned row, unsigned column) {
     constexpr unsigned P = 2, HALF = 8;

@@ -1,4 +1,4 @@
-// test_emulator.cpp - the emulator's own tests: small kernels with a planted bug, and their right twins
+// test_emulator.cpp - the emulator's own tests: small kernels with planted bugs, and right twins
 //   test_emulator             every bug must be reported, or show in the result; no right twin may
 //   test_emulator bug NAME    one kernel with its bug, or
 //   test_emulator right NAME  without, in every order: for a sanitizer to look (emulator_bugs.sh);
@@ -781,7 +781,8 @@ void known_edges() {
 }
 
 void known_descriptor() {
-    // address 0x400, leading 16, stride 1024 bytes: fields of 16 bytes, swizzle mode 1 in bits 62, 63
+    // address 0x400, leading 16, stride 1024 bytes: fields of 16 bytes, swizzle mode 1 in
+    // bits 62, 63
     verdict(descriptor(0x400, 16, 1024) == 0x4000004000010040ull &&
                 descriptor(0x22000, 8192, 1024) == 0x4000004002002200ull,
             "known answer: descriptors");
@@ -912,8 +913,8 @@ void known_mma() {
     });
     verdict(good, "known answer: fragments of mma");
 }
-// ldmatrix: lane 4 r + c has columns 2 c and 2 c + 1 of row r; transposed: rows 2 c and the next of
-// column r
+// ldmatrix: lane 4 r + c has columns 2 c and 2 c + 1 of row r; transposed, it has rows 2 c and
+// 2 c + 1 of column r.
 void known_ldmatrix() {
     bool good = answers(32, 0, [&](bool& good) {
         LLMC_SHARED(uint16_t, x, 256);
@@ -940,8 +941,8 @@ void known_ldmatrix() {
 
 __global__ void add_kernel(float* x, float y) { *x += y; }
 
-// What a captured stream is given happens at each launch of the graph, with the arguments it had;
-// a forked stream must be joined; and some calls are not for a host that captures.
+// A launch of a graph repeats what its stream was given while it captured, with the arguments of
+// then; a forked stream must be joined; and some calls are not for a host that captures.
 void captures() {
     cudaStream_t one, two;
     cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
@@ -970,7 +971,8 @@ void captures() {
     verdict(good && x == 6 && emulator::take_messages().empty(), "a graph is what was captured");
     cudaGraphExecDestroy(graph);
 
-    auto [unjoined, half] = capture([&] { join(two, one), launch(add_kernel, 1, 1, 0, two, &x, y); });
+    auto [unjoined, half] =
+        capture([&] { join(two, one), launch(add_kernel, 1, 1, 0, two, &x, y); });
     verdict(unjoined == cudaErrorStreamCaptureUnjoined, "a captured stream that is not joined");
     cudaGraphExecDestroy(half);
 

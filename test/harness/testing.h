@@ -106,7 +106,7 @@ inline std::string program() {
     return fs::absolute(given ? given : ROOT + "/build/train_gpt").string();
 }
 
-// What a command left: its exit status, and its stdout and stderr together.
+// A command's result: its exit status, and its stdout and stderr together.
 struct Ran {
     int status;
     std::string text;

@@ -1,13 +1,12 @@
-// fuzz_readers.cpp - damaged files of every kind that is read, given to their readers until the time is up
+// fuzz_readers.cpp - damaged files of every kind, given to their readers until the time is up
 //   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
-//   Kinds: safetensors, models of llm.c and llama2.c, token shards and texts; config.json, an index of
-//   safetensors, tokenizer.json, a checkpoint's manifest, --prepare's progress file.
-//   Inputs begin as whole files made here; each is damaged one to four times: bits, bytes, lengths,
-//   cuts, splices, numbers of the JSON, brackets. A manifest with a checksum gets a right one again:
+//   Kinds: safetensors, models of llm.c and llama2.c, token shards and texts; config.json, an index
+//   of safetensors, tokenizer.json, a checkpoint's manifest, --prepare's progress file. Inputs
+//   begin as whole files made here; each is damaged one to four times: bits, bytes, lengths, cuts,
+//   splices, numbers of the JSON, brackets. A manifest with a checksum gets a right one again:
 //   whoever means harm can compute it. A reader must return a message or a file that can be read
-//   whole: no crash, no throw, and no tensor of a size other than its shape's.
-//   Batches run in child processes: the data reader's mappings end with them, and the input of a
-//   crash is kept.
+//   whole: no crash, no throw, and no tensor of a size other than its shape's. Batches run in child
+//   processes: the data reader's mappings end with them, and the input of a crash is kept.
 #include <inttypes.h>
 #include <sys/wait.h>
 #include <chrono>
@@ -131,7 +130,8 @@ static std::string valid_config(Random& r) {
 static std::string valid_index(Random& r) {
     nlohmann::json map = nlohmann::json::object();
     for (uint64_t i = 0, count = r.below(5); i < count; i++)
-        map["h." + std::to_string(i) + ".weight"] = "model-" + std::to_string(i % 2) + ".safetensors";
+        map["h." + std::to_string(i) + ".weight"] =
+            "model-" + std::to_string(i % 2) + ".safetensors";
     return nlohmann::json{{"metadata", {{"total_size", 12}}}, {"weight_map", map}}.dump();
 }
 
@@ -147,7 +147,8 @@ static std::string valid_tokenizer(Random&) {
     vocabulary["ab"] = vocabulary.size();
     return nlohmann::json{
         {"added_tokens", {{{"id", 257}, {"content", "<|endoftext|>"}, {"special", true}}}},
-        {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", true}}},
+        {"pre_tokenizer",
+         {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", true}}},
         {"decoder", {{"type", "ByteLevel"}}},
         {"model", {{"type", "BPE"}, {"vocab", vocabulary}, {"merges", {"a b"}}}}}
         .dump();
@@ -375,7 +376,8 @@ struct SavedRun {
 };
 static SavedRun saved_run(const std::string& folder) {
     SavedRun run;
-    run.model = std::make_unique<Small<float>>(small_llama(), std::vector<Plan>{small_plan(1, 8, 1)});
+    run.model =
+        std::make_unique<Small<float>>(small_llama(), std::vector<Plan>{small_plan(1, 8, 1)});
     run.out = folder + "/out";
     mkdir(run.out.c_str(), 0777);
     std::string wrong = checkpoint_save(run.model->t, {1, 2, 3, {{"lr", 1e-3}}}, run.out, 1);
@@ -431,7 +433,9 @@ static std::string read_progress(const std::string& path, size_t* whole) {
     bool good = parse_json(text, path, &found).empty() && check_state(found).empty();
     read_state(o, path, &found);
     *whole += good;
-    if (good) sink = double(sum_of(found.is_null() ? nlohmann::json::array() : found["shards"], "tokens"));
+    if (good)
+        sink =
+            double(sum_of(found.is_null() ? nlohmann::json::array() : found["shards"], "tokens"));
     return "";
 }
 
@@ -448,8 +452,8 @@ static const char* FILE_NAMES[KINDS] = {"input.bin",
                                         "x.progress",
                                         "out/step_00000001/manifest.json"};
 
-// Inputs `first` to `first + count`, each a function of its number; how many were opened comes back
-// by `counts`.
+// Read inputs `first` to `first + count`, each a function of its number; `counts` returns how many
+// of each kind were opened.
 static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
                              const std::string& folder, size_t* counts) {
     SavedRun run = saved_run(folder);
@@ -484,7 +488,8 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
         size_t& opened = counts[kind];
         size_t before = opened;
         if (kind != MANIFEST)
-            std::ofstream(path, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
+            std::ofstream(path, std::ios::binary)
+                .write(bytes.data(), std::streamsize(bytes.size()));
         try {
             switch (kind) {
             case SHARD: wrong = read_data(path, r, &opened); break;

@@ -64,7 +64,7 @@ struct TensorFile {
     }
     // a tensor of this parameter as the trainer holds it, [out, in]
     std::vector<float> of(const std::string& kind, const Parameter& p, const Shape& s) const {
-        // Of a stack each matrix is a tensor.
+        // Each matrix of a stack is a tensor.
         if (p.stack > 1) {
             std::vector<float> all;
             for (size_t k = 0; k < p.stack; k++) {
@@ -104,7 +104,8 @@ inline std::vector<Shape> saved_shapes() {
     llama_tied.norm_eps = 1e-3f;
     mistral.hf_type = "mistral", mistral.sliding_window = 7;
     qwen2.hf_type = "qwen2", qwen2.qkv_bias = true, qwen2.rope_theta = 1e6;
-    Shape mistral_endless = mistral, qwen2_tied = qwen2, biased = llama, yarn = llama, qwen3 = qwen2;
+    Shape mistral_endless = mistral, qwen2_tied = qwen2, biased = llama, yarn = llama,
+          qwen3 = qwen2;
     mistral_endless.sliding_window = 0, qwen2_tied.tied = true;
     qwen2.sliding_window = 5, qwen2.window_from = 1;
     qwen3.hf_type = "qwen3", qwen3.qk_norm = true, qwen3.qkv_bias = false, qwen3.HS = 6;
@@ -128,7 +129,8 @@ inline std::vector<Shape> saved_shapes() {
     Shape deepseek = deepseek_shape("deepseek_v2", latents, sizes, 14);
     Shape deepseek_v3 = deepseek_shape("deepseek_v3", latents, {0, 6, 4, 2, 3}, 14);
     deepseek_v3 = with_experts(deepseek_v3, 1, 8, 2, 10, 2);
-    deepseek_v3.router = Router::SIGMOID, deepseek_v3.choice_bias = true, deepseek_v3.gate_scale = 2.5f;
+    deepseek_v3.router = Router::SIGMOID, deepseek_v3.choice_bias = true,
+    deepseek_v3.gate_scale = 2.5f;
     deepseek_v3.expert_groups = 4, deepseek_v3.kept_groups = 2;
     Shape deepseek_v2 = with_experts(deepseek, 1, 6, 2, 10, 1);
     std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,

@@ -100,7 +100,7 @@ TEST(Chat, EachFormatIsItsTemplatesStringAndTrainsItsAnswers) {
             if (c != '{' && c != '}') plain += c;
         EXPECT_EQ(out.tokens, encode(t, plain, true)) << row.format;
 
-        // What the model is to continue: the same tokens, up to the answer.
+        // The prompt has the same tokens, up to the answer.
         Tokens prompt;
         Conversation asked(TALK.begin(), TALK.end() - 1);
         ASSERT_EQ(chat_prompt(chat, asked, &prompt), "");
@@ -548,7 +548,7 @@ TEST(Preferences, ALineBecomesTwoConversationsThatAskTheSame) {
                         &tokens), "");
     EXPECT_EQ(std::count_if(tokens.begin(), tokens.end(), [](int x) { return x < 0; }), 2 * 3);
 
-    // What is wrong with a line is said of it.
+    // A bad line's error names the fault.
     EXPECT_HAS(tokens_of(R"({"prompt": "x", "chosen": "a"})", &tokens), "has no \"rejected\"");
     EXPECT_HAS(tokens_of(R"({"chosen": "a", "rejected": "b"})", &tokens), "has no \"prompt\"");
     EXPECT_HAS(tokens_of(R"({"prompt": "x", "chosen": "a", "rejected": "a"})", &tokens),

@@ -1,5 +1,5 @@
-// test_checkpoint.cpp - checkpoints: round trips to the bit in every layout, broken files skipped or
-// refused by name, and nothing lost when a save fails or is killed
+// test_checkpoint.cpp - checkpoints: every layout's round trip to the bit, and broken files
+//   A broken file is skipped or refused by name; a save that fails or is killed loses nothing.
 #include <bit>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -28,8 +28,8 @@ template <typename T> std::string state_of(const Small<T>& m) {
     const LossScale& loss = scale.loss;
     std::vector<unsigned char> bytes;
     json late = fp8_history_json(fp8_on_host(m.t, &bytes), m.t.model.shape.fp8_rule);
-    return concat(state, late.dump(), scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent, " ",
-                  loss.skipped);
+    return concat(state, late.dump(), scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent,
+                  " ", loss.skipped);
 }
 
 struct Loaded {
@@ -373,8 +373,8 @@ TEST_F(Checkpoints, CheckpointsOfAnyLayoutLoadInAnyOther) {
     save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1], layouts);
 }
 
-// Of 64 ranks each byte of a checkpoint is read by one, whatever cut it: the sum of what they read is
-// the files' tensors. Only a tied table goes to two stages, and it too is read once.
+// One of 64 ranks reads each byte of a checkpoint, whatever cut it: together they read the files'
+// tensors once. Only a tied table goes to two stages, and it too is read once.
 TEST_F(Checkpoints, EachByteIsReadOnce) {
     Shape s = shapes_to_cut()[0];
     for (const LayoutCase& from : {layouts[5]}) {
@@ -413,11 +413,14 @@ TEST_F(Checkpoints, ExpertsOfAnyRanksLoadInAnyOthers) {
     Shape s = small_mixtral();
     s.E = 4, s.P = 32;
     save_and_load_in_all_layouts<float>(dir, s, shared);
-    shared = {{2, 1, 2, 2, 2}, {2, 1, 2, 2, 2, 1, false, 2}, {4, 2, 1, 4, 4, 1, false, 2}}; // small buckets fill two shards
+    shared = {{2, 1, 2, 2, 2},
+              {2, 1, 2, 2, 2, 1, false, 2},
+              {4, 2, 1, 4, 4, 1, false, 2}}; // small buckets fill two shards
     save_and_load_in_all_layouts<bf16>(dir, s, shared);
 }
 
-// Another number of experts than the ranks that wrote them can share is no checkpoint of this model.
+// Another number of experts than the ranks that wrote them can share is no
+// checkpoint of this model.
 TEST_F(Checkpoints, ExpertsOfRanksThatCannotBeAreRefused) {
     Shape s = small_mixtral();
     auto a = random_model<float>(s);
@@ -578,14 +581,14 @@ TEST_F(Checkpoints, ATurnedBitIsFoundAndItsRankNamed) {
             for (int rank = 0; rank < l.ranks(); rank += 2)
                 turn_a_bit(l, shapes_to_cut()[0], name, rank);
 
-    // Of four ranks that share a layer two have the same key head, and all the norms.
+    // Four ranks share a layer: two have the same key head, and all have the norms.
     for (const char* name : {"self_attn.k_proj.weight", "self_attn.q_proj.weight",
                              "input_layernorm.weight"})
         for (int rank = 0; rank < 4; rank++)
             turn_a_bit({1, 1, 0, 1, 0, 4}, shapes_to_cut()[1], concat("model.layers.1.", name),
                        rank);
 
-    // Of six ranks that see other tokens three have the same experts.
+    // Six ranks see other tokens: three have the same experts.
     for (int rank : {0, 1, 5})
         turn_a_bit({6, 1, 0, 6, 0, 1, false, 2}, small_mixtral(),
                    "model.layers.1.block_sparse_moe.experts.{}.w1.weight", rank);
@@ -650,7 +653,7 @@ TEST_F(Checkpoints, ARankThatComputesWrongIsNamedByAReplay) {
                   replay + " 2 made another result of B(0,1) than the others");
     }
 
-    // Of two nobody can say, but of one that is not always wrong.
+    // Between two ranks nobody can say which is wrong, unless one errs only now and then.
     EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::ALWAYS),
               replay + "s 0 and 1 made different results of F(0,1), each its own again");
     EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::AT_TIMES),
@@ -660,7 +663,8 @@ TEST_F(Checkpoints, ARankThatComputesWrongIsNamedByAReplay) {
     EXPECT_EQ(replay_with(stages, s, 4, Op::F, Wrong::NEVER), "");
     EXPECT_EQ(replay_with(stages, s, 2, Op::F, Wrong::ALWAYS),
               replay + " 2 made another result of F(0,1) than the others");
-    EXPECT_HAS(replay_with(cut, s, 3, Op::F, Wrong::ALWAYS), replay + " 3 made another result of F(0,1)");
+    EXPECT_HAS(replay_with(cut, s, 3, Op::F, Wrong::ALWAYS),
+               replay + " 3 made another result of F(0,1)");
 }
 
 // Weights that differ are no reason to blame who computes with them.
@@ -669,7 +673,8 @@ TEST_F(Checkpoints, AReplayBeginsWithEvenWeights) {
         const Parameter& p = m.t.model.parameters[3];
         Data weight = {Kind::WEIGHT, p.bucket};
         if (m.t.comms.world.rank == 3)
-            fill_kept<float>(m.t, weight, kept_range(m.t, weight, p).at, 1, [](size_t) { return 3.0f; });
+            fill_kept<float>(m.t, weight, kept_range(m.t, weight, p).at, 1,
+                             [](size_t) { return 3.0f; });
         run_plan(m.t, 0);
         EXPECT_NE(replicas_differ(m.t), "");
         EXPECT_NE(replay_step(m.t, 0), "");

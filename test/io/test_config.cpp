@@ -1,4 +1,4 @@
-// test_config.cpp - flags, files of flags, help, and the refusals: each names what is wrong and a fix
+// test_config.cpp - flags, files of flags, help, and refusals: each names the fault and a fix
 #include "../../llmc/io/config_check.h"
 #include "../../llmc/io/config_notes.h"
 #include "../../llmc/io/ds_config.h"
@@ -120,8 +120,10 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(check({"--fp8", "tensor", "--precision", "bf16"}), "");
     EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
     EXPECT_HAS(check({"--machine", "h100"}), "how long a step would take there: give --explain");
-    EXPECT_HAS(check({"--machine", "h1000", "--explain"}), "neither a machine nor a file; machines:");
-    EXPECT_HAS(check({"--machine", "h100", "--explain", "--steps", "0"}), "times steps of training");
+    EXPECT_HAS(check({"--machine", "h1000", "--explain"}),
+               "neither a machine nor a file; machines:");
+    EXPECT_HAS(check({"--machine", "h100", "--explain", "--steps", "0"}),
+               "times steps of training");
     EXPECT_HAS(check({"--machine", "h100", "--explain", "--offload", "optimizer"}),
                "the time of --offload optimizer is not simulated");
     EXPECT_HAS(check({"--machine", "h100", "--explain", "--lora", "8"}),
@@ -132,10 +134,12 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--gpus", "8", "--plan", "auto"}), "need not be there: give --explain");
     EXPECT_HAS(check({"--plan", "auto", "--recompute", "full"}), "chooses --recompute: leave one");
     EXPECT_EQ(check({"--plan", "auto", "--recompute", "full", "--explain"}), "");
-    EXPECT_HAS(check({"--plan", "auto", "--steps", "0"}), "is for training, and there are no steps");
+    EXPECT_HAS(check({"--plan", "auto", "--steps", "0"}),
+               "is for training, and there are no steps");
     EXPECT_HAS(check({"--plan", "auto", "--micro-batch", "2", "--batch-tokens", "4096"}),
                "chooses --micro-batch where --batch-tokens says the batch");
-    EXPECT_HAS(check({"--plan", "auto", "--offload", "optimizer"}), "adapters is not simulated: plan without them");
+    EXPECT_HAS(check({"--plan", "auto", "--offload", "optimizer"}),
+               "adapters is not simulated: plan without them");
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }
@@ -143,7 +147,8 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
 // Frozen weights serve what only reads them.
 TEST(Config, FrozenWeightsAreRead) {
     for (const char* use : {"--steps=0", "--eval"}) EXPECT_EQ(check({"--weights", "nf4", use}), "");
-    EXPECT_HAS(check({"--weights", "nf4"}), "--weights nf4 does not train: give --steps 0 or --eval, or --lora RANK");
+    EXPECT_HAS(check({"--weights", "nf4"}),
+               "--weights nf4 does not train: give --steps 0 or --eval, or --lora RANK");
     EXPECT_HAS(check({"--weights", "int8", "--eval", "--export", "x"}), "--weights float");
     EXPECT_HAS(check({"--weights", "nf4", "--steps", "0", "--zero", "3"}), "leave it out");
     EXPECT_HAS(check({"--weights", "int4"}), "float|nf4|int8");
@@ -162,15 +167,17 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_EQ(more.lora_alpha, 4);
     EXPECT_EQ(more.weight_decay, 0.2);
     EXPECT_HAS(check({"--lora-rs"}), "--lora-rs is for adapters: give --lora RANK");
-    EXPECT_HAS(check({"--lora", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
-               "not for mixtral: leave it out");
+    EXPECT_HAS(
+        check({"--lora", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
+        "not for mixtral: leave it out");
     EXPECT_HAS(check({"--lora", "2", "--fp8", "block", "--precision", "bf16"}), "give --fp8 none");
     EXPECT_HAS(check({"--lora", "2", "--offload", "optimizer"}), "not built with --offload");
     EXPECT_HAS(check({"--lora", "2", "--precision", "bf16", "--masters", "remainder"}),
                "give --masters float");
     EXPECT_HAS(check({"--lora", "2", "--export", "x.bin"}), "give a folder");
     EXPECT_HAS(check({"--lora", "2", "--export", "x.gguf"}), "give a folder, or --merge");
-    EXPECT_EQ(check({"--lora", "2", "--export", "x.gguf", "--merge", "--export-dtype", "q8_0"}), "");
+    EXPECT_EQ(check({"--lora", "2", "--export", "x.gguf", "--merge", "--export-dtype", "q8_0"}),
+              "");
     EXPECT_HAS(check({"--export", "x", "--export-dtype", "q8_0"}), "give --export FILE.gguf");
     EXPECT_HAS(check({"--lora", "2", "--adapter", "x"}), "leave one of them out");
     EXPECT_HAS(check({"--merge", "--export", "x"}), "give --export DIR, and --adapter DIR");
@@ -185,7 +192,8 @@ TEST(Config, AdaptersHaveARank) {
 
 TEST(Config, ContextParallelRanksShareSequencesEqually) {
     for (const char* order : {"zigzag", "contiguous", "striped"})
-        EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64", "--cp-order", order}), "");
+        EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64", "--cp-order", order}),
+                  "");
     EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64"}),
                "2 x --cp 3 does not divide --seq 64: try --seq 60 or 66");
     EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64", "--cp-order", "striped"}),
@@ -210,13 +218,17 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
     EXPECT_EQ(hybrid("8", "ulysses:4,gather:2"), "");
     EXPECT_EQ(hybrid("4", "ulysses:2,ring:3"),
               "--cp-method ulysses:2,ring:3 is of 6 ranks, and --cp is 4: try ulysses:2,ring:2");
-    EXPECT_HAS(hybrid("1", "ulysses:2,ring:2"), "is of 4 ranks, and --cp is 1: try --cp-method ring");
-    EXPECT_EQ(hybrid("8", "ulysses:8,gather:1"),
-              "--cp-method ulysses:8,gather:1: 8 ranks do not share 4 heads and 4 key/value heads: try "
-              "ulysses:2,gather:4, ulysses:4,gather:2");
-    for (const char* wrong : {"ulysses:2", "ulysses:2,ring", "ulysses:2,ulysses:2", "ring:2,ulysses:2",
-                              "ulysses:2,ring:2x", "ulysses:0,ring:4", "ulysses:-2,ring:-2", ""})
-        EXPECT_HAS(hybrid("4", wrong), "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R");
+    EXPECT_HAS(hybrid("1", "ulysses:2,ring:2"),
+               "is of 4 ranks, and --cp is 1: try --cp-method ring");
+    EXPECT_EQ(
+        hybrid("8", "ulysses:8,gather:1"),
+        "--cp-method ulysses:8,gather:1: 8 ranks do not share 4 heads and 4 key/value heads: try "
+        "ulysses:2,gather:4, ulysses:4,gather:2");
+    for (const char* wrong :
+         {"ulysses:2", "ulysses:2,ring", "ulysses:2,ulysses:2", "ring:2,ulysses:2",
+          "ulysses:2,ring:2x", "ulysses:0,ring:4", "ulysses:-2,ring:-2", ""})
+        EXPECT_HAS(hybrid("4", wrong),
+                   "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R");
 }
 
 TEST(Config, TheLayoutMakesTheRanks) {
@@ -239,7 +251,8 @@ TEST(Config, TensorParallelRanksShareEqually) {
                "--tp 8 does not divide the ffn's 132 channels: try --tp 1, 2, 4");
     llama = llama_shape(2, 12, 4, 96, 192, 256, 128, 10000);
     EXPECT_HAS(check({"--tp", "6", "--explain"}, llama), "4 key/value heads do not divide each");
-    Shape two = gpt2_shape(2, 2, 32, 256, 128); // what is offered works with the ranks that are there
+    Shape two =
+        gpt2_shape(2, 2, 32, 256, 128); // what is offered works with the ranks that are there
     EXPECT_EQ(check({"--local-ranks", "4", "--tp", "3"}, two),
               "--tp 3 does not divide 2 heads: try --tp 1, 2");
     EXPECT_EQ(check({"--local-ranks", "3", "--tp", "2"}, two),
@@ -278,9 +291,11 @@ TEST(Config, RefusesShapesThatDoNotFit) {
                "--loss dpo sums over whole sequences, and --cp 2 cuts them: give --cp 1");
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
     EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
-    EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}), "give --out DIR and --buddy-every N");
+    EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}),
+               "give --out DIR and --buddy-every N");
     EXPECT_HAS(check({"--buddy-every", "5", "--out", "x"}), "give --buddy /dev/shm/NAME");
-    EXPECT_HAS(check({"--save-minutes", "auto"}), "--save-minutes auto wants a folder: give --out DIR");
+    EXPECT_HAS(check({"--save-minutes", "auto"}),
+               "--save-minutes auto wants a folder: give --out DIR");
     EXPECT_HAS(check({"--failure-hours", "9", "--out", "x"}), "give that too");
     for (const char* minutes : {"often", "-1", "", "1e7", "5m", "nan"})
         EXPECT_HAS(check({"--save-minutes", minutes, "--out", "x"}), "neither auto nor a number");
@@ -321,12 +336,14 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--beta2", "1"}), "use a number below 1");
     EXPECT_EQ(check({"--beta1", "0", "--beta2", "0.9999"}), "");
     EXPECT_HAS(check({"--threads", "4"}), "OMP_NUM_THREADS=4");
-    EXPECT_HAS(check({"--offload", "optimizer,wigths"}), "--offload wigths: give some of optimizer,");
+    EXPECT_HAS(check({"--offload", "optimizer,wigths"}),
+               "--offload wigths: give some of optimizer,");
     EXPECT_EQ(check({"--offload", "optimizer,activations,weights,gradients"}), "");
     EXPECT_HAS(check({"--offload", "weights", "--weights", "nf4", "--steps", "0"}),
                "--offload weights: those of --weights nf4 stay on the device");
     EXPECT_HAS(check({"--graphs", "--device", "cpu"}), "--graphs is for GPUs");
-    EXPECT_HAS(check({"--graphs", "--local-ranks", "2"}), "--graphs: the threads of --local-ranks 2");
+    EXPECT_HAS(check({"--graphs", "--local-ranks", "2"}),
+               "--graphs: the threads of --local-ranks 2");
     EXPECT_HAS(check({"--graphs", "--offload", "optimizer"}), "--graphs: the host moves what");
     EXPECT_HAS(check({"--graphs", "--dp", "2", "--ep", "2", "--ep-method", "exchange"}),
                "give --ep-method gather");
@@ -334,9 +351,11 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_EQ(check({"--graphs", "--tp", "2"}), "");
     EXPECT_HAS(check({"--prompts", "p", "--prompt", "x"}), "--prompts and --prompt both say");
     EXPECT_HAS(check({"--chat", "--prompts", "x"}), "--chat and --prompts both say");
-    EXPECT_HAS(check({"--prompts", "p", "--sample-every", "9"}), "and --sample-every 9 samples during");
+    EXPECT_HAS(check({"--prompts", "p", "--sample-every", "9"}),
+               "and --sample-every 9 samples during");
     EXPECT_HAS(check({"--prompts", "p", "--eval"}), "--prompts: --eval continues nothing");
-    EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}), "--prompts: --sample-tokens 0 continues nothing");
+    EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}),
+               "--prompts: --sample-tokens 0 continues nothing");
     EXPECT_EQ(check({"--prompts", "p", "--slots", "4"}), "");
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
@@ -368,15 +387,18 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--experts", "8"}, "qwen2.5-0.5b"), "built for Llama");
     EXPECT_HAS(check({"--balance", "1"}), "--balance is for models with experts");
     EXPECT_HAS(check({"--precision", "bf16", "--fp8", "block"}, "tiny-moe"), "--fp8 block is not");
-    EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"), "--weights nf4 is not built with");
+    EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"),
+               "--weights nf4 is not built with");
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny"), "is for models with experts");
-    EXPECT_HAS(check({"--router-bias-rate", "0.001", "--masters", "none"}, "deepseek-v3"), "give --masters float");
+    EXPECT_HAS(check({"--router-bias-rate", "0.001", "--masters", "none"}, "deepseek-v3"),
+               "give --masters float");
     EXPECT_HAS(check({"--router", "softmax"}, "deepseek-v3"), "for sigmoids: leave it out");
     EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 4 && s.K == 3);
-    EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}), "--upcycle 4: gates of --router softmax");
+    EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}),
+               "--upcycle 4: gates of --router softmax");
     EXPECT_HAS(check({"--upcycle", "4", "--scratch"}), "leave --experts and --scratch out");
     EXPECT_HAS(check({"--upcycle", "4"}, "tiny"), "--upcycle 4: built for Llama");
     EXPECT_HAS(check({"--upcycle", "4"}, "tiny-moe"), "has experts already");
@@ -514,13 +536,16 @@ TEST(DsConfig, BecomesFlags) {
     EXPECT_EQ(c.batch_tokens, 32 * 128);
     EXPECT_TRUE(given(c, "zero") && given(c, "batch-tokens")); // as the user's: --resume keeps them
     EXPECT_HAS(lines, "fp16.enabled true -> --precision fp16\n");
-    EXPECT_HAS(lines, "zero_optimization.offload_optimizer.device \"none\" -> --offload stays none");
-    EXPECT_HAS(lines, "zero_optimization.overlap_comm true: no counterpart here, changes no result");
-    EXPECT_HAS(lines, "scheduler.params.warmup_type left out, \"log\" -> --warmup stays 50, straight");
+    EXPECT_HAS(lines,
+               "zero_optimization.offload_optimizer.device \"none\" -> --offload stays none");
+    EXPECT_HAS(lines,
+               "zero_optimization.overlap_comm true: no counterpart here, changes no result");
+    EXPECT_HAS(lines,
+               "scheduler.params.warmup_type left out, \"log\" -> --warmup stays 50, straight");
     EXPECT_HAS(lines, "train_batch_size 32 = 4 a micro-batch x 4 accumulated x dp 2 -> --batch");
 }
 
-// What Hugging Face's Trainer fills in, the command line says here, or our default.
+// "auto" is filled in by the command line, or by our default, where Hugging Face's Trainer would.
 TEST(DsConfig, AutoIsTheCommandLines) {
     std::string text = R"({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0,
         "initial_scale_power": 32}, "zero_optimization": {"stage": 2}, "gradient_clipping": "auto",
@@ -545,7 +570,7 @@ TEST(DsConfig, AutoIsTheCommandLines) {
     EXPECT_HAS(lines, "fp16.initial_scale_power 32: for fp16's dynamic loss scale: left out");
 }
 
-// What a file leaves out is DeepSpeed's default, where its block is there.
+// A key that a block leaves out has DeepSpeed's default.
 TEST(DsConfig, LeftOutIsDeepSpeedsDefault) {
     Config c;
     std::string lines = translate(c, {}, R"({"optimizer": {"type": "Adam"}})");
@@ -598,7 +623,8 @@ TEST(DsConfig, BatchesAreCheckedAsDeepSpeedDoes) {
                "gradient_accumulation_steps 4 x dp 4 = 48");
     EXPECT_HAS(sizes(R"("train_batch_size": 3)", 8), "train_batch_size 3 is not");
     EXPECT_HAS(sizes(R"("train_batch_size": 4, "train_micro_batch_size_per_gpu": 9)", 2), "is not");
-    EXPECT_HAS(sizes(R"("train_batch_size": 2.5)", 2), "train_batch_size 2.5: wants a whole number");
+    EXPECT_HAS(sizes(R"("train_batch_size": 2.5)", 2),
+               "train_batch_size 2.5: wants a whole number");
     EXPECT_HAS(sizes(R"("gradient_accumulation_steps": 0)", 2), "wants a whole number from 1");
     EXPECT_HAS(translate(R"({"gradient_accumulation_steps": 2})"), "counts tokens: give --seq");
 }
@@ -619,8 +645,10 @@ TEST(DsConfig, AcceleratesOwnFile) {
     EXPECT_EQ(c.batch_tokens, 4 * 8 * 4 * 32);
     EXPECT_HAS(translate(R"({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})"),
                "fsdp_config.fsdp_version: is not known here");
-    EXPECT_HAS(translate(R"({"num_processes": 3})", {"--tp", "2"}), "a multiple of tp x pp x cp = 2");
-    EXPECT_HAS(translate(R"({"sequence_parallel_size": 2})"), "sequence_parallel_size 2 -> --cp 2, by");
+    EXPECT_HAS(translate(R"({"num_processes": 3})", {"--tp", "2"}),
+               "a multiple of tp x pp x cp = 2");
+    EXPECT_HAS(translate(R"({"sequence_parallel_size": 2})"),
+               "sequence_parallel_size 2 -> --cp 2, by");
 }
 
 // A file, and what the one line about it says.
@@ -638,12 +666,15 @@ TEST(DsConfig, RefusesByName) {
         {R"({"optimizer": {"type": "Lamb"}})", "optimizer.type \"Lamb\": not built here"},
         {R"({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}})", "wants two numbers"},
         {R"({"optimizer": {"type": "Adam", "params": {"betas": [0.9, "b"]}}})", "wants a number"},
-        {R"({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}})", "momentum 0.9: not built"},
-        {R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})", "adam_w_mode false"},
+        {R"({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}})",
+         "momentum 0.9: not built"},
+        {R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})",
+         "adam_w_mode false"},
         {R"({"scheduler": {"type": "OneCycle", "params": {}}})", "scheduler.type \"OneCycle\""},
         {R"({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1, "warmup_min_lr": 0.5}}})",
          "warmup_min_lr 0.5: not built here"},
-        {R"({"zero_optimization": {"zero_quantized_weights": true}})", "quantized_weights true: not"},
+        {R"({"zero_optimization": {"zero_quantized_weights": true}})",
+         "quantized_weights true: not"},
         {R"({"\u001b[31m": 1})", "\\x1b[31m: is not known here"},
     };
     for (auto& [text, says] : rows) EXPECT_HAS(translate(text), says);

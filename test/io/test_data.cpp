@@ -80,8 +80,8 @@ static std::string open_error(const std::string& value, size_t T = 4, size_t V =
     return data_open(&d, value, split, own, bytes_tokenizer, T, V, 1);
 }
 
-// the first tokens of windows number `first` to `first + count`; every window is checked to be
-// consecutive
+// Return the first tokens of windows `first` to `first + count`. In each the
+// tokens follow in order.
 static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count) {
     std::vector<int> out, tokens(d.T), targets(d.T);
     for (uint64_t s = first; s < first + count; s++) {
@@ -209,8 +209,7 @@ TEST(Data, FilesShorterThanAWindow) {
                "has 8 tokens in " + four + " and others: a sequence takes 5");
     EXPECT_EQ(open_error(four + "," + five), "");
     EXPECT_EQ(open_error(five), "");
-    // the tenth of 40 tokens has 4; a file that is long enough for training needs not be for
-    // validation
+    // A tenth of 40 tokens is 4: a file may be long enough for training alone.
     std::string forty = text_file("forty.txt", 0, 40);
     EXPECT_EQ(open_error(forty, 4, 256, Split::TRAIN, false), "");
     std::string wrong = open_error(forty, 4, 256, Split::VAL, false);
@@ -309,12 +308,15 @@ TEST(Data, TokensAreCheckedToTheLast) {
 }
 
 TEST(Data, NoTextIsRefusedAndBinaryTextNoted) {
-    EXPECT_HAS(open_error(put_file(scratch("a.txt"), "\x1f\x8b and so on")), "is compressed (gzip)");
+    EXPECT_HAS(open_error(put_file(scratch("a.txt"), "\x1f\x8b and so on")),
+               "is compressed (gzip)");
     EXPECT_HAS(open_error(put_file(scratch("a.jsonl"), "{\"text\": \"a\"}\n")), "is JSON lines");
-    EXPECT_HAS(open_error(put_file(scratch("zip.bin"), std::string("PK\3\4") + std::string(2000, 'x'))),
-               "is a zip archive");
-    EXPECT_HAS(open_error(put_file(scratch("nano.bin"), std::string(4000, 'x'))),
-               "dev/data/tokenizer.py gpt2, then train_gpt --prepare " + scratch("nano.shards.bin"));
+    EXPECT_HAS(
+        open_error(put_file(scratch("zip.bin"), std::string("PK\3\4") + std::string(2000, 'x'))),
+        "is a zip archive");
+    EXPECT_HAS(
+        open_error(put_file(scratch("nano.bin"), std::string(4000, 'x'))),
+        "dev/data/tokenizer.py gpt2, then train_gpt --prepare " + scratch("nano.shards.bin"));
     DataLoader d;
     std::string name = put_file(scratch("binary.txt"), std::string(100, '\0'));
     ASSERT_EQ(data_open(&d, name, Split::TRAIN, true, bytes_tokenizer, 4, 256, 1), "");

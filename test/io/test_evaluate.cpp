@@ -265,7 +265,8 @@ TEST(Scores, OfKnownLogLikelihoods) {
     for (size_t i = 0; i < 8; i++) c[i].log_likelihood = sums[i], c[i].characters = characters[i];
     Task task = {"piqa", {{0, 2, 0}, {2, 2, 0}, {4, 2, 1}, {6, 2, 0}}};
     Score s = score_task(task, c);
-    // likeliest: 1 0 0 0, of equals the first; by character -1 and -1.5, equal, -2 and -1, -1 and -5
+    // likeliest: 1 0 0 0, of equals the first; by character -1 and -1.5,
+    // equal, -2 and -1, -1 and -5
     EXPECT_DOUBLE_EQ(s.acc.mean, 2 / 4.0);
     EXPECT_DOUBLE_EQ(s.acc_norm.mean, 4 / 4.0);
     EXPECT_DOUBLE_EQ(s.acc.error, std::sqrt(1.0 / 3) / 2); // deviations of a half
@@ -297,8 +298,8 @@ TEST(Scores, OfOneCompletionEach) {
 TEST(BitsPerByte, BytesOfTheTargets) {
     EXPECT_DOUBLE_EQ(bits_per_byte(6 * std::log(2.0), 3), 2);
     DataLoader d;
-    ASSERT_EQ(data_open(&d, write("t.txt", "0123456789a"), Split::VAL, true, Tokenizer(), 5, 256, 1),
-              "");
+    ASSERT_EQ(
+        data_open(&d, write("t.txt", "0123456789a"), Split::VAL, true, Tokenizer(), 5, 256, 1), "");
     d.shuffle = false;
     EXPECT_EQ(target_bytes(d, Tokenizer(), 1), 5u);
     EXPECT_EQ(target_bytes(d, Tokenizer(), 2), 10u);
@@ -544,7 +545,8 @@ TEST(Groups, CandidatesOfOneLengthRunTogether) {
 TEST(Groups, CutsAreTheBest) {
     for (uint64_t seed = 0; seed < 50; seed++) {
         std::vector<size_t> lengths(40);
-        for (size_t i = 0; i < lengths.size(); i++) lengths[i] = 1 + random_block(seed, 1, i)[0] % 64;
+        for (size_t i = 0; i < lengths.size(); i++)
+            lengths[i] = 1 + random_block(seed, 1, i)[0] % 64;
         std::vector<Candidate> all = of_lengths(lengths);
         auto tokens = [&](const std::vector<ScoreGroup>& groups) {
             size_t sum = 0;

@@ -1,5 +1,5 @@
-// test_faults.cpp - what a crash, a full disk or a hostile file does to checkpoints and exports: every call that changes
-// files fails in turn, and what is left must load
+// test_faults.cpp - crashes, full disks and hostile files: checkpoints and exports outlive them
+//   Every call that changes files fails in turn, and the files that are left must load.
 #include <sys/syscall.h>
 #include <bit>
 #include <cstdarg>
@@ -73,8 +73,8 @@ template <typename T> std::string state_of(Small<T>& m) { // whole on every rank
 }
 
 // ----------------------------------------------------------------------------
-// a disk that stops: every call that changes files passes through here, in place of the C library's,
-// one at a time
+// a disk that stops: every call that changes files passes through here, in place of the C
+// library's, one at a time
 
 enum class Fault { NONE, CRASH, ONCE, SHORT };
 struct FaultyDisk {
@@ -94,7 +94,8 @@ static std::string name_of(int fd) {
     return name_of(fs::read_symlink("/proc/self/fd/" + std::to_string(fd)).string());
 }
 
-// After a crash nothing reaches the disk any more; a call that fails once is followed by calls that work.
+// After a crash nothing reaches the disk any more; a call that fails once is followed by
+// calls that work.
 static bool fails(const char* call, const std::string& name) {
     if (!disk.counting) return false;
     ONE_AT_A_TIME;
@@ -210,7 +211,8 @@ template <typename F> void on_ranks(int ranks, F body) {
     EXPECT_EQ(status, 0);
 }
 
-// Save beside the steps: what runs in between changes everything that the file is to hold, and is undone.
+// Save beside the steps: what runs in between changes everything that the file is to hold,
+// and is undone.
 static std::string save_beside(Small<float>& m, const Save& save) {
     std::vector<unsigned char> kept(m.t.arena.device().bytes);
     unsigned char* state = m.t.arena.device().base;
@@ -400,7 +402,7 @@ TEST_F(Files, WhereNamesCannotBeExchangedTheOldFolderStepsAside) {
         EXPECT_EQ(get_weight(two.a->t, p), get_weight(two.b->t, p)) << p.name;
 }
 
-// What a name promises is on the disk before the name is; what is replaced goes last.
+// A file's bytes are on the disk before its name is; the folder that it replaces goes last.
 TEST_F(Files, ASaveSyncsBeforeItRenames) {
     on_ranks(2, [&](const Comm& world, Two& two) {
         ASSERT_EQ(checkpoint_save(two.a->t, {1, 0, 0, {}}, dir, 1), "");
@@ -558,7 +560,8 @@ static nlohmann::json gpt2_json() {
             {"scale_attn_weights", true}};
 }
 
-// Whatever a field holds: a shape that could be built, or a line that names the file. Never an exception.
+// Whatever a field holds: a shape that could be built, or a line that names the
+// file. Never an exception.
 TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
     std::vector<nlohmann::json> values = {nullptr,
                                           "x",
@@ -732,11 +735,12 @@ TEST_F(Files, DoublesAreRoundedToFloat) {
 }
 
 // ----------------------------------------------------------------------------
-// a whole life: at any action of any step one rank falls ill. The life goes on, or ends and says why; and
-// whatever resumes has the bits of a life in health
+// a whole life: at any action of any step one rank falls ill. The life goes on, or ends and says
+// why; and whatever resumes has the bits of a life in health
 
 enum class Ill { NEVER, FAILS, HANGS, SLOW, NAN_GRADIENT, TURNED_BIT, FULL_DISK };
-constexpr const char* ILLS[] = {"never", "fails", "hangs", "slow", "nan", "a turned bit", "a full disk"};
+constexpr const char* ILLS[] = {"never", "fails",        "hangs",      "slow",
+                                "nan",   "a turned bit", "a full disk"};
 struct Hit {
     Ill ill = Ill::NEVER;
     int rank = 0;
@@ -745,7 +749,8 @@ struct Hit {
 };
 constexpr int LIFE_STEPS = 5;
 
-// Layouts of several axes. Where ZeRO is off a turned bit stays: else its owner's value comes over it.
+// Layouts of several axes. Where ZeRO is off a turned bit stays: else its
+// owner's value comes over it.
 static std::vector<Layout> lives() {
     std::vector<Layout> all = {small_layout(2, 2), small_layout(2, 1, 2), small_layout(2, 1, 1, 2),
                                small_layout(1, 2, 2), small_layout(4)};
@@ -760,10 +765,12 @@ static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step) {
     const std::vector<Action>& actions = t.plans[0].actions;
     int last = int(actions.size()) - 1; // that computes: the others are not looked at
     while (queue_of(actions[last].op) != Queue::COMPUTE || actions[last].op == Op::RELEASE) last--;
-    bool now = t.comms.world.rank == hit.rank && step == hit.step && t.at >= hit.action % (last + 1);
+    bool now =
+        t.comms.world.rank == hit.rank && step == hit.step && t.at >= hit.action % (last + 1);
     if (hit.ill == Ill::NEVER || !now) return;
     Ill ill = std::exchange(hit.ill, Ill::NEVER);
-    auto spoil = [&](Kind kind, auto change) { // a norm's, for the first of a bucket are those of vectors
+    auto spoil = [&](Kind kind,
+                     auto change) { // a norm's, for the first of a bucket are those of vectors
         for (int b = int(t.model.buckets.size()); b-- > 0;)
             if (float* x = address<float>(t, {kind, b})) return change(*x);
     };
@@ -773,7 +780,8 @@ static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step) {
     if (ill == Ill::SLOW) std::this_thread::sleep_for(std::chrono::milliseconds(20));
     if (ill == Ill::NAN_GRADIENT) spoil(Kind::GRAD, [](float& x) { x = NAN; });
     if (ill == Ill::TURNED_BIT)
-        spoil(Kind::WEIGHT, [](float& x) { x = std::bit_cast<float>(std::bit_cast<uint32_t>(x) ^ 1 << 22); });
+        spoil(Kind::WEIGHT,
+              [](float& x) { x = std::bit_cast<float>(std::bit_cast<uint32_t>(x) ^ 1 << 22); });
     if (ill == Ill::FULL_DISK) disk_arm(Fault::CRASH);
 }
 
@@ -798,28 +806,32 @@ static std::string live(const Comm& world, Layout layout, const std::string& out
     t.after = [&](const Action&) { fall_ill(t, hit, info.step); };
     while (wrong.empty() && info.step < LIFE_STEPS) {
         run_plan(t, 0);
-        if (!std::isfinite(plan_result(t).loss.sum) || !read_value<StepScale>(t, {Kind::SCALE}).finite)
+        if (!std::isfinite(plan_result(t).loss.sum) ||
+            !read_value<StepScale>(t, {Kind::SCALE}).finite)
             return "the step is not finite";
         info.step++;
         info.cursor = t.cursor += 4 * uint64_t(layout.dp.size);
         wrong = replicas_differ(t);
         if (wrong.empty()) wrong = first_error(world, first_bad_weight(t));
-        if (wrong.empty() && info.step % 2 == 0) checkpoint_save(t, info, out, 2); // or at the next time
+        if (wrong.empty() && info.step % 2 == 0)
+            checkpoint_save(t, info, out, 2); // or at the next time
     }
     *state = state_of(m);
     return wrong;
 }
 
 // The life of all ranks: "" or why it ends.
-static std::string live_together(const Layout& layout, const std::string& out, Hit hit, std::string* state) {
+static std::string live_together(const Layout& layout, const std::string& out, Hit hit,
+                                 std::string* state) {
     std::string failure, wrong;
     double patience = hit.ill == Ill::HANGS ? 0.5 : 600;
-    int status = run_local_ranks(4, {Moment::ANY, patience, false, &failure}, [&](const Comm& world) {
-        omp_set_num_threads(1);
-        std::string mine, became;
-        mine = live(world, layout, out, hit, &became);
-        if (world.rank == 0) wrong = mine, *state = became;
-    });
+    int status =
+        run_local_ranks(4, {Moment::ANY, patience, false, &failure}, [&](const Comm& world) {
+            omp_set_num_threads(1);
+            std::string mine, became;
+            mine = live(world, layout, out, hit, &became);
+            if (world.rank == 0) wrong = mine, *state = became;
+        });
     if (disk.counting) disk_disarm(out);
     return status ? failure : wrong;
 }
@@ -832,10 +844,12 @@ static void survive(const std::string& dir, int rounds, unsigned seed) {
     for (int round = 0; round < rounds; round++) {
         size_t l = random() % layouts.size();
         std::string out = dir + "/life", state;
-        Hit hit = {Ill(1 + random() % 6), int(random() % 4), int64_t(random() % LIFE_STEPS), int(random() % 60)};
+        Hit hit = {Ill(1 + random() % 6), int(random() % 4), int64_t(random() % LIFE_STEPS),
+                   int(random() % 60)};
         if (hit.ill == Ill::TURNED_BIT && l != 0) hit.ill = Ill::FAILS;
-        std::string what = concat("round ", round, " of seed ", seed, ": layout ", l, ", rank ", hit.rank, " ",
-                                  ILLS[int(hit.ill)], " in step ", hit.step, ", action ", hit.action);
+        std::string what =
+            concat("round ", round, " of seed ", seed, ": layout ", l, ", rank ", hit.rank, " ",
+                   ILLS[int(hit.ill)], " in step ", hit.step, ", action ", hit.action);
         for (bool ill : {false, true}) {
             if (!ill && !healthy[l].empty()) continue;
             fs::remove_all(out), fs::create_directories(out);

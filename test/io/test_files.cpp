@@ -1,4 +1,4 @@
-// test_files.cpp - files that are not what their names say: pipes, devices, deep JSON, escape sequences
+// test_files.cpp - files that belie their names: pipes, devices, deep JSON, escape sequences
 #include <sys/stat.h>
 #include "../../llmc/io/huggingface.h"
 #include "../../llmc/io/manifest.h"
@@ -203,13 +203,15 @@ TEST(FileKind, BinaryTextIsNoted) {
     EXPECT_EQ(binary_note("a", std::string(10, 'x') + "\xf0\x9f\x98"), ""); // cut in two
     EXPECT_HAS(binary_note("a", std::string(50, 'x') + "\xe9 caf"),
                "a: 0 zero bytes and 1 bytes that are not UTF-8 in the first 55: is it text?");
-    EXPECT_HAS(binary_note("a", std::string(500, 'x') + "\0"s), "1 zero bytes and 0 bytes that are not UTF-8 in the first 501");
+    EXPECT_HAS(binary_note("a", std::string(500, 'x') + "\0"s),
+               "1 zero bytes and 0 bytes that are not UTF-8 in the first 501");
 }
 
 // A log may hold lines of other programs.
 TEST_F(Files, LinesOfALogThatAreNoStepsAreDropped) {
     Logger log;
-    put("log.jsonl", "{\"step\": 3}\n{\"step\": \"x\"}\n{\"step\": [1]}\n{\"note\": 1}\n{\"step\": 9}\n");
+    put("log.jsonl",
+        "{\"step\": 3}\n{\"step\": \"x\"}\n{\"step\": [1]}\n{\"note\": 1}\n{\"step\": 9}\n");
     EXPECT_EQ(log_open(log, path("log.jsonl"), 5, json::object()), "");
     EXPECT_EQ(read_file(path("log.jsonl")), "{\"step\": 3}\n{\"note\": 1}\n");
 }
@@ -271,13 +273,15 @@ TEST_F(Files, ManifestsAreBelievedFieldByField) {
 
     // Types.
     EXPECT_HAS(wrong([](json& m) { m["cpu"] = 3; }), "cpu is missing, or no string");
-    EXPECT_HAS(wrong([](json& m) { m["files"] = json::object(); }), "files is missing, or no array");
+    EXPECT_HAS(wrong([](json& m) { m["files"] = json::object(); }),
+               "files is missing, or no array");
     EXPECT_HAS(wrong([](json& m) { m["files"] = {3}; }), "an entry of files is no object");
     EXPECT_HAS(wrong([](json& m) { m["files"][0]["tensors"]["x"] = {1}; }),
                "the range of tensor x is not two positions");
 
     // Fields that may be left out.
-    EXPECT_EQ(wrong([](json& m) { m["best_step"] = 2, m["best_loss"] = 1.5, m["tokens"] = 9; }), "");
+    EXPECT_EQ(wrong([](json& m) { m["best_step"] = 2, m["best_loss"] = 1.5, m["tokens"] = 9; }),
+              "");
     EXPECT_EQ(wrong([](json& m) { m["config"] = {{"lr", 0.1}}; }), "");
     EXPECT_HAS(wrong([](json& m) { m["config"] = 3; }), "config is 3");
     EXPECT_HAS(wrong([](json& m) { m["best_step"] = "x", m["best_loss"] = 1; }), "best_step is");

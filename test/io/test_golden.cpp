@@ -79,8 +79,8 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
                 << p.name << "[" << i << "], gradient " << grad[i];
             excused += excuse && miss > bounds.weights;
         }
-        // GPT-2's key biases, a third of c_attn's, have no gradient at all: softmax does not see
-        // them
+        // GPT-2's key biases, a third of c_attn's, have no gradient at all: they move every score
+        // of a query alike, and softmax does not see that.
         bool key_bias = has(p.name, "c_attn.bias") || has(p.name, "query_key_value.bias");
         EXPECT_LE(excused, want.size() / (key_bias ? 3 : 50)) << p.name;
     }
@@ -125,8 +125,8 @@ static std::string adapted(Shape* s, const std::string& base, const std::string&
     return wrong;
 }
 
-// Loss and gradients to 1e-10; a folder of ours has the same tensors, and means the same; the merged
-// model has the same loss without adapters.
+// Loss and gradients to 1e-10; a folder of ours has the same tensors, and means the same; the
+// merged model has the same loss without adapters.
 static void compare_with_peft(const std::string& name, const std::string& dir) {
     std::string base = ROOT + "/dev/golden/" + name, folder = ROOT + "/dev/golden/lora-" + name;
     nlohmann::json golden;
@@ -166,9 +166,11 @@ static void compare_with_peft(const std::string& name, const std::string& dir) {
     ASSERT_EQ(hf_export_check(s, dir + "/ours"), "");
     ASSERT_EQ(export_adapters(m.t, dir + "/ours", Type::F32, base), "");
     ASSERT_EQ(hf_export_check(s, dir + "/ours"), ""); // ours, so it may be replaced
-    TensorFile ours(dir + "/ours/adapter_model.safetensors"), theirs(folder + "/adapter_model.safetensors");
+    TensorFile ours(dir + "/ours/adapter_model.safetensors"),
+        theirs(folder + "/adapter_model.safetensors");
     ASSERT_EQ(ours.file.tensors.size(), theirs.file.tensors.size());
-    for (const SafeTensor& x : theirs.file.tensors) EXPECT_EQ(ours.floats(x.name), theirs.floats(x.name));
+    for (const SafeTensor& x : theirs.file.tensors)
+        EXPECT_EQ(ours.floats(x.name), theirs.floats(x.name));
     Shape again;
     ASSERT_EQ(adapted(&again, base, dir + "/ours"), "");
     for (const auto& [module, adapter] : *s.adapters) {
@@ -196,11 +198,13 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     std::string golden = ROOT + "/dev/golden/", folder = golden + "lora-llama-tiny";
     Shape s;
     EXPECT_HAS(adapted(&s, golden + "gpt2-tiny", folder), "belongs to no matrix of a block");
-    EXPECT_HAS(adapted(&s, golden + "qwen3-tiny", folder), "give the --model that it was trained on");
+    EXPECT_HAS(adapted(&s, golden + "qwen3-tiny", folder),
+               "give the --model that it was trained on");
     EXPECT_HAS(adapted(&s, golden + "llama-tiny", dir), "adapter_config.json");
     nlohmann::json config;
     ASSERT_EQ(read_json(folder + "/adapter_config.json", &config), "");
-    std::filesystem::copy(folder + "/adapter_model.safetensors", dir + "/adapter_model.safetensors");
+    std::filesystem::copy(folder + "/adapter_model.safetensors",
+                          dir + "/adapter_model.safetensors");
     auto with = [&](const char* key, nlohmann::json value) {
         nlohmann::json j = config;
         j[key] = value;

@@ -1,5 +1,5 @@
-// test_huggingface.cpp - Hugging Face folders: config.json, exports that load to the same bits, weights
-// of others, and every malformed one with its line
+// test_huggingface.cpp - Hugging Face folders: config.json, weights of others, exports
+//   Exports load to the same bits, and every malformed folder has its one line.
 #include <sys/resource.h>
 #include <csignal>
 #include "../../llmc/comm/comms.h"
@@ -31,7 +31,7 @@ static json llama3_scaling() {
             {"original_max_position_embeddings", 64}};
 }
 
-// What config.json says of a shape, or what is wrong with it; `more` replaces and adds keys.
+// The error of a config.json, or ""; `more` replaces and adds keys.
 static std::string config_error(const std::string& dir, json config,
                                 const json& more = json::object(), Shape* s = nullptr) {
     config.update(more);
@@ -187,7 +187,8 @@ TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
     hf_positive(c, json::object(), "attention_factor", -2);
     EXPECT_EQ(c.wrong, ": attention_factor is -2.0, not above zero");
 
-    json older = {{"type", "linear"}, {"factor", 2.0}}, newer = {{"type", "linear"}, {"factor", 3.0}};
+    json older = {{"type", "linear"}, {"factor", 2.0}},
+         newer = {{"type", "linear"}, {"factor", 3.0}};
     EXPECT_EQ(scaling(older, {{"rope_parameters", newer}}).factor, 2);
     EXPECT_EQ(scaling(json::object(), {{"rope_parameters", newer}}).factor, 3);
 }
@@ -259,7 +260,7 @@ TEST_F(HuggingFace, ConfigOfQwen3) {
                "mlp_bias true is not built yet");
 }
 
-// What a file leaves out, by transformers' classes (4.57), and what each family refuses.
+// Defaults are those of transformers' classes (4.57), and each family refuses its own variants.
 TEST_F(HuggingFace, ConfigOfVariants) {
     Shape s = config_shape(dir, llama_json("olmo2"));
     EXPECT_TRUE(s.qk_norm && s.whole_qk_norm && s.post_norm && !s.pre_norm && !s.tied);
@@ -270,7 +271,8 @@ TEST_F(HuggingFace, ConfigOfVariants) {
     EXPECT_TRUE(turns(s, 1) && turns(s, 3) && !turns(s, 4) && turns(s, 5) && !turns(s, 8));
     s = config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 0}}});
     EXPECT_TRUE(turns(s, 1) && !turns(s, 2));
-    EXPECT_EQ(config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 1}}}).nope_every, 0u);
+    EXPECT_EQ(config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 1}}}).nope_every,
+              0u);
     for (json list : {json{0, 1}, json{1}, json("x"), json{true, false}})
         EXPECT_HAS(config_error(dir, llama_json("smollm3"), {{"no_rope_layers", list}}),
                    "no_rope_layers of this kind is not built yet");
@@ -283,8 +285,9 @@ TEST_F(HuggingFace, ConfigOfVariants) {
     s = config_shape(dir, llama_json("phi3"), {{"head_dim", 8}, {"partial_rotary_factor", 0.75}});
     EXPECT_TRUE(rotary_channels(s, s.HS) == 6 && s.sliding_window == 0 && !s.tied);
     EXPECT_EQ(config_shape(dir, llama_json("phi3"), {{"sliding_window", 9}}).sliding_window, 9u);
-    EXPECT_HAS(config_error(dir, llama_json("phi3"), {{"head_dim", 8}, {"partial_rotary_factor", 0.4}}),
-               "partial_rotary_factor 0.4 turns 3 of 8 channels: RoPE turns pairs");
+    EXPECT_HAS(
+        config_error(dir, llama_json("phi3"), {{"head_dim", 8}, {"partial_rotary_factor", 0.4}}),
+        "partial_rotary_factor 0.4 turns 3 of 8 channels: RoPE turns pairs");
     EXPECT_HAS(config_error(dir, llama_json("phi3"), {{"rope_scaling", {{"type", "longrope"}}}}),
                "rope scaling longrope is not built yet");
     EXPECT_HAS(config_error(dir, llama_json("phi3"), {{"attention_bias", true}}),
@@ -305,7 +308,8 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     };
     typedef std::vector<size_t> Sizes;
     EXPECT_EQ(windows(s), (Sizes{4096, 0, 4096, 0})); // the first layer slides
-    s = config_shape(dir, file, {{"attn_logit_softcapping", nullptr}, {"final_logit_softcapping", 5}});
+    s = config_shape(dir, file,
+                     {{"attn_logit_softcapping", nullptr}, {"final_logit_softcapping", 5}});
     EXPECT_TRUE(s.score_softcap == 0 && s.logit_softcap == 5);
     json full = "full_attention", window = "sliding_attention";
     auto typed = [&](const json& types) {
@@ -330,10 +334,11 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     EXPECT_TRUE(s.qk_norm && !s.whole_qk_norm && s.score_softcap == 0 && s.logit_softcap == 0);
     EXPECT_TRUE(s.rope_theta == 1e6 && s.window_theta == 1e4);
     EXPECT_EQ(windows(s), (Sizes{4096, 4096, 4096, 4096, 4096, 0, 4096}));
-    s = config_shape(dir, file,
-                     {{"rope_parameters",
-                       {{"full_attention", {{"rope_type", "linear"}, {"factor", 8}, {"rope_theta", 5}}},
-                        {"sliding_attention", {{"rope_theta", 7}}}}}});
+    s = config_shape(
+        dir, file,
+        {{"rope_parameters",
+          {{"full_attention", {{"rope_type", "linear"}, {"factor", 8}, {"rope_theta", 5}}},
+           {"sliding_attention", {{"rope_theta", 7}}}}}});
     EXPECT_TRUE(s.rope_theta == 5 && s.window_theta == 7 && s.rope_scaling.factor == 8);
     EXPECT_HAS(config_error(dir, file, {{"rope_parameters",
                                          {{"sliding_attention", {{"rope_type", "yarn"}}}}}}),
@@ -342,8 +347,9 @@ TEST_F(HuggingFace, ConfigOfGemma) {
                "use_bidirectional_attention true is not built yet");
     EXPECT_HAS(config_error(dir, file, {{"attn_logit_softcapping", 3.0}}),
                "attn_logit_softcapping 3.0 is not built yet, only null is");
-    EXPECT_HAS(config_error(dir, file, {{"rope_parameters", {{"rope_type", "linear"}, {"factor", 3}}}}),
-               "rope_parameters of all layers is not built yet");
+    EXPECT_HAS(
+        config_error(dir, file, {{"rope_parameters", {{"rope_type", "linear"}, {"factor", 3}}}}),
+        "rope_parameters of all layers is not built yet");
 }
 
 // The experts' keys of two classes, and variants that are not built.
@@ -362,7 +368,8 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     s = config_shape(dir, qwen, {{"decoder_sparse_step", 2}, {"mlp_only_layers", {0}},
                                  {"intermediate_size", 20}});
     EXPECT_TRUE(s.dense_F == 20 && !is_sparse(s, 1) && is_sparse(s, 2) && s.shared_F == 0);
-    EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 2}}), "intermediate_size is missing");
+    EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 2}}),
+               "intermediate_size is missing");
     EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 99}, {"intermediate_size", 20}}),
                "decoder_sparse_step 99 leaves no layer with experts");
     EXPECT_HAS(config_error(dir, qwen, {{"mlp_only_layers", {1}}}), "mlp_only_layers of this kind");
@@ -383,9 +390,11 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
     Shape s = config_shape(dir, v3), published = deepseek_v3();
     EXPECT_EQ((std::vector<size_t>{s.q_latent, s.kv_latent, s.HS, s.rotary, s.HS_v}),
               (std::vector<size_t>{1536, 512, 192, 64, 128}));
-    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F, s.shared_F, s.expert_groups, s.kept_groups, s.dense_first}),
+    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F, s.shared_F, s.expert_groups, s.kept_groups,
+                                   s.dense_first}),
               (std::vector<size_t>{256, 8, 2048, 2048, 8, 4, 3}));
-    EXPECT_TRUE(s.router == published.router && s.choice_bias && s.gate_scale == 2.5f && s.family == Family::DEEPSEEK);
+    EXPECT_TRUE(s.router == published.router && s.choice_bias && s.gate_scale == 2.5f &&
+                s.family == Family::DEEPSEEK);
     EXPECT_EQ(config_shape(dir, v3, {{"q_lora_rank", nullptr}}).q_latent, 0u);
     EXPECT_EQ(config_shape(dir, v3, {{"norm_topk_prob", false}}).router, Router::SIGMOID_ALONE);
 
@@ -402,19 +411,22 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
     json v2 = v3;
     v2["model_type"] = "deepseek_v2", v2["num_experts_per_tok"] = 6;
     s = config_shape(dir, v2);
-    EXPECT_TRUE(s.router == Router::SOFTMAX && s.expert_groups == 1 && !s.choice_bias && s.dense_first == 0);
-    for (auto [key, value, words] : {
-             std::tuple<const char*, json, const char*>{"rope_interleave", false, "rope_interleave false is not built"},
-             {"v_head_dim", 200, "v_head_dim 200 is not built yet: up to 192"},
-             {"num_key_value_heads", 2, "num_key_value_heads 2 is not built with latent attention"},
-             {"topk_method", "greedy", "topk_method \"greedy\" is not built yet"},
-             {"scoring_func", "softmax", "scoring_func \"softmax\" is not built yet"},
-             {"moe_layer_freq", 2, "moe_layer_freq 2 is not built yet"},
-             {"attention_bias", true, "attention_bias true is not built yet"},
-             {"n_group", 7, "n_group 7 of 256 experts"},
-             {"topk_group", 9, "topk_group 9 of 8 groups"}})
+    EXPECT_TRUE(s.router == Router::SOFTMAX && s.expert_groups == 1 && !s.choice_bias &&
+                s.dense_first == 0);
+    for (auto [key, value, words] :
+         {std::tuple<const char*, json, const char*>{"rope_interleave", false,
+                                                     "rope_interleave false is not built"},
+          {"v_head_dim", 200, "v_head_dim 200 is not built yet: up to 192"},
+          {"num_key_value_heads", 2, "num_key_value_heads 2 is not built with latent attention"},
+          {"topk_method", "greedy", "topk_method \"greedy\" is not built yet"},
+          {"scoring_func", "softmax", "scoring_func \"softmax\" is not built yet"},
+          {"moe_layer_freq", 2, "moe_layer_freq 2 is not built yet"},
+          {"attention_bias", true, "attention_bias true is not built yet"},
+          {"n_group", 7, "n_group 7 of 256 experts"},
+          {"topk_group", 9, "topk_group 9 of 8 groups"}})
         EXPECT_HAS(config_error(dir, v3, {{key, value}}), words);
-    EXPECT_HAS(config_error(dir, v2, {{"norm_topk_prob", true}}), "norm_topk_prob true is not built yet");
+    EXPECT_HAS(config_error(dir, v2, {{"norm_topk_prob", true}}),
+               "norm_topk_prob true is not built yet");
 }
 
 // Files hold each expert apart, and an expert that is missing is named.
@@ -459,8 +471,8 @@ static Shape upcycled(const Shape& dense, int experts) {
     return s;
 }
 
-// Whatever a new router chooses, equal experts are the ffn that they copy: the dense loss, in double,
-// and the same logits. A seed draws the same router in every layout, and nothing else.
+// Whatever a new router chooses, equal experts are the ffn that they copy: the dense loss, in
+// double, and the same logits. A seed draws the same router in every layout, and nothing else.
 TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
     for (const Shape& s : saved_shapes()) {
         bool can = s.hf_type == "llama" || s.hf_type == "mistral" || s.hf_type == "qwen3";
@@ -494,7 +506,8 @@ TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
                 plan.layout.ep = 2, plan.layout.zero = 3;
                 plan.layout = layout_at(plan.layout, world.rank);
                 Small<double> part(moe, {plan});
-                part.t.comms = make_comms(world, plan.layout, ranks_of_kv_head(plan.layout, part.t.model));
+                part.t.comms =
+                    make_comms(world, plan.layout, ranks_of_kv_head(plan.layout, part.t.model));
                 EXPECT_EQ(upcycle_weights(part.t, folder, seed), "");
                 for (const Parameter& p : part.t.model.parameters) {
                     std::vector<float> same = get_weight(part.t, p), want = whole[p.name];
@@ -507,20 +520,21 @@ TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
     }
 }
 
-// What a folder lacks is named by the folder's own name; a folder of experts is another model's.
+// A missing tensor is called as the folder would call it; a folder of experts is refused.
 TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
     Shape s = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000);
     Shape moe = upcycled(s, 3);
     auto m = random_model<float>(moe);
     ASSERT_EQ(hf_export(m->t, dir + "/moe", Type::F32), "");
-    EXPECT_HAS(upcycle_weights(m->t, dir + "/moe", 1), "tensor model.layers.0.mlp.gate_proj.weight is missing");
+    EXPECT_HAS(upcycle_weights(m->t, dir + "/moe", 1),
+               "tensor model.layers.0.mlp.gate_proj.weight is missing");
     Config c;
     c.upcycle = 3;
     EXPECT_HAS(override_shape(c, moe), "--upcycle 3: the model has experts already: leave it out");
 }
 
-// DeepSeek-V3's files go on behind the last layer, to predict further tokens: these are left out, and
-// that is said once. Of another family they are another model's.
+// DeepSeek-V3's files go on behind the last layer, to predict further tokens: these are left out,
+// and that is said once. Of another family they are another model's.
 TEST_F(HuggingFace, LayersThatPredictFurtherAreLeftOutAloud) {
     for (Shape s : saved_shapes()) {
         if (s.hf_type != "deepseek_v3" && s.hf_type != "llama") continue;
@@ -565,13 +579,15 @@ TEST_F(HuggingFace, ConfigOfQwensWindows) {
     EXPECT_EQ(windows(json::object()), (Sizes{0, 0, 0, 0})); // from layer 28 on
     EXPECT_EQ(windows({{"max_window_layers", 0}}), (Sizes{32, 32, 32, 32}));
     EXPECT_EQ(windows({{"max_window_layers", 3}}), (Sizes{0, 0, 0, 32}));
-    EXPECT_EQ(windows({{"max_window_layers", 0}, {"sliding_window", nullptr}}), (Sizes{0, 0, 0, 0}));
+    EXPECT_EQ(windows({{"max_window_layers", 0}, {"sliding_window", nullptr}}),
+              (Sizes{0, 0, 0, 0}));
     EXPECT_EQ(windows({{"max_window_layers", 0}, {"use_sliding_window", false}}),
               (Sizes{0, 0, 0, 0}));
     json full = "full_attention", window = "sliding_attention";
     EXPECT_EQ(windows({{"layer_types", {full, full, window, window}}}), (Sizes{0, 0, 32, 32}));
     EXPECT_EQ(windows({{"layer_types", {full, full, full, full}}}), (Sizes{0, 0, 0, 0}));
-    for (const json& types : {json{full, window, full, window}, json{window, window}, json{full, full, full, "x"}, json("x")})
+    for (const json& types : {json{full, window, full, window}, json{window, window},
+                              json{full, full, full, "x"}, json("x")})
         EXPECT_HAS(config_error(dir, llama_json("qwen2"),
                                 {{"use_sliding_window", true},
                                  {"num_hidden_layers", 4},
@@ -892,8 +908,8 @@ static std::vector<TensorSpec> specs_of(const Model& model, const std::string& p
     return specs;
 }
 
-// GPT2Model's names, GPT2LMHeadModel's names, and tensors that older files carry beside the
-// parameters.
+// GPT2Model's names and GPT2LMHeadModel's load alike, and tensors that older files carry beside the
+// parameters do no harm.
 TEST_F(HuggingFace, Gpt2LoadsWithAndWithoutItsPrefix) {
     for (size_t i : {0, 1}) {
         auto a = random_model<float>(saved_shapes()[i]),
@@ -925,14 +941,16 @@ typedef std::map<std::string, RawTensor> RawTensors;
 template <typename V>
 static RawTensor raw(const char* dtype, const std::vector<V>& x, std::vector<size_t> shape = {}) {
     if (shape.empty()) shape = {x.size()};
-    return {dtype, std::string(reinterpret_cast<const char*>(x.data()), x.size() * sizeof(V)), shape};
+    return {dtype, std::string(reinterpret_cast<const char*>(x.data()), x.size() * sizeof(V)),
+            shape};
 }
 static void write_raw(const std::string& path, const RawTensors& tensors) {
     json header = json::object();
     std::string data;
     for (auto& [name, t] : tensors) {
         size_t end = data.size() + t.bytes.size();
-        header[name] = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {data.size(), end}}};
+        header[name] = {
+            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {data.size(), end}}};
         data += t.bytes;
     }
     std::string text = header.dump();
@@ -945,7 +963,8 @@ static void add_nf4(RawTensors& all, const std::string& name, const StoredMatrix
                     const std::vector<size_t>& shape, bool nested) {
     std::vector<float> values(16), absmax(m.scales.size());
     for (unsigned c = 0; c < 16; c++) values[c] = nf4_value(c);
-    json state = {{"quant_type", "nf4"}, {"blocksize", 64}, {"dtype", "bfloat16"}, {"shape", shape}};
+    json state = {
+        {"quant_type", "nf4"}, {"blocksize", 64}, {"dtype", "bfloat16"}, {"shape", shape}};
     all[name] = raw("U8", m.codes, {m.codes.size(), 1});
     all[name + ".quant_map"] = raw("F32", values);
     if (nested) {
@@ -1024,7 +1043,8 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
             for (bool nested : {true, false}) {
                 shape = s;
                 RawTensors tensors = folder(stored, nested);
-                Small<float> made = model(stored), loaded = model(stored), wide = model(Stored::WIDE);
+                Small<float> made = model(stored), loaded = model(stored),
+                             wide = model(Stored::WIDE);
                 for (size_t i = 0; i < values.size(); i++) {
                     std::vector<float> x = values[i];
                     const Parameter& p = made.t.model.parameters[i];
@@ -1043,7 +1063,8 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
                         auto* codes = reinterpret_cast<const int8_t*>(m.codes.data());
                         Nf4 w = {m.codes.data(), m.scales.data(), m.table.data()};
                         four ? nf4_dequantize(x.data(), w, x.size(), Cpu{})
-                             : int8_dequantize(x.data(), codes, m.table.data(), p.rows(), p.cols(), Cpu{});
+                             : int8_dequantize(x.data(), codes, m.table.data(), p.rows(), p.cols(),
+                                               Cpu{});
                     }
                     got.resize(x.size());
                     EXPECT_EQ(got, x) << p.name;
@@ -1051,13 +1072,14 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
 
                 // As codes.
                 if (stored == Stored::NF4 && !nested) {
-                    EXPECT_HAS(load(loaded, tensors), "has absmaxes in float, and --weights nf4 has");
+                    EXPECT_HAS(load(loaded, tensors),
+                               "has absmaxes in float, and --weights nf4 has");
                     continue;
                 }
                 ASSERT_EQ(load(loaded, tensors), "");
                 EXPECT_TRUE(bytes_of(loaded) == bytes_of(made));
 
-                // What no values have made: a zero block whose codes are those of -1, as CUDA has it.
+                // No values make this: a zero block whose codes are those of -1, as CUDA has it.
                 auto& codes = std::find_if(tensors.begin(), tensors.end(), [&](auto& t) {
                                   return t.second.dtype == (stored == Stored::NF4 ? "U8" : "I8") &&
                                          t.second.shape.size() == 2;
@@ -1090,23 +1112,33 @@ TEST_F(Prequantised, WrongPartsAreNamed) {
         EXPECT_HAS(with([&](RawTensors& t) { t.erase(name + part); }), name + part + " is missing");
     EXPECT_HAS(with([&](RawTensors& t) { t.erase(name + ".nested_absmax"); }), ".absmax is U8");
     EXPECT_HAS(with([&](RawTensors& t) { t.erase(state); }), "is no NF4: quantise with");
-    EXPECT_HAS(with([&](RawTensors& t) { t[name + ".absmax"].bytes.pop_back(), t[name + ".absmax"].shape[0]--; }),
+    EXPECT_HAS(with([&](RawTensors& t) {
+                   t[name + ".absmax"].bytes.pop_back(), t[name + ".absmax"].shape[0]--;
+               }),
                ".absmax is U8");
-    EXPECT_HAS(with([&](RawTensors& t) { t[name].bytes.pop_back(), t[name].shape[0]--; }), " bytes for ");
-    EXPECT_HAS(with([&](RawTensors& t) { t[name + ".quant_map"].bytes[4]++; }), "quant_map is not NF4's");
+    EXPECT_HAS(with([&](RawTensors& t) { t[name].bytes.pop_back(), t[name].shape[0]--; }),
+               " bytes for ");
+    EXPECT_HAS(with([&](RawTensors& t) { t[name + ".quant_map"].bytes[4]++; }),
+               "quant_map is not NF4's");
     EXPECT_HAS(with([&](RawTensors& t) { t[state].bytes[0] = '['; }), "blocks of other than 64");
     EXPECT_HAS(with([&](RawTensors& t) { t["h.7.more"] = t[state]; }), "belongs to nothing");
     EXPECT_HAS(with_state("blocksize", 128), "blocks of other than 64");
     EXPECT_HAS(with_state("blocksize", "x"), "blocks of other than 64");
     EXPECT_HAS(with_state("nested_blocksize", "x"), "other than 256, or no offset");
     EXPECT_HAS(with_state("nested_offset", json()), "other than 256, or no offset");
-    EXPECT_HAS(with_state("shape", json::array({128, 384})), "has the shape [128,384], config.json asks");
-    EXPECT_HAS(with([&](RawTensors& t) { t["h.0.ln_1.weight"].dtype = "U8", t["h.0.ln_1.weight"].shape[0] *= 4; }),
+    EXPECT_HAS(with_state("shape", json::array({128, 384})),
+               "has the shape [128,384], config.json asks");
+    EXPECT_HAS(with([&](RawTensors& t) {
+                   t["h.0.ln_1.weight"].dtype = "U8", t["h.0.ln_1.weight"].shape[0] *= 4;
+               }),
                "only whole matrices");
 
     // Absmaxes that are not finite are found as any weight's are.
     float nan = NAN;
-    EXPECT_EQ(with([&](RawTensors& t) { t[name + ".nested_absmax"].bytes.replace(0, 4, reinterpret_cast<char*>(&nan), 4); }), "");
+    EXPECT_EQ(with([&](RawTensors& t) {
+                  t[name + ".nested_absmax"].bytes.replace(0, 4, reinterpret_cast<char*>(&nan), 4);
+              }),
+              "");
     EXPECT_HAS(first_bad_weight(m.t), name);
 
     good = folder(Stored::INT8, false);

@@ -1,5 +1,5 @@
-// test_interchange.cpp - models and tokenizers of others: llm.c's and llama2.c's files, exports with
-// their tokenizer, and every malformed file with its one line
+// test_interchange.cpp - models and tokenizers of others: llm.c's, llama2.c's, llama.cpp's files
+//   Exports take their tokenizer along, and every malformed file has its one line.
 #include <omp.h>
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/model_files.h"
@@ -479,7 +479,7 @@ TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
     EXPECT_HAS(gguf_check(qwen3, dir + "/no/out.gguf"), "No such file");
 }
 
-// What the tokenizer says, and the way back of a chat's template.
+// The file holds the tokenizer, and a chat's template finds its way back.
 TEST_F(Interchange, GgufHasTheTokenizer) {
     Tokenizer bytes, pieces;
     ASSERT_EQ(tokenizer_open(&bytes, "byte"), "");
@@ -611,7 +611,8 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
         Shape s;
         return model_file_shape(&s, put("model.bin", bytes));
     };
-    std::string gpt2 = llmc_gpt2(published_gpt2(), 3).bytes, old = llama2c(published_llama(true), 0).bytes,
+    std::string gpt2 = llmc_gpt2(published_gpt2(), 3).bytes,
+                old = llama2c(published_llama(true), 0).bytes,
                 marked = llama2c(published_llama(true), 1).bytes,
                 llama = llmc_llama(published_llama(false), 3, 0.5f, 16).bytes;
     ASSERT_EQ(error(gpt2) + error(old) + error(marked) + error(llama), "");
@@ -782,7 +783,7 @@ TEST_F(Interchange, TokenizersOfFixtures) {
     }
 }
 
-// What would come out as other tokens stays out.
+// A tokenizer that would give other tokens is not exported.
 TEST_F(Interchange, NoTokenizerJsonThatIsNotExact) {
     auto note = [&](const Tokenizer& t, size_t files) {
         std::map<std::string, std::string> found;
@@ -804,7 +805,7 @@ TEST_F(Interchange, NoTokenizerJsonThatIsNotExact) {
     EXPECT_HAS(note(bytes, 1), "is no UTF-8");
 }
 
-// What came as a tokenizer.json stays what it was, with what stands beside it.
+// A tokenizer.json is exported as it came, with the files beside it.
 TEST_F(Interchange, ATokenizerJsonIsCopied) {
     Exported e = export_tokenizer("byte");
     std::string bytes = e.files["tokenizer.json"] + "  \n";

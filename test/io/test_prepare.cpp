@@ -1,4 +1,4 @@
-// test_prepare.cpp - token shards from text, JSON lines and parquet: known answers, any number of threads, kills, bad input
+// test_prepare.cpp - token shards from text, JSON lines and parquet: any threads, kills, bad input
 //   The tokens expected are those of encode() on whole documents, or bytes written down by hand.
 #include <signal.h>
 #include <sys/resource.h>
@@ -266,8 +266,7 @@ TEST_F(Prepare, ShardsHoldWhatTheyShould) {
         }
 }
 
-// The pattern that a user writes finds the training shards, the loader opens them, and documents are
-// apart.
+// A user's pattern finds the training shards; the loader opens them and knows where documents end.
 TEST_F(Prepare, TheLoaderReadsThem) {
     std::string lines;
     for (int i = 0; i < 50; i++) lines += "{\"text\": \"document " + std::to_string(i) + "\"}\n";
@@ -326,7 +325,7 @@ TEST_F(Prepare, ThreadsAndBatchesChangeNoByte) {
     }
 }
 
-// What the blocks of a text become is what the whole text does.
+// A text gives the same tokens by blocks as in one piece.
 static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, size_t batch) {
     std::string path = scratch("blocks.txt");
     std::ofstream(path, std::ios::binary) << text;
@@ -360,7 +359,8 @@ static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, si
         << t.name << ", batch " << batch << ": differs at token " << a - got.begin();
 }
 
-// Where words, spaces and ends of text are near each other, so that a block always has a place to end.
+// Where words, spaces and ends of text are near each other, so that a block always has a
+// place to end.
 static std::string english_text(std::mt19937& random, size_t count) {
     const std::string parts[] = {"a ab",          " b",         "'s ",  ".\n\nA", "  x\n",  "12 3",
                                  "<|endoftext|>", "\xc3\xa9 e", "\xff", "\n",     "it's b", "(x y)",

@@ -47,7 +47,7 @@ TEST(StepLines, NoShareIsAboveAll) {
     EXPECT_HAS(step_text(r, 2), "| mfu ~100% |");
 }
 
-// What a function prints on a terminal of so many columns.
+// Run `print` on a terminal of so many columns, and return its text.
 template <typename F> std::string on_terminal(unsigned short columns, F print) {
     int master, slave;
     struct winsize size = {24, columns, 0, 0};
@@ -83,7 +83,8 @@ TEST(StepLines, ATerminalHasOneLineInPlace) {
             show_step(log, "step 3", false, 3, 3);
         });
     };
-    EXPECT_EQ(steps(0), "\rstep 1 and a rest t\x1b[K\rstep 2\x1b[K\r\nval loss\r\n\rstep 3\x1b[K\r\n");
+    EXPECT_EQ(steps(0),
+              "\rstep 1 and a rest t\x1b[K\rstep 2\x1b[K\r\nval loss\r\n\rstep 3\x1b[K\r\n");
     EXPECT_HAS(steps(1), " t\x1b[K\r\n\rstep 2\x1b[K\r\nval") << "--log-every 1: each line stays";
 }
 
@@ -101,7 +102,7 @@ TEST(StepLines, ThePipeGetsLinesAndTheLogGetsAll) {
     std::string all = read_file(scratch("log.jsonl"));
     EXPECT_EQ(std::count(all.begin(), all.end(), '\n'), 13);
 
-    // What a run has none of is no key of its log.
+    // A log has no key for what its run does not use.
     for (const char* key : {"loss_scale", "cp_imbalance", "max_vio", "least_load"})
         EXPECT_EQ(all.find(key), std::string::npos) << key;
     StepReport even = {13, 13, 1, 1, 1, 1, 8, 104, 0.1};

@@ -1,5 +1,5 @@
-// test_safetensors.cpp - safetensors files: written and read back, every malformed header refused, and
-// a write that fails leaves the older file
+// test_safetensors.cpp - safetensors files: written and read back, malformed headers refused
+//   A write that fails leaves the older file.
 #include <signal.h>
 #include <sys/resource.h>
 #include "../../llmc/io/safetensors.h"

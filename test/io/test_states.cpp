@@ -1,5 +1,5 @@
-// test_states.cpp - small masters and moments: exact where they say so, unbiased where they round at
-// random, the same for every layout, saved to the bit, and as good in training
+// test_states.cpp - small masters and moments: exact, or unbiased where they round at random
+//   Every layout has the same, checkpoints keep them to the bit, and training is as good.
 #include "../../llmc/io/explain.h"
 #include "saved_models.h"
 
@@ -188,7 +188,8 @@ TEST(EightBits, HaveTheMapsOfThePaper) {
     EXPECT_FLOAT_EQ(dynamic_value(false, 254), 0.99648437f);
 }
 
-// No other code is nearer, over seven decades and at the middles; of two that are as near, the lower.
+// No other code is nearer, over seven decades and at the middles; of two that
+// are as near, the lower.
 TEST(EightBits, TakeTheNearestCode) {
     for (bool is_signed : {false, true}) {
         DynamicMap map = dynamic_map(is_signed);
@@ -234,7 +235,9 @@ TEST(EightBits, ComeBackFromNumbers) {
         EXPECT_TRUE(bytes == again) << is_signed;
         float most = *std::max_element(x.begin(), x.begin() + STATE_BLOCK);
         for (size_t i = 0; i < STATE_BLOCK; i++) // half of the widest step, 0.9 / 64
-            EXPECT_NEAR(read[i], x[i], 0.008 * std::fmax(most, -*std::min_element(x.begin(), x.begin() + STATE_BLOCK)));
+            EXPECT_NEAR(
+                read[i], x[i],
+                0.008 * std::fmax(most, -*std::min_element(x.begin(), x.begin() + STATE_BLOCK)));
     }
 }
 
@@ -413,9 +416,9 @@ TEST_F(Saved, FromAnyLayoutToAnyOther) {
 // ----------------------------------------------------------------------------
 // training
 
-// The mean loss of the last 100 of 300 steps on a chain of tokens, three in four of which follow from
-// the one before. The weights are float, so that runs differ in their moments alone, and the loss is
-// near the chain's entropy, so that what is left between runs is no chaos.
+// The mean loss of the last 100 of 300 steps on a chain of tokens, three in four of which follow
+// from the one before. The weights are float, so that runs differ in their moments alone, and the
+// loss is near the chain's entropy, so that what is left between runs is no chaos.
 double loss_after_training(States states, float beta2, bool stochastic = true) {
     Shape shape = gpt2_shape(1, 2, 64, 61, 16);
     Plan plan = plan_of(Mode::TRAIN, 4, 16);
@@ -471,7 +474,8 @@ double loss_of_hovering(States states, bool stochastic) {
     AdamW h = {0.05f, 0.9f, 0.999f, 1e-8f, 0, stochastic, 3};
     double sum = 0;
     for (h.step = 1; h.step <= steps; h.step++) {
-        fill_normal(g.data(), uint64_t(h.step), 9, 0, n, h.step < 100 ? 3 : 1); // g: minus the noise
+        fill_normal(g.data(), uint64_t(h.step), 9, 0, n,
+                    h.step < 100 ? 3 : 1); // g: minus the noise
         for (size_t i = 0; i < n; i++) {
             g[i] += w[i];
             if (h.step > 2 * steps / 3) sum += double(g[i]) * g[i] / 2;

@@ -259,7 +259,7 @@ TEST(Bpe, TheLowestRankMergesFirstAndOfEqualsTheLeftmost) {
     EXPECT_EQ(decode(t, -1) + decode(t, 266), "");
 }
 
-// What a neighbour's merge has changed waits for its new rank: bc, then (bc)d before a(bc).
+// A pair that a neighbour's merge has changed waits for its new rank: bc, then (bc)d before a(bc).
 TEST(Bpe, AMergeOfANeighbourChangesTheRank) {
     ByteLevel b = {{{"b", "c"}, {"a", "b"}, {"bc", "d"}, {"a", "bc"}}};
     Tokenizer t = opened(put_gpt2("ranks", b));
@@ -508,11 +508,15 @@ TEST(Special, AddedTokensTakeInWhatTheirRulesSay) {
                  {{{"lstrip", true}, {"rstrip", true}}, " <x>  <x> ", {"<x>", "<x>"}},
                  {{{"lstrip", true}}, "a\xe2\x80\x83\xc2\x85<x>", {"a", "<x>"}},
                  {{{"lstrip", true}}, "a\xe1\xa0\x8e<x>", {"a", "\xe1", "\xa0", "\x8e", "<x>"}},
-                 {{{"single_word", true}}, "a<x> <x>b <x>", {"a", "<", "x", ">", " ", "<", "x", ">", "b", " ", "<x>"}},
+                 {{{"single_word", true}},
+                  "a<x> <x>b <x>",
+                  {"a", "<", "x", ">", " ", "<", "x", ">", "b", " ", "<x>"}},
                  {{{"single_word", true}}, "_<x>", {"_", "<", "x", ">"}},
                  {{{"single_word", true}}, "-<x>-", {"-", "<x>", "-"}},
                  {{{"single_word", true}}, "\xcc\x81<x>", {"\xcc", "\x81", "<", "x", ">"}},
-                 {{{"single_word", true}}, "\xe2\x92\xb6<x>", {"\xe2", "\x92", "\xb6", "<", "x", ">"}},
+                 {{{"single_word", true}},
+                  "\xe2\x92\xb6<x>",
+                  {"\xe2", "\x92", "\xb6", "<", "x", ">"}},
                  {{{"single_word", true}}, "\xff<x>", {"\xff", "<x>"}}}) {
             json j = tokenizer_json(HELLO);
             json token = {{"id", 300}, {"content", "<x>"}, {"special", special}};
@@ -749,7 +753,8 @@ TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
     EXPECT_EQ(pieces(t, "hell<s>hell", true), (Texts{" hell", "<s>", "hell"}));
     j["pre_tokenizer"]["prepend_scheme"] = "always";
     EXPECT_EQ(pieces(opened(put_json(j)), "hell<s>hell", true), (Texts{" hell", "<s>", " hell"}));
-    // Added tokens cut before the pre-tokenizer writes its spaces, and behind a normalizer that does.
+    // Added tokens cut before the pre-tokenizer writes its spaces, and behind
+    // a normalizer that does.
     j["added_tokens"].push_back({{"id", 9}, {"content", "(x)"}, {"special", false}});
     EXPECT_EQ(pieces(opened(put_json(j)), "hell(x)hell"), (Texts{" hell", "(x)", " hell"}));
     j["pre_tokenizer"]["prepend_scheme"] = "never";
@@ -937,7 +942,8 @@ TEST(Bad, TokenizerJson) {
     EXPECT_HAS(with("/model/type", "WordPiece"), "model WordPiece is not built");
     EXPECT_HAS(with("/model/type", 1), "as Hugging Face writes it: type must be string");
     EXPECT_EQ(with("/model/type", 1).find("json.exception"), std::string::npos);
-    EXPECT_HAS(with("/model", 300), "has no \"model\", so it is no tokenizer.json; of GPT-2's pair");
+    EXPECT_HAS(with("/model", 300),
+               "has no \"model\", so it is no tokenizer.json; of GPT-2's pair");
     Tokenizer published;
     EXPECT_HAS(tokenizer_open(&published, "gpt2"),
                "gpt2: No such file or directory; dev/data/tokenizer.py gpt2 gets it, then "

@@ -175,7 +175,7 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
 }
 
 #if defined(EMULATE)
-// What a query sees, as a range of positions, against the definition: all positions, documents and
+// Ranges of positions that queries see, against the definition: all positions, documents and
 // windows up to 6, and keys that only fill up a tile.
 inline void attention_ranges(Check& c) {
     CASE(c, "attention visibility of ranges");

@@ -96,8 +96,8 @@ template <typename T> void rmsnorm_kernels(Check& c) {
             auto rstd_f = rounded<float>(rstd);
             rmsnorm_backward_input(dinp.data(), accumulate ? dres.data() : nullptr, dout.data(),
                                    x.data(), w.data(), rstd_f.data(), N, C, Cpu{});
-            rmsnorm_backward_weight(dw.data(), dout.data(), x.data(), rstd_f.data(), N, C, accumulate,
-                                    Cpu{});
+            rmsnorm_backward_weight(dw.data(), dout.data(), x.data(), rstd_f.data(), N, C,
+                                    accumulate, Cpu{});
 
             // The size of the gradients' terms, which cancel where C is small.
             double terms = 0, weight_terms = accumulate ? largest(before) : 0;

@@ -41,8 +41,8 @@ inline std::vector<ProductCase> product_cases() {
             {57, 63, 65, 0, 0}, {8, 16, 2048, 0, 0}, {1, 96, 64, 8, 0},  {40, 16, 64, 1, 0}};
 }
 
-// A matrix with `pad` elements behind each row, or behind each column where it lies transposed. What
-// lies between is NaN: reading it shows itself.
+// A matrix with `pad` elements behind each row, or behind each column where it lies transposed.
+// What lies between is NaN: reading it shows itself.
 struct PaddedMatrix {
     Strides strides;
     std::vector<double> x;
@@ -60,16 +60,17 @@ inline PaddedMatrix padded_matrix(const std::vector<double>& values, size_t rows
     return m;
 }
 
-// What a product begins with and what it must give; padding stays as it was.
+// A product's operands and the result that it must give; padding stays as it was.
 struct WantedProduct {
     Product p;
     PaddedMatrix a, b, residual;
     std::vector<double> bias, before, want; // (N) (M,N + pad) (M,N + pad)
-    double terms = 0; // the largest sum of what is added, signs left out: an element may be its rest
+    double terms =
+        0; // the largest sum of what is added, signs left out: an element may be its rest
 };
 
-// The values of a product, in T; bit 0 of `kind` adds a bias, bit 1 a residual, else bit 2 what was
-// there.
+// Draw a product's values, in T; bit 0 of `kind` adds a bias, bit 1 a residual, else bit 2 the
+// output's own value.
 template <typename T>
 WantedProduct wanted_product(Check& c, const ProductCase& s, bool ta, bool tb, int kind) {
     auto a = rounded<T>(normals(c, s.M * s.K));
@@ -229,8 +230,8 @@ template <typename T> void lora_kernels(Check& c) {
                                  host, Cpu{});
             lora_scale(scaled.data(), N * OC, scale, Cpu{});
 
-            // What has r columns is rounded to half of 2^-8 (of 2^-11) by its product and by its
-            // scale, outputs in T once more: relative to these sums, signs left out.
+            // Matrices of r columns are rounded by half of 2^-8 (of 2^-11) in their product and in
+            // their scale, outputs in T once more: relative to these sums, signs left out.
             auto size = [&](const auto& x, const auto& y, size_t rows, size_t cols, size_t n,
                             Strides sx, Strides sy) {
                 return largest(product(magnitudes(x), magnitudes(y), rows, cols, n, sx, sy));

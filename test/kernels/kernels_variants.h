@@ -1,6 +1,7 @@
-// kernels_variants.h - rows of the kernel table: what variants of Llama add to norms, gates, RoPE, ends
-//   The same kernels as in the rows of their plain forms; here with what RmsnormMore, Gate, RopeHeads,
-//   a scale and softcaps change. Sizes take the vectorised path and the one of single elements.
+// kernels_variants.h - rows of the kernel table: variants of Llama in norms, gates, RoPE, ends
+//   The same kernels as in the rows of their plain forms; here with what RmsnormMore,
+//   Gate, RopeHeads, a scale and softcaps change. Sizes take the vectorised path and the
+//   one of single elements.
 #pragma once
 #include "../../llmc/crossentropy.cuh"
 #include "../../llmc/elementwise.cuh"
@@ -14,14 +15,16 @@
 // A residual, weights that count from 1, and sums of rows that go on elsewhere.
 template <typename T> void rmsnorm_more_kernels(Check& c) {
     const float eps = 1e-5f;
-    for (auto [N, C, shift] : {std::array<size_t, 3>{5, 7, 0}, {3, 64, 0}, {3, 64, 1}, {2, 1032, 0}}) {
+    for (auto [N, C, shift] :
+         {std::array<size_t, 3>{5, 7, 0}, {3, 64, 0}, {3, 64, 1}, {2, 1032, 0}}) {
         CASE(c, "rmsnorm with more %s N=%zu C=%zu shift=%zu", type_word(T()), N, C, shift);
         auto x = rounded<T>(normals(c, N * C)), w = rounded<T>(normals(c, C));
         auto res = rounded<T>(normals(c, N * C)), dout = rounded<T>(normals(c, N * C));
 
         // Want: the CPU in double; the rows are as if twice as long, with the same again behind.
         std::vector<double> out(N * C), rstd(N), dinp(N * C), squares(N), dots(N);
-        rmsnorm_row_sums(squares.data(), x.data(), (const double*)nullptr, w.data(), N, C, 1, Cpu{});
+        rmsnorm_row_sums(squares.data(), x.data(), (const double*)nullptr, w.data(), N, C, 1,
+                         Cpu{});
         rmsnorm_row_sums(dots.data(), x.data(), dout.data(), w.data(), N, C, 1, Cpu{});
         auto doubled = [](std::vector<double> v) {
             for (double& s : v) s *= 2;
@@ -41,7 +44,8 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
             cudaStream_t stream = {};
             Array<T> inp(x, shift), weight(w, shift), d(dout, shift), r(res, shift);
             Array<T> y(N * C, shift), dx(N * C, shift);
-            Array<float> rs(N), alone(N), r_in(rstd_f), sq(squares_f), dt(dots_f), got_sq(N), got_dt(N);
+            Array<float> rs(N), alone(N), r_in(rstd_f), sq(squares_f), dt(dots_f), got_sq(N),
+                got_dt(N);
             Array<float> sums(rmsnorm_sums(N, C, stream));
             const T* none = nullptr;
             rmsnorm_row_sums(got_sq.data, inp.data, none, weight.data, N, C, 1, stream);
@@ -50,8 +54,8 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
                             {r.data, 1, sq.data, 2 * C});
             rmsnorm_forward((T*)nullptr, alone.data, inp.data, weight.data, N, C, eps, stream,
                             {none, 1, sq.data, 2 * C});
-            rmsnorm_backward(dx.data, sums.data, none, d.data, inp.data, weight.data, r_in.data, N, C,
-                             stream, {nullptr, 1, dt.data, 2 * C});
+            rmsnorm_backward(dx.data, sums.data, none, d.data, inp.data, weight.data, r_in.data, N,
+                             C, stream, {nullptr, 1, dt.data, 2 * C});
             o.add("out", y, out, tolerance<T>(C), 1);
             o.add("rstd", rs, rstd, tolerance<float>(C));
             o.add("rstd alone", alone, rstd, tolerance<float>(C));
@@ -66,10 +70,12 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
 template <typename T> void gate_and_cap_kernels(Check& c) {
     for (auto [n, shift] : {std::array<size_t, 2>{1, 0}, {1000, 0}, {1003, 0}, {1000, 1}}) {
         CASE(c, "geglu, sum, softcap %s n=%zu shift=%zu", type_word(T()), n, shift);
-        auto g = rounded<T>(normals(c, n, 3)), u = rounded<T>(normals(c, n)), d = rounded<T>(normals(c, n));
+        auto g = rounded<T>(normals(c, n, 3)), u = rounded<T>(normals(c, n)),
+             d = rounded<T>(normals(c, n));
         std::vector<double> out(n), dgate(n), dup(n), sum(n), capped = g;
         swiglu_forward(out.data(), g.data(), u.data(), n, Cpu{}, Gate::GELU);
-        swiglu_backward(dgate.data(), dup.data(), d.data(), g.data(), u.data(), n, Cpu{}, Gate::GELU);
+        swiglu_backward(dgate.data(), dup.data(), d.data(), g.data(), u.data(), n, Cpu{},
+                        Gate::GELU);
         add_forward(sum.data(), g.data(), u.data(), n, Cpu{});
         softcap_forward(capped.data(), n, 2, Cpu{});
         every_order(c, [&](Outputs& o) {
@@ -80,7 +86,8 @@ template <typename T> void gate_and_cap_kernels(Check& c) {
             add_forward(both.data, gate.data, up.data, n, stream);
             softcap_forward(cap.data, n, 2, stream);
             softcap_forward(same.data, n, 0, stream);
-            swiglu_backward(dout.data, up.data, dout.data, gate.data, up.data, n, stream, Gate::GELU);
+            swiglu_backward(dout.data, up.data, dout.data, gate.data, up.data, n, stream,
+                            Gate::GELU);
             o.add("out", y, out, tolerance<T>(8), 1);
             o.add("dgate in place", dout, dgate, tolerance<T>(16), 1);
             o.add("dup in place", up, dup, tolerance<T>(8), 1);
@@ -102,8 +109,8 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         std::vector<int> at = integers(c, N, 0, int(P) - 1);
         auto x = rounded<T>(normals(c, N * NH * HS));
         std::vector<double> want = x;
-        rope_forward(RopeHeads<double>{want.data(), NH, NH * HS, HS}, RopeHeads<double>{}, at.data(),
-                     table.data(), N, turned, Cpu{});
+        rope_forward(RopeHeads<double>{want.data(), NH, NH * HS, HS}, RopeHeads<double>{},
+                     at.data(), table.data(), N, turned, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> positions(at);
@@ -126,23 +133,24 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         std::vector<double> halves = x, want = x;
         auto each = [&](auto f) {
             for (size_t head = 0; head < N * NH; head++)
-                for (size_t i = 0; i < turned; i++) f(head * HS + first + i / 2 + (i % 2) * turned / 2, head * HS + first + i);
+                for (size_t i = 0; i < turned; i++)
+                    f(head * HS + first + i / 2 + (i % 2) * turned / 2, head * HS + first + i);
         };
         each([&](size_t half, size_t pair) { halves[half] = x[pair]; });
-        rope_forward(RopeHeads<double>{halves.data() + first, NH, NH * HS, HS}, RopeHeads<double>{}, at.data(),
-                     table.data(), N, turned, Cpu{});
+        rope_forward(RopeHeads<double>{halves.data() + first, NH, NH * HS, HS}, RopeHeads<double>{},
+                     at.data(), table.data(), N, turned, Cpu{});
         each([&](size_t half, size_t pair) { want[pair] = halves[half]; });
         std::vector<double> cpu = x;
-        rope_forward(RopeHeads<double>{cpu.data() + first, NH, NH * HS, HS, true}, RopeHeads<double>{},
-                     at.data(), table.data(), N, turned, Cpu{});
+        rope_forward(RopeHeads<double>{cpu.data() + first, NH, NH * HS, HS, true},
+                     RopeHeads<double>{}, at.data(), table.data(), N, turned, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> positions(at);
             Array<float> turn(table);
             Array<T> y(x);
             Array<double> on_cpu(cpu);
-            rope_forward(RopeHeads<T>{y.data + first, NH, NH * HS, HS, true}, RopeHeads<T>{}, positions.data,
-                         turn.data, N, turned, stream);
+            rope_forward(RopeHeads<T>{y.data + first, NH, NH * HS, HS, true}, RopeHeads<T>{},
+                         positions.data, turn.data, N, turned, stream);
             o.add("turned", y, want, tolerance<T>(2), 1);
             o.add("on the CPU", on_cpu, want, 1e-15);
         });
@@ -151,24 +159,26 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         CASE(c, "scaled embedding, capped logits %s N=%zu V=%zu C=%zu", type_word(T()), N, V, C);
         std::vector<int> tokens = integers(c, N, 0, int(V) - 1), zeros(N);
         auto wte = rounded<T>(normals(c, V * C)), dout = rounded<T>(normals(c, N * C));
-        std::vector<double> out(N * C), dwte(V * C), losses(N), logits = rounded<T>(normals(c, N * C, 2));
+        std::vector<double> out(N * C), dwte(V * C), losses(N),
+            logits = rounded<T>(normals(c, N * C, 2));
         std::vector<int> targets = integers(c, N, -1, int(C) - 1);
         auto given = logits;
         embedding_forward(out.data(), tokens.data(), zeros.data(), zeros.data(), wte.data(),
                           (double*)nullptr, N, 0, V, C, Cpu{}, 1.75);
-        embedding_backward_weight(dwte.data(), (double*)nullptr, dout.data(), tokens.data(), zeros.data(),
-                                  zeros.data(), nullptr, N, 0, V, 1, C, false, Cpu{}, 1.75);
+        embedding_backward_weight(dwte.data(), (double*)nullptr, dout.data(), tokens.data(),
+                                  zeros.data(), zeros.data(), nullptr, N, 0, V, 1, C, false, Cpu{},
+                                  1.75);
         GradientScale scale = {0.25, nullptr, 12};
-        crossentropy_forward_backward(losses.data(), logits.data(), targets.data(), scale, N, C - 1, C,
-                                      Cpu{});
+        crossentropy_forward_backward(losses.data(), logits.data(), targets.data(), scale, N, C - 1,
+                                      C, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> t(tokens), z(zeros), goal(targets);
             Array<T> a(wte), d(dout), y(N * C), l(given);
             Array<float> da(V * C), loss(N);
             Array<unsigned char> scratch(embedding_scratch_bytes(N, stream));
-            embedding_forward(y.data, t.data, z.data, z.data, a.data, (T*)nullptr, N, 0, V, C, stream,
-                              1.75f);
+            embedding_forward(y.data, t.data, z.data, z.data, a.data, (T*)nullptr, N, 0, V, C,
+                              stream, 1.75f);
             embedding_backward_weight(da.data, (float*)nullptr, d.data, t.data, z.data, z.data,
                                       scratch.data, N, 0, V, 1, C, false, stream, 1.75f);
             crossentropy_forward_backward(loss.data, l.data, goal.data, scale, N, C - 1, C, stream);
@@ -179,8 +189,8 @@ template <typename T> void part_and_scale_kernels(Check& c) {
     }
 }
 
-// Latent attention's heads, wider than a block and narrower, values as wide as keys and narrower; the
-// rotary part lies in longer rows.
+// Latent attention's heads, wider than a block and narrower, values as wide as keys and narrower;
+// the rotary part lies in longer rows.
 template <typename T> void latent_heads_kernels(Check& c) {
     for (LatentHeads d : {LatentHeads{3, 12, 6, 4}, {5, 96, 96, 32}, {1, 5, 4, 2}}) {
         size_t N = 4, wide = N * d.NH * d.HS, narrow = N * d.NH * d.kv(), stride = d.rotary + 3;
@@ -205,17 +215,21 @@ template <typename T> void latent_heads_kernels(Check& c) {
         std::vector<double> on_cpu[4] = {k, v, dkv, drope};
         for (auto& x : on_cpu) std::fill(x.begin(), x.end(), 7);
         on_cpu[3] = rope;
-        latent_heads_forward(on_cpu[0].data(), on_cpu[1].data(), kv.data(), rope.data(), stride, d, N, Cpu{});
-        latent_heads_backward(on_cpu[2].data(), on_cpu[3].data(), stride, dk.data(), dv.data(), d, N, Cpu{});
+        latent_heads_forward(on_cpu[0].data(), on_cpu[1].data(), kv.data(), rope.data(), stride, d,
+                             N, Cpu{});
+        latent_heads_backward(on_cpu[2].data(), on_cpu[3].data(), stride, dk.data(), dv.data(), d,
+                              N, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
-            Array<T> a(kv), b(rope), da(dk), db(dv), key(wide), value(wide), both(narrow), turned(rope);
+            Array<T> a(kv), b(rope), da(dk), db(dv), key(wide), value(wide), both(narrow),
+                turned(rope);
             latent_heads_forward(key.data, value.data, a.data, b.data, stride, d, N, stream);
             latent_heads_backward(both.data, turned.data, stride, da.data, db.data, d, N, stream);
             o.add("k", key, k, 0), o.add("v", value, v, 0), o.add("dkv", both, dkv, 0);
             o.add("dk_rope", turned, drope, tolerance<T>(d.NH), double(d.NH));
             const std::vector<double>* want[] = {&k, &v, &dkv, &drope};
-            for (int i = 0; i < 4; i++) o.add("on the CPU", Array<double>(on_cpu[i]), *want[i], 1e-14, 1);
+            for (int i = 0; i < 4; i++)
+                o.add("on the CPU", Array<double>(on_cpu[i]), *want[i], 1e-14, 1);
         });
     }
 }

@@ -104,9 +104,10 @@ inline void router_test(Check& c) {
         std::vector<int> limited_ids(N * some_K);
         Doubles limited_gates(N * some_K);
         route_forward(limited_ids.data(), limited_gates.data(), x.data(), limited, N, CPU);
-        expect(c, limited_ids == best_of(left, N, all, some_K), "groups are other ones than a sort's");
+        expect(c, limited_ids == best_of(left, N, all, some_K),
+               "groups are other ones than a sort's");
 
-        // Of equals the lower expert, and a NaN last: ids are experts even where all are NaN.
+        // Equals go to the lower expert, NaN comes last: ids are experts even if all are NaN.
         Doubles ties(2 * E, 0.5);
         ties[0] = NAN;
         std::fill(ties.begin() + long(E), ties.end(), NAN);
@@ -331,7 +332,8 @@ inline void experts_grad(Check& c) {
 
     // The gather's backward pass is the sum of a token's rows.
     const double* no_residual = nullptr;
-    combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), &s.starts[E], N, K, C, CPU);
+    combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), &s.starts[E], N, K, C,
+                  CPU);
     gradient(c, "x", loss, x, dx);
 }
 

@@ -79,7 +79,8 @@ inline void nf4_test(Check& c) {
     error = relative_error(rows, x);
     expect(c, std::fabs(error / 0.0070 - 1) < 0.02, "error of int8: " + std::to_string(error));
 
-    // What comes back is rounded to T once, and has the same codes: its largest is a code of 1.
+    // A value that comes back is rounded to T once, and has the same code: the largest has
+    // that of 1.
     std::vector<bf16> narrow = w.back<bf16>(n);
     close(c, "bf16", narrow, rounded<bf16>(as_double(w.back<float>(n))), 0);
     expect(c, Nf4Bytes(w.back<float>(n)).codes == w.codes, "other codes the second time");

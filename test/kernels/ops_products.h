@@ -546,7 +546,7 @@ inline void attention_test(Check& c) {
     attention_bits<double>(c, blocks);
     attention_nan(c);
 
-    // What the tiles do not take, and what other techniques ask of partial results.
+    // Shapes that the tiles do not take, and partial results as other techniques ask for them.
     attention_known(c);
     for (int kind = 0; kind < 4; kind++) {
         AttentionInputs x = unusual_inputs(c, 9, 30, kind, kind % 2);

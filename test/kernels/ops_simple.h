@@ -715,7 +715,8 @@ inline void objective_test(Check& c) {
         expect(c, same.total(2) == 0 && same.total(3) == 0, "a draw");
     }
 
-    // Rows that ask and rows of padding have nothing; a window without the rejected one counts none.
+    // Rows that ask and rows of padding have nothing; a window without the
+    // rejected one counts none.
     ObjectiveRun<double> two(all_objectives()[0], normals(c, 32), normals(c, 32));
     for (size_t i : {0, 6, 15, 16, 31}) expect(c, two.out[i] == 0, "coefficients of questions");
     expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 1, "pairs");
@@ -822,12 +823,13 @@ inline void adamw_perf(Perf& p) {
     size_t chunk = n / 2;
     std::vector<float> device_g(chunk, 1e-3f);
     std::vector<bf16> device_w(chunk);
-    memory_rate(p, "bf16 where an offloaded chunk lies, with its copies", 42.0 * double(chunk), [&] {
-        memcpy(g.data(), device_g.data(), chunk * sizeof(float));
-        adamw_update(w.data(), master.data(), g.data(), m.data(), v.data(), chunk,
-                     {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
-        memcpy(device_w.data(), w.data(), chunk * sizeof(bf16));
-    });
+    memory_rate(p, "bf16 where an offloaded chunk lies, with its copies", 42.0 * double(chunk),
+                [&] {
+                    memcpy(g.data(), device_g.data(), chunk * sizeof(float));
+                    adamw_update(w.data(), master.data(), g.data(), m.data(), v.data(), chunk,
+                                 {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
+                    memcpy(device_w.data(), w.data(), chunk * sizeof(bf16));
+                });
     memory_rate(p, "float, 32M parameters", 28.0 * double(n), [&] {
         adamw_update(master.data(), nullptr, g.data(), m.data(), v.data(), n,
                      {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);

@@ -23,7 +23,7 @@ static uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 // ----------------------------------------------------------------------------
 // conversions
 
-// What a format is by its definition: (mantissa or 1.mantissa) 2^exponent.
+// A format by its definition: (mantissa or 1.mantissa) 2^exponent.
 struct Definition {
     int mantissa, least, top; // bits, the least normal exponent, the code of the largest number
     double value(int code) const {
@@ -231,7 +231,7 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
             ASSERT_EQ(codes[i].bits, want.bits) << r << " " << c;
             ASSERT_EQ(transposed[c * rows + r].bits, want.bits) << r << " " << c;
 
-            // What the code stands for is exact in bf16; an infinity and a NaN do not hide.
+            // A code's value is exact in bf16; an infinity and a NaN do not hide.
             float value = float(double(to_float(want)) / scale);
             uint16_t bits = from_acc<bf16>(value).bits;
             ASSERT_EQ(values[i].bits, bits) << r << " " << c;
@@ -327,7 +327,7 @@ TEST(Fp8, ErrorsAreThoseOfTheFormats) {
 // ----------------------------------------------------------------------------
 // linear layers
 
-// What codes leave of a matrix, by definition: a scale for each block, the nearest code, in double.
+// Round a matrix to codes and back, in double: a scale for each block, and the nearest code.
 static std::vector<bf16> left_of(const std::vector<bf16>& x, size_t rows, size_t cols,
                                  Fp8Blocks blocks, const Definition& d) {
     std::vector<double> most(fp8_scales(rows, cols, blocks));
@@ -469,7 +469,7 @@ TEST(Fp8, LateScalesArePowersOfTwo) {
     EXPECT_EQ(fp8_late_scale(0x1p-140f), 0x1p-126f);
 }
 
-// What codes under a scale leave of a matrix: the largest number of what is too large.
+// Round a matrix to codes and back under one scale; too large an element becomes the largest code.
 static std::vector<bf16> late_left_of(const std::vector<bf16>& x, double scale,
                                       const Definition& d) {
     std::vector<bf16> left(x.size());
@@ -491,7 +491,8 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
             LinearOperandsOf all = {x, dy, w};
 
             auto rows = Fp8Blocks::ROWS, columns = Fp8Blocks::COLUMNS, squares = Fp8Blocks::SQUARES;
-            LinearOperandsOf across = {left_of(x, N, IC, rows, E4M3), left_of(dy, N, OC, rows, E4M3),
+            LinearOperandsOf across = {left_of(x, N, IC, rows, E4M3),
+                                       left_of(dy, N, OC, rows, E4M3),
                                        left_of(w, OC, IC, squares, E4M3)};
             LinearOperandsOf down = {left_of(x, N, IC, columns, E4M3),
                                      left_of(dy, N, OC, columns, E4M3), {}};

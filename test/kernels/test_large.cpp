@@ -210,8 +210,8 @@ template <typename T> void large_attention(Check& c) {
                 }
             }
             double spread = std::sqrt(size / double(s.HS));
-            close(c, "sum of dv over keys", got, want, sizeof(T) < 4 ? tolerance<T>(s.seq, 2) : 1e-4,
-                  4 * spread);
+            close(c, "sum of dv over keys", got, want,
+                  sizeof(T) < 4 ? tolerance<T>(s.seq, 2) : 1e-4, 4 * spread);
         }
     }
 }

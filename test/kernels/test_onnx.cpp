@@ -1,8 +1,7 @@
 // test_onnx.cpp - the operators against the ONNX operator tests, where the fixtures are at hand
-//   Each case is a safetensors file: in.NAME, out.NAME, and its attributes in the metadata. What
-//   our operators cannot
-//   express (masks other than causal, softcap, other scales, past keys, float16) is counted and
-//   left out.
+//   Each case is a safetensors file: in.NAME, out.NAME, and its attributes in the metadata. Cases
+//   that our operators cannot express (masks other than causal, softcap, other scales, past keys,
+//   float16) are counted and left out.
 #include <dirent.h>
 #include "../../llmc/attention_tiled.cuh"
 #include "../../llmc/gelu.cuh"

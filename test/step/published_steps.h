@@ -51,9 +51,9 @@ struct TableRow {
     double number; // seconds, or TFLOP/s a card
 };
 
-// arXiv:2104.04473, table 1 of the weak scaling on Selene (A100-80, a 200 Gb/s link a card): TFLOP/s a
-// card by that paper's count of FLOPs. Heads and the split of tp and pp are from memory of the paper;
-// tables in Megatron-LM's repository have their product.
+// arXiv:2104.04473, table 1 of the weak scaling on Selene (A100-80, a 200 Gb/s link a card):
+// TFLOP/s a card by that paper's count of FLOPs. Heads and the split of tp and pp are from memory
+// of the paper; tables in Megatron-LM's repository have their product.
 static const TableRow megatron_a100[] = {
     {"1.7B", 24, 2304, 24, 1, 1, 32, 512, 137},
     {"3.6B", 32, 3072, 30, 2, 1, 64, 512, 138},

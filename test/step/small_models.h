@@ -41,8 +41,8 @@ inline Shape small_neox(size_t L = 3, size_t NH = 3, size_t C = 24) {
     return neox_shape(L, NH, C, 61, 32);
 }
 constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
-// Experts that tensor parallelism can cut in 2 and 4: one of three for a token, or two of six, whose
-// q and k are normed.
+// Experts that tensor parallelism can cut in 2 and 4: one of three for a token, or two of six,
+// whose q and k are normed.
 inline Shape small_mixtral(bool qwen = false) {
     Shape s = qwen ? small_qwen3() : small_llama();
     s.family = Family::MIXTRAL, s.hf_type = qwen ? "qwen3_moe" : "mixtral";
@@ -68,7 +68,7 @@ inline Shape with_lora(Shape s, size_t rank, const std::string& targets = "all",
     s.adapters = std::make_shared<const Adapters>(adapters);
     return s;
 }
-// Of one half the model's last blocks have adapters alone.
+// Only blocks of the model's second half have adapters.
 inline Shape with_late_lora(Shape s, size_t rank) {
     s = with_lora(s, rank);
     Adapters late = *s.adapters;
@@ -169,8 +169,8 @@ template <typename T> struct Fixture : Small<T> {
         t.window = random_window(s, plans[0].T);
     }
 
-    // norms' weights and biases away from one and zero, matrices larger: so that nothing cancels by
-    // accident
+    // Move norms' weights and biases away from one and zero, and make matrices larger: nothing
+    // cancels by accident then.
     void perturb(uint64_t seed, double nudge = 0) {
         for (const Parameter& p : t.model.parameters) {
             std::vector<double> v(p.elements());

@@ -1,5 +1,5 @@
-// test_budget.cpp - recomputation under a budget: live bytes by a sum against the arena's, the choice
-// against all there are, the order of levels, the FLOPs
+// test_budget.cpp - recomputation under a budget: the choice against all that there are
+//   Live bytes by a sum against the arena's, the order of levels, and FLOPs.
 #include "../../llmc/budget.h"
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/presets.h"
@@ -13,7 +13,9 @@ namespace {
 // Numbers below `n`, the same in each run.
 struct Draw {
     uint64_t seed, at = 0;
-    int operator()(int n) { return int(random_block(seed, fnv1a("test.budget"), at++)[0] % uint32_t(n)); }
+    int operator()(int n) {
+        return int(random_block(seed, fnv1a("test.budget"), at++)[0] % uint32_t(n));
+    }
 };
 
 // A training plan of a random small model, with a random layout around the rank of a pipeline.
@@ -27,7 +29,8 @@ struct Case {
         if (draw(2)) {
             shape = gpt2_shape(size_t(L), 4, C, 40 + size_t(draw(300)), 64);
         } else {
-            shape = llama_shape(size_t(L), 4, size_t(1) << draw(3), C, size_t(20 + draw(100)), 53, 64, 1e4);
+            shape = llama_shape(size_t(L), 4, size_t(1) << draw(3), C, size_t(20 + draw(100)), 53,
+                                64, 1e4);
             shape.qk_norm = draw(2);
         }
         shape.tied = draw(2);
@@ -50,10 +53,13 @@ struct Case {
         Arena full = place(Recompute::FULL);
         return instants_of(full, make_plan(layout, model, options), model);
     }
-    LevelCosts costs() { return level_costs<bf16>(make_plan(layout, model, options), model, Cpu{}); }
+    LevelCosts costs() {
+        return level_costs<bf16>(make_plan(layout, model, options), model, Cpu{});
+    }
     std::vector<Recompute> random_levels(Draw& draw) {
         std::vector<Recompute> levels(size_t(model.layers()), Recompute::NONE);
-        for (int l = 1; l < model.head(); l++) levels[size_t(l)] = Recompute(draw(RECOMPUTE_LEVELS));
+        for (int l = 1; l < model.head(); l++)
+            levels[size_t(l)] = Recompute(draw(RECOMPUTE_LEVELS));
         return levels;
     }
     std::vector<int> blocks() {
@@ -94,7 +100,7 @@ TEST(Budget, TheListHasTheCheapestOfAll) {
         LevelCosts costs = c.costs();
         std::vector<int> blocks = c.blocks();
 
-        // What each of the 5^L costs and lives on; those of the list.
+        // Costs and memory of each of the 5^L choices; and of the list's.
         typedef std::tuple<double, size_t, size_t> Costs; // FLOPs, bytes redone, live bytes
         auto costs_of = [&](auto level_of) {
             std::vector<Recompute> levels(size_t(c.model.layers()), Recompute::NONE);
@@ -142,7 +148,8 @@ TEST(Budget, TheFirstThatFitsIsChosen) {
             std::vector<size_t> bytes;
             for (const LevelCounts& counts : list) {
                 std::vector<Recompute> levels(size_t(c.model.layers()), Recompute::NONE);
-                for (size_t i = 0; i < blocks.size(); i++) levels[size_t(blocks[i])] = counts.of(int(i));
+                for (size_t i = 0; i < blocks.size(); i++)
+                    levels[size_t(blocks[i])] = counts.of(int(i));
                 bytes.push_back(c.place(levels).device().bytes);
             }
             size_t low = *std::min_element(bytes.begin(), bytes.end());
@@ -176,7 +183,7 @@ TEST(Budget, TheFirstThatFitsIsChosen) {
     }
 }
 
-// Those that keep least come first: no other order lives on less.
+// Layers that keep least come first: no other order lives on less.
 TEST(Budget, NoOrderTakesLess) {
     Draw draw = {7};
     for (int trial = 0; trial < 40; trial++) {
@@ -187,20 +194,23 @@ TEST(Budget, NoOrderTakesLess) {
         std::vector<int> blocks = c.blocks();
         if (blocks.empty()) continue;
         std::vector<Recompute> levels = c.random_levels(draw);
-        auto kept = [&](Recompute r) { return costs[size_t(r)].kept[0] + costs[size_t(r)].kept[1]; };
+        auto kept = [&](Recompute r) {
+            return costs[size_t(r)].kept[0] + costs[size_t(r)].kept[1];
+        };
         auto mine = levels.begin() + blocks.front(), end = levels.begin() + blocks.back() + 1;
         std::sort(mine, end, [&](Recompute x, Recompute y) { return kept(x) < kept(y); });
         size_t least = live_bytes(instants, costs, levels);
         std::reverse(mine, end);
         EXPECT_LE(least, live_bytes(instants, costs, levels));
         for (int i = 0; i < 10; i++) {
-            for (auto at = mine + 1; at < end; at++) std::iter_swap(at, mine + draw(int(at - mine) + 1));
+            for (auto at = mine + 1; at < end; at++)
+                std::iter_swap(at, mine + draw(int(at - mine) + 1));
             EXPECT_LE(least, live_bytes(instants, costs, levels));
         }
     }
 }
 
-// What a block redoes at most is its forward pass but for the last product, as mfu.h counts it.
+// A block redoes at most its forward pass but for the last product, as mfu.h counts it.
 TEST(Budget, RedoneFlopsAreMfusOwn) {
     for (const Preset& preset : model_presets()) {
         Model model = make_model(preset.shape);

@@ -227,8 +227,8 @@ void test_outstanding(const Comm& c, int rounds) {
     }
 }
 
-// The world as rows (tp) and columns (dp); half of the ranks finish one group first, half the
-// other.
+// The world has rows (tp) and columns (dp). Half of the ranks finish the row
+// first, half the column.
 void test_grid(const Comm& world, int tp_size) {
     int dp_size = world.size / tp_size, dp = world.rank / tp_size, tp = world.rank % tp_size;
     if (world.rank >= dp_size * tp_size) return;
@@ -259,8 +259,7 @@ void test_grid(const Comm& world, int tp_size) {
     barrier(down, Cpu());
 }
 
-// Two groups of the same name and ranks are two, even where one rank makes both before another
-// comes.
+// Groups of the same name and ranks are two, even if a rank makes both before another makes one.
 void test_split_twice(const Comm& c) {
     std::vector<int> all;
     for (int r = 0; r < c.size; r++) all.push_back(r);
@@ -436,7 +435,8 @@ template <typename S> void test_halves_apart(const Comm& c, S where) {
     const size_t bytes = 1 << 20; // more than MPI sends before it is asked
     int peer = c.rank ^ 1;
     if (peer >= c.size) return;
-    char* large = static_cast<char*>(device_memory(bytes, where)); // (bytes), from even to odd ranks
+    char* large =
+        static_cast<char*>(device_memory(bytes, where)); // (bytes), from even to odd ranks
     char* small = static_cast<char*>(device_memory(100, where));   // (100), from odd to even ranks
     CommMessage large_message = {large, bytes, peer, c.rank % 2 == 0};
     CommMessage small_message = {small, 100, peer, c.rank % 2 == 1, 1};
@@ -1083,8 +1083,10 @@ TEST(Nccl, CommunicatorsOfLayouts) {
     expect(4, "tp=4", "rank 0: init 4; 'world', 'tp'; ");
     expect(2, "pp=2", "rank 1: init 2; 'world', 'pp', 'tie'; ");
     expect(4, "dp=2 tp=2", "rank 0: init 4; split 0: 2; init 2; 'world'; 'shard'; 'tp'; ");
-    expect(4, "dp=2 pp=2", "rank 2: init 4; split 0: 2; split 0: 2; 'world'; 'shard'; 'pp', 'tie'; ");
-    expect(4, "dp=4 group=2", "rank 1: init 4; split 0: 2; split 0: 2; 'world'; 'shard'; 'replica'; ");
+    expect(4, "dp=2 pp=2",
+           "rank 2: init 4; split 0: 2; split 0: 2; 'world'; 'shard'; 'pp', 'tie'; ");
+    expect(4, "dp=4 group=2",
+           "rank 1: init 4; split 0: 2; split 0: 2; 'world'; 'shard'; 'replica'; ");
     expect(4, "tp=4 kv", "rank 0: init 4; split 0: 2; 'world', 'tp'; 'kv'; ");
     // A tied table: the ends of a pipeline, while those between them stand aside.
     expect(3, "pp=3", "rank 0: init 3; split 0: 2; 'world', 'pp'; 'tie'; ");
@@ -1097,10 +1099,12 @@ TEST(Nccl, FailuresNameTheCommunicator) {
         EXPECT_NE(said.find(message), std::string::npos) << said;
         EXPECT_NE(said.find("[failed]"), std::string::npos) << said;
     };
-    expect("dp=2 tp=2 error", "rank 3: NCCL says of 'tp': remote process exited, during action F(0)");
+    expect("dp=2 tp=2 error",
+           "rank 3: NCCL says of 'tp': remote process exited, during action F(0)");
     expect("dp=2 pp=2 error", "rank 3: NCCL says of 'pp', 'tie': remote process exited");
-    expect("dp=2 tp=2 late", " s for its stream, with collectives on 'world'; 'shard'; 'tp', during "
-                             "action F(0)");
+    expect("dp=2 tp=2 late",
+           " s for its stream, with collectives on 'world'; 'shard'; 'tp', during "
+           "action F(0)");
 }
 #endif
 #endif

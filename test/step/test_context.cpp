@@ -1,5 +1,5 @@
-// test_context.cpp - attention over sequences that ranks share is attention over the whole ones: each
-// method in every order, against the definition, with documents that start anywhere
+// test_context.cpp - attention over shared sequences is attention over whole ones
+//   Each method in every order, against the definition, with documents that start anywhere.
 #include <map>
 #include <numeric>
 #include <random>
@@ -38,7 +38,8 @@ template <typename T> Whole whole_of(Shape shape, size_t T_, bool alibi, unsigne
     Whole w;
     w.shape = shape, w.T = T_;
     size_t N = w.B * w.T;
-    for (auto [x, width] : {std::pair{&w.q, w.Q()}, {&w.k, w.KV()}, {&w.v, w.KV()}, {&w.dout, w.Q()}})
+    for (auto [x, width] :
+         {std::pair{&w.q, w.Q()}, {&w.k, w.KV()}, {&w.v, w.KV()}, {&w.dout, w.Q()}})
         for (size_t i = 0; i < N * width; i++)
             x->push_back(double(to_acc(from_acc<T>(acc_t<T>(normal(random))))));
     for (size_t b = 0, start = 0; b < w.B; b++)
@@ -49,15 +50,22 @@ template <typename T> Whole whole_of(Shape shape, size_t T_, bool alibi, unsigne
     if (alibi) w.slopes.resize(shape.NH), alibi_slopes(w.slopes.data(), shape.NH);
 
     int window = shape.sliding_window ? int(shape.sliding_window) : INT_MAX;
-    AttentionOperands<double> x = {w.q.data(), w.k.data(), w.v.data(), w.dout.data(),
-                                   w.positions.data(), w.positions.data(), w.doc_start.data(),
-                                   alibi ? w.slopes.data() : nullptr,
-                                   {w.B, w.T, w.T, shape.NH, shape.NKV, shape.HS, w.Q(), w.KV(), window}};
+    AttentionOperands<double> x = {
+        w.q.data(),
+        w.k.data(),
+        w.v.data(),
+        w.dout.data(),
+        w.positions.data(),
+        w.positions.data(),
+        w.doc_start.data(),
+        alibi ? w.slopes.data() : nullptr,
+        {w.B, w.T, w.T, shape.NH, shape.NKV, shape.HS, w.Q(), w.KV(), window}};
     std::vector<double> lse(N * shape.NH);
     w.out.resize(N * w.Q()), w.dq.resize(N * w.Q());
     w.dk.resize(N * w.KV()), w.dv.resize(N * w.KV());
     attention_forward_reference(w.out.data(), lse.data(), x);
-    attention_backward_reference(w.dq.data(), w.dk.data(), w.dv.data(), w.out.data(), lse.data(), x);
+    attention_backward_reference(w.dq.data(), w.dk.data(), w.dv.data(), w.out.data(), lse.data(),
+                                 x);
     return w;
 }
 
@@ -84,12 +92,14 @@ double of_norm(const std::vector<double>& x, const std::vector<double>& want) {
     return std::sqrt(error / all);
 }
 
-// Ranks run it in T, each with its rows, q, k and v side by side; their rows go back to their places.
+// Ranks run it in T, each with its rows, q, k and v side by side; their rows
+// go back to their places.
 template <typename T>
 std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, ContextMethod method,
                                                      ContextOrder order, int neighbours = 1) {
     std::map<std::string, std::vector<double>> whole;
-    for (auto [name, width] : {std::pair{"out", w.Q()}, {"dq", w.Q()}, {"dk", w.KV()}, {"dv", w.KV()}})
+    for (auto [name, width] :
+         {std::pair{"out", w.Q()}, {"dq", w.Q()}, {"dk", w.KV()}, {"dv", w.KV()}})
         whole[name].assign(w.B * w.T * width, NAN);
     std::mutex mutex;
     LocalSettings settings;
@@ -100,16 +110,21 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
         std::vector<int> ints(p.input_numbers());
         std::vector<T> qkv(N * row), dqkv(N * row), dout(N * Q), out(N * Q);
         std::vector<acc_t<T>> lse(N * w.shape.NH);
-        auto place = [&](size_t b, size_t i) { return b * w.T + context_row(order, p.layout.cp, w.T, i); };
+        auto place = [&](size_t b, size_t i) {
+            return b * w.T + context_row(order, p.layout.cp, w.T, i);
+        };
 
         // Take this rank's rows, as LOAD does.
         for (size_t b = 0; b < w.B; b++) {
             for (size_t i = 0; i < t; i++) {
                 size_t at = place(b, i), mine = b * t + i;
                 auto q = in_type<T>({w.q.begin() + long(at * Q), w.q.begin() + long((at + 1) * Q)}),
-                     k = in_type<T>({w.k.begin() + long(at * KV), w.k.begin() + long((at + 1) * KV)}),
-                     v = in_type<T>({w.v.begin() + long(at * KV), w.v.begin() + long((at + 1) * KV)}),
-                     d = in_type<T>({w.dout.begin() + long(at * Q), w.dout.begin() + long((at + 1) * Q)});
+                     k = in_type<T>(
+                         {w.k.begin() + long(at * KV), w.k.begin() + long((at + 1) * KV)}),
+                     v = in_type<T>(
+                         {w.v.begin() + long(at * KV), w.v.begin() + long((at + 1) * KV)}),
+                     d = in_type<T>(
+                         {w.dout.begin() + long(at * Q), w.dout.begin() + long((at + 1) * Q)});
                 std::copy(q.begin(), q.end(), qkv.begin() + long(mine * row));
                 std::copy(k.begin(), k.end(), qkv.begin() + long(mine * row + Q));
                 std::copy(v.begin(), v.end(), qkv.begin() + long(mine * row + Q + KV));
@@ -132,7 +147,9 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
         AttentionDims d = cp > 1 ? context_attention_shape(w.shape, p.layout, w.B, w.T)
                                  : attention_shape(w.shape, w.B, w.T, w.T);
         std::vector<char> work(attention_scratch_bytes<T>(d, threads_here(Cpu{}), Cpu{}) + 512),
-            scratch(cp > 1 ? context_scratch_bytes<T>(w.shape, p.layout, w.B, w.T, true) + 512 : 512, -1);
+            scratch(
+                cp > 1 ? context_scratch_bytes<T>(w.shape, p.layout, w.B, w.T, true) + 512 : 512,
+                -1);
         blas_scratch(ctx.blas, work.data() + 256 - uintptr_t(work.data()) % 256, work.size() - 512);
         ctx.context = scratch.data() + 256 - uintptr_t(scratch.data()) % 256;
 
@@ -162,7 +179,8 @@ Shape heads(size_t NH, size_t NKV, size_t HS, size_t window = 0) {
     return s;
 }
 
-constexpr ContextMethod METHODS[] = {ContextMethod::GATHER, ContextMethod::ULYSSES, ContextMethod::RING};
+constexpr ContextMethod METHODS[] = {ContextMethod::GATHER, ContextMethod::ULYSSES,
+                                     ContextMethod::RING};
 constexpr ContextOrder ORDERS[] = {ContextOrder::ZIGZAG, ContextOrder::CONTIGUOUS,
                                    ContextOrder::STRIPED};
 
@@ -201,19 +219,22 @@ TEST(Context, HybridsAreWholeSequencesToo) {
                 // Key/value heads: a share for each, or one that several take.
                 size_t window = ++seed % 3 ? 0 : 9, key_heads = seed % 2 ? 4 : 1;
                 int cp = neighbours * groups;
-                Whole want = whole_of<double>(heads(4, key_heads, 4, window), 48, seed % 4 < 2, seed);
+                Whole want =
+                    whole_of<double>(heads(4, key_heads, 4, window), 48, seed % 4 < 2, seed);
                 auto got = run_ranks<double>(want, cp, method, order, neighbours);
                 for (auto [name, exact] : {std::pair{"out", &want.out}, {"dq", &want.dq},
                                            {"dk", &want.dk}, {"dv", &want.dv}})
                     EXPECT_LT(largest(got[name], *exact), 1e-13)
                         << name << " " << neighbours << " x " << groups << " method " << int(method)
-                        << " order " << int(order) << " window " << window << " key heads " << key_heads;
+                        << " order " << int(order) << " window " << window << " key heads "
+                        << key_heads;
             }
 }
 
-// In bf16 eight ranks add up what each makes of a key. Gather and the ring add in float and round
-// once, as one rank does: the ring has rounded parts of out besides. Ulysses rounds each rank's part
-// of the one key head, once: an error of at most 2^-9 of it. Sums in bf16 would lose twice as much.
+// In bf16 eight ranks add up what each makes of a key. Gather and the ring add in float and
+// round once, as one rank does: the ring has rounded parts of out besides. Ulysses rounds
+// each rank's part of the one key head, once: an error of at most 2^-9 of it. Sums in bf16
+// would lose twice as much.
 TEST(Context, GradientsOfKeysLoseNothingByTheRanks) {
     Whole want = whole_of<bf16>(heads(8, 1, 16), 64, false, 7);
     auto one = run_ranks<bf16>(want, 1, ContextMethod::GATHER, ContextOrder::ZIGZAG);
@@ -279,23 +300,26 @@ TEST(Context, AStepSendsTheBytesThatExplainSays) {
         for (ContextMethod method : METHODS)
             for (auto [cp, neighbours] : {std::pair{2, 1}, {4, 1}, {4, 2}}) {
                 if (neighbours > 1 && method == ContextMethod::ULYSSES) continue;
-                int failed = run_local_ranks(cp, {}, [&, cp = cp, neighbours = neighbours](const Comm& world) {
-                    Plan p = small_plan(2, 16, 2, {{Recompute::NONE, Recompute::FULL,
-                                                    Recompute::ATTN, Recompute::FFN}}, cp == 2);
-                    p.layout = layout_at(small_layout(1, 1, 1, cp), world.rank);
-                    p.layout.cp_method = method, p.layout.cp_heads = neighbours;
-                    Fixture<bf16> f(shape, {p}, 5);
-                    f.t.comms = make_comms(world, p.layout);
-                    std::map<std::string, size_t> sent;
-                    world.info->sent = &sent;
-                    run_plan(f.t, 0);
-                    size_t all = sent["cp"] + sent["cp heads"] + sent["cp keys"];
-                    EXPECT_GT(all, 0u);
-                    EXPECT_EQ(neighbours > 1, sent["cp"] == 0);
-                    EXPECT_EQ(all, context_plan_bytes<bf16>(f.t.plans[0], f.t.model))
-                        << "cp " << cp << " method " << int(method);
-                    world.info->sent = nullptr;
-                });
+                int failed = run_local_ranks(
+                    cp, {}, [&, cp = cp, neighbours = neighbours](const Comm& world) {
+                        Plan p = small_plan(
+                            2, 16, 2,
+                            {{Recompute::NONE, Recompute::FULL, Recompute::ATTN, Recompute::FFN}},
+                            cp == 2);
+                        p.layout = layout_at(small_layout(1, 1, 1, cp), world.rank);
+                        p.layout.cp_method = method, p.layout.cp_heads = neighbours;
+                        Fixture<bf16> f(shape, {p}, 5);
+                        f.t.comms = make_comms(world, p.layout);
+                        std::map<std::string, size_t> sent;
+                        world.info->sent = &sent;
+                        run_plan(f.t, 0);
+                        size_t all = sent["cp"] + sent["cp heads"] + sent["cp keys"];
+                        EXPECT_GT(all, 0u);
+                        EXPECT_EQ(neighbours > 1, sent["cp"] == 0);
+                        EXPECT_EQ(all, context_plan_bytes<bf16>(f.t.plans[0], f.t.model))
+                            << "cp " << cp << " method " << int(method);
+                        world.info->sent = nullptr;
+                    });
                 EXPECT_EQ(failed, 0);
             }
 }

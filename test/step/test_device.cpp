@@ -132,10 +132,11 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
 }
 
 // Gradients of the first step, and losses, norms and weights of three. `bound` is on gradients, in
-// the norm of each parameter's; a key's bias has none but rounding (softmax does not see it) and is
-// left out.
+// the norm of each parameter's; a key's bias is left out, for it has none but rounding (softmax
+// does not see it).
 template <typename T> void compare(const Shape& shape, double bound, Recompute r, bool split) {
-    // AdamW's first steps are the signs of the gradient, whose smallest elements bf16 decides by chance
+    // AdamW's first steps are the signs of the gradient, whose smallest elements
+    // bf16 decides by chance
     Plan plan = train_plan(r, split);
     plan.optimizer = sizeof(T) == 4 ? Optimizer::ADAMW : Optimizer::SGD;
     Small<T, Cpu> cpu(shape, {plan});
@@ -168,7 +169,8 @@ TEST(Device, StepInBf16) {
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()})
         compare<bf16>(s, 1e-2, Recompute::NONE, false);
 }
-// A value on the other side of a middle between two codes is off by 2^-3 of itself, not 2^-8: few are.
+// A value on the other side of a middle between two codes is off by 2^-3 of
+// itself, not 2^-8: few are.
 TEST(Device, StepInFp8) {
     Shape blocks = tiny_gpt2(), tensors = tiny_llama();
     blocks.fp8 = Fp8::BLOCK, tensors.fp8 = Fp8::TENSOR;
@@ -496,7 +498,7 @@ TEST(Graphs, ReplaysAreStepsInFloat) { compare_replays<float>(); }
 TEST(Graphs, ReplaysAreStepsInBf16) { compare_replays<bf16>(); }
 TEST(Graphs, ReplaysAreStepsInFp16) { compare_replays<fp16>(); }
 
-// What the host does in the middle of a plan is no graph's.
+// No graph holds what the host does in the middle of a plan.
 TEST(Graphs, WhatTheHostDoesIsNotCaptured) {
     auto [shape, plan] = steps_to_replay()[0];
     auto replays = [shape = shape](const Plan& p, const Comm& world, auto where) {
@@ -548,7 +550,7 @@ static std::string kernel_name(const void* kernel) {
     return name.substr(name.find_last_of(" :") + 1);
 }
 
-// What a layer's forward and backward pass launch for a micro-batch, by kernel.
+// Launches of a layer's forward and backward pass for a micro-batch, by kernel.
 static std::map<std::string, size_t> launches_of(const Shape& shape, int layer) {
     Plan plan = train_plan(Recompute::NONE, false);
     plan.micro_batches = 1;
@@ -617,7 +619,9 @@ template <typename T> void compare_launches() {
             EXPECT_TRUE(given[0][i] == given[1][i])
                 << "launch " << i << ", " << kernel_name(given[0][i].what) << " at byte "
                 << std::mismatch(given[0][i].arguments.begin(), given[0][i].arguments.end(),
-                                 given[1][i].arguments.begin()).first - given[0][i].arguments.begin();
+                                 given[1][i].arguments.begin())
+                           .first -
+                       given[0][i].arguments.begin();
     }
 }
 TEST(Graphs, StepsLaunchTheSame) {

@@ -1,4 +1,4 @@
-// test_generate.cpp - many texts at once: the tokens of each alone, in any number of slots and any layout
+// test_generate.cpp - many texts at once: each has its tokens alone, in any slots and any layout
 //   Runs $TRAIN_GPT (default build/train_gpt) where files and a terminal count.
 #include "../../llmc/run/talk.h"
 #include "../harness/testing.h"
@@ -11,7 +11,7 @@ using namespace llmc;
 
 constexpr size_t CACHE = 7, COUNT = 6;
 
-// What one text became.
+// One prompt's sample.
 struct Made {
     std::vector<int> tokens;
     Ended why = Ended::BY_STOP;
@@ -24,7 +24,8 @@ inline void PrintTo(const Made& m, std::ostream* out) {
     *out << "(" << int(m.why) << ")";
 }
 
-// Prompts of 1 to 5 tokens: some texts fill the cache, some have all their tokens, some meet the end.
+// Prompts of 1 to 5 tokens: some texts fill the cache, some have all their
+// tokens, some meet the end.
 static std::vector<std::vector<int>> some_prompts(const Shape& s) {
     std::vector<std::vector<int>> prompts;
     for (size_t p = 0; p < 4; p++) {
@@ -37,7 +38,8 @@ static std::vector<std::vector<int>> some_prompts(const Shape& s) {
 
 // Two samples of each prompt, as rank 0 of a layout makes them.
 template <typename T>
-static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout = {}, float temperature = 1) {
+static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout = {},
+                            float temperature = 1) {
     std::vector<std::vector<int>> prompts = some_prompts(s);
     std::vector<Text> texts;
     for (size_t p = 0; p < prompts.size(); p++)
@@ -55,8 +57,10 @@ static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout =
         Fixture<T> f(s, {p});
         f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
         MadeTexts made(texts.size());
-        generate(f.t, 0, texts, COUNT, how, [&](int64_t i, int token) { made[i].tokens.push_back(token); },
-                 [&](int64_t i, Ended why) { made[i].why = why; });
+        generate(
+            f.t, 0, texts, COUNT, how,
+            [&](int64_t i, int token) { made[i].tokens.push_back(token); },
+            [&](int64_t i, Ended why) { made[i].why = why; });
         if (world.rank == 0) first = made;
     };
     EXPECT_EQ(run_local_ranks(layout.world(), {}, body), 0);
@@ -86,7 +90,8 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
     };
     Layout stages = small_layout(1, 1, 2);
     stages.first_layer = {0, 2, 4};
-    for (const Shape& s : {gpt2_shape(2, 2, 16, 61, 32), llama_shape(2, 4, 2, 16, 24, 53, 64, 10000)}) {
+    for (const Shape& s :
+         {gpt2_shape(2, 2, 16, 61, 32), llama_shape(2, 4, 2, 16, 24, 53, 64, 10000)}) {
         MadeTexts alone = make_texts<double>(s, 4);
         EXPECT_EQ(make_texts<double>(s, 4, small_layout(1, 2)), alone) << "tp";
         EXPECT_EQ(make_texts<double>(s, 4, with(small_layout(1, 2), 0, true)), alone) << "sp";
@@ -99,7 +104,9 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
     }
     Layout experts = small_layout(2);
     experts.ep = 2;
-    EXPECT_EQ(make_texts<double>(small_mixtral(), 4, experts), make_texts<double>(small_mixtral(), 4)) << "ep";
+    EXPECT_EQ(make_texts<double>(small_mixtral(), 4, experts),
+              make_texts<double>(small_mixtral(), 4))
+        << "ep";
 }
 
 // A prompt is read once for its samples: two prompts with three samples each take two runs of rows,
@@ -121,7 +128,7 @@ TEST(Slots, APromptIsReadOnce) {
     EXPECT_EQ(runs, 2 + 2 * 4u);
 }
 
-// What a slot has read before is not read again, and nothing changes.
+// A slot does not read again what its cache has, and the text stays the same.
 TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
     for (const Shape& s : {small_gpt2(), small_llama()}) {
         Plan p = small_plan(1, 9, 1);
@@ -131,8 +138,12 @@ TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
         f.t.after = [&](const Action& a) { rows += a.layer == 0 ? f.t.ctx.batch.rows() : 0; };
         auto made = [&](const std::vector<int>& prompt, size_t cached, Ended* why = nullptr) {
             std::vector<int> tokens;
-            generate(f.t, 0, {{&prompt, 1, cached}}, 3, {}, [&](int64_t, int token) { tokens.push_back(token); },
-                     [&](int64_t, Ended ended) { if (why) *why = ended; });
+            generate(
+                f.t, 0, {{&prompt, 1, cached}}, 3, {},
+                [&](int64_t, int token) { tokens.push_back(token); },
+                [&](int64_t, Ended ended) {
+                    if (why) *why = ended;
+                });
             return tokens;
         };
         std::vector<int> first = {1, 2, 3, 4}, answer = made(first, 0), second = first;
@@ -172,8 +183,9 @@ TEST(Slots, WhatASlotHeldBeforeIsNotSeen) {
             if (double* cache = address<double>(f.t, {Kind::CACHE, l}))
                 std::fill_n(cache, 2 * CACHE * 2 * s.NKV * s.HS, dirt);
         std::vector<int> one = {1}, two = {2, 3, 4, 5, 6}, tokens;
-        generate(f.t, 0, {{&one, 1}, {&two, 2}}, 3, {}, [&](int64_t, int token) { tokens.push_back(token); },
-                 [](int64_t, Ended) {});
+        generate(
+            f.t, 0, {{&one, 1}, {&two, 2}}, 3, {},
+            [&](int64_t, int token) { tokens.push_back(token); }, [](int64_t, Ended) {});
         return tokens;
     };
     EXPECT_EQ(greedy(NAN), greedy(0));
@@ -200,24 +212,29 @@ struct Prompts : Scratch {
 };
 
 TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
-    std::string file = "--prompts " + put("p.jsonl", "{\"prompt\": \"line 1\", \"id\": 7}\n\n"
-                                                     "{\"prompt\": \"ab\xc3\xa9\"}\r\n{\"prompt\": \"of\"}\n");
+    std::string file = "--prompts " + put("p.jsonl",
+                                          "{\"prompt\": \"line 1\", \"id\": 7}\n\n"
+                                          "{\"prompt\": \"ab\xc3\xa9\"}\r\n{\"prompt\": \"of\"}\n");
     std::string made = completions(file + " --samples 2");
     EXPECT_HAS(made, "{\"prompt\":\"line 1\",\"id\":7,\"sample\":0,\"completion\":\"");
     EXPECT_HAS(made, "{\"prompt\":\"ab\xc3\xa9\",\"sample\":1,\"completion\":\"");
     EXPECT_HAS(made, "\"tokens\":6,\"end\":\"length\"}\n");
     EXPECT_EQ(std::count(made.begin(), made.end(), '\n'), 6);
-    for (const char* flags : {"--slots 1", "--slots 4", "--local-ranks 2 --tp 2", "--local-ranks 2 --pp 2",
-                              "--local-ranks 2 --zero 3"})
+    for (const char* flags : {"--slots 1", "--slots 4", "--local-ranks 2 --tp 2",
+                              "--local-ranks 2 --pp 2", "--local-ranks 2 --zero 3"})
         EXPECT_EQ(completions(file + " --samples 2 " + flags), made) << flags;
 
     // A third sample changes nothing of the first two; a file gets what standard output got.
     std::string more = completions(file + " --samples 3"), into = path("made.jsonl");
-    EXPECT_EQ(more.substr(0, more.find("\"sample\":2")).find(made.substr(0, made.find("\"id\":7,\"sample\":1"))), 0u);
+    EXPECT_EQ(more.substr(0, more.find("\"sample\":2"))
+                  .find(made.substr(0, made.find("\"id\":7,\"sample\":1"))),
+              0u);
     EXPECT_HAS(more, made.substr(made.find("{\"prompt\":\"of\"")).substr(0, 60));
-    EXPECT_HAS(completions(file + " --samples 2 --completions " + into), "6 completions, 36 tokens, ");
+    EXPECT_HAS(completions(file + " --samples 2 --completions " + into),
+               "6 completions, 36 tokens, ");
     EXPECT_EQ(read_file(into), made);
-    EXPECT_HAS(completions("--prompts " + put("p.txt", "line 1\n\nof\n")), "{\"prompt\":\"of\",\"sample\":0,");
+    EXPECT_HAS(completions("--prompts " + put("p.txt", "line 1\n\nof\n")),
+               "{\"prompt\":\"of\",\"sample\":0,");
 }
 
 // One line for each fault, before anything is lost.
@@ -228,7 +245,8 @@ TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
         EXPECT_EQ(std::count(r.text.begin(), r.text.end(), '\n'), 1) << r.text;
         return r.text;
     };
-    EXPECT_HAS(refused("{\"prompt\": \"a\"}\n{\"prompt\":\n"), "p.jsonl:2: is no JSON object, or cut short\n");
+    EXPECT_HAS(refused("{\"prompt\": \"a\"}\n{\"prompt\":\n"),
+               "p.jsonl:2: is no JSON object, or cut short\n");
     EXPECT_HAS(refused("[1]"), "p.jsonl:1: is no JSON object");
     EXPECT_HAS(refused("{\"text\": \"a\"}"), "p.jsonl:1: has no \"prompt\" that is a text\n");
     EXPECT_HAS(refused("\n{\"prompt\": \"\"}"), "p.jsonl:2: its prompt is empty\n");
@@ -249,7 +267,8 @@ TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
 // ----------------------------------------------------------------------------
 // a talk
 
-// Characters come whole, however their bytes arrive; what is none, or a terminal's order, is U+FFFD.
+// Characters come whole, however their bytes arrive; what is none, or a terminal's order, is
+// U+FFFD.
 TEST(Talks, CharactersAreWhole) {
     auto shown = [](const std::string& bytes, size_t piece) {
         std::string waits, text;
@@ -266,7 +285,8 @@ TEST(Talks, CharactersAreWhole) {
     for (size_t piece : {1, 2, 3, 99}) {
         EXPECT_EQ(shown(good, piece), good);
         EXPECT_EQ(shown("\xe2\x82" "a", piece), none + none + "a");
-        EXPECT_EQ(shown("\xff\xc0\xed\xa0\x80\xf0\x9f", piece), none + none + none + none + none + none + none);
+        EXPECT_EQ(shown("\xff\xc0\xed\xa0\x80\xf0\x9f", piece),
+                  none + none + none + none + none + none + none);
         EXPECT_EQ(shown("\x1b[2J\t\x7f", piece), none + "[2J\t" + none);
     }
 }
@@ -287,17 +307,21 @@ TEST_F(Prompts, ATalkRunsThroughAPipe) {
     Ran r = talk("hi\\nyou\\n");
     EXPECT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "chat format: plain\n");
-    for (size_t i = 0, n; i < r.text.size(); i += n) ASSERT_GT(n = utf8_length(r.text.substr(i)), 0u);
+    for (size_t i = 0, n; i < r.text.size(); i += n)
+        ASSERT_GT(n = utf8_length(r.text.substr(i)), 0u);
     EXPECT_EQ(talk("hi\\nyou", "--local-ranks 2 --tp 2").status, 0);
 
     // /reset forgets: the second answer is that of a first question with the second's numbers.
     EXPECT_HAS(talk("hi\\n/reset\\nyou\\n/quit\\nno\\n").text, "\n(forgotten)\n");
-    EXPECT_EQ(talk("\\n/quit\\nno\\n").text.find("answer stops "), std::string::npos) << "nothing was asked";
+    EXPECT_EQ(talk("\\n/quit\\nno\\n").text.find("answer stops "), std::string::npos)
+        << "nothing was asked";
 
-    // What has no room is said, and the talk goes on.
+    // Turns that have no room are named, and the talk goes on.
     std::string cut = talk("hi\\nhello there\\nand so on\\n").text;
     EXPECT_HAS(cut, "note: the talk is longer than the model's 64 positions: its first ");
     std::string longer = talk(std::string(60, 'a') + "\\nhi\\n").text;
-    EXPECT_HAS(longer, " more than the model's 64 positions have room for, with 6 for an answer: ask a shorter one\n");
+    EXPECT_HAS(longer,
+               " more than the model's 64 positions have room for, with 6 for an answer: ask a "
+               "shorter one\n");
     EXPECT_HAS(longer, "note: the answer stops at --sample-tokens\n");
 }

@@ -65,7 +65,7 @@ struct LayoutCase {
     }
 };
 
-// What a run leaves, by parameter as files have it: whole, in double.
+// A run's results, by parameter as files have it: whole, in double.
 struct Result {
     std::vector<double> losses, norms, balance; // the last: MaxVio and least load of experts
     std::vector<std::vector<double>> first_grads, grads, weights;
@@ -74,8 +74,8 @@ struct Result {
     std::mutex mutex;
 };
 
-// What one rank keeps of a parameter, from `kept` on, into the whole; twice the same thing must be
-// the same bits.
+// Copy one rank's part of a parameter, from `kept` on, into the whole; where two ranks have it,
+// their bits must be the same.
 template <typename V>
 void collect(Result& r, std::vector<double>& whole, const V* kept, const Layout& layout,
              const Parameter& p, KeptRange part, const char* what) {
@@ -132,8 +132,8 @@ Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool ada
 }
 
 // A step in which every byte that an action does not read is poisoned before it, and is what it was
-// behind it, but for what the action writes: it must change no other byte, and all of what it writes
-// anew. An action that depends on other bytes gives other results.
+// behind it, but for what the action writes: it must change no other byte, and all of what it
+// writes anew. An action that depends on other bytes gives other results.
 template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) {
     constexpr unsigned char POISON = 0xff; // NaN
     const Plan& p = t.plans[0];
@@ -149,7 +149,8 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
                     std::fill_n(map.begin() + long(place->offset), place->bytes, 1);
         };
         mark(reads, x.reads), mark(writes, x.writes);
-        std::vector<unsigned char> before(arena.device().base, arena.device().base + arena.device().bytes);
+        std::vector<unsigned char> before(arena.device().base,
+                                          arena.device().base + arena.device().bytes);
         for (size_t i = 0; i < arena.device().bytes; i++)
             if (!reads[i]) arena.device().base[i] = POISON;
         run_action(t, a);
@@ -169,8 +170,9 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
                                ? t.model.buckets[size_t(d.of)].elements *
                                      (sent ? sizeof(bf16) : sizeof(acc_t<T>))
                                : place->bytes,
-                   untouched = size_t(std::count(arena.device().base + place->offset,
-                                                 arena.device().base + place->offset + bytes, POISON));
+                   untouched =
+                       size_t(std::count(arena.device().base + place->offset,
+                                         arena.device().base + place->offset + bytes, POISON));
             // expert-parallel ranks have room for more rows than they get
             if (p.layout.ep == 1 && untouched > bytes / 20 + 20 * 256)
                 wrong = action_text(a, t.model) + " does not write " + data_text(d, t.model);
@@ -287,7 +289,7 @@ double relative_error(const std::vector<double>& x, const std::vector<double>& y
     return x.size() == y.size() ? std::sqrt(difference / all) : INFINITY;
 }
 
-// Of losses, norms, gradients of the first and the last step, weights; of each parameter.
+// Compared are losses, norms, gradients of the first and the last step, weights; by parameter.
 constexpr const char* WHAT[] = {"losses", "norms", "first gradients", "gradients", "weights"};
 typedef std::array<std::vector<double>, 5> Errors;
 Errors errors_of(const Result& a, const Result& b) {
@@ -420,8 +422,8 @@ TEST(Layouts, SchedulesFromFilesAre1F1BBitByBit) {
     }
 }
 
-// Stage 1 is stage 0, stage 3 is stage 2, all of them are one with a single micro-batch; whatever
-// the pipeline.
+// Under any pipeline stage 1 is stage 0, stage 3 is stage 2, and one
+// micro-batch makes all the same.
 TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
     int number = 0;
     for (const Shape& shape : shapes())
@@ -446,8 +448,7 @@ TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
             }
 }
 
-// What access() says of a rank's actions is true on many ranks too: of what moves between them, and
-// of sums.
+// access() tells the truth on many ranks too, about messages between them and about their sums.
 TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
     int number = 0;
     for (int zero : {0, 1, 2, 3})
@@ -467,8 +468,8 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
         }
 }
 
-// Each of d parts p of the gradient s is off by at most 2^-9 |p|, and their sum by 2^-9 |s|. Parts of
-// other tokens are as long as s, or independent: sum |p| <= sqrt(d) |s|.
+// Each of d parts p of the gradient s is off by at most 2^-9 |p|, and their sum by 2^-9 |s|. Parts
+// of other tokens are as long as s, or independent: sum |p| <= sqrt(d) |s|.
 TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
     auto whole = [](const Result& r) {
         std::vector<double> all;
@@ -510,7 +511,8 @@ TEST(Layouts, OneGradientIsSentAtATime) {
             for (auto& [d, lives] : t.arena.passing[0])
                 for (const Place& life : lives) {
                     if (d.kind != Kind::SENT || at < life.first || life.last < at) continue;
-                    EXPECT_EQ(life.bytes, 2 * whole_elements(layout, t.model.buckets[size_t(d.of)]));
+                    EXPECT_EQ(life.bytes,
+                              2 * whole_elements(layout, t.model.buckets[size_t(d.of)]));
                     now++;
                 }
             most = std::max(most, now);
@@ -519,8 +521,8 @@ TEST(Layouts, OneGradientIsSentAtATime) {
     }
 }
 
-// bf16 with float masters goes the same ways. Tensor-parallel ranks round other sums: their losses
-// are near.
+// bf16 with float masters goes the same ways. Tensor-parallel ranks round other sums, and their
+// losses are only near.
 TEST(Layouts, StagesOfZeroInBf16) {
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
         LayoutCase one, cut;
@@ -601,8 +603,8 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
     }
 }
 
-// Delayed scaling: a maximum counts all ranks and micro-batches, and nothing twice. After a step all
-// layouts have the same scales; later ones have seen sums of gradients in another order.
+// Delayed scaling: a maximum counts all ranks and micro-batches, and nothing twice. After a step
+// all layouts have the same scales; later ones have seen sums of gradients in another order.
 TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
     for (Shape shape : {small_gpt2(), small_llama()}) {
         shape.fp8 = Fp8::DELAYED, shape.fp8_rule = {3, 0, false};
@@ -797,8 +799,8 @@ TEST(Layouts, AdaptersAreOneComputation) {
         }
 }
 
-// The variants of Llama take turns at the layouts. OLMo-2's norms of q and k lie over tensor-parallel
-// ranks, some of which share a key head.
+// The variants of Llama take turns at the layouts. OLMo-2's norms of q and k lie over
+// tensor-parallel ranks, some of which share a key head.
 TEST(Layouts, VariantsAreOneComputation) {
     std::map<std::tuple<std::string, bool, int>, OneRank> one_rank;
     int number = 0;
@@ -862,8 +864,9 @@ std::vector<LayoutCase> expert_layouts() {
     return all;
 }
 
-// Rows that nobody wants stay at home, and nothing changes by a bit: sums have the same terms in the
-// same order. Tokens choose few of many experts, or all the same one, so that ranks get nothing.
+// Rows that nobody wants stay at home, and nothing changes by a bit: sums have the same
+// terms in the same order. Tokens choose few of many experts, or all the same one, so
+// that ranks get nothing.
 TEST(Layouts, ExchangedRowsGiveTheBitsOfGatheredOnes) {
     bool adamw = false;
     for (LayoutCase l : expert_layouts()) {
@@ -919,8 +922,9 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
     }
 }
 
-// Latent attention, with and without a latent of queries, an ffn or experts behind it: every sixth
-// layout of data, tensor and pipeline ranks, some of experts and of sequences cut in all three ways.
+// Latent attention, with and without a latent of queries, an ffn or experts behind it: every
+// sixth layout of data, tensor and pipeline ranks, some of experts and of sequences cut in
+// all three ways.
 TEST(Layouts, LatentAttentionIsOneComputation) {
     std::map<std::tuple<bool, bool, int, size_t>, OneRank> one_rank;
     int number = 0, cells = 0;
@@ -949,8 +953,8 @@ TEST(Layouts, LatentAttentionIsOneComputation) {
     printf("%d layouts\n", cells);
 }
 
-// Stages of ZeRO, pipelines and recomputation change no bit of it, and rows that no token has chosen
-// are never read.
+// Stages of ZeRO, pipelines and recomputation change no bit of it, and rows that no token has
+// chosen are never read.
 TEST(Layouts, ExpertParallelRanksAreExactWhereOthersAre) {
     int number = 0;
     for (auto [dp, ep] : {std::pair{2, 2}, {4, 2}, {3, 3}}) {
@@ -1210,11 +1214,12 @@ TEST(Layouts, TheGridsOrderChangesNothing) {
     EXPECT_EQ(places.size(), 12u);
 }
 
-// What --seed means no layout changes.
+// No layout changes what --seed means.
 TEST(Layouts, InitialWeightsAreThoseOfOneRank) {
     for (const Shape& shape : {gpt2_for_tp(false), llama_for_tp(true)}) {
         std::vector<std::vector<float>> want;
-        for (LayoutCase l : {LayoutCase{1, 1, 1}, LayoutCase{2, 2, 1}, LayoutCase{1, 2, 2}, LayoutCase{3, 1, 1}}) {
+        for (LayoutCase l :
+             {LayoutCase{1, 1, 1}, LayoutCase{2, 2, 1}, LayoutCase{1, 2, 2}, LayoutCase{3, 1, 1}}) {
             l.zero = l.dp > 1 ? 3 : 0;
             auto body = [&](const Comm& world) {
                 Layout me = layout_of(l, world.rank);

@@ -1,4 +1,4 @@
-// test_life.cpp - the life of a run: a second run, a signal, a full disk, ruined weights lose nothing
+// test_life.cpp - a run's life: a second run, a signal, a full disk, ruined weights lose nothing
 //   Runs $TRAIN_GPT (default build/train_gpt). ROUNDS=200 sends signals at so many random moments.
 #include <sys/mount.h>
 #include <sys/prctl.h>
@@ -173,7 +173,7 @@ TEST_F(Life, FlagsThatAreLeftOutAreTheCheckpoints) {
     EXPECT_EQ(sample.status, 0) << sample.text;
     EXPECT_HAS(sample.text, "weights: " + out + "/step_00000004");
 
-    // What is given counts, and what differs is said.
+    // A flag that is given counts, and a difference is said.
     Ran other = start("--resume --steps 6 --lr 0.001 --sample-tokens 0 --out " + out);
     EXPECT_EQ(other.status, 0) << other.text;
     EXPECT_HAS(other.text, "note: this run differs from its checkpoint: --steps was 4, "
@@ -282,9 +282,11 @@ static void stop_and_resume(const Life& t, const std::string& flags, int rounds)
             if (status == 0 || status == -number) break; // its last step was over already
 
             ASSERT_EQ(status, 128 + number) << child.text();
-            std::string text = child.text(), said = "stopped by " + signal_name(number) + " at step ";
+            std::string text = child.text(),
+                        said = "stopped by " + signal_name(number) + " at step ";
             EXPECT_HAS(text, said);
-            step = atoi(text.c_str() + text.find(said) + said.size()); // the next signal comes later
+            step =
+                atoi(text.c_str() + text.find(said) + said.size()); // the next signal comes later
             EXPECT_FALSE(t.steps(t.out).empty());
             stopped++;
         }
@@ -303,7 +305,8 @@ TEST_F(Life, SignalsStopAllRanksAfterTheSameStep) {
     stop_and_resume(*this, "--local-ranks 4 --pp 2 --zero 1 --batch-tokens 256", rounds());
 }
 TEST_F(Life, SignalsWaitForASaveBesideTheSteps) {
-    stop_and_resume(*this, "--local-ranks 2 --zero 1 --save-async --save-every 7", (rounds() + 1) / 2);
+    stop_and_resume(*this, "--local-ranks 2 --zero 1 --save-async --save-every 7",
+                    (rounds() + 1) / 2);
 }
 
 TEST_F(Life, OneProcessOfSeveralIsSignalled) {
@@ -321,7 +324,8 @@ TEST_F(Life, OneProcessOfSeveralIsSignalled) {
     kill(pid_t(atoll(read_file(path("pid.1")).c_str())), SIGUSR1);
     EXPECT_EQ(job.wait(), 128 + SIGUSR1) << job.text();
     EXPECT_HAS(job.text(), "stopped by SIGUSR1 at step ");
-    EXPECT_FALSE(has(job.text(), "\x1b")) << "mpirun's terminal is nobody's: no line changes in place";
+    EXPECT_FALSE(has(job.text(), "\x1b"))
+        << "mpirun's terminal is nobody's: no line changes in place";
     EXPECT_EQ(steps().size(), 1u);
 }
 
@@ -331,15 +335,18 @@ TEST_F(Life, ARankThatHangsIsNamedAndTheJobEnds) {
     std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 3 ";
     if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
         GTEST_SKIP() << "skipped: built without MPI";
-    std::string train = program() + " " + small + "--pp 3 --watchdog 2 --steps 1000000 --out " + out;
-    Child job(mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train + "'",
-              path("said"));
+    std::string train =
+        program() + " " + small + "--pp 3 --watchdog 2 --steps 1000000 --out " + out;
+    Child job(
+        mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train + "'",
+        path("said"));
     job.wait_for_step(3, 1000000);
     kill(pid_t(atoll(read_file(path("pid.2")).c_str())), SIGSTOP);
     double start = clock_seconds();
     EXPECT_NE(job.wait(), 0);
     EXPECT_LT(clock_seconds() - start, 60);
-    EXPECT_HAS(job.text(), " has not arrived; rank 2 has been in "); // and in a wait of its own, or in none
+    EXPECT_HAS(job.text(),
+               " has not arrived; rank 2 has been in "); // and in a wait of its own, or in none
     for (const char* other : {"; rank 0 has been", "; rank 1 has been"})
         EXPECT_FALSE(has(job.text(), other)) << job.text();
 }
@@ -349,9 +356,9 @@ TEST_F(Life, ASignalEndsAnEvaluation) {
     for (std::string ranks : {"", " --local-ranks 2"}) {
         fs::remove_all(out);
         fs::remove(path("said"));
-        Child child(program() + " " + small + "--steps 9 --eval-every 1 --eval-tokens 1000000 --val " +
-                        path("text.txt") + " --data " + ROOT + "/train_gpt.cu --channels 128 --out " +
-                        out + ranks,
+        Child child(program() + " " + small +
+                        "--steps 9 --eval-every 1 --eval-tokens 1000000 --val " + path("text.txt") +
+                        " --data " + ROOT + "/train_gpt.cu --channels 128 --out " + out + ranks,
                     path("said"));
         child.wait_for_step(1, 9);
         kill(child.pid, SIGUSR1);
@@ -422,25 +429,29 @@ TEST(Interval, YoungsFormulaMeetsPublishedFigures) {
     EXPECT_NEAR(failure, 54 * 86400 / 419.0, 10);
     EXPECT_NEAR(young_interval(11135, 60), 1156, 1);
     EXPECT_NEAR(young_interval(11135, 5), 334, 1);
-    EXPECT_NEAR(1 - lost_share(1156, 11135, 60) - 600 / 11135.0, 0.842, 0.001); // with ten minutes to start again
+    EXPECT_NEAR(1 - lost_share(1156, 11135, 60) - 600 / 11135.0, 0.842,
+                0.001);                   // with ten minutes to start again
     for (double t : {0.5, 0.9, 1.1, 2.0}) // the least is there
         EXPECT_GT(lost_share(t * young_interval(failure, 60), failure, 60),
                   lost_share(young_interval(failure, 60), failure, 60));
     EXPECT_EQ(young_interval(1, 8), 8); // it fails before it has saved
-    EXPECT_HAS(interval_text(50700, 1024, 30), "a checkpoint every 54m30s: a save takes 30 s, and 1024 ranks fail "
-                                               "every 49h30m; both cost 1.8% of the time");
+    EXPECT_HAS(interval_text(50700, 1024, 30),
+               "a checkpoint every 54m30s: a save takes 30 s, and 1024 ranks fail "
+               "every 49h30m; both cost 1.8% of the time");
 }
 
-// The first save tells its cost, and the next ones follow it: of C seconds each, at 100 C to a failure,
-// one is due every sqrt(200) C.
+// The first save tells its cost, and the next ones follow it: of C seconds each, at 100 C to a
+// failure, one is due every sqrt(200) C.
 TEST_F(Life, TheIntervalFollowsWhatASaveCosts) {
     std::string text = start(small + "--steps 2 --save-minutes auto --out " + path("cost")).text;
     size_t at = text.find("a save takes ");
     ASSERT_NE(at, std::string::npos) << text;
     double cost = atof(text.c_str() + at + 13);
     EXPECT_TRUE(fs::exists(path("cost") + "/step_00000002"));
-    Child child(program() + " " + small + concat("--steps 1000000 --save-minutes auto --failure-hours ",
-                                                 100 * cost / 3600, " --keep 100 --out ", out), path("said"));
+    Child child(program() + " " + small +
+                    concat("--steps 1000000 --save-minutes auto --failure-hours ",
+                           100 * cost / 3600, " --keep 100 --out ", out),
+                path("said"));
     child.wait_for_step(1, 1000000);
     double begin = clock_seconds();
     while (clock_seconds() - begin < 40 * cost + 1)
@@ -450,7 +461,9 @@ TEST_F(Life, TheIntervalFollowsWhatASaveCosts) {
     child.wait();
     std::string said = child.text();
     EXPECT_HAS(said, "a checkpoint every ");
-    EXPECT_EQ(said.find("a checkpoint every ", said.find("a checkpoint every ") + 1), std::string::npos) << "once";
+    EXPECT_EQ(said.find("a checkpoint every ", said.find("a checkpoint every ") + 1),
+              std::string::npos)
+        << "once";
     ASSERT_EQ(lines(true).size(), 1u);
     double spent = lines(true)[0]["seconds"]["save"].get<double>();
     double saves = double(checkpoint_steps(out).size());
@@ -467,39 +480,50 @@ TEST(Buddies, AreOnTheNextMachine) {
     EXPECT_EQ(buddy_folder("/m/%r/x", 12), "/m/12/x");
 }
 
-// A run of three machines of a rank each. One is lost with what it had in memory: the run goes on from
-// the last save in memory, and has the bits of a run that nothing happened to. When a machine and its
-// buddy are lost, what is said is whose part is gone, and --out counts.
+// A run of three machines of a rank each. One is lost with what it had in memory: the run goes on
+// from the last save in memory, and has the bits of a run that nothing happened to. When a machine
+// and its buddy are lost, what is said is whose part is gone, and --out counts.
 TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
-    std::string flags = small + "--zero 1 --batch-tokens 384 --schedule constant --warmup 5 --save-minutes 0 ";
-    std::string threads = "--local-ranks 3 ", buddy = concat("--buddy ", path("m%r"), " --buddy-every 2 --out ", out);
-    bool mpi = shell("command -v mpirun").status == 0 &&
-               !has(shell("timeout 60 mpirun --allow-run-as-root -np 1 " + program() + " --dp 9").text, "built without MPI");
+    std::string flags =
+        small + "--zero 1 --batch-tokens 384 --schedule constant --warmup 5 --save-minutes 0 ";
+    std::string threads = "--local-ranks 3 ",
+                buddy = concat("--buddy ", path("m%r"), " --buddy-every 2 --out ", out);
+    bool mpi =
+        shell("command -v mpirun").status == 0 &&
+        !has(shell("timeout 60 mpirun --allow-run-as-root -np 1 " + program() + " --dp 9").text,
+             "built without MPI");
     std::string mpirun = "timeout 300 mpirun --allow-run-as-root --oversubscribe -np 3 ";
     if (!mpi) puts("skipped: no mpirun, so threads stand for processes");
 
-    // Kill one process, or the one that has all ranks; the rest of the job ends with it. On disk there is
-    // step 5. Returns the newest step in memory.
+    // Kill one process, or the one that has all ranks; the rest of the job ends with it. On disk
+    // there is step 5. Returns the newest step in memory.
     auto lose = [&](std::vector<int> machines) {
-        for (std::string name : {"out", "said", "pid.1", "m0", "m1", "m2"}) fs::remove_all(path(name));
+        for (std::string name : {"out", "said", "pid.1", "m0", "m1", "m2"})
+            fs::remove_all(path(name));
         EXPECT_EQ(start(flags + threads + "--steps 5 --out " + out).status, 0);
-        std::string train = "sh -c 'echo $$ >" + path("pid") + ".${OMPI_COMM_WORLD_RANK:-1}; exec " + program() + " " +
-                            flags + (mpi ? "" : threads) + "--steps 100000 --resume " + buddy + "'";
+        std::string train = "sh -c 'echo $$ >" + path("pid") +
+                            ".${OMPI_COMM_WORLD_RANK:-1}; exec " + program() + " " + flags +
+                            (mpi ? "" : threads) + "--steps 100000 --resume " + buddy + "'";
         Child job((mpi ? mpirun : "") + train, path("said"));
         job.wait_for_step(11, 100000);
         kill(pid_t(atoll(read_file(path("pid.1")).c_str())), SIGKILL);
         job.wait();
         int64_t step = 0;
-        for (int m = 0; m < 3; m++) step = std::max(step, checkpoint_steps(path(concat("m", m))).front());
+        for (int m = 0; m < 3; m++)
+            step = std::max(step, checkpoint_steps(path(concat("m", m))).front());
         EXPECT_GE(step, 10);
         for (int r : machines) fs::remove_all(path(concat("m", r)));
         return step;
     };
-    auto go_on = [&](int64_t steps) { return start(flags + threads + buddy + concat(" --resume --steps ", steps)); };
+    auto go_on = [&](int64_t steps) {
+        return start(flags + threads + buddy + concat(" --resume --steps ", steps));
+    };
     int64_t step = lose({1});
     Ran r = go_on(step + 5);
-    EXPECT_HAS(r.text, ", from memory\n"); // a step before where the kill came in the middle of a save
-    ASSERT_EQ(start(flags + threads + concat("--steps ", step + 5, " --out ", path("whole"))).status, 0);
+    EXPECT_HAS(r.text,
+               ", from memory\n"); // a step before where the kill came in the middle of a save
+    ASSERT_EQ(
+        start(flags + threads + concat("--steps ", step + 5, " --out ", path("whole"))).status, 0);
     std::string last = "/" + step_folder(step + 5);
     EXPECT_TRUE(state(out + last) == state(path("whole") + last));
     for (int m = 0; m < 3; m++) // a run that is over leaves the memory
@@ -519,31 +543,37 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
 
     // A copy with a turned bit is no copy.
     lose({0});
-    std::string copy = path("m1") + "/" + step_folder(checkpoint_steps(path("m1")).front()) + "/rank_00000.safetensors";
+    std::string copy = path("m1") + "/" + step_folder(checkpoint_steps(path("m1")).front()) +
+                       "/rank_00000.safetensors";
     std::string bytes = read_file(copy);
     ASSERT_GT(bytes.size(), 1000u);
     bytes[bytes.size() / 2] ^= 1;
     std::ofstream(copy) << bytes;
     EXPECT_HAS(go_on(8).text, "note: --buddy: rank_00000.safetensors of step ");
-    r = start(small + "--local-ranks 2 --steps 9 --buddy-every 1 --out " + path("x") + " --buddy " + path("one"));
+    r = start(small + "--local-ranks 2 --steps 9 --buddy-every 1 --out " + path("x") + " --buddy " +
+              path("one"));
     EXPECT_HAS(r.text, "all ranks are on one machine: start the run on two or more");
 
     // One that is left of two goes on all the same.
-    r = start(small + "--local-ranks 2 --steps 9 --resume --buddy-every 1 --out " + path("x") + " --buddy " + path("one"));
+    r = start(small + "--local-ranks 2 --steps 9 --resume --buddy-every 1 --out " + path("x") +
+              " --buddy " + path("one"));
     EXPECT_HAS(r.text, "all ranks are on one machine: nothing is saved in memory");
     EXPECT_EQ(r.status, 0) << r.text;
 }
 
 // A replay takes the first rank's samples, and nothing of it stays: no scale of fp8, no cursor.
 TEST_F(Life, AReplayLeavesNothing) {
-    std::string line = small + "--local-ranks 2 --precision bf16 --fp8 delayed --steps 4 --save-every 4 --out ";
+    std::string line =
+        small + "--local-ranks 2 --precision bf16 --fp8 delayed --steps 4 --save-every 4 --out ";
     Ran plain = start(line + path("plain"));
     ASSERT_EQ(plain.status, 0) << plain.text;
     Ran replayed = start(line + path("replayed") + " --verify-every 1");
     ASSERT_EQ(replayed.status, 0) << replayed.text;
     std::string last = "/" + step_folder(4);
     EXPECT_TRUE(state(path("plain") + last) == state(path("replayed") + last));
-    auto history = [&](const char* run) { return json::parse(read_file(path(run) + last + "/manifest.json"))["fp8"]; };
+    auto history = [&](const char* run) {
+        return json::parse(read_file(path(run) + last + "/manifest.json"))["fp8"];
+    };
     EXPECT_FALSE(history("plain").is_null());
     EXPECT_EQ(history("plain"), history("replayed"));
 }
@@ -604,7 +634,8 @@ TEST_F(Life, RuinedWeightsAreNotSavedOverGoodOnes) {
     // Nor do they replace an export.
     ASSERT_EQ(start(small + "--steps 2 --export " + path("e")).status, 0);
     std::string good = read_file(path("e/model.safetensors"));
-    Ran e = start(small + "--steps 2 --lr 1000 --min-lr 1000 --warmup 0 --clip 0 --export " + path("e"));
+    Ran e = start(small + "--steps 2 --lr 1000 --min-lr 1000 --warmup 0 --clip 0 --export " +
+                  path("e"));
     EXPECT_EQ(e.status, 1);
     EXPECT_HAS(e.text, "--export " + path("e") + ": the weights are ruined");
     EXPECT_EQ(read_file(path("e/model.safetensors")), good);
@@ -631,7 +662,8 @@ TEST_F(Life, AModelThatOverfitsIsSaved) {
 // Every family in every layout of a step: what a healthy step makes is finite, wherever it is
 // looked at; and of a weight that is not, the first operator that reads it is named.
 TEST(Health, TheFirstValueThatIsNotFiniteIsFound) {
-    for (const Shape& shape : {small_gpt2(), small_gpt2(false), small_llama(), small_llama(true, true)})
+    for (const Shape& shape :
+         {small_gpt2(), small_gpt2(false), small_llama(), small_llama(true, true)})
         for (Recompute level : ALL_LEVELS) {
             PlanOptions o;
             o.B = 2, o.T = 8, o.micro_batches = 2, o.recompute = level;
@@ -735,8 +767,8 @@ TEST(Spikes, BlownUpIsWorseThanGuessing) {
     EXPECT_TRUE(blown_up(INFINITY, 256, 5.5));
 }
 
-// Turn the lowest bit of the first of 32 floats of 1.0 in a row that a process has in its memory: of
-// a norm's weights, where nothing has trained them. Returns "", or why it could not.
+// Turn the lowest bit of the first of 32 floats of 1.0 in a row that a process has in its memory:
+// of a norm's weights, where nothing has trained them. Returns "", or why it could not.
 static std::string turn_a_bit_of_ones(pid_t pid) {
     std::vector<float> ones(32, 1.0f);
     int memory = open(concat("/proc/", pid, "/mem").c_str(), O_RDWR | O_CLOEXEC);
@@ -748,11 +780,14 @@ static std::string turn_a_bit_of_ones(pid_t pid) {
     for (std::string line; found != "" && std::getline(maps, line);) {
         unsigned long long first = 0, end = 0, file = 0;
         char may[8] = {};
-        if (sscanf(line.c_str(), "%llx-%llx %7s %*s %*s %llu", &first, &end, may, &file) != 4) continue;
+        if (sscanf(line.c_str(), "%llx-%llx %7s %*s %*s %llu", &first, &end, may, &file) != 4)
+            continue;
         if (std::string(may) != "rw-p" || file) continue;
         std::string bytes(end - first, 0);
-        if (pread(memory, bytes.data(), bytes.size(), off_t(first)) != ssize_t(bytes.size())) continue;
-        size_t at = bytes.find(std::string(reinterpret_cast<char*>(ones.data()), 32 * sizeof(float)));
+        if (pread(memory, bytes.data(), bytes.size(), off_t(first)) != ssize_t(bytes.size()))
+            continue;
+        size_t at =
+            bytes.find(std::string(reinterpret_cast<char*>(ones.data()), 32 * sizeof(float)));
         if (at == std::string::npos) continue;
         bytes[at] ^= 1;
         bool written = pwrite(memory, &bytes[at], 1, off_t(first + at)) == 1;
@@ -766,8 +801,10 @@ static std::string turn_a_bit_of_ones(pid_t pid) {
 // --verify-every or of a save, and what it has saved is good.
 TEST_F(Life, ATurnedBitInMemoryEndsTheRun) {
     std::string ranks = program() + " " + small + "--local-ranks 2 --lr 0 --steps 1000000 ";
-    std::string ends = "weight: ranks 0 and 1 have different values; a replay of the step is the same on all ranks, as "
-                       "if memory had failed: suspect that machine, and leave it out";
+    std::string ends =
+        "weight: ranks 0 and 1 have different values; a replay of the step is the same on all "
+        "ranks, as "
+        "if memory had failed: suspect that machine, and leave it out";
     for (std::string compares : {std::string("--verify-every 1"), "--save-every 5 --out " + out}) {
         SCOPED_TRACE(compares);
         std::string said = path("said_" + compares.substr(2, 4));
@@ -780,7 +817,8 @@ TEST_F(Life, ATurnedBitInMemoryEndsTheRun) {
         EXPECT_HAS(child.text(), ends);
 
         // Who has saved nothing is not told to go on.
-        EXPECT_EQ(has(child.text(), "; --resume goes on from the last checkpoint"), has(compares, out));
+        EXPECT_EQ(has(child.text(), "; --resume goes on from the last checkpoint"),
+                  has(compares, out));
     }
 
     // The checkpoints before it have the sums of their weights.
@@ -905,7 +943,8 @@ TEST(Account, WaitsForOthersAreMeasured) {
 TEST_F(Life, WaitsForOthersAreAPartOfTheTime) {
     for (int ranks : {1, 2}) {
         fs::remove_all(out);
-        Ran r = ::start(small + concat("--batch-tokens 512 --steps 8 --local-ranks ", ranks, " --out ", out));
+        Ran r = ::start(
+            small + concat("--batch-tokens 512 --steps 8 --local-ranks ", ranks, " --out ", out));
         ASSERT_EQ(r.status, 0) << r.text;
         json seconds = lines(true).at(0)["seconds"];
         double sum = 0;
@@ -963,7 +1002,8 @@ TEST_F(Life, StepsThatAllOverflowEndTheRun) {
     EXPECT_EQ(log()[1].count("grad_norm"), 0u);
 }
 
-// Steps are skipped until the scale fits. A run that is stopped among them goes on to the same bits.
+// Steps are skipped until the scale fits. A run that is stopped among them
+// goes on to the same bits.
 TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
     const std::string fp16 = small + "--precision fp16 --loss-scale-rule pytorch "
                                      "--loss-scale-window 2 --steps 12 --save-every 5 --keep 9 ";
@@ -978,7 +1018,8 @@ TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
     };
     EXPECT_TRUE(last(out) == last(other));
     json loss_scale = manifest("step_00000012")["loss_scale"];
-    EXPECT_EQ(json::parse(read_file(other + "/step_00000012/manifest.json"))["loss_scale"], loss_scale);
+    EXPECT_EQ(json::parse(read_file(other + "/step_00000012/manifest.json"))["loss_scale"],
+              loss_scale);
     EXPECT_GT(loss_scale["scale"], 65536) << "it has grown";
 
     // A fixed scale is the command line's, whatever the checkpoint had.
@@ -1003,18 +1044,22 @@ TEST_F(Life, AMemoryThatIsGivenIsABound) {
     const std::string deep = small + "--layers 5 --seq 64 --micro-batch 8 --steps 1 ";
     Ran r = start(deep + "--memory 0.004");
     EXPECT_EQ(r.status, 1);
-    EXPECT_HAS(r.text, "this run needs 8.2 MiB, and --memory 0.004 is less: these flags fit: --micro-batch 2");
+    EXPECT_HAS(
+        r.text,
+        "this run needs 8.2 MiB, and --memory 0.004 is less: these flags fit: --micro-batch 2");
     EXPECT_EQ(start(deep + "--memory 0.004 --micro-batch 2").status, 0);
-    r = start(deep + "--memory 0.0042 --explain --local-ranks 2 --pp 2 --micro-batch 1 --recompute full");
+    r = start(deep +
+              "--memory 0.0042 --explain --local-ranks 2 --pp 2 --micro-batch 1 --recompute full");
     EXPECT_EQ(r.status, 0) << r.text;
     r = start(deep + "--memory 0.004 --explain");
     EXPECT_EQ(r.status, 1);
     EXPECT_HAS(r.text, "actions of a step") << "the plan is printed first";
     EXPECT_HAS(r.text, "--memory 0.004 is less");
-    EXPECT_HAS(start(deep + "--memory 0.0001").text, "no --micro-batch or --recompute makes it fit");
+    EXPECT_HAS(start(deep + "--memory 0.0001").text,
+               "no --micro-batch or --recompute makes it fit");
     EXPECT_HAS(start(deep + "--recompute auto --explain").text, "give --memory GiB");
 
-    // Of a pipeline, the rank that needs most.
+    // A pipeline names the rank that needs most.
     r = start(deep + "--memory 0.001 --local-ranks 2 --pp 2");
     EXPECT_EQ(r.status, 1);
     EXPECT_HAS(r.text, "rank 0 needs ");
@@ -1022,7 +1067,8 @@ TEST_F(Life, AMemoryThatIsGivenIsABound) {
 
 // Levels that the program chooses are printed, fit, and change no bit, also when a run goes on.
 TEST_F(Life, ChosenRecomputationChangesNoBit) {
-    const std::string deep = small + "--layers 5 --seq 64 --micro-batch 8 --steps 4 --save-every 2 ";
+    const std::string deep =
+        small + "--layers 5 --seq 64 --micro-batch 8 --steps 4 --save-every 2 ";
     ASSERT_EQ(start(deep + "--out " + out).status, 0);
     auto last = [](const std::string& folder) {
         return read_file(folder + "/step_00000004/rank_00000.safetensors");
@@ -1037,14 +1083,17 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
     EXPECT_HAS(rest.text, "% more FLOPs\n  next cheaper: ");
     EXPECT_TRUE(last(out) == last(other));
 
-    // A choice for each stage, the same on all ranks; and with what the machine has, nothing is redone.
-    for (const char* flags : {"--local-ranks 4 --pp 2 --dp 2 --zero 2 --memory 0.0035 --micro-batch 4",
-                              "--local-ranks 2 --tp 2"}) {
+    // A choice for each stage, the same on all ranks; and with what the machine
+    // has, nothing is redone.
+    for (const char* flags :
+         {"--local-ranks 4 --pp 2 --dp 2 --zero 2 --memory 0.0035 --micro-batch 4",
+          "--local-ranks 2 --tp 2"}) {
         std::string folder = path(std::string("ranks") + flags[14]);
         rest = start(deep + "--recompute auto --out " + folder + " " + flags);
         ASSERT_EQ(rest.status, 0) << rest.text;
         bool stages = has(flags, "--pp");
-        EXPECT_HAS(rest.text, stages ? "recompute, stage 1: layers " : "recompute: layers 1..5 none");
+        EXPECT_HAS(rest.text,
+                   stages ? "recompute, stage 1: layers " : "recompute: layers 1..5 none");
     }
 }
 
@@ -1104,14 +1153,15 @@ TEST_F(Life, DisksThatAreTooSmallAreSeenFirst) {
     EXPECT_EQ(r.text.find("step 1/2"), std::string::npos);
 }
 
-// What a save beside the steps meets is heard at a step after it, and ends nothing either.
+// An error of a save beside the steps is heard at a step after it, and ends nothing either.
 struct LifeFull : Life, testing::WithParamInterface<const char*> {};
 TEST_P(LifeFull, ADiskThatFillsUpEndsNothing) {
     SmallDisk disk(path("disk"), "size=4m");
     if (!disk.mounted) GTEST_SKIP() << "skipped: no right to mount a disk";
     out = disk.at + "/o";
-    Child child(program() + " " + small + GetParam() + "--steps 1000000 --save-every 5 --out " + out,
-                path("said"));
+    Child child(
+        program() + " " + small + GetParam() + "--steps 1000000 --save-every 5 --out " + out,
+        path("said"));
     child.wait_for_step(12, 1000000);
     // Fill it, again where a save that fails leaves its room to the log. The folder and its newest
     // checkpoint stay as they are.
@@ -1157,8 +1207,9 @@ TEST_F(Life, PicturesAndExportsAreTriedFirst) {
 TEST_F(Life, AnyBytesAreAName) {
     std::string odd = path("caf\xe9");
     fs::copy(path("text.txt"), odd + ".txt");
-    Ran r = start(small + "--steps 1 --sample-tokens 4 --data '" + odd + ".txt' --prompt '\xff' --out '" +
-                  odd + "' --export '" + odd + "_e' --timeline '" + odd + ".svg'");
+    Ran r = start(small + "--steps 1 --sample-tokens 4 --data '" + odd +
+                  ".txt' --prompt '\xff' --out '" + odd + "' --export '" + odd +
+                  "_e' --timeline '" + odd + ".svg'");
     EXPECT_EQ(r.status, 0) << r.text;
     for (const char* part : {"/step_00000001", "_e/model.safetensors", ".svg"})
         EXPECT_TRUE(fs::exists(odd + part)) << part;

@@ -66,7 +66,8 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
         return std::string();
     };
     // first fit stays close to the least that any placement of these lives needs
-    EXPECT_LE(double(t.arena.device().bytes - t.arena.device().persistent_bytes), 1.05 * double(t.arena.peak[0]));
+    EXPECT_LE(double(t.arena.device().bytes - t.arena.device().persistent_bytes),
+              1.05 * double(t.arena.peak[0]));
 
     const unsigned char pattern = 0xa7;
     unsigned char *passing = t.arena.device().base + t.arena.device().persistent_bytes,
@@ -90,7 +91,8 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
     printf("planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%)\n",
            double(t.arena.device().bytes) / 1048576, double(grown) / 1048576,
            100.0 * double(grown) / double(t.arena.device().bytes));
-    EXPECT_NEAR(double(grown), double(t.arena.device().bytes), 0.05 * double(t.arena.device().bytes));
+    EXPECT_NEAR(double(grown), double(t.arena.device().bytes),
+                0.05 * double(t.arena.device().bytes));
     trainer_free(t);
 }
 
@@ -154,8 +156,8 @@ static int run_ranks(const Layout& l, bool threads) {
     RankInfo info;
     if (!threads) body(mpi_world(info));
 #endif
-    // oneDNN compiles code for each product, of which no plan knows: 4 to 6 MiB for these, by a build
-    // without it.
+    // oneDNN compiles code for each product, and no plan knows of it: 4 to 6 MiB for these, beside
+    // a build without oneDNN.
 #ifdef WITH_ONEDNN
     const double code = 8 << 20;
 #else
@@ -167,8 +169,8 @@ static int run_ranks(const Layout& l, bool threads) {
     printf(
         "dp %d pp %d zero %d: planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%), "
         "largest allocation after a step %zu\n",
-        l.dp.size, l.pp.size, l.zero, double(planned) / 1048576, double(grown) / 1048576, 100 * share,
-        largest_after);
+        l.dp.size, l.pp.size, l.zero, double(planned) / 1048576, double(grown) / 1048576,
+        100 * share, largest_after);
     return !as_planned || largest_after > 65536;
 }
 

@@ -179,7 +179,8 @@ TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
     EXPECT_NEAR(plain.step(), adapted.step(), 1e-14);
     for (const Parameter& p : plain.t.model.parameters) {
         if (p.name != w->name) continue;
-        const double *full = plain.weight(p), *was = adapted.weight(*w), *change = adapted.weight(*b);
+        const double *full = plain.weight(p), *was = adapted.weight(*w),
+                     *change = adapted.weight(*b);
         double moved = 0;
         for (size_t i = 0; i < C * C; i++) {
             EXPECT_NEAR(full[i], was[i] + change[i], 1e-9); // the rate is a float
@@ -189,12 +190,13 @@ TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
     }
 }
 
-// What flags ask for and no matrix has is refused in a line.
+// A rank or a name that no matrix has is refused in a line.
 TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     Model m = make_model(small_gpt2());
     Adapters none;
-    EXPECT_EQ(choose_adapters(m, {25, 50, false, "all"}, &none),
-              "--lora 25 is beyond h.0.attn.c_attn.weight, which is 72 x 24: use --lora 24 or less");
+    EXPECT_EQ(
+        choose_adapters(m, {25, 50, false, "all"}, &none),
+        "--lora 25 is beyond h.0.attn.c_attn.weight, which is 72 x 24: use --lora 24 or less");
     EXPECT_EQ(choose_adapters(m, {2, 4, false, "c_attn,q_proj"}, &none),
               "--lora-targets q_proj: no matrix of a block has this name: try all, attention, or "
               "some of c_attn, c_proj, c_fc");
@@ -205,8 +207,9 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     EXPECT_FALSE(some.count("h.0.mlp.c_proj"));
 }
 
-// Weights and states of models with rank 16 beside all matrices: N and P are the published ones, and
-// bytes are 2 N + 18 P, or with NF4 0.51587 of each of blocks' matrices, 2 of the rest and 18 P.
+// Weights and states of models with rank 16 beside all matrices: N and P are the published
+// ones, and bytes are 2 N + 18 P, or with NF4 0.51587 of each of blocks' matrices, 2 of the
+// rest and 18 P.
 TEST(Lora, TakesTheBytesOfTheTable) {
     struct Line {
         const char* model;
@@ -241,8 +244,8 @@ TEST(Lora, TakesTheBytesOfTheTable) {
     }
 }
 
-// A router of zeros sends every token to the lowest experts. The others' gradients are zeros, written
-// in each first micro-batch, and the run goes on.
+// A router of zeros sends every token to the lowest experts. The others' gradients are zeros,
+// written in each first micro-batch, and the run goes on.
 TEST(Experts, AllTokensMayChooseTheSame) {
     Shape s = small_mixtral();
     Fixture<double> f(s, {small_plan(2, 9, 2, Recompute::FULL)});
@@ -544,7 +547,8 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
     for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
         Action a = p.actions[size_t(f.t.at)];
         Access x = access(p, f.t.model, a);
-        std::vector<char> reads(arena.device().bytes), writes(arena.device().bytes), scratch(arena.device().bytes);
+        std::vector<char> reads(arena.device().bytes), writes(arena.device().bytes),
+            scratch(arena.device().bytes);
         auto mark = [&](std::vector<char>& map, const std::vector<Data>& data) {
             for (Data d : data)
                 if (const Place* place = arena_find(arena, 0, f.t.at, d))
@@ -558,16 +562,19 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
         // with a number, since what is added to NaN is the NaN that was there.
         memory.assign(arena.device().base, arena.device().base + arena.device().bytes);
         run_action(f.t, a);
-        std::vector<unsigned char> after(arena.device().base, arena.device().base + arena.device().bytes);
+        std::vector<unsigned char> after(arena.device().base,
+                                         arena.device().base + arena.device().bytes);
         size_t undeclared = 0, dependent = 0;
         for (unsigned char poison : {0xff, 0x3f}) {
-            for (size_t i = 0; i < arena.device().bytes; i++) arena.device().base[i] = reads[i] ? memory[i] : poison;
+            for (size_t i = 0; i < arena.device().bytes; i++)
+                arena.device().base[i] = reads[i] ? memory[i] : poison;
             run_action(f.t, a);
             for (size_t i = 0; i < arena.device().bytes; i++) {
                 undeclared += !writes[i] && after[i] != memory[i];
-                undeclared += !writes[i] && arena.device().base[i] != (reads[i] ? memory[i] : poison);
-                bool result =
-                    writes[i] && !scratch[i] && arena.device().base[i] != poison && after[i] != memory[i];
+                undeclared +=
+                    !writes[i] && arena.device().base[i] != (reads[i] ? memory[i] : poison);
+                bool result = writes[i] && !scratch[i] && arena.device().base[i] != poison &&
+                              after[i] != memory[i];
                 dependent += result && arena.device().base[i] != after[i];
             }
         }
@@ -588,12 +595,14 @@ TEST(Access, IsTheTruthForLlama) {
 }
 TEST(Access, IsTheTruthForMixtral) {
     for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})
-        expect_honest_access<bf16>(small_mixtral(), small_plan(2, 8, 2, three_levels(number), true));
+        expect_honest_access<bf16>(small_mixtral(),
+                                   small_plan(2, 8, 2, three_levels(number), true));
 }
 TEST(Access, IsTheTruthForQwen3) {
     for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})
         for (bool split : {false, true})
-            expect_honest_access<bf16>(small_qwen3(), small_plan(2, 8, 2, three_levels(number), split));
+            expect_honest_access<bf16>(small_qwen3(),
+                                       small_plan(2, 8, 2, three_levels(number), split));
 }
 
 // Every planned buffer is written in a step: none is planned in vain.
@@ -728,8 +737,9 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
 // ----------------------------------------------------------------------------
 // frozen weights
 
-// What NF4 or int8 makes of a parameter, and back, as the operators say it.
-static std::vector<float> quantised(Stored stored, const Parameter& p, const std::vector<float>& x) {
+// Quantise a parameter to NF4 or int8 and back, by the operators.
+static std::vector<float> quantised(Stored stored, const Parameter& p,
+                                    const std::vector<float>& x) {
     std::vector<float> back(x.size()), absmax(x.size());
     std::vector<uint8_t> codes(x.size()), scales(x.size());
     std::vector<int8_t> rows(x.size());
@@ -746,8 +756,8 @@ static std::vector<float> quantised(Stored stored, const Parameter& p, const std
     return back;
 }
 
-// The loss of an evaluation and tokens that a model writes. wide: its weights are those that `stored`
-// makes and back, kept as T.
+// The loss of an evaluation and tokens that a model writes. wide: its weights are those that
+// `stored` makes and back, kept as T.
 template <typename T>
 static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wide, int tp) {
     std::vector<double> losses;
@@ -796,8 +806,8 @@ static std::vector<Shape> frozen_shapes() {
     return {gpt2_shape(2, 2, 128, 61, 32), qwen};
 }
 
-// Codes are the values that they stand for: a model with them computes, bit by bit, what one computes
-// that holds those values, whole or cut.
+// Codes are the values that they stand for: a model with them computes, bit by bit, what one
+// computes that holds those values, whole or cut.
 TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
     for (const Shape& s : frozen_shapes())
         for (Stored stored : {Stored::NF4, Stored::INT8})
@@ -827,13 +837,15 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
         Plan p = small_plan(1, 4, 1);
         p.mode = Mode::EVALUATE, p.stored = stored;
         Small<bf16> f(s, {p});
-        int block = find_bucket(f.t.model, Role::BLOCK, 1), head = find_bucket(f.t.model, Role::HEAD, 2);
+        int block = find_bucket(f.t.model, Role::BLOCK, 1),
+            head = find_bucket(f.t.model, Role::HEAD, 2);
         size_t want = 2 * 256; // two norms
-        for (size_t n : {128 * 128, 128 * 128, 128 * 128, 128 * 128, 256 * 128, 256 * 128, 256 * 128}) {
+        for (size_t n :
+             {128 * 128, 128 * 128, 128 * 128, 128 * 128, 256 * 128, 256 * 128, 256 * 128}) {
             size_t rows = n == 128 * 128 ? 128 : 256;
-            want += stored == Stored::NF4
-                        ? n / 2 + round_up(n / 64, size_t(256)) + round_up(4 * (257 + n / 16384), size_t(256))
-                        : n + 4 * rows;
+            want += stored == Stored::NF4 ? n / 2 + round_up(n / 64, size_t(256)) +
+                                                round_up(4 * (257 + n / 16384), size_t(256))
+                                          : n + 4 * rows;
         }
         // the last one, down, has rows of 256: half as many
         if (stored == Stored::INT8) want -= 4 * 128;
@@ -860,9 +872,10 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
 TEST(Frozen, PiecesAreWholeBlocks) {
     Model m = make_model(llama_shape(1, 4, 4, 96, 256, 53, 64, 10000), small_layout(1, 2));
     Layout two = small_layout(1, 2);
-    EXPECT_EQ(check_pieces(Stored::NF4, m, two),
-              "--weights nf4: --tp 2 cuts model.layers.0.self_attn.o_proj.weight every 48 elements, "
-              "and its blocks have 64: use a smaller --tp, or --weights int8");
+    EXPECT_EQ(
+        check_pieces(Stored::NF4, m, two),
+        "--weights nf4: --tp 2 cuts model.layers.0.self_attn.o_proj.weight every 48 elements, "
+        "and its blocks have 64: use a smaller --tp, or --weights int8");
     EXPECT_EQ(check_pieces(Stored::INT8, m, two), "");
     EXPECT_EQ(check_pieces(Stored::WIDE, m, two), "");
 }
@@ -893,7 +906,8 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
             Ctx<Cpu> ctx;
             ctx.shape.C = C, ctx.shape.K = k, ctx.shape.E = E, ctx.shape.expert_ranks = R;
             ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
-            std::vector<double> rows(part), all(R * part, NAN), scratch(2 * R * part, NAN), out(part, NAN);
+            std::vector<double> rows(part), all(R * part, NAN), scratch(2 * R * part, NAN),
+                out(part, NAN);
             ctx.exchange_rows = scratch.data();
             for (size_t i = 0; i < part; i++) rows[i] = double(me * part + i);
             std::map<std::string, size_t> sent;

@@ -100,9 +100,9 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
 #endif
     const Memory& memory = t.arena.device();
     std::string lasting(reinterpret_cast<const char*>(memory.base), memory.persistent_bytes);
-    snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d, zero %d, ep %d, %s: rank %d:", c.dp, c.tp,
-             c.sequence_parallel ? " sp" : "", c.pp, c.chunks, c.zero, c.ep, c.llama ? "Llama" : "GPT-2",
-             world.rank);
+    snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d, zero %d, ep %d, %s: rank %d:", c.dp,
+             c.tp, c.sequence_parallel ? " sp" : "", c.pp, c.chunks, c.zero, c.ep,
+             c.llama ? "Llama" : "GPT-2", world.rank);
     text = words + text + concat(", ", fnv1a(lasting), "\n");
     trainer_free(t);
     return text;
@@ -142,7 +142,7 @@ static std::vector<SeenCall> calls_since(size_t first, int rank) {
     return calls;
 }
 
-// What rank a and rank b must agree on: the calls on communicators that have both, in order.
+// Ranks a and b must agree on this: the calls on communicators that have both, in order.
 // Messages between two collectives go in any order, for several make one call.
 static std::string shared_text(const std::vector<SeenCall>& calls, int a, int b) {
     std::string text;

@@ -224,7 +224,8 @@ TEST(Offload, ChangesNoBitOfSmallMastersAndStates) {
         }
 }
 
-// Masters and moments stay, and are updated by chunks all the same; each stage of ZeRO cuts weights.
+// Masters and moments stay, and are updated by chunks all the same; each
+// stage of ZeRO cuts weights.
 TEST(Offload, ChangesNoBitOfWeightsAlone) {
     Shape wide = gpt2_shape(2, 4, 64, 256, 16);
     Case c = {2, 1, 1, 0, Tier::DEVICE};
@@ -288,7 +289,7 @@ TEST(Offload, ChangesNoBitWhereItsDataLie) {
     EXPECT_TRUE(trained<bf16>(wide, sgd) == there);
 }
 
-// What a level keeps leaves and comes back; the halves of a split backward pass both find it.
+// A level's kept activations leave and come back; both halves of a split backward pass find them.
 TEST(Offload, ChangesNoBitAtAnyLevelOfRecomputation) {
     Case c = {1, 1, 1, 0, Tier::DEVICE};
     for (Recompute level : {Recompute::SELECTIVE, Recompute::ATTN, Recompute::FULL})
@@ -427,7 +428,8 @@ TEST(Offload, NothingGrowsWithDepth) {
 TEST(Offload, WeightsDoNotGrowWithDepth) {
     auto place = [&](int layers, Tier tier) {
         PlanOptions o = small_plan(1, 16, 1, Recompute::FULL);
-        o.offload = {.optimizer = Tier::HOST, .activations = Tier::HOST, .weights = tier, .chunk = 8192};
+        o.offload = {
+            .optimizer = Tier::HOST, .activations = Tier::HOST, .weights = tier, .chunk = 8192};
         Trainer<bf16, Cpu> t;
         trainer_place(t, gpt2_shape(layers, 4, 64, 256, 16), {o});
         return t;
@@ -552,7 +554,9 @@ TEST(Offload, TheDeviceHoldsThreeChunks) {
             for (auto& [d, lives] : there.passing[0])
                 for (const Place& l : lives) {
                     bool now = l.tier == Tier::DEVICE && l.first <= at && at <= l.last;
-                    if (now) (d.kind == Kind::STAGED ? staged : others) += round_up(l.bytes, ARENA_ALIGN);
+                    if (now)
+                        (d.kind == Kind::STAGED ? staged : others) +=
+                            round_up(l.bytes, ARENA_ALIGN);
                 }
             most = std::max(most, staged);
             beside = std::max(beside, staged ? others : 0);
@@ -577,14 +581,16 @@ TEST(Offload, OnTheHostOnlyGradientsAndWeightsTravel) {
     };
     auto here = place(Tier::DEVICE), there = place(Tier::HOST);
     size_t lasting = there.arena.memory[int(Tier::HOST)].persistent_bytes;
-    EXPECT_EQ(here.arena.device().persistent_bytes - there.arena.device().persistent_bytes, lasting);
+    EXPECT_EQ(here.arena.device().persistent_bytes - there.arena.device().persistent_bytes,
+              lasting);
     EXPECT_EQ(there.arena.memory[int(Tier::HOST)].bytes, lasting + 3 * 8192 * 6);
     EXPECT_EQ(here.arena.peak[0], there.arena.peak[0]);
     const Plan& p = there.plans[0];
     size_t updated = 0;
     for (const Bucket& b : there.model.buckets) updated += b.elements;
     double moved = moved_bytes(there.arena, p, there.model, 0, Tier::HOST);
-    EXPECT_NEAR(moved, double(updated) * (4 + 2 + 2), 1e-6 * moved) << "gradients in, weights both ways";
+    EXPECT_NEAR(moved, double(updated) * (4 + 2 + 2), 1e-6 * moved)
+        << "gradients in, weights both ways";
     EXPECT_EQ(moved_bytes(there.arena, p, there.model, 0, Tier::DISK), 0);
 }
 
@@ -596,7 +602,8 @@ struct OffloadRun : Scratch {
     void SetUp() override {
         Scratch::SetUp();
         std::string text;
-        for (int i = 0; i < 3000; i++) text += "line " + std::to_string(i * 7919 % 1000) + " of a text\n";
+        for (int i = 0; i < 3000; i++)
+            text += "line " + std::to_string(i * 7919 % 1000) + " of a text\n";
         folder = path("disk");
         fs::create_directories(folder);
         flags = " --layers 2 --heads 2 --channels 32 --seq 32 --micro-batch 4 --precision bf16 "

@@ -33,9 +33,10 @@ std::vector<int> trace(const LossScaling& rule, const std::string& events) {
     return logs;
 }
 
-// Worked out by hand from GradScaler of PyTorch (torch/amp/grad_scaler.py), DynamicGradScaler of
-// Megatron-LM (core/optimizer/grad_scaler.py), DynamicLossScaler of DeepSpeed
-// (runtime/fp16/loss_scaler.py).
+// Traces worked out by hand from
+//   PyTorch      GradScaler (torch/amp/grad_scaler.py)
+//   Megatron-LM  DynamicGradScaler (core/optimizer/grad_scaler.py)
+//   DeepSpeed    DynamicLossScaler (runtime/fp16/loss_scaler.py)
 TEST(LossScale, FollowsEachTrainersTrace) {
     const std::string events = "FFFFFXFXFFFFFXXFFFF";
     typedef std::vector<int> Logs;

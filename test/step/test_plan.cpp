@@ -1,4 +1,4 @@
-// test_plan.cpp - plans without running them: generators, passes, the check, the print, lifetimes and places
+// test_plan.cpp - plans without running them: generators, passes, check, print, lifetimes, places
 #include <fstream>
 #include <map>
 #include "../../llmc/comm/comms.h"
@@ -48,7 +48,7 @@ TEST(Plan, EveryPlanIsLegal) {
 // ----------------------------------------------------------------------------
 // the order in which ranks call their communicators
 
-// What a rank gives to the groups that it shares with others: "tie of 0 4", or who sends to whom.
+// A rank's part in a group that it shares with others: "tie of 0 4", or who sends to whom.
 struct GroupCall {
     std::vector<int> members; // ranks in the world
     std::string text;
@@ -160,14 +160,16 @@ TEST(Plan, SumsInRankOrderHaveScratch) {
 // Each block has the level that it was given, the last one's also those behind it.
 TEST(Plan, BlocksHaveLevelsOfTheirOwn) {
     Model model = small_model(4);
-    std::vector<Recompute> levels = {Recompute::NONE, Recompute::FULL, Recompute::NONE, Recompute::FFN};
+    std::vector<Recompute> levels = {Recompute::NONE, Recompute::FULL, Recompute::NONE,
+                                     Recompute::FFN};
     Plan p = make_plan(options(1, levels), model);
-    EXPECT_EQ(plan_text(p, model),
-              "LOAD COUNT\n"
-              "F(0,0..5)\n"
-              "B(0,5) R(0,4) B(0,4) R(0,3) B(0,3..2) R(0,1) B(0,1..0)\n"
-              "TIE(embedding) NORM UPDATE(embedding) UPDATE(positions) UPDATE(block.0) UPDATE(block.1)\n"
-              "  UPDATE(block.2) UPDATE(block.3) UPDATE(head)\n");
+    EXPECT_EQ(
+        plan_text(p, model),
+        "LOAD COUNT\n"
+        "F(0,0..5)\n"
+        "B(0,5) R(0,4) B(0,4) R(0,3) B(0,3..2) R(0,1) B(0,1..0)\n"
+        "TIE(embedding) NORM UPDATE(embedding) UPDATE(positions) UPDATE(block.0) UPDATE(block.1)\n"
+        "  UPDATE(block.2) UPDATE(block.3) UPDATE(head)\n");
 
     // A row is either kept or made again.
     for (int layer = 1; layer <= 4; layer++) {
@@ -628,8 +630,8 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
     EXPECT_EQ(before, (std::vector<int>{2, 3, 3, 4, 6, 6, 8, 8, 9, 10}));
 }
 
-// In every rank's plan nothing touches what a collective under way writes, nor writes what it reads;
-// and all that passes lives until the collective is finished.
+// In every rank's plan nothing touches what a collective under way writes, nor writes what it
+// reads; and all that passes lives until the collective is finished.
 TEST(Finish, NothingTouchesWhatIsUnderWay) {
     for (bool tied : {false, true}) {
         Model model = small_model(5, tied, !tied);
@@ -645,7 +647,9 @@ TEST(Finish, NothingTouchesWhatIsUnderWay) {
                     const Finish& f = arena.finish[0][i];
                     for (int j = int(i) + 1; j < std::max(f.writes, f.reads); j++) {
                         // From then on only what is written, or only what is read, is in use.
-                        const std::set<Data>& busy = j >= f.writes ? read : j >= f.reads ? written : all;
+                        const std::set<Data>& busy = j >= f.writes  ? read
+                                                     : j >= f.reads ? written
+                                                                    : all;
                         Access y = access(p, model, p.actions[size_t(j)]);
                         for (Data d : y.writes) EXPECT_FALSE(busy.count(d));
                         for (Data d : y.reads) EXPECT_FALSE(j < f.writes && written.count(d));
@@ -688,10 +692,9 @@ TEST(Arena, LivingDataNeverShareBytes) {
                 }
 }
 
-// Papers' byte counts: bf16 with float gradients, masters and moments is 18 bytes a parameter;
-// selective
-// recomputation drops a block's two norms and its activation function, full recomputation all but
-// its input.
+// Papers' byte counts: bf16 with float gradients, masters and moments is 18 bytes a parameter.
+// Selective recomputation drops a block's two norms and its activation function, and full
+// recomputation drops all but the block's input.
 TEST(Arena, MemoryIsTheTextbooks) {
     Shape s = gpt2_shape(12, 12, 768);
     Model model = make_model(s);
@@ -700,8 +703,8 @@ TEST(Arena, MemoryIsTheTextbooks) {
     size_t P = 0, bytes = 0;
     for (const Bucket& b : model.buckets) P += b.elements;
     for (size_t b = 0; b < model.buckets.size(); b++)
-        for (Data d : {Data{Kind::WEIGHT}, Data{Kind::GRAD}, Data{Kind::MASTER}, Data{Kind::STATE, -1, 0},
-                       Data{Kind::STATE, -1, 1}})
+        for (Data d : {Data{Kind::WEIGHT}, Data{Kind::GRAD}, Data{Kind::MASTER},
+                       Data{Kind::STATE, -1, 0}, Data{Kind::STATE, -1, 1}})
             bytes += data_bytes<bf16>(p, model, {d.kind, int(b), d.micro}, Cpu{});
     EXPECT_EQ(bytes, 18 * P);
     for (auto [masters, each] : {std::pair(Masters::REMAINDER, 2), {Masters::NONE, 0}}) {
@@ -775,8 +778,8 @@ TEST(Model, ShardsLieAsTheWorldCountsThem) {
     }
 }
 
-// An optimizer may ask that shards cut no matrix of a block: by any number of ranks each lies within
-// one shard, its rows in the order and the chunks that they have uncut.
+// An optimizer may ask that shards cut no matrix of a block: by any number of ranks each lies
+// within one shard, its rows in the order and the chunks that they have uncut.
 TEST(Model, ShardsKeepMatricesWhole) {
     Shape gpt2 = gpt2_shape(2, 8, 96, 300, 32), llama = llama_shape(2, 8, 2, 96, 200, 300, 32, 1e4);
     llama.qk_norm = llama.qkv_bias = true;
@@ -944,7 +947,8 @@ TEST(Memory, Fp8OperandsHaveRoom) {
     shape.fp8 = Fp8::TENSOR;
     Model model = make_model(shape);
     Plan p = make_plan(options(1), model);
-    size_t N = p.rows(), workspace = block_workspace<bf16>(p, model, rank_shape(p, model), 1, Cpu{});
+    size_t N = p.rows(),
+           workspace = block_workspace<bf16>(p, model, rank_shape(p, model), 1, Cpu{});
     for (const Parameter& w : model.parameters) {
         if (w.layer != 1 || w.shape.size() == 1) continue;
         size_t product = linear_scratch_bytes<bf16>(N, w.rows(), w.cols(), Cpu{});

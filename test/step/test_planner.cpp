@@ -150,7 +150,8 @@ TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
                 plans.push_back(make_plan(layout, model, o));
             double whole = double(bytes_here(place_plans<bf16>(plans, model, Cpu{}), Cpu{}));
             EXPECT_GE(t.bytes, whole) << "pp " << pp << " chunks " << chunks;
-            EXPECT_LE(t.bytes, (chunks > 1 ? 1.02 : 1.005) * whole) << "pp " << pp << " chunks " << chunks;
+            EXPECT_LE(t.bytes, (chunks > 1 ? 1.02 : 1.005) * whole)
+                << "pp " << pp << " chunks " << chunks;
         }
 }
 
@@ -183,7 +184,7 @@ TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {
     }
 }
 
-// Of a tie the fewest techniques win, however little is lost.
+// In a tie the fewest techniques win, however little is lost.
 TEST(Planner, OfATieTheSimplestWins) {
     Trial fast, plain, slow;
     fast.proposal.tp = 2, fast.seconds = 1, fast.bytes = 1;
@@ -193,7 +194,8 @@ TEST(Planner, OfATieTheSimplestWins) {
     EXPECT_EQ(choose_trial({fast, slow}), 0u);
 }
 
-// No batch of 8 sequences is dealt to 11 ranks, and 8 layers make no 11 stages: say which number does.
+// No batch of 8 sequences is dealt to 11 ranks, and 8 layers make no 11 stages:
+// say which number does.
 TEST(Planner, NamesANumberOfRanksThatHasALayout) {
     PlanQuestion q = small_question(11, 1e6);
     std::string why;

@@ -1,4 +1,4 @@
-// test_run.cpp - the program as a user runs it: what it prints, what it refuses, what survives a kill
+// test_run.cpp - the program as a user runs it: prints, refusals, and what survives a kill
 //   Runs $TRAIN_GPT (default build/train_gpt) as a child process in a scratch folder.
 #include <sys/resource.h>
 #include <algorithm>
@@ -199,9 +199,10 @@ TEST_F(Run, ExplainDrawsSharesOfMemory) {
 // Llama 3's longest sequences on 16,384 GPUs (arXiv:2407.21783, table 4): a rank has 8,192 of the
 // 131,072 tokens, and of those the rows of the residual stream.
 TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
-    Ran r = run("--explain --model llama3-405b --precision bf16 --seq 131072 --micro-batch 1 "
-                "--recompute full --device cpu --tp 8 --sequence-parallel --cp 16 --pp 16 --dp 8 --zero 2 "
-                "--batch-tokens 16777216 --sample-tokens 0");
+    Ran r = run(
+        "--explain --model llama3-405b --precision bf16 --seq 131072 --micro-batch 1 "
+        "--recompute full --device cpu --tp 8 --sequence-parallel --cp 16 --pp 16 --dp 8 --zero 2 "
+        "--batch-tokens 16777216 --sample-tokens 0");
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "a line stands for 1024; 18 bytes a parameter, ");
     EXPECT_HAS(r.text, "on 16384 GPUs");
@@ -210,22 +211,26 @@ TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
 
     // The first stage keeps the inputs of seven blocks for 16 micro-batches: 8,192 / 8 rows of
     // 16,384 channels in bf16.
-    EXPECT_HAS(r.text, "residual stream              " + std::to_string(7 * 16 * 1024 * 16384 * 2ull));
+    EXPECT_HAS(r.text,
+               "residual stream              " + std::to_string(7 * 16 * 1024 * 16384 * 2ull));
 }
 
 // DeepSeek-V3 as its report has it (arXiv:2412.19437, 3.2): 2,048 GPUs, pp 16, ep 64. Experts have
 // a state on 2 ranks each, all else on 128.
 TEST_F(Run, ExpertsOnAClusterExplainThemselves) {
-    Ran r = run("--explain --model deepseek-v3 --precision bf16 --seq 4096 --micro-batch 1 --recompute full "
-                "--device cpu --dp 128 --pp 16 --ep 64 --zero 1 --batch-tokens 62914560 --sample-tokens 0");
+    Ran r = run(
+        "--explain --model deepseek-v3 --precision bf16 --seq 4096 --micro-batch 1 --recompute "
+        "full "
+        "--device cpu --dp 128 --pp 16 --ep 64 --zero 1 --batch-tokens 62914560 --sample-tokens 0");
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "parameters 671026419200");
     EXPECT_HAS(r.text, "on 2048 GPUs");
-    EXPECT_HAS(r.text, "6.094 on each of 128 ranks by ZeRO 1, 0.1875 of an expert's by ep 64"); // 6 + 12 / 128, 12 / 64
+    // ZeRO 1 keeps 6 + 12 / 128 bytes, of an expert 12 / 64 besides.
+    EXPECT_HAS(r.text, "6.094 on each of 128 ranks by ZeRO 1, 0.1875 of an expert's by ep 64");
     EXPECT_HAS(r.text, "bubble: ranks are idle 11.1% of a step"); // 15 / 135: 120 micro-batches
 }
 
-// Of a cluster of any size: a line a stage, the largest, and the first as rank 0's table has it.
+// A cluster of any size prints a line a stage, the largest, and the first as rank 0's table has it.
 TEST_F(Run, AClusterExplainsItself) {
     Ran r =
         run("--explain --model llama3-405b --precision bf16 --seq 8192 --micro-batch 1 --recompute "
@@ -369,8 +374,7 @@ TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
 // ----------------------------------------------------------------------------
 // kill and resume
 
-// What training leaves: the tensors of its last checkpoint, of all ranks. The manifest differs in
-// nothing but the configuration.
+// Tensors of all ranks in a run's last checkpoint: manifests differ in their configuration alone.
 static std::string tensors_of(const std::string& out, const std::string& step) {
     std::string all;
     for (int rank = 0; rank < 4; rank++)
@@ -725,8 +729,8 @@ TEST_F(Run, TimelinesShowEveryRank) {
     refuses(small + "--steps 1 --timeline " + path("none/t.svg"), "cannot be written");
 }
 
-// Of three steps the first is left out. Each kind of action is a row, the longest first, and all
-// shares together are the steps' time.
+// Three steps make two: the first is left out. Each kind of action is a row, the longest first, and
+// all shares together are the steps' time.
 TEST_F(Run, ProfilesAddUp) {
     std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --profile " + path("p.txt");
     Ran r = run(flags + " --steps 3");
@@ -937,8 +941,7 @@ TEST_F(Run, ALossThatIsNotFiniteStopsTheRun) {
             "the first value that is not finite: micro-batch 0, layer ");
 }
 
-// Exported, loaded, exported again: the same bytes. And the export evaluates like the run that
-// wrote it.
+// An export that is loaded and exported again has the same bytes, and evaluates like its run.
 TEST_F(Run, ExportsLoadAgainToTheSameBits) {
     for (const char* model : {"tiny", "tiny-llama"}) {
         std::string a = path(std::string(model) + "_a"), b = path(std::string(model) + "_b"),
@@ -958,11 +961,15 @@ TEST_F(Run, ExportsLoadAgainToTheSameBits) {
     }
 }
 
-// Upcycled, a model evaluates like its dense folder, trains in any layout, and goes on where it was.
+// Upcycled, a model evaluates like its dense folder, trains in any layout,
+// and goes on where it was.
 TEST_F(Run, UpcycledModelsBeginAsTheDenseOneAndGoOn) {
     std::string dense = path("dense"), size = " --seq 32 --micro-batch 4 --sample-tokens 0 "
                                              "--eval-tokens 512 --data " + text + " ";
-    Ran r = run("--model tiny-llama --layers 1 --heads 4 --kv-heads 2 --channels 32 --ffn 48 --steps 3 --export " + dense + size);
+    Ran r =
+        run("--model tiny-llama --layers 1 --heads 4 --kv-heads 2 --channels 32 --ffn 48 --steps 3 "
+            "--export " +
+            dense + size);
     ASSERT_EQ(r.status, 0) << r.text;
     auto loss = [](const std::string& words, const char* pattern) {
         std::smatch found;

@@ -1,4 +1,4 @@
-// test_samples.cpp - samples: where they start and end, prompts from a pipe, what a run says at its end
+// test_samples.cpp - samples: where they start and end, prompts from a pipe, a run's last words
 //   Runs $TRAIN_GPT (default build/train_gpt) where the program's own words count.
 #include <regex>
 #include "../../llmc/run/sample.h"
@@ -89,7 +89,8 @@ TEST_F(Samples, EndWithTheText) {
     EXPECT_GT(story(further).size(), story(whole).size() + 100);
     EXPECT_HAS(story(whole), "You are a good friend.\"") << "its last words";
 
-    // Without a tokenizer the first number is the model's own beginning, and the same tokens follow.
+    // Without a tokenizer the first number is the model's own beginning, and
+    // the same tokens follow.
     for (const char* file : {"hf", "stories260K.bin"}) {
         Ran numbers = run_program(model + file + flags);
         EXPECT_HAS(numbers.text, "---\n1 403 407 261 ") << file;
@@ -102,7 +103,8 @@ TEST_F(Samples, EndWithTheText) {
     Ran cut = run_program(model + "hf" + words + flags + " --prompt '" + long_one + "'");
     EXPECT_EQ(cut.status, 0) << cut.text;
     EXPECT_HAS(cut.text, "tokens: samples continue its last 256\n");
-    EXPECT_HAS(cut.text, "note: samples end at 513 tokens with their prompt: the model has no more");
+    EXPECT_HAS(cut.text,
+               "note: samples end at 513 tokens with their prompt: the model has no more");
 }
 
 // A table of positions that starts from new weights is trained up to --seq.
@@ -154,7 +156,8 @@ TEST_F(Samples, TheVocabularyFollowsTheTokenizer) {
 
 TEST_F(Samples, TheLastLinesSayWhatIsThere) {
     std::string out = path("out"), exported = path("hf");
-    Ran r = run_program(small + "--steps 6 --lr 0.01 --warmup 1 --eval-every 3 --sample-tokens 2 --out " +
+    Ran r = run_program(small +
+                        "--steps 6 --lr 0.01 --warmup 1 --eval-every 3 --sample-tokens 2 --out " +
                         out + " --export " + exported);
     std::regex end("\ndone: 6 steps, 768 tokens in \\d+s \\| best val loss [0-9.]+ at step 6\n"
                    "  checkpoint  .*/step_00000006\n  log         .*/log.jsonl\n"

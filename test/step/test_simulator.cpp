@@ -1,4 +1,4 @@
-// test_simulator.cpp - the simulator: its meaning, machines, and step times that others have published
+// test_simulator.cpp - the simulator: its meaning, machines, and published step times
 #include <fstream>
 #include "../../llmc/simulator.h"
 #include "../../llmc/presets.h"
@@ -46,7 +46,8 @@ Layout layout_of(size_t L, int tp, int dp, int pp, int chunks) {
 }
 
 // The simulated seconds of a GPT-2 shape.
-double gpt_seconds(const CostModel& c, Shape shape, const Layout& layout, PlanOptions o, int batch) {
+double gpt_seconds(const CostModel& c, Shape shape, const Layout& layout, PlanOptions o,
+                   int batch) {
     o.T = shape.P;
     o.micro_batches = batch / (layout.dp.size * int(o.B));
     o.narrow_gradients = true;
@@ -126,7 +127,7 @@ double best_seconds(const CostModel& c, Shape shape, const TableRow& row, PlanOp
 
 } // namespace
 
-// Of pairs whose measured times differ by more than 5%, the share in the right order.
+// The share of pairs in the right order, among those whose measured times differ by more than 5%.
 static double share_in_order(const std::vector<Pair>& set) {
     int pairs = 0, right = 0;
     for (const Pair& x : set)
@@ -203,7 +204,7 @@ TEST(Published, SelectiveRecomputationOnA100) {
         double selective = gpt_seconds(c, shape, layout, o, m.batch);
         pairs.push_back({concat(m.name, " full"), m.number, full});
         pairs.push_back({concat(m.name, " selective"), row.selective, selective});
-        // What the technique saves is known better than what a step takes.
+        // A technique's saving is known better than a step's time.
         EXPECT_NEAR(full / selective, m.number / row.selective, 0.03) << m.name;
     }
     report("arXiv:2205.05198, held out", pairs, 0.09);
@@ -342,7 +343,7 @@ TEST(Simulator, FreeMessagesGiveThePipelinesSimulationToTheBit) {
             }
 }
 
-// Of a long accumulation the ends run, and the middle is counted.
+// A long accumulation runs its ends, and counts its middle.
 TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
     CostModel c = slow_links();
     for (const SmallCase& s : small_cases)
@@ -384,7 +385,8 @@ TEST(Simulator, CollectivesOfARankRunOneAfterAnother) {
         StepTime step = run.folded(slow_links());
         for (const SimulatedRank& rank : step.ranks)
             for (size_t k = 1; k < rank.posted.size(); k++) {
-                const ActionTimes &before = rank.of[rank.posted[k - 1]], &next = rank.of[rank.posted[k]];
+                const ActionTimes &before = rank.of[rank.posted[k - 1]],
+                                  &next = rank.of[rank.posted[k]];
                 ASSERT_GE(next.met, before.end);
                 behind += next.start < before.end;
             }
