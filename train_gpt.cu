@@ -105,7 +105,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     if (!resumed && c.upcycle)
         or_die(upcycle_weights(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type == S_IFDIR)
-        or_die(hf_load_weights(t, c.model));
+        or_die(c.add_tokens.empty() ? hf_load_weights(t, c.model)
+                                    : load_and_grow(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type)
         or_die(model_file_load(t, c.model));
     if (!resumed)
@@ -526,6 +527,7 @@ static bool run_command(Run& run) {
     open_tokenizer(run);
     follow_tokenizer(run);
     run.shape = choose_shape(c);
+    grow_vocabulary(run);
     bool goes_on = c.resume && !checkpoint_steps(c.out).empty(); // with what it took then
     std::string taken = goes_on || !file_type(c.model) ? "" : take_loss_defaults(c);
     if (is_first(run) && !taken.empty())

@@ -33,7 +33,7 @@ struct Config {
     double balance = 0.01, z_loss = 0, router_bias_rate = 0;
 
     // data
-    std::string data, val, tokenizer;
+    std::string data, val, tokenizer, add_tokens;
     // T and B; one forward and backward pass of a rank takes B sequences of T tokens
     int seq = 0, micro_batch = 8;
     // tokens an optimizer step, counted over all data-parallel ranks
@@ -195,6 +195,9 @@ inline const std::vector<Flag>& config_table() {
          "how text becomes tokens: byte, or PATH: tokenizer.json, .model, .bin, .tiktoken, or a "
          "folder with one (GPT-2: vocab.bpe, encoder.json); without it: the --model folder's own, "
          "else byte"},
+        {"add-tokens", &C::add_tokens, "",
+         "with a --model folder: texts between commas that become special tokens; their rows begin "
+         "as the mean of the others"},
         {"seq", &C::seq, "0..16777216", "tokens a sequence, T (0: 256, or what the model allows)"},
         {"micro-batch", &C::micro_batch, "1..1000000", "sequences a micro-batch, B"},
         {"batch-tokens", &C::batch_tokens, "0..1000000000000",

@@ -110,6 +110,21 @@ inline std::string check_built(const Config& c) {
     return "";
 }
 
+// New tokens: whose rows can be drawn and then learn.
+inline std::string check_new_tokens(const Config& c) {
+    const std::string flag = "--add-tokens " + c.add_tokens;
+    if (c.add_tokens.empty()) return "";
+    if (has_adapters(c))
+        return flag + ": adapters leave the tables as they are, and new rows would not learn: "
+                      "--export them with --steps 0 first, or train without adapters";
+    if (c.weights != "float")
+        return concat(flag, ": is not built with --weights ", c.weights, ": give --weights float");
+    if (c.upcycle)
+        return concat(flag, ": is not built with --upcycle ", c.upcycle,
+                      ": --export the tokens with --steps 0 first");
+    return "";
+}
+
 // Refuse a shape that no block computes.
 inline std::string check_shape(const Shape& s) {
     if (s.NH % s.NKV)
@@ -576,6 +591,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     std::string wrong = check_built(c);
     if (wrong.empty()) wrong = check_shape(s);
     if (wrong.empty()) wrong = check_experts(c, s);
+    if (wrong.empty()) wrong = check_new_tokens(c);
     if (wrong.empty()) wrong = check_lora(c, s);
     if (wrong.empty()) wrong = check_loss(c);
     if (!wrong.empty()) return wrong;

@@ -7,6 +7,7 @@
 #include "../io/ds_config.h"
 #include "../io/model_files.h"
 #include "../io/gguf.h"
+#include "../io/new_tokens.h"
 #include "run.h"
 
 namespace llmc {
@@ -101,6 +102,23 @@ inline void open_tokenizer(Run& run) {
                     left_out ? "; --tokenizer byte leaves the folder's out" : "");
     if (left_out && c.tokenizer != "byte" && is_first(run))
         printf("tokenizer: %s\n", c.tokenizer.c_str());
+    if (!c.add_tokens.empty())
+        or_die(add_tokens(&run.tokenizer, c.add_tokens));
+}
+
+// Make room for new tokens behind a folder's own, where its tables have no rows in reserve.
+inline void grow_vocabulary(Run& run) {
+    const Config& c = run.config;
+    if (c.add_tokens.empty()) return;
+    LLMC_USER_CHECK(file_type(c.model) == S_IFDIR && !c.scratch,
+                    "--add-tokens %s: is for the weights of a Hugging Face folder: new weights "
+                    "take --tokenizer's tokens",
+                    c.add_tokens.c_str());
+    size_t before = run.shape.V;
+    run.shape.V = std::max(before, size_t(run.tokenizer.vocab_size));
+    if (is_first(run))
+        printf("new tokens: %s, up to token %d; the tables grow from %zu to %zu rows\n",
+               printable(c.add_tokens).c_str(), run.tokenizer.vocab_size - 1, before, run.shape.V);
 }
 
 // Whether there is a validation loss. --eval that asks for tasks alone has none: without data it
@@ -195,9 +213,9 @@ inline void open_tasks(Run& run) {
 inline void keep_for_export(Run& run) {
     const Config& c = run.config;
     Shape s;
-    bool same = file_type(c.model) == S_IFDIR && hf_read_config(&s, c.model).empty() &&
-                model_identity(s) == model_identity(run.shape);
-    if (!same) return;
+    bool readable = file_type(c.model) == S_IFDIR && hf_read_config(&s, c.model).empty();
+    if (!c.add_tokens.empty()) s.V = run.shape.V;
+    if (!readable || model_identity(s) != model_identity(run.shape)) return;
 
     // Keep bos and eos only if this run uses the folder's own tokenizer,
     // or bytes where the folder has none.
@@ -253,6 +271,8 @@ inline void prepare_export(Run& run) {
     if (!why.empty() && is_first(run))
         printf("--export writes no tokenizer.json: %s\n", why.c_str());
     keep_for_export(run);
+    if (!c.add_tokens.empty())
+        or_die(add_tokens_to_files(&run.exported.files, t, c.add_tokens));
 
     // Say what will be gone.
     if (is_first(run) && !names_in(export_folder(c.export_dir)).empty())

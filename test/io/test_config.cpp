@@ -395,6 +395,9 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--router-bias-rate", "0.001", "--masters", "none"}, "deepseek-v3"),
                "give --masters float");
     EXPECT_HAS(check({"--router", "softmax"}, "deepseek-v3"), "for sigmoids: leave it out");
+    EXPECT_HAS(check({"--add-tokens", "<a>", "--lora", "2"}), "new rows would not learn");
+    EXPECT_HAS(check({"--add-tokens", "<a>", "--weights", "nf4"}), "give --weights float");
+    EXPECT_HAS(check({"--add-tokens", "<a>", "--upcycle", "4"}), "--export the tokens with");
     EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 4 && s.K == 3);
     EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}),

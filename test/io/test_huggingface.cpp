@@ -4,6 +4,7 @@
 #include <csignal>
 #include "../../llmc/comm/comms.h"
 #include "../../llmc/io/config_check.h"
+#include "../../llmc/io/new_tokens.h"
 #include "../../llmc/io/upcycle.h"
 #include "../../llmc/run/health.h"
 #include "saved_models.h"
@@ -531,6 +532,93 @@ TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
     Config c;
     c.upcycle = 3;
     EXPECT_HAS(override_shape(c, moe), "--upcycle 3: the model has experts already: leave it out");
+}
+
+// A folder's rows stay, new ones begin near their mean, each in its own place: the same in all
+// layouts. Rows in reserve are a model's own.
+TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
+    for (Shape s : saved_shapes()) {
+        bool usual = s.hf_type == "gpt2" || s.hf_type == "llama" || s.hf_type == "gpt_neox";
+        if (!usual || s.E) continue;
+        std::string folder = dir + "/before";
+        auto old = random_model<float>(s);
+        ASSERT_EQ(hf_export(old->t, folder, Type::F32), "");
+        size_t before = s.V;
+        s.V += 3;
+        auto grown = random_model<float>(s, 5);
+        ASSERT_EQ(load_and_grow(grown->t, folder, 7), "");
+
+        // Compare rows with the folder's, and new rows with the mean of these.
+        std::map<std::string, std::vector<float>> whole;
+        for (size_t k = 0; k < old->t.model.parameters.size(); k++) {
+            const Parameter &p = grown->t.model.parameters[k], &q = old->t.model.parameters[k];
+            std::vector<float> &x = whole[p.name], was = get_weight(old->t, q);
+            x = get_weight(grown->t, p);
+            x.resize(p.file_elements()), was.resize(q.file_elements());
+            EXPECT_TRUE(std::equal(was.begin(), was.end(), x.begin())) << p.name;
+            if (p.file_rows == q.file_rows) continue;
+            EXPECT_TRUE(is_token_table(grown->t.model, p)) << p.name;
+            std::set<float> drawn;
+            for (size_t c = 0, C = p.cols(); c < C; c++) {
+                double mean = 0, most = 0;
+                for (size_t i = 0; i < before; i++) {
+                    mean += double(was[i * C + c]) / double(before);
+                    most = std::max(most, std::fabs(double(was[i * C + c])));
+                }
+                for (size_t i = before; i < s.V; i++) {
+                    EXPECT_NEAR(x[i * C + c], mean, 6e-3 * most) << p.name;
+                    drawn.insert(x[i * C + c]);
+                }
+            }
+            EXPECT_EQ(drawn.size(), 3 * p.cols()) << "no two elements are the same";
+        }
+
+        // Shared out over ranks.
+        EXPECT_EQ(run_local_ranks(4, {}, [&](const Comm& world) {
+            Plan plan = plan_of(Mode::TRAIN, 2, 16);
+            plan.layout = small_layout(2, 2);
+            plan.layout.zero = 3;
+            plan.layout = layout_at(plan.layout, world.rank);
+            Small<float> part(s, {plan});
+            part.t.comms = make_comms(world, plan.layout,
+                                      ranks_of_kv_head(plan.layout, part.t.model));
+            EXPECT_EQ(load_and_grow(part.t, folder, 7), "");
+            for (const Parameter& p : part.t.model.parameters) {
+                std::vector<float> same = get_weight(part.t, p);
+                same.resize(p.file_elements());
+                EXPECT_EQ(same, whole[p.name]) << p.name;
+            }
+        }), 0);
+    }
+}
+
+// New tokens come behind the tokenizer's own and hide their texts; a tokenizer.json learns them.
+TEST_F(HuggingFace, TokenizersLearnNewTokens) {
+    Tokenizer t;
+    EXPECT_HAS(add_tokens(&t, "x"), "--tokenizer byte has bytes alone");
+    t.kind = TokenizerKind::BPE;
+    for (int b = 0; b < 256; b++) set_piece(&t, b, std::string(1, char(b)));
+    t.vocab_size = 256;
+    ASSERT_EQ(add_tokens(&t, "<a>,<b>"), "");
+    EXPECT_EQ(t.vocab_size, 258);
+    EXPECT_EQ(find_token(t.special, "<b>"), 257);
+    EXPECT_EQ(t.pieces[257], "<b>");
+    EXPECT_HAS(add_tokens(&t, "<c>,<a>"), "--add-tokens <a>: is token 256 already");
+    EXPECT_HAS(add_tokens(&t, "<d>,"), "a text between two commas is empty");
+
+    // A file that has one of them gets the other. A SentencePiece model would be without them.
+    std::map<std::string, std::string> files = {
+        {"tokenizer.json", R"({"added_tokens": [{"id": 256, "content": "<a>"}], "model": 1})"},
+        {"tokenizer.model", "x"}};
+    ASSERT_EQ(add_tokens_to_files(&files, t, "<a>,<b>"), "");
+    json now = json::parse(files["tokenizer.json"]);
+    ASSERT_EQ(now["added_tokens"].size(), 2u);
+    EXPECT_EQ(now["added_tokens"][1]["id"], 257);
+    EXPECT_EQ(now["added_tokens"][1]["special"], true);
+    EXPECT_EQ(now["model"], 1);
+    EXPECT_EQ(files.count("tokenizer.model"), 0u);
+    files["tokenizer.json"] = "[]";
+    EXPECT_HAS(add_tokens_to_files(&files, t, "<a>"), "is no JSON object");
 }
 
 // DeepSeek-V3's files go on behind the last layer, to predict further tokens: these are left out,
