@@ -124,6 +124,7 @@ inline std::string module_words(const Model& m) {
 // Choose the adapters of a model without any: "", or what is wrong with the flags.
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
     std::string target;
+
     // Each target must find something: a misspelt one would train less than was meant.
     for (std::istringstream targets(o.targets); std::getline(targets, target, ',');) {
         bool any = false;
@@ -131,6 +132,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             std::string module = module_of(p);
             if (!adaptable(base, p) || !targets_module(target, module)) continue;
             any = true;
+
             // Beyond the matrix's own rank there is nothing to add.
             size_t most = std::min(p.rows(), p.cols());
             if (o.rank > most)

@@ -215,6 +215,7 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
         // The walk finds as many as the queue has counted.
         bool all = false;
         const int stage = ring_stage(i), tile = walk.next(all, look);
+
         // One barrier covers all chunks of a tile.
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
             mbar_expect_tx(full + stage, K_BYTES);
@@ -222,11 +223,13 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
                 tma_load_4d(to + stage * K_BYTES + c * N * 128, map, full + stage, 64 * c,
                             int(rows.kh), tile * N, int(b));
         };
+
         // Fetch the positions that a mask will read, while the stage is still in use.
         const bool masked = !all || x.slopes;
         int positions[lane_keys];
         for (int j = 0; masked && j < lane_keys; j++)
             positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
+
         // Wait until the stage is free again; the first STAGES waits pass at once.
         mbar_wait(shared.k_free + stage, ring_parity(i) ^ 1);
         for (int j = 0; masked && j < lane_keys; j++)
@@ -234,11 +237,13 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
         __syncwarp();
         if (leader) {
             shared.tile_notes[stage] = tile_note(tile, all);
+
             // Load k at once, v when its stage is free: P V runs a tile behind Q K^T.
             load(shared.k, &maps.k, shared.k_full);
             mbar_wait(shared.v_free + stage, ring_parity(i) ^ 1);
             load(shared.v, &maps.v, shared.v_full);
         }
+
         // The walk votes by all lanes: keep them together.
         __syncwarp();
     }

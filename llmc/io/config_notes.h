@@ -53,18 +53,22 @@ inline std::string refuse_idle_offload(const Config& c) {
 // Refuse graphs where the host has a part in the middle of a step.
 inline std::string refuse_graphs(const Config& c) {
     if (!c.graphs) return "";
+
+    // The host waits for nothing in a graph, nor moves anything.
     if (c.ep > 1 && c.ep_method == "exchange")
         return "--graphs: with --ep-method exchange the host reads what routers chose, and a "
                "graph does not wait: give --ep-method gather";
+    if (c.offload != "none")
+        return concat("--graphs: the host moves what --offload ", c.offload,
+                      " names: leave one of the two out");
+
     // A graph holds what streams are given, and nobody else may act while it runs.
     if (c.device == "cpu")
         return "--graphs is for GPUs, and --device cpu launches nothing: leave one of the two out";
     if (c.local_ranks > 1)
         return concat("--graphs: the threads of --local-ranks ", c.local_ranks,
                       " wait for each other on the host: start processes with mpirun, a GPU each");
-    if (c.offload != "none")
-        return concat("--graphs: the host moves what --offload ", c.offload,
-                      " names: leave one of the two out");
+
     // The laps of a stopwatch lie between two actions, which a graph does not have.
     if (!c.profile.empty())
         return concat("--graphs: --profile ", c.profile,
@@ -90,10 +94,13 @@ inline std::string refuse_prompts(const Config& c) {
 
 // Refuse what cannot work, or does nothing at all.
 inline std::string refuse_idle_flags(const Config& c) {
+    // Check numbers that no training can use.
     for (auto& [name, beta] : {std::pair("beta1", c.beta1), std::pair("beta2", c.beta2)})
         if (beta >= 1)
             return concat("--", name, " 1 never forgets: the first step divides by 1 - ", name,
                           " = 0; use a number below 1");
+
+    // Refuse flags of another command.
     if (given(c, "threads"))
         return concat("--threads ", c.threads,
                       " is for --prepare: a run takes OMP_NUM_THREADS=", c.threads);
@@ -104,6 +111,8 @@ inline std::string refuse_idle_flags(const Config& c) {
                       c.explain ? "--explain" : c.eval ? "--eval" : "--steps 0", " runs none");
     if (std::string wrong = refuse_graphs(c); !wrong.empty()) return wrong;
     if (std::string wrong = refuse_prompts(c); !wrong.empty()) return wrong;
+
+    // Refuse a run without any work.
     bool idle = c.steps == 0 && !c.eval && c.sample_tokens == 0 && c.export_dir.empty();
     if (idle && !c.explain)
         return "--steps 0 and --sample-tokens 0 leave nothing to do: give --steps, --eval or "

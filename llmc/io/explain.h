@@ -169,6 +169,8 @@ inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model,
             if (!place) continue;
             Tier there = place->tier;
             double share = 1;
+
+            // Device memory moves to where the update is, and of it this action's chunk alone.
             if (there == Tier::DEVICE) {
                 size_t updated = kept_elements(p.layout, model, {Kind::MASTER, d.of});
                 share = double(chunk_elements(p.offload, updated, a.chunk)) /

@@ -1,9 +1,9 @@
-// new_tokens.h - texts become tokens of a model that has its weights: rows behind those of its tables
+// new_tokens.h - texts become tokens of a model that has its weights: rows behind its tables' own
 //   1. The tokenizer finds them in text as it stands, and gives them the numbers behind its own.
-//   2. The tables grow as far as these numbers reach. Rows that a model keeps in reserve serve first.
+//   2. The tables grow as far as these numbers reach. A model's rows in reserve serve first.
 //   3. A new row is the mean of the folder's rows, so that a new token is neither likelier than the
 //      others nor far from where they lie, and noise of a thousandth of their deviation, by --seed,
-//      the table's name and the global element: no two tokens are the same, and no layout differs.
+//      the table's name and the global element: no two tokens are the same, no layout differs.
 //   An export has the tokens in its config.json and tokenizer.json, and needs no flag any more.
 #pragma once
 #include "huggingface.h"
@@ -24,14 +24,18 @@ inline std::vector<std::string> texts_between_commas(const std::string& list) {
 // Give the tokenizer its new tokens. They are special: they hide what else they might be made of.
 inline std::string add_tokens(Tokenizer* t, const std::string& list) {
     const std::string flag = "--add-tokens ";
+    // Bytes have no list of pieces that could grow.
     if (t->kind == TokenizerKind::BYTE)
         return flag + list + ": --tokenizer byte has bytes alone: give a tokenizer's file";
     for (const std::string& text : texts_between_commas(list)) {
+        // A text that is a token keeps its number: its row has learned.
         int token = std::max(find_token(t->special, text), find_token(t->raw.ids, text));
         if (text.empty())
             return flag + list + ": a text between two commas is empty";
         if (token >= 0)
             return concat(flag, text, ": is token ", token, " already: leave it out");
+
+        // Number it behind all others.
         t->pieces.push_back(text);
         add_special(t, text, t->vocab_size++);
     }

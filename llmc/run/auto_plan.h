@@ -136,6 +136,8 @@ inline int nearest_gpus(PlanQuestion q) {
                 dp--;
             if (dp > 0) worlds.insert({dp * tp * pp, tp, pp, dp});
         }
+
+    // Take the first that is allowed.
     for (auto [ranks, tp, pp, dp] : worlds) {
         Proposal p;
         p.tp = tp;
