@@ -2,7 +2,7 @@
 //   The plan's check, the arena's lifetimes, the waits for collectives and the tests that poison
 //   all other bytes use it.
 #pragma once
-#include "amaxes.h"
+#include "casts.h"
 #include "tiers.h"
 
 namespace llmc {
@@ -49,7 +49,7 @@ inline void access_forward(Access& x, const Plan& p, const Model& model, const A
     // A block leaves its activations, and in generation its keys and values.
     if (!model.is_block(l)) return;
     x.read({Kind::CONSTANTS});
-    access_amaxes(x, p, model);
+    access_fp8(x, p, model);
     for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W})
         x.write({k, l, m});
     if (p.mode == Mode::GENERATE)
@@ -65,7 +65,7 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     x.read({Kind::STREAM, l, m});
     x.read({Kind::TOKENS, -1, m});
     x.read({Kind::CONSTANTS});
-    access_amaxes(x, p, model);
+    access_fp8(x, p, model);
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
     bool routes = layer_shape(model.shape, l).E > 0; // a choice of experts is kept
@@ -113,7 +113,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
     // A block's activations, and the gradients that its input half leaves to its weight half.
     if (!model.is_block(l)) return;
     x.read({Kind::CONSTANTS});
-    access_amaxes(x, p, model);
+    access_fp8(x, p, model);
     bool redone = p.recompute.of(l) != Recompute::NONE;
     if (input_half)
         x.read({Kind::KEPT_B, l, m});

@@ -45,7 +45,7 @@ inline const char* op_name(Op op) {
 
 // A piece of memory by its meaning. The table below says what `of` counts and how long it lives.
 enum class Kind : uint8_t {
-    WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, AMAX, CONSTANTS, CACHE,
+    WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, AMAX, CAST, CONSTANTS, CACHE,
     GATHERED, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED, VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
     LOSS, LOGITS, LOADS, SCRATCH
@@ -64,6 +64,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"grad.tied",  true,  true},  // the head's gradient of a tied table
         {"scale",      true,  false}, // the norm, the clipping factor, finiteness
         {"amax",       true,  false}, // fp8's delayed scaling: maxima and scales (fp8_delayed.cuh)
+        {"cast",       true,  false}, // fp8: codes of the weights of this rank's blocks (casts.h)
         {"constants",  true,  false}, // RoPE's table or ALiBi's slopes
         {"cache",      true,  false}, // keys and values of generated tokens
         {"gathered",   false, true},  // the bucket's weights, whole: ZeRO-3's, or fetched

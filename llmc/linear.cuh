@@ -12,7 +12,8 @@
 //     out       inp, W       1 x 128 of K, 128 x 128         E4M3, E4M3
 //     dinp      dout, W      1 x 128 of K, 128 x 128         E5M2, E4M3
 //     dW        dout, inp    128 rows of a column, both      E5M2, E4M3
-//   Each product quantises its operands anew from bf16, and no code is quantised twice. With block,
+//   Each product quantises its operands anew from bf16, and no code is quantised twice: W only once
+//   a step where it has a Fp8Cast, for the same codes. With block,
 //   where 128 divides T, no block knows the micro-batch, and where 128 divides a tensor-parallel
 //   rank's pieces, none is cut: the same bf16 numbers have the same codes in every layout. (Ranks
 //   of tp round other sums to bf16 before; a number beside the middle of two codes may then take
@@ -26,6 +27,7 @@
 //   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, lora.cuh, matmul.cuh,
 //            nf4.cuh, types.h and cuda_common.h.
 #pragma once
+#include <utility>
 #include "column_sums.cuh"
 #include "fp8_matmul.cuh"
 #include "lora.cuh"
@@ -42,6 +44,13 @@ struct Narrow {
     void* values = nullptr;        // of a vector, which is not narrow
 };
 
+// A weight that products quantise, cast at the first that reads it: others find it here. Codes and
+// their transpose lie one behind the other, or values do, which serve both.
+struct Fp8Cast {
+    unsigned char* home = nullptr; // (fp8_cast_bytes)
+    mutable bool values = false, codes = false, turned = false; // what lies there
+};
+
 // A parameter as the layers see it. Only this file knows how it is stored: type, codes, adapters.
 struct Weight {
     void* data = nullptr; // (rows, cols) of `type`
@@ -52,6 +61,7 @@ struct Weight {
     Fp8 fp8 = Fp8::NONE;          // its products quantise their operands
     const Lora* lora = nullptr;   // an adapter beside it
     Fp8Late late = {};            // DELAYED: of inp, of W, of dout: one behind the other
+    const Fp8Cast* cast = nullptr; // where what W is cast to stays; null: nowhere
     template <typename T>
     T* as() const { return static_cast<T*>(data); }
 };
@@ -136,6 +146,14 @@ inline size_t linear_operand_bytes(size_t rows, size_t cols) {
     return FP8_ALIGN + round_up(rows * cols * sizeof(bf16), FP8_ALIGN);
 }
 
+// The codes of a weight or of its transpose, their scales, and the largest of them before.
+inline size_t fp8_codes_bytes(size_t rows, size_t cols) {
+    size_t scales = std::max(fp8_scales(rows, cols, Fp8Blocks::SQUARES),
+                             fp8_scales(rows, cols, Fp8Blocks::SQUARES_T));
+    return FP8_ALIGN + round_up(round_up(rows * cols, 16) + scales * sizeof(float), FP8_ALIGN);
+}
+inline size_t fp8_cast_bytes(size_t rows, size_t cols) { return 2 * fp8_codes_bytes(rows, cols); }
+
 // Scratch for the operands of any of the three products, behind the product's own.
 inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
     if (fp8 == Fp8::NONE) return 0;
@@ -167,6 +185,7 @@ template <typename T> struct LinearOperand {
     bool turned;   // the product sums over rows: its codes are those of the transpose
     bool gradient; // has numbers of many sizes: under one scale it wants E5M2
     Fp8Late late;  // of recipe `delayed`
+    const Fp8Cast* cast = nullptr; // of a weight that stays cast
 };
 
 // Lends a product's operands the end of the scratch, until the product has been given.
@@ -195,8 +214,10 @@ template <typename T, typename S> struct Fp8Operands {
 
     // The values that codes of o.x stand for: (rows,cols).
     const T* values(const LinearOperand<T>& o) {
-        unsigned char* word = room(o);
+        bool kept = o.cast && !o.cast->codes && !o.cast->turned;
+        unsigned char* word = kept ? o.cast->home : room(o);
         T* values = reinterpret_cast<T*>(word + FP8_ALIGN);
+        if (kept && std::exchange(o.cast->values, true)) return values;
         T* no_transpose = nullptr;
         float* no_scales = nullptr;
         auto quantise = [&](auto format) {
@@ -210,9 +231,13 @@ template <typename T, typename S> struct Fp8Operands {
 
     // The codes with the product's sum along rows, and their scales behind them.
     Fp8Operand codes(const LinearOperand<T>& o) {
-        unsigned char* word = room(o);
+        bool kept = o.cast && !o.cast->values;
+        unsigned char* word = kept ? o.cast->home : room(o);
+        if (kept && o.turned) word += fp8_codes_bytes(o.rows, o.cols);
         unsigned char* codes = word + FP8_ALIGN;
         float* inverse = reinterpret_cast<float*>(codes + round_up(o.rows * o.cols, 16));
+        Fp8Operand operand = {codes, inverse, blocks_read(o), wide(o)};
+        if (kept && std::exchange(o.turned ? o.cast->turned : o.cast->codes, true)) return operand;
         size_t end = FP8_ALIGN + round_up(o.rows * o.cols, 16) +
                      sizeof(float) * fp8_scales(o.rows, o.cols, blocks(o));
         LLMC_CHECK(end <= linear_operand_bytes(o.rows, o.cols),
@@ -226,7 +251,7 @@ template <typename T, typename S> struct Fp8Operands {
         };
         wide(o) ? quantise(reinterpret_cast<e5m2*>(codes))
                 : quantise(reinterpret_cast<e4m3*>(codes));
-        return {codes, inverse, blocks_read(o), wide(o)};
+        return operand;
     }
 
     // The blocks as the product sees them: columns of x are rows of its transpose.
@@ -275,7 +300,7 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
     // The sum runs along rows of both operands.
     LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::ROWS, false, false, w.late.at(0)};
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES,
-                               false, false, w.late.at(1)};
+                               false, false, w.late.at(1), w.cast};
     linear_product(out, x, weight, b, residual, p, w.fp8, blas, where);
     if (w.lora)
         lora_forward(out, inp, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas, where);
@@ -290,7 +315,7 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N
     // Square blocks of W serve this sum too, which runs along its columns.
     LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::ROWS, false, true, w.late.at(2)};
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES_T,
-                               true, false, w.late.at(1)};
+                               true, false, w.late.at(1), w.cast};
     linear_product(dinp, dy, weight, nothing, nothing, p, w.fp8, blas, where);
     if (w.lora)
         lora_backward_input(dinp, dout, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas,

@@ -65,6 +65,7 @@ struct Shape : Variant {
     size_t logits_rows = 64; // a chunk of them is a multiple of these rows
     Fp8 fp8 = Fp8::NONE;     // the products of blocks, but for attention's
     Fp8Rule fp8_rule;        // of DELAYED
+    bool fp8_kept = true;    // weights are cast once a step (casts.h), else at each product
     double balance = 0, z_loss = 0; // the router's terms in the loss that is trained (moe.cuh)
     Objective objective = {};                 // of the plan that runs: the head's
     std::shared_ptr<const Adapters> adapters; // they alone are trained; null: none (adapters.h)

@@ -365,6 +365,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     // Single values and tables that last.
     case Kind::SCALE: return sizeof(StepScale);
     case Kind::AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8_rule);
+    case Kind::CAST: return cast_bytes(p, model);
     case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
     case Kind::CACHE: return p.B * p.cache * 2 * s.NKV * s.HS * sizeof(T);
 

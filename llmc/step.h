@@ -7,6 +7,7 @@
 //               finished as late as their data allow
 //   Contract: the bits do not depend on when a collective happens between its start and its finish.
 #pragma once
+#include "constants.h"
 #include "flights.h"
 #include "load.h"
 #include "placement_notes.h"
@@ -412,6 +413,7 @@ void enter_plan(Trainer<T, S>& t) {
     t.ctx.cp_keys = shares ? t.comms.cp_keys : Comm();
     t.ctx.cp_method = p.layout.cp_method;
     t.ctx.ep = t.comms.ep;
+    t.casts = bind_casts(t);
 }
 
 // Run actions, each in its order, and finish all that they start.

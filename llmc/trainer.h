@@ -73,6 +73,7 @@ template <typename T, typename S> struct Trainer {
     std::vector<PlanGraph<S>> graphs;         // [plan]
     std::function<void(const Action&)> after; // looks at what an action has computed
     std::vector<Narrow> narrow; // frozen weights: each parameter's place (frozen.h)
+    std::vector<Fp8Cast> casts; // weights of fp8 products: each matrix's place (casts.h)
     std::function<bool()> stopped; // whether the run is to end: all ranks ask, and hear the same
 };
 
@@ -213,51 +214,6 @@ void trainer_free(Trainer<T, S>& t) {
         free_graph(g);
 }
 
-// Fill in RoPE's table or ALiBi's slopes, which blocks only read.
-template <typename T, typename S>
-void init_constants(Trainer<T, S>& t) {
-    const Shape& s = t.model.shape;
-    unsigned char* base = address<unsigned char>(t, {Kind::CONSTANTS});
-    if (!base) return; // a rank without blocks
-    size_t rows = 0;
-    for (const Plan& p : t.plans)
-        rows = std::max({rows, p.T, p.cache});
-
-    // RoPE's table serves every head; layers with a window may have their own behind it. ALiBi's
-    // slopes are one a head: a rank points at its own.
-    size_t channels = rotary_channels(s, s.HS);
-    auto fill = [&](unsigned char* to, double theta, const RopeScaling& scaling) {
-        std::vector<acc_t<T>> table(rows * channels);
-        rope_table(table.data(), rows, channels, theta, scaling);
-        copy_in(to, table.data(), table.size() * sizeof(table[0]), t.ctx.where);
-        wait_for(t.ctx.where); // the copy reads `table`, which ends here
-        return to;
-    };
-    size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
-    if (s.position == Position::ROPE) t.rope = fill(base, s.rope_theta, s.rope_scaling);
-    if (t.rope && s.window_theta) t.window_rope = fill(base + behind, s.window_theta, {});
-    if (s.position == Position::ALIBI) {
-        std::vector<float> slopes(s.NH);
-        alibi_slopes(slopes.data(), s.NH);
-        copy_in(base, slopes.data(), s.NH * sizeof(float), t.ctx.where);
-        wait_for(t.ctx.where);
-        size_t heads = s.NH / size_t(t.layout.tp.size); // of each rank
-        t.ctx.slopes = reinterpret_cast<const float*>(base) + heads * size_t(t.layout.tp.rank);
-    }
-}
-
-// Begin fp16's loss scale, which lies beside the norm, and show the head where.
-template <typename T, typename S>
-void init_loss_scale(Trainer<T, S>& t) {
-    StepScale* home = address<StepScale>(t, {Kind::SCALE});
-    if (!home || !t.hyper.loss_scaling.on) return;
-    StepScale begin = {};
-    begin.loss = begin_loss_scale(t.hyper.loss_scaling);
-    copy_in(home, &begin, sizeof(begin), t.ctx.where);
-    wait_for(t.ctx.where);
-    t.ctx.loss_scale = &home->loss.now;
-}
-
 // ----------------------------------------------------------------------------
 // binding: the pointers of one layer
 
@@ -269,13 +225,13 @@ template <typename T, typename S> struct BindWeights {
     Fp8 fp8;            // of products with them
     const Narrow* narrow; // the next row's
     const Lora* lora = nullptr; // the next row's; null: the layer has no adapters
-    Fp8Late late = {};          // of all matrices
+    Fp8Matrices fp8s = {};      // scales and casts of all matrices
 
     void point(Weight& w) {
         acc_t<T>* grad = grads ? grads + p->offset : nullptr;
         T* data = const_cast<T*>(weights) + p->offset;
         w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr, fp8};
-        if (p->matrix >= 0) w.late = late.at(FP8_OPERANDS * size_t(p->matrix));
+        if (p->matrix >= 0) fp8s.point(w, size_t(p->matrix));
         point_at(w, narrow++);
         if (lora && lora->rank) w.lora = lora;
         if (lora) lora++;
@@ -312,7 +268,7 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
     int row = t.model.buckets[bucket].first;
     Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head's stay wide
     return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
-            &t.narrow[row], nullptr, late_scales(t)};
+            &t.narrow[row], nullptr, fp8_matrices(t)};
 }
 
 // The adapters of a block's parameters, in the table's order: one without has rank 0.

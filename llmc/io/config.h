@@ -66,7 +66,7 @@ struct Config {
 
     // numbers and memory
     std::string precision = "fp32";
-    std::string fp8 = "none", fp8_amax = "max";
+    std::string fp8 = "none", fp8_amax = "max", fp8_weights = "step";
     int fp8_history = 1024, fp8_margin = 0;
     // of fp16; 0 and -1: as the rule has it
     std::string loss_scale = "dynamic", loss_scale_rule = "megatron";
@@ -276,6 +276,8 @@ inline const std::vector<Flag>& config_table() {
          "delayed: scale by the largest of them, or by the last one"},
         {"fp8-margin", &C::fp8_margin, "0..6",
          "delayed: powers of two left free above that maximum"},
+        {"fp8-weights", &C::fp8_weights, "step|product",
+         "fp8: weights are cast once a step and kept, 2 bytes an element, or at each product"},
         {"loss-scale", &C::loss_scale, "",
          "fp16: what gradients are multiplied by; dynamic, or a power of two that stays"},
         {"loss-scale-rule", &C::loss_scale_rule, "megatron|pytorch|deepspeed",

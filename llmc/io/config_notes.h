@@ -130,6 +130,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
     };
     bool elsewhere = c.offload != "none", away = offloads(c, "weights");
     bool trains = c.steps > 0 && !c.eval, late = c.fp8 == "delayed";
+    bool stays = c.fp8 != "none" && c.zero < 3 && !away;
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // clang-format off
     const Pair pairs[] = {
@@ -154,6 +155,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"fp8-history",   late,                      "--fp8 delayed"},
         {"fp8-amax",      late,                      "--fp8 delayed"},
         {"fp8-margin",    late,                      "--fp8 delayed"},
+        {"fp8-weights",   stays,                     "--fp8 and weights that stay whole"},
         {"prompt",        samples,                   "--sample-tokens"},
         {"sample-every",  samples,                   "--sample-tokens"},
         {"loss",          trains || c.eval,          "steps of training"},

@@ -212,6 +212,7 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     add("master weights", Kind::MASTER, formats[int(plans[0].masters)]);
     add("optimizer moments", Kind::STATE, states_name(plans[0].states));
     add("maxima of fp8 products", Kind::AMAX, "delayed scaling's, and scales");
+    add("codes of fp8 weights", Kind::CAST, "cast once a step");
     add("constants", Kind::CONSTANTS, "rotary tables, slopes");
     add("key/value cache", Kind::CACHE);
 

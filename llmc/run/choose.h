@@ -53,6 +53,7 @@ inline Shape choose_shape(const Config& c) {
         s.fp8 = Fp8::TENSOR;
     if (c.fp8 == "delayed")
         s.fp8 = Fp8::DELAYED;
+    s.fp8_kept = c.fp8_weights == "step";
     s.fp8_rule = {c.fp8_history, c.fp8_margin, c.fp8_amax == "most_recent"};
     return s;
 }

@@ -113,6 +113,7 @@ TEST(Config, RefusesWhatItCannotRead) {
 TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
     EXPECT_HAS(parse({"--fp8", "row"}), "none|block|tensor|delayed");
+    EXPECT_HAS(parse({"--fp8-weights", "layer"}), "step|product");
     EXPECT_HAS(parse({"--fp8-margin", "7"}), "from 0 to 6, not");
     EXPECT_HAS(check({"--fp8", "delayed"}), "--precision is fp32: give --precision bf16");
     EXPECT_HAS(check({"--fp8", "block"}), "--precision is fp32: give --precision bf16");

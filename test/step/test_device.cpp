@@ -597,6 +597,47 @@ TEST(Launches, OfTheHead) {
     EXPECT_LE(all_launches(launches_of(gpt2, 2)), 8u);
 }
 
+// A step of fp8 with and without weights that stay cast: launches that quantise, and weights after.
+struct Fp8Step {
+    size_t casts = 0;
+    std::vector<std::vector<double>> weights;
+};
+static Fp8Step fp8_step(Shape shape, Fp8 recipe, Recompute recompute, int gpu, bool kept) {
+    shape.fp8 = recipe, shape.fp8_kept = kept, shape.fp8_rule = {3, 0, false};
+    Small<bf16, cudaStream_t> small(shape, {train_plan(recompute, false)});
+    small.t.ctx.blas.emulates = gpu;
+    small.step();
+
+    // Look at the second step: what the first has cast is old.
+    Fp8Step found;
+    emulator::launches.clear();
+    small.step();
+    for (auto& [kernel, count] : emulator::launches)
+        if (kernel_name(kernel) == "fp8_quantise_kernel") found.casts += count;
+    for (const Parameter& p : small.t.model.parameters)
+        found.weights.push_back(small.values<bf16>(Kind::WEIGHT, p));
+    return found;
+}
+
+// Two micro-batches read each of a block's four matrices twice, and three of them once more where
+// they are recomputed: values are cast once a step, codes once each way round. No bit knows it.
+TEST(Launches, WeightsOfFp8AreCastOnceAStep) {
+    struct Case {
+        Fp8 recipe;
+        Recompute recompute;
+        int gpu; // tensor cores of the second multiply codes
+        size_t reads, casts;
+    };
+    for (Case c : {Case{Fp8::BLOCK, Recompute::NONE, 86, 16, 4},
+                   Case{Fp8::TENSOR, Recompute::FULL, 90, 22, 8},
+                   Case{Fp8::DELAYED, Recompute::FULL, 90, 22, 8}}) {
+        Fp8Step once = fp8_step(least_gpt2(), c.recipe, c.recompute, c.gpu, true);
+        Fp8Step each = fp8_step(least_gpt2(), c.recipe, c.recompute, c.gpu, false);
+        EXPECT_EQ(each.casts - once.casts, c.reads - c.casts) << int(c.recipe);
+        EXPECT_EQ(once.weights, each.weights) << int(c.recipe);
+    }
+}
+
 // Two steps give the stream the same behind the host's part: kernels, sizes, each argument's bytes.
 template <typename T> void compare_launches() {
     for (auto [shape, plan] : steps_to_replay()) {

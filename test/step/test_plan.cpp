@@ -941,6 +941,25 @@ TEST(Model, RunsCoverEachGlobalElementOnce) {
     EXPECT_EQ(starts, (std::vector<size_t>{4, 12, 20}));
 }
 
+// What stays of weights that are cast: two bytes an element, two words and two rows of scales. Of
+// ZeRO-3 and of products that cast their own there is nothing.
+TEST(Memory, CastsOfFp8WeightsAreCounted) {
+    Shape shape = llama_shape(2, 2, 2, 256, 512, 50, 32, 10000);
+    shape.fp8 = Fp8::BLOCK;
+    auto bytes = [&](Layout layout) {
+        Model model = make_model(shape, layout);
+        return data_bytes<bf16>(make_plan(layout, model, options(1)), model, {Kind::CAST}, Cpu{});
+    };
+    // q, k, v and o; gate, up and down: 2 x 2 or 4 x 2 squares, rows of scales go by fours
+    size_t four = 2 * (256 + 256 * 256 + 256), three = 2 * (256 + 256 * 512 + 256);
+    EXPECT_EQ(bytes({}), 2 * (4 * four + 3 * three));
+    Layout shards;
+    shards.dp = {2, 0}, shards.zero = 3;
+    EXPECT_EQ(bytes(shards), 0u);
+    shape.fp8_kept = false;
+    EXPECT_EQ(bytes({}), 0u);
+}
+
 // Operands of fp8 have room beside each product's own scratch, in the layer that needs most.
 TEST(Memory, Fp8OperandsHaveRoom) {
     Shape shape = llama_shape(1, 2, 2, 256, 1024, 50, 32, 10000);
