@@ -1,7 +1,8 @@
 // mfu.h - model FLOPs utilisation: the share of the machine's rate that the model's arithmetic uses
 //   FLOPs a token = 6 * parameters + 6 * L * NH*HS * T        (arXiv:2204.02311)
 //     6 a parameter that the token meets, of experts those that it goes through: a product takes 2
-//     forward and 4 backward. Attention's two products see T/2 keys on average.
+//     forward and 4 backward, of which a frozen matrix beside adapters needs 2: nobody asks for its
+//     gradient. Attention's two products see T/2 keys on average.
 //   mfu = tokens a second * FLOPs a token / peak.  Recomputation does not count.
 //   A GPU's peak is its data sheet's, dense. A CPU has none that its libraries reach: there, and on
 //   a GPU that the table does not know, the peak is one square product in the training precision,
@@ -17,12 +18,21 @@
 
 namespace llmc {
 
+// Parameters without a gradient: the base of adapters.
+inline size_t frozen_parameters(const Model& model) {
+    size_t n = 0;
+    for (const Parameter& p : model.parameters)
+        n += model.buckets[p.bucket].trainable ? 0 : p.file_elements();
+    return n;
+}
+
 // FLOPs of training on one token, forward and backward.
 // Six a parameter: two forward, four backward. Attention adds 6 L C T with a causal mask.
 inline double flops_per_token(const Model& model, size_t T) {
     const Shape& s = model.shape;
     double attention = 6.0 * double(s.L) * attention_channels(s) * double(T);
-    return 6.0 * double(active_parameters(model)) + attention;
+    double unasked = 2.0 * double(frozen_parameters(model));
+    return 6.0 * double(active_parameters(model)) - unasked + attention;
 }
 
 // Hours of so many FLOPs on GPUs of this peak.

@@ -210,6 +210,15 @@ TEST(Budget, NoOrderTakesLess) {
     }
 }
 
+// Beside adapters a frozen matrix has a forward pass and a gradient of its input: 4 a parameter.
+TEST(Budget, FrozenMatricesHaveNoGradientOfTheirOwn) {
+    Model base = make_model(small_llama()), both = make_model(with_lora(small_llama(), 2));
+    double frozen = double(active_parameters(base)), all = double(active_parameters(both));
+    double attention = flops_per_token(base, 64) - 6 * frozen;
+    EXPECT_GT(all, frozen);
+    EXPECT_EQ(flops_per_token(both, 64), 4 * frozen + 6 * (all - frozen) + attention);
+}
+
 // A block redoes at most its forward pass but for the last product, as mfu.h counts it.
 TEST(Budget, RedoneFlopsAreMfusOwn) {
     for (const Preset& preset : model_presets()) {
