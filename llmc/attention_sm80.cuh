@@ -2,8 +2,7 @@
 //   The operands, masks and results of attention_types.h, in bf16 and fp16, head sizes of 8 to 256
 //   in steps of 8: one that is not 32, 64, 96, 128 or 256 runs in the next, filled with zeros.
 //   Rows are (query, head) pairs (attention_rows.cuh). A warp owns 16 or 32 of them; keys come in
-//   tiles by cp.async, one ahead. Shared memory is swizzled in chunks of 16 bytes, so that ldmatrix
-//   has no bank conflicts.
+//   tiles by cp.async, one ahead.
 //   forward      a block owns rows and walks the tiles of keys that they see
 //   backward     dK, dV: a block owns keys and walks tiles of rows, with S^T = K Q^T, so that P^T
 //                and dS^T are operands where they arise. dQ: a block owns rows and walks tiles of
@@ -26,15 +25,7 @@ LLMC_HD constexpr int mma_backward_keys(size_t HS) { return HS > 128 ? 16 : 32; 
 constexpr int MMA_ROWS = 32; // a tile of (query, head) rows where a block owns keys
 
 // ----------------------------------------------------------------------------
-// tiles in shared memory: rows of D elements, chunks of 8 swizzled
-
-template <int D>
-__device__ int tile_at(int row, int chunk) {
-    // Row r keeps chunk c at c ^ swizzle: 8 rows that ldmatrix reads fall into 8 groups of banks.
-    // Where a row is an odd multiple of 64 bytes, two neighbours lie apart and share a swizzle.
-    int swizzle = D / 8 % 8 == 0 ? row & 7 : row >> 1 & 3;
-    return row * D + (chunk ^ swizzle) * 8;
-}
+// tiles in shared memory, as mma.cuh swizzles them
 
 // ROWS rows by cp.async; row(r) is where row r starts in global memory, null: zeros
 template <int D, int ROWS, typename T, typename F>
@@ -47,37 +38,6 @@ __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
         bool real = from && chunk * 8 < HS;
         cp_async16(tile + tile_at<D>(r, chunk), real ? from + chunk * 8 : somewhere, real ? 16 : 0);
     }
-}
-
-// rows [row, row + 16), channels [16 k, 16 k + 16) as the first operand of mma
-template <int D, typename T>
-__device__ void load_a(uint32_t (&a)[4], const T* tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    // Lanes 0-15 address the left 8 channels of the 16 rows, lanes 16-31 the right ones.
-    ldmatrix_x4(a, tile + tile_at<D>(row + lane % 16, 2 * k + lane / 16));
-}
-// rows [row, row + 16) as columns, channels [16 k, 16 k + 16) to sum over: two second operands
-template <int D, typename T>
-__device__ void load_b(uint32_t (&b)[4], const T* tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    // b[0], b[1] are rows 0-7, b[2], b[3] rows 8-15.
-    ldmatrix_x4(b, tile + tile_at<D>(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-}
-// rows [row, row + 16) to sum over, channels [8 c, 8 c + 16) as columns
-template <int D, typename T>
-__device__ void load_b_rows(uint32_t (&b)[4], const T* tile, int row, int c) {
-    int lane = threadIdx.x % 32;
-    // Transposed on the way: b[0], b[1] are channels 0-7, b[2], b[3] channels 8-15.
-    ldmatrix_x4_t(b, tile + tile_at<D>(row + lane % 16, c + lane / 16));
-}
-
-template <typename T>
-__device__ void mma_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
-                         const uint32_t (&b)[4]) {
-    // left and right are neighbours: together 16 columns of one product.
-    uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-    mma_m16n8k16<T>(left, a, first);
-    mma_m16n8k16<T>(right, a, second);
 }
 
 // s[m] (16, 8 NT) = rows [row + 16 m, ..) of a times the 8 NT rows of b, over D channels

@@ -170,6 +170,15 @@ inline int gpu_architecture() {
     LLMC_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, gpu));
     return architecture = 10 * major + minor;
 }
+// How many processors (SMs) the current GPU has.
+inline unsigned gpu_processors() {
+    static thread_local std::map<int, int> known; // [GPU]
+    int gpu = current_gpu();
+    int& processors = known[gpu];
+    if (!processors)
+        LLMC_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu));
+    return unsigned(processors);
+}
 // Whether Hopper's own instructions (sm_90a) are there: no earlier and no later GPU has them.
 inline bool is_hopper(cudaStream_t) { return gpu_architecture() == 90; }
 

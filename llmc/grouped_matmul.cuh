@@ -4,25 +4,20 @@
 //   inp, dinp (M,IC)   out, dout (M,OC)   W (E,OC,IC)   dW (E,OC,IC) acc   starts (E+1)
 //   On the CPU each group is products of matmul.cuh. oneDNN makes a product for each number of
 //   rows that it sees, so a group is cut in powers of two from 64 to 1024; fewer rows than 64 run
-//   in our own loops. On a GPU it is one launch of a simple kernel of our own: tiles of 64 x 64
-//   in shared memory, float arithmetic, no tensor cores. A block finds its group by walking
-//   starts, which the host never reads. It is correct, not fast.
+//   in our own loops. On a GPU it is one launch, on tensor cores (grouped_mma.cuh). Float and sizes
+//   that are no multiples of 8 have a simple kernel: tiles of 64 x 64 in shared memory, float
+//   arithmetic. A block finds its group by walking starts, which the host never reads. It is
+//   correct, not fast.
 //   Contract: out =, dinp, dW = or += (accumulate); dW of a group without rows is zero, or stays.
 //             Bitwise repeatable; on a GPU a row's bits depend on nothing but the row.
 //   Cost: 2 M IC OC FLOPs each.
-//   To copy: this file, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, grouped_mma.cuh, mma.cuh, matmul.cuh, types.h and cuda_common.h.
 #pragma once
 #include <bit>
+#include "grouped_mma.cuh"
 #include "matmul.cuh"
 
 namespace llmc {
-
-// A stack of E matrices [OC, IC], and the rows of each.
-struct Groups {
-    const int* starts; // (E+1), where the product runs
-    size_t E, OC, IC;
-    size_t M; // all rows
-};
 
 // ----------------------------------------------------------------------------
 // CPU
@@ -262,6 +257,9 @@ inline dim3 grouped_grid(const Groups& g, size_t cols) {
 template <typename T>
 void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, Blas&,
                      cudaStream_t stream) {
+    if constexpr (IS_BF16_OR_FP16<T>)
+        if (grouped_mma_takes<T>(g, out, inp, w))
+            return grouped_mma_forward(out, inp, w, g, stream);
     launch(grouped_rows_kernel<T>, grouped_grid(g, g.OC), GROUPED_THREADS, 0, stream, out, inp, w,
            Strides{1, g.IC}, g, g.OC, g.IC, false);
 }
@@ -270,6 +268,9 @@ void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, Blas&,
 template <typename T>
 void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g, bool accumulate,
                             Blas&, cudaStream_t stream) {
+    if constexpr (IS_BF16_OR_FP16<T>)
+        if (grouped_mma_takes<T>(g, dinp, dout, w))
+            return grouped_mma_backward_input(dinp, dout, w, g, accumulate, stream);
     launch(grouped_rows_kernel<T>, grouped_grid(g, g.IC), GROUPED_THREADS, 0, stream, dinp, dout, w,
            Strides{g.IC, 1}, g, g.IC, g.OC, accumulate);
 }
@@ -278,6 +279,9 @@ void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
 template <typename T>
 void grouped_backward_weight(float* dw, const T* dout, const T* inp, const Groups& g,
                              bool accumulate, Blas&, cudaStream_t stream) {
+    if constexpr (IS_BF16_OR_FP16<T>)
+        if (grouped_mma_takes<T>(g, dw, dout, inp))
+            return grouped_mma_backward_weight(dw, dout, inp, g, accumulate, stream);
     // A block for each tile of each expert's matrix.
     dim3 grid(unsigned(ceil_div(g.IC, GROUPED_TILE)), unsigned(ceil_div(g.OC, GROUPED_TILE)),
               unsigned(g.E));

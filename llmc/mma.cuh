@@ -1,4 +1,5 @@
 // mma.cuh - inline-PTX wrappers of one warp, for Ampere and later: ldmatrix, mma, cp.async, packing
+//   and tiles of shared memory as operands of mma, swizzled so that ldmatrix has no bank conflicts.
 //   The 16-bit types are bf16 and fp16 exactly, by name: a type of the same size is refused.
 //   Fragments as the PTX manual has them (ISA 8.7): lane l has row l / 4, columns 2 (l % 4) and the
 //   next, of each 8 by 8 part.
@@ -96,6 +97,56 @@ LLMC_DEV uint32_t pack(float low, float high) {
     else
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
+}
+#endif
+
+#if LLMC_KERNELS
+// ---- tiles in shared memory: rows of D elements, chunks of 8 swizzled ---------------------------
+template <int D>
+__device__ int tile_at(int row, int chunk) {
+    // Row r keeps chunk c at c ^ swizzle: 8 rows that ldmatrix reads fall into 8 groups of banks.
+    // Where a row is an odd multiple of 64 bytes, two neighbours lie apart and share a swizzle.
+    int swizzle = D / 8 % 8 == 0 ? row & 7 : row >> 1 & 3;
+    return row * D + (chunk ^ swizzle) * 8;
+}
+
+// rows [row, row + 16), channels [16 k, 16 k + 16) as the first operand of mma
+template <int D, typename T>
+__device__ void load_a(uint32_t (&a)[4], const T* tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    // Lanes 0-15 address the left 8 channels of the 16 rows, lanes 16-31 the right ones.
+    ldmatrix_x4(a, tile + tile_at<D>(row + lane % 16, 2 * k + lane / 16));
+}
+// rows [row, row + 16) as columns, channels [16 k, 16 k + 16) to sum over: two second operands
+template <int D, typename T>
+__device__ void load_b(uint32_t (&b)[4], const T* tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    // b[0], b[1] are rows 0-7, b[2], b[3] rows 8-15.
+    ldmatrix_x4(b, tile + tile_at<D>(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+}
+// rows [row, row + 16) to sum over, channels [8 c, 8 c + 16) as columns
+template <int D, typename T>
+__device__ void load_b_rows(uint32_t (&b)[4], const T* tile, int row, int c) {
+    int lane = threadIdx.x % 32;
+    // Transposed on the way: b[0], b[1] are channels 0-7, b[2], b[3] channels 8-15.
+    ldmatrix_x4_t(b, tile + tile_at<D>(row + lane % 16, c + lane / 16));
+}
+
+// rows [row, row + 16) to sum over, channels [8 c, 8 c + 16) as rows of the first operand
+template <int D, typename T>
+__device__ void load_a_rows(uint32_t (&a)[4], const T* tile, int row, int c) {
+    int lane = threadIdx.x % 32;
+    // Transposed too: a[0], a[2] are channels 0-7, a[1], a[3] channels 8-15.
+    ldmatrix_x4_t(a, tile + tile_at<D>(row + lane / 16 * 8 + lane % 8, c + lane / 8 % 2));
+}
+
+template <typename T>
+__device__ void mma_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
+                         const uint32_t (&b)[4]) {
+    // left and right are neighbours: together 16 columns of one product.
+    uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+    mma_m16n8k16<T>(left, a, first);
+    mma_m16n8k16<T>(right, a, second);
 }
 #endif
 

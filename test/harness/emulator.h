@@ -168,6 +168,7 @@ constexpr size_t ARENA_BYTES = size_t(384) << 10;        // room for the gaps be
 struct Gpu {
     int major, minor;
     size_t block_shared_bytes; // declared and dynamic
+    int processors = 1;        // blocks that stay have more than one tile each
 };
 constexpr Gpu AMPERE = {8, 6, size_t(99) << 10}, HOPPER = {9, 0, size_t(227) << 10};
 inline Gpu gpu = AMPERE;

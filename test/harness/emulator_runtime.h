@@ -59,10 +59,15 @@ template <typename F> cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, in
     return emulator::questions++, cudaSuccess;
 }
 
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+enum cudaDeviceAttr {
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrComputeCapabilityMinor,
+    cudaDevAttrMultiProcessorCount
+};
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
     const emulator::Gpu& gpu = emulator::gpu;
     emulator::questions++;
+    if (what == cudaDevAttrMultiProcessorCount) return *value = gpu.processors, cudaSuccess;
     return *value = what == cudaDevAttrComputeCapabilityMajor ? gpu.major : gpu.minor, cudaSuccess;
 }
 

@@ -833,6 +833,7 @@ void known_accumulators() {
     const Place figure[] = {{0, 0, 0, 0},   {0, 1, 0, 1},    {0, 2, 8, 0},     {0, 3, 8, 1},
                             {0, 4, 0, 8},   {1, 0, 0, 2},    {4, 0, 1, 0},     {31, 3, 15, 7},
                             {32, 0, 16, 0}, {37, 6, 25, 10}, {127, 31, 63, 63}};
+
     // a (row, 0) = row, b (column, 1) = column and ones: d = row + 64 column
     bool good = answers(128, 16384, [&](bool& good) {
         bf16 *a = reinterpret_cast<bf16*>(dynamic_shared()), *b = a + 4096;

@@ -306,6 +306,7 @@ static std::string read_safetensors(const std::string& path, size_t* whole) {
         rest -= t.bytes;
         if (double(t.bytes) != exact || t.bytes != n * dtype_bytes(t.dtype))
             return "a tensor's size is not its shape's";
+
         // the rest of a mapping's last page can be read without a fault
         const unsigned char* file = static_cast<const unsigned char*>(s.map);
         if (t.data < file + 8 || t.bytes > s.bytes ||
@@ -459,6 +460,7 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
     SavedRun run = saved_run(folder);
     for (uint64_t i = first; i < first + count; i++) {
         Random r = {seed, i << 24};
+
         // half of all are safetensors, models and shards
         size_t kind = r.one_in(2) ? r.below(3) : r.below(KINDS);
         auto valid = [&]() -> std::string {
@@ -474,6 +476,7 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
             }
         };
         std::string bytes = valid(), other = valid();
+
         // one in 32 stays whole: the inputs themselves must be accepted
         bool damaged = !r.one_in(32), json = kind >= CONFIG;
         for (uint64_t n = damaged ? 1 + r.below(4) : 0; n > 0; n--) {
@@ -523,10 +526,12 @@ int main(int argc, char** argv) {
             return fprintf(stderr, "usage: fuzz_readers [--seconds N] [--seed S]\n"), 2;
     }
     omp_set_num_threads(1); // the files are tiny
+
     // memory-backed where there is such a folder: the disk is not what is tested
     std::string folder =
         std::string(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp") + "/fuzz_readers.XXXXXX";
     if (!mkdtemp(folder.data())) return perror(folder.c_str()), 1;
+
     // the children count into memory that they share with their parent
     void* shared = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED) return perror("mmap"), 1;

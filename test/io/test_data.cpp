@@ -149,6 +149,7 @@ TEST(Data, TrainingAndValidationShareNoToken) {
             }
             for (int t : seen[0])
                 ASSERT_FALSE(seen[1].count(t)) << "n " << n << " T " << T << " token " << t;
+
             // the last tenth, rounded down, and all windows that fit into the parts
             EXPECT_EQ(*seen[1].begin(), int(1000 + n - n / 10));
             EXPECT_EQ(parts[0].windows, (n - n / 10 - 1) / T + (n + 3 - (n + 3) / 10 - 1) / T);
@@ -275,6 +276,7 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
                                                  " at position 12 is beyond the model's");
         EXPECT_EQ(check_tokens(d, 12 * width), ""); // not so far
         EXPECT_NE(check_tokens(d, 13 * width), "");
+
         // the position in a held-back part is the file's
         t = positions(0, 100), t[93] = 300;
         ASSERT_EQ(data_open(&d, shard("beyond2.bin", t, width), Split::VAL, false, bytes_tokenizer,

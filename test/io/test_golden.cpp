@@ -79,6 +79,7 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
                 << p.name << "[" << i << "], gradient " << grad[i];
             excused += excuse && miss > bounds.weights;
         }
+
         // GPT-2's key biases, a third of c_attn's, have no gradient at all: they move every score
         // of a query alike, and softmax does not see that.
         bool key_bias = has(p.name, "c_attn.bias") || has(p.name, "query_key_value.bias");

@@ -429,6 +429,7 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
             }
             for (size_t k = i / 32 * 32; k < i / 32 * 32 + 32; k++)
                 most = std::max(most, std::abs(element(ours, place_in_ours(s, p, k))));
+
             // Half a step, and what the scale in fp16 is off, 2^-11 of it, 127 times.
             ASSERT_NEAR(values[i], x, most / 127 * (0.5 + 127 * 0x1p-11)) << theirs << " " << i;
         }
@@ -436,6 +437,7 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
     if (!scales(s.rope_scaling)) return;
     std::vector<float> divides = f.values("rope_freqs.weight");
     ASSERT_EQ(divides.size(), s.HS / 2);
+
     // A wave of 2 pi tokens is between the 4 that stay and the 16 that are stretched.
     double stays = (16 / (2 * M_PI) - 1) / (4 - 1);
     EXPECT_NEAR(divides[0], 1 / ((1 - stays) / 8 + stays), 1e-6);
@@ -638,9 +640,11 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
     }
     EXPECT_HAS(error(with_word(marked, 1, 2)), "is of version 2 of llama2.c's model files (int8)");
     EXPECT_HAS(error(with_word(marked, 1, 3)), "is of version 3 of llama2.c's model files;");
+
     // bf16 where the version says float
     EXPECT_HAS(error(with_word(gpt2, 1, 5)), "its header asks for");
     EXPECT_HAS(error(with_word(gpt2, 7, 60)), "a token table of 60 rows for a vocabulary of 61");
+
     // shapes that do not fit, in the names of config.json
     EXPECT_HAS(error(with_word(gpt2, 5, 3)), "n_head 3 does not divide n_embd 16");
     EXPECT_HAS(error(with_word(gpt2, 4, 0)), "n_layer is 0, which is no size");
@@ -652,6 +656,7 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
     EXPECT_HAS(error(with_word(llama, 8, 0)), "intermediate_size is 0, which is no size");
     EXPECT_HAS(error(with_word(llama, 257, -1)), "rms_norm_eps"); // a NaN
     EXPECT_HAS(error(with_word(llama, 258, 0)), "rope_theta is 0.0, not above zero");
+
     // products beyond any file
     EXPECT_HAS(error(with_word(gpt2, 6, 1 << 30)), "n_embd is 1073741824, which is no size");
     EXPECT_HAS(error(with_word(gpt2, 7, INT_MAX)), "its header asks for 13743");
@@ -755,6 +760,7 @@ TEST_F(Interchange, TiktokenAsATokenizerJson) {
     EXPECT_EQ(j["model"]["vocab"]["<|endoftext|>"], rank);
     EXPECT_EQ(j["added_tokens"][0]["id"], rank);
     EXPECT_EQ(j["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], GPT2_PATTERN);
+
     // (t, h), (a, a), (th, e), (" ", the), (a, b), (a, ab), (aa, b), À's two bytes, two spaces
     EXPECT_EQ(j["model"]["merges"].size(), 9u);
     EXPECT_EQ(j["model"]["merges"][2], "th e");
@@ -969,6 +975,7 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     EXPECT_TRUE(json::parse(read_file(out + "/config.json"))["eos_token_id"].is_null());
     EXPECT_HAS(run("--model " + out + " --steps 0 --export " + out + "/", 1),
                "is what --model reads: choose another name");
+
     // a copy of the copy, with what else its folder says
     std::string bytes = read_file(out + "/tokenizer.json"), copy = "--export " + dir + "/copy ";
     json config = json::parse(read_file(out + "/config.json"));
@@ -987,6 +994,7 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     EXPECT_HAS(run("--model " + out + " --steps 0", 1),
                "; --tokenizer byte leaves the folder's out\n");
     run("--model " + out + " --steps 0 --tokenizer byte");
+
     // a tokenizer with more tokens than the model is refused for text, and not written
     std::string lines;
     for (int b = 0; b < 300; b++)
@@ -997,6 +1005,7 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
                "writes 301 tokens, the model has 256");
     EXPECT_HAS(run("--model " + out + more + " --steps 0 --sample-tokens 0 --export " + dir + "/m"),
                "writes no tokenizer.json: --tokenizer " + path + " is not the model's");
+
     // nor are bytes beside a larger vocabulary
     std::string larger =
         run(small + "--vocab 300 --steps 0 --sample-tokens 0 --export " + dir + "/larger");

@@ -196,6 +196,7 @@ TEST_F(Prepare, PackedFilesAreTheirContents) {
         const std::string& bytes = name == "a.txt" ? text : lines;
         size_t half = bytes.size() / 2;
         put(name, bytes);
+
         // two members, two frames
         put(name + ".gz",
             gzipped(bytes.substr(0, half), dir + "/1") + gzipped(bytes.substr(half), dir + "/1"));
@@ -311,6 +312,7 @@ TEST_F(Prepare, ThreadsAndBatchesChangeNoByte) {
         if (threads == 1) one = files();
         EXPECT_TRUE(files() == one) << threads;
     }
+
     // batches of lines may have any size: only the manifest tells it
     one.erase("x.json");
     c.data = dir + "/a.jsonl";
@@ -586,6 +588,7 @@ TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
     EXPECT_EQ(says.find("b.jsonl:5"), std::string::npos);
     EXPECT_EQ(manifest()["malformed_lines"], 8);
     EXPECT_EQ(manifest()["lines"], 19);
+
     // ten, and a hundredth of the lines so far
     auto with_bad = [&](int lines, int last) {
         std::string text;
@@ -834,6 +837,7 @@ class ParquetFile:
         return [None if l == "none" else l for l in lines]
 pyarrow.parquet = __import__("sys").modules[__name__]
 )");
+
     // A python3 that finds it, and that must be called with -I.
     fs::create_directories(dir + "/bin");
     put("bin/python3", "#!/bin/sh\n[ \"$1\" = -I ] || exit 9\nshift\nPATH=${PATH#*:}\n"

@@ -298,11 +298,13 @@ TEST(SafeTensors, AFolderThatCannotBeWritten) {
     EXPECT_EQ(read_file(scratch("file")), "old");
     EXPECT_HAS(write_over("/proc/self/x.safetensors", 65536),
                "cannot be written"); // root may not write there either
+
     // the final name is a folder
     fs::create_directories(scratch("taken.safetensors/inside"));
     EXPECT_HAS(write_over(scratch("taken.safetensors"), 65536), "cannot be renamed");
     EXPECT_FALSE(fs::exists(scratch("taken.safetensors.tmp")));
     EXPECT_TRUE(fs::exists(scratch("taken.safetensors/inside")));
+
     // a folder without the right to write
     fs::create_directories(scratch("locked"));
     std::string path = scratch("locked/old.safetensors");

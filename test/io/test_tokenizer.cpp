@@ -435,10 +435,12 @@ TEST(Words, DigitsSequenceAndLiterals) {
     json literal = {{"type", "Split"}, {"pattern", {{"String", "a."}}}, {"behavior", "Isolated"}};
     splits(literal, {"xabx", "a.", "b"});
     splits(split_regex(R"(\w+)"), {"caf\xc3\xa9", ", ", "\xc3\xa9t\xc3\xa9"});
+
     // marks and circled letters are of words, joiners are not
     splits(split_regex(R"(\w+)"), {"e\xcc\x81_\xe2\x92\xb6\xc2\xbd", "\xe2\x80\x8d", "b"});
     splits(split_regex(R"(\W|[\w']+)"), {"e\xcc\x81's", "-", "-", "b"});
     splits(split_regex(R"(\b.+?\b)"), {"e\xcc\x81", " ", "b"});
+
     // digits are every script's
     splits(split_regex(R"(\d+)"), {"a", "4\xd9\xa3", "b"});
     json removed = split_regex("[a-z]+| ");
@@ -713,12 +715,14 @@ for i in range(3000):
     for (std::string text, normal; in >> text; texts++) {
         for (const Tokenizer& t : with) {
             ASSERT_TRUE(in >> normal);
+
             // what cannot join stands around it: invalid bytes too
             std::string around = "\xff\xfe " + bytes(text) + "\xc3(";
             EXPECT_EQ(decode(t, encode(t, around)), "\xff\xfe " + bytes(normal) + "\xc3(") << text;
         }
     }
     EXPECT_EQ(texts, 3000);
+
     // a special token's text is not normalised, and nothing joins across it
     EXPECT_EQ(pieces(with[0], "e<|endoftext|>\xcc\x81", true),
               (Texts{"e", "<|endoftext|>", "\xcc", "\x81"}));
@@ -753,6 +757,7 @@ TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
     EXPECT_EQ(pieces(t, "hell<s>hell", true), (Texts{" hell", "<s>", "hell"}));
     j["pre_tokenizer"]["prepend_scheme"] = "always";
     EXPECT_EQ(pieces(opened(put_json(j)), "hell<s>hell", true), (Texts{" hell", "<s>", " hell"}));
+
     // Added tokens cut before the pre-tokenizer writes its spaces, and behind
     // a normalizer that does.
     j["added_tokens"].push_back({{"id", 9}, {"content", "(x)"}, {"special", false}});
@@ -805,6 +810,7 @@ TEST(Unigram, TheBestSumOfScores) {
         best_cut(all, " " + text, &best);
         EXPECT_EQ(pieces(t, text), best) << text;
     }
+
     // what is unknown costs 10 more than the worst piece: a, bx and not ab, x
     std::vector<Piece> few = with_controls(
         {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -15}, {"ba", -18}, {"abab", -3}},

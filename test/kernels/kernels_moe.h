@@ -196,7 +196,14 @@ template <typename T> void grouped_kernels(Check& c) {
     };
     std::vector<Case> cases = {{{0, 1}, 1, 1}, {{0, 0, 3, 3, 4}, 9, 17},
                                {{0, 0, 65, 66, 66, 90}, 70, 20}, {{0, 40, 40}, 24, 130}};
-    if (SMALL) cases = {{{0, 0, 3, 3, 4}, 9, 17}};
+    // Multiples of 8 go to tensor cores: tiles and a rest, sums of one stage to five and a rest.
+    cases.push_back({{0, 0, 1, 130, 130, 147, 147}, 136, 40});
+    cases.push_back({{0, 0, 72, 72}, 16, 264});
+    // More experts than a warp has lanes.
+    std::vector<int> many = {0};
+    for (int e = 0; e < 40; e++) many.push_back(many.back() + e % 3);
+    cases.push_back({many, 8, 16});
+    if (SMALL) cases = {{{0, 0, 3, 3, 4}, 9, 17}, {{0, 0, 1, 130}, 16, 136}};
     for (const Case& s : cases)
         for (bool accumulate : {false, true}) {
             size_t E = s.starts.size() - 1, M = size_t(s.starts.back()), OC = s.OC, IC = s.IC;

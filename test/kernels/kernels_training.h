@@ -361,6 +361,7 @@ inline void grad_norm_kernels(Check& c) {
             // Want: the CPU's, which a bucket cut in two must give as well.
             std::vector<double> sums(chunks);
             float clip = kind == 1 ? 1e9f : 0.5f;
+
             // In every second one gradients carry a loss scale, which then grows or falls.
             LossScaling rule = {.on = tensors != 5, .window = 3, .hysteresis = 1};
             const StepScale before = {0, 0, 0, 4, {1024, 2, 0, 5}};
@@ -500,6 +501,7 @@ template <typename T> void small_update_kernels(Check& c) {
             auto rows = bucket_rows(c, tensors > 1, tensors, &n);
             for (size_t r = 0; r < rows.size(); r++)
                 rows[r].start = 13 * r, rows[r].run = 30 + r, rows[r].gap = r % 3 * 60;
+
             // In 8 bits tensors start at multiples of a block; every third stays float.
             bool eight = states == States::EIGHT_BIT;
             size_t state = 0;

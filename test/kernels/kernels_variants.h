@@ -129,6 +129,7 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         table = rounded<float>(table);
         std::vector<int> at = integers(c, N, 0, int(P) - 1);
         auto x = rounded<T>(normals(c, N * NH * HS));
+
         // Want: pairs taken apart into halves, turned, and joined again.
         std::vector<double> halves = x, want = x;
         auto each = [&](auto f) {

@@ -113,12 +113,14 @@ void queue_case(Check& c, AttentionCase s, unsigned together) {
     for (size_t i = 0; i < all; i++) {
         const RowTile& t = taken[i];
         wrong += times[{t.b, t.kh, t.tile}]++ || t.b >= s.B || t.kh >= s.NKV || t.tile >= x.tiles;
+
         // Spans may take a tile for seen that no row sees where positions have no order.
         wrong += s.kind == 3 ? t.key_tiles < length(t.b, t.tile)
                              : t.key_tiles != length(t.b, t.tile);
         auto before = last.try_emplace({t.b, t.kh}, INT_MAX).first;
         wrong += t.key_tiles > before->second;
         before->second = t.key_tiles;
+
         // Heads that are mixed are never more than a tile apart.
         const unsigned head = unsigned(t.b * s.NKV + t.kh), first = head / together * together;
         const unsigned end = std::min(first + together, unsigned(turns.size()));

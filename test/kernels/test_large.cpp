@@ -155,6 +155,7 @@ template <typename T> void large_attention(Check& c) {
                                   positions.data, start.data, nullptr, d};
         attention_forward(out.data, lse.data, x, scratch.data, STREAM);
         attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, scratch.data, STREAM);
+
         // one row of out and of dq; dk and dv are checked through sums over all keys: the sum of dv
         // over keys is the sum of dout over queries, and that of dk is known from dq's rows
         auto head = [&](uint64_t seed, size_t row, size_t width, size_t h) {
@@ -196,6 +197,7 @@ template <typename T> void large_attention(Check& c) {
             close(c, "dq", part(dq), want_dq, sizeof(T) < 4 ? tolerance<T>(s.HS + i, 6) : 1e-4,
                   0.1);
         }
+
         // sums over keys: of dv it is that of dout, since a row of P adds up to 1
         auto gv = dv.host();
         for (size_t kh = 0; kh < s.NKV; kh++) {

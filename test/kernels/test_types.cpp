@@ -59,6 +59,7 @@ TEST(Random, NormalNumbersAreNormal) {
     const size_t N = 1000000;
     std::vector<double> z(N);
     for (size_t i = 0; i < N; i++) z[i] = normal(1337, fnv1a("test"), i);
+
     // five standard errors each
     double root = std::sqrt(double(N)), m1 = 0, m2 = 0, m3 = 0, m4 = 0;
     for (double x : z) m1 += x / N, m2 += x * x / N, m3 += x * x * x / N, m4 += x * x * x * x / N;
@@ -72,6 +73,7 @@ TEST(Random, NormalNumbersAreNormal) {
             for (double x : z) beyond += sign * x > k;
             EXPECT_NEAR(beyond / N, p, 5 * std::sqrt(p / N)) << sign * k;
         }
+
     // a block's pairs share a radius: neighbours must not be correlated, nor their squares
     for (size_t lag = 1; lag <= 5; lag++) {
         double c = 0, c2 = 0;

@@ -230,6 +230,7 @@ TEST(Budget, RedoneFlopsAreMfusOwn) {
         }
         const Shape& s = preset.shape;
         double blocks = flops_per_token(model, T) - 6 * double(others);
+
         // Nothing reads the last product again but a norm behind it, and routing is kept.
         double last = 0, router = 0, redone = 0;
         for (int layer = 1; layer <= int(s.L); layer++) {

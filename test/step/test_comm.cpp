@@ -1057,6 +1057,7 @@ int run_groups(const std::string& text) {
             barrier(world, Cpu());
         }
     }
+
     // All are freed, and nobody asks for them any more.
     bool freed = info.communicators.empty();
     for (ncclComm_t comm : nccl_stub::made) freed &= !comm;

@@ -25,7 +25,7 @@ static Shape tiny_alibi() {
 static Shape tiny_moe() {
     Shape s = tiny_llama();
     s.family = Family::MIXTRAL, s.hf_type = "mixtral", s.qkv_bias = false;
-    s.F = 12, s.E = 4, s.K = 2, s.balance = 0.05, s.z_loss = 0.01;
+    s.F = 16, s.E = 4, s.K = 2, s.balance = 0.05, s.z_loss = 0.01;
     return s;
 }
 
@@ -589,6 +589,19 @@ TEST(Launches, OfABlock) {
     Shape llama = llama_shape(1, 4, 2, 64, 44, 53, 64, 10000);
     EXPECT_LE(all_launches(launches_of(gpt2, 1)), 25u);
     EXPECT_LE(all_launches(launches_of(llama, 1)), 35u);
+}
+
+// All experts of a product share one launch, however many they are.
+TEST(Launches, OfExperts) {
+    auto launches = [](size_t E) {
+        Shape s = tiny_moe();
+        s.E = E;
+        return launches_of(s, 1);
+    };
+    auto four = launches(4), sixteen = launches(16);
+    EXPECT_EQ(four["expert_rows_kernel"], 6u);
+    EXPECT_EQ(four["expert_weight_kernel"], 3u);
+    EXPECT_EQ(four, sixteen);
 }
 
 // One chunk of logits: three products and one kernel; the norm's three, and the sum of losses.

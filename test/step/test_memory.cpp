@@ -65,6 +65,7 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
             targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
         return std::string();
     };
+
     // first fit stays close to the least that any placement of these lives needs
     EXPECT_LE(double(t.arena.device().bytes - t.arena.device().persistent_bytes),
               1.05 * double(t.arena.peak[0]));

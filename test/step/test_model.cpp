@@ -47,6 +47,7 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
                     side[sign] = plan_loss(f.t).mean();
                 }
                 f.weight(p)[i] = w;
+
                 // central differences: error h^2 * third derivative + rounding eps * loss / h
                 EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected,
                             2e-7 * std::max(1.0, std::abs(expected)))
@@ -237,6 +238,7 @@ TEST(Lora, TakesTheBytesOfTheTable) {
                                {Kind::STATE, b, 0}, {Kind::STATE, b, 1}})
                     if (d.kind == Kind::WEIGHT || m.buckets[size_t(b)].trainable)
                         bytes += double(data_bytes<bf16>(p, m, d, Cpu{}));
+
             // a tensor ends at a multiple of 256 bytes; the vocabulary is padded
             double want = stored == Stored::WIDE ? line.lora : line.qlora;
             EXPECT_NEAR(bytes / double(1 << 30), want, 0.006 + 0.001 * want) << line.model;
@@ -558,6 +560,7 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
         mark(writes, x.writes);
         mark(scratch,
              {{Kind::SCRATCH, a.layer}}); // what it leaves there depends on which thread took what
+
         // Run it once as it is, and with every byte that it does not read poisoned: with NaN, and
         // with a number, since what is added to NaN is the NaN that was there.
         memory.assign(arena.device().base, arena.device().base + arena.device().bytes);
@@ -817,6 +820,7 @@ TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
                 EXPECT_EQ(narrow.size(), 4u);
                 EXPECT_NE(narrow, frozen_losses<float>(s, Stored::WIDE, true, tp));
             }
+
     // Beside them adapters are trained, and meet the same values both ways.
     for (Stored stored : {Stored::NF4, Stored::INT8})
         for (int tp : {1, 2}) {
@@ -847,6 +851,7 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
                                                 round_up(4 * (257 + n / 16384), size_t(256))
                                           : n + 4 * rows;
         }
+
         // the last one, down, has rows of 256: half as many
         if (stored == Stored::INT8) want -= 4 * 128;
         auto bytes = [&](int bucket) {
@@ -886,6 +891,7 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
     for (auto [ranks, experts, K, few] : {std::array{2, 2, 1, 0}, {3, 6, 2, 0}, {4, 12, 3, 0},
                                           {4, 8, 2, 1}, {3, 9, 9, 0}}) {
         const size_t N = 21, C = 5, R = size_t(ranks), E = size_t(experts), k = size_t(K);
+
         // Choices: ascending and different, of a few experts or of all.
         std::vector<int> ids;
         std::mt19937 random(unsigned(ranks * 100 + experts));

@@ -204,6 +204,7 @@ void overflow_on_one_rank(const Case& c, int culprit) {
         // And the next is one like any other.
         rank.step();
         says(rank.scale().finite && rank.scale().step == 2, "the next step");
+
         // shards are whole chunks, and of a model this small the first rank has them all
         says(numbers(rank) != before || plan.layout.dp.rank > 0, "it changes nothing");
     }), 0);

@@ -123,6 +123,7 @@ TEST(Pipeline, TextbookOrders) {
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::ZERO_BUBBLE, 2, 1, 3)),
               "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0\n"
               "F0.1 I0.1 F1.1 I1.1 W0.1 F2.1 I2.1 W1.1 W2.1\n");
+
     // pp does not divide the micro-batches: the first group has 3, the second 2
     EXPECT_EQ(write_schedule({schedule_of(Pipeline::INTERLEAVED, 2, 2, 5, 1)}),
               "F0.1 F1.1 F2.1 F0.3 B0.3 F1.3 B1.3 F2.3 B2.3 F3.1 B0.1 F4.1 B1.1 F3.3 B2.1 F4.3 "
@@ -213,6 +214,7 @@ TEST(Pipeline, PeaksOfLiveActivationsAreTheTextbooks) {
                 EXPECT_EQ(interleaved[r],
                           std::min(chunks * m, 2 * (pp - r - 1) + (chunks - 1) * pp + 1));
             }
+
             // ZB-H1: as 1F1B up to I, and no rank holds more until W than 1F1B's first rank
             Schedule mine = schedule_of(Pipeline::ZERO_BUBBLE, pp, 1, m, r);
             EXPECT_EQ(live_at_most(mine, SlotOp::I), std::min(m, pp - r));

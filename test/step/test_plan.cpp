@@ -430,16 +430,19 @@ TEST(Zero, PublishedActivationsOfALayer) {
     auto per_sbh = [](double s, double h, double a, double t, bool sequence, Kept kept) {
         return paper_activations(s, 1, h, a, t, sequence, kept) / (s * h);
     };
+
     // 175B: 34 + 80, 530B: 34 + 64; without the scores 70% and 65% less
     EXPECT_EQ(per_sbh(2048, 12288, 96, 1, false, Kept::ALL), 34 + 80);
     EXPECT_EQ(per_sbh(2048, 20480, 128, 1, false, Kept::ALL), 34 + 64);
     EXPECT_NEAR(80.0 / (34 + 80), 0.70, 0.005);
     EXPECT_NEAR(64.0 / (34 + 64), 0.65, 0.005);
+
     // over 8 ranks what tensor parallelism does not cut is 10 of 34; with sequences cut nothing is
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, false, Kept::SELECTIVE), 10 + 3);
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::ALL), (34 + 80) / 8.0);
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::SELECTIVE), 34 / 8.0);
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::INPUT), 2);
+
     // ours has the paper's, less two masks of dropout, and float statistics for scores
     Model model = make_model(gpt2_shape(2, 12, 768));
     Plan p = options(1);
@@ -568,6 +571,7 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
     Plan p = options(2);
     p.layout.dp.size = 2;
     p.layout.zero = 3;
+
     // gathered for a use, for none; weights that are updated beneath the gather
     p.actions = {{Op::GATHER, -1, -1, 2}, {Op::GATHER, -1, -1, 3},  {Op::GATHER, -1, -1, 4},
                  {Op::F, 0, 1},           {Op::RELEASE, -1, -1, 3}, {Op::UPDATE, -1, -1, 4}};
@@ -583,6 +587,7 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
               "GATHER(block.0) before NORM\n"
               "GATHER(block.1) before GATHER(block.1)\n"
               "GATHER(block.1) before the end\n");
+
     // a micro-batch's gradient waits for the next reduction alone, the last for the norm
     p.actions = {{Op::B, 0, 3}, {Op::REDUCE, 0, -1, 4, true}, {Op::B, 0, 2},
                  {Op::B, 0, 1}, {Op::REDUCE, 0, -1, 2, true}, {Op::B, 1, 3},
@@ -595,9 +600,11 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
               "REDUCE(block.2) before B(0,2)\n"
               "REDUCE(block.0) before B(1,3)\n");
     p.layout.prefetch = 1;
+
     // the next micro-batch writes what is being reduced
     p.actions = {{Op::B, 0, 3}, {Op::REDUCE, 0, -1, 4, true}, {Op::B, 1, 3}};
     EXPECT_EQ(finishes(p, model), "REDUCE(block.2) before B(1,3)\n");
+
     // gradients that are kept whole: all are reduced side by side
     p.layout.zero = 1;
     p.actions = {{Op::REDUCE, -1, -1, 4}, {Op::REDUCE, -1, -1, 2},  {Op::NORM},
@@ -608,6 +615,7 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
               "REDUCE(block.0) before NORM\n"
               "PUBLISH(block.0) before the end\n"
               "PUBLISH(block.2) before the end\n");
+
     // streams: received for a use; sent until the next message, so that they do not add up
     p.layout = small_layout(1, 1, 2);
     p.layout.pp.rank = 1;
@@ -686,6 +694,7 @@ TEST(Arena, LivingDataNeverShareBytes) {
                                         b.offset + b.bytes <= a.offset);
                         }
                     for (const Place& a : all) EXPECT_LE(a.offset + a.bytes, arena.device().bytes);
+
                     // first fit stays close to the least that any placement needs
                     EXPECT_LE(double(arena.device().bytes - arena.device().persistent_bytes),
                               1.15 * double(arena.peak[0]));
@@ -853,6 +862,7 @@ TEST(Model, PublishedParameterCounts) {
         {"olmoe-1b-7b", 6919161856}, {"qwen1.5-moe-a2.7b", 14315784192},
         {"deepseek-v2-lite", 15706484224}, {"deepseek-v2", 235741434880},
         {"deepseek-v3", 671026419200}};
+
     // A token meets these, in 1e9; of a model without experts all.
     std::map<std::string, double> active = {{"mixtral-8x7b", 12.880}, {"qwen3-30b-a3b", 3.353},
                                             {"olmoe-1b-7b", 1.282},
@@ -931,10 +941,12 @@ TEST(Model, RunsCoverEachGlobalElementOnce) {
                 EXPECT_EQ(expect, p.local_elements());
                 EXPECT_EQ(p.local_rows() * p.local_cols(), expect);
             }
+
             // The first experts are the first rank's.
             for (size_t i = 0; i < owner.size(); i++)
                 EXPECT_EQ(owner[i] / tp, int(i / (p.elements() / size_t(ep))));
         }
+
     // rank 1 of 2 holds the second half of q, of k and of v
     std::vector<size_t> starts;
     for_each_run(fused, 1, 2, [&](size_t, size_t global, size_t) { starts.push_back(global / 3); });

@@ -52,6 +52,7 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
         std::regex_search(r.text, std::regex("\nstep 30 \\| val loss [0-9.]+ \\| [0-9.]+ bits per "
                                              "byte \\| 256 tokens\nstep 30 \\| sample\n---\n")))
         << r.text;
+
     // the log: the configuration, an object a step, and the validation
     std::ifstream log(path("out") + "/log.jsonl");
     std::vector<nlohmann::json> lines;
@@ -60,6 +61,7 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     EXPECT_EQ(lines[0]["config"]["lr"], 3e-3);
     EXPECT_EQ(lines[32]["step"], 30);
     EXPECT_EQ(lines[32].count("wall"), 1u);
+
     // 6 a parameter (tables, two layers, the last LayerNorm), and 6 L C T for attention
     double parameters = (256 + 1024) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32;
     EXPECT_EQ(lines[0]["flops_per_token"], 6 * parameters + 6 * 2 * 32 * 32);
@@ -549,11 +551,13 @@ TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
             exports[read_file(exported + "/model.safetensors")] += layout + "; ";
         }
         EXPECT_EQ(exports.size(), 1u) << "one checkpoint, other exports";
+
         // on the same layout: the same steps as without a stop
         Ran again = run(flags + "--local-ranks 4 --pp 2 --zero 3 --resume", one);
         EXPECT_HAS(again.text, "resumed at step 2");
         EXPECT_EQ(line_of(again.text, "step  4/4"), line_of(r.text, "step  4/4"));
         EXPECT_EQ(val_line(again.text), val_line(r.text));
+
         // on another: almost
         fs::remove_all(path(precision));
         fs::copy(saved, path(precision), fs::copy_options::recursive);
