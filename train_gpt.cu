@@ -51,6 +51,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     double start = clock_seconds();
     double waited = waited_for_others(run);
     uint64_t samples = uint64_t(c.batch_tokens / c.seq);
+    take_reference_point(run, t);
     start_plan(t, run.train_plan);
     if (run.step + 1 < c.steps) prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
@@ -83,7 +84,8 @@ void train_step(Run& run, Trainer<T, S>& t) {
     note(run, log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
                                  c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance,
                                  experts.max_vio, experts.least, result.loss.margin / pairs,
-                                 pairs < 0 ? -1 : result.loss.correct / pairs}));
+                                 pairs < 0 ? -1 : result.loss.correct / pairs,
+                                 c.loss == "kto" ? run.reference_point : -1}));
     if (!skipped) note(run, run.spikes.look(run.step, loss, scale.norm));
 }
 
@@ -116,6 +118,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     if (adapters && !c.out.empty())
         or_die_on_all_ranks(run, base_identity(run.world, type ? c.model : "", c.seed, &run.base));
     if (has_reference(c)) compute_references(run, t);
+    if (c.loss == "kto") compute_mismatched(run, t);
     if (behind && c.resume) resume(run, t);
     if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
     check_weights(run, t);

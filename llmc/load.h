@@ -114,7 +114,7 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     float* of_pairs = pairs_count ? reinterpret_cast<float*>(doc_start + p.T) : nullptr;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
         wrong = read_sequence(t, first + b, x, targets, positions, doc_start, of_pairs, p.T);
-        if (pairs_count) *valid += count_pairs(targets, doc_start, of_pairs, p.T);
+        if (pairs_count) *valid += count_pairs(targets, doc_start, of_pairs, p.T, p.objective.kind);
 
         // Take this rank's rows. Targets, positions and documents are those of the whole sequence.
         for (size_t i = 0; i < rows; i++) {
@@ -139,8 +139,9 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
 template <typename T, typename S>
 void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     PreparedBatch& next = t.next;
-    if (!next.staging) return;
     const Plan& p = t.plans[plan];
+    // KTO's reference point is of weights that this step still changes.
+    if (!next.staging || p.objective.kind == LossKind::KTO) return;
     next = {plan, cursor, next.staging};
     for (int m = 0; m < p.micro_batches && next.wrong.empty(); m++) {
         int* batch = next.staging + m * p.input_numbers();

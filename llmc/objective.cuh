@@ -6,12 +6,17 @@
 //     IPO    (r_chosen / n - r_rejected / n - 1 / (2 beta))^2
 //     SimPO  -log s(beta (m_chosen - m_rejected) - gamma)   no reference (2405.14734)
 //     ORPO   -m_chosen - beta log s(o_chosen - o_rejected),   o = m - log(1 - exp m) (2403.07691)
+//   Or each document is an answer of its own, and the rejected ones are undesirable:
+//     KTO    desirable  w (1 - s(beta (r - z))),   undesirable  w (1 - s(beta (z - r)))
+//            z is the batch's reference point (run/reference_point.h), w the weight of the label
+//            (2402.01306)
 //   coefficient = -dloss / dlog p(target) of a row: its logits' gradient is coefficient times the
 //   cross-entropy's, so one backward pass of the head serves all objectives.
 //   losses (N) the rows' -log p   rejected, reference (N) float   value, margin, correct,
 //   coefficient (N): a pair's numbers stand in its first row, 0 in the others; N = B T
 //   Contract: all =.  Sums of a pair in double, in the rows' order: bitwise repeatable, and a
-//             policy that is the reference has d = 0 exactly.
+//             policy that is the reference has d = 0 exactly. z is a constant; it stands in the
+//             last row of a window's `reference`, which never has a target.
 //   Cost: a thread walks the rows of its pair: nothing beside the head's products.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
@@ -22,13 +27,15 @@
 namespace llmc {
 
 // NLL is the cross-entropy as it is.
-enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO };
+enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO, KTO };
 
 struct Objective {
     LossKind kind = LossKind::NLL;
     double beta = 0.1;    // how much a preference weighs
     double smoothing = 0; // DPO
     double gamma = 0;     // SimPO
+    double desirable = 1; // KTO's weights
+    double undesirable = 1;
     bool pairs() const { return kind != LossKind::NLL; }
 };
 
@@ -84,7 +91,8 @@ LLMC_HD inline double minus_log_sigmoid(double x) {
 LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const SequenceSum& l) {
     double mean_w = w.y / w.targets, mean_l = l.y / l.targets;
     switch (o.kind) {
-    case LossKind::NLL: break;
+    case LossKind::NLL:
+    case LossKind::KTO: break;
 
     // The policy's lead, less the reference's. Label smoothing counts some pairs the other way.
     case LossKind::DPO: {
@@ -122,6 +130,18 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
     return {};
 }
 
+// An answer of its own, by how far it is on its side of the reference point.
+LLMC_HD inline PairLoss answer_loss(Objective o, const SequenceSum& a, bool undesirable, double z) {
+    double sign = undesirable ? -1 : 1;
+    double weight = undesirable ? o.undesirable : o.desirable;
+    // Far from the point, on either side, an answer weighs little.
+    double u = sign * o.beta * (a.y - a.reference - z);
+    // By how much its own side is missed: from 1/2 at the point itself.
+    double missing = sigmoid(-u);
+    double slope = o.beta * sigmoid(u) * missing;
+    return {weight * missing, u, sign * weight * slope, 0};
+}
+
 // Add up the sequence that begins in row n.
 template <typename A>
 LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
@@ -140,19 +160,25 @@ LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
 }
 
 // Row n: where a sequence begins that is not rejected, fill in the rows of it and of the rejected
-// one behind it. Without one, as padding is, they count for nothing.
+// one behind it; KTO's stand alone. Without one, as padding is, they count for nothing.
 template <typename A>
 LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     // Other rows are filled in by the one that begins their pair.
-    if (x.doc_start[n] != int(n % x.T) || x.rejected[n] != 0) return;
+    bool alone = o.kind == LossKind::KTO;
+    if (x.doc_start[n] != int(n % x.T)) return;
+    if (x.rejected[n] != 0 && !alone) return;
     SequenceSum chosen = sum_sequence(x, n), other;
     other.end = chosen.end;
-    if (chosen.end % x.T != 0 && x.rejected[chosen.end] != 0)
+    if (!alone && chosen.end % x.T != 0 && x.rejected[chosen.end] != 0)
         other = sum_sequence(x, chosen.end);
     bool pair = chosen.targets > 0 && other.targets > 0;
     PairLoss loss = {};
     if (pair)
         loss = pair_loss(o, chosen, other);
+    // An answer that stands alone is compared with the reference point.
+    double z = x.reference[(n / x.T + 1) * x.T - 1];
+    if (alone && chosen.targets > 0)
+        loss = answer_loss(o, chosen, x.rejected[n] != 0, z);
 
     // The pair's own numbers stand in its first row.
     for (size_t i = n; i < other.end; i++) {
@@ -174,15 +200,15 @@ void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
         objective_row(x, o, n);
 }
 
-// Count the pairs of a window, which a loss is a mean over: rejected sequences with a target. How
-// a batch is cut does not change their number.
+// Count the pairs of a window, which a loss is a mean over: rejected sequences with a target, or of
+// KTO all sequences with one. How a batch is cut does not change their number.
 inline int64_t count_pairs(const int* targets, const int* doc_start, const float* rejected,
-                           size_t T) { // (T) each
+                           size_t T, LossKind kind = LossKind::DPO) { // (T) each
     int64_t pairs = 0;
     bool counted = false; // a target of the sequence has been seen
     for (size_t i = 0; i < T; i++) {
         counted &= doc_start[i] != int(i);
-        bool counts = rejected[i] != 0 && targets[i] >= 0;
+        bool counts = (rejected[i] != 0 || kind == LossKind::KTO) && targets[i] >= 0;
         pairs += counts && !counted;
         counted |= counts;
     }

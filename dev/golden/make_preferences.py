@@ -24,3 +24,11 @@ print("cdpo  ", 0.9 * logistic(u) + 0.1 * logistic(-u))
 print("ipo   ", (ratio[0] - ratio[1] - 1 / 0.2) ** 2)
 print("simpo ", logistic(2 * (mean[0] - mean[1]) - 0.5))
 print("orpo  ", -mean[0] + logistic(odds[0] - odds[1]))
+
+
+def sigmoid(x):
+    return 1 / (1 + exp(-x))
+
+
+# KTO of a desirable and an undesirable answer, the second of weight 0.5; the reference point is 0.25.
+print("kto   ", 1 - sigmoid(0.1 * (rho[0] - 0.25)) + 0.5 * (1 - sigmoid(0.1 * (0.25 - rho[1]))))

@@ -232,6 +232,7 @@ struct Chat {
     int bos = -1;       // <s>
     int end = -1;       // the token that ends an answer; a sample ends there
     bool pairs = false; // lines hold two answers to a question, the better one first (pairs.h)
+    bool labels = false; // or one answer, and whether it is desirable (labels.h)
 };
 
 // The token of a mark; -1: the tokenizer has none.

@@ -42,6 +42,8 @@ struct Config {
     int document_end = -1;
     std::string loss = "lm", chat_format = "auto";
     double beta = 0, label_smoothing = 0, gamma = -1;
+    double desirable_weight = 1;
+    double undesirable_weight = 1;
 
     // data preparation
     std::string prepare, field = "text";
@@ -207,17 +209,21 @@ inline const std::vector<Flag>& config_table() {
         {"document-end", &C::document_end, "-1..100000000",
          "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
 
-        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo",
+        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo|kto",
          "what is trained; lm: every token; sft: the answers of conversations, which --data holds "
-         "as JSON lines (.jsonl); the others: to prefer one answer, lines have prompt, chosen, "
+         "as JSON lines (.jsonl); kto: answers that are desirable or not, lines have prompt, "
+         "completion, label; the others: to prefer one answer, lines have prompt, chosen, "
          "rejected"},
         {"beta", &C::beta, "0..1000",
-         "dpo, ipo, simpo: how much a preference weighs; orpo: its share beside the answer's own "
-         "loss (0: 0.1; simpo 2)"},
+         "dpo, ipo, simpo, kto: how much a preference weighs; orpo: its share beside the answer's "
+         "own loss (0: 0.1; simpo 2)"},
         {"label-smoothing", &C::label_smoothing, "0..1",
          "dpo: the share of pairs whose order is taken to be wrong (cDPO)"},
         {"gamma", &C::gamma, "-1..1000",
          "simpo: by how much the better answer is to win (-1: 0.5)"},
+        {"desirable-weight", &C::desirable_weight, "0..1000",
+         "kto: weight of desirable answers' loss; where they are few, more"},
+        {"undesirable-weight", &C::undesirable_weight, "0..1000", "kto: and of the others'"},
         {"chat-format", &C::chat_format,
          "auto|chatml|llama2|llama3|llama3.1|mistral|mistral-v3|mistral-v3-tekken|mistral-v7|"
          "zephyr|nanochat|alpaca|plain",
@@ -678,10 +684,18 @@ inline LossKind loss_kind(const std::string& loss) {
     if (loss == "dpo") return LossKind::DPO;
     if (loss == "ipo") return LossKind::IPO;
     if (loss == "simpo") return LossKind::SIMPO;
+    if (loss == "kto") return LossKind::KTO;
     return loss == "orpo" ? LossKind::ORPO : LossKind::NLL;
 }
 inline Objective objective_of(const Config& c) {
-    return {loss_kind(c.loss), c.beta, c.label_smoothing, c.gamma};
+    Objective o;
+    o.kind = loss_kind(c.loss);
+    o.beta = c.beta;
+    o.smoothing = c.label_smoothing;
+    o.gamma = c.gamma;
+    o.desirable = c.desirable_weight;
+    o.undesirable = c.undesirable_weight;
+    return o;
 }
 inline bool has_pairs(const Config& c) { return loss_kind(c.loss) != LossKind::NLL; }
 

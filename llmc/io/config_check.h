@@ -393,7 +393,7 @@ inline std::string check_loss(Config& c) {
     const std::string flag = "--loss " + c.loss;
     if (given(c, "beta") && !has_pairs(c))
         return concat("--beta ", c.beta,
-                      " is for preferences: give --loss dpo, ipo, simpo or orpo");
+                      " is for preferences: give --loss dpo, ipo, simpo, orpo or kto");
     if (c.label_smoothing > 0 && c.loss != "dpo")
         return concat("--label-smoothing ", c.label_smoothing, " is for --loss dpo: leave it out");
     if (c.label_smoothing >= 0.5)
@@ -401,6 +401,9 @@ inline std::string check_loss(Config& c) {
                       "to be wrong: give less than 0.5");
     if (given(c, "gamma") && c.loss != "simpo")
         return concat("--gamma ", c.gamma, " is for --loss simpo: leave it out");
+    for (const char* name : {"desirable-weight", "undesirable-weight"})
+        if (given(c, name) && c.loss != "kto")
+            return concat("--", name, " is for --loss kto: leave it out");
     if (c.loss == "lm") return "";
 
     // TRL's numbers, and of SimPO those of its paper.

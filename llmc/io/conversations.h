@@ -113,6 +113,7 @@ struct ConversationCounts {
     size_t dropped = 0;               // no answer would have been left
     size_t pairs = 0;                 // in windows (pairs.h)
     size_t long_pairs = 0;            // left out: longer than a window
+    size_t undesirable = 0;           // answers in windows that are not wanted (labels.h)
     size_t trained = 0;               // answers' tokens in windows
 };
 
@@ -230,6 +231,7 @@ inline std::string conversations_text(const ConversationCounts& n) {
     std::string text = concat(n.conversations, " conversations");
     if (n.pairs + n.long_pairs > 0)
         text = concat(n.pairs, " pairs");
+    if (n.undesirable) text += concat(", ", n.undesirable, " of them undesirable");
     if (n.trained) text += concat(", ", n.trained, " tokens of answers");
     if (n.cut)
         text += concat("; ", n.cut, " are longer than a window and lost ", n.lost,

@@ -30,7 +30,7 @@
 #include "../text.h"
 #include "file_kind.h"
 #include "mapping.h"
-#include "pairs.h"
+#include "labels.h"
 #include "tokenizer.h"
 
 namespace llmc {
@@ -191,7 +191,9 @@ inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     // Pack them. What is left out is said once, by data_notes().
     ConversationCounts counts;
     std::string_view text(static_cast<const char*>(begin), bytes);
-    LineTokens line_tokens = chat.pairs ? pair_tokens : conversation_tokens;
+    LineTokens line_tokens = chat.labels  ? labelled_tokens
+                             : chat.pairs ? pair_tokens
+                                          : conversation_tokens;
     f->encoded = std::make_shared<std::vector<int>>(
         pack_lines(text, 1, f->path, chat, T, &counts, line_tokens));
     unmap_file(begin, bytes);
@@ -500,10 +502,9 @@ inline uint64_t window_of(const DataLoader& d, uint64_t sample) {
     return permutation(d.seed, sample / d.windows, window, d.windows);
 }
 
-// Fill tokens and targets, both (T), of a sample.
-inline std::string load_window(const DataLoader& d, uint64_t sample, int* tokens, int* targets) {
-    // Find the file that its window lies in.
-    uint64_t window = window_of(d, sample);
+// Fill tokens and targets, both (T), of a window.
+inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens, int* targets) {
+    // Find the file that it lies in.
     auto ends_behind = [](uint64_t w, const DataFile& f) {
         return w < f.windows_before + f.windows;
     };
@@ -521,6 +522,11 @@ inline std::string load_window(const DataLoader& d, uint64_t sample, int* tokens
         if (i > 0) targets[i - 1] = int(token);
     }
     return "";
+}
+
+// Fill tokens and targets, both (T), of a sample.
+inline std::string load_window(const DataLoader& d, uint64_t sample, int* tokens, int* targets) {
+    return read_window(d, window_of(d, sample), tokens, targets);
 }
 
 } // namespace llmc

@@ -4,7 +4,8 @@
 //     first         {config, flops_per_token}
 //     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 the
 //                   loss_scale of the next step too; with --cp the cp_imbalance; with
-//                   experts max_vio and least_load (expert_loads.h); of pairs margin, accuracy
+//                   experts max_vio and least_load (expert_loads.h); of pairs margin, accuracy,
+//                   of KTO's answers also kl, the reference point
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
 //     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
@@ -47,6 +48,7 @@ struct StepReport {
     double max_vio = -1;         // of experts' loads, and the least of them, of the mean; -1: none
     double least_load = 0;
     double margin = 0, accuracy = -1; // of pairs: means; -1: there are none
+    double kl = -1;                   // KTO's reference point; -1: none
 };
 
 // A step line as people read it. A rate above the peak means that the peak was measured while the
@@ -201,6 +203,7 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (r.max_vio >= 0) j["least_load"] = r.least_load;
     if (r.accuracy >= 0) j["margin"] = r.margin;
     if (r.accuracy >= 0) j["accuracy"] = r.accuracy;
+    if (r.kl >= 0) j["kl"] = r.kl;
     return log_append(log, j);
 }
 

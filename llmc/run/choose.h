@@ -170,6 +170,7 @@ inline void open_data(Run& run) {
     bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
     const Chat* chat = c.loss == "lm" ? nullptr : &run.chat;
     run.chat.pairs = has_pairs(c);
+    run.chat.labels = c.loss == "kto";
     if (train)
         or_die(data_open(&run.train, files, Split::TRAIN, apart, run.tokenizer, c.seq, run.shape.V,
                          c.seed, chat));

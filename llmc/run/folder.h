@@ -124,7 +124,8 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     other |= given(c, "optimizer") && saved.value("optimizer", c.optimizer) != c.optimizer;
     if (name == "masters" || name == "states")
         return reads || other;
-    bool preference = name == "beta" || name == "gamma" || name == "label-smoothing";
+    bool preference = name == "beta" || name == "gamma" || name == "label-smoothing" ||
+                      name == "desirable-weight" || name == "undesirable-weight";
     if (preference && given(c, "loss") && saved.value("loss", c.loss) != c.loss)
         return true;
     return name == "fp8" && (other || given(c, "weights"));

@@ -12,7 +12,9 @@
 namespace llmc {
 
 // Whether the loss compares with a reference.
-inline bool has_reference(const Config& c) { return c.loss == "dpo" || c.loss == "ipo"; }
+inline bool has_reference(const Config& c) {
+    return c.loss == "dpo" || c.loss == "ipo" || c.loss == "kto";
+}
 
 // Hand out the rows of a sample's window.
 inline References references_of(const DataLoader& d,
@@ -51,18 +53,21 @@ std::vector<float> evaluate_references(Run& run, Trainer<T, S>& t, const DataLoa
     return rows;
 }
 
+// The first samples whose windows the run reads. A resumed one may have gone further, with larger
+// batches; one that ends before its first epoch does reads some only.
+inline uint64_t samples_of_run(const Run& run) {
+    const Config& c = run.config;
+    uint64_t samples = uint64_t(c.steps) * uint64_t(c.batch_tokens / c.seq);
+    return c.resume ? run.train.windows : std::min<uint64_t>(samples, run.train.windows);
+}
+
 // Compute the references of training and validation.
 template <typename T, typename S>
 void compute_references(Run& run, Trainer<T, S>& t) {
-    // A run that ends before its first epoch does reads some of the windows only.
-    const Config& c = run.config;
-    uint64_t samples = uint64_t(c.steps) * uint64_t(c.batch_tokens / c.seq);
     if (run.val.windows)
         run.val_references = evaluate_references(run, t, run.val, run.val_samples);
     if (run.train_plan < 0) return;
-    // A resumed run may have gone further, with larger batches.
-    uint64_t windows = run.train.windows;
-    samples = c.resume ? windows : std::min(samples, windows);
+    uint64_t samples = samples_of_run(run);
     if (is_first(run))
         printf("reference: the starting weights, on %llu windows\n", (unsigned long long)samples);
     run.references = evaluate_references(run, t, run.train, samples);

@@ -3,7 +3,7 @@
 #include "../io/explain.h"
 #include "../io/predict.h"
 #include "../io/mfu.h"
-#include "references.h"
+#include "reference_point.h"
 
 namespace llmc {
 
@@ -18,7 +18,8 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
         return load_window(run.val, sample, tokens, targets);
     };
     References of_training = t.references;
-    if (has_reference(run.config)) t.references = references_of(run.val, run.val_references);
+    double point_of_training = run.reference_point;
+    take_validation_references(run, t);
     run_samples(t, run.evaluate_plan, run.val_samples, window, [&] {
         Loss loss = plan_loss(t);
         total.sum += loss.sum;
@@ -27,6 +28,7 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
         total.correct += loss.correct;
     });
     t.references = of_training;
+    run.reference_point = point_of_training;
     return total;
 }
 
@@ -66,7 +68,9 @@ void report_validation(Run& run, Trainer<T, S>& t) {
         line["accuracy"] = loss.correct / n;
         printf(" | margin %.4f | accuracy %.3f", loss.margin / n, loss.correct / n);
     }
-    printf(" | %lld %s\n", (long long)loss.valid, has_pairs(run.config) ? "pairs" : "tokens");
+    const char* what = has_pairs(run.config) ? "pairs" : "tokens";
+    if (run.config.loss == "kto") what = "answers";
+    printf(" | %lld %s\n", (long long)loss.valid, what);
     fflush(stdout);
     note(run, log_append(run.log, line));
 }

@@ -68,6 +68,8 @@ struct Run {
     double first_loss = 0;       // of this process's first step; 0: it has done none
     double cp_imbalance = 0;     // added up over this process's steps; 0: sequences are whole
     std::vector<float> references = {}, val_references = {}; // (windows,T) of preferences
+    std::vector<double> mismatched = {}, val_mismatched = {}; // (windows) of KTO's reference point
+    double reference_point = 0;                               // of the batch that runs
     ChoiceBiases choice_biases = {}; // with --router-bias-rate
     double max_vio = 0;          // likewise: of experts' loads
     double best_loss = INFINITY; // of validation

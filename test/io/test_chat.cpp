@@ -632,3 +632,108 @@ TEST(Preferences, ARunThatGoesOnHasTheSameBits) {
     EXPECT_GT(weights.size(), 10000u);
     EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));
 }
+
+// ----------------------------------------------------------------------------
+// answers with a label
+
+// Fourteen answers in lines of both shapes, of which five are undesirable: four windows.
+static std::string fourteen_answers() {
+    std::string lines;
+    const char* names[] = {"one", "two", "three", "four", "five", "six",
+                           "seven", "eight", "nine", "ten", "eleven", "twelve"};
+    for (int i = 0; i < 12; i++)
+        lines += std::string(R"({"prompt": "Say )") + names[i] + R"(", "completion": ")" +
+                 (i % 3 ? names[i] : "No, I will not") + R"(", "label": )" +
+                 (i % 3 ? "true}\n" : "false}\n");
+    return lines + R"({"prompt": "Sky?", "chosen": "blue", "rejected": "green"})" "\n";
+}
+
+TEST(Labels, EachQuestionOfAWindowGetsTheAnswerBeforeItsOwn) {
+    // Letters are questions, digits trained answers, as load_conversations() gives them.
+    auto window = [](const std::string& text, std::vector<int>* tokens, std::vector<int>* targets) {
+        tokens->clear();
+        targets->assign(text.size(), -1);
+        for (size_t i = 0; i < text.size(); i++) {
+            bool begins = isupper(text[i]), digit = isdigit(text[i]);
+            tokens->push_back(text[i] | (begins ? BEGINS | (text[i] == 'B' ? REJECTED : 0) : 0));
+            if (digit) (*targets)[i - 1] = text[i];
+        }
+    };
+    std::vector<int> tokens, targets, before, before_targets;
+    window("Xx9Yy78Z..", &before, &before_targets); // Z: padding
+    window("Aa123Bb4Cc56", &tokens, &targets);
+    auto answers = questions_of(before.data(), before_targets.data(), before.size());
+    EXPECT_EQ(answers.size(), 2u);
+    EXPECT_EQ(mismatched_window(answers, tokens.data(), targets.data(), 12, '.'), 3u);
+    std::string text, trained;
+    for (size_t i = 0; i < 12; i++) {
+        text += char(tokens[i] & 0x7f);
+        trained += targets[i] < 0 ? '.' : char(targets[i]);
+        EXPECT_EQ(bool(tokens[i] & BEGINS), bool(isupper(text[i]))) << i;
+    }
+    EXPECT_EQ(text, "Aa78Bb123Cc4");
+    EXPECT_EQ(trained, ".78..123..4.");
+
+    // A longer answer loses its end where the window ends; a shorter one leaves padding apart.
+    window("Xx2345", &before, &before_targets);
+    window("Aa1Bb2", &tokens, &targets);
+    answers = questions_of(before.data(), before_targets.data(), before.size());
+    EXPECT_EQ(mismatched_window(answers, tokens.data(), targets.data(), 6, '.'), 1u);
+    window("Aa12Bb", &tokens, &targets);
+    answers = questions_of(before.data(), before_targets.data(), 3);
+    EXPECT_EQ(mismatched_window(answers, tokens.data(), targets.data(), 6, '.'), 1u);
+    EXPECT_EQ(tokens[3], '.' | BEGINS);
+}
+
+TEST(Labels, ALineHasOneAnswerAndItsLabel) {
+    Tokenizer t;
+    Chat chat;
+    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    std::vector<int> tokens;
+    ConversationCounts n;
+    auto tokens_of = [&](const std::string& line) {
+        return labelled_tokens(chat, nlohmann::json::parse(line), 128, &tokens, &n);
+    };
+    ASSERT_EQ(tokens_of(R"({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}], "completion": "de", "label": false})"), "");
+    EXPECT_EQ(tokens[0] & (BEGINS | REJECTED), BEGINS | REJECTED);
+    // The first answer is the question's.
+    EXPECT_EQ(std::count_if(tokens.begin(), tokens.end(), [](int x) { return x < 0; }), 2 + 2); // and how it ends
+    ASSERT_EQ(tokens_of(R"({"prompt": "a", "completion": "b", "label": true})"), "");
+    EXPECT_EQ(tokens[0] & (BEGINS | REJECTED), BEGINS);
+    EXPECT_EQ(n.undesirable, 1u);
+    EXPECT_HAS(tokens_of(R"({"prompt": "a", "completion": "b", "label": 1})"),
+               "no \"label\" that is true or false");
+    EXPECT_HAS(tokens_of(R"({"prompt": "a", "label": true})"), "has no \"completion\"");
+}
+
+TEST(Labels, ReferencePointAndLossAreTheSameInEveryLayout) {
+    // The point is of the whole batch: of a micro-batch or a rank it would differ by tens of
+    // percents. Sums in another order differ by less than a millionth; the rate is high so that
+    // the policy leaves its reference.
+    std::string path = put_file(scratch("labels.jsonl"), fourteen_answers());
+    put_file(path + "2.jsonl", fourteen_answers());
+    std::string common = "--layers 2 --heads 4 --channels 32 --batch-tokens 512 --steps 3 "
+                         "--loss kto --beta 0.5 --undesirable-weight 0.5 ";
+    std::vector<double> expected;
+    for (std::string layout :
+         {"--micro-batch 4", "--micro-batch 1 --local-ranks 4 --pp 2 --zero 1 --verify-every 1",
+          "--micro-batch 2 --local-ranks 2 --zero 3", "--micro-batch 2 --local-ranks 2 --tp 2"}) {
+        std::string out = scratch("labels" + layout);
+        Ran ran = shell(preference_run(path, common + "--out '" + out + "' " + layout));
+        ASSERT_EQ(ran.status, 0) << ran.text;
+        EXPECT_HAS(ran.text, "14 conversations, 5 of them undesirable");
+        std::vector<double> got = preference_log(out);
+        std::istringstream lines(read_file(out + "/log.jsonl"));
+        for (std::string line; std::getline(lines, line);)
+            if (has(line, "\"kl\"")) got.push_back(nlohmann::json::parse(line)["kl"]);
+        ASSERT_EQ(got.size(), 15u);
+        if (expected.empty()) expected = got;
+        for (size_t i = 0; i < got.size(); i++)
+            EXPECT_NEAR(got[i], expected[i], 5e-5 * std::max(1.0, std::abs(expected[i])))
+                << layout << i;
+        EXPECT_EQ(got[12], 0); // the policy is its reference
+        EXPECT_GT(got[13], 0.01);
+    }
+    // Half of each answer's weight at first.
+    EXPECT_NEAR(expected[0], 0.5 * (9 * 1 + 5 * 0.5) / 14, 1e-6);
+}

@@ -282,7 +282,9 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--loss", "sft", "--data", "a.jsonl", "--document-mask"}),
                "leave --document-mask out");
     EXPECT_HAS(check({"--loss", "dpo"}), "give --data FILE.jsonl");
-    EXPECT_HAS(check({"--beta", "1"}), "give --loss dpo, ipo, simpo or orpo");
+    EXPECT_HAS(check({"--beta", "1"}), "give --loss dpo, ipo, simpo, orpo or kto");
+    EXPECT_HAS(check({"--loss", "dpo", "--undesirable-weight", "2"}),
+               "--undesirable-weight is for --loss kto: leave it out");
     EXPECT_HAS(check({"--loss", "ipo", "--label-smoothing", "0.1"}), "is for --loss dpo");
     EXPECT_HAS(check({"--loss", "dpo", "--label-smoothing", "0.5"}), "give less than 0.5");
     EXPECT_HAS(check({"--loss", "dpo", "--data", "a.jsonl", "--explain", "--machine", "h100"}),

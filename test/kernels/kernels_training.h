@@ -260,7 +260,8 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
 // Pairs over windows, of which one has a single answer: the CPU's bits.
 inline void objective_kernels(Check& c) {
     for (size_t T : {size_t(4), size_t(9), size_t(150)})
-        for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO}) {
+        for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO,
+                              LossKind::KTO}) {
             size_t N = 3 * T;
             CASE(c, "objective %d T=%zu", int(kind), T);
             std::vector<int> targets = integers(c, N, -1, 5), starts(N);
@@ -271,7 +272,7 @@ inline void objective_kernels(Check& c) {
                 rejected[n] = n < 2 * T && starts[n] > 0;
                 losses[n] = std::fabs(losses[n]);
             }
-            Objective o = {kind, 0.5, 0.1, 0.5};
+            Objective o = {kind, 0.5, 0.1, 0.5, 2, 0.5};
             std::vector<float> out(4 * N), l = as<float>(losses), x = as<float>(rejected),
                                ref = as<float>(reference);
             objective<float>({&out[0], &out[N], &out[2 * N], &out[3 * N], l.data(), targets.data(),

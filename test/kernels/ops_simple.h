@@ -689,7 +689,8 @@ template <typename A> struct ObjectiveRun {
 
 inline std::vector<Objective> all_objectives() {
     return {{LossKind::DPO, 0.1}, {LossKind::DPO, 0.1, 0.1}, {LossKind::IPO, 0.1},
-            {LossKind::SIMPO, 2, 0, 0.5}, {LossKind::ORPO, 1}};
+            {LossKind::SIMPO, 2, 0, 0.5}, {LossKind::ORPO, 1},
+            {LossKind::KTO, 0.1, 0, 0, 1, 0.5}};
 }
 
 inline void objective_test(Check& c) {
@@ -697,16 +698,17 @@ inline void objective_test(Check& c) {
     Doubles policy(16), reference(16);
     for (size_t i = 1; i < 6; i++) policy[i] = 2, reference[i] = 2.25;
     for (size_t i = 7; i < 15; i++) policy[i] = 1.5, reference[i] = 1.5;
-    reference[1] = 2, reference[7] = 1;
-    const Doubles values = {0.6209570478, 0.6359570478, 22.44390625, 1.7014132780, 3.0420578079};
+    reference[1] = 2, reference[7] = 1, reference[15] = -0.25; // the last: KTO's point, negated
+    const Doubles values = {0.6209570478, 0.6359570478, 22.44390625, 1.7014132780, 3.0420578079,
+                            0.7218881762};
     const Doubles at_first = {std::log(2.0), std::log(2.0), 25};
-    for (size_t k = 0; k < 5; k++) {
+    for (size_t k = 0; k < 6; k++) {
         ObjectiveRun<double> run(all_objectives()[k], policy, reference);
         close(c, "the worked value", Doubles{run.total(1)}, Doubles{values[k]}, 1e-9);
         close(c, "in float", Doubles{ObjectiveRun<float>(all_objectives()[k], policy,
                                                          reference).total(1)},
               Doubles{values[k]}, 1e-6);
-        expect(c, run.total(3) == (k == 3 || k == 4 ? 0 : 1), "who wins");
+        expect(c, run.total(3) == (k == 3 || k == 4 ? 0 : k == 5 ? 2 : 1), "who wins");
 
         // A policy that is its reference: a draw, to the bit, which is no win.
         if (k > 2) continue;
@@ -723,6 +725,9 @@ inline void objective_test(Check& c) {
     std::vector<int> targets = {-1, 1, -1, 1, 1, -1, 1, 1}, starts = {0, 0, 2, 2, 2, 5, 5, 5};
     std::vector<float> worse = {0, 0, 1, 1, 1, 1, 1, 1}; // two pairs' rejected ones
     expect(c, count_pairs(&targets[0], &starts[0], &worse[0], 8) == 2, "each counts once");
+    LossKind kto = LossKind::KTO;
+    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16, kto) == 2,
+           "answers, and no padding");
     std::fill(two.rejected.begin(), two.rejected.end(), 0.0f);
     expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 0, "none");
 }

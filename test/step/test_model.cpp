@@ -60,9 +60,9 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
 // Pairs, and what is trained on them: the whole model's gradient, and the losses of the reference
 // as any numbers. The head takes five rows a chunk, so that chunks begin inside of answers.
 TEST(Gradients, PreferencesAgainstFiniteDifferences) {
-    for (LossKind kind : {LossKind::DPO, LossKind::ORPO}) {
+    for (LossKind kind : {LossKind::DPO, LossKind::ORPO, LossKind::KTO}) {
         Plan train = small_plan(2, 9, 2);
-        train.objective = {kind, 0.5, kind == LossKind::DPO ? 0.1 : 0, 0.5};
+        train.objective = {kind, 0.5, kind == LossKind::DPO ? 0.1 : 0, 0.5, 2, 0.5};
         Plan evaluate = train;
         evaluate.mode = Mode::EVALUATE;
         evaluate.B = 4, evaluate.micro_batches = 1;
@@ -85,7 +85,7 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
         f.t.hyper.lr = 0, f.t.hyper.clip = 0;
         run_plan(f.t, 0);
         Loss loss = plan_loss(f.t);
-        EXPECT_EQ(loss.valid, 4);
+        EXPECT_EQ(loss.valid, kind == LossKind::KTO ? 8 : 4); // answers, or pairs
         for (const Parameter& p : f.t.model.parameters) {
             size_t i = random_block(11, fnv1a(p.name), 0)[0] % p.file_elements();
             f.t.plan = 0, f.t.at = 0;

@@ -1,0 +1,120 @@
+// labels.h - JSON lines of a question, one answer and whether it is desirable - arXiv:2402.01306
+//   Lines    {"prompt": "...", "completion": "...", "label": true}, texts or lists of messages
+//            A line of pairs.h is two of them, the rejected answer undesirable.
+//   Marks    The completion is trained; REJECTED, beside BEGINS, says that it is undesirable.
+//   Mismatch mismatched_window() sets behind each question of a window the answer to the question
+//            before it. How much likelier the policy finds such text than the reference does says
+//            how far it has drifted: KTO's reference point.
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include <utility>
+#include "pairs.h"
+
+namespace llmc {
+
+// A pair's answers, counted apart.
+inline std::string answers_of_pair(const Chat& chat, const nlohmann::json& line, size_t T,
+                                   std::vector<int>* tokens, ConversationCounts* counts) {
+    size_t pairs = std::exchange(counts->pairs, 0);
+    std::string wrong = pair_tokens(chat, line, T, tokens, counts);
+    // Each of its answers is a conversation, the worse one undesirable.
+    counts->conversations += 2 * counts->pairs;
+    counts->undesirable += counts->pairs;
+    counts->pairs = pairs;
+    return wrong;
+}
+
+// A line's answer as marked tokens.
+inline std::string labelled_tokens(const Chat& chat, const nlohmann::json& line, size_t T,
+                                   std::vector<int>* tokens, ConversationCounts* counts) {
+    if (line.contains("chosen") || line.contains("preferred_output"))
+        return answers_of_pair(chat, line, T, tokens, counts);
+    // Name what is missing.
+    for (const char* key : {"prompt", "completion"})
+        if (!line.contains(key))
+            return concat("has no ", in_quotes(key),
+                          ": a line has \"prompt\", \"completion\" and \"label\"");
+    if (!line.contains("label") || !line["label"].is_boolean())
+        return "has no \"label\" that is true or false";
+
+    // The question is not trained, whoever said it.
+    Conversation messages;
+    std::string wrong = read_part(line, "prompt", "user", &messages);
+    for (ChatMessage& asked : messages)
+        asked.trained = false;
+    if (wrong.empty()) wrong = read_part(line, "completion", "assistant", &messages);
+    ChatTokens written;
+    if (wrong.empty()) wrong = chat_tokens(chat, messages, &written);
+    if (!wrong.empty()) return wrong;
+
+    // Its first token has the label.
+    *tokens = marked_tokens(written, T, counts);
+    bool undesirable = !tokens->empty() && !line["label"];
+    if (undesirable) (*tokens)[0] |= REJECTED;
+    counts->undesirable += undesirable;
+    return "";
+}
+
+// A question, and its answer from its first trained token on; TRAINED and BEGINS mark them.
+struct AnsweredQuestion {
+    std::vector<int> question;
+    std::vector<int> answer;
+};
+
+// Take a window of load_conversations() apart; padding is none.
+inline std::vector<AnsweredQuestion> questions_of(const int* tokens, const int* targets, // (T)
+                                                  size_t T) {
+    std::vector<AnsweredQuestion> all;
+    for (size_t i = 0; i < T; i++) {
+        if (i == 0 || tokens[i] & BEGINS) all.emplace_back();
+        AnsweredQuestion& now = all.back();
+        // A row's target is the token behind it.
+        bool trained = i > 0 && targets[i - 1] >= 0;
+        int marked = tokens[i];
+        if (trained) marked |= TRAINED;
+        if (trained || !now.answer.empty())
+            now.answer.push_back(marked);
+        else
+            now.question.push_back(marked);
+    }
+    // Padding has no answer.
+    std::erase_if(all, [](const AnsweredQuestion& q) { return q.answer.empty(); });
+    return all;
+}
+
+// Make a window's tokens and targets (T) mismatched. before: the window before it, whose last
+// answer is the first one here. Answers that do not fit lose their end.
+// Returns how many questions have one.
+inline size_t mismatched_window(const std::vector<AnsweredQuestion>& before, int* tokens,
+                                int* targets, size_t T, int padding) {
+    // Every answer moves on by one.
+    std::vector<AnsweredQuestion> own = questions_of(tokens, targets, T);
+    std::vector<int> marked;
+    for (size_t i = 0; i < own.size(); i++) {
+        const AnsweredQuestion& from = i > 0 ? own[i - 1] : before.back();
+        for (int token : own[i].question)
+            marked.push_back(token);
+        for (int token : from.answer)
+            marked.push_back(token);
+    }
+    if (marked.size() < T) marked.push_back(padding | BEGINS);
+    marked.resize(T, padding);
+
+    // Take marks and tokens apart, and count the questions whose answer has begun.
+    size_t answered = 0;
+    bool counted = true;
+    for (size_t i = 0; i < T; i++) {
+        int token = marked[i] & ~(TRAINED | BEGINS | REJECTED);
+        bool trained = marked[i] & TRAINED;
+        // A question begins: its answer is still to come.
+        if (marked[i] & BEGINS) counted = false;
+        answered += trained && !counted;
+        counted |= trained;
+        tokens[i] = token | (marked[i] & BEGINS);
+        if (i > 0) targets[i - 1] = trained ? token : -1;
+    }
+    targets[T - 1] = -1;
+    return answered;
+}
+
+} // namespace llmc
