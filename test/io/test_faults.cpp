@@ -5,6 +5,7 @@
 #include <cstdarg>
 #include <random>
 #include "../../llmc/io/async_save.h"
+#include "../../llmc/io/buddy.h"
 #include "../../llmc/io/prepare.h"
 #include "../../llmc/run/health.h"
 #include "saved_models.h"
@@ -287,6 +288,59 @@ TEST_F(Files, AFailureOfAnyCallOfASaveIsNamed) {
     for (int ranks : {1, 2}) sweep_saves(dir, ranks, Fault::ONCE, {1}, 1);
     sweep_saves(dir, 1, Fault::ONCE, {1, 2}, 5);
     sweep_saves(dir, 2, Fault::ONCE, {1, 2}, 5, true);
+}
+
+// The same of saves in memory, on two machines of a rank each. Whatever call fails, and whichever machine is
+// lost then, one of the two saves is whole, or both are lost and it is said.
+static void sweep_memory(const std::string& dir, Fault fault) {
+    std::atomic<bool> last = false;
+    on_ranks(2, [&](const Comm& world, Two& two) {
+        bool first = world.rank == 0;
+        json config = {{"out", "run"}};
+        for (long at = 0; !last; at++) {
+            if (first)
+                for (const char* machine : {"/m0", "/m1"}) fs::remove_all(dir + machine);
+            barrier(world, Cpu{});
+            Buddies b;
+            ASSERT_EQ(make_buddies(world, dir + "/m%r", &b), "");
+            ASSERT_EQ(buddy_save(two.a->t, b, {1, 11, 0, config}), "");
+            barrier(world, Cpu{});
+            if (first) disk_arm(fault, at);
+            barrier(world, Cpu{});
+            std::string wrong = buddy_save(two.b->t, b, {2, 22, 0, config});
+            barrier(world, Cpu{});
+            if (first) {
+                disk_disarm(dir);
+                last = disk.calls <= at;
+                if (at % 3) fs::remove_all(dir + (at % 3 == 1 ? "/m0" : "/m1"));
+            }
+            barrier(world, Cpu{});
+            std::string met = "call " + std::to_string(at) + ": " + disk.met;
+            CheckpointInfo info;
+            std::vector<std::string> notes;
+            std::string unfit;
+            ASSERT_TRUE(buddy_load(two.c->t, b, &info, "run", -1, &notes, &unfit)) << met;
+            ASSERT_EQ(unfit, "") << met;
+            ASSERT_TRUE(state_of(*two.c) == two.state[info.cursor == 22]) << met;
+            if (wrong.empty()) {
+                ASSERT_EQ(info.cursor, 22u) << met;
+            } else {
+                ASSERT_NE(wrong.find(dir), std::string::npos) << wrong;
+            }
+            if (first)
+                for (const char* machine : {"/m0", "/m1"}) fs::create_directories(dir + machine);
+            barrier(world, Cpu{});
+            ASSERT_EQ(buddy_save(two.b->t, b, {3, 0, 0, config}), ""); // and it tidies up
+            barrier(world, Cpu{});
+            ASSERT_EQ(leftovers(dir), "") << met;
+            barrier(world, Cpu{});
+        }
+    });
+    EXPECT_GT(disk.calls, 20);
+}
+
+TEST_F(Files, AFailureAtAnyCallOfASaveInMemoryLeavesAWholeOne) {
+    for (Fault fault : {Fault::CRASH, Fault::ONCE}) sweep_memory(dir, fault);
 }
 
 // The bytes are those of a save that steps wait for, and of the moment in which it began.
@@ -746,28 +800,41 @@ struct Hit {
     int rank = 0;
     int64_t step = 0; // steps done before
     int action = 0;   // or the next one behind it that computes
+    bool in_replay = false;
 };
 constexpr int LIFE_STEPS = 5;
 
-// Layouts of several axes. Where ZeRO is off a turned bit stays: else its
-// owner's value comes over it.
-static std::vector<Layout> lives() {
-    std::vector<Layout> all = {small_layout(2, 2), small_layout(2, 1, 2), small_layout(2, 1, 1, 2),
-                               small_layout(1, 2, 2), small_layout(4)};
-    all[1].zero = 1, all[2].zero = 3, all[3].sequence_parallel = true, all[4].zero = 2;
-    for (Layout& layout : all)
-        if (layout.pp.size > 1) layout.first_layer = {0, 2, 4};
+// A life's layout and what it does beside its steps.
+struct Habits {
+    Layout layout;
+    bool prefers = false; // DPO
+    bool replays = false; // every second step
+    bool memory = false;  // a save each step, each rank a machine of its own
+    bool beside = false;  // saves on disk
+};
+
+// Layouts of several axes. Where ZeRO is off a turned bit stays: else its owner's value comes over it.
+static std::vector<Habits> lives(bool newer) {
+    std::vector<Habits> all = {{small_layout(2, 2)}, {small_layout(2, 1, 2)}, {small_layout(2, 1, 1, 2)},
+                            {small_layout(1, 2, 2)}, {small_layout(4)}};
+    if (newer)
+        all = {{small_layout(2, 2), true, true, true}, {small_layout(2, 1, 2), false, true, true, true},
+               {small_layout(2, 1, 1, 2), true, false, true, true}, {small_layout(1, 2, 2), true, false, true},
+               {small_layout(4), true, true, false, true}};
+    all[1].layout.zero = 1, all[2].layout.zero = 3, all[4].layout.zero = 2;
+    all[3].layout.sequence_parallel = true;
+    for (Habits& way : all)
+        if (way.layout.pp.size > 1) way.layout.first_layer = {0, 2, 4};
     return all;
 }
 
 // Do to this rank what the hit says, once.
-static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step) {
+static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step, bool in_replay) {
     const std::vector<Action>& actions = t.plans[0].actions;
     int last = int(actions.size()) - 1; // that computes: the others are not looked at
     while (queue_of(actions[last].op) != Queue::COMPUTE || actions[last].op == Op::RELEASE) last--;
-    bool now =
-        t.comms.world.rank == hit.rank && step == hit.step && t.at >= hit.action % (last + 1);
-    if (hit.ill == Ill::NEVER || !now) return;
+    bool now = t.comms.world.rank == hit.rank && step == hit.step && t.at >= hit.action % (last + 1);
+    if (hit.ill == Ill::NEVER || !now || hit.in_replay != in_replay) return;
     Ill ill = std::exchange(hit.ill, Ill::NEVER);
     auto spoil = [&](Kind kind,
                      auto change) { // a norm's, for the first of a bucket are those of vectors
@@ -785,75 +852,146 @@ static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step) {
     if (ill == Ill::FULL_DISK) disk_arm(Fault::CRASH);
 }
 
+// Two answers a window, and what a reference says of them.
+static void prefer(Trainer<float, Cpu>& t) {
+    t.window = [window = t.window](uint64_t sample, int* tokens, int* targets) {
+        std::string wrong = window(sample, tokens, targets);
+        size_t cut = 7 + sample % 2;
+        tokens[0] |= BEGINS;
+        tokens[cut] |= BEGINS | REJECTED;
+        targets[cut - 1] = targets[15] = -1;
+        targets[0] = targets[cut] = 5; // both have an answer
+        return wrong;
+    };
+    t.references = [](uint64_t sample, float* reference) {
+        for (size_t i = 0; i < 16; i++) reference[i] = -float(i + sample % 3);
+    };
+}
+
+// Take the newest state there is: of memory where that is newer, as a run does.
+static std::string wake(Trainer<float, Cpu>& t, const Habits& way, const std::string& out, const Buddies& b,
+                        CheckpointInfo* info) {
+    std::vector<std::string> notes, lost;
+    std::string wrong;
+    std::vector<int64_t> saved = first_ranks_steps(t.comms.world, out);
+    int64_t newest = saved.empty() ? -1 : saved[0];
+    bool in_memory = way.memory && buddy_load(t, b, info, out, newest - 1, &lost, &wrong);
+    if (!in_memory && !saved.empty()) wrong = checkpoint_load(t, info, out, &notes);
+    if (!notes.empty()) wrong = notes[0];
+    return wrong;
+}
+
 // One rank's life from what `out` holds: "" or why it ends; *state is what it has become.
-static std::string live(const Comm& world, Layout layout, const std::string& out, Hit hit,
+static std::string live(const Comm& world, const Habits& way, const std::string& out, Hit hit,
                         std::string* state) {
     Plan p = plan_of(Mode::TRAIN, 2, 16);
     p.micro_batches = 2;
-    p.layout = layout_at(layout, world.rank);
+    p.layout = layout_at(way.layout, world.rank);
+    if (way.prefers) p.objective = {LossKind::DPO, 0.5, 0.1, 0};
     Shape s = shape_of(2);
     Small<float> m(s, {p});
     Trainer<float, Cpu>& t = m.t;
     t.comms = make_comms(world, p.layout);
     t.window = random_window(s, 16);
+    if (way.prefers) prefer(t);
     init_weights(t, 3);
+
     CheckpointInfo info;
-    std::vector<std::string> notes;
-    std::string wrong;
-    if (!first_ranks_steps(world, out).empty()) wrong = checkpoint_load(t, &info, out, &notes);
-    if (!notes.empty()) wrong = notes[0];
+    Buddies b;
+    std::string wrong = way.memory ? make_buddies(world, out + ".m%r", &b) : "";
+    if (wrong.empty()) wrong = wake(t, way, out, b, &info);
+    info.config = {{"out", out}};
     t.cursor = info.cursor;
-    t.after = [&](const Action&) { fall_ill(t, hit, info.step); };
+    bool in_replay = false;
+    t.after = [&](const Action&) { fall_ill(t, hit, info.step, in_replay); };
+    std::shared_ptr<AsyncSave> async;
+    if (way.beside) async = make_async_save(t);
     while (wrong.empty() && info.step < LIFE_STEPS) {
         run_plan(t, 0);
         if (!std::isfinite(plan_result(t).loss.sum) ||
             !read_value<StepScale>(t, {Kind::SCALE}).finite)
             return "the step is not finite";
+        int64_t writing = async && async->writing;
+        all_reduce_max(world, &writing, 1, Cpu{});
+        if (is_on_its_way(async.get()) && !writing) async_end(world, *async);
+
+        // A hit in a replay is of the step that is done again.
+        info.cursor = t.cursor += 4 * uint64_t(way.layout.dp.size);
+        in_replay = true;
+        if (way.replays && info.step % 2 == 0) wrong = replay_step(t, 0);
+        in_replay = false;
         info.step++;
-        info.cursor = t.cursor += 4 * uint64_t(layout.dp.size);
-        wrong = replicas_differ(t);
+        if (std::string differ = replicas_differ(t); !differ.empty()) wrong = differ;
         if (wrong.empty()) wrong = first_error(world, first_bad_weight(t));
-        if (wrong.empty() && info.step % 2 == 0)
-            checkpoint_save(t, info, out, 2); // or at the next time
+        if (wrong.empty() && way.memory) buddy_save(t, b, info); // or at the next time
+        bool on_disk = wrong.empty() && info.step % 2 == 0;
+        if (on_disk && !way.beside) checkpoint_save(t, info, out, 2);
+        if (on_disk && is_on_its_way(async.get())) async_end(world, *async);
+        if (on_disk && way.beside) async_begin(t, *async, {info, out, 2});
     }
+    if (is_on_its_way(async.get())) async_end(world, *async);
     *state = state_of(m);
     return wrong;
 }
 
 // The life of all ranks: "" or why it ends.
-static std::string live_together(const Layout& layout, const std::string& out, Hit hit,
-                                 std::string* state) {
+static std::string live_together(const Habits& way, const std::string& out, Hit hit, std::string* state) {
     std::string failure, wrong;
     double patience = hit.ill == Ill::HANGS ? 0.5 : 600;
-    int status =
-        run_local_ranks(4, {Moment::ANY, patience, false, &failure}, [&](const Comm& world) {
-            omp_set_num_threads(1);
-            std::string mine, became;
-            mine = live(world, layout, out, hit, &became);
-            if (world.rank == 0) wrong = mine, *state = became;
-        });
-    if (disk.counting) disk_disarm(out);
+    int status = run_local_ranks(4, {Moment::ANY, patience, false, &failure}, [&](const Comm& world) {
+        omp_set_num_threads(1);
+        std::string mine, became;
+        mine = live(world, way, out, hit, &became);
+        if (world.rank == 0) wrong = mine, *state = became;
+    });
+    if (disk.counting) {
+        disk_disarm(fs::path(out).parent_path());
+    }
     return status ? failure : wrong;
 }
 
-static void survive(const std::string& dir, int rounds, unsigned seed) {
+// What a machine's end may do to its memory: nothing, all of it is lost, or a bit of a file turns, or a file ends
+// early.
+static std::string spoil_memory(const std::string& out, std::mt19937& random) {
+    std::string machine = concat(out, ".m", random() % 4);
+    int what = int(random() % 4);
+    std::vector<std::string> files;
+    for (const fs::directory_entry& e : fs::recursive_directory_iterator(machine))
+        if (e.is_regular_file()) files.push_back(e.path());
+    if (what == 0) fs::remove_all(machine);
+    if (what == 3 || files.empty()) return machine + " lost: " + (what ? "no" : "yes");
+    std::string file = files.empty() ? "" : files[random() % files.size()];
+    if (what == 1) fs::resize_file(file, fs::file_size(file) * 2 / 3);
+    if (what == 2) {
+        std::string bytes = read_file(file);
+        bytes[random() % bytes.size()] ^= char(1 << random() % 8);
+        std::ofstream(file, std::ios::binary) << bytes;
+    }
+    return concat(file, ": ", what);
+}
+
+static void survive(const std::string& dir, bool newer, int rounds, unsigned seed) {
     std::mt19937 random(seed);
-    std::vector<Layout> layouts = lives();
-    std::vector<std::string> healthy(layouts.size());
+    std::vector<Habits> ways = lives(newer);
+    std::vector<std::string> healthy(ways.size());
     std::map<Ill, int> ended;
     for (int round = 0; round < rounds; round++) {
-        size_t l = random() % layouts.size();
+        size_t l = random() % ways.size();
         std::string out = dir + "/life", state;
         Hit hit = {Ill(1 + random() % 6), int(random() % 4), int64_t(random() % LIFE_STEPS),
                    int(random() % 60)};
         if (hit.ill == Ill::TURNED_BIT && l != 0) hit.ill = Ill::FAILS;
-        std::string what =
-            concat("round ", round, " of seed ", seed, ": layout ", l, ", rank ", hit.rank, " ",
-                   ILLS[int(hit.ill)], " in step ", hit.step, ", action ", hit.action);
+        hit.in_replay = ways[l].replays && hit.step % 2 == 0 && random() % 2;
+        std::string what = concat("round ", round, " of seed ", seed, ": way ", l, ", rank ", hit.rank, " ",
+                                  ILLS[int(hit.ill)], " in step ", hit.step, ", action ", hit.action,
+                                  hit.in_replay ? " of its replay" : "");
         for (bool ill : {false, true}) {
             if (!ill && !healthy[l].empty()) continue;
-            fs::remove_all(out), fs::create_directories(out);
-            std::string wrong = live_together(layouts[l], out, ill ? hit : Hit(), &state);
+            for (const fs::directory_entry& e : fs::directory_iterator(dir)) fs::remove_all(e.path());
+            fs::create_directories(out);
+            double start = clock_seconds();
+            std::string wrong = live_together(ways[l], out, ill ? hit : Hit(), &state);
+            EXPECT_LT(clock_seconds() - start, 15) << what;
             if (!ill) {
                 ASSERT_EQ(wrong, "");
                 healthy[l] = state;
@@ -866,6 +1004,8 @@ static void survive(const std::string& dir, int rounds, unsigned seed) {
                 EXPECT_HAS(wrong, concat("; rank ", hit.rank, " has been in "));
             } else if (hit.ill == Ill::TURNED_BIT) {
                 EXPECT_HAS(wrong, concat("rank ", hit.rank, " has other values"));
+            } else if (hit.ill == Ill::NAN_GRADIENT && hit.in_replay) {
+                EXPECT_TRUE(wrong.empty() || has(wrong, concat("rank ", hit.rank, " made another result"))) << wrong;
             } else if (hit.ill == Ill::SLOW || hit.ill == Ill::FULL_DISK) {
                 EXPECT_EQ(wrong, "") << what;
             }
@@ -873,14 +1013,16 @@ static void survive(const std::string& dir, int rounds, unsigned seed) {
                 EXPECT_TRUE(state == healthy[l]) << what;
             }
         }
-        ASSERT_EQ(live_together(layouts[l], out, {}, &state), "") << what;
+        if (ways[l].memory) what += "; " + spoil_memory(out, random);
+        ASSERT_EQ(live_together(ways[l], out, {}, &state), "") << what;
         ASSERT_TRUE(state == healthy[l]) << what;
     }
     EXPECT_GT(ended[Ill::NAN_GRADIENT], 0);
 }
 
-TEST_F(Files, AFaultAnywhereEndsInAMessageAndWhatResumesHasTheSameBits) { survive(dir, 12, 1); }
+TEST_F(Files, AFaultAnywhereEndsInAMessageAndWhatResumesHasTheSameBits) { survive(dir, false, 12, 1); }
+TEST_F(Files, AFaultAmongReplaysPreferencesAndSavesInMemoryToo) { survive(dir, true, 16, 1); }
 TEST_F(Files, DISABLED_HundredsOfFaults) {
     const char* seed = getenv("SEED");
-    survive(dir, 300, seed ? unsigned(atoi(seed)) : 2);
+    for (bool newer : {false, true}) survive(dir, newer, 300, seed ? unsigned(atoi(seed)) : 2);
 }
