@@ -815,11 +815,16 @@ struct Habits {
 
 // Layouts of several axes. Where ZeRO is off a turned bit stays: else its owner's value comes over it.
 static std::vector<Habits> lives(bool newer) {
-    std::vector<Habits> all = {{small_layout(2, 2)}, {small_layout(2, 1, 2)}, {small_layout(2, 1, 1, 2)},
-                            {small_layout(1, 2, 2)}, {small_layout(4)}};
+    std::vector<Habits> all = {{small_layout(2, 2)},
+                               {small_layout(2, 1, 2)},
+                               {small_layout(2, 1, 1, 2)},
+                               {small_layout(1, 2, 2)},
+                               {small_layout(4)}};
     if (newer)
-        all = {{small_layout(2, 2), true, true, true}, {small_layout(2, 1, 2), false, true, true, true},
-               {small_layout(2, 1, 1, 2), true, false, true, true}, {small_layout(1, 2, 2), true, false, true},
+        all = {{small_layout(2, 2), true, true, true},
+               {small_layout(2, 1, 2), false, true, true, true},
+               {small_layout(2, 1, 1, 2), true, false, true, true},
+               {small_layout(1, 2, 2), true, false, true},
                {small_layout(4), true, true, false, true}};
     all[1].layout.zero = 1, all[2].layout.zero = 3, all[4].layout.zero = 2;
     all[3].layout.sequence_parallel = true;
@@ -833,7 +838,8 @@ static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step, bool in_rep
     const std::vector<Action>& actions = t.plans[0].actions;
     int last = int(actions.size()) - 1; // that computes: the others are not looked at
     while (queue_of(actions[last].op) != Queue::COMPUTE || actions[last].op == Op::RELEASE) last--;
-    bool now = t.comms.world.rank == hit.rank && step == hit.step && t.at >= hit.action % (last + 1);
+    bool now =
+        t.comms.world.rank == hit.rank && step == hit.step && t.at >= hit.action % (last + 1);
     if (hit.ill == Ill::NEVER || !now || hit.in_replay != in_replay) return;
     Ill ill = std::exchange(hit.ill, Ill::NEVER);
     auto spoil = [&](Kind kind,
@@ -869,8 +875,8 @@ static void prefer(Trainer<float, Cpu>& t) {
 }
 
 // Take the newest state there is: of memory where that is newer, as a run does.
-static std::string wake(Trainer<float, Cpu>& t, const Habits& way, const std::string& out, const Buddies& b,
-                        CheckpointInfo* info) {
+static std::string wake(Trainer<float, Cpu>& t, const Habits& way, const std::string& out,
+                        const Buddies& b, CheckpointInfo* info) {
     std::vector<std::string> notes, lost;
     std::string wrong;
     std::vector<int64_t> saved = first_ranks_steps(t.comms.world, out);
@@ -935,15 +941,17 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
 }
 
 // The life of all ranks: "" or why it ends.
-static std::string live_together(const Habits& way, const std::string& out, Hit hit, std::string* state) {
+static std::string live_together(const Habits& way, const std::string& out, Hit hit,
+                                 std::string* state) {
     std::string failure, wrong;
     double patience = hit.ill == Ill::HANGS ? 0.5 : 600;
-    int status = run_local_ranks(4, {Moment::ANY, patience, false, &failure}, [&](const Comm& world) {
-        omp_set_num_threads(1);
-        std::string mine, became;
-        mine = live(world, way, out, hit, &became);
-        if (world.rank == 0) wrong = mine, *state = became;
-    });
+    int status =
+        run_local_ranks(4, {Moment::ANY, patience, false, &failure}, [&](const Comm& world) {
+            omp_set_num_threads(1);
+            std::string mine, became;
+            mine = live(world, way, out, hit, &became);
+            if (world.rank == 0) wrong = mine, *state = became;
+        });
     if (disk.counting) {
         disk_disarm(fs::path(out).parent_path());
     }
@@ -982,12 +990,13 @@ static void survive(const std::string& dir, bool newer, int rounds, unsigned see
                    int(random() % 60)};
         if (hit.ill == Ill::TURNED_BIT && l != 0) hit.ill = Ill::FAILS;
         hit.in_replay = ways[l].replays && hit.step % 2 == 0 && random() % 2;
-        std::string what = concat("round ", round, " of seed ", seed, ": way ", l, ", rank ", hit.rank, " ",
-                                  ILLS[int(hit.ill)], " in step ", hit.step, ", action ", hit.action,
-                                  hit.in_replay ? " of its replay" : "");
+        std::string what = concat("round ", round, " of seed ", seed, ": way ", l, ", rank ",
+                                  hit.rank, " ", ILLS[int(hit.ill)], " in step ", hit.step,
+                                  ", action ", hit.action, hit.in_replay ? " of its replay" : "");
         for (bool ill : {false, true}) {
             if (!ill && !healthy[l].empty()) continue;
-            for (const fs::directory_entry& e : fs::directory_iterator(dir)) fs::remove_all(e.path());
+            for (const fs::directory_entry& e : fs::directory_iterator(dir))
+                fs::remove_all(e.path());
             fs::create_directories(out);
             double start = clock_seconds();
             std::string wrong = live_together(ways[l], out, ill ? hit : Hit(), &state);
@@ -1005,7 +1014,9 @@ static void survive(const std::string& dir, bool newer, int rounds, unsigned see
             } else if (hit.ill == Ill::TURNED_BIT) {
                 EXPECT_HAS(wrong, concat("rank ", hit.rank, " has other values"));
             } else if (hit.ill == Ill::NAN_GRADIENT && hit.in_replay) {
-                EXPECT_TRUE(wrong.empty() || has(wrong, concat("rank ", hit.rank, " made another result"))) << wrong;
+                EXPECT_TRUE(wrong.empty() ||
+                            has(wrong, concat("rank ", hit.rank, " made another result")))
+                    << wrong;
             } else if (hit.ill == Ill::SLOW || hit.ill == Ill::FULL_DISK) {
                 EXPECT_EQ(wrong, "") << what;
             }
@@ -1020,7 +1031,9 @@ static void survive(const std::string& dir, bool newer, int rounds, unsigned see
     EXPECT_GT(ended[Ill::NAN_GRADIENT], 0);
 }
 
-TEST_F(Files, AFaultAnywhereEndsInAMessageAndWhatResumesHasTheSameBits) { survive(dir, false, 12, 1); }
+TEST_F(Files, AFaultAnywhereEndsInAMessageAndWhatResumesHasTheSameBits) {
+    survive(dir, false, 12, 1);
+}
 TEST_F(Files, AFaultAmongReplaysPreferencesAndSavesInMemoryToo) { survive(dir, true, 16, 1); }
 TEST_F(Files, DISABLED_HundredsOfFaults) {
     const char* seed = getenv("SEED");

@@ -96,6 +96,11 @@ struct Life : Scratch {
         return found;
     }
     std::vector<json> log() const { return lines(false); }
+    // The steps that it has, also while a run writes it.
+    int log_steps() const {
+        std::string text = read_file(out + "/log.jsonl");
+        return int(std::count(text.begin(), text.end(), '\n')) - 1;
+    }
     json manifest(const std::string& step) const {
         return json::parse(read_file(out + "/" + step + "/manifest.json"));
     }
@@ -560,6 +565,110 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     EXPECT_HAS(r.text, "all ranks are on one machine: nothing is saved in memory");
     EXPECT_EQ(r.status, 0) << r.text;
 }
+
+// Weights that an update has ruined are not saved in memory over good ones.
+TEST_F(Life, RuinedWeightsAreNotSavedInMemory) {
+    Ran r = start(
+        small +
+        "--local-ranks 2 --steps 2 --precision fp16 --loss-scale 1 --lr 1000 --weight-decay 1000 "
+        "--warmup 0 --schedule constant --save-minutes 0 --buddy-every 1 --out " +
+        out + " --buddy " + path("m%r"));
+    EXPECT_HAS(r.text, "note: step 1 is not saved in memory: wte.weight: ");
+    EXPECT_EQ(checkpoint_steps(path("m0")), std::vector<int64_t>());
+}
+
+// Six pairs, of which a window of 128 holds one.
+static std::string six_pairs() {
+    std::string lines;
+    for (std::string x : {"alpha", "beta", "gamma", "delta", "epsilon", "zeta"})
+        lines += json({{"prompt", x}, {"chosen", x + x}, {"rejected", x + " " + x}}).dump() + "\n";
+    return lines;
+}
+
+// A run that goes on with a smaller batch has read more windows than its steps now would: it has the
+// reference of all of them, as one that goes on for long.
+TEST_F(Life, ASmallerBatchHasAllReferences) {
+    std::string flags =
+        "--layers 1 --heads 2 --channels 32 --seq 128 --micro-batch 1 --sample-tokens 0 --loss dpo "
+        "--schedule constant --data " +
+        put("pairs.jsonl", six_pairs()) + " ";
+    ASSERT_EQ(start(flags + "--batch-tokens 256 --steps 2 --out " + out).status, 0);
+    std::vector<double> losses;
+    for (const char* steps : {"3", "7"}) {
+        std::string whole = out;
+        out = path(steps);
+        fs::copy(whole, out, fs::copy_options::recursive);
+        Ran r = start(concat("--resume --batch-tokens 128 --steps ", steps, " --out ", out));
+        EXPECT_EQ(r.status, 0) << r.text;
+        for (const json& line : log())
+            if (line.value("step", 0) == 3 && line.contains("loss"))
+                losses.push_back(line["loss"].get<double>());
+        out = whole;
+    }
+    ASSERT_EQ(losses.size(), 2u);
+    EXPECT_EQ(losses[0], losses[1]);
+}
+
+// A whole run of two ranks with all that saves and looks beside its steps. It is killed at any moment, or one
+// of its processes stops: that one is named within seconds. What goes on ends with the bits of a run that
+// nothing happened to.
+struct LifeKilled : Life, testing::WithParamInterface<const char*> {};
+TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
+    std::string flags = "--micro-batch 2 --lr 0.002 --schedule constant --warmup 3 ";
+    flags += has(GetParam(), "dpo") ? "--layers 1 --heads 2 --channels 32 --seq 128 --log-every 1 "
+                                      "--sample-tokens 0 --data " +
+                                          put("pairs.jsonl", six_pairs()) + " "
+                                    : small;
+    flags += std::string(GetParam()) + " ";
+    std::string threads = "--local-ranks 2 --steps 40 ", whole = path("whole");
+    std::string beside =
+        concat("--buddy ", path("m%r"), " --buddy-every 1 --verify-every 2 --watchdog 2 ",
+               "--save-async --save-minutes auto --failure-hours 1e-5 --out ", out, " --resume ");
+    ASSERT_EQ(start(flags + threads + "--out " + whole).status, 0);
+
+    // Kill the process that has both ranks.
+    std::mt19937 random(11);
+    int at = 0;
+    for (int kills = 0; kills < 3; kills++) {
+        fs::remove(path("said"));
+        Child child(program() + " " + flags + threads + beside, path("said"));
+        at += 1 + int(random() % 8);
+        for (int i = 0; i < 3000 && kill(child.pid, 0) == 0 && log_steps() < at; i++)
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 30000));
+        kill(child.pid, SIGKILL);
+        child.wait();
+        EXPECT_FALSE(has(child.text(), "error: ")) << child.text();
+        if (kills == 1) fs::remove_all(path("m1")); // and its machine is lost
+    }
+
+    // Stop one of two processes.
+    bool mpi =
+        shell("command -v mpirun").status == 0 &&
+        !has(shell("timeout 60 mpirun --allow-run-as-root -np 1 " + program() + " --dp 9").text,
+             "built without MPI");
+    if (!mpi) puts("skipped: no mpirun, so nobody stops");
+    if (mpi) {
+        fs::remove(path("said")); // of the child before
+        Child job("timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 sh -c 'echo $$ >" +
+                      path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + program() + " " + flags +
+                      beside + "--steps 40'",
+                  path("said"));
+        job.wait_for_text("resumed at step ");
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 300000));
+        pid_t stops = pid_t(atoll(read_file(path("pid.1")).c_str()));
+        ASSERT_GT(stops, 1);
+        kill(stops, SIGSTOP);
+        double begin = clock_seconds();
+        EXPECT_NE(job.wait(), 0);
+        EXPECT_LT(clock_seconds() - begin, 15);
+        EXPECT_HAS(job.text(), "; rank 1 has been in ");
+    }
+    Ran r = start(flags + threads + beside);
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_TRUE(state(out + "/step_00000040") == state(whole + "/step_00000040"));
+}
+INSTANTIATE_TEST_SUITE_P(, LifeKilled, testing::Values("--zero 1", "--loss dpo"));
 
 // A replay takes the first rank's samples, and nothing of it stays: no scale of fp8, no cursor.
 TEST_F(Life, AReplayLeavesNothing) {
