@@ -209,13 +209,14 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     nlohmann::json mine;
     bool have = read_manifest(folder, &mine).empty();
     have = have && mine["config"].value("out", "") == out;
-    std::string own = have ? json_text(mine) : "";
-    std::vector<std::string> texts = gather_texts(world, own);
-    for (const std::string& text : texts)
-        if (!text.empty() && manifest->is_null())
-            *manifest = nlohmann::json::parse(text);
-    if (manifest->is_null())
+    // One rank sends it: manifests of all would be world^2 entries.
+    int64_t has_it = have ? world.size - world.rank : 0;
+    all_reduce_max(world, &has_it, 1, Cpu{});
+    if (has_it == 0)
         return concat("--buddy: step ", step, " is no whole save of this run");
+    std::string own = have ? json_text(mine) : "";
+    int sender = world.size - int(has_it);
+    *manifest = nlohmann::json::parse(broadcast_text(world, own, sender));
 
     // The ranks of a machine share out the reading.
     const nlohmann::json& files = (*manifest)["files"];

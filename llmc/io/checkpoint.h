@@ -245,6 +245,16 @@ inline std::vector<std::string> gather_texts(const Comm& c, std::string text) {
     return texts;
 }
 
+// Hand a rank's text to all. Unlike gather_texts(), no rank takes more than the one.
+inline std::string broadcast_text(const Comm& c, std::string text, int sender) {
+    int64_t size = int64_t(text.size());
+    broadcast(c, &size, 1, sender, Cpu{});
+    // The others make room.
+    text.resize(size_t(size));
+    broadcast(c, reinterpret_cast<unsigned char*>(text.data()), text.size(), sender, Cpu{});
+    return text;
+}
+
 // The error of the first rank that has one: where one rank fails, all fail.
 inline std::string first_error(const Comm& c, const std::string& wrong) {
     for (const std::string& text : gather_texts(c, wrong))
