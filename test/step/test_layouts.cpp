@@ -314,6 +314,8 @@ Shape gpt2_for_tp(bool tied) {
     s.tied = tied;
     return s;
 }
+// Branches side by side, and heads of which a quarter turns.
+Shape neox_for_tp() { return neox_shape(4, 6, 48, 301, 32); }
 // Tied: a Llama with all biases, and windows from a block on; untied: Qwen3's norms of q and k.
 Shape llama_for_tp(bool tied) {
     Shape s = llama_shape(4, 8, 2, 32, 48, 277, 64, 10000);
@@ -800,16 +802,17 @@ TEST(Layouts, AdaptersAreOneComputation) {
 }
 
 // The variants of Llama take turns at the layouts. OLMo-2's norms of q and k lie over
-// tensor-parallel ranks, some of which share a key head.
+// tensor-parallel ranks, some of which share a key head. GPT-NeoX has turns of its own.
 TEST(Layouts, VariantsAreOneComputation) {
     std::map<std::tuple<std::string, bool, int>, OneRank> one_rank;
     int number = 0;
     for (const LayoutCase& l : all_layouts())
-        for (const char* type : {VARIANTS[number % 5], "olmo2"}) {
+        for (const char* type : {VARIANTS[number % 5], number / 2 % 2 ? "olmo2" : "gpt_neox"}) {
             bool adamw = number % 3 > 0;
             Shape shape = llama_for_tp(false);
             shape.HS = 8;
-            shape = small_variant(shape, type);
+            bool neox = !strcmp(type, "gpt_neox");
+            shape = neox ? neox_for_tp() : small_variant(shape, type);
             if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
             OneRank& one = one_rank[{type, adamw, l.micro_batches * l.dp}];
             if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
@@ -1002,7 +1005,8 @@ TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
     }
 }
 
-// Sequences cut over ranks, with every other axis; documents, windows, ALiBi and learned positions.
+// Sequences cut over ranks, with every other axis; documents, windows, ALiBi, learned positions, and
+// heads of which a part turns.
 TEST(Layouts, ContextParallelRanksAreOneComputation) {
     std::vector<LayoutCase> all, rings;
     for (auto [dp, tp, pp, cp] :
@@ -1039,9 +1043,11 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             if (left_out(&number)) continue;
             bool tied = (l.dp + l.pp + l.zero / 2) % 2, llama = family > 0;
             bool experts = family == 2, alibi = !llama && l.zero == 1;
+            bool neox = !llama && !tied && !alibi;
             if (experts && number / 6 % 2) continue; // half of them: experts follow attention
             Shape shape = experts ? mixtral_for_tp(tied)
                           : llama ? llama_for_tp(tied)
+                          : neox  ? neox_for_tp()
                                   : gpt2_for_tp(tied);
             if (alibi) shape.position = Position::ALIBI;
             // experts go over the ranks that share sequences, too
@@ -1055,7 +1061,7 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             bool few = ulysses && llama && l.zero % 2;
             if (ulysses) {
                 shape.NH = llama ? 8 : 12, shape.NKV = few ? 2 : shape.NH;
-                if (!llama) shape.HS = 2;
+                if (!llama) shape.HS = neox ? 4 : 2;
                 if (!cp_divides(shape, size_t(l.tp), size_t(exchange))) continue;
             }
             bool adamw = number % 2;
