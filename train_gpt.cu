@@ -288,6 +288,7 @@ void run_training(Run& run, S where) {
     // Print it, or end here: --explain has all that it says, and a plan may be beyond --memory.
     if (is_first(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
+    run.draft_bytes = draft_bytes<T>(run, plans, where);
     if (c.explain) print_plan(run, t, plans);
     check_bound<T>(run, where);
     if (c.explain) return;
@@ -310,6 +311,8 @@ void run_training(Run& run, S where) {
     t.replays = c.graphs;
     t.document_end = run.document_end;
     load_weights(run, t);
+    std::shared_ptr<Draft> draft = open_draft<T>(run, plans, where);
+    run.draft = draft.get();
     open_log(run, t);
     run.first_step = run.step;
     run.started = clock_seconds();

@@ -163,7 +163,7 @@ struct PlanOptions {
     Mode mode = Mode::TRAIN;
     size_t B = 1, T = 1; // a micro-batch: sequences, and the length of each
     int micro_batches = 1;
-    size_t cache = 0; // GENERATE: positions that the key/value cache holds of each sequence
+    size_t cache = 0, scored = 1; // GENERATE: positions of each sequence, and rows with logits
     RecomputeLevels recompute;
     bool split_backward = false; // B as I and W
     Optimizer optimizer = Optimizer::ADAMW;
@@ -181,9 +181,9 @@ struct Plan : PlanOptions {
     std::vector<Action> actions;
 
     // The rows of a micro-batch on this rank: context parallelism shares out the sequence.
-    // Generation has those of one prompt, or one of each sequence.
+    // Generation has those of one prompt, or the last ones of each sequence.
     size_t rows() const {
-        return mode == Mode::GENERATE ? std::max(B, T) : B * T / size_t(layout.cp.size);
+        return mode == Mode::GENERATE ? std::max(B * scored, T) : B * T / size_t(layout.cp.size);
     }
 
     // The input of a micro-batch in numbers: four a row, of pairs two floats more, then positions

@@ -51,6 +51,11 @@ StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size
         place.codes = take(ceil_div(n, size_t(2)));
         place.absmax = take(nf4_blocks(n));
         place.table = take(nf4_table_floats(p.elements()) * sizeof(float));
+    } else if (stored == Stored::INT4) {
+        place.codes = take(ceil_div(n, size_t(2)));
+        // Scales of a row's groups lie one behind the other.
+        size_t groups = int4_groups(p.local_cols());
+        place.absmax = take(p.local_rows() * groups * sizeof(float));
     } else {
         place.codes = take(n);
         place.absmax = take(p.local_rows() * sizeof(float));
@@ -90,18 +95,26 @@ size_t wide_bytes(Stored stored, const Model& m, int layer) {
     return most * sizeof(T);
 }
 
-// Refuse pieces that cut a block of NF4. Rows of int8 may be cut anywhere.
-// Only NF4 refuses: a block that two ranks shared would need a place on both, and codes in halves.
+// Refuse pieces that cut a block of NF4 or a group of int4. Rows of int8 may be cut anywhere.
+// A block that two ranks shared would need a place on both, and codes in halves.
 inline std::string check_pieces(Stored stored, const Model& m, const Layout& layout) {
-    if (stored != Stored::NF4)
+    bool four = stored == Stored::INT4;
+    if (stored != Stored::NF4 && !four)
         return "";
     for (const Parameter& p : m.parameters) {
-        // Blocks go on over the ends of rows.
+        // NF4's blocks go on over the ends of rows, int4's groups end there: between rows a cut
+        // must only leave bytes whole. Equal parts of a group have its scale, each their copy.
         size_t run = piece_runs(p, layout.tp.rank, layout.tp.size).run;
-        bool cut = p.pieces > 1 && run % NF4_BLOCK;
+        bool rows = p.local_cols() == p.cols();
+        size_t block = !four ? NF4_BLOCK : rows ? 2 : INT4_GROUP;
+        bool even = run % 2 == 0;
+        bool parts = four && even && INT4_GROUP % run == 0;
+
+        // Other cuts would need a place on both ranks.
+        bool cut = p.pieces > 1 && run % block && !parts;
         if (cut && is_narrow(stored, m, p))
-            return concat("--weights nf4: --tp ", layout.tp.size, " cuts ", p.name, " every ", run,
-                          " elements, and its blocks have ", NF4_BLOCK,
+            return concat("--weights ", four ? "int4" : "nf4", ": --tp ", layout.tp.size, " cuts ",
+                          p.name, " every ", run, " elements, and its blocks have ", block,
                           ": use a smaller --tp, or --weights int8");
     }
     return "";
@@ -122,6 +135,12 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
     const float* absmax = reinterpret_cast<const float*>(base + place.absmax);
     if (stored == Stored::INT8) {
         narrow.int8 = reinterpret_cast<const int8_t*>(base + place.codes);
+        narrow.absmax = absmax;
+        return narrow;
+    }
+
+    if (stored == Stored::INT4) {
+        narrow.int4 = base + place.codes;
         narrow.absmax = absmax;
         return narrow;
     }
@@ -160,9 +179,8 @@ std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
 // Point a weight at its place: products read a matrix by its codes, norms a vector as it is.
 inline void point_at(Weight& w, const Narrow* narrow) {
     if (!narrow->values) return; // of a wide bucket
-    bool matrix = narrow->int8 || narrow->nf4.codes;
     w.data = narrow->values;
-    w.narrow = matrix ? narrow : nullptr;
+    w.narrow = narrow->is_matrix() ? narrow : nullptr;
 }
 
 // ----------------------------------------------------------------------------
@@ -171,9 +189,9 @@ inline void point_at(Weight& w, const Narrow* narrow) {
 // A whole matrix in a narrow format: made from its values, or read from a file that has it so.
 struct StoredMatrix {
     Stored stored = Stored::WIDE;
-    std::vector<uint8_t> codes;  // NF4: two a byte; int8: one
+    std::vector<uint8_t> codes;  // NF4, int4: two a byte; int8: one
     std::vector<uint8_t> scales; // NF4: codes of absmaxes
-    std::vector<float> table;    // NF4: the table of nf4.cuh; int8: each row's absmax
+    std::vector<float> table;    // NF4: the table of nf4.cuh; int8: absmaxes of rows; int4: scales
     bool finite = true;
 };
 
@@ -205,6 +223,28 @@ inline StoredMatrix make_int8(const std::vector<float>& whole, size_t rows) {
     int8_t* codes = reinterpret_cast<int8_t*>(m.codes.data());
     int8_quantize(codes, m.table.data(), whole.data(), rows, whole.size() / rows, Cpu{});
     return m;
+}
+
+// Groups end with their row.
+inline StoredMatrix make_int4(const std::vector<float>& whole, size_t rows) {
+    size_t cols = whole.size() / rows;
+    StoredMatrix m;
+    m.stored = Stored::INT4;
+    m.codes.resize(ceil_div(whole.size(), size_t(2)));
+    m.table.resize(rows * int4_groups(cols));
+    m.finite = all_finite(whole);
+    int4_quantize(m.codes.data(), m.table.data(), whole.data(), rows, cols, Cpu{});
+    return m;
+}
+
+// A matrix in any of the formats, from its values.
+inline StoredMatrix make_matrix(Stored stored, const std::vector<float>& whole, size_t rows) {
+    if (stored == Stored::NF4)
+        return make_nf4(whole);
+    // Rows matter to the others.
+    if (stored == Stored::INT4)
+        return make_int4(whole, rows);
+    return make_int8(whole, rows);
 }
 
 // Codes cannot hold NaN: the first float beside them does, where the check of weights finds it.
@@ -250,6 +290,36 @@ void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, 
     put(place.absmax, absmax);
 }
 
+// Keep this rank's codes and the scales of its groups. A part of a group has the scale of all.
+template <typename F>
+void keep_int4(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
+               F put) {
+    size_t cols = p.local_cols();
+    size_t groups = int4_groups(cols);
+    size_t of_row = int4_groups(p.cols());
+    std::vector<uint8_t> codes(ceil_div(p.local_elements(), size_t(2)));
+    std::vector<float> scales(p.local_rows() * groups);
+    for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
+        std::copy_n(&m.codes[from / 2], ceil_div(count, size_t(2)), &codes[at / 2]);
+        // A run may be a part of a row, or several rows. Take a group at a time, up to the end of
+        // this rank's part of a row.
+        for (size_t k = 0; k < count;) {
+            size_t whole = from + k;
+            size_t c = (at + k) % cols;
+            size_t group = (at + k) / cols * groups;
+            group += c / INT4_GROUP;
+            size_t theirs = whole / p.cols() * of_row;
+            theirs += whole % p.cols() / INT4_GROUP;
+            scales[group] = m.table[theirs];
+            size_t left = INT4_GROUP - c % INT4_GROUP;
+            k += std::min(left, cols - c);
+        }
+    });
+    mark_bad(m, &scales[0]);
+    put(place.codes, codes);
+    put(place.absmax, scales);
+}
+
 // Keep a matrix in the format that it has.
 template <typename T, typename F>
 void keep_stored(const Model& model, const Layout& layout, const Parameter& p,
@@ -257,6 +327,7 @@ void keep_stored(const Model& model, const Layout& layout, const Parameter& p,
     // A run has one format, which is the place's too.
     StoredPlace place = stored_place<T>(m.stored, model, p.bucket, &p);
     if (m.stored == Stored::NF4) return keep_nf4(p, layout, m, place, put);
+    if (m.stored == Stored::INT4) return keep_int4(p, layout, m, place, put);
     keep_int8(p, layout, m, place, put);
 }
 
@@ -267,9 +338,7 @@ void make_stored(Stored stored, const Model& m, const Layout& layout, const Para
     StoredPlace place = stored_place<T>(stored, m, p.bucket, &p);
     if (is_narrow(stored, m, p)) {
         std::vector<float> whole(values.begin(), values.end());
-        bool four = stored == Stored::NF4;
-        StoredMatrix matrix = four ? make_nf4(whole) : make_int8(whole, p.rows());
-        return keep_stored<T>(m, layout, p, matrix, put);
+        return keep_stored<T>(m, layout, p, make_matrix(stored, whole, p.rows()), put);
     }
 
     // A vector stays as it is: a norm's weight is small, and every element of a row depends on it.

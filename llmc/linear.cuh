@@ -24,24 +24,29 @@
 //   CPUs, a kernel writes the values that codes stand for, which are bf16 numbers, and the product
 //   is the bf16 product of those: what an fp8 product with float sums gives, and slower. Either
 //   way it costs a pass over each operand; the scratch has room for two bytes an element.
-//   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, lora.cuh, matmul.cuh,
-//            nf4.cuh, types.h and cuda_common.h.
+//   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, int4.cuh, lora.cuh,
+//            matmul.cuh, nf4.cuh, types.h and cuda_common.h.
 #pragma once
 #include <utility>
 #include "column_sums.cuh"
 #include "fp8_matmul.cuh"
+#include "int4.cuh"
 #include "lora.cuh"
 #include "matmul.cuh"
 #include "nf4.cuh"
 
 namespace llmc {
 
-// Codes of a frozen weight: of NF4, or int8 and the absmax of each row.
+// Codes of a frozen weight: of NF4, int8 and the absmax of each row, or int4 and scales of groups.
 struct Narrow {
     Nf4 nf4 = {};
-    const int8_t* int8 = nullptr;  // (OC,IC); null: NF4
-    const float* absmax = nullptr; // (OC)
+    const int8_t* int8 = nullptr;  // (OC,IC)
+    const uint8_t* int4 = nullptr; // (OC,IC/2)
+    const float* absmax = nullptr; // int8: (OC); int4: scales (OC,IC/128)
     void* values = nullptr;        // of a vector, which is not narrow
+
+    bool is_matrix() const { return int8 || int4 || nf4.codes; }
+    const float* first_float() const { return nf4.codes ? nf4.table : absmax; }
 };
 
 // A weight that products quantise, cast at the first that reads it: others find it here. Codes and
@@ -172,6 +177,8 @@ const T* values_of(const Weight& w, Blas& blas, S where) {
     T* wide = static_cast<T*>(blas.wide);
     if (w.narrow->int8)
         int8_dequantize(wide, w.narrow->int8, w.narrow->absmax, w.rows, w.cols, where);
+    else if (w.narrow->int4)
+        int4_dequantize(wide, w.narrow->int4, w.narrow->absmax, w.rows, w.cols, where);
     else
         nf4_dequantize(wide, w.narrow->nf4, w.rows * w.cols, where);
     return wide;

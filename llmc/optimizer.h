@@ -21,7 +21,7 @@ struct OptimizerRow {
 };
 
 // How the matrices of blocks are kept where no optimizer changes them (frozen.h).
-enum class Stored : uint8_t { WIDE, NF4, INT8 };
+enum class Stored : uint8_t { WIDE, NF4, INT8, INT4 };
 
 // Rows stand in the order of the enum.
 inline const std::vector<OptimizerRow>& optimizer_rows() {

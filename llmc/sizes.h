@@ -130,8 +130,10 @@ struct ScratchTable {
     }
 };
 
-// Rows that the head works on: all of a micro-batch, or one of each sequence when generating.
-inline size_t head_rows(const Plan& p) { return p.mode == Mode::GENERATE ? p.B : p.rows(); }
+// Rows that the head works on: all of a micro-batch, or the last of each sequence when generating.
+inline size_t head_rows(const Plan& p) {
+    return p.mode == Mode::GENERATE ? p.B * p.scored : p.rows();
+}
 
 // The head's own rows, counted by the visitor that trainer.h binds them with.
 template <typename T>
@@ -199,7 +201,7 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
             most = std::max(most, expert_workspace<T>(p, s, w, where));
             continue;
         }
-        for (size_t rows : {N, generates ? p.B : N, N / s.row_ranks}) {
+        for (size_t rows : {N, generates ? head_rows(p) : N, N / s.row_ranks}) {
             size_t OC = w.local_rows(), IC = w.local_cols();
             size_t bytes = linear_scratch_bytes<T>(rows, OC, IC, where);
             size_t operands = linear_fp8_bytes(rows, OC, IC, s.fp8);
@@ -211,9 +213,10 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     }
     most = std::max(most, sums);
 
-    // Attention has the queries of a prompt, then one of each sequence; or its share of a sequence.
-    for (size_t Tq : {p.T, generates ? size_t(1) : p.T}) {
-        size_t sequences = generates && Tq > 1 ? 1 : p.B;
+    // Attention has the queries of a prompt, then the last of each sequence; or its share of one.
+    std::vector<std::pair<size_t, size_t>> batches = {{p.B, p.T}};
+    if (generates) batches = {{1, p.T}, {p.B, 1}, {p.B, p.scored}};
+    for (auto [sequences, Tq] : batches) {
         AttentionDims d = attention_shape(s, sequences, Tq, std::max(p.T, p.cache));
         if (p.layout.cp.size > 1)
             d = context_attention_shape(s, p.layout, p.B, p.T);
@@ -378,7 +381,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
     case Kind::LOSS: // evaluation keeps three numbers of each row behind the sum
         return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(LossSums);
-    case Kind::LOGITS: return p.B * s.Vp() * sizeof(T);
+    case Kind::LOGITS: return head_rows(p) * s.Vp() * sizeof(T);
     case Kind::LOADS: return loads_bytes(model.shape);
 
     // A layer's own memory: scratch, and the six groups of its activations.

@@ -75,20 +75,20 @@ void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
 }
 
 // Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
-// loss, and each row's. Generation: the logits of each sequence's last row.
+// loss, and each row's. Generation: the logits of each sequence's last rows.
 template <typename T, typename S>
 void run_head_forward(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
     if (p.mode == Mode::TRAIN) return;
 
-    // Choose the rows: all that this rank has, or in generation one of each sequence. They follow
-    // each other: a batch has one sequence, or one token of each.
+    // Choose the rows: all of this rank, or generating the last of each sequence, side by side.
     HeadActs<T> acts = head_acts(t);
     const T* inp = input_of(t, a);
     size_t rows = stream_rows(t.ctx);
     if (p.mode == Mode::GENERATE) {
-        rows = t.ctx.batch.B;
-        inp += (t.ctx.batch.T - 1) * t.model.shape.C;
+        size_t kept = std::min(t.ctx.batch.T, p.scored);
+        rows = t.ctx.batch.B * kept;
+        inp += (t.ctx.batch.T - kept) * t.model.shape.C;
     }
 
     with_head(t, [&](const auto& w) {

@@ -253,6 +253,17 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(rows);
 }
 
+#elif defined(COPY_int4)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> x = numbers<T>(N * C, 1), out(N * C);
+    std::vector<uint8_t> codes(N * C);
+    Floats scales(N * C);
+    llmc::int4_quantize(codes.data(), scales.data(), x.data(), N, C, llmc::Cpu{});
+    llmc::int4_dequantize(out.data(), codes.data(), scales.data(), N, C, where);
+    r.add(out);
+}
+
 #elif defined(COPY_rope)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {

@@ -111,6 +111,8 @@ struct Config {
     std::string evaluate, prompt, prompts, completions;
     int sample_tokens = 200, samples = 1, slots = 32;
     bool chat = false;
+    std::string draft;
+    int draft_tokens = 4;
     bool ignore_eos = false;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
@@ -296,9 +298,9 @@ inline const std::vector<Flag>& config_table() {
          "overflows before it halves (0: 2, pytorch's 1)"},
         {"loss-scale-min", &C::loss_scale_min, "-1..1000000000",
          "it falls no lower (-1: 1, pytorch's 0)"},
-        {"weights", &C::weights, "float|nf4|int8",
+        {"weights", &C::weights, "float|nf4|int8|int4",
          "without training: matrices of blocks as they are, or quantised once after loading, to "
-         "4.13 or 8 bits an element"},
+         "4.13, 8 or 4.25 bits an element"},
         {"gradients", &C::gradients, "float|bf16",
          "how data-parallel ranks sum gradients; bf16: half the bytes on their way, each part "
          "rounded and then the sum"},
@@ -418,6 +420,10 @@ inline const std::vector<Flag>& config_table() {
         {"completions", &C::completions, "", "FILE: where --prompts writes them"},
         {"slots", &C::slots, "1..65536", "--prompts: texts that are generated at once"},
         {"chat", &C::chat, "", "at the end talk with the model: a line is a question"},
+        {"draft", &C::draft, "",
+         "a small model that guesses what texts go on with, for fewer runs of the model and the "
+         "same distribution: what --model can be, or a run's folder"},
+        {"draft-tokens", &C::draft_tokens, "1..64", "--draft: tokens that it guesses ahead"},
         {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens a sample, at most"},
         {"samples", &C::samples, "1..1000000", "samples of each prompt"},
         {"ignore-eos", &C::ignore_eos, "", "go on behind the token that ends a text"},

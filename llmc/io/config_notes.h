@@ -92,6 +92,18 @@ inline std::string refuse_prompts(const Config& c) {
                   " continues nothing: leave it out");
 }
 
+// Guesses are drawn and judged in one process.
+inline std::string refuse_draft(const Config& c) {
+    if (c.draft.empty())
+        return "";
+    if (rank_count(c) > 1)
+        return concat("--draft ", c.draft, " guesses in one process, and this run has ",
+                      rank_count(c), " ranks: leave it out, or generate with one");
+    if (!c.eval && c.sample_tokens > 0) return "";
+    return concat("--draft ", c.draft, ": ", c.eval ? "--eval" : "--sample-tokens 0",
+                  " continues nothing: leave it out");
+}
+
 // Refuse what cannot work, or does nothing at all.
 inline std::string refuse_idle_flags(const Config& c) {
     // Check numbers that no training can use.
@@ -111,6 +123,7 @@ inline std::string refuse_idle_flags(const Config& c) {
                       c.explain ? "--explain" : c.eval ? "--eval" : "--steps 0", " runs none");
     if (std::string wrong = refuse_graphs(c); !wrong.empty()) return wrong;
     if (std::string wrong = refuse_prompts(c); !wrong.empty()) return wrong;
+    if (std::string wrong = refuse_draft(c); !wrong.empty()) return wrong;
 
     // Refuse a run without any work.
     bool idle = c.steps == 0 && !c.eval && c.sample_tokens == 0 && c.export_dir.empty();
@@ -152,6 +165,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"top-p",         draws,                     "a --temperature above 0"},
         {"completions",   !c.prompts.empty(),        "--prompts"},
         {"slots",         !c.prompts.empty(),        "--prompts"},
+        {"draft-tokens",  !c.draft.empty(),          "--draft"},
         {"fp8-history",   late,                      "--fp8 delayed"},
         {"fp8-amax",      late,                      "--fp8 delayed"},
         {"fp8-margin",    late,                      "--fp8 delayed"},

@@ -2,9 +2,10 @@
 //   1. each free slot takes the next text: a run reads its prompt and fills the slot's part of the
 //      key/value cache; a prompt that has just been read is copied from the slot that has it
 //   2. its last row's logits pick the text's first token
-//   3. one run reads the token last picked in every slot, each at its own position
-//   4. each slot's logits pick its next token; a token of `ends`, unprinted, the wanted number of
-//      tokens, or a full slot end its text and free the slot; then from 1 on
+//   3. one run reads the token last picked in every slot, each at its own position, and behind it
+//      what a draft has guessed (speculate.h), if there is one
+//   4. each slot's logits pick its next token, or judge the guesses; a token of `ends`, unprinted,
+//      the wanted number of tokens, or a full slot end its text and free the slot; then from 1 on
 //   Token i of a text uses uniform number i of the text's stream: which slot it has, and what
 //   else is in the batch, changes no more than the rounding of its logits.
 //   All ranks of all axes have the same texts. The last stage's ranks pick, the others hear of it.
@@ -14,6 +15,7 @@
 #include <functional>
 #include <set>
 #include "sampler.h"
+#include "speculate.h"
 #include "../step.h"
 #include "../text.h"
 
@@ -31,6 +33,7 @@ struct Sampling {
     int64_t number = 0;      // of the samples at this step
     std::set<int> ends = {}; // tokens that end a text
     std::function<bool()> stops = nullptr; // asked by all ranks before each run: end all texts
+    Draft* draft = nullptr; // guesses tokens ahead; null: nobody does
 };
 
 // The stream of a sample's uniform numbers: a step's further samples have others, and a resumed run
@@ -53,9 +56,9 @@ enum class Ended : uint8_t { BY_TOKEN, BY_COUNT, BY_CACHE, BY_STOP };
 // ----------------------------------------------------------------------------
 // a run of the plan
 
-// Put tokens (B,n) before the plan: one of each sequence, or B = 1. Sequence b, in slot
-// first_slot + b, has read past[b] before. The batch is laid out as LOAD's: tokens, targets,
-// positions, documents' starts (N each), then the keys' positions.
+// Put tokens (B,n) before the plan: no more of each sequence than have logits, or B = 1. Sequence
+// b, in slot first_slot + b, has read past[b] before. The batch is laid out as LOAD's: tokens,
+// targets, positions, documents' starts (N each), then the keys' positions.
 template <typename T, typename S>
 void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t B, size_t n,
                     const size_t* past, size_t first_slot = 0) {
@@ -98,7 +101,7 @@ void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t n, siz
 // ----------------------------------------------------------------------------
 // logits and tokens
 
-// The logits of several sequences, on the last stage's ranks: each brings its share of the padded
+// The logits of several rows, on the last stage's ranks: each brings its share of the padded
 // vocabulary. Room is made once.
 template <typename T> struct LogitRows {
     size_t V, share;            // share: Vp / tp
@@ -150,7 +153,8 @@ struct TextSlot {
     int64_t text = -1; // its number; -1: the slot is free
     size_t past = 0;   // tokens whose keys and values are in the cache
     size_t picked = 0; // tokens of the text
-    int next = 0;      // the token to be read
+    std::vector<int> tokens = {}; // its prompt, what is picked, what is guessed
+    std::vector<std::vector<double>> guesses = {}; // (V) each: what a guess was drawn from
 };
 
 // Copy the keys and values of a slot's first n positions to another slot.
@@ -183,13 +187,31 @@ template <typename T, typename S> struct Generation {
     std::vector<float> held_logits = {};
 };
 
-// Pick the next token of a slot from a row of logits.
+// Pick a token of a slot from a row of logits: the next one, or one `ahead` of it.
 template <typename T, typename S>
-int pick_token(Generation<T, S>& g, size_t slot, const float* logits) {
+int pick_token(Generation<T, S>& g, size_t slot, const float* logits, size_t ahead = 0) {
     const TextSlot& s = g.slots[slot];
-    double draw = uniform(g.how.seed, g.texts[s.text].stream, s.picked);
-    return sample_token(logits, g.rows.V, g.how.temperature, g.how.top_k, g.how.top_p, draw,
+    const Sampling& how = g.how;
+    double draw = uniform(how.seed, g.texts[s.text].stream, s.picked + ahead);
+    return sample_token(logits, g.rows.V, how.temperature, how.top_k, how.top_p, draw,
                         g.orders[slot]);
+}
+
+// The distribution from which it would pick.
+template <typename T, typename S>
+std::vector<double> shares_of(Generation<T, S>& g, size_t slot, const float* logits) { // (V)
+    const Sampling& how = g.how;
+    return token_shares(logits, g.rows.V, how.temperature, how.top_k, how.top_p, g.orders[slot]);
+}
+
+// The window of n tokens that ends with the last one of a slot: a slot that needs fewer reads some
+// again. Of a text that is shorter, and of a free slot, zeros follow, which no query of it sees.
+inline size_t fill_window(const TextSlot& s, int* tokens, size_t n) { // (n)
+    size_t length = s.tokens.size();
+    size_t first = length - std::min(length, n);
+    std::fill_n(tokens, n, 0);
+    std::copy(s.tokens.begin() + long(first), s.tokens.end(), tokens);
+    return first;
 }
 
 // All ranks hear what the last stage's have picked.
@@ -204,7 +226,7 @@ template <typename T, typename S, typename Emit, typename End>
 void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& end) {
     int64_t text = s.text;
     bool last = g.how.ends.count(token) > 0;
-    s.next = token;
+    s.tokens.push_back(token);
     s.picked++;
     if (!last) emit(text, token);
 
@@ -215,18 +237,32 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
     end(text, last ? Ended::BY_TOKEN : enough ? Ended::BY_COUNT : Ended::BY_CACHE);
 }
 
+// The draft reads a prompt behind what its slot has read. It may not have read the last of that: a
+// guess that stayed.
+template <typename T, typename S>
+void draft_prompt(Generation<T, S>& g, const std::vector<int>& prompt, size_t past, size_t slot) {
+    past -= std::min(past, size_t(1));
+    g.how.draft->read(prompt.data() + past, 1, prompt.size() - past, &past, slot);
+}
+
 // Give the next text to a slot: read its prompt, or copy it, and pick the first token.
 template <typename T, typename S, typename Emit, typename End>
 void start_text(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
     const std::vector<int>& prompt = *g.texts[g.next_text].prompt;
-    size_t n = prompt.size(), past = g.texts[g.next_text].cached;
+    size_t n = prompt.size();
+    size_t past = g.texts[g.next_text].cached;
     if (g.held == &prompt) {
         copy_slot(g.t, g.plan, g.held_slot, slot, n);
+        if (g.how.draft)
+            g.how.draft->copy_slot(g.held_slot, slot, n);
     } else {
         generate_batch(g.t, g.plan, prompt.data() + past, 1, n - past, &past, slot);
         run_plan(g.t, g.plan);
-        bring_logits(g.t, g.rows, 1);
-        if (g.rows.here) g.held_logits.assign(g.rows.row(0), g.rows.row(1));
+        size_t rows = std::min(n - past, g.t.plans[g.plan].scored);
+        bring_logits(g.t, g.rows, rows);
+        if (g.rows.here) g.held_logits.assign(g.rows.row(rows - 1), g.rows.row(rows));
+        if (g.how.draft)
+            draft_prompt(g, prompt, past, slot);
         // Hold on to it: the next texts may begin with the same.
         g.held = &prompt;
         g.held_slot = slot;
@@ -234,38 +270,135 @@ void start_text(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
 
     // The prompt's last row has the logits of every sample's first token.
     TextSlot& s = g.slots[slot];
-    s = {int64_t(g.next_text++), n};
+    s = {int64_t(g.next_text++), n, 0, prompt};
     int token = g.rows.here ? pick_token(g, slot, g.held_logits.data()) : 0;
     share_tokens(g, &token, 1);
     take_token(g, s, token, emit, end);
 }
 
-// Read a token in each slot up to the last one in use, and pick the next ones. A free slot among
-// them reads a token too, and nobody looks: no text is left that would copy from it.
+// Guess a slot's next token from the draft's logits, unless it has all that it has room for: a text
+// ends at `count` tokens and where its cache does, and a run adds one token to those that stay.
+template <typename T, typename S>
+bool guess_token(Generation<T, S>& g, size_t slot, const float* logits) {
+    TextSlot& s = g.slots[slot];
+    size_t n = s.guesses.size();
+    size_t room = g.t.plans[g.plan].cache - s.past;
+    size_t wanted = g.count - s.picked;
+    bool enough = n == g.how.draft->tokens || n + 1 >= std::min(room, wanted);
+    if (s.text < 0 || enough) return false;
+    if (!logits) return true;
+
+    // Draw with the text's own numbers.
+    uint64_t stream = g.texts[s.text].stream ^ GUESS_STREAM;
+    double draw = uniform(g.how.seed, stream, s.picked + n);
+    s.guesses.push_back(shares_of(g, slot, logits));
+    s.tokens.push_back(draw_share(s.guesses.back(), draw));
+    return true;
+}
+
+// Let the draft guess in all slots; returns the most guesses of any. It begins with two tokens, for
+// it has not read its last guess of the step before.
+template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_t B) {
+    std::vector<int> tokens(2 * B);
+    std::vector<size_t> past(B);
+    for (size_t i = 0;; i++) {
+        bool any = false;
+        for (size_t b = 0; b < B; b++) {
+            bool more = guess_token(g, b, nullptr);
+            any = any || more;
+        }
+        if (!any) return i;
+
+        // Read, and guess from what each slot's last row says.
+        size_t n = i ? 1 : 2;
+        for (size_t b = 0; b < B; b++)
+            past[b] = fill_window(g.slots[b], tokens.data() + b * n, n);
+        const float* logits = g.how.draft->read(tokens.data(), B, n, past.data(), 0);
+        #pragma omp parallel for schedule(dynamic)
+        for (size_t b = 0; b < B; b++)
+            guess_token(g, b, logits + b * g.rows.V);
+    }
+}
+
+// Judge a slot's guesses by the model's logits, a row (V) each and one behind them, and give out
+// what its text goes on with. A token that is drawn again has the number of its position, as all
+// that the model draws itself.
+template <typename T, typename S>
+void judge_guesses(Generation<T, S>& g, size_t slot, const float* logits, int* tokens) {
+    const TextSlot& s = g.slots[slot];
+    uint64_t stream = g.texts[s.text].stream;
+    uint64_t seed = g.how.seed;
+    size_t n = s.guesses.size();
+    for (size_t i = 0; i < n; i++) {
+        const std::vector<double>& q = s.guesses[i];
+        std::vector<double> p = shares_of(g, slot, logits);
+        logits += g.rows.V;
+        // Go on with what stays.
+        tokens[i] = s.tokens[s.past + 1 + i];
+        double judge = uniform(seed, stream ^ JUDGE_STREAM, s.picked + i);
+        if (judge < stay_share(p, q, tokens[i]))
+            continue;
+        double draw = uniform(seed, stream, s.picked + i);
+        tokens[i] = draw_share(rest_shares(p, q), draw);
+        return;
+    }
+
+    // All stayed: the last row says what follows.
+    tokens[n] = pick_token(g, slot, logits, n);
+}
+
+// Take a step's tokens of a slot, -1 behind the last one.
+template <typename T, typename S, typename Emit, typename End>
+void take_tokens(Generation<T, S>& g, TextSlot& s, const int* tokens, size_t n, Emit& emit,
+                 End& end) {
+    // Count, and forget the guesses: what stayed comes again.
+    size_t taken = size_t(std::find(tokens, tokens + n, -1) - tokens);
+    if (Draft* d = g.how.draft) {
+        d->steps++;
+        d->guesses += s.guesses.size();
+        d->stayed += taken - 1;
+    }
+    s.guesses.clear();
+    s.tokens.resize(s.past + 1);
+
+    // The text may end before the last of them.
+    for (size_t i = 0; i < taken && s.text >= 0; i++) {
+        s.past++;
+        take_token(g, s, tokens[i], emit, end);
+    }
+}
+
+// Read a token in each slot up to the last one in use, and the guesses behind it, and pick the next
+// ones. A free slot among them reads too, and nobody looks: no text is left to copy from it.
 template <typename T, typename S, typename Emit, typename End>
 void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
-    // Each slot reads one token, at its own position.
-    std::vector<int> tokens(B);
-    std::vector<size_t> past(B);
-    for (size_t b = 0; b < B; b++) {
-        tokens[b] = g.slots[b].next;
-        past[b] = g.slots[b].past;
-    }
-    generate_batch(g.t, g.plan, tokens.data(), B, 1, past.data());
+    // Each slot reads at its own position.
+    size_t n = 1;
+    if (g.how.draft)
+        n += guess_tokens(g, B);
+    std::vector<int> tokens(B * n);
+    std::vector<size_t> first(B);
+    for (size_t b = 0; b < B; b++)
+        first[b] = fill_window(g.slots[b], tokens.data() + b * n, n);
+    generate_batch(g.t, g.plan, tokens.data(), B, n, first.data());
     run_plan(g.t, g.plan);
-    bring_logits(g.t, g.rows, B);
+    bring_logits(g.t, g.rows, B * n);
 
     // Slots pick side by side, for each has its own numbers.
+    std::fill(tokens.begin(), tokens.end(), -1);
     #pragma omp parallel for schedule(dynamic)
-    for (size_t b = 0; b < B; b++)
-        if (g.rows.here && g.slots[b].text >= 0)
-            tokens[b] = pick_token(g, b, g.rows.row(b));
-    share_tokens(g, tokens.data(), B);
     for (size_t b = 0; b < B; b++) {
-        if (g.slots[b].text < 0) continue;
-        g.slots[b].past++;
-        take_token(g, g.slots[b], tokens[b], emit, end);
+        if (!g.rows.here || g.slots[b].text < 0)
+            continue;
+        size_t again = g.slots[b].past - first[b]; // tokens that it had read
+        judge_guesses(g, b, g.rows.row(b * n + again), tokens.data() + b * n);
     }
+    share_tokens(g, tokens.data(), B * n);
+
+    // Give out in the order of slots.
+    for (size_t b = 0; b < B; b++)
+        if (g.slots[b].text >= 0)
+            take_tokens(g, g.slots[b], tokens.data() + b * n, n, emit, end);
 }
 
 // Continue each text, of a prompt as long as the plan allows, by up to `count` tokens: emit(text,
@@ -277,7 +410,7 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
     size_t B = std::min(t.plans[plan].B, texts.size());
     g.slots.resize(B);
     g.orders.resize(B);
-    g.rows = make_logit_rows(t, B);
+    g.rows = make_logit_rows(t, head_rows(t.plans[plan]));
 
     // Clear the cache: keys that a slot has not written are hidden, and their values count 0 times
     // what they are. No NaN may lie there.
@@ -315,6 +448,37 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
               const Sampling& how, Emit emit) {
     auto one = [&](int64_t, int token) { emit(token); };
     generate(t, plan, {{&prompt, sample_stream(how)}}, count, how, one, [](int64_t, Ended) {});
+}
+
+// A model as a draft, by its first plan; V: the model's tokens. One that has fewer gives the rest
+// nothing, and what it has beyond them is never guessed. Its memory holds zeros where nothing is.
+template <typename T, typename S>
+std::shared_ptr<Draft> make_draft(std::shared_ptr<Trainer<T, S>> t, size_t tokens, size_t V) {
+    auto draft = std::make_shared<Draft>();
+    const Plan& p = t->plans[0];
+    auto rows = std::make_shared<LogitRows<T>>();
+    *rows = make_logit_rows(*t, head_rows(p));
+    auto logits = std::make_shared<std::vector<float>>();
+    logits->resize(p.B * V, -INFINITY);
+    draft->tokens = tokens;
+    draft->copy_slot = [t](size_t from, size_t to, size_t n) {
+        copy_slot(*t, 0, from, to, n);
+    };
+    draft->read = [=](const int* read, size_t B, size_t n, const size_t* past, size_t slot) {
+        generate_batch(*t, 0, read, B, n, past, slot);
+        run_plan(*t, 0);
+        size_t each = std::min(n, t->plans[0].scored);
+        bring_logits(*t, *rows, B * each);
+        // The last row of each.
+        size_t known = std::min(V, rows->V);
+        for (size_t b = 0; b < B; b++) {
+            const float* last = rows->row(b * each + each - 1);
+            std::copy_n(last, known, logits->data() + b * V);
+        }
+        const float* first = logits->data();
+        return first;
+    };
+    return draft;
 }
 
 } // namespace llmc

@@ -4,6 +4,7 @@
 //   3. of those keep the fewest whose share reaches top_p; 1 keeps all
 //   4. draw one of what is kept
 //   logits (V)   `uniform` in [0,1) decides the draw: equal numbers give equal tokens
+//   token_shares() is 1 to 3 alone: the distribution from which 4 draws.
 //   Cost: a few passes over V, and a sort of what top_k keeps, or of what top_p might.
 //   To copy: this file.
 #pragma once
@@ -15,12 +16,15 @@
 
 namespace llmc {
 
-// order: room for (probability, token) pairs, kept from call to call.
-inline int sample_token(const float* logits, size_t V, float temperature, int top_k, float top_p,
-                        double uniform, std::vector<std::pair<float, int>>& order) {
-    // 1. Compute the probabilities, not yet divided by their sum.
-    if (temperature <= 0 || top_k == 1)
-        return int(std::max_element(logits, logits + V) - logits);
+// Leave in `order` the tokens that may be drawn, with probabilities that are not yet divided by
+// their sum, which is returned.
+inline double keep_tokens(const float* logits, size_t V, float temperature, int top_k, float top_p,
+                          std::vector<std::pair<float, int>>& order) {
+    // 1. Compute the probabilities of all.
+    if (temperature <= 0 || top_k == 1) {
+        order = {{1.0f, int(std::max_element(logits, logits + V) - logits)}};
+        return 1;
+    }
     float most = *std::max_element(logits, logits + V);
     order.resize(V);
     for (size_t v = 0; v < V; v++)
@@ -52,6 +56,13 @@ inline int sample_token(const float* logits, size_t V, float temperature, int to
         order.resize(std::max(n, size_t(1)));
         sum = share;
     }
+    return sum;
+}
+
+// order: room for (probability, token) pairs, kept from call to call.
+inline int sample_token(const float* logits, size_t V, float temperature, int top_k, float top_p,
+                        double uniform, std::vector<std::pair<float, int>>& order) {
+    double sum = keep_tokens(logits, V, temperature, top_k, top_p, order);
 
     // 4. Walk the kept tokens until their probabilities reach the drawn share.
     double left = uniform * sum;
@@ -60,6 +71,17 @@ inline int sample_token(const float* logits, size_t V, float temperature, int to
         if (left < 0) return token;
     }
     return order.back().second; // rounding left a little over
+}
+
+// The probability of every token, as sample_token() draws it.
+inline std::vector<double> token_shares(const float* logits, size_t V, float temperature,
+                                        int top_k, float top_p,
+                                        std::vector<std::pair<float, int>>& order) { // (V)
+    double sum = keep_tokens(logits, V, temperature, top_k, top_p, order);
+    std::vector<double> shares(V);
+    for (auto& [p, token] : order)
+        shares[size_t(token)] = double(p) / sum;
+    return shares;
 }
 
 } // namespace llmc

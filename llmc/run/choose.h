@@ -16,7 +16,8 @@ namespace llmc {
 // shape, tokenizer, prompt, data
 
 // The shape that --model names: a Hugging Face folder's, a file's or a preset's, then the flags.
-inline Shape choose_shape(const Config& c) {
+// flag: what has named it.
+inline Shape choose_shape(const Config& c, const char* flag = "--model") {
     Shape s;
     LLMC_USER_CHECK(!c.upcycle || file_type(c.model) == S_IFDIR,
                     "--upcycle %d copies the ffn of a dense model, and --model %s is no folder of "
@@ -42,9 +43,9 @@ inline Shape choose_shape(const Config& c) {
         }
         std::string close = nearest(c.model, names);
         LLMC_USER_CHECK(s.L > 0,
-                        "--model %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
-                        c.model.c_str(), close.empty() ? "" : ": did you mean ", close.c_str(),
-                        close.empty() ? "" : "?", preset_names().c_str());
+                        "%s %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
+                        flag, c.model.c_str(), close.empty() ? "" : ": did you mean ",
+                        close.c_str(), close.empty() ? "" : "?", preset_names().c_str());
     }
     or_die(override_shape(c, s));
     if (c.fp8 == "block")
@@ -373,6 +374,7 @@ inline Recompute recompute_named(const std::string& name) {
 
 inline Stored stored_named(const std::string& name) {
     if (name == "nf4") return Stored::NF4;
+    if (name == "int4") return Stored::INT4;
     return name == "int8" ? Stored::INT8 : Stored::WIDE;
 }
 
@@ -446,6 +448,8 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         generate.T = std::max(generate.T, p.tokens.size());
     if (c.chat) generate.T = run.context_length;
     generate.cache = std::min(run.context_length, generate.T + size_t(c.sample_tokens));
+    if (!c.draft.empty())
+        generate.scored = size_t(c.draft_tokens) + 1; // to judge each guess
     if (c.sample_tokens > 0 && !c.eval)
         run.generate_plan = add(generate);
     return plans;

@@ -68,7 +68,7 @@ inline std::string bad_values_text(const std::string& name, const BadValues& bad
 template <typename T, typename S>
 BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
     const Narrow& narrow = t.narrow[size_t(&p - t.model.parameters.data())];
-    const float* mark = narrow.int8 ? narrow.absmax : narrow.nf4.table;
+    const float* mark = narrow.first_float();
     if (mark)
         return find_bad_values(mark, 1, t.ctx.where);
     return find_bad_values(static_cast<const T*>(narrow.values), p.local_elements(), t.ctx.where);

@@ -7,7 +7,7 @@
 #include "../budget.h"
 #include "../io/async_save.h"
 #include "../io/mfu.h"
-#include "choose.h"
+#include "draft.h"
 
 namespace llmc {
 
@@ -118,8 +118,10 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     run.config = c;
     Trainer<T, S> t;
     t.ctx.where = where;
-    trainer_place(t, run.shape, choose_plans(run), layout_at(choose_layout(c, run.shape), rank));
-    return bytes_here(t.arena, where) + snapshot_here(c, t);
+    std::vector<PlanOptions> plans = choose_plans(run);
+    trainer_place(t, run.shape, plans, layout_at(choose_layout(c, run.shape), rank));
+    size_t beside = snapshot_here(c, t) + draft_bytes<T>(run, plans, where);
+    return bytes_here(t.arena, where) + beside;
 }
 
 // The most slots that fit, where a run that only generates has several; "" where one does not.
@@ -202,7 +204,8 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
 template <typename T, typename S>
 void check_memory(const Run& run, const Trainer<T, S>& t) {
     size_t share = memory_share(run, t.ctx.where);
-    size_t takes = bytes_here(t.arena, t.ctx.where) + snapshot_here(run.config, t);
+    size_t beside = snapshot_here(run.config, t) + run.draft_bytes;
+    size_t takes = bytes_here(t.arena, t.ctx.where) + beside;
     int64_t mine[2] = {int64_t(takes), int64_t(share)};
     std::vector<int64_t> all(2 * size_t(run.world.size));
     all_gather(run.world, all.data(), mine, 2, Cpu{});

@@ -152,6 +152,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     // A signal ends it with what is there.
     Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
     how.ends = run.stop_tokens;
+    how.draft = run.draft;
     CatchSignals catch_signals;
     how.stops = [&] { return (run.stopped = agree(run.world, {stop_signal, false}).stop) != 0; };
     size_t tokens = 0;

@@ -331,6 +331,9 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     // No plan has it: the run takes it beside its arena.
     if (c.save_async && trains)
         text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
+    if (run.draft_bytes)
+        text += memory_line("draft", run.draft_bytes, 0,
+                            "its weights, and a cache beside the model's");
     // Two files in their place and two that are written.
     if (!c.buddy.empty() && trains)
         text += memory_line("files of --buddy", 4 * snapshot_bytes(t), 0,
@@ -338,7 +341,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     text += logits_text<T>(t.plans[plan], model);
     text += context_text<T>(t.plans[plan], model);
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
-    text += fits_text(double(most), state * double(parameter_count(model)));
+    text += fits_text(double(most + run.draft_bytes), state * double(parameter_count(model)));
     if (c.layer >= 0) {
         text += concat("actions of layer ", c.layer, ", first micro-batch\n",
                        layer_text(t.arena, t.plans[plan], model, plan, c.layer));

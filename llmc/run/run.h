@@ -11,6 +11,7 @@
 #include "../io/likelihood.h"
 #include "../io/logger.h"
 #include "../io/profile.h"
+#include "../io/speculate.h"
 #include "../io/timeline.h"
 #include "account.h"
 #include "spikes.h"
@@ -51,6 +52,9 @@ struct Run {
     std::vector<Prompt> prompts;
     size_t context_length = 0; // of a sample, with its prompt
     std::set<int> stop_tokens; // tokens that end a sample
+    Shape draft_shape;           // with --draft
+    Draft* draft = nullptr;      // null: nobody guesses
+    size_t draft_bytes = 0;      // beside the plans
     FILE* completions = nullptr; // what standard output was, where they go to it
     DataLoader train, val;
     size_t val_samples = 0;

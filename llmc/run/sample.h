@@ -221,6 +221,7 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
     // Draws are keyed by seed, step and number, so a resumed run samples what the first would have.
     Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
     how.number = number;
+    how.draft = run.draft;
     how.ends = run.stop_tokens;
     generate(t, run.generate_plan, prompt.tokens, size_t(c.sample_tokens), how, emit);
     if (is_first(run)) printf("\n---\n");

@@ -9,6 +9,7 @@
 //   The first rank reads and prints; all ranks hear the line, and generate the same.
 #pragma once
 #include <poll.h>
+#include "draft.h"
 #include "prompts.h"
 
 namespace llmc {
@@ -128,6 +129,7 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     const Config& c = run.config;
     Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
     how.ends = run.stop_tokens;
+    how.draft = run.draft;
     how.stops = [&] {
         int64_t stop = interrupts > 0;
         all_reduce_sum(run.world, &stop, 1, Cpu{});
@@ -222,6 +224,7 @@ inline void choose_talk(Run& run) {
 
 // Choose what is continued: a talk, a file's prompts, or samples' beginnings.
 inline void choose_texts(Run& run) {
+    choose_draft(run);
     if (run.config.chat) return choose_talk(run);
     run.config.prompts.empty() ? choose_prompts(run) : choose_prompt_file(run);
 }
@@ -230,8 +233,13 @@ inline void choose_texts(Run& run) {
 template <typename T, typename S>
 void leave_texts(Run& run, Trainer<T, S>& t) {
     // The configuration has refused two of them at once.
-    if (run.config.chat) return hold_talk(run, t);
-    run.config.prompts.empty() ? print_samples(run, t) : complete_prompts(run, t);
+    if (run.config.chat)
+        hold_talk(run, t);
+    else if (run.config.prompts.empty())
+        print_samples(run, t);
+    else
+        complete_prompts(run, t);
+    report_draft(run);
 }
 
 } // namespace llmc

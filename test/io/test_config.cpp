@@ -152,7 +152,7 @@ TEST(Config, FrozenWeightsAreRead) {
                "--weights nf4 does not train: give --steps 0 or --eval, or --lora RANK");
     EXPECT_HAS(check({"--weights", "int8", "--eval", "--export", "x"}), "--weights float");
     EXPECT_HAS(check({"--weights", "nf4", "--steps", "0", "--zero", "3"}), "leave it out");
-    EXPECT_HAS(check({"--weights", "int4"}), "float|nf4|int8");
+    EXPECT_HAS(check({"--weights", "int3"}), "float|nf4|int8|int4");
 }
 
 // Adapters: what follows from the rank, and what is not built beside them.
@@ -360,6 +360,10 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}),
                "--prompts: --sample-tokens 0 continues nothing");
     EXPECT_EQ(check({"--prompts", "p", "--slots", "4"}), "");
+    EXPECT_HAS(check({"--draft", "d", "--eval"}), "--draft d: --eval continues nothing");
+    EXPECT_HAS(check({"--draft", "d", "--sample-tokens", "0"}), "--draft d: --sample-tokens 0 continues");
+    EXPECT_HAS(check({"--draft", "d", "--dp", "1", "--tp", "2"}), "--draft d guesses in one process, and this run has 2 ranks");
+    EXPECT_EQ(check({"--draft", "d", "--draft-tokens", "8"}), "");
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
     EXPECT_HAS(check({"--steps", "0", "--sample-tokens", "0"}), "nothing to do");

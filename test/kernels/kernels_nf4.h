@@ -65,10 +65,40 @@ template <typename T> void int8_kernels(Check& c) {
     }
 }
 
+// One element, an odd row, rows of several groups; rows that vectors fit, and not aligned.
+template <typename T> void int4_kernels(Check& c) {
+    struct Case {
+        size_t rows, cols, shift;
+    };
+    for (auto [rows, cols, shift] :
+         {Case{1, 1, 0}, {3, 33, 0}, {5, 130, 0}, {4, 272, 0}, {4, 272, 1}}) {
+        CASE(c, "int4 %s rows=%zu cols=%zu shift=%zu", type_word(T()), rows, cols, shift);
+        size_t n = rows * cols, bytes = ceil_div(n, size_t(2));
+        std::vector<double> x = rounded<T>(normals(c, n));
+        std::vector<uint8_t> codes(bytes);
+        std::vector<float> scales(rows * int4_groups(cols));
+        std::vector<T> back(n);
+        int4_quantize(codes.data(), scales.data(), as<T>(x).data(), rows, cols, Cpu{});
+        int4_dequantize(back.data(), codes.data(), scales.data(), rows, cols, Cpu{});
+
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> out(n, shift);
+            Array<uint8_t> in(bytes);
+            Array<float> steps(as_double(scales));
+            copy_in(in.data, codes.data(), bytes, stream);
+            int4_dequantize(out.data, in.data, steps.data, rows, cols, stream);
+            o.add("back", out, as_double(back), 0);
+        });
+    }
+}
+
 inline void add_nf4_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"nf4 float", nf4_kernels<float>});
     rows.push_back({"nf4 bf16", nf4_kernels<bf16>});
     rows.push_back({"nf4 fp16", nf4_kernels<fp16>});
     rows.push_back({"int8 float", int8_kernels<float>});
     rows.push_back({"int8 bf16", int8_kernels<bf16>});
+    rows.push_back({"int4 float", int4_kernels<float>});
+    rows.push_back({"int4 bf16", int4_kernels<bf16>});
 }

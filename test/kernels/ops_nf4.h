@@ -1,5 +1,6 @@
 // ops_nf4.h - rows of the op table: NF4 with double quantisation, int8 rows
 #pragma once
+#include "../../llmc/int4.cuh"
 #include "../../llmc/nf4.cuh"
 #include "../../llmc/rand.h"
 #include "../harness/op_table.h"
@@ -125,7 +126,36 @@ inline void nf4_edges(Check& c) {
     close(c, "int8", back, {0, 0, -2, 2, 1, 64.0 / 127}, tolerance<float>(1));
 }
 
+// GPTQ's grid: dev/golden/int4_golden.py prints these bytes, which was written apart from this.
+inline void int4_test(Check& c) {
+    size_t rows = 5, cols = 300, n = rows * cols;
+    std::vector<float> x(n), scales(rows * 3), back(n);
+    for (size_t i = 0; i < n; i++)
+        x[i] = float((double(uint32_t(i * 2654435761u) >> 8) / 16777216 - 0.5) *
+                     std::pow(2.0, int(i / 64 * 7 % 11) - 5));
+    std::vector<uint8_t> codes(n / 2);
+    int4_quantize(codes.data(), scales.data(), x.data(), rows, cols, Cpu{});
+    int4_dequantize(back.data(), codes.data(), scales.data(), rows, cols, Cpu{});
+    expect(c, hash_of(codes) == 0x62129de5a8ee7c54, "other codes");
+    expect(c, hash_of(scales) == 0x9c12b96035f4c159, "other scales");
+    expect(c, hash_of(back) == 0xddfe6107381aedae, "other values");
+
+    // No number is off by more than half a step, the largest positive one by just that.
+    for (size_t i = 0; i < n; i++) {
+        double step = scales[i / cols * 3 + i % cols / INT4_GROUP], off = x[i] - back[i];
+        expect(c, std::fabs(off) <= 0.5 * step * (1 + 1e-6), "off by more than half a step");
+    }
+
+    // Zeros come back as zeros, and so does what is too small to scale.
+    std::vector<float> small = {0, 1e-40f, -1e-41f};
+    int4_quantize(codes.data(), scales.data(), small.data(), 1, 3, Cpu{});
+    int4_dequantize(back.data(), codes.data(), scales.data(), 1, 3, Cpu{});
+    close(c, "zeros", std::vector<float>(back.begin(), back.begin() + 3), {0, 0, 0}, 0);
+    expect(c, (codes[1] & 15) == 0, "bits behind the last element");
+}
+
 inline void add_nf4_rows(std::vector<Row>& rows) {
     rows.push_back({"nf4, int8", nf4_test, nullptr, nullptr});
     rows.push_back({"nf4, int8: edges", nf4_edges, nullptr, nullptr});
+    rows.push_back({"int4", int4_test, nullptr, nullptr});
 }

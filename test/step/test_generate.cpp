@@ -3,6 +3,8 @@
 #include "../../llmc/run/talk.h"
 #include "../harness/testing.h"
 #include "small_models.h"
+#include <regex>
+#include <span>
 
 using namespace llmc;
 
@@ -192,6 +194,225 @@ TEST(Slots, WhatASlotHeldBeforeIsNotSeen) {
 }
 
 // ----------------------------------------------------------------------------
+// a draft
+
+typedef std::vector<double> Shares;
+
+// Two samples of each prompt with a draft: the same model, or one that has three tokens fewer.
+static MadeTexts drafted_texts(const Shape& s, size_t slots, size_t guesses, float temperature,
+                               bool own = false, Draft* counts = nullptr) {
+    Plan p = small_plan(slots, 6, 1);
+    p.mode = Mode::GENERATE, p.cache = CACHE, p.scored = guesses + 1;
+    Plan of_draft = p;
+    of_draft.scored = 2;
+    Shape small = own ? s : gpt2_shape(1, 2, 16, s.V - 3, 32);
+    Fixture<double> f(s, {p}), small_one(small, {of_draft}, own ? 5 : 6);
+    std::shared_ptr<Trainer<double, Cpu>> model(&small_one.t, [](auto*) {});
+    std::shared_ptr<Draft> draft = make_draft(model, guesses, s.V);
+
+    Shape known = s;
+    known.V -= 3;
+    std::vector<std::vector<int>> prompts = some_prompts(known);
+    std::vector<Text> texts;
+    for (size_t i = 0; i < 2 * prompts.size(); i++)
+        texts.push_back({&prompts[i / 2], fnv1a(concat("text.", i / 2, ".", i % 2))});
+    Sampling how;
+    how.temperature = temperature;
+    for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
+    if (guesses) how.draft = draft.get();
+    MadeTexts made(texts.size());
+    generate(
+        f.t, 0, texts, COUNT, how, [&](int64_t i, int token) { made[i].tokens.push_back(token); },
+        [&](int64_t i, Ended why) { made[i].why = why; });
+    if (counts) *counts = *draft;
+    return made;
+}
+
+// Whatever the draft says, and however far ahead.
+TEST(Drafts, GreedyTextsAreTheModelsOwn) {
+    for (const Shape& s : all_shapes()) {
+        MadeTexts alone = drafted_texts(s, 1, 0, 0);
+        for (size_t slots : {1, 3, 8}) EXPECT_EQ(drafted_texts(s, slots, 4, 0), alone) << slots;
+        EXPECT_EQ(drafted_texts(s, 3, 1, 0), alone);
+        EXPECT_EQ(drafted_texts(s, 3, 9, 0), alone);
+    }
+    // A draft that is the model itself is always right, and saves its runs.
+    Draft counts;
+    EXPECT_EQ(drafted_texts(small_gpt2(), 3, 4, 0, true, &counts),
+              drafted_texts(small_gpt2(), 1, 0, 0));
+    EXPECT_GT(counts.guesses, counts.steps);
+}
+
+// A text depends on the draft, and not on what is beside it.
+TEST(Drafts, EachTextIsWhatItIsAlone) {
+    for (const Shape& s : {small_gpt2(), small_llama(), small_mla()}) {
+        MadeTexts alone = drafted_texts(s, 1, 3, 1);
+        for (size_t slots : {3, 32}) EXPECT_EQ(drafted_texts(s, slots, 3, 1), alone) << slots;
+    }
+    Draft counts;
+    drafted_texts(small_gpt2(), 3, 3, 1, true, &counts);
+    EXPECT_GE(counts.stayed, counts.guesses - 2) << "a model agrees with itself";
+}
+
+// A distribution of three tokens for each beginning; one may be impossible.
+static Shares some_shares(const char* name, const std::vector<int>& before) {
+    std::string key = name;
+    for (int token : before) key += concat(".", token);
+    Shares shares(3);
+    for (size_t v = 0; v < 3; v++) shares[v] = random_block(9, fnv1a(key), v)[0] % 5 + (v == 1);
+    double sum = shares[0] + shares[1] + shares[2];
+    for (double& x : shares) x /= sum;
+    return shares;
+}
+
+// Add the probability of every text of `length` tokens that begins as `text`, which has probability
+// `share`, when two tokens are guessed in each step.
+static void enumerate(std::map<std::vector<int>, double>* all, std::vector<int> text, double share,
+                      size_t length, std::vector<int> guessed = {}) {
+    if (text.size() >= length) {
+        text.resize(length);
+        (*all)[text] += share;
+        return;
+    }
+    std::vector<int> before = text;
+    before.insert(before.end(), guessed.begin(), guessed.end());
+    if (guessed.size() < 2) {
+        Shares q = some_shares("q", before);
+        for (int x = 0; x < 3; x++) {
+            std::vector<int> more = guessed;
+            more.push_back(x);
+            if (q[x] > 0) enumerate(all, text, share * q[x], length, more);
+        }
+        return;
+    }
+
+    // Judge them.
+    for (int x : guessed) {
+        Shares p = some_shares("p", text), q = some_shares("q", text), rest = rest_shares(p, q);
+        double sum = rest[0] + rest[1] + rest[2], stays = stay_share(p, q, x);
+        for (int v = 0; v < 3; v++) {
+            std::vector<int> other = text;
+            other.push_back(v);
+            if (stays < 1) enumerate(all, other, share * (1 - stays) * rest[v] / sum, length);
+        }
+        share *= stays;
+        text.push_back(x);
+    }
+    Shares p = some_shares("p", text);
+    for (int v = 0; v < 3; v++) {
+        std::vector<int> other = text;
+        other.push_back(v);
+        enumerate(all, other, share * p[v], length);
+    }
+}
+
+// Sums of some hundred products of doubles: each is right to a few of its own last bits.
+TEST(Drafts, EveryTextHasTheModelsOwnProbability) {
+    std::map<std::vector<int>, double> all;
+    enumerate(&all, {}, 1, 4);
+    ASSERT_EQ(all.size(), 81u);
+    for (const auto& [text, share] : all) {
+        double own = 1;
+        std::vector<int> before;
+        for (int token : text) {
+            own *= some_shares("p", before)[size_t(token)];
+            before.push_back(token);
+        }
+        EXPECT_NEAR(share, own, 1e-14);
+    }
+
+    // A number in [0,1) draws each token as often as its share says, which need not be a part of 1.
+    std::vector<int> counts(4);
+    for (int i = 0; i < 1000; i++) counts[size_t(draw_share({0.4, 0, 1, 0.6}, (i + 0.5) / 1000))]++;
+    EXPECT_EQ(counts, (std::vector<int>{200, 0, 500, 300}));
+    EXPECT_EQ(draw_share({1, 2, 0}, 1), 1);
+}
+
+// 8000 texts of four tokens out of three: chi-square against the model's own probabilities of the
+// 81. Its mean is 80 and its deviation sqrt(160) = 12.6 where they are right; five are allowed.
+TEST(Drafts, SampledTextsHaveTheModelsOwnDistribution) {
+    Shape s = gpt2_shape(1, 1, 16, 3, 16);
+    Plan p = small_plan(100, 2, 1);
+    p.mode = Mode::GENERATE, p.cache = 8, p.scored = 4;
+    Plan of_draft = p;
+    of_draft.scored = 2;
+    Fixture<float> f(s, {p}), other(s, {of_draft}, 6);
+    for (float& w : std::span(f.weight(f.t.model.parameters[0]), 3 * 16))
+        w *= 3; // far from uniform
+    std::shared_ptr<Trainer<float, Cpu>> model(&other.t, [](auto*) {});
+    std::shared_ptr<Draft> draft = make_draft(model, 3, s.V);
+
+    // Count what comes.
+    std::vector<int> prompt = {1, 2};
+    std::vector<Text> texts;
+    for (uint64_t i = 0; i < 8000; i++) texts.push_back({&prompt, fnv1a(concat("text.", i))});
+    std::vector<std::vector<int>> made(texts.size());
+    Sampling how;
+    how.draft = draft.get();
+    generate(f.t, 0, texts, 4, how, [&](int64_t i, int token) { made[size_t(i)].push_back(token); },
+             [](int64_t, Ended) {});
+    std::map<std::vector<int>, int> counts;
+    for (const auto& text : made) counts[text]++;
+
+    // Ask both models for the probability of each.
+    auto chi_square = [&](Trainer<float, Cpu>& t) {
+        double sum = 0;
+        LogitRows<float> rows = make_logit_rows(t, t.plans[0].scored);
+        for (int number = 0; number < 81; number++) {
+            std::vector<int> text = {number / 27, number / 9 % 3, number / 3 % 3, number % 3},
+                             whole = {1, 2};
+            double share = 1;
+            for (int token : text) {
+                for (size_t i = 0; i < whole.size(); i++) {
+                    generate_batch(t, 0, &whole[i], 1, i);
+                    run_plan(t, 0);
+                }
+                bring_logits(t, rows, 1);
+                double total = 0;
+                for (size_t v = 0; v < 3; v++) total += std::exp(double(rows.row(0)[v]));
+                share *= std::exp(double(rows.row(0)[token])) / total;
+                whole.push_back(token);
+            }
+            double expected = 8000 * share;
+            sum += (counts[text] - expected) * (counts[text] - expected) / expected;
+        }
+        return sum;
+    };
+    EXPECT_LT(chi_square(f.t), 80 + 5 * 12.6);
+    EXPECT_GT(chi_square(other.t), 1000) << "the draft says something else";
+    EXPECT_LT(draft->stayed, draft->guesses * 9 / 10);
+    EXPECT_GT(draft->stayed, draft->guesses / 10);
+}
+
+// A draft does not read again either what its slot has read before.
+TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
+    Plan p = small_plan(1, 12, 1);
+    p.mode = Mode::GENERATE, p.cache = 20, p.scored = 4;
+    Fixture<double> f(small_gpt2(), {p}), own(small_gpt2(), {p});
+    std::shared_ptr<Trainer<double, Cpu>> model(&own.t, [](auto*) {});
+    std::shared_ptr<Draft> draft = make_draft(model, 3, small_gpt2().V);
+    Sampling how;
+    how.temperature = 0;
+    how.draft = draft.get();
+    auto made = [&](const std::vector<int>& prompt, size_t cached) {
+        std::vector<int> tokens;
+        generate(
+            f.t, 0, {{&prompt, 1, cached}}, 6, how,
+            [&](int64_t, int token) { tokens.push_back(token); }, [](int64_t, Ended) {});
+        return tokens;
+    };
+    std::vector<int> first = {1, 2, 3, 4}, answer = made(first, 0), second = first;
+    second.insert(second.end(), answer.begin(), answer.end());
+    second.insert(second.end(), {5, 6});
+    size_t rows = 0;
+    own.t.after = [&](const Action& a) { rows += a.layer == 0 ? own.t.ctx.batch.rows() : 0; };
+    std::vector<int> on = made(second, 9);
+    EXPECT_EQ(rows, 4 + (2 + 1 + 1u)) << "a prompt's end, three guesses";
+    EXPECT_EQ(on, made(second, 0));
+    EXPECT_EQ(draft->stayed, draft->guesses) << "keys and values are those of the text";
+}
+
+// ----------------------------------------------------------------------------
 // the program
 
 struct Prompts : Scratch {
@@ -235,6 +456,45 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
     EXPECT_EQ(read_file(into), made);
     EXPECT_HAS(completions("--prompts " + put("p.txt", "line 1\n\nof\n")),
                "{\"prompt\":\"of\",\"sample\":0,");
+}
+
+// A draft of any kind leaves greedy completions as they are, and slots leave drawn ones.
+TEST_F(Prompts, ADraftChangesNoGreedyText) {
+    std::string own = path("run"), model = path("model"), little = path("little");
+    std::string train =
+        program() + small + "--steps 8 --warmup 0 --micro-batch 4 --sample-tokens 0 --lr 1e-2 ";
+    ASSERT_EQ(shell(train + "--layers 2 --export " + model).status, 0);
+    ASSERT_EQ(shell(train + "--out " + own + " --export " + little).status, 0);
+    std::string prompts = put("p.jsonl", "{\"prompt\": \"line 1\"}\n{\"prompt\": \"of\"}\n");
+    auto made = [&](const std::string& flags, int status = 0) {
+        Ran r = shell(program() + " --device cpu --steps 0 --sample-tokens 9 --model " + model +
+                      " --prompts " + prompts + " --samples 2 " + flags + " 2>" + path("said"));
+        EXPECT_EQ(r.status, status) << read_file(path("said"));
+        return r.text;
+    };
+    std::string greedy = made("--temperature 0");
+    for (const std::string& draft : {little, own, model, std::string("tiny")})
+        EXPECT_EQ(made("--temperature 0 --draft " + draft), greedy) << read_file(path("said"));
+    EXPECT_EQ(made("--draft " + little + " --slots 1"), made("--draft " + little));
+    EXPECT_HAS(read_file(path("said")), "draft: " + little + ", ");
+    EXPECT_HAS(read_file(path("said")), " tokens a step of the model, ");
+
+    // What is no draft of this model is refused before anything runs.
+    made("--draft " + path("none"), 1);
+    EXPECT_HAS(read_file(path("said")), "none is neither a folder, a file nor a preset");
+    ASSERT_EQ(shell(train + "--tokenizer byte --vocab 300 --export " + path("other")).status, 0);
+    made("--draft " + path("other"), 1);
+    EXPECT_HAS(read_file(path("said")),
+               "other has 300 tokens, and " + model + " 256: give a draft that has");
+    std::string letters = read_file(model + "/tokenizer.json");
+    letters = std::regex_replace(letters, std::regex("\"A\": 65"), "\"A\": 66");
+    put("little/tokenizer.json", std::regex_replace(letters, std::regex("\"B\": 66"), "\"B\": 65"));
+    made("--draft " + little, 1);
+    EXPECT_HAS(read_file(path("said")),
+               "its tokens are those of " + little + "/tokenizer.json, and the model's are");
+    EXPECT_HAS(
+        shell(program() + " --model " + model + " --steps 0 --draft " + own + " --explain").text,
+        "  draft ");
 }
 
 // One line for each fault, before anything is lost.

@@ -746,6 +746,11 @@ static std::vector<float> quantised(Stored stored, const Parameter& p,
     std::vector<float> back(x.size()), absmax(x.size());
     std::vector<uint8_t> codes(x.size()), scales(x.size());
     std::vector<int8_t> rows(x.size());
+    if (stored == Stored::INT4) {
+        int4_quantize(codes.data(), absmax.data(), x.data(), p.rows(), p.cols(), Cpu{});
+        int4_dequantize(back.data(), codes.data(), absmax.data(), p.rows(), p.cols(), Cpu{});
+        return back;
+    }
     if (stored == Stored::INT8) {
         int8_quantize(rows.data(), absmax.data(), x.data(), p.rows(), p.cols(), Cpu{});
         int8_dequantize(back.data(), rows.data(), absmax.data(), p.rows(), p.cols(), Cpu{});
@@ -813,7 +818,7 @@ static std::vector<Shape> frozen_shapes() {
 // computes that holds those values, whole or cut.
 TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
     for (const Shape& s : frozen_shapes())
-        for (Stored stored : {Stored::NF4, Stored::INT8})
+        for (Stored stored : {Stored::NF4, Stored::INT8, Stored::INT4})
             for (int tp : {1, 2}) {
                 std::vector<double> narrow = frozen_losses<float>(s, stored, false, tp);
                 EXPECT_EQ(narrow, frozen_losses<float>(s, stored, true, tp)) << tp;
@@ -822,7 +827,7 @@ TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
             }
 
     // Beside them adapters are trained, and meet the same values both ways.
-    for (Stored stored : {Stored::NF4, Stored::INT8})
+    for (Stored stored : {Stored::NF4, Stored::INT8, Stored::INT4})
         for (int tp : {1, 2}) {
             Shape s = with_lora(frozen_shapes()[tp - 1], 4);
             std::vector<double> narrow = frozen_losses<float>(s, stored, false, tp);
@@ -837,7 +842,7 @@ TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
 // A block's matrices take 4 or 8 bits an element and their scales; each part begins at 256 bytes.
 TEST(Frozen, BytesAreThoseOfTheFormat) {
     Shape s = llama_shape(1, 4, 4, 128, 256, 53, 64, 10000);
-    for (Stored stored : {Stored::NF4, Stored::INT8}) {
+    for (Stored stored : {Stored::NF4, Stored::INT8, Stored::INT4}) {
         Plan p = small_plan(1, 4, 1);
         p.mode = Mode::EVALUATE, p.stored = stored;
         Small<bf16> f(s, {p});
@@ -849,7 +854,8 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
             size_t rows = n == 128 * 128 ? 128 : 256;
             want += stored == Stored::NF4 ? n / 2 + round_up(n / 64, size_t(256)) +
                                                 round_up(4 * (257 + n / 16384), size_t(256))
-                                          : n + 4 * rows;
+                    : stored == Stored::INT8 ? n + 4 * rows
+                                             : n / 2 + 4 * n / 128;
         }
 
         // the last one, down, has rows of 256: half as many
@@ -868,7 +874,7 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
             if (bad) x[77] = NAN;
             set_weight(f.t, *q, x.data());
             const Narrow& narrow = f.t.narrow[q - f.t.model.parameters.data()];
-            const float* mark = narrow.int8 ? narrow.absmax : narrow.nf4.table;
+            const float* mark = narrow.first_float();
             EXPECT_EQ(std::isnan(*mark), bad) << q->name;
         }
     }
