@@ -3,6 +3,7 @@
 //   w -= lr * ((m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w)
 //   weight (n) T   master (n) float, or null where the weight is its own master
 //   grad, m, v (n) acc   or a table of tensors in one bucket, in one call
+//   A table's rows have a factor each for lr (LoRA+).
 //   scale: {scale, finite, step} as grad_norm_finish leaves them; null: 1, true, h.step; and the
 //          step's learning rate where the host has given one, else h.lr
 //   AdamWMemory: master as the 16-bit remainders of small_states.cuh, m and v in bf16 or 8 bits
@@ -69,14 +70,14 @@ template <typename A> struct AdamWStep {
           correct1(A(now.correct1 > 0 ? now.correct1 : bias_correction(h.beta1, now.step))),
           correct2(A(now.correct2 > 0 ? now.correct2 : bias_correction(h.beta2, now.step))) {}
 
-    // Update the moments; return the new weight.
-    LLMC_HD A operator()(A& m, A& v, A grad, A w, A decay) const {
+    // Update the moments; return the new weight. rate: of the learning rate, the tensor's own.
+    LLMC_HD A operator()(A& m, A& v, A grad, A w, A decay, A rate) const {
         A g = grad * scale;
         m = std::fma(b1, m, (1 - b1) * g);
         v = std::fma(b2, v, (1 - b2) * g * g);
         // Undo the moments' pull towards the 0 they started from.
         A change = m * correct1 / (std::sqrt(v * correct2) + eps);
-        return std::fma(-lr, std::fma(decay, w, change), w);
+        return std::fma(-lr * rate, std::fma(decay, w, change), w);
     }
 };
 
@@ -273,6 +274,7 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
     for (size_t r = 0; r < count; r++) {
         const TensorRow& row = rows[r];
         A decay = row.decay ? h.decay : 0;
+        A rate = row.rate;
         #pragma omp parallel for
         for (size_t i = 0; i < row.n; i += UPDATE_BLOCK) {
             size_t at = row.offset + i;
@@ -289,7 +291,7 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
             // Take the step: float moments are updated in place.
             #pragma omp simd
             for (size_t k = 0; k < n; k++)
-                w[k] = update(m[k], v[k], grad[k], w[k], decay);
+                w[k] = update(m[k], v[k], grad[k], w[k], decay, rate);
             write_weights(x, w, row, i, n, h, now.step);
             write_moments(x.m, x.states, m, row, i, n, h, now.step, ROUND_M);
             write_moments(x.v, x.states, v, row, i, n, h, now.step, ROUND_V);
@@ -312,11 +314,12 @@ void sgd_update(T* weight, float* master, const acc_t<T>* grad, // a bucket's; m
     A rate = rate_of(now, lr);
     for (size_t r = 0; r < count; r++) {
         A row_decay = rows[r].decay ? decay : 0;
+        A row_rate = rate * rows[r].rate;
         #pragma omp parallel for simd
         for (size_t i = rows[r].offset; i < rows[r].offset + rows[r].n; i++) {
             // A master has the bits that the weight has lost.
             A w = master ? A(master[i]) : to_acc(weight[i]);
-            w = sgd_element(grad[i], w, s, rate, row_decay);
+            w = sgd_element(grad[i], w, s, row_rate, row_decay);
             if (master) master[i] = float(w);
             weight[i] = from_acc<T>(w);
         }
@@ -517,7 +520,7 @@ __global__ void adamw_update_kernel(AdamWMemory<T> x, __grid_constant__ const Te
         Pack<float, P> v = read_moments<STATES, P>(x.v, row, i, count, maps.map[0]);
         Pack<float, P> w = read_some<SPLIT, P>(x, at, count);
         for (int k = 0; k < P; k++)
-            w.v[k] = update(m.v[k], v.v[k], g.v[k], w.v[k], decay);
+            w.v[k] = update(m.v[k], v.v[k], g.v[k], w.v[k], decay, row.rate);
 
         // Write.
         write_moments<STATES>(x.m, m, row, i, count, h, now.step, ROUND_M, maps.map[1]);
@@ -536,13 +539,14 @@ __global__ void sgd_update_kernel(T* weight, float* master, const float* grad,
     for_each_element<P>(table, [&](const TensorRow& row, size_t i, size_t count) {
         size_t at = row.offset + i;
         float row_decay = row.decay ? decay : 0;
+        float row_rate = rate * row.rate;
 
         // Read, take the step, round to nearest.
         Pack<float, P> g = load_some<P>(grad + at, count);
         Pack<float, P> w = load_weights<P>(weight + at, master ? master + at : nullptr, count);
         Pack<T, P> rounded;
         for (int k = 0; k < P; k++) {
-            w.v[k] = sgd_element(g.v[k], w.v[k], now.scale, rate, row_decay);
+            w.v[k] = sgd_element(g.v[k], w.v[k], now.scale, row_rate, row_decay);
             rounded.v[k] = from_acc<T>(w.v[k]);
         }
 

@@ -67,6 +67,14 @@ inline void add_adapters(Model& m, const std::string& number) {
     }
 }
 
+// How fast a parameter learns, of the step's rate. B of an adapter may learn faster than A: the
+// wider the model, the less a step of equal rates would change what it says (LoRA+, 2402.12354).
+inline float learning_rate_of(const Model& m, const Parameter& p) {
+    const std::string end = ".lora_B.weight";
+    if (!m.shape.adapters || !p.name.ends_with(end)) return 1;
+    return m.shape.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
+}
+
 // Beside adapters nothing else is trained. A frozen bucket has no gradient, REDUCE, norm, update or
 // moments: passes and arena ask `trainable`.
 inline void freeze_base(Model& m) {

@@ -95,6 +95,8 @@ struct TensorRow {
     size_t state = 0;
     bool small = false;
 
+    float rate = 1; // AdamW, SGD: of the step's learning rate
+
     size_t chunk = 0; // set by launchers: chunks of the rows before it
 };
 

@@ -35,6 +35,7 @@ namespace llmc {
 struct Adapter {
     size_t rank;
     double scale; // of what it adds
+    float rate_of_b = 1; // B's learning rate, by A's
 };
 typedef std::map<std::string, Adapter> Adapters;
 

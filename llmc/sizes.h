@@ -61,7 +61,8 @@ inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t
         // Under tp a parameter is a piece of the whole.
         PieceRuns piece = piece_runs(p, model.tp_rank, model.tp);
         rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
-                        piece.start, piece.run, piece.gap, state, has_small_states(model, p)});
+                        piece.start, piece.run, piece.gap, state, has_small_states(model, p),
+                        learning_rate_of(model, p)});
         state += state_bytes(end - start, rows.back().small);
     }
     return rows;

@@ -65,6 +65,7 @@ struct Config {
     double lora_alpha = 0;
     std::string lora_targets = "all", adapter;
     bool lora_rs = false, merge = false;
+    double lora_plus = 1;
 
     // numbers and memory
     std::string precision = "fp32";
@@ -268,6 +269,8 @@ inline const std::vector<Flag>& config_table() {
         {"lora-targets", &C::lora_targets, "",
          "which matrices: all, attention, or names with commas, as q_proj,v_proj"},
         {"lora-rs", &C::lora_rs, "", "by alpha / sqrt(rank) instead: rank-stabilised"},
+        {"lora-plus", &C::lora_plus, "0.001..1000",
+         "B's learning rate by A's (LoRA+); 16 is its authors' choice"},
         {"adapter", &C::adapter, "",
          "PEFT's folder of adapters, to go on from or to read; --export writes such a folder"},
         {"merge", &C::merge, "",

@@ -431,6 +431,8 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (c.merge && (c.export_dir.empty() || !has_adapters(c)))
         return "--merge is for adapters that are exported: give --export DIR, and --adapter DIR or "
                "--lora RANK";
+    if (given(c, "lora-plus") && !has_adapters(c))
+        return "--lora-plus is for adapters: give --lora RANK or --adapter DIR";
     if (!has_adapters(c)) return "";
     if (c.lora && !c.adapter.empty())
         return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,

@@ -69,6 +69,8 @@ inline void add_adapters(const Config& c, Shape& s) {
         or_die(choose_adapters(make_model(s), options, &adapters));
     else
         or_die(read_adapters(make_model(s), c.adapter, &adapters));
+    for (auto& [module, adapter] : adapters)
+        adapter.rate_of_b = float(c.lora_plus);
     s.adapters = std::make_shared<const Adapters>(adapters);
 }
 

@@ -168,6 +168,7 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_EQ(more.lora_alpha, 4);
     EXPECT_EQ(more.weight_decay, 0.2);
     EXPECT_HAS(check({"--lora-rs"}), "--lora-rs is for adapters: give --lora RANK");
+    EXPECT_HAS(check({"--lora-plus", "16"}), "--lora-plus is for adapters");
     EXPECT_HAS(
         check({"--lora", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
         "not for mixtral: leave it out");

@@ -425,6 +425,7 @@ template <typename T> void update_kernels(Check& c) {
             size_t n;
             auto rows = bucket_rows(c, kind != 1 && tensors > 1, tensors, &n);
             CASE(c, "update %s %zu tensors, kind %d", type_word(T()), tensors, kind);
+            rows[0].rate = 4; // a tensor that learns faster
             auto w = rounded<T>(normals(c, n)), g = rounded<float>(normals(c, n));
             auto m0 = rounded<float>(normals(c, n)), v0 = rounded<float>(normals(c, n));
             for (double& x : v0) x = std::fabs(x);

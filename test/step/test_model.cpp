@@ -153,12 +153,12 @@ TEST(Lora, TheFirstStepIsTheBases) {
 }
 
 // With A the identity and B = 0, s = 1, the first SGD step changes W by -lr s^2 dB A = -lr dW: that
-// of the base alone. The two models then have the same losses.
+// of the base alone. The two models then have the same losses. LoRA+ gives B its own rate.
 TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
     Shape base = small_gpt2();
     base.F = base.C; // square, so that a rank of C is allowed
     Adapters square;
-    square["h.1.mlp.c_fc"] = {base.C, 1.0};
+    square["h.1.mlp.c_fc"] = {base.C, 1.0, 4};
     Shape s = base;
     s.adapters = std::make_shared<const Adapters>(square);
     Plan train = small_plan(2, 9, 1);
@@ -166,6 +166,7 @@ TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
     Fixture<double> plain(base, {train}), adapted(s, {train});
     for (auto* f : {&plain, &adapted})
         f->t.hyper.lr = 0.5f, f->t.hyper.clip = 0, f->t.hyper.weight_decay = 0;
+    adapted.t.hyper.lr /= 4; // B learns four times as fast, A does not
     const Parameter *w = nullptr, *a = nullptr, *b = nullptr;
     for (const Parameter& p : adapted.t.model.parameters) {
         if (p.name.ends_with("h.1.mlp.c_fc.weight")) w = &p;
@@ -173,6 +174,7 @@ TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
         if (p.name.ends_with("lora_B.weight")) b = &p;
     }
     ASSERT_TRUE(w && a && b);
+    EXPECT_EQ(learning_rate_of(adapted.t.model, *a), 1);
     size_t C = base.C;
     std::vector<double> one(C * C, 0), none(C * C, 0);
     for (size_t i = 0; i < C; i++) one[i * C + i] = 1;
