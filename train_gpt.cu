@@ -14,6 +14,7 @@
 #include "llmc/run/auto_plan.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
+#include "llmc/run/on_policy.h"
 #include "llmc/run/overflow.h"
 #include "llmc/run/report.h"
 #include "llmc/run/talk.h"
@@ -42,6 +43,7 @@ void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale)
 template <typename T, typename S>
 void train_step(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
+    if (has_rollouts(c)) sample_rollouts(run, t);
     Spend spend(run.account, Work::STEPS);
     t.watch.on = wants_times(run);
     t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));
@@ -53,7 +55,9 @@ void train_step(Run& run, Trainer<T, S>& t) {
     uint64_t samples = uint64_t(c.batch_tokens / c.seq);
     take_reference_point(run, t);
     start_plan(t, run.train_plan);
-    if (run.step + 1 < c.steps) prepare_batch(t, run.train_plan, t.cursor + samples);
+    // The next answers are sampled from the weights that this step makes.
+    bool ahead = run.step + 1 < c.steps && !has_rollouts(c);
+    if (ahead) prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
     run.account.recount(Work::STEPS, Work::WAIT, waited_for_others(run) - waited);
     std::vector<int64_t> loads = step_loads(t);
@@ -85,8 +89,10 @@ void train_step(Run& run, Trainer<T, S>& t) {
                                  c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance,
                                  experts.max_vio, experts.least, result.loss.margin / pairs,
                                  pairs < 0 ? -1 : result.loss.correct / pairs,
-                                 c.loss == "kto" ? run.reference_point : -1}));
-    if (!skipped) note(run, run.spikes.look(run.step, loss, scale.norm));
+                                 c.loss == "kto" ? run.reference_point : -1,
+                                 rollout_numbers(run, result.loss)}));
+    // A loss that advantages weigh has no level of its own.
+    if (!skipped && !has_rollouts(c)) note(run, run.spikes.look(run.step, loss, scale.norm));
 }
 
 // Weights come from a checkpoint, from the model's files, or from --seed.
@@ -188,6 +194,9 @@ void set_training(Run& run, Trainer<T, S>& t) {
     t.hyper.clip = float(c.clip);
     t.hyper.loss_scaling = run.loss_scaling;
     t.hyper.seed = uint64_t(c.seed);
+
+    // Answers that are sampled take the place of text.
+    if (has_rollouts(c)) return set_rollouts(run, t);
 
     // A window that cannot be read ends the run: its line says what is saved.
     t.window = [&run](uint64_t sample, int* tokens, int* targets) {
@@ -559,6 +568,7 @@ static bool run_command(Run& run) {
     open_tasks(run);
     open_chat(run);
     if (!c.explain && wants_validation(c)) open_data(run);
+    if (!c.explain && has_rollouts(c)) open_exercises(run);
     choose_texts(run);
 
     return run_where_wanted(run);

@@ -188,7 +188,7 @@ struct Plan : PlanOptions {
 
     // The input of a micro-batch in numbers: four a row, of pairs two floats more, then positions
     // of keys in a cache, or positions and documents' starts of all context-parallel ranks' keys.
-    size_t row_numbers() const { return objective.pairs() ? 6 : 4; }
+    size_t row_numbers() const { return objective.rows() ? 6 : 4; }
     size_t input_numbers() const {
         return row_numbers() * rows() + (layout.cp.size > 1 ? 2 * B * T : B * cache);
     }

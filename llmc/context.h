@@ -21,7 +21,7 @@ struct Batch {
     // (B,T) where the token's document starts: it sees no key before, and its learned position
     // counts from there
     const int* doc_start = nullptr;
-    const float *rejected = nullptr, *reference = nullptr; // (B,T) of pairs (objective.cuh)
+    const float *rejected = nullptr, *reference = nullptr; // (B,T) of an objective.cuh
 
     // Generation only. Sequence b has slot first_slot + b of the cache, with room for `capacity`
     // positions, of which queries look at the first `seen`. A token's place is its position.

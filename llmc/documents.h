@@ -17,8 +17,9 @@ namespace llmc {
 // Reads tokens (T) and targets (T) of sample number `sample`; returns "" or what is wrong.
 typedef std::function<std::string(uint64_t sample, int* tokens, int* targets)> Window;
 
-// Fills in the reference's log p of each target (T) of a sample.
-typedef std::function<void(uint64_t sample, float* reference)> References;
+// Fills in the reference's log p of each target (T) of a sample, and what the tokens do not say of
+// its rows: advantages (T).
+typedef std::function<void(uint64_t sample, float* advantages, float* reference)> References;
 
 // Bits of a token in such windows (io/conversations.h): an answer's; the first of a conversation.
 constexpr int TRAINED = int(1u << 31);

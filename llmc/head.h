@@ -122,7 +122,7 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     row(a.sum_exp,       "sum of exp",   chunk,            GRADIENT, B);
     row(a.target_logit,  "target logit", chunk,            GRADIENT, B);
     row(a.losses,        "losses",       N,                GRADIENT, B);
-    row(a.objective,     "objective",    s.objective.pairs() ? 4 * N : 0, GRADIENT, B);
+    row(a.objective,     "objective",    s.objective.rows() ? 4 * N : 0, GRADIENT, B);
 }
 // clang-format on
 
@@ -169,9 +169,9 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
 // Sum up the loss, and what the objective says beside it.
 template <typename T, typename S>
 void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
-    // Without pairs nobody reads the numbers of pairs.
+    // Where rows have no coefficients nothing stands beside the loss.
     size_t N = ctx.batch.rows();
-    if (!ctx.shape.objective.pairs())
+    if (!ctx.shape.objective.rows())
         return crossentropy_total(&sums->loss, a.losses, N, ctx.where);
     // The objective's rows follow its coefficients.
     double* to[] = {&sums->loss, &sums->margin, &sums->correct};
@@ -185,7 +185,7 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     const Batch& b = ctx.batch;
     size_t N = b.rows();
     acc_t<T>* x = a.objective;
-    if (!ctx.shape.objective.pairs()) return;
+    if (!ctx.shape.objective.rows()) return;
     ObjectiveRows<acc_t<T>> rows = {x,         x + N,       x + 2 * N,  x + 3 * N,   a.losses,
                                     b.targets, b.doc_start, b.rejected, b.reference, b.T};
     objective(rows, ctx.shape.objective, N, ctx.where);
@@ -195,7 +195,7 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
 template <typename T, typename S>
 const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head) { // (N)
     // Their logits are made again afterwards: all at once would take N V elements.
-    if (!ctx.shape.objective.pairs()) return nullptr;
+    if (!ctx.shape.objective.rows()) return nullptr;
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
         head_chunk_logits(ctx, a, lm_head, n, std::min(chunk, N - n));

@@ -12,21 +12,21 @@
 namespace llmc {
 
 // Read one sequence as one rank would see it: tokens, targets, positions, doc_start (T) each, and
-// where `pairs` is not null which rows are rejected, and the reference (2,T). A sample beyond the
+// where `numbers` is not null an objective's numbers of each row (2,T). A sample beyond the
 // end has no targets. Returns "" or what is wrong.
 template <typename T, typename S>
 std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, int* targets,
-                          int* positions, int* doc_start, float* pairs, size_t length) {
+                          int* positions, int* doc_start, float* numbers, size_t length) {
     bool beyond = sample >= t.samples_end;
     if (beyond) sample = t.samples_end - 1;
     std::string wrong = t.window(sample, tokens, targets);
     if (!wrong.empty()) return wrong;
 
-    // An objective over pairs reads two rows more.
-    if (pairs) {
-        split_pairs(pairs, tokens, length);
-        std::fill_n(pairs + length, length, 0.0f);
-        if (t.references) t.references(sample, pairs + length);
+    // An objective reads two rows more: which are rejected, or their advantages; the reference.
+    if (numbers) {
+        split_pairs(numbers, tokens, length);
+        std::fill_n(numbers + length, length, 0.0f);
+        if (t.references) t.references(sample, numbers, numbers + length);
     }
     split_documents(doc_start, targets, tokens, length, t.document_end);
 
@@ -111,10 +111,10 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     int* positions = targets + p.T;
     int* doc_start = positions + p.T;
     bool pairs_count = p.objective.pairs(); // and no targets
-    float* of_pairs = pairs_count ? reinterpret_cast<float*>(doc_start + p.T) : nullptr;
+    float* numbers = p.objective.rows() ? reinterpret_cast<float*>(doc_start + p.T) : nullptr;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
-        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, of_pairs, p.T);
-        if (pairs_count) *valid += count_pairs(targets, doc_start, of_pairs, p.T, p.objective.kind);
+        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, numbers, p.T);
+        if (pairs_count) *valid += count_pairs(targets, doc_start, numbers, p.T, p.objective.kind);
 
         // Take this rank's rows. Targets, positions and documents are those of the whole sequence.
         for (size_t i = 0; i < rows; i++) {
@@ -207,8 +207,8 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     t.ctx.sequences = p.B * size_t(p.micro_batches) * size_t(t.layout.dp.size);
     const int* keys = tokens + p.row_numbers() * N;
     t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
-    const float* pairs = reinterpret_cast<const float*>(tokens + 4 * N);
-    if (p.objective.pairs()) t.ctx.batch.rejected = pairs, t.ctx.batch.reference = pairs + N;
+    const float* numbers = reinterpret_cast<const float*>(tokens + 4 * N);
+    if (p.objective.rows()) t.ctx.batch.rejected = numbers, t.ctx.batch.reference = numbers + N;
     if (p.layout.cp.size == 1) return;
     t.ctx.batch.key_positions = keys;
     t.ctx.batch.key_documents = keys + p.B * p.T;

@@ -1,19 +1,23 @@
-// objective.cuh - preferences as a coefficient of each row - arXiv:2305.18290 arXiv:2310.12036
+// objective.cuh - preferences, rewards: a coefficient a row - arXiv:2305.18290 arXiv:2402.03300
 //   A window holds pairs: a chosen sequence and behind it the rejected one, each a document.
 //   y = sum of log p(target) over a sequence's n targets,   r = y - the reference's y
 //   d = r_chosen - r_rejected,   m = y / n,   s = 1 / (1 + exp(-x)),   e label smoothing
 //     DPO    -(1-e) log s(beta d) - e log s(-beta d)        cDPO where e > 0
-//     IPO    (r_chosen / n - r_rejected / n - 1 / (2 beta))^2
+//     IPO    (r_chosen / n - r_rejected / n - 1 / (2 beta))^2   (2310.12036)
 //     SimPO  -log s(beta (m_chosen - m_rejected) - gamma)   no reference (2405.14734)
 //     ORPO   -m_chosen - beta log s(o_chosen - o_rejected),   o = m - log(1 - exp m) (2403.07691)
 //   Or each document is an answer of its own, and the rejected ones are undesirable:
 //     KTO    desirable  w (1 - s(beta (r - z))),   undesirable  w (1 - s(beta (z - r)))
 //            z is the batch's reference point (run/reference_point.h), w the weight of the label
 //            (2402.01306)
+//   Or it holds an answer that the policy itself has sampled, and each row stands alone:
+//     GRPO   -a log p + beta (exp(-x) - 1 + x),   x = log p - the reference's,   a its advantage
+//            a's term has the policy gradient; beta's has KL(reference, policy)'s, on average
 //   coefficient = -dloss / dlog p(target) of a row: its logits' gradient is coefficient times the
 //   cross-entropy's, so one backward pass of the head serves all objectives.
 //   losses (N) the rows' -log p   rejected, reference (N) float   value, margin, correct,
 //   coefficient (N): a pair's numbers stand in its first row, 0 in the others; N = B T
+//   GRPO has advantages in the place of `rejected`, KL's estimate in `margin`, -log p in `correct`
 //   Contract: all =.  Sums of a pair in double, in the rows' order: bitwise repeatable, and a
 //             policy that is the reference has d = 0 exactly. z is a constant; it stands in the
 //             last row of a window's `reference`, which never has a target.
@@ -27,25 +31,27 @@
 namespace llmc {
 
 // NLL is the cross-entropy as it is.
-enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO, KTO };
+enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO, KTO, GRPO };
 
 struct Objective {
     LossKind kind = LossKind::NLL;
-    double beta = 0.1;    // how much a preference weighs
+    double beta = 0.1;    // how much a preference weighs; GRPO: the reference
     double smoothing = 0; // DPO
     double gamma = 0;     // SimPO
     double desirable = 1; // KTO's weights
     double undesirable = 1;
-    bool pairs() const { return kind != LossKind::NLL; }
+    bool rows() const { return kind != LossKind::NLL; } // have coefficients
+    bool pairs() const { return rows() && kind != LossKind::GRPO; }
 };
 
-// Sums over a micro-batch: the loss, and of pairs by how much and how often the chosen one wins.
+// Sums over a micro-batch: the loss, and what stands beside it: of pairs by how much and how often
+// the chosen one wins.
 struct LossSums {
     double loss = 0, margin = 0, correct = 0; // three numbers in a row: ranks add them up
-    void add(const LossSums& x, bool pairs) {
+    void add(const LossSums& x, bool rows) {
         loss += x.loss;
-        // Without pairs nobody has written the other two.
-        if (!pairs) return;
+        // Without coefficients nobody has written the other two.
+        if (!rows) return;
         margin += x.margin;
         correct += x.correct;
     }
@@ -56,7 +62,8 @@ template <typename A> struct ObjectiveRows {
     A *coefficient, *value, *margin, *correct; // (N) each
     const A* losses;                           // (N)
     const int *targets, *doc_start;            // (B,T)
-    const float *rejected, *reference;         // (B,T) 1: of a rejected sequence; log p
+    // (B,T) 1: of a rejected sequence, or GRPO's advantage; log p
+    const float *rejected, *reference;
     size_t T;
 };
 
@@ -92,7 +99,8 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
     double mean_w = w.y / w.targets, mean_l = l.y / l.targets;
     switch (o.kind) {
     case LossKind::NLL:
-    case LossKind::KTO: break;
+    case LossKind::KTO:
+    case LossKind::GRPO: break;
 
     // The policy's lead, less the reference's. Label smoothing counts some pairs the other way.
     case LossKind::DPO: {
@@ -159,10 +167,29 @@ LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
     return sum;
 }
 
+// A row of a sampled answer. An exponent of 20 bounds what one token can weigh.
+template <typename A>
+LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
+    double nll = x.losses[n];
+    double advantage = x.rejected[n];
+    double d = -nll - double(x.reference[n]);
+    double ratio = exp(fmin(-d, 20.0)); // reference over policy
+
+    // A row without a target is no token of an answer.
+    bool counts = x.targets[n] >= 0;
+    double kl = o.beta > 0 ? ratio - 1 + d : 0;
+    double c = advantage - o.beta * (1 - ratio);
+    x.coefficient[n] = A(counts ? c : 0);
+    x.value[n] = A(counts ? advantage * nll + o.beta * kl : 0);
+    x.margin[n] = A(counts ? kl : 0);
+    x.correct[n] = A(counts ? nll : 0);
+}
+
 // Row n: where a sequence begins that is not rejected, fill in the rows of it and of the rejected
 // one behind it; KTO's stand alone. Without one, as padding is, they count for nothing.
 template <typename A>
 LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
+    if (o.kind == LossKind::GRPO) return rollout_row(x, o, n);
     // Other rows are filled in by the one that begins their pair.
     bool alone = o.kind == LossKind::KTO;
     if (x.doc_start[n] != int(n % x.T)) return;

@@ -477,7 +477,7 @@ void run_plan(Trainer<T, S>& t, int plan) {
 struct Loss {
     double sum = 0;
     int64_t valid = 0;              // of an objective over pairs: pairs
-    double margin = 0, correct = 0; // of pairs: sums
+    double margin = 0, correct = 0; // sums: of pairs, or GRPO's
     double mean() const { return valid ? sum / double(valid) : 0; }
 };
 
@@ -503,7 +503,7 @@ PlanResult plan_result(const Trainer<T, S>& t) {
 
     LossSums sum;
     for (const LossSums* of_micro_batch : losses)
-        sum.add(*of_micro_batch, t.plans[t.plan].objective.pairs());
+        sum.add(*of_micro_batch, t.plans[t.plan].objective.rows());
     all_reduce_sum(t.comms.samples, &sum.loss, 3, Cpu{});
     all_reduce_sum(t.comms.pp, &sum.loss, 3, Cpu{});
     return {{sum.loss, t.valid, sum.margin, sum.correct}, scale ? *scale : StepScale()};

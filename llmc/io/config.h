@@ -44,6 +44,9 @@ struct Config {
     double beta = 0, label_smoothing = 0, gamma = -1;
     double desirable_weight = 1;
     double undesirable_weight = 1;
+    // of answers that are sampled; answer_tokens 0: as many as --seq leaves
+    int group = 8, answer_tokens = 0;
+    std::string reward, advantage = "mean";
 
     // data preparation
     std::string prepare, field = "text";
@@ -212,14 +215,23 @@ inline const std::vector<Flag>& config_table() {
         {"document-end", &C::document_end, "-1..100000000",
          "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
 
-        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo|kto",
+        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo|kto|grpo",
          "what is trained; lm: every token; sft: the answers of conversations, which --data holds "
          "as JSON lines (.jsonl); kto: answers that are desirable or not, lines have prompt, "
-         "completion, label; the others: to prefer one answer, lines have prompt, chosen, "
-         "rejected"},
+         "completion, label; grpo: answers that the model samples, by --reward, lines have prompt, "
+         "answer; the others: to prefer one answer, lines have prompt, chosen, rejected"},
         {"beta", &C::beta, "0..1000",
          "dpo, ipo, simpo, kto: how much a preference weighs; orpo: its share beside the answer's "
          "own loss (0: 0.1; simpo 2)"},
+        {"group", &C::group, "2..65536",
+         "grpo: answers to each prompt, whose rewards are compared; a sequence each"},
+        {"answer-tokens", &C::answer_tokens, "0..16777216",
+         "grpo: tokens of an answer, at most (0: as many as --seq leaves)"},
+        {"reward", &C::reward, "exact|number|regex",
+         "grpo: 1 for an answer that is the line's, whose last number is the line's last, in which "
+         "the line's pattern is found; else 0"},
+        {"advantage", &C::advantage, "mean|std",
+         "grpo: a reward less its group's mean; std: over the group's deviation"},
         {"label-smoothing", &C::label_smoothing, "0..1",
          "dpo: the share of pairs whose order is taken to be wrong (cDPO)"},
         {"gamma", &C::gamma, "-1..1000",
@@ -421,7 +433,7 @@ inline const std::vector<Flag>& config_table() {
          "FILE: at the end continue each line's \"prompt\" (JSON lines; of a .txt: each line) and "
          "write JSON lines, by themselves on standard output"},
         {"completions", &C::completions, "", "FILE: where --prompts writes them"},
-        {"slots", &C::slots, "1..65536", "--prompts: texts that are generated at once"},
+        {"slots", &C::slots, "1..65536", "--prompts, grpo: texts that are generated at once"},
         {"chat", &C::chat, "", "at the end talk with the model: a line is a question"},
         {"draft", &C::draft, "",
          "a small model that guesses what texts go on with, for fewer runs of the model and the "
@@ -694,6 +706,7 @@ inline LossKind loss_kind(const std::string& loss) {
     if (loss == "ipo") return LossKind::IPO;
     if (loss == "simpo") return LossKind::SIMPO;
     if (loss == "kto") return LossKind::KTO;
+    if (loss == "grpo") return LossKind::GRPO;
     return loss == "orpo" ? LossKind::ORPO : LossKind::NLL;
 }
 inline Objective objective_of(const Config& c) {
@@ -706,7 +719,10 @@ inline Objective objective_of(const Config& c) {
     o.undesirable = c.undesirable_weight;
     return o;
 }
-inline bool has_pairs(const Config& c) { return loss_kind(c.loss) != LossKind::NLL; }
+inline bool has_pairs(const Config& c) { return objective_of(c).pairs(); }
+
+// Whether the run samples what it trains on.
+inline bool has_rollouts(const Config& c) { return c.loss == "grpo" && c.steps > 0; }
 
 // The flags that --plan auto chooses; beside them the micro-batch, which may say the batch.
 inline const std::vector<const char*>& planned_flags() {

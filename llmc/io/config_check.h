@@ -3,10 +3,11 @@
 //   both numbers and a fix. config_check() asks them in turn, once, before anything is allocated;
 //   what was left to the program is filled in on the way, and later checks may count on it.
 #pragma once
-#include "config.h"
+#include <numeric>
 #include "../machine.h"
 #include "../presets.h"
 #include "../tensor_parallel.h"
+#include "config.h"
 
 namespace llmc {
 
@@ -391,9 +392,13 @@ inline std::string check_masters(const Config& c) {
 // that were left out.
 inline std::string check_loss(Config& c) {
     const std::string flag = "--loss " + c.loss;
-    if (given(c, "beta") && !has_pairs(c))
+    bool sampled = c.loss == "grpo";
+    if (given(c, "beta") && !has_pairs(c) && !sampled)
         return concat("--beta ", c.beta,
                       " is for preferences: give --loss dpo, ipo, simpo, orpo or kto");
+    for (const char* name : {"group", "answer-tokens", "reward", "advantage"})
+        if (given(c, name) && !sampled)
+            return concat("--", name, " is of answers that are sampled: give --loss grpo");
     if (c.label_smoothing > 0 && c.loss != "dpo")
         return concat("--label-smoothing ", c.label_smoothing, " is for --loss dpo: leave it out");
     if (c.label_smoothing >= 0.5)
@@ -406,8 +411,8 @@ inline std::string check_loss(Config& c) {
             return concat("--", name, " is for --loss kto: leave it out");
     if (c.loss == "lm") return "";
 
-    // TRL's numbers, and of SimPO those of its paper.
-    if (c.beta == 0) c.beta = c.loss == "simpo" ? 2 : 0.1;
+    // TRL's numbers, and of SimPO those of its paper. Sampled answers do without a reference.
+    if (c.beta == 0 && !sampled) c.beta = c.loss == "simpo" ? 2 : 0.1;
     if (c.gamma < 0) c.gamma = 0.5;
 
     // Data.
@@ -416,11 +421,41 @@ inline std::string check_loss(Config& c) {
                       "out";
     if (c.data.empty() && (c.steps > 0 || c.eval))
         return flag + (has_pairs(c) ? " trains to prefer one answer" :
-                       " trains the answers of conversations") + ": give --data FILE.jsonl";
+                       sampled ? " answers prompts" : " trains the answers of conversations") +
+               ": give --data FILE.jsonl";
     if (has_pairs(c) && c.cp > 1)
         return concat(flag, " sums over whole sequences, and --cp ", c.cp,
                       " cuts them: give --cp 1");
     return "";
+}
+
+// Answers that are sampled: their rewards, and a batch of whole groups.
+inline std::string check_rollouts(const Config& c) {
+    if (c.loss != "grpo") return "";
+    for (const char* name : {"val", "eval", "keep-best"})
+        if (given(c, name))
+            return concat("--", name, ": the loss of sampled answers says nothing of others, and "
+                          "rewards of validation are not built: leave it out");
+    if (!has_rollouts(c)) return "";
+    if (c.reward.empty())
+        return "--loss grpo learns from rewards: give --reward exact, number or regex";
+    // A reference would have to read each step's answers.
+    if (c.beta > 0)
+        return concat("--beta ", c.beta, ": a reference of sampled answers is not built: leave it "
+                      "out");
+
+    // The gradient is the policy's where the policy itself is sampled.
+    if (c.temperature != 1 || c.top_k > 0 || c.top_p < 1)
+        return "--loss grpo learns from the model's own distribution: leave --temperature, --top-k "
+               "and --top-p out";
+    if (c.ignore_eos)
+        return "--ignore-eos: answers that never end teach nothing of ends: leave it out";
+    int64_t answers = c.batch_tokens / c.seq, once = int64_t(c.micro_batch) * c.dp;
+    if (answers % c.group == 0) return "";
+    // Offer the next batch of whole groups.
+    int64_t fits = std::lcm(int64_t(c.group), once);
+    return concat("--group ", c.group, " does not divide the ", answers, " sequences of a step: "
+                  "try --batch-tokens ", (answers + fits - 1) / fits * fits * c.seq);
 }
 
 // Adapters: which models have them, and what is not built beside them.
@@ -555,9 +590,10 @@ inline std::string check_planning(const Config& c) {
     if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
-    if (has_pairs(c) || c.offload != "none" || c.fp8 != "none" || has_adapters(c))
-        return "--plan auto: the time of preferences, --offload, --fp8 and adapters is not "
-               "simulated: plan without them, and add them to the command that it prints";
+    if (objective_of(c).rows() || c.offload != "none" || c.fp8 != "none" || has_adapters(c))
+        return "--plan auto: the time of preferences, sampled answers, --offload, --fp8 and "
+               "adapters is not simulated: plan without them, and add them to the command that it "
+               "prints";
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
         return concat("--plan auto looks at no schedule from a file: leave --pipeline ",
@@ -578,7 +614,7 @@ inline std::string check_machine(const Config& c) {
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
     // Moves between tiers, 8-bit products, adapters and a head that walks twice have no cost yet.
-    if (has_pairs(c))
+    if (objective_of(c).rows())
         return "--machine: the time of --loss " + c.loss + " is not simulated: leave one out";
     if (c.offload != "none")
         return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";
@@ -612,6 +648,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
     wrong = check_layout(c, s, processes);
     if (wrong.empty()) wrong = check_batch(c, s);
+    if (wrong.empty()) wrong = check_rollouts(c);
     if (wrong.empty()) wrong = check_machine(c);
     if (wrong.empty()) wrong = check_planning(c);
     return wrong.empty() ? check_together(c) : wrong;

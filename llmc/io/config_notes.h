@@ -12,9 +12,9 @@ inline std::string take_loss_defaults(Config& c) {
     if (c.loss == "lm") return taken;
     // Adapters take ten times the rate of all weights, as TRL's pages on LoRA have it.
     if (!given(c, "lr")) {
-        bool pairs = has_pairs(c);
-        c.lr = (pairs ? 1e-6 : 2e-5) * (has_adapters(c) ? 10 : 1);
-        taken += concat(" --lr ", pairs ? "1e-0" : "2e-0", (pairs ? 6 : 5) - has_adapters(c));
+        bool gentle = objective_of(c).rows();
+        c.lr = (gentle ? 1e-6 : 2e-5) * (has_adapters(c) ? 10 : 1);
+        taken += concat(" --lr ", gentle ? "1e-0" : "2e-0", (gentle ? 6 : 5) - has_adapters(c));
     }
     if (!given(c, "weight-decay")) {
         c.weight_decay = 0;
@@ -144,6 +144,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
     bool elsewhere = c.offload != "none", away = offloads(c, "weights");
     bool trains = c.steps > 0 && !c.eval, late = c.fp8 == "delayed";
     bool stays = c.fp8 != "none" && c.zero < 3 && !away;
+    bool texts = !c.prompts.empty() || has_rollouts(c);
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // clang-format off
     const Pair pairs[] = {
@@ -164,8 +165,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"top-k",         draws,                     "a --temperature above 0"},
         {"top-p",         draws,                     "a --temperature above 0"},
         {"completions",   !c.prompts.empty(),        "--prompts"},
-        {"slots",         !c.prompts.empty(),        "--prompts"},
         {"draft-tokens",  !c.draft.empty(),          "--draft"},
+        {"slots",         texts,                     "--prompts or --loss grpo"},
         {"fp8-history",   late,                      "--fp8 delayed"},
         {"fp8-amax",      late,                      "--fp8 delayed"},
         {"fp8-margin",    late,                      "--fp8 delayed"},

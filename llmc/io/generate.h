@@ -32,6 +32,7 @@ struct Sampling {
     int64_t step = 0;
     int64_t number = 0;      // of the samples at this step
     std::set<int> ends = {}; // tokens that end a text
+    bool emits_end = false;  // and are given out too
     std::function<bool()> stops = nullptr; // asked by all ranks before each run: end all texts
     Draft* draft = nullptr; // guesses tokens ahead; null: nobody does
 };
@@ -228,7 +229,7 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
     bool last = g.how.ends.count(token) > 0;
     s.tokens.push_back(token);
     s.picked++;
-    if (!last) emit(text, token);
+    if (!last || g.how.emits_end) emit(text, token);
 
     // The token would be read at position `past`.
     bool enough = s.picked == g.count, full = s.past == g.t.plans[g.plan].cache;

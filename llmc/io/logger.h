@@ -5,7 +5,8 @@
 //     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 the
 //                   loss_scale of the next step too; with --cp the cp_imbalance; with
 //                   experts max_vio and least_load (expert_loads.h); of pairs margin, accuracy,
-//                   of KTO's answers also kl, the reference point
+//                   of KTO's answers also kl, the reference point;
+//                   of sampled answers reward, length, cut, equal_groups, entropy
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
 //     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
@@ -17,6 +18,7 @@
 #include <cstdio>
 #include <fstream>
 #include <string>
+#include <vector>
 #include <nlohmann/json.hpp>
 #include "files.h"
 #include "numbers.h"
@@ -37,6 +39,12 @@ struct Logger {
     bool open_line = false; // the cursor is behind a step line
 };
 
+// A number that the log has by its name.
+struct NamedNumber {
+    const char* name;
+    double value;
+};
+
 // The numbers of a step line.
 struct StepReport {
     int64_t step, steps; // done, of how many
@@ -49,7 +57,19 @@ struct StepReport {
     double least_load = 0;
     double margin = 0, accuracy = -1; // of pairs: means; -1: there are none
     double kl = -1;                   // KTO's reference point; -1: none
+    std::vector<NamedNumber> rollouts = {}; // of sampled answers
 };
+
+// Set the numbers of sampled answers behind the loss.
+inline std::string with_rollouts(std::string line, const StepReport& r) {
+    std::string numbers;
+    for (const NamedNumber& n : r.rollouts) {
+        char text[64];
+        snprintf(text, sizeof(text), " | %s %.4g", n.name, n.value);
+        numbers += text;
+    }
+    return line.insert(line.find(" | norm"), numbers);
+}
 
 // A step line as people read it. A rate above the peak means that the peak was measured while the
 // machine was busy: about all of it is used, and no more can be said.
@@ -63,6 +83,7 @@ inline std::string step_text(const StepReport& r, double seconds_left) {
              width, (long long)r.step, (long long)r.steps, r.loss, r.norm, r.lr, r.seconds * 1e3,
              rate_text(double(r.step_tokens) / r.seconds).c_str(), r.mfu > 1 ? "~100%" : mfu,
              duration_text(seconds_left).c_str());
+    if (!r.rollouts.empty()) return with_rollouts(text, r);
     if (r.accuracy < 0) return text;
 
     // How far the better answers lead, and how often, stand behind the loss.
@@ -204,6 +225,7 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (r.accuracy >= 0) j["margin"] = r.margin;
     if (r.accuracy >= 0) j["accuracy"] = r.accuracy;
     if (r.kl >= 0) j["kl"] = r.kl;
+    for (const NamedNumber& n : r.rollouts) j[n.name] = n.value;
     return log_append(log, j);
 }
 

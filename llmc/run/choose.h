@@ -128,6 +128,7 @@ inline void grow_vocabulary(Run& run) {
 // Whether there is a validation loss. --eval that asks for tasks alone has none: without data it
 // would be the loss of the project's own sources.
 inline bool wants_validation(const Config& c) {
+    if (c.loss == "grpo") return false;
     bool tasks_alone = !c.evaluate.empty() && !given(c, "data") && !given(c, "val");
     return c.eval ? !tasks_alone : c.steps > 0;
 }
@@ -454,6 +455,12 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         generate.scored = size_t(c.draft_tokens) + 1; // to judge each guess
     if (c.sample_tokens > 0 && !c.eval)
         run.generate_plan = add(generate);
+
+    // Sample answers to train on: a window has each with its prompt.
+    generate.B = std::min(size_t(c.slots), size_t(c.batch_tokens / c.seq));
+    generate.T = generate.cache = size_t(c.seq);
+    if (has_rollouts(c))
+        run.rollout_plan = add(generate);
     return plans;
 }
 

@@ -168,8 +168,8 @@ double try_weights(Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 std::string ruined_weights(Run& run, Trainer<T, S>& t) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
-    // A preference may cost both answers much: their loss says nothing.
-    if (wrong.empty() && !has_pairs(run.config)) {
+    // A preference may cost both answers much, and a reward any: their loss says nothing.
+    if (wrong.empty() && !objective_of(run.config).rows()) {
         double loss = try_weights(run, t);
         if (blown_up(loss, run.shape.V, run.first_loss))
             wrong = concat("its loss on the last step's text is ", loss, ", and guessing costs ",

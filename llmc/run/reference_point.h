@@ -96,8 +96,8 @@ double reference_point(Run& run, Trainer<T, S>& t, const DataLoader& d, uint64_t
 
 // Hand out the point that the run is at beside a sample's references.
 inline References with_reference_point(const Run& run, References references, size_t T) {
-    return [&run, references, T](uint64_t sample, float* reference) {
-        references(sample, reference);
+    return [&run, references, T](uint64_t sample, float* advantages, float* reference) {
+        references(sample, advantages, reference);
         reference[T - 1] = float(run.reference_point);
     };
 }

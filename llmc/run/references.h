@@ -19,7 +19,7 @@ inline bool has_reference(const Config& c) {
 // Hand out the rows of a sample's window.
 inline References references_of(const DataLoader& d,
                                 const std::vector<float>& rows) { // (windows,T)
-    return [&d, &rows](uint64_t sample, float* reference) {
+    return [&d, &rows](uint64_t sample, float*, float* reference) {
         std::copy_n(rows.data() + window_of(d, sample) * d.T, d.T, reference);
     };
 }

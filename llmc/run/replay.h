@@ -103,8 +103,8 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
         return window(first_ranks_sample(sample, p, begin), tokens, targets);
     };
     if (references)
-        t.references = [&](uint64_t sample, float* to) {
-            references(first_ranks_sample(sample, p, begin), to);
+        t.references = [&](uint64_t sample, float* advantages, float* to) {
+            references(first_ranks_sample(sample, p, begin), advantages, to);
         };
     std::vector<ReplayedAction> list;
     t.after = [&](const Action& a) {

@@ -11,6 +11,7 @@
 #include "../io/likelihood.h"
 #include "../io/logger.h"
 #include "../io/profile.h"
+#include "../io/rollouts.h"
 #include "../io/speculate.h"
 #include "../io/timeline.h"
 #include "account.h"
@@ -62,9 +63,12 @@ struct Run {
     Evaluation tasks;      // the questions of --evaluate
     std::vector<ScoreGroup> score_groups;
     int document_end = -1; // the token, with --document-mask
+    std::vector<Exercise> exercises; // of answers that are sampled
+    Rollouts rollouts = {};          // the last step's
 
     // Progress.
     int train_plan = -1, evaluate_plan = -1, generate_plan = -1;
+    int rollout_plan = -1;
     int64_t step = 0;            // optimizer steps done
     int64_t first_step = 0;      // what this process started from
     int64_t tokens = 0;          // trained on so far

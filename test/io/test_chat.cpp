@@ -4,6 +4,7 @@
 //   says the tokens; Llama 2's own tokenizer is compared where the fixtures are at hand.
 #include "../../llmc/io/dataloader.h"
 #include "../../llmc/io/prepare.h"
+#include "../../llmc/io/rollouts.h"
 #include "../harness/testing.h"
 
 using namespace llmc;
@@ -736,4 +737,184 @@ TEST(Labels, ReferencePointAndLossAreTheSameInEveryLayout) {
     }
     // Half of each answer's weight at first.
     EXPECT_NEAR(expected[0], 0.5 * (9 * 1 + 5 * 0.5) / 14, 1e-6);
+}
+
+// ----------------------------------------------------------------------------
+// answers that are sampled
+
+TEST(Rewards, VerifiersTellRightAnswersFromWrongOnes) {
+    EXPECT_EQ(reward_of("exact", " four\n", "four"), 1);
+    EXPECT_EQ(reward_of("exact", "four.", "four"), 0);
+    EXPECT_EQ(reward_of("exact", "", " "), 1);
+    EXPECT_EQ(reward_of("number", "so it is $1,234.50.", "#### 1234.5"), 1);
+    EXPECT_EQ(reward_of("number", "7, or -7", "-7"), 1);
+    EXPECT_EQ(reward_of("number", "10-7", "7"), 1);
+    EXPECT_EQ(reward_of("number", "17", "7"), 0);
+    for (const char* none : {"", "none", "1.2.3", ",", "-"})
+        EXPECT_EQ(reward_of("number", none, "0"), 0) << none;
+    EXPECT_EQ(reward_of("regex", "a cat sat", "\\bcat\\b"), 1);
+    EXPECT_EQ(reward_of("regex", "concatenate", "\\bcat\\b"), 0);
+}
+
+TEST(Rewards, AdvantagesAreThoseOfThePapers) {
+    const std::vector<double> rewards = {1, 0, 0, 1, 0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1};
+    std::vector<float> mean = advantages(rewards, 8, false), deviation = advantages(rewards, 8, true);
+    for (size_t i = 0; i < 16; i++) {
+        bool equal = i >= 8; // whose mean is not 0.1 to the bit
+        EXPECT_EQ(mean[i], equal ? 0 : rewards[i] == 1 ? 0.75f : -0.25f) << i;
+        EXPECT_NEAR(deviation[i], equal ? 0 : rewards[i] == 1 ? 1.61984 : -0.53995, 1e-5) << i;
+    }
+    EXPECT_EQ(equal_groups(rewards, 8), 1u);
+    EXPECT_EQ(equal_groups(rewards, 4), 3u);
+}
+
+TEST(Rollouts, RefuseLinesThatCannotBeAnswered) {
+    Tokenizer t = tokenizer_with(ALL_SPECIAL);
+    Chat chat;
+    ASSERT_EQ(chat_open(&chat, chat_formats().back(), t), ""); // plain
+    auto read = [&](const std::string& line, const std::string& verifier = "exact") {
+        std::vector<Exercise> exercises;
+        std::string path = put_file(scratch("asked.jsonl"), "\n" + line + "\n");
+        return read_exercises(path, chat, 40, verifier, &exercises);
+    };
+    EXPECT_EQ(read(R"({"prompt": "1+1", "answer": 2})", "number"), "");
+    EXPECT_EQ(read(R"({"prompt": [{"role": "user", "content": "Hi"}], "answer": "Hello"})"), "");
+    EXPECT_HAS(read("{"), "asked.jsonl:2: is no JSON object");
+    EXPECT_HAS(read(std::string(100000, '[')), "is no JSON object");
+    EXPECT_HAS(read(R"({"answer": "x"})"), "has no \"prompt\"");
+    EXPECT_HAS(read(R"({"prompt": "x"})"), "has no \"answer\" that is a text or a number");
+    EXPECT_HAS(read(R"({"prompt": "x", "answer": ["y"]})"), "has no \"answer\" that is a text");
+    EXPECT_HAS(read(R"({"prompt": "x", "answer": "y"})", "number"), "an \"answer\" without a number");
+    EXPECT_HAS(read(R"({"prompt": "x", "answer": "(y"})", "regex"), "that is no pattern");
+    EXPECT_HAS(read(R"({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"})"), ":2: ");
+    EXPECT_HAS(read("{\"prompt\": \"" + std::string(60, 'x') + "\", \"answer\": \"y\"}"),
+               "give a larger --seq than 40");
+    EXPECT_HAS(read(""), "asked.jsonl: holds no prompt");
+    std::vector<Exercise> none;
+    EXPECT_HAS(read_exercises(scratch("asked.txt"), chat, 40, "exact", &none), "");
+}
+
+TEST(Rollouts, TrainTheAnswerAndItsEndAndNothingElse) {
+    Rollouts r = {5, {{9}, {10, 11, 12, 20, 21, 3}, {10, 20, 21, 22, 23, 24, 25}}, {1, 3, 1}};
+    Tokens tokens(6), targets(6);
+    rollout_window(r, 6, 6, tokens.data(), targets.data());
+    EXPECT_EQ(tokens, Tokens({10, 11, 12, 20, 21, 3}));
+    EXPECT_EQ(targets, Tokens({-1, -1, 20, 21, 3, -1}));
+    rollout_window(r, 7, 6, tokens.data(), targets.data()); // one token more than the window
+    EXPECT_EQ(tokens, Tokens({10, 20, 21, 22, 23, 24}));
+    EXPECT_EQ(targets, Tokens({20, 21, 22, 23, 24, 25}));
+
+    // Each exercise comes once an epoch, in another order.
+    std::set<size_t> first, second;
+    std::vector<size_t> order, next;
+    for (uint64_t i = 0; i < 20; i++) {
+        first.insert(exercise_of(i, 1, 20));
+        second.insert(exercise_of(i + 20, 1, 20));
+        order.push_back(exercise_of(i, 1, 20));
+        next.push_back(exercise_of(i + 20, 1, 20));
+    }
+    EXPECT_EQ(first.size() + second.size(), 40u);
+    EXPECT_NE(order, next);
+}
+
+// Prompts of two lengths, and a pattern that one byte in ten fits at first.
+static std::string letters() {
+    std::string lines;
+    for (const char* prompt : {"a", "bcd", "e", "fgh", "ijklm"})
+        lines += concat("{\"prompt\": \"", prompt, "\", \"answer\": \"^[a-z]\"}\n");
+    return lines;
+}
+
+static std::string rollout_run(const std::string& data, const std::string& flags) {
+    return "OMP_NUM_THREADS=1 " + program() + " --loss grpo --reward regex --data " + data +
+           " --seq 32 --answer-tokens 4 --schedule constant --weight-decay 0 --warmup 0 "
+           "--sample-tokens 0 --device cpu " + flags;
+}
+
+// Some numbers of each step of a run.
+static std::vector<double> rollout_log(const std::string& out, std::vector<const char*> keys) {
+    std::vector<double> found;
+    std::istringstream lines(read_file(out + "/log.jsonl"));
+    for (std::string line; std::getline(lines, line);) {
+        nlohmann::json j = nlohmann::json::parse(line);
+        for (const char* key : keys)
+            if (j.contains("reward")) found.push_back(j[key]);
+    }
+    return found;
+}
+
+TEST(Rollouts, AreTheSameInEveryLayout) {
+    // Answers of unequal lengths in each micro-batch: a mean of means would differ by percents. What
+    // is sampled is the same to the last token, so rewards are equal; losses but for sums' order.
+    std::string path = put_file(scratch("letters.jsonl"), letters());
+    std::string common = "--layers 2 --heads 4 --channels 32 --batch-tokens 1024 --group 4 --steps 3 "
+                         "--lr 3e-3 --seed 5 --out ";
+    std::vector<double> expected;
+    for (std::string layout :
+         {"--micro-batch 8", "--micro-batch 2 --slots 3", "--micro-batch 2 --local-ranks 2 --zero 3",
+          "--micro-batch 4 --local-ranks 4 --pp 2 --zero 1 --verify-every 1",
+          "--micro-batch 4 --local-ranks 2 --tp 2 --sequence-parallel",
+          "--micro-batch 8 --local-ranks 2 --cp 2"}) {
+        std::string out = scratch("rollouts" + layout);
+        Ran ran = shell(rollout_run(path, common + "'" + out + "' " + layout));
+        ASSERT_EQ(ran.status, 0) << ran.text;
+        EXPECT_HAS(ran.text, "data: 5 prompts, 32 answers a step, 4 to each prompt");
+        std::vector<double> got =
+            rollout_log(out, {"reward", "length", "cut", "equal_groups", "loss", "entropy", "grad_norm"});
+        ASSERT_EQ(got.size(), 21u);
+        if (expected.empty()) expected = got;
+        for (size_t i = 0; i < got.size(); i++)
+            EXPECT_NEAR(got[i], expected[i], i % 7 < 4 ? 0 : 2e-5) << layout << " " << i;
+    }
+    EXPECT_GT(expected[0], 0);
+    EXPECT_NEAR(expected[5], std::log(256), 0.3); // new weights guess
+    EXPECT_GT(expected[6], 0.1);
+}
+
+TEST(Rollouts, EachStepSamplesAnewAndEndsCount) {
+    // One prompt, weights that stay, and answers of one token: an answer is empty where it ended.
+    std::string path = put_file(scratch("one.jsonl"), R"({"prompt": "a", "answer": "^$"})");
+    std::string out = scratch("one");
+    Ran ran = shell(rollout_run(path, "--layers 1 --heads 2 --channels 32 --batch-tokens 16384 "
+                                      "--micro-batch 64 --slots 64 --steps 3 --lr 0 "
+                                      "--answer-tokens 1 --out " + out));
+    ASSERT_EQ(ran.status, 0) << ran.text;
+    std::vector<double> got = rollout_log(out, {"reward", "cut", "length", "entropy"});
+    ASSERT_EQ(got.size(), 12u);
+    for (size_t i = 0; i < 12; i += 4) {
+        EXPECT_NEAR(got[i], 1 - got[i + 1], 1e-12);
+        EXPECT_EQ(got[i + 2], 1);
+    }
+    EXPECT_GT(got[0] + got[4] + got[8], 0); // of 1536, six are expected
+    EXPECT_NE(got[3], got[7]);
+    EXPECT_NE(got[7], got[11]);
+}
+
+TEST(Rollouts, RewardsRise) {
+    std::string path = put_file(scratch("rise.jsonl"), letters()), out = scratch("rise");
+    Ran ran = shell(rollout_run(path, "--layers 1 --heads 2 --channels 32 --batch-tokens 2048 "
+                                      "--micro-batch 64 --group 16 --slots 64 --steps 30 --lr 1e-2 "
+                                      "--out " + out));
+    ASSERT_EQ(ran.status, 0) << ran.text;
+    std::vector<double> rewards = rollout_log(out, {"reward"});
+    ASSERT_EQ(rewards.size(), 30u);
+    EXPECT_LT(rewards[0], 0.25); // 26 of 256
+    EXPECT_GT(rewards[29], 0.8);
+}
+
+TEST(Rollouts, ARunThatGoesOnHasTheSameBits) {
+    std::string path = put_file(scratch("go_on.jsonl"), letters());
+    std::string common = rollout_run(path, "--layers 1 --heads 2 --channels 32 --batch-tokens 512 "
+                                           "--micro-batch 16 --lr 1e-2 --out ");
+    std::string whole = scratch("go_on_whole"), parts = scratch("go_on_parts");
+    Ran first = shell(common + whole + " --steps 5 --export " + whole + "_x");
+    EXPECT_EQ(first.status, 0) << first.text;
+    EXPECT_EQ(shell(common + parts + " --steps 2").status, 0);
+    Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 "
+                    "--warmup 0 --device cpu --out " + parts + " --export " + parts + "_x");
+    EXPECT_EQ(ran.status, 0) << ran.text;
+    EXPECT_HAS(ran.text, "resumed at step 2");
+    std::string weights = read_file(whole + "_x/model.safetensors");
+    EXPECT_GT(weights.size(), 10000u);
+    EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));
 }

@@ -293,6 +293,24 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--loss", "dpo", "--gamma", "1"}), "--gamma 1 is for --loss simpo");
     EXPECT_HAS(check({"--loss", "dpo", "--data", "a.jsonl", "--cp", "2", "--local-ranks", "2"}),
                "--loss dpo sums over whole sequences, and --cp 2 cuts them: give --cp 1");
+    const std::vector<std::string> grpo = {"--loss", "grpo", "--data", "a.jsonl"};
+    auto sampled = [&](std::vector<std::string> more) {
+        more.insert(more.begin(), grpo.begin(), grpo.end());
+        return check(more);
+    };
+    EXPECT_EQ(sampled({"--reward", "exact"}), "");
+    EXPECT_EQ(sampled({"--steps", "0"}), "");
+    EXPECT_HAS(check({"--loss", "grpo", "--reward", "exact"}), "give --data FILE.jsonl");
+    EXPECT_HAS(check({"--group", "4"}), "--group is of answers that are sampled: give --loss grpo");
+    EXPECT_HAS(sampled({}), "learns from rewards: give --reward exact, number or regex");
+    EXPECT_HAS(sampled({"--reward", "exact", "--group", "12", "--micro-batch", "8"}),
+               "--group 12 does not divide the 8 sequences of a step: try --batch-tokens 6144");
+    EXPECT_HAS(sampled({"--reward", "exact", "--beta", "0.1"}), "reference of sampled answers");
+    EXPECT_HAS(sampled({"--reward", "exact", "--temperature", "0.5"}), "own distribution");
+    EXPECT_HAS(sampled({"--reward", "exact", "--top-k", "5"}), "own distribution");
+    EXPECT_HAS(sampled({"--reward", "exact", "--ignore-eos"}), "teach nothing of ends");
+    EXPECT_HAS(sampled({"--reward", "exact", "--val", "b"}), "rewards of validation are not built");
+    EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}), "not simulated");
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
     EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
     EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}),

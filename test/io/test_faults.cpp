@@ -869,7 +869,7 @@ static void prefer(Trainer<float, Cpu>& t) {
         targets[0] = targets[cut] = 5; // both have an answer
         return wrong;
     };
-    t.references = [](uint64_t sample, float* reference) {
+    t.references = [](uint64_t sample, float*, float* reference) {
         for (size_t i = 0; i < 16; i++) reference[i] = -float(i + sample % 3);
     };
 }

@@ -261,7 +261,7 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
 inline void objective_kernels(Check& c) {
     for (size_t T : {size_t(4), size_t(9), size_t(150)})
         for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO,
-                              LossKind::KTO}) {
+                              LossKind::KTO, LossKind::GRPO}) {
             size_t N = 3 * T;
             CASE(c, "objective %d T=%zu", int(kind), T);
             std::vector<int> targets = integers(c, N, -1, 5), starts(N);

@@ -674,7 +674,7 @@ template <typename A> struct ObjectiveRun {
             bool worse = at >= 6 && at < 15;
             doc_start.push_back(at < 6 ? 0 : worse ? 6 : 15);
             targets.push_back(at == 0 || at == 6 || at == 15 ? -1 : int(at));
-            rejected.push_back(worse);
+            rejected.push_back(o.pairs() ? worse : float(at) / 4 - 1); // or an advantage
             reference.push_back(float(-reference_losses[i]));
         }
         objective<A>({&out[0], &out[N], &out[2 * N], &out[3 * N], losses.data(), targets.data(),
@@ -690,7 +690,7 @@ template <typename A> struct ObjectiveRun {
 inline std::vector<Objective> all_objectives() {
     return {{LossKind::DPO, 0.1}, {LossKind::DPO, 0.1, 0.1}, {LossKind::IPO, 0.1},
             {LossKind::SIMPO, 2, 0, 0.5}, {LossKind::ORPO, 1},
-            {LossKind::KTO, 0.1, 0, 0, 1, 0.5}};
+            {LossKind::KTO, 0.1, 0, 0, 1, 0.5}, {LossKind::GRPO, 0.3}};
 }
 
 inline void objective_test(Check& c) {
@@ -716,6 +716,19 @@ inline void objective_test(Check& c) {
         close(c, "the first loss", Doubles{same.total(1)}, Doubles{double(float(at_first[k]))}, 0);
         expect(c, same.total(2) == 0 && same.total(3) == 0, "a draw");
     }
+
+    // Of a sampled answer: advantages, and k3 = exp(-x) - 1 + x, which is 0.106531 at x = 0.5.
+    policy.assign(16, 2), reference.assign(16, 2.5);
+    ObjectiveRun<double> sampled(all_objectives()[6], policy, reference);
+    for (size_t i : {1, 5, 12}) {
+        double a = double(i) / 4 - 1, k3 = 0.1065306597;
+        close(c, "a row's loss", Doubles{sampled.out[16 + i]}, Doubles{2 * a + 0.3 * k3}, 1e-9);
+        close(c, "its coefficient", Doubles{sampled.out[i]},
+              Doubles{a - 0.3 * (1 - std::exp(-0.5))}, 1e-9);
+    }
+    close(c, "sums beside it", Doubles{sampled.total(2), sampled.total(3)},
+          Doubles{13 * 0.1065306597, 26}, 1e-8);
+    for (size_t i : {0, 6, 15}) expect(c, sampled.out[i] == 0, "questions have no coefficient");
 
     // Rows that ask and rows of padding have nothing; a window without the
     // rejected one counts none.

@@ -9,6 +9,7 @@
 #include <random>
 #include "../../llmc/io/dataloader.h"
 #include "../../llmc/io/generate.h"
+#include "../../llmc/io/rollouts.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
@@ -60,7 +61,7 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
 // Pairs, and what is trained on them: the whole model's gradient, and the losses of the reference
 // as any numbers. The head takes five rows a chunk, so that chunks begin inside of answers.
 TEST(Gradients, PreferencesAgainstFiniteDifferences) {
-    for (LossKind kind : {LossKind::DPO, LossKind::ORPO, LossKind::KTO}) {
+    for (LossKind kind : {LossKind::DPO, LossKind::ORPO, LossKind::KTO, LossKind::GRPO}) {
         Plan train = small_plan(2, 9, 2);
         train.objective = {kind, 0.5, kind == LossKind::DPO ? 0.1 : 0, 0.5, 2, 0.5};
         Plan evaluate = train;
@@ -79,13 +80,15 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
             targets[cut - 1] = targets[8] = -1;
             return std::string();
         };
-        f.t.references = [](uint64_t sample, float* reference) {
+        f.t.references = [&](uint64_t sample, float* advantages, float* reference) {
             for (size_t i = 0; i < 9; i++) reference[i] = -float(i + sample % 3);
+            if (kind == LossKind::GRPO) std::fill_n(advantages, 9, float(sample) - 1.25f);
         };
         f.t.hyper.lr = 0, f.t.hyper.clip = 0;
         run_plan(f.t, 0);
         Loss loss = plan_loss(f.t);
-        EXPECT_EQ(loss.valid, kind == LossKind::KTO ? 8 : 4); // answers, or pairs
+        // pairs, answers, or tokens
+        EXPECT_EQ(loss.valid, kind == LossKind::GRPO ? loss.valid : kind == LossKind::KTO ? 8 : 4);
         for (const Parameter& p : f.t.model.parameters) {
             size_t i = random_block(11, fnv1a(p.name), 0)[0] % p.file_elements();
             f.t.plan = 0, f.t.at = 0;
@@ -101,6 +104,91 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
                 << int(kind) << " " << p.name << "[" << i << "]";
         }
     }
+}
+
+// All answers of a vocabulary of four, in which token 0 ends one, up to three tokens long.
+static Rollouts all_answers() {
+    Rollouts r;
+    std::vector<std::vector<int>> open = {{1}}; // the prompt
+    for (int length = 1; length <= 3; length++) {
+        std::vector<std::vector<int>> longer;
+        for (const std::vector<int>& begin : open)
+            for (int token = 0; token < 4; token++) {
+                std::vector<int> all = begin;
+                all.push_back(token);
+                (token == 0 || length == 3 ? r.tokens : longer).push_back(all);
+            }
+        open = longer;
+    }
+    r.prompts.assign(r.tokens.size(), 1);
+    return r;
+}
+
+// The mean over all groups of two answers that the policy may sample, each as likely as it is, of
+// the gradient that a step takes: the gradient of the expected reward J = sum p(y) R(y), to a factor
+// of group - 1 that a group's own mean takes. Weights p(y) p(z) stand in the advantages.
+TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
+    Plan train = small_plan(8, 3, 5), evaluate = small_plan(40, 3, 1);
+    train.objective = evaluate.objective = {LossKind::GRPO, 0};
+    evaluate.mode = Mode::EVALUATE;
+    Fixture<double> f(gpt2_shape(2, 2, 8, 4, 8), {train, evaluate});
+    Rollouts r = all_answers();
+    ASSERT_EQ(r.tokens.size(), 40u);
+    f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        rollout_window(r, sample, 3, tokens, targets);
+        return std::string();
+    };
+    std::vector<double> reward;
+    for (const std::vector<int>& all : r.tokens)
+        reward.push_back(2.0 * std::count(all.begin(), all.end(), 2) + (all.back() == 0) +
+                         3.0 * (all[1] == 3));
+
+    // How likely each answer is.
+    std::vector<float> weight(40);
+    f.t.references = [&](uint64_t sample, float* advantages, float*) {
+        std::fill_n(advantages, 3, weight[sample]);
+    };
+    auto likely = [&] {
+        run_plan(f.t, 1);
+        const double* losses = row_losses(f.t, 0).losses;
+        std::vector<double> p(40);
+        for (size_t y = 0; y < 40; y++) {
+            for (size_t i = 0; i + 1 < r.tokens[y].size(); i++) p[y] += losses[3 * y + i];
+            p[y] = std::exp(-p[y]);
+        }
+        return p;
+    };
+    std::vector<double> p = likely();
+    EXPECT_NEAR(std::accumulate(p.begin(), p.end(), 0.0), 1, 1e-12);
+    for (size_t y = 0; y < 40; y++)
+        for (size_t z = 0; z < 40; z++) {
+            std::vector<float> a = advantages({reward[y], reward[z]}, 2, false);
+            weight[y] += float(p[y] * p[z] * a[0]);
+            weight[z] += float(p[y] * p[z] * a[1]);
+        }
+
+    // The step's gradient is a mean over tokens, of a loss that is minus the reward.
+    f.t.hyper.lr = 0, f.t.hyper.clip = 0;
+    run_plan(f.t, 0);
+    double tokens = double(plan_loss(f.t).valid), largest = 0;
+    for (const Parameter& parameter : f.t.model.parameters)
+        for (uint64_t k = 0; k < 4; k++) {
+            size_t i = random_block(13, fnv1a(parameter.name), k)[0] % parameter.file_elements();
+            f.t.plan = 0, f.t.at = 0;
+            double expected = -f.grad(parameter)[i] * tokens, h = 1e-5, side[2];
+            double w = f.weight(parameter)[i];
+            for (int sign : {0, 1}) {
+                f.weight(parameter)[i] = w + (sign ? h : -h);
+                std::vector<double> now = likely();
+                side[sign] = std::inner_product(now.begin(), now.end(), reward.begin(), 0.0);
+            }
+            f.weight(parameter)[i] = w;
+            // 40 weights that are floats, and central differences as above
+            EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected, 2e-6)
+                << parameter.name << "[" << i << "]";
+            largest = std::max(largest, std::abs(expected));
+        }
+    EXPECT_GT(largest, 0.05);
 }
 
 // Adapters of zeros in B add nothing: loss, and B's gradient, are there at once, A's is zero. With

@@ -1,0 +1,129 @@
+// rewards.h - what a sampled answer is worth, and by how much it beats its group - arXiv:2402.03300
+//   exact     1 where the answer is the line's, white space around both aside; else 0
+//   number    1 where the last number of both is the same: "so 1,234." is "#### 1234"
+//   regex     1 where the line's answer, a pattern, is found in it (ECMAScript's grammar)
+//   advantage of answer i of a group with the rewards r:
+//     mean    r[i] - mean(r)                                (2503.20783)
+//     std     (r[i] - mean(r)) / (deviation(r) + 1e-4)      over n - 1, as TRL has it
+//   A group of equal rewards teaches nothing: its advantages are 0.
+//   To copy: this file, and text.h.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <regex>
+#include <string>
+#include <string_view>
+#include <vector>
+#include "../text.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// one answer
+
+// A text without the white space around it.
+inline std::string_view stripped(std::string_view text) {
+    const char* white = " \t\r\n\v\f";
+    size_t begin = text.find_first_not_of(white);
+    if (begin == text.npos) return "";
+    return text.substr(begin, text.find_last_not_of(white) + 1 - begin);
+}
+
+// The last number of a text, whose thousands may have commas; NaN: there is none.
+inline double last_number(std::string_view text) {
+    auto digit = [](char c) {
+        return c >= '0' && c <= '9';
+    };
+    auto inside = [&](char c) {
+        return digit(c) || c == ',' || c == '.';
+    };
+
+    // Walk back from the end: to a digit, and over the number that it ends.
+    size_t end = text.size();
+    while (end > 0 && !digit(text[end - 1]))
+        end--;
+    size_t begin = end;
+    while (begin > 0 && inside(text[begin - 1]))
+        begin--;
+
+    // A minus behind a digit subtracts.
+    bool minus = begin > 0 && begin < end && text[begin - 1] == '-' &&
+                 (begin < 2 || !digit(text[begin - 2]));
+    // Leave the commas out, and read all of the rest or nothing.
+    std::string number;
+    for (char c : text.substr(begin, end - begin))
+        if (c != ',') number += c;
+    char* rest = nullptr;
+    double value = strtod(number.c_str(), &rest);
+    bool whole = !number.empty() && *rest == 0;
+    if (!whole) return NAN;
+    return minus ? -value : value;
+}
+
+// The reward of an answer by a verifier's name, which the table of flags has checked.
+inline double reward_of(const std::string& verifier, const std::string& answer,
+                        const std::string& wanted) {
+    // NaN is no number's equal: an answer without one is wrong.
+    if (verifier == "number")
+        return last_number(answer) == last_number(wanted);
+    if (verifier == "regex")
+        return std::regex_search(answer, std::regex(wanted));
+    return stripped(answer) == stripped(wanted);
+}
+
+// Whether a verifier can tell a right answer from a wrong one: "" or what is wrong with it.
+inline std::string check_wanted(const std::string& verifier, const std::string& wanted) {
+    if (verifier == "number" && std::isnan(last_number(wanted)))
+        return "has an \"answer\" without a number";
+    if (verifier != "regex") return "";
+    // The library says what it cannot read by an exception.
+    try {
+        std::regex pattern(wanted);
+    } catch (const std::regex_error& e) {
+        return concat("has an \"answer\" that is no pattern: ", e.what());
+    }
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// a group
+
+// How many groups have equal rewards throughout.
+inline size_t equal_groups(const std::vector<double>& rewards, size_t group) {
+    size_t equal = 0;
+    for (size_t first = 0; first < rewards.size(); first += group) {
+        // Count those at the group's beginning that are as the first.
+        size_t same = 1;
+        while (same < group && rewards[first + same] == rewards[first])
+            same++;
+        equal += same == group;
+    }
+    return equal;
+}
+
+// Advantages of groups, one behind the other.
+inline std::vector<float> advantages(const std::vector<double>& rewards, size_t group,
+                                     bool over_deviation) {
+    std::vector<float> out;
+    for (size_t first = 0; first < rewards.size(); first += group) {
+        const double* r = rewards.data() + first;
+        double sum = 0;
+        double squares = 0;
+        // Sum in the order of the samples, which no layout changes.
+        for (size_t i = 0; i < group; i++)
+            sum += r[i];
+        double mean = sum / double(group);
+        for (size_t i = 0; i < group; i++)
+            squares += (r[i] - mean) * (r[i] - mean);
+
+        // Equal rewards may have a mean that is rounded: they are no better than each other.
+        double scale = over_deviation ? std::sqrt(squares / double(group - 1)) + 1e-4 : 1;
+        bool equal = std::all_of(r, r + group, [&](double x) { return x == r[0]; });
+        for (size_t i = 0; i < group; i++)
+            out.push_back(equal ? 0 : float((r[i] - mean) / scale));
+    }
+    return out;
+}
+
+} // namespace llmc
