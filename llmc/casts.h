@@ -8,7 +8,7 @@
 //   4. old     when a plan begins: an update, another recipe's scale or a file came between
 //   A code depends on W and its scale alone, so the bits are those of a cast at each product; a
 //   maximum that delayed scaling asks for counts nothing twice.
-//   Cost: GPT-2's block, 4 micro-batches, each recomputed: 48 casts a step become 8 (4 of values).
+//   Cost: GPT-2's block, 4 micro-batches, each recomputed: 44 casts a step become 8 (4 of values).
 #pragma once
 #include "amaxes.h"
 #include "linear.cuh"

@@ -1,8 +1,11 @@
 // planner.h - time and memory of any layout in closed form, thousands of them in a blink
 //   t_r = F + B + R of a rank's layers, m micro-batches, v chunks, p stages of the pipeline
 //     step     m max t_r + (sum t_r - max t_r) / v  + 2 v m messages  + data parallelism + update
+//     chunks   m max t_r becomes the sum over a rank's turns, F of one chunk and B of another, of
+//              the slowest rank's: a long stage holds up all ranks in its turn
 //     ZB-H1    fills two thirds of that bubble with weight gradients
-//     ZeRO     0, 1: a rank's sums hide behind its last backward pass; 2, 3: behind every one;
+//     ZeRO     0, 1: a rank's sums hide behind its last backward pass; 2, 3: behind every one, and
+//              ZB-H1's behind its weight halves; the last of a stage holds up the message behind it
 //              3: a layer's weights come while the layer before it runs
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              most that one layer needs while it runs
@@ -12,6 +15,7 @@
 //   the closed form is.
 //   Cost: a microsecond a layout, some milliseconds for each new size of tp, ep or pipeline.
 #pragma once
+#include <numeric>
 #include "simulator.h"
 #include "trainer.h"
 
@@ -26,6 +30,7 @@ struct LayerEstimate {
     double forward = 0;
     double backward = 0;
     double redone = 0;
+    double weights = 0; // the backward pass's weight half, where the two run apart
 
     // Bytes that wait for the input half of its backward pass, and for the weight half.
     double kept_b = 0;
@@ -81,6 +86,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     e.forward = seconds(Op::F);
     e.backward = seconds(Op::B);
     e.redone = redoes ? seconds(Op::R) : 0;
+    e.weights = model.is_block(layer) ? seconds(Op::W) : 0;
 
     // Memory: the stream into a layer stays until its backward pass.
     auto bytes = [&](Kind kind) {
@@ -212,12 +218,31 @@ struct RankEstimate {
     double seconds = 0;
     double backward = 0;
     double exposed = 0;
+    // A stage's last sum, behind which messages wait.
+    double delay = 0;
+    // The same by chunk.
+    std::vector<double> chunk_forward = {}, chunk_backward = {};
 
     // Seconds of the step's end.
     double reduce = 0;
     double gather = 0;
     double update = 0;
 };
+
+// Seconds that a layer adds to a micro-batch because its weights or its gradient's sum take longer
+// than what they hide behind: weights come while the layer before runs, sums run beside the next
+// backward pass, or where that is split beside the next weight half.
+inline double exposed_seconds(const Layout& layout, const LayerEstimate& e,
+                              const BucketEstimate& b) {
+    double gather = layout.zero == 3 ? b.gather : 0;
+    double reduce = layout.zero >= 2 ? b.reduce : 0;
+    double backward = e.backward + e.redone;
+    double forward = std::max(0.0, gather - e.forward);
+    if (layout.pipeline != Pipeline::ZERO_BUBBLE)
+        return forward + std::max(0.0, gather + reduce - backward);
+    return forward + std::max(0.0, gather - (backward - e.weights)) +
+           std::max(0.0, reduce - e.weights);
+}
 
 inline RankEstimate estimate_rank(const Plan& p, const Model& model,
                                   const std::vector<LayerEstimate>& layers,
@@ -233,6 +258,8 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
     for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
         int from = first_layer(layout, model, stage);
         int to = first_layer(layout, model, stage + 1);
+        double forward_here = 0;
+        double backward_here = 0;
         for (int l = from; l < to; l++) {
             const LayerEstimate& e = layers[size_t(l)];
             const BucketEstimate& b = buckets[size_t(l)];
@@ -254,14 +281,17 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             kept += (live.w - live.b) * e.gradient_w;
             passing = std::max(passing, e.passing + b.passing);
             next = std::max(next, b.passing);
-
-            // Weights come while the layer before runs, sums run beside the next backward pass:
-            // what is longer than that is exposed.
-            double gather = layout.zero == 3 ? b.gather : 0;
-            double reduce = layout.zero >= 2 ? b.reduce : 0;
-            r.exposed += std::max(0.0, gather - e.forward);
-            r.exposed += std::max(0.0, gather + reduce - backward);
+            r.exposed += exposed_seconds(layout, e, b);
+            forward_here += e.forward;
+            backward_here += backward;
         }
+
+        // Backward passes end with the stage's first layer; behind weight halves no message waits.
+        bool waits = layout.zero >= 2 && layout.pipeline != Pipeline::ZERO_BUBBLE;
+        if (waits && from < to) r.delay = std::max(r.delay, buckets[size_t(from)].reduce);
+        if (layout.chunks == 1) continue;
+        r.chunk_forward.push_back(forward_here);
+        r.chunk_backward.push_back(backward_here);
     }
 
     // In ZeRO-3 the next layer's weights are there as well, in ZeRO-2 the last one's gradients.
@@ -283,6 +313,8 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
     const std::vector<BucketEstimate>& buckets = buckets_for(planner, p);
     double sum = 0;
     double most = 0;
+    double delay = 0;
+    std::vector<double> turns(size_t(layout.chunks)); // the slowest rank's
     double tail = 0; // of the step, behind the last micro-batch
     int m = options.micro_batches;
     int pp = layout.pp.size;
@@ -298,19 +330,26 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
         double publish = layout.zero == 1 || layout.zero == 2 ? r.gather : 0;
         sum += seconds;
         most = std::max(most, seconds);
+        delay = std::max(delay, pp > 1 ? r.delay : 0);
+        for (int i = 0; v > 1 && i < v; i++) {
+            double turn = r.chunk_forward[v - 1 - i] + r.chunk_backward[i] + r.exposed / v;
+            turns[i] = std::max(turns[i], turn);
+        }
         tail = std::max(tail, sums + publish + r.update);
         if (r.bytes > e.bytes) e.fullest = rank;
         e.bytes = std::max(e.bytes, r.bytes);
     }
 
-    // Each stage waits for a message in and one back.
+    // Each stage waits for a message in and one back; every other one that goes back, about, is
+    // late by the sum before it.
     Action exchange = {Op::SENDRECV};
     exchange.transfers.resize(1);
     double message = pp > 1 ? exchange_seconds(planner.cost, p, model, exchange) : 0;
     double bubble = (sum - most) / v;
     if (layout.pipeline == Pipeline::ZERO_BUBBLE) bubble *= 0.4;
-    double messages = 2 * message * (double(v) * m + pp - 1);
-    e.seconds = m * most + bubble + messages + tail;
+    double messages = (2 * message + delay / 2) * (double(v) * m + pp - 1);
+    double pace = v > 1 ? std::accumulate(turns.begin(), turns.end(), 0.0) : most;
+    e.seconds = m * pace + bubble + messages + tail;
     return e;
 }
 

@@ -287,12 +287,24 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
     return step;
 }
 
+// Micro-batches that fill a pipeline twice: from there on each round is like the one before it.
+// Interleaved stages take turns in rounds of `pp`, others repeat each micro-batch.
+struct Settled {
+    int few, round;
+};
+inline Settled settled(const Layout& layout, int micro_batches) {
+    // The last round of four micro-batches evens out what meets now and then.
+    int pp = layout.pp.size;
+    if (layout.pipeline == Pipeline::INTERLEAVED) return {2 * pp + micro_batches % pp, pp};
+    return {2 * pp + std::min(pp, 4), std::min(pp, 4)};
+}
+
 // The same from options. A pipeline that is full repeats itself, so of a long accumulation only its
-// ends run: times and parts grow by the same for each round of `pp` micro-batches.
+// ends run: times and parts grow by the same for each round.
 inline StepTime simulate_layout(const Layout& layout, const Model& model, PlanOptions options,
                                 const ActionCost& cost) {
-    int round = layout.pp.size, m = options.micro_batches;
-    int few = 4 * round + m % round; // the schedules want whole rounds beyond the first few
+    int m = options.micro_batches;
+    auto [few, round] = settled(layout, m);
     auto run = [&](int micro_batches) {
         options.micro_batches = micro_batches;
         return simulate_step(make_plans(layout, model, options), model, cost);

@@ -334,7 +334,7 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     // Leave out what repeats.
     int train = 0;
     std::vector<PlanOptions> options = plans_of(c, q.shape, &train);
-    int round = layout.pp.size, m = options[0].micro_batches, few = 4 * round + m % round;
+    int m = options[0].micro_batches, few = settled(layout, m).few + layout.pp.size;
     options[0].micro_batches = std::min(m, few);
     std::vector<Plan> plans;
     for (const PlanOptions& o : options)
@@ -380,6 +380,9 @@ struct Answer {
 // Actions: a trial of many stages takes longest, and three are the least.
 constexpr size_t MOST_TRIALS = 64, MOST_OF_GRID = 8, MOST_PLACED = 100, SHOWN = 6;
 constexpr double MOST_ACTIONS = 3e5, TIE = 1.02;
+// An estimate that is so much more than the time of the last trial shown is of no use: the closed
+// form is less too slow, as test_planner sees it.
+constexpr double SURELY_SLOWER = 1.15;
 
 // Choose among those that fit: of ties the one with the fewest techniques, then the least memory.
 inline size_t choose_trial(const std::vector<Trial>& best) {
@@ -402,6 +405,11 @@ Answer answer_question(const PlanQuestion& q, S where) {
     std::vector<Trial> trials;
     size_t placed = 0;
     double actions = 0;
+    std::set<double> times; // of the trials
+    auto too_slow = [&](const Proposal& p) {
+        return times.size() >= SHOWN &&
+               p.estimate.seconds > SURELY_SLOWER * *std::next(times.begin(), SHOWN - 1);
+    };
     auto try_proposal = [&](const Proposal& p) {
         // Nine tenths of the room are more than the closed form is ever wrong by.
         Trial t = {p};
@@ -412,11 +420,12 @@ Answer answer_question(const PlanQuestion& q, S where) {
         // The time is the simulator's from here on.
         Trial simulated = simulate_proposal<T>(q, p, where);
         a.simulated++;
-        actions += 30.0 * p.pp * double(q.shape.L); // of two short runs
+        actions += 15.0 * p.pp * double(q.shape.L); // of two short runs
         if (!simulated.wrong.empty()) return false;
         simulated.bytes = t.bytes;
         simulated.memory = t.memory;
         trials.push_back(simulated);
+        times.insert(simulated.seconds);
         return true;
     };
 
@@ -424,6 +433,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
     const std::vector<Proposal>& all = a.search.proposals;
     std::vector<Proposal> simple;
     for (const Proposal& p : all) {
+        if (too_slow(p)) break;
         if (p.estimate.seconds < 1.05 * all[0].estimate.seconds) simple.push_back(p);
         size_t& count = of_grid[{p.tp, p.pp, p.cp, p.ep}];
         bool sure = p.estimate.bytes < 0.9 * q.room; // it needs no place
