@@ -285,8 +285,6 @@ inline const std::vector<Flag>& config_table() {
          "B's learning rate by A's (LoRA+); 16 is its authors' choice"},
         {"adapter", &C::adapter, "",
          "PEFT's folder of adapters, to go on from or to read; --export writes such a folder"},
-        {"merge", &C::merge, "",
-         "--export writes the model, with what its adapters change, and not the adapters"},
 
         {"", &C::help, "", "Numbers"},
         {"precision", &C::precision, "fp32|bf16|fp16",
@@ -404,13 +402,15 @@ inline const std::vector<Flag>& config_table() {
         {"keep-best", &C::keep_best, "",
          "keep the checkpoint of the lowest validation loss too, saved when it is found"},
         {"resume", &C::resume, "",
-         "go on from the newest whole checkpoint in --out, with the model, data and optimizer it "
-         "was made with where flags say nothing else; a new run where there is none"},
+         "go on from the newest whole checkpoint in --out, with the model, data, optimizer and "
+         "adapters it was made with where flags say nothing else; a new run where there is none"},
         {"resume-step", &C::resume_step, "-1..1000000000000",
          "with --resume: from the checkpoint of this step (-1: the newest)"},
         {"export", &C::export_dir, "",
          "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2; "
          "FILE.gguf: for llama.cpp"},
+        {"merge", &C::merge, "",
+         "--export writes the model, with what its adapters change, and not the adapters"},
         {"export-dtype", &C::export_dtype, "fp32|bf16|fp16|q8_0",
          "its element type; q8_0, in 8 bits, for FILE.gguf"},
         {"ds-config", &C::ds_config, "",
@@ -506,8 +506,11 @@ inline std::string parse_number(const std::string& text, double low, double high
     // Refuse a rest behind the number (12k) and NaN, which lies in no range.
     bool good = !text.empty() && !*end && v >= low && v <= high && (!whole || v == std::floor(v));
     if (good) return "";
-    return concat("wants ", whole ? "a whole number" : "a number", " from ", int64_t(low), " to ",
-                  int64_t(high), ", not '", text, "'"); // a stream would say 1.67772e+07
+
+    // Whole bounds are written out: a stream would say 1.67772e+07.
+    auto bound = [](double x) { return x == std::floor(x) ? concat(int64_t(x)) : concat(x); };
+    return concat("wants ", whole ? "a whole number" : "a number", " from ", bound(low), " to ",
+                  bound(high), ", not '", text, "'");
 }
 
 // Set a flag's field from text: "" or what the flag wants instead.

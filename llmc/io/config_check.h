@@ -420,7 +420,8 @@ inline std::string check_loss(Config& c) {
         return flag + " packs whole conversations, and none sees another: leave --document-mask "
                       "out";
     if (c.data.empty() && (c.steps > 0 || c.eval))
-        return flag + (has_pairs(c) ? " trains to prefer one answer" :
+        return flag + (c.loss == "kto" ? " learns from answers with a label" :
+                       has_pairs(c) ? " trains to prefer one answer" :
                        sampled ? " answers prompts" : " trains the answers of conversations") +
                ": give --data FILE.jsonl";
     if (has_pairs(c) && c.cp > 1)

@@ -275,7 +275,7 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         bool lines = chat && path.ends_with(".jsonl");
         // Shards have no mark for the worse answer.
         if (chat && chat->pairs && !lines)
-            return path + ": preferences are pairs of answers, a JSON object a line: give .jsonl";
+            return path + ": answers that are preferred are JSON objects, one a line: give .jsonl";
         wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
         if (wrong.empty()) wrong = check_packed(f, chat != nullptr, T);
         if (!wrong.empty()) return wrong;

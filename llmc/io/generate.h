@@ -176,6 +176,7 @@ template <typename T, typename S> struct Generation {
     const std::vector<Text>& texts;
     size_t count; // tokens a text, at most
     const Sampling& how;
+    int root; // the rank whose choices count
 
     // How far it is.
     std::vector<TextSlot> slots = {};
@@ -215,11 +216,20 @@ inline size_t fill_window(const TextSlot& s, int* tokens, size_t n) { // (n)
     return first;
 }
 
-// All ranks hear what the last stage's have picked.
+// The rank whose choices count: the first of those that have the last stage.
+inline int choosing_rank(const Layout& layout, int ranks) {
+    int stage = (layout.stages() - 1) % layout.pp.size;
+    int rank = 0;
+    while (rank + 1 < ranks && layout_at(layout, rank).pp.rank != stage)
+        rank++;
+    return rank;
+}
+
+// All ranks hear what one has picked. Others may have rounded a logit to other bits, and would go
+// on with another text, or wait where nobody comes.
 template <typename T, typename S>
 void share_tokens(Generation<T, S>& g, int* tokens, size_t n) {
-    int root = (g.t.layout.stages() - 1) % g.t.layout.pp.size;
-    broadcast(g.t.comms.pp, tokens, n, root, Cpu{});
+    broadcast(g.t.comms.world, tokens, n, g.root, Cpu{});
 }
 
 // A slot has a new token: give it out, and free the slot where its text ends.
@@ -407,7 +417,8 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
 template <typename T, typename S, typename Emit, typename End>
 void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t count,
               const Sampling& how, Emit emit, End end) {
-    Generation<T, S> g = {t, plan, texts, count, how};
+    int root = choosing_rank(t.layout, t.comms.world.size);
+    Generation<T, S> g = {t, plan, texts, count, how, root};
     size_t B = std::min(t.plans[plan].B, texts.size());
     g.slots.resize(B);
     g.orders.resize(B);

@@ -2,11 +2,13 @@
 //   Lines    {"prompt": "...", "completion": "...", "label": true}, texts or lists of messages
 //            A line of pairs.h is two of them, the rejected answer undesirable.
 //   Marks    The completion is trained; REJECTED, beside BEGINS, says that it is undesirable.
-//   Mismatch mismatched_window() sets behind each question of a window the answer to the question
-//            before it. How much likelier the policy finds such text than the reference does says
-//            how far it has drifted: KTO's reference point.
+//   Mismatch mismatched_window() sets behind each question of a window the answer to another one,
+//            the nearest before it: a pair's two lines ask the same. How much likelier the policy
+//            finds such text than the reference does says how far it has drifted: KTO's reference
+//            point.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
+#include <algorithm>
 #include <utility>
 #include "pairs.h"
 
@@ -82,19 +84,37 @@ inline std::vector<AnsweredQuestion> questions_of(const int* tokens, const int* 
     return all;
 }
 
-// Make a window's tokens and targets (T) mismatched. before: the window before it, whose last
-// answer is the first one here. Answers that do not fit lose their end.
-// Returns how many questions have one.
+// Whether two questions are one, whatever their answers are worth.
+inline bool asks_the_same(const AnsweredQuestion& a, const AnsweredQuestion& b) {
+    auto unmarked = [](int token) { return token & ~(TRAINED | BEGINS | REJECTED); };
+    return std::ranges::equal(a.question, b.question, {}, unmarked, unmarked);
+}
+
+// The nearest answer before question i that answers another one; null: there is none.
+inline const std::vector<int>* answer_to_another(const std::vector<AnsweredQuestion>& before,
+                                                 const std::vector<AnsweredQuestion>& own,
+                                                 size_t i) {
+    for (size_t k = i; k-- > 0;)
+        if (!asks_the_same(own[k], own[i])) return &own[k].answer;
+    for (size_t k = before.size(); k-- > 0;)
+        if (!asks_the_same(before[k], own[i])) return &before[k].answer;
+    return nullptr;
+}
+
+// Make a window's tokens and targets (T) mismatched. before: the window before it, whose answers
+// come in front of these. A question without another is left out, and answers that do not fit lose
+// their end. Returns how many questions have one.
 inline size_t mismatched_window(const std::vector<AnsweredQuestion>& before, int* tokens,
                                 int* targets, size_t T, int padding) {
-    // Every answer moves on by one.
+    // Answers move on to questions that they do not answer.
     std::vector<AnsweredQuestion> own = questions_of(tokens, targets, T);
     std::vector<int> marked;
     for (size_t i = 0; i < own.size(); i++) {
-        const AnsweredQuestion& from = i > 0 ? own[i - 1] : before.back();
+        const std::vector<int>* other = answer_to_another(before, own, i);
+        if (!other) continue;
         for (int token : own[i].question)
             marked.push_back(token);
-        for (int token : from.answer)
+        for (int token : *other)
             marked.push_back(token);
     }
     if (marked.size() < T) marked.push_back(padding | BEGINS);

@@ -1,17 +1,19 @@
 // rewards.h - what a sampled answer is worth, and by how much it beats its group - arXiv:2402.03300
 //   exact     1 where the answer is the line's, white space around both aside; else 0
 //   number    1 where the last number of both is the same: "so 1,234." is "#### 1234"
-//   regex     1 where the line's answer, a pattern, is found in it (ECMAScript's grammar)
+//   regex     1 where the line's answer, a pattern of PCRE2's grammar, is found in it
 //   advantage of answer i of a group with the rewards r:
 //     mean    r[i] - mean(r)                                (2503.20783)
 //     std     (r[i] - mean(r)) / (deviation(r) + 1e-4)      over n - 1, as TRL has it
 //   A group of equal rewards teaches nothing: its advantages are 0.
-//   To copy: this file, and text.h.
+//   To copy: this file, text.h and PCRE2.
 #pragma once
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <regex>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,6 +49,13 @@ inline double last_number(std::string_view text) {
     while (begin > 0 && inside(text[begin - 1]))
         begin--;
 
+    // Dots and commas in front belong to the sentence, but one dot begins a fraction: .5
+    size_t first = begin;
+    while (first < end && !digit(text[first]))
+        first++;
+    bool fraction = first == begin + 1 && text[begin] == '.';
+    if (!fraction) begin = first;
+
     // A minus behind a digit subtracts.
     bool minus = begin > 0 && begin < end && text[begin - 1] == '-' &&
                  (begin < 2 || !digit(text[begin - 2]));
@@ -61,6 +70,35 @@ inline double last_number(std::string_view text) {
     return minus ? -value : value;
 }
 
+// A compiled pattern; null: it is none, and *wrong says why.
+inline std::shared_ptr<pcre2_code> compile_pattern(const std::string& text, std::string* wrong) {
+    // A sampled answer may be any bytes, and a newline at its end is a part of it.
+    uint32_t options = PCRE2_UTF | PCRE2_MATCH_INVALID_UTF | PCRE2_DOLLAR_ENDONLY;
+    int error = 0;
+    size_t at = 0;
+    std::shared_ptr<pcre2_code> code(
+        pcre2_compile(PCRE2_SPTR(text.data()), text.size(), options, &error, &at, nullptr),
+        pcre2_code_free);
+    if (code) return code;
+    char message[256];
+    pcre2_get_error_message(error, (PCRE2_UCHAR*)message, sizeof(message));
+    *wrong = message;
+    return nullptr;
+}
+
+// Whether a text has the pattern. One that takes a million steps back to find out has not.
+inline bool has_pattern(const std::string& text, const std::string& pattern) {
+    std::string wrong;
+    std::shared_ptr<pcre2_code> code = compile_pattern(pattern, &wrong);
+    std::shared_ptr<pcre2_match_data> match(
+        pcre2_match_data_create_from_pattern(code.get(), nullptr), pcre2_match_data_free);
+    std::shared_ptr<pcre2_match_context> limits(pcre2_match_context_create(nullptr),
+                                                pcre2_match_context_free);
+    pcre2_set_match_limit(limits.get(), 1000000);
+    return pcre2_match(code.get(), PCRE2_SPTR(text.data()), text.size(), 0, 0, match.get(),
+                       limits.get()) >= 0;
+}
+
 // The reward of an answer by a verifier's name, which the table of flags has checked.
 inline double reward_of(const std::string& verifier, const std::string& answer,
                         const std::string& wanted) {
@@ -68,7 +106,7 @@ inline double reward_of(const std::string& verifier, const std::string& answer,
     if (verifier == "number")
         return last_number(answer) == last_number(wanted);
     if (verifier == "regex")
-        return std::regex_search(answer, std::regex(wanted));
+        return has_pattern(answer, wanted);
     return stripped(answer) == stripped(wanted);
 }
 
@@ -76,14 +114,9 @@ inline double reward_of(const std::string& verifier, const std::string& answer,
 inline std::string check_wanted(const std::string& verifier, const std::string& wanted) {
     if (verifier == "number" && std::isnan(last_number(wanted)))
         return "has an \"answer\" without a number";
-    if (verifier != "regex") return "";
-    // The library says what it cannot read by an exception.
-    try {
-        std::regex pattern(wanted);
-    } catch (const std::regex_error& e) {
-        return concat("has an \"answer\" that is no pattern: ", e.what());
-    }
-    return "";
+    std::string wrong;
+    bool good = verifier != "regex" || compile_pattern(wanted, &wrong);
+    return good ? "" : "has an \"answer\" that is no pattern: " + wrong;
 }
 
 // ----------------------------------------------------------------------------

@@ -21,8 +21,10 @@ inline Config draft_config(const Run& run) {
     d.out = d.model;
     d.model = Config().model;
     nlohmann::json manifest = newest_manifest(d);
-    if (manifest.is_object() && manifest.contains("config"))
-        adopt_flags(d, manifest["config"]);
+    if (!manifest.is_object() || !manifest.contains("config"))
+        return d;
+    adopt_flags(d, manifest["config"]);
+    d.fp8 = "none"; // it computes in the model's type
     return d;
 }
 
@@ -60,6 +62,9 @@ inline void choose_draft(Run& run) {
     LLMC_USER_CHECK(!has_adapters(d),
                     "--draft %s: its checkpoint has adapters alone: --merge and --export it, and "
                     "give the folder", run.config.draft.c_str());
+    LLMC_USER_CHECK(d.add_tokens.empty(),
+                    "--draft %s: has tokens of --add-tokens: --export it, and give the folder",
+                    run.config.draft.c_str());
     run.draft_shape = choose_shape(d, "--draft");
     or_die(check_draft_tokens(run, d));
 }
@@ -122,8 +127,9 @@ std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plan
         note(run, text);
     if (d.out.empty())
         init_weights(*t, uint64_t(c.seed), type != 0);
-    printf("draft: %s, %zu parameters, guesses %d tokens ahead\n", printable(c.draft).c_str(),
-           parameter_count(t->model), c.draft_tokens);
+    bool drawn = d.out.empty() && !type;
+    printf("draft: %s%s, %zu parameters, guesses %d tokens ahead\n", printable(c.draft).c_str(),
+           drawn ? " with new weights" : "", parameter_count(t->model), c.draft_tokens);
     return make_draft(t, size_t(c.draft_tokens), run.shape.V);
 }
 

@@ -98,7 +98,8 @@ inline void take_folder(const Run& run) {
 
 // The groups of flags that describe what is trained, and not where or for how long.
 inline bool describes_training(const std::string& group) {
-    return group == "Model" || group == "Data" || group == "Optimizer" || group == "Numbers";
+    const char* groups[] = {"Model", "Data", "Optimizer", "Adapters", "Numbers"};
+    return std::ranges::find(groups, group) != std::end(groups);
 }
 
 // A value of a manifest's configuration as text that set_field() reads.
@@ -124,6 +125,10 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     other |= given(c, "optimizer") && saved.value("optimizer", c.optimizer) != c.optimizer;
     if (name == "masters" || name == "states")
         return reads || other;
+
+    // New adapters and a folder's exclude each other.
+    if (name == "lora") return given(c, "adapter");
+    if (name == "adapter") return given(c, "lora");
     bool preference = name == "beta" || name == "gamma" || name == "label-smoothing" ||
                       name == "desirable-weight" || name == "undesirable-weight";
     if (preference && given(c, "loss") && saved.value("loss", c.loss) != c.loss)

@@ -124,10 +124,12 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     return bytes_here(t.arena, where) + beside;
 }
 
-// The most slots that fit, where a run that only generates has several; "" where one does not.
+// The most slots that fit, where a run answers prompts or samples what it trains on; "" where one
+// slot does not.
 template <typename T, typename S>
 std::string slots_that_fit(const Run& run, int rank, size_t room, S where) {
-    for (int slots = run.config.slots; !run.config.prompts.empty() && (slots /= 2) > 0;) {
+    bool has_slots = !run.config.prompts.empty() || has_rollouts(run.config);
+    for (int slots = run.config.slots; has_slots && (slots /= 2) > 0;) {
         Config c = run.config;
         c.slots = slots;
         if (arena_bytes<T>(run, c, rank, where) <= room)

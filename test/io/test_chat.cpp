@@ -684,6 +684,18 @@ TEST(Labels, EachQuestionOfAWindowGetsTheAnswerBeforeItsOwn) {
     answers = questions_of(before.data(), before_targets.data(), 3);
     EXPECT_EQ(mismatched_window(answers, tokens.data(), targets.data(), 6, '.'), 1u);
     EXPECT_EQ(tokens[3], '.' | BEGINS);
+
+    // A question that is asked twice, as pairs are, gets the answer to another; alone it gets none.
+    window("Xx9", &before, &before_targets);
+    window("Aa1Aa2Cc3", &tokens, &targets);
+    answers = questions_of(before.data(), before_targets.data(), before.size());
+    EXPECT_EQ(mismatched_window(answers, tokens.data(), targets.data(), 9, '.'), 3u);
+    text.clear();
+    for (int token : tokens) text += char(token & 0x7f);
+    EXPECT_EQ(text, "Aa9Aa9Cc2");
+    window("Aa1Aa2", &tokens, &targets);
+    EXPECT_EQ(mismatched_window({}, tokens.data(), targets.data(), 6, '.'), 0u);
+    EXPECT_EQ(tokens[0], '.' | BEGINS);
 }
 
 TEST(Labels, ALineHasOneAnswerAndItsLabel) {
@@ -750,10 +762,18 @@ TEST(Rewards, VerifiersTellRightAnswersFromWrongOnes) {
     EXPECT_EQ(reward_of("number", "7, or -7", "-7"), 1);
     EXPECT_EQ(reward_of("number", "10-7", "7"), 1);
     EXPECT_EQ(reward_of("number", "17", "7"), 0);
+    EXPECT_EQ(reward_of("number", "it is...42", "42"), 1);
+    EXPECT_EQ(reward_of("number", "half is .5", "0.5"), 1);
     for (const char* none : {"", "none", "1.2.3", ",", "-"})
         EXPECT_EQ(reward_of("number", none, "0"), 0) << none;
     EXPECT_EQ(reward_of("regex", "a cat sat", "\\bcat\\b"), 1);
     EXPECT_EQ(reward_of("regex", "concatenate", "\\bcat\\b"), 0);
+
+    // An answer may be long and no UTF-8; a pattern may lose its way, and has not been found then.
+    std::string noise = std::string(100000, 'a') + "\xff";
+    EXPECT_EQ(reward_of("regex", noise + "x", "(.|\n)x$"), 0);
+    EXPECT_EQ(reward_of("regex", noise + "ax", "(a|\n)x$"), 1);
+    EXPECT_EQ(reward_of("regex", noise, "(a+)+b"), 0);
 }
 
 TEST(Rewards, AdvantagesAreThoseOfThePapers) {

@@ -29,6 +29,9 @@ struct Child {
         pid = fork();
         if (pid > 0) return;
         prctl(PR_SET_PDEATHSIG, SIGKILL); // a test that is killed leaves nothing running
+        // Under nohup a child would inherit that hang-ups are ignored.
+        for (int number : STOP_SIGNALS)
+            signal(number, SIG_DFL);
         std::string line = "exec " + command + " >" + output + " 2>&1 </dev/null";
         execl("/bin/bash", "bash", "-c", line.c_str(), nullptr);
         _exit(127);
@@ -993,6 +996,12 @@ TEST_F(Life, AdaptersGoOnAndAreMerged) {
     ASSERT_EQ(start(flags + "--steps 30 --out " + out).status, 0);
     ASSERT_EQ(start(flags + "--steps 60 --resume --out " + out).status, 0);
     EXPECT_EQ(state(whole + "/step_00000060"), state(out + "/step_00000060"));
+
+    // The folder says which adapters it has, and what flags change is said.
+    Ran alone = start("--resume --eval --eval-tokens 256 --out " + out);
+    EXPECT_EQ(alone.status, 0) << alone.text;
+    alone = start("--resume --steps 61 --lora-alpha 3 --out " + out);
+    EXPECT_HAS(alone.text, "--lora-alpha was 8");
 
     // A base of zeros would guess: 5.545 nats a byte. bf16 rounds what is compared by about 2^-9.
     size_t at = r.text.find("val loss ");
