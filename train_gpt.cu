@@ -2,8 +2,8 @@
 //   1. main           read the command line, the model's shape, tokenizer, prompt, data
 //   2. run_ranks      one body for each rank of this process: itself, or --local-ranks threads
 //   3. run_training   plan, place, allocate, load; then step, evaluate, sample, save; export
-//   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h); what surrounds it is
-//   in llmc/run: choices before the run, reports during it, the folder it can go on from.
+//   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). llmc/run has what
+//   surrounds the steps: choices before them, reports, and the folder that a run resumes from.
 //   Compiles as plain C++ too: g++ -x c++ train_gpt.cu.   Usage: train_gpt --help
 #include <malloc.h>
 #include "llmc/io/config_notes.h"
@@ -24,8 +24,8 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // one rank's run
 
-// End the run if a step diverged, and say where its first value that is not finite was made. All
-// ranks agree, for loss and norm are the same on each.
+// End the run if a step diverged, and name the action that made its first value that is not
+// finite. All ranks end together, because loss and norm are the same on each.
 template <typename T, typename S>
 void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale) {
     if (std::isfinite(loss) && scale.finite) return;
@@ -39,7 +39,7 @@ void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale)
                     resume_hint(run)));
 }
 
-// One optimizer step: set its learning rate, run the plan, look at the loss and the norm.
+// Do one optimizer step: set its learning rate, run the plan, check and log the loss and the norm.
 template <typename T, typename S>
 void train_step(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -48,14 +48,14 @@ void train_step(Run& run, Trainer<T, S>& t) {
     t.watch.on = wants_times(run);
     t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));
 
-    // Run the step and time it. A device is at work while the host reads the next step's batch, and
-    // the host waits for it once.
+    // Run the step and time it. While the device computes, the host reads the next step's batch;
+    // plan_result() then waits for the device, once.
     double start = clock_seconds();
     double waited = waited_for_others(run);
     uint64_t samples = uint64_t(c.batch_tokens / c.seq);
     take_reference_point(run, t);
     start_plan(t, run.train_plan);
-    // The next answers are sampled from the weights that this step makes.
+    // With --loss grpo the next batch cannot be read ahead: it is sampled from the new weights.
     bool ahead = run.step + 1 < c.steps && !has_rollouts(c);
     if (ahead) prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
@@ -65,19 +65,21 @@ void train_step(Run& run, Trainer<T, S>& t) {
     double seconds = clock_seconds() - start;
     take_times(run, t, seconds);
 
-    // Look at the result.
+    // Check the result. An fp16 step that overflowed is skipped: it is no divergence.
     const StepScale& scale = result.scale;
     bool skipped = is_skipped(run, scale);
     if (!skipped) check_step(run, t, loss, scale);
     if (!skipped && c.router_bias_rate > 0)
         move_choice_biases(t, run.choice_biases, loads, float(c.router_bias_rate));
     if (run.first_loss == 0 && !skipped) run.first_loss = loss;
+
+    // Count the step. All ranks count; only the first one logs.
     run.step++;
     run.tokens += c.batch_tokens;
     t.cursor += samples;
     if (!is_first(run)) return;
 
-    // Log the step: speed is that of the step alone, without evaluation or saving.
+    // Log the step. The speed is that of the step alone, without evaluation or saving.
     double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
     double mfu = flops / seconds / run.peak;
     ExpertBalance experts = expert_balance(loads, t.model.shape.E);
@@ -91,11 +93,13 @@ void train_step(Run& run, Trainer<T, S>& t) {
                                  pairs < 0 ? -1 : result.loss.correct / pairs,
                                  c.loss == "kto" ? run.reference_point : -1,
                                  rollout_numbers(run, result.loss)}));
-    // A loss that advantages weigh has no level of its own.
+    // GRPO's loss is weighted by advantages, so it has no level that a spike could leave.
     if (!skipped && !has_rollouts(c)) note(run, run.spikes.look(run.step, loss, scale.norm));
 }
 
-// Weights come from a checkpoint, from the model's files, or from --seed.
+// Load the weights from a checkpoint or from the model's files, or draw them from --seed.
+// Then do what needs them before the first step: references of a preference loss, and a check
+// of each value.
 template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -103,13 +107,16 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     init_constants(t);
     init_loss_scale(t);
 
-    // A checkpoint counts more than the model's own files. One of adapters has no base, and is
-    // read behind it.
+    // A checkpoint takes precedence over the model's own files. Two kinds of run load it later,
+    // after the model's files: a checkpoint of adapters does not hold the base weights, and a
+    // reference is computed from the weights that the first run started from.
     mode_t type = c.scratch ? 0 : file_type(c.model);
     run.weights = type ? c.model : concat("new, from --seed ", c.seed);
     bool adapters = run.shape.adapters != nullptr;
-    bool behind = adapters || has_reference(c); // a resume comes below
+    bool behind = adapters || has_reference(c); // resume below, after the starting weights
     bool resumed = c.resume && !behind && resume(run, t);
+
+    // Without a checkpoint, read the model's files, and draw what they leave open.
     if (!resumed && c.upcycle)
         or_die(upcycle_weights(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type == S_IFDIR)
@@ -121,6 +128,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         init_weights(t, uint64_t(c.seed), type != 0);
     if (!resumed && !c.adapter.empty())
         or_die(load_adapters(t, c.adapter));
+
+    // Finish what needs the starting weights, then load the checkpoint over them.
     if (adapters && !c.out.empty())
         or_die_on_all_ranks(run, base_identity(run.world, type ? c.model : "", c.seed, &run.base));
     if (has_reference(c)) compute_references(run, t);
@@ -129,21 +138,22 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
     check_weights(run, t);
 
-    // A run that only evaluates or samples says which weights those are.
+    // A run that only evaluates or samples prints where its weights come from.
     if (run.train_plan < 0 && is_first(run))
         printf("weights: %s\n", run.weights.c_str());
 }
 
-// Run each plan of whole sequences once on zeros, before there is anything to lose: on a GPU each
-// product measures which algorithm is fastest.
+// Run each plan of whole sequences once on zeros, so that each matrix product on a GPU measures
+// which algorithm is fastest. This overwrites all state, so it comes before the weights are loaded.
 template <typename T, typename S>
 void autotune(Run& run, Trainer<T, S>& t) {
-    // A replay compares bits, so its ranks keep to the library's first guess.
+    // --verify-every compares the bits of ranks, so all of them must use one algorithm: keep the
+    // library's first guess, which does not depend on timing.
     if (run.config.verify_every && run.layout.dp.size > 1) return;
     if (!blas_rehearse(t.ctx.blas, true, t.ctx.where))
         return;
 
-    // Put zeros in the place of data, and give the data back at the end.
+    // Replace the data by zeros until the end of this function.
     Window window = t.window;
     t.window = [&](uint64_t, int* tokens, int* targets) {
         size_t n = t.plans[t.plan].T;
@@ -152,7 +162,7 @@ void autotune(Run& run, Trainer<T, S>& t) {
         return std::string();
     };
 
-    // Run the step, the evaluation, and each length of a task's rows.
+    // Run the training step, the evaluation, and one plan for each length of a task's rows.
     init_constants(t);
     std::vector<int> plans = {run.train_plan, run.evaluate_plan};
     for (const ScoreGroup& group : run.score_groups)
@@ -160,17 +170,18 @@ void autotune(Run& run, Trainer<T, S>& t) {
     for (int plan : plans)
         if (plan >= 0) {
             run_plan(t, plan);
-            wait_for(t.ctx.where); // the next plan's batch takes the place of this one's
+            wait_for(t.ctx.where); // the next plan's batch overwrites this one's
         }
 
-    // Forget what it computed.
+    // Zero the arena, so that nothing of what these runs computed stays.
     wait_for(t.ctx.where);
     blas_rehearse(t.ctx.blas, false, t.ctx.where);
     device_zero(t.arena.device().base, t.arena.device().bytes, t.ctx.where);
     t.window = window;
 }
 
-// Make the groups of ranks, and say where this one stands in the watchdog's words.
+// Make the communicators of this rank's groups, and give the watchdog this rank's place in the
+// grid, so that its report of a hang can name it.
 template <typename T, typename S>
 void join_groups(Run& run, Trainer<T, S>& t) {
     const Layout& me = run.layout;
@@ -181,7 +192,7 @@ void join_groups(Run& run, Trainer<T, S>& t) {
                    me.cp.size > 1 ? concat(", cp ", me.cp.rank) : "");
 }
 
-// Hand the trainer the numbers and the data of the command line.
+// Give the trainer the command line's hyperparameters, and a function that reads its data.
 template <typename T, typename S>
 void set_training(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -195,34 +206,36 @@ void set_training(Run& run, Trainer<T, S>& t) {
     t.hyper.loss_scaling = run.loss_scaling;
     t.hyper.seed = uint64_t(c.seed);
 
-    // Answers that are sampled take the place of text.
+    // With --loss grpo the windows hold sampled answers, not text from files.
     if (has_rollouts(c)) return set_rollouts(run, t);
 
-    // A window that cannot be read ends the run: its line says what is saved.
+    // A window that cannot be read ends the run. If the run saves, the message adds that the
+    // checkpoints are good.
     t.window = [&run](uint64_t sample, int* tokens, int* targets) {
         std::string wrong = load_window(run.train, sample, tokens, targets);
         bool saves = !wrong.empty() && !run.config.out.empty();
         return saves ? wrong + "; what is saved is good: then --resume goes on" : wrong;
     };
 
-    // Say what is read, and where documents end in it.
+    // Print what data is read, and which token ends a document.
     if (run.train_plan >= 0 && is_first(run))
         printf("data: %s\n", data_text(run.train).c_str());
     if (run.document_end >= 0 && is_first(run))
         printf("documents: apart, each ends with token %d\n", run.document_end);
 }
 
-// Whether the step that has just ended is one of every `n`. At the last step `last` is the answer:
-// sampling and saving have places of their own after the loop.
+// Whether the step that has just ended is one of every `n`; n = 0 means never. After the last step
+// the answer is `last`: false for checks, samples and saves, which the run's end does anyway.
 static bool is_time(const Run& run, int64_t n, bool last) {
     if (run.step == run.config.steps) return last;
     return n && run.step % n == 0;
 }
 
-// Train: one plan a step; evaluate, sample and save when it is time. A signal ends it between two
-// steps, on all ranks after the same one.
+// Train: run one plan a step; evaluate, sample and save when it is time. A signal ends training
+// between two steps, on all ranks after the same step.
 template <typename T, typename S>
 void train(Run& run, Trainer<T, S>& t) {
+    // Prepare: measure the peak that MFU is a share of, open the display, and catch signals.
     const Config& c = run.config;
     measure_peak<T>(run, t.ctx.where);
     open_display(run.log, c.log_every, run.world.mpi != nullptr);
@@ -230,15 +243,17 @@ void train(Run& run, Trainer<T, S>& t) {
     if (c.save_async) run.saves.async = make_async_save(t);
     CatchSignals catch_signals;
 
-    // All ranks agree on a signal, for they must leave after the same step.
-    t.stopped = [&] { // asked after each batch of an evaluation
+    // All ranks agree on a signal, because they must leave at the same place: a rank that stopped
+    // alone would leave its peers waiting. An evaluation asks after each of its batches.
+    t.stopped = [&] {
         run.stopped = agree(run.world, {stop_signal, false}).stop;
         return run.stopped != 0;
     };
     while (run.step < c.steps) {
         train_step(run, t);
 
-        // Hear what the other ranks have heard.
+        // Share signals and wishes with all ranks, and finish an asynchronous save that
+        // all have written.
         Wishes wishes =
             agree(run.world, {stop_signal, clock_wants_save(run), is_writing(run.saves.async)});
         if (!wishes.writing) end_save(run);
@@ -247,10 +262,12 @@ void train(Run& run, Trainer<T, S>& t) {
         if (is_time(run, c.verify_every, false))
             check_ranks(run, t);
 
-        // Look, and save. An evaluation may take minutes: a signal ends it too.
+        // Evaluate. This may take minutes, so a signal ends an evaluation too.
         if (is_time(run, c.eval_every, true))
             report_evaluation(run, t);
         if (run.stopped) break;
+
+        // Keep the best, sample, and save.
         if (run.best_step == run.step)
             keep_best(run, t);
         if (is_time(run, c.sample_every, false))
@@ -261,15 +278,18 @@ void train(Run& run, Trainer<T, S>& t) {
             save(run, t);
     }
     t.stopped = nullptr;
+
+    // Save the last step. A copy in memory (--buddy) is not needed once it is on disk.
     save_at_the_end(run, t);
     bool on_disk = run.saves.step == run.step;
     if (run.buddies && on_disk) remove_buddies(run.world, *run.buddies);
 
-    // A signal in the last step or in its save still leaves out what comes after the loop.
+    // A signal that came during the last step or its save still ends the run here: samples and
+    // exports are left out.
     if (!run.stopped) run.stopped = agree(run.world, {stop_signal, false}).stop;
     if (!is_first(run)) return;
 
-    // Close what the run has written, and say where it stands.
+    // Close the log and the profile, and print where a stopped run stands.
     report_profile(run);
     note(run, log_append(run.log, account_json(run.account, run.step, run.log.repeated)));
     report_failure(run, log_close(run.log));
@@ -294,7 +314,8 @@ void run_training(Run& run, S where) {
     trainer_place(t, run.shape, plans, run.layout);
     or_die(check_pieces(plans[0].stored, t.model, run.layout));
 
-    // Print it, or end here: --explain has all that it says, and a plan may be beyond --memory.
+    // Print the plan. --explain prints all of it and ends here, after --memory has been checked:
+    // a plan that is refused has then been seen.
     if (is_first(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
     run.draft_bytes = draft_bytes<T>(run, plans, where);
@@ -308,7 +329,7 @@ void run_training(Run& run, S where) {
     if (!kernels.empty() && is_first(run))
         printf("attention: %s\n", kernels.c_str());
 
-    // Start: join the other ranks, allocate, load or draw the weights.
+    // Start: check that there is room, join the other ranks, and allocate.
     check_memory(run, t);
     size_t offloaded = check_offload(run, t);
     if (writes_folder(c)) check_disk(run, t, offloaded);
@@ -317,6 +338,8 @@ void run_training(Run& run, S where) {
     set_training(run, t);
     trainer_allocate(t);
     autotune(run, t);
+
+    // Load or draw the weights, those of a draft too, and open the log.
     t.replays = c.graphs;
     t.document_end = run.document_end;
     load_weights(run, t);
@@ -336,10 +359,10 @@ void run_training(Run& run, S where) {
     if (run.step < c.steps)
         train(run, t);
 
-    // Who sends a signal does not wait for samples and exports.
+    // After a signal leave at once: whoever sent it does not want to wait for samples and exports.
     if (run.stopped) return trainer_free(t);
 
-    // Leave what was asked for.
+    // Write the samples and the export that the command line asked for.
     leave_texts(run, t);
     bool exported = write_export(run, t);
     report_end(run, exported);
@@ -349,8 +372,8 @@ void run_training(Run& run, S where) {
 // ----------------------------------------------------------------------------
 // where ranks run: threads or processes, on CPUs or GPUs
 
-// For the CPU `make` compiles this file in three parts, side by side: training in bf16, in fp16,
-// and all the rest. nvcc takes it whole.
+// For the CPU, `make` compiles this file as three parts in parallel: training in bf16, training in
+// fp16, and everything else. nvcc compiles it as one.
 #if defined(PART_BF16)
 template void run_training<bf16>(Run&, Cpu);
 #elif defined(PART_FP16)
@@ -361,7 +384,8 @@ extern template void run_training<bf16>(Run&, Cpu);
 extern template void run_training<fp16>(Run&, Cpu);
 #endif
 
-// The only place that turns --precision into a type.
+// Run a rank with the element type that --precision names. Beside plan_run_as() (auto_plan.h),
+// which plans before there is a run, no place turns the name into a type.
 template <typename S> void run_rank(Run& run, S where) {
     const std::string& precision = run.config.precision;
     if (precision == "bf16") return run_training<bf16>(run, where);
@@ -369,12 +393,13 @@ template <typename S> void run_rank(Run& run, S where) {
     run_training<float>(run, where);
 }
 
-// Run body(run) as each rank of this process: itself, or --local-ranks threads.
+// Call body(run) once for each rank of this process: the process is a rank itself, or it starts
+// --local-ranks threads. Returns whether all threads ended well.
 template <typename F> bool run_ranks(Run& run, F body) {
     const Config& c = run.config;
     bool threads = c.local_ranks > 1 && !c.explain;
 
-    // Say how many ranks there are, and along which axes.
+    // Print how many ranks there are, and along which axes.
     if (is_first(run) && (threads || run.world.size > 1))
         printf("ranks: %d %s, %s\n", rank_count(c), threads ? "threads" : "processes",
                axes_text(c).c_str());
@@ -390,20 +415,23 @@ template <typename F> bool run_ranks(Run& run, F body) {
         Run mine = run;
         mine.world = world;
         body(mine);
-        // The first rank's end is the program's.
+        // The first rank decides the exit status of the program.
         if (is_first(mine)) {
             run.stopped = mine.stopped;
             run.failed = mine.failed;
         }
     };
-    // A rank that hangs is named, and must not keep the process.
+
+    // The watchdog names a rank that hangs. Once a rank has failed, the process leaves after 10
+    // seconds, whether the others have ended or not.
     LocalSettings settings;
     settings.timeout_s = c.watchdog;
-    settings.leave_s = 10; // others have ended by then
+    settings.leave_s = 10;
     return run_local_ranks(c.local_ranks, settings, rank) == 0;
 }
 
-// Say where the run takes place, for its speed depends on it.
+// Run on the CPU, and print with how many threads and which library, because the speed
+// depends on both.
 static bool run_on_cpu(Run& run) {
     const Config& c = run.config;
     LLMC_USER_CHECK(!c.graphs || c.explain,
@@ -415,19 +443,21 @@ static bool run_on_cpu(Run& run) {
 }
 
 #if LLMC_KERNELS
-// A process of several has a GPU to itself, and NCCL; threads share the first one.
+// Give each of several processes a GPU of its own, and connect them by NCCL. Threads as ranks share
+// the first GPU.
 static void join_gpus(Run& run) {
     if (!HAS_NCCL || run.world.size == 1) return;
     or_die(take_gpu(run.world));
-    or_die(no_gpu_because()); // of several GPUs the one taken may be older
+    or_die(no_gpu_because()); // ask again: the GPU taken may be an older one than the first
     run.world.fixed_order = run.config.fixed_order;
     run.world = nccl_attach(run.world);
 }
 
+// Run on GPUs, or on the CPU where a process has none and --device auto permits it.
 static bool run_on_gpu(Run& run) {
     const Config& c = run.config;
 
-    // Ask for a GPU. Processes have one each, or none does; --explain needs none.
+    // Ask for a GPU. All processes use GPUs, or none does. --explain needs none.
     std::string why = no_gpu_because();
     bool there = why.empty();
     bool plans_only = c.explain && c.device == "cuda";
@@ -437,20 +467,21 @@ static bool run_on_gpu(Run& run) {
     all_reduce_sum(run.world, &with_gpu, 1, Cpu{});
     there = with_gpu == run.world.size;
 
-    // Without one, run on the CPU.
+    // If any process lacks a GPU, run on the CPU.
     if (!there && !plans_only) {
         if (is_first(run))
             printf("%s: on the CPU\n", why.empty() ? "another process has no GPU" : why.c_str());
         return run_on_cpu(run);
     }
 
-    // Run on the GPU, each rank on a stream of its own.
+    // Print the device. --explain plans for a GPU that need not be there.
     if (there && !c.explain) join_gpus(run);
-    // --explain plans for a GPU that need not be there.
     std::string name = there ? device_name(cudaStream_t{}) : "a GPU that is not here";
     if (is_first(run))
         printf("train_gpt: %s, %s, on %s\n", printable(c.model).c_str(), c.precision.c_str(),
                name.c_str());
+
+    // Run each rank on a stream of its own.
     return run_ranks(run, [&](Run& rank) {
         cudaStream_t stream = there ? open_stream(cudaStream_t{}) : nullptr;
         run_rank(rank, stream);
@@ -461,7 +492,8 @@ static bool run_on_gpu(Run& run) {
 static bool run_on_gpu(Run& run) { return run_on_cpu(run); } // the program has no kernels
 #endif
 
-// Processes need NCCL to meet on GPUs.
+// Run on GPUs where the flags and the build permit it, else on the CPU. Several processes need NCCL
+// to communicate between GPUs.
 static bool run_where_wanted(Run& run) {
     bool can = HAS_NCCL || run.world.size == 1;
     if (LLMC_KERNELS && !can && run.config.device == "auto" && is_first(run))
@@ -469,9 +501,10 @@ static bool run_where_wanted(Run& run) {
     return can && run.config.device != "cpu" ? run_on_gpu(run) : run_on_cpu(run);
 }
 
-// Under mpirun or srun the processes of the job are the ranks.
+// Join the other processes of a job. Under mpirun or srun each process is a rank.
 static void join_processes(Run& run, RankInfo* info, int* argc, char*** argv) {
-    // Ask the launchers' variables, without MPI: a process alone does not start it.
+    // Recognize a launcher by its environment variables: a process that was started alone must
+    // not start MPI.
     const char* size = getenv("OMPI_COMM_WORLD_SIZE");
     bool started = size || getenv("PMIX_RANK") || getenv("PMI_RANK");
     if (const char* rank = getenv("OMPI_COMM_WORLD_RANK"))
@@ -483,14 +516,15 @@ static void join_processes(Run& run, RankInfo* info, int* argc, char*** argv) {
         run.world = mpi_join(*info, argc, argv);
 }
 
-// Communicators must be gone before MPI ends.
+// Leave the other processes. Communicators must be freed before MPI ends.
 static void leave_processes(Run& run) {
     bool joined = run.world.mpi != nullptr;
-    run.world = {}; // its group is freed before MPI ends
+    run.world = {}; // frees its group
     if (joined) mpi_leave();
 }
 
-// --plan auto: choose the layout before anything else depends on it; false: it was only asked.
+// With --plan auto, choose the layout before anything else depends on it. Returns false if the user
+// only asked for the plan (--explain), and nothing is to run.
 static bool plan_ahead(Run& run) {
     or_die(check_planning(run.config));
     if (run.config.plan == "none") return true;
@@ -502,16 +536,17 @@ static bool plan_ahead(Run& run) {
     return plan_run_as(run, Cpu{});
 }
 
-// Text to token shards; no model is needed, and one process does it.
+// Turn text into shards of tokens (--prepare). One process does it, and no model is needed.
 static void prepare_data(Run& run) {
     if (!is_first(run)) return;
     open_tokenizer(run);
     or_die(prepare(run.config, run.tokenizer, program_folder()));
 }
 
-// OpenMP's threads spin while they wait, and take the cores from threads that work when another
-// program wants some of them: a step of 13 ms had a mean of 557 (dev/LOG.md). How long they spin is
-// read when the library is loaded, so the program starts once more. If exec fails, they spin on.
+// Make OpenMP's threads spin only briefly. Threads spin while they wait, and when another program
+// needs cores too, the spinning ones take them from those that work: a step of 13 ms then took 557
+// on average (dev/LOG.md). OpenMP reads the limit when its library is loaded, so the program sets
+// the variable and starts itself again. If exec fails, the run continues with threads that spin.
 static void spin_briefly(char** argv) {
     (void)argv;
 #ifdef _OPENMP
@@ -521,7 +556,7 @@ static void spin_briefly(char** argv) {
 #endif
 }
 
-// Do what the command line asks for; false: not all of it was done.
+// Do what the command line asks for. Returns false if some of it could not be done.
 static bool run_command(Run& run) {
     Config& c = run.config;
     if (c.help || c.version) {
@@ -530,23 +565,30 @@ static bool run_command(Run& run) {
         return true;
     }
 
-    // Preparing data needs no model.
+    // Prepare data: that needs no model.
     if (!c.prepare.empty()) {
         prepare_data(run);
         return true;
     }
 
-    // The tokenizer, for the vocabulary may follow it; the model; whether flags and ranks agree.
+    // Gather the flags: those of another trainer's file and of the checkpoint count where the
+    // command line says nothing. Then open the tokenizer, whose size may set the vocabulary, and
+    // choose the model's shape.
     take_ds_config(run);
     adopt_checkpoint(run);
     open_tokenizer(run);
     follow_tokenizer(run);
     run.shape = choose_shape(c);
     grow_vocabulary(run);
-    bool goes_on = c.resume && !checkpoint_steps(c.out).empty(); // with what it took then
+
+    // Fine-tuning with another loss takes that loss's usual defaults (TRL's). A resumed run took
+    // them when it began, and has them from its checkpoint.
+    bool goes_on = c.resume && !checkpoint_steps(c.out).empty();
     std::string taken = goes_on || !file_type(c.model) ? "" : take_loss_defaults(c);
     if (is_first(run) && !taken.empty())
         printf("%s\n", taken.c_str());
+
+    // Choose the layout if the program is to choose it; then check that all flags fit together.
     if (!plan_ahead(run)) return true;
     or_die(config_check(c, run.shape, run.world.size));
     add_adapters(c, run.shape);
@@ -555,16 +597,18 @@ static bool run_command(Run& run) {
     for (const std::string& text : config_notes(c))
         note(run, text);
 
-    // Ranks with other flags, or of another program, would wait for each other for ever.
+    // Check that all ranks have the same flags and the same program, or they would deadlock.
     check_same(run.world, "the command line", json_text(config_json(c)));
     if (run.world.size > 1)
         check_same(run.world, "the program", program_bytes());
 
-    // Text in, and files out: whatever can fail at the end of a run fails here.
+    // Try every file that will be written, so that what could fail at the end fails now.
     if (!c.export_dir.empty()) prepare_export(run);
     if (!c.timeline.empty() && is_first(run)) or_die(try_file("timeline", c.timeline));
     if (!c.profile.empty() && is_first(run)) or_die(try_file("profile", c.profile));
     take_folder(run);
+
+    // Open what is read: tasks, conversations, data, prompts.
     open_tasks(run);
     open_chat(run);
     if (!c.explain && wants_validation(c)) open_data(run);
@@ -577,13 +621,14 @@ static bool run_command(Run& run) {
 int main(int argc, char** argv) {
     spin_briefly(argv);
 
-    // Lines appear as they are written, also through a pipe.
+    // Flush standard output after each line, even into a pipe.
     setvbuf(stdout, nullptr, _IOLBF, 0);
 
-    // Large buffers go back to the system when they are freed: the peak is what the plan says.
+    // Return large buffers to the system when they are freed, so that the peak memory is what
+    // the plan says.
     mallopt(M_MMAP_THRESHOLD, 1 << 20);
 
-    // A file that reaches a limit of size is an error like a full disk's, and no signal.
+    // Let a write beyond the file size limit fail like one on a full disk, instead of by a signal.
     signal(SIGXFSZ, SIG_IGN);
 
     // Join the other processes first: a rank must know its number before it complains.
@@ -595,7 +640,7 @@ int main(int argc, char** argv) {
     bool good = run_command(run);
     leave_processes(run);
 
-    // A signal's status is a shell's: 128 and its number.
+    // After a signal, exit as shells report it: 128 plus the signal's number.
     if (run.stopped) return 128 + run.stopped;
     return good && !run.failed ? 0 : 1;
 }

@@ -55,7 +55,7 @@ std::array<uint32_t, 4> philox(uint64_t seed, uint64_t stream, uint64_t index) {
     return x;
 }
 
-// Draw one normal number: of every two words Box and Muller's rule makes two.
+// Draw one normal number, by Box and Muller's rule: it turns two random words into two numbers.
 double normal(uint64_t seed, uint64_t stream, uint64_t index) {
     const std::array<uint32_t, 4> x = philox(seed, stream, index / 4);
     const size_t pair = index % 4 / 2 * 2;
@@ -75,7 +75,7 @@ struct Parameter {
     Tensor data, grad, m, v;    // (shape) each; m and v are AdamW's moments
 };
 
-// Where parameters stand in the table: two tables, L times the block's twelve, then ln_f's two.
+// The order of the model's parameters: two tables, L times a block's twelve, then ln_f's two.
 enum { WTE, WPE, BLOCKS };
 enum { LN_1_WEIGHT, LN_1_BIAS, ATTN_WEIGHT, ATTN_BIAS, ATTN_PROJ_WEIGHT, ATTN_PROJ_BIAS,
        LN_2_WEIGHT, LN_2_BIAS, FC_WEIGHT, FC_BIAS, FC_PROJ_WEIGHT, FC_PROJ_BIAS, PER_BLOCK };
@@ -206,7 +206,7 @@ void layernorm_backward(Tensor& dinp /* += */, Parameter& weight, Parameter& bia
     const size_t C = weight.shape[0], N = inp.size() / C;
     Tensor norm(C), dnorm(C);  // (C)
     for (size_t n = 0; n < N; n++) {
-        // Give weight and bias their share.
+        // Add to the gradients of weight and bias, and average what the whole row shares.
         double mean_dnorm = 0, mean_dnorm_norm = 0;
         for (size_t c = 0; c < C; c++) {
             norm[c] = (inp[n * C + c] - mean[n]) * rstd[n];
@@ -276,7 +276,7 @@ void attention_forward(Tensor& out, Tensor& probs, const Tensor& qkv, size_t T, 
         // Score the keys up to this token.
         for (size_t s = 0; s <= t; s++) p[s] = dot(q, k + s * next, HS) / std::sqrt(float(HS));
 
-        // Turn scores into probabilities; less the highest, no exponential overflows.
+        // Turn scores into probabilities; with the highest subtracted, no exponential overflows.
         const float highest = *std::max_element(p, p + t + 1);
         float sum = 0;
         for (size_t s = 0; s <= t; s++) sum += p[s] = std::exp(p[s] - highest);
@@ -364,7 +364,7 @@ void crossentropy_backward(Tensor& dlogits, const Tensor& probs, const std::vect
 
 // ---- The block: two branches that read the residual stream and add to it
 
-// Find what enters block l, and its parameters; l = L stands for what follows the blocks: ln_f.
+// Find the input of block l, and its parameters. With l = L they are those of ln_f, after the last.
 const Tensor& block_input(const Model& model, int l) {  // (B,T,C)
     return l == 0 ? model.acts.embedded : model.acts.h[l - 1].out;
 }
@@ -432,11 +432,11 @@ float model_forward(Model& model, const int* tokens /*(B,T)*/, const int* target
     return float(crossentropy_forward(a.probs, a.targets, model.V));
 }
 
-// Make every gradient anew, for the batch that model_forward saw last.
+// Compute every gradient afresh, for the batch that model_forward saw last.
 void model_backward(Model& model) {
     for (Parameter& p : model.parameters) p.grad.assign(p.grad.size(), 0);
 
-    // Do in reverse what model_forward did. The token table has gradients from both its ends.
+    // Go back through model_forward. The token table gets gradients as head and as embedding.
     const Activations& a = model.acts;
     Parameter &wte = model.parameters[WTE], &wpe = model.parameters[WPE];
     Parameter* ln_f = block_parameters(model, model.L);  // weight, bias
@@ -527,7 +527,7 @@ std::string read_own_source(const std::filesystem::path& program) {
     std::exit(1);
 }
 
-// Write: predict the next byte from the last T, draw it, and go on.
+// Write text: predict the next byte from the last T, draw it, append it, and repeat.
 void print_sample(Model& model, int count, uint64_t seed) {
     std::vector<int> text = {'\n'};
     for (int i = 0; i < count; i++) {

@@ -1,13 +1,13 @@
 // access.h - what each action reads and writes: the only statement of what depends on what
-//   The plan's check, the arena's lifetimes, the waits for collectives and the tests that poison
-//   all other bytes use it.
+//   access() answers for one action. Four users rely on it: the plan's check, the arena's
+//   lifetimes, the waits for collectives, and the tests that poison all other bytes.
 #pragma once
 #include "casts.h"
 #include "tiers.h"
 
 namespace llmc {
 
-// Data in the order of their use; a datum that is changed stands in both lists.
+// The data that an action touches, in the order of their use. A changed datum is in both lists.
 struct Access {
     std::vector<Data> reads, writes;
 
@@ -19,25 +19,25 @@ struct Access {
     }
 };
 
-// Training counts the tokens that experts get.
+// Whether a plan counts the tokens that experts get: training does.
 inline bool counts_loads(const Plan& p, const Model& model) {
     return p.mode == Mode::TRAIN && model.shape.E > 0;
 }
 
-// A forward pass reads the stream and weights, and leaves the stream for the next layer.
+// F reads the stream and the weights, and leaves the stream for the next layer.
 inline void access_forward(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
     if (l > 0)
         x.read({Kind::STREAM, l, m});
 
-    // In training the head keeps its input: the loss belongs to its backward.
+    // In training the head's F computes nothing: B reads the same input and computes the loss.
     if (l == model.head() && p.mode == Mode::TRAIN)
         return;
 
     x.read({Kind::TOKENS, -1, m});
     x.write({Kind::SCRATCH, l});
 
-    // Read the weights. Past the head there is no stream to leave, but a loss or logits.
+    // Read the weights. Leave the stream, or behind the head the loss or the logits.
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
     if (l < model.head()) {
@@ -54,12 +54,12 @@ inline void access_forward(Access& x, const Plan& p, const Model& model, const A
         x.write({k, l, m});
     if (p.mode == Mode::GENERATE)
         x.change({Kind::CACHE, l});
-    // Every block adds to its own row of one table.
+    // Add to this block's row of the table of loads.
     if (counts_loads(p, model))
         x.change({Kind::LOADS});
 }
 
-// Recomputation reads what the forward pass read, and what the layer's level has kept.
+// R reads what F read, and the activations that the layer's level of recomputation has kept.
 inline void access_recompute(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
     x.read({Kind::STREAM, l, m});
@@ -68,7 +68,7 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     access_fp8(x, p, model);
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
-    bool routes = layer_shape(model.shape, l).E > 0; // a choice of experts is kept
+    bool routes = layer_shape(model.shape, l).E > 0; // the choice of experts is always kept
     if (p.recompute.of(l) != Recompute::FULL || routes)
         for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
             x.read({k, l, m});
@@ -78,15 +78,16 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     x.write({Kind::SCRATCH, l});
 }
 
-// B does both halves at once, so what passes between them is written and never read.
+// I and W are the two halves of a backward pass; B runs both at once. The gradients that pass from
+// one half to the other are then written and never read.
 inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
     bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
     x.read({Kind::TOKENS, -1, m});
     x.write({Kind::SCRATCH, l});
 
-    // The streams: what came in, the gradient of what went out, the gradient of what came in. The
-    // weight half needs no input: the norms behind it have kept what its matrices multiply.
+    // The streams: read the layer's input and its output's gradient, write its input's gradient.
+    // The weight half needs no input: the norms kept their outputs, which its matrices multiply.
     if (l > 0 && input_half)
         x.read({Kind::STREAM, l, m});
     if (l < model.head())
@@ -95,12 +96,12 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         x.write({Kind::DSTREAM, l, m});
     if (l == model.head()) {
         x.read({Kind::VALID});
-        x.read({Kind::SCALE}); // the weight of a target; fp16's loss scale
+        x.read({Kind::SCALE}); // the weight of one target, and fp16's loss scale
         x.write({Kind::LOSS, -1, m});
     }
 
-    // Weights are read by the input half, their gradients made by the weight half: of an adapter's
-    // two matrices each takes part in the other's.
+    // The input half reads the weights, and the weight half makes their gradients. Adapters are
+    // read by both: the gradient of A needs B, and that of B needs A.
     for (int b : buckets_of(model, l)) {
         bool multiplies = input_half || model.buckets[b].role == Role::ADAPTER;
         if (multiplies && l > 0)
@@ -110,7 +111,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         a.first ? x.write(grad) : x.change(grad);
     }
 
-    // A block's activations, and the gradients that its input half leaves to its weight half.
+    // Read the block's activations, and hand gradients from the input half to the weight half.
     if (!model.is_block(l)) return;
     x.read({Kind::CONSTANTS});
     access_fp8(x, p, model);
@@ -127,7 +128,8 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
     input_half ? x.write({Kind::GRADIENT_W, l, m}) : x.read({Kind::GRADIENT_W, l, m});
 }
 
-// The sum arises in place; a micro-batch's is then added to the shard of the step's gradient.
+// REDUCE sums in place. Where it runs after each micro-batch, it then adds this rank's part of the
+// sum to the shard of the step's gradient.
 inline void access_reduce(Access& x, const Plan& p, const Model& model, const Action& a) {
     Data grad = {summed_kind(p.layout), a.bucket};
     if (p.narrow_gradients) x.write({Kind::SENT, a.bucket});
@@ -137,7 +139,8 @@ inline void access_reduce(Access& x, const Plan& p, const Model& model, const Ac
     a.first ? x.write(grad) : x.change(grad);
 }
 
-// Apart, each of two ranks has one of the gradients; the sum arises in its place, and becomes GRAD.
+// TIE adds a tied table's two gradients into GRAD. If they are apart, each of two ranks has one of
+// them, sums in its place and copies the sum to GRAD.
 inline void access_tie(Access& x, const Plan& p, const Model& model, const Action& a) {
     Data grad = {summed_kind(p.layout), a.bucket}, tied = {tied_kind(p.layout), a.bucket};
     bool apart = tied_apart(p.layout, model, a.bucket);
@@ -148,16 +151,16 @@ inline void access_tie(Access& x, const Plan& p, const Model& model, const Actio
     if (apart) x.write(tied);
 }
 
-// Whether this rank's norm counts a bucket: a tied table lives on two stages, the first counts it.
+// Whether this rank's norm counts a bucket. A tied table lives on two stages: the first counts it.
 inline bool is_squared(const Layout& layout, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
     return b.trainable && is_mine(layout, model, b.layers.front());
 }
 
-// The norm runs over this rank's trainable buckets; its chunk sums are scratch of no layer.
+// NORM reads the gradients of this rank's trainable buckets. Its sums are scratch of no layer.
 inline void access_norm(Access& x, const Plan& p, const Model& model) {
     for (int b = 0; b < int(model.buckets.size()); b++) {
-        // A gradient that has left has its squares here.
+        // An offloaded gradient has left the sums of its squares here.
         if (p.layout.gradients_away && is_squared(p.layout, model, b))
             x.read({Kind::SQUARES, b});
         bool mine = model.buckets[b].trainable && bucket_is_mine(p.layout, model, b);
@@ -169,10 +172,10 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
     x.write({Kind::SCRATCH, -1});
 }
 
-// The update reads the scale, so no update may run before NORM has clipped.
+// UPDATE reads the scale, so none may run before NORM has chosen the clipping factor.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read({Kind::SCALE});
-    // Data that lie where the update runs are updated in place.
+    // Update in place the data that lie where the update runs; the others come in STAGED.
     for (Data d : update_data(p, a.bucket, a.chunk)) {
         if (tier_of(p, d) != p.offload.update) continue;
         Data home = home_of(p, d);
@@ -182,11 +185,11 @@ inline void access_update(Access& x, const Plan& p, const Action& a) {
         x.change({Kind::STAGED, a.bucket, -1, a.chunk});
 }
 
-// Data on their way from their tier to where the step runs, or back.
+// FETCH moves data from their tier to where the step runs, PARK moves them back.
 inline void access_move(Access& x, const Plan& p, const Model& model, const Action& a) {
     bool fetches = a.op == Op::FETCH;
     for (Data d : tiered_data(p, model, a)) {
-        // A chunk is a part of weights that lie in one piece.
+        // A chunk of weights that lie in one piece is a part of them: the rest stays.
         bool part = a.chunk >= 0 && d.chunk < 0;
         fetches ? x.read(d) : part ? x.change(d) : x.write(d);
     }
@@ -194,11 +197,11 @@ inline void access_move(Access& x, const Plan& p, const Model& model, const Acti
         fetches ? x.write(d) : x.read(d);
 }
 
-// The only statement of what depends on what.
+// The data that one action reads and writes.
 inline Access access(const Plan& p, const Model& model, const Action& a) {
     Access x;
     switch (a.op) {
-    // The input: all micro-batches at once, and the count of their targets.
+    // The input of all micro-batches at once, and the count of their targets.
     case Op::LOAD:
         for (int m = 0; m < p.micro_batches; m++)
             x.write({Kind::TOKENS, -1, m});
@@ -221,7 +224,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
         x.read({p.layout.weights_away ? Kind::STAGED : Kind::WEIGHT, a.bucket});
         x.write({Kind::GATHERED, a.bucket});
         break;
-    case Op::RELEASE: break; // marks where the last reader was
+    case Op::RELEASE: break; // only marks the place behind the last reader
 
     // Layers.
     case Op::F: access_forward(x, p, model, a); break;

@@ -4,16 +4,17 @@
 //     LOAD            read the step's tokens            COUNT  sum valid targets over all ranks
 //     F(m,l)          forward of layer l                R(m,l) recompute the activations F dropped
 //     B(m,l)          backward: I(m,l) the input's gradient, then W(m,l) the weights' gradient
-//     SENDRECV(...)   activations and gradients to and from other pipeline stages
-//     GATHER(b)       a bucket's weights from all its shards         RELEASE(b)  its bytes are free
-//     REDUCE(b)       its gradient, summed over the ranks that hold parts of it
-//     TIE(b)          the two gradients of a tied table, added
-//     NORM            the global gradient norm: scale and finiteness, in device memory
-//     UPDATE(b)       the optimizer                     PUBLISH(b) updated weights to all shards
-//     FETCH(b.c)      a chunk of offloaded state, for its update     PARK(b.c) the chunk back
-//     PARK(m,l)       a block's activations to another tier          FETCH(m,l) and back
-//     FETCH(b)        a bucket's offloaded weights, or this rank's shard, for layers
-//     PARK(grad b)    its gradient to another tier, FETCH(grad b) back    SQUARE(b) its squares
+//     SENDRECV(...)   exchange activations and gradients with other pipeline stages
+//     GATHER(b)       gather a bucket's weights from its shards      RELEASE(b) free those bytes
+//     REDUCE(b)       sum the bucket's gradient over the ranks that hold parts of it
+//     TIE(b)          add the two gradients of a tied table
+//     NORM            compute the global gradient norm: scale and finiteness, in device memory
+//     UPDATE(b)       run the optimizer                 PUBLISH(b) all-gather the updated weights
+//     FETCH(b.c)      bring a chunk of offloaded state to its update     PARK(b.c) take it back
+//     PARK(m,l)       move a block's activations to another tier         FETCH(m,l) bring them back
+//     FETCH(b)        bring a bucket's offloaded weights, or this rank's shard of them, to layers
+//     PARK(grad b)    move the bucket's gradient to another tier      FETCH(grad b) bring it back
+//     SQUARE(b)       sum the squares of a gradient that is about to leave
 //   Words used throughout:
 //     stage    consecutive layers on one pipeline rank   shard    this rank's part of a bucket
 //     owner    the rank that contributes an element      range    {first, count} of elements
@@ -35,7 +36,7 @@ enum class Op : uint8_t {
     LOAD, COUNT, SENDRECV, GATHER, RELEASE, F, B, I, W, R, REDUCE, TIE, SQUARE, NORM, FETCH, UPDATE,
     PARK, PUBLISH
 };
-// The words of --explain, of timelines and of the watchdog.
+// The names that --explain, timelines and the watchdog print.
 inline const char* op_name(Op op) {
     static const char* names[] = {
         "LOAD", "COUNT", "SENDRECV", "GATHER", "RELEASE", "F", "B", "I", "W", "R", "REDUCE", "TIE",
@@ -43,7 +44,8 @@ inline const char* op_name(Op op) {
     return names[int(op)];
 }
 
-// A piece of memory by its meaning. The table below says what `of` counts and how long it lives.
+// The meaning of a piece of memory. The table below says how long each kind lives, and whether
+// there is one for each bucket or for each layer.
 enum class Kind : uint8_t {
     WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, AMAX, CAST, CONSTANTS, CACHE,
     GATHERED, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED, VALID, TOKENS, STREAM, DSTREAM,
@@ -57,38 +59,38 @@ struct KindRow {
 };
 inline const KindRow& kind_row(Kind kind) {
     static const KindRow rows[] = {
-        {"weight",     true,  true},  // what this rank keeps: the whole bucket, in ZeRO-3 its shard
+        {"weight",     true,  true},  // this rank's weights: the whole bucket, in ZeRO-3 its shard
         {"master",     true,  true},  // the bits that narrow weights lack (small_states.cuh)
         {"state",      true,  true},  // a state tensor of the optimizer; `micro` is its number
         {"grad",       true,  true},  // the step's gradient: whole, or its shard in ZeRO-2 and 3
         {"grad.tied",  true,  true},  // the head's gradient of a tied table
-        {"scale",      true,  false}, // the norm, the clipping factor, finiteness
+        {"scale",      true,  false}, // the gradient norm, the clipping factor, finiteness
         {"amax",       true,  false}, // fp8's delayed scaling: maxima and scales (fp8_delayed.cuh)
         {"cast",       true,  false}, // fp8: codes of the weights of this rank's blocks (casts.h)
         {"constants",  true,  false}, // RoPE's table or ALiBi's slopes
-        {"cache",      true,  false}, // keys and values of generated tokens
-        {"gathered",   false, true},  // the bucket's weights, whole: ZeRO-3's, or fetched
+        {"cache",      true,  false}, // generation: keys and values of all tokens so far
+        {"gathered",   false, true},  // a bucket's whole weights, gathered by ZeRO-3 or fetched
         {"partial",    false, true},  // one micro-batch's gradient, whole, before REDUCE
-        {"sent",       false, true},  // a gradient in 16 bits, while REDUCE sums it
+        {"sent",       false, true},  // a 16-bit copy of a gradient, while REDUCE sums it
         {"grad.here",  false, true},  // offload: the step's gradient while layers add to it
-        {"tied.here",  false, true},
-        {"squares",    false, true},  // offload: sums of its squares, which NORM adds
-        {"staged",     false, true},  // offload: a chunk, where UPDATE runs; a shard of weights
+        {"tied.here",  false, true},  // offload: the same for grad.tied
+        {"squares",    false, true},  // offload: sums of a gradient's squares, which NORM adds
+        {"staged",     false, true},  // offload: a chunk where UPDATE runs, or a shard of weights
         {"valid",      false, false}, // the number of valid targets
         {"tokens",     false, false}, // tokens, targets, positions, starts of documents
         {"stream",     false, false}, // stream(m,l): the input of layer l
-        {"dstream",    false, false}, // dstream(m,l): its gradient
-        {"kept.b",     false, false}, // activations that last from F on; the input half of B is the
-        {"kept.w",     false, false}, //   last to read a .b, the weight half a .w
-        {"redo.b",     false, false}, // activations that R makes again
-        {"redo.w",     false, false},
+        {"dstream",    false, false}, // dstream(m,l): the gradient of stream(m,l)
+        {"kept.b",     false, false}, // activations kept from F to backward. The input half of B is
+        {"kept.w",     false, false}, //   the last reader of a .b, the weight half of a .w
+        {"redo.b",     false, false}, // activations that R recomputes
+        {"redo.w",     false, false}, //   again .b and .w by their last reader
         {"gradient.b", false, false}, // gradients of activations
-        {"gradient.w", false, false},
-        {"parked",     false, false}, // offload: the datum of kind `chunk`, in another tier
-        {"loss",       false, false},
-        {"logits",     false, false},
-        {"loads",      false, false}, // (L,E) slots that each block's experts have got in this step
-        {"scratch",    false, false}, // what a layer needs only while it runs
+        {"gradient.w", false, false}, //   again .b and .w by their last reader
+        {"parked",     false, false}, // offload: a datum in another tier; Data::chunk is its kind
+        {"loss",       false, false}, // a micro-batch's loss; in evaluation also that of each row
+        {"logits",     false, false}, // generation: the logits of each sequence's last rows
+        {"loads",      false, false}, // (L,E) slots that this step gave to each block's experts
+        {"scratch",    false, false}, // memory that a layer needs only while it runs
     };
 
     // Rows stand in the order of the enum, so the kind itself is the index.
@@ -96,105 +98,107 @@ inline const KindRow& kind_row(Kind kind) {
 }
 // clang-format on
 
-// Shorthands for the table's columns.
+// Shorthands for the columns of kind_row()'s table.
 inline const char* kind_name(Kind kind) { return kind_row(kind).name; }
 inline bool persistent(Kind kind) { return kind_row(kind).persistent; }
 inline bool of_bucket(Kind kind) { return kind_row(kind).of_bucket; }
 
-// The rows of the activation table lie in these six groups.
+// Each row of a family's activation table lies in one of these six groups.
 constexpr Kind ACTIVATION_KINDS[] = {Kind::KEPT_B, Kind::KEPT_W,     Kind::REDO_B,
                                      Kind::REDO_W, Kind::GRADIENT_B, Kind::GRADIENT_W};
 
-// One datum, by meaning and number: the key of every table of places. Where it lies is in arena.h.
+// The name of one datum: the key under which the arena (arena.h) finds where it lies.
 struct Data {
     Kind kind;
-    int of = -1;    // a layer or a bucket
-    int micro = -1; // a micro-batch; of STATE: which tensor
-    int chunk = -1; // of a bucket, where some of it is offloaded; -1: all of it; of PARKED: the
-                    //   kind that it holds
+    int of = -1;    // the number of a layer or a bucket
+    int micro = -1; // a micro-batch; STATE: the number of the optimizer's tensor
+    int chunk = -1; // a chunk of an offloaded bucket, -1: the whole bucket; PARKED: the kind of
+                    //   the datum that is parked
     auto operator<=>(const Data&) const = default;
 };
 
-// One line of a plan. Only the fields that its op names have a value; the others stay -1.
+// One action of a plan. Each field lists the ops that set it; for all others it stays -1.
 struct Action {
     Op op;
     int micro = -1;     // F B I W R; REDUCE where each micro-batch is reduced
     int layer = -1;     // F B I W R
     int bucket = -1;    // GATHER RELEASE REDUCE TIE UPDATE PUBLISH FETCH PARK
-    bool first = false; // B W REDUCE: its gradients hold nothing yet, so it writes; later ones add
+    bool first = false; // B W REDUCE: the first to reach its gradients: it writes, later ones add
     std::vector<Transfer> transfers = {}; // SENDRECV
-    int chunk = -1; // FETCH UPDATE PARK of an offloaded bucket
-    // FETCH PARK of a whole bucket: WEIGHT comes; GRAD, which is whole, goes for its update; others
-    // go and come back in between.
+    int chunk = -1; // FETCH UPDATE PARK: the chunk of an offloaded bucket
+    // FETCH PARK of a whole bucket. WEIGHT: weights come for layers. GRAD: a complete gradient
+    // leaves, until its update. Other kinds: a gradient leaves and comes back between two uses.
     Kind kind = Kind::WEIGHT;
 };
 
-// A plan serves one of these; each has its own forward and its own end.
+// The purpose of a plan. Each mode has its own forward pass and its own end of the step.
 enum class Mode { TRAIN, EVALUATE, GENERATE };
 
-// Where bytes lie: where the step runs, the host's memory, or a file.
+// A tier of memory: DEVICE is where the step runs, HOST the host's memory, DISK a file.
 enum class Tier : uint8_t { DEVICE, HOST, DISK };
 constexpr int TIERS = 3;
 
-// Data in another tier, brought where the step runs while they are used (offload.h).
+// The tier of each kind of data. Offloaded data come to the device while they are used (offload.h).
 struct Offload {
     Tier optimizer = Tier::DEVICE;   // masters and state
     Tier activations = Tier::DEVICE; // blocks' inputs and kept activations, from F to backward
     Tier weights = Tier::DEVICE, gradients = Tier::DEVICE;
     size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
-    Tier update = Tier::DEVICE;      // where UPDATE runs: HOST, and masters and moments stay there
+    Tier update = Tier::DEVICE;      // where UPDATE runs; on HOST, masters and moments stay there
 
-    // Updates go by chunks where they find some of their data elsewhere.
+    // Whether updates go chunk by chunk: they do when any of their data is offloaded.
     bool cuts_updates() const {
         Tier here = Tier::DEVICE;
         return optimizer != here || weights != here || gradients != here;
     }
 };
 
-// A layout whose layers find data where these tiers put them.
+// The layout, told whether layers find their weights and gradients in another tier.
 inline Layout with_tiers(Layout layout, const Offload& offload) {
     layout.weights_away = offload.weights != Tier::DEVICE;
     layout.gradients_away = offload.gradients != Tier::DEVICE;
     return layout;
 }
 
-// A plan is made for these, for a layout and for a model.
+// The options of a plan. A plan is made from these, a layout and a model.
 struct PlanOptions {
     Mode mode = Mode::TRAIN;
     size_t B = 1, T = 1; // a micro-batch: sequences, and the length of each
     int micro_batches = 1;
-    size_t cache = 0, scored = 1; // GENERATE: positions of each sequence, and rows with logits
+    size_t cache = 0, scored = 1; // GENERATE: positions of a sequence, its rows with logits
     RecomputeLevels recompute;
-    bool split_backward = false; // B as I and W
+    bool split_backward = false; // run B as two actions, I and W
     Optimizer optimizer = Optimizer::ADAMW;
     Offload offload = {};
-    Masters masters = Masters::FLOAT; // of weights that are narrower than float
-    States states = States::FLOAT;    // AdamW's moments
+    Masters masters = Masters::FLOAT; // kept for weights that are narrower than float
+    States states = States::FLOAT;    // the format of AdamW's moments
     Stored stored = Stored::WIDE;
-    bool narrow_gradients = false; // data-parallel ranks sum them as bf16
-    Objective objective = {};     // what the loss is
-    bool whole_sequences = false; // context-parallel ranks take sequences of their own
+    bool narrow_gradients = false; // data-parallel ranks sum gradients as bf16
+    Objective objective = {};      // the loss that is trained
+    bool whole_sequences = false;  // context-parallel ranks take sequences of their own
 };
 
+// One rank's plan: its options, its layout, and its actions in order.
 struct Plan : PlanOptions {
     Layout layout;
     std::vector<Action> actions;
 
-    // The rows of a micro-batch on this rank: context parallelism shares out the sequence.
-    // Generation has those of one prompt, or the last ones of each sequence.
+    // The rows (tokens) of a micro-batch on this rank: context parallelism splits each sequence.
+    // Generation runs one prompt of T rows, or the last `scored` rows of each of B sequences.
     size_t rows() const {
         return mode == Mode::GENERATE ? std::max(B * scored, T) : B * T / size_t(layout.cp.size);
     }
 
-    // The input of a micro-batch in numbers: four a row, of pairs two floats more, then positions
-    // of keys in a cache, or positions and documents' starts of all context-parallel ranks' keys.
+    // The size of a micro-batch's input, in ints: for each row a token, a target, a position and a
+    // document's start, and two floats more if the objective has coefficients; then positions of
+    // the cache's keys, or positions and document starts of all context-parallel ranks' keys.
     size_t row_numbers() const { return objective.rows() ? 6 : 4; }
     size_t input_numbers() const {
         return row_numbers() * rows() + (layout.cp.size > 1 ? 2 * B * T : B * cache);
     }
 };
 
-// Ops whose pass makes gradients of weights; ops that run a layer at all.
+// Whether an op makes gradients of weights; whether it runs a layer at all.
 inline bool reaches_weights(Op op) { return op == Op::B || op == Op::W; }
 inline bool computes(Op op) {
     return op == Op::F || op == Op::B || op == Op::I || op == Op::W || op == Op::R;
@@ -203,14 +207,14 @@ inline bool computes(Op op) {
 // ----------------------------------------------------------------------------
 // which layers stand where
 
-// The first layer of a stage; of the stage after the last one: the number of layers.
+// The first layer of a stage. For the stage past the last one: the number of layers.
 inline int first_layer(const Layout& layout, const Model& model, int stage) {
     if (layout.first_layer.empty())
         return stage == 0 ? 0 : model.layers();
     return layout.first_layer[stage];
 }
 
-// Stages are few, so a walk over them is fast enough.
+// The stage that runs a layer. Stages are few, so a walk over them is fast enough.
 inline int stage_of(const Layout& layout, const Model& model, int layer) {
     int stage = 0;
     while (first_layer(layout, model, stage + 1) <= layer)
@@ -218,25 +222,25 @@ inline int stage_of(const Layout& layout, const Model& model, int layer) {
     return stage;
 }
 
-// A transfer moves the stream between two stages: the later one's input, or its gradient.
+// The datum that a transfer moves: the input of the later stage, or the gradient of that input.
 inline Data data_of(const Layout& layout, const Model& model, const Transfer& t) {
     Kind kind = t.gradient ? Kind::DSTREAM : Kind::STREAM;
     return {kind, first_layer(layout, model, t.stage), t.micro};
 }
 
-// Stages go round the pipeline's ranks, so with chunks a rank has several, pp.size apart.
+// Whether this rank runs a layer. With chunks it has several stages, pp.size apart.
 inline bool is_mine(const Layout& layout, const Model& model, int layer) {
     return stage_of(layout, model, layer) % layout.pp.size == layout.pp.rank;
 }
 
-// A tied table has two layers, and both ranks that run one of them keep it.
+// Whether this rank runs a layer of a bucket. A tied table has two layers: two ranks may keep it.
 inline bool bucket_is_mine(const Layout& layout, const Model& model, int bucket) {
     for (int l : model.buckets[bucket].layers)
         if (is_mine(layout, model, l)) return true;
     return false;
 }
 
-// A tied table whose two layers stand on different ranks: each rank has one of the gradients.
+// Whether a tied table's two layers run on different ranks: each then has one of its gradients.
 inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
     return b.tied() &&
@@ -246,10 +250,10 @@ inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
 // ----------------------------------------------------------------------------
 // which ranks sum a bucket's gradient, and what each keeps of it
 
-// ZeRO-2 and 3 reduce a bucket after each micro-batch and keep a shard of its gradient. Not a tied
-// table, whose two gradients are added first, at the end of the step; nor a bucket that shares a
-// layer with one: an action has one flag, `first`, for all gradients of its layer. For the same
-// reason experts that only this rank holds go with their block, though nothing is to be summed.
+// Whether a bucket is reduced after each micro-batch into a shard, as ZeRO-2 and 3 do. Exceptions:
+// a tied table, whose two gradients are added first, at the end of the step; and a bucket that
+// shares a layer with one, as an action has one flag, `first`, for all gradients of its layer. So
+// experts that only this rank holds go with their block too, though there is nothing to sum.
 inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
     const Bucket& mine = model.buckets[bucket];
     if (layout.zero < 2 || shard_axis(layout, Group::DATA).size == 1)
@@ -261,32 +265,33 @@ inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
     return true;
 }
 
-// The tensor-parallel ranks that hold the same key/value head.
+// The number of tensor-parallel ranks that hold the same key/value head.
 inline int ranks_of_kv_head(const Layout& layout, const Model& model) {
     return std::max(1, layout.tp.size / int(model.shape.NKV));
 }
 
-// Every tensor-parallel rank has a part of the gradient of elements [0, this); see Bucket.
+// Elements [0, this) of a bucket have a partial gradient on every tensor-parallel rank; see Bucket.
 inline size_t partial_over_tp(const Layout& layout, const Bucket& bucket) {
     return layout.sequence_parallel ? bucket.common : bucket.by_heads;
 }
 
-// Whether tensor-parallel ranks hold parts of a gradient: of whole parameters, of shared heads.
+// Whether tensor-parallel ranks hold parts of a gradient: of replicated parameters or shared heads.
 inline bool adds_over_tp(const Layout& layout, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
     bool shares_heads = ranks_of_kv_head(layout, model) > 1 && b.shared > b.common;
     return layout.tp.size > 1 && (partial_over_tp(layout, b) > 0 || shares_heads);
 }
 
-// A bucket without partners has its sum already: the plan gives it no REDUCE.
+// Whether the plan gives a bucket a REDUCE. Without other ranks to sum with it needs none.
 inline bool is_reduced(const Layout& layout, const Model& model, int bucket) {
     bool many = group_axis(layout, model.buckets[bucket].group).size > 1;
     bool collected = reduced_each(layout, model, bucket);
     return many || collected || adds_over_tp(layout, model, bucket);
 }
 
-// Each level of ZeRO cuts one datum more: 1 the optimizer's, 2 the gradient, 3 the weights. Weights
-// in another tier come for each use whatever the level is: every level cuts them.
+// Whether this rank keeps only a shard of a bucket's datum. Each level of ZeRO shards one datum
+// more: 1 the optimizer's, 2 the gradient, 3 the weights. Offloaded weights come for each use
+// whatever the level is, so every level shards them.
 inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     if (shard_axis(layout, model.buckets[d.of].group).size == 1)
         return false;
@@ -300,7 +305,7 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     }
 }
 
-// The range of a bucket's datum that a rank keeps, in elements of the bucket.
+// The range of a bucket's datum that this rank keeps: its length and its start, in elements.
 inline size_t kept_elements(const Layout& layout, const Model& model, Data d) {
     const Bucket& b = model.buckets[d.of];
     return is_sharded(layout, model, d) ? shard_elements(layout, b) : whole_elements(layout, b);
@@ -311,29 +316,30 @@ inline size_t kept_first(const Layout& layout, const Model& model, Data d) {
     return is_sharded(layout, model, d) ? shard_elements(layout, b) * shard : 0;
 }
 
-// ZeRO-1 and 2 update a shard of weights that every rank keeps whole.
+// Whether a bucket needs PUBLISH: ZeRO-1, 2 update a shard of weights that every rank keeps whole.
 inline bool is_published(const Layout& layout, const Bucket& b) {
     bool some_whole = layout.zero == 1 || layout.zero == 2;
     return shard_axis(layout, b.group).size > 1 && some_whole && !layout.weights_away;
 }
 
-// The datum that a layer reads as its weights, and the one that it adds its gradient to.
+// The datum in which a layer finds its weights.
 inline Kind weight_kind(const Layout& layout, const Model& model, int bucket) {
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
     return cut || layout.weights_away ? Kind::GATHERED : Kind::WEIGHT;
 }
-// The datum that a fetch of weights fills: a shard is still to be gathered.
+// The datum that FETCH(b) fills: STAGED with a shard that GATHER completes, or GATHERED at once.
 inline Kind fetched_kind(const Layout& layout, const Model& model, int bucket) {
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
     return cut ? Kind::STAGED : Kind::GATHERED;
 }
-// The step's gradient where it is summed: at home, or while it is here.
+// The datum in which the step's gradient is summed: GRAD, or GRAD_HERE if gradients are offloaded.
 inline Kind summed_kind(const Layout& layout) {
     return layout.gradients_away ? Kind::GRAD_HERE : Kind::GRAD;
 }
 inline Kind tied_kind(const Layout& layout) {
     return layout.gradients_away ? Kind::TIED_HERE : Kind::GRAD_TIED;
 }
+// The datum to which a layer adds its gradient.
 inline Kind gradient_kind(const Layout& layout, const Model& model, int bucket, int layer) {
     if (reduced_each(layout, model, bucket)) return Kind::PARTIAL;
     bool head_of_tied = model.buckets[bucket].tied() && layer == model.head();

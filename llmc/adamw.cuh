@@ -3,21 +3,21 @@
 //   w -= lr * ((m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w)
 //   weight (n) T   master (n) float, or null where the weight is its own master
 //   grad, m, v (n) acc   or a table of tensors in one bucket, in one call
-//   A table's rows have a factor each for lr (LoRA+).
-//   scale: {scale, finite, step} as grad_norm_finish leaves them; null: 1, true, h.step; and the
-//          step's learning rate where the host has given one, else h.lr
+//   Each row of the table has a factor for lr (LoRA+).
+//   scale: {scale, finite, step} as grad_norm_finish leaves them, with the step's learning rate if
+//          the host has given one (else h.lr). A null scale means 1, true, h.step.
 //   AdamWMemory: master as the 16-bit remainders of small_states.cuh, m and v in bf16 or 8 bits
-//   Contract: master, m, v updated, weight = the master rounded to nearest; exact ties go to even,
-//             beside a remainder away from zero. Nothing is written when !scale->finite, nor
-//             between a table's tensors. Bitwise repeatable: an element depends on nothing but
-//             itself; where the square root, the division and fma are IEEE (nvcc without
-//             -use_fast_math, a CPU) all versions give the same bits.
+//   Contract: master, m, v updated. weight = the master rounded to nearest; an exact tie goes to
+//             even, but away from zero where the master is a remainder. Nothing is written when
+//             !scale->finite, and never between a table's tensors. Bitwise repeatable: an element
+//             depends on nothing but itself. All versions give the same bits where the square
+//             root, the division and fma are IEEE (a CPU, or nvcc without -use_fast_math).
 //             Without a master, bf16 and fp16 lose steps below half a unit in the last place.
-//             With h.stochastic they round up as often as the remainder says, by 16 random bits
-//             of (seed, step, name, global element): the layout does not change them.
+//             h.stochastic then rounds up with a probability equal to the remainder, by 16 random
+//             bits of (seed, step, name, global element): the layout does not change them.
 //   Cost: memory-bound: reads grad, master, m, v; writes master, m, v, weight: 30 bytes a bf16
-//         parameter, 28 with remainders, 24 without a master. The GPU reads the scale where the
-//         norm left it.
+//         parameter, 28 with remainders, 24 without a master. The GPU reads the scale from device
+//         memory, where the norm left it.
 //   To copy: this file and grad_norm.cuh, loss_scale.cuh, small_states.cuh,
 //   rand.h, types.h, cuda_common.h.
 #pragma once
@@ -28,40 +28,43 @@
 
 namespace llmc {
 
-// The settings of a step; each tensor's row says whether it decays.
+// The settings of a step. Each tensor's row says whether weight decay applies to it.
 struct AdamW {
     float lr, beta1, beta2, eps, decay;
-    bool stochastic = false; // rounding of weights without a master, and of bf16 moments
-    uint64_t seed = 0;       // of the rounding
-    int64_t step = 1;        // this step's number, from 1, where no StepScale brings it
+    bool stochastic = false; // for weights without a master, and for bf16 moments
+    uint64_t seed = 0;       // of the stochastic rounding
+    int64_t step = 1;        // this step's number, from 1; a StepScale overrides it
 };
 
-// A bucket's memory; rows say which elements belong to which tensor.
+// The memory of a bucket. Rows (TensorRow) say which elements belong to which tensor.
 template <typename T> struct AdamWMemory {
     T* weight;
-    void* master; // float or uint16_t, as `masters` says; null: the weight is its own
+    void* master; // float or uint16_t, as `masters` says; null: the weight is the master
     const acc_t<T>* grad;
     void *m, *v; // acc_t<T>, bf16 or bytes, as `states` says
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
 };
 
-// Streams of random bits: what is rounded of a tensor. They are added to the hash of its name.
+// Streams of random bits, one for each quantity that is rounded. The number is added to the hash of
+// the tensor's name.
 constexpr uint64_t ROUND_WEIGHT = 0, ROUND_M = 1, ROUND_V = 2;
 
 // ----------------------------------------------------------------------------
 // one element: what both versions do to it
 
-// This step's numbers; without a StepScale every gradient is taken as it is.
+// The numbers of this step. Without a StepScale the gradient is neither scaled nor checked.
 LLMC_HD inline StepScale this_step(const StepScale* scale, int64_t step) {
     return scale ? *scale : StepScale{0, 1, 1, step};
 }
-// The learning rate: the step's where the host has given one, else the settings'.
+
+// The learning rate: the one the host gave for this step, else the settings'.
 LLMC_HD inline float rate_of(const StepScale& now, float lr) {
     return now.given.lr < 0 ? lr : now.given.lr;
 }
 
-// The numbers of a step. Explicit fma: the compiler must not decide whether to contract.
+// One AdamW step on one element. fma is written out, because the compiler could otherwise contract
+// products differently in each version and change the bits.
 template <typename A> struct AdamWStep {
     A scale, b1, b2, lr, eps;
     A correct1, correct2; // 1 / (1 - beta^t)
@@ -70,29 +73,30 @@ template <typename A> struct AdamWStep {
           correct1(A(now.correct1 > 0 ? now.correct1 : bias_correction(h.beta1, now.step))),
           correct2(A(now.correct2 > 0 ? now.correct2 : bias_correction(h.beta2, now.step))) {}
 
-    // Update the moments; return the new weight. rate: of the learning rate, the tensor's own.
+    // Update the moments in place and return the new weight. `rate` is the tensor's own
+    // factor of lr.
     LLMC_HD A operator()(A& m, A& v, A grad, A w, A decay, A rate) const {
         A g = grad * scale;
         m = std::fma(b1, m, (1 - b1) * g);
         v = std::fma(b2, v, (1 - b2) * g * g);
-        // Undo the moments' pull towards the 0 they started from.
+        // Correct the moments' bias towards 0, from which they started.
         A change = m * correct1 / (std::sqrt(v * correct2) + eps);
         return std::fma(-lr * rate, std::fma(decay, w, change), w);
     }
 };
 
-// w - lr * (g + decay * w)
+// One SGD step on one element: w - lr * (grad * scale + decay * w).
 template <typename A>
 LLMC_HD inline A sgd_element(A grad, A w, A scale, A lr, A decay) {
     return std::fma(-lr, std::fma(decay, w, grad * scale), w);
 }
 
-// The bits of the bf16 or fp16 above or below in magnitude, each as often as x is near it:
-// `random` is in [0, 2^16).
+// Round x up or down in magnitude at random, up with a probability equal to the remainder. The
+// result is the bits of a bf16 or fp16; `random` is in [0, 2^16).
 LLMC_HD inline uint16_t stochastic_bf16(float x, uint32_t random) {
     uint32_t u = bits_as<uint32_t>(x);
     if ((u & 0x7f800000) == 0x7f800000) return from_acc<bf16>(x).bits; // infinity, NaN
-    // A carry leaves the lower half as often as the remainder says.
+    // The sum carries into the upper half with a probability equal to the remainder.
     return uint16_t((u + random) >> 16);
 }
 LLMC_HD inline uint16_t stochastic_fp16(float x, uint32_t random) {
@@ -100,17 +104,17 @@ LLMC_HD inline uint16_t stochastic_fp16(float x, uint32_t random) {
     uint32_t sign = u >> 16 & 0x8000;
     u &= 0x7fffffff;
 
-    // 65504 and more round to nearest: there is none above. A normal number drops 13 bits.
+    // From 65504 on round to nearest, for there is no larger number. A normal number drops 13 bits.
     if (u >= 0x477fe000)
         return from_acc<fp16>(x).bits;
     if (u >= 0x38800000)
         return uint16_t(sign | ((u + (random >> 3) - 0x38000000) >> 13));
 
-    // Count a subnormal in units of 2^-24, with 16 bits behind the point.
+    // Count a subnormal in units of 2^-24, with 16 bits behind the binary point.
     return uint16_t(sign | ((uint32_t(bits_as<float>(u) * 0x1p40f) + random) >> 16));
 }
 
-// Round an element of 16 bits at random; wider ones have nothing to lose.
+// Round to a 16-bit type at random. Wider types are returned as they are.
 template <typename T>
 LLMC_HD inline T round_stochastic(acc_t<T> x, uint32_t random) {
     if constexpr (type_of<T>() == Type::BF16)
@@ -121,12 +125,13 @@ LLMC_HD inline T round_stochastic(acc_t<T> x, uint32_t random) {
         return from_acc<T>(x); // float and double are their own masters
 }
 
-// Sixteen random bits for each element; a block of Philox serves eight elements.
+// Sixteen random bits for each element. One block of Philox serves eight elements.
 struct RoundingBits {
     uint64_t seed, hash;
-    uint64_t block = ~uint64_t(0); // the one whose words are here
+    uint64_t block = ~uint64_t(0); // the block that `words` holds
     RandomWords words = {};
-    // The step is part of the seed, else an element would err the same way each time.
+    // The step is part of the seed; otherwise an element would be rounded the same way
+    // in each step.
     LLMC_HD RoundingBits(const AdamW& h, int64_t step, uint64_t hash)
         : seed(h.seed ^ uint64_t(step) << 32), hash(hash) {}
     LLMC_HD uint32_t operator()(uint64_t element) {
@@ -136,7 +141,7 @@ struct RoundingBits {
             words = random_block(seed, hash, block);
         }
 
-        // Pick by comparing, not by an index, so that the words stay in registers.
+        // Select the word by comparisons. An index would move the words out of registers.
         uint32_t k = uint32_t(element % 8);
         uint32_t word = words[0];
         for (uint32_t i = 1; i < 4; i++)
@@ -148,17 +153,17 @@ struct RoundingBits {
 // ----------------------------------------------------------------------------
 // CPU
 
-// Elements that a thread works on at a time: what shares an absmax in 8 bits.
+// The number of elements that a thread works on at a time: a block that shares an absmax in 8 bits.
 constexpr size_t UPDATE_BLOCK = STATE_BLOCK;
 
-// Whether a stream's moments have a sign: the first have.
+// Whether the moments of a stream can be negative: only the first moments can.
 LLMC_HD inline bool has_sign(uint64_t stream) { return stream == ROUND_M; }
 
-// Read n weights from element `at` on: the masters, or the weights themselves.
+// Read n weights from element `at` on, from the masters if there are any.
 template <typename T>
 void read_weights(acc_t<T>* w, const AdamWMemory<T>& x, size_t at, size_t n) { // w (n)
     typedef acc_t<T> A;
-    // Join the two halves of a master: the weight is the upper one.
+    // Join a weight and its remainder, the two halves of a master.
     if constexpr (type_of<T>() == Type::BF16)
         if (x.masters == Masters::REMAINDER) {
             const uint16_t* remainder = static_cast<const uint16_t*>(x.master) + at;
@@ -168,7 +173,7 @@ void read_weights(acc_t<T>* w, const AdamWMemory<T>& x, size_t at, size_t n) { /
             return;
         }
 
-    // A test of one pointer in each turn: the compiler takes it out of the loop.
+    // The compiler moves the test of the pointer out of the loop.
     const float* master = static_cast<const float*>(x.master);
     #pragma omp simd
     for (size_t k = 0; k < n; k++)
@@ -180,7 +185,7 @@ template <typename T>
 void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
                    const TensorRow& row, size_t i, size_t n, const AdamW& h, int64_t step) {
     T* weight = x.weight + row.offset + i; // (n)
-    // Split a master: its upper half is the weight, and the lower one is kept beside it.
+    // Split the masters: the upper half is the weight, the lower half the remainder.
     if constexpr (type_of<T>() == Type::BF16)
         if (x.masters == Masters::REMAINDER) {
             uint16_t* remainder = static_cast<uint16_t*>(x.master) + row.offset + i;
@@ -193,7 +198,8 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
             return;
         }
 
-    // Without a master round at random, or lose what is below half a unit in the last place.
+    // Without a master, round at random. Otherwise steps below half a unit in the last
+    // place are lost.
     if (!x.master && h.stochastic && sizeof(T) == 2) {
         RoundingBits random(h, step, row.hash + ROUND_WEIGHT);
         for (size_t k = 0; k < n; k++)
@@ -201,7 +207,7 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
         return;
     }
 
-    // The weight is the master's copy, rounded to nearest.
+    // Write the master, and round it to nearest for the weight.
     float* master = static_cast<float*>(x.master) + (x.master ? row.offset + i : 0);
     #pragma omp simd
     for (size_t k = 0; k < n; k++) {
@@ -210,18 +216,20 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
     }
 }
 
-// n moments of a row from its element i on: where they are if those are float, else in `room` (n).
+// Return n moments of a row from its element i on. Float moments are returned in place; others are
+// widened into `room` (n).
 template <typename A>
 A* read_moments(void* moments, States states, const TensorRow& row, size_t i, size_t n,
                 uint64_t stream, A* room) {
-    // Float moments need no room; in 8 bits those of little tensors are float too.
+    // Float moments need no room. With 8-bit states those of tensors with few elements
+    // are float too.
     if (states == States::FLOAT)
         return static_cast<A*>(moments) + row.offset + i;
     unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
     if (states == States::EIGHT_BIT && !row.small)
         return reinterpret_cast<A*>(tensor) + i;
 
-    // Widen the others: codes by their block's scale and map, or bf16.
+    // Widen the others: 8-bit codes by their block's scale and map, or bf16.
     if constexpr (std::is_same_v<A, float>)
         if (states == States::EIGHT_BIT) {
             read_block(room, state_block(tensor, row.n, i), n, dynamic_map(has_sign(stream)));
@@ -234,15 +242,16 @@ A* read_moments(void* moments, States states, const TensorRow& row, size_t i, si
     return room;
 }
 
-// Put moments of a row from its element i on back, where they are not float.
+// Write moments of a row back from its element i on, unless they are float and updated in place.
 template <typename A>
 void write_moments(void* moments, States states, const A* values, // (n)
                    const TensorRow& row, size_t i, size_t n, const AdamW& h, int64_t step,
                    uint64_t stream) {
-    // Float moments are updated in place.
+    // Float moments were updated in place.
     if (states == States::FLOAT || (states == States::EIGHT_BIT && !row.small))
         return;
-    // A block's codes come from its new absmax.
+
+    // Quantise a block: its codes depend on its new absmax.
     if constexpr (std::is_same_v<A, float>)
         if (states == States::EIGHT_BIT) {
             unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
@@ -250,7 +259,8 @@ void write_moments(void* moments, States states, const A* values, // (n)
             return write_block(block, values, n, dynamic_map(has_sign(stream)));
         }
 
-    // To nearest, a second moment would stand still where a step adds too little to it.
+    // bf16 moments are rounded at random. Rounded to nearest, a second moment would stand still
+    // wherever a step adds less than half a unit in the last place.
     bf16* to = static_cast<bf16*>(moments) + row.offset + i; // (n)
     RoundingBits random(h, step, row.hash + stream);
     for (size_t k = 0; k < n; k++) {
@@ -260,22 +270,25 @@ void write_moments(void* moments, States states, const A* values, // (n)
     }
 }
 
+// Take one AdamW step on all tensors of a bucket.
 template <typename T>
 void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, // (count)
                   AdamW h, const StepScale* scale, Cpu) {
     typedef acc_t<T> A;
     StepScale now = this_step(scale, h.step);
-    // Skip the whole step: a NaN in the moments would stay for ever.
+    // Skip the whole step if a gradient is not finite: a NaN in the moments would stay forever.
     if (!now.finite) return;
 
-    // Walk the tensors; threads share out the blocks of each. A block's weights pass through the
-    // first cache, so that each format is one loop.
+    // Walk the tensors; threads share out the blocks of each. A block is read, updated and written
+    // through L1, so that each storage format needs only a loop of its own.
     const AdamWStep<A> update(h, now);
     for (size_t r = 0; r < count; r++) {
         const TensorRow& row = rows[r];
         A decay = row.decay ? h.decay : 0;
         A rate = row.rate;
         #pragma omp parallel for
+
+        // Read a block's weights and moments as acc_t.
         for (size_t i = 0; i < row.n; i += UPDATE_BLOCK) {
             size_t at = row.offset + i;
             size_t left = row.n - i;
@@ -288,7 +301,7 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
             A* v = read_moments(x.v, x.states, row, i, n, ROUND_V, v_room); // (n)
             const A* grad = x.grad + at;                                    // (n)
 
-            // Take the step: float moments are updated in place.
+            // Take the step, then write everything back in its own format.
             #pragma omp simd
             for (size_t k = 0; k < n; k++)
                 w[k] = update(m[k], v[k], grad[k], w[k], decay, rate);
@@ -299,13 +312,13 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
     }
 }
 
-// w -= lr * (g + decay * w)
+// Take one SGD step on all tensors of a bucket: w -= lr * (g + decay * w).
 template <typename T>
 void sgd_update(T* weight, float* master, const acc_t<T>* grad, // a bucket's; master or null
                 const TensorRow* rows, size_t count,            // (count)
                 float lr, float decay, const StepScale* scale, Cpu) {
     typedef acc_t<T> A;
-    // SGD has no moments, and so no step number to correct them by.
+    // SGD has no moments, so it needs no step number to correct their bias.
     StepScale now = this_step(scale, 0);
     if (!now.finite) return;
 
@@ -317,7 +330,7 @@ void sgd_update(T* weight, float* master, const acc_t<T>* grad, // a bucket's; m
         A row_rate = rate * rows[r].rate;
         #pragma omp parallel for simd
         for (size_t i = rows[r].offset; i < rows[r].offset + rows[r].n; i++) {
-            // A master has the bits that the weight has lost.
+            // Read the master if there is one: it has the bits that the weight lacks.
             A w = master ? A(master[i]) : to_acc(weight[i]);
             w = sgd_element(grad[i], w, s, row_rate, row_decay);
             if (master) master[i] = float(w);
@@ -332,14 +345,17 @@ void sgd_update(T* weight, float* master, const acc_t<T>* grad, // a bucket's; m
 #if LLMC_KERNELS
 
 constexpr int UPDATE_THREADS = 256;
-constexpr unsigned UPDATE_BLOCKS = 2048; // at most: each walks chunks of the table
+constexpr unsigned UPDATE_BLOCKS = 2048; // at most; a block walks several chunks if there are more
 
-// f(row, i, left): every thread's elements of each row, P from i on, or as many as are left
+// Call f(row, i, left) for every chunk of the table: each thread has P elements of the row from i
+// on, or the `left` ones where fewer are left.
 template <int P, typename F>
 __device__ void for_each_element(const TensorTable& table, F f) {
     for (size_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
         TensorChunk chunk = find_chunk(table, c);
-        // A warp stays together: lanes behind the end have nothing left, and take part.
+
+        // A warp stays together, for f may shuffle: lanes behind the end take part
+        // with nothing left.
         size_t lane = threadIdx.x % 32 * P;
         for (size_t w = chunk.from + threadIdx.x / 32 * 32 * P; w < chunk.to;
              w += UPDATE_THREADS * P)
@@ -347,11 +363,10 @@ __device__ void for_each_element(const TensorTable& table, F f) {
     }
 }
 
-// P weights as float: the masters, or the weights themselves.
+// Read P weights as float, from the master if there is one.
 template <int P, typename T>
 __device__ Pack<float, P> load_weights(const T* weight, const float* master, size_t count) {
     if (master) return load_some<P>(master, count);
-    // Without masters the weights are all that there is.
     Pack<T, P> narrow = load_some<P>(weight, count);
     Pack<float, P> w;
     for (int k = 0; k < P; k++)
@@ -359,11 +374,11 @@ __device__ Pack<float, P> load_weights(const T* weight, const float* master, siz
     return w;
 }
 
-// The same of a bucket's element `at` on, SPLIT: joined from weights and remainders.
+// The same for a bucket's element `at` on. With SPLIT, join weights and remainders.
 template <bool SPLIT, int P, typename T>
 __device__ Pack<float, P> read_some(const AdamWMemory<T>& x, size_t at, size_t count) {
     if constexpr (SPLIT) {
-        // Two loads of half a float each, of as many bytes as one.
+        // Two loads of half a float each move as many bytes as one load of a float.
         Pack<T, P> upper = load_some<P>(x.weight + at, count);
         Pack<uint16_t, P> lower = load_some<P>(static_cast<uint16_t*>(x.master) + at, count);
         Pack<float, P> w;
@@ -383,7 +398,7 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
     size_t at = row.offset + i;
     Pack<T, P> rounded;
     if constexpr (SPLIT) {
-        // Both halves change, for a carry may reach the weight.
+        // Write both halves: rounding the upper half up may have changed the weight too.
         Pack<uint16_t, P> lower;
         for (int k = 0; k < P; k++) {
             SplitFloat parts = split_float(w.v[k]);
@@ -392,12 +407,12 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
         }
         store_some(static_cast<uint16_t*>(x.master) + at, lower, count);
     } else if (!x.master && h.stochastic && sizeof(T) == 2) {
-        // Number elements within the whole tensor: no layout changes a bit.
+        // Number elements within the whole tensor, so that no layout changes a bit.
         RoundingBits random(h, step, row.hash + ROUND_WEIGHT);
         for (int k = 0; k < P; k++)
             rounded.v[k] = round_stochastic<T>(w.v[k], random(whole_index(row, i + k)));
     } else {
-        // The weight is the master's copy, rounded to nearest.
+        // Write the master, and round it to nearest for the weight.
         for (int k = 0; k < P; k++)
             rounded.v[k] = from_acc<T>(w.v[k]);
         if (x.master)
@@ -407,16 +422,18 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
     store_some(x.weight + at, rounded, count);
 }
 
-// The two maps of a block of threads, in shared memory; formats without a map have none.
+// The two maps of 8-bit codes in a block's shared memory. Other formats need none.
 struct SharedMaps {
     DynamicMap map[2]; // [has a sign]
 };
+// Fill the maps in shared memory. Every thread of the block must call it.
 template <States STATES>
 __device__ SharedMaps make_maps() {
     if constexpr (STATES == States::EIGHT_BIT) {
         static_assert(UPDATE_THREADS == 256);
         LLMC_SHARED(float, tables, 4 * 256);
-        // A thread makes one code's value, and the middle between it and the next, of each map.
+        // Each thread makes one code's value in each map, and the middle between it and
+        // the next value.
         int code = int(threadIdx.x);
         for (int k = 0; k < 2; k++) {
             float* values = tables + 512 * k;
@@ -431,7 +448,7 @@ __device__ SharedMaps make_maps() {
     }
 }
 
-// P moments of a row from its element i on, and back. In 8 bits a warp has a block.
+// Read P moments of a row from its element i on. With 8-bit states one warp has one block of 256.
 template <States STATES, int P>
 __device__ Pack<float, P> read_moments(void* moments, const TensorRow& row, size_t i, size_t count,
                                        const DynamicMap& map) {
@@ -446,6 +463,8 @@ __device__ Pack<float, P> read_moments(void* moments, const TensorRow& row, size
         // A lane behind the end reads nothing.
         Pack<float, P> x = {};
         if (count == 0) return x;
+
+        // Decode by the block's map and scale.
         StateBlock block = state_block(tensor, row.n, i);
         Pack<uint8_t, P> codes = load_some<P>((const uint8_t*)block.codes, count);
         for (int k = 0; k < P; k++)
@@ -459,6 +478,8 @@ __device__ Pack<float, P> read_moments(void* moments, const TensorRow& row, size
         return x;
     }
 }
+
+// Write P moments of a row back from its element i on. All lanes of a warp must call it together.
 template <States STATES, int P>
 __device__ void write_moments(void* moments, const Pack<float, P>& x, const TensorRow& row,
                               size_t i, size_t count, const AdamW& h, int64_t step,
@@ -471,13 +492,13 @@ __device__ void write_moments(void* moments, const Pack<float, P>& x, const Tens
         if (!row.small)
             return store_some(reinterpret_cast<float*>(tensor) + i, x, count);
 
-        // Find the block's largest magnitude. Lanes behind the end have none.
+        // Find the block's largest magnitude. A lane behind the end contributes 0.
         float largest = 0;
         for (int k = 0; k < P; k++)
             largest = size_t(k) < count ? fmaxf(largest, fabsf(x.v[k])) : largest;
         float absmax = block_scale(warp_max(largest));
 
-        // Write codes; the first lane writes the scale.
+        // Quantise. Every lane writes its codes; the first lane writes the scale.
         Pack<uint8_t, P> codes;
         for (int k = 0; k < P; k++) {
             float y = scaled(x.v[k], absmax);
@@ -490,7 +511,7 @@ __device__ void write_moments(void* moments, const Pack<float, P>& x, const Tens
         if (threadIdx.x % 32 == 0)
             *block.absmax = absmax;
     } else {
-        // The random numbers are the CPU's.
+        // Round at random by the same bits as the CPU.
         Pack<bf16, P> narrow;
         RoundingBits random(h, step, row.hash + stream);
         for (int k = 0; k < P; k++)
@@ -501,8 +522,8 @@ __device__ void write_moments(void* moments, const Pack<float, P>& x, const Tens
     }
 }
 
-// P elements a thread at a time; blocks walk the table's chunks.
-//   x: the bucket's, each row `offset` elements into it
+// Each thread takes P elements at a time; blocks walk the table's chunks. Pointers in x are the
+// bucket's, and each row lies `offset` elements into it.
 template <typename T, int P, bool SPLIT, States STATES>
 __global__ void adamw_update_kernel(AdamWMemory<T> x, __grid_constant__ const TensorTable table,
                                     AdamW h, const StepScale* scale) {
@@ -529,6 +550,7 @@ __global__ void adamw_update_kernel(AdamWMemory<T> x, __grid_constant__ const Te
     });
 }
 
+// SGD: each thread takes P elements at a time; blocks walk the table's chunks.
 template <typename T, int P>
 __global__ void sgd_update_kernel(T* weight, float* master, const float* grad,
                                   __grid_constant__ const TensorTable table, float lr, float decay,
@@ -559,13 +581,13 @@ __global__ void sgd_update_kernel(T* weight, float* master, const float* grad,
 // ----------------------------------------------------------------------------
 // launchers
 
-// Blocks for a table: each walks several chunks where there are more of them than UPDATE_BLOCKS.
+// The number of blocks: one a chunk, UPDATE_BLOCKS at most.
 inline unsigned update_grid(const TensorTable& table) {
     return table.chunks < UPDATE_BLOCKS ? unsigned(table.chunks) : UPDATE_BLOCKS;
 }
 
-// The kernel for a bucket: P elements a thread. Only bf16 is the upper half of a float, so no other
-// type has remainders.
+// The kernel for a bucket's formats. Only a bf16 is the upper half of a float, so no other type
+// can have remainders.
 template <typename T, int P, States STATES>
 auto pick_adamw_kernel(const AdamWMemory<T>& x) {
     if constexpr (type_of<T>() == Type::BF16)
@@ -573,7 +595,8 @@ auto pick_adamw_kernel(const AdamWMemory<T>& x) {
             return adamw_update_kernel<T, P, true, STATES>;
     return adamw_update_kernel<T, P, false, STATES>;
 }
-// Moments in two formats are two kernels.
+
+// The same for moments in bf16 or float; 8-bit moments have a launch of their own below.
 template <typename T, int P>
 auto pick_adamw_kernel(const AdamWMemory<T>& x) {
     bool narrow = x.states == States::BF16;
@@ -581,17 +604,21 @@ auto pick_adamw_kernel(const AdamWMemory<T>& x) {
                   : pick_adamw_kernel<T, P, States::FLOAT>(x);
 }
 
-// A launch for 40 tensors.
+// One launch for each 40 tensors.
 template <typename T>
 void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, AdamW h,
                   const StepScale* scale, cudaStream_t stream) {
-    // Four remainders are 8 bytes: what is aligned for floats is for them.
+    // Pretend that remainders are floats: four of them are 8 bytes, so pointers and rows that are
+    // aligned for four floats are aligned for them too.
     const float* master = static_cast<const float*>(x.master);
     for_each_table(rows, count, [&](const TensorTable& table, size_t) {
-        // Four elements at a time: 16 bytes of all but a narrow weight.
+        // Take four elements at a time where all are aligned: 16 bytes of everything but
+        // a 16-bit weight.
         const float *m = static_cast<const float*>(x.m), *v = static_cast<const float*>(x.v);
         bool aligned = can_vectorize<float>(0, x.weight, master, x.grad, m, v);
         bool vector = aligned && rows_aligned<4>(table);
+        // A warp reads a block of 256 codes with 8 a lane, so every tensor must start at
+        // a whole block.
         if (x.states == States::EIGHT_BIT) {
             LLMC_CHECK(aligned && rows_aligned<int(STATE_BLOCK)>(table),
                        "moments in 8 bits: tensors start at multiples of 256 elements");
@@ -603,6 +630,7 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
     });
 }
 
+// One launch for each 40 tensors.
 template <typename T>
 void sgd_update(T* weight, float* master, const float* grad, const TensorRow* rows, size_t count,
                 float lr, float decay, const StepScale* scale, cudaStream_t stream) {
@@ -617,8 +645,9 @@ void sgd_update(T* weight, float* master, const float* grad, const TensorRow* ro
 #endif
 
 // ----------------------------------------------------------------------------
-// all in float, as most callers have it; one tensor is a table of one row
+// everything in float, as most callers have it; one tensor is a table of one row
 
+// A table of tensors.
 template <typename T, typename S>
 void adamw_update(T* weight, float* master,                       // a bucket's; master or null
                   const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v, // the bucket's
@@ -628,6 +657,7 @@ void adamw_update(T* weight, float* master,                       // a bucket's;
     adamw_update(x, rows, count, h, scale, where);
 }
 
+// One tensor.
 template <typename T, typename S>
 void adamw_update(T* weight, float* master, const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v,
                   size_t n, AdamW h, const StepScale* scale, S where) {
@@ -635,6 +665,7 @@ void adamw_update(T* weight, float* master, const acc_t<T>* grad, acc_t<T>* m, a
     adamw_update(weight, master, grad, m, v, &row, 1, h, scale, where);
 }
 
+// One tensor.
 template <typename T, typename S>
 void sgd_update(T* weight, float* master, const acc_t<T>* grad, size_t n, float lr, float decay,
                 const StepScale* scale, S where) {

@@ -1,16 +1,18 @@
 // adapters.h - LoRA's tables: which matrices have adapters, where A and B lie, how they are cut
-//   1. which    the matrices of blocks that --lora-targets names, or those of a file; all else is
-//               frozen: no gradient, no REDUCE, no optimizer's state
-//   2. where    A (r,in) and B (out,r) of a block's matrices in a bucket beside it, "adapter.l",
-//               which is sharded, reduced and updated as any other
-//   3. cut      as its matrix over tp: of a column-parallel one B's rows, of a row-parallel one A's
-//               columns. The other half is whole on every rank, and its gradient a part of a sum
-//               over tp, with sequence parallelism or without: Partial::HEADS says so
+//   1. which    The matrices of blocks that --lora-targets names, or those of a file. All else is
+//               frozen: no gradient, no REDUCE, no optimizer state.
+//   2. where    A (r,in) and B (out,r) of a block's matrices lie in a bucket beside the block's,
+//               "adapter.l", which is sharded, reduced and updated like any other.
+//   3. cut      Over tp, an adapter is cut as its matrix is: B's rows with a column-parallel
+//               matrix, A's columns with a row-parallel one. The other half is whole on every rank;
+//               its gradient is a partial sum over tp, with sequence parallelism or without:
+//               Partial::HEADS says so.
 //                 columns   dA = (s dy_p B_p)^T x       dx += s dy_p B_p A   joins f's sum
 //                 rows      dB = s dy^T (x_p A_p^T)     y_p += s x_p A_p^T B^T   joins g's
-//               So a micro-batch has no message more, and a step sends r in or r out floats.
-//   4. begin    B is zero: the first step's loss is the base's. A is normal with the deviation of
-//               PEFT's uniform numbers, 1 / sqrt(3 in).
+//               A micro-batch thus has no more messages than without adapters, and a step sends
+//               r in or r out floats.
+//   4. begin    B is zero, so the first step's loss is the base model's. A is normal, with the
+//               deviation of PEFT's uniform numbers, 1 / sqrt(3 in).
 #pragma once
 #include <cmath>
 #include "model.h"
@@ -18,21 +20,22 @@
 
 namespace llmc {
 
-// The matrix that adapters and files name: "h.0.attn.c_attn.weight" without its ending.
+// Return the name that adapters and files give a matrix:
+// "h.0.attn.c_attn.weight" without ".weight".
 inline std::string module_of(const Parameter& p) {
     const std::string ending = ".weight";
-    // Biases, and matrices of a stack, are named as they are.
+    // Keep the names of biases, and of matrices in a stack, as they are.
     bool has = p.name.ends_with(ending);
     return has ? p.name.substr(0, p.name.size() - ending.size()) : p.name;
 }
 
-// Whether a parameter may have an adapter. Tables and the head may not: ranks look rows up in them,
-// and a tied one would need its adapter in two places.
+// Whether a parameter may have an adapter. Tables and the head may not: ranks look up rows in them,
+// and a tied table would need its adapter in two places.
 inline bool adaptable(const Model& m, const Parameter& p) {
     return m.buckets[p.bucket].role == Role::BLOCK && p.shape.size() == 2;
 }
 
-// Whether a parameter is a half of an adapter.
+// Whether a parameter is one half of an adapter.
 inline bool is_adapter(const Model& m, const Parameter& p) {
     return m.buckets[p.bucket].role == Role::ADAPTER;
 }
@@ -40,7 +43,7 @@ inline bool is_adapter(const Model& m, const Parameter& p) {
 // ----------------------------------------------------------------------------
 // the tables
 
-// Append the adapters of the block whose bucket is the last one.
+// Append the adapters of a block, whose bucket must be the last one; `number` is the block's.
 inline void add_adapters(Model& m, const std::string& number) {
     if (!m.shape.adapters) return;
     Bucket block = m.buckets.back();
@@ -52,8 +55,8 @@ inline void add_adapters(Model& m, const std::string& number) {
         auto found = m.shape.adapters->find(module);
         if (found == m.shape.adapters->end()) continue;
 
-        // One half is cut as the matrix is, the other is whole. B's rows have the matrix's parts,
-        // as q, k, v in one, and its key/value heads, which several ranks may share.
+        // Cut one half as the matrix is cut, and keep the other whole. B's rows have the matrix's
+        // parts: q, k, v in one, and key/value heads that several ranks may share.
         size_t r = found->second.rank;
         Shard whole = {-1, 1, 0, Partial::HEADS}, columns = {1};
         Shard of_a = w.shard.axis == 1 ? columns : whole;
@@ -67,23 +70,24 @@ inline void add_adapters(Model& m, const std::string& number) {
     }
 }
 
-// How fast a parameter learns, of the step's rate. B of an adapter may learn faster than A: the
-// wider the model, the less a step of equal rates would change what it says (LoRA+, 2402.12354).
+// Return a parameter's learning rate as a factor of the step's. B of an adapter may learn faster
+// than A: the wider the model, the less a step of equal rates would change its output.
+// This is LoRA+, arXiv:2402.12354.
 inline float learning_rate_of(const Model& m, const Parameter& p) {
     const std::string end = ".lora_B.weight";
     if (!m.shape.adapters || !p.name.ends_with(end)) return 1;
     return m.shape.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
 }
 
-// Beside adapters nothing else is trained. A frozen bucket has no gradient, REDUCE, norm, update or
-// moments: passes and arena ask `trainable`.
+// Freeze the base: beside adapters nothing else is trained. A frozen bucket has no gradient,
+// REDUCE, norm, update or moments: the passes and the arena ask `trainable`.
 inline void freeze_base(Model& m) {
     for (Bucket& b : m.buckets)
         b.trainable = !m.shape.adapters || b.role == Role::ADAPTER;
 }
 
-// The largest rank of a layer's adapters; 0: it has none. One room of scratch serves all of them:
-// a layer's products run one after another.
+// Return the largest rank of a layer's adapters, or 0 if it has none. One buffer of that rank
+// serves all of them, because a layer's products run one after another.
 inline size_t largest_rank(const Model& m, int layer) {
     size_t most = 0;
     for (const Parameter& p : m.parameters)
@@ -95,28 +99,29 @@ inline size_t largest_rank(const Model& m, int layer) {
 // ----------------------------------------------------------------------------
 // which matrices
 
-// The flags --lora, --lora-alpha, --lora-rs and --lora-targets.
+// The options of LoRA, from the flags --lora, --lora-alpha, --lora-rs and --lora-targets.
 struct LoraOptions {
     size_t rank = 0;
     double alpha = 0;
     bool rank_stabilised = false; // s = alpha / sqrt(r)
-    std::string targets = "all";  // attention, or names with commas
+    std::string targets = "all";  // or "attention", or names with commas
 };
-// The factor of what adapters add: more rank then changes how much they can say, not how loudly.
+// Return the factor s of what adapters add. It falls with the rank, so that a higher rank can
+// express more without changing the output by more.
 inline double lora_scale(const LoraOptions& o) {
     return o.alpha / (o.rank_stabilised ? std::sqrt(double(o.rank)) : double(o.rank));
 }
 
-// Whether a target means a module: its whole name, or what stands behind a dot of it, as PEFT has
-// it: "c_proj" is attn.c_proj and mlp.c_proj.
+// Whether a target means a module: "all", "attention", the module's whole name, or its end behind a
+// dot, as in PEFT: "c_proj" is both attn.c_proj and mlp.c_proj.
 inline bool targets_module(const std::string& target, const std::string& module) {
     if (target == "all") return true;
     if (target == "attention") return module.find("attn") != std::string::npos;
-    // A part of a word is no name: "proj" means nothing.
+    // Match whole words only: "proj" matches nothing.
     return module == target || module.ends_with("." + target);
 }
 
-// The last words of a model's modules, for messages: "c_attn, c_proj, c_fc".
+// Return the last words of a model's modules, for messages: "c_attn, c_proj, c_fc".
 inline std::string module_words(const Model& m) {
     std::string words;
     for (const Parameter& p : m.parameters) {
@@ -129,11 +134,11 @@ inline std::string module_words(const Model& m) {
     return words;
 }
 
-// Choose the adapters of a model without any: "", or what is wrong with the flags.
+// Choose the adapters of a model without any. Returns "" or what is wrong with the flags.
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
     std::string target;
 
-    // Each target must find something: a misspelt one would train less than was meant.
+    // Insist that each target finds something: a misspelt one would silently train less.
     for (std::istringstream targets(o.targets); std::getline(targets, target, ',');) {
         bool any = false;
         for (const Parameter& p : base.parameters) {
@@ -141,7 +146,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             if (!adaptable(base, p) || !targets_module(target, module)) continue;
             any = true;
 
-            // Beyond the matrix's own rank there is nothing to add.
+            // Refuse a rank beyond the matrix's own: it adds nothing.
             size_t most = std::min(p.rows(), p.cols());
             if (o.rank > most)
                 return concat("--lora ", o.rank, " is beyond ", p.name, ", which is ", p.rows(),

@@ -1,12 +1,13 @@
 // arena.h - every byte has its place before the run, by the lifetimes that the plan gives
-//   Persistent data (weights, gradients, optimizer state, ...) lie first, each for the whole run.
-//   Everything else lives from the action that writes it to the last action that reads it, or
-//   until a collective that uses it is finished; data that never live at the same time share
-//   bytes. Placing is a malloc run ahead of time: walk the plan, put each newborn into the lowest
-//   gap that fits, let go what nobody reads any more. Plans that take turns (train, evaluate,
-//   generate) share the bytes. A datum lies in one tier of memory: tier_of() says in which. Each
-//   tier is placed by itself. The memory table that --explain prints is this placement: what it
-//   says is what the run uses.
+//   Persistent data (weights, gradients, optimizer state, ...) come first; each keeps its bytes for
+//   the whole run. All other data are passing: a datum lives from the action that writes it to the
+//   last action that reads it, or until a collective that uses it is finished. Data that never live
+//   at the same time share bytes.
+//   Placing is a malloc run ahead of time: walk the plan, put each newborn into the lowest gap that
+//   fits, free what nobody reads any more. Plans that take turns (train, evaluate, generate) share
+//   the bytes of passing data. Each tier of memory is placed by itself; tier_of() says in which one
+//   a datum lies. The memory table that --explain prints is this placement: what it says is what
+//   the run will use.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -16,48 +17,49 @@
 
 namespace llmc {
 
-// Bytes. Vector loads need 16 and tensor cores 128; 256 is what cudaMalloc itself gives.
+// The alignment of data, in bytes. Vector loads need 16, tensor cores need 128, and cudaMalloc
+// itself aligns to 256.
 constexpr size_t ARENA_ALIGN = 256;
 
-// A file moves whole blocks.
+// The alignment of data in a tier: a file moves whole blocks.
 inline size_t align_of(Tier tier) { return tier == Tier::DISK ? DISK_BLOCK : ARENA_ALIGN; }
 
-// One life of a datum, in actions, and its bytes in its tier.
+// One life of a datum, and the bytes that belong to it during that life.
 struct Place {
-    int first, last; // the actions between which the bytes belong to it
+    int first, last; // the life's first and last action, by their numbers in the plan
     size_t offset, bytes;
     Tier tier = Tier::DEVICE;
 };
 
-// A tier's one allocation. Passing data begin where the persistent bytes end.
+// The single allocation of a tier. Passing data begin where the persistent bytes end.
 struct Memory {
     unsigned char* base = nullptr;
-    std::shared_ptr<Disk> disk;  // of DISK, in place of a base
-    size_t bytes = 0;            // all of it
-    size_t persistent_bytes = 0; // what stands first
+    std::shared_ptr<Disk> disk;  // Tier::DISK has this in place of a base
+    size_t bytes = 0;            // the size of the allocation
+    size_t persistent_bytes = 0; // its first part, for persistent data
 };
 
-// All places of all plans: made before anything is allocated, and never changed by a run.
+// The places of all data of all plans: made before anything is allocated, never changed by a run.
 struct Arena {
     Memory memory[TIERS];
     std::map<Data, Place> lasting;                           // persistent data
-    std::vector<std::map<Data, std::vector<Place>>> passing; // [plan]: each life of each datum
-    std::vector<std::vector<Finish>> finish; // [plan]: finish_before(), which these lives rely on
-    std::vector<size_t> peak; // [plan]: most bytes of DEVICE live at once, the least possible
+    std::vector<std::map<Data, std::vector<Place>>> passing; // [plan]: all lives of each datum
+    std::vector<std::vector<Finish>> finish; // [plan]: finish_before(), on which these lives rely
+    std::vector<size_t> peak; // [plan]: most bytes live at once on DEVICE: no placing needs fewer
 
     Memory& device() { return memory[int(Tier::DEVICE)]; }
     const Memory& device() const { return memory[int(Tier::DEVICE)]; }
 };
 
-// Sizes come from the caller (sizes.h), so that lifetimes can be tested with made-up ones.
+// A function that gives sizes. The caller passes it (sizes.h), so tests can make sizes up.
 typedef std::function<size_t(const Plan&, Data)> DataBytes;
 
-// The caller reads these when a plan is over, so they live to its end.
+// Whether a kind of passing data lives to the end of its plan: its caller reads it afterwards.
 inline bool outlives_plan(Kind k) {
     return k == Kind::VALID || k == Kind::LOSS || k == Kind::LOGITS || k == Kind::LOADS;
 }
 
-// The lives of every passing datum of a plan: from its writer to its last reader.
+// All lives of every passing datum of a plan, each from its writer to its last reader.
 inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& model,
                                                     const std::vector<Finish>& finish,
                                                     const DataBytes& bytes_of) {
@@ -72,7 +74,7 @@ inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& 
     for (int i = 0; i <= end; i++) {
         Access x = access(p, model, p.actions[i]);
 
-        // A reader prolongs the life. What nobody wrote was given before the plan starts.
+        // A reader prolongs the life. A datum that nobody wrote was given before the plan started.
         for (Data d : x.reads) {
             if (persistent(d.kind)) continue;
             if (!lives.count(d))
@@ -94,7 +96,8 @@ inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& 
     return lives;
 }
 
-// Give each life of one tier an offset. Returns {end of the highest, most bytes live at once}.
+// Give each life in one tier an offset, from `start` on. Returns {the end of the highest life, the
+// most bytes that live at once}.
 inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>& lives, Tier tier,
                                              size_t start, int actions) {
     // Sort the lives by the action that begins them.
@@ -108,7 +111,7 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
     std::vector<Place*> live; // by offset
     size_t top = start, now = 0, peak = 0;
     for (int i = 0; i < actions; i++) {
-        // Let go what nobody reads any more.
+        // Free the bytes of lives that are over.
         auto dead = [&](Place* l) { return l->last < i; };
         for (Place* l : live)
             now -= dead(l) ? round_up(l->bytes, align_of(tier)) : 0;
@@ -117,6 +120,7 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
         // Put each newborn into the lowest gap that fits.
         for (Place* newborn : born[i]) {
             size_t size = round_up(newborn->bytes, align_of(tier)), offset = start, k = 0;
+
             // `live` is sorted by offset, so the first gap that is wide enough is the lowest.
             while (k < live.size() && offset + size > live[k]->offset) {
                 offset = std::max(offset,
@@ -133,11 +137,11 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
     return {top, peak};
 }
 
-// Place persistent data: the most bytes that any plan wants of each, one behind the other.
-// Plans agree on most data; only the cache and constants grow with a plan's length.
+// Place persistent data one behind the other, each with the most bytes that any plan needs for it.
+// Plans agree on the sizes of most data; only the cache and constants grow with a plan's length.
 inline void place_lasting(Arena& arena, const std::vector<Plan>& plans, const Model& model,
                           const DataBytes& bytes_of) {
-    // Take the most that any plan asks of each datum.
+    // Find the most bytes that any plan needs for each datum.
     for (const Plan& p : plans)
         for (const Action& a : p.actions) {
             Access x = access(p, model, a);
@@ -150,6 +154,7 @@ inline void place_lasting(Arena& arena, const std::vector<Plan>& plans, const Mo
             }
         }
 
+    // Give each its offset in its tier.
     for (auto& entry : arena.lasting) {
         Place& place = entry.second;
         size_t& end = arena.memory[int(place.tier)].persistent_bytes;
@@ -158,7 +163,7 @@ inline void place_lasting(Arena& arena, const std::vector<Plan>& plans, const Mo
     }
 }
 
-// Place everything that the plans touch. Nothing is allocated yet.
+// Give a place to every datum that the plans touch. Nothing is allocated yet.
 inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
                          const DataBytes& bytes_of) {
     Arena arena;
@@ -166,10 +171,12 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     for (Memory& m : arena.memory)
         m.bytes = m.persistent_bytes;
 
-    // Place each plan's passing data from the same start: plans never run at the same time.
+    // Place the passing data of each plan from the same start, for two plans never run at once.
     for (const Plan& p : plans) {
         arena.finish.push_back(finish_before(p, model));
         auto lives = lifetimes(p, model, arena.finish.back(), bytes_of);
+
+        // Place tier by tier; a tier must hold the largest plan.
         arena.peak.push_back(0);
         for (Tier tier : {Tier::DEVICE, Tier::HOST, Tier::DISK}) {
             Memory& m = arena.memory[int(tier)];
@@ -183,13 +190,14 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     return arena;
 }
 
-// Bytes that a rank takes where its step runs; on a CPU offloaded data take the same memory.
+// The bytes that a rank takes in the memory where its step runs. On a CPU that is the host's
+// memory, which offloaded data take too.
 template <typename S> size_t bytes_here(const Arena& arena, S) {
     bool same = std::is_same_v<S, Cpu>;
     return arena.device().bytes + (same ? arena.memory[int(Tier::HOST)].bytes : 0);
 }
 
-// One allocation a tier, zero-filled. folder: where the file of DISK is made.
+// Allocate each tier's memory, zero-filled. folder: where the file of Tier::DISK is made.
 template <typename S>
 void arena_allocate(Arena& arena, S where, const std::string& folder = "") {
     Memory& m = arena.device();
@@ -200,7 +208,7 @@ void arena_allocate(Arena& arena, S where, const std::string& folder = "") {
         "--recompute full, or a smaller --model (--explain shows where they go)",
         m.bytes / 1048576.0);
 
-    // Offloaded data lie in the host's memory, or in a file.
+    // Allocate the host's memory for data that are offloaded to it.
     Memory& host = arena.memory[int(Tier::HOST)];
     if (host.bytes)
         host.base = static_cast<unsigned char*>(host_memory(host.bytes, where));
@@ -208,6 +216,8 @@ void arena_allocate(Arena& arena, S where, const std::string& folder = "") {
                     "--offload-to cpu needs %.1f MiB of the host and the machine refuses them: try "
                     "--offload-to with a folder",
                     host.bytes / 1048576.0);
+
+    // Make the file for data that are offloaded to disk.
     Memory& file = arena.memory[int(Tier::DISK)];
     if (file.bytes) {
         file.disk = std::make_shared<Disk>();
@@ -216,7 +226,7 @@ void arena_allocate(Arena& arena, S where, const std::string& folder = "") {
     }
 }
 
-// Passing and persistent data of a tier are one block, so one call frees both.
+// Free each tier's memory: passing and persistent data of a tier are one block, so by one call.
 template <typename S>
 void arena_free(Arena& arena, S where) {
     // End the file's threads before the memory that they move goes.
@@ -226,21 +236,21 @@ void arena_free(Arena& arena, S where) {
         device_free(m.base, m.bytes, where);
     m.base = nullptr;
 
-    // The host's memory beside a device is another kind.
+    // Free the host's memory by its own call: beside a device it is pinned.
     Memory& host = arena.memory[int(Tier::HOST)];
     if (host.base)
         host_free(host.base, host.bytes, where);
     host.base = nullptr;
 }
 
-// The place of a datum while action `at` of a plan runs; null: the action has nothing of that name.
+// The place of a datum while action `at` of a plan runs, or null: the datum does not live then.
 inline const Place* arena_find(const Arena& arena, int plan, int at, Data d) {
     if (persistent(d.kind)) {
         auto it = arena.lasting.find(d);
         return it == arena.lasting.end() || !it->second.bytes ? nullptr : &it->second;
     }
 
-    // A passing datum may have several lives in a plan; at most one holds at any moment.
+    // Find the life that holds now. A passing datum may have several in a plan, one at a time.
     auto it = arena.passing[plan].find(d);
     if (it == arena.passing[plan].end())
         return nullptr;

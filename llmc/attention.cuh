@@ -2,10 +2,12 @@
 //   p = softmax of s over the keys that i sees,   out_i = sum_j p_ij v_j   s: attention_types.h
 //   Backward: D_i = dout_i.out_i;  dP = dout V^T;  dS = P (dP - D) cap'(s)
 //             dV = P^T dout,   dK = scale dS^T Q,   dQ = scale dS K
-//   out (B,Tq,NH,HS_v)   dq, dk, dv as q, k, v   lse (B,NH,Tq) float: log of the sum of exp, kept
-//   for backward, and to merge results over blocks of keys (attention_merge.cuh)
-//   The launchers choose: wgmma (attention_sm90.cuh), mma.sync (attention_sm80.cuh), or this file's
-//   plain kernels, which take every type, head sizes to 256, soft caps, sums into dq, dk, dv.
+//   out (B,Tq,NH,HS_v)   dq, dk, dv as q, k, v
+//   lse (B,NH,Tq) float: log of the sum of exp. It is kept for backward, and to merge results over
+//   blocks of keys (attention_merge.cuh).
+//   The launchers choose between three sets of kernels: wgmma (attention_sm90.cuh), mma.sync
+//   (attention_sm80.cuh), and the plain kernels of this file. The plain kernels take every type,
+//   head sizes up to 256, soft caps, and sums into dq, dk, dv.
 //   Contract: out, lse =   dq, dk, dv = or += (x.accumulate).  Results in T, or in float.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen. Scratch: what
@@ -23,15 +25,16 @@ namespace llmc {
 #if LLMC_KERNELS
 
 // ----------------------------------------------------------------------------
-// plain kernels, in float. A warp owns PLAIN_ROWS rows, a block's warps share tiles of 32 columns.
-// A lane has a column of the scores; then the lanes share a row's channels.
+// plain kernels, in float. A warp owns PLAIN_ROWS rows, and a block's warps share tiles of 32
+// columns. A lane first computes one column of the scores, then sums some channels of each row.
 
 constexpr int PLAIN_WARPS = 4, PLAIN_ROWS = 4, PLAIN_BLOCK = PLAIN_WARPS * PLAIN_ROWS;
 
-// Copy `rows` rows of HS channels to shared memory, `stride` floats apart; row(i) null: zeros.
+// Copy `rows` rows of HS channels to shared memory, `stride` floats apart. A null
+// row(i) gives zeros.
 template <typename F>
 __device__ void load_tile(float* tile, int rows, int HS, int stride, F row) {
-    // Neighbouring threads read neighbouring channels, so loads coalesce.
+    // Neighbouring threads read neighbouring channels, so the loads coalesce.
     for (int k = threadIdx.x; k < rows * HS; k += PLAIN_WARPS * 32) {
         const auto* from = row(k / HS);
         tile[k / HS * stride + k % HS] = from ? to_float(from[k % HS]) : 0;
@@ -42,7 +45,7 @@ __device__ void load_tile(float* tile, int rows, int HS, int stride, F row) {
 template <typename T>
 __device__ void load_keys(float* k, float* v, const AttentionOperands<T>& x, size_t b, size_t kh,
                           size_t j0) {
-    // Rows of HS + 1 floats put one channel of 32 keys into 32 different banks (HS even).
+    // With HS + 1 floats a row, one channel of 32 keys lies in 32 different banks (HS is even).
     int HS = int(x.d.HS), HS_v = int(x.d.HS_v);
     load_tile(k, 32, HS, HS + 1,
               [&](int j) { return j0 + j < x.d.Tk ? x.k + x.key_at(b, kh, j0 + j) : nullptr; });
@@ -50,7 +53,7 @@ __device__ void load_keys(float* k, float* v, const AttentionOperands<T>& x, siz
               [&](int j) { return j0 + j < x.d.Tk ? x.v + x.value_at(b, kh, j0 + j) : nullptr; });
 }
 
-// One lane's product of two rows (n) in shared memory.
+// The dot product of two rows (n) in shared memory, by one lane.
 __device__ inline float dot(const float* a, const float* b, int n) {
     float sum = 0;
     for (int e = 0; e < n; e++)
@@ -58,12 +61,12 @@ __device__ inline float dot(const float* a, const float* b, int n) {
     return sum;
 }
 
-// sum[k] += x_j * tile[j][lane + 32 k] over the tile's 32 rows j; lane j holds x_j
+// Add sum[k] += x_j * tile[j][lane + 32 k] over the tile's 32 rows j. Lane j holds x_j.
 template <int D>
 __device__ void add_columns(float (&sum)[D], float x, const float* tile, int HS, int stride) {
     int lane = threadIdx.x % 32;
     for (int j = 0; j < 32; j++) {
-        // Pass row j's factor round: scores never go through shared memory.
+        // Broadcast row j's factor by a shuffle, so that scores never go through shared memory.
         float xj = __shfl_sync(ALL_LANES, x, j);
         #pragma unroll
         for (int k = 0; k < D; k++)
@@ -73,7 +76,7 @@ __device__ void add_columns(float (&sum)[D], float x, const float* tile, int HS,
     }
 }
 
-// Write a row's HS channels, times factor.
+// Write the HS channels of a row, times `factor`. Lane l holds channels l + 32 k.
 template <typename O, int D>
 __device__ void store_channels(O* to, const float (&x)[D], float factor, int HS,
                                bool accumulate = false) {
@@ -83,7 +86,7 @@ __device__ void store_channels(O* to, const float (&x)[D], float factor, int HS,
             put(to + e, x[k] * factor, accumulate);
 }
 
-// D = the larger head size / 32, rounded up
+// One block has 16 queries of one head. D = the larger head size / 32, rounded up.
 template <typename T, typename O, int D>
 __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOperands<T> x) {
     const AttentionDims& d = x.d;
@@ -95,31 +98,31 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
     float* k = q + PLAIN_BLOCK * HS;                       // (32, HS + 1)
     float* v = k + 32 * (HS + 1);                          // (32, HS_v + 1)
 
-    // Load the block's queries; they stay for the whole walk.
+    // Load the block's queries, which stay for the whole walk.
     load_tile(q, PLAIN_BLOCK, HS, HS,
               [&](int r) { return i0 + r < d.Tq ? x.query(b, h, i0 + r) : nullptr; });
 
-    // A lane sums channels lane + 32 k of out; all lanes know the maximum and the sum.
+    // A lane sums channels lane + 32 k of out. Every lane has the maximum and the sum of each row.
     float sum[PLAIN_ROWS][D] = {}, row_max[PLAIN_ROWS], row_sum[PLAIN_ROWS] = {};
     for (float& m : row_max) m = -INFINITY;
 
-    // Walk all keys. Every warp loads, so no warp leaves the loop early.
+    // Walk all keys. Every warp helps to load, so no warp may leave the loop early.
     for (size_t j0 = 0; j0 < d.Tk; j0 += 32) {
-        __syncthreads(); // the tiles before are read
+        __syncthreads(); // the tiles before have been read
         load_keys(k, v, x, b, kh, j0);
-        __syncthreads(); // these are there
+        __syncthreads(); // these tiles are there
         #pragma unroll
         for (int r = 0; r < PLAIN_ROWS; r++) {
-            // A lane's score.
+            // Compute one score a lane.
             int row = warp * PLAIN_ROWS + r, distance = 0;
             bool seen = x.visible(b, i0 + row, j0 + lane, distance);
-            // Skip together: the shuffles below need every lane.
+            // Skip only if all lanes can, because the shuffles below need every lane.
             if (!__any_sync(ALL_LANES, seen)) continue;
             float s = -INFINITY;
             if (seen)
                 s = x.capped(dot(q + row * HS, k + lane * (HS + 1), HS)) - x.slope(h) * distance;
 
-            // Softmax: move the sums to the new maximum.
+            // Online softmax: rescale the sums to the new maximum.
             float most = warp_max(s);
             most = row_max[r] > most ? row_max[r] : most;
             float p = seen ? expf(s - most) : 0, rescale = expf(row_max[r] - most);
@@ -137,7 +140,7 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
     for (int r = 0; r < PLAIN_ROWS; r++) {
         size_t i = i0 + warp * PLAIN_ROWS + r;
         if (i >= d.Tq) continue;
-        bool seen = row_sum[r] != 0; // NaN has been seen
+        bool seen = row_sum[r] != 0; // true for a NaN too
         float inverse = seen ? 1 / row_sum[r] : 0;
         store_channels(out + x.out_at(b, h, i), sum[r], inverse, HS_v);
         if (lane == 0)
@@ -145,24 +148,26 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
     }
 }
 
-// D_i = dout_i.out_i, a warp a row: (B,Tq,NH) rows, D (B,NH,Tq)
+// D_i = dout_i.out_i, one warp a row. The rows are (B,Tq,NH), D is (B,NH,Tq).
 template <typename T>
 __global__ void attention_row_sums_kernel(float* D, const T* dout, const T* out, AttentionDims d) {
-    // Rows come as (B,Tq,NH), the order of dout and out.
+    // Rows are numbered as (B,Tq,NH), the order of dout and out.
     size_t row = size_t(blockIdx.x) * PLAIN_WARPS + threadIdx.x / 32;
-    if (row >= d.B * d.Tq * d.NH) return; // whole warps
-    // Lanes share the row's channels.
+    if (row >= d.B * d.Tq * d.NH) return; // whole warps leave
+
+    // The lanes share the row's channels.
     float sum = 0;
     for (size_t e = threadIdx.x % 32; e < d.HS_v; e += 32)
         sum += to_float(dout[row * d.HS_v + e]) * to_float(out[row * d.HS_v + e]);
     sum = warp_sum(sum);
-    // D has the order of lse: the queries of a head follow each other.
+
+    // D has the order of lse: the queries of a head are adjacent.
     size_t h = row % d.NH, i = row / d.NH % d.Tq, b = row / d.NH / d.Tq;
     if (threadIdx.x % 32 == 0)
         D[(b * d.NH + h) * d.Tq + i] = sum;
 }
 
-// One score's p = exp(s - lse) and ds = p (dp - D) cap'(s), or zeros.
+// One score's p = exp(s - lse) and ds = p (dp - D) cap'(s); both are 0 where it is masked.
 struct PlainScore {
     float p, ds;
 };
@@ -173,15 +178,15 @@ __device__ PlainScore plain_score(const AttentionOperands<T>& x, const float* ls
     int distance = 0;
     if (!x.visible(b, i, j, distance))
         return {0, 0};
-    // s stays without ALiBi: the derivative of the cap is taken at it.
+    // Keep s without ALiBi: the derivative of the cap is taken at that value.
     float s = x.capped(dot(q, k, int(x.d.HS)));
     float p = expf(s - x.slope(h) * distance - lse[x.lse_at(b, h, i)]);
-    // Softmax's gradient subtracts D, the mean of dp under p.
+    // The softmax's gradient subtracts D, which is the mean of dp under p.
     float dp = dot(dout, v, int(x.d.HS_v));
     return {p, p * (dp - D[x.lse_at(b, h, i)]) * x.cap_derivative(s)};
 }
 
-// rows are queries, columns keys
+// dq: a block has 16 queries of one head and walks all keys.
 template <typename T, typename Q, int D>
 __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x, const float* lse,
                                             const float* row_sums) {
@@ -194,23 +199,25 @@ __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x,
     float* dout = q + PLAIN_BLOCK * HS;                    // (PLAIN_BLOCK, HS_v)
     float* k = dout + PLAIN_BLOCK * HS_v;                  // (32, HS + 1)
     float* v = k + 32 * (HS + 1);                          // (32, HS_v + 1)
+
+    // Load the block's queries, and the gradients of their outputs.
     load_tile(q, PLAIN_BLOCK, HS, HS,
               [&](int r) { return i0 + r < d.Tq ? x.query(b, h, i0 + r) : nullptr; });
 
-    // Load the gradients of the same rows.
     load_tile(dout, PLAIN_BLOCK, HS_v, HS_v,
               [&](int r) { return i0 + r < d.Tq ? x.gradient(b, h, i0 + r) : nullptr; });
 
-    // Walk all keys. Lane j of a warp computes ds of key j, then all lanes add ds k by channels.
+    // Walk all keys. Lane j of a warp computes ds for key j; then each lane adds ds k
+    // in its channels.
     float sum[PLAIN_ROWS][D] = {};
     for (size_t j0 = 0; j0 < d.Tk; j0 += 32) {
-        __syncthreads(); // the tiles before are read
+        __syncthreads(); // the tiles before have been read
         load_keys(k, v, x, b, kh, j0);
-        __syncthreads(); // these are there
+        __syncthreads(); // these tiles are there
         #pragma unroll
         for (int r = 0; r < PLAIN_ROWS; r++) {
             int row = warp * PLAIN_ROWS + r;
-            // A lane beyond the mask adds 0.
+            // A masked score has ds = 0.
             PlainScore s =
                 plain_score(x, lse, row_sums, b, h, i0 + row, j0 + lane, q + row * HS,
                             k + lane * (HS + 1), dout + row * HS_v, v + lane * (HS_v + 1));
@@ -218,7 +225,7 @@ __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x,
         }
     }
 
-    // Write dq. ds lacks scale: it comes in here, once a number.
+    // Write dq. The sum still lacks scale, which is applied here once.
     #pragma unroll
     for (int r = 0; r < PLAIN_ROWS; r++) {
         size_t i = i0 + warp * PLAIN_ROWS + r;
@@ -227,7 +234,7 @@ __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x,
     }
 }
 
-// rows are keys, columns the queries of all heads that read them
+// dk and dv: a block has 16 keys of one key head and walks the queries of all heads that read it.
 template <typename T, typename K, int D>
 __global__ void attention_backward_kv_kernel(K* dk, K* dv, const AttentionOperands<T> x,
                                              const float* lse, const float* row_sums) {
@@ -241,25 +248,27 @@ __global__ void attention_backward_kv_kernel(K* dk, K* dv, const AttentionOperan
     float* q = v + PLAIN_BLOCK * HS_v;                     // (32, HS + 1)
     float* dout = q + 32 * (HS + 1);                       // (32, HS_v + 1)
 
-    // Load the block's keys and values; they stay for the whole walk.
+    // Load the block's keys and values, which stay for the whole walk.
     load_tile(k, PLAIN_BLOCK, HS, HS,
               [&](int r) { return j0 + r < d.Tk ? x.k + x.key_at(b, kh, j0 + r) : nullptr; });
     load_tile(v, PLAIN_BLOCK, HS_v, HS_v,
               [&](int r) { return j0 + r < d.Tk ? x.v + x.value_at(b, kh, j0 + r) : nullptr; });
 
-    // One block sums over all heads of the group: no atomics, and the same order every run.
+    // Sum over all heads of the group in one block: no atomics, and the same order in every run.
     float sum_k[PLAIN_ROWS][D] = {}, sum_v[PLAIN_ROWS][D] = {};
     for (size_t h = kh * group; h < (kh + 1) * group; h++)
         for (size_t i0 = 0; i0 < d.Tq; i0 += 32) {
-            __syncthreads(); // the tiles before are read
+            __syncthreads(); // the tiles before have been read
             load_tile(q, 32, HS, HS + 1,
                       [&](int i) { return i0 + i < d.Tq ? x.query(b, h, i0 + i) : nullptr; });
             load_tile(dout, 32, HS_v, HS_v + 1,
                       [&](int i) { return i0 + i < d.Tq ? x.gradient(b, h, i0 + i) : nullptr; });
-            __syncthreads(); // these are there
+            __syncthreads(); // these tiles are there
             #pragma unroll
             for (int r = 0; r < PLAIN_ROWS; r++) {
                 int row = warp * PLAIN_ROWS + r;
+
+                // Lane i computes p and ds of query i; then each lane sums its own channels.
                 PlainScore s =
                     plain_score(x, lse, row_sums, b, h, i0 + lane, j0 + row, q + lane * (HS + 1),
                                 k + row * HS, dout + lane * (HS_v + 1), v + row * HS_v);
@@ -278,25 +287,29 @@ __global__ void attention_backward_kv_kernel(K* dk, K* dv, const AttentionOperan
     }
 }
 
-// f(the larger head size / 32, rounded up to one that has a kernel)
+// Call f(D) with the larger head size / 32, rounded up to a size that has a kernel.
 template <typename F>
 void pick_plain_kernel(const AttentionDims& d, F f) {
     size_t HS = std::max(d.HS, d.HS_v);
     LLMC_CHECK(HS <= 256, "attention on a GPU has heads of at most 256 channels, not %zu", HS);
-    // Three sizes keep compilation short; channels beyond the head's are idle lanes.
+    // Three sizes keep compilation short. Channels beyond the head's leave lanes idle.
     HS <= 64 ? f(Int<2>()) : HS <= 128 ? f(Int<4>()) : f(Int<8>());
 }
-// Forward keeps a block's q, backward also rows of HS_v channels beside it; both two tiles.
+
+// Shared memory of a block: its rows of q, in backward also rows of HS_v channels, and two tiles.
 inline size_t plain_shared_bytes(const AttentionDims& d, bool backward) {
-    // At most 98,560 bytes, backward with 256 channels: just under the 99 KB of a block on sm_86.
+    // At most 98,560 bytes, in backward with 256 channels: just under the 99 KB of a
+    // block on sm_86.
     size_t rows = PLAIN_BLOCK * (d.HS + (backward ? d.HS_v : 0));
     return (rows + 32 * (d.HS + d.HS_v + 2)) * sizeof(float);
 }
-// Blocks of rows, heads, sequences; CUDA allows 65535 of the latter two.
+
+// The grid (blocks of rows, heads, sequences). CUDA allows 65535 of the latter two.
 inline dim3 plain_grid(size_t rows, size_t heads, size_t B) {
     return dim3(unsigned(ceil_div(rows, size_t(PLAIN_BLOCK))), unsigned(heads), unsigned(B));
 }
 
+// The plain forward kernel, for any operands.
 template <typename T, typename O>
 void attention_plain_forward(O* out, float* lse, const AttentionOperands<T>& operands,
                              cudaStream_t stream) {
@@ -308,7 +321,7 @@ void attention_plain_forward(O* out, float* lse, const AttentionOperands<T>& ope
     });
 }
 
-// scratch: D_i (B,NH,Tq) float
+// The plain backward kernels, for any operands. scratch: D_i (B,NH,Tq) float.
 template <typename T, typename Q, typename K>
 void attention_plain_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                               const AttentionOperands<T>& operands, void* scratch,
@@ -316,10 +329,13 @@ void attention_plain_backward(Q* dq, K* dk, K* dv, const T* out, const float* ls
     const AttentionOperands<T> x = completed(operands);
     const AttentionDims& d = x.d;
     float* row_sums = static_cast<float*>(scratch);
-    // Compute D of every row: both kernels read it.
+
+    // Compute D of every row, which both kernels read.
     launch(attention_row_sums_kernel<T>, unsigned(ceil_div(d.B * d.Tq * d.NH, size_t(PLAIN_WARPS))),
            PLAIN_WARPS * 32, 0, stream, row_sums, x.dout, out, d);
-    // Make scores twice, once for each owner of a sum: the price of no atomics.
+
+    // Compute the scores twice, once for the owner of each sum: this is the price of
+    // using no atomics.
     size_t shared = plain_shared_bytes(d, true);
     pick_plain_kernel(d, [&](auto D) {
         launch(attention_backward_q_kernel<T, Q, D>, plain_grid(d.Tq, d.NH, d.B), PLAIN_WARPS * 32,
@@ -332,14 +348,16 @@ void attention_plain_backward(Q* dq, K* dk, K* dv, const T* out, const float* ls
 // ----------------------------------------------------------------------------
 // launchers: tensor cores where type, sizes and alignment allow, else the plain kernels
 
-// The most that any of the kernels needs: which ones run depends on addresses, known at the call.
+// Scratch for the neediest of the kernels: the operands' addresses decide which ones run, and they
+// are known only at the call.
 template <typename T>
 size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
     return std::max({attention_mma_scratch_bytes(d), attention_hopper_scratch_bytes(d),
                      d.B * d.NH * d.Tq * sizeof(float)});
 }
 
-// Which kernels a launcher chooses for aligned operands, and why no better ones: for the log.
+// A line for the log: which kernels a launcher chooses for aligned operands, and why
+// no better ones.
 template <typename T>
 std::string attention_backend(const AttentionDims& d, cudaStream_t stream) {
     if (!IS_BF16_OR_FP16<native_t<T>>) return "plain kernels, in float";
@@ -352,14 +370,15 @@ std::string attention_backend(const AttentionDims& d, cudaStream_t stream) {
            "64 heads a group";
 }
 
-// T: float, bf16, fp16, __nv_bfloat16, __half. O: T or float.
+// Forward. T: float, bf16, fp16, __nv_bfloat16, __half. O: T or float.
 template <typename T, typename O>
 void attention_forward(O* out, float* lse, const AttentionOperands<T>& x, void* scratch,
                        cudaStream_t stream) {
     if constexpr (!IS_NATIVE<T> || !IS_NATIVE<O>) {
         attention_forward(as_native(out), lse, as_native(x), scratch, stream);
     } else {
-        // Tensor-core kernels write out in T only; float, for merging, is left to the plain ones.
+        // Tensor-core kernels write out in T only. Float, for merging, is left to
+        // the plain kernels.
         if constexpr (IS_BF16_OR_FP16<T> && std::is_same_v<T, O>) {
             if (is_hopper(stream) && hopper_takes(x, out))
                 return attention_hopper_forward(out, lse, x, scratch, stream);
@@ -370,7 +389,7 @@ void attention_forward(O* out, float* lse, const AttentionOperands<T>& x, void* 
     }
 }
 
-// Q, K: T or float.
+// Backward. Q, K: T or float.
 template <typename T, typename Q, typename K>
 void attention_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                         const AttentionOperands<T>& x, void* scratch, cudaStream_t stream) {
@@ -380,7 +399,8 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                            as_native(x), scratch, stream);
     } else {
         if constexpr (IS_BF16_OR_FP16<T> && std::is_same_v<T, Q> && std::is_same_v<T, K>) {
-            // Tensor-core kernels overwrite: sums into dq, dk, dv are left to the plain ones.
+            // Tensor-core kernels overwrite their outputs. Sums into dq, dk, dv are left to
+            // the plain ones.
             if (is_hopper(stream) && !x.accumulate && hopper_takes(x, dq, dk, dv, out))
                 return attention_hopper_backward(dq, dk, dv, out, lse, x, scratch, stream);
             if (!x.accumulate && mma_takes(x, dq, dk, dv, out))

@@ -5,8 +5,8 @@
 //   out (B,Tq,NH,HS_v)   lse (B,NH,Tq) acc: log of the sum of exp   dq, dk, dv as q, k, v
 //   Contract: out, lse =   dq, dk, dv = or += (x.accumulate).  T or acc_t<T> for out and gradients.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
-//   Cost: one query at a time, a row of Tk scores at hand; no tiles. attention_tiled.cuh is the
-//         fast one, and comes here for what it does not take.
+//   Cost: one query at a time, with its row of Tk scores; no tiles. attention_tiled.cuh is the fast
+//         version, and calls this one for operands that it does not take.
 //   To copy: this file, attention_types.h and types.h.
 #pragma once
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace llmc {
 
-// Sum in acc_t<T>, in the order of the channels.
+// The dot product of two rows, summed in acc_t<T> in the order of the channels.
 template <typename T>
 acc_t<T> channel_dot(const T* a, const T* b, size_t n) {
     acc_t<T> sum = 0;
@@ -24,9 +24,9 @@ acc_t<T> channel_dot(const T* a, const T* b, size_t n) {
     return sum;
 }
 
-// A query's products with all keys, which its forward and its backward pass need.
+// The products of one query with all keys, which both forward and backward need.
 template <typename T> struct ReferenceScores {
-    std::vector<acc_t<T>> capped; // (Tk) before ALiBi; nobody reads those of masked keys
+    std::vector<acc_t<T>> capped; // (Tk) before ALiBi; masked keys are never read
     std::vector<acc_t<T>> s;      // (Tk) with ALiBi, -inf where masked
 };
 
@@ -37,7 +37,7 @@ ReferenceScores<T> reference_scores(const AttentionOperands<T>& x, size_t b, siz
     size_t kh = h / (x.d.NH / x.d.NKV);
     const T* q = x.query(b, h, i);
 
-    // Multiply with the keys that the query sees; the others keep -inf.
+    // Multiply with the keys that the query sees. The others keep -inf.
     std::vector<A> capped(x.d.Tk), s(x.d.Tk, A(-INFINITY));
     for (size_t j = 0; j < x.d.Tk; j++) {
         int distance = 0;
@@ -50,13 +50,14 @@ ReferenceScores<T> reference_scores(const AttentionOperands<T>& x, size_t b, siz
     return {capped, s};
 }
 
-// Turn scores into weights that add up to 1, and return lse: -inf for a row that sees nothing.
+// Turn scores into weights that add up to 1, and return lse, which is -inf for a row
+// that sees nothing.
 template <typename A>
 A reference_softmax(std::vector<A>& s) {
     A most = *std::max_element(s.begin(), s.end());
     bool seen = std::any_of(s.begin(), s.end(), [](A y) { return y != A(-INFINITY); });
 
-    // Leave -inf out by hand: where a row sees nothing, -inf - most would be NaN.
+    // Test for -inf by hand: in a row that sees nothing, -inf - most would be NaN.
     A total = 0;
     for (A& y : s) {
         y = y == A(-INFINITY) ? 0 : std::exp(y - most);
@@ -64,13 +65,14 @@ A reference_softmax(std::vector<A>& s) {
     }
     if (!seen) return A(-INFINITY);
 
-    // Divide here, not in the sum of values: out is then the mean that the definition says.
+    // Divide the weights, not the sum of values, so that out is the mean that
+    // the definition states.
     for (A& y : s)
         y /= total;
     return most + std::log(total);
 }
 
-// A task is one query of one head; tasks share nothing but the operands.
+// Forward by the definition. A task is one query of one head; tasks share only the operands.
 template <typename T, typename O>
 void attention_forward_reference(O* out, acc_t<T>* lse, const AttentionOperands<T>& operands) {
     typedef acc_t<T> A;
@@ -83,7 +85,8 @@ void attention_forward_reference(O* out, acc_t<T>* lse, const AttentionOperands<
                 std::vector<A> p = reference_scores(x, b, h, i).s;
                 lse[x.lse_at(b, h, i)] = reference_softmax(p);
 
-                // Weigh the values. Weights of 0 are skipped: a masked value may be NaN.
+                // Sum the weighted values. Weights of 0 are skipped, because a masked value
+                // may be NaN.
                 size_t kh = h / (d.NH / d.NKV);
                 std::vector<A> sum(d.HS_v);
                 for (size_t j = 0; j < d.Tk; j++) {
@@ -99,14 +102,14 @@ void attention_forward_reference(O* out, acc_t<T>* lse, const AttentionOperands<
             }
 }
 
-// Gradients that grow in acc_t<T>, so that each is rounded once.
+// Sums of gradients in acc_t<T>, so that each gradient is rounded once.
 template <typename T> struct ReferenceSums {
-    std::vector<acc_t<T>> dq; // (HS)     one query's
-    std::vector<acc_t<T>> dk; // (Tk,HS)  a key head's, over queries and heads
+    std::vector<acc_t<T>> dq; // (HS)     of one query
+    std::vector<acc_t<T>> dk; // (Tk,HS)  of one key head, over its queries and heads
     std::vector<acc_t<T>> dv; // (Tk,HS_v)
 };
 
-// Make one query's dq, and add its part to dk and dv.
+// Compute the dq of one query, and add its part to dk and dv.
 template <typename T>
 void reference_backward_row(ReferenceSums<T>& sums, const T* out, const acc_t<T>* lse,
                             const AttentionOperands<T>& x, size_t b, size_t h, size_t i) {
@@ -116,25 +119,25 @@ void reference_backward_row(ReferenceSums<T>& sums, const T* out, const acc_t<T>
     const T* dout = x.gradient(b, h, i); // (HS_v)
     size_t kh = h / (d.NH / d.NKV);
 
-    // Compute the scores again: forward kept no more of them than lse.
+    // Compute the scores again: forward kept only lse.
     const ReferenceScores<T> scores = reference_scores(x, b, h, i);
     const A row_lse = lse[x.lse_at(b, h, i)];
     const A D = channel_dot(dout, out + x.out_at(b, h, i), d.HS_v);
     std::fill(sums.dq.begin(), sums.dq.end(), A(0));
 
-    // Walk the keys. D is the mean of dp under p, which softmax's gradient subtracts.
+    // Walk the keys. D is the mean of dp under p, which the softmax's gradient subtracts.
     for (size_t j = 0; j < d.Tk; j++) {
-        // A masked key has p = 0 and gives nothing.
+        // A masked key has p = 0 and contributes nothing.
         if (scores.s[j] == A(-INFINITY)) continue;
         const T* k = x.k + x.key_at(b, kh, j);
         const T* v = x.v + x.value_at(b, kh, j);
 
-        // Let ds carry scale: dq and dk need no factor of their own.
+        // Let ds carry scale, so that dq and dk need no factor of their own.
         A p = std::exp(scores.s[j] - row_lse);
         A dp = channel_dot(dout, v, d.HS_v);
         A ds = p * (dp - D) * x.cap_derivative(scores.capped[j]) * x.scale;
 
-        // Add up by channels: dq is this query's alone, dk and dv collect over queries.
+        // Add up by channels: dq belongs to this query, dk and dv sum over queries.
         A* dk = sums.dk.data() + j * d.HS;
         A* dv = sums.dv.data() + j * d.HS_v;
         for (size_t e = 0; e < d.HS; e++) {
@@ -146,14 +149,15 @@ void reference_backward_row(ReferenceSums<T>& sums, const T* out, const acc_t<T>
     }
 }
 
-// Write or add n finished sums.
+// Write n finished sums, or add them to what is there.
 template <typename O, typename A>
 void put_row(O* to, const A* sums, size_t n, bool accumulate) {
     for (size_t e = 0; e < n; e++)
         put(to + e, sums[e], accumulate);
 }
 
-// A task owns a key head: its dk and dv, and dq of the heads that read it.
+// Backward by the definition. A task owns a key head: its dk and dv, and the dq of the heads
+// that read it.
 template <typename T, typename Q, typename K>
 void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
                                   const AttentionOperands<T>& operands) {

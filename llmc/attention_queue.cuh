@@ -1,12 +1,13 @@
 // attention_queue.cuh - attention's tiles of rows in a queue, longest first - arXiv:2407.08608
-//   A block for each SM stays for the whole pass and claims one place of the queue after another:
-//   it starts once, and its loads run ahead into the next tile. A sequence's tiles are sorted by
-//   how many tiles of keys they see, by the very spans that tell which are skipped: windows,
-//   documents and prefixes count as what they are. Place by place come first the longest tiles of
-//   as many heads as L2 holds, then the next longest of each: what runs last is short.
-//   Contract: each tile is claimed once, by whichever block comes first; no result shows which.
-//             make_queue() also writes the ranges and spans of attention_rows.cuh.
-//   Cost: one launch, a block a sequence; a word of global memory a claim.
+//   One block for each SM stays for the whole pass and claims one place of the queue after another.
+//   It starts once, and its loads run ahead into its next tile. The tiles of a sequence are sorted
+//   by the number of tiles of keys that they see. The same spans that decide which tiles are
+//   skipped give this number, so windows, documents and prefixes count at their true cost. The
+//   queue begins with the longest tile of each of as many heads as L2 holds, then has the next
+//   longest of each, and so on: the tiles that run last are short.
+//   Contract: each tile is claimed once, by whichever block comes first; no result depends on
+//             which. make_queue() also writes the ranges and spans of attention_rows.cuh.
+//   Cost: one launch, a block a sequence; one atomic on a word of global memory a claim.
 //   To copy: this file, attention_rows.cuh, attention_types.h, mma.cuh, types.h and cuda_common.h.
 #pragma once
 #include "attention_rows.cuh"
@@ -15,10 +16,10 @@ namespace llmc {
 
 #if LLMC_KERNELS
 
-constexpr int QUEUE_THREADS = 1024; // of the block that sorts a sequence
+constexpr int QUEUE_THREADS = 1024; // in the block that sorts a sequence
 
-// Heads take turns: first place 0 of each of `together` heads, then place 1, until these heads are
-// done and the next ones start.
+// The head and the index within its order that a place of the queue stands for. Heads take turns:
+// index 0 of each of `together` heads, then index 1, and so on; then the next heads start.
 struct HeadPlace {
     unsigned head, at;
 };
@@ -29,19 +30,21 @@ __device__ inline HeadPlace head_place(unsigned place, unsigned heads, unsigned 
     return {first + place % some % here, place % some / here};
 }
 
-// A tile of rows of a key head, and how many tiles of keys it sees; -1: there is no tile.
+// A tile of rows of a key head, and the number of tiles of keys that it sees; -1: the
+// queue is empty.
 struct RowTile {
     unsigned b, kh, tile;
     int key_tiles;
 };
 
+// The queue of one pass, in global memory.
 struct TileQueue {
-    unsigned* claimed;       // how many places are taken
-    unsigned* order;         // (B,tiles) each sequence's tiles, longest first
-    int* key_tiles;          // (B,tiles) that each of them sees
-    unsigned heads_together; // key heads of all sequences whose tiles are mixed
+    unsigned* claimed;       // the number of places taken
+    unsigned* order;         // (B,tiles) the tiles of each sequence, longest first
+    int* key_tiles;          // (B,tiles) the number of tiles of keys that each of them sees
+    unsigned heads_together; // key heads, over all sequences, that take turns
 
-    // Take the next place; all lanes of a warp together.
+    // Take the next place. All lanes of a warp must call it together.
     template <typename T> __device__ RowTile claim(const RowOperands<T>& x) const {
         unsigned place = 0;
         if (threadIdx.x % 32 == 0)
@@ -57,8 +60,8 @@ struct TileQueue {
     }
 };
 
-// One block makes a sequence's ranges, spans and order. All sequences have equally many tiles, so
-// each is sorted by itself, and places mix them.
+// Write a sequence's ranges, spans and order; one block a sequence. All sequences have equally many
+// tiles, so each is sorted by itself, and places interleave them.
 template <typename T>
 __global__ void __launch_bounds__(QUEUE_THREADS)
     attention_queue_kernel(const RowOperands<T> x, const TileQueue queue) {
@@ -67,14 +70,14 @@ __global__ void __launch_bounds__(QUEUE_THREADS)
     if (b == 0 && threadIdx.x == 0)
         *queue.claimed = 0;
 
-    // A warp describes a tile.
+    // Describe each tile, one warp a tile.
     for (unsigned tile = warp; tile < x.tiles; tile += warps)
         describe_rows(x, b, tile);
     for (unsigned tile = warp; tile < x.key_tiles; tile += warps)
         describe_keys(x, b, tile);
     __syncthreads();
 
-    // Count the tiles of keys that a tile sees, 32 in one go.
+    // Count the tiles of keys that each tile sees, 32 at a time.
     for (unsigned tile = warp; tile < x.tiles; tile += warps) {
         const RowSpans rows = x.row_spans[x.tile_at(b, tile)];
         int seen = 0;
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(QUEUE_THREADS)
     }
     __syncthreads();
 
-    // A tile's place: how many are longer, or as long and before it.
+    // Find each tile's place: the number of tiles that are longer, or as long and before it.
     const int* lengths = queue.key_tiles + x.tile_at(b, 0);
     for (unsigned tile = threadIdx.x; tile < x.tiles; tile += blockDim.x) {
         unsigned place = 0;
@@ -100,13 +103,15 @@ __global__ void __launch_bounds__(QUEUE_THREADS)
     }
 }
 
-// The scratch of a queue; heads_together is the caller's.
+// Take the queue's scratch. The caller sets heads_together.
 template <typename T>
 void take_queue(TileQueue& queue, Pieces& pieces, const RowOperands<T>& x) {
     pieces.take(queue.claimed, 1);
     pieces.take(queue.order, x.d.B * x.tiles);
     pieces.take(queue.key_tiles, x.d.B * x.tiles);
 }
+
+// Describe the tiles and fill the queue; reset the number of places taken.
 template <typename T>
 void make_queue(const TileQueue& queue, const RowOperands<T>& x, cudaStream_t stream) {
     launch(attention_queue_kernel<T>, unsigned(x.d.B), QUEUE_THREADS, 0, stream, x, queue);

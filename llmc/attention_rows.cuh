@@ -1,11 +1,11 @@
 // attention_rows.cuh - what the tensor-core kernels of attention share: rows, spans, masks, softmax
-//   A row is a (query, head) pair of one key head: row r is query r / group, head r % group. Heads
-//   of a group follow each other, so a block reads the keys of its group once.
-//   What a row sees is a KeyRange of positions: document, causality and window in two numbers, made
-//   once a pass. A Span is the least and largest position in a tile: spans decide whether a tile of
-//   keys is skipped, read without a mask, or masked.
-//   A product's result lies in registers as mma leaves it: a thread has two rows, 8 apart, and of
-//   each the columns 8 n + 2 (lane % 4) and the next. The four lanes of a row follow each other.
+//   A row is a (query, head) pair of one key head: row r is query r / group, head r % group. The
+//   heads of a group are adjacent, so a block reads the keys of its group once.
+//   A KeyRange is what a row sees, as two positions: document, causality and window together. It is
+//   computed once a pass. A Span is the least and largest position in a tile: spans decide whether
+//   a tile of keys is skipped, read without a mask, or masked.
+//   A product's result stays in registers in the layout of mma: a thread has two rows, 8 apart, and
+//   of each row the columns 8 n + 2 (lane % 4) and the next. Four adjacent lanes share a row.
 //   Scores are in units of log 2: p = exp2(s - lse).
 //   To copy: this file, attention_types.h, mma.cuh, types.h and cuda_common.h.
 #pragma once
@@ -23,16 +23,20 @@ constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 // ----------------------------------------------------------------------------
 // ranges and spans of positions
 
-// The keys that a row sees, by their positions; none where last < first.
+// The keys that a row sees, by their positions. It is empty if last < first.
 struct KeyRange {
     int first, last;
 };
+
+// Whether a row sees the key at this position.
 __device__ inline bool sees(KeyRange row, int key) { return key >= row.first && key <= row.last; }
-// The position of a key that only fills up a tile: no row sees it, and distances do not overflow.
+
+// The position given to padding at the end of a tile. No row sees it, and distances
+// do not overflow.
 constexpr int NO_KEY = INT_MAX / 2;
 
-// The range of query i. Keys' positions are not negative, so a window that reaches beyond the first
-// key begins at 0, and one without end does not overflow.
+// The range of query i. Positions of keys are not negative, so a window that reaches beyond the
+// first key begins at 0, and an infinite window does not overflow.
 template <typename T>
 __device__ KeyRange range_of(const AttentionOperands<T>& x, size_t b, size_t i) {
     const int last = x.q_positions[b * x.d.Tq + i], start = x.doc_start[b * x.d.Tq + i];
@@ -45,19 +49,22 @@ struct Span {
     int low, high;
 };
 constexpr Span NO_SPAN = {INT_MAX, INT_MIN};
+
+// The span of both.
 __device__ inline Span join(Span a, Span b) {
     return {b.low < a.low ? b.low : a.low, b.high > a.high ? b.high : a.high};
 }
-// The span of every lane's span.
+
+// Join the spans of all lanes. Every lane gets the result.
 __device__ inline Span join_lanes(Span s) {
-    // Exchange over 16, 8, 4, 2, 1 lanes: every lane ends with the result.
+    // Exchange over 16, 8, 4, 2, 1 lanes.
     for (int mask = 16; mask > 0; mask /= 2)
         s = join(s, {__shfl_xor_sync(ALL_LANES, s.low, mask),
                      __shfl_xor_sync(ALL_LANES, s.high, mask)});
     return s;
 }
 
-// A tile of rows: the spans of the first keys that they see, and of the last.
+// The spans of a tile of rows: of the first keys that the rows see, and of the last.
 struct RowSpans {
     Span first, last;
 };
@@ -65,20 +72,23 @@ struct RowSpans {
 // How much of a tile of keys is visible to a tile of rows.
 enum Visibility { NOTHING, SOME, ALL };
 __device__ inline Visibility visibility(RowSpans rows, Span keys) {
-    // Extremes decide for all pairs: first that no key is seen, then that every key is.
+    // Compare the extremes, which decide for all pairs: first that no key is seen, then
+    // that all are.
     if (keys.low > rows.last.high || keys.high < rows.first.low)
         return NOTHING;
     return keys.high <= rows.last.low && keys.low >= rows.first.high ? ALL : SOME;
 }
 
-// The visible tiles in order, 32 looked at in one go; all lanes of a warp walk together.
+// Walks the visible tiles in order and looks at 32 of them at once. All lanes of a
+// warp walk together.
 struct TileWalk {
     int tiles, base = -32;
-    unsigned seen = 0, whole = 0; // bits of the 32 tiles from base on
-    // The next tile, or -1. look(tile): its Visibility; all: whether it is visible whole.
+    unsigned seen = 0, whole = 0; // one bit for each of the 32 tiles from base on
+    // Return the next visible tile, or -1. look(tile) returns its Visibility; `all` is set if the
+    // whole tile is visible.
     template <typename F>
     __device__ int next(bool& all, F look) {
-        // Each lane looks at one of the next 32 tiles; two ballots keep the answers.
+        // Each lane looks at one of the next 32 tiles, and two ballots collect the answers.
         while (!seen) {
             base += 32;
             if (base >= tiles) return -1;
@@ -98,30 +108,30 @@ struct TileWalk {
 // ----------------------------------------------------------------------------
 // operands by rows
 
-// Tile t has rows t * tile_rows and on, in `tile_size` places: the others, and those beyond the
-// last row, are idle.
+// The operands as rows in tiles. Tile t has rows t * tile_rows and on, in tile_size slots. Further
+// slots, and those beyond the last row, are idle.
 template <typename T>
 struct RowOperands : AttentionOperands<T> {
-    unsigned group;                      // heads that a key head has
+    unsigned group;                      // heads that share a key head
     unsigned rows;                       // Tq * group
     unsigned tile_size, tile_rows, tiles;
-    unsigned tile_keys, key_tiles;       // keys of a tile, and how many tiles they are
-    KeyRange* ranges;                    // (B,tiles,tile_size), none of an idle row
+    unsigned tile_keys, key_tiles;       // keys in a tile, and the number of such tiles
+    KeyRange* ranges;                    // (B,tiles,tile_size), empty for an idle row
     RowSpans* row_spans;                 // (B,tiles)
     Span* key_spans;                     // (B,key_tiles)
-    float *row_lse, *row_sums;           // (B,NKV,tiles,tile_size) lse in units of log 2, and D
-    int* turns;                          // (B,NKV,tiles), or null: words that start at 0
+    float *row_lse, *row_sums;           // (B,NKV,tiles,tile_size) lse in units of log 2; D
+    int* turns;                          // (B,NKV,tiles), or null: counters that start at 0
 
     __device__ size_t query_of(unsigned row) const { return row / group; }
     __device__ size_t head_of(unsigned row, size_t kh) const { return kh * group + row % group; }
-    // Null beyond the last row: the loader then writes zeros.
+    // Null beyond the last row, where the loader writes zeros.
     __device__ const T* query_row(size_t b, size_t kh, unsigned row) const {
         return row < rows ? this->query(b, head_of(row, kh), query_of(row)) : nullptr;
     }
     __device__ const T* gradient_row(size_t b, size_t kh, unsigned row) const {
         return row < rows ? this->gradient(b, head_of(row, kh), query_of(row)) : nullptr;
     }
-    // Where a tile's numbers are: those of its queries, those of a key head's rows.
+    // The index of a tile, among those of a sequence's queries, or of a key head's rows.
     __device__ size_t tile_at(size_t b, unsigned tile) const { return b * tiles + tile; }
     __device__ size_t tile_at(size_t b, size_t kh, unsigned tile) const {
         return (b * this->d.NKV + kh) * tiles + tile;
@@ -129,7 +139,7 @@ struct RowOperands : AttentionOperands<T> {
     __device__ const KeyRange* tile_ranges(size_t b, unsigned tile) const {
         return ranges + tile_at(b, tile) * tile_size;
     }
-    // The position of a key, or of the place of one.
+    // The position of a key, or NO_KEY beyond the last one.
     __device__ int position_of(size_t b, size_t key) const {
         return key < this->d.Tk ? this->k_positions[b * this->d.Tk + key] : NO_KEY;
     }
@@ -147,13 +157,15 @@ template <typename T, int N> struct KeyTiles {
 };
 
 // ----------------------------------------------------------------------------
-// what a pass knows of its tiles before it starts
+// what a pass computes about its tiles before it starts
 
-// The ranges of a tile's rows, and their spans; by one warp.
+// Write the ranges of a tile's rows, and their spans. One warp does it.
 template <typename T>
 __device__ void describe_rows(const RowOperands<T>& x, size_t b, unsigned tile) {
     const unsigned lane = threadIdx.x % 32;
     RowSpans all = {NO_SPAN, NO_SPAN};
+
+    // Write the ranges, one row a lane.
     for (unsigned slot = lane; slot < x.tile_size; slot += 32) {
         const unsigned row = tile * x.tile_rows + slot;
         KeyRange range = {0, -1};
@@ -164,11 +176,14 @@ __device__ void describe_rows(const RowOperands<T>& x, size_t b, unsigned tile) 
         }
         x.ranges[x.tile_at(b, tile) * x.tile_size + slot] = range;
     }
+
+    // Join the lanes' spans.
     all = {join_lanes(all.first), join_lanes(all.last)};
     if (lane == 0)
         x.row_spans[x.tile_at(b, tile)] = all;
 }
-// The span of a tile of keys; by one warp.
+
+// Write the span of a tile of keys. One warp does it.
 template <typename T>
 __device__ void describe_keys(const RowOperands<T>& x, size_t b, unsigned tile) {
     const unsigned lane = threadIdx.x % 32;
@@ -180,7 +195,8 @@ __device__ void describe_keys(const RowOperands<T>& x, size_t b, unsigned tile) 
     if (lane == 0)
         x.key_spans[b * x.key_tiles + tile] = all;
 }
-// Tile `tile` of the rows by warp 0, of the keys by warp 1, where there are so many.
+
+// Describe tile `tile`: of the rows by warp 0, of the keys by warp 1, where such a tile exists.
 template <typename T>
 __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) {
     const unsigned warp = threadIdx.x / 32;
@@ -189,26 +205,27 @@ __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) 
     if (warp == 1 && tile < x.key_tiles)
         describe_keys(x, b, tile);
 }
-// Forward: block x has tile x of the rows, and tile x of the keys.
+
+// Before forward: block x describes tile x of the rows and tile x of the keys.
 template <typename T>
 __global__ void attention_spans_kernel(const RowOperands<T> x) {
     describe_tile(x, blockIdx.y, blockIdx.x);
 }
 
-// Backward: also the rows' lse in units of log 2, and D = dout.out. A row that sees nothing, and an
-// idle one, has an lse of infinity: its p is exp2(score - lse) = 0.
+// Before backward: the same, and each row's lse in units of log 2 and D = dout.out. Rows that see
+// nothing and idle rows get an lse of infinity, so that their p is exp2(score - lse) = 0.
 template <typename T>
 __global__ void attention_statistics_kernel(const T* out, const float* lse,
                                             const RowOperands<T> x) {
     const unsigned tile = blockIdx.x, lane = threadIdx.x % 8;
     const size_t b = blockIdx.z, kh = blockIdx.y, at = x.tile_at(b, kh, tile);
-    // All key heads have the same positions.
+    // All key heads have the same positions, so one of them describes the tiles.
     if (kh == 0) describe_tile(x, b, tile);
     if (tile >= x.tiles) return;
     if (threadIdx.x == 0 && x.turns)
         x.turns[at] = 0;
 
-    // Eight lanes have a row, 16 bytes each of its channels.
+    // Eight lanes share a row, with 16 bytes each of its channels.
     for (unsigned slot = threadIdx.x / 8; slot < x.tile_size; slot += MMA_THREADS / 8) {
         const unsigned row = tile * x.tile_rows + slot;
         float row_lse = INFINITY, sum = 0;
@@ -220,12 +237,14 @@ __global__ void attention_statistics_kernel(const T* out, const float* lse,
                 for (int j = 0; j < 8; j++)
                     sum += to_float(o.v[j]) * to_float(d.v[j]);
             }
+
+            // Bring lse to units of log 2.
             const float natural = lse[x.lse_at(b, h, i)];
             if (natural != -INFINITY)
                 row_lse = natural * LOG2E;
         }
 
-        // Join the row's eight lanes; the first writes.
+        // Add up the row's eight lanes; the first one writes.
         for (int mask = 1; mask < 8; mask *= 2)
             sum += __shfl_xor_sync(ALL_LANES, sum, mask);
         if (lane == 0) {
@@ -238,7 +257,7 @@ __global__ void attention_statistics_kernel(const T* out, const float* lse,
 // ----------------------------------------------------------------------------
 // launchers of both, and their scratch
 
-// Hands out pieces of the scratch; without memory it only counts.
+// Hands out pieces of the scratch. Without memory it only counts their bytes.
 struct Pieces {
     unsigned char* memory;
     size_t used = 0;
@@ -248,8 +267,8 @@ struct Pieces {
     }
 };
 
-// The operands, in tiles of tile_size places for tile_rows rows, and of tile_keys keys. A block
-// takes block_tiles tiles of rows: the last ones may have no row.
+// Set up operands in tiles: tile_size slots for tile_rows rows, and tile_keys keys. A block takes
+// block_tiles tiles of rows, so the last tiles may have no row.
 template <typename T>
 void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& operands,
                unsigned tile_size, unsigned tile_rows, unsigned block_tiles, unsigned tile_keys,
@@ -258,12 +277,15 @@ void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& op
     const AttentionDims& d = x.d;
     x.group = unsigned(d.NH / d.NKV);
     x.rows = unsigned(d.Tq) * x.group;
+
+    // Cut rows and keys into tiles.
     x.tile_size = tile_size;
     x.tile_rows = tile_rows;
     x.tiles = unsigned(ceil_div(x.rows, tile_rows * block_tiles)) * block_tiles;
     x.tile_keys = tile_keys;
     x.key_tiles = unsigned(ceil_div(d.Tk, tile_keys));
 
+    // Take the scratch of the tiles.
     pieces.take(x.ranges, d.B * x.tiles * tile_size);
     pieces.take(x.row_spans, d.B * x.tiles);
     pieces.take(x.key_spans, d.B * x.key_tiles);
@@ -272,11 +294,14 @@ void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& op
     pieces.take(x.row_sums, d.B * d.NKV * x.tiles * tile_size);
 }
 
+// Compute what forward needs of its tiles: ranges and spans.
 template <typename T>
 void attention_spans(const RowOperands<T>& x, cudaStream_t stream) {
     launch(attention_spans_kernel<T>, dim3(std::max(x.tiles, x.key_tiles), unsigned(x.d.B)),
            MMA_THREADS / 2, 0, stream, x);
 }
+
+// Compute what backward needs of its tiles: ranges, spans, lse and D.
 template <typename T>
 void attention_statistics(const T* out, const float* lse, const RowOperands<T>& x,
                           cudaStream_t stream) {
@@ -287,13 +312,13 @@ void attention_statistics(const T* out, const float* lse, const RowOperands<T>& 
 // ----------------------------------------------------------------------------
 // masks of a product's result: -inf where the row does not see the key
 
-// ALiBi's score of product y in units of log 2; slope too.
+// The score of product y with ALiBi, in units of log 2. The slope is in these units too.
 __device__ inline float sloped(float y, float scale, float slope, KeyRange row, int key) {
     return y * scale - slope * float(row.last - key);
 }
 
-// s (16, 8 NT) in place: a thread has ranges of two rows, 8 apart, and slopes or zeros; positions
-// (8 NT) of the keys.
+// Mask s (16, 8 NT) in place. A thread has the ranges of its two rows, 8 apart. positions (8 NT)
+// are the keys'.
 template <int NT>
 __device__ void mask_scores(float (&s)[NT][4], const KeyRange (&rows)[2], const int* positions) {
     #pragma unroll
@@ -304,6 +329,8 @@ __device__ void mask_scores(float (&s)[NT][4], const KeyRange (&rows)[2], const 
             s[n][e] = sees(rows[e / 2], keys.v[e % 2]) ? s[n][e] : -INFINITY;
     }
 }
+
+// Add ALiBi in place, with the slopes of the thread's two rows.
 template <int NT>
 __device__ void slope_scores(float (&s)[NT][4], const KeyRange (&rows)[2], const float (&slopes)[2],
                              const int* positions, float scale) {
@@ -316,8 +343,8 @@ __device__ void slope_scores(float (&s)[NT][4], const KeyRange (&rows)[2], const
     }
 }
 
-// s (16, 8 MT) in place, transposed: positions of a thread's two keys, 8 apart; ranges (8 MT) of
-// the rows, which are columns here.
+// The same for transposed scores s (16, 8 MT): rows are keys, columns are (query, head) rows. A
+// thread has the positions of its two keys, 8 apart. ranges (8 MT) are the columns'.
 template <int MT>
 __device__ void mask_columns(float (&s)[MT][4], const int (&keys)[2], const KeyRange* ranges) {
     #pragma unroll
@@ -328,6 +355,8 @@ __device__ void mask_columns(float (&s)[MT][4], const int (&keys)[2], const KeyR
             s[n][e] = sees(rows.v[e % 2], keys[e / 2]) ? s[n][e] : -INFINITY;
     }
 }
+
+// Add ALiBi in place, to transposed scores. Each column has its own head.
 template <int MT, typename T>
 __device__ void slope_columns(float (&s)[MT][4], const RowOperands<T>& x, size_t kh, unsigned row,
                               const int (&keys)[2], const KeyRange* ranges, float scale) {
@@ -335,7 +364,7 @@ __device__ void slope_columns(float (&s)[MT][4], const RowOperands<T>& x, size_t
     for (int n = 0; n < MT; n++)
         #pragma unroll
         for (int e = 0; e < 2; e++) {
-            // Each column has its own head.
+            // Each column belongs to a head of its own, so it has its own slope.
             const unsigned column = 8 * n + 2 * (threadIdx.x % 4) + e;
             const float slope = x.slope(x.head_of(row + column, kh)) * LOG2E;
             #pragma unroll
@@ -347,21 +376,21 @@ __device__ void slope_columns(float (&s)[MT][4], const RowOperands<T>& x, size_t
 // ----------------------------------------------------------------------------
 // rows of a product's result
 
-__device__ inline float row_total(float x) { // over the four lanes of a row
+__device__ inline float row_total(float x) { // the sum over the four lanes of a row
     for (int mask = 1; mask < 4; mask *= 2)
         x += __shfl_xor_sync(ALL_LANES, x, mask);
     return x;
 }
 
-// The running softmax: scores s times factor become p = exp2(s - row_max). Multiply what was summed
-// before by `rescale`. row_sum covers this lane's columns.
+// Update the running softmax: scores s, times `factor`, become p = exp2(s - row_max). The caller
+// multiplies earlier sums by `rescale`. row_sum covers only this lane's columns.
 template <int NT>
 __device__ void online_softmax(float (&s)[NT][4], float (&row_max)[2], float (&row_sum)[2],
                                float (&rescale)[2], float factor) {
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        // Find the row's maximum: this lane's columns, then the other lanes'. fmaxf passes NaN
-        // over; the exponentials below do not.
+        // Find the row's maximum: over this lane's columns, then over the other lanes'. fmaxf
+        // ignores a NaN, but the exponentials below carry it on.
         float most = s[0][2 * i];
         #pragma unroll
         for (int n = 0; n < NT; n++)
@@ -372,12 +401,12 @@ __device__ void online_softmax(float (&s)[NT][4], float (&row_max)[2], float (&r
             most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, mask));
         most = fmaxf(most * factor, row_max[i]);
 
-        // Move to the new maximum. A row that has seen nothing counts from 0.
+        // Rescale to the new maximum. A row that has seen nothing takes 0 as its base.
         float base = most == -INFINITY ? 0 : most, total = 0;
         rescale[i] = ex2(row_max[i] - base);
         row_max[i] = most;
 
-        // Exponentials, and their sum.
+        // Take the exponentials and their sum.
         #pragma unroll
         for (int n = 0; n < NT; n++)
             #pragma unroll
@@ -386,11 +415,12 @@ __device__ void online_softmax(float (&s)[NT][4], float (&row_max)[2], float (&r
                 y = ex2(y * factor - base);
                 total += y;
             }
-        // Lanes join their shares of the sum once, at the end: row_total().
+        // The lanes' shares of the sum are added once, at the end, by row_total().
         row_sum[i] = row_sum[i] * rescale[i] + total;
     }
 }
-// Numbers 0 and 1 of a part are of the first row, 2 and 3 of the second.
+
+// Multiply each row by its factor. Elements 0 and 1 belong to the first row, 2 and 3 to the second.
 template <int CT>
 __device__ void scale_rows(float (&sum)[CT][4], const float (&factor)[2]) {
     #pragma unroll
@@ -400,25 +430,27 @@ __device__ void scale_rows(float (&sum)[CT][4], const float (&factor)[2]) {
             sum[c][i] *= factor[i / 2];
 }
 
-// A product's result, two numbers of a row in a register, is the first operand of the next.
+// Pack a product's result, two numbers of a row in a register, as the first operand of
+// the next product.
 template <typename T, int NT>
 __device__ void pack_scores(uint32_t (&p)[NT / 2][4], const float (&s)[NT][4]) {
     #pragma unroll
     for (int k = 0; k < NT / 2; k++)
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // Parts 2 k and 2 k + 1 make 16 columns: registers 0, 1 and 2, 3.
+            // Parts 2 k and 2 k + 1 form 16 columns, in registers 0, 1 and 2, 3.
             const float* x = s[2 * k + i / 2];
             p[k][i] = pack<T>(x[i % 2 * 2], x[i % 2 * 2 + 1]);
         }
 }
 
-// Write row i of the two, its first HS channels.
+// Write the first HS channels of row i, the thread's first or second row.
 template <typename T, int CT>
 __device__ void store_row(T* to, const float (&sum)[CT][4], int i, float factor, int HS) {
     #pragma unroll
     for (int c = 0; c < CT; c++) {
-        // HS may be less than the kernel computes; channels beyond it are not the caller's.
+        // HS may be less than what the kernel computes. Channels beyond it do not belong
+        // to the caller.
         int e = 8 * c + 2 * (threadIdx.x % 4);
         if (e < HS)
             *reinterpret_cast<uint32_t*>(to + e) =

@@ -1,16 +1,18 @@
 // attention_sm80.cuh - flash attention by mma.sync, for Ampere and later - arXiv:2307.08691
-//   The operands, masks and results of attention_types.h, in bf16 and fp16, head sizes of 8 to 256
-//   in steps of 8: one that is not 32, 64, 96, 128 or 256 runs in the next, filled with zeros.
-//   Rows are (query, head) pairs (attention_rows.cuh). A warp owns 16 or 32 of them; keys come in
-//   tiles by cp.async, one ahead.
+//   The operands, masks and results of attention_types.h, in bf16 and fp16, for head sizes of 8 to
+//   256 in steps of 8. A size other than 32, 64, 96, 128 and 256 runs as the next larger one,
+//   padded with zeros.
+//   Rows are (query, head) pairs (attention_rows.cuh). A warp owns 16 or 32 of them. Keys come in
+//   tiles by cp.async, loaded one tile ahead.
 //   forward      a block owns rows and walks the tiles of keys that they see
-//   backward     dK, dV: a block owns keys and walks tiles of rows, with S^T = K Q^T, so that P^T
-//                and dS^T are operands where they arise. dQ: a block owns rows and walks tiles of
-//                keys. Two kernels, 7 products in place of 5, and no atomics.
-//   Contract: out, lse, dq, dk, dv = in T.  No soft cap, v lies as k does (mma_takes() says).
+//   backward     dK, dV: a block owns keys and walks tiles of rows. It computes S^T = K Q^T, so
+//                that P^T and dS^T are operands in the registers where they arise.
+//                dQ: a block owns rows and walks tiles of keys.
+//                Two kernels take 7 products in place of 5, but need no atomics.
+//   Contract: out, lse, dq, dk, dv = in T.  No soft cap, and v has the layout of k (mma_takes()).
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
-//   Cost: products on tensor cores; an exp2 for each (query, key) seen, forward and in each kernel
-//         of backward. Scratch: spans of the tiles, and four numbers a row.
+//   Cost: products on tensor cores; an exp2 for each (query, key) seen, in forward and in each
+//         kernel of backward. Scratch: the spans of tiles, and four numbers a row.
 //   To copy: this file, attention_rows.cuh, attention_types.h, mma.cuh, types.h and cuda_common.h.
 #pragma once
 #include "attention_rows.cuh"
@@ -19,28 +21,29 @@ namespace llmc {
 
 #if LLMC_KERNELS
 
-// Keys a tile where a block owns rows, in the backward pass. More than 128 channels leave room for
-// 16: a block of sm_86, 89 or 120 has 99 KB of shared memory.
+// Keys in a tile of the backward pass where a block owns rows. Above 128 channels there is room for
+// 16 only: a block of sm_86, 89 or 120 has 99 KB of shared memory.
 LLMC_HD constexpr int mma_backward_keys(size_t HS) { return HS > 128 ? 16 : 32; }
-constexpr int MMA_ROWS = 32; // a tile of (query, head) rows where a block owns keys
+constexpr int MMA_ROWS = 32; // (query, head) rows in a tile where a block owns keys
 
 // ----------------------------------------------------------------------------
 // tiles in shared memory, as mma.cuh swizzles them
 
-// ROWS rows by cp.async; row(r) is where row r starts in global memory, null: zeros
+// Copy ROWS rows by cp.async. row(r) is the start of row r in global memory; null gives zeros.
 template <int D, int ROWS, typename T, typename F>
 __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
     for (int k = threadIdx.x; k < ROWS * (D / 8); k += MMA_THREADS) {
         // Neighbouring threads copy neighbouring chunks of a row.
         int r = k / (D / 8), chunk = k % (D / 8);
         const T* from = row(r);
-        // Absent rows and channels beyond HS: 0 bytes from a valid address, the rest zeros.
+        // For absent rows and channels beyond HS, read 0 bytes from a valid address: the
+        // rest become zeros.
         bool real = from && chunk * 8 < HS;
         cp_async16(tile + tile_at<D>(r, chunk), real ? from + chunk * 8 : somewhere, real ? 16 : 0);
     }
 }
 
-// s[m] (16, 8 NT) = rows [row + 16 m, ..) of a times the 8 NT rows of b, over D channels
+// s[m] (16, 8 NT) = rows [row + 16 m, ..) of a times the 8 NT rows of b, over D channels.
 template <int D, int MT, int NT, typename T>
 __device__ void rows_times_rows(float (&s)[MT][NT][4], const T* a, int row, const T* b) {
     #pragma unroll
@@ -51,7 +54,7 @@ __device__ void rows_times_rows(float (&s)[MT][NT][4], const T* a, int row, cons
             for (int i = 0; i < 4; i++)
                 s[m][n][i] = 0;
 
-    // Sum over the channels, 16 at a time. A load of b serves all rows of a.
+    // Sum over the channels, 16 at a time. One load of b serves all rows of a.
     #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         uint32_t fa[MT][4], fb[4];
@@ -68,7 +71,7 @@ __device__ void rows_times_rows(float (&s)[MT][NT][4], const T* a, int row, cons
     }
 }
 
-// sum[m] (16, 8 CT) += p[m] (16, 8 NT) times the 8 NT rows of b, its channels from 8 c on
+// sum[m] (16, 8 CT) += p[m] (16, 8 NT) times the 8 NT rows of b, their channels from 8 c on.
 template <int D, int MT, int NT, int CT, typename T>
 __device__ void scores_times_rows(float (&sum)[MT][CT][4], const uint32_t (&p)[MT][NT / 2][4],
                                   const T* b, int c) {
@@ -87,8 +90,8 @@ __device__ void scores_times_rows(float (&sum)[MT][CT][4], const uint32_t (&p)[M
 // ----------------------------------------------------------------------------
 // tiles of keys, forward and for dQ
 
-// Start the copies of one tile: N keys and values from key `tile * N` on. Where a mask will read
-// them, bring their positions (N) too.
+// Start the copies of one tile: N keys and values from key `tile * N` on. Where a mask or ALiBi
+// needs them, load the keys' positions (N) too.
 template <int D, int N, typename T>
 __device__ void load_keys(T* k, T* v, int* positions, const RowOperands<T>& x, size_t b, size_t kh,
                           int tile, bool all) {
@@ -102,12 +105,13 @@ __device__ void load_keys(T* k, T* v, int* positions, const RowOperands<T>& x, s
         positions[threadIdx.x] = x.position_of(b, size_t(tile) * N + threadIdx.x);
 }
 
-// Scores of the two rows from `row` on, 8 apart: -inf where masked. Returns the factor that brings
-// them to units of log 2. Rows bring their ranges where a tile needs a mask: registers are short.
+// Apply ALiBi and the mask to the two rows from `row` on, 8 apart. Returns the factor that
+// brings the scores to units of log 2. The rows' ranges are read here, for each masked tile,
+// to save registers.
 template <int NT, typename T>
 __device__ float mask_tile(float (&s)[NT][4], const RowOperands<T>& x, size_t b, size_t kh,
                            unsigned row, const int* positions, float scale) {
-    // Tiles are full here: a row is a place.
+    // All slots of a tile are rows here, so the row is the index.
     const KeyRange* ranges = x.tile_ranges(b, 0);
     const KeyRange rows[2] = {ranges[row], ranges[row + 8]};
     if (x.slopes) {
@@ -130,7 +134,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     constexpr int M = MMA_WARPS * MT * 16, NT = N / 8, CT = D / 8;
     const int HS = int(x.d.HS), lane = threadIdx.x % 32;
     const size_t b = blockIdx.z, kh = blockIdx.y;
-    const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M; // the rows that see most first
+    const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M; // rows that see most go first
     const int my_row = int(threadIdx.x / 32) * MT * 16;
     T* q = reinterpret_cast<T*>(dynamic_shared()); // (M, D)
     T *k = q + M * D, *v = k + 2 * N * D;          // (2, N, D) each
@@ -139,8 +143,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
     // Load the block's rows of q, and the first tile of keys.
     load_rows<D, M>(q, x.q, HS, [&](int r) { return x.query_row(b, kh, row0 + r); });
     cp_async_commit();
-    // Tiles that no row sees are never loaded. What the rows see is read again for every 32 tiles:
-    // kept, it would take registers that 128 channels have not.
+
+    // Find the first tile that some row sees; others are never loaded. The rows' spans are read
+    // again for every 32 tiles: keeping them would take registers that 128 channels do not leave.
     auto look = [&](int tile) {
         return KeyTiles<T, N>{x, b, x.row_spans[x.tile_at(b, row0 / M)]}(tile);
     };
@@ -151,7 +156,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
         load_keys<D, N>(k, v, positions, x, b, kh, tile, all);
     cp_async_commit();
 
-    // A thread keeps two rows of each 16: maximum, its share of the sum, and 2 CT numbers of out.
+    // A thread keeps, for two rows of each 16, the maximum, its share of the sum, and 2 CT
+    // numbers of out.
     float row_max[MT][2], row_sum[MT][2] = {}, sum[MT][CT][4] = {};
     #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -161,21 +167,21 @@ __global__ void __launch_bounds__(MMA_THREADS)
     const float scale = x.scale * LOG2E;
 
     for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
-        // Start the next tile's copies; wait for this one's.
+        // Start the next tile's copies, and wait for this tile's.
         int next = walk.next(next_all, look);
         const int to = stage ^ 1;
         if (next >= 0)
             load_keys<D, N>(k + to * N * D, v + to * N * D, positions + to * N, x, b, kh, next,
                             next_all);
         cp_async_commit();
-        // An empty group counts as well: the wait is the same for the last tile.
-        cp_async_wait<1>(); // all copies of this thread but the next tile's
-        __syncthreads();    // and all of the other threads'
+        // An empty group counts too, so the wait is the same for the last tile.
+        cp_async_wait<1>(); // this thread's copies, all but the next tile's
+        __syncthreads();    // and those of the other threads
 
-        // Scores, -inf where masked.
+        // Compute the scores, -inf where masked.
         float s[MT][NT][4], factor = scale;
         rows_times_rows<D, MT, NT>(s, q, my_row, k + stage * N * D);
-        // A tile seen whole needs no mask.
+        // A fully visible tile needs no mask.
         if (!all || x.slopes) {
             #pragma unroll
             for (int m = 0; m < MT; m++)
@@ -183,7 +189,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
                                    positions + stage * N, scale);
         }
 
-        // Softmax: p takes the place of s, and the sums move to the new maximum.
+        // Softmax: p replaces s, and the sums are rescaled to the new maximum.
         #pragma unroll
         for (int m = 0; m < MT; m++) {
             float rescale[2];
@@ -191,14 +197,13 @@ __global__ void __launch_bounds__(MMA_THREADS)
             scale_rows(sum[m], rescale);
         }
 
-        // Add p v.
+        // Add p v. p already has the layout of mma's first operand, so it stays in registers.
         uint32_t p[MT][NT / 2][4];
-        // p is where mma wants its first operand: it never leaves the registers.
         #pragma unroll
         for (int m = 0; m < MT; m++)
             pack_scores<T>(p[m], s[m]);
         scores_times_rows<D, MT, NT>(sum, p, v + stage * N * D, 0);
-        __syncthreads(); // this stage is read, the tile after the next may come
+        __syncthreads(); // this stage has been read: the tile after the next may overwrite it
         tile = next;
     }
     cp_async_wait<0>();
@@ -209,10 +214,10 @@ __global__ void __launch_bounds__(MMA_THREADS)
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             unsigned row = row0 + my_row + 16 * m + 8 * i + lane / 4;
-            // Four lanes share a row: all join their sums before any may leave.
+            // Four lanes share a row. All of them must join in the sum before any may leave.
             float total = row_total(row_sum[m][i]);
             if (row >= x.rows) continue;
-            bool seen = total != 0; // NaN has been seen
+            bool seen = total != 0; // true for a NaN too
             const size_t h = x.head_of(row, kh), query = x.query_of(row);
             store_row(out + x.out_at(b, h, query), sum[m], i, seen ? 1 / total : 0, HS);
             if (lane % 4 == 0)
@@ -224,14 +229,15 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // ----------------------------------------------------------------------------
 // backward: dQ of a block's rows
 
+// A block owns 64 rows and walks the tiles of N keys that they see.
 template <typename T, int D, int N>
-__global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks of an SM
+__global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an SM
     attention_mma_backward_q_kernel(T* dq, const RowOperands<T> x) {
-    // 16 rows a warp: S, dP and dQ are in registers together.
+    // A warp has 16 rows: S, dP and dQ must fit in its registers together.
     constexpr int M = MMA_WARPS * 16, NT = N / 8, CT = D / 8;
     const int HS = int(x.d.HS), lane = threadIdx.x % 32, my_row = int(threadIdx.x / 32) * 16;
     const size_t b = blockIdx.z, kh = blockIdx.y;
-    // The last rows see most keys: they start first.
+    // The last rows see most keys, so they start first.
     const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M;
     T* q = reinterpret_cast<T*>(dynamic_shared());              // (M, D)
     T *dout = q + M * D, *k = dout + M * D, *v = k + 2 * N * D; // (M, D), (2, N, D) twice
@@ -239,10 +245,11 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks of an 
 
     // Load the block's rows of q and dout, and the first tile of keys.
     load_rows<D, M>(q, x.q, HS, [&](int r) { return x.query_row(b, kh, row0 + r); });
-    // x.q is the valid address that absent rows name; nothing is read there.
+    // x.q serves as the valid address for absent rows; nothing is read from it.
     load_rows<D, M>(dout, x.q, HS, [&](int r) { return x.gradient_row(b, kh, row0 + r); });
     cp_async_commit();
-    // The block's rows are two tiles of what the other kernel walks.
+
+    // Find the first tile of keys. The block's rows are two of the other kernel's tiles of rows.
     const RowSpans* spans = x.row_spans + x.tile_at(b, row0 / MMA_ROWS);
     const KeyTiles<T, N> look = {
         x, b, {join(spans[0].first, spans[1].first), join(spans[0].last, spans[1].last)}};
@@ -264,17 +271,17 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks of an 
     const float scale = x.scale * LOG2E;
 
     for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
-        // Start the next tile's copies; wait for this one's.
+        // Start the next tile's copies, and wait for this tile's.
         int next = walk.next(next_all, look);
         const int to = stage ^ 1;
         if (next >= 0)
             load_keys<D, N>(k + to * N * D, v + to * N * D, positions + to * N, x, b, kh, next,
                             next_all);
         cp_async_commit();
-        cp_async_wait<1>(); // all copies of this thread but the next tile's
-        __syncthreads();    // and all of the other threads'
+        cp_async_wait<1>(); // this thread's copies, all but the next tile's
+        __syncthreads();    // and those of the other threads
 
-        // S = Q K^T and dP = dO V^T.
+        // Compute S = Q K^T and dP = dO V^T.
         float s[1][NT][4], dp[1][NT][4], factor = scale;
         rows_times_rows<D, 1, NT>(s, q, my_row, k + stage * N * D);
         rows_times_rows<D, 1, NT>(dp, dout, my_row, v + stage * N * D);
@@ -282,12 +289,13 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks of an 
             factor = mask_tile(s[0], x, b, kh, row0 + my_row + lane / 4, positions + stage * N,
                                scale);
 
-        // dS = P (dP - D) takes the place of s.
+        // Compute dS = P (dP - D) in place of s.
         #pragma unroll
         for (int n = 0; n < NT; n++)
             #pragma unroll
             for (int i = 0; i < 4; i++)
-                // p is 0 where masked, so dP needs no mask. i / 2: which of the two rows.
+                // p is 0 where masked, so dP needs no mask. i / 2 selects one of the
+                // thread's two rows.
                 s[0][n][i] =
                     ex2(s[0][n][i] * factor - row_lse[i / 2]) * (dp[0][n][i] - row_sum[i / 2]);
 
@@ -295,7 +303,7 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks of an 
         uint32_t ds[1][NT / 2][4];
         pack_scores<T>(ds[0], s[0]);
         scores_times_rows<D, 1, NT>(sum, ds, k + stage * N * D, 0);
-        __syncthreads(); // this stage is read
+        __syncthreads(); // this stage has been read
         tile = next;
     }
     cp_async_wait<0>();
@@ -312,13 +320,15 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks of an 
 // ----------------------------------------------------------------------------
 // backward: dK and dV of a block's keys
 
-// Tiles: D channels, of which a warp owns D / SPLIT (its registers hold no more), M rows.
+// Tiles: D channels and M rows. A warp owns D / SPLIT of the channels, because its registers
+// hold no more.
 template <typename T, int D, int M, int SPLIT>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_mma_backward_kv_kernel(T* dk, T* dv, const RowOperands<T> x) {
-    // N keys a block. With SPLIT = 2 two warps compute the same scores, and half the channels each.
+    // A block has N keys. With SPLIT = 2 two warps compute the same scores, and each
+    // half the channels.
     constexpr int N = MMA_WARPS / SPLIT * 16, MT = M / 8, CT = D / SPLIT / 8;
-    constexpr int KEYS = mma_backward_keys(D); // a span's
+    constexpr int KEYS = mma_backward_keys(D); // in a span
     const int HS = int(x.d.HS), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int my_key = warp / SPLIT * 16, my_chunk = warp % SPLIT * CT;
     const size_t b = blockIdx.z, kh = blockIdx.y, key0 = size_t(blockIdx.x) * N;
@@ -333,8 +343,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
     load_rows<D, N>(v, x.v, HS, [&](int j) { return key_row(x.v, j); });
     cp_async_commit();
 
-    // Find the tiles of rows that see these keys. A block that is not full needs a mask; idle rows
-    // need none, their p is 0.
+    // Find the tiles of rows that see these keys. A block that is not full needs a mask. Idle rows
+    // need none, because their p is 0.
     Span keys = NO_SPAN;
     for (size_t first = key0; first < key0 + N && first < x.d.Tk; first += KEYS)
         keys = join(keys, x.key_spans[b * x.key_tiles + first / KEYS]);
@@ -349,28 +359,28 @@ __global__ void __launch_bounds__(MMA_THREADS)
                         [&](int r) { return x.gradient_row(b, kh, unsigned(tile * M + r)); });
     };
 
-    // Load the first of them.
+    // Load the first such tile.
     TileWalk walk = {int(x.tiles)};
     bool all = false, next_all = false;
     int tile = walk.next(all, look);
     if (tile >= 0) load_queries(0, tile);
     cp_async_commit();
 
-    // The thread's two keys stay: read their positions once. Sums cover the warp's own channels.
+    // Read the positions of the thread's two keys once. Its sums cover the warp's own channels.
     const size_t my_first = key0 + my_key + lane / 4;
     const int my_keys[2] = {x.position_of(b, my_first), x.position_of(b, my_first + 8)};
     float sum_k[1][CT][4] = {}, sum_v[1][CT][4] = {};
     const float scale = x.scale * LOG2E;
 
     for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
-        // Start the next tile's copies; wait for this one's.
+        // Start the next tile's copies, and wait for this tile's.
         int next = walk.next(next_all, look);
         if (next >= 0) load_queries(stage ^ 1, next);
         cp_async_commit();
-        cp_async_wait<1>(); // all copies of this thread but the next tile's
-        __syncthreads();    // and all of the other threads'
+        cp_async_wait<1>(); // this thread's copies, all but the next tile's
+        __syncthreads();    // and those of the other threads
 
-        // S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs columns.
+        // Compute S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs are columns.
         float s[1][MT][4], dp[1][MT][4], factor = scale;
         rows_times_rows<D, 1, MT>(s, k, my_key, q + stage * M * D);
         rows_times_rows<D, 1, MT>(dp, v, my_key, dout + stage * M * D);
@@ -383,7 +393,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
             mask_columns(s[0], my_keys, ranges);
         }
 
-        // P^T takes the place of s, dS^T = P^T (dP^T - D) that of dp.
+        // Compute P^T in place of s, and dS^T = P^T (dP^T - D) in place of dp.
         #pragma unroll
         for (int n = 0; n < MT; n++) {
             // lse and D of the thread's two columns
@@ -397,15 +407,14 @@ __global__ void __launch_bounds__(MMA_THREADS)
             }
         }
 
-        // Add P^T dO and dS^T Q.
-        // Keys are rows of the scores already, so P^T and dS^T are operands as they lie.
-        // One array serves both: registers are short.
+        // Add P^T dO and dS^T Q. Keys are the rows of the scores, so P^T and dS^T already have the
+        // layout of operands. One array serves both, to save registers.
         uint32_t operand[1][MT / 2][4];
         pack_scores<T>(operand[0], s[0]);
         scores_times_rows<D, 1, MT>(sum_v, operand, dout + stage * M * D, my_chunk);
         pack_scores<T>(operand[0], dp[0]);
         scores_times_rows<D, 1, MT>(sum_k, operand, q + stage * M * D, my_chunk);
-        __syncthreads(); // this stage is read
+        __syncthreads(); // this stage has been read
         tile = next;
     }
     cp_async_wait<0>();
@@ -424,17 +433,19 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // ----------------------------------------------------------------------------
 // launchers
 
-// Whether these kernels can run it, by type and sizes: strides of whole 16 bytes, v as k lies.
+// Whether these kernels take the type and the sizes: strides of whole 16 bytes, v laid out as k.
 template <typename T>
 bool mma_takes(const AttentionDims& dims) {
     AttentionDims d = completed(dims);
-    // cp.async moves 16 bytes: heads, rows and sequences begin at multiples of 8 elements.
+    // cp.async moves 16 bytes, so heads, rows and sequences must begin at multiples of 8 elements.
     bool rows = d.q_stride % 8 == 0 && d.k_stride % 8 == 0 && d.q_batch % 8 == 0 &&
                 d.k_batch % 8 == 0;
     return IS_BF16_OR_FP16<native_t<T>> && d.HS % 8 == 0 && d.HS <= 256 && rows &&
            values_lie_as_keys(d);
 }
-// And by operands: 16-byte addresses, results in T. The backward kernels write =, never +=.
+
+// Whether they take the operands too: 16-byte addresses, results in T. Backward writes =
+// and never +=.
 template <typename T, typename... Ps>
 bool mma_takes(const AttentionOperands<T>& x, const Ps*... ps) {
     auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
@@ -442,7 +453,7 @@ bool mma_takes(const AttentionOperands<T>& x, const Ps*... ps) {
            aligned(x.q, x.k, x.v, x.dout, ps...);
 }
 
-// f(D, MT, N): channels; 16 rows a warp, times MT; keys a tile of the forward pass
+// Call f(D, MT, N): channels; sixteens of rows a warp; keys in a tile of the forward pass.
 template <typename F> void pick_mma_kernel(size_t HS, F f) {
     HS <= 32    ? f(Int<32>(), Int<2>(), Int<64>())
     : HS <= 64  ? f(Int<64>(), Int<2>(), Int<64>())
@@ -451,17 +462,20 @@ template <typename F> void pick_mma_kernel(size_t HS, F f) {
                 : f(Int<256>(), Int<1>(), Int<32>());
 }
 
-// The operands in tiles of `rows` rows and `keys` keys; returns the bytes of scratch.
+// Set up operands in tiles of `rows` rows and `keys` keys. Returns the bytes of scratch.
 template <typename T>
 size_t mma_operands(RowOperands<T>& x, const AttentionOperands<T>& operands, void* scratch,
                     unsigned rows, unsigned keys, bool backward) {
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
-    // Backward's blocks of 64 rows are two tiles of those whose keys a block owns.
+    // The dQ kernel's blocks of 64 rows are two of the tiles that the dK, dV kernel walks.
     take_rows(x, pieces, operands, rows, rows, backward ? 2 : 1, keys, backward);
     return pieces.used;
 }
+
+// The scratch in bytes, for either pass.
 inline size_t attention_mma_scratch_bytes(const AttentionDims& d) {
-    // bf16 stands for fp16 too: the scratch holds floats and ints. Forward's tiles are larger.
+    // bf16 stands for fp16 too, because the scratch holds only floats and ints. The
+    // larger pass decides.
     AttentionOperands<bf16> operands;
     operands.d = d;
     RowOperands<bf16> x = {};
@@ -473,6 +487,7 @@ inline size_t attention_mma_scratch_bytes(const AttentionDims& d) {
     return std::max(forward, mma_operands(x, operands, nullptr, MMA_ROWS, keys, true));
 }
 
+// Forward. scratch: attention_mma_scratch_bytes().
 template <typename T>
 void attention_mma_forward(T* out, float* lse, const AttentionOperands<T>& operands, void* scratch,
                            cudaStream_t stream) {
@@ -480,22 +495,23 @@ void attention_mma_forward(T* out, float* lse, const AttentionOperands<T>& opera
         return attention_mma_forward(as_native(out), lse, as_native(operands), scratch, stream);
     else {
         LLMC_CHECK(mma_takes(operands, out), "mma.sync's attention does not take these operands");
-        // Choose tiles by the head's size; a block takes M rows of one key head.
+        // Choose the tiles by the head's size. A block takes M rows of one key head.
         pick_mma_kernel(operands.d.HS, [&](auto D, auto MT, auto N) {
             constexpr int M = MMA_WARPS * MT * 16;
             RowOperands<T> x = {};
             mma_operands(x, operands, scratch, M, N, false);
 
-            // Spans come first: by them the kernel chooses the tiles that it loads.
+            // Compute the spans first: the kernel uses them to choose the tiles that it loads.
             attention_spans(x, stream);
             dim3 grid(x.tiles, unsigned(x.d.NKV), unsigned(x.d.B));
-            // Shared memory: M rows of q, two stages of N keys and N values.
+            // Shared memory: M rows of q, and two stages of N keys and N values.
             launch(attention_mma_forward_kernel<T, D, MT, N>, grid, MMA_THREADS,
                    (M + 4 * N) * D * sizeof(T), stream, out, lse, x);
         });
     }
 }
 
+// Backward. scratch: attention_mma_scratch_bytes().
 template <typename T>
 void attention_mma_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
                             const AttentionOperands<T>& operands, void* scratch,
@@ -511,18 +527,18 @@ void attention_mma_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
         mma_operands(x, operands, scratch, MMA_ROWS, keys, true);
         const AttentionDims& d = x.d;
 
-        // Spans of the tiles, lse and D of the rows.
+        // Compute the spans of the tiles, and lse and D of the rows.
         attention_statistics(out, lse, x, stream);
 
-        // dQ by blocks of rows, dK and dV by blocks of keys.
+        // Compute dQ by blocks of rows, dK and dV by blocks of keys.
         pick_mma_kernel(d.HS, [&](auto D, auto, auto) {
             constexpr int M = MMA_WARPS * 16, KEYS = mma_backward_keys(D);
             constexpr int SPLIT = D > 128 ? 2 : 1, N = MMA_WARPS / SPLIT * 16;
-            // Shared memory: q and dout of M rows, two stages of keys and values.
+            // Shared memory: q and dout of M rows, and two stages of keys and values.
             launch(attention_mma_backward_q_kernel<T, D, KEYS>,
                    dim3(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B)),
                    MMA_THREADS, (2 * M + 4 * KEYS) * D * sizeof(T), stream, dq, x);
-            // Shared memory: N keys and values, two stages of q and dout.
+            // Shared memory: N keys and values, and two stages of q and dout.
             launch(attention_mma_backward_kv_kernel<T, D, MMA_ROWS, SPLIT>,
                    dim3(unsigned(ceil_div(d.Tk, size_t(N))), unsigned(d.NKV), unsigned(d.B)),
                    MMA_THREADS, (2 * N + 4 * MMA_ROWS) * D * sizeof(T), stream, dk, dv, x);

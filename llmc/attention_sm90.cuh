@@ -1,28 +1,30 @@
 // attention_sm90.cuh - flash attention for Hopper: TMA, wgmma, specialised warps - arXiv:2407.08608
-//   The operands, masks and results of attention_types.h, in bf16 and fp16, head sizes of 8 to 128
-//   in steps of 8: one that is not 32, 64, 96 or 128 runs in the next; TMA fills with zeros.
+//   The operands, masks and results of attention_types.h, in bf16 and fp16, for head sizes of 8 to
+//   128 in steps of 8. A size other than 32, 64, 96 and 128 runs as the next larger one; TMA pads
+//   with zeros.
 //   Rows are (query, head) pairs (attention_rows.cuh). A tile has all heads of a group for as many
-//   queries as fit; where a group does not divide a tile, the tile's last rows are idle.
-//   A block is three warpgroups. One gives its registers away and keeps the loads ahead; two own 64
-//   rows (forward) or 64 keys (backward) each. Tiles lie in chunks of 64 channels, 128 bytes a row,
-//   under the 128-byte swizzle, as TMA writes and wgmma reads them.
-//   forward      blocks stay, one an SM, and take tiles of rows from a queue (attention_queue.cuh);
-//                loads and stores run beside the tile that is computed. One tile's softmax runs
-//                under P V of the tile before; the two warpgroups take turns with the tensor cores,
-//                so that one's exponentials run under the other's products
-//   backward     a block owns keys and reads tiles of 128 rows, of 64 where a head has more than 64
-//                channels: S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are operands in
-//                registers; only dS passes through shared memory, for dQ = dS K. dK, dV stay in
-//                registers over all heads of the group. dQ is summed over blocks in float
-//                in global memory: in the order in which blocks start, or as they finish, which is
-//                faster (d.any_order). The first order relies on what GPUs do and CUDA does not
-//                promise, that blocks start in the order of their indices; else the run ends with
-//                an error
-//   Contract: out, lse, dq, dk, dv = in T.  No soft cap, v lies as k does (hopper_takes() says).
+//   queries as fit. Where a group does not divide a tile, the tile's last rows are idle.
+//   A block is three warpgroups. One gives its registers away and keeps the loads ahead; the other
+//   two own 64 rows (forward) or 64 keys (backward) each. Tiles lie in chunks of 64 channels, 128
+//   bytes a row, under the 128-byte swizzle, as TMA writes and wgmma reads them.
+//   forward      One block stays on each SM and takes tiles of rows from a queue
+//                (attention_queue.cuh); loads and stores run beside the tile that is computed. The
+//                softmax of one tile of keys runs under P V of the tile before. The two warpgroups
+//                take turns with the tensor cores, so that the exponentials of one run under the
+//                products of the other.
+//   backward     A block owns keys and reads tiles of 128 rows (64 if a head has more than 64
+//                channels). It computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are
+//                operands in registers; only dS passes through shared memory, for dQ = dS K. dK and
+//                dV stay in registers over all heads of the group. dQ is summed over blocks, in
+//                float, in global memory: in the order in which blocks start, or as they finish,
+//                which is faster (d.any_order). The first order relies on blocks starting in the
+//                order of their indices. GPUs do this, but CUDA does not promise it; otherwise the
+//                run ends with an error.
+//   Contract: out, lse, dq, dk, dv = in T.  No soft cap, v has the layout of k (hopper_takes()).
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable, but for
 //             dq with d.any_order.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
-//         each. Launches: 2 forward, 3 backward, in any order 4. Scratch: spans and turns of the
+//         each. Launches: 2 forward, 3 backward (4 in any order). Scratch: spans and turns of the
 //         tiles, four numbers a row, and dQ in float.
 //   To copy: this file, attention_queue.cuh, attention_rows.cuh, attention_types.h, hopper.cuh,
 //            mma.cuh, types.h and cuda_common.h.
@@ -37,13 +39,14 @@ namespace llmc {
 constexpr int WARPGROUP = 128; // threads
 constexpr int HOPPER_THREADS = 3 * WARPGROUP;
 constexpr int CONSUMERS = 2 * WARPGROUP;
-constexpr int HOPPER_KEYS = 128;  // of a tile
-constexpr int FORWARD_ROWS = 128; // of a block's tile, idle ones included
+constexpr int HOPPER_KEYS = 128;  // in a tile
+constexpr int FORWARD_ROWS = 128; // in a block's tile, with idle ones
 constexpr int STAGES = 2;         // tiles that are loaded or in use
-// A warp lets k go before it masks, so the positions of keys stay for twice as many tiles.
+// A warp releases k before it masks, so the positions of keys are kept for twice as many tiles.
 constexpr int POSITION_STAGES = 2 * STAGES;
-// Blocks that run at once, one an SM, and what their operands may take of L2, of an H100: no GPU of
-// its kind has more SMs. The emulator's sizes are small, and take every path.
+// The number of blocks that run at once, one on each SM, and the part of L2 for their
+// operands. They fit an H100; no GPU of its kind has more SMs. The emulator's sizes are small
+// and take every path.
 #if defined(EMULATE)
 constexpr unsigned BLOCKS_AT_ONCE = 4;
 constexpr size_t L2_BYTES = 256 << 10;
@@ -52,50 +55,52 @@ constexpr unsigned BLOCKS_AT_ONCE = 132;
 constexpr size_t L2_BYTES = 40 << 20;
 #endif
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
-enum { EVERY_CONSUMER = 1, TURN = 2 }; // named barriers; TURN + 1 is the other warpgroup's
+enum { EVERY_CONSUMER = 1, TURN = 2 }; // named barriers; warpgroup `me` has TURN + me
 
-// How TMA reaches the operands; boxes are one chunk of a tile.
+// TMA's maps of the operands. A box is one chunk of a tile.
 struct HopperMaps {
     CUtensorMap q, k, v, out, dout;
 };
 
-// turns (B,NKV,tiles): how many blocks of keys have added to the tile's dQ.
+// The operands of these kernels. turns (B,NKV,tiles): how many blocks of keys have added to
+// a tile's dQ.
 template <typename T>
 struct HopperOperands : RowOperands<T> {
     float* dq;               // (B,NKV,tiles) fragments, see fragment_at()
     TileQueue queue;         // forward: the tiles of rows
-    unsigned heads_together; // key heads of all sequences whose blocks are mixed
-    bool first_keys_first;   // backward: blocks start with the first keys, else with the last
+    unsigned heads_together; // key heads, over all sequences, whose blocks take turns
+    bool first_keys_first;   // backward: blocks start with the first keys, or the last
 };
 
-template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a tile's row
-// Rows of a tile that a block of keys reads. Its rows times its chunks of channels are two parts of
-// 64 x 64 either way, so each warpgroup makes one part of dQ.
+template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a row of a tile
+// The rows of a tile that a block of keys reads. Rows times chunks of channels are two parts of 64
+// x 64 either way, so each warpgroup computes one part of dQ.
 template <int D> constexpr int BACKWARD_ROWS = D > 64 ? 64 : 128;
 constexpr int PARTS = 2;
-constexpr size_t MOST_HEADS = 64; // of a group: they fit a tile of either size
+constexpr size_t MOST_HEADS = 64; // in a group: they fit a tile of either size
 
 #if HOPPER_PASS
 // ----------------------------------------------------------------------------
 // tiles in shared memory: chunks of 64 channels, in each 128 bytes a row
 
-// Tile i goes to stage i % STAGES. The barriers of a stage are in phase i / STAGES for it.
-// A consumer waits for a tile's own phase, the producer for the one before it: ^ 1.
+// Tile i goes to stage i % STAGES, whose barriers are then in phase i / STAGES. A consumer waits
+// for the tile's own phase; the producer waits for the phase before, hence its ^ 1.
 __device__ inline int ring_stage(int i) { return i % STAGES; }
 __device__ inline uint32_t ring_parity(int i) { return uint32_t(i / STAGES) & 1; }
 
-// The producer's note to the consumers: a tile's number, and whether all of it is visible; -1 comes
-// after the last tile.
+// The producer's note to the consumers: a tile's number, and whether all of it is visible. -1
+// follows the last tile.
 __device__ inline int tile_note(int tile, bool all) { return tile < 0 ? -1 : 2 * tile + all; }
 __device__ inline int note_tile(int note) { return note / 2; }
 __device__ inline bool note_all(int note) { return note & 1; }
 
-// wgmma() takes one array; masks and softmax take parts of 8 columns. The memory is the same.
+// View parts of 8 columns, as masks and softmax take them, as the one array that wgmma() takes.
 template <int N>
 __device__ __forceinline__ float (&flat(float (&x)[N][4]))[4 * N] {
     return reinterpret_cast<float(&)[4 * N]>(x);
 }
-// After a wait: no reading of the accumulators x moves in front of it.
+
+// Call it after a wait: it keeps the compiler from reading the accumulators x earlier.
 template <int N>
 __device__ __forceinline__ void hold(float (&x)[N][4]) {
     #pragma unroll
@@ -105,30 +110,35 @@ __device__ __forceinline__ void hold(float (&x)[N][4]) {
             keep(x[i][j]);
 }
 
-// The operand `bytes` further on; descriptors count 16. NARROW adds to the low word alone, which an
-// address does not leave: fewer instructions where ptxas keeps descriptors in a thread's registers
-// (forward), more where it has room for them in uniform ones (backward).
+// The descriptor of the operand `bytes` further on; descriptors count 16 bytes. NARROW adds to
+// the low word alone, which an address never leaves. This takes fewer instructions where ptxas
+// keeps descriptors in a thread's registers (forward), and more where it has room for them in
+// uniform registers (backward).
 template <bool NARROW>
 __device__ __forceinline__ uint64_t further(uint64_t descriptor, uint32_t bytes) {
     if (!NARROW) return descriptor + bytes / 16;
     return (descriptor & 0xffffffff00000000) | uint32_t(uint32_t(descriptor) + bytes / 16);
 }
 
-// s (64, 8 NT) = 64 rows of a times the 8 NT rows of b, over D channels; a chunk has a_rows, b_rows
+// Issue s (64, 8 NT) = 64 rows of a times the 8 NT rows of b, over D channels. A chunk has a_rows
+// or b_rows rows.
 template <typename T, int D, bool NARROW, int NT>
 __device__ __forceinline__ void issue_rows_times_rows(float (&s)[NT][4], uint32_t a, int a_rows,
                                                       uint32_t b, int b_rows) {
-    // Moving a descriptor costs less than making the next.
+    // Advancing a descriptor is cheaper than building the next one.
     const uint64_t a_at = descriptor(a, 16, 1024), b_at = descriptor(b, 16, 1024);
     wg_fence();
     #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        // 16 channels are 32 bytes of a row; after 64 comes the next chunk. k = 0 overwrites s.
+        // 16 channels are 32 bytes of a row; after 64 channels comes the next chunk. k =
+        // 0 overwrites s.
         wgmma<T, 8 * NT, 0, 0>(flat(s), further<NARROW>(a_at, k / 4 * a_rows * 128 + k % 4 * 32),
                                further<NARROW>(b_at, k / 4 * b_rows * 128 + k % 4 * 32), k != 0);
     wg_commit();
 }
-// sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b, all its channels; a chunk has b_rows
+
+// Issue sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b, with all its channels. A chunk
+// has b_rows rows.
 template <typename T, bool NARROW, int KT, int CT>
 __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
                                                         const uint32_t (&p)[KT][4], uint32_t b,
@@ -137,24 +147,25 @@ __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
     wg_fence();
     #pragma unroll
     for (int k = 0; k < KT; k++)
-        // b is MN-major: 16 rows of 128 bytes, 2048 in all, go into one product.
+        // b is MN-major: one product takes 16 rows of 128 bytes, 2048 bytes in all.
         wgmma_rs<T, 8 * CT, 1>(flat(sum), p[k], further<NARROW>(b_at, k * 2048), 1);
     wg_commit();
 }
 
-// Write 16 rows of a tile from `row` on, from a product's result as pack_scores() leaves it.
+// Write 16 rows of a tile from `row` on. p is a product's result, packed by pack_scores().
 template <int KT>
 __device__ void put_rows(unsigned char* tile, int rows, int row, const uint32_t (&p)[KT][4]) {
     int lane = threadIdx.x % 32, at = row + lane % 16;
     #pragma unroll
     for (int k = 0; k < KT; k++) {
-        // Swizzle by hand as TMA does, for TMA or wgmma will read it.
+        // Swizzle by hand as TMA does, because TMA or wgmma will read the tile.
         int chunk = 2 * k + lane / 16; // of 8 channels
         stmatrix_x4(tile + chunk / 8 * rows * 128 + at * 128 + ((chunk % 8) ^ (at & 7)) * 16, p[k]);
     }
 }
 
-// A warp whose wait is over for all lanes arrives: it has read what the barrier guards.
+// Arrive once for a warp whose lanes have all passed their wait: it has read what
+// the barrier guards.
 __device__ inline void release(uint64_t* barrier) {
     if (threadIdx.x % 32 == 0)
         mbar_arrive(barrier);
@@ -165,42 +176,45 @@ __device__ inline void release(uint64_t* barrier) {
 // forward: a producer warp, a warp that stores out, two consumer warpgroups of 64 rows each
 //
 //   barrier          arrivals a phase                     who waits, for tile n of rows, i of keys
-//   q_full           1: producer, with q's bytes; bare    all others: phase n, before they read
-//                       after the last                      which tile of rows it is
+//   q_full           1: producer, with q's bytes (none    all others: phase n, before they read
+//                       after the last tile)                which tile of rows it is
 //   q_free           9: consumer warps, the last Q K^T    producer: phase n - 1, before it loads q
-//                       is over; storer, it has read        again
+//                       is done; storer, it has read        again
 //   out_full         8: consumer warps, their rows of     storer: phase n
 //                       out are in shared memory
 //   out_free         1: storer, TMA has read them         consumers: phase n - 1, before they write
 //   k_full[stage]    1: producer, with k's bytes          consumers: phase i / STAGES, before Q K^T
 //   v_full[stage]    1: producer, with v's bytes          consumers: phase i / STAGES, before P V
-//   k_free[stage]    8: consumer warps, Q K^T is over     producer: phase i / STAGES - 1, before
-//   v_free[stage]    8: consumer warps, P V is over         loading into the stage again
+//   k_free[stage]    8: consumer warps, Q K^T is done     producer: phase i / STAGES - 1, before
+//   v_free[stage]    8: consumer warps, P V is done         loading into the stage again
 //   TURN + me        256: the other warpgroup, when its   warpgroup `me`, before it issues its own
 //                       products are issued, and `me`
 //
-// n and i count all that the block has had, so rings and turns run on from tile to tile.
+// n and i count all tiles of the block, so rings and turns continue from tile to tile.
 
-// q, out, and STAGES tiles of k and of v: 192 KB at 128 channels, one block an SM.
+// Shared memory: q, out, and STAGES tiles of k and of v. 192 KB at 128 channels: one block
+// on an SM.
 template <int D>
 constexpr size_t FORWARD_BYTES = size_t(CHUNKS<D>) * 128 *
                                  (2 * FORWARD_ROWS + 2 * STAGES * HOPPER_KEYS);
 
 #if HOPPER_PASS
+
+// The shared memory of a block in the forward pass.
 template <int D> struct ForwardShared {
     static constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int Q_BYTES = C * M * 128, K_BYTES = C * N * 128; // of a tile
     unsigned char *q, *out;     // (C, M, 64)
     unsigned char *k, *v;       // (STAGES, C, N, 64)
-    RowTile* rows;              // whose q it is
-    int* key_positions;         // (POSITION_STAGES, N) of tiles that need a mask
-    int* tile_notes;            // (STAGES) whether all of the tile is visible
+    RowTile* rows;              // the tile of rows that q belongs to
+    int* key_positions;         // (POSITION_STAGES, N) for tiles that need a mask
+    int* tile_notes;            // (STAGES) see tile_note()
     uint64_t *q_full, *q_free, *out_full, *out_free;
     uint64_t *k_full, *v_full;  // (STAGES)
     uint64_t *k_free, *v_free;  // (STAGES)
 };
 
-// Load every tile of keys that a tile of rows sees, STAGES ahead. i counts them.
+// Load every tile of keys that a tile of rows sees, up to STAGES ahead. i counts these tiles.
 template <typename T, int D>
 __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const HopperMaps& maps,
                                           const HopperOperands<T>& x, const RowTile& rows, int& i,
@@ -212,7 +226,7 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
     const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
     TileWalk walk = {int(x.key_tiles)};
     for (const int end = i + rows.key_tiles; i < end; i++) {
-        // The walk finds as many as the queue has counted.
+        // The walk finds exactly as many tiles as the queue has counted.
         bool all = false;
         const int stage = ring_stage(i), tile = walk.next(all, look);
 
@@ -224,13 +238,14 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
                             int(rows.kh), tile * N, int(b));
         };
 
-        // Fetch the positions that a mask will read, while the stage is still in use.
+        // Read the positions that a mask will need from global memory, while the stage is
+        // still in use.
         const bool masked = !all || x.slopes;
         int positions[lane_keys];
         for (int j = 0; masked && j < lane_keys; j++)
             positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
 
-        // Wait until the stage is free again; the first STAGES waits pass at once.
+        // Wait until the stage is free again. The first STAGES waits return at once.
         mbar_wait(shared.k_free + stage, ring_parity(i) ^ 1);
         for (int j = 0; masked && j < lane_keys; j++)
             shared.key_positions[i % POSITION_STAGES * N + 32 * j + lane] = positions[j];
@@ -238,18 +253,18 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
         if (leader) {
             shared.tile_notes[stage] = tile_note(tile, all);
 
-            // Load k at once, v when its stage is free: P V runs a tile behind Q K^T.
+            // Load k at once, and v when its stage is free: P V runs a tile behind Q K^T.
             load(shared.k, &maps.k, shared.k_full);
             mbar_wait(shared.v_free + stage, ring_parity(i) ^ 1);
             load(shared.v, &maps.v, shared.v_full);
         }
 
-        // The walk votes by all lanes: keep them together.
+        // Keep the lanes together, because all of them vote in the walk.
         __syncwarp();
     }
 }
 
-// Claim tiles of rows until none is left; load q and the keys of each.
+// The producer: claim tiles of rows until none is left, and load q and the keys of each.
 template <typename T, int D>
 __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
                                                  const HopperMaps& maps,
@@ -257,17 +272,17 @@ __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
     constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
     const bool leader = elect_one();
     for (int n = 0, i = 0;; n++) {
-        // Claim while the tile before is still being computed.
+        // Claim the next tile while the tile before is still being computed.
         const RowTile rows = x.queue.claim(x);
 
-        // Load q as soon as the last scores of that tile are there.
+        // Load q as soon as the last scores of the tile before are done.
         if (leader) {
             mbar_wait(shared.q_free, (n & 1) ^ 1);
             *shared.rows = rows;
             if (rows.key_tiles < 0) {
                 mbar_arrive(shared.q_full);
             } else {
-                // Rows that are not in use do not count as bytes.
+                // Idle rows are not loaded and do not count as bytes.
                 mbar_expect_tx(shared.q_full, C * 128 * x.tile_rows);
                 for (int c = 0; c < C; c++)
                     tma_load_4d(shared.q + c * M * 128, &maps.q, shared.q_full, 64 * c,
@@ -277,50 +292,51 @@ __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
         }
         __syncwarp();
 
-        // Keys go on through the ring, whose stages are free again.
+        // Load the keys into the ring, as its stages become free.
         if (rows.key_tiles < 0) return;
         load_keys(shared, maps, x, rows, i, leader);
     }
 }
 
-// Store out, tile after tile; one thread.
+// The storer: store out, tile after tile. One thread does it.
 template <typename T, int D>
 __device__ __forceinline__ void forward_storer(const ForwardShared<D>& shared,
                                                const HopperMaps& maps,
                                                const HopperOperands<T>& x) {
     constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
     for (int n = 0;; n++) {
-        // Read whose rows they are before the producer may write the next.
+        // Read which rows they are, before the producer may overwrite this with the next tile.
         mbar_wait(shared.q_full, n & 1);
         const RowTile rows = *shared.rows;
         if (rows.key_tiles < 0) return;
         mbar_arrive(shared.q_free);
 
-        // Rows that are not in use are outside the box.
+        // Store the tile. Idle rows are outside the box.
         mbar_wait(shared.out_full, n & 1);
         for (int c = 0; c < C; c++)
             tma_store_4d(&maps.out, shared.out + c * M * 128, 64 * c, int(rows.kh * x.group),
                          int(rows.tile * (x.tile_rows / x.group)), int(rows.b));
         bulk_commit();
-        // Neither the next tile's out nor the end of the block may come before the read.
+        // Wait for TMA to read shared memory, before the next tile's out is written or
+        // the block ends.
         bulk_wait_read<0>();
         mbar_arrive(shared.out_free);
     }
 }
 
-// Divide by the sums of exponentials; write lse, and out for the storer.
+// Divide by the sums of exponentials. Write lse, and put out into shared memory for the storer.
 template <typename T, int D, int CT>
 __device__ __forceinline__ void
 forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperands<T>& x,
                  const RowTile& rows, int n, int my_row, float (&sum)[CT][4],
                  const float (&row_max)[2], const float (&row_sum)[2]) {
     const int lane = threadIdx.x % 32;
-    // Four lanes share a row: all join its sum, the first writes lse.
+    // Four lanes share a row: all of them join in the sum, and the first one writes lse.
     float inverse[2];
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         float total = row_total(row_sum[i]);
-        bool seen = total != 0; // NaN has been seen
+        bool seen = total != 0; // true for a NaN too
         inverse[i] = seen ? 1 / total : 0;
         unsigned slot = unsigned(my_row + 8 * i + lane / 4), row = rows.tile * x.tile_rows + slot;
         if (lane % 4 == 0 && slot < x.tile_rows && row < x.rows)
@@ -328,11 +344,11 @@ forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperand
                 seen ? row_max[i] * LN2 + logf(total) : -INFINITY;
     }
 
-    // Put out in shared memory, where TMA can read it.
+    // Write out to shared memory, where TMA can read it.
     scale_rows(sum, inverse);
     uint32_t o[CT / 2][4];
     pack_scores<T>(o, sum);
-    // The tile before has long been stored.
+    // Wait for the store of the tile before, which ended long ago.
     mbar_wait(shared.out_free, (n & 1) ^ 1);
     put_rows(shared.out, FORWARD_ROWS, my_row, o);
     fence_async_smem();
@@ -340,27 +356,31 @@ forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperand
     release(shared.out_full);
 }
 
-// A tile of rows: 64 rows of out. S = Q K^T of one tile of keys runs while P V of the tile before
-// does. i counts tiles of keys, n tiles of rows.
+// Compute one tile of rows: 64 rows of out for each warpgroup. S = Q K^T of one tile of keys runs
+// together with P V of the tile before. i counts tiles of keys, n tiles of rows.
 template <typename T, int D>
 __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, float* lse,
                                              const HopperOperands<T>& x, const RowTile& rows,
                                              int me, int n, int& i) {
     constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, NT = N / 8, CT = CHUNKS<D> * 8;
     constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
-    // Addresses are of the warpgroup's 64 rows, my_row of the warp's 16.
-    const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // of the tile
+    // Addresses are those of the warpgroup's 64 rows; my_row is the first of the warp's 16.
+    const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
     const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
     const uint32_t k_at = smem_u32(shared.k), v_at = smem_u32(shared.v);
     const float scale = x.scale * LOG2E;
-    // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart in its warp's 16.
+    // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart among its warp's 16.
     float s[NT][4], sum[CT][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
     uint32_t p[NT / 2][4];
+
+    // Find what this thread's two rows see.
     const unsigned my_first = unsigned(my_row) + threadIdx.x % 32 / 4;
     const KeyRange* my_ranges = x.tile_ranges(rows.b, rows.tile) + my_first;
     const KeyRange ranges[2] = {my_ranges[0], my_ranges[8]};
-    auto softmax = [&](int i, bool all) { // of tile i; p takes the place of s
+
+    // Mask a tile's scores and add them to the running softmax.
+    auto softmax = [&](int i, bool all) { // for tile i; p replaces s
         float factor = scale;
         const int* positions = shared.key_positions + i % POSITION_STAGES * N;
         if (x.slopes) {
@@ -374,20 +394,20 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
         online_softmax(s, row_max, row_sum, rescale, factor);
     };
 
-    // Q K^T of tile i is over: let its keys go, and after the last tile q.
+    // Call it when Q K^T of tile i is done: release its keys, and after the last tile q.
     const int end = i + rows.key_tiles;
     auto release_scores = [&](int stage) {
         release(shared.k_free + stage);
         if (i + 1 == end) release(shared.q_free);
     };
 
-    // Rows that see no tile at all go straight to the end.
+    // Rows that see no tile go straight to the end.
     if (rows.key_tiles == 0) {
-        __syncwarp(); // every lane has read whose rows they are
+        __syncwarp(); // every lane has read shared.rows
         release(shared.q_free);
     } else {
-        // The first tile's scores.
-        int before = ring_stage(i); // stage of the tile whose p is at hand
+        // Compute the first tile's scores.
+        int before = ring_stage(i); // stage of the tile that p belongs to
         mbar_wait(shared.k_full + before, ring_parity(i));
         bool all = note_all(shared.tile_notes[before]);
         bar_sync(TURN + me, CONSUMERS);
@@ -401,25 +421,26 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
 
         while (++i < end) {
             const int stage = ring_stage(i);
-            // Wait for this tile's keys, and for values of the tile before.
+            // Wait for this tile's keys, and for the values of the tile before.
             mbar_wait(shared.k_full + stage, ring_parity(i));
             mbar_wait(shared.v_full + before, ring_parity(i - 1));
             all = note_all(shared.tile_notes[stage]);
 
-            // Issue this tile's scores, and the values of the tile before.
+            // Issue this tile's scores and the tile before's values, when it is
+            // this warpgroup's turn.
             bar_sync(TURN + me, CONSUMERS);
             issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + stage * K_BYTES, N);
             issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
             bar_arrive(TURN + 1 - me, CONSUMERS);
 
-            // Softmax, while the values are summed.
+            // Run this tile's softmax, while the tensor cores sum the values.
             wg_wait<1>();
             hold(s);
             release_scores(stage);
             softmax(i, all);
-            never(row_sum[0] < 0); // a sum of exponentials: keeps the wait below them
+            never(row_sum[0] < 0); // keeps the wait below behind the exponentials
 
-            // Move the sums to the new maximum.
+            // Rescale the sums to the new maximum.
             wg_wait<0>();
             hold(sum);
             release(shared.v_free + before);
@@ -428,7 +449,7 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
             before = stage;
         }
 
-        // The last tile's values.
+        // Add the last tile's values.
         mbar_wait(shared.v_full + before, ring_parity(i - 1));
         issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
         wg_wait<0>();
@@ -438,23 +459,24 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
     forward_epilogue(shared, lse, x, rows, n, my_row, sum, row_max, row_sum);
 }
 
-// The tiles of rows that the producer has claimed, one after the other.
+// A consumer: compute the tiles of rows that the producer claims, one after the other.
 template <typename T, int D>
 __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared, float* lse,
                                                  const HopperOperands<T>& x, int me) {
-    // 40 + 2 * 232 = 3 * 168: the registers that a launch gives the three warpgroups' threads.
+    // 40 + 2 * 232 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
     regs_inc<232>();
-    if (me == 1) bar_arrive(TURN, CONSUMERS); // the first turn is warpgroup 0's
+    if (me == 1) bar_arrive(TURN, CONSUMERS); // warpgroup 0 has the first turn
     for (int n = 0, i = 0;; n++) {
         mbar_wait(shared.q_full, n & 1);
         const RowTile rows = *shared.rows;
         if (rows.key_tiles < 0) break;
         forward_rows(shared, lse, x, rows, me, n, i);
     }
-    if (me == 0) bar_sync(TURN, CONSUMERS); // the turn that warpgroup 1 gave last
+    if (me == 0) bar_sync(TURN, CONSUMERS); // takes the turn that warpgroup 1 gave last
 }
 #endif
 
+// Forward. The grid is one block for each SM; a block claims its tiles from x.queue.
 template <typename T, int D>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_forward_kernel(const __grid_constant__ HopperMaps maps, float* lse,
@@ -464,12 +486,16 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     LLMC_SHARED(int, key_positions, POSITION_STAGES * HOPPER_KEYS);
     LLMC_SHARED(int, tile_notes, STAGES);
     LLMC_SHARED(uint64_t, barriers, 4 + 4 * STAGES);
-    // Lay out q, out, the stages of k, those of v; notes and barriers lie beside them.
+
+    // Lay out q, out, the stages of k, then those of v. Notes and barriers have memory
+    // of their own.
     ForwardShared<D> shared;
     shared.q = dynamic_shared();
     shared.out = shared.q + ForwardShared<D>::Q_BYTES;
     shared.k = shared.out + ForwardShared<D>::Q_BYTES;
     shared.v = shared.k + STAGES * ForwardShared<D>::K_BYTES;
+
+    // Point at the notes, then at the barriers.
     shared.rows = rows;
     shared.key_positions = key_positions;
     shared.tile_notes = tile_notes;
@@ -483,7 +509,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     shared.v_free = shared.k_free + STAGES;
 
     if (threadIdx.x == 0) {
-        // Count arrivals as the table above has them.
+        // The numbers of arrivals are those of the table above.
         mbar_init(shared.q_full, 1);
         mbar_init(shared.q_free, CONSUMER_WARPS + 1);
         mbar_init(shared.out_full, CONSUMER_WARPS);
@@ -496,6 +522,8 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
         }
         mbar_init_fence();
     }
+
+    // Prefetch the maps.
     if (threadIdx.x == 32) {
         tma_prefetch(&maps.q);
         tma_prefetch(&maps.k);
@@ -504,11 +532,12 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     }
     __syncthreads();
 
-    // Roles are whole warpgroups: setmaxnreg and wgmma want all four warps alike.
+    // A role is a whole warpgroup, because setmaxnreg and wgmma must be executed by all four warps.
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
     if (role > 0)
         return forward_consumer(shared, lse, x, role - 1);
-    // The first one gives its registers away. Two of its warps work.
+
+    // The first warpgroup gives its registers away. Two of its warps work.
     regs_dec<40>();
     const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x / 32), 0);
     if (warp == 0)
@@ -526,11 +555,11 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 //   barrier             arrivals a phase                      who waits, for tile i
 //   k_full              1: producer, with k's and v's bytes   consumers, once
 //   q_full[stage]       1: producer, with q's and lse's       consumers: phase i / STAGES, before
-//                          bytes; bare after the last           S^T = K Q^T
+//                          bytes, none after the last           S^T = K Q^T
 //   dout_full[stage]    1: producer, with dout's and D's      consumers: phase i / STAGES, before
 //                          bytes                                dP^T = V dO^T
-//   q_free[stage]       8: consumer warps, dS^T Q is over     producer: phase i / STAGES - 1, when
-//   dout_free[stage]    8: consumer warps, P^T dO is over       it loads into the stage again
+//   q_free[stage]       8: consumer warps, dS^T Q is done     producer: phase i / STAGES - 1, when
+//   dout_free[stage]    8: consumer warps, P^T dO is done       it loads into the stage again
 //   dq_full             8: consumer warps, their part of      adder: phase i
 //                          dS K is in shared memory
 //   dq_free             1: adder, the tile's part has left    those warps: phase i - 1, before they
@@ -538,21 +567,24 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 //   EVERY_CONSUMER      256: consumers, their keys' dS^T is   consumers, before dS K over all keys
 //                          in shared memory
 
-// k, v, STAGES tiles of q, dout and dS^T, and dQ in float: 192 KB at 64 and at 128 channels.
+// Shared memory: k, v, STAGES tiles of q, dout and dS^T, and dQ in float. 192 KB at 64 and
+// at 128 channels.
 template <int D>
 constexpr size_t BACKWARD_BYTES = 2 * size_t(CHUNKS<D>) * 128 *
                                       (HOPPER_KEYS + STAGES * BACKWARD_ROWS<D>) +
                                   STAGES * HOPPER_KEYS * BACKWARD_ROWS<D> * 2 +
                                   PARTS * 64 * 64 * sizeof(float);
 
-// Where dQ's fragments lie: for each 8 columns j of a part, for each part, the threads of a
-// warpgroup one after the other with four numbers each. Two are of row 16 warp + lane / 4, two of
-// the row 8 below.
+// The index of a thread's four numbers among dQ's fragments. For each 8 columns j of a part, and
+// for each part, the threads of a warpgroup follow each other with four numbers each: two of row 16
+// warp + lane / 4, and two of the row 8 below.
 __device__ inline size_t fragment_at(int j, int part, int thread) {
     return (size_t(j) * PARTS * WARPGROUP + size_t(part) * WARPGROUP + thread) * 4;
 }
 
 #if HOPPER_PASS
+
+// The shared memory of a block in the backward pass.
 template <int D> struct BackwardShared {
     static constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128; // of a tile
@@ -570,15 +602,17 @@ template <int D> struct BackwardShared {
     uint64_t *q_free, *dout_free;                // (STAGES)
 };
 
-// A block's keys and key head. Blocks start in the order of `at`, which a tile's dQ is summed in.
+// The keys and the key head of a block. Blocks start in the order of `at`, which is the order in
+// which a tile's dQ is summed.
 struct KeyBlock {
     size_t b, kh;
-    int at, last; // 0 to last, among the blocks of a head
+    int at, last; // index among a head's blocks, and the last index
     bool first_keys_first;
     __device__ int tile(int at) const { return first_keys_first ? at : last - at; } // of keys
     __device__ size_t key0() const { return size_t(tile(at)) * HOPPER_KEYS; }
 };
-// As many heads as L2 holds run together: first a block of each, then the next of each.
+// The keys of this block. As many heads as L2 holds run together: one block of each, then the
+// next of each.
 template <typename T>
 __device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
     const unsigned NKV = unsigned(x.d.NKV), heads = unsigned(x.d.B) * NKV;
@@ -587,7 +621,8 @@ __device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
             x.first_keys_first};
 }
 
-// Load the block's k and v once, then every tile of rows that sees them, STAGES ahead.
+// The producer: load the block's k and v once, then every tile of rows that sees them, up
+// to STAGES ahead.
 template <typename T, int D, typename F>
 __device__ __forceinline__ void backward_producer(const BackwardShared<D>& shared,
                                                   const HopperMaps& maps,
@@ -598,7 +633,7 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
     const size_t b = block.b, kh = block.kh, key0 = block.key0();
     const bool leader = elect_one();
     if (leader) {
-        // One barrier covers k and v: they are loaded once and stay.
+        // One barrier covers k and v, which are loaded once and stay.
         mbar_expect_tx(shared.k_full, 2 * BackwardShared<D>::K_BYTES);
         for (int c = 0; c < C; c++) {
             tma_load_4d(shared.k + c * N * 128, &maps.k, shared.k_full, 64 * c, int(kh), int(key0),
@@ -608,13 +643,14 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
         }
     }
 
-    // Walk the tiles, with a last note that there are no more.
+    // Walk the tiles. A last note says that there are no more.
     TileWalk walk = {int(x.tiles)};
     for (int i = 0, tile = 0; tile >= 0; i++) {
         bool all = false;
         const int stage = ring_stage(i);
         tile = walk.next(all, look);
-        // Rows bring their numbers along, idle rows' included: lse and ranges with q, D with dout.
+        // Load the rows' numbers too, those of idle rows included: lse and ranges with q,
+        // D with dout.
         const size_t rows_at = x.tile_at(b, kh, tile) * M;
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full,
                         unsigned more_bytes) {
@@ -626,6 +662,8 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
         auto load_numbers = [&](auto* to, const auto* from, uint64_t* full) {
             bulk_load_1d(to + stage * M, from, M * sizeof(*to), full + stage);
         };
+
+        // One lane issues the loads of a stage when the stage is free.
         if (leader) {
             mbar_wait(shared.q_free + stage, ring_parity(i) ^ 1);
             shared.tile_notes[stage] = tile_note(tile, all);
@@ -644,7 +682,8 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
     }
 }
 
-// Add the block's part of each tile's dQ to global memory, in the order in which blocks start.
+// The adder: add the block's part of each tile's dQ to global memory, in the order in which blocks
+// start, or in any order.
 template <typename T, int D, bool ANY_ORDER, typename F>
 __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
                                                const HopperOperands<T>& x, const KeyBlock& block,
@@ -654,10 +693,11 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
     TileWalk walk = {int(x.tiles)};
     bool all = false;
     for (int i = 0, tile; (tile = walk.next(all, look)) >= 0; i++) {
-        // Count the blocks before this one that add to this tile too: this one's turn.
+        // Count the blocks before this one that also add to this tile: the count is
+        // this block's turn.
         int turn = 0;
         for (int n = 0; !ANY_ORDER && n < block.at; n += 32) {
-            // Lanes ask 32 blocks at a time.
+            // Each lane tests one of the next 32 blocks.
             int other = n + int(threadIdx.x % 32);
             bool adds = other < block.at &&
                         visibility(x.row_spans[x.tile_at(block.b, tile)],
@@ -666,14 +706,14 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
             turn += __popc(__ballot_sync(ALL_LANES, adds));
         }
 
-        // Add, in turn; the first stores, so nobody has to zero. The consumers may write the next
-        // part as soon as this one is read.
+        // Add when it is this block's turn. The first block stores instead, so that nobody has to
+        // zero dQ. The consumers may write the next part as soon as this one has been read.
         if (leader) {
             const size_t at = x.tile_at(block.b, block.kh, tile);
             float* to = x.dq + at * (DQ_BYTES / sizeof(float));
             mbar_wait(shared.dq_full, i & 1);
-            // GPUs start blocks in the order of their indices, though CUDA does not promise it: the
-            // blocks before this one run already, and the wait ends.
+            // GPUs start blocks in the order of their indices, though CUDA does not promise it. The
+            // blocks before this one are then already running, and the wait ends.
             if (!ANY_ORDER)
                 wait_for_turn(x.turns + at, turn);
             if (!ANY_ORDER && turn == 0)
@@ -683,7 +723,7 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
             bulk_commit();
             bulk_wait_read<0>();
             mbar_arrive(shared.dq_free);
-            // The sum must have reached global memory before the turn passes.
+            // The sum must have reached global memory before the turn is passed on.
             if (!ANY_ORDER) {
                 bulk_wait<0>();
                 pass_turn(x.turns + at);
@@ -693,39 +733,39 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
     }
 }
 
-// This warpgroup's part of dQ = dS K, and dK += dS^T Q, of tile i.
+// Compute this warpgroup's part of dQ = dS K, and dK += dS^T Q, for tile i.
 template <typename T, int D, int CT, int KT>
 __device__ __forceinline__ void
 backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float (&sum_v)[CT][4],
                    const uint32_t (&ds_operand)[KT][4], int i, int me, uint32_t my_channels,
                    uint32_t my_ds, uint32_t q_at) {
     constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS;
-    // Groups end in order: the waits below name how many may still be in flight.
+    // Groups complete in order: each wait below gives the number that may still be in flight.
     const int stage = ring_stage(i), thread = threadIdx.x % WARPGROUP;
 
-    // Issue dS K over all keys of the tile: (64, 64), of this warpgroup's rows or channels.
+    // Issue dS K over all keys of the tile: (64, 64), either this warpgroup's rows or its channels.
     float part[8][4];
     wg_fence();
     #pragma unroll
     for (int n = 0; n < N / 16; n++)
-        // Both are MN-major: dS^T and K are read as they lie, the sum runs over keys.
+        // Both operands are MN-major: dS^T and K are read as they lie, and the sum runs over keys.
         wgmma<T, 64, 1, 1>(
             flat(part),
             descriptor(my_ds + stage * BackwardShared<D>::DS_BYTES + n * 2048, 16, 1024),
             descriptor(my_channels + n * 2048, 16, 1024), n != 0);
     wg_commit();
 
-    // P^T dO, issued before, is over; issue dS^T Q.
+    // Wait for P^T dO, which was issued before; then issue dS^T Q.
     wg_wait<1>();
     hold(sum_v);
     release(shared.dout_free + stage);
     issue_scores_times_rows<T, false>(sum_k, ds_operand,
                                       q_at + stage * BackwardShared<D>::Q_BYTES, M);
 
-    // Hand the part of dQ to the adder.
+    // Hand this part of dQ to the adder.
     wg_wait<1>();
     hold(part);
-    // The adder must be done with the tile before.
+    // Wait until the adder has read the part of the tile before.
     mbar_wait(shared.dq_free, (i & 1) ^ 1);
     #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -739,22 +779,22 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
     release(shared.q_free + stage);
 }
 
-// dK and dV of 64 keys, and this warpgroup's share of the tiles' dQ.
+// A consumer: compute dK and dV of 64 keys, and this warpgroup's part of the tiles' dQ.
 template <typename T, int D>
 __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& shared, T* dk, T* dv,
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, int me) {
     constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
     constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES, DS_BYTES = BackwardShared<D>::DS_BYTES;
-    // 24 + 2 * 240 = 3 * 168: the registers that a launch gives the three warpgroups' threads.
+    // 24 + 2 * 240 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
     regs_inc<240>();
     const int lane = threadIdx.x % 32;
-    // Addresses are of the warpgroup's 64 keys, my_key of the warp's 16.
-    const int my_key = 64 * me + 16 * (threadIdx.x / 32 % 4); // of the tile
+    // Addresses are those of the warpgroup's 64 keys; my_key is the first of the warp's 16.
+    const int my_key = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
     const uint32_t k_at = smem_u32(shared.k), my_k = k_at + uint32_t(64 * me * 128);
     const uint32_t my_v = smem_u32(shared.v) + uint32_t(64 * me * 128);
     const uint32_t q_at = smem_u32(shared.q), dout_at = smem_u32(shared.dout);
-    // Divide dQ by channels, or where there is one chunk of them by rows.
+    // Share dQ out by channels, or by rows where there is only one chunk of channels.
     const uint32_t my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
     const uint32_t my_ds = smem_u32(shared.ds) + uint32_t(C == 2 ? 0 : me * N * 128);
     const float scale = x.scale * LOG2E;
@@ -762,7 +802,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
     float sum_k[CT][4] = {}, sum_v[CT][4] = {};
     mbar_wait(shared.k_full, 0);
     for (int i = 0;; i++) {
-        // S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs columns.
+        // Compute S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs are columns.
         const int stage = ring_stage(i);
         float s[MT][4], dp[MT][4];
         mbar_wait(shared.q_full + stage, ring_parity(i));
@@ -772,12 +812,12 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         mbar_wait(shared.dout_full + stage, ring_parity(i));
         issue_rows_times_rows<T, D, false>(dp, my_v, N, dout_at + stage * Q_BYTES, M);
 
-        // P^T = exp2(S^T - lse), while dP^T is computed.
+        // Compute P^T = exp2(S^T - lse), while the tensor cores compute dP^T.
         wg_wait<1>();
         hold(s);
         float factor = scale;
         if (!note_all(note) || x.slopes) {
-            // Read the keys' positions anew: most tiles need no mask, and registers are short.
+            // Read the keys' positions anew each time, to save registers: most tiles need no mask.
             const int* positions = shared.key_positions + my_key + lane / 4;
             const int keys[2] = {positions[0], positions[8]};
             const KeyRange* ranges = shared.tile_ranges + stage * M;
@@ -797,7 +837,8 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         }
         uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
         pack_scores<T>(p, s);
-        // p >= 0 or 0x7fff: keeps the wait below all of them, of 128 rows only if each is asked.
+        // No register of p is all ones, since p >= 0 or the NaN 0x7fff. This test keeps the wait
+        // below behind the exponentials; with 128 rows, only if it asks for every register.
         uint32_t common = UINT_MAX;
         #pragma unroll
         for (int k = M == 64 ? MT / 2 - 1 : 0; k < MT / 2; k++)
@@ -806,7 +847,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
                 common &= p[k][j];
         never(common == UINT_MAX);
 
-        // dS^T = P^T (dP^T - D)
+        // Compute dS^T = P^T (dP^T - D).
         wg_wait<0>();
         hold(dp);
         #pragma unroll
@@ -815,7 +856,8 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
             Pack<float, 2> sums = load<2>(shared.tile_sums + stage * M + 8 * n + 2 * (lane % 4));
             #pragma unroll
             for (int e = 0; e < 4; e++) {
-                // 128 rows leave no registers for P in float: take it as P^T dO does.
+                // 128 rows leave no registers for P in float, so use the rounded P that
+                // P^T dO uses.
                 Pack<T, 2> two = __builtin_bit_cast(Pack<T, 2>, p[n / 2][n % 2 * 2 + e / 2]);
                 float probability = M == 64 ? s[n][e] : to_float(two.v[e % 2]);
                 dp[n][e] = probability * (dp[n][e] - sums.v[e % 2]);
@@ -824,8 +866,9 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         pack_scores<T>(ds_operand, dp);
         issue_scores_times_rows<T, false>(sum_v, p, dout_at + stage * Q_BYTES, M);
 
-        // Share dS^T with the other warpgroup. The stage held tile i - 2, which nobody reads any
-        // more: both have waited for its dS K before they came to the barrier of tile i - 1.
+        // Share dS^T with the other warpgroup. The stage held that of tile i - 2, which nobody
+        // reads any more: both warpgroups waited for its dS K before they came to the barrier of
+        // tile i - 1.
         put_rows(shared.ds + stage * DS_BYTES, N, my_key, ds_operand);
         fence_async_smem();
         bar_sync(EVERY_CONSUMER, CONSUMERS);
@@ -845,6 +888,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
 }
 #endif
 
+// Backward: dK, dV, and the sums of dQ. The grid is one block for each key head's tile of keys.
 template <typename T, int D, bool ANY_ORDER>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, T* dk, T* dv,
@@ -857,7 +901,8 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     LLMC_SHARED(int, key_positions, N);
     LLMC_SHARED(int, tile_notes, STAGES);
     LLMC_SHARED(uint64_t, barriers, 3 + 4 * STAGES);
-    // Lay out the tiles; numbers of rows, notes and barriers lie beside them.
+
+    // Lay out the tiles. Numbers of rows, notes and barriers have memory of their own.
     BackwardShared<D> shared;
     shared.k = dynamic_shared();
     shared.v = shared.k + shared.K_BYTES;
@@ -865,11 +910,15 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     shared.dout = shared.q + STAGES * shared.Q_BYTES;
     shared.ds = shared.dout + STAGES * shared.Q_BYTES;
     shared.dq = reinterpret_cast<float*>(shared.ds + STAGES * shared.DS_BYTES);
+
+    // Point at the rows' numbers and the notes.
     shared.tile_lse = tile_lse;
     shared.tile_sums = tile_sums;
     shared.tile_ranges = tile_ranges;
     shared.key_positions = key_positions;
     shared.tile_notes = tile_notes;
+
+    // Point at the barriers.
     shared.k_full = barriers;
     shared.dq_full = barriers + 1;
     shared.dq_free = barriers + 2;
@@ -880,7 +929,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     if (threadIdx.x == 0) {
         mbar_init(shared.k_full, 1);
-        // Count arrivals as the table above has them.
+        // The numbers of arrivals are those of the table above.
         mbar_init(shared.dq_full, CONSUMER_WARPS);
         mbar_init(shared.dq_free, 1);
         for (int i = 0; i < STAGES; i++) {
@@ -891,17 +940,21 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
         }
         mbar_init_fence();
     }
+
+    // Prefetch the maps.
     if (threadIdx.x == 32) {
         tma_prefetch(&maps.k);
         tma_prefetch(&maps.v);
         tma_prefetch(&maps.q);
         tma_prefetch(&maps.dout);
     }
+
+    // Read the positions of the block's keys.
     const KeyBlock block = key_block_here(x);
     if (threadIdx.x < N)
         key_positions[threadIdx.x] = x.position_of(block.b, block.key0() + threadIdx.x);
 
-    // Zero the rows of q and dout that are not in use: 0 times what was there could be NaN.
+    // Zero the idle rows of q and dout: uninitialised contents times 0 could be NaN.
     const int idle = (M - int(x.tile_rows)) * 8;
     for (int i = threadIdx.x; i < idle * 2 * STAGES * C; i += HOPPER_THREADS)
         store(reinterpret_cast<float*>(shared.q + i / idle * M * 128 + x.tile_rows * 128 +
@@ -916,7 +969,8 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     // The first warpgroup gives its registers away. Two of its warps work.
     regs_dec<24>();
-    // Both look at the tiles alike, so they walk the same ones in the same order.
+    // Producer and adder use the same test of a tile, so they walk the same tiles in
+    // the same order.
     const Span keys = x.key_spans[block.b * x.key_tiles + block.tile(block.at)];
     const bool full = block.key0() + N <= x.d.Tk;
     auto look = [&](int tile) {
@@ -933,7 +987,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 #endif
 }
 
-// dq (B,Tq,NH,HS) from the sums' fragments. A block takes 8 columns of a part.
+// Write dq (B,Tq,NH,HS) from the fragments of its sums. A block takes 8 columns of a part.
 template <typename T>
 __global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
     const size_t b = blockIdx.z, kh = blockIdx.y;
@@ -941,6 +995,7 @@ __global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
     const int j = int(blockIdx.x) % (8 * PARTS) / PARTS;
     const int part = int(blockIdx.x) % PARTS;
     const int thread = threadIdx.x, lane = thread % 32;
+
     // A part is 64 rows of the tile, or 64 channels.
     const bool by_rows = x.tile_size == 128;
     const int first = by_rows ? 64 * part : 0;
@@ -949,15 +1004,15 @@ __global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
     const float* from = x.dq + at * PARTS * 64 * 64;
     if (thread == 0) check_turn(x.turns + at);
 
-    // Two numbers are of one row, two of the row 8 below. Where no block had a turn, none has
-    // stored: no key is seen.
+    // Read four numbers: two of one row, two of the row 8 below. If no block had a turn, no key is
+    // seen and nothing was stored: dq is 0.
     Pack<float, 4> four = {};
     if (x.d.any_order || x.turns[at] > 0)
         four = load<4>(from + fragment_at(j, part, thread));
     for (int i = 0; i < 2; i++) {
         unsigned slot = unsigned(first + thread / 32 * 16 + 8 * i + lane / 4);
         unsigned row = unsigned(tile) * x.tile_rows + slot;
-        // Idle rows and padding channels end here.
+        // Skip idle rows and padding channels.
         if (slot >= x.tile_rows || row >= x.rows || column >= int(x.d.HS))
             continue;
         T* to = dq + x.query_at(b, x.head_of(row, kh), x.query_of(row));
@@ -969,13 +1024,14 @@ __global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
 // ----------------------------------------------------------------------------
 // launchers
 
-inline unsigned rows_in_use(const AttentionDims& d, int tile) { // whole groups
+// The rows of a tile that are in use.
+inline unsigned rows_in_use(const AttentionDims& d, int tile) { // a whole number of groups
     unsigned group = unsigned(d.NH / d.NKV);
     return unsigned(tile) / group * group;
 }
 
-// Whether these kernels can run it, by type and sizes: strides of whole 16 bytes, v as k lies, a
-// group that fits in a tile.
+// Whether these kernels take the type and the sizes: strides of whole 16 bytes, v laid out as k, a
+// group that fits a tile.
 template <typename T>
 bool hopper_takes(const AttentionDims& dims) {
     AttentionDims d = completed(dims);
@@ -985,7 +1041,9 @@ bool hopper_takes(const AttentionDims& dims) {
     return IS_BF16_OR_FP16<native_t<T>> && d.HS % 8 == 0 && d.HS <= 128 && rows &&
            values_lie_as_keys(d) && d.NH / d.NKV <= MOST_HEADS;
 }
-// And by operands: 16-byte addresses, results in T. The backward kernels write =, never +=.
+
+// Whether they take the operands too: 16-byte addresses, results in T. Backward writes =
+// and never +=.
 template <typename T, typename... Ps>
 bool hopper_takes(const AttentionOperands<T>& x, const Ps*... ps) {
     auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
@@ -993,13 +1051,13 @@ bool hopper_takes(const AttentionOperands<T>& x, const Ps*... ps) {
            aligned(x.q, x.k, x.v, x.dout, ps...);
 }
 
-// The operands in tiles of one pass; returns the bytes of scratch.
+// Set up the operands in the tiles of one pass. Returns the bytes of scratch.
 template <typename T>
 size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operands, void* scratch,
                        bool backward) {
-    // Every tile of rows begins with a whole group, so one box of TMA loads it.
+    // Every tile of rows begins with a whole group, so that one box of TMA loads it.
     const int backward_rows = operands.d.HS > 64 ? BACKWARD_ROWS<128> : BACKWARD_ROWS<64>;
-    const int tile = backward ? backward_rows : FORWARD_ROWS; // idle ones included
+    const int tile = backward ? backward_rows : FORWARD_ROWS; // with idle rows
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
     take_rows(x, pieces, operands, tile, rows_in_use(operands.d, tile), 1, HOPPER_KEYS, backward);
     const size_t heads = x.d.B * x.d.NKV, channels = round_up(x.d.HS, 64);
@@ -1007,7 +1065,7 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
         return unsigned(std::clamp(L2_BYTES / head_bytes, size_t(1), heads));
     };
     if (!backward) {
-        // A head's k and v are read again and again, its q and out once.
+        // A head's k and v are read many times, its q and out once: only k and v need L2.
         take_queue(x.queue, pieces, x);
         x.queue.heads_together = heads_in_l2(x.d.Tk * channels * 2 * sizeof(T));
         return pieces.used;
@@ -1015,20 +1073,22 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     pieces.take(x.turns, heads * x.tiles);
     pieces.take(x.dq, heads * x.tiles * PARTS * 64 * 64);
 
-    // A head's q, dout, k and v in T, its dQ in float.
+    // L2 holds a head's q, dout, k and v in T, and its dQ in float.
     x.heads_together = heads_in_l2((x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
                                    x.rows * channels * sizeof(float));
-    // The first keys take longest, where the mask is causal, so they should start first. But a
-    // head's blocks then wait for each other if more than two of them run at once; starting with
-    // the last keys, none waits.
+    // Under a causal mask the first keys take longest, so they should start first. But the blocks
+    // of a head then wait for each other if more than two of them run at once. If the last keys
+    // start first, no block waits.
     x.first_keys_first = x.d.any_order || 2 * x.heads_together >= BLOCKS_AT_ONCE;
     return pieces.used;
 }
+
+// The scratch in bytes, for either pass.
 inline size_t attention_hopper_scratch_bytes(const AttentionDims& d) {
     // Other kernels run these sizes.
     if (d.HS > 128 || d.NH / d.NKV > MOST_HEADS)
         return 0;
-    // bf16 stands for fp16 too: the scratch holds floats and ints.
+    // bf16 stands for fp16 too, because the scratch holds only floats and ints.
     AttentionOperands<bf16> operands;
     operands.d = d;
     HopperOperands<bf16> x = {};
@@ -1036,17 +1096,19 @@ inline size_t attention_hopper_scratch_bytes(const AttentionDims& d) {
     return std::max(forward, hopper_operands(x, operands, nullptr, true));
 }
 
-// (B,n,heads,HS): a box is 64 channels of `box_heads` heads of `box_n` queries or keys
+// The map of (B,n,heads,HS). A box is 64 channels of `box_heads` heads of `box_n` queries or keys.
 template <typename T>
 CUtensorMap heads_map(const T* x, const AttentionDims& d, size_t n, size_t heads, size_t stride,
                       size_t batch, unsigned box_heads, unsigned box_n) {
     return make_tensor_map(x, {d.HS, heads, n, d.B}, {d.HS, stride, batch},
                            {64, box_heads, box_n, 1}, true);
 }
+
+// The maps of all operands.
 template <typename T>
 HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     const AttentionDims& d = x.d;
-    // A box of q is one chunk: all heads of a group for these queries.
+    // A box of q is one chunk: all heads of a group for the queries of a tile.
     unsigned queries = x.tile_rows / x.group;
     size_t out_row = d.NH * d.HS, out_batch = d.Tq * out_row;
     HopperMaps m = {};
@@ -1061,12 +1123,13 @@ HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     return m;
 }
 
-// Round HS up to a size that has a kernel.
+// Call f(D) with HS rounded up to a size that has a kernel.
 template <typename F>
 void pick_hopper_kernel(size_t HS, F f) {
     HS <= 32 ? f(Int<32>()) : HS <= 64 ? f(Int<64>()) : HS <= 96 ? f(Int<96>()) : f(Int<128>());
 }
 
+// Forward. scratch: attention_hopper_scratch_bytes().
 template <typename T>
 void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& operands,
                               void* scratch, cudaStream_t stream) {
@@ -1076,7 +1139,7 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
         LLMC_CHECK(hopper_takes(operands, out), "Hopper's attention does not take these operands");
         HopperOperands<T> x = {};
         hopper_operands(x, operands, scratch, false);
-        // Spans come first: by them tiles are sorted, and the producer chooses what it loads.
+        // Compute the spans first: they sort the tiles, and tell the producer what to load.
         make_queue<T>(x.queue, x, stream);
         HopperMaps maps = hopper_maps(x, out);
         pick_hopper_kernel(x.d.HS, [&](auto D) {
@@ -1086,6 +1149,7 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
     }
 }
 
+// Backward. scratch: attention_hopper_scratch_bytes().
 template <typename T>
 void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
                                const AttentionOperands<T>& operands, void* scratch,
@@ -1101,17 +1165,17 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         const AttentionDims& d = x.d;
         const unsigned heads = unsigned(d.NKV), B = unsigned(d.B);
 
-        // Spans of the tiles, lse and D of the rows, no turn taken. In any order nobody is the
-        // first to add to dQ: it starts at 0.
+        // Compute the spans of the tiles, and lse and D of the rows; reset the turns. In any order
+        // no block is the first to add to dQ, so it must start at 0.
         attention_statistics<T>(out, lse, x, stream);
         if (d.any_order)
             device_zero(x.dq, B * heads * x.tiles * PARTS * 64 * 64 * sizeof(float), stream);
 
-        // dK, dV and the sums; then dQ from them.
+        // Compute dK, dV and the sums of dQ, then dQ from its sums.
         HopperMaps maps = hopper_maps(x, out);
         const unsigned grid = B * heads * x.key_tiles;
         pick_hopper_kernel(d.HS, [&](auto D) {
-            // A compile-time choice: repeatable order costs waiting, any order none.
+            // The order is a compile-time choice: a repeatable order costs waiting, any order none.
             auto kernel = d.any_order ? attention_hopper_backward_kernel<T, D, true>
                                       : attention_hopper_backward_kernel<T, D, false>;
             launch(kernel, grid, HOPPER_THREADS, BACKWARD_BYTES<D>, stream, maps, dk, dv, x);

@@ -1,14 +1,15 @@
 // attention_tiled.cuh - attention on the CPU in tiles: products, online softmax - arXiv:2205.14135
-//   A task is a head's block of ATTENTION_Q queries; it walks blocks of ATTENTION_K keys:
-//   scores = q k^T, masked; running maximum and sum; out += p v, rescaled when the maximum moves.
-//   Backward, a task is a key head: p from lse, ds = p (dout v^T - D) scale, then
+//   A task is a block of ATTENTION_Q queries of one head. It walks the blocks of ATTENTION_K keys:
+//   scores = q k^T, masked; running maximum and sum; out += p v, rescaled when the maximum grows.
+//   In backward a task is a key head: p from lse, ds = p (dout v^T - D) scale, then
 //   dv += p^T dout,  dk += ds^T q,  dq += ds k.
-//   q, k, v, out, lse as attention_types.h has them.
+//   q, k, v, out, lse: see attention_types.h.
 //   Contract: out, lse =   dq, dk, dv = or += (x.accumulate).  T or acc_t<T> for out and gradients.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.
-//             Bitwise repeatable for any number of threads: a task owns what it writes.
+//             Bitwise repeatable for any number of threads, because a task owns what it writes.
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; blocks that no query sees
-//         are skipped. Memory, a thread: tiles, k and v of a head, dk and dv of a head in acc_t<T>.
+//         are skipped. Memory of a thread: the tiles, k and v of a head, and dk and dv of a head in
+//         acc_t<T>.
 //   To copy: this file, attention_cpu.cuh, attention_types.h, matmul.cuh, cuda_common.h and types.h
 #pragma once
 #include "attention_cpu.cuh"
@@ -18,17 +19,18 @@ namespace llmc {
 
 constexpr size_t ATTENTION_Q = 128; // queries in a block
 constexpr size_t ATTENTION_K = 128; // keys in a block
-constexpr size_t ATTENTION_FEW = 8; // fewer rows (decoding) go through our own loops
+constexpr size_t ATTENTION_FEW = 8; // products with fewer rows (decoding) use our own loops
 
-// A soft cap, and values of another width than keys, go through the reference.
+// Whether the tiles take these operands. A soft cap, or values of another width than keys, go
+// to the reference.
 template <typename T>
 bool tiles_take(const AttentionOperands<T>& x) {
     return x.softcap == 0 && x.d.HS_v == x.d.HS;
 }
 
 // ----------------------------------------------------------------------------
-// a thread's tiles. Heads are copied to dense rows: for a strided operand oneDNN 2.6 takes another,
-// slower implementation, which allocates 70 to 230 KB at each call.
+// a thread's tiles. Heads are copied to dense rows, because for a strided operand oneDNN 2.6 takes
+// another, slower implementation that allocates 70 to 230 KB at each call.
 
 template <typename T>
 struct HeadRows { // the rows of one head
@@ -40,7 +42,7 @@ struct HeadRows { // the rows of one head
 // A thread's share of the scratch.
 template <typename T> struct AttentionTile {
     acc_t<T> *scores, *dscores; // (Q,K)
-    T *p, *ds;                  // (Q,K) as operands
+    T *p, *ds;                  // (Q,K) rounded to T, as operands of products
     T *q, *dout;                // (Q,HS) dense
     T *k, *v;                   // (Tk,HS) dense
     acc_t<T>* sum;              // (Q,HS)
@@ -50,8 +52,8 @@ template <typename T> struct AttentionTile {
     size_t products_bytes;
 };
 
-// (rows, keys) = q k^T;  (rows, HS) += p v;  (keys, HS) += p^T dout
-// Product: M, N, K; strides {row, column} of a and of b; row stride of the result; accumulate.
+// The three shapes of products: (rows, keys) = q k^T;  (rows, HS) += p v;  (keys, HS) += p^T dout.
+// A Product lists M, N, K; strides {row, column} of a and of b; row stride of out; accumulate.
 inline Product scores_product(size_t rows, size_t keys, size_t HS, size_t q_stride,
                               size_t k_stride) {
     return {rows, keys, HS, {q_stride, 1}, {1, k_stride}, keys};
@@ -63,8 +65,7 @@ inline Product keys_product(size_t rows, size_t keys, size_t HS, size_t q_stride
     return {keys, HS, rows, {1, keys}, {q_stride, 1}, HS, true};
 }
 
-// The sizes that blocks of T rows come in.
-// At most two: full blocks, and the last one.
+// The sizes of the blocks that T rows are cut into: at most two, full blocks and the last one.
 inline std::vector<size_t> block_sizes(size_t T, size_t block) {
     std::vector<size_t> sizes;
     if (T >= block) sizes.push_back(block);
@@ -72,7 +73,7 @@ inline std::vector<size_t> block_sizes(size_t T, size_t block) {
     return sizes;
 }
 
-// Bytes that the largest of a thread's products may ask for.
+// The scratch that the largest of a thread's products needs.
 template <typename T>
 size_t attention_product_scratch(const AttentionDims& d) {
     Type t = type_of<T>(), a = type_of<acc_t<T>>();
@@ -81,7 +82,7 @@ size_t attention_product_scratch(const AttentionDims& d) {
         most = std::max(most, matmul_scratch_bytes(p, t, a, false, false, 1));
     };
 
-    // Ask for every shape that a block can have, and every kind of product.
+    // Ask for every shape of block and every kind of product.
     for (size_t rows : block_sizes(d.Tq, ATTENTION_Q))
         for (size_t keys : block_sizes(d.Tk, ATTENTION_K)) {
             need(scores_product(rows, keys, d.HS, d.HS, d.HS));
@@ -89,23 +90,25 @@ size_t attention_product_scratch(const AttentionDims& d) {
             need(keys_product(rows, keys, d.HS, d.HS));
         }
 
-    // With a key/value cache Tk grows, its last block takes every size: plain loops cover those.
+    // With a key/value cache Tk grows, and its last block takes every size. The plain
+    // loops serve those.
     return most + matmul_plain_scratch_bytes(std::max(ATTENTION_K, d.HS), sizeof(acc_t<T>), 1);
 }
 
-// Lay out a thread's share. Returns its bytes before the products' own scratch, which is the rest.
+// Lay out a thread's share of the scratch. Returns the bytes of the tiles; the rest of the share is
+// the products' scratch.
 template <typename T>
 size_t attention_tile(AttentionTile<T>& tile, unsigned char* share, size_t share_bytes,
                       const AttentionDims& d) {
     size_t next = 0;
-    // 256-byte steps keep arrays on cache lines of their own.
+    // Steps of 256 bytes put each array on cache lines of its own.
     auto take = [&](auto*& p, size_t n) {
         p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(share + next);
         next += round_up(n * sizeof(*p), 256);
     };
     size_t Q = ATTENTION_Q, K = ATTENTION_K;
 
-    // A block's scores, and their gradients.
+    // A block's scores and their gradients.
     take(tile.scores, Q * K);
     take(tile.dscores, Q * K);
     take(tile.p, Q * K);
@@ -130,7 +133,7 @@ size_t attention_tile(AttentionTile<T>& tile, unsigned char* share, size_t share
     return next;
 }
 
-// Bytes for all threads. A null share only counts.
+// The scratch of all threads. A null share makes attention_tile only count.
 template <typename T>
 size_t attention_scratch_bytes(const AttentionDims& d, int threads, Cpu) {
     AttentionTile<T> tile;
@@ -138,6 +141,7 @@ size_t attention_scratch_bytes(const AttentionDims& d, int threads, Cpu) {
     return (tiles + round_up(attention_product_scratch<T>(d), 256)) * size_t(threads);
 }
 
+// This thread's tile, in its share of the scratch.
 template <typename T>
 AttentionTile<T> my_tile(const Blas& blas, const AttentionDims& d, Cpu where) {
     AttentionTile<T> tile;
@@ -150,7 +154,7 @@ AttentionTile<T> my_tile(const Blas& blas, const AttentionDims& d, Cpu where) {
     return tile;
 }
 
-// Copy `rows` rows of HS channels to `to`, one after the other.
+// Copy `rows` rows of HS channels to `to`, without gaps.
 template <typename T>
 HeadRows<T> dense_rows(T* to, HeadRows<T> from, size_t rows, size_t HS) {
     for (size_t i = 0; i < rows; i++)
@@ -158,7 +162,7 @@ HeadRows<T> dense_rows(T* to, HeadRows<T> from, size_t rows, size_t HS) {
     return {to, HS};
 }
 
-// A product with few rows or a short sum.
+// A product with few rows or a short sum, in plain loops.
 template <typename T>
 void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
     typedef acc_t<T> A;
@@ -189,11 +193,12 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
     }
 }
 
-// One thread's product. Few rows avoid oneDNN: it would compile anew at each length in decoding.
+// One thread's product. Few rows avoid oneDNN, which would compile a new product for each
+// length during decoding.
 template <typename T>
 void tile_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p, const AttentionTile<T>& t,
                  Blas& blas, Cpu where) {
-    // The fused matmul's other operands are not used here.
+    // matmul can also add a bias and a residual; neither is used here.
     const T* bias = nullptr;
     const acc_t<T>* residual = nullptr;
     if (p.M < ATTENTION_FEW || p.K < ATTENTION_FEW)
@@ -205,7 +210,7 @@ void tile_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p, const 
 // ----------------------------------------------------------------------------
 // the mask of a block of queries and a block of keys
 
-// Positions of a block's queries and keys, and what they say of the block as a whole.
+// The positions of a block's queries and keys, and what they say of the block as a whole.
 struct BlockMask {
     const int *q_positions, *doc_start; // (rows)
     const int* k_positions;             // (keys)
@@ -215,9 +220,11 @@ struct BlockMask {
     bool everything; // every query sees all of them
 };
 
+// Classify a block of queries and keys by their positions.
 inline BlockMask mask_of(const int* q_positions, const int* doc_start, const int* k_positions,
                          size_t rows, size_t keys, int window) {
-    // Compare extremes, not pairs. A block that only looks mixed costs a mask, no error.
+    // Compare only the extremes. A block that merely looks mixed costs a masking pass
+    // and stays correct.
     auto [q_low, q_high] = std::minmax_element(q_positions, q_positions + rows);
     auto [d_low, d_high] = std::minmax_element(doc_start, doc_start + rows);
     auto [k_low, k_high] = std::minmax_element(k_positions, k_positions + keys);
@@ -226,7 +233,7 @@ inline BlockMask mask_of(const int* q_positions, const int* doc_start, const int
     return {q_positions, doc_start, k_positions, rows, keys, window, nothing, everything};
 }
 
-// Scale a block's scores (rows, keys) in place, add ALiBi, and set -inf where a key is masked.
+// Scale a block's scores (rows, keys) in place, add ALiBi, and set masked ones to -inf.
 template <typename A>
 void mask_scores(A* scores, const BlockMask& m, A scale, A slope) {
     for (size_t i = 0; i < m.rows; i++) {
@@ -236,14 +243,15 @@ void mask_scores(A* scores, const BlockMask& m, A scale, A slope) {
         for (size_t j = 0; j < m.keys; j++) {
             int distance = position - m.k_positions[j];
             A x = row[j] * scale - slope * A(distance);
-            // The same three tests as AttentionOperands::visible().
+            // The same three tests as in AttentionOperands::visible().
             bool seen = distance >= 0 && distance < m.window && m.k_positions[j] >= start;
             row[j] = seen ? x : A(-INFINITY);
         }
     }
 }
 
-// Returns the factor that the scores still lack: a block that is seen whole needs no pass.
+// Mask the scores if necessary. Returns the factor that they still lack: a fully visible block is
+// not scaled here, which saves a pass.
 template <typename A>
 A finish_scores(A* scores, const BlockMask& m, A scale, A slope) {
     if (m.everything && slope == 0) return scale;
@@ -254,8 +262,8 @@ A finish_scores(A* scores, const BlockMask& m, A scale, A slope) {
 // ----------------------------------------------------------------------------
 // forward
 
-// Join a block's scores to the running softmax: exponentials become operands (t.p), sums and
-// outputs are rescaled to the new maximum.
+// Add a block's scores to the running softmax. The exponentials become operands (t.p), and the sums
+// and outputs so far are rescaled to the new maximum.
 template <typename T>
 void online_softmax(AttentionTile<T>& t, const BlockMask& m, size_t HS, acc_t<T> factor) {
     typedef acc_t<T> A;
@@ -263,7 +271,7 @@ void online_softmax(AttentionTile<T>& t, const BlockMask& m, size_t HS, acc_t<T>
         const A* row = t.scores + i * m.keys;
         T* p = t.p + i * m.keys;
 
-        // Find the maximum so far. A row that has seen nothing rescales from 0.
+        // Find the maximum so far. A row that has seen nothing takes 0 as its base.
         A most = A(-INFINITY), sum = 0;
         #pragma omp simd reduction(max : most)
         for (size_t j = 0; j < m.keys; j++)
@@ -272,14 +280,15 @@ void online_softmax(AttentionTile<T>& t, const BlockMask& m, size_t HS, acc_t<T>
         A base = most == A(-INFINITY) ? 0 : most;
         A rescale = fast_exp_low(t.row_max[i] - base);
 
-        // Exponentials below it, and their sum.
+        // Take exponentials relative to the maximum, and their sum.
         #pragma omp simd reduction(+ : sum)
         for (size_t j = 0; j < m.keys; j++) {
             A e = fast_exp_low(row[j] * factor - base);
             p[j] = from_acc<T>(e);
             sum += e;
         }
-        // Carry the row over to the next block of keys.
+
+        // Update the row's running values for the next block of keys.
         t.row_max[i] = most;
         t.row_sum[i] = t.row_sum[i] * rescale + sum;
         for (size_t e = 0; e < HS; e++)
@@ -287,7 +296,7 @@ void online_softmax(AttentionTile<T>& t, const BlockMask& m, size_t HS, acc_t<T>
     }
 }
 
-// One head's block of queries: their positions, their rows, and the keys they may see.
+// A block of queries of one head: its rows, their positions, and the keys they may see.
 template <typename T> struct AttentionBlock {
     HeadRows<T> q, k, v, dout;
     const int *q_positions = nullptr, *doc_start = nullptr; // (rows)
@@ -296,13 +305,14 @@ template <typename T> struct AttentionBlock {
     acc_t<T> slope = 0;
 };
 
-// Leave a block's sums in t.sum and t.row_sum.
+// Forward for one block. Leaves the sums in t.sum and t.row_sum.
 template <typename T>
 void attention_forward_block(const AttentionBlock<T>& a, const AttentionOperands<T>& x,
                              AttentionTile<T>& t, Blas& blas, Cpu where) {
     typedef acc_t<T> A;
     const AttentionDims& d = x.d;
-    // Start from nothing seen.
+
+    // Start with nothing seen.
     std::fill_n(t.row_max, a.rows, A(-INFINITY));
     std::fill_n(t.row_sum, a.rows, A(0));
     std::fill_n(t.sum, a.rows * d.HS, A(0));
@@ -318,20 +328,21 @@ void attention_forward_block(const AttentionBlock<T>& a, const AttentionOperands
         tile_matmul(t.scores, a.q.data, a.k.row(j), scores, t, blas, where);
         A factor = finish_scores(t.scores, m, x.scale, a.slope);
 
-        // Softmax, and the values it weighs.
+        // Softmax, and the values it weights.
         online_softmax(t, m, d.HS, factor);
         Product values = values_product(a.rows, m.keys, d.HS, a.v.stride);
         tile_matmul(t.sum, (const T*)t.p, a.v.row(j), values, t, blas, where);
     }
 }
 
-// Divide by the sums of exponentials. out: rows NH*HS apart; lse (rows).
+// Divide by the sums of exponentials and write the rows. Rows of out are NH*HS apart;
+// lse is (rows).
 template <typename T, typename O>
 void store_attention(O* out, acc_t<T>* lse, const AttentionTile<T>& t, size_t rows,
                      const AttentionDims& d) {
     typedef acc_t<T> A;
     for (size_t i = 0; i < rows; i++) {
-        bool seen = !(t.row_sum[i] <= 0); // NaN has been seen
+        bool seen = !(t.row_sum[i] <= 0); // true for a NaN too
         A inverse = seen ? 1 / t.row_sum[i] : 0;
         const A* sum = t.sum + i * d.HS;
         for (size_t e = 0; e < d.HS; e++)
@@ -340,12 +351,13 @@ void store_attention(O* out, acc_t<T>* lse, const AttentionTile<T>& t, size_t ro
     }
 }
 
+// Forward on the CPU. blas.scratch: attention_scratch_bytes().
 template <typename T, typename O>
 void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operands, Blas& blas,
                        Cpu where) {
     const AttentionOperands<T> x = completed(operands);
     const AttentionDims& d = x.d;
-    // Rare operands go through the definition: slow, and right.
+    // Operands that the tiles do not take go to the definition, which is slow and correct.
     if (!tiles_take(x))
         return attention_forward_reference(out, lse, x);
     size_t blocks = ceil_div(d.Tq, ATTENTION_Q), group = d.NH / d.NKV;
@@ -354,8 +366,9 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
         // A thread keeps one tile for all its tasks.
         AttentionTile<T> t = my_tile<T>(blas, d, where);
         HeadRows<T> keys = {}, values = {};
-        const T* held = nullptr; // whose keys are at hand: neighbouring tasks mostly share them
-        // Tasks differ in length, from one block of keys to all: hand them out as threads ask.
+        const T* held = nullptr; // the head whose keys are copied: neighbouring tasks share it
+
+        // Hand out tasks as threads ask: they take from one block of keys to all.
         #pragma omp for collapse(3) schedule(dynamic)
         for (size_t b = 0; b < d.B; b++)
             for (size_t h = 0; h < d.NH; h++)
@@ -363,7 +376,7 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
                     size_t i = (blocks - 1 - block) * ATTENTION_Q; // longest first
                     size_t rows = std::min(ATTENTION_Q, d.Tq - i);
 
-                    // Copy the operands to dense rows, the keys once for the tasks that share them.
+                    // Copy the operands to dense rows; the keys once for all tasks that share them.
                     const T* k = x.k + x.key_at(b, h / group, 0);
                     if (k != held) {
                         held = k;
@@ -375,7 +388,7 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
                             values = dense_rows(t.v, values, d.Tk, d.HS);
                         }
                     }
-                    // Few queries stay where they are: our own loops take any stride.
+                    // Few queries are not copied: our own loops take any stride.
                     HeadRows<T> queries = {x.query(b, h, i), d.q_stride};
                     if (rows >= ATTENTION_FEW)
                         queries = dense_rows(t.q, queries, rows, d.HS);
@@ -396,7 +409,7 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
 // ----------------------------------------------------------------------------
 // backward
 
-// p = exp(s - lse), ds = p (dp - D) scale, both as operands
+// p = exp(s - lse) and ds = p (dp - D) scale, both rounded to T as operands.
 template <typename T>
 void backward_scores(AttentionTile<T>& t, const acc_t<T>* lse, const BlockMask& m, acc_t<T> factor,
                      acc_t<T> scale) {
@@ -404,7 +417,7 @@ void backward_scores(AttentionTile<T>& t, const acc_t<T>* lse, const BlockMask& 
     for (size_t i = 0; i < m.rows; i++) {
         const A *row = t.scores + i * m.keys, *dp = t.dscores + i * m.keys;
         T *p = t.p + i * m.keys, *ds = t.ds + i * m.keys;
-        // A row that sees nothing has only -inf scores: any finite base gives p = 0.
+        // A row that sees nothing has only -inf scores, so any finite base gives p = 0.
         A base = lse[i] == A(-INFINITY) ? 0 : lse[i], D = t.D[i];
         #pragma omp simd
         for (size_t j = 0; j < m.keys; j++) {
@@ -415,7 +428,7 @@ void backward_scores(AttentionTile<T>& t, const acc_t<T>* lse, const BlockMask& 
     }
 }
 
-// D = the sums of dout out, whose rows are NH*HS apart
+// D = the row sums of dout * out. Rows are NH*HS apart.
 template <typename T>
 void backward_row_sums(AttentionTile<T>& t, const T* dout, const T* out, size_t rows,
                        const AttentionDims& d) {
@@ -429,42 +442,41 @@ void backward_row_sums(AttentionTile<T>& t, const T* dout, const T* out, size_t 
     }
 }
 
-// Leave a block's dq in t.sum; add its part of dk and dv to t.dk and t.dv.
+// Backward for one block. Leaves its dq in t.sum and adds its part of dk and dv to t.dk and t.dv.
 template <typename T>
 void attention_backward_block(const AttentionBlock<T>& a, const acc_t<T>* lse,
                               const AttentionOperands<T>& x, AttentionTile<T>& t, Blas& blas,
                               Cpu where) {
     typedef acc_t<T> A;
     const size_t rows = a.rows, HS = x.d.HS;
-    // All five products of a block run in this thread, on its own scratch.
+    // All five products of a block run in this thread, in its own scratch.
     auto product = [&](A* out, const T* left, const T* right, const Product& p) {
         tile_matmul(out, left, right, p, t, blas, where);
     };
     std::fill_n(t.sum, rows * HS, A(0));
 
-    // Walk the blocks of keys; dq collects in t.sum over all of them.
+    // Walk the blocks of keys. dq sums over all of them, in t.sum.
     for (size_t j = 0; j < x.d.Tk; j += ATTENTION_K) {
         BlockMask m = mask_of(a.q_positions, a.doc_start, a.k_positions + j, rows,
                               std::min(ATTENTION_K, x.d.Tk - j), x.d.window);
         if (m.nothing) continue;
         const T *k = a.k.row(j), *v = a.v.row(j);
 
-        // Scores, and gradients of p.
+        // Compute the scores again, and the gradients of p.
         product(t.scores, a.q.data, k, scores_product(rows, m.keys, HS, a.q.stride, a.k.stride));
         product(t.dscores, a.dout.data, v,
                 scores_product(rows, m.keys, HS, a.dout.stride, a.v.stride));
         A factor = finish_scores(t.scores, m, x.scale, a.slope);
         backward_scores(t, lse, m, factor, x.scale);
 
-        // The three gradients.
-        // ds carries scale, so dk and dq need no factor.
+        // Add to the three gradients. ds already carries scale, so dk and dq need no factor.
         product(t.dv + j * HS, t.p, a.dout.data, keys_product(rows, m.keys, HS, a.dout.stride));
         product(t.dk + j * HS, t.ds, a.q.data, keys_product(rows, m.keys, HS, a.q.stride));
         product(t.sum, t.ds, k, values_product(rows, m.keys, HS, a.k.stride));
     }
 }
 
-// (rows, HS) to rows `stride` apart
+// Write (rows, HS) to rows that are `stride` apart, or add to them.
 template <typename O, typename A>
 void store_rows(O* out, const A* x, size_t rows, size_t stride, size_t HS, bool accumulate) {
     for (size_t i = 0; i < rows; i++)
@@ -472,6 +484,7 @@ void store_rows(O* out, const A* x, size_t rows, size_t stride, size_t HS, bool 
             put(out + i * stride + e, x[i * HS + e], accumulate);
 }
 
+// Backward on the CPU. blas.scratch: attention_scratch_bytes().
 template <typename T, typename Q, typename K>
 void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
                         const AttentionOperands<T>& operands, Blas& blas, Cpu where) {
@@ -483,26 +496,26 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
     #pragma omp parallel
     {
         AttentionTile<T> t = my_tile<T>(blas, d, where);
-        // A task owns a key head: its dk, dv, and the dq of the heads that read it.
+        // A task owns a key head: its dk and dv, and the dq of the heads that read it.
         #pragma omp for collapse(2) schedule(dynamic)
         for (size_t b = 0; b < d.B; b++)
             for (size_t kh = 0; kh < d.NKV; kh++) {
-                // Start the head's sums; copy its keys and values to dense rows.
+                // Clear the head's sums, and copy its keys and values to dense rows.
                 std::fill_n(t.dk, d.Tk * d.HS, acc_t<T>(0));
                 std::fill_n(t.dv, d.Tk * d.HS, acc_t<T>(0));
                 const T *k = x.k + x.key_at(b, kh, 0), *v = x.v + x.value_at(b, kh, 0);
                 HeadRows<T> keys = dense_rows(t.k, {k, d.k_stride}, d.Tk, d.HS);
                 HeadRows<T> values = dense_rows(t.v, {v, d.v_stride}, d.Tk, d.HS);
 
-                // Take the queries of every head that reads them, a block at a time.
+                // Take the queries of every head that reads this key head, a block at a time.
                 for (size_t h = kh * group; h < (kh + 1) * group; h++)
                     for (size_t i = 0; i < d.Tq; i += ATTENTION_Q) {
                         size_t rows = std::min(ATTENTION_Q, d.Tq - i);
                         const T* dout = x.gradient(b, h, i);
-                        // D comes from out, which the block itself never reads.
+                        // D needs out, which the block itself never reads.
                         backward_row_sums(t, dout, out + x.out_at(b, h, i), rows, d);
 
-                        // Copy the rows of q and dout; point to the rest.
+                        // Copy the rows of q and dout, and point to the rest.
                         AttentionBlock<T> a = {{}, keys, values, {}};
                         a.q = dense_rows(t.q, {x.query(b, h, i), d.q_stride}, rows, d.HS);
                         a.dout = dense_rows(t.dout, {dout, out_stride}, rows, d.HS);
@@ -511,7 +524,7 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
                         a.k_positions = x.k_positions + b * d.Tk;
                         a.rows = rows;
                         a.slope = x.slope(h);
-                        // Add to dk and dv; the dq is whole, for it has met all keys.
+                        // Add to dk and dv. dq is complete, because the block has met all keys.
                         attention_backward_block(a, lse + x.lse_at(b, h, i), x, t, blas, where);
                         store_rows(dq + x.query_at(b, h, i), t.sum, rows, d.q_stride, d.HS,
                                    x.accumulate);
@@ -524,7 +537,7 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
     }
 }
 
-// The kernels that are chosen, for the log: on the CPU there is no choice.
+// For the log: on the CPU there is no choice of kernels.
 template <typename T>
 std::string attention_backend(const AttentionDims&, Cpu) { return ""; }
 

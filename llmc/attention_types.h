@@ -3,7 +3,7 @@
 //   Query i sees key j when doc_start_i <= pos_j <= pos_i and, with a sliding window,
 //   pos_i - pos_j < window. Positions and documents come from the batch, never from an index.
 //   MHA, MQA, GQA: head h reads key head h / (NH/NKV).
-//   Contract: scale, HS_v, v_stride and the batch strides may be left 0: completed() gives them
+//   Contract: scale, HS_v, v_stride and the batch strides may be left 0: completed() sets them to
 //             their usual values.
 //   To copy: this file and types.h.
 #pragma once
@@ -16,23 +16,24 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // sizes
 
+// The sizes and strides of one call of attention. Strides count elements.
 struct AttentionDims {
-    // Tk exceeds Tq with a key/value cache: new queries meet all keys so far.
+    // Tk exceeds Tq with a key/value cache: the new queries see all keys so far.
     size_t B = 0, Tq = 0, Tk = 0; // sequences, queries and keys of each
     size_t NH = 0, NKV = 0;       // heads of queries, of keys and values
     size_t HS = 0;                // channels of a head of q and k
-    // Strides count elements: q, k and v may lie side by side in one buffer.
+    // q, k and v may lie side by side in one buffer.
     size_t q_stride = 0;          // elements between rows of q and dq
-    size_t k_stride = 0;          // the same of k and dk
-    int window = INT_MAX;         // how many keys a query sees, itself included
+    size_t k_stride = 0;          // the same for k and dk
+    int window = INT_MAX;         // the number of keys that a query sees, itself included
     size_t HS_v = 0;              // channels of a head of v and out; 0: HS
-    size_t v_stride = 0;          // of v and dv; 0: k_stride
-    // elements between sequences of q, of k, of v; 0: they follow each other
+    size_t v_stride = 0;          // for v and dv; 0: k_stride
+    // Elements between the sequences of q, of k, of v. 0: the sequences are contiguous.
     size_t q_batch = 0, k_batch = 0, v_batch = 0;
-    bool any_order = false; // Hopper: sum dQ as blocks finish, faster and not repeatable
+    bool any_order = false; // Hopper: add dQ as blocks finish, faster, not repeatable
 };
 
-// Give sizes left 0 their usual values: equal heads, sequences one after the other.
+// Replace sizes left 0 by their usual values: equal heads, contiguous sequences.
 inline AttentionDims completed(AttentionDims d) {
     if (!d.HS_v) d.HS_v = d.HS;
     if (!d.v_stride) d.v_stride = d.k_stride;
@@ -45,7 +46,7 @@ inline AttentionDims completed(AttentionDims d) {
     return d;
 }
 
-// Whether v lies as k does; the tensor-core kernels read both at the same offsets.
+// Whether v has the layout of k. The tensor-core kernels read both at the same offsets.
 inline bool values_lie_as_keys(const AttentionDims& dims) {
     AttentionDims d = completed(dims);
     return d.HS_v == d.HS && d.v_stride == d.k_stride && d.v_batch == d.k_batch;
@@ -54,8 +55,8 @@ inline bool values_lie_as_keys(const AttentionDims& dims) {
 // ----------------------------------------------------------------------------
 // operands, read by the CPU and by kernels
 
-// Positions count within the whole sequence, not within this rank's rows: a rank may hold any
-// piece of the context.
+// The operands of one call. Positions count within the whole sequence, not within this rank's rows,
+// because a rank may hold any piece of the context.
 template <typename T> struct AttentionOperands {
     const T* q = nullptr;             // (B,Tq,NH,HS)
     const T* k = nullptr;             // (B,Tk,NKV,HS)
@@ -67,8 +68,8 @@ template <typename T> struct AttentionOperands {
     const float* slopes = nullptr;    // (NH) ALiBi, or null
     AttentionDims d = {};
     acc_t<T> scale = 0;      // 0: 1 / sqrt(HS)
-    acc_t<T> softcap = 0;    // 0: none
-    bool accumulate = false; // backward: dq, dk, dv += in place of =
+    acc_t<T> softcap = 0;    // 0: no cap
+    bool accumulate = false; // backward: dq, dk, dv += instead of =
 
     LLMC_HD const T* query(size_t b, size_t h, size_t i) const {
         return q + query_at(b, h, i);
@@ -76,7 +77,7 @@ template <typename T> struct AttentionOperands {
     LLMC_HD const T* gradient(size_t b, size_t h, size_t i) const {
         return dout + out_at(b, h, i);
     }
-    // Where the row of a head begins: in q and dq; in k and dk; in v and dv; in out and dout.
+    // The index of a head's row: in q and dq; in k and dk; in v and dv; in out and dout.
     LLMC_HD size_t query_at(size_t b, size_t h, size_t i) const {
         return b * d.q_batch + i * d.q_stride + h * d.HS;
     }
@@ -86,16 +87,16 @@ template <typename T> struct AttentionOperands {
     LLMC_HD size_t value_at(size_t b, size_t kh, size_t j) const {
         return b * d.v_batch + j * d.v_stride + kh * d.HS_v;
     }
-    // out and dout are dense; only q, k and v have strides.
+    // out and dout are dense. Only q, k and v have strides.
     LLMC_HD size_t out_at(size_t b, size_t h, size_t i) const {
         return ((b * d.Tq + i) * d.NH + h) * d.HS_v;
     }
     // lse is (B,NH,Tq): the queries of a head are contiguous.
     LLMC_HD size_t lse_at(size_t b, size_t h, size_t i) const { return (b * d.NH + h) * d.Tq + i; }
 
-    // Whether query i sees key j; distance: between their positions.
+    // Whether query i sees key j. `distance` receives the distance between their positions.
     LLMC_HD bool visible(size_t b, size_t i, size_t j, int& distance) const {
-        // Rows and columns that only fill up a tile see nothing.
+        // Padding at the end of a tile sees nothing and is not seen.
         if (i >= d.Tq || j >= d.Tk)
             return false;
         int at = k_positions[b * d.Tk + j];
@@ -104,18 +105,19 @@ template <typename T> struct AttentionOperands {
     }
     LLMC_HD float slope(size_t h) const { return slopes ? slopes[h] : 0; }
 
-    // A product q.k with scale and softcap; the derivative of the cap at what it gave.
+    // The product q.k after scale and softcap.
     LLMC_HD acc_t<T> capped(acc_t<T> product) const {
         acc_t<T> s = product * scale;
         return softcap == 0 ? s : softcap * std::tanh(s / softcap);
     }
-    // tanh' = 1 - tanh^2, and s / softcap is that tanh: s is the capped score.
+    // The derivative of the cap, at the capped score s: tanh' = 1 - tanh^2, and s / softcap
+    // is that tanh.
     LLMC_HD acc_t<T> cap_derivative(acc_t<T> s) const {
         return softcap == 0 ? 1 : 1 - s / softcap * (s / softcap);
     }
 };
 
-// The same for operands. 1 / sqrt(HS) keeps q.k near unit variance for unit q and k.
+// The same for operands. The scale 1 / sqrt(HS) keeps q.k near unit variance if q and k have it.
 template <typename T>
 AttentionOperands<T> completed(AttentionOperands<T> x) {
     x.d = completed(x.d);
@@ -124,16 +126,16 @@ AttentionOperands<T> completed(AttentionOperands<T> x) {
     return x;
 }
 
-// *to = or += x
+// Store x, or add it: *to = or += x.
 template <typename O>
 LLMC_HD inline void put(O* to, acc_t<O> x, bool accumulate) {
     *to = from_acc<O>(accumulate ? to_acc(*to) + x : x);
 }
 
 // ----------------------------------------------------------------------------
-// CUDA's own 16-bit types: the same bits under the types that the kernels know
+// CUDA's own 16-bit types: the same bits, as the types that the kernels know
 
-// Layouts are equal, so the casts below change no bit and cost nothing.
+// The layouts are equal, so the casts below change no bit and cost nothing.
 template <typename T> struct NativeType { typedef T type; };
 #if defined(__CUDA_BF16_H__) && defined(__CUDA_FP16_H__)
 template <>
@@ -144,6 +146,7 @@ struct NativeType<__half> { typedef fp16 type; };
 template <typename T> using native_t = typename NativeType<T>::type;
 template <typename T> constexpr bool IS_NATIVE = std::is_same_v<T, native_t<T>>;
 
+// View a pointer, or all operands, as the native type.
 template <typename T>
 native_t<T>* as_native(T* p) { return reinterpret_cast<native_t<T>*>(p); }
 template <typename T>
@@ -160,13 +163,14 @@ AttentionOperands<native_t<T>> as_native(const AttentionOperands<T>& x) {
 // ----------------------------------------------------------------------------
 // ALiBi
 
-// With n heads, n a power of two, head h slopes by 2^(-8 (h+1) / n). Any other count continues with
-// every second slope of the next power.
+// Fill in the slopes. With n heads, n a power of two, head h has the slope 2^(-8 (h+1) / n).
+// Further heads take every second slope of the next power of two.
 inline void alibi_slopes(float* slopes, size_t NH) { // (NH)
     size_t n = 1;
     while (n * 2 <= NH) n *= 2;
     for (size_t h = 0; h < NH; h++) {
-        // From head n on: 2^(-4/n), 2^(-12/n), ..., exponents halfway between the first heads'.
+        // From head n on: 2^(-4/n), 2^(-12/n), ..., whose exponents lie halfway between
+        // the first heads'.
         double first = -8.0 * double(h + 1) / double(n);
         double further = -4.0 * double(2 * (h - n) + 1) / double(n);
         slopes[h] = float(std::pow(2.0, h < n ? first : further));

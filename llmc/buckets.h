@@ -1,18 +1,18 @@
 // buckets.h - where parameters lie in a bucket, and where its shards are cut
-//   A bucket is cut in equal shards of whole norm chunks, wherever that falls: AdamW and SGD update
-//   each element alone. An optimizer that works on a matrix as one (Layout::whole_matrices) needs
-//   each of a block's matrices in one shard. Then a matrix that a cut would meet starts at the next
-//   shard, and the shards are the smallest that are enough:
+//   A bucket is cut into equal shards of whole norm chunks. A cut may fall inside a parameter, for
+//   AdamW and SGD update each element alone. An optimizer that works on whole matrices
+//   (Layout::whole_matrices) needs each matrix of a block in one shard. Then a matrix that a cut
+//   would divide starts at the next shard, and shards are as small as this allows:
 //     shard 0 | ln_1, q k v, o .....|     a block of GPT-2 on two ranks: 4 C^2 and 8 C^2 elements;
-//     shard 1 | fc, proj            |     dots: padding, which makes both as long
-//   Vectors may be cut, and so may tables (embedding, positions, head): no such optimizer takes
-//   them as matrices. Of more shards than matrices some are nothing but padding.
+//     shard 1 | fc, proj            |     dots: padding, which makes both equally long
+//   Vectors may be cut, and so may tables (embedding, positions, head): no such optimizer treats
+//   them as matrices. With more shards than matrices, some shards hold nothing but padding.
 #pragma once
 #include "model.h"
 
 namespace llmc {
 
-// The parameters that one token meets: of a stack of experts its K.
+// The number of parameters that one token goes through: in a stack of E experts only K.
 inline size_t active_parameters(const Model& m) {
     size_t n = 0;
     for (const Parameter& p : m.parameters)
@@ -20,9 +20,10 @@ inline size_t active_parameters(const Model& m) {
     return n;
 }
 
-// A rank's piece of a parameter: runs of consecutive elements of the whole. The first begins at
-// `start`, and between two of them are `gap` elements of other ranks. Experts stand one behind the
-// other: expert parallelism cuts their stack in ranges, and tensor parallelism cuts each expert.
+// A rank's piece of a parameter, as runs of consecutive elements of the whole. The first run begins
+// at `start`, each has `run` elements, and `gap` elements of other ranks lie between two runs.
+// Experts stand one behind the other: expert parallelism cuts their stack into ranges, and tensor
+// parallelism cuts each expert.
 struct PieceRuns {
     size_t start, run, gap;
 };
@@ -30,20 +31,21 @@ inline PieceRuns piece_runs(const Parameter& p, int tp_rank, int tp) {
     size_t same = size_t(replication(p.shard, tp)), pieces = size_t(tp) / same;
     size_t range = p.elements() / size_t(p.experts.size);
     size_t first = range * size_t(p.experts.rank);
-    // A parameter that every rank holds is one run.
+
+    // A parameter that every tensor-parallel rank holds is one run.
     if (pieces == 1)
         return {first, range, 0};
 
-    // Along the second axis each row is cut; along the first, each of its parts.
+    // A cut along the second axis divides each row; along the first axis it divides each part.
     size_t inner = p.shard.axis == 0 ? p.cols() : 1;
     size_t part = p.shape[size_t(p.shard.axis)] / size_t(p.shard.parts) * inner;
     size_t run = part / pieces;
     return {first + size_t(tp_rank) / same * run, run, part - run};
 }
 
-// Where a rank's elements lie in the whole parameter, as runs of consecutive elements:
-// f(local, global, count). Initial weights, checkpoints and exports go through here, so that none
-// depends on the layout.
+// Call f(local, global, count) for each run of a rank's piece: `count` elements that begin at
+// `local` in the piece and at `global` in the whole parameter. Initial weights, checkpoints and
+// exports go through here, so that none of them depends on the layout.
 template <typename F>
 void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
     auto [start, run, gap] = piece_runs(p, tp_rank, tp);
@@ -52,7 +54,8 @@ void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
         f(k * run, start + k * (run + gap), run);
 }
 
-// Shards are equal and hold whole chunks of the norm, so a bucket is padded where it is cut.
+// The elements of one shard, and of all shards together. Shards are equal and hold whole chunks of
+// the norm, so a bucket that is cut is padded.
 constexpr size_t SHARD_ALIGN = 4096; // elements
 inline size_t shard_elements(const Layout& layout, const Bucket& b) {
     size_t shards = size_t(shard_axis(layout, b.group).size);
@@ -63,20 +66,22 @@ inline size_t whole_elements(const Layout& layout, const Bucket& b) {
     return shard_elements(layout, b) * size_t(shard_axis(layout, b.group).size);
 }
 
-// The first place from `at` on where a matrix of n elements is in one shard; 0: nothing is cut.
-// It starts a chunk of the norm, whose sums are then the same however the bucket is cut.
+// The first place from `at` on where a matrix of n elements lies in one shard. shard: a shard's
+// elements; 0: nothing is cut. The place starts a chunk of the norm, so the chunks' sums are the
+// same however the bucket is cut.
 inline size_t matrix_place(size_t at, size_t n, size_t shard) {
     at = round_up(at, SHARD_ALIGN);
     bool cut = shard && at / shard != (at + n - 1) / shard;
     return cut ? round_up(at, shard) : at;
 }
 
-// Give each parameter of a bucket its place. whole: matrices are not cut, by shards of b.shard.
+// Give each parameter of a bucket its offset. whole: place matrices so that shards of b.shard
+// elements do not cut them.
 inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
     b.elements = 0;
     b.in_order = {};
 
-    // Lay the parameters of one kind behind those before, and return where they end.
+    // Place the parameters that `belongs` selects behind all earlier ones, and return their end.
     auto place = [&](auto belongs) {
         for (int i = b.first; i < b.first + b.count; i++) {
             Parameter& p = m.parameters[i];
@@ -89,16 +94,17 @@ inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
         return b.elements;
     };
 
+    // Order parameters by the ranks that sum their gradients; see Bucket (model.h).
     b.by_heads = place([](Shard s) { return s.axis < 0 && s.partial == Partial::HEADS; });
     b.common = place([](Shard s) { return s.axis < 0 && s.partial == Partial::ROWS; });
     b.shared = place([](Shard s) { return s.axis >= 0 && s.units > 0; });
     place([](Shard s) { return s.axis >= 0 && s.units == 0; });
 }
 
-// Place a bucket in the smallest shards that hold its matrices whole. No larger shards need more of
-// them, so the search halves what is left.
+// Place a bucket in the smallest shards that hold its matrices whole. If shards of some size are
+// enough, larger ones are enough too, so a binary search finds the size.
 inline void place_whole_matrices(Model& m, Bucket& b, size_t shards, size_t align) {
-    // One shard is enough for the bucket; less than its largest matrix is not.
+    // Bound the size: a shard as long as the bucket is enough, one below its largest matrix is not.
     b.shard = 0;
     place_bucket(m, b, true, align);
     size_t largest = 1;
@@ -107,7 +113,7 @@ inline void place_whole_matrices(Model& m, Bucket& b, size_t shards, size_t alig
             largest = std::max(largest, m.parameters[i].local_elements());
     if (shards == 1) return;
 
-    // Count in units of SHARD_ALIGN.
+    // Search in units of SHARD_ALIGN.
     size_t least = ceil_div(largest, SHARD_ALIGN);
     size_t enough = ceil_div(b.elements, SHARD_ALIGN);
     while (least < enough) {
@@ -121,7 +127,7 @@ inline void place_whole_matrices(Model& m, Bucket& b, size_t shards, size_t alig
     place_bucket(m, b, true, align);
 }
 
-// Give all parameters their places, once all are there. Without ZeRO nothing is cut.
+// Give all parameters their offsets, once the table is complete. Without ZeRO nothing is cut.
 inline void place_parameters(Model& m, const Layout& layout) {
     for (Bucket& b : m.buckets) {
         bool whole = layout.whole_matrices && b.role == Role::BLOCK;

@@ -1,13 +1,16 @@
 // budget.h - a level of recomputation for each block: the least arithmetic whose bytes fit
 //   minimise  FLOPs that a rank's blocks redo    subject to    bytes of its arena <= room
-//   Blocks are alike, so a choice says how many have each level. At an instant of the plan the
-//   block that runs has all of its rows, and those in flight have what their levels keep:
+//   Blocks are alike, so a choice only counts the blocks at each level. At any instant of the plan
+//   the running block holds all of its rows, and each block with micro-batches in flight (between
+//   forward and backward) holds the rows that its level keeps:
 //     live bytes = fixed + sum over blocks of micro-batches in flight * kept(level)
-//   1. ORDER  an early block waits longest for its backward pass: those that keep least come first
-//   2. LIST   counts of FULL, one branch, SELECTIVE and NONE, by FLOPs, then by bytes redone. One
-//             branch is enough: ATTN and FFN on two blocks cost and keep what FULL and SELECTIVE do
-//   3. WALK   past all that live on more bytes than fit; place the plan of one that does, and go on
-//             if it does not: the arena is the truth
+//   1. ORDER  An early block waits longest for its backward pass, so blocks that keep least come
+//             first.
+//   2. LIST   Counts of FULL, one branch, SELECTIVE and NONE, by FLOPs, then by bytes redone. One
+//             branch is enough: ATTN on one block and FFN on another cost and keep together what
+//             FULL and SELECTIVE do.
+//   3. WALK   Skip every choice whose live bytes do not fit. Place the plan of the first one that
+//             does, and walk on if its arena does not fit: the arena is the truth.
 //   Cost: L^3 / 3 choices, most refused by one sum; 32 blocks take 0.3 s. llama3-8b in bf16 with
 //   --seq 8192 --micro-batch 1 --memory 150: NONE takes 169.6 GiB, FULL 138.6 with 22.6% more
 //   FLOPs; layer 1 FULL, 2..20 FFN, 21..31 SELECTIVE and 32 NONE take 150.0 with 8.9%.
@@ -16,24 +19,28 @@
 
 namespace llmc {
 
-// The cost of a level for one block.
+// The cost of a level of recomputation for one block.
 struct LevelCost {
-    double flops;   // redone, a token
-    size_t kept[2]; // bytes of a micro-batch whose last reader is the input half, the weight half
-    size_t redone;  // bytes of a micro-batch
+    double flops; // redone, for each token
+    // Bytes that one micro-batch keeps: [0] last read by the input half of the backward pass,
+    // [1] by the weight half.
+    size_t kept[2];
+    size_t redone; // bytes of a micro-batch
 };
 typedef std::array<LevelCost, RECOMPUTE_LEVELS> LevelCosts;
 
+// Return the cost of every level for one block. `p` is a plan of the trainer.
 template <typename T, typename S>
 LevelCosts level_costs(Plan p, const Model& model, S where) {
-    // Where blocks differ, one with experts stands for all: none has more rows.
+    // Where blocks differ, one with experts stands for all: no other kind has more rows.
     LevelCosts costs;
     int layer = 1;
     while (layer + 1 < model.head() && !is_sparse(model.shape, layer))
         layer++;
     Shape shape = layer_shape(model.shape, layer);
 
-    // Ask each level for its kept rows: those that NONE keeps and it does not are redone.
+    // Ask each level for the rows that it keeps.
+    // It redoes the rows that NONE keeps and it does not.
     for (int r = 0; r < RECOMPUTE_LEVELS; r++) {
         p.recompute = Recompute(r);
         size_t b = data_bytes<T>(p, model, {Kind::KEPT_B, layer}, where);
@@ -47,15 +54,16 @@ LevelCosts level_costs(Plan p, const Model& model, S where) {
 // ----------------------------------------------------------------------------
 // instants: the live bytes of a plan, whatever its levels are
 
-// Bytes that no level changes, and the micro-batches of which a layer has its kept rows alone.
+// One instant of the plan: the bytes that no level changes, and for each layer the number of
+// micro-batches of which it holds only its kept rows.
 struct Instant {
     size_t fixed;
-    std::vector<int> in_flight; // [2 * layer + half], as LevelCost::kept
+    std::vector<int> in_flight; // [2 * layer + half], halves as in LevelCost::kept
 };
 
-// The instants of a plan whose blocks all recompute fully; it was placed first.
+// List the instants of a plan whose blocks all recompute fully. `full` is its arena, placed first.
 inline std::vector<Instant> instants_of(const Arena& full, const Plan& p, const Model& model) {
-    // A life begins at its first action and ends behind its last.
+    // Note the bytes that appear at each action, and those that disappear behind it.
     std::vector<std::vector<std::tuple<Data, int, size_t>>> changes(p.actions.size() + 1);
     for (auto& [d, lives] : full.passing[0])
         for (const Place& life : lives) {
@@ -65,8 +73,9 @@ inline std::vector<Instant> instants_of(const Arena& full, const Plan& p, const 
             changes[life.last + 1].push_back({d, -1, bytes});
         }
 
-    // Walk the plan. While the rows that R makes are there a layer has all of its rows, and they
-    // count as fixed. Micro-batches repeat each other: of equal instants the largest is enough.
+    // Walk the plan. While the rows that R remakes exist, a layer has all of its rows, and
+    // they count as fixed. Micro-batches repeat each other,
+    // so of equal instants only the largest is kept.
     Instant now = {0, std::vector<int>(2 * model.layers())};
     std::map<std::vector<int>, size_t> most;
     for (size_t i = 0; i < p.actions.size(); i++) {
@@ -85,18 +94,19 @@ inline std::vector<Instant> instants_of(const Arena& full, const Plan& p, const 
         fixed = std::max(fixed, now.fixed);
     }
 
-    // Put the fullest first, for it refuses most choices.
+    // Put the fullest instant first: it refuses most choices.
     std::vector<Instant> all;
     for (auto& [in_flight, fixed] : most)
         all.insert(all.begin(), {fixed, in_flight});
     return all;
 }
 
-// The most bytes that live at once; where they are more than `limit`, some number above it.
+// Return the peak of live bytes.
+// If the peak exceeds `limit`, the result is only some number above it.
 inline size_t live_bytes(const std::vector<Instant>& instants, const LevelCosts& costs,
                          const std::vector<Recompute>& levels, size_t limit = SIZE_MAX) {
     size_t most = 0;
-    // A level adds the rows that it keeps, for each micro-batch in flight.
+    // Add to an instant the rows that each level keeps, for each micro-batch in flight.
     for (size_t i = 0; i < instants.size() && most <= limit; i++) {
         size_t bytes = instants[i].fixed;
         for (size_t k = 0; k < instants[i].in_flight.size(); k++)
@@ -109,13 +119,15 @@ inline size_t live_bytes(const std::vector<Instant>& instants, const LevelCosts&
 // ----------------------------------------------------------------------------
 // choices
 
-// Blocks at each level, the first ones FULL; the last ones keep all.
+// A choice: how many blocks have each level.
+// FULL comes first, then the branch, then SELECTIVE; the last blocks keep everything.
 struct LevelCounts {
     int full, branch, selective;
     Recompute which; // the branch: ATTN or FFN
     double flops;    // redone, a token
     size_t redone;   // bytes of a micro-batch
 
+    // Return the level of block `block`, counted from 0.
     Recompute of(int block) const {
         if (block < full) return Recompute::FULL;
         if (block < full + branch) return which;
@@ -123,13 +135,13 @@ struct LevelCounts {
     }
 };
 
-// All choices for so many blocks, the cheapest first.
+// List all choices for `blocks` blocks, the cheapest first.
 inline std::vector<LevelCounts> list_choices(int blocks, const LevelCosts& costs) {
     const LevelCost &all = costs[int(Recompute::FULL)], &cheap = costs[int(Recompute::SELECTIVE)];
     std::vector<LevelCounts> list;
     auto redone = [](int count, const LevelCost& one) { return size_t(count) * one.redone; };
 
-    // Blocks are alike, so their numbers at each level are all that a choice is.
+    // Count blocks at each level: they are alike, so the counts are the whole choice.
     for (Recompute which : {Recompute::ATTN, Recompute::FFN})
         for (int full = 0; full <= blocks; full++)
             for (int branch = 0; full + branch <= blocks; branch++)
@@ -141,26 +153,28 @@ inline std::vector<LevelCounts> list_choices(int blocks, const LevelCosts& costs
                                         redone(selective, cheap)});
                 }
 
-    // Sort by arithmetic; among equals the fewest bytes made again come first.
+    // Sort by arithmetic; among equals, by the bytes made again.
     std::stable_sort(list.begin(), list.end(), [](const LevelCounts& x, const LevelCounts& y) {
         return std::pair(x.flops, x.redone) < std::pair(y.flops, y.redone);
     });
     return list;
 }
 
-// A choice and the bytes of its arena; 0 bytes: there is none.
+// A choice and the bytes of its arena; 0 bytes means that there is no choice.
 struct Choice {
     std::vector<Recompute> levels; // [layer]; those of other ranks are NONE
-    double flops = 0;              // redone, a token
+    double flops = 0;              // redone, for each token
     size_t bytes = 0;
 };
-struct Choices { Choice best, cheaper, dearer; }; // what fits, lacks least room, takes less
+// best: the cheapest that fits. cheaper: the smallest of those that cost less and do not fit.
+// dearer: the next one that takes fewer bytes than best.
+struct Choices { Choice best, cheaper, dearer; };
 
-// Choose for the rank of a pipeline where the layout stands. The first plan is the one that trains.
+// Choose the levels for the rank at which the layout stands. options[0] is the plan that trains.
 template <typename T, typename S>
 Choices choose_levels(const Layout& layout, const Model& model, std::vector<PlanOptions> options,
                       size_t room, S where) {
-    // Plan everything once: later placings differ in the first plan alone.
+    // Make all plans once: levels change the first plan alone.
     std::vector<ScheduleStep> steps = schedule(layout, options[0])[layout.pp.rank];
     std::vector<Plan> plans;
     for (const PlanOptions& o : options)
@@ -171,7 +185,8 @@ Choices choose_levels(const Layout& layout, const Model& model, std::vector<Plan
         return place_plans<T>(plans, model, where);
     };
 
-    // Recompute everything: where that does not fit nothing does, and else it shows the instants.
+    // Place the plan that recomputes everything.
+    // If that does not fit, nothing does; if it does, it shows the instants.
     Choices found;
     Arena full = place(std::vector<Recompute>(model.layers(), Recompute::FULL));
     if (bytes_here(full, where) > room)
@@ -187,7 +202,7 @@ Choices choose_levels(const Layout& layout, const Model& model, std::vector<Plan
         if (is_mine(layout, model, l))
             blocks.push_back(l);
 
-    // Walk the choices. One matters only if it takes less than all that cost less.
+    // Walk the choices. One matters only if it takes fewer bytes than all that cost less.
     size_t least = SIZE_MAX;
     for (const LevelCounts& c : list_choices(int(blocks.size()), costs)) {
         std::vector<Recompute> levels(model.layers(), Recompute::NONE);
@@ -198,7 +213,7 @@ Choices choose_levels(const Layout& layout, const Model& model, std::vector<Plan
             bytes = bytes_here(place(levels), where);
         if (bytes >= least) continue;
 
-        // The first that fits is the choice, the next record behind it ends the walk.
+        // Take the first that fits, and note the next one that takes fewer bytes; then stop.
         bool fits = bytes <= room;
         bool over = found.best.bytes > 0;
         (over ? found.dearer : fits ? found.best : found.cheaper) = {levels, c.flops, bytes};

@@ -1,5 +1,6 @@
 // constants.h - what a run begins with besides weights: tables that blocks only read, fp16's scale
-//   RoPE's table (P,rotary/2,2), one more for layers with a window; ALiBi's slopes (NH).
+//   init_constants() fills in RoPE's table (P,rotary/2,2), one more for layers with a window, or
+//   ALiBi's slopes (NH). init_loss_scale() sets fp16's first loss scale.
 #pragma once
 #include "trainer.h"
 
@@ -10,13 +11,14 @@ template <typename T, typename S>
 void init_constants(Trainer<T, S>& t) {
     const Shape& s = t.model.shape;
     unsigned char* base = address<unsigned char>(t, {Kind::CONSTANTS});
-    if (!base) return; // a rank without blocks
+    if (!base) return; // this rank has no blocks
+
+    // Make the tables long enough for every plan.
     size_t rows = 0;
     for (const Plan& p : t.plans)
         rows = std::max({rows, p.T, p.cache});
 
-    // RoPE's table serves every head; layers with a window may have their own behind it. ALiBi's
-    // slopes are one a head: a rank points at its own.
+    // Fill RoPE's table, which serves every head. Layers with a window may have one behind it.
     size_t channels = rotary_channels(s, s.HS);
     auto fill = [&](unsigned char* to, double theta, const RopeScaling& scaling) {
         std::vector<acc_t<T>> table(rows * channels);
@@ -28,17 +30,19 @@ void init_constants(Trainer<T, S>& t) {
     size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
     if (s.position == Position::ROPE) t.rope = fill(base, s.rope_theta, s.rope_scaling);
     if (t.rope && s.window_theta) t.window_rope = fill(base + behind, s.window_theta, {});
+
+    // Fill ALiBi's slopes, one for each head. A rank points at the slopes of its own heads.
     if (s.position == Position::ALIBI) {
         std::vector<float> slopes(s.NH);
         alibi_slopes(slopes.data(), s.NH);
         copy_in(base, slopes.data(), s.NH * sizeof(float), t.ctx.where);
         wait_for(t.ctx.where);
-        size_t heads = s.NH / size_t(t.layout.tp.size); // of each rank
+        size_t heads = s.NH / size_t(t.layout.tp.size); // on each rank
         t.ctx.slopes = reinterpret_cast<const float*>(base) + heads * size_t(t.layout.tp.rank);
     }
 }
 
-// Begin fp16's loss scale, which lies beside the norm, and show the head where.
+// Set fp16's first loss scale, which lies beside the norm, and point ctx at it for the head.
 template <typename T, typename S>
 void init_loss_scale(Trainer<T, S>& t) {
     StepScale* home = address<StepScale>(t, {Kind::SCALE});

@@ -1,7 +1,7 @@
 // context.h - what a block is handed besides its pointers: the batch, the shape, where it runs
-//   Ctx is the first argument of all that a block calls; there is no global state.
-//   A block computes rows. It never asks how long a sequence is: positions say where a row stands,
-//   and keys_seen() alone knows where the keys of a query lie.
+//   Ctx is the first argument of every function that a block calls; there is no global state.
+//   A block computes rows, one for each token. It never asks how long a sequence is: `positions`
+//   says where a row stands, and only keys_seen() knows where the keys of a query lie.
 #pragma once
 #include "attention.cuh"
 #include "attention_tiled.cuh"
@@ -12,76 +12,78 @@
 
 namespace llmc {
 
-// One micro-batch, as this rank's blocks have it.
+// One micro-batch: the rows of it that this rank has.
 struct Batch {
-    size_t B = 0, T = 0;            // sequences, tokens of each on this rank
+    size_t B = 0, T = 0;            // sequences, and tokens of each on this rank
     const int* tokens = nullptr;    // (B,T)
     const int* targets = nullptr;   // (B,T) negative: ignored
     const int* positions = nullptr; // (B,T) places in the whole sequence
-    // (B,T) where the token's document starts: it sees no key before, and its learned position
-    // counts from there
+    // (B,T) the position where the token's document starts. The token sees no key before it, and
+    // its learned position counts from there.
     const int* doc_start = nullptr;
-    const float *rejected = nullptr, *reference = nullptr; // (B,T) of an objective.cuh
+    const float *rejected = nullptr, *reference = nullptr; // (B,T) numbers for objective.cuh
 
-    // Generation only. Sequence b has slot first_slot + b of the cache, with room for `capacity`
-    // positions, of which queries look at the first `seen`. A token's place is its position.
+    // Generation only. Sequence b uses slot first_slot + b of the cache. A slot has room for
+    // `capacity` positions; queries look at the first `seen`. A token is stored at its position.
     size_t first_slot = 0, capacity = 0, seen = 0;
-    const int* places = nullptr; // (B,T) the positions, in the host's memory
-    // (B,seen), or (B, T of all ranks) with context parallelism, in a ring (ranks, B, T): of keys
-    // that are not the rows'
+    const int* places = nullptr; // (B,T) the same positions, in the host's memory
+    // The positions of keys that come from elsewhere than these rows: (B,seen) from a cache; with
+    // context parallelism (B, T of all ranks), in a ring (ranks,B,T).
     const int* key_positions = nullptr;
     const int* key_documents = nullptr; // (B, T of all ranks) where those keys' documents start
 
     size_t rows() const { return B * T; } // N
 };
 
+// The context of a block. Pointers are null where the running layer has no use for them.
 template <typename S> struct Ctx {
-    S where;
-    Shape shape; // of this rank: its heads, channels and vocabulary
+    S where;     // the CPU, or a CUDA stream
+    Shape shape; // this rank's part: its heads, channels and vocabulary
     Batch batch;
-    Blas blas;
+    Blas blas;   // handles and scratch of products
     Comm tp;                           // the ranks that share the shape
     Comm cp;                           // the ranks that share each sequence
-    Comm cp_heads, cp_keys;            // those that exchange heads, and those that share keys
-    ContextMethod cp_method = ContextMethod::GATHER; // how they share attention
-    S beside = {};                     // a ring's messages go here while attention runs
+    Comm cp_heads, cp_keys;            // ranks of cp that exchange heads; that share keys
+    ContextMethod cp_method = ContextMethod::GATHER; // how ranks of cp share attention
+    S beside = {};                     // the stream of a ring's messages, while attention runs
     Comm ep;                           // the ranks that share out the experts
-    void* all_rows = nullptr;          // (N,C) rows of all ranks; sequence parallelism only
-    void* context = nullptr;           // context parallelism's scratch, or null
-    void* slot_rows = nullptr;         // rows by expert; models with experts only
-    void* token_rows = nullptr;        // (ep,N,C) rows of all tokens that experts may see, or null
-    void* exchange_rows = nullptr;     // (2,ep,N,C) rows on their way to experts, or null
-    int* loads = nullptr;              // (E) slots that this layer's experts have got, or null
-    void* heads = nullptr;             // (rooms,N,NH,HS) latent attention's expanded heads, or null
-    size_t sequences = 0;              // of the global batch
-    const void* rope = nullptr;        // (P,rotary/2,2) acc: cos, sin, this layer's; or null
-    const float* slopes = nullptr;     // (NH) ALiBi, or null
-    const float* loss_scale = nullptr; // the head multiplies its gradient by it; or null
+    void* all_rows = nullptr;          // (N,C) rows of all ranks, for sequence parallelism
+    void* context = nullptr;           // scratch of context parallelism
+    void* slot_rows = nullptr;         // rows sorted by expert
+    void* token_rows = nullptr;        // (ep,N,C) rows of all tokens that experts may see
+    void* exchange_rows = nullptr;     // (2,ep,N,C) rows on their way to experts
+    int* loads = nullptr;              // (E) slots given to this layer's experts so far
+    void* heads = nullptr;             // (rooms,N,NH,HS) expanded heads of latent attention
+    size_t sequences = 0;              // in the global batch
+    const void* rope = nullptr;        // (P,rotary/2,2) acc: cos and sin of this layer's RoPE
+    const float* slopes = nullptr;     // (NH) ALiBi
+    const float* loss_scale = nullptr; // fp16: the head multiplies its gradient by it
 };
 
 // ----------------------------------------------------------------------------
 // weights as blocks pass them
 
-// A bias that a model does not have is a Weight without data.
+// A bias, or null: one that the model does not have is a Weight without data.
 inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
 
-// The gradient in its type, or null: frozen.
+// A weight's gradient in its type, or null: the weight is frozen.
 template <typename T>
 acc_t<T>* grad_of(const Weight& w) { return static_cast<acc_t<T>*>(w.grad); }
 
 // ----------------------------------------------------------------------------
 // the keys that the batch's queries see
 
-// Keys and values, a row for each token, `stride` elements apart.
+// Keys and values. Each token has a row in k and one in v; rows are `stride` elements apart.
 template <typename T> struct Keys {
     const T *k, *v;       // (B,Tk,NKV,HS)
     const int* positions; // (B,Tk)
     size_t Tk, stride;
-    size_t batch = 0; // elements between sequences; 0: they follow each other
+    size_t batch = 0; // elements between sequences; 0: one directly follows the other
 };
 
-// The batch's own keys. With a cache (slots, capacity, 2, NKV*HS) store them at their positions,
-// and take all up to the batch's last. A slot's keys behind its own last one are behind its query.
+// The keys that the batch's queries look at: its own, or with a cache (slots,capacity,2,NKV*HS) the
+// first `seen` of each slot, once its own are stored at their positions. If a slot has fewer, the
+// rest lie behind its query and are masked.
 template <typename T, typename S>
 Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t stride) {
     const Batch& b = ctx.batch;
@@ -103,13 +105,13 @@ Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t st
 // ----------------------------------------------------------------------------
 // attention as blocks call it
 
-// Sizes with q, k and v side by side in a row: what scratch and the choice of a kernel depend on.
+// Sizes with q, k and v side by side in a row. Scratch and the choice of a kernel depend on them.
 inline AttentionDims attention_shape(const Shape& s, size_t B, size_t Tq, size_t Tk) {
     size_t QKV = (s.NH + 2 * s.NKV) * s.HS;
     return {B, Tq, Tk, s.NH, s.NKV, s.HS, QKV, QKV};
 }
 
-// The batch's queries, rows q_stride apart, and the keys that they see.
+// The operands of attention: the batch's queries, rows q_stride apart, and the keys that they see.
 template <typename T, typename S>
 AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_stride,
                                         const Keys<T>& keys) { // q (B,T,NH,HS)
@@ -123,7 +125,7 @@ AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_
             b.doc_start, ctx.slopes, d,      scale,   acc_t<T>(s.score_softcap)};
 }
 
-// The CPU's attention takes a Blas, kernels take plain memory: pass them the Blas's scratch.
+// The CPU's attention takes a Blas, kernels take plain memory: give them the Blas's scratch.
 template <typename T>
 void* attention_scratch(const AttentionDims& d, Blas& blas, auto stream) {
     size_t need = attention_scratch_bytes<T>(d, 1, stream);
@@ -142,7 +144,7 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
     attention_backward(dq, dk, dv, out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
 }
 
-// The channels of each head that turn.
+// Narrow each head to the channels that RoPE rotates.
 template <typename T, typename S>
 RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
     if (x.NH) x.rows += first_rotary(ctx.shape, ctx.shape.HS);
@@ -151,8 +153,8 @@ RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
     return x;
 }
 
-// RoPE on the first heads of each row, in place. Without a table (learned positions, ALiBi) there
-// is nothing to do.
+// Rotate the first heads of each row in place (RoPE). Without a table (learned positions, ALiBi)
+// there is nothing to do.
 template <typename T, typename S>
 void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) {
     if (!ctx.rope) return;
@@ -170,7 +172,7 @@ void rotate_backward(const Ctx<S>& ctx, RopeHeads<T> dq, RopeHeads<T> dk = {}) {
                   rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }
 
-// Queries, keys and values as a block lays them out, or their gradients.
+// A block's queries, keys and values, or the gradients of all three.
 template <typename T> struct Qkv {
     T *q, *k, *v;               // (B,T,NH,HS) (B,T,NKV,HS) (B,T,NKV,HS)
     size_t q_stride, kv_stride; // elements between rows
@@ -187,7 +189,7 @@ void attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,T,NH,HS) (B,NH,
     attention_forward(out, lse, operands, ctx.blas, ctx.where);
 }
 
-// x is as the forward pass left it, rotated; dx is the gradient of what it was before.
+// dx = the gradient of q, k and v before they were rotated. Forward has left x rotated.
 template <typename T, typename S>
 void attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,T,NH,HS)
                         const T* out, const acc_t<T>* lse,            // (B,T,NH,HS) (B,NH,T)

@@ -1,30 +1,32 @@
 // context_parallel.h - context parallelism: cut sequences - arXiv:2407.21783, arXiv:2309.14509
-//   cp ranks share every sequence: each has t = T/cp rows of it, N = B t of a micro-batch. In all
-//   but attention they are data-parallel ranks: the count of targets, losses, REDUCE and ZeRO's
-//   shards go over dp x cp ranks, as sums.
-//   1. LOAD       reads whole sequences, targets and documents too, then keeps a rank's rows:
+//   cp ranks share every sequence: each has t = T/cp rows of it, N = B t rows of a micro-batch. In
+//   everything but attention they are data-parallel ranks: the count of targets, losses, REDUCE and
+//   ZeRO's shards go over all dp x cp ranks, as sums.
+//   1. LOAD       reads whole sequences, targets and documents; then each rank keeps its rows:
 //                   zigzag      chunks r and 2cp-1-r of 2cp; each rank has the same causal work
 //                   contiguous  [r t, (r+1) t); the last rank has nearly twice the mean
-//                   striped     r, r+cp, ...; nearly the same work, of many documents too
+//                   striped     r, r+cp, ...; nearly the same work, even with many documents
 //   2. gather     k, v [t] -> [T]   all-gather; then this rank's t queries meet all T keys
-//      backward   k, v [t] -> [T]   all-gather again, so that nothing is kept of other ranks
+//      backward   k, v [t] -> [T]   all-gather again: nothing of other ranks was kept
 //                 dk, dv [T]{partial} -> [t]   reduce-scatter in float, rounded once
-//   3. Ulysses    q, k, v [t, heads] -> [T, heads/cp]   all-to-all; attention of some heads, whole
+//   3. Ulysses    q, k, v [t, heads] -> [T, heads/cp]   all-to-all; whole attention of some heads
 //                 out [T, heads/cp] -> [t, heads]       all-to-all
-//      backward   q, k, v, out, dout the one way, dq, dk, dv the other; its sums need no message
+//      backward   q, k, v, out, dout the same way; dq, dk, dv back; its sums need no message
 //   4. ring       k, v [t] go from rank to rank beside attention (ring_attention.h)
-//   5. hybrids    u neighbours of cp do as Ulysses and have [u t, heads/u]; cp/u ranks then share
-//                 these keys by gather or in a ring (arXiv:2405.07719)
-//   Positions and documents' starts go with the rows, so nothing else asks which rows a rank has.
-//   Every message is on the critical path, but for the ring's.
-//   Cost of a block and micro-batch. Gather: a rank sends 2 (cp-1) N KV elements forward, and
-//   backward as many again and as many floats; scratch: 2 B T KV elements, and in training as many
-//   floats, which keep 16-bit runs off the tensor cores in attention's backward pass. Ulysses: a
-//   rank sends (cp-1)/cp N (2 Q + 2 KV) elements forward, (cp-1)/cp N (4 Q + 4 KV) backward, for it
-//   exchanges its inputs anew; scratch: about twice that, at most. cp must divide the heads. Where
-//   key/value heads are fewer, several ranks take the same one, KV counts for cp of them, and their
-//   owner adds up the gradients in rank order, in float. A hybrid sends the sum of its two, each at
-//   its own size; its scratch has both.
+//   5. hybrids    u neighbours of the cp ranks do as Ulysses and have [u t, heads/u]; then cp/u
+//                 ranks share these keys by gather or in a ring (arXiv:2405.07719)
+//   Positions and documents' starts travel with the rows, so no other code asks which rows a rank
+//   has. Every message is on the critical path, except the ring's.
+//   Cost of a block and micro-batch; Q and KV are the channels of a token's queries and keys.
+//     gather   A rank sends 2 (cp-1) N KV elements forward; backward as many elements again and as
+//              many floats. Scratch: 2 B T KV elements, and in training as many floats. The floats
+//              keep 16-bit runs off the tensor cores in attention's backward pass.
+//     Ulysses  A rank sends (cp-1)/cp N (2 Q + 2 KV) elements forward and (cp-1)/cp N (4 Q + 4 KV)
+//              backward, for it exchanges its inputs again. Scratch: at most about twice that. cp
+//              must divide the heads. With fewer key/value heads than ranks, several ranks take the
+//              same head, KV counts cp of them, and the head's owner adds up the gradients in
+//              rank order, in float.
+//     hybrid   It sends the sum of both, each at its own size; its scratch holds both.
 #pragma once
 #include "attention_merge.cuh"
 #include "context.h"
@@ -33,9 +35,9 @@
 
 namespace llmc {
 
-// The place in a sequence of T tokens of row i of a rank.
+// Return where in a sequence of T tokens row i of a rank lies.
 inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
-    // Every order is a permutation of the sequence, the ranks' rows side by side.
+    // Every order is a permutation of the sequence, with the ranks' rows side by side.
     size_t size = size_t(cp.size);
     size_t rank = size_t(cp.rank);
     size_t t = T / size;
@@ -44,38 +46,39 @@ inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
     case ContextOrder::STRIPED: return i * size + rank;
     case ContextOrder::ZIGZAG: break;
     }
-    // An early chunk and a late one: what one sees less of the sequence the other sees more.
+    // Zigzag: an early chunk and a late one. The less of the sequence one sees, the more the other.
     size_t half = T / (2 * size);
     size_t late = 2 * size - 1 - rank;
     if (i < half) return rank * half + i;
     return late * half + i - half;
 }
 
-// Ulysses' ranks that take the same key/value head, neighbours where these are fewer than ranks.
+// Return how many of Ulysses' ranks take the same key/value head; more than 1 if heads are fewer
+// than ranks. These ranks are neighbours.
 inline size_t key_copies(const Shape& s, size_t ranks) {
     return std::max(ranks / s.NKV, size_t(1));
 }
 
-// The shape behind Ulysses' exchange among `ranks`: a share of the heads.
+// Return the shape after Ulysses' exchange among `ranks`: a share of the heads.
 inline Shape share_of_heads(Shape s, size_t ranks) {
-    // Key/value heads may be fewer than ranks: some then have the same one.
+    // If key/value heads are fewer than ranks, each rank has one, a copy of its neighbours'.
     size_t copies = key_copies(s, ranks);
     s.NKV = s.NKV * copies / ranks;
     s.NH /= ranks;
     return s;
 }
 
-// Whether Ulysses can give each of cp ranks an equal share of a model's heads, tp having its own.
+// Whether Ulysses can give each of cp ranks an equal share of a tp rank's heads.
 inline bool cp_divides(const Shape& s, size_t tp, size_t cp) {
-    // Where tp ranks share a key/value head, each has one.
+    // Where tp ranks share a key/value head, each of them has one.
     size_t key_heads = std::max(s.NKV / tp, size_t(1));
     bool shares_keys = key_heads % cp == 0 || cp % key_heads == 0;
     return s.NH % (tp * cp) == 0 && shares_keys;
 }
 
-// The sizes of attention on a rank, for its workspace.
+// Return the sizes of attention on a rank, which decide its workspace.
 inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size_t B, size_t T) {
-    // Ulysses cuts the heads, gather the queries, a ring the keys too.
+    // Ulysses divides the heads; gather divides the queries; a ring divides the keys too.
     size_t heads = size_t(heads_axis(layout).size);
     size_t queries = T / size_t(keys_axis(layout).size);
     bool ring = layout.cp_method == ContextMethod::RING;
@@ -83,10 +86,11 @@ inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size
     return attention_shape(share_of_heads(s, heads), B, queries, keys);
 }
 
-// Ulysses' scratch, in elements from its start. Backward reads dout, and leaves dq, dk and dv.
+// Ulysses' scratch: offsets in elements from its start.
+// Backward reads dout from it and leaves dq, dk and dv in it.
 struct HeadRooms {
     size_t q, k, v, out, dout, dq, dk, dv, sent, end;
-    size_t ranks; // that exchange heads
+    size_t ranks; // the ranks that exchange heads
 };
 inline HeadRooms head_rooms(const Shape& s, size_t ranks, size_t N, size_t t, bool trains) {
     size_t Q = s.NH * s.HS;
@@ -98,14 +102,16 @@ inline HeadRooms head_rooms(const Shape& s, size_t ranks, size_t N, size_t t, bo
         return at;
     };
 
-    // Each rank's heads of all rows are as many as all heads of its rows.
+    // Some heads of all rows are as many elements as all heads of this rank's rows.
     HeadRooms r = {};
     r.ranks = ranks;
     r.q = take(N * Q);
     r.k = take(N * KV);
     r.v = take(N * KV);
     r.out = take(N * Q);
-    r.sent = take(t * Q); // one sequence's rows on their way
+    r.sent = take(t * Q); // one sequence's rows in flight
+
+    // Only the backward pass has gradients.
     if (trains) {
         r.dout = take(N * Q);
         r.dq = take(N * Q);
@@ -116,20 +122,21 @@ inline HeadRooms head_rooms(const Shape& s, size_t ranks, size_t N, size_t t, bo
     return r;
 }
 
-// Bytes of Ulysses' rooms, and behind them of its rows' positions and documents.
+// Return the bytes of Ulysses' rooms, and of the rows' positions and documents behind them.
 template <typename T>
 size_t head_bytes(const HeadRooms& room, size_t N) {
-    // Kernels want what lies behind at a multiple of 256 bytes.
+    // Round up, because kernels want what lies behind at a multiple of 256 bytes.
     size_t rooms = room.end * sizeof(T);
     size_t rows = 2 * N * room.ranks * sizeof(int);
     return round_up(rooms, size_t(256)) + round_up(rows, size_t(256));
 }
 
-// Bytes of the gathered keys and values, and of their gradients behind them; or Ulysses', a ring's.
+// Return the bytes of scratch of a layer:
+// Ulysses' rooms, then the keys and values of other ranks and, in training, their gradients.
 template <typename T>
 size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, size_t tokens,
                              bool trains) {
-    // Heads are exchanged first, where they are.
+    // Count the exchange of heads, which comes first.
     size_t ranks = size_t(heads_axis(layout).size);
     size_t t = tokens / size_t(layout.cp.size);
     size_t N = B * t;
@@ -140,7 +147,7 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
     }
     if (keys_axis(layout).size == 1) return bytes;
 
-    // The keys of other ranks, of this rank's heads.
+    // Count the keys of other ranks, for this rank's share of the heads.
     Shape mine = share_of_heads(s, ranks);
     if (layout.cp_method == ContextMethod::RING)
         return bytes + ring_rooms<T>(mine, N * ranks, trains, nullptr).bytes;
@@ -150,30 +157,32 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
     return bytes + (trains ? keys + gradients : keys);
 }
 
-// Bytes that a rank sends for attention in a block, N rows of a micro-batch each way.
+// The bytes that a rank sends for one block's attention, in each direction.
 struct ContextMessages {
     size_t forward, backward;
 };
+// Return the bytes of Ulysses' exchanges, for N rows of a micro-batch.
 template <typename T>
 ContextMessages heads_messages(const Shape& s, const Layout& layout, size_t N) {
-    // A rank keeps its share of what it exchanges: q and out; k and v, or their copies.
+    // Each rank exchanges q and out, k and v or their copies, and keeps its own share of them.
     size_t ranks = size_t(heads_axis(layout).size);
     size_t copies = key_copies(s, ranks);
     size_t channels = (2 * s.NH + 2 * s.NKV * copies) * s.HS;
     size_t share = N * channels / ranks;
     size_t bytes = (ranks - 1) * share * sizeof(T);
 
-    // Backward exchanges inputs anew, then gradients.
+    // Backward exchanges the inputs again, then the gradients.
     return {bytes, 2 * bytes};
 }
+// Return the bytes of gather's or the ring's messages.
 template <typename T>
 ContextMessages keys_messages(const Shape& s, const Layout& layout, size_t N) {
-    // Each rank's keys go to all others, and gradients come back; in a ring all the way round.
+    // Send this rank's keys to all others; gradients come back, and in a ring go all the way round.
     size_t heads = size_t(heads_axis(layout).size);
     size_t ranks = size_t(keys_axis(layout).size);
     if (ranks == 1) return {0, 0};
 
-    // A rank has a share of the heads, of all rows of those that exchanged them.
+    // After Ulysses a rank has a share of the heads, for the rows of all ranks that exchanged them.
     size_t rows = N * heads;
     size_t elements = rows * 2 * share_of_heads(s, heads).NKV * s.HS;
     size_t keys = (ranks - 1) * elements * sizeof(T);
@@ -182,6 +191,7 @@ ContextMessages keys_messages(const Shape& s, const Layout& layout, size_t N) {
     size_t gradients = hops * elements * sizeof(acc_t<T>);
     return {keys, keys + gradients};
 }
+// Return the bytes of both.
 template <typename T>
 ContextMessages context_messages(const Shape& s, const Layout& layout, size_t N) {
     ContextMessages heads = heads_messages<T>(s, layout, N);
@@ -190,13 +200,14 @@ ContextMessages context_messages(const Shape& s, const Layout& layout, size_t N)
 }
 
 // ----------------------------------------------------------------------------
-// all ranks' keys and values: (B,cp,t), a row of 2 KV elements for each token, k and then v
+// gather: the keys and values of all ranks, (B,cp,t); a token's row has 2 KV elements, k and then v
 
-// A sequence's rows: those of this rank lie among those of all, so it is gathered in place.
+// One sequence's rows of all ranks. This rank's rows lie among them, so it is gathered in place.
 template <typename E> struct SequenceRows {
     E *all, *mine; // (cp,t,2,KV) (t,2,KV)
     size_t count;  // elements of `mine`
 };
+// Return sequence b's rows in `rows`, which holds all sequences of the micro-batch.
 template <typename E, typename S>
 SequenceRows<E> sequence_rows(const Ctx<S>& ctx, E* rows, size_t b) {
     // A row holds a token's key and its value, of all key/value heads.
@@ -205,7 +216,7 @@ SequenceRows<E> sequence_rows(const Ctx<S>& ctx, E* rows, size_t b) {
     return {all, all + count * size_t(ctx.cp.rank), count};
 }
 
-// Gather sequence by sequence: keys of one sequence then lie side by side.
+// Gather keys and values sequence by sequence, so that the keys of one sequence lie side by side.
 template <typename T, typename S>
 Keys<T> gather_keys(Ctx<S>& ctx, const Qkv<T>& x) {
     const Batch& b = ctx.batch;
@@ -214,8 +225,9 @@ Keys<T> gather_keys(Ctx<S>& ctx, const Qkv<T>& x) {
     size_t bytes = KV * sizeof(T);
     size_t to = 2 * bytes;
     T* keys = static_cast<T*>(ctx.context);
+
     for (size_t i = 0; i < b.B; i++) {
-        // Lay this rank's rows where the gather leaves them.
+        // Copy this rank's rows to their place in the gathered sequence.
         SequenceRows<T> rows = sequence_rows(ctx, keys, i);
         const T* k = x.k + i * b.T * x.kv_stride;
         const T* v = x.v + i * b.T * x.kv_stride;
@@ -223,11 +235,13 @@ Keys<T> gather_keys(Ctx<S>& ctx, const Qkv<T>& x) {
         copy_rows(rows.mine + KV, to, v, from, bytes, b.T, ctx.where);
         all_gather(ctx.cp, rows.all, rows.mine, rows.count, ctx.where);
     }
+
+    // Return them as attention reads them: each row is a key and its value.
     size_t Tk = b.T * size_t(ctx.cp.size);
     return {keys, keys + KV, b.key_positions, Tk, 2 * KV};
 }
 
-// The gradients of all ranks' keys and values, behind those in the scratch.
+// Return the room for the gradients of all ranks' keys and values: behind those in the scratch.
 template <typename T, typename S>
 acc_t<T>* key_gradients(const Ctx<S>& ctx, const Keys<T>& keys) { // (B,cp,t,2,KV) {+cp}
     size_t bytes = ctx.batch.B * keys.Tk * keys.stride * sizeof(T);
@@ -235,7 +249,7 @@ acc_t<T>* key_gradients(const Ctx<S>& ctx, const Keys<T>& keys) { // (B,cp,t,2,K
     return reinterpret_cast<acc_t<T>*>(scratch + round_up(bytes, size_t(256)));
 }
 
-// Sum all ranks' parts of these gradients; the sums of this rank's rows become dk and dv.
+// Sum the partial gradients of all ranks; the sums for this rank's rows become dk and dv.
 template <typename T, typename S>
 void scatter_key_gradients(Ctx<S>& ctx, const Qkv<T>& dx, acc_t<T>* gradients) {
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
@@ -255,7 +269,7 @@ void scatter_key_gradients(Ctx<S>& ctx, const Qkv<T>& dx, acc_t<T>* gradients) {
     }
 }
 
-// The forward pass has kept this rank's keys alone: gather those of all again.
+// Backward of gather. The forward pass has kept this rank's keys alone: gather all keys again.
 template <typename T, typename S>
 void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
                      const acc_t<T>* lse, const Qkv<T>& x) {
@@ -263,7 +277,7 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     operands.dout = dout;
 
-    // Every rank's queries have met all keys: their gradients are sums over ranks.
+    // Every rank's queries have met all keys, so the keys' gradients are sums over ranks.
     acc_t<T>* gradients = key_gradients(ctx, keys);
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
     acc_t<T>* dv = gradients + KV;
@@ -271,16 +285,16 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
     scatter_key_gradients(ctx, dx, gradients);
 }
 
-// Queries and keys are rotated, and have the heads that they keep. Positions decide what a query
-// sees, wherever its keys come from.
+// Attention of this rank's queries with all keys, by gather or in a ring. Queries and keys come
+// rotated. Positions decide what a query sees, wherever its keys come from.
 template <typename T, typename S>
 void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
-    // Behind Ulysses alone a rank has all keys of its heads.
+    // With Ulysses alone, a rank already has all keys of its heads.
     bool alone = ctx.cp.size == 1;
     bool ring = !alone && ctx.cp_method == ContextMethod::RING;
     if (ring) return ring_forward(ctx, out, lse, x);
     Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
-    // Gathered keys lie in the scratch.
+    // Take gathered keys from the scratch.
     Keys<T> keys = alone ? own : gather_keys(ctx, x);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     attention_forward(out, lse, operands, ctx.blas, ctx.where);
@@ -293,7 +307,7 @@ void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     if (ring) return ring_backward(ctx, dx, dout, out, lse, x);
     if (!alone) return gather_backward(ctx, dx, dout, out, lse, x);
 
-    // Its gradients are whole, too.
+    // With Ulysses alone the gradients are whole too.
     Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, own);
     operands.dout = dout;
@@ -301,11 +315,11 @@ void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
 }
 
 // ----------------------------------------------------------------------------
-// Ulysses: all heads of this rank's rows become some heads of all rows, and back
+// Ulysses: all heads of this rank's rows become some heads of all rows, and later return
 
-// Exchange the rows of each sequence: part h of their columns goes to rank h, or to the `copies`
-// ranks from h * copies on, which have it from all ranks. to (B,T,part), dense; rows (B,t,width),
-// `stride` elements apart.
+// Send the rows of each sequence to the ranks that attend with their heads. Part h of the columns
+// goes to rank h; with `copies`, the same part goes to ranks h * copies to (h + 1) * copies - 1. to
+// (B,T,part) is dense; rows (B,t,width) lie `stride` elements apart.
 template <typename T, typename S>
 void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, size_t width,
                    size_t copies = 1) {
@@ -314,7 +328,7 @@ void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, si
     size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
-        // Lay each rank's columns side by side: a message is one piece.
+        // Lay each rank's columns side by side, so that a message is one piece.
         const T* from = rows + b * t * stride;
         for (size_t h = 0; h < cp; h++) {
             T* block = sent + h * t * part;
@@ -325,7 +339,7 @@ void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, si
     }
 }
 
-// Add up what several ranks have made of the same part, in rank order, into the first one's.
+// Add the gradients that several ranks made for the same part, in rank order, into the first one.
 template <typename T, typename S>
 void add_copies(T* parts, size_t count, size_t copies, S where) { // (copies,count)
     std::vector<const void*> ins;
@@ -335,7 +349,8 @@ void add_copies(T* parts, size_t count, size_t copies, S where) { // (copies,cou
     reduce_ranks<T, false>(&sum, 1, ins.data(), int(copies), count, where);
 }
 
-// The way back: rows (B,t,width) of from (B,T,part). Copies are gradients: their sum comes home.
+// The reverse of rows_to_heads(): fill rows (B,t,width) from `from` (B,T,part). Where parts have
+// copies, these are gradients, and their sum returns.
 template <typename T, typename S>
 void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width,
                    size_t copies = 1) {
@@ -344,9 +359,10 @@ void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* fr
     size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
+        // Bring back what every rank has made of this rank's rows.
         all_to_all(ctx.cp_heads, received, from + b * t * part * cp, t * part, ctx.where);
 
-        // Put each rank's columns where they stand in a row.
+        // Put each rank's columns at their place in a row.
         T* to = rows + b * t * stride;
         for (size_t h = 0; h < cp; h += copies) {
             T* block = received + h * t * part;
@@ -357,10 +373,10 @@ void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* fr
     }
 }
 
-// Bring queries, keys and values together: dense rows of this rank's heads.
+// Exchange queries, keys and values. Returns dense rows of this rank's share of the heads.
 template <typename T, typename S>
 Qkv<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qkv<T>& x) {
-    // One buffer sends all three: each has come before the next goes.
+    // Use one send buffer for all three: each exchange is over before the next one packs.
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
     size_t copies = key_copies(ctx.shape, room.ranks);
@@ -369,24 +385,24 @@ Qkv<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qkv<T>& x) {
     rows_to_heads(ctx, base + room.q, sent, x.q, x.q_stride, Q);
     rows_to_heads(ctx, base + room.k, sent, x.k, x.kv_stride, KV, copies);
     rows_to_heads(ctx, base + room.v, sent, x.v, x.kv_stride, KV, copies);
-    // Rows now lie as the ranks do, one behind the other.
+    // Rows now lie in the order of the ranks.
     size_t width = KV * copies / room.ranks;
     return {base + room.q, base + room.k, base + room.v, Q / room.ranks, width};
 }
 
-// Attention between the two exchanges works with some heads, of the rows of several ranks.
+// The parts of a context that differ between the two exchanges: some heads, rows of several ranks.
 struct SharedHeads {
     Shape shape;
     Batch batch;
-    Comm cp; // the ranks that share its keys
+    Comm cp; // the ranks that share the keys of these heads
     void* context;
     const float* slopes;
 };
 
-// Put it in the context's place; the same call puts the context back.
+// Exchange these parts with the context's. A second call restores the context.
 template <typename S>
 void swap_heads(Ctx<S>& ctx, SharedHeads& heads) {
-    // Field by field: a whole context has handles, which are no values.
+    // Swap field by field: a whole context has handles, which cannot be copied.
     std::swap(ctx.shape, heads.shape);
     std::swap(ctx.batch, heads.batch);
     std::swap(ctx.cp, heads.cp);
@@ -394,17 +410,18 @@ void swap_heads(Ctx<S>& ctx, SharedHeads& heads) {
     std::swap(ctx.slopes, heads.slopes);
 }
 
-// Bring together where the rows of all ranks that exchange heads stand.
+// Return these parts: the share of the heads, and the rows of all ranks that exchange heads.
 template <typename T, typename S>
 SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     SharedHeads h = {share_of_heads(ctx.shape, room.ranks), ctx.batch, ctx.cp_keys, ctx.context,
                      ctx.slopes};
-    // A slope belongs to its head.
+    // Take the ALiBi slopes of these heads: a slope belongs to its head.
     if (h.slopes)
         h.slopes += h.shape.NH * size_t(ctx.cp_heads.rank);
     h.batch.T *= room.ranks;
 
-    // Positions of all keys hold those of these rows: in a ring side by side, gathered apart.
+    // Find these rows' positions among those of all keys:
+    // in a ring they lie side by side, gathered they lie apart.
     bool ring = ctx.cp_method == ContextMethod::RING;
     size_t bytes = h.batch.T * sizeof(int);
     size_t stride = ring ? bytes : bytes * size_t(ctx.cp_keys.size);
@@ -412,7 +429,7 @@ SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     const int* key_positions = ctx.batch.key_positions + first;
     const int* key_documents = ctx.batch.key_documents + first;
 
-    // They lie behind the rooms, and behind them is scratch for the keys of other ranks.
+    // Copy positions and documents behind the rooms; scratch for other ranks' keys follows them.
     size_t used = round_up(room.end * sizeof(T), size_t(256));
     int* positions = reinterpret_cast<int*>(static_cast<char*>(ctx.context) + used); // (B,u,t)
     int* documents = positions + h.batch.rows();                                     // (B,u,t)
@@ -424,7 +441,8 @@ SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     return h;
 }
 
-// lse is of this rank's heads, (B,NH/u,u t): as many numbers as of its rows.
+// Attention by Ulysses' exchange.
+// lse (B,NH/u,u t) belongs to this rank's share of the heads; it is as many numbers as (B,NH,t).
 template <typename T, typename S>
 void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS)
     size_t ranks = size_t(ctx.cp_heads.size);
@@ -432,18 +450,18 @@ void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (
     Qkv<T> mine = exchange_heads(ctx, room, x);
     T* base = static_cast<T*>(ctx.context);
 
-    // Attend with these heads, and with the keys of the other ranks.
+    // Attend with these heads, over the keys of the other ranks too.
     SharedHeads heads = share_heads<T>(ctx, room);
     swap_heads(ctx, heads);
     keys_forward(ctx, base + room.out, lse, mine);
     swap_heads(ctx, heads);
 
-    // The block goes on with all heads of its own rows.
+    // Return to all heads of this rank's own rows.
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     heads_to_rows(ctx, out, Q, base + room.sent, base + room.out, Q);
 }
 
-// Gradients come home rotated, as the inputs left.
+// Backward of Ulysses. Gradients return rotated, as the inputs came.
 template <typename T, typename S>
 void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
                       const acc_t<T>* lse, const Qkv<T>& x) {
@@ -453,13 +471,13 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
     HeadRooms room = head_rooms(ctx.shape, ranks, ctx.batch.rows(), ctx.batch.T, true);
     Qkv<T> mine = exchange_heads(ctx, room, x);
 
-    // Bring the output and its gradient to the heads.
+    // Exchange the output and its gradient as well.
     T* base = static_cast<T*>(ctx.context);
     T* sent = base + room.sent;
     rows_to_heads(ctx, base + room.out, sent, out, Q, Q);
     rows_to_heads(ctx, base + room.dout, sent, dout, Q, Q);
 
-    // Walk back over the keys of all ranks.
+    // Compute the gradients of these heads, over the keys of the other ranks too.
     Qkv<T> made = {base + room.dq, base + room.dk, base + room.dv, mine.q_stride, mine.kv_stride};
     const T* all_dout = base + room.dout;
     const T* all_out = base + room.out;
@@ -468,8 +486,8 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
     keys_backward(ctx, made, all_dout, all_out, lse, mine);
     swap_heads(ctx, heads);
 
-    // Send each row's gradients home. A key/value head has met all queries of its heads: only
-    // copies are left to sum.
+    // Send each row's gradients back. A key/value head has met all queries of its heads here, so
+    // only the copies are left to sum.
     size_t copies = key_copies(ctx.shape, ranks);
     heads_to_rows(ctx, dx.q, dx.q_stride, sent, made.q, Q);
     heads_to_rows(ctx, dx.k, dx.kv_stride, sent, made.k, KV, copies);
@@ -477,8 +495,9 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
 }
 
 // ----------------------------------------------------------------------------
-// attention as blocks call it; on one rank it is context.h's
+// attention as blocks call it; on one rank it is context.h's attention
 
+// Rotate q and k in place, then attend: Ulysses where heads are exchanged, else gather or ring.
 template <typename T, typename S>
 void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                const Qkv<T>& x, T* cache) {
@@ -490,7 +509,7 @@ void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS
     keys_forward(ctx, out, lse, x);
 }
 
-// x is as the forward pass left it, rotated; dx is the gradient of what it was before.
+// x is rotated, as the forward pass left it; dx is the gradient of x before its rotation.
 template <typename T, typename S>
 void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,t,NH,HS)
                                 const T* out, const acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)

@@ -1,15 +1,16 @@
 // cost.h - seconds of each action of a plan on a machine, by the model's tables - arXiv:2104.04473
-//   N = B T / cp rows of a micro-batch on a rank, e bytes an element, P, H, link: the rates that
-//   runs reach (machine.h), a: a collective's latency, tau: the host's time for a block's launches.
-//     products    2 N OC IC w / P of each matrix of the layer; w: tiles of 128 x 256 that fill SMs
+//   N = B T / cp rows of a micro-batch on a rank, e bytes of an element. P, H, link: the rates that
+//   runs reach (machine.h). a: a collective's latency. tau: the host's time for a block's launches.
+//     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles of 128 x 256 that
+//                 do not fill all SMs
 //     attention   4 N keys Q / P; T/2 keys on average, 2.5 times as much backward
 //     the rest    bytes of norms, residuals and activation functions / H
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
-//     collectives all-reduce a + 2 (n-1)/n S/link, all-gather and reduce-scatter half of S;
-//                 a message 20 us + S/link. link: of a node's cards, or of the NICs that the
-//                 group's ranks of one node have together
+//     collectives all-reduce a + 2 (n-1)/n S/link; all-gather, reduce-scatter a + (n-1)/n S/link;
+//                 a message 20 us + S/link. link: the rate between a node's cards, or of all NICs
+//                 that the group's ranks in one node have together
 //     updates     bytes of weight, gradient, master and moments / H
-//   No term knows a published step time; five shares and two times of a machine do.
+//   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //   Not counted: data in other tiers, noise between ranks, kernels that slow down beside NCCL's.
 #pragma once
 #include <functional>
@@ -24,17 +25,20 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // where time goes
 
+// Seconds by part: where the time of an action, or of a rank's step, goes.
 struct Times {
     double products = 0, attention = 0, memory = 0, recompute = 0, update = 0; // of a rank alone
-    double launch = 0;                                   // the host's, beyond the device's work
-    double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // messages it waits for
-    double bubble = 0;                                   // other ranks
+    double launch = 0;                                   // of the host, beyond the device's work
+    double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
+    double bubble = 0;                                   // waits for other ranks
 };
+// A part of Times, by its name.
 typedef double Times::*Seconds;
 struct TimePart {
     const char* name;
     Seconds part;
 };
+// Return the parts with the names that reports print.
 inline const std::vector<TimePart>& time_parts() {
     static const std::vector<TimePart> parts = {
         {"products", &Times::products},
@@ -53,11 +57,12 @@ inline const std::vector<TimePart>& time_parts() {
     return parts;
 }
 
-// Sums over parts.
+// Add `factor` times t to `to`, part by part.
 inline void add_times(Times& to, const Times& t, double factor = 1) {
     for (const TimePart& p : time_parts())
         to.*p.part += factor * t.*p.part;
 }
+// Return the sum of all parts.
 inline double total_of(const Times& t) {
     double seconds = 0;
     for (const TimePart& p : time_parts())
@@ -65,8 +70,8 @@ inline double total_of(const Times& t) {
     return seconds;
 }
 
-// A machine, and a trainer's habits. The defaults are this program's; the flags are those of others
-// whose step times are published.
+// A machine, and a trainer's habits. The defaults describe this program; the flags describe other
+// programs whose step times are published.
 struct CostModel {
     Machine machine;
     size_t element = 2; // bytes of a weight
@@ -78,14 +83,14 @@ struct CostModel {
 // ----------------------------------------------------------------------------
 // messages
 
-// A group of n ranks, and the bytes a second that each of them sends.
+// A group of n ranks, and the rate in bytes per second at which each of them sends.
 struct Link {
     int n;
     double rate, latency;
 
-    // bytes: of all shards together, as --explain and papers count them.
+    // Return seconds. `bytes` counts all shards together, as --explain and papers do.
     double all_gather(double bytes) const {
-        // A group of one has all of it.
+        // A group of one has all of it already.
         return n > 1 ? latency + double(n - 1) / n * bytes / rate : 0;
     }
     double all_reduce(double bytes) const {
@@ -94,18 +99,20 @@ struct Link {
     double message(double bytes) const { return 20e-6 + bytes / rate; }
 };
 
-// Ranks of an axis that stand in one node: those before it in the order lie between them.
+// Return how many ranks of an axis stand in one node.
+// Axes that come before it in the order fill the node first.
 inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
-    // The stride is that of layout_at().
+    // Compute the stride as layout_at() does.
     int stride = 1;
     for (size_t i = 0; layout.order[i] != axis; i++)
         stride *= (layout.*layout.order[i]).size;
     return std::clamp(int(machine.cards) / stride, 1, (layout.*axis).size);
 }
 
-// A group of n ranks, `near` of them in a node: these send through as many of its NICs.
+// Return the link of a group of n ranks,
+// of which `near` are in one node and send through that many of its NICs.
 inline Link link_of(const Machine& machine, int n, int near) {
-    // A ring goes through a node's cards and leaves it by one NIC for each of its ranks there.
+    // Let a ring pass through a node's cards, and leave the node by one NIC for each of its ranks.
     near = std::min(near, n);
     double rate = near == n ? machine.link_rate()
                             : std::min(machine.link_rate(), machine.nic_rate() * near);
@@ -115,12 +122,13 @@ inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout:
     return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
 }
 
-// The ranks that share a bucket, and those that hold the same shard of it.
+// The links of the ranks that share a bucket, and of those that hold the same shard of it.
 struct BucketLinks {
     Link shard, replica;
 };
 inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Group group) {
-    // Neighbours along cp stay together, and so do those along dp if all of cp fits a node.
+    // Count a node's ranks: neighbours along cp stay together;
+    // so do those along dp if all of cp fits.
     int near = axis_in_node(layout, machine, &Layout::cp) *
                axis_in_node(layout, machine, &Layout::dp);
     int shards = shard_axis(layout, group).size, replicas = replica_axis(layout, group).size;
@@ -131,26 +139,29 @@ inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Gr
 // ----------------------------------------------------------------------------
 // layers
 
-// An ffn has three products where its gate is a product of its own; of experts a token meets K.
+// Whether an ffn has three products, because its gate is a product of its own.
 inline bool is_gated(const Shape& s) {
     return s.family == Family::LLAMA || s.family == Family::MIXTRAL;
 }
+// Return the inner channels of a token's ffn; with experts, those of all K that the token chose.
 inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside : s.F; }
 
-// Rows beyond the last full wave of tiles cost as much as a full wave.
+// Return the factor by which tiles waste time: rows beyond the last full wave cost a full wave.
 inline double tile_waves(const Machine& machine, double rows, double columns) {
-    // A tile of 128 x 256 is what the fast kernels of all libraries have at large sizes.
+    // Take tiles of 128 x 256, which the fast kernels of all libraries use for large sizes.
     double tiles = std::ceil(rows / 128) * std::ceil(columns / 256);
     double exact = rows / 128 * columns / 256;
     return std::ceil(tiles / machine.sms) * machine.sms / exact;
 }
+// Return the seconds of a product (rows,in) x (in,out).
 inline double product_seconds(const CostModel& c, double rows, double out, double in) {
     double best = 2 * rows * out * in / c.machine.gemm_rate(c.element);
-    // A small product splits its sum over idle SMs, so it never takes all of a wave.
+    // Bound the waste: a small product splits its sum over idle SMs,
+    // so it never takes a whole wave.
     return best * std::min(tile_waves(c.machine, rows, out), 2.0);
 }
 
-// Products of a block's forward pass.
+// Return the seconds of all products in a block's forward pass.
 inline double block_products(const CostModel& c, const Plan& p, const Model& model, int layer) {
     double seconds = 0;
     double N = p.rows();
@@ -160,7 +171,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
         for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
             const Parameter& w = model.parameters[i];
             if (w.layer != layer || w.shape.size() != 2) continue;
-            // A token meets K of a stack: on average this rank's experts have K N rows.
+            // A token meets K experts of a stack, so on average this rank's experts have K N rows.
             double experts = double(w.stack) / w.experts.size;
             double rows = w.stack > 1 ? N * s.K : N;
             double out = double(w.local_rows()) / experts;
@@ -170,11 +181,11 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
     return seconds;
 }
 
-// Attention of a block: seconds on its own kernels, and bytes of scores where they are stored.
+// Attention in a block: the seconds of its kernels, and the bytes of scores if these are stored.
 struct AttentionCost { double seconds, bytes; };
 inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Shape& s,
                                      int layer) {
-    // A window's queries see all of it but for those at the start of the sequence.
+    // Count the keys that a query sees: all of its window, except at the start of the sequence.
     double T = p.T;
     double heads = double(s.NH) / p.layout.tp.size;
     double rows = p.rows();
@@ -184,16 +195,17 @@ inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Sh
     if (c.tiled_attention)
         return {flops / c.machine.attention_rate(c.element), 0};
 
-    // Scores that are stored are made whole, and pass through mask, softmax and dropout.
+    // Count stored scores: they are made whole, and pass through mask, softmax and dropout.
     double whole = 4 * rows * T * heads * s.HS;
     double bytes = 5.0 * c.element * heads * rows * T;
     return {1.3 * whole / c.machine.gemm_rate(c.element), bytes};
 }
 
-// Bytes that a block's norms, residual sums, biases, rotations and activation functions move.
+// Return the bytes that a block's norms, residual sums,
+// biases, rotations and activation functions move.
 inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
-    // Norms and residual sums touch the stream ten times, with sequence parallelism a part of it;
-    // q, k, v twice and the ffn's inner rows three times more.
+    // Norms and residual sums touch the stream ten times, with sequence parallelism 1/tp of it. Add
+    // q, k, v twice and the ffn's inner rows three times.
     double N = p.rows();
     double e = c.element;
     double tp = p.layout.tp.size;
@@ -203,7 +215,8 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     return e * (10 * stream * s.C + N * (2 * heads + 3 * F) / tp);
 }
 
-// Collectives of a block, forward: f and g of both branches, keys of other ranks, experts' rows.
+// Return the seconds of a block's collectives:
+// f and g of both branches, other ranks' keys, experts' rows.
 inline Times block_messages(const CostModel& c, const Plan& p, const Model& model, const Shape& s,
                             bool backward) {
     const Layout& layout = p.layout;
@@ -211,20 +224,20 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     double stream = N * s.C * c.element;
     Times t;
 
-    // With sequence parallelism norms' rows are gathered again backward.
+    // tp: with sequence parallelism, backward gathers the norms' rows again.
     Link tp = axis_link(layout, c.machine, &Layout::tp);
     t.tensor = layout.sequence_parallel
                               ? (backward ? 6 : 4) * tp.all_gather(stream)
                               : 2 * tp.all_reduce(stream);
 
-    // Keys of context-parallel ranks: a ring hides them behind attention.
+    // cp: keys of other ranks. A ring hides them behind attention.
     if (layout.cp.size > 1) {
         Link cp = axis_link(layout, c.machine, &Layout::cp);
         Shape mine = rank_shape(model.shape, layout.tp.size, layout.tp.rank, false);
         auto seconds = [&](ContextMessages sent) {
             return cp.latency + double(backward ? sent.backward : sent.forward) / cp.rate;
         };
-        // Each of a hybrid's two ways has messages of its own.
+        // A hybrid sends messages of both kinds.
         bool narrow = c.element == 2;
         double heads = seconds(narrow ? heads_messages<bf16>(mine, layout, p.rows())
                                       : heads_messages<float>(mine, layout, p.rows()));
@@ -236,7 +249,7 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
                     (keys_axis(layout).size > 1 ? std::max(keys, 0.0) : 0);
     }
 
-    // Rows of all tokens go to all ranks that share out the experts, and sums come back.
+    // ep: rows of tokens go to the ranks that share out the experts, and sums come back.
     if (layout.ep > 1 && s.E) {
         int near = axis_in_node(layout, c.machine, &Layout::cp) *
                    axis_in_node(layout, c.machine, &Layout::dp);
@@ -247,7 +260,7 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     return t;
 }
 
-// A block's whole forward pass, or its backward pass.
+// Return the parts of a block's forward pass, or of its backward pass.
 inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
                            bool backward) {
     Shape s = layer_shape(model.shape, layer);
@@ -258,20 +271,21 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
     t.memory = bytes / c.machine.memory_rate() * (backward ? 2 : 1);
 
-    // The host's launches hide behind the device's work where that takes longer.
+    // Add the host's launches, as far as the device's work does not hide them.
     double work = t.products + t.attention + t.memory;
     double launches = c.machine.launch_us * 1e-6 * (backward ? 1.5 : 1);
     t.launch = std::max(launches - work, 0.0);
     return t;
 }
 
-// R: what the layer's level makes again of a forward pass.
+// Return the parts of R: what the layer's level of recomputation makes again.
 inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& model, int layer) {
     Shape s = layer_shape(model.shape, layer);
     Recompute level = p.recompute.of(layer);
     Times all = block_seconds(c, p, model, layer, false), t;
 
-    // Share of the products: the last one of the ffn is not made again.
+    // Take the share of the products that is made again. This program leaves out the ffn's last
+    // product; other programs redo it.
     double k = is_gated(s) ? 3 : 2;
     double F = block_ffn(s);
     double attn = 2 * (s.NH + s.NKV) * s.HS;
@@ -280,7 +294,7 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
     double redone = (redoes_attn(level) ? attn : 0) + (redoes_ffn(level) ? ffn - last : 0);
     t.recompute = all.products * redone / (attn + ffn);
 
-    // Attention, and its messages; others' SELECTIVE is attention's scores.
+    // Add attention and its messages. In other programs SELECTIVE recomputes attention's scores.
     bool scores = c.redoes_all && level != Recompute::NONE;
     if (redoes_attn(level) || scores)
         t.recompute += all.attention;
@@ -292,20 +306,22 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
     return t;
 }
 
-// The embedding looks up rows, and backward adds to them.
+// Return the parts of the embedding: it looks up rows, and backward adds to them.
 inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& model) {
     Times t;
     double bytes = p.rows() * model.shape.C * c.element;
-    // With sequence parallelism half of the bytes would do: small beside a block's.
+    // Ignore that sequence parallelism would halve these bytes: they are small beside a block's.
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
     t.memory = 3 * bytes / c.machine.memory_rate();
     t.tensor = tp.all_reduce(bytes);
     return t;
 }
 
-// The head, all in its backward pass: logits, loss, both gradients.
+// Return the parts of the head, which runs entirely in its backward pass:
+// logits, loss, both gradients.
 inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model) {
-    // Logits are made once and read by the loss, its gradient and both products behind it.
+    // Logits are written once, then read by the loss,
+    // by its gradient and by both products behind it.
     Times t;
     double N = p.rows();
     double V = double(model.shape.Vp()) / p.layout.tp.size;
@@ -318,9 +334,10 @@ inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model)
     return t;
 }
 
-// An action that runs a layer. B is I and W: half of the products each, all else in I.
+// Return the parts of an action that runs a layer. B is I and W: each has half of the products, and
+// I has all the rest.
 inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
-    // The two ends of the model have costs of their own.
+    // Take the two ends of the model first: they have costs of their own.
     bool forward = a.op == Op::F;
     if (a.layer == model.head())
         return forward && p.mode == Mode::TRAIN ? Times() : head_seconds(c, p, model);
@@ -328,6 +345,8 @@ inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model
         return embedding_seconds(c, p, model);
     if (a.op == Op::R)
         return recompute_seconds(c, p, model, a.layer);
+
+    // Take a block's pass, and split a backward pass where I and W are apart.
     Times t = block_seconds(c, p, model, a.layer, !forward);
     if (forward || a.op == Op::B) return t;
     Times w;
@@ -338,13 +357,13 @@ inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model
 // ----------------------------------------------------------------------------
 // buckets and messages between stages
 
-// Bytes of the gradient that REDUCE sends of an element.
+// Return the bytes that REDUCE sends for each element of a gradient.
 inline double gradient_bytes(const Plan& p) { return p.narrow_gradients ? 2 : 4; }
 
-// A bucket's gradient to its sum: over the shard's ranks, then over those that hold the same.
+// Return the seconds of REDUCE: over the shard's ranks, then over those that hold the same shard.
 inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
-    // Tensor-parallel ranks' share of norms and biases is small, and not counted.
+    // Ignore the sum of norms and biases over tensor-parallel ranks: it is small.
     BucketLinks links = bucket_links(p.layout, c.machine, b.group);
     double bytes = whole_elements(p.layout, b) * gradient_bytes(p);
     Range range = updated_range(p.layout, model, bucket);
@@ -352,9 +371,10 @@ inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& mod
     return seconds + links.replica.all_reduce(range.count * gradient_bytes(p));
 }
 
-// The optimizer reads and writes weight, gradient, master and moments of what this rank updates.
+// Return the seconds of UPDATE:
+// it reads and writes weight, gradient, master and moments of this rank's range.
 inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
-    // Moments in 8 bits have a scale a block, too small to count.
+    // Ignore the scales of 8-bit moments: one for each block of them is too small to count.
     double each = 2 * c.element + 4;
     if (c.element == 2) each += 2 * master_bytes(p.masters);
     double moment = p.states == States::EIGHT_BIT ? 1 : p.states == States::BF16 ? 2 : 4;
@@ -362,9 +382,9 @@ inline double update_seconds(const CostModel& c, const Plan& p, const Model& mod
     return each * double(updated_range(p.layout, model, bucket).count) / c.machine.memory_rate();
 }
 
-// The norm reads the gradients that this rank updates.
+// Return the seconds of NORM: it reads the gradients that this rank updates.
 inline double norm_seconds(const CostModel& c, const Plan& p, const Model& model) {
-    // A tied table is counted on the stage that squares it.
+    // Count a tied table on the stage that squares it.
     double elements = 0;
     for (int b = 0; b < int(model.buckets.size()); b++)
         if (is_squared(p.layout, model, b))
@@ -372,7 +392,7 @@ inline double norm_seconds(const CostModel& c, const Plan& p, const Model& model
     return 4 * elements / c.machine.memory_rate();
 }
 
-// An exchange with other stages: both ways at once.
+// Return the seconds of an exchange with other stages.
 inline double exchange_seconds(const CostModel& c, const Plan& p, const Model& model,
                                const Action& a) {
     // Both ways run at once, so the fuller one counts.
@@ -386,9 +406,10 @@ inline double exchange_seconds(const CostModel& c, const Plan& p, const Model& m
     return axis_link(p.layout, c.machine, &Layout::pp).message(std::max(sent, received));
 }
 
-// The tied table: two gradients are added here, or are summed with another stage's.
+// Return the parts of TIE: a tied table's two gradients are added here,
+// or summed with another stage's.
 inline Times tie_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
-    // A sum reads two gradients and writes one, in float.
+    // Adding reads two gradients and writes one, in float.
     Times t;
     double bytes = 4 * model.buckets[bucket].elements;
     Link pp = axis_link(p.layout, c.machine, &Layout::pp);
@@ -401,7 +422,7 @@ inline Times tie_seconds(const CostModel& c, const Plan& p, const Model& model, 
 // ----------------------------------------------------------------------------
 // every action
 
-// Seconds of an action, once all of its ranks are there.
+// Return the parts of an action, once all of its ranks have arrived.
 inline Times action_seconds(const CostModel& c, const Plan& p, const Model& model,
                             const Action& a) {
     Times t;
@@ -412,7 +433,7 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
         return bucket_links(p.layout, c.machine, b.group).shard.all_gather(bytes);
     };
     switch (a.op) {
-    // Layers, with the messages inside them.
+    // Layers, including the messages inside them.
     case Op::F:
     case Op::B:
     case Op::I:
@@ -420,7 +441,7 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     case Op::R: return layer_seconds(c, p, model, a);
     case Op::TIE: return tie_seconds(c, p, model, a.bucket);
 
-    // All ranks agree on a few numbers: latency alone.
+    // Agreement of all ranks on a few numbers: latency alone.
     case Op::COUNT: t.data = latency; break;
     case Op::NORM:
         t.update = norm_seconds(c, p, model);
@@ -428,13 +449,13 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
         break;
     case Op::UPDATE: t.update = update_seconds(c, p, model, a.bucket); break;
 
-    // Collectives of the plan's own queue.
+    // Collectives in the plan's own queue.
     case Op::SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
     case Op::REDUCE: t.data = reduce_seconds(c, p, model, a.bucket); break;
     case Op::GATHER:
     case Op::PUBLISH: t.data = bucket_gather(); break;
 
-    // The host's part, and moves, which config_check() does not let come here.
+    // The host's part takes no time here. config_check() refuses moves in a simulation.
     case Op::LOAD:
     case Op::RELEASE:
     case Op::SQUARE:
@@ -444,12 +465,13 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     return t;
 }
 
-// The same as a function that remembers: micro-batches repeat each other.
+// The cost of an action, as the simulator asks for it. action_cost() returns action_seconds() with
+// a memory: micro-batches repeat each other.
 typedef std::function<Times(const Plan&, const Action&)> ActionCost;
 inline ActionCost action_cost(const CostModel& c, const Model& model) {
     auto known = std::make_shared<std::map<std::tuple<int, Op, int, int>, Times>>();
     return [=](const Plan& p, const Action& a) {
-        // An exchange is told apart by its messages.
+        // Do not remember exchanges: they differ by their messages.
         if (a.op == Op::SENDRECV) return action_seconds(c, p, model, a);
         auto key = std::tuple(p.layout.pp.rank, a.op, a.layer, a.bucket);
         auto found = known->find(key);

@@ -3,13 +3,15 @@
 //   1. max        row maximum                         a sharded vocabulary: all-reduce max
 //   2. sum        sum of exp(l - max), target logit   a sharded vocabulary: all-reduce sum
 //   3. loss, backward
-//   Where the vocabulary is whole, max_sum is 1 and 2 in one reading, forward_backward all three.
+//   With the whole vocabulary on one rank, max_sum does 1 and 2 in one reading of the logits, and
+//   forward_backward does all three.
 //   logits (N,Vp), columns from V on are padding   row_max, sum_exp, target_logit, losses (N) acc
-//   targets (N): negative is ignored, loss and gradient 0; a shard holds V columns from vocab_start
+//   targets (N): a negative one is ignored, with loss and gradient 0. A shard holds V columns of
+//   the vocabulary, from vocab_start on.
 //   Contract: all =.  backward writes the gradient over the logits, padding included.
 //             A shard may have no column (V 0). A logit of -inf has probability 0; a row of
-//             nothing else has no loss (NaN). Bitwise repeatable; total has the same bits in all
-//             versions, forward_backward those of max_sum, loss and backward.
+//             nothing but -inf has the loss NaN. Bitwise repeatable. total has the same bits in all
+//             versions; forward_backward has those of max_sum, loss and backward.
 //   Cost: memory-bound: max, sum and max_sum read the logits, backward reads and writes them.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
@@ -18,33 +20,38 @@
 
 namespace llmc {
 
-// The gradient is multiplied by a number, and by a second one where there is one: it lies where the
-// logits are, for the host does not know it (loss_scale.cuh). Logits behind a softcap
-// (elementwise.cuh) give the gradient of what they were before: times 1 - (logit / softcap)^2.
-// The first number may lie there too: a step's launches then have the arguments of any step's.
-// Rows may have a coefficient each: it comes to the product as the third number (objective.cuh).
+// The factor that multiplies the gradient: a product of up to three numbers.
+//   by       from the host; or `stored`, on the device. A CUDA graph replays a launch with the same
+//            arguments, so a number that changes from step to step must lie in memory.
+//   also     on the device, such as fp16's loss scale (loss_scale.cuh), which the host never reads
+//   rows     a coefficient for each row (objective.cuh)
+// With a softcap (elementwise.cuh) the gradient is taken to the logits before the cap: times
+// 1 - (logit / softcap)^2, where `logit` is the capped one.
 struct GradientScale {
     double by;
     const float* also;
-    float softcap;        // 0: none
-    const double* stored; // in place of `by`, or null
-    const void* rows;     // (N) of the sums' type, or null
+    float softcap;        // 0: no cap
+    const double* stored; // replaces `by`, unless null
+    const void* rows;     // (N) in the type of the sums, or null
     LLMC_HD GradientScale(double by, const float* also = nullptr, float softcap = 0,
                           const double* stored = nullptr, const void* rows = nullptr)
         : by(by), also(also), softcap(softcap), stored(stored), rows(rows) {}
+    // The product without the row's coefficient.
     template <typename A> LLMC_HD A value() const {
         A first = A(stored ? *stored : by);
         return also ? first * A(*also) : first;
     }
+    // The product for row n.
     template <typename A> LLMC_HD A of_row(size_t n) const {
         return rows ? value<A>() * static_cast<const A*>(rows)[n] : value<A>();
     }
-    // As rows from n on have it.
+    // The same factor for a caller whose row 0 is row n.
     template <typename A> GradientScale from_row(size_t n) const {
         GradientScale scale = *this;
         if (rows) scale.rows = static_cast<const A*>(rows) + n;
         return scale;
     }
+    // The slope of the softcap, from the capped logit.
     template <typename A> LLMC_HD A cap_slope(A logit) const {
         return 1 - logit / A(softcap) * (logit / A(softcap));
     }
@@ -53,11 +60,11 @@ struct GradientScale {
 // ----------------------------------------------------------------------------
 // CPU
 
-// The bits of a bf16 or fp16 as an integer of the same order (a NaN beyond an infinity), and back:
-// the largest of 32 elements takes one instruction.
+// Maps the bits of a bf16 or fp16 to an integer of the same order, and back; a NaN lies beyond an
+// infinity. Integers let one instruction take the largest of 32 elements.
 inline int16_t ordered(int16_t bits) { return bits ^ ((bits >> 15) & 0x7fff); }
 
-// 1. A shard without columns has the maximum -inf.
+// Step 1. A shard without columns has the maximum -inf.
 template <typename T>
 void crossentropy_max(acc_t<T>* row_max, // (N)
                       const T* logits,   // (N,Vp)
@@ -66,6 +73,7 @@ void crossentropy_max(acc_t<T>* row_max, // (N)
     for (size_t n = 0; n < N; n++) {
         const T* l = logits + n * Vp; // (Vp)
 
+        // 16-bit logits: compare their bits as integers.
         if constexpr (sizeof(T) == 2) {
             int16_t most = ordered(bits_as<int16_t>(from_acc<T>(-INFINITY))); // where V is 0
             #pragma omp simd reduction(max : most)
@@ -85,7 +93,7 @@ void crossentropy_max(acc_t<T>* row_max, // (N)
     }
 }
 
-// 2. Below the maximum of the whole row: no term is above 1.
+// Step 2. row_max is the maximum of the whole row, over all shards, so that no term is above 1.
 template <typename T>
 void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, // (N) (N)
                       const T* logits, const int* targets,       // (N,Vp) (N)
@@ -95,7 +103,7 @@ void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, // (N) (N)
     for (size_t n = 0; n < N; n++) {
         const T* l = logits + n * Vp; // (Vp)
 
-        // Sum the shard's own columns; the padding takes no part.
+        // Sum this shard's columns, without the padding.
         acc_t<T> sum = 0;
         acc_t<T> m = row_max[n];
         #pragma omp simd reduction(+ : sum)
@@ -103,24 +111,25 @@ void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, // (N) (N)
             sum += fast_exp_nonpositive(to_acc(l[v]) - m);
         sum_exp[n] = sum;
 
-        // Pick the target's logit, if this shard has it.
+        // Take the target's logit if this shard has it. Shards without it give 0, so that their
+        // sum is it.
         int64_t own = int64_t(targets[n]) - int64_t(vocab_start);
         bool here = targets[n] >= 0 && own >= 0 && own < int64_t(V);
         target_logit[n] = here ? to_acc(l[own]) : 0;
     }
 }
 
-// 3. From the sums of all shards.
+// Step 3, from the sums over all shards.
 template <typename A>
 void crossentropy_loss(A* losses,                                                 // (N)
                        const A* row_max, const A* sum_exp, const A* target_logit, // (N) each
                        const int* targets, size_t N, Cpu) {                       // (N)
     for (size_t n = 0; n < N; n++)
-        // Put the maximum back: log(sum exp(l)) = log(sum exp(l - max)) + max.
+        // Add the maximum back: log(sum exp(l)) = log(sum exp(l - max)) + max.
         losses[n] = targets[n] < 0 ? 0 : std::log(sum_exp[n]) + row_max[n] - target_logit[n];
 }
 
-// In place. Another shard's target subtracts nothing here.
+// The gradient, in place over the logits. A target in another shard subtracts nothing here.
 template <typename T>
 void crossentropy_backward(T* logits, const int* targets,                    // (N,Vp) (N)
                            const acc_t<T>* row_max, const acc_t<T>* sum_exp, // (N) (N)
@@ -130,19 +139,19 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
     for (size_t n = 0; n < N; n++) {
         acc_t<T> scale = gradient_scale.of_row<acc_t<T>>(n);
         T* l = logits + n * Vp; // (Vp)
-        // An ignored row has no gradient.
+        // An ignored row has the gradient 0.
         if (targets[n] < 0) {
             memset(l, 0, Vp * sizeof(T));
             continue;
         }
 
-        // Keep the target's logit, which the loop below overwrites.
+        // Keep the target's logit: the loop below overwrites it.
         acc_t<T> m = row_max[n], factor = scale / sum_exp[n];
         int64_t own = int64_t(targets[n]) - int64_t(vocab_start);
         bool here = own >= 0 && own < int64_t(V);
         acc_t<T> target = here ? to_acc(l[own]) : 0;
 
-        // Go back through a softcap, logit by logit.
+        // With a softcap, multiply each logit's gradient by the slope of the cap.
         for (size_t v = 0; gradient_scale.softcap != 0 && v < V; v++) {
             acc_t<T> x = to_acc(l[v]);
             acc_t<T> d = fast_exp_nonpositive(x - m) * factor;
@@ -154,7 +163,7 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
             continue;
         }
 
-        // Write the probabilities, zeros in the padding, and at the target one less.
+        // Write the probabilities, one less at the target, and zeros in the padding.
         #pragma omp simd
         for (size_t v = 0; v < V; v++)
             l[v] = from_acc<T>(fast_exp_nonpositive(to_acc(l[v]) - m) * factor);
@@ -165,7 +174,7 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
     }
 }
 
-// Maximum and sum in one reading of the logits: a row stays in the cache for the second.
+// Steps 1 and 2 for a whole vocabulary: a row stays in the cache for the second reading.
 template <typename T>
 void crossentropy_max_sum(acc_t<T>* row_max, acc_t<T>* sum_exp, // (N) (N)
                           acc_t<T>* target_logit,               // (N)
@@ -180,7 +189,7 @@ void crossentropy_max_sum(acc_t<T>* row_max, acc_t<T>* sum_exp, // (N) (N)
     }
 }
 
-// The loss and, over the logits, its gradient, where the vocabulary is whole.
+// All three steps for a whole vocabulary: the loss and, over the logits, their gradient.
 template <typename T>
 void crossentropy_forward_backward(acc_t<T>* losses,              // (N)
                                    T* logits, const int* targets, // (N,Vp) (N)
@@ -198,15 +207,15 @@ void crossentropy_forward_backward(acc_t<T>* losses,              // (N)
     }
 }
 
-// total (1) = the sum of the losses in double. A chunk's losses go round 32 sums; these, and then
-// the chunks, are added in order.
+// total (1) = the sum of the losses in double. The losses of a chunk are dealt to 32 sums; these
+// sums, and then the chunks, are added in order. CPU and GPU give the same bits.
 constexpr size_t TOTAL_CHUNK = 4096;
 template <typename A>
 void crossentropy_total(double* total, const A* losses, size_t N, Cpu) {
     *total = 0;
     for (size_t from = 0; from < N; from += TOTAL_CHUNK) {
         size_t to = from + TOTAL_CHUNK < N ? from + TOTAL_CHUNK : N;
-        // A warp's 32 lanes, here an array: the GPU adds in the same order.
+        // The array stands for a warp's 32 lanes: the GPU adds in the same order.
         double lanes[32] = {};
         double sum = 0;
         for (size_t n = from; n < to; n++)
@@ -221,29 +230,31 @@ void crossentropy_total(double* total, const A* losses, size_t N, Cpu) {
 
 #if LLMC_KERNELS
 
-constexpr int CROSSENTROPY_WARPS = 16; // of a block; a block has a row
+constexpr int CROSSENTROPY_WARPS = 16; // a block has one row
 constexpr unsigned CROSSENTROPY_THREADS = CROSSENTROPY_WARPS * 32;
 
-// Some logits' maximum, and their sum of exp(logit - maximum).
+// The maximum of some logits, and their sum of exp(logit - maximum).
 struct MaxSum {
     float max = -INFINITY, sum = 0;
 };
 
-// exp(x - max): 0 for a logit of -inf, even where the maximum is -inf too
+// exp(x - max). A logit of -inf gives 0, even where the maximum is -inf too.
 __device__ inline float exp_below(float x, float max) {
     return __expf(x - (max == -INFINITY ? 0 : max));
 }
 
-// Symmetric in a and b: a butterfly gives all lanes the same bits.
+// Merge two parts of a row. The result is symmetric in a and b, so a butterfly of shuffles gives
+// all lanes the same bits.
 __device__ inline MaxSum join(MaxSum a, MaxSum b) {
     float max = b.max > a.max ? b.max : a.max;
     return {max, a.sum * exp_below(a.max, max) + b.sum * exp_below(b.max, max)};
 }
 
-// Join over the block, for every thread; all of them must call it, once.
+// Merge the parts of all threads of a block and return the result to each. Every thread must call
+// it, and only once in a kernel: no barrier protects a second use of its shared memory.
 __device__ inline MaxSum block_join(MaxSum x) {
-    // Join the lanes of each warp.
     LLMC_SHARED(MaxSum, warps, CROSSENTROPY_WARPS);
+    // Merge the lanes of each warp.
     for (int mask = 16; mask > 0; mask /= 2) {
         float max = __shfl_xor_sync(ALL_LANES, x.max, mask);
         float sum = __shfl_xor_sync(ALL_LANES, x.sum, mask);
@@ -253,15 +264,17 @@ __device__ inline MaxSum block_join(MaxSum x) {
         warps[threadIdx.x / 32] = x;
     __syncthreads(); // all warps have written
 
-    // Join the warps, every thread for itself: all get the same bits without a second barrier.
+    // Merge the warps. Each thread does so for itself: all get the same bits without
+    // a second barrier.
     MaxSum all;
     for (int w = 0; w < CROSSENTROPY_WARPS; w++)
         all = join(all, warps[w]);
     return all;
 }
 
-// f(logits): the block's threads share out a row's first V logits, P at a time. Vp is a multiple of
-// P, so a load may reach into the padding, which is -inf to f.
+// Call f(x) for the first V logits of a row, P logits at a time, shared out over
+// the block's threads.
+// Vp is a multiple of P, so a load may reach into the padding; f sees -inf there.
 template <int P, typename T, typename F>
 __device__ void for_each_logit(const T* row, size_t V, F f) {
     for (size_t v = threadIdx.x * P; v < V; v += CROSSENTROPY_THREADS * P) {
@@ -270,14 +283,15 @@ __device__ void for_each_logit(const T* row, size_t V, F f) {
         for (int i = 0; i < P; i++)
             x[i] = to_float(p.v[i]);
 
-        // Hide padding that the load brought. Comparisons of 64 bits would cost two instructions.
+        // Hide the padding that the load brought. Comparing 64 bits would cost two instructions.
         if (V - v < P)
             for (int i = 1; i < P; i++)
                 x[i] = unsigned(i) < unsigned(V - v) ? x[i] : -INFINITY;
         f(x);
     }
 }
-// The largest of P logits. A NaN is passed over: the sum of exponentials has it.
+
+// The largest of P logits. A NaN is passed over here and shows in the sum of exponentials.
 template <int P> __device__ float max_of(const float* x) {
     float max = x[0];
     for (int i = 1; i < P; i++)
@@ -285,10 +299,10 @@ template <int P> __device__ float max_of(const float* x) {
     return max;
 }
 
-// A block a row, as in all the kernels below.
+// Step 1: one block a row, as in all the kernels below.
 template <typename T, int P>
 __global__ void crossentropy_max_kernel(float* row_max, const T* logits, size_t V, size_t Vp) {
-    // The sums stay 0 here: only the maxima join.
+    // The sums stay 0 here: only the maxima are merged.
     MaxSum mine;
     for_each_logit<P>(logits + blockIdx.x * Vp, V, [&](const float* x) {
         float max = max_of<P>(x);
@@ -299,14 +313,14 @@ __global__ void crossentropy_max_kernel(float* row_max, const T* logits, size_t 
         row_max[blockIdx.x] = mine.max;
 }
 
-// Whether the shard has the target; its column.
+// Whether this shard has the target, and its column (`own`).
 __device__ inline bool in_shard(int target, size_t vocab_start, size_t V, size_t* own) {
     *own = size_t(target) - vocab_start;
     return target >= 0 && size_t(target) >= vocab_start && *own < V;
 }
 
-// A thread's part of a row: the sum below the maximum that `mine` brings, or (FIND) below the one
-// found on the way.
+// A thread's part of a row. It sums exp(logit - mine.max), or with FIND it looks for the maximum on
+// the way and returns both.
 template <int P, bool FIND, typename T>
 __device__ MaxSum part_of_row(MaxSum mine, const T* row, size_t V) {
     for_each_logit<P>(row, V, [&](const float* x) {
@@ -322,7 +336,7 @@ __device__ MaxSum part_of_row(MaxSum mine, const T* row, size_t V) {
     return mine;
 }
 
-// The sum alone, or (FIND) maximum and sum in one reading.
+// Step 2: the sum alone, or with FIND maximum and sum in one reading.
 template <typename T, int P, bool FIND>
 __global__ void crossentropy_sum_kernel(float* row_max, float* sum_exp, float* target_logit,
                                         const T* logits, const int* targets, size_t V, size_t Vp,
@@ -333,25 +347,26 @@ __global__ void crossentropy_sum_kernel(float* row_max, float* sum_exp, float* t
     if (!FIND) mine.max = row_max[n];
     mine = block_join(part_of_row<P, FIND>(mine, row, V));
 
-    // Write from one thread. Shards without the target give 0: their sum is the logit.
+    // One thread writes. A shard without the target gives 0, so that the sum over shards
+    // is its logit.
     if (threadIdx.x > 0) return;
     if (FIND) row_max[n] = mine.max;
     sum_exp[n] = mine.sum;
     target_logit[n] = in_shard(targets[n], vocab_start, V, &own) ? to_float(row[own]) : 0;
 }
 
-// A thread a row; all pointers are (N).
+// Step 3: one thread a row. All pointers are (N).
 static __global__ void crossentropy_loss_kernel(float* losses, const float* row_max,
                                                 const float* sum_exp, const float* target_logit,
                                                 const int* targets, size_t N) {
     size_t n = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    // An ignored row has no loss.
+    // An ignored row has the loss 0.
     if (n < N)
         losses[n] = targets[n] < 0 ? 0 : logf(sum_exp[n]) + row_max[n] - target_logit[n];
 }
 
-// A row's gradient over its logits; each thread writes only what it has read. The row's end goes
-// first: the second level cache may still have it from the reading before.
+// The gradient of a row, over its logits; each thread writes only what it has read. The row's end
+// goes first, because the L2 cache may still hold it from the reading before.
 template <int P, typename T>
 __device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gradient_scale,
                                 size_t n, size_t V, size_t Vp, size_t vocab_start) {
@@ -360,7 +375,7 @@ __device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gr
     size_t own;
     bool here = in_shard(target, vocab_start, V, &own);
 
-    // Reach all of Vp: the padding gets zeros, an ignored row nothing but zeros.
+    // Cover all of Vp: the padding gets zeros, and an ignored row nothing but zeros.
     for (size_t k = ceil_div(Vp, size_t(CROSSENTROPY_THREADS * P)); k-- > 0;) {
         size_t v = (k * CROSSENTROPY_THREADS + threadIdx.x) * P;
         if (v >= Vp) continue;
@@ -368,7 +383,7 @@ __device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gr
         if (target >= 0 && v < V) {
             p = load<P>(row + v);
 
-            // Probabilities; at the target one less.
+            // Probabilities, one less at the target.
             bool own_is_mine = here && own - v < P;
             for (int i = 0; i < P; i++) {
                 float d = exp_below(to_float(p.v[i]), all.max) * factor;
@@ -377,7 +392,7 @@ __device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gr
                 p.v[i] = from_acc<T>(d);
             }
 
-            // Clear what reaches into the padding.
+            // Clear the part of the pack that reaches into the padding.
             if (V - v < P)
                 for (int i = 1; i < P; i++)
                     if (unsigned(i) >= unsigned(V - v))
@@ -387,7 +402,7 @@ __device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gr
     }
 }
 
-// The last rows go first: the second level cache still has them from the forward pass.
+// The last rows go first, because the L2 cache still holds them from the forward pass.
 template <typename T, int P>
 __global__ void crossentropy_backward_kernel(T* logits, const int* targets, const float* row_max,
                                              const float* sum_exp, GradientScale scale, size_t V,
@@ -397,14 +412,15 @@ __global__ void crossentropy_backward_kernel(T* logits, const int* targets, cons
     backward_of_row<P>(logits + n * Vp, targets[n], all, scale, n, V, Vp, vocab_start);
 }
 
-// The second reading of a row comes from the second level cache.
+// All three steps in one launch. The second reading of a row comes from the L2 cache.
 template <typename T, int P>
 __global__ void crossentropy_forward_backward_kernel(float* losses, T* logits, const int* targets,
                                                      GradientScale scale, size_t V, size_t Vp) {
     size_t n = blockIdx.x, own;
     T* row = logits + n * Vp; // (Vp)
 
-    // Read the target's logit before block_join's barrier: after it the gradient may lie there.
+    // Read the target's logit before block_join's barrier: afterwards the gradient
+    // may overwrite it.
     float target = in_shard(targets[n], 0, V, &own) ? to_float(row[own]) : 0;
     MaxSum all = block_join(part_of_row<P, true>(MaxSum(), row, V));
     if (threadIdx.x == 0)
@@ -412,14 +428,14 @@ __global__ void crossentropy_forward_backward_kernel(float* losses, T* logits, c
     backward_of_row<P>(row, targets[n], all, scale, n, V, Vp, 0);
 }
 
-// One block: a warp a chunk, 32 chunks a round.
+// One block sums all losses: each of 32 warps takes a chunk, so a round takes 32 chunks.
 static __global__ void crossentropy_total_kernel(double* total, const float* losses, size_t N) {
     LLMC_SHARED(double, sums, 32);
     size_t lane = threadIdx.x % 32;
     size_t warp = threadIdx.x / 32;
     double all = 0;
     for (size_t start = 0; start < N; start += 32 * TOTAL_CHUNK) {
-        // Sum this warp's chunk: a lane its own losses, then the lanes in order.
+        // Sum this warp's chunk: each lane its own losses, then the lanes in order.
         size_t from = start + warp * TOTAL_CHUNK;
         size_t to = from + TOTAL_CHUNK < N ? from + TOTAL_CHUNK : N;
         double x = 0, sum = 0;
@@ -441,7 +457,7 @@ static __global__ void crossentropy_total_kernel(double* total, const float* los
 // ----------------------------------------------------------------------------
 // launchers
 
-// In each launcher: 16 bytes a load where a row's length and start allow, else one element.
+// All launchers load 16 bytes at a time where a row's length and start allow it, else one element.
 template <typename T>
 void crossentropy_max(float* row_max, const T* logits, size_t N, size_t V, size_t Vp,
                       cudaStream_t stream) {
@@ -453,11 +469,12 @@ void crossentropy_max(float* row_max, const T* logits, size_t N, size_t V, size_
     can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
+// Step 2 of a sharded vocabulary, after the all-reduce of row_max.
 template <typename T>
 void crossentropy_sum(float* sum_exp, float* target_logit, const T* logits, const int* targets,
                       const float* row_max, size_t N, size_t V, size_t Vp, size_t vocab_start,
                       cudaStream_t stream) {
-    // The kernel writes row_max only where it looks for it (FIND), so the cast is safe.
+    // The kernel writes row_max only with FIND, so this cast is safe.
     auto run = [&](auto P) {
         launch(crossentropy_sum_kernel<T, P, false>,
                unsigned(N), CROSSENTROPY_THREADS, 0, stream,
@@ -467,7 +484,7 @@ void crossentropy_sum(float* sum_exp, float* target_logit, const T* logits, cons
     can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
-// Where the vocabulary is whole.
+// Steps 1 and 2, for a whole vocabulary.
 template <typename T>
 void crossentropy_max_sum(float* row_max, float* sum_exp, float* target_logit, const T* logits,
                           const int* targets, size_t N, size_t V, size_t Vp, cudaStream_t stream) {
@@ -479,7 +496,7 @@ void crossentropy_max_sum(float* row_max, float* sum_exp, float* target_logit, c
     can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
-// Call it when the shards' sums are joined.
+// Step 3, after the shards' sums have been added.
 inline void crossentropy_loss(float* losses, const float* row_max, const float* sum_exp,
                               const float* target_logit, const int* targets, size_t N,
                               cudaStream_t stream) {
@@ -488,7 +505,7 @@ inline void crossentropy_loss(float* losses, const float* row_max, const float* 
            losses, row_max, sum_exp, target_logit, targets, N);
 }
 
-// In place, from the whole row's maximum and sum.
+// In place, from the maximum and the sum of the whole row.
 template <typename T>
 void crossentropy_backward(T* logits, const int* targets, const float* row_max,
                            const float* sum_exp, GradientScale scale, size_t N, size_t V, size_t Vp,
@@ -501,7 +518,7 @@ void crossentropy_backward(T* logits, const int* targets, const float* row_max,
     can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
-// Where the vocabulary is whole: one launch, and no memory but the losses.
+// All three steps in one launch, for a whole vocabulary. It needs no memory but the losses.
 template <typename T>
 void crossentropy_forward_backward(float* losses, T* logits, const int* targets,
                                    GradientScale scale, size_t N, size_t V, size_t Vp,

@@ -1,7 +1,7 @@
 // cuda_common.h - what kernels share: vectors, reductions, launching, elementwise and row operators
 //   Built three ways: nvcc (GPU); g++ -DEMULATE (the kernels' own source runs on the CPU, for
 //   tests); g++ (no kernels: LLMC_KERNELS is 0).
-//   Contract: sums over a warp go in the order of a butterfly: bitwise repeatable.
+//   Contract: a warp adds in the order of a butterfly, so sums are bitwise repeatable.
 //   To copy: this file and types.h.
 #pragma once
 #include <map>
@@ -23,8 +23,8 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // vectors
 
-// N elements of T in one load or store: 16 bytes where pointers and row length allow, else one.
-// More bytes than that are several loads of 16 each.
+// N elements of T, for one load or store: 16 bytes where pointers and row length allow it, else one
+// element. A larger Pack takes several loads of 16 bytes.
 template <typename T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack { T v[N]; };
 template <int N, typename T>
@@ -36,8 +36,9 @@ __device__ inline void store(T* p, Pack<T, N> x) {
     *reinterpret_cast<Pack<T, N>*>(p) = x;
 }
 
-// The P elements at p, or the first `count` of them. Both ways meet in words, not in elements: the
-// compiler would cut elements out of each pack at once, and one load would wait for the other.
+// Load the P elements at p, or only the first `count` of them and zeros. Both branches produce
+// words, not elements: given elements, the compiler would unpack each load at once, and one load
+// would wait for the other.
 template <int P, typename T>
 __device__ Pack<T, P> load_some(const T* p, size_t count) {
     typedef std::conditional_t<P * sizeof(T) % 4 == 0, uint32_t, T> Word;
@@ -54,6 +55,8 @@ __device__ Pack<T, P> load_some(const T* p, size_t count) {
     }
     return bits_as<Pack<T, P>>(words);
 }
+
+// Store the P elements at p, or only the first `count` of them.
 template <int P, typename T>
 __device__ void store_some(T* p, Pack<T, P> x, size_t count) {
     if (count >= P) return store(p, x);
@@ -62,9 +65,10 @@ __device__ void store_some(T* p, Pack<T, P> x, size_t count) {
             p[i] = x.v[i];
 }
 
+// The number of elements in 16 bytes.
 template <typename T> constexpr int VECTOR = 16 / sizeof(T);
 
-// Whether rows of `row` elements at these addresses (null: none) can be read 16 bytes at a time.
+// Whether rows of `row` elements at these addresses (null: absent) can be read 16 bytes at a time.
 template <typename T, typename... Ps>
 bool can_vectorize(size_t row, const Ps*... ps) {
     return row % VECTOR<T> == 0 && ((uintptr_t(ps) % 16 == 0) && ...);
@@ -75,7 +79,7 @@ bool can_vectorize(size_t row, const Ps*... ps) {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// Sums in the order of a butterfly: the same bits in every lane, and in every run.
+// The sum over a warp, in the order of a butterfly: every lane and every run gets the same bits.
 template <typename A>
 __device__ inline A warp_sum(A x) { // float or double
     for (int mask = 16; mask > 0; mask /= 2)
@@ -83,7 +87,7 @@ __device__ inline A warp_sum(A x) { // float or double
     return x;
 }
 
-// The largest value of a warp, in every lane.
+// The largest value in a warp, returned to every lane.
 __device__ inline float warp_max(float x) {
     for (int mask = 16; mask > 0; mask /= 2) {
         float y = __shfl_xor_sync(ALL_LANES, x, mask);
@@ -92,7 +96,7 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Shared memory has one spelling, so that the emulator can own and poison it:
+// Shared memory is declared by these two alone, so that the emulator can own and poison it:
 //   LLMC_SHARED(float, sums, 8 * 32)   declares float* or float[256]
 //   dynamic_shared()                   the bytes that launch() was asked for, 1024-byte aligned
 #if defined(__CUDACC__)
@@ -105,7 +109,7 @@ __device__ inline unsigned char* dynamic_shared() { return dynamic_shared_bytes;
 inline unsigned char* dynamic_shared() { return emulator::dynamic_shared_memory(); }
 #endif
 
-// The sum over a block of WARPS warps, for every thread; all of them must call it.
+// The sum over a block of WARPS warps, returned to every thread. All threads must call it.
 template <int WARPS, typename A>
 __device__ A block_sum(A x) {
     LLMC_SHARED(A, sums, WARPS);
@@ -120,16 +124,20 @@ __device__ A block_sum(A x) {
     return sum;
 }
 
-// The sums of K numbers at once.
+// The sums of K numbers over a block, with two barriers for all of them. All threads must call it.
 template <int WARPS, int K>
 __device__ void block_sums(float (&x)[K]) {
     LLMC_SHARED(float, sums, K * WARPS);
+
+    // Sum within each warp.
     for (int k = 0; k < K; k++) {
         x[k] = warp_sum(x[k]);
         if (threadIdx.x % 32 == 0)
             sums[k * WARPS + threadIdx.x / 32] = x[k];
     }
     __syncthreads(); // all warps have written
+
+    // Add the warps in order.
     for (int k = 0; k < K; k++) {
         x[k] = 0;
         for (int w = 0; w < WARPS; w++)
@@ -148,18 +156,20 @@ __device__ void block_sums(float (&x)[K]) {
                    cudaGetErrorString(cuda_error_));                    \
     } while (0)
 
+// Queue the zeroing of device memory.
 inline void device_zero(void* p, size_t bytes, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
 }
 
-// The GPU that this thread's calls go to, by its number among the process's.
+// The number of the GPU that this thread's calls go to.
 inline int current_gpu() {
     int gpu = 0;
     LLMC_CUDA_CHECK(cudaGetDevice(&gpu));
     return gpu;
 }
 
-// The current GPU's architecture: 80 for sm_80. A thread asks once: launchers choose by it.
+// The architecture of the current GPU: 80 for sm_80. Launchers choose kernels by it, so each thread
+// remembers the answer.
 inline int gpu_architecture() {
     static thread_local std::map<int, int> known; // [GPU]
     int gpu = current_gpu();
@@ -170,7 +180,8 @@ inline int gpu_architecture() {
     LLMC_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, gpu));
     return architecture = 10 * major + minor;
 }
-// How many processors (SMs) the current GPU has.
+
+// The number of processors (SMs) of the current GPU.
 inline unsigned gpu_processors() {
     static thread_local std::map<int, int> known; // [GPU]
     int gpu = current_gpu();
@@ -179,16 +190,18 @@ inline unsigned gpu_processors() {
         LLMC_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu));
     return unsigned(processors);
 }
-// Whether Hopper's own instructions (sm_90a) are there: no earlier and no later GPU has them.
+
+// Whether the GPU has Hopper's own instructions (sm_90a). No earlier and no later GPU has them.
 inline bool is_hopper(cudaStream_t) { return gpu_architecture() == 90; }
 
+// The name of the current GPU.
 inline std::string device_name(cudaStream_t) {
     cudaDeviceProp properties;
     LLMC_CUDA_CHECK(cudaGetDeviceProperties(&properties, current_gpu()));
     return properties.name;
 }
 
-// Return "" or why kernels cannot run here: no GPU answers, or the current one is too old for them.
+// Why kernels cannot run here, or "": there is no GPU, or the current one is too old for them.
 inline std::string no_gpu_because() {
     int gpus = 0;
     cudaError_t answer = cudaGetDeviceCount(&gpus);
@@ -201,8 +214,8 @@ inline std::string no_gpu_because() {
            ": the kernels need sm_80 (Ampere) or later";
 }
 
-// A kernel must ask for more than 48 KB of shared memory. A thread asks once for each size that is
-// larger than those before, so that a launch costs the host one call.
+// Allow a kernel to use more than 48 KB of shared memory. Each thread asks only when a size is
+// larger than any before, so that a launch costs the host one call.
 template <typename... Params>
 void ask_for_shared(void (*kernel)(Params...), size_t bytes) {
     if (bytes <= size_t(48) << 10) return;
@@ -214,7 +227,8 @@ void ask_for_shared(void (*kernel)(Params...), size_t bytes) {
     most = bytes;
 }
 
-// The one way to start a kernel, in every build: nothing can forget the stream or the error check.
+// Start a kernel. Every launch in every build goes through here, so none forgets the stream or
+// the error check.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
             cudaStream_t stream, Args... args) {
@@ -231,20 +245,21 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
 #endif
 }
 
-// A constant that a generic lambda can take as an argument.
+// A compile-time constant that a generic lambda can take as an argument.
 template <int N> struct Int {
     LLMC_HD constexpr operator int() const { return N; }
 };
 
 // ----------------------------------------------------------------------------
-// elementwise operators: P elements a thread, the last thread fewer
+// elementwise operators: a thread takes P elements, the last thread may have fewer
 
 constexpr unsigned ELEMENT_THREADS = 256;
+// The index of this thread's first element.
 template <int P> __device__ size_t first_element() {
     return (size_t(blockIdx.x) * ELEMENT_THREADS + threadIdx.x) * P;
 }
 
-// f(P, blocks) for n elements; none: not called
+// Call f(P, blocks) for n elements; not at all if there are none.
 template <typename T, typename F>
 void pick_element_kernel(size_t n, bool vector, F f) {
     if (n == 0) return;
@@ -253,10 +268,10 @@ void pick_element_kernel(size_t n, bool vector, F f) {
 }
 
 // ----------------------------------------------------------------------------
-// row operators: as many warps share a row as keep 64 bytes a thread. A block's rows then stay in
-// L1 while they are read more than once.
+// row operators: a row is shared by so many warps that a thread has at most 64 bytes of it, for
+// rows of up to 32 KB. A block's rows then stay in L1 while they are read more than once.
 
-// f(P, warps of a row) for rows of C elements
+// Call f(P, warps a row) for rows of C elements.
 template <typename T, typename F>
 void pick_row_kernel(size_t C, bool vector, F f) {
     auto pick = [&](auto P) {
@@ -266,7 +281,7 @@ void pick_row_kernel(size_t C, bool vector, F f) {
     vector ? pick(Int<VECTOR<T>>()) : pick(Int<1>());
 }
 
-// A block has four warps or more: where a row takes one warp, it has four rows.
+// A block has at least four warps. If a row takes one warp, a block has four rows.
 template <int WARPS> constexpr unsigned row_block() { return WARPS < 4 ? 128 : WARPS * 32; }
 template <int WARPS> dim3 row_grid(size_t N) {
     return dim3(unsigned(ceil_div(N, row_block<WARPS>() / (WARPS * 32))));
@@ -278,7 +293,7 @@ template <int WARPS> struct RowOfBlock {
     unsigned thread = threadIdx.x % threads;
     size_t n = size_t(blockIdx.x) * (row_block<WARPS>() / threads) + threadIdx.x / threads;
 
-    // The sum over the row, for every thread of it; all of them must call it.
+    // The sum over the row, returned to each of its threads. All threads of the row must call it.
     __device__ float sum(float x) const {
         if constexpr (WARPS == 1)
             return warp_sum(x);

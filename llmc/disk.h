@@ -1,10 +1,10 @@
 // disk.h - a file in place of memory: blocks with checksums, moved by threads beside compute
-//   The file has no name, so a kill leaves nothing behind, and takes its room at once, so a full
-//   disk ends a run before its first step. Bytes move by blocks of 1 MiB, past the page cache
-//   (O_DIRECT) where the file system can: else the cache would hold what was to leave memory.
-//   The CRC-32 of each block stays in memory. A block that comes back changed is an error.
-//     disk_read, disk_write   any range, now: initial weights, checkpoints
-//     disk_start              a range on its way, by the file's threads; disk_finish() waits
+//   The file has no name, so a kill leaves nothing behind. It takes its room at once, so a full
+//   disk ends a run before its first step. Bytes move in blocks of 1 MiB, past the page cache
+//   (O_DIRECT) where the file system allows it: the cache would hold in memory what was to leave
+//   it. The CRC-32 of each block stays in memory. A block that comes back changed is an error.
+//     disk_read, disk_write   move any range now: initial weights, checkpoints
+//     disk_start              starts to move a range by the file's threads; disk_finish() waits
 //   Functions that return a text return "" or one line that says what is wrong.
 #pragma once
 #include <fcntl.h>
@@ -27,9 +27,9 @@ namespace llmc {
 
 constexpr size_t DISK_BLOCK = size_t(1) << 20; // bytes that move at a time
 constexpr size_t DISK_ALIGN = 4096;            // O_DIRECT: of addresses, offsets and lengths
-constexpr int DISK_THREADS = 4;                // blocks on their way at once
+constexpr int DISK_THREADS = 4;                // blocks in flight at once
 
-// A block's room in memory, as O_DIRECT wants it.
+// Memory for one block, aligned for O_DIRECT.
 struct DiskBuffer {
     unsigned char* bytes = static_cast<unsigned char*>(aligned_alloc(DISK_ALIGN, DISK_BLOCK));
     ~DiskBuffer() { free(bytes); }
@@ -38,19 +38,19 @@ struct DiskBuffer {
 // The file, and the threads that move its blocks.
 struct Disk {
     int file = -1;
-    bool direct = false;        // past the page cache
+    bool direct = false;        // O_DIRECT: past the page cache
     std::string folder;
     std::vector<uint32_t> sums; // [block]
-    std::vector<char> written;  // [block]; one that was never written is zero
+    std::vector<char> written;  // [block]; a block that was never written reads as zero
 
     typedef std::function<void(DiskBuffer&)> Job;
     std::deque<Job> jobs;
     bool ends = false;
     std::mutex lock;
-    std::condition_variable changed; // a job came, a move is over, or all ends
+    std::condition_variable changed; // a job was added, a move is over, or the disk ends
     std::vector<std::thread> threads;
 
-    // Drop moves that are still on their way: nobody waits for them.
+    // Drop the moves in flight: nobody waits for them.
     ~Disk() {
         {
             std::lock_guard hold(lock);
@@ -65,7 +65,7 @@ struct Disk {
 // ----------------------------------------------------------------------------
 // open
 
-// Take jobs until the disk ends.
+// One thread's life: take jobs until the disk ends.
 inline void disk_thread(Disk& d) {
     DiskBuffer buffer;
     for (std::unique_lock hold(d.lock);;) {
@@ -75,21 +75,21 @@ inline void disk_thread(Disk& d) {
         Disk::Job job = std::move(d.jobs.front());
         d.jobs.pop_front();
 
-        // Others may take jobs while this one runs.
+        // Release the lock, so that others take jobs while this one runs.
         hold.unlock();
         job(buffer);
         hold.lock();
     }
 }
 
-// Open a file without a name; -1 and errno where that fails.
+// Open a file without a name. Returns -1, with errno, if that fails.
 inline int open_nameless(const std::string& folder, int flags) {
     int file = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
     if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL))
         return file;
 
-    // Some file systems need a name for a moment: until it is open.
-    // One that the system makes and does not open goes too.
+    // Some file systems need a name until the file is open. Take it away at once, also if mkostemp
+    // made the file and failed to open it.
     std::string name = folder + "/offload.XXXXXX";
     file = mkostemp(name.data(), O_CLOEXEC | flags);
     int why = errno;
@@ -100,7 +100,7 @@ inline int open_nameless(const std::string& folder, int flags) {
 
 // Make the file and take all of its room.
 inline std::string disk_open(Disk& d, const std::string& folder, size_t bytes) {
-    // The file system says by EINVAL that it has no O_DIRECT.
+    // Try O_DIRECT first; a file system without it says EINVAL.
     d.folder = folder;
     size_t blocks = ceil_div(bytes, DISK_BLOCK);
     d.file = open_nameless(folder, O_DIRECT);
@@ -110,7 +110,7 @@ inline std::string disk_open(Disk& d, const std::string& folder, size_t bytes) {
     if (d.file < 0)
         return folder + ": no file can be made there: " + strerror(errno);
 
-    // Where room cannot be taken ahead, at least look for it.
+    // Take the room ahead. Where the file system cannot do that, at least check that it is free.
     int refused;
     do refused = fallocate(d.file, 0, 0, off_t(blocks * DISK_BLOCK));
     while (refused && errno == EINTR);
@@ -123,7 +123,7 @@ inline std::string disk_open(Disk& d, const std::string& folder, size_t bytes) {
                           known ? "the disk is full" : strerror(errno), "; choose another folder");
     }
 
-    // Begin with zeros, which take no writing.
+    // All blocks begin as zeros, and nothing is written for that.
     d.sums.resize(blocks);
     d.written.resize(blocks);
     for (int i = 0; i < DISK_THREADS; i++)
@@ -134,7 +134,7 @@ inline std::string disk_open(Disk& d, const std::string& folder, size_t bytes) {
 // ----------------------------------------------------------------------------
 // one block
 
-// All of a block by `some`, which is pread or pwrite: they may move less than they are asked for.
+// Move all of a block by `some`, which is pread or pwrite and may move less than it is asked for.
 template <typename F>
 std::string whole_block(const Disk& d, size_t block, const char* verb, F some) {
     for (size_t done = 0; done < DISK_BLOCK;) {
@@ -143,7 +143,7 @@ std::string whole_block(const Disk& d, size_t block, const char* verb, F some) {
         if (n <= 0)
             return concat(d.folder, ": block ", block, " of the offloaded state cannot be ", verb,
                           ": ", n < 0 ? strerror(errno) : "the file ends before it");
-        // Go on at a multiple of what O_DIRECT takes.
+        // Resume at a multiple of DISK_ALIGN, as O_DIRECT needs.
         done += size_t(n);
         if (done < DISK_BLOCK)
             done -= done % DISK_ALIGN;
@@ -151,12 +151,12 @@ std::string whole_block(const Disk& d, size_t block, const char* verb, F some) {
     return "";
 }
 
-// zlib's CRC-32: four threads of it are about as fast as a disk of 5 GB/s.
+// Return a block's CRC-32, by zlib: four threads of it are about as fast as a disk of 5 GB/s.
 inline uint32_t block_sum(const unsigned char* bytes) {
     return uint32_t(crc32(0, bytes, uInt(DISK_BLOCK)));
 }
 
-// Read a block and hold it against its checksum.
+// Read a block and compare it with its checksum.
 inline std::string read_block(Disk& d, size_t block, unsigned char* to) {
     if (!d.written[block]) {
         memset(to, 0, DISK_BLOCK);
@@ -181,20 +181,20 @@ inline std::string write_block(Disk& d, size_t block, const unsigned char* from)
 }
 
 // ----------------------------------------------------------------------------
-// ranges: memory is the host's or a device's
+// ranges, from and to the memory of the host or a device
 
 enum class Way { FROM_DISK, TO_DISK };
 
 // The part of a range that lies in one block.
 struct BlockPart {
-    size_t block, within, bytes; // `within` the block
+    size_t block, within, bytes; // `within`: the part's offset in its block
 };
 
-// f(part, at): `at` counts bytes from the start of the range.
+// Call f(part, at) for each block of a range; `at` counts bytes from the start of the range.
 template <typename F>
 void for_each_block(size_t offset, size_t bytes, F f) {
     for (size_t at = 0; at < bytes;) {
-        // The first part and the last may be less than a block.
+        // The first and the last part may be less than a block.
         size_t within = (offset + at) % DISK_BLOCK;
         size_t n = std::min(bytes - at, DISK_BLOCK - within);
         f(BlockPart{(offset + at) / DISK_BLOCK, within, n}, at);
@@ -202,11 +202,11 @@ void for_each_block(size_t offset, size_t bytes, F f) {
     }
 }
 
-// Move one part; what else is in the block stays.
+// Move one part of a block; the rest of the block keeps its bytes.
 template <typename S>
 std::string move_part(Disk& d, Way way, unsigned char* memory, BlockPart part, DiskBuffer& buffer,
                       S where) {
-    // A part of a block is written by reading the rest first.
+    // To write part of a block, read the rest of it first.
     unsigned char* there = buffer.bytes + part.within;
     std::string wrong;
     if (way == Way::FROM_DISK || part.bytes < DISK_BLOCK)
@@ -215,19 +215,19 @@ std::string move_part(Disk& d, Way way, unsigned char* memory, BlockPart part, D
 
     if (way == Way::FROM_DISK) {
         copy_in(memory, there, part.bytes, where);
-        wait_for(where); // the buffer is the next part's
+        wait_for(where); // the next part uses the same buffer
         return "";
     }
-    // A copy from a device waits for the stream, so the move is behind what wrote the memory.
+    // A copy from a device waits for the stream, so the kernels that wrote the memory are done.
     copy_out(there, memory, part.bytes, where);
     return write_block(d, part.block, buffer.bytes);
 }
 
-// Move a range of the file now, from or to the host's memory.
+// Move a range of the file now, to or from the host's memory.
 inline std::string disk_read(Disk& d, void* to, size_t offset, size_t bytes) {
     DiskBuffer buffer;
     std::string wrong;
-    // Stop at the first block that is wrong.
+    // Stop at the first faulty block.
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
         unsigned char* memory = static_cast<unsigned char*>(to) + at;
         if (wrong.empty())
@@ -236,7 +236,7 @@ inline std::string disk_read(Disk& d, void* to, size_t offset, size_t bytes) {
     return wrong;
 }
 inline std::string disk_write(Disk& d, const void* from, size_t offset, size_t bytes) {
-    // Only read from, whatever its type says: the one function moves both ways.
+    // move_part() moves both ways, so it takes a pointer to non-const, but here it only reads.
     DiskBuffer buffer;
     std::string wrong;
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
@@ -250,17 +250,17 @@ inline std::string disk_write(Disk& d, const void* from, size_t offset, size_t b
 // ----------------------------------------------------------------------------
 // moves beside compute
 
-// Ranges on their way together; the last of their blocks to arrive ends the move.
+// Ranges that move together. The move ends when the last of their blocks has arrived.
 struct DiskMove {
-    size_t left = 0; // blocks
+    size_t left = 0; // blocks in flight or waiting
     std::string wrong;
 };
 
-// Add a range to a move. Each block is a job; `memory` belongs to the move until it is over.
+// Add a range to a move. Each block is a job. `memory` belongs to the move until the move is over.
 template <typename S>
 void disk_start(Disk& d, const std::shared_ptr<DiskMove>& move, Way way, void* memory,
                 size_t offset, size_t bytes, S where) {
-    // A new thread's calls would go to the first device.
+    // Tell the threads which device to use: a new thread uses the first one.
     int device = current_device(where);
     std::lock_guard hold(d.lock);
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
@@ -270,7 +270,7 @@ void disk_start(Disk& d, const std::shared_ptr<DiskMove>& move, Way way, void* m
             use_device(device, where);
             std::string wrong = move_part(d, way, here, part, buffer, where);
 
-            // The last block wakes whoever waits.
+            // The last block wakes the waiter.
             std::lock_guard hold(d.lock);
             if (!wrong.empty()) move->wrong = wrong;
             if (--move->left == 0)
@@ -282,9 +282,9 @@ void disk_start(Disk& d, const std::shared_ptr<DiskMove>& move, Way way, void* m
     d.changed.notify_all();
 }
 
-// Wait until all of a move has arrived.
+// Wait until all blocks of a move have arrived.
 inline std::string disk_finish(Disk& d, DiskMove& move) {
-    // One condition serves threads and waiters: moves are long, so few are woken in vain.
+    // Threads and waiters share one condition: moves are long, so spurious wake-ups are rare.
     std::unique_lock hold(d.lock);
     d.changed.wait(hold, [&] { return move.left == 0; });
     return move.wrong;

@@ -1,15 +1,15 @@
 // embedding.cuh - token and position embedding, forward and backward
 //   out = scale wte[token - vocab_start] + wpe[position - doc_start]   (wpe null: tokens only)
 //   out, dout (N,C)   wte, dwte (Vp,C) acc   wpe, dwpe (P,C) acc   tokens, positions, doc_start (N)
-//   A vocabulary cut over ranks: the table holds Vp rows from vocab_start on; other tokens are
-//   zero, and add nothing.
+//   Under tensor parallelism each rank's table holds Vp rows of the vocabulary, from vocab_start
+//   on. A token outside this range gives zeros forward and adds nothing backward.
 //   Contract: out =    dwte, dwpe = (tables zeroed first) or += (accumulate); null: frozen.
-//             Bitwise repeatable: the rows of dout that meet in a row of a table are added one by
-//             one in their order, no atomics; all versions give the same bits.
-//   Cost: memory-bound. forward reads a row of each table, writes out; backward reads dout, adds
-//         into the tables, and writes them whole when it does not accumulate. The GPU sorts row
-//         numbers by token in a scratch of embedding_scratch_bytes; the longest run of one token
-//         is read by one warp for every 32 loads of columns.
+//             Bitwise repeatable: rows of dout that go to the same row of a table are added one by
+//             one, in their order, without atomics. All versions give the same bits.
+//   Cost: memory-bound. forward reads a row of each table and writes out. backward reads dout and
+//         adds into the tables; it writes them whole when it does not accumulate. The GPU sorts
+//         row numbers by token, in a scratch of embedding_scratch_bytes. All rows of one token are
+//         read by one warp for every 32 loads of columns.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <utility>
@@ -20,7 +20,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // CPU
 
-// A task a row: copy the token's, add the position's.
+// One task a row: copy the token's row of wte, then add the position's row of wpe.
 template <typename T>
 void embedding_forward(T* out,                                                        // (N,C)
                        const int* tokens, const int* positions, const int* doc_start, // (N) each
@@ -31,7 +31,7 @@ void embedding_forward(T* out,                                                  
     for (size_t n = 0; n < N; n++) {
         T* y = out + n * C; // (C)
 
-        // The token's row; a token below the shard wraps around, beyond Vp.
+        // Copy the token's row. A token below vocab_start wraps around to a number beyond Vp.
         size_t own = size_t(tokens[n]) - vocab_start;
         if (own < Vp)
             memcpy(y, wte + own * C, C * sizeof(T));
@@ -40,7 +40,7 @@ void embedding_forward(T* out,                                                  
         for (size_t c = 0; scale != 1 && c < C; c++)
             y[c] = from_acc<T>(to_acc(y[c]) * scale);
 
-        // The position's.
+        // Add the row of its position within the document.
         if (!wpe) continue;
         const T* position = wpe + size_t(positions[n] - doc_start[n]) * C;
         #pragma omp simd
@@ -49,7 +49,7 @@ void embedding_forward(T* out,                                                  
     }
 }
 
-// Add each row of dout to its token's row and its position's; a null table is frozen.
+// Add each row of dout to its token's row and its position's row. A null table is frozen.
 template <typename T>
 void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C) (P,C), = or +=
                                const T* dout,                           // (N,C)
@@ -64,11 +64,12 @@ void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C
             memset(table + r * C, 0, C * sizeof(A));
     };
 
-    // Clear whole tables: most rows have no token in a batch.
+    // Clear the whole tables, because most of their rows have no token in a batch.
     if (!accumulate && dwte) zero(dwte, Vp, C);
     if (!accumulate && dwpe) zero(dwpe, P, C);
 
-    // A thread owns columns and walks all rows: no two threads add to the same element.
+    // A thread owns a block of columns and walks all rows, so no two threads add to
+    // the same element.
     constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
@@ -87,7 +88,7 @@ void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C
     }
 }
 
-// The CPU adds in the rows' own order and sorts nothing.
+// The CPU adds rows in their own order and sorts nothing.
 inline size_t embedding_scratch_bytes(size_t, Cpu) { return 0; }
 
 // ----------------------------------------------------------------------------
@@ -95,7 +96,7 @@ inline size_t embedding_scratch_bytes(size_t, Cpu) { return 0; }
 
 #if LLMC_KERNELS
 
-// WARPS warps share a row.
+// WARPS warps share a row of out.
 template <typename T, int P, int WARPS>
 __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* positions,
                                          const int* doc_start, const T* wte, const T* wpe, size_t N,
@@ -108,7 +109,7 @@ __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* p
     const T* token = own < Vp ? wte + own * C : nullptr; // (C)
     const T* position = wpe ? wpe + size_t(positions[row.n] - doc_start[row.n]) * C : nullptr;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        // Another shard's token leaves zeros: the ranks' outputs are summed afterwards.
+        // A token of another shard leaves zeros: the ranks' outputs are summed afterwards.
         Pack<T, P> x = {};
         if (token) x = load<P>(token + c);
         for (int i = 0; scale != 1 && i < P; i++)
@@ -122,9 +123,10 @@ __global__ void embedding_forward_kernel(T* out, const int* tokens, const int* p
     }
 }
 
-// Maps row n of dout to the row of its table that it adds to; `rows`: to none.
+// Maps row n of dout to the table row that it adds to, or to `rows` if it adds to none.
 struct EmbeddingKeys {
     const int *key, *less; // (N) (N) or null
+    // Keys are numbers of table rows: key[n] - less[n] - start, or `rows` if out of range.
     unsigned start, rows;
     __device__ unsigned operator()(int n) const {
         unsigned own = unsigned(key[n] - (less ? less[n] : 0)) - start;
@@ -132,14 +134,15 @@ struct EmbeddingKeys {
     }
 };
 
-// A radix sort of rows by key, DIGIT_BITS a pass, equal keys in row order. A warp walks a tile of
-// rows in order.
-//   1. count (SCATTER false): counts (DIGITS, tiles), how often a tile has each digit
-//   2. scan: counts become the place where a tile's next row of a digit goes
+// Radix sort of row numbers by key, DIGIT_BITS bits a pass. It is stable: equal keys keep their
+// order. One warp walks a tile of SORT_TILE rows in order.
+//   1. count (SCATTER false): counts (DIGITS, tiles) is how often each digit occurs in each tile
+//   2. scan: counts becomes the place where a tile's next row with a digit goes
 //   3. scatter (SCATTER true): each row goes to its place
 constexpr int DIGIT_BITS = 9, DIGITS = 1 << DIGIT_BITS, SORT_TILE = 1024;
 
-//   sorted, rows (N), null rows: 0 .. N-1   counts (DIGITS, tiles)
+// One pass of the sort: step 1, or (SCATTER) step 3.
+//   sorted, rows (N); null rows stands for 0 .. N-1   counts (DIGITS, tiles)
 template <bool SCATTER>
 __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows, EmbeddingKeys keys,
                                       int shift, size_t N) {
@@ -148,27 +151,28 @@ __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows,
     size_t from = size_t(blockIdx.x) * SORT_TILE;
     size_t to = from + SORT_TILE < N ? from + SORT_TILE : N;
 
-    // Start each digit at zero, or at its place in the sorted list.
+    // Start each digit's counter: at zero to count, at its place in the sorted list to scatter.
     for (unsigned d = lane; d < DIGITS; d += 32)
         next[d] = SCATTER ? counts[d * gridDim.x + blockIdx.x] : 0;
     __syncwarp(); // all lanes have written next
 
-    // Walk in order: equal keys keep the rows' order, and so the sums their bits.
+    // Walk in order: equal keys keep the rows' order, so the sums are always added in that order.
     for (size_t start = from; start < to; start += 32) {
-        // Take 32 rows, a lane each.
+        // Each lane takes one of the next 32 rows.
         size_t i = start + lane;
         bool mine = i < to;
         int n = mine ? (rows ? rows[i] : int(i)) : 0;
         unsigned digit = mine ? keys(n) >> shift & (DIGITS - 1) : 0;
 
-        // Find the lanes with this lane's digit, bit by bit.
+        // Find the lanes that have this lane's digit, one bit at a time.
         unsigned peers = __ballot_sync(ALL_LANES, mine);
         for (int bit = 0; bit < DIGIT_BITS; bit++) {
             unsigned ones = __ballot_sync(ALL_LANES, digit >> bit & 1);
             peers &= digit >> bit & 1 ? ones : ~ones;
         }
 
-        // Place the row after the peers before it; the first peer counts all of them.
+        // Place the row behind those of its peers in lower lanes. The first peer counts
+        // all of them.
         int before = __popc(peers & ((1u << lane) - 1));
         int at = next[digit] + before;
         __syncwarp(); // all lanes have read next
@@ -178,17 +182,17 @@ __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows,
         __syncwarp(); // the next rows may read
     }
 
-    // Leave the tile's counts to the scan.
+    // Write the tile's counts for the scan.
     for (unsigned d = lane; !SCATTER && d < DIGITS; d += 32)
         counts[d * gridDim.x + blockIdx.x] = next[d];
 }
 
-// counts[i] = the sum of all before it; one block
+// Exclusive prefix sum, in one block: counts[i] becomes the sum of all counts before it.
 constexpr int SCAN_THREADS = 1024;
 static __global__ void embedding_scan_kernel(int* counts, size_t count) {
     LLMC_SHARED(int, sums, SCAN_THREADS);
 
-    // Sum a range of counts for each thread.
+    // Sum one range of counts for each thread.
     size_t each = ceil_div(count, SCAN_THREADS);
     size_t from = threadIdx.x * each;
     size_t to = from + each < count ? from + each : count;
@@ -198,7 +202,8 @@ static __global__ void embedding_scan_kernel(int* counts, size_t count) {
     sums[threadIdx.x] = sum;
     __syncthreads(); // all have written
 
-    // Add the sum 1, 2, 4, .. threads before: after each step it covers twice as many.
+    // Prefix sum over the threads: add the value 1, 2, 4, .. threads before. Each step doubles the
+    // range that a thread's sum covers.
     for (unsigned step = 1; step < SCAN_THREADS; step *= 2) {
         int before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
         __syncthreads(); // all have read
@@ -206,7 +211,7 @@ static __global__ void embedding_scan_kernel(int* counts, size_t count) {
         __syncthreads(); // all have added
     }
 
-    // Write each count's place.
+    // Write the place of each count.
     int total = sums[threadIdx.x] - sum;
     for (size_t i = from; i < to; i++) {
         int own = counts[i];
@@ -215,7 +220,7 @@ static __global__ void embedding_scan_kernel(int* counts, size_t count) {
     }
 }
 
-// Where the table is not accumulated.
+// Clears the table where the gradient does not accumulate. A thread writes P elements.
 template <int P>
 __global__ void embedding_zero_kernel(float* table, size_t n) {
     size_t i = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * P;
@@ -223,8 +228,8 @@ __global__ void embedding_zero_kernel(float* table, size_t n) {
         store(table + i, Pack<float, P>{});
 }
 
-// A warp has a sorted row and 32 * P columns: where a key begins, it adds that key's rows to the
-// table, ADD_AHEAD loads under way together.
+// Sums the rows of equal keys. A warp has one sorted row and 32 * P columns; if a key's run begins
+// at this row, the warp adds the whole run to the table, with ADD_AHEAD loads in flight.
 constexpr int ADD_WARPS = 4, ADD_AHEAD = 16;
 template <typename T, int P>
 __global__ void embedding_add_kernel(float* table, const T* dout, const int* sorted,
@@ -234,14 +239,14 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
     size_t lane = threadIdx.x % 32;
     size_t c = (size_t(blockIdx.y) * 32 + lane) * P;
 
-    // Leave, the warp together, if the row has no key here or the key began before.
+    // Leave if the row adds to no key or if its run began earlier. The whole warp leaves together.
     if (i >= N) return;
     unsigned key = keys(sorted[i]);
     if (key == keys.rows) return;
     if (i > 0 && keys(sorted[i - 1]) == key)
         return;
 
-    // Start from the table's row.
+    // Start from the table's row, which is zero or an earlier micro-batch's gradient.
     bool mine = c < C;
     const T* column = dout + (mine ? c : 0);  // (N,C) from column c on
     float* out = table + size_t(key) * C + c; // (P)
@@ -250,9 +255,11 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
         sum[k] = load<F>(out + k * F);
 
     for (bool more = true; more; i += 32) {
-        // Read the next 32 row numbers, a lane each; those of the key come first.
+        // Read the next 32 row numbers, one a lane. Rows of this key come first.
         int n = i + lane < N ? sorted[i + lane] : 0;
         int count = __popc(__ballot_sync(ALL_LANES, i + lane < N && keys(n) == key));
+
+        // row(r) loads a row's columns, add() adds them to the sums.
         auto row = [&](int r) {
             return load<P>(column + size_t(__shfl_sync(ALL_LANES, n, r)) * C);
         };
@@ -261,7 +268,7 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
                 sum[k / F].v[k % F] += scale * to_float(d.v[k]);
         };
 
-        // Add them in order.
+        // Add the rows in order, after loading ADD_AHEAD of them at once.
         int r = 0;
         for (; r + ADD_AHEAD <= count; r += ADD_AHEAD) {
             Pack<T, P> d[ADD_AHEAD];
@@ -275,7 +282,7 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
         more = count == 32;
     }
 
-    // Write: no other warp has this key and these columns, so no atomics.
+    // Write. No other warp has this key and these columns, so no atomics are needed.
     for (int k = 0; mine && k < P / F; k++)
         store(out + k * F, sum[k]);
 }
@@ -283,6 +290,7 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
 // ----------------------------------------------------------------------------
 // launchers
 
+// Any C and alignment. Loads take 16 bytes where C and all pointers are multiples of 16 bytes.
 template <typename T>
 void embedding_forward(T* out, const int* tokens, const int* positions, const int* doc_start,
                        const T* wte, const T* wpe, size_t N, size_t vocab_start, size_t Vp,
@@ -294,12 +302,12 @@ void embedding_forward(T* out, const int* tokens, const int* positions, const in
     });
 }
 
-// Two lists of rows, read and written by turns, and the counts.
+// Two lists of N row numbers, which the passes read and write in turn, and the counts.
 inline size_t embedding_scratch_bytes(size_t N, cudaStream_t) {
     return (2 * N + DIGITS * ceil_div(N, SORT_TILE)) * sizeof(int);
 }
 
-// table (rows,C) = or += the rows of dout (N,C), each where its key says
+// table (rows,C) = or += the sum of dout's rows (N,C), each added to the table row of its key.
 template <typename T>
 void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratch, size_t N,
                    size_t C, bool accumulate, cudaStream_t stream, float scale = 1) {
@@ -309,9 +317,9 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
     int* other = sorted + N;                  // (N)
     int* counts = other + N;                  // (DIGITS, tiles)
 
-    // Sort, digit by digit; the first pass reads rows as they are.
+    // Sort by one digit after another. The first pass reads rows 0 .. N-1 as they are.
     const int* from = nullptr;
-    // `rows` is a key too: rows that add to none go behind all others.
+    // `rows` is itself a key: rows that add to no table row are sorted behind all others.
     for (int shift = 0; shift == 0 || rows >> shift > 0; shift += DIGIT_BITS) {
         if (from) std::swap(sorted, other);
         launch(embedding_sort_kernel<false>,
@@ -336,7 +344,7 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
     if (!accumulate)
         can_vectorize<float>(C, table) ? zero(Int<4>()) : zero(Int<1>());
 
-    // Add.
+    // Add each key's rows.
     auto add = [&](auto P) {
         dim3 grid(unsigned(ceil_div(N, ADD_WARPS)), unsigned(ceil_div(C, 32 * P)));
         launch(embedding_add_kernel<T, P>,
@@ -346,6 +354,7 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
     can_vectorize<T>(C, dout, table) ? add(Int<VECTOR<T>>()) : add(Int<1>());
 }
 
+// Both tables, one after the other in the same scratch. Only the token's row is scaled.
 template <typename T>
 void embedding_backward_weight(float* dwte, float* dwpe, const T* dout, const int* tokens,
                                const int* positions, const int* doc_start, void* scratch, size_t N,

@@ -1,18 +1,18 @@
 // expert_exchange.h - expert parallelism that sends a token only where it goes - arXiv:2101.03961
-//   Rows of tokens travel to the ranks whose experts they chose, once each, however many of a
-//   rank's experts want them; counts are whatever the router makes them, zero too.
-//   1. LISTS    every rank has all ranks' choices (expert_parallel.h, 2), so each knows what any
-//               other one sends: no message tells counts
+//   A token's row travels once to each rank that has an expert the token chose, however many of
+//   that rank's experts want it. Counts are whatever the router makes them, zero included.
+//   1. LISTS    every rank has all ranks' choices (expert_parallel.h, 2), so each one knows what
+//               the others send: no message carries counts
 //   2. SEND     this rank's rows to each rank that wants them              all-to-all, unequal
-//   3. EXPERTS  as gathered: rows lie at their tokens' places; others are not read
+//   3. EXPERTS  as with gather: rows lie at their tokens' places; the other places are not read
 //   4. RETURN   the partial outputs of those rows to their owner           all-to-all, unequal
 //               which adds them in the order of ranks
-//      backward  gradients go the same two ways; W sends x and dout again
-//   Sums have the terms of the gathered form in its order, but for zeros: the same bits.
-//   Of E experts the K of a token lie on D(K) ranks, and a rank sends N (D(K) - own) rows where
-//   gather sends (ep-1) N: with even loads a share 1 - (E-E/ep choose K) / (E choose K) of these.
-//   Room is planned for all of it, so no routing can fail: 2 ep N C elements beside the gathered
-//   form's. On a GPU the host reads the choices before it sends, and waits for them.
+//      backward  gradients travel the same two ways; W sends x and dout again
+//   Sums have the terms of the gathered form in the same order, without the zeros: the same bits.
+//   A token's K experts among E lie on D(K) ranks. A rank sends N (D(K) - own) rows where gather
+//   sends (ep-1) N: with even loads, the share 1 - (E-E/ep choose K) / (E choose K) of them.
+//   Room is planned for all rows, so no routing can fail: 2 ep N C elements more than the gathered
+//   form. On a GPU the host reads the choices before it sends, and waits for them.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -20,15 +20,16 @@
 
 namespace llmc {
 
-// The choices of all ranks as the host sees them.
+// The choices of all ranks, where the host can read them.
 struct HostChoices {
     const int* ids;         // (ep,N,K)
-    std::vector<int> copy;  // of a GPU's
+    std::vector<int> copy;  // on a GPU: what `ids` points to
     size_t N, K, experts;   // tokens of a rank, experts of a token and of a rank
 };
+// Return the choices; on a GPU the host waits for them.
 template <typename S>
 HostChoices host_choices(Ctx<S>& ctx, const int* ids) { // (ep,N,K)
-    // On the CPU they are at home; a stream is waited for.
+    // On the CPU, use the choices in place; from a GPU, copy them and wait.
     size_t N = ctx.batch.rows();
     size_t K = ctx.shape.K;
     HostChoices c = {ids, {}, N, K, ctx.shape.E / ctx.shape.expert_ranks};
@@ -41,22 +42,22 @@ HostChoices host_choices(Ctx<S>& ctx, const int* ids) { // (ep,N,K)
     return c;
 }
 
-// Whether a token of rank `owner` chose an expert of rank `server`.
+// Whether a token chose an expert of rank `server`; rank `owner` has the token.
 inline bool is_wanted(const HostChoices& c, size_t owner, size_t token, size_t server) {
     const int* chosen = c.ids + (owner * c.N + token) * c.K;
-    // Rank r has the experts from r * experts on.
+    // Rank r has `experts` experts, from r * experts on.
     auto lies_there = [&](int e) { return size_t(e) / c.experts == server; };
     return std::any_of(chosen, chosen + c.K, lies_there);
 }
 
-// f(first, count, before) for each run of neighbouring tokens of `owner` that `server` wants;
-// before: how many wanted tokens precede it. Returns the number of all.
+// Call f(first, count, before) for each run of neighbouring tokens of `owner` that `server` wants;
+// `before` counts the wanted tokens ahead of the run. Returns the number of wanted tokens.
 template <typename F>
 size_t for_each_wanted(const HostChoices& c, size_t owner, size_t server, F f) {
-    // Both ends of a message walk over the same choices.
+    // Both ends of a message walk over the same choices, so they agree.
     size_t wanted = 0;
     for (size_t n = 0; n < c.N;) {
-        // Extend the run as far as it goes; neighbours are copied together.
+        // Extend the run as far as it goes: neighbours are copied together.
         size_t first = n;
         while (n < c.N && is_wanted(c, owner, n, server)) n++;
         size_t count = n - first;
@@ -67,7 +68,8 @@ size_t for_each_wanted(const HostChoices& c, size_t owner, size_t server, F f) {
     return wanted;
 }
 
-// Lay wanted rows side by side, or put them back to their tokens' places. Returns their number.
+// Pack the wanted rows side by side; or, with `back`, put them at their tokens' places.
+// Returns their number.
 template <typename T, typename S>
 size_t pack_wanted(Ctx<S>& ctx, T* packed, T* rows, const HostChoices& c, // (n,C) (N,C)
                    size_t owner, size_t server, bool back) {
@@ -75,14 +77,14 @@ size_t pack_wanted(Ctx<S>& ctx, T* packed, T* rows, const HostChoices& c, // (n,
     size_t C = ctx.shape.C;
     size_t bytes = C * sizeof(T);
     return for_each_wanted(c, owner, server, [&](size_t first, size_t count, size_t before) {
-        // The packed side has no holes.
+        // The packed side has no gaps.
         T* there = packed + before * C;
         T* here = rows + first * C;
         copy_rows(back ? here : there, bytes, back ? there : here, bytes, bytes, count, ctx.where);
     });
 }
 
-// The two sides of the exchange's scratch.
+// The two halves of the exchange's scratch.
 template <typename T, typename S>
 T* sent_rows(Ctx<S>& ctx) { // (ep,N,C)
     return static_cast<T*>(ctx.exchange_rows);
@@ -92,18 +94,18 @@ T* received_rows(Ctx<S>& ctx) { // (ep,N,C)
     return sent_rows<T>(ctx) + size_t(ctx.ep.size) * ctx.batch.rows() * ctx.shape.C;
 }
 
-// Add the message of a pair of ranks, unless it is empty: both know.
+// Add the message between a pair of ranks, unless it is empty: both ends know its size.
 template <typename T>
 void add_rows(std::vector<CommMessage>& messages, T* rows, size_t count, size_t C, size_t peer,
               bool send) {
-    // No tag: a pair has one message each way.
+    // A pair has one message each way, so it needs no tag.
     if (count) messages.push_back({rows, count * C * sizeof(T), int(peer), send});
 }
 
-// Send this rank's rows to the ranks that want them, and receive what this one wants.
+// Send this rank's rows to the ranks that want them, and receive the rows that this one wants.
 template <typename T, typename S>
 void send_tokens(Ctx<S>& ctx, T* all, const T* rows, const int* ids) { // (ep,N,C) (N,C) (ep,N,K)
-    // A rank's own rows need no message.
+    // Copy this rank's own rows: they need no message.
     HostChoices c = host_choices(ctx, ids);
     size_t me = size_t(ctx.ep.rank);
     size_t C = ctx.shape.C;
@@ -111,7 +113,7 @@ void send_tokens(Ctx<S>& ctx, T* all, const T* rows, const int* ids) { // (ep,N,
     T* mine = all + me * part;
     copy_rows(mine, C * sizeof(T), rows, C * sizeof(T), C * sizeof(T), c.N, ctx.where);
 
-    // Pack what goes, count what comes.
+    // Pack the rows to send, and count the rows to receive.
     std::vector<CommMessage> messages;
     auto no_copy = [](size_t, size_t, size_t) {};
     for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
@@ -123,13 +125,14 @@ void send_tokens(Ctx<S>& ctx, T* all, const T* rows, const int* ids) { // (ep,N,
     }
     exchange(ctx.ep, messages.data(), int(messages.size()), ctx.where);
 
-    // Put what came where its tokens stand.
+    // Put the received rows at their tokens' places.
     for (size_t r = 0; r < size_t(ctx.ep.size); r++)
         if (r != me)
             pack_wanted(ctx, received_rows<T>(ctx) + r * part, all + r * part, c, r, me, true);
 }
 
-// Send parts of other ranks' rows home, and add up those of this rank's rows. `partial` is used up.
+// Send the partial outputs of other ranks' rows to their owners,
+// and add up those of this rank's rows. `partial` is overwritten.
 template <typename T, typename S>
 void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (ep,N,C) (ep,N,K)
     HostChoices c = host_choices(ctx, ids);
@@ -137,7 +140,7 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
     size_t C = ctx.shape.C;
     size_t part = c.N * C;
 
-    // Pack the rows of each owner; from each server come those that it was sent.
+    // Pack the rows of each owner. Each server returns the rows that it was sent.
     std::vector<CommMessage> messages;
     auto no_copy = [](size_t, size_t, size_t) {};
     for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
@@ -150,8 +153,8 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
     }
     exchange(ctx.ep, messages.data(), int(messages.size()), ctx.where);
 
-    // A rank that was sent nothing adds zero. Others' rows are on their way home, so what came
-    // takes their place.
+    // Overwrite the other ranks' rows, which are sent, with what came back for this rank's rows. A
+    // rank that was sent nothing adds zero.
     std::vector<const void*> parts;
     for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
         T* rows = partial + r * part;
@@ -164,9 +167,10 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
     reduce_ranks<T, false>(&sum, 1, parts.data(), ctx.ep.size, part, ctx.where);
 }
 
-// The share of gather's rows that travels, where loads are even.
+// Return the share of gather's rows that is sent when loads are even.
 inline double exchanged_share(const Shape& s, size_t ranks) {
-    // The chance that none of a token's K experts lies on a rank, drawn one after the other.
+    // Multiply the chances that each of a token's K experts,
+    // drawn one after the other, lies elsewhere.
     double none = 1;
     double others = double(s.E - s.E / ranks);
     for (size_t i = 0; i < s.K; i++)

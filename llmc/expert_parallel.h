@@ -1,20 +1,21 @@
 // expert_parallel.h - experts shared out over data-parallel ranks - arXiv:2006.16668
-//   ep neighbours among the ranks that see other tokens share out each block's E experts: rank r
-//   has [r E/ep, (r+1) E/ep), whole or, under tensor parallelism, its part of each one's F. In all
-//   but the experts' rows they stay data-parallel ranks. N tokens of a rank, K experts a token.
+//   ep neighbouring ranks, which see different tokens, share out each block's E experts. Rank r
+//   has experts [r E/ep, (r+1) E/ep), each whole or, under tensor parallelism, its part of F. For
+//   all but the experts' rows these are data-parallel ranks. A rank has N tokens, each K experts.
 //   1. ROUTE     each rank chooses for its own tokens
 //   2. GATHER    ids, gates [N] -> [ep N], x [N] -> [ep N]     all-gather
-//   3. EXPERTS   this rank's own, of all tokens: rows sorted by expert, and within one by rank and
-//                token, as one rank would have them
+//   3. EXPERTS   this rank's own, on all tokens; rows are sorted by expert, then by rank and token,
+//                as one rank would have them
 //   4. SUM       out [ep N]{partial} -> [N]                    reduce-scatter
 //      backward  dout gathered, dx and the gates' gradients summed; W gathers dout and x again
-//   Gradients of experts are then those of ep ranks' tokens, and are summed over the ranks that
-//   hold the same experts: dp cp / ep of them. ZeRO shards over these, too. No factor is anywhere:
-//   a loss is a sum over tokens, scaled once at the head.
-//   No token is dropped. A rank may get min(K, E/ep) rows of each of ep N tokens, and has its place
-//   for so many: on average it gets N K, so activations are planned ep min(K, E/ep) / K times as
-//   large. Unequal loads cost time, never memory; --recompute ffn keeps them for one layer alone.
-//   Every message is on the critical path. With --ep-method exchange 2 and 4 move the rows alone
+//   An expert's gradient then already covers the tokens of ep ranks. It is summed over the
+//   dp cp / ep ranks that hold the same experts, and ZeRO's shards lie on these, too. No factor is
+//   needed: a loss is a sum over tokens, scaled once at the head.
+//   No token is dropped. A rank may receive min(K, E/ep) rows of each of ep N tokens and has room
+//   for all of them. On average it receives N K, so activations are planned ep min(K, E/ep) / K
+//   times as large. Unequal loads cost time, never memory; --recompute ffn keeps the rows of one
+//   layer only.
+//   Every message is on the critical path. With --ep-method exchange, steps 2 and 4 move only rows
 //   that some expert wants (expert_exchange.h).
 //   Cost of a block and micro-batch: a rank sends (ep-1) N C elements twice forward, four times
 //   backward, and (ep-1) N K ids and gates.
@@ -23,12 +24,13 @@
 
 namespace llmc {
 
-// How many of everything a rank has room for; on one rank groups are experts, and rows slots.
+// How much of everything a rank has room for. A slot is one token's choice of one expert.
+// On one rank, groups are experts and rows are slots.
 struct ExpertCounts {
     size_t experts; // of this rank
-    size_t groups;  // of the sort: its experts, and all others as one
+    size_t groups;  // of the sort: one for each own expert, and one for all others
     size_t tokens;  // of all ranks that share out the experts
-    size_t slots;   // of those tokens
+    size_t slots;   // of those tokens: K each
     size_t rows;    // at most: a token chooses an expert once
 };
 inline ExpertCounts expert_counts(const Shape& s, size_t N) {
@@ -38,13 +40,13 @@ inline ExpertCounts expert_counts(const Shape& s, size_t N) {
     return {experts, groups, tokens, tokens * s.K, tokens * std::min(s.K, experts)};
 }
 
-// Gather the tokens' rows of all ranks into the layer's scratch, good until its next use. On one
-// rank nothing is copied: `rows` itself comes back.
+// Gather the rows of all ranks' tokens into the layer's scratch; they are good until its next use.
+// On one rank nothing is copied: `rows` itself is returned.
 template <typename T, typename S>
 const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids) { // (ep,N,C) of (N,C) (ep,N,K)
     if (ctx.ep.size == 1) return rows;
     T* all = static_cast<T*>(ctx.token_rows);
-    // Rows that nobody here wants may stay away: they are never read.
+    // With --ep-method exchange, rows that no expert here wants are never sent nor read.
     if (ctx.exchange_rows)
         send_tokens(ctx, all, rows, ids);
     else
@@ -52,27 +54,27 @@ const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids) { // (ep,N,C)
     return all;
 }
 
-// A sum over ranks: write your part of it, of all tokens, to partial_tokens(); sum_tokens() reduces
-// the parts into `out`. On one rank the two are one buffer.
+// Sum over ranks in two calls: write your partial result for all tokens to partial_tokens(), then
+// sum_tokens() reduces it into `out`. On one rank the two are one buffer.
 template <typename T, typename S>
 T* partial_tokens(Ctx<S>& ctx, T* out) { // (ep,N,C) for (N,C)
     return ctx.ep.size == 1 ? out : static_cast<T*>(ctx.token_rows);
 }
 template <typename T, typename S>
 void sum_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) of (ep,N,C) {+ep}
-    // Their parts come as they went.
+    // Return the partial rows the way their tokens came.
     bool exchanges = ctx.ep.size > 1 && ctx.exchange_rows;
     if (exchanges) return return_tokens(ctx, out, partial, ids);
     reduce_scatter_sum(ctx.ep, out, partial, ctx.batch.rows() * ctx.shape.C, ctx.where);
 }
 
-// This rank's numbers of a table that has all ranks' slots side by side.
+// Return this rank's part of a table that holds all ranks' slots side by side.
 template <typename A, typename S>
 A* my_slots(const Ctx<S>& ctx, A* all) { // (N,K) of (ep,N,K)
     return all + size_t(ctx.ep.rank) * ctx.batch.rows() * ctx.shape.K;
 }
 
-// Bring the choices of all ranks together, in place.
+// All-gather the routers' choices and gates of all ranks, in place.
 template <typename A, typename S>
 void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
     size_t n = ctx.batch.rows() * ctx.shape.K;
@@ -80,15 +82,16 @@ void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
     all_gather(ctx.ep, gates, my_slots(ctx, gates), n, ctx.where);
 }
 
-// Sum the gates' gradients in place: each expert's rank has those of its slots, others have zeros.
+// Sum the gates' gradients in place:
+// the rank of a slot's expert has its gradient, other ranks have zero.
 template <typename A, typename S>
 void sum_gates(Ctx<S>& ctx, A* dgates) { // (ep,N,K) {+ep}
     size_t n = ctx.batch.rows() * ctx.shape.K;
     reduce_scatter_sum(ctx.ep, my_slots(ctx, dgates), dgates, n, ctx.where);
 }
 
-// Sort all slots by this rank's experts; the others' come last. Groups of the products begin where
-// these do, and starts[experts] rows are its own.
+// Sort all slots by this rank's experts; slots of other ranks' experts come last. starts[e] is
+// where expert e begins, and this rank's experts have starts[experts] rows in all.
 template <typename S>
 void sort_own_slots(Ctx<S>& ctx, const Slots& slots, const int* ids) { // (ep,N,K)
     const Shape& s = ctx.shape;

@@ -1,17 +1,17 @@
 // fp8_matmul.cuh - products on tensor cores that read codes of 8 bits - arXiv:2209.05433
-//   out (M,N) = a (M,K) b (N,K)^T (+ out) (+ bias) (+ residual), where an element of a or b is a
-//   code times its block's inverse scale. Sums are float. K runs along rows of both: tensor cores
-//   take no other order of codes before Blackwell, so fp8_quantise() has written transposes where
-//   a product wants them.
+//   out (M,N) = a (M,K) b (N,K)^T (+ out) (+ bias) (+ residual). An element of a or b is a code
+//   times its block's inverse scale. Sums are float. K runs along the rows of both: before
+//   Blackwell tensor cores take codes in no other order, so fp8_quantise() writes transposes where
+//   a product needs them.
 //     recipe   a                          b                          GPUs
 //     block    ROWS, 1 x 128 of K         SQUARES, 128 x 128,        sm_90, cuBLAS 12.9 or later
 //                                         or ROWS
 //     tensor   WHOLE                      WHOLE                      sm_89 and later
-//   Nothing that describes a product is looked at before the library searches for algorithms:
-//   fp8_refuses() holds it against the library's rules beforehand. A product that they forbid is
-//   the bf16 product of what the codes stand for (linear.cuh).
-//   In the emulator that bf16 product stands for the tensor cores'. It reads the codes, the
-//   transposes and the scales where they lie, so that a wrong place shows.
+//   cuBLASLt checks a description only when it searches for algorithms. fp8_refuses() therefore
+//   tests a product against the library's rules beforehand. A product that they forbid becomes the
+//   bf16 product of the codes' values (linear.cuh).
+//   In the emulator that bf16 product replaces the tensor cores'. It reads codes, transposes and
+//   scales from their own places, so that a wrong place shows.
 //   Contract: out = or += (accumulate).  Bitwise repeatable for an equal choice of algorithm.
 //   Cost: 2 M N K FLOPs; reads a byte an element.
 //   Error: float sums of exact products; Hopper's keep some 14 bits between promotions.
@@ -22,34 +22,35 @@
 
 namespace llmc {
 
-// Codes with K along rows, and what makes numbers of them.
+// An operand: codes with K along rows, and the scales that turn them into numbers.
 struct Fp8Operand {
     const void* codes = nullptr;    // (M or N, K)
-    const float* inverse = nullptr; // as fp8_scales(M or N, K, blocks) lie
+    const float* inverse = nullptr; // laid out as fp8_scales(M or N, K, blocks)
     Fp8Blocks blocks = Fp8Blocks::WHOLE;
-    bool wide = false; // e5m2, else e4m3
+    bool wide = false; // e5m2 if true, else e4m3
 };
 
-// All of a product but its pointers.
+// A product without its pointers.
 struct Fp8Product {
     size_t M, N, K;
     Fp8Blocks a, b; // ROWS, SQUARES, WHOLE
     bool a_wide, b_wide;
-    Type out; // out's rows are contiguous, and so are residual's, of the same type
+    Type out; // out and residual have this type and contiguous rows
     bool accumulate = false;
 };
 
-// Return null, or why cuBLASLt does not multiply so on a GPU of this architecture: 90 for sm_90.
-//   The rules are those of its page on narrow precisions, release 13.0. `version`: of the library
+// Null, or the reason why cuBLASLt does not multiply this on a GPU of this architecture (90
+// for sm_90). The rules are those of its page on narrow precisions, release 13.0. `version`
+// is the library's.
 inline const char* fp8_refuses(const Fp8Product& p, int architecture, size_t version) {
     if (architecture < 89) return "tensor cores multiply codes of 8 bits from sm_89 on";
     if (p.a_wide && p.b_wide) return "both operands are e5m2";
 
-    // All rows begin at multiples of 16 bytes.
+    // All rows must begin at multiples of 16 bytes.
     if (p.K % 16) return "K is no multiple of 16";
     if (p.N % (p.out == Type::F32 ? 4 : 8)) return "rows of out are no multiple of 16 bytes";
 
-    // One scale goes with one scale, and scales of blocks with scales of blocks.
+    // Both operands must have one scale, or both must have scales of blocks.
     bool whole = p.a == Fp8Blocks::WHOLE;
     if (whole != (p.b == Fp8Blocks::WHOLE)) return "one operand has one scale, the other has many";
     if (whole) return nullptr;
@@ -60,6 +61,7 @@ inline const char* fp8_refuses(const Fp8Product& p, int architecture, size_t ver
     return nullptr;
 }
 
+// CPUs do not multiply codes.
 inline bool fp8_multiplies(const Fp8Product&, const Blas&, Cpu) { return false; }
 
 // ----------------------------------------------------------------------------
@@ -68,7 +70,7 @@ inline bool fp8_multiplies(const Fp8Product&, const Blas&, Cpu) { return false; 
 #if LLMC_KERNELS
 #if defined(__CUDACC__)
 
-// A name for each way of scaling: the enumeration's own came with 12.9.
+// The library's number of each way of scaling. Its own enumeration exists only since 12.9.
 inline int32_t fp8_scale_mode(Fp8Blocks blocks) {
     constexpr int32_t SCALAR = 0, VECTOR_128 = 4, BLOCK_128 = 5;
     return blocks == Fp8Blocks::WHOLE  ? SCALAR
@@ -76,11 +78,12 @@ inline int32_t fp8_scale_mode(Fp8Blocks blocks) {
                                        : BLOCK_128;
 }
 
-// Whether the library multiplies so on this GPU.
+// Whether the library multiplies this on the current GPU.
 inline bool fp8_multiplies(const Fp8Product& p, const Blas&, cudaStream_t) {
     return !fp8_refuses(p, gpu_architecture(), cublasLtGetVersion());
 }
 
+// The product, by cuBLASLt. Ask fp8_multiplies() first.
 template <typename T, typename O>
 void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K) (N,K)
                 const T* bias, const O* residual,                 // (N) (M,N), or null
@@ -90,7 +93,8 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
                blas.scratch_bytes);
     Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate};
 
-    // Find the product, or make it: formats and scales tell it from one of wider operands.
+    // Find the product, or make it. Formats and scales distinguish its key from that
+    // of wider operands.
     const O* added = residual ? residual : p.accumulate ? out : nullptr;
     size_t align = common_alignment(out, a.codes, b.codes, bias, added);
     ProductKey key = product_key(shape, type_of<T>(), p.out, bias, added, align);
@@ -102,7 +106,7 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
         auto format = [](bool wide) { return wide ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3; };
         GpuProduct made = make_gpu_product(shape, format(p.a_wide), format(p.b_wide),
                                            cuda_type(p.out), bias);
-        // The second operand is the library's first.
+        // The library's first operand is our second.
 #if CUBLAS_VERSION >= 120900
         describe(made, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, fp8_scale_mode(p.b));
         describe(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, fp8_scale_mode(p.a));
@@ -111,7 +115,7 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
         return made;
     });
 
-    // Addresses of scales are part of the description: set them at each run.
+    // Set the addresses of the scales, which are part of the description.
     describe(g, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b.inverse);
     describe(g, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a.inverse);
     auto run = [&](const GpuAlgorithm& algorithm) {
@@ -122,17 +126,19 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
 
 #else // the emulator
 
-// The emulated GPU is an sm_86, which multiplies no codes: a test says another.
+// The emulated GPU is an sm_86, which multiplies no codes; a test may set another architecture.
 inline bool fp8_multiplies(const Fp8Product& p, const Blas& blas, cudaStream_t) {
     return !fp8_refuses(p, blas.emulates, 130000);
 }
 
-// The numbers that codes stand for: (rows,K).
+// The numbers (rows,K) that the codes stand for.
 template <typename T, typename F>
 std::vector<T> fp8_numbers(const Fp8Operand& x, size_t rows, size_t K) {
     const F* codes = static_cast<const F*>(x.codes);
     size_t squares = fp8_square_row(ceil_div(K, FP8_BLOCK));
     std::vector<T> numbers(rows * K);
+
+    // Multiply each code by its block's inverse scale.
     for (size_t r = 0; r < rows; r++)
         for (size_t k = 0; k < K; k++) {
             size_t at = x.blocks == Fp8Blocks::WHOLE  ? 0
@@ -143,6 +149,7 @@ std::vector<T> fp8_numbers(const Fp8Operand& x, size_t rows, size_t K) {
     return numbers;
 }
 
+// The product in the emulator: a bf16 product of the codes' values.
 template <typename T, typename O>
 void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K) (N,K)
                 const T* bias, const O* residual,                 // (N) (M,N), or null
@@ -151,14 +158,18 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
                "an fp8 product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
                blas.scratch_bytes);
     auto multiply = [=] {
-        emulator::catch_up(); // codes and scales are there
+        emulator::catch_up(); // wait until codes and scales are there
         auto numbers = [&](const Fp8Operand& x, size_t rows) {
             return x.wide ? fp8_numbers<T, e5m2>(x, rows, p.K) : fp8_numbers<T, e4m3>(x, rows, p.K);
         };
+
+        // Multiply the values that the codes stand for.
         std::vector<T> A = numbers(a, p.M), B = numbers(b, p.N);
         Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate};
         emulated_product(out, A.data(), B.data(), bias, residual, shape);
     };
+
+    // Queue it as a launch.
     auto* name = &emulated_product<T, O>;
     emulator::note_launch(name);
     emulator::give(reinterpret_cast<const void*>(name), stream, multiply, out, a, b, bias, residual,

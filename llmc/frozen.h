@@ -1,10 +1,11 @@
 // frozen.h - weights that nothing trains, in 4 or 8 bits: where they lie, how they are made
-//   1. which    the matrices of blocks; vectors, tables and the head stay T
-//   2. where    one behind the other in the bucket of their block: codes, absmax, table, each at a
-//               multiple of 256 bytes
-//   3. made     from the whole parameter on every rank, which keeps its piece: any tensor
-//               parallelism has the same codes. A piece must be whole blocks.
-//   4. used     each product dequantises its matrix into the layer's scratch (linear.cuh)
+//   1. which    The matrices of blocks. Vectors, tables and the head stay T.
+//   2. where    One behind the other in the bucket of their block: codes, absmax, table, each at a
+//               multiple of 256 bytes.
+//   3. made     Every rank quantises the whole parameter and keeps its piece, so the codes do not
+//               depend on tensor parallelism. A piece must be whole quantisation blocks.
+//   4. used     Each product dequantises its matrix into the layer's scratch (linear.cuh).
+//   A bucket with such codes is called narrow, any other one wide.
 #pragma once
 #include "arena.h"
 #include "buckets.h"
@@ -15,8 +16,8 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // where they lie
 
-// A block's bucket is narrow as a whole: its vectors too have their place by bytes. The tables stay
-// wide, for the embedding reads rows of them, and a tied head shares one.
+// Whether a bucket is narrow. A block's bucket is narrow as a whole: its vectors too are placed by
+// bytes. Tables stay wide, because the embedding reads single rows and a tied head shares one.
 inline bool is_narrow(Stored stored, const Model& m, int bucket) {
     return stored != Stored::WIDE && m.buckets[bucket].role == Role::BLOCK;
 }
@@ -24,16 +25,16 @@ inline bool is_narrow(Stored stored, const Model& m, const Parameter& p) {
     return is_narrow(stored, m, p.bucket) && p.shape.size() == 2;
 }
 
-// The parts of a parameter of a narrow bucket: bytes from the bucket's start.
+// Where the parts of a parameter lie in a narrow bucket, in bytes from the bucket's start.
 struct StoredPlace {
-    size_t codes = 0; // of a vector: its values
+    size_t codes = 0; // a vector's values
     size_t absmax = 0;
-    size_t table = 0; // NF4
+    size_t table = 0; // NF4 only
     size_t end = 0;
 };
 
-// The place of a parameter when the one before it ends at `at`. Parts begin where kernels can read
-// 16 bytes at a time.
+// Return the place of a parameter when the one before it ends at `at`. Parts are aligned so that
+// kernels can read 16 bytes at a time.
 template <typename T>
 StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size_t at) {
     auto take = [&](size_t bytes) {
@@ -42,7 +43,7 @@ StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size
         return start;
     };
 
-    // A vector is as it was; the table is the whole parameter's on every rank.
+    // A vector keeps its type. The table is the whole parameter's, on every rank.
     size_t n = p.local_elements();
     StoredPlace place;
     if (!is_narrow(stored, m, p)) {
@@ -53,7 +54,7 @@ StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size
         place.table = take(nf4_table_floats(p.elements()) * sizeof(float));
     } else if (stored == Stored::INT4) {
         place.codes = take(ceil_div(n, size_t(2)));
-        // Scales of a row's groups lie one behind the other.
+        // A row's groups have their scales side by side.
         size_t groups = int4_groups(p.local_cols());
         place.absmax = take(p.local_rows() * groups * sizeof(float));
     } else {
@@ -64,7 +65,8 @@ StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size
     return place;
 }
 
-// Parameters lie in the table's order. Without one: the place of the last.
+// Return the place of a parameter: parameters lie in the order of the model's table. With p = null,
+// return the place of the last one.
 template <typename T>
 StoredPlace stored_place(Stored stored, const Model& m, int bucket, const Parameter* p) {
     const Bucket& b = m.buckets[bucket];
@@ -76,14 +78,14 @@ StoredPlace stored_place(Stored stored, const Model& m, int bucket, const Parame
     return place;
 }
 
-// Bytes of a narrow bucket.
+// Return the bytes of a narrow bucket.
 template <typename T>
 size_t stored_bytes(Stored stored, const Model& m, int bucket) {
     return stored_place<T>(stored, m, bucket, nullptr).end;
 }
 
-// Bytes that hold any narrow matrix of a layer as T. Products run one after another, and each
-// dequantises its own: one room serves all of them.
+// Return the bytes that hold the largest narrow matrix of a layer as T. Products run one after
+// another, and each dequantises its own matrix, so one buffer serves all of them.
 template <typename T>
 size_t wide_bytes(Stored stored, const Model& m, int layer) {
     size_t most = 0;
@@ -95,22 +97,23 @@ size_t wide_bytes(Stored stored, const Model& m, int layer) {
     return most * sizeof(T);
 }
 
-// Refuse pieces that cut a block of NF4 or a group of int4. Rows of int8 may be cut anywhere.
-// A block that two ranks shared would need a place on both, and codes in halves.
+// Refuse tensor parallelism that cuts a block of NF4 or a group of int4. Rows of int8 may be cut
+// anywhere. A block shared by two ranks would need a place on both, and codes in halves.
 inline std::string check_pieces(Stored stored, const Model& m, const Layout& layout) {
     bool four = stored == Stored::INT4;
     if (stored != Stored::NF4 && !four)
         return "";
     for (const Parameter& p : m.parameters) {
-        // NF4's blocks go on over the ends of rows, int4's groups end there: between rows a cut
-        // must only leave bytes whole. Equal parts of a group have its scale, each their copy.
+        // Blocks of NF4 run on across the ends of rows, so a run must be whole blocks. Groups of
+        // int4 end with their row: a cut between rows must only leave whole bytes, and a cut that
+        // divides a group equally gives each part a copy of the group's scale.
         size_t run = piece_runs(p, layout.tp.rank, layout.tp.size).run;
         bool rows = p.local_cols() == p.cols();
         size_t block = !four ? NF4_BLOCK : rows ? 2 : INT4_GROUP;
         bool even = run % 2 == 0;
         bool parts = four && even && INT4_GROUP % run == 0;
 
-        // Other cuts would need a place on both ranks.
+        // Any other cut would split a block over two ranks.
         bool cut = p.pieces > 1 && run % block && !parts;
         if (cut && is_narrow(stored, m, p))
             return concat("--weights ", four ? "int4" : "nf4", ": --tp ", layout.tp.size, " cuts ",
@@ -123,7 +126,7 @@ inline std::string check_pieces(Stored stored, const Model& m, const Layout& lay
 // ----------------------------------------------------------------------------
 // how products find them
 
-// The parts of a parameter, from the bucket's start in the arena.
+// Return pointers to the parts of a parameter, whose bucket starts at `base` in the arena.
 template <typename T>
 Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Parameter& p,
                    unsigned char* base) {
@@ -145,7 +148,7 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
         return narrow;
     }
 
-    // A piece has its blocks in runs, between those of other ranks: a block finds its absmax2 by
+    // NF4: a piece is runs of blocks, between the runs of other ranks. A block finds its absmax2 by
     // its number in the whole parameter.
     Nf4& nf4 = narrow.nf4;
     nf4.codes = base + place.codes;
@@ -160,8 +163,8 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
     return narrow;
 }
 
-// The places of all parameters in the arena, which does not move. Those of wide buckets are empty,
-// and those of other ranks' layers.
+// Return pointers to all parameters in the arena, which does not move. Entries are empty for wide
+// buckets and for other ranks' layers.
 template <template <typename, typename> class Trainer, typename T, typename S>
 std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
     Stored stored = t.plans[0].stored;
@@ -176,39 +179,39 @@ std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
     return all;
 }
 
-// Point a weight at its place: products read a matrix by its codes, norms a vector as it is.
+// Point a weight at its place: products read a matrix by its codes, norms read a vector as it is.
 inline void point_at(Weight& w, const Narrow* narrow) {
-    if (!narrow->values) return; // of a wide bucket
+    if (!narrow->values) return; // a wide bucket's
     w.data = narrow->values;
     w.narrow = narrow->is_matrix() ? narrow : nullptr;
 }
 
 // ----------------------------------------------------------------------------
-// how they are made: put(at, values) copies into the bucket
+// how they are made: the callback put(at, values) copies into the bucket
 
-// A whole matrix in a narrow format: made from its values, or read from a file that has it so.
+// A whole matrix in a narrow format, quantised here or read from a file in that format.
 struct StoredMatrix {
     Stored stored = Stored::WIDE;
     std::vector<uint8_t> codes;  // NF4, int4: two a byte; int8: one
     std::vector<uint8_t> scales; // NF4: codes of absmaxes
-    std::vector<float> table;    // NF4: the table of nf4.cuh; int8: absmaxes of rows; int4: scales
+    std::vector<float> table;    // NF4: the table of nf4.cuh; int8: absmax of rows; int4: scales
     bool finite = true;
 };
 
-// A file may hold weights that are not finite, and loading them must not hide that.
+// Whether all values are finite. A file may hold others, and loading must not hide them.
 inline bool all_finite(const std::vector<float>& x) {
     return std::all_of(x.begin(), x.end(), [](float value) { return std::isfinite(value); });
 }
 
-// NF4's blocks go on over the ends of rows, and its absmaxes have blocks too: only the whole
-// parameter knows them, and its offset.
+// Quantise a whole parameter to NF4. Its blocks run on across the ends of rows, and its absmaxes
+// form blocks too, so only the whole parameter determines them and their offset.
 inline StoredMatrix make_nf4(const std::vector<float>& whole) {
     size_t n = whole.size(), blocks = nf4_blocks(n);
     StoredMatrix m = {Stored::NF4, std::vector<uint8_t>(ceil_div(n, size_t(2))),
                       std::vector<uint8_t>(blocks), std::vector<float>(nf4_table_floats(n))};
     m.finite = all_finite(whole);
 
-    // Its absmaxes are floats only until they have codes.
+    // Absmaxes are floats only until they are quantised too.
     std::vector<float> absmax(blocks);
     nf4_quantize(m.codes.data(), absmax.data(), whole.data(), n, Cpu{});
     nf4_begin_table(m.table.data(), absmax.data(), blocks);
@@ -216,7 +219,7 @@ inline StoredMatrix make_nf4(const std::vector<float>& whole) {
     return m;
 }
 
-// Rows are quantised one by one.
+// Quantise a whole parameter to int8, row by row.
 inline StoredMatrix make_int8(const std::vector<float>& whole, size_t rows) {
     StoredMatrix m = {Stored::INT8, std::vector<uint8_t>(whole.size()), {},
                       std::vector<float>(rows), all_finite(whole)};
@@ -225,7 +228,7 @@ inline StoredMatrix make_int8(const std::vector<float>& whole, size_t rows) {
     return m;
 }
 
-// Groups end with their row.
+// Quantise a whole parameter to int4; groups end with their row.
 inline StoredMatrix make_int4(const std::vector<float>& whole, size_t rows) {
     size_t cols = whole.size() / rows;
     StoredMatrix m;
@@ -237,23 +240,24 @@ inline StoredMatrix make_int4(const std::vector<float>& whole, size_t rows) {
     return m;
 }
 
-// A matrix in any of the formats, from its values.
+// Quantise a whole parameter to any of the formats.
 inline StoredMatrix make_matrix(Stored stored, const std::vector<float>& whole, size_t rows) {
     if (stored == Stored::NF4)
         return make_nf4(whole);
-    // Rows matter to the others.
+    // The other formats need to know the rows.
     if (stored == Stored::INT4)
         return make_int4(whole, rows);
     return make_int8(whole, rows);
 }
 
-// Codes cannot hold NaN: the first float beside them does, where the check of weights finds it.
+// Mark a matrix that was not finite. Codes cannot hold NaN, so the first float beside them does,
+// and the check of weights finds it there.
 inline void mark_bad(const StoredMatrix& m, float* beside) {
     if (!m.finite) *beside = NAN;
 }
 
-// Keep this rank's blocks. A byte has two codes, so a run of whole blocks has whole bytes; the only
-// run of a parameter that nobody cuts may be odd.
+// Keep this rank's blocks of NF4. A byte holds two codes, so a run of whole blocks is whole bytes;
+// only a parameter that is not cut at all may have an odd length.
 template <typename F>
 void keep_nf4(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
               F put) {
@@ -264,7 +268,7 @@ void keep_nf4(const Parameter& p, const Layout& layout, const StoredMatrix& m, S
         std::copy_n(&m.scales[from / NF4_BLOCK], nf4_blocks(count), &scales[at / NF4_BLOCK]);
     });
 
-    // The table is the whole parameter's.
+    // Every rank keeps the whole parameter's table.
     std::vector<float> table = m.table;
     mark_bad(m, &table[0]);
     put(place.codes, codes);
@@ -272,7 +276,8 @@ void keep_nf4(const Parameter& p, const Layout& layout, const StoredMatrix& m, S
     put(place.table, table);
 }
 
-// Keep this rank's codes, and of each of its rows, which may be cut, the absmax of the whole row.
+// Keep this rank's codes of int8,
+// and for each of its rows, cut or not, the absmax of the whole row.
 template <typename F>
 void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
                F put) {
@@ -281,7 +286,8 @@ void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, 
     std::vector<float> absmax(p.local_rows());
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
         std::copy_n(&m.codes[from], count, &codes[at]);
-        // A run may be a part of a row, or several rows.
+        // A run may be part of a row, or several rows:
+        // take the absmax of each row that starts in it.
         for (size_t r = ceil_div(at, cols); r * cols < at + count; r++)
             absmax[r] = m.table[(from + r * cols - at) / p.cols()];
     });
@@ -290,7 +296,8 @@ void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, 
     put(place.absmax, absmax);
 }
 
-// Keep this rank's codes and the scales of its groups. A part of a group has the scale of all.
+// Keep this rank's codes of int4, and the scales of its groups.
+// A part of a group has the scale of the whole group.
 template <typename F>
 void keep_int4(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
                F put) {
@@ -300,8 +307,9 @@ void keep_int4(const Parameter& p, const Layout& layout, const StoredMatrix& m, 
     std::vector<uint8_t> codes(ceil_div(p.local_elements(), size_t(2)));
     std::vector<float> scales(p.local_rows() * groups);
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
+
         std::copy_n(&m.codes[from / 2], ceil_div(count, size_t(2)), &codes[at / 2]);
-        // A run may be a part of a row, or several rows. Take a group at a time, up to the end of
+        // A run may be part of a row, or several rows. Take one group at a time, up to the end of
         // this rank's part of a row.
         for (size_t k = 0; k < count;) {
             size_t whole = from + k;
@@ -315,23 +323,25 @@ void keep_int4(const Parameter& p, const Layout& layout, const StoredMatrix& m, 
             k += std::min(left, cols - c);
         }
     });
+
+    // Hand over the parts, with NaN in the scales if the matrix was not finite.
     mark_bad(m, &scales[0]);
     put(place.codes, codes);
     put(place.absmax, scales);
 }
 
-// Keep a matrix in the format that it has.
+// Keep this rank's piece of a matrix in the format that the matrix has.
 template <typename T, typename F>
 void keep_stored(const Model& model, const Layout& layout, const Parameter& p,
                  const StoredMatrix& m, F put) {
-    // A run has one format, which is the place's too.
+    // A run uses one format, so the matrix has the format of its place.
     StoredPlace place = stored_place<T>(m.stored, model, p.bucket, &p);
     if (m.stored == Stored::NF4) return keep_nf4(p, layout, m, place, put);
     if (m.stored == Stored::INT4) return keep_int4(p, layout, m, place, put);
     keep_int8(p, layout, m, place, put);
 }
 
-// Make a parameter of a narrow bucket from all its values.
+// Make one parameter of a narrow bucket from all its values.
 template <typename T, typename A, typename F>
 void make_stored(Stored stored, const Model& m, const Layout& layout, const Parameter& p,
                  const std::vector<A>& values, F put) {
@@ -341,7 +351,7 @@ void make_stored(Stored stored, const Model& m, const Layout& layout, const Para
         return keep_stored<T>(m, layout, p, make_matrix(stored, whole, p.rows()), put);
     }
 
-    // A vector stays as it is: a norm's weight is small, and every element of a row depends on it.
+    // Keep a vector in T: a norm's weight is small, and every element of a row depends on it.
     std::vector<T> piece(p.local_elements());
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
         for (size_t i = 0; i < count; i++)

@@ -3,20 +3,20 @@
 //   block       x = x + attn_proj(attention(attn(ln_1(x))))
 //               x = x + fc_proj(gelu(fc(ln_2(x))))
 //   head        logits = ln_f(x) wte^T
-//   GPT-NeoX (neox.h) has the same block; where its branches are parallel both read inp:
+//   GPT-NeoX (neox.h) has the same block. Where its branches are parallel, both read inp:
 //               x = x + attn_proj(...) + fc_proj(gelu(fc(ln_2(x))))
-//   Names and order are those of train_gpt_min.cpp. Products are column- or row-parallel (on one
-//   rank: plain); those of one input come as a list {{result, weight, bias}, ...}.
-//   The backward pass has two halves, which a pipeline schedule may place apart:
-//   block_backward_input makes the gradient of the block's input and those that its weights wait
-//   for, block_backward_weight makes the gradients of its weights.
+//   Names and order are those of train_gpt_min.cpp. Products are column- or row-parallel (plain on
+//   one rank); products of the same input come as one list {{result, weight, bias}, ...}.
+//   The backward pass has two halves, which a pipeline schedule may place apart.
+//   block_backward_input makes the gradient of the block's input, and the gradients that the other
+//   half needs; block_backward_weight makes the gradients of weights.
 //
-//   N = B*T rows of a micro-batch. R rows of the residual stream: N, or with sequence parallelism
-//   this rank's part of them. NH, NKV and F are what this rank has. QKV = (NH + 2 NKV) HS.
+//   N = B*T rows of a micro-batch. R rows of the residual stream: N, or this rank's share of them
+//   with sequence parallelism. NH, NKV and F count this rank's own. QKV = (NH + 2 NKV) HS.
 //   inp, out, dinp, dout (R,C)   cache (slots,positions,2,NKV*HS), or null: only generation has one
 //   Contract: out, dinp, activations =   gradients of weights = or += (accumulate)
 //   Cost: a block's forward pass takes 24 N C^2 FLOPs in products and 2 N T C in attention (half of
-//         the square is masked); its backward pass twice the products, 2.5 times the attention.
+//         the square is masked). Its backward pass takes twice the former and 2.5 times the latter.
 #pragma once
 #include "context_parallel.h"
 #include "gelu.cuh"
@@ -26,7 +26,7 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// the family: weights [out, in], and what a block makes
+// the family: weights [out, in], and the activations of a block
 
 // clang-format off
 struct Gpt2 {
@@ -50,7 +50,7 @@ struct Gpt2 {
 
     struct Head {
         Weight ln_f_weight, ln_f_bias;            // (C) (C)
-        Weight lm_head;                           // (Vp,C), where tied wte itself
+        Weight lm_head;                           // (Vp,C), if tied wte itself
     };
 
     template <typename T> struct Acts {
@@ -68,23 +68,24 @@ struct Gpt2 {
         T *dattention, *dqkv, *dln_1;             // (N,NH*HS) (N,QKV) (R,C)
         acc_t<T> *ln_1_sums, *ln_2_sums;          // parts of gradients of weights and biases
         acc_t<T>* fc_sums;                        // parts of fc's dbias
-        T *dout_all, *dmiddle_all;                // (N,C) (N,C)  rows of all ranks, where R < N
+        T *dout_all, *dmiddle_all;                // (N,C) (N,C)  the rows of all ranks, if R < N
     };
 };
 // clang-format on
 
 // ----------------------------------------------------------------------------
-// tables: each function shows its rows to a visitor, which makes the table or binds pointers
+// tables: a function shows each row to a visitor, which adds it to a table or binds its pointer
 
 // clang-format off
-// Tensor parallelism cuts columns [out/tp, in] or rows [out, in/tp], or leaves a parameter whole;
-// of attn it cuts the columns of queries, keys and values each. Files hold transposed as [in, out].
+// The parameters of a block. Tensor parallelism cuts columns [out/tp, in], cuts rows [out, in/tp],
+// or leaves a parameter whole; in attn it cuts the columns of queries, keys and values one by one.
+// Files hold a transposed parameter as [in, out].
 template <typename Row>
 void block_parameters(Gpt2::Block& w, const Shape& s, Row row) {
     size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = (s.NH + 2 * s.NKV) * s.HS;
     Shard whole = {}, columns = {0}, rows = {1}, qkv = {0, 3};
 
-    // 2L products add to the residual stream: they start smaller by sqrt(2L).
+    // 2L products add to the residual stream, so their weights start smaller by sqrt(2L).
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
 
@@ -103,9 +104,9 @@ void block_parameters(Gpt2::Block& w, const Shape& s, Row row) {
     row(w.fc_proj_bias,     "mlp.c_proj.bias",    {C},      ZEROS,  false, whole,   false);
 }
 
-// Recomputation drops rows after the forward pass: every level the CHEAP, two levels those of a
-// branch (ATTN, FFN), full both. GRADIENT rows are born in the backward pass, whose input half
-// (B) or weight half (W) reads last.
+// The activations of a block. Levels of recomputation drop rows after the forward pass: all but
+// `none` drop CHEAP rows, `attention` also ATTN rows, `ffn` also FFN rows, `full` all three. The
+// backward pass makes GRADIENT rows; its input half (B) or weight half (W) is a row's last reader.
 template <typename T, typename S, typename Row>
 void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = (s.NH + 2 * s.NKV) * s.HS;
@@ -141,7 +142,7 @@ void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row 
     row(a.dmiddle_all,  "d middle, all rows",   N * C,     GRADIENT, W);
 }
 
-// The token table is cut by rows over tp; positions are few, and every rank holds them whole.
+// Tensor parallelism cuts the token table by rows. Positions are few: every rank holds them all.
 template <typename Row>
 void embedding_parameters(Gpt2::Embedding& w, const Shape& s, Row row) {
     row(w.wte, "wte.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
@@ -164,6 +165,7 @@ void head_parameters(Gpt2::Head& w, const Shape& s, Row row) {
 // ----------------------------------------------------------------------------
 // LayerNorm of this rank's rows of the residual stream
 
+// out = the normed rows of inp; mean and rstd are kept for backward.
 template <typename T, typename S>
 void layernorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* mean, acc_t<T>* rstd, // (R,C) (R) (R)
                        const T* inp, const Weight& weight, const Weight& bias) {
@@ -171,8 +173,8 @@ void layernorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* mean, acc_t<T>* rstd, // (
                       ctx.shape.C, ctx.shape.norm_eps, ctx.where);
 }
 
-// dinp = dresidual (or null: 0) + the norm's own part; sums = parts of dweight, dbias and of the
-// gradient of the bias that joined the stream at dresidual
+// dinp = the gradient through the norm + dresidual (null: 0). sums = parts of dweight, dbias and of
+// the sum of dresidual's rows, which is the gradient of a bias that joined the stream there.
 template <typename T, typename S>
 void layernorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, // (R,C) (R,C)
                         const T* dout, const T* inp,                              // (R,C) (R,C)
@@ -181,7 +183,7 @@ void layernorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual
                        stream_rows(ctx), ctx.shape.C, ctx.where);
 }
 
-// List the parts for column_sums.
+// The parts in `sums`, listed for column_sums(), which adds them up into gradients.
 template <typename T, typename S>
 std::vector<PartialSums<acc_t<T>>> layernorm_parts(Ctx<S>& ctx, const Weight& weight,
                                                    const Weight& bias, const Weight& joined_bias,
@@ -193,25 +195,26 @@ std::vector<PartialSums<acc_t<T>>> layernorm_parts(Ctx<S>& ctx, const Weight& we
 // ----------------------------------------------------------------------------
 // the block: two branches that read the residual stream and add to it
 
-// Point at queries, keys and values, which lie side by side in a row of qkv (N,QKV).
+// Pointers to queries, keys and values, which lie side by side in each row of qkv (N,QKV).
 template <typename T>
 Qkv<T> split_qkv(const Shape& s, T* qkv) {
     size_t Q = s.NH * s.HS, KV = s.NKV * s.HS, QKV = Q + 2 * KV;
     return {qkv, qkv + Q, qkv + Q + KV, QKV, QKV};
 }
 
-// The stream that the second branch reads: behind the first, or where both are parallel before it.
+// The stream that the second branch reads: behind the first one, or `inp` if both are parallel.
 template <typename T>
 const T* second_input(const Shape& s, const T* inp, const Gpt2::Acts<T>& a) {
     return s.parallel ? inp : a.middle;
 }
 
-// The gradient of what the first branch gave: parallel branches join the stream where it ends.
+// The gradient of the first branch's result: parallel branches join the stream at the block's end.
 template <typename T>
 const T* first_gradient(const Shape& s, const T* dout, const Gpt2::Acts<T>& a) {
     return s.parallel ? dout : a.dmiddle;
 }
 
+// out = the stream behind the block. Activations go to `a`; cache is null except in generation.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
                    const Gpt2::Acts<T>& a, T* cache) {
@@ -232,15 +235,15 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
     row_parallel_forward(ctx, out, a.gelu, w.fc_proj_weight, w.fc_proj_bias, a.middle);
 }
 
-// Make again what the level of recomputation dropped: norms and GELU always, the products of a
-// branch at some levels. Nothing reads the block's output again, so the last product is left out.
+// Make the activations that the level of recomputation dropped: always norms and GELU, at some
+// levels the products of a branch. Nothing reads the block's output, so its product is left out.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2::Acts<T>& a,
                      Recompute level) {
     const Shape& s = ctx.shape;
     T* no_cache = nullptr;
 
-    // The first branch.
+    // Redo the first branch.
     layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
     if (redoes_attn(level)) {
         column_parallel_forward(ctx, {{a.qkv, w.attn_weight, w.attn_bias}}, a.ln_1);
@@ -248,7 +251,7 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2
         row_parallel_forward(ctx, a.middle, a.attention, w.attn_proj_weight, w.attn_proj_bias, inp);
     }
 
-    // The second.
+    // Redo the second branch.
     layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, second_input(s, inp, a),
                       w.ln_2_weight, w.ln_2_bias);
     if (redoes_ffn(level))
@@ -256,14 +259,15 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2
     gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where, s.exact_gelu);
 }
 
-// Everything but the gradients of weights, of which it makes what is at hand: parts of sums.
+// dinp, and all that the weight half reads: gradients of activations, and parts of the sums over
+// rows that become gradients of biases and norms.
 template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Gpt2::Block& w, const Gpt2::Acts<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
 
-    // Walk back through the second branch. GELU's gradient becomes fc's in the same memory.
+    // Walk back through the second branch. fc's gradient overwrites the gradient of GELU's output.
     T* dgelu = a.dfc; // (N,F)
     row_parallel_backward_input(ctx, dgelu, a.dout_all, dout, w.fc_proj_weight);
     gelu_backward(a.dfc, a.fc_sums, dgelu, a.fc, N, s.F, ctx.where, s.exact_gelu);
@@ -271,7 +275,7 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     layernorm_backward(ctx, a.dmiddle, a.ln_2_sums, dout, a.dln_2, second_input(s, inp, a),
                        w.ln_2_weight, a.ln_2_mean, a.ln_2_rstd);
 
-    // Walk back through the first.
+    // Walk back through the first branch.
     row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, first_gradient(s, dout, a),
                                 w.attn_proj_weight);
     context_attention_backward(ctx, split_qkv(s, a.dqkv), a.dattention, a.attention, a.lse,
@@ -281,23 +285,23 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                        a.ln_1_mean, a.ln_1_rstd);
 }
 
-// The gradients of weights, from what block_backward_input has made of the same dout and inp.
+// The gradients of weights, from what block_backward_input() made of the same dout and inp.
 template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Gpt2::Block& w,
                            const Gpt2::Acts<T>& a, bool accumulate) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
 
-    // Give the matrices of both branches their gradients.
+    // Compute the gradients of the matrices of both branches.
     row_parallel_backward_weight(ctx, w.fc_proj_weight, dout, a.dout_all, a.gelu, accumulate);
     column_parallel_backward_weight(ctx, {{a.dfc, w.fc_weight}}, a.ln_2, accumulate);
     row_parallel_backward_weight(ctx, w.attn_proj_weight, first_gradient(s, dout, a),
                                  a.dmiddle_all, a.attention, accumulate);
     column_parallel_backward_weight(ctx, {{a.dqkv, w.attn_weight}}, a.ln_1, accumulate);
 
-    // Norms and GELU have made parts already of all sums over rows but one: add all up together.
-    // The first branch's bias joined where ln_1's residual has its gradient, or at the end.
-    // Parallel branches give it the sum of dout, as the second's bias has.
+    // Sum rows for biases and norms, in one call. Norms and GELU have made parts of all but attn's.
+    // ln_1 has the parts for attn_proj's bias, which joined the stream at `middle`. With parallel
+    // branches that bias joined at the block's end: its gradient is the sum of dout.
     Weight joined = s.parallel ? Weight{} : w.attn_proj_bias;
     acc_t<T>* at_end = s.parallel ? grad_of<T>(w.attn_proj_bias) : nullptr;
     auto parts = layernorm_parts<T>(ctx, w.ln_1_weight, w.ln_1_bias, joined, a.ln_1_sums);
@@ -312,7 +316,7 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Gpt2::Block& w,
 // ----------------------------------------------------------------------------
 // the head: the final norm here, logits and loss in head.h
 
-// Norm `rows` rows of inp, then gather those of all ranks into a.norm (N,C).
+// Norm `rows` rows of inp, then gather the rows of all ranks into a.norm (N,C).
 template <typename T, typename S>
 void head_norm(Ctx<S>& ctx, const T* inp, const Gpt2::Head& w, const HeadActs<T>& a, size_t rows) {
     T* norm = my_rows(ctx, a.norm); // (rows,C)
@@ -321,7 +325,7 @@ void head_norm(Ctx<S>& ctx, const T* inp, const Gpt2::Head& w, const HeadActs<T>
     gather_rows(ctx, a.norm, norm);
 }
 
-// The head's forward pass keeps nothing, so this is all of it: loss and gradients.
+// All of the head in training, loss and gradients, for its forward pass keeps nothing.
 template <typename T, typename S>
 void head_backward(Ctx<S>& ctx, T* dinp, LossSums* loss, const T* inp, const Gpt2::Head& w,
                    const HeadActs<T>& a, const double* scale, bool accumulate) {

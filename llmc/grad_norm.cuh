@@ -1,13 +1,13 @@
 // grad_norm.cuh - global gradient norm, clipping factor, finiteness check - arXiv:1211.5063
-//   norm = sqrt(sum g^2),   scale = min(1, clip / norm)   both over fp16's loss scale, if there is
+//   norm = sqrt(sum g^2),   scale = min(1, clip / norm)   both divided by fp16's loss scale, if any
 //   grad (n) acc   or a table of tensors in one bucket: a row says where each starts and its length
-//   sums: one double per chunk of 4096 elements of a tensor, the last chunk shorter, so that the
-//         norm does not depend on how tensors are shared out
-//   Contract: sums =;  finish adds them and writes {norm, scale, finite}, step counts finite steps;
-//             from Betas it makes AdamW's bias corrections too.
-//             Bitwise repeatable. The two versions add a chunk's squares, and the sums, in orders
-//             of their own. Nothing waits for the host.
-//   Cost: memory-bound: reads grad.  A launch for 40 tensors.
+//   sums: one double for each chunk of 4096 elements of a tensor (the last may be shorter), so that
+//         the norm does not depend on how tensors are shared out over ranks
+//   Contract: sums =;  finish adds them and writes {norm, scale, finite}; step counts finite steps.
+//             Given Betas, finish also computes AdamW's bias corrections.
+//             Bitwise repeatable. CPU and GPU each add a chunk's squares, and the sums, in an
+//             order of their own. Nothing waits for the host.
+//   Cost: memory-bound: reads grad.  One launch for each 40 tensors.
 //   To copy: this file, loss_scale.cuh, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
@@ -18,43 +18,46 @@ namespace llmc {
 // Elements of a chunk: 16 for each thread of the kernel's block.
 constexpr size_t GRAD_NORM_CHUNK = 4096;
 
-// The host's numbers of a step. They lie beside the norm and are no arguments of a launch: a graph
-// that replays launches replays their arguments too.
+// The host's numbers for a step. They lie in memory, beside the norm, and are no arguments of a
+// launch, because a CUDA graph replays its launches with the same arguments.
 struct StepNumbers {
     double target_weight = 0; // 1 / valid targets: the loss is their mean
-    float lr = -1;            // below 0: the optimizer's own settings say it
+    float lr = -1;            // below 0: use the optimizer's own settings
 };
 
-// Written by the norm, read by the optimizer. It stays where the gradients are, so that no step
-// waits for the host.
+// The state of a step: written by the norm, read by the optimizer. It stays on the gradients'
+// device, so that no step waits for the host.
 struct StepScale {
     double norm;
     float scale;  // gradients are multiplied by it
     int finite;   // 0: the optimizer writes nothing
     int64_t step; // optimizer steps done, this one included
     LossScale loss = {}; // fp16: the scale of the next step
-    // AdamW's 1 / (1 - beta^step); 0: not made, each of its threads makes them itself
+    // AdamW's 1 / (1 - beta^step), or 0: not computed here, each thread of AdamW
+    // computes them itself.
     double correct1 = 0, correct2 = 0;
-    StepNumbers given = {}; // by the host, before the step
+    StepNumbers given = {}; // written by the host before the step
 };
 
-// How fast AdamW's moments forget; both 0: its corrections are not wanted.
+// The decay rates of AdamW's moments. Both 0: do not compute its bias corrections.
 struct Betas {
     float first = 0, second = 0;
 };
 
-// base^n, the same bits on CPU and GPU.
+// base^n by repeated squaring, with the same bits on CPU and GPU.
 LLMC_HD inline double power(double base, int64_t n) {
     double x = 1;
     for (; n > 0; n /= 2, base *= base)
         if (n % 2) x *= base;
     return x;
 }
+
+// AdamW's factor 1 / (1 - beta^step) that corrects a moment's bias.
 LLMC_HD inline double bias_correction(float beta, int64_t step) {
     return 1 / (1 - power(double(beta), step));
 }
 
-// Make the corrections of a step once, for all of its threads.
+// Compute a step's bias corrections once, instead of in every thread of the optimizer.
 LLMC_HD inline void correct_bias(StepScale* s, Betas betas) {
     if (betas.first == 0 && betas.second == 0)
         return;
@@ -62,60 +65,65 @@ LLMC_HD inline void correct_bias(StepScale* s, Betas betas) {
     s->correct2 = bias_correction(betas.second, s->step);
 }
 
-// Conclude from the sum of squares. One NaN or infinity among the gradients makes the sum so: one
-// test finds it. clip 0: none.
+// Conclude the step from the sum of squares. A single NaN or infinity among the gradients makes the
+// sum one too, so one test finds it. clip 0: do not clip.
 LLMC_HD inline void finish_step_scale(StepScale* out, double sum, float clip,
                                       const LossScaling& rule, Betas betas) {
-    // Gradients carry the loss scale; to divide by a power of two is exact.
+    // Gradients carry the loss scale. It is a power of two, so dividing by it is exact.
     float loss_scale = rule.on ? out->loss.now : 1;
     double norm = sqrt(sum) / loss_scale;
     float clipped = clip > 0 && norm > clip ? float(clip / norm) : 1;
     out->norm = norm;
     out->scale = clipped / loss_scale;
-    out->finite = sum - sum == 0; // NaN and infinity give NaN
+    out->finite = sum - sum == 0; // the difference is NaN for NaN and infinity
     out->step += out->finite;
     correct_bias(out, betas);
     if (rule.on)
         next_loss_scale(&out->loss, rule, out->finite);
 }
 
-// A tensor of a bucket: the bucket's pointers are shared, operators walk its rows.
+// A tensor within a bucket. Operators take the bucket's pointers and walk its rows.
 struct TensorRow {
-    size_t offset, n;  // elements from the bucket's start, its length
-    bool decay = true; // AdamW, SGD: whether weight decay is for this tensor too
+    size_t offset, n;  // elements: from the bucket's start; the tensor's length
+    bool decay = true; // AdamW, SGD: whether weight decay applies to this tensor
 
-    // Stochastic rounding: a hash of the tensor's name, and the index of this row's first element
-    // in the tensor, or in a tensor-parallel rank's piece of it.
+    // For stochastic rounding: a hash of the tensor's name, and the index of this row's first
+    // element in the tensor, or in this rank's piece of it under tensor parallelism.
     uint64_t hash = 0;
     uint64_t first = 0;
-    // A piece is cut out of the tensor in runs, which begin at `start` and lie `gap` apart.
+    // A piece consists of runs of `run` elements. The first begins at `start`, with `gap` elements
+    // between two runs.
     uint64_t start = 0, run = 1, gap = 0;
 
-    // Moments in 8 bits: where the row's begin, in bytes, and whether these are codes or floats.
+    // 8-bit moments: the byte where the row's moments begin, and whether they are codes
+    // (small) or floats.
     size_t state = 0;
     bool small = false;
 
-    float rate = 1; // AdamW, SGD: of the step's learning rate
+    float rate = 1; // AdamW, SGD: a factor of the step's learning rate
 
-    size_t chunk = 0; // set by launchers: chunks of the rows before it
+    size_t chunk = 0; // set by launchers: the number of chunks in the rows before this one
 };
 
-// The index of a row's element i in the whole tensor, however it is cut over ranks.
+// The index of a row's element i in the whole tensor, however the tensor is cut over ranks.
 LLMC_HD inline uint64_t whole_index(const TensorRow& row, size_t i) {
     uint64_t piece = row.first + i;
     return row.start + piece + (row.gap ? piece / row.run * row.gap : 0);
 }
 
-// Chunks end at multiples of GRAD_NORM_CHUNK of the bucket, and where a row ends: a bucket that is
-// cut there has the same chunks in its parts.
+// A range of a row. Chunks end at multiples of GRAD_NORM_CHUNK of the bucket and at a row's end, so
+// a bucket that is cut at such a multiple has the same chunks in its parts.
 struct Chunk {
     size_t from, to; // elements of the row
 };
+// The number of chunks of a row.
 LLMC_HD inline size_t chunks_of(const TensorRow& row) {
     if (row.n == 0) return 0;
-    // Count from the multiple before the row: its first chunk may be short.
+    // Count from the multiple before the row, because the first chunk may be short.
     return (row.offset % GRAD_NORM_CHUNK + row.n + GRAD_NORM_CHUNK - 1) / GRAD_NORM_CHUNK;
 }
+
+// Chunk k of a row.
 LLMC_HD inline Chunk chunk_of(const TensorRow& row, size_t k) {
     size_t before = row.offset % GRAD_NORM_CHUNK;
     size_t end = (k + 1) * GRAD_NORM_CHUNK - before;
@@ -125,7 +133,7 @@ LLMC_HD inline Chunk chunk_of(const TensorRow& row, size_t k) {
 // ----------------------------------------------------------------------------
 // CPU
 
-// One row's sums: (chunks of the row).
+// Sum the squares of one row, chunk by chunk: sums (chunks of the row).
 template <typename A>
 void grad_squares(double* sums, const A* grad, const TensorRow& row) {
     #pragma omp parallel for
@@ -139,13 +147,14 @@ void grad_squares(double* sums, const A* grad, const TensorRow& row) {
         sums[k] = sum;
     }
 }
+
 // One tensor is a row from 0.
 template <typename A>
 void grad_squares(double* sums, const A* grad, size_t n, Cpu) {
     grad_squares(sums, grad, TensorRow{0, n});
 }
 
-// The sums of all rows, in order; returns how many they are.
+// Sum the squares of all rows, in order. Returns the number of sums.
 template <typename A>
 size_t grad_squares(double* sums, const A* grad,                // (all chunks), the bucket's
                     const TensorRow* rows, size_t count, Cpu) { // (count)
@@ -157,7 +166,7 @@ size_t grad_squares(double* sums, const A* grad,                // (all chunks),
     return chunks;
 }
 
-// A step counts when it is finite.
+// Add the sums and conclude the step. Only a finite step counts.
 inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, float clip,
                              Cpu, const LossScaling& rule = {}, Betas betas = {}) {
     double sum = 0;
@@ -166,7 +175,7 @@ inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, f
     finish_step_scale(out, sum, clip, rule, betas);
 }
 
-// grad += other: the two gradients of a tied table
+// grad += other. A tied table has two gradients.
 template <typename A>
 void add_gradients(A* grad, const A* other, size_t n, Cpu) {
     #pragma omp parallel for simd
@@ -174,7 +183,7 @@ void add_gradients(A* grad, const A* other, size_t n, Cpu) {
         grad[i] += other[i];
 }
 
-// Gradients as ranks send them in 16 bits, rounded to nearest, and back.
+// Convert gradients to bf16, rounded to nearest, to send them between ranks; and back.
 template <typename A>
 void narrow_gradients(bf16* to, const A* from, size_t n, Cpu) {
     #pragma omp parallel for simd
@@ -193,20 +202,21 @@ void widen_gradients(A* to, const bf16* from, size_t n, Cpu) {
 
 #if LLMC_KERNELS
 
-// Part of a bucket's table, passed to a kernel by value: a launch can carry 4 KB.
+// Part of a bucket's table, passed to a kernel by value: a launch carries 4 KB of arguments.
 constexpr size_t TABLE_ROWS = 40;
 struct TensorTable {
     TensorRow rows[TABLE_ROWS];
     size_t count = 0, chunks = 0;
 };
 
-// A block's work: a row and its range of elements.
+// The work of one block: a range of elements of a row.
 struct TensorChunk {
     const TensorRow& row;
     size_t from, to; // elements of the row
 };
+// The block's chunk, by its number within the table.
 __device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk) {
-    // At most 40 rows, which all threads read alike: a walk is fast enough.
+    // Walk the rows: at most 40, and all threads read the same ones.
     size_t r = 0;
     while (r + 1 < table.count && table.rows[r + 1].chunk <= chunk)
         r++;
@@ -217,7 +227,7 @@ __device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk)
 
 constexpr int GRAD_NORM_WARPS = 8;
 
-// A block a chunk.
+// One block a chunk.
 //   sums (chunks of the table)   grad: the bucket's
 template <int P>
 __global__ void grad_squares_kernel(double* sums, const float* grad,
@@ -225,7 +235,8 @@ __global__ void grad_squares_kernel(double* sums, const float* grad,
     TensorChunk chunk = find_chunk(table, blockIdx.x);
     const float* g = grad + chunk.row.offset; // (row.n)
     double sum = 0;
-    // Square in double: in float a gradient from 2^64 on would overflow.
+
+    // Square in double: in float a gradient of 2^64 or more would overflow.
     for (size_t i = chunk.from + threadIdx.x * P; i < chunk.to; i += GRAD_NORM_WARPS * 32 * P) {
         Pack<float, P> p = load_some<P>(g + i, chunk.to - i);
         for (int k = 0; k < P; k++)
@@ -237,7 +248,7 @@ __global__ void grad_squares_kernel(double* sums, const float* grad,
 
 constexpr int FINISH_WARPS = 32;
 
-// One block: which sums a thread adds depends on the count alone.
+// One block adds all sums: which sums a thread adds depends on the count alone.
 static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sums, size_t count,
                                                float clip, LossScaling rule, Betas betas) {
     double sum = 0;
@@ -248,7 +259,7 @@ static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sum
         finish_step_scale(out, sum, clip, rule, betas);
 }
 
-// P elements a thread, the last thread fewer.
+// A thread takes P elements; the last thread may have fewer.
 template <int P>
 __global__ void add_gradients_kernel(float* grad, const float* other, size_t n) {
     size_t i = first_element<P>();
@@ -260,7 +271,7 @@ __global__ void add_gradients_kernel(float* grad, const float* other, size_t n) 
     store_some(grad + i, a, n - i);
 }
 
-// The same, of an element in another type.
+// Convert each element to another type. A thread takes P elements; the last thread may have fewer.
 template <typename To, typename From, int P>
 __global__ void convert_gradients_kernel(To* to, const From* from, size_t n) {
     size_t i = first_element<P>();
@@ -275,10 +286,11 @@ __global__ void convert_gradients_kernel(To* to, const From* from, size_t n) {
 // ----------------------------------------------------------------------------
 // launchers
 
-// f(table, chunks before it) for up to 40 rows at a time, empty ones left out; returns all chunks.
+// Call f(table, chunks before it) for tables of up to 40 rows, empty rows left out. Returns the
+// number of all chunks.
 template <typename F>
 size_t for_each_table(const TensorRow* rows, size_t count, F f) {
-    // Rows that nobody fills are zeros: equal tables are then equal arguments.
+    // Unused rows are zero, so equal tables are equal arguments when launches are compared.
     size_t done = 0;
     TensorTable table = {};
     for (size_t r = 0; r < count; r++) {
@@ -290,7 +302,7 @@ size_t for_each_table(const TensorRow* rows, size_t count, F f) {
             table.chunks += chunks_of(row);
         }
 
-        // Hand out a table that is full, or the last.
+        // Hand out a table that is full, or the last one.
         bool last = r + 1 == count && table.count > 0;
         if (table.count == TABLE_ROWS || last) {
             f(table, done);
@@ -302,7 +314,7 @@ size_t for_each_table(const TensorRow* rows, size_t count, F f) {
     return done;
 }
 
-// whether the rows start at multiples of P elements
+// Whether all rows start at multiples of P elements.
 template <int P>
 bool rows_aligned(const TensorTable& table) {
     for (size_t r = 0; r < table.count; r++)
@@ -310,7 +322,7 @@ bool rows_aligned(const TensorTable& table) {
     return true;
 }
 
-// Launches for 40 tensors each; returns how many sums there are.
+// One launch for each 40 tensors. Returns the number of sums.
 inline size_t grad_squares(double* sums, const float* grad, const TensorRow* rows, size_t count,
                            cudaStream_t stream) {
     return for_each_table(rows, count, [&](const TensorTable& table, size_t done) {
@@ -325,6 +337,7 @@ inline void grad_squares(double* sums, const float* grad, size_t n, cudaStream_t
     grad_squares(sums, grad, &row, 1, stream);
 }
 
+// Add the sums in one block and conclude the step.
 inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, float clip,
                              cudaStream_t stream, const LossScaling& rule = {},
                              Betas betas = {}) {
@@ -332,6 +345,7 @@ inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, f
            betas);
 }
 
+// grad += other, on a GPU.
 inline void add_gradients(float* grad, const float* other, size_t n, cudaStream_t stream) {
     bool vector = can_vectorize<float>(0, grad, other);
     pick_element_kernel<float>(n, vector, [&](auto P, unsigned grid) {
@@ -339,6 +353,7 @@ inline void add_gradients(float* grad, const float* other, size_t n, cudaStream_
     });
 }
 
+// Convert n gradients to another type.
 template <typename To, typename From>
 void convert_gradients(To* to, const From* from, size_t n, cudaStream_t stream) {
     bool vector = can_vectorize<float>(0, to, from); // four at a time, of either type

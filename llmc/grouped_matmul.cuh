@@ -2,14 +2,15 @@
 //   Rows [starts[e], starts[e+1]) belong to expert e, which has W_e (OC,IC) of a stack of E:
 //     out = inp W_e^T      dinp = or += dout W_e      dW_e = or += dout_e^T inp_e
 //   inp, dinp (M,IC)   out, dout (M,OC)   W (E,OC,IC)   dW (E,OC,IC) acc   starts (E+1)
-//   On the CPU each group is products of matmul.cuh. oneDNN makes a product for each number of
-//   rows that it sees, so a group is cut in powers of two from 64 to 1024; fewer rows than 64 run
-//   in our own loops. On a GPU it is one launch, on tensor cores (grouped_mma.cuh). Float and sizes
-//   that are no multiples of 8 have a simple kernel: tiles of 64 x 64 in shared memory, float
-//   arithmetic. A block finds its group by walking starts, which the host never reads. It is
-//   correct, not fast.
-//   Contract: out =, dinp, dW = or += (accumulate); dW of a group without rows is zero, or stays.
-//             Bitwise repeatable; on a GPU a row's bits depend on nothing but the row.
+//   On the CPU each expert's rows take products of matmul.cuh. oneDNN makes a product for each
+//   number of rows that it sees, so an expert's rows are cut into powers of two from 64 to 1024;
+//   fewer rows than 64 run in our own loops. On a GPU all experts take one launch, on tensor cores
+//   (grouped_mma.cuh). Float, and sizes that are not multiples of 8, have a simple kernel: tiles of
+//   64 x 64 in shared memory, float arithmetic. It is correct, not fast. A block finds its expert
+//   by walking starts, which the host never reads.
+//   Contract: out =, dinp, dW = or += (accumulate). dW of an expert without rows becomes 0, or is
+//             left unchanged when accumulating. Bitwise repeatable; on a GPU a row's bits depend on
+//             nothing but the row and its expert's matrix.
 //   Cost: 2 M IC OC FLOPs each.
 //   To copy: this file, grouped_mma.cuh, mma.cuh, matmul.cuh, types.h and cuda_common.h.
 #pragma once
@@ -22,14 +23,15 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // CPU
 
+// The limits of a block of rows on the CPU; each size is one oneDNN product.
 constexpr size_t LEAST_ROWS = 64;
 constexpr size_t MOST_ROWS = 1024;
 
-// f(first, count) for each block of a group's rows.
+// Call f(first, count) for each block of an expert's rows.
 template <typename F>
 void for_each_row_block(size_t first, size_t end, F f) {
     while (first < end) {
-        // The largest power of two that is left, or a rest of less than any.
+        // Take the largest power of two that is left; below LEAST_ROWS take the rest.
         size_t left = end - first;
         size_t count = left;
         if (left >= LEAST_ROWS)
@@ -39,32 +41,34 @@ void for_each_row_block(size_t first, size_t end, F f) {
     }
 }
 
-// The three products of `rows` rows.
+// The product out = inp W_e^T for `rows` rows.
 inline Product grouped_forward_product(const Groups& g, size_t rows) {
     return {rows, g.OC, g.IC, {g.IC, 1}, {1, g.IC}, g.OC};
 }
-// The sum runs along columns of W.
+
+// The product dinp = dout W_e. Its sum runs along the columns of W_e.
 inline Product grouped_input_product(const Groups& g, size_t rows, bool accumulate) {
     return {rows, g.IC, g.OC, {g.OC, 1}, {g.IC, 1}, g.IC, accumulate};
 }
-// The sum runs over rows, of which there are `rows`.
+
+// The product dW_e = dout_e^T inp_e. Its sum runs over the rows.
 inline Product grouped_weight_product(const Groups& g, size_t rows, bool accumulate) {
     return {g.OC, g.IC, rows, {1, g.OC}, {g.IC, 1}, g.IC, accumulate};
 }
 
-// A block of rows: few of them in our own loops.
+// The product of one block of rows.
 template <typename T, typename O>
 void grouped_block(O* out, const T* a, const T* b, const Product& p, size_t rows, Blas& blas,
                    Cpu where) {
     const T* no_bias = nullptr;
     const O* no_residual = nullptr;
-    // Making a library product costs more than so few rows do.
+    // Few rows run in our own loops: making a library product would cost more than they do.
     if (rows < LEAST_ROWS)
         return matmul_plain(out, a, b, no_bias, no_residual, p, blas.scratch);
     matmul(out, a, b, no_bias, no_residual, p, blas, where);
 }
 
-// The largest scratch that a block of any product needs.
+// The largest scratch that a block of any of the three products needs.
 template <typename T>
 size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
     Type t = type_of<T>();        // of W and activations
@@ -87,7 +91,7 @@ size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
     return most;
 }
 
-// out = inp W_e^T
+// out = inp W_e^T.
 template <typename T>
 void grouped_forward(T* out, const T* inp, const T* w, // (M,OC) (M,IC) (E,OC,IC)
                      const Groups& g, Blas& blas, Cpu where) {
@@ -98,7 +102,7 @@ void grouped_forward(T* out, const T* inp, const T* w, // (M,OC) (M,IC) (E,OC,IC
         });
 }
 
-// dinp = or += dout W_e
+// dinp = or += dout W_e.
 template <typename T>
 void grouped_backward_input(T* dinp, const T* dout, const T* w, // (M,IC) (M,OC) (E,OC,IC)
                             const Groups& g, bool accumulate, Blas& blas, Cpu where) {
@@ -109,13 +113,14 @@ void grouped_backward_input(T* dinp, const T* dout, const T* w, // (M,IC) (M,OC)
         });
 }
 
-// dW_e = or += dout_e^T inp_e
+// dW_e = or += dout_e^T inp_e.
 template <typename T>
 void grouped_backward_weight(acc_t<T>* dw, const T* dout, const T* inp, // (E,OC,IC) (M,OC) (M,IC)
                              const Groups& g, bool accumulate, Blas& blas, Cpu where) {
     size_t matrix = g.OC * g.IC;
     for (size_t e = 0; e < g.E; e++) {
-        // The first block of rows writes; without rows there is none.
+        // The first block of rows writes, the others add. Without rows there is no
+        // block: write zeros.
         bool adds = accumulate;
         if (!adds && g.starts[e] == g.starts[e + 1])
             std::fill_n(dw + e * matrix, matrix, acc_t<T>(0));
@@ -132,16 +137,16 @@ void grouped_backward_weight(acc_t<T>* dw, const T* dout, const T* inp, // (E,OC
 
 #if LLMC_KERNELS
 
-// A tile of out has 64 x 64 elements, a thread 4 x 4 of them; 16 of K are in shared memory.
+// A tile of out has 64 x 64 elements, 4 x 4 of them a thread. Shared memory holds 16 of K.
 constexpr unsigned GROUPED_TILE = 64, GROUPED_K = 16, GROUPED_THREADS = 256;
 
-// Read GROUPED_K x GROUPED_TILE elements into `tile` as float, zero beyond what there is. Threads
-// side by side read along the stride of 1.
+// Read GROUPED_K x GROUPED_TILE elements into `tile` as float, with zeros beyond the edges.
+// Neighbouring threads read along the stride of 1.
 template <typename T>
 __device__ void read_grouped_tile(float* tile, const T* x, Strides s, // (k,i) at k row + i column
                                   size_t ks, size_t is) {
     for (unsigned at = threadIdx.x; at < GROUPED_K * GROUPED_TILE; at += GROUPED_THREADS) {
-        // Both orders of the places reach each of them once.
+        // Number the elements along the stride of 1. Either way each is read once.
         bool along_k = s.row == 1;
         unsigned k = at / GROUPED_TILE;
         unsigned i = at % GROUPED_TILE;
@@ -150,13 +155,14 @@ __device__ void read_grouped_tile(float* tile, const T* x, Strides s, // (k,i) a
             i = at / GROUPED_K;
         }
 
-        // Beyond the edges there is nothing to read.
+        // Write 0 beyond the edges.
         bool there = k < ks && i < is;
         tile[k * GROUPED_TILE + i] = there ? to_float(x[k * s.row + i * s.column]) : 0.0f;
     }
 }
 
-// One tile: out (rows,cols) = or += the sum over K of a(k,i) b(k,j). All threads must call.
+// Compute one tile: out (rows,cols) = or += the sum over K of a(k,i) b(k,j). All threads
+// must call it.
 template <typename T, typename O>
 __device__ void grouped_tile(O* out, size_t out_row,
                              const T* a, Strides sa,
@@ -166,11 +172,12 @@ __device__ void grouped_tile(O* out, size_t out_row,
     LLMC_SHARED(float, tile_a, GROUPED_K * GROUPED_TILE);
     LLMC_SHARED(float, tile_b, GROUPED_K * GROUPED_TILE);
 
-    // The thread's own 4 x 4 elements.
+    // This thread's 4 x 4 elements.
     unsigned i0 = threadIdx.x / 16 * 4;
     unsigned j0 = threadIdx.x % 16 * 4;
     float sum[4][4] = {};
 
+    // Walk the sum, GROUPED_K at a time.
     for (size_t k0 = 0; k0 < K; k0 += GROUPED_K) {
         read_grouped_tile(tile_a, a + k0 * sa.row, sa, K - k0, rows);
         read_grouped_tile(tile_b, b + k0 * sb.row, sb, K - k0, cols);
@@ -185,14 +192,14 @@ __device__ void grouped_tile(O* out, size_t out_row,
         __syncthreads(); // all have read: the next round may write
     }
 
-    // Write what there is of the tile.
+    // Write the part of the tile that exists.
     for (unsigned i = 0; i < 4; i++)
         for (unsigned j = 0; j < 4; j++) {
             size_t row = i0 + i;
             size_t col = j0 + j;
             if (row >= rows || col >= cols) continue;
 
-            // Round once, what was there included.
+            // Round once, the old value included.
             O& to = out[row * out_row + col];
             float x = sum[i][j];
             if (accumulate) x += to_float(to);
@@ -200,12 +207,13 @@ __device__ void grouped_tile(O* out, size_t out_row,
         }
 }
 
-// Products of rows with W: out (M,cols) = or += a (M,K) b_e, b_e(k,j) in the expert's matrix. Tiles
-// of rows are dealt to blockIdx.y, group after group: some of the last blocks have none.
+// Products of rows with W: out (M,cols) = or += a (M,K) b_e, where b_e(k,j) is in the
+// expert's matrix. blockIdx.y counts tiles of rows, expert after expert; some of the last
+// blocks have no tile.
 template <typename T>
 __global__ void grouped_rows_kernel(T* out, const T* a, const T* b, Strides sb, Groups g,
                                     size_t cols, size_t K, bool accumulate) {
-    // Walk to the group of this tile.
+    // Find the expert of this tile.
     size_t tile = blockIdx.y, e = 0;
     for (; e < g.E; e++) {
         size_t rows = size_t(g.starts[e + 1] - g.starts[e]);
@@ -216,7 +224,7 @@ __global__ void grouped_rows_kernel(T* out, const T* a, const T* b, Strides sb, 
     if (e == g.E)
         return; // all threads leave together
 
-    // Point at the tile's rows, and its columns of W.
+    // Point at the tile's rows, and at its columns of W.
     size_t first = size_t(g.starts[e]) + tile * GROUPED_TILE;
     size_t end = size_t(g.starts[e + 1]);
     size_t j = size_t(blockIdx.x) * GROUPED_TILE;
@@ -224,7 +232,7 @@ __global__ void grouped_rows_kernel(T* out, const T* a, const T* b, Strides sb, 
                  b + e * g.OC * g.IC + j * sb.column, sb, end - first, cols - j, K, accumulate);
 }
 
-// A block has a tile of one expert's gradient, and all of its rows to sum over.
+// A block has a tile of one expert's gradient and sums over all of the expert's rows.
 template <typename T>
 __global__ void grouped_weight_kernel(float* dw, const T* dout, const T* inp, Groups g,
                                       bool accumulate) {
@@ -232,7 +240,7 @@ __global__ void grouped_weight_kernel(float* dw, const T* dout, const T* inp, Gr
     size_t first = size_t(g.starts[e]);
     size_t end = size_t(g.starts[e + 1]);
 
-    // The tile's first row and column of the gradient.
+    // The first row and column of the tile within the gradient.
     size_t i = size_t(blockIdx.y) * GROUPED_TILE;
     size_t j = size_t(blockIdx.x) * GROUPED_TILE;
     grouped_tile(dw + e * g.OC * g.IC + i * g.IC + j, g.IC, dout + first * g.OC + i, {g.OC, 1},
@@ -242,18 +250,18 @@ __global__ void grouped_weight_kernel(float* dw, const T* dout, const T* inp, Gr
 // ----------------------------------------------------------------------------
 // launchers
 
-// Tiles are in shared memory alone.
+// No scratch: tiles are in shared memory.
 template <typename T>
 size_t grouped_scratch_bytes(const Groups&, cudaStream_t) { return 0; }
 
-// Each group may end in a tile that is not full.
+// The grid of grouped_rows_kernel. Each expert may end in a tile that is not full.
 inline dim3 grouped_grid(const Groups& g, size_t cols) {
-    // Blocks that are left over return at once.
+    // Blocks without a tile return at once.
     return dim3(unsigned(ceil_div(cols, GROUPED_TILE)),
                 unsigned(ceil_div(g.M, GROUPED_TILE) + g.E));
 }
 
-// starts lies where the kernel runs: the host reads no count.
+// out = inp W_e^T. starts must be on the device; the host never reads it.
 template <typename T>
 void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, Blas&,
                      cudaStream_t stream) {
@@ -264,7 +272,7 @@ void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, Blas&,
            Strides{1, g.IC}, g, g.OC, g.IC, false);
 }
 
-// The same kernel, along the other side of W.
+// dinp = or += dout W_e: the same kernel with the strides of W exchanged.
 template <typename T>
 void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g, bool accumulate,
                             Blas&, cudaStream_t stream) {
@@ -275,14 +283,14 @@ void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
            Strides{g.IC, 1}, g, g.IC, g.OC, accumulate);
 }
 
-// An expert without rows still has its blocks, which write zeros.
+// dW_e = or += dout_e^T inp_e. An expert without rows still has its blocks, which write zeros.
 template <typename T>
 void grouped_backward_weight(float* dw, const T* dout, const T* inp, const Groups& g,
                              bool accumulate, Blas&, cudaStream_t stream) {
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, dw, dout, inp))
             return grouped_mma_backward_weight(dw, dout, inp, g, accumulate, stream);
-    // A block for each tile of each expert's matrix.
+    // One block for each tile of each expert's matrix.
     dim3 grid(unsigned(ceil_div(g.IC, GROUPED_TILE)), unsigned(ceil_div(g.OC, GROUPED_TILE)),
               unsigned(g.E));
     launch(grouped_weight_kernel<T>, grid, GROUPED_THREADS, 0, stream, dw, dout, inp, g,

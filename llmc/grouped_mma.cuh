@@ -3,17 +3,18 @@
 //     forward   out = inp W_e^T            weight   dW_e = or += dout_e^T inp_e
 //     input     dinp = or += dout W_e
 //   inp, dinp (M,IC)   out, dout (M,OC)   W (E,OC,IC)   dW (E,OC,IC) float   starts (E+1)
-//   1. Each block sums up the tiles of the experts before each expert: starts is read where the
-//      kernel runs, and the host waits for nothing.
-//   2. Blocks stay, two an SM, and take every gridDim-th tile of 128 x 128: an expert's tiles are
-//      neighbours, those that share columns of W_e first. An expert without rows has none.
-//   3. A tile sums over 32 of K at a time; stages come by cp.async, two ahead. An operand that lies
-//      with K along its rows is read by ldmatrix as it is, another one transposed.
+//   1. Each block counts the tiles of the experts before each expert. starts is read on the device,
+//      so the host waits for nothing.
+//   2. Two blocks stay on each SM and take every gridDim-th tile of 128 x 128. The tiles of an
+//      expert are adjacent, those that share columns of W_e first. An expert without rows has none.
+//   3. A tile sums over 32 of K at a time. Stages come by cp.async, two ahead. An operand whose
+//      rows run along K is read by ldmatrix as it is, any other one transposed.
 //   4. Eight warps have 64 x 32 each, in float; a warp beyond the last row or column does nothing.
 //   Contract: bf16 and fp16; OC and IC multiples of 8, pointers of 16 bytes (grouped_mma_takes()).
-//             out =, dinp, dW = or +=, rounded once; dW of an expert without rows is 0, or stays.
-//             Bitwise repeatable: a row's bits depend on nothing but the row and W_e.
-//   Cost: 2 M IC OC FLOPs each, and what tiles of 128 rows lack in rows.
+//             out =, dinp, dW = or +=, rounded once. dW of an expert without rows becomes 0, or is
+//             left unchanged when accumulating. Bitwise repeatable: a row's bits depend on nothing
+//             but the row and W_e.
+//   Cost: 2 M IC OC FLOPs each, and the empty rows of tiles that are not full.
 //   To copy: this file, mma.cuh, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
@@ -21,9 +22,9 @@
 
 namespace llmc {
 
-// A stack of E matrices [OC, IC], and the rows of each.
+// A stack of E matrices (OC,IC), and the rows that belong to each.
 struct Groups {
-    const int* starts; // (E+1), where the product runs
+    const int* starts; // (E+1), in memory where the product runs
     size_t E, OC, IC;
     size_t M; // all rows
 };
@@ -33,28 +34,28 @@ struct Groups {
 // ----------------------------------------------------------------------------
 // tiles
 
-// A wider tile reads each operand less often, and leaves more rows of a small expert empty: with
-// 128 x 128 a stage's bytes are read once for 64 FLOPs each.
+// A wider tile reads each operand less often, but leaves more rows of a small expert's tile empty.
+// With 128 x 128 each byte of a stage serves 64 FLOPs.
 constexpr int EXPERT_TILE = 128; // rows and columns of a block's tile
-constexpr int EXPERT_DEPTH = 32; // of the sum, a stage
+constexpr int EXPERT_DEPTH = 32; // length of the sum in a stage
 constexpr int EXPERT_STAGES = 3;
 constexpr int EXPERT_THREADS = 256;
 constexpr int EXPERT_STAGE = EXPERT_TILE * EXPERT_DEPTH; // elements of one operand
-constexpr int EXPERT_I = 64, EXPERT_J = 32;              // a warp's part of the tile
+constexpr int EXPERT_I = 64, EXPERT_J = 32;              // a warp's part of a tile
 
-// A matrix as it lies in memory, from a tile's first element on: line l's element c is at
-// data + l * stride + c. DEEP: lines are the tile's and the sum runs along them; else lines are
-// what is summed over.
+// A matrix in memory, from a tile's first element on: element c of line l is at data + l * stride +
+// c. With DEEP, lines are the tile's rows (or columns) and the sum runs along them. Otherwise the
+// sum runs over the lines.
 template <typename T> struct Lines {
     const T* data;
     int stride;
-    int lines, columns; // what there is
+    int lines, columns; // how many exist
 };
 
-// Elements of a line in shared memory.
+// The number of elements of a line in shared memory.
 template <bool DEEP> constexpr int LINE = DEEP ? EXPERT_DEPTH : EXPERT_TILE;
 
-// Start the copies of one operand's stage, from `depth` of the sum on; zeros beyond the edges.
+// Start the copies of one operand's stage, from `depth` of the sum on. Zeros lie beyond the edges.
 template <bool DEEP, typename T>
 __device__ void load_stage(T* stage, const Lines<T>& x, int depth) {
     constexpr int CHUNKS = LINE<DEEP> / 8;
@@ -65,14 +66,14 @@ __device__ void load_stage(T* stage, const Lines<T>& x, int depth) {
         int line = place + (DEEP ? 0 : depth);
         int column = 8 * chunk + (DEEP ? depth : 0);
 
-        // Absent ones: 0 bytes from a valid address.
+        // For absent elements, read 0 bytes from a valid address.
         bool real = line < x.lines && column < x.columns;
         const T* from = real ? x.data + size_t(line) * size_t(x.stride) + size_t(column) : x.data;
         cp_async16(stage + tile_at<LINE<DEEP>>(place, chunk), from, real ? 16 : 0);
     }
 }
 
-// 16 rows from `row` on and 16 of the sum, the k-th, as the first operand.
+// Load 16 rows from `row` on, and the k-th 16 of the sum, as the first operand.
 template <bool DEEP, typename T>
 __device__ void first_operand(uint32_t (&a)[4], const T* stage, int row, int k) {
     if constexpr (DEEP)
@@ -80,6 +81,7 @@ __device__ void first_operand(uint32_t (&a)[4], const T* stage, int row, int k) 
     else
         load_a_rows<LINE<DEEP>>(a, stage, 16 * k, row / 8);
 }
+
 // The same as columns: two second operands.
 template <bool DEEP, typename T>
 __device__ void second_operand(uint32_t (&b)[4], const T* stage, int row, int k) {
@@ -89,18 +91,18 @@ __device__ void second_operand(uint32_t (&b)[4], const T* stage, int row, int k)
         load_b_rows<LINE<DEEP>>(b, stage, 16 * k, row / 8);
 }
 
-// sum (64,32) += a stage's rows from i on times its columns from j on
+// sum (64,32) += a stage's rows from i on times its columns from j on.
 template <bool A, bool B, typename T>
 __device__ void multiply_stage(float (&sum)[EXPERT_I / 16][EXPERT_J / 8][4],
                                const T* a, const T* b, int i, int j) {
-    // Each step of mma has 16 of the sum. Rows stay in registers while columns pass.
+    // Each mma takes 16 of the sum. The rows stay in registers while the columns pass.
     #pragma unroll
     for (int k = 0; k < EXPERT_DEPTH / 16; k++) {
         uint32_t fa[EXPERT_I / 16][4], fb[4];
         #pragma unroll
         for (int m = 0; m < EXPERT_I / 16; m++)
             first_operand<A>(fa[m], a, i + 16 * m, k);
-        // A load of b serves all rows of a.
+        // One load of b serves all rows of a.
         #pragma unroll
         for (int n = 0; n < EXPERT_J / 8; n += 2) {
             second_operand<B>(fb, b, j + 8 * n, k);
@@ -111,10 +113,10 @@ __device__ void multiply_stage(float (&sum)[EXPERT_I / 16][EXPERT_J / 8][4],
     }
 }
 
-// out = or += the sum, rounded once; columns come in pairs, even ones first.
+// Write two neighbouring columns: out = or += the sum, rounded once.
 template <typename O>
 __device__ void write_pair(O* out, float left, float right, bool accumulate) {
-    // The sum is complete in float before its one rounding.
+    // Add the old value in float, before the one rounding.
     if (accumulate) {
         Pack<O, 2> before = load<2>(out);
         left += to_float(before.v[0]);
@@ -123,11 +125,12 @@ __device__ void write_pair(O* out, float left, float right, bool accumulate) {
     store(out, Pack<O, 2>{{from_acc<O>(left), from_acc<O>(right)}});
 }
 
-// One tile of out (rows,columns) = or += the sum over K of a and b. All threads must call.
+// Compute one tile of out (rows,columns) = or += the sum over K of a and b. All threads
+// must call it.
 template <bool A, bool B, typename T, typename O>
 __device__ void expert_tile(O* out, int stride, const Lines<T>& a, const Lines<T>& b,
                             int rows, int columns, int K, bool accumulate) {
-    // Two operands a stage, one behind the other.
+    // A stage has two operands, one behind the other.
     T* stages = reinterpret_cast<T*>(dynamic_shared());
     int steps = (K + EXPERT_DEPTH - 1) / EXPERT_DEPTH;
     auto start = [&](int step) {
@@ -136,10 +139,10 @@ __device__ void expert_tile(O* out, int stride, const Lines<T>& a, const Lines<T
             load_stage<A>(stage, a, step * EXPERT_DEPTH);
             load_stage<B>(stage + EXPERT_STAGE, b, step * EXPERT_DEPTH);
         }
-        cp_async_commit(); // an empty group counts as well
+        cp_async_commit(); // an empty group counts too
     };
 
-    // The warp's part, of which a thread keeps two rows of each 16 and two columns of each 8.
+    // Find the warp's part. A thread keeps two rows of each 16 and two columns of each 8.
     int warp = threadIdx.x / 32;
     int lane = threadIdx.x % 32;
     int my_i = warp / (EXPERT_TILE / EXPERT_J) * EXPERT_I;
@@ -148,21 +151,21 @@ __device__ void expert_tile(O* out, int stride, const Lines<T>& a, const Lines<T
     bool idle = my_i >= rows || my_j >= columns;
     float sum[EXPERT_I / 16][EXPERT_J / 8][4] = {};
 
-    // Walk the sum: one stage is multiplied while two are on their way.
+    // Walk the sum: multiply one stage while two more are in flight.
     for (int ahead = 0; ahead < EXPERT_STAGES - 1; ahead++)
         start(ahead);
     for (int step = 0; step < steps; step++) {
         cp_async_wait<EXPERT_STAGES - 2>(); // this thread's copies of the stage
-        __syncthreads(); // and all others'; the stage before is read by all, and may be written
+        __syncthreads(); // and all others'; the stage before has been read and may be overwritten
         start(step + EXPERT_STAGES - 1);
         const T* stage = stages + step % EXPERT_STAGES * 2 * EXPERT_STAGE;
         if (!idle)
             multiply_stage<A, B>(sum, stage, stage + EXPERT_STAGE, my_i, my_j);
     }
     cp_async_wait<0>();
-    __syncthreads(); // all stages are read: the next tile may come
+    __syncthreads(); // all stages have been read: the next tile may overwrite them
 
-    // Write what there is of the tile.
+    // Write the part of the tile that exists.
     if (idle) return;
     #pragma unroll
     for (int m = 0; m < EXPERT_I / 16; m++)
@@ -182,14 +185,15 @@ __device__ void expert_tile(O* out, int stride, const Lines<T>& a, const Lines<T
 // ----------------------------------------------------------------------------
 // kernels
 
-// Tiles that cover n rows or columns.
+// The number of tiles that cover n rows or columns.
 LLMC_HD constexpr int tiles_of(int n) { return (n + EXPERT_TILE - 1) / EXPERT_TILE; }
 
-// first[e] (E+1): the tiles of the experts before e, of which a tile of rows has `across`.
+// first[e] (E+1) = the number of tiles of the experts before e. `across` is the number of tiles
+// side by side.
 inline __device__ void count_tiles(int* first, const int* starts, int E, int across) {
     int lane = threadIdx.x % 32;
     int before = 0;
-    // One warp sums up, 32 experts at a time.
+    // One warp computes the prefix sums, 32 experts at a time.
     for (int e0 = 0; threadIdx.x < 32 && e0 < E; e0 += 32) {
         int e = e0 + lane;
         int rows = e < E ? starts[e + 1] - starts[e] : 0;
@@ -199,7 +203,7 @@ inline __device__ void count_tiles(int* first, const int* starts, int E, int acr
             if (lane >= d) sum += other;
         }
 
-        // A lane has the sum up to its expert.
+        // Each lane now has the sum up to its expert.
         if (e < E) first[e + 1] = before + sum;
         // The last lane has the sum of all 32.
         before += __shfl_sync(ALL_LANES, sum, 31);
@@ -208,7 +212,7 @@ inline __device__ void count_tiles(int* first, const int* starts, int E, int acr
     __syncthreads(); // all may read
 }
 
-// The expert that has tile `tile`: the last one whose first tile is no later.
+// The expert of tile `tile`, by binary search: the last one whose first tile is not later.
 inline __device__ int expert_of(const int* first, int E, int tile) {
     int low = 0;
     int high = E; // first[low] <= tile < first[high]
@@ -219,10 +223,10 @@ inline __device__ int expert_of(const int* first, int E, int tile) {
     return low;
 }
 
-// Products of rows with W: out (M,columns) = or += a (M,K) times the expert's matrix, which has K
-// along its lines (DEEP) or its columns.
+// Products of rows with W: out (M,columns) = or += a (M,K) times the expert's matrix. K runs along
+// the lines of the matrix (DEEP) or over them.
 template <bool DEEP, typename T>
-__global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks of an SM
+__global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks on an SM
     expert_rows_kernel(T* out, const T* a, const T* w, const Groups g, bool accumulate) {
     int columns = int(DEEP ? g.OC : g.IC);
     int K = int(DEEP ? g.IC : g.OC);
@@ -233,7 +237,8 @@ __global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks of an SM
     count_tiles(first, g.starts, int(g.E), across);
 
     for (int tile = blockIdx.x; tile < first[g.E]; tile += gridDim.x) {
-        // Tiles that share columns of W_e come one after the other.
+        // Find the tile's expert, columns and rows. Tiles that share columns of
+        // W_e are consecutive.
         int e = expert_of(first, int(g.E), tile);
         int high = (first[e + 1] - first[e]) / across; // tiles of rows
         int j = (tile - first[e]) / high * EXPERT_TILE;
@@ -250,22 +255,22 @@ __global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks of an SM
     }
 }
 
-// Gradients of W: a tile of one expert's matrix sums over all of its rows.
+// Gradients of W: a tile of one expert's matrix sums over all of the expert's rows.
 template <typename T>
-__global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks of an SM
+__global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks on an SM
     expert_weight_kernel(float* dw, const T* dout, const T* inp, const Groups g, bool accumulate) {
-    // Sizes fit an int, of which registers take twice as many.
+    // Sizes fit an int, which takes half the registers of a size_t.
     int OC = int(g.OC);
     int IC = int(g.IC);
     int high = tiles_of(OC);
     int across = tiles_of(IC);
     for (int tile = blockIdx.x; tile < int(g.E) * high * across; tile += gridDim.x) {
-        // The tile's first row and column of the gradient.
+        // The first row and column of the tile within the gradient.
         int e = tile / (high * across);
         int i = tile / across % high * EXPERT_TILE;
         int j = tile % across * EXPERT_TILE;
 
-        // Both operands have a line for each row of the expert.
+        // Both operands have one line for each row of the expert.
         int row = g.starts[e];
         int rows = g.starts[e + 1] - row;
         if (rows == 0 && accumulate) continue;
@@ -279,25 +284,26 @@ __global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks of an SM
 // ----------------------------------------------------------------------------
 // launchers
 
-// Whether tensor cores can run it: cp.async moves 16 bytes of a line.
-// Float, and the CPU's double, have no such kernel.
+// Whether tensor cores take it. cp.async moves 16 bytes of a line. Float, and the CPU's double,
+// have no such kernel.
 template <typename T, typename... Ps>
 bool grouped_mma_takes(const Groups& g, const Ps*... ps) {
     bool aligned = ((uintptr_t(ps) % 16 == 0) && ...);
     return IS_BF16_OR_FP16<T> && g.OC % 8 == 0 && g.IC % 8 == 0 && aligned;
 }
 
-// Two blocks an SM, or as many as there may be tiles.
+// The number of blocks: two for each SM, or one for each tile there may be.
 inline unsigned expert_blocks(size_t tiles) {
     return unsigned(std::min(tiles, size_t(2) * gpu_processors()));
 }
-// Three stages of two operands, and where each expert's tiles begin.
+
+// Shared memory: three stages of two operands, and where each expert's tiles begin.
 template <typename T>
 size_t expert_shared_bytes(const Groups& g) {
     return EXPERT_STAGES * 2 * EXPERT_STAGE * sizeof(T) + (g.E + 1) * sizeof(int);
 }
 
-// DEEP: the forward pass; else the input's gradient.
+// Launch expert_rows_kernel. DEEP: the forward pass; else the gradient of the input.
 template <bool DEEP, typename T>
 void expert_rows(T* out, const T* a, const T* w, const Groups& g, bool accumulate,
                  cudaStream_t stream) {
@@ -307,12 +313,14 @@ void expert_rows(T* out, const T* a, const T* w, const Groups& g, bool accumulat
     launch(expert_rows_kernel<DEEP, T>, expert_blocks(most), EXPERT_THREADS,
            expert_shared_bytes<T>(g), stream, out, a, w, g, accumulate);
 }
-// out = inp W_e^T
+
+// out = inp W_e^T.
 template <typename T>
 void grouped_mma_forward(T* out, const T* inp, const T* w, const Groups& g, cudaStream_t stream) {
     expert_rows<true>(out, inp, w, g, false, stream);
 }
-// dinp = or += dout W_e
+
+// dinp = or += dout W_e.
 template <typename T>
 void grouped_mma_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
                                 bool accumulate, cudaStream_t stream) {
@@ -320,7 +328,7 @@ void grouped_mma_backward_input(T* dinp, const T* dout, const T* w, const Groups
 }
 
 // dW_e = or += dout_e^T inp_e. An expert without rows still has its tiles, which are written as
-// zeros. They come in the order of experts, not of work: a block's tiles are gridDim apart, so that
+// zeros. Tiles are in the order of experts, not of work. But a block's tiles are gridDim apart, so
 // an expert with many rows is spread over all blocks.
 template <typename T>
 void grouped_mma_backward_weight(float* dw, const T* dout, const T* inp, const Groups& g,

@@ -1,16 +1,16 @@
 // head.h - the two ends of a model: embedding, and logits with their loss over chunks of rows
-//   x = wte[token] (+ wpe[position]), Gemma's times the root of C
+//   x = wte[token] (+ wpe[position]); Gemma multiplies by the root of C
 //   loss = sum over rows with a target of -log softmax(logits)[target],   logits = norm(x) W^T
-//   All logits would take N V elements. They never exist: the head walks chunks of rows, and for
-//   each makes logits, loss, the logits' gradient in their own place, and from it the gradients of
-//   its input and weight (arXiv:2411.09009 reports how much that saves). Its forward pass therefore
-//   keeps nothing, and training runs all of the head in the backward pass.
+//   All logits would take N V elements, so they never exist at once. The head walks chunks of rows.
+//   For each chunk it makes the logits, the loss, the logits' gradient in their own place, and from
+//   it the gradients of its input and weight (arXiv:2411.09009 reports how much that saves). The
+//   head's forward pass therefore keeps nothing: training runs the whole head in the backward pass.
 //   Tensor-parallel ranks have the logits of their own tokens (tensor_parallel.h, 4).
 //   Objectives over whole sequences (objective.cuh) need the losses of all rows before the first
-//   gradient: the head walks its chunks twice.
-//   Contract: gradients are scaled by 1 / (valid targets of the global batch, or pairs), the loss
-//             is not.
-//   Cost: 2 N V C FLOPs forward, 4 N V C more for the gradients. Memory: logits_bytes of the shape
+//   gradient, so the head walks its chunks twice.
+//   Contract: gradients are scaled by 1 / (valid targets of the global batch, or pairs); the loss
+//             is not scaled.
+//   Cost: 2 N V C FLOPs forward, 4 N V C more for the gradients. Memory: the shape's logits_bytes
 //         for the logits, 2 N C elements for the norm and its gradient.
 #pragma once
 #include <algorithm>
@@ -25,26 +25,27 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // the embedding
 
-// The factor of the token table's rows, rounded as they are.
+// Return the factor of the token table's rows, rounded to their type.
 template <typename T> acc_t<T> embedding_scale(const Shape& s) {
     return s.scaled_embedding ? to_acc(from_acc<T>(std::sqrt(acc_t<T>(s.C)))) : 1;
 }
 
-// wpe: null without learned positions.
+// out = wte[token] (+ wpe[position]); wpe is null without learned positions.
 template <typename T, typename S>
 void embedding_forward(Ctx<S>& ctx, T* out, const T* wte, const T* wpe) { // (R,C) (Vp,C) (P,C)
     const Batch& b = ctx.batch;
     const Shape& s = ctx.shape;
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}
 
-    // Look up the tokens that this rank's rows of wte stand for. One rank adds positions.
+    // Look up the tokens in this rank's rows of wte. Only one rank adds positions.
     const T* positions = ctx.tp.rank == 0 ? wpe : nullptr;
     embedding_forward(partial, b.tokens, b.positions, b.doc_start, wte, positions, b.rows(),
                       s.vocab_start, s.Vp(), s.C, ctx.where, embedding_scale<T>(s));
     sum_rows(ctx, out, partial);
 }
 
-// A rank adds the rows of all ranks to its part of wte, and its own rows to wpe.
+// Add the gradient of all ranks' rows to this rank's part of dwte,
+// and that of its own rows to dwpe.
 template <typename T, typename S>
 void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (Vp,C) (P,C) or null
                                const T* dout, bool accumulate) {            // (R,C)
@@ -56,7 +57,7 @@ void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (
                                   s.Vp(), s.P, s.C, accumulate, ctx.where, embedding_scale<T>(s));
     };
 
-    // Positions take only this rank's rows: with sequence parallelism REDUCE adds the parts.
+    // Positions take only this rank's rows: with sequence parallelism, REDUCE sums over ranks.
     acc_t<T>* none = nullptr;
     size_t R = stream_rows(ctx), first = s.row_ranks > 1 ? size_t(ctx.tp.rank) * R : 0;
     add(dwte, none, gather_rows(ctx, dout), 0, b.rows());
@@ -66,9 +67,9 @@ void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (
 // ----------------------------------------------------------------------------
 // the head's tables
 
-// Fill in the chunk of logits where the shape names none. On a CPU a chunk should not leave the
-// caches by much. On a GPU each chunk reads and writes the float gradient of the whole table, and
-// its products have to fill the device with tiles of 128 rows.
+// Fill in the size of a chunk of logits, if the shape names none. On a CPU a chunk should not
+// exceed the caches by much. On a GPU each chunk reads and writes the float gradient of the whole
+// table, and its products have to fill the device with tiles of 128 rows.
 inline Shape with_logits(Shape s, size_t bytes, size_t rows) {
     if (s.logits_bytes) return s;
     s.logits_bytes = bytes;
@@ -82,8 +83,8 @@ inline Shape with_logits(const Shape& s, cudaStream_t) {
 }
 #endif
 
-// Choose the rows of a chunk: as many as logits_bytes hold, in steps of logits_rows, and one step
-// at least, so that products run at full speed.
+// Return the rows of a chunk: as many as logits_bytes holds, in steps of logits_rows, which let
+// products run at full speed, and at least one step.
 inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
     size_t fit = s.logits_bytes / (s.Vp() * element_bytes);
     return std::min(N, std::max(fit / s.logits_rows * s.logits_rows, s.logits_rows));
@@ -93,19 +94,21 @@ inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
 // Pointers into the head's scratch; a chunk has at most head_chunk_rows() rows.
 template <typename T> struct HeadActs {
     T *norm, *dnorm;                              // (N,C) (N,C)
-    T* logits;                                    // (chunk,Vp) then their gradient
-    acc_t<T> *mean, *rstd;                        // (N) (N)    the final norm's
+    T* logits;                                    // (chunk,Vp); later their gradient
+    acc_t<T> *mean, *rstd;                        // (N) (N)    of the final norm
     acc_t<T>* losses;                             // (N)
-    acc_t<T>* objective;                          // (4,N) as objective.cuh has it, or nothing
+    acc_t<T>* objective;                          // (4,N) as in objective.cuh, or nothing
     acc_t<T> *row_max, *sum_exp, *target_logit;   // (chunk) each
 };
 
-// An evaluation keeps these of each row; the target is the likeliest where target_logit = row_max.
+// Evaluation keeps these numbers for each row.
+// The target is the likeliest token if target_logit = row_max.
 template <typename T> struct RowLosses {
     acc_t<T> *losses, *row_max, *target_logit;    // (N) each
 };
 
-// HeadActs live only while the head runs. N: rows of a micro-batch, or one when generating.
+// List the head's activations, which live only while the head runs.
+// N is the rows of a micro-batch, or one when generating.
 template <typename T, typename Row>
 void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t chunk = head_chunk_rows(s, N, sizeof(T));
@@ -129,13 +132,13 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
 // ----------------------------------------------------------------------------
 // logits and loss
 
-// Level off logits, where the model does.
+// Cap the logits, if the model does (softcap).
 template <typename T, typename S>
 void cap_logits(Ctx<S>& ctx, T* logits, size_t rows) { // (rows,Vp)
     softcap_forward(logits, rows * ctx.shape.Vp(), ctx.shape.logit_softcap, ctx.where);
 }
 
-// Logits of rows [n, n + rows).
+// Make the logits of rows [n, n + rows).
 template <typename T, typename S>
 void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n,
                        size_t rows) {
@@ -145,13 +148,14 @@ void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head,
     cap_logits(ctx, a.logits, rows);
 }
 
-// Their losses.
+// Make the losses of rows [n, n + rows) from their logits.
 template <typename T, typename S>
 void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
     const Shape& s = ctx.shape;
     const int* targets = ctx.batch.targets + n; // (rows)
 
     // Reduce each row: its maximum, the sum of exp(logit - maximum), the target's logit.
+    // Tensor-parallel ranks need the maximum over all of them before they sum.
     if (ctx.tp.size == 1) {
         crossentropy_max_sum(a.row_max, a.sum_exp, a.target_logit, a.logits, targets, rows, s.V,
                              s.Vp(), ctx.where);
@@ -163,23 +167,25 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
         all_reduce_sum(ctx.tp, a.sum_exp, rows, ctx.where);
         all_reduce_sum(ctx.tp, a.target_logit, rows, ctx.where);
     }
+
+    // Each row's loss follows from the three.
     crossentropy_loss(a.losses + n, a.row_max, a.sum_exp, a.target_logit, targets, rows, ctx.where);
 }
 
-// Sum up the loss, and what the objective says beside it.
+// Sum the losses of all rows, and the numbers that the objective reports beside it.
 template <typename T, typename S>
 void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
-    // Where rows have no coefficients nothing stands beside the loss.
+    // Without coefficients, there is nothing but the loss.
     size_t N = ctx.batch.rows();
     if (!ctx.shape.objective.rows())
         return crossentropy_total(&sums->loss, a.losses, N, ctx.where);
-    // The objective's rows follow its coefficients.
+    // The objective's numbers lie behind its coefficients.
     double* to[] = {&sums->loss, &sums->margin, &sums->correct};
     for (size_t i = 0; i < 3; i++)
         crossentropy_total(to[i], a.objective + (i + 1) * N, N, ctx.where);
 }
 
-// Make the objective's numbers from the losses of all rows.
+// Compute the objective's numbers from the losses of all rows.
 template <typename T, typename S>
 void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     const Batch& b = ctx.batch;
@@ -191,10 +197,12 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     objective(rows, ctx.shape.objective, N, ctx.where);
 }
 
-// Coefficients of rows, which take a walk of their own; null: the loss is every row's own.
+// Return the coefficients of rows, which take a walk of their own;
+// null if each row's loss counts as it is.
 template <typename T, typename S>
 const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head) { // (N)
-    // Their logits are made again afterwards: all at once would take N V elements.
+    // Drop the logits again, and make them anew for the gradients: all at once would take
+    // N V elements.
     if (!ctx.shape.objective.rows()) return nullptr;
     size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
@@ -205,7 +213,7 @@ const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight
     return a.objective;
 }
 
-// Evaluate: the loss, and what is kept of each row.
+// Evaluate: make the loss, and the numbers that are kept for each row.
 template <typename T, typename S>
 void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T> a,
                const Weight& lm_head) {
@@ -221,7 +229,8 @@ void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T
     total_loss(ctx, loss, a);
 }
 
-// Train: the loss, this rank's rows of a.dnorm, and the weight's gradient. scale: one number.
+// Train: make the loss, this rank's rows of a.dnorm, and the weight's gradient.
+// `scale` points to one number.
 template <typename T, typename S>
 void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const Weight& lm_head,
                         const double* scale, bool accumulate) {
@@ -234,7 +243,7 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
         T* dnorm = a.dnorm + n * s.C;     // (rows,C) {+tp}
         head_chunk_logits(ctx, a, lm_head, n, rows);
 
-        // Turn logits into losses and their own gradient; where the vocabulary is whole, at once.
+        // Turn logits into losses and their own gradient; in one kernel if the vocabulary is whole.
         const int* targets = ctx.batch.targets + n; // (rows)
         GradientScale all_rows = {1, ctx.loss_scale, s.logit_softcap, scale, coefficients};
         GradientScale gradient_scale = all_rows.from_row<acc_t<T>>(n);
@@ -247,13 +256,13 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
                                   s.V, s.Vp(), s.vocab_start, ctx.where);
         }
 
-        // Go back through the product.
+        // Compute the gradients of the product's input and weight.
         linear_backward_input(dnorm, a.logits, lm_head, rows, false, ctx.blas, ctx.where);
         linear_backward_weight(lm_head, nullptr, a.logits, norm, rows, accumulate || n > 0,
                                ctx.blas, ctx.where);
     }
 
-    // Sum dnorm over ranks: each had the part of its own tokens.
+    // Sum dnorm over ranks: each one had the part of its own tokens.
     sum_rows(ctx, my_rows(ctx, a.dnorm), a.dnorm);
     total_loss(ctx, loss, a);
 }

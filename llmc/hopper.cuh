@@ -1,7 +1,7 @@
 // hopper.cuh - inline-PTX wrappers of Hopper (sm_90a): mbarrier, TMA, wgmma, barriers, registers
 //   This file and mma.cuh hold all inline PTX of the project.
 //   Each wrapper has a caller, and an executable model: test/harness/emulator_hopper.h. The PTX
-//   manual has a section of each instruction's name; CUTLASS has the same wrappers:
+//   manual has a section named after each instruction; CUTLASS has the same wrappers:
 //     instruction                         from      in CUTLASS
 //     mbarrier, bar, fence.proxy.async    sm_90     cutlass/arch/barrier.h
 //     setmaxnreg                          sm_90a    cutlass/arch/reg_reconfig.h
@@ -10,8 +10,9 @@
 //     stmatrix                            sm_90     cute/arch/copy_sm90.hpp
 //     wgmma                               sm_90a    cute/arch/mma_sm90_gmma.hpp, mma_sm90_desc.hpp
 //     ld.acquire, red.release             sm_70     cutlass/semaphore.h
-//   Contract: what is .aligned in PTX is called by all lanes of a warp, wgmma and setmaxnreg by all
-//             warps of a warpgroup, alike.  wgmma takes bf16 and fp16; a tensor map float too.
+//   Contract: an instruction that is .aligned in PTX must be called by all lanes of a warp
+//             together, wgmma and setmaxnreg by all warps of a warpgroup.  wgmma takes bf16 and
+//             fp16; a tensor map takes float too.
 //   To copy: this file, mma.cuh, types.h and cuda_common.h.
 #pragma once
 #include "mma.cuh"
@@ -28,23 +29,23 @@ namespace llmc {
 #if defined(__CUDACC__)
 
 // ---- mbarrier: a phase is over when all arrivals and all expected bytes have come --------
-// Waiting for parity 0, then 1, then 0 waits for one phase after the other. On a new barrier a wait
-// for parity 1 passes at once.
-// One thread initialises, before any other thread may arrive or wait.
+// Initialise a barrier. One thread does it, before any other may arrive or wait. To wait for one
+// phase after the other, wait for parity 0, then 1, then 0. On a new barrier a wait for parity 1
+// returns at once.
 LLMC_DEV void mbar_init(uint64_t* b, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_u32(b)), "r"(arrivals));
 }
-// Shows new barriers to TMA.
+// Make new barriers visible to TMA.
 LLMC_DEV void mbar_init_fence() { // after mbar_init, before the block's barrier
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// An arrival and bytes to come, in one instruction: the phase cannot end between the two.
+// Arrive and announce bytes, in one instruction, so that the phase cannot end between the two.
 LLMC_DEV void mbar_expect_tx(uint64_t* b, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_u32(b)),
                  "r"(bytes)
                  : "memory");
 }
-// One arrival, with what this thread did before.
+// Arrive once. The arrival releases what this thread wrote before.
 LLMC_DEV void mbar_arrive(uint64_t* b) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(smem_u32(b))
                  : "memory");
@@ -52,7 +53,7 @@ LLMC_DEV void mbar_arrive(uint64_t* b) {
 // Wait until the phase of this parity is over.
 LLMC_DEV void mbar_wait(uint64_t* b, uint32_t parity) {
     uint32_t done;
-    do { // a try suspends the thread for a while
+    do { // each try suspends the thread for a while
         asm volatile(
             "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
             "selp.b32 %0,1,0,p;\n}"
@@ -63,60 +64,61 @@ LLMC_DEV void mbar_wait(uint64_t* b, uint32_t parity) {
 }
 
 // ---- fences, named barriers, registers ----------------------------------------------------
-// Shows what this thread wrote to shared memory to TMA stores and wgmma. Call it before the barrier
-// that they wait for.
+// Make this thread's writes to shared memory visible to TMA stores and wgmma. Call it before the
+// barrier that those wait for.
 LLMC_DEV void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Set each thread's registers to N, a multiple of 8. regs_inc waits for others' regs_dec.
+// Set the number of registers of each thread to N, a multiple of 8. regs_inc waits
+// for others' regs_dec.
 template <int N> LLMC_DEV void regs_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N> LLMC_DEV void regs_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-// Named barrier `id` of n threads: arrive and wait, or arrive and go on.
-// A block has 16 of them; 0 is __syncthreads(). n counts whole warps.
+// Named barrier `id` of n threads: arrive and wait, or arrive and continue. A block has 16
+// barriers, and 0 is __syncthreads(). n counts whole warps.
 LLMC_DEV void bar_sync(int id, int n) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
 LLMC_DEV void bar_arrive(int id, int n) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
-// Called by all 32 lanes: TMA and arrivals then come from one thread.
-LLMC_DEV bool elect_one() { // true for one lane of the warp
+// Choose one lane of a warp, to issue TMA and arrivals. All 32 lanes must call it.
+LLMC_DEV bool elect_one() { // true for one lane
     uint32_t p;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0,1,0,p;\n}" : "=r"(p));
     return p;
 }
 
-// A word in global memory that says whose turn it is; a negative one says that turns were lost.
-// One thread polls; acquire shows it what the thread before has written.
+// Wait until a word in global memory says that it is this block's turn; a negative word means that
+// turns were lost. One thread polls, and acquire shows it what the thread before wrote.
 LLMC_DEV void wait_for_turn(int* turn, int mine) {
     int now, polls = 0;
     do {
         asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        // A turn that does not come in minutes never comes. Give up, for all who wait; a printf
-        // here would serialise the products of the whole kernel, so check_turn() says it.
+        // A turn that has not come within minutes never comes: give up, for all who wait. A printf
+        // here would serialise the products of the whole kernel, so check_turn() reports it.
         if (++polls == 1 << 30) atomicExch(turn, INT_MIN);
     } while (now != mine && now >= 0);
 }
-// In a later kernel: end the launch with an error where turns were lost.
+// Call it in a later kernel: it ends the launch with an error if turns were lost.
 LLMC_DEV void check_turn(const int* turn) {
     if (*turn >= 0) return;
     printf("a block's turn never came: blocks did not start in the order of their indices\n");
     __trap();
 }
-// Release: whoever reads the new number sees what came before it.
+// Pass the turn on, with release: whoever reads the new number sees what was written before.
 LLMC_DEV void pass_turn(int* turn) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
 // ---- TMA: tiles of a tensor map, whose coordinates come innermost first -------------------
-// Bring a map near, so that its first use does not wait for it.
+// Prefetch a map, so that its first use does not wait for it.
 LLMC_DEV void tma_prefetch(const CUtensorMap* m) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
 }
-// Load a box into shared memory at s; its bytes count on the barrier.
-// Elements out of range come as zeros and count as bytes all the same.
+// Load a box into shared memory at s; its bytes count on the barrier. Elements out of range become
+// zeros, and their bytes count as well.
 LLMC_DEV void tma_load_4d(void* s, const CUtensorMap* m, uint64_t* bar, int c0, int c1, int c2,
                           int c3) {
     asm volatile(
@@ -125,8 +127,8 @@ LLMC_DEV void tma_load_4d(void* s, const CUtensorMap* m, uint64_t* bar, int c0, 
         "l"(m), "r"(smem_u32(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
-// Store a box from shared memory; bulk_commit() and bulk_wait*() cover it.
-// Ordinary writes to s need fence_async_smem() first, or TMA may store what was there before.
+// Store a box from shared memory; bulk_commit() and bulk_wait*() cover it. After ordinary writes to
+// s call fence_async_smem() first, or TMA may store the old contents.
 LLMC_DEV void tma_store_4d(const CUtensorMap* m, const void* s, int c0, int c1, int c2, int c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::
@@ -136,7 +138,7 @@ LLMC_DEV void tma_store_4d(const CUtensorMap* m, const void* s, int c0, int c1, 
 }
 
 // ---- stmatrix: ldmatrix's way back -----------------------------------------------------------
-// Lane 8 m + r brings the address of row r of matrix m, 16 bytes.
+// Store four 8 by 8 matrices. Lane 8 m + r provides the address of row r of matrix m, 16 bytes.
 LLMC_DEV void stmatrix_x4(void* s, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(smem_u32(s)),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -158,42 +160,44 @@ LLMC_DEV void bulk_store_1d(void* g, const void* s, uint32_t bytes) {
                  "r"(smem_u32(s)), "r"(bytes)
                  : "memory");
 }
-// Add floats in shared memory to g, one atomic addition each.
-// Other blocks' additions come in any order: unless they take turns, rounding varies.
+// Add floats in shared memory to g, by one atomic addition each. Other blocks' additions come in
+// any order, so rounding varies unless blocks take turns.
 LLMC_DEV void bulk_reduce_add_f32(float* g, const void* s, uint32_t bytes) {
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(g),
         "r"(smem_u32(s)), "r"(bytes)
         : "memory");
 }
-// stores and reductions of a thread come in groups, as cp.async does
+// Close a group of this thread's stores and reductions, and wait for all groups but the last N.
 LLMC_DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N>
-LLMC_DEV void bulk_wait_read() { // shared memory may be written again
+LLMC_DEV void bulk_wait_read() { // until shared memory may be overwritten
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 template <int N>
-LLMC_DEV void bulk_wait() { // global memory is written
+LLMC_DEV void bulk_wait() { // until global memory is written
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- wgmma ---------------------------------------------------------------------------------
-// Call it before the first product, and before one whose registers were touched since the last.
+// Call it before the first product, and before a product whose registers were written
+// since the last.
 LLMC_DEV void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// A group is all products since the last commit; wait until all but the last N are over.
+// Close a group of all products since the last commit; wait for all groups but the last N.
 LLMC_DEV void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> LLMC_DEV void wg_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Call it after a wait: the compiler then moves no reading of the accumulator before it.
+// Call it after a wait. It keeps the compiler from reading the accumulator earlier.
 LLMC_DEV void keep(float& r) { asm volatile("" : "+f"(r)::"memory"); }
-// Call it before a wait, with what cannot be true of the work to be done until then. ptxas moves a
-// wait up over arithmetic, as if that could not run under the products, but never over a branch.
+// Call it before a wait, with a condition that is never true and depends on the work that should
+// run before the wait. ptxas moves a wait up over arithmetic, as though it could not overlap the
+// products, but never over a branch.
 LLMC_DEV void never(bool impossible) {
     if (impossible) __trap();
 }
 
-// Operands of the accumulator: 32 registers a thread for 64 columns, 64 for 128.
+// The accumulator's operands: 32 registers a thread for 64 columns, 64 for 128.
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
 #define F32(i) F16(i), F16(i + 16)
@@ -204,11 +208,11 @@ LLMC_DEV void never(bool impossible) {
     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"  \
     "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45," \
     "%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-// p is scale-d: where it is false the product overwrites d. 1, 1: neither operand is negated.
+// p is the instruction's scale-d: if false, the product overwrites d. 1, 1: no operand is negated.
 #define WGMMA(shape, type, list, a, b, p, rest)                                                    \
     "{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." type \
     "." type " " list ", " a ", " b ", p, 1, 1, " rest ";\n}"
-// a and b are descriptors of shared memory.
+// Both a and b are descriptors of shared memory.
 #define WGMMA_64(type)                                                          \
     asm volatile(WGMMA("m64n64k16", type, L32, "%32", "%33", "%34", "%35, %36") \
                  : F32(0)                                                       \
@@ -227,7 +231,7 @@ LLMC_DEV void never(bool impossible) {
                  : F32(0), F32(32)                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(tB))
 
-// d (64,N) = or += a (64,16) b (N,16)^T, operands in shared memory; tA, tB: 0 K-major, 1 MN-major
+// d (64,N) = or += a (64,16) b (N,16)^T, both in shared memory. tA, tB: 0 K-major, 1 MN-major.
 template <typename T, int N, int tA, int tB>
 LLMC_DEV void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
     LLMC_TENSOR_CORE_TYPE(T);
@@ -238,7 +242,7 @@ LLMC_DEV void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (N == 128 && BF16) WGMMA_128("bf16");
     if constexpr (N == 128 && !BF16) WGMMA_128("f16");
 }
-// a from registers: the fragments of mma_m16n8k16, 16 rows a warp
+// The same with a in registers: the fragments of mma_m16n8k16, 16 rows a warp.
 template <typename T, int N, int tB>
 LLMC_DEV void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     LLMC_TENSOR_CORE_TYPE(T);
@@ -262,7 +266,7 @@ LLMC_DEV void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, in
 
 #endif
 
-// Whether this pass compiles Hopper's own instructions. Else such a kernel calls needs_sm90a().
+// Whether this pass compiles Hopper's own instructions. If not, such a kernel calls needs_sm90a().
 #if defined(EMULATE) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_PASS 1
 #else
@@ -270,10 +274,10 @@ LLMC_DEV void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, in
 #endif
 
 #if defined(__CUDACC__) && !HOPPER_PASS
-// End the launch with an error: an empty kernel would leave its outputs as they were. A Hopper that
-// runs the code of another GPU comes here.
+// End the launch with an error, because an empty kernel would silently leave its outputs unwritten.
+// A Hopper that runs code compiled for another GPU comes here.
 LLMC_DEV void needs_sm90a(const char* kernel) {
-    // Other threads return: a trap of theirs could come before the message.
+    // Let other threads return: a trap of theirs could come before the message.
     unsigned block = blockIdx.x + blockIdx.y + blockIdx.z;
     if (block + threadIdx.x > 0) return;
     printf("%s has no code for this GPU: compile for sm_90a (make GPUS=90a)\n", kernel);
@@ -282,21 +286,22 @@ LLMC_DEV void needs_sm90a(const char* kernel) {
 #endif
 
 #if LLMC_KERNELS
-// A wgmma operand in shared memory under the 128-byte swizzle (chunk of 16 bytes ^= row % 8, in
-// blocks of 8 rows of 128 bytes). Bytes, all of them multiples of 16:
-//   K-major   rows of 64 elements of K; stride: from 8 rows to the next 8; leading: not used.
+// The descriptor of a wgmma operand in shared memory under the 128-byte swizzle (in blocks of 8
+// rows of 128 bytes, chunk of 16 bytes ^= row % 8). All arguments are bytes and multiples of 16:
+//   K-major   a row is 64 elements of K; stride: from 8 rows to the next 8; leading: not used.
 //             The next 16 of K: start + 32; after 64 of K: the next column of blocks.
-//   MN-major  rows are K, 64 elements of M or N in each; stride: from 8 of K to the next 8;
+//   MN-major  a row is one K, with 64 elements of M or N; stride: from 8 of K to the next 8;
 //             leading: from 64 of M or N to the next 64. The next 16 of K: start + 2048.
 LLMC_HD inline uint64_t descriptor(uint32_t start, uint32_t leading, uint32_t stride) {
-    // Fields count 16 bytes each; bit 62 chooses the 128-byte swizzle.
+    // Each field counts 16 bytes. Bit 62 selects the 128-byte swizzle.
     return uint64_t((start & 0x3ffff) >> 4) | uint64_t((leading & 0x3ffff) >> 4) << 16 |
            uint64_t((stride & 0x3ffff) >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// How TMA reaches a tensor: dims, innermost first; strides of dims 1.. in elements; the box that a
-// load or store moves. Elements out of range are read as zeros and not written. swizzle: as
-// descriptor() has it, for boxes of 128 bytes. Pass it as `const __grid_constant__ CUtensorMap`.
+// Describe to TMA how a tensor lies: dims, innermost first; strides of dims 1.. in elements;
+// and the box that a load or store moves. Elements out of range are read as zeros and not
+// written. swizzle is the one of descriptor(), for boxes of 128 bytes. Pass the map as
+// `const __grid_constant__ CUtensorMap`.
 template <typename T, int RANK>
 CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
                             const size_t (&strides)[RANK - 1], const unsigned (&box)[RANK],
@@ -319,7 +324,7 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
 
     CUtensorMap map;
 #if defined(EMULATE)
-    // The emulator reads the numbers themselves, strides in bytes, the innermost included.
+    // The emulator reads the numbers directly: strides in bytes, the innermost included.
     map = {};
     map.base = reinterpret_cast<unsigned char*>(const_cast<T*>(base));
     map.rank = RANK;
@@ -331,7 +336,7 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
         map.strides[i] = i ? strides[i - 1] * sizeof(T) : sizeof(T);
     }
 #else
-    // Ask the driver for its encoder: nothing to link.
+    // Ask the driver for its encoder, so that there is no library to link.
     static const auto encode = [] {
         void* function = nullptr;
         cudaDriverEntryPointQueryResult result;
@@ -342,7 +347,7 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
     }();
 
-    // Encode: strides in bytes, the innermost left out.
+    // Encode. Strides are in bytes, without the innermost.
     cuuint64_t sizes[RANK], bytes[RANK];
     cuuint32_t boxes[RANK], ones[RANK];
     for (int i = 0; i < RANK; i++) {
@@ -354,7 +359,7 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
     CUtensorMapDataType type = std::is_same_v<T, float>  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                : std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    // Zeros fill what is out of range; L2 fetches 256 bytes at a time.
+    // Out-of-range elements are filled with zeros; L2 fetches 256 bytes at a time.
     CUresult status = encode(&map, type, RANK, const_cast<T*>(base), sizes, bytes, boxes, ones,
                              CU_TENSOR_MAP_INTERLEAVE_NONE,
                              swizzle ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,

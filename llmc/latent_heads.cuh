@@ -1,12 +1,12 @@
 // latent_heads.cuh - latent attention's keys and values by heads, and back - arXiv:2405.04434
-//   kv[n,h] = [plain key, value]   what a product makes of row n's latent;  HS = plain + rotary
+//   kv[n,h] = [plain key, value]   the product of row n's latent;  HS = plain + rotary
 //   k[n,h]  = [plain key, k_rope[n]]      one rotary part serves all heads
 //   v[n,h]  = [value, zeros]              as wide as k: attention's kernels read both alike
 //   backward  dkv[n,h] = [dk's plain part, dv's first HS_v],  dk_rope[n] = sum over h of dk's last
 //   kv, dkv (N,NH,plain+HS_v)   k, v, dk, dv (N,NH,HS)   k_rope, dk_rope: rows of `rotary` channels
-//   Contract: everything =. The sum goes by ascending head, in acc, and is rounded once: bitwise
-//             repeatable.
-//   Cost: memory-bound: 1 read of kv + 2 writes of k, and back.
+//   Contract: everything =. The sum is in ascending order of heads, in acc, and rounded once:
+//             bitwise repeatable.
+//   Cost: memory-bound: 1 read of kv + 2 writes of k, and the same backward.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
@@ -15,7 +15,7 @@
 
 namespace llmc {
 
-// Channels of a head.
+// The channels of a head.
 struct LatentHeads {
     size_t NH;
     size_t HS;     // of q and k
@@ -28,6 +28,7 @@ struct LatentHeads {
 // ----------------------------------------------------------------------------
 // CPU
 
+// Assemble keys and values by heads.
 template <typename T>
 void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, // (N,NH,HS)^2 (N,NH,kv)
                           size_t rope_stride, const LatentHeads& d, size_t N, Cpu) {
@@ -36,12 +37,13 @@ void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, // (N,NH,HS)
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++)
         for (size_t h = 0; h < d.NH; h++) {
-            // Point at a head of a row, in each of the three.
+            // Find this head of this row in each of the three.
             size_t row = n * d.NH + h;
             const T* from = kv + row * d.kv();
             T* key = k + row * d.HS;
             T* value = v + row * d.HS;
-            // Copy the key's parts, then the value and zeros behind it.
+
+            // Copy the two parts of the key, then the value with zeros behind it.
             std::copy_n(from, plain, key);
             std::copy_n(k_rope + n * rope_stride, d.rotary, key + plain);
             std::copy_n(from + plain, d.HS_v, value);
@@ -49,6 +51,7 @@ void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, // (N,NH,HS)
         }
 }
 
+// Split the gradients again, and sum those of the shared rotary part.
 template <typename T>
 void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, // (N,NH,kv) (N,rotary)
                            const T* dk, const T* dv,               // (N,NH,HS)^2
@@ -58,13 +61,15 @@ void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, // (N,NH,kv) 
     for (size_t n = 0; n < N; n++) {
         for (size_t h = 0; h < d.NH; h++) {
             size_t row = n * d.NH + h;
-            // A head takes its own part of both; zeros behind a value had no effect.
+
+            // Copy this head's own parts. The zeros behind a value had no effect, so their
+            // gradient is dropped.
             T* to = dkv + row * d.kv();
             std::copy_n(dk + row * d.HS, plain, to);
             std::copy_n(dv + row * d.HS, d.HS_v, to + plain);
         }
 
-        // All heads have read the rotary part.
+        // Sum over the heads: all of them have read the rotary part.
         for (size_t c = 0; c < d.rotary; c++) {
             acc_t<T> sum = 0;
             for (size_t h = 0; h < d.NH; h++)
@@ -80,16 +85,17 @@ void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, // (N,NH,kv) 
 #if LLMC_KERNELS
 constexpr unsigned LATENT_THREADS = 256;
 
+// Assemble one row's keys and values.
 template <typename T>
 __global__ void latent_heads_forward_kernel(T* k, T* v, const T* kv, const T* k_rope,
                                             size_t rope_stride, LatentHeads d) {
-    // The row's heads; sizes of a row fit 32 bits, which divide much faster than 64.
+    // Numbers within a row fit 32 bits, which divide much faster than 64.
     size_t n = blockIdx.x;
     unsigned HS = unsigned(d.HS);
     unsigned plain = unsigned(d.plain());
     const T* rope = k_rope + n * rope_stride;
     for (unsigned at = threadIdx.x; at < unsigned(d.NH) * HS; at += LATENT_THREADS) {
-        // Threads side by side have neighbouring channels of a head.
+        // Neighbouring threads have neighbouring channels of a head.
         unsigned c = at % HS;
         const T* from = kv + (n * d.NH + at / HS) * d.kv();
         size_t to = n * d.NH * HS + at;
@@ -98,21 +104,22 @@ __global__ void latent_heads_forward_kernel(T* k, T* v, const T* kv, const T* k_
     }
 }
 
+// Split one row's gradients again.
 template <typename T>
 __global__ void latent_heads_backward_kernel(T* dkv, T* dk_rope, size_t rope_stride, const T* dk,
                                              const T* dv, LatentHeads d) {
-    // Plain parts and values go as they are.
+    // Copy plain parts and values.
     size_t n = blockIdx.x;
     unsigned width = unsigned(d.kv());
     unsigned plain = unsigned(d.plain());
     for (unsigned at = threadIdx.x; at < unsigned(d.NH) * width; at += LATENT_THREADS) {
         unsigned c = at % width;
-        // Both gradients have the same head at the same place.
+        // dk and dv have the same layout.
         size_t head = (n * d.NH + at / width) * d.HS;
         dkv[n * d.NH * width + at] = c < plain ? dk[head + c] : dv[head + c - plain];
     }
 
-    // A thread sums a rotary channel over the heads.
+    // Sum each rotary channel over the heads, one thread a channel.
     for (size_t c = threadIdx.x; c < d.rotary; c += LATENT_THREADS) {
         float sum = 0;
         for (size_t h = 0; h < d.NH; h++)
@@ -124,6 +131,7 @@ __global__ void latent_heads_backward_kernel(T* dkv, T* dk_rope, size_t rope_str
 // ----------------------------------------------------------------------------
 // launchers: N blocks
 
+// Assemble keys and values by heads.
 template <typename T>
 void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, size_t rope_stride,
                           const LatentHeads& d, size_t N, cudaStream_t stream) {
@@ -131,6 +139,7 @@ void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, size_t rope_
            rope_stride, d);
 }
 
+// Split the gradients again, and sum those of the shared rotary part.
 template <typename T>
 void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, const T* dk, const T* dv,
                            const LatentHeads& d, size_t N, cudaStream_t stream) {

@@ -5,13 +5,15 @@
 //   inp, out, dinp, dout (N,C)   weight, bias (C)   dweight, dbias (C) acc
 //   mean, rstd (N) acc, kept for backward
 //   Contract: out, mean, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
-//             sums = parts of dweight, dbias and the sum of dresidual's rows, of layernorm_sums
-//             elements; null: not wanted. The last is the gradient of a bias that joined the
-//             residual stream there. column_sums adds the parts that layernorm_parts names.
+//             sums = partial sums of dweight, of dbias and of dresidual's rows: layernorm_sums
+//             elements; null: not wanted. The third is the gradient of a bias that is added to the
+//             residual stream where dresidual is its gradient: the bias of the last projection in
+//             the branch that begins with this norm.
+//             column_sums adds up the parts that layernorm_parts lists.
 //             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
-//   Cost: memory-bound. forward reads inp, writes out; backward reads inp, dout, dresidual, writes
-//         dinp, and on the GPU sums: one of each for about 32 rows.
+//   Cost: memory-bound. forward reads inp and writes out; backward reads inp, dout and dresidual
+//         and writes dinp. On the GPU backward also writes one part of `sums` for about 32 rows.
 //   To copy: this file, column_sums.cuh, types.h and cuda_common.h.
 #pragma once
 #include <type_traits>
@@ -22,7 +24,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // CPU
 
-// A task a row; mean and rstd are kept for backward.
+// One task a row. mean and rstd are kept for backward.
 template <typename T>
 void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N) (N)
                        const T* inp, const T* weight, const T* bias, // (N,C) (C) (C)
@@ -33,7 +35,8 @@ void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N
         const T* x = inp + n * C; // (C)
         T* y = out + n * C;       // (C)
 
-        // Mean, then the variance around it: exact where one pass over x*x would cancel.
+        // Take the mean, then the variance around it. A single pass over x and x*x
+        // would cancel digits.
         A sum = 0, square = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t c = 0; c < C; c++)
@@ -44,20 +47,20 @@ void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N
             square += (to_acc(x[c]) - m) * (to_acc(x[c]) - m);
         A r = 1 / std::sqrt(square / A(C) + A(eps));
 
-        // Normalise, scale, shift.
-        // Weight and bias are shared by all rows and stay in the cache.
+        // Normalise, scale, shift. All rows share weight and bias, which stay in the cache.
         #pragma omp simd
         for (size_t c = 0; c < C; c++)
             y[c] = from_acc<T>((to_acc(x[c]) - m) * r * to_acc(weight[c]) + to_acc(bias[c]));
 
-        // Keep the statistics as they were used: backward takes them, unrounded.
+        // Keep the statistics unrounded: backward must use the same values.
         mean[n] = m;
         rstd[n] = r;
     }
 }
 
-// dresidual may be dinp: each element is read before it is written.
-// A task a row. mean(g) is the gradient through the mean, mean(g * xhat) the one through rstd.
+// The gradient of the input, one task a row. mean(g) is the part that passes through the mean, and
+// mean(g * xhat) the part that passes through rstd. dresidual may be dinp, because each element is
+// read before it is written.
 template <typename T>
 void layernorm_backward_input(T* dinp, const T* dresidual,                  // (N,C) (N,C) or null
                               const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
@@ -83,13 +86,13 @@ void layernorm_backward_input(T* dinp, const T* dresidual,                  // (
         A mean_g = sum_g / A(C);
         A mean_gx = sum_gx / A(C);
 
-        // The input gradient joins the residual stream.
+        // The gradient of the norm alone; the loops below add it to the residual's gradient.
         auto gradient = [&](size_t c) {
             return r *
                    (to_acc(d[c]) * to_acc(weight[c]) - mean_g - (to_acc(x[c]) - m) * r * mean_gx);
         };
 
-        // Choose outside the loops, so that each of them vectorises.
+        // Branch outside the loops, so that each of them vectorises.
         if (residual) {
             #pragma omp simd
             for (size_t c = 0; c < C; c++)
@@ -102,14 +105,15 @@ void layernorm_backward_input(T* dinp, const T* dresidual,                  // (
     }
 }
 
-// Sums over rows: dout * xhat for the weight, dout for the bias.
+// Sums over rows: dout * xhat gives dweight, dout gives dbias. Either output may be null.
 template <typename T>
 void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C) (C), = or +=
                                const T* dout, const T* inp,                // (N,C) (N,C)
                                const acc_t<T>* mean, const acc_t<T>* rstd, // (N) (N)
                                size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
-    // A thread owns these columns and adds the rows in order; AVX-512 registers hold all its sums.
+    // A thread owns a block of columns and adds the rows in order: the result does not depend on
+    // the number of threads. AVX-512 registers hold all of the block's sums.
     constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
@@ -118,7 +122,8 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C
         A dw[COLUMNS] = {};
         A db[COLUMNS] = {};
 
-        // Sum the rows; the number of columns is a constant where that is possible.
+        // Sum the rows. `columns` is a type with a constant value for whole blocks,
+        // a number otherwise.
         auto add_rows = [&](auto columns) {
             for (size_t n = 0; n < N; n++) {
                 const T* d = dout + n * C + c0; // (columns)
@@ -132,7 +137,7 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C
             }
         };
 
-        // Whole blocks have a constant width: only then do the sums stay in registers.
+        // A constant width is what lets the compiler keep the sums in registers.
         if (count == COLUMNS)
             add_rows(std::integral_constant<size_t, COLUMNS>());
         else
@@ -148,13 +153,13 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C
     }
 }
 
-// Both halves; the one part of each sum is the sum itself.
+// Both gradients. On the CPU there is one part, so `sums` holds the three sums themselves.
 template <typename T>
 void layernorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,3,C) (N,C)
                         const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
                         const acc_t<T>* mean, const acc_t<T>* rstd,   // (N) (N)
                         size_t N, size_t C, Cpu where) {
-    // dresidual first: dinp may take its place.
+    // Sum dresidual first: dinp may overwrite it.
     void* no_scratch = nullptr;
     if (sums && dresidual)
         column_sums(sums + 2 * C, dresidual, no_scratch, N, C, false, where);
@@ -168,7 +173,7 @@ void layernorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (
 
 #if LLMC_KERNELS
 
-// WARPS warps share a row; P elements a load. The second and third reading of a row come from L1.
+// WARPS warps share a row; a load takes P elements. The second and third readings of a row hit L1.
 //   out, inp (N,C)   weight, bias (C)   mean, rstd (N)
 template <typename T, int P, int WARPS>
 __global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const T* inp,
@@ -179,14 +184,14 @@ __global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const
     const T* x = inp + row.n * C; // (C)
     T* y = out + row.n * C;       // (C)
 
-    // Mean, then the variance around it: exact where one pass over x*x would cancel.
+    // Take the mean, then the variance around it. A single pass over x and x*x would cancel digits.
     float sum = 0, square = 0;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c);
         for (int i = 0; i < P; i++)
             sum += to_float(p.v[i]);
     }
-    // All threads of the row must call sum(): it has barriers where warps share the row.
+    // Every thread of the row must call sum(): it has barriers where several warps share the row.
     float m = row.sum(sum) / float(C);
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c);
@@ -211,8 +216,9 @@ __global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const
     rstd[row.n] = r;
 }
 
-// A block owns a strip of rows: it writes their gradients, and its part of the three sums, from one
-// reading. A thread reads its elements of dresidual before it writes them.
+// A block owns a strip of rows. One reading of the strip gives both the rows' input gradients and
+// the strip's part of the three sums. dresidual may be dinp: a thread reads its elements before it
+// writes them.
 //   dinp, dresidual, dout, inp (N,C)   sums (parts,3,C)   weight (C)   mean, rstd (N)
 template <typename T, int P, int WARPS, int PACKS>
 __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidual, const T* dout,
@@ -224,7 +230,7 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
         float m = mean[n], r = rstd[n];
         Pack<T, P> d[strip.HELD], x[strip.HELD], o[strip.HELD];
 
-        // Start from the residual's gradient, or from zero.
+        // Load a pack of dout and inp, and the residual's gradient (zero where there is none).
         auto read = [&](int k, size_t c) {
             d[k] = load<P>(dout + n * C + c);
             x[k] = load<P>(inp + n * C + c);
@@ -242,11 +248,11 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
                 of_row[1] += g * ((to_float(x[k].v[i]) - m) * r);
             }
         });
-        // sum() gives every thread the same bits, so all of them agree on the means.
+        // sum() gives every thread the same bits, so all threads use the same means.
         strip.sum(of_row);
         float mean_g = of_row[0] / float(C), mean_gx = of_row[1] / float(C);
 
-        // The input gradient joins the residual stream, what it was made of the sums.
+        // Add dx to the residual's gradient, and add this row to the strip's three sums.
         strip.for_packs(C, [&](int k, size_t c) {
             if (PACKS == 0) read(k, c);
             sums_of_strip.take(c, n == strip.first);
@@ -256,6 +262,8 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
                 float xhat = (to_float(x[k].v[i]) - m) * r;
                 float before = to_float(o[k].v[i]);
                 o[k].v[i] = from_acc<T>(before + r * (g - mean_g - xhat * mean_gx));
+
+                // Add to the sums for dweight, dbias, and the bias that joined the residual stream.
                 sums_of_strip.sum[k][0][i] += dv * xhat;
                 sums_of_strip.sum[k][1][i] += dv;
                 sums_of_strip.sum[k][2][i] += before;
@@ -270,7 +278,7 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
 // ----------------------------------------------------------------------------
 // launchers
 
-// Any C and alignment: 16 bytes a load where C and all pointers are multiples of them.
+// Any C and alignment. Loads take 16 bytes where C and all pointers are multiples of 16 bytes.
 template <typename T>
 void layernorm_forward(T* out, float* mean, float* rstd, const T* inp, const T* weight,
                        const T* bias, size_t N, size_t C, float eps, cudaStream_t stream) {
@@ -282,13 +290,13 @@ void layernorm_forward(T* out, float* mean, float* rstd, const T* inp, const T* 
     });
 }
 
-// Null dresidual: dinp = dx alone.
+// A null dresidual means dinp = dx alone.
 template <typename T>
 void layernorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
                         const T* weight, const float* mean, const float* rstd, size_t N, size_t C,
                         cudaStream_t stream) {
     size_t parts = strip_parts(N, stream);
-    // An absent dresidual counts as aligned.
+    // A null dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 3>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
         launch(layernorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(),
@@ -301,11 +309,12 @@ void layernorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout,
 // ----------------------------------------------------------------------------
 // anywhere
 
-// Elements of `sums`: for each strip of rows a part of three.
+// The number of elements of `sums`: for each strip of rows, three vectors of C.
 template <typename S>
 size_t layernorm_sums(size_t N, size_t C, S where) { return strip_parts(N, where) * 3 * C; }
 
-// The parts, for column_sums to make dweight, dbias and the third sum of; null: not wanted.
+// The list of parts that column_sums adds up into dweight, dbias and the sum of dresidual's rows.
+// A null output is not wanted.
 template <typename A, typename S>
 std::vector<PartialSums<A>> layernorm_parts(A* dweight, A* dbias, A* dresidual_bias, // (C) each
                                             const A* sums, size_t N, size_t C, S where) {

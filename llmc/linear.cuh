@@ -3,27 +3,28 @@
 //   dinp = dout W,   dW = dout^T inp,   dbias = sum over rows of dout
 //   inp, dinp (N,IC)   out, dout, residual (N,OC)   W (OC,IC)   bias (OC)   dW, dbias acc
 //   Contract: out =   dinp, dW, dbias = or += (accumulate).  A Weight whose grad is null is frozen:
-//             skipped.  Bitwise repeatable for equal threads.
+//             its gradient is skipped.  Bitwise repeatable for equal threads.
 //   Cost: 2 N OC IC FLOPs each; the bias gradient reads dout once more.
 //
-//   fp8 (arXiv:2209.05433, 2412.19437): the products of a Weight that says so read operands of
-//   8 bits (fp8.cuh). Sums, outputs, biases, residual and dW stay as wide as they are.
+//   fp8 (arXiv:2209.05433, 2412.19437): with Weight::fp8 set, its products read operands of 8 bits
+//   (fp8.cuh). Sums, outputs, biases, residual and dW keep their own width.
 //     product   operands     block: E4M3, a scale for        tensor: a scale for each operand
 //     out       inp, W       1 x 128 of K, 128 x 128         E4M3, E4M3
 //     dinp      dout, W      1 x 128 of K, 128 x 128         E5M2, E4M3
 //     dW        dout, inp    128 rows of a column, both      E5M2, E4M3
-//   Each product quantises its operands anew from bf16, and no code is quantised twice: W only once
-//   a step where it has a Fp8Cast, for the same codes. With block,
-//   where 128 divides T, no block knows the micro-batch, and where 128 divides a tensor-parallel
-//   rank's pieces, none is cut: the same bf16 numbers have the same codes in every layout. (Ranks
-//   of tp round other sums to bf16 before; a number beside the middle of two codes may then take
-//   the other one.) With tensor a scale is of one product's rows: what underflows depends on them.
-//   Recipe `delayed` has tensor's formats and a scale from the steps before (fp8_delayed.cuh), the
-//   same for all rows of all ranks.
+//   Each product quantises its operands anew from bf16; no code is ever quantised again. A W with
+//   an Fp8Cast is quantised once a step, to the same codes.
+//   Recipe `block`: where 128 divides T, no block spans two micro-batches' rows, and where 128
+//   divides a tensor-parallel rank's pieces, no block is cut. The same bf16 numbers then have the
+//   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before; a number
+//   near the middle between two codes may then take the other one.)
+//   Recipe `tensor`: a scale covers the rows of one product, so they decide what underflows.
+//   Recipe `delayed`: the formats of `tensor`, with a scale from the steps before
+//   (fp8_delayed.cuh), the same for all rows of all ranks.
 //   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere, and on
-//   CPUs, a kernel writes the values that codes stand for, which are bf16 numbers, and the product
-//   is the bf16 product of those: what an fp8 product with float sums gives, and slower. Either
-//   way it costs a pass over each operand; the scratch has room for two bytes an element.
+//   CPUs, a kernel writes the values of the codes, which are bf16 numbers, and a bf16 product
+//   multiplies those. This gives what an fp8 product with float sums gives, and is slower. Either
+//   way fp8 costs a pass over each operand; the scratch has room for two bytes an element.
 //   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, int4.cuh, lora.cuh,
 //            matmul.cuh, nf4.cuh, types.h and cuda_common.h.
 #pragma once
@@ -37,23 +38,25 @@
 
 namespace llmc {
 
-// Codes of a frozen weight: of NF4, int8 and the absmax of each row, or int4 and scales of groups.
+// The codes of a frozen weight: NF4; int8 with the absmax of each row; or int4 with a scale for
+// each group of 128.
 struct Narrow {
     Nf4 nf4 = {};
     const int8_t* int8 = nullptr;  // (OC,IC)
     const uint8_t* int4 = nullptr; // (OC,IC/2)
     const float* absmax = nullptr; // int8: (OC); int4: scales (OC,IC/128)
-    void* values = nullptr;        // of a vector, which is not narrow
+    void* values = nullptr;        // of a vector, which is not quantised
 
     bool is_matrix() const { return int8 || int4 || nf4.codes; }
+    // The first of the float numbers that belong to the codes.
     const float* first_float() const { return nf4.codes ? nf4.table : absmax; }
 };
 
-// A weight that products quantise, cast at the first that reads it: others find it here. Codes and
-// their transpose lie one behind the other, or values do, which serve both.
+// A weight's fp8 form, kept from the first product that reads it for those that follow. `home`
+// holds either codes and the codes of the transpose behind them, or values, which serve both uses.
 struct Fp8Cast {
     unsigned char* home = nullptr; // (fp8_cast_bytes)
-    mutable bool values = false, codes = false, turned = false; // what lies there
+    mutable bool values = false, codes = false, turned = false; // what `home` holds now
 };
 
 // A parameter as the layers see it. Only this file knows how it is stored: type, codes, adapters.
@@ -62,11 +65,11 @@ struct Weight {
     Type type = Type::F32;
     size_t rows = 0, cols = 0;    // OC, IC
     void* grad = nullptr;         // (rows, cols) acc; null: frozen
-    const Narrow* narrow = nullptr; // codes in the place of data
-    Fp8 fp8 = Fp8::NONE;          // its products quantise their operands
-    const Lora* lora = nullptr;   // an adapter beside it
-    Fp8Late late = {};            // DELAYED: of inp, of W, of dout: one behind the other
-    const Fp8Cast* cast = nullptr; // where what W is cast to stays; null: nowhere
+    const Narrow* narrow = nullptr; // codes that replace data
+    Fp8 fp8 = Fp8::NONE;          // how its products quantise their operands
+    const Lora* lora = nullptr;   // an adapter beside it, or null
+    Fp8Late late = {};            // DELAYED: scales and amaxes of inp, W, dout, in this order
+    const Fp8Cast* cast = nullptr; // where W's fp8 form is kept; null: nowhere
     template <typename T>
     T* as() const { return static_cast<T*>(data); }
 };
@@ -74,31 +77,35 @@ struct Weight {
 // ----------------------------------------------------------------------------
 // the three products of a weight (OC, IC) with N rows
 
-// Whether oneDNN copies W into its own layout before a product. It seldom pays: plain strides come
-// within 8% of that layout. Two products repay a copy at every call (GPT-2's layers, AVX-512, one
+// Whether oneDNN copies W into its own layout before a product. The copy seldom pays: plain strides
+// come within 8% of that layout. Two products repay it at every call (GPT-2's layers, AVX-512, one
 // thread, copy included): dx in float, 270 GFLOP/s against 225; out and dx with thousands of rows,
-// 2 to 5%. dW is never packed: += costs 1 to 4% against = (15% where OC is a vocabulary: there
-// memory is the limit).
+// 2 to 5%. dW is never packed: += costs 1 to 4% more than = (15% where OC is a vocabulary, because
+// there memory is the limit).
 constexpr size_t LINEAR_PACK_ROWS = 2048, LINEAR_PACK_BYTES = size_t(32) << 20;
 
+// Whether to pack W for a product; `input` says that the product is dinp.
 inline bool linear_packs(size_t N, size_t OC, size_t IC, Type t, bool input) {
     if (OC * IC * type_bytes(t) > LINEAR_PACK_BYTES) return false;
     return N >= LINEAR_PACK_ROWS || (input && t == Type::F32 && N >= 128);
 }
 
-// The transpose of W is W with its strides exchanged.
+// out = inp W^T. The transpose of W is W with its strides exchanged.
 inline Product linear_forward_product(size_t N, size_t OC, size_t IC, Type t) {
     return {N, OC, IC, {IC, 1}, {1, IC}, OC, false, linear_packs(N, OC, IC, t, false)};
 }
+
+// dinp = dout W.
 inline Product linear_input_product(size_t N, size_t OC, size_t IC, Type t, bool accumulate) {
     return {N, IC, OC, {OC, 1}, {IC, 1}, IC, accumulate, linear_packs(N, OC, IC, t, true)};
 }
-// The sum of dW runs over the N rows.
+
+// dW = dout^T inp. Its sum runs over the N rows.
 inline Product linear_weight_product(size_t N, size_t OC, size_t IC, bool accumulate) {
     return {OC, IC, N, {1, OC}, {IC, 1}, IC, accumulate};
 }
 
-// The largest scratch that any of them needs.
+// The largest scratch that any of the three products needs.
 template <typename T>
 size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
     Type t = type_of<T>();        // of W and activations
@@ -119,7 +126,7 @@ size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
     return most;
 }
 
-// Scratch of a forward product whose output is in acc: a router's.
+// The scratch of a forward product whose output is in acc, such as a router's.
 template <typename T>
 size_t wide_product_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
     Product p = linear_forward_product(N, OC, IC, type_of<T>());
@@ -132,7 +139,7 @@ size_t wide_product_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
 // CUDA: the scratch of the launchers below
 
 #if LLMC_KERNELS
-// cuBLASLt's workspace and the bias gradient's partial sums take turns in it.
+// cuBLASLt's workspace and the partial sums of the bias gradient use the scratch in turn.
 template <typename T>
 size_t linear_scratch_bytes(size_t N, size_t OC, size_t, cudaStream_t stream) {
     return std::max(PRODUCT_WORKSPACE, column_sums_scratch_bytes(N, OC, stream));
@@ -146,31 +153,33 @@ size_t wide_product_scratch_bytes(size_t, size_t, size_t, cudaStream_t) {
 // ----------------------------------------------------------------------------
 // fp8: what products read instead of their operands
 
-// An operand's values, and the largest of them before.
+// Bytes of one operand: a word for its largest magnitude, padded to FP8_ALIGN, then its values.
 inline size_t linear_operand_bytes(size_t rows, size_t cols) {
     return FP8_ALIGN + round_up(rows * cols * sizeof(bf16), FP8_ALIGN);
 }
 
-// The codes of a weight or of its transpose, their scales, and the largest of them before.
+// Bytes of the codes of a weight or of its transpose: the same word, then codes, then scales.
 inline size_t fp8_codes_bytes(size_t rows, size_t cols) {
     size_t scales = std::max(fp8_scales(rows, cols, Fp8Blocks::SQUARES),
                              fp8_scales(rows, cols, Fp8Blocks::SQUARES_T));
     return FP8_ALIGN + round_up(round_up(rows * cols, 16) + scales * sizeof(float), FP8_ALIGN);
 }
+
+// Bytes of an Fp8Cast: the codes of a weight, and of its transpose.
 inline size_t fp8_cast_bytes(size_t rows, size_t cols) { return 2 * fp8_codes_bytes(rows, cols); }
 
-// Scratch for the operands of any of the three products, behind the product's own.
+// The scratch for the operands of any of the three products. It lies behind the product's own.
 inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
     if (fp8 == Fp8::NONE) return 0;
-    // The end of the scratch may be no multiple of FP8_ALIGN: the first term allows for that.
+    // The scratch may end anywhere between multiples of FP8_ALIGN; the first term allows for that.
     size_t inp = linear_operand_bytes(N, IC), dout = linear_operand_bytes(N, OC);
     size_t w = linear_operand_bytes(OC, IC);
     return FP8_ALIGN + std::max({inp + w, dout + w, dout + inp});
 }
 
-// The values of W (OC,IC): its own, or dequantised where the product's scratch has room for them.
-// Each call does so again: beside a product of many rows that is little work (2% at 8192 rows of
-// bf16), and beside that of a single row it is most of it.
+// The values of W (OC,IC): its own, or dequantised into blas.wide. Each call dequantises anew.
+// Beside a product of many rows that is little work (2% at 8192 rows of bf16); beside a product of
+// one row it is most of the work.
 template <typename T, typename S>
 const T* values_of(const Weight& w, Blas& blas, S where) {
     if (!w.narrow) return w.as<const T>();
@@ -189,13 +198,14 @@ template <typename T> struct LinearOperand {
     const T* x; // (rows,cols)
     size_t rows, cols;
     Fp8Blocks blocks;
-    bool turned;   // the product sums over rows: its codes are those of the transpose
-    bool gradient; // has numbers of many sizes: under one scale it wants E5M2
-    Fp8Late late;  // of recipe `delayed`
-    const Fp8Cast* cast = nullptr; // of a weight that stays cast
+    bool turned;   // the product sums over rows: use the codes of the transpose
+    bool gradient; // magnitudes vary widely: under one scale it wants E5M2
+    Fp8Late late;  // for recipe `delayed`
+    const Fp8Cast* cast = nullptr; // of a weight whose fp8 form is kept
 };
 
-// Lends a product's operands the end of the scratch, until the product has been given.
+// Takes room for a product's operands from the end of the scratch, and gives it back when it is
+// destroyed, after the product has been issued.
 template <typename T, typename S> struct Fp8Operands {
     Fp8 fp8;
     Blas& blas;
@@ -204,6 +214,8 @@ template <typename T, typename S> struct Fp8Operands {
 
     ~Fp8Operands() { blas.scratch_bytes = whole; }
 
+    // Whether operands have one scale; whether an operand's codes are e5m2; how it is
+    // cut into blocks.
     bool tensor() const { return fp8 == Fp8::TENSOR || fp8 == Fp8::DELAYED; }
     bool wide(const LinearOperand<T>& o) const { return tensor() && o.gradient; }
     Fp8Blocks blocks(const LinearOperand<T>& o) const {
@@ -219,12 +231,15 @@ template <typename T, typename S> struct Fp8Operands {
         return static_cast<unsigned char*>(blas.scratch) + blas.scratch_bytes;
     }
 
-    // The values that codes of o.x stand for: (rows,cols).
+    // The values (rows,cols) that the codes of o.x stand for.
     const T* values(const LinearOperand<T>& o) {
+        // Use the weight's kept values if they are there.
         bool kept = o.cast && !o.cast->codes && !o.cast->turned;
         unsigned char* word = kept ? o.cast->home : room(o);
         T* values = reinterpret_cast<T*>(word + FP8_ALIGN);
         if (kept && std::exchange(o.cast->values, true)) return values;
+
+        // Quantise, and write values in the place of codes.
         T* no_transpose = nullptr;
         float* no_scales = nullptr;
         auto quantise = [&](auto format) {
@@ -236,8 +251,9 @@ template <typename T, typename S> struct Fp8Operands {
         return values;
     }
 
-    // The codes with the product's sum along rows, and their scales behind them.
+    // The codes, laid out so that the product's sum runs along rows, and their scales behind them.
     Fp8Operand codes(const LinearOperand<T>& o) {
+        // Use the weight's kept codes if they are there.
         bool kept = o.cast && !o.cast->values;
         unsigned char* word = kept ? o.cast->home : room(o);
         if (kept && o.turned) word += fp8_codes_bytes(o.rows, o.cols);
@@ -245,10 +261,14 @@ template <typename T, typename S> struct Fp8Operands {
         float* inverse = reinterpret_cast<float*>(codes + round_up(o.rows * o.cols, 16));
         Fp8Operand operand = {codes, inverse, blocks_read(o), wide(o)};
         if (kept && std::exchange(o.turned ? o.cast->turned : o.cast->codes, true)) return operand;
+
+        // Check that codes and scales fit where values would.
         size_t end = FP8_ALIGN + round_up(o.rows * o.cols, 16) +
                      sizeof(float) * fp8_scales(o.rows, o.cols, blocks(o));
         LLMC_CHECK(end <= linear_operand_bytes(o.rows, o.cols),
                    "codes and scales of %zu x %zu do not fit where values would", o.rows, o.cols);
+
+        // Quantise the operand, or its transpose.
         auto quantise = [&](auto* rows) {
             typedef std::remove_pointer_t<decltype(rows)> F;
             F* nowhere = nullptr;
@@ -269,13 +289,14 @@ template <typename T, typename S> struct Fp8Operands {
     }
 };
 
-// One of the three products, of operands as they are, as codes, or as what codes stand for.
+// One of the three products: of operands as they are, of their fp8 codes, or of the codes' values.
 template <typename T, typename O, typename S>
 void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b, const T* bias,
                     const O* residual, const Product& p, Fp8 fp8, Blas& blas, S where) {
     if (fp8 == Fp8::NONE) return matmul(out, a.x, b.x, bias, residual, p, blas, where);
     LLMC_CHECK(type_of<T>() == Type::BF16, "fp8 quantises bf16, not %s", type_name(type_of<T>()));
     if constexpr (type_of<T>() == Type::BF16) {
+        // Multiply codes where tensor cores have the product.
         Fp8Operands<T, S> operands = {fp8, blas, where};
         Fp8Product q = {p.M, p.N, p.K, operands.blocks_read(a), operands.blocks_read(b),
                         operands.wide(a), operands.wide(b), type_of<O>(), p.accumulate};
@@ -284,6 +305,8 @@ void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b
                 Fp8Operand first = operands.codes(a), second = operands.codes(b);
                 return fp8_matmul(out, first, second, bias, residual, q, blas, where);
             }
+
+        // Elsewhere, multiply the values of the codes.
         const T* first = operands.values(a);
         const T* second = operands.values(b);
         matmul(out, first, second, bias, residual, p, blas, where);
@@ -293,10 +316,10 @@ void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b
 // ----------------------------------------------------------------------------
 // anywhere
 
-// The room between an adapter's two products: (N,r).
+// The room (N,r) between an adapter's two products.
 template <typename T> T* lora_room(Blas& blas) { return static_cast<T*>(blas.room); }
 
-// out = inp W^T + bias + residual, in one product; an adapter adds its part.
+// out = inp W^T + bias + residual in one product. An adapter then adds its part.
 template <typename T, typename S>
 void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
                     const Weight& w, const Weight* bias,   // (OC,IC) (OC) or null
@@ -304,7 +327,7 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
                     size_t N, Blas& blas, S where) {
     const T* b = bias ? bias->as<const T>() : nullptr;
     Product p = linear_forward_product(N, w.rows, w.cols, type_of<T>());
-    // The sum runs along rows of both operands.
+    // The sum runs along the rows of both operands.
     LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::ROWS, false, false, w.late.at(0)};
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES,
                                false, false, w.late.at(1), w.cast};
@@ -313,13 +336,13 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
         lora_forward(out, inp, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas, where);
 }
 
-// dinp = or += dout W
+// dinp = or += dout W. An adapter then adds its part.
 template <typename T, typename S>
 void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N,OC) (OC,IC)
                            size_t N, bool accumulate, Blas& blas, S where) {
     const T* nothing = nullptr;
     Product p = linear_input_product(N, w.rows, w.cols, type_of<T>(), accumulate);
-    // Square blocks of W serve this sum too, which runs along its columns.
+    // This sum runs along the columns of W. Square blocks serve it as well.
     LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::ROWS, false, true, w.late.at(2)};
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES_T,
                                true, false, w.late.at(1), w.cast};
@@ -329,7 +352,7 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N
                             where);
 }
 
-// dW = or += dout^T inp, dbias = or += the sum of dout's rows; what is frozen is skipped.
+// dW = or += dout^T inp, dbias = or += the sum of dout's rows. A frozen gradient is skipped.
 template <typename T, typename S>
 void linear_backward_weight(const Weight& w, const Weight* bias, // their grads: (OC,IC) (OC)
                             const T* dout, const T* inp,         // (N,OC) (N,IC)
@@ -338,7 +361,7 @@ void linear_backward_weight(const Weight& w, const Weight* bias, // their grads:
     const T* no_bias = nullptr;
     const A* no_residual = nullptr;
     Product p = linear_weight_product(N, w.rows, w.cols, accumulate);
-    // The sum runs over rows: each operand has blocks of 128 of them.
+    // The sum runs over rows, so a block of either operand is 128 rows of one column.
     LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::COLUMNS, true, true, w.late.at(2)};
     LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::COLUMNS, true, false, w.late.at(0)};
     if (w.grad)
@@ -346,7 +369,7 @@ void linear_backward_weight(const Weight& w, const Weight* bias, // their grads:
     if (w.lora)
         lora_backward_weight(*w.lora, dout, inp, lora_room<T>(blas), N, w.rows, w.cols, accumulate,
                              blas, where);
-    // The bias gradient comes after the product: both use the one scratch.
+    // The bias gradient comes after the product because both use the one scratch.
     if (bias && bias->grad)
         column_sums(static_cast<A*>(bias->grad), dout, blas.scratch, N, w.rows, accumulate, where);
 }

@@ -3,16 +3,18 @@
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),  q, k, v = proj(norm_1(x))
 //               x = x + down_proj(silu(gate) * up),              gate, up = proj(norm_2(x))
 //   head        logits = lm_head(norm(x))
-//   The text is gpt2.h's, step for step: so are N, R, the contract and the two halves of the
-//   backward pass. Q = NH HS, KV = NKV HS: fewer key/value heads than heads may serve (GQA).
-//   Qwen2 has biases on q, k and v, a Llama may have them on all products; a bias that a model
-//   does not have is a Weight without data. Qwen3 norms each head of q and k before RoPE, OLMo-2
-//   all heads of a token together; without such norms the rows that hold q and k before them are
-//   null. OLMo-2 has its norms behind the branches, Gemma before and behind:
-//               x = x + post_1(o_proj(...)),  x = x + post_2(down_proj(...))
-//   Gemma's gate is GELU (swiglu.cuh), its norms multiply by 1 + weight.
+//   This file follows gpt2.h step for step, with the same N, R, contract and two halves of the
+//   backward pass. Q = NH HS, KV = NKV HS: there may be fewer key/value heads than heads (GQA).
+//   Variants:
+//     biases   Qwen2 has them on q, k and v, a Llama may have them on all products. A bias that a
+//              model does not have is a Weight without data.
+//     q, k     Qwen3 norms each head of q and k before RoPE, OLMo-2 all heads of a token together.
+//              Without these norms the pointers to q and k before the norm (q_raw, k_raw) are null.
+//     post     OLMo-2 has its norms behind the branches, Gemma has them before and behind:
+//              x = x + post_1(o_proj(...)),  x = x + post_2(down_proj(...))
+//     Gemma    The gate is GELU (swiglu.cuh), and norms multiply by 1 + weight.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + 3 F) FLOPs in products and 2 N T Q in
-//         attention; its backward pass twice the products, 2.5 times the attention.
+//         attention. Its backward pass takes twice the former and 2.5 times the latter.
 #pragma once
 #include "context_parallel.h"
 #include "elementwise.cuh"
@@ -23,42 +25,43 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// the family: weights [out, in], and what a block makes
+// the family: weights [out, in], and the activations of a block
 
 // clang-format off
-// The first branch, which families with other second branches share.
+// The weights of the first branch (attention). Families with other second branches share them.
 struct AttentionWeights {
     Weight norm_1;                                // (C)
     Weight q, q_bias;                             // (Q,C) (Q)
     Weight k, k_bias;                             // (KV,C) (KV)
     Weight v, v_bias;                             // (KV,C) (KV)
-    Weight q_norm, k_norm;                        // (HS) (HS), whole: (Q) (KV)
+    Weight q_norm, k_norm;                        // (HS) (HS), whole_qk_norm: (Q) (KV)
     Weight o, o_bias;                             // (C,Q) (C)
-    Weight post_1;                                // (C)        of what the branch gives
+    Weight post_1;                                // (C)        the norm of the branch's result
 };
 
+// The activations of the first branch. Below, "whole" means Shape::whole_qk_norm.
 template <typename T> struct AttentionActs {
     T* norm_1;                                    // (R,C)
     acc_t<T>* norm_1_rstd;                        // (R)
-    T *q_raw, *k_raw;                             // (N,Q) (N,KV)  before their norms, or null
+    T *q_raw, *k_raw;                             // (N,Q) (N,KV)  q, k before their norms, or null
     acc_t<T> *q_rstd, *k_rstd;                    // (N,NH) (N,NKV), whole: (N) (N)
-    acc_t<T> *q_squares, *k_squares;              // (N) (N)    whole: their sums over tp
+    acc_t<T> *q_squares, *k_squares;              // (N) (N)    whole: sums of squares over tp
     T *q, *k, *v;                                 // (N,Q) (N,KV) (N,KV)
     T* attention;                                 // (N,Q)
     acc_t<T>* lse;                                // (B,NH,T)   log of the sum of exp(scores)
-    T* o_out;                                     // (R,C)      before its post norm, or null
+    T* o_out;                                     // (R,C)      the result before post_1, or null
     acc_t<T>* post_1_rstd;                        // (R)
-    T* middle;                                    // (R,C)      the residual stream behind it
+    T* middle;                                    // (R,C)      the residual stream after attention
 
     T *dmiddle, *dattention;                      // (R,C) (N,Q)
     T *dq, *dk, *dv, *dnorm_1;                    // (N,Q) (N,KV) (N,KV) (R,C)
-    T *dq_raw, *dk_raw;                           // (N,Q) (N,KV)  before their norms, or null
-    acc_t<T> *q_dots, *k_dots;                    // (N) (N)    whole: their sums over tp
-    T* do_out;                                    // (R,C)      before its post norm, or null
-    acc_t<T>* norm_1_sums;                        // parts of the norm's dweight
-    acc_t<T> *q_norm_sums, *k_norm_sums;          // parts of theirs
-    acc_t<T>* post_1_sums;                        // parts of its own
-    T* dmiddle_all;                               // (N,C)      rows of all ranks, where R < N
+    T *dq_raw, *dk_raw;                           // (N,Q) (N,KV)  of q_raw and k_raw, or null
+    acc_t<T> *q_dots, *k_dots;                    // (N) (N)    whole: backward's row sums over tp
+    T* do_out;                                    // (R,C)      the gradient of o_out, or null
+    acc_t<T>* norm_1_sums;                        // parts of norm_1's dweight
+    acc_t<T> *q_norm_sums, *k_norm_sums;          // parts of q_norm's and k_norm's dweight
+    acc_t<T>* post_1_sums;                        // parts of post_1's dweight
+    T* dmiddle_all;                               // (N,C)      the rows of all ranks, if R < N
 };
 
 struct Llama {
@@ -77,47 +80,48 @@ struct Llama {
         Weight gate, gate_bias;                   // (F,C) (F)
         Weight up, up_bias;                       // (F,C) (F)
         Weight down, down_bias;                   // (C,F) (C)
-        Weight post_2;                            // (C)        of what the branch gives
+        Weight post_2;                            // (C)        the norm of the branch's result
     };
 
     struct Head {
         Weight norm;                              // (C)
-        Weight lm_head;                           // (Vp,C), where tied wte itself
+        Weight lm_head;                           // (Vp,C), if tied wte itself
     };
 
     template <typename T> struct Acts : AttentionActs<T> {
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
         T *gate, *up, *swiglu;                    // (N,F) (N,F) (N,F)
-        T* down_out;                              // (R,C)      before its post norm, or null
+        T* down_out;                              // (R,C)      the result before post_2, or null
         acc_t<T>* post_2_rstd;                    // (R)
 
         T *dswiglu, *dup, *dnorm_2;               // (N,F) (N,F) (R,C)
-        T* ddown_out;                             // (R,C)      before its post norm, or null
-        acc_t<T>* norm_2_sums;                    // parts of the norm's dweight
-        acc_t<T>* post_2_sums;                    // parts of its own
-        T* dout_all;                              // (N,C)      rows of all ranks, where R < N
+        T* ddown_out;                             // (R,C)      the gradient of down_out, or null
+        acc_t<T>* norm_2_sums;                    // parts of norm_2's dweight
+        acc_t<T>* post_2_sums;                    // parts of post_2's dweight
+        T* dout_all;                              // (N,C)      the rows of all ranks, if R < N
     };
 };
 // clang-format on
 
 // ----------------------------------------------------------------------------
-// tables: each function shows its rows to a visitor, which makes the table or binds pointers
+// tables: a function shows each row to a visitor, which adds it to a table or binds its pointer
 
 // clang-format off
-// Tensor parallelism cuts columns [out/tp, in] or rows [out, in/tp], or leaves a parameter whole.
-// It never cuts a key/value head: ranks share one where there are more ranks than such heads.
+// The parameters of the first branch. Tensor parallelism cuts columns [out/tp, in], cuts rows
+// [out, in/tp], or leaves a parameter whole. It never cuts a key/value head: if there are more
+// ranks than such heads, several ranks hold the same one.
 template <typename Row>
 void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
     size_t C = s.C, Q = s.NH * s.HS, KV = s.NKV * s.HS;
     Shard whole = {}, columns = {0}, rows = {1}, kv = {0, 1, int(s.NKV)};
-    Shard heads = {-1, 1, 0, Partial::HEADS}; // one norm for the heads of all ranks
-    bool all = s.whole_qk_norm;               // or a part of it on each
+    Shard heads = {-1, 1, 0, Partial::HEADS}; // every rank holds the one norm of all heads
+    bool all = s.whole_qk_norm;               // true: a longer norm, of which a rank holds a part
 
-    // 2L products add to the residual stream: they start smaller by sqrt(2L).
+    // 2L products add to the residual stream, so their weights start smaller by sqrt(2L).
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
-    Init one = {1 - s.norm_plus, 0}; // a norm that changes nothing yet
+    Init one = {1 - s.norm_plus, 0}; // norms begin with a scale of 1
 
     //  weight    name                               shape    start   decays cut      transposed
     if (s.pre_norm)
@@ -145,6 +149,7 @@ void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
         row(w.post_1, "post_attention_layernorm.weight", {C}, one,    false, whole,   false);
 }
 
+// The parameters of a block: the first branch, then the ffn.
 template <typename Row>
 void block_parameters(Llama::Block& w, const Shape& s, Row row) {
     size_t C = s.C, F = s.F;
@@ -171,7 +176,8 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
         row(w.post_2, "post_feedforward_layernorm.weight", {C}, one,  false, whole,   false);
 }
 
-// The rows that norms of q or k work on: a head of a token each, or all heads of it on this rank.
+// The rows on which the norm of q or k works: each is one head of a token, or with whole_qk_norm
+// all heads of a token on this rank.
 struct NormRows {
     size_t count, C;
 };
@@ -179,18 +185,18 @@ inline NormRows norm_rows(const Shape& s, size_t N, size_t heads) {
     return s.whole_qk_norm ? NormRows{N, heads * s.HS} : NormRows{N * heads, s.HS};
 }
 
-// Recomputation drops rows after the forward pass: every level the CHEAP, two levels those of a
-// branch (ATTN, FFN), full both. GRADIENT rows are born in the backward pass. Its half B or W
-// is the last to read a row.
+// The activations of the first branch. Levels of recomputation drop rows after the forward pass:
+// all but `none` drop CHEAP rows, `attention` also ATTN, `ffn` also FFN, `full` all three. The
+// backward pass makes GRADIENT rows; its input half (B) or weight half (W) reads a row last.
 template <typename T, typename S, typename Row>
 void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S where, Row& row) {
     size_t C = s.C, Q = s.NH * s.HS, KV = s.NKV * s.HS;
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
-    Keep product = s.qk_norm ? CHEAP : ATTN; // a norm makes them again
-    Last normed = s.qk_norm ? B : W;         // products read what is before the norm
-    Last middle = s.pre_norm ? B : W;        // without a norm products read the stream
+    Keep product = s.qk_norm ? CHEAP : ATTN; // q and k are the outputs of norms, or of products
+    Last normed = s.qk_norm ? B : W;         // with a norm W reads dq_raw and dk_raw instead
+    Last middle = s.pre_norm ? B : W;        // without a norm the second branch's products read it
     bool all = s.whole_qk_norm;
 
     //  pointer         name                    elements   of        last read
@@ -249,6 +255,7 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
         row(a.dmiddle_all, "d middle, all rows", N * C,    GRADIENT, W);
 }
 
+// The activations of a block: the first branch, then the ffn.
 template <typename T, typename S, typename Row>
 void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C, F = s.F;
@@ -284,7 +291,7 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
         row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
 }
 
-// RoPE turns queries and keys inside attention, so there is no table of positions.
+// The token table. RoPE rotates queries and keys inside attention, so positions have no table.
 template <typename Row>
 void embedding_parameters(Llama::Embedding& w, const Shape& s, Row row) {
     const char* name = "model.embed_tokens.weight";
@@ -305,7 +312,8 @@ void head_parameters(Llama::Head& w, const Shape& s, Row row) {
 // ----------------------------------------------------------------------------
 // RMSNorm of this rank's rows of the residual stream
 
-// RMSNorm takes no mean and no bias: one number a row, rstd, is all that backward needs.
+// out = RMSNorm(inp) + residual (null: 0). There is no mean and no bias, so backward needs a single
+// number for each row: rstd.
 template <typename T, typename S>
 void rmsnorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, // (R,C) (R)
                      const T* inp, const Weight& weight, const T* residual = nullptr) {
@@ -313,7 +321,7 @@ void rmsnorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, // (R,C) (R)
                     ctx.shape.norm_eps, ctx.where, {residual, ctx.shape.norm_plus});
 }
 
-// dinp = dresidual (or null: 0) + the norm's own part; sums = parts of dweight
+// dinp = the gradient through the norm + dresidual (null: 0). sums = parts of dweight.
 template <typename T, typename S>
 void rmsnorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, // (R,C) (R,C)
                       const T* dout, const T* inp,                              // (R,C) (R,C)
@@ -322,16 +330,17 @@ void rmsnorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, 
                      ctx.shape.C, ctx.where, {nullptr, ctx.shape.norm_plus});
 }
 
-// List the parts for column_sums.
+// The parts in `sums`, listed for column_sums(), which adds them up into dweight.
 template <typename T, typename S>
 PartialSums<acc_t<T>> rmsnorm_parts(Ctx<S>& ctx, const Weight& weight, const acc_t<T>* sums) {
     return rmsnorm_parts(grad_of<T>(weight), sums, stream_rows(ctx), ctx.shape.C, ctx.where);
 }
 
 // ----------------------------------------------------------------------------
-// norms at the two ends of a branch, each of which a family may lack
+// norms at the two ends of a branch; a family may lack one or the other
 
-// Return what the first branch's products read: the norm of inp, or a copy, for W sees inp no more.
+// Return the rows that the first branch's products read: the norm of inp, or without a norm a copy
+// of inp, for the weight half W of the backward pass needs them when inp is gone.
 template <typename T, typename S>
 const T* first_rows(Ctx<S>& ctx, const AttentionActs<T>& a, const T* inp, const Weight& norm) {
     size_t row = ctx.shape.C * sizeof(T);
@@ -342,13 +351,14 @@ const T* first_rows(Ctx<S>& ctx, const AttentionActs<T>& a, const T* inp, const 
     return a.norm_1;
 }
 
-// The same of the second branch: the norm of the stream, or the stream.
+// The rows that the second branch's products read: the norm of the stream, or the stream itself.
 template <typename T>
 const T* second_rows(const Shape& s, const Llama::Acts<T>& a) {
     return s.pre_norm ? a.norm_2 : a.middle;
 }
 
-// dinp = dresidual + the gradient through a branch's first norm, or where it has none drows itself
+// dinp = dresidual + the gradient of a branch's input. drows is the gradient of the rows that its
+// products read: it goes back through the branch's first norm, or is added as it is without one.
 template <typename T, typename S>
 void branch_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, // (R,C) (R,C)
                      const T* drows, const T* inp,                             // (R,C) (R,C)
@@ -358,7 +368,8 @@ void branch_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, /
     add_forward(dinp, dresidual, drows, stream_rows(ctx) * ctx.shape.C, ctx.where);
 }
 
-// out = residual + the last product of a branch, which is normed before where `raw` keeps it
+// out = residual + the result of a branch, its last product. If the family norms that result, `raw`
+// keeps the product before the norm; without a norm raw is null.
 template <typename T, typename S>
 void branch_end(Ctx<S>& ctx, T* out, T* raw, acc_t<T>* rstd, const T* inp, // (R,C) (R,C) (R) (N,IC)
                 const Weight& w, const Weight& bias, const Weight& norm,
@@ -370,7 +381,8 @@ void branch_end(Ctx<S>& ctx, T* out, T* raw, acc_t<T>* rstd, const T* inp, // (R
     rmsnorm_forward(ctx, out, rstd, raw, norm, residual);
 }
 
-// Return the gradient of that product: dout itself, or draw, gone back through its norm.
+// Return the gradient of a branch's last product: dout itself, or draw, which is dout gone back
+// through the norm of the result.
 template <typename T, typename S>
 const T* branch_end_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, const T* dout, // (R,C) (R,C)
                              const T* raw, const Weight& norm, const acc_t<T>* rstd) {
@@ -381,19 +393,20 @@ const T* branch_end_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, const T* dout
 }
 
 // ----------------------------------------------------------------------------
-// norms of q and k: a row is a head of a token (Qwen3, Gemma 3), or all its heads (OLMo-2), of
-// which a tensor-parallel rank has some. Without such norms `raw` is null.
-//   A key head that r ranks share is r times in a sum over ranks, and so are the channels that it
-//   is divided by. Backward each of them has a part of its gradient, and takes 1/r of the mean.
+// norms of q and k: a row is one head of a token (Qwen3, Gemma 3), or all heads of a token
+// (OLMo-2), of which a tensor-parallel rank has some. Without such norms `raw` is null.
+//   A key head that r ranks share counts r times in a sum over ranks. So do the channels by which
+//   the sum is divided: the mean is right. In backward each of these ranks has a part of the head's
+//   gradient and subtracts 1/r of the mean: together they subtract all of it.
 
-// The rows that a projection writes: those before the norm, or without one those behind it.
+// The rows that a projection writes: before the norm if there is one, else q or k itself.
 template <typename T>
 T* projected(T* raw, T* normed) { return raw ? raw : normed; }
 
-// Give the norm the sums over ranks, where its rows lie over them.
+// The options of a norm of q or k: where a row lies over several ranks, its sum over all of them.
 template <typename T, typename S>
 RmsnormMore<T> qk_norm_more(const Ctx<S>& ctx, const acc_t<T>* row_sums, size_t C) {
-    // A row that this rank has whole needs no sums of others.
+    // A row that lies whole on this rank needs no sums of other ranks.
     RmsnormMore<T> more = {nullptr, ctx.shape.norm_plus};
     if (!ctx.shape.whole_qk_norm || ctx.tp.size == 1) return more;
     more.row_sums = row_sums;
@@ -401,7 +414,8 @@ RmsnormMore<T> qk_norm_more(const Ctx<S>& ctx, const acc_t<T>* row_sums, size_t 
     return more;
 }
 
-// Add up the row sums of all ranks, where rows lie over them.
+// Where rows lie over several ranks, sum each row's squares (dout null), or its products with dout
+// that backward needs, over all of these ranks.
 template <typename T, typename S>
 void sum_over_heads(Ctx<S>& ctx, acc_t<T>* row_sums, const T* raw, const T* dout, // (N) (N,C) (N,C)
                     const Weight& weight, NormRows rows) {
@@ -411,7 +425,7 @@ void sum_over_heads(Ctx<S>& ctx, acc_t<T>* row_sums, const T* raw, const T* dout
     all_reduce_sum(ctx.tp, row_sums, rows.count, ctx.where);
 }
 
-// out = RMSNorm(raw)
+// out = RMSNorm(raw). Does nothing if the model has no such norm.
 template <typename T, typename S>
 void qk_norm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, acc_t<T>* squares,
                      const T* raw, // (N,heads,HS); rows of rstd and squares
@@ -419,14 +433,14 @@ void qk_norm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, acc_t<T>* squares,
     if (!raw) return;
     const T* no_gradient = nullptr;
 
-    // Rows that lie over ranks need the sums of all of them first.
+    // Rows that lie over several ranks need the squares of all these ranks first.
     NormRows rows = norm_rows(ctx.shape, ctx.batch.rows(), heads);
     sum_over_heads(ctx, squares, raw, no_gradient, weight, rows);
     rmsnorm_forward(out, rstd, raw, weight.as<T>(), rows.count, rows.C, ctx.shape.norm_eps,
                     ctx.where, qk_norm_more<T>(ctx, squares, rows.C));
 }
 
-// Make the normed heads again as attention left them: rotated.
+// Make the normed heads again, rotated as attention left them.
 template <typename T, typename S>
 void qk_norm_recompute(Ctx<S>& ctx, T* out, acc_t<T>* rstd, acc_t<T>* squares,
                        const T* raw, // (N,heads,HS); rows of rstd and squares
@@ -436,7 +450,7 @@ void qk_norm_recompute(Ctx<S>& ctx, T* out, acc_t<T>* rstd, acc_t<T>* squares,
     rotate_forward<T>(ctx, {out, heads, heads * ctx.shape.HS});
 }
 
-// draw = the gradient of dout through the norm; sums = parts of dweight
+// draw = the gradient of raw, from dout back through the norm. sums = parts of dweight.
 template <typename T, typename S>
 void qk_norm_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, acc_t<T>* dots,
                       const T* dout, const T* raw, // (N,heads,HS) each
@@ -444,15 +458,16 @@ void qk_norm_backward(Ctx<S>& ctx, T* draw, acc_t<T>* sums, acc_t<T>* dots,
     if (!raw) return;
     const T* no_residual = nullptr;
 
-    // The mean of dout * scale * inp is one of the whole row, as rstd was.
+    // The mean of dout * scale * inp runs over the whole row, as the mean in rstd did.
     NormRows rows = norm_rows(ctx.shape, ctx.batch.rows(), heads);
     sum_over_heads(ctx, dots, raw, dout, weight, rows);
     rmsnorm_backward(draw, sums, no_residual, dout, raw, weight.as<T>(), rstd, rows.count, rows.C,
                      ctx.where, qk_norm_more<T>(ctx, dots, rows.C));
 }
 
-// A weight that all heads share: this rank's gradient is of its own heads {+tp}. Of a weight for
-// all heads a rank has its own channels.
+// The parts of dweight, listed for column_sums(). A weight that all heads share gets a partial
+// gradient, from this rank's heads alone {+tp}. A weight with channels for every head is cut: each
+// rank has the whole gradient of its own channels.
 template <typename T, typename S>
 PartialSums<acc_t<T>> qk_norm_parts(Ctx<S>& ctx, const Weight& weight, const acc_t<T>* sums,
                                     size_t heads) {
@@ -461,15 +476,16 @@ PartialSums<acc_t<T>> qk_norm_parts(Ctx<S>& ctx, const Weight& weight, const acc
 }
 
 // ----------------------------------------------------------------------------
-// the first branch: tokens look at those before them
+// the first branch: each token looks at itself and those before it
 
-// Branches list their sums over rows; column_sums adds up all of a block together.
+// The sums over rows that a block's gradients need. Branches list theirs here, and one call of
+// column_sums() adds up all of them.
 template <typename T> struct SumsOfRows {
-    std::vector<ColumnSum<T>> columns;
-    std::vector<PartialSums<acc_t<T>>> ready; // norms have parts of theirs already
+    std::vector<ColumnSum<T>> columns;        // rows still to be summed
+    std::vector<PartialSums<acc_t<T>>> ready; // norms have made parts of their sums already
 };
 
-// From the stream to the stream behind it.
+// The first branch from its rows (normed, or the stream itself) to a.middle, the stream behind it.
 template <typename T, typename S>
 void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
                       const AttentionWeights& w, const AttentionActs<T>& a, T* cache) {
@@ -486,6 +502,7 @@ void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
     branch_end(ctx, a.middle, a.o_out, a.post_1_rstd, a.attention, w.o, w.o_bias, w.post_1, inp);
 }
 
+// The first branch, forward: from inp to a.middle.
 template <typename T, typename S>
 void first_branch_forward(Ctx<S>& ctx, const T* inp, // (R,C)
                           const AttentionWeights& w, const AttentionActs<T>& a, T* cache) {
@@ -493,7 +510,8 @@ void first_branch_forward(Ctx<S>& ctx, const T* inp, // (R,C)
     attention_branch(ctx, rows, inp, w, a, cache);
 }
 
-// Attention turns q and k itself, or they are made again as it left them.
+// Make again what the level of recomputation dropped: all of the branch, or only the outputs of its
+// norms. Attention rotates q and k in place, so without it they are rotated here.
 template <typename T, typename S>
 void first_branch_recompute(Ctx<S>& ctx, const T* inp, // (R,C)
                             const AttentionWeights& w, const AttentionActs<T>& a,
@@ -532,7 +550,7 @@ void first_branch_backward_input(Ctx<S>& ctx, T* dinp, const T* inp, // (R,C) (R
     branch_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
 }
 
-// Give the matrices their gradients, and list the sums of biases and norms.
+// Compute the gradients of the first branch's matrices, and list the sums of its biases and norms.
 template <typename T, typename S>
 void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const AttentionWeights& w,
                                   const AttentionActs<T>& a, bool accumulate) {
@@ -540,11 +558,13 @@ void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const Attent
     size_t N = ctx.batch.rows(), R = stream_rows(ctx), Q = w.q.rows, KV = w.k.rows;
     T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
     const T* d_o = a.do_out ? a.do_out : a.dmiddle;
+
+    // Compute the gradients of the matrices.
     row_parallel_backward_weight(ctx, w.o, d_o, a.dmiddle_all, a.attention, accumulate);
     column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}},
                                     static_cast<const T*>(a.norm_1), accumulate);
 
-    // Biases add up all rows; what a model does not have is null.
+    // List the sums. Biases sum all rows; a bias or norm that the model does not have is null.
     sums.columns.insert(sums.columns.end(), {{grad_of<T>(w.o_bias), d_o, R, s.C},
                                              {grad_of<T>(w.q_bias), dq, N, Q},
                                              {grad_of<T>(w.k_bias), dk, N, KV},
@@ -558,12 +578,13 @@ void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const Attent
 // ----------------------------------------------------------------------------
 // the block: two branches that read the residual stream and add to it
 
+// out = the stream behind the block. Activations go to `a`; cache is null except in generation.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
                    const Llama::Acts<T>& a, T* cache) {
     size_t N = ctx.batch.rows(), F = ctx.shape.F;
 
-    // Let tokens look at those before them.
+    // Let each token look at itself and those before it.
     first_branch_forward(ctx, inp, w, a, cache);
 
     // Let each token work on what it saw.
@@ -575,23 +596,24 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
                static_cast<const T*>(a.middle));
 }
 
-// Make again what the level of recomputation dropped: norms and SwiGLU always, the products of a
-// branch at some levels. Nothing reads the block's output again, so `down` is left out, unless a
-// norm behind it reads it.
+// Make the activations that the level of recomputation dropped: always norms and SwiGLU, at some
+// levels the products of a branch. Nothing reads the block's output again, so the product `down` is
+// left out, unless a norm behind it needs its result.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a,
                      Recompute level) {
     const Shape& s = ctx.shape;
     first_branch_recompute(ctx, inp, w, a, level);
 
-    // The second.
+    // Redo the second branch.
     if (s.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     if (redoes_ffn(level))
         column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
                                 second_rows(s, a));
     swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * s.F, ctx.where, s.gate);
 
-    // The product before a norm, and the norm's rstd: its output joined the stream.
+    // Redo the product before the norm, and the norm's rstd. Its output has joined the stream, so
+    // it is not needed again.
     const T* no_residual = nullptr;
     T* no_output = nullptr;
     if (!redoes_ffn(level) || !s.post_norm) return;
@@ -599,13 +621,14 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Lla
     rmsnorm_forward(ctx, no_output, a.post_2_rstd, a.down_out, w.post_2);
 }
 
-// Everything but the gradients of weights, of which it makes what is at hand: parts of sums.
+// dinp, and all that the weight half reads: gradients of activations, and parts of the sums over
+// rows that become gradients of norms.
 template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Llama::Block& w, const Llama::Acts<T>& a) {
     size_t N = ctx.batch.rows(), F = ctx.shape.F;
 
-    // Walk back through the second branch; SwiGLU turns its gradient into gate's in place.
+    // Walk back through the second branch. SwiGLU turns its gradient into gate's in place.
     T* dgate = a.dswiglu; // (N,F)
     const T* ddown = branch_end_backward(ctx, a.ddown_out, a.post_2_sums, dout, a.down_out,
                                          w.post_2, a.post_2_rstd); // (R,C)
@@ -615,25 +638,25 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     branch_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
                     a.norm_2_rstd);
 
-    // Walk back through the first.
+    // Walk back through the first branch.
     first_branch_backward_input(ctx, dinp, inp, w, a);
 }
 
-// The gradients of weights, from what block_backward_input has made of the same dout and inp.
+// The gradients of weights, from what block_backward_input() made of the same dout and inp.
 template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
                            const Llama::Acts<T>& a, bool accumulate) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows(), R = stream_rows(ctx);
 
-    // Give the second branch's matrices their gradients.
+    // Compute the gradients of the second branch's matrices.
     T* dgate = a.dswiglu; // (N,F)
     const T* ddown = a.ddown_out ? a.ddown_out : dout;
     row_parallel_backward_weight(ctx, w.down, ddown, a.dout_all, a.swiglu, accumulate);
     column_parallel_backward_weight(ctx, {{dgate, w.gate}, {a.dup, w.up}}, second_rows(s, a),
                                     accumulate);
 
-    // And the first's; then add up all sums over rows together.
+    // Compute those of the first branch, then add up all sums over rows of both in one call.
     SumsOfRows<T> sums = {{{grad_of<T>(w.down_bias), ddown, R, s.C},
                            {grad_of<T>(w.gate_bias), dgate, N, s.F},
                            {grad_of<T>(w.up_bias), a.dup, N, s.F}},
@@ -646,7 +669,7 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
 // ----------------------------------------------------------------------------
 // the head: the final norm here, logits and loss in head.h
 
-// Norm `rows` rows of inp, then gather those of all ranks into a.norm (N,C).
+// Norm `rows` rows of inp, then gather the rows of all ranks into a.norm (N,C).
 template <typename T, typename S>
 void head_norm(Ctx<S>& ctx, const T* inp, const Llama::Head& w, const HeadActs<T>& a, size_t rows) {
     T* norm = my_rows(ctx, a.norm); // (rows,C)
@@ -655,7 +678,7 @@ void head_norm(Ctx<S>& ctx, const T* inp, const Llama::Head& w, const HeadActs<T
     gather_rows(ctx, a.norm, norm);
 }
 
-// The head's forward pass keeps nothing, so this is all of it: loss and gradients.
+// All of the head in training, loss and gradients, for its forward pass keeps nothing.
 template <typename T, typename S>
 void head_backward(Ctx<S>& ctx, T* dinp, LossSums* loss, const T* inp, const Llama::Head& w,
                    const HeadActs<T>& a, const double* scale, bool accumulate) {

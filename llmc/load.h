@@ -1,9 +1,10 @@
 // load.h - a step's input: sequences shared out over ranks, read ahead while a device works
-//   run_load       the action LOAD: tokens, targets, positions, starts of documents, on their way
-//   run_count      the action COUNT: valid targets of all ranks, and the numbers of the step
-//   bind_batch     hands the blocks a micro-batch of it
-//   prepare_batch  reads the next step's batch beside the step that runs, so that a device does not
-//                  wait for text between two steps
+//   run_load       the action LOAD: sends tokens, targets, positions, document starts on their way
+//   run_count      the action COUNT: counts the valid targets of all ranks, and sets the numbers of
+//                  the step
+//   bind_batch     hands one micro-batch of the step's input to the blocks
+//   prepare_batch  reads the next step's batch while this step runs, so that a device does not wait
+//                  for text between two steps
 #pragma once
 #include <numeric>
 #include "documents.h"
@@ -11,9 +12,9 @@
 
 namespace llmc {
 
-// Read one sequence as one rank would see it: tokens, targets, positions, doc_start (T) each, and
-// where `numbers` is not null an objective's numbers of each row (2,T). A sample beyond the
-// end has no targets. Returns "" or what is wrong.
+// Read one whole sequence, as a rank without context parallelism sees it: tokens, targets,
+// positions, doc_start (T) each, and if `numbers` is not null the objective's numbers of each row
+// (2,T). A sample beyond the end has no targets. Returns "" or what is wrong.
 template <typename T, typename S>
 std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, int* targets,
                           int* positions, int* doc_start, float* numbers, size_t length) {
@@ -22,7 +23,8 @@ std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, 
     std::string wrong = t.window(sample, tokens, targets);
     if (!wrong.empty()) return wrong;
 
-    // An objective reads two rows more: which are rejected, or their advantages; the reference.
+    // Fill in the objective's two numbers of each row: whether it is rejected, or its advantage;
+    // and the reference's log p.
     if (numbers) {
         split_pairs(numbers, tokens, length);
         std::fill_n(numbers + length, length, 0.0f);
@@ -30,7 +32,7 @@ std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, 
     }
     split_documents(doc_start, targets, tokens, length, t.document_end);
 
-    // A sample beyond the end is read for its tokens alone.
+    // Set positions. Drop the targets of a sample beyond the end: it is read for its tokens alone.
     for (size_t i = 0; i < length; i++) {
         if (beyond) targets[i] = -1;
         positions[i] = int(i);
@@ -38,24 +40,25 @@ std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, 
     return "";
 }
 
-// The positions of all ranks' keys of sequence b, and their documents' starts, in the order in
-// which keys come: gathered (B,cp,t), in a ring (cp,B,t). In a hybrid's ring a hop brings the rows
-// of all ranks that exchange heads.
+// Fill in the positions of all ranks' keys of sequence b, and the starts of their documents, in the
+// order in which the keys arrive: (B,cp,t) when they are gathered, (cp,B,t) in a ring. One hop of a
+// hybrid's ring brings the rows of all ranks that exchange heads.
 inline void fill_keys(const Plan& p, size_t b, int* positions, int* documents,
                       const int* doc_start) {
-    // Each rank's rows follow the same table.
+    // Compute how far apart sequences and hops lie.
     Axis cp = p.layout.cp;
     size_t t = p.T / size_t(cp.size);
     bool ring = p.layout.cp_method == ContextMethod::RING;
     size_t heads = size_t(heads_axis(p.layout).size);
     size_t next_sequence = ring ? heads * t : p.T;
-    size_t hop = heads * t; // rows of a sequence
+    size_t hop = heads * t; // rows of one sequence that a hop brings
     size_t next_hop = ring ? p.B * hop : hop;
 
-    // Walk over the ranks, this one among them.
+    // Walk over all ranks of cp, this one included.
     for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
         for (size_t i = 0; i < t; i++) {
             size_t at = context_row(p.layout.cp_order, cp, p.T, i);
+
             // Ranks that exchange heads have their rows side by side.
             size_t rank = size_t(cp.rank);
             size_t first = rank / heads * next_hop + rank % heads * t;
@@ -65,22 +68,24 @@ inline void fill_keys(const Plan& p, size_t b, int* positions, int* documents,
         }
 }
 
-// Add a sequence's pairs of a query and a key that it sees, windows aside, by the query's rank.
+// Count a sequence's pairs of a query and a key that it sees, and add them to the query's rank.
+// Sliding windows are ignored.
 inline void count_pairs(const Plan& p, std::vector<int64_t>& pairs, const int* doc_start) { // (cp)
     Axis cp = p.layout.cp;
     size_t rows = p.T / size_t(cp.size);
     pairs.resize(size_t(cp.size));
     for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
         for (size_t i = 0; i < rows; i++) {
-            // From its document's first token on to itself.
+            // A query sees the keys from its document's first token up to its own.
             size_t at = context_row(p.layout.cp_order, cp, p.T, i);
             pairs[size_t(cp.rank)] += int64_t(at) - doc_start[at] + 1;
         }
 }
 
-// The most pairs of a rank, of the ranks' mean: who has fewer waits for it in each block.
+// The largest number of pairs on a rank, divided by the mean over ranks. In each block the other
+// ranks wait for that rank.
 inline double pairs_imbalance(const Layout& layout, const std::vector<int64_t>& pairs) {
-    // Ranks that exchange heads have equal shares.
+    // Count ranks that exchange heads together: they have equal shares of their pairs.
     size_t heads = size_t(heads_axis(layout).size);
     int64_t most = 0;
     int64_t all = 0;
@@ -92,31 +97,32 @@ inline double pairs_imbalance(const Layout& layout, const std::vector<int64_t>& 
     return all ? double(most) * double(pairs.size() / heads) / double(all) : 1;
 }
 
-// Samples of the global batch at `cursor` go round the data-parallel ranks: micro-batch m of rank r
-// takes the samples from cursor + (m * dp + r) * B on. The sequence of samples stays the same when
-// dp, B or the accumulation change.
+// Read this rank's rows of micro-batch m into `batch`. Samples of the global batch at `cursor` are
+// dealt round the data-parallel ranks: micro-batch m of rank r takes B samples from cursor +
+// (m * dp + r) * B on. So the sequence of samples stays the same when dp, B or the accumulation
+// change. Adds to *valid and `pairs`; returns "" or what is wrong.
 template <typename T, typename S>
 std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, int m, int* batch,
                              int64_t* valid, std::vector<int64_t>& pairs) {
     const Layout& layout = p.layout;
     size_t N = p.rows();
-    size_t rows = N / p.B; // of a sequence
+    size_t rows = N / p.B; // of each sequence
     uint64_t first = cursor + (uint64_t(m) * layout.dp.size + layout.dp.rank) * p.B;
     std::string wrong;
 
-    // A whole sequence stands here first. Its memory stays from step to step.
+    // Read each sequence here first, whole. The memory is kept from step to step.
     t.sequence.resize(6 * p.T);
-    int* x = t.sequence.data(); // its tokens
+    int* x = t.sequence.data(); // tokens
     int* targets = x + p.T;
     int* positions = targets + p.T;
     int* doc_start = positions + p.T;
-    bool pairs_count = p.objective.pairs(); // and no targets
+    bool pairs_count = p.objective.pairs(); // `valid` counts pairs, not targets
     float* numbers = p.objective.rows() ? reinterpret_cast<float*>(doc_start + p.T) : nullptr;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
         wrong = read_sequence(t, first + b, x, targets, positions, doc_start, numbers, p.T);
         if (pairs_count) *valid += count_pairs(targets, doc_start, numbers, p.T, p.objective.kind);
 
-        // Take this rank's rows. Targets, positions and documents are those of the whole sequence.
+        // Take this rank's rows. Their positions and document starts count in the whole sequence.
         for (size_t i = 0; i < rows; i++) {
             size_t at = context_row(layout.cp_order, layout.cp, p.T, i);
             for (size_t k = 0; k < p.row_numbers(); k++)
@@ -125,7 +131,7 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
             *valid += !pairs_count && targets[at] >= 0;
         }
 
-        // And know all ranks' keys.
+        // Add the positions and document starts of all ranks' keys.
         int* keys = batch + p.row_numbers() * N;
         if (layout.cp.size == 1) continue;
         fill_keys(p, b, keys, keys + p.B * p.T, doc_start);
@@ -134,13 +140,14 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     return wrong;
 }
 
-// Read the batch that a plan will want at `cursor` while a device is at work. On a CPU there is
-// nothing to do beside the work: LOAD reads.
+// Read the batch that a plan will need at `cursor`, while a device is at work. On a CPU there is no
+// such time to use, so LOAD itself reads.
 template <typename T, typename S>
 void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     PreparedBatch& next = t.next;
     const Plan& p = t.plans[plan];
-    // KTO's reference point is of weights that this step still changes.
+
+    // Wait with KTO: its reference point depends on weights that this step still changes.
     if (!next.staging || p.objective.kind == LossKind::KTO) return;
     next = {plan, cursor, next.staging};
     for (int m = 0; m < p.micro_batches && next.wrong.empty(); m++) {
@@ -149,14 +156,14 @@ void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     }
 }
 
-// Send the batch on its way, the one that is prepared or one that is read now.
+// LOAD: send the step's batch on its way to the device, the prepared one or one that is read now.
 template <typename T, typename S>
 void run_load(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     size_t numbers = p.input_numbers();
 
-    // Take the batch that is prepared. The one after it goes to the other staging memory: copies
-    // from this one may then be under way.
+    // Take the prepared batch. The batch after it goes to the other staging memory, for copies from
+    // this one may still be under way by then.
     PreparedBatch& next = t.next;
     bool prepared = next.plan == t.plan && next.cursor == t.cursor;
     if (prepared) {
@@ -168,7 +175,7 @@ void run_load(Trainer<T, S>& t) {
     std::string wrong = prepared ? next.wrong : "";
 
     for (int m = 0; m < p.micro_batches; m++) {
-        // Or read it, where the host can write. Copy it home in one piece.
+        // Read the batch if none is prepared, where the host can write. Copy it home in one piece.
         int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4 or 6,N), keys' positions
         int* batch = host_side(home, t.staging + m * numbers, t.ctx.where);
         if (!prepared)
@@ -177,19 +184,19 @@ void run_load(Trainer<T, S>& t) {
         copy_in(home, batch, numbers * sizeof(int), t.ctx.where);
     }
 
-    // No expert has a token of it yet.
+    // Clear the table of loads: no expert has a token of this step yet.
     if (counts_loads(p, t.model))
         device_zero(expert_loads(t, 1), loads_bytes(t.model.shape), t.ctx.where);
 }
 
-// Add up the valid targets of all ranks, and put the step's numbers where kernels read them.
+// COUNT: add up the valid targets of all ranks, and put the step's numbers where kernels read them.
 template <typename T, typename S>
 void run_count(Trainer<T, S>& t) {
     typedef acc_t<T> A;
     all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
     if (t.plans[t.plan].mode != Mode::TRAIN) return;
 
-    // As with a batch, the copy may still be under way when this returns.
+    // Copy from staging memory, for the copy may still be under way when this returns.
     StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;
     StepNumbers* here = host_side(home, t.numbers, t.ctx.where);
     here->target_weight = double(t.valid ? A(1) / A(t.valid) : 0);
@@ -197,7 +204,7 @@ void run_count(Trainer<T, S>& t) {
     copy_in(home, here, sizeof(*home), t.ctx.where);
 }
 
-// Hand the blocks a micro-batch. In generation generate_batch() has done so.
+// Hand the blocks one micro-batch. In generation generate_batch() has done so already.
 template <typename T, typename S>
 void bind_batch(Trainer<T, S>& t, int micro) {
     const Plan& p = t.plans[t.plan];
@@ -205,6 +212,8 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     const int* tokens = address<int>(t, {Kind::TOKENS, -1, micro});
     size_t N = p.rows();
     t.ctx.sequences = p.B * size_t(p.micro_batches) * size_t(t.layout.dp.size);
+
+    // Point at the input's parts, which lie one behind the other as read_micro_batch() wrote them.
     const int* keys = tokens + p.row_numbers() * N;
     t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
     const float* numbers = reinterpret_cast<const float*>(tokens + 4 * N);

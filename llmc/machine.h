@@ -1,7 +1,8 @@
 // machine.h - a table of machines: rates of a card and its links, and the shares that runs reach
-//   A row has a data sheet's numbers and five shares (efficiencies) of them. Shares of a100-80 and
-//   h100 are fitted to published step times, which test_simulator names; all others are priors.
-//   machine_named() takes a row's name, or a FILE of `name = value` lines that starts from one:
+//   A row holds a data sheet's numbers, and five shares (efficiencies) of them that runs reach. The
+//   shares of a100-80 and h100 are fitted to published step times, which test_simulator names; all
+//   others are priors. machine_named() takes a row's name, or a FILE of `name = value` lines that
+//   changes some numbers of a row:
 //     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
 //   A share above 1, a rate of 0 and an unknown name are refused.
 #pragma once
@@ -12,19 +13,21 @@
 
 namespace llmc {
 
+// A machine: its cards and the links between them.
 struct Machine {
     std::string name;
-    std::string device;  // a part of the name that the driver gives the card
-    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s of its memory, GB, SMs.
+    std::string device;  // a part of the name by which the driver calls the card
+    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s and GB of its memory, SMs.
     double half_tf, single_tf, memory_tb, memory_gb, sms;
-    // One way, GB/s a card: to its neighbours in a node, to other nodes; cards of a node.
+    // One-way GB/s of each card, to its neighbours in the node and to other nodes.
+    // Then the number of cards in a node.
     double link_gb, nic_gb, cards;
-    // Shares that runs reach: of products' rate, attention's, the memory's, the two links'.
+    // Shares of the rates above that runs reach: products, attention, memory, links, NICs.
     double gemm, attention, memory, link, nic;
     double latency_us = 40; // of a collective
-    double launch_us = 8;   // of the host, a block's forward pass
+    double launch_us = 8;   // of the host, for a block's forward pass
 
-    // Rates of runs: FLOP/s and bytes a second.
+    // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
     double gemm_rate(size_t element) const { return gemm * peak(element); }
     double attention_rate(size_t element) const { return attention * peak(element); }
@@ -33,14 +36,15 @@ struct Machine {
     double nic_rate() const { return nic * nic_gb * 1e9; }
 };
 
-// "H100 PCIe" stands before "H100", which is a part of it.
-//   Rates: NVIDIA's data sheets, without sparsity. RTX cards: FP16 with sums in float. nic: of the
-//   common node (DGX A100 and HGX H100 have a NIC a card; g5.48xlarge 12.5 GB/s for all eight).
-//   Cards without NVLink reach neighbours by PCIe, 32 GB/s of generation 4 and 64 of 5.
-//   Not on a data sheet: B200's shares are guesses, and its SMs by reports; the CPU is a server of
-//   some 32 cores, as a guess that a FILE replaces.
+// The table of machines. "H100 PCIe" stands before "H100", which would match its name too.
+//   Rates: NVIDIA's data sheets, without sparsity; for RTX cards, FP16 with sums in float.
+//   nic: that of the common node (DGX A100 and HGX H100 have a NIC for each card; g5.48xlarge has
+//   12.5 GB/s for all eight cards).
+//   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5.
+//   Not from a data sheet: B200's shares are guesses, and its SMs come from reports; the CPU is a
+//   guess at a server of some 32 cores, to be replaced by a FILE.
 inline const std::vector<Machine>& machines() {
-    // Whoever measures a machine replaces its shares here, or in a FILE.
+    // Replace a machine's shares here, or in a FILE, once they are measured.
 
     // clang-format off
     static const std::vector<Machine> rows = {
@@ -77,7 +81,7 @@ inline const std::vector<Machine>& machines() {
     return rows;
 }
 
-// The row of a device, by the driver's name for it; null: it has none.
+// Return the row of a device, by the driver's name for it; null if there is none.
 inline const Machine* machine_of_device(const std::string& device) {
     for (const Machine& m : machines())
         if (!m.device.empty() && device.find(m.device) != std::string::npos)
@@ -85,7 +89,7 @@ inline const Machine* machine_of_device(const std::string& device) {
     return nullptr;
 }
 
-// "h200, h100, ..."
+// Return the names of all rows, "h200, h100, ...".
 inline std::string machine_names() {
     std::string names;
     for (const Machine& m : machines())
@@ -95,7 +99,7 @@ inline std::string machine_names() {
 
 typedef double Machine::*MachineNumber;
 
-// A number of a machine's file: its name, its field, and the range that makes sense.
+// A number that a machine's file can set: its name, its field, and the range that makes sense.
 struct MachineField {
     const char* name;
     MachineNumber field;
@@ -103,7 +107,7 @@ struct MachineField {
 };
 inline const std::vector<MachineField>& machine_fields() {
     typedef Machine M;
-    // A share below 2% or above 1 is a mistake of units.
+    // A share below 2% or above 1 is a mistake in the units.
     static const std::vector<MachineField> fields = {
         {"half_tf", &M::half_tf, 1e-3, 1e5},
         {"single_tf", &M::single_tf, 1e-3, 1e5},
@@ -124,13 +128,15 @@ inline const std::vector<MachineField>& machine_fields() {
     return fields;
 }
 
-// Set one number from text: "" or what is wrong with it.
+// Set one number from text. Returns "" or what is wrong with it.
 inline std::string set_machine_field(Machine* m, const std::string& name,
                                      const std::string& value) {
     std::string names;
     for (const MachineField& f : machine_fields()) {
         names += concat(names.empty() ? "" : ", ", f.name);
         if (name != f.name) continue;
+
+        // Refuse what is not a number, or is out of range.
         char* end = nullptr;
         double v = strtod(value.c_str(), &end);
         if (value.empty() || *end || !(v >= f.least && v <= f.most))
@@ -142,7 +148,7 @@ inline std::string set_machine_field(Machine* m, const std::string& name,
     return concat("'", name, "' is no number of a machine: base, ", names);
 }
 
-// A machine by name, or from a file: "" or what is wrong.
+// Find a machine by name, or read it from a file. Returns "" or what is wrong.
 inline std::string machine_named(Machine* m, const std::string& name) {
     for (const Machine& row : machines())
         if (name == row.name) {
@@ -154,7 +160,7 @@ inline std::string machine_named(Machine* m, const std::string& name) {
         return concat("--machine ", name, " is neither a machine nor a file; machines: ",
                       machine_names());
 
-    // Read `name = value` lines; # begins a comment. Without a base it starts from the first row.
+    // Read `name = value` lines; # begins a comment. Without a base, start from the first row.
     *m = machines()[0];
     std::string line;
     for (int number = 1; std::getline(in, line); number++) {
@@ -165,7 +171,7 @@ inline std::string machine_named(Machine* m, const std::string& name) {
         if (equals == std::string::npos)
             return at + "wants `name = value`";
 
-        // Neither side has spaces in it. A base is a row's name, never another file.
+        // Names and values have no spaces in them. A base must be a row's name, never another file.
         std::string left, right;
         std::istringstream(words.substr(0, equals)) >> left;
         std::istringstream(words.substr(equals + 1)) >> right;

@@ -1,12 +1,12 @@
 // matmul.cuh - matrix products on raw pointers: out (M,N) = a (M,K) b (K,N), each with any strides
-//   On the CPU: oneDNN where the build has it, else blocked loops of our own, which also serve fp16
-//   and double, the reference. On the GPU: cuBLASLt; in the emulator the same blocked loops.
+//   On the CPU: oneDNN where the build has it, else blocked loops of our own. The loops also serve
+//   fp16, and double as the tests' reference. On the GPU: cuBLASLt; in the emulator the same loops.
 //   Blas is a rank's handle: the products made so far, and the scratch that the caller planned.
 //   a, b (T) with strides {row, column} in elements, one of them 1 on the GPU
 //   out T or acc_t<T>, rows contiguous   bias (N) T   residual as out
-//   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable for
-//             equal threads; our own loops for any number of threads; on the GPU for an equal
-//             choice of algorithm, which is measured once (blas_rehearse) and kept in a file.
+//   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable for an
+//             equal number of threads; our own loops for any number of threads; on the GPU for an
+//             equal choice of algorithm, which is measured once (blas_rehearse) and kept in a file.
 //   Cost: 2 M N K FLOPs.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
@@ -31,7 +31,7 @@
 
 namespace llmc {
 
-// OpenMP's, or one.
+// The number of threads that a parallel region has here: OpenMP's, or one.
 inline int threads_here(Cpu) {
 #ifdef _OPENMP
     return omp_get_max_threads();
@@ -40,7 +40,7 @@ inline int threads_here(Cpu) {
 #endif
 }
 
-// This thread's number in its parallel region.
+// The number of the calling thread within its parallel region.
 inline int thread_here() {
 #ifdef _OPENMP
     return omp_get_thread_num();
@@ -49,21 +49,21 @@ inline int thread_here() {
 #endif
 }
 
-// Element (i,j) lies at i * row + j * column.
+// The strides of a matrix: element (i,j) lies at i * row + j * column.
 struct Strides {
     size_t row, column;
 };
 
-// All of a product but its pointers.
+// A product without its pointers.
 struct Product {
     size_t M, N, K;
     Strides a, b;   // (M,K) (K,N)
     size_t out_row; // elements between rows of out
     bool accumulate = false;
-    bool pack_b = false; // oneDNN first copies b to the scratch in the layout it likes best
+    bool pack_b = false; // oneDNN first copies b into scratch, in its preferred layout
 };
 
-// Tells one made product from another: sizes, strides, types, what is added, alignment.
+// The key that finds a product made before: sizes, strides, types, what is added, alignment.
 typedef std::array<size_t, 10> ProductKey;
 inline ProductKey product_key(const Product& p, Type in, Type out, bool bias, bool residual,
                               size_t align = 0) {
@@ -73,13 +73,14 @@ inline ProductKey product_key(const Product& p, Type in, Type out, bool bias, bo
 }
 
 #ifdef WITH_ONEDNN
+// A product that oneDNN has compiled, and its arguments.
 struct MadeProduct {
     dnnl::stream stream;
     dnnl::matmul primitive;
-    std::unordered_map<int, dnnl::memory> args; // pointed at the operands before each run
-    size_t scratch_bytes = 0;                   // the primitive's own, or the packing's
+    std::unordered_map<int, dnnl::memory> args; // bound to the operands before each run
+    size_t scratch_bytes = 0;                   // for the primitive or for the packing
 
-    // With pack_b: the copy of b, which lies at the end of the scratch.
+    // With pack_b: the step that copies b to the end of the scratch.
     dnnl::reorder pack;
     std::unordered_map<int, dnnl::memory> pack_args;
     size_t packed_bytes = 0;
@@ -87,28 +88,29 @@ struct MadeProduct {
 #endif
 
 #if defined(__CUDACC__)
-// A name of our own: nvcc 13.0 fails on vectors of the library's unnamed struct.
+// A named wrapper: nvcc 13.0 fails on vectors of the library's unnamed struct.
 struct GpuAlgorithm {
     cublasLtMatmulAlgo_t value;
 };
-// A product's descriptors and its algorithm.
+// The descriptors and the algorithm of a cuBLASLt product.
 struct GpuProduct {
     cublasLtMatmulDesc_t what = nullptr;
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
     GpuAlgorithm algorithm = {};
-    bool chosen = false; // by measuring, now or in an earlier run
+    bool chosen = false; // measured, in this run or an earlier one
 };
 #endif
 
-// A rank's handle: no product keeps hidden state.
+// A rank's handle. Products keep no hidden state outside it.
 struct Blas {
-    void* scratch = nullptr; // of the action that runs, from the caller's arena
+    void* scratch = nullptr; // of the running action, from the caller's arena
     size_t scratch_bytes = 0;
-    void* wide = nullptr; // room for the largest frozen matrix of the layer, dequantised
+    void* wide = nullptr; // room to dequantise the layer's largest frozen matrix
     void* room = nullptr; // (N,r) between the two products of an adapter
 #ifdef WITH_ONEDNN
     dnnl::engine engine = dnnl::engine(dnnl::engine::kind::cpu, 0);
-    // Products made so far: [0] by the whole rank, [1 + t] by thread t alone, in a parallel region.
+    // Products made so far: [0] by all threads of the rank, [1 + t] by thread t alone within
+    // a parallel region.
     typedef std::map<ProductKey, MadeProduct> Products;
     std::vector<Products> made = std::vector<Products>(1 + size_t(threads_here(Cpu{})));
 #endif
@@ -116,20 +118,20 @@ struct Blas {
     cublasLtHandle_t cublas = nullptr;
     std::map<ProductKey, GpuProduct> gpu;
     std::map<ProductKey, GpuAlgorithm> known; // choices of earlier runs
-    bool rehearsing = false; // contents do not matter now: measure products not yet chosen
+    bool rehearsing = false; // contents do not matter now, so products may be timed
 #endif
 #if LLMC_KERNELS && !defined(__CUDACC__)
-    int emulates = 86; // the architecture whose fp8 products the emulator has
+    int emulates = 86; // the architecture whose fp8 products the emulator runs
 #endif
 };
 
-// Lend the handle the scratch of the action that comes next.
+// Lend the handle the scratch of the next action.
 inline void blas_scratch(Blas& blas, void* scratch, size_t bytes) {
     blas.scratch = scratch;
     blas.scratch_bytes = bytes;
 }
 
-// A line for the user, who may not know that a library is missing.
+// A line for the log, since the user may not know that a library is missing.
 inline const char* matmul_backend() {
 #ifdef WITH_ONEDNN
     return "matrix products by oneDNN";
@@ -139,18 +141,19 @@ inline const char* matmul_backend() {
 }
 
 // ----------------------------------------------------------------------------
-// CPU: our own loops. A thread packs a panel of b, columns side by side, and runs tiles of 4 rows
+// CPU: our own loops. A thread packs a panel of b into contiguous memory and runs tiles of 4 rows
 // of a over it.
 
-// In float, the sums of 4 rows and 64 columns fill 16 of AVX-512's 32 registers.
+// The columns of a panel. In float the sums of 4 rows and 64 columns fill 16 of
+// AVX-512's 32 registers.
 constexpr size_t PANEL = 64; // columns
 
-// A panel (K,PANEL) for each thread.
+// The scratch: a panel (K,PANEL) for each thread.
 inline size_t matmul_plain_scratch_bytes(size_t K, size_t acc_bytes, int threads) {
     return size_t(threads) * K * PANEL * acc_bytes;
 }
 
-// Write `count` sums of a row of out; bias and residual or null.
+// Write `count` sums to a row of out. bias and residual may be null.
 template <typename T, typename O>
 void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, const T* bias,
                     const O* residual) {
@@ -162,20 +165,20 @@ void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, 
     }
 }
 
-// Columns [j0, j0 + count) of out, all rows.
+// Compute columns [j0, j0 + count) of out, for all rows.
 template <typename T, typename O>
 void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
                   const T* bias, const O* residual, // (N) (M,N), or null
                   const Product& p, size_t j0, size_t count,
                   acc_t<T>* panel) { // (K,PANEL)
     typedef acc_t<T> A;
-    // g++'s own vectors, of one AVX-512 register or several narrower ones.
-    // They need no more alignment than an element has.
+    // g++'s own vectors: one AVX-512 register or several narrower ones. They need no more alignment
+    // than an element.
     typedef A Vector __attribute__((vector_size(64), aligned(alignof(A))));
     constexpr size_t LANES = 64 / sizeof(A), VECTORS = PANEL / LANES;
 
-    // Pack the panel (K, PANEL), zeros beyond `count`.
-    // b may have any strides: only the packing sees them.
+    // Pack the panel (K, PANEL), with zeros beyond `count`. Only this packing sees b's strides, so
+    // they may be any.
     for (size_t k = 0; k < p.K; k++)
         for (size_t j = 0; j < PANEL; j++)
             panel[k * PANEL + j] =
@@ -188,14 +191,14 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
         for (size_t k = 0; k < p.K; k++) {
             const Vector* bk = reinterpret_cast<const Vector*>(panel + k * PANEL);
             for (size_t r = 0; r < 4; r++) {
-                // A row beyond M is zeros: the loop keeps its constant length.
+                // A row beyond M counts as zeros, so that the loop keeps its constant length.
                 A x = r < rows ? to_acc(a[(i0 + r) * p.a.row + k * p.a.column]) : A(0);
                 for (size_t v = 0; v < VECTORS; v++)
                     sum[r][v] += x * bk[v];
             }
         }
 
-        // Write those that there are.
+        // Write the rows that exist.
         for (size_t r = 0; r < rows; r++) {
             size_t at = (i0 + r) * p.out_row + j0;
             store_tile_row<T, O>(out + at, reinterpret_cast<const A*>(sum[r]), count, p.accumulate,
@@ -204,8 +207,8 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
     }
 }
 
-// scratch: matmul_plain_scratch_bytes(), a panel for each thread.
-// Threads share out columns, never k: a sum has one order for any number of threads.
+// The whole product. scratch: matmul_plain_scratch_bytes(), a panel for each thread. Threads share
+// out columns and never split a sum over k, so its order does not depend on their number.
 template <typename T, typename O>
 void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residual,
                   const Product& p, void* scratch) {
@@ -220,38 +223,41 @@ void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residu
 // CPU: oneDNN
 
 #ifdef WITH_ONEDNN
-// oneDNN's products; the other types run in our own loops.
+// The types that oneDNN multiplies here. Other types run in our own loops.
 constexpr bool onednn_takes(Type t) { return t == Type::F32 || t == Type::BF16; }
 
-// AMX multiplies pairs of bf16 along K. oneDNN 2.6, which is Debian 12's, answers K = 63 with wrong
-// sums or an illegal instruction, so odd lengths, which no model's channels have, run in our loops.
+// The same, for a sum of length K. AMX multiplies pairs of bf16 along K, and oneDNN 2.6 (Debian
+// 12's) answers K = 63 with wrong sums or an illegal instruction. Odd lengths, which no model's
+// channels have, therefore run in our own loops.
 inline bool onednn_takes(Type t, size_t K) {
     return onednn_takes(t) && (t != Type::BF16 || K % 2 == 0);
 }
 
+// The library's name of a type.
 inline dnnl::memory::data_type dnnl_type(Type t) {
     LLMC_CHECK(onednn_takes(t), "oneDNN is asked for a product of %s", type_name(t));
     return t == Type::BF16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
 }
 
-// A matrix (rows, cols) as oneDNN describes it: strides alone say that it is transposed.
+// A matrix (rows, cols) as oneDNN describes it. Strides alone say that it is transposed.
 inline dnnl::memory::desc matrix_desc(size_t rows, size_t cols, Type t, Strides s) {
     typedef dnnl::memory::dims dims;
     return dnnl::memory::desc(dims{long(rows), long(cols)}, dnnl_type(t),
                               dims{long(s.row), long(s.column)});
 }
 
-// Scratch comes from the caller: no run allocates.
+// Attributes of a product. The caller provides the scratch, so no run allocates.
 inline dnnl::primitive_attr product_attr() {
     dnnl::primitive_attr attr;
     attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
     return attr;
 }
 
-// Cheap: sizes, strides, post-ops, and so the scratch.
+// Describe a product: sizes, strides, post-ops, and with them the scratch. It is cheap: nothing
+// is compiled yet.
 inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine, const Product& p,
                                                      Type in, Type out, bool bias, bool residual) {
-    // The operands; a packed b may have any layout.
+    // Describe the operands. A packed b may have any layout.
     auto a = matrix_desc(p.M, p.K, in, p.a);
     auto b = matrix_desc(p.K, p.N, in, p.b);
     auto o = matrix_desc(p.M, p.N, out, {p.out_row, 1});
@@ -259,7 +265,7 @@ inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine,
         b = dnnl::memory::desc({long(p.K), long(p.N)}, dnnl_type(in),
                                dnnl::memory::format_tag::any);
 
-    // Add after the product, in an order that residual_arg() counts on.
+    // Add what comes after the product. residual_arg() relies on this order.
     dnnl::post_ops post;
     if (p.accumulate) post.append_sum(1.0f);
     if (residual)
@@ -267,27 +273,27 @@ inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine,
     dnnl::primitive_attr attr = product_attr();
     attr.set_post_ops(post);
 
-    // Give the bias as a matrix of one row, which oneDNN repeats.
+    // Pass the bias as a matrix of one row, which oneDNN broadcasts.
     if (!bias)
         return {dnnl::matmul::desc(a, b, o), attr, engine};
     return {dnnl::matmul::desc(a, b, matrix_desc(1, p.N, in, {p.N, 1}), o), attr, engine};
 }
 
-// The residual's argument: post-ops are numbered in their order.
+// The number of the residual's argument: post-ops are numbered in their order.
 inline int residual_arg(const Product& p) {
     return DNNL_ARG_ATTR_MULTIPLE_POST_OP(p.accumulate ? 1 : 0) | DNNL_ARG_SRC_1;
 }
 
-// Dear, it compiles code: made once for each key.
+// Compile a product. This is expensive, so each key is compiled once.
 inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Type in, Type out,
                                 bool bias, bool residual) {
     auto d = describe_product(engine, p, in, out, bias, residual);
-    // Arguments get their addresses in run_product().
+    // Arguments have no address yet; run_product() binds them.
     auto unbound = [&](const dnnl::memory::desc& x) {
         return dnnl::memory(x, engine, DNNL_MEMORY_NONE);
     };
 
-    // The product and its arguments.
+    // Make the product and its arguments.
     MadeProduct m;
     m.stream = dnnl::stream(engine);
     m.primitive = dnnl::matmul(d);
@@ -302,7 +308,7 @@ inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Ty
     m.scratch_bytes = round_up(d.scratchpad_desc().get_size(), 64);
     if (!p.pack_b) return m;
 
-    // The copy of b before it, whose scratch is the same bytes.
+    // Make the packing of b. It runs before the product and uses the same scratch.
     auto b = matrix_desc(p.K, p.N, in, p.b);
     dnnl::reorder::primitive_desc pack(engine, b, engine, d.weights_desc(), product_attr());
     m.pack = dnnl::reorder(pack);
@@ -314,11 +320,11 @@ inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Ty
     return m;
 }
 
-// The product of this key, made at the first call.
+// Find the product of this key; the first call makes it.
 inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& p, Type in,
                                        Type out, bool bias, bool residual) {
     ProductKey key = product_key(p, in, out, bias, residual);
-    // A map's elements stay where they are: the reference outlives later products.
+    // A map's elements never move, so the reference stays valid when later products are added.
     Blas::Products& made = blas.made[cache];
     auto it = made.find(key);
     if (it == made.end())
@@ -326,12 +332,12 @@ inline const MadeProduct& find_product(Blas& blas, size_t cache, const Product& 
     return it->second;
 }
 
-// Point an argument at an operand. oneDNN's handles know no const; it only reads its sources.
+// Bind an argument to an operand. oneDNN's handles are not const, but it only reads its sources.
 inline void point(const std::unordered_map<int, dnnl::memory>& args, int arg, const void* data) {
     args.at(arg).set_data_handle(const_cast<void*>(data));
 }
 
-// Run one product. Its scratch serves the packing, then the primitive; the packed b lies behind.
+// Run one product. The scratch serves the packing and then the primitive; the packed b lies behind.
 inline void run_product(const MadeProduct& m, void* out, const void* a, const void* b,
                         const void* bias, const void* residual, const Product& p, void* scratch) {
     // Pack b.
@@ -359,7 +365,7 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
 // ----------------------------------------------------------------------------
 // one function for both
 
-// Bytes of scratch that one product needs, asked for before the run.
+// The scratch in bytes that one product needs. Plans ask for it before the run.
 inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
                                    int threads) {
 #ifdef WITH_ONEDNN
@@ -369,14 +375,14 @@ inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bia
         return m.scratch_bytes + m.packed_bytes;
     }
 #endif
-    // Our own loops need the same for every kind of product.
+    // Our own loops need the same scratch for every kind of product.
     (void)out, (void)bias, (void)residual;
     size_t acc_bytes = in == Type::F64 ? sizeof(double) : sizeof(float);
     return matmul_plain_scratch_bytes(p.K, acc_bytes, threads);
 }
 
-// `cache` 0: all threads of the rank work; 1 + t: thread t of a parallel region works alone, in a
-// scratch of its own.
+// The product on a CPU. With `cache` 0 all threads of the rank work on it. With 1 + t, thread t of
+// a parallel region works on it alone, in a scratch of its own.
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, size_t cache, void* scratch, size_t scratch_bytes, Cpu) {
@@ -386,7 +392,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
             find_product(blas, cache, p, type_of<T>(), type_of<O>(), bias, residual);
         size_t needed = m.scratch_bytes + m.packed_bytes;
 
-        // Never write beyond what the plan has counted.
+        // Never write beyond the scratch that the plan has counted.
         LLMC_CHECK(needed <= scratch_bytes,
                    "a product of %zu x %zu x %zu needs %zu bytes of scratch, the plan gave %zu",
                    p.M, p.N, p.K, needed, scratch_bytes);
@@ -400,6 +406,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
     matmul_plain(out, a, b, bias, residual, p, scratch);
 }
 
+// The product by all threads of the rank, in the handle's scratch.
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, Cpu where) {
@@ -413,7 +420,7 @@ inline bool blas_rehearse(Blas&, bool /*begin*/, Cpu) { return false; } // nothi
 
 #if LLMC_KERNELS
 
-inline int threads_here(cudaStream_t) { return 1; } // scratch is a launch's, not a thread's
+inline int threads_here(cudaStream_t) { return 1; } // scratch belongs to a launch, not to a thread
 
 #if defined(__CUDACC__)
 #define LLMC_CUBLAS_CHECK(call)                                                   \
@@ -425,7 +432,7 @@ inline int threads_here(cudaStream_t) { return 1; } // scratch is a launch's, no
 
 constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20; // bytes that cuBLAS asks for on Hopper
 
-// No default: for a type without a case the compiler warns, and the program ends here.
+// There is no default case: the compiler warns of a missing type, and at run time die() reports it.
 inline cudaDataType_t cuda_type(Type t) {
     switch (t) {
     case Type::F32: return CUDA_R_32F;
@@ -436,14 +443,15 @@ inline cudaDataType_t cuda_type(Type t) {
     die("cuBLASLt is asked for a product of a type that is not built");
 }
 
-// The largest power of two, up to 256 bytes, that all addresses are multiples of.
+// The largest power of two, up to 256 bytes, that divides all the addresses.
 template <typename... Ps>
 size_t common_alignment(const Ps*... ps) {
     uintptr_t all = (uintptr_t(ps) | ...) | 256;
     return all & -all;
 }
 
-// cuBLASLt counts columns first: our rows are its columns, so out^T = b^T a^T and b comes first.
+// Describe a product to cuBLASLt. The library is column-major, so our rows are its columns: it
+// computes out^T = b^T a^T, and b comes first.
 inline GpuProduct make_gpu_product(const Product& p, cudaDataType_t a, cudaDataType_t b,
                                    cudaDataType_t out, bool bias) {
     LLMC_CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
@@ -455,43 +463,43 @@ inline GpuProduct make_gpu_product(const Product& p, cudaDataType_t a, cudaDataT
     auto set = [&](cublasLtMatmulDescAttributes_t name, auto value) {
         LLMC_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, name, &value, sizeof(value)));
     };
-    // Rows of ours that are contiguous are columns of its: no transposition.
+    // Contiguous rows of ours are contiguous columns to the library: no transposition.
     set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
     set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
     if (bias)
         set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
 
-    // Describe how the operands lie.
+    // Describe the layouts of the operands.
     auto layout = [&](cublasLtMatrixLayout_t* l, cudaDataType_t t, size_t rows, size_t cols,
                       size_t ld) {
         LLMC_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, t, rows, cols, int64_t(ld)));
     };
-    // A leading dimension is the stride that is not 1.
+    // The leading dimension is the stride that is not 1.
     p.b.column == 1 ? layout(&g.b, b, p.N, p.K, p.b.row) : layout(&g.b, b, p.K, p.N, p.b.column);
     p.a.column == 1 ? layout(&g.a, a, p.K, p.M, p.a.row) : layout(&g.a, a, p.M, p.K, p.a.column);
     layout(&g.out, out, p.N, p.M, p.out_row);
     return g;
 }
 
-// The library's guesses at the fastest algorithms, best first.
+// The algorithms that the library expects to be fastest, best first, up to eight.
 inline std::vector<GpuAlgorithm> gpu_candidates(Blas& blas, const GpuProduct& g, size_t align) {
-    // Ask for what the scratch and the operands' alignment allow.
+    // Say what the scratch and the operands' alignment allow.
     cublasLtMatmulPreference_t want;
     LLMC_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&want));
     auto set = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
         LLMC_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(want, name, &value, sizeof(value)));
     };
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, PRODUCT_WORKSPACE);
-    // Parts of a sum over K are added in float: left alone, cuBLASLt may add them in bf16.
+    // Add the parts of a sum over K in float. By default cuBLASLt may add them in bf16.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    // One alignment stands for all: the worst of the operands'.
+    // Give all operands the smallest of their alignments.
     for (auto name :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
           CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
         set(name, uint32_t(align));
 
-    // Take up to eight.
+    // Ask for up to eight, and keep those that can run.
     cublasLtMatmulHeuristicResult_t found[8];
     int count = 0;
     LLMC_CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(blas.cublas, g.what, g.b, g.a, g.out, g.out,
@@ -505,8 +513,8 @@ inline std::vector<GpuAlgorithm> gpu_candidates(Blas& blas, const GpuProduct& g,
     return list;
 }
 
-// Whether an algorithm of an earlier run does this product in our scratch: a damaged file, or one
-// of another program, may say what is no longer true.
+// Whether an algorithm of an earlier run still does this product in our scratch. The file may be
+// damaged, or written by another program.
 inline bool algorithm_fits(Blas& blas, const GpuProduct& g, const GpuAlgorithm& algorithm) {
     cublasLtMatmulHeuristicResult_t found;
     cublasStatus_t status = cublasLtMatmulAlgoCheck(blas.cublas, g.what, g.b, g.a, g.out, g.out,
@@ -514,12 +522,12 @@ inline bool algorithm_fits(Blas& blas, const GpuProduct& g, const GpuAlgorithm& 
     return status == CUBLAS_STATUS_SUCCESS && found.workspaceSize <= PRODUCT_WORKSPACE;
 }
 
-// residual and accumulate are the same to cuBLASLt: what beta, 0 or 1, multiplies.
+// Run a product. To cuBLASLt residual and accumulate are the same: a matrix times beta, 0 or 1.
 inline cublasStatus_t run_gpu_product(Blas& blas, const GpuProduct& g,
                                       const GpuAlgorithm& algorithm, void* out, const void* a,
                                       const void* b, const void* bias, const void* added,
                                       cudaStream_t stream) {
-    // The bias's address is part of the description: set it at each run.
+    // Set the bias's address, which is part of the description.
     float one = 1, zero = 0;
     if (bias)
         LLMC_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
@@ -529,7 +537,7 @@ inline cublasStatus_t run_gpu_product(Blas& blas, const GpuProduct& g,
                           PRODUCT_WORKSPACE, stream);
 }
 
-// Seconds of one of several runs, by the GPU's clock.
+// Seconds of one run, the mean of several, by the GPU's clock.
 template <typename F>
 double gpu_seconds(F f, int runs, cudaStream_t stream) {
     cudaEvent_t from, to;
@@ -537,7 +545,7 @@ double gpu_seconds(F f, int runs, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaEventCreate(&to));
 
     // Queue all runs between two events, and wait once.
-    f(); // warms up
+    f(); // warm up
     LLMC_CUDA_CHECK(cudaEventRecord(from, stream));
     for (int i = 0; i < runs; i++)
         f();
@@ -552,7 +560,7 @@ double gpu_seconds(F f, int runs, cudaStream_t stream) {
     return ms * 1e-3 / runs;
 }
 
-// The product's descriptors, made at the first call, and its algorithm.
+// Find a product's descriptors and its algorithm. The first call makes them.
 template <typename Make>
 GpuProduct& find_gpu_product(Blas& blas, const ProductKey& key, size_t align, Make make) {
     // The handle belongs to the GPU that is current at the first product.
@@ -562,18 +570,18 @@ GpuProduct& find_gpu_product(Blas& blas, const ProductKey& key, size_t align, Ma
     if (g.what) return g;
     g = make();
 
-    // Take an earlier measurement's choice, else the library's first guess.
+    // Take the choice of an earlier measurement, else the library's first guess.
     auto known = blas.known.find(key);
     g.chosen = known != blas.known.end() && algorithm_fits(blas, g, known->second);
     g.algorithm = g.chosen ? known->second : gpu_candidates(blas, g, align)[0];
     return g;
 }
 
-// Run a product by its algorithm. `run` takes one, and says whether it ran.
+// Run a product by its algorithm. `run` takes an algorithm and returns the library's status.
 template <typename Run>
 void run_chosen(Blas& blas, GpuProduct& g, const ProductKey& key, size_t align, Run run,
                 cudaStream_t stream) {
-    // Choose it by measuring, if contents do not matter now.
+    // If contents do not matter now, choose the algorithm by timing each candidate.
     if (blas.rehearsing && !g.chosen) {
         double best = 1e30;
         for (const GpuAlgorithm& candidate : gpu_candidates(blas, g, align)) {
@@ -590,6 +598,7 @@ void run_chosen(Blas& blas, GpuProduct& g, const ProductKey& key, size_t align, 
     LLMC_CUBLAS_CHECK(run(g.algorithm));
 }
 
+// The product on a GPU.
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, cudaStream_t stream) {
@@ -597,7 +606,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
                "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
                blas.scratch_bytes);
 
-    // cuBLASLt adds one matrix, and a bias of out's own type.
+    // cuBLASLt adds only one matrix, and a bias only of out's own type.
     LLMC_CHECK(!(residual && p.accumulate) && !(bias && type_of<T>() != type_of<O>()),
                "not built: accumulate with a residual, a bias of another type than out");
 
@@ -615,27 +624,28 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
     run_chosen(blas, g, key, align, run, stream);
 }
 
-// Raise it when other algorithms are allowed: choices of older programs are measured again.
+// Raise this number when other algorithms become allowed: choices of older programs are
+// then measured again.
 constexpr int CHOICES_VERSION = 2;
 
-// The choices on disk: one line a product, its key and the algorithm's eight words. They hold for
-// one GPU and one version of the library, which the file's name says.
+// The file of choices: one line a product, its key and the algorithm's eight words. Choices hold
+// for one GPU and one version of the library; the file's name says which.
 inline std::string choices_file() {
     const char* home = getenv("HOME");
     std::string name = device_name(cudaStream_t{});
-    // A file's name must have no spaces or slashes.
+    // Keep spaces and slashes out of the file's name.
     for (char& c : name)
         if (!isalnum((unsigned char)c)) c = '-';
     return std::string(home ? home : "/tmp") + "/.cache/train_gpt-products-" + name + "-" +
            std::to_string(cublasLtGetVersion()) + "-" + std::to_string(CHOICES_VERSION) + ".txt";
 }
 
-// A file cut short gives the lines before the cut.
+// Read the choices of earlier runs. Of a file that was cut short, the lines before the cut count.
 inline void read_choices(Blas& blas) {
     static_assert(sizeof(cublasLtMatmulAlgo_t) == 64);
     FILE* f = fopen(choices_file().c_str(), "r");
     if (!f) return;
-    // Take line after line: a key's numbers, then the algorithm's words in hexadecimal.
+    // Read line after line: a key's numbers, then the algorithm's words in hexadecimal.
     for (;;) {
         ProductKey key;
         GpuAlgorithm algorithm;
@@ -650,14 +660,14 @@ inline void read_choices(Blas& blas) {
     fclose(f);
 }
 
-// Write the file whole or not at all: several runs may end at the same time.
+// Write the file whole or not at all, because several runs may end at the same time.
 inline void write_choices(const Blas& blas) {
     // Open a file of this process's own.
     std::string path = choices_file();
     std::string temporary = path + "." + std::to_string(getpid()) + "-" + std::to_string(this_rank);
     mkdir(path.substr(0, path.rfind('/')).c_str(), 0777);
     FILE* f = fopen(temporary.c_str(), "w");
-    if (!f) return; // a cache: without it the next run measures again
+    if (!f) return; // it is only a cache: the next run measures again
 
     // Write a line for each product.
     for (const auto& [key, algorithm] : blas.known) {
@@ -667,14 +677,14 @@ inline void write_choices(const Blas& blas) {
         fprintf(f, "\n");
     }
 
-    // Put it in the old one's place, in one step that no reader can see half done.
+    // Replace the old file in one step, which no reader can see half done.
     if (fclose(f) == 0)
         rename(temporary.c_str(), path.c_str());
     else
         unlink(temporary.c_str());
 }
 
-// Between begin and end contents do not matter: products measure their algorithms.
+// Begin or end a rehearsal. Within it contents do not matter, and products time their algorithms.
 inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
     blas.rehearsing = begin;
     begin ? read_choices(blas) : write_choices(blas);
@@ -683,19 +693,20 @@ inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
 
 #else // the emulator
 
-// Small, but not 0: a plan that forgets the scratch must fail in the tests.
+// Small, but not 0, so that a plan that forgets the scratch fails in the tests.
 constexpr size_t PRODUCT_WORKSPACE = 256; // bytes
 
-// The panels are the emulator's own: a GPU's plan has no room for them.
+// The product in the emulator. It allocates the panels itself: a GPU's plan has no room for them.
 template <typename T, typename O>
 void emulated_product(O* out, const T* a, const T* b, const T* bias, const O* residual,
                       const Product& p) {
-    emulator::catch_up(); // operands are there
+    emulator::catch_up(); // wait until the operands are there
     std::vector<unsigned char> panels(
         matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), threads_here(Cpu{})));
     matmul_plain(out, a, b, bias, residual, p, panels.data());
 }
 
+// The product in the emulator, queued like a launch.
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, cudaStream_t stream) {
@@ -705,6 +716,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
                "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
                blas.scratch_bytes);
 
+    // Queue it as a launch.
     auto* name = &emulated_product<T, O>;
     emulator::note_launch(name);
     emulator::give(reinterpret_cast<const void*>(name), stream,

@@ -1,5 +1,6 @@
 // memory.h - memory and streams where things run, as the host reaches them
-//   Each function has two overloads, for Cpu{} and for a cudaStream_t: the step is one text.
+//   Each function has two overloads, for Cpu{} and for a cudaStream_t: one text of the step serves
+//   both of them.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <sys/mman.h>
@@ -11,19 +12,19 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // CPU
 
-// Copy from the host, which must not touch `from` before wait_for().
+// Copy bytes from the host. The host must not touch `from` before wait_for() returns.
 inline void copy_in(void* to, const void* from, size_t bytes, Cpu) {
     if (to != from) memcpy(to, from, bytes);
 }
 
-// Copy to the host: `to` has it after wait_for(), or at once. A device copies beside the host only
-// to staging memory.
+// Copy bytes to the host: copy_out_later() has filled `to` when wait_for() returns, copy_out() when
+// it returns itself. A device copies while the host goes on only if `to` is staging memory.
 inline void copy_out_later(void* to, const void* from, size_t bytes, Cpu) {
     if (to != from) memcpy(to, from, bytes);
 }
 inline void copy_out(void* to, const void* from, size_t bytes, Cpu) { memcpy(to, from, bytes); }
 
-// Copy a matrix's rows; strides in bytes.
+// Copy the rows of a matrix. Strides are in bytes.
 inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
                       size_t row_bytes, size_t rows, Cpu) {
     char* out = static_cast<char*>(to);
@@ -32,47 +33,47 @@ inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_
         memcpy(out + r * to_stride, in + r * from_stride, row_bytes);
 }
 
-// On the CPU every call has done its work when it returns.
+// Wait for all that the stream was given. On the CPU every call has done its work when it returns.
 inline void wait_for(Cpu) {}
 
-// Another stream beside this one.
+// Open another stream beside this one.
 inline Cpu open_stream(Cpu where) { return where; }
 inline void close_stream(Cpu) {}
 
-// The device that a thread's calls go to; a new thread asks for another's.
+// The device to which a thread's calls go. A new thread takes another's with use_device().
 inline int current_device(Cpu) { return 0; }
 inline void use_device(int, Cpu) {}
 
-// A point in what a stream has been given; another stream waits at it, once.
+// A point behind all that a stream has been given so far. Another stream may wait for it once.
 inline int record_point(Cpu) { return 0; }
 inline void wait_point(int, Cpu) {}
 
-// Where the host prepares data for copy_in() and finds copy_out_later()'s: at home on the CPU, else
-// in pinned memory.
+// Host memory in which data are prepared for copy_in() and found after copy_out_later(): pinned
+// memory beside a device, the data's own place on the CPU. host_side() chooses between the two.
 inline void* staging_memory(size_t, Cpu) { return nullptr; }
 inline void staging_free(void*, Cpu) {}
 template <typename T>
 T* host_side(T* home, T*, Cpu) { return home; }
 
-// Zero-filled memory where things run, or null when there is not enough. On the CPU, a page takes
-// room when it is first touched.
+// Zero-filled memory where kernels run, or null if there is not enough. On the CPU a page takes
+// room only when it is first touched.
 inline void* device_memory(size_t bytes, Cpu) {
     // mmap refuses a length of 0.
     void* p = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return nullptr;
-    // Huge pages are a wish; refusal does no harm.
+    // Ask for huge pages. A refusal does no harm.
     madvise(p, bytes, MADV_HUGEPAGE);
     return p;
 }
 inline void device_free(void* p, size_t bytes, Cpu) { munmap(p, bytes ? bytes : 1); }
 inline void device_zero(void* p, size_t bytes, Cpu) { memset(p, 0, bytes); }
 
-// Zero-filled memory of the host for what is offloaded: pinned beside a device. Null: too little.
+// Zero-filled host memory for offloaded data, pinned beside a device; null if there is too little.
 inline void* host_memory(size_t bytes, Cpu where) { return device_memory(bytes, where); }
 inline void host_free(void* p, size_t bytes, Cpu where) { device_free(p, bytes, where); }
 
-// to[i] = value(i), computed by the host
+// to[i] = value(i), computed by the host.
 template <typename T, typename F>
 void fill_memory(T* to, size_t n, F value, Cpu) {
     #pragma omp parallel for
@@ -85,12 +86,13 @@ void fill_memory(T* to, size_t n, F value, Cpu) {
 
 #if LLMC_KERNELS
 
-// A copy from pinned memory returns at once; from other memory the host may wait.
+// A copy from pinned memory returns at once. From other memory the host may have to wait.
 inline void copy_in(void* to, const void* from, size_t bytes, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
 }
 inline void wait_for(cudaStream_t stream) { LLMC_CUDA_CHECK(cudaStreamSynchronize(stream)); }
-// Non-blocking: it does not wait for the default stream.
+
+// A non-blocking stream does not wait for the default stream.
 inline cudaStream_t open_stream(cudaStream_t) {
     cudaStream_t stream = nullptr;
     LLMC_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -109,7 +111,7 @@ inline cudaEvent_t record_point(cudaStream_t stream) {
 }
 inline void wait_point(cudaEvent_t point, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaStreamWaitEvent(stream, point, 0));
-    LLMC_CUDA_CHECK(cudaEventDestroy(point)); // freed when it is reached
+    LLMC_CUDA_CHECK(cudaEventDestroy(point)); // CUDA frees it when the stream has reached it
 }
 inline void copy_out_later(void* to, const void* from, size_t bytes, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
@@ -123,7 +125,8 @@ inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_
     LLMC_CUDA_CHECK(cudaMemcpy2DAsync(to, to_stride, from, from_stride, row_bytes, rows,
                                       cudaMemcpyDeviceToDevice, stream));
 }
-// Pinned: copies from it run beside compute.
+
+// Copies from pinned memory run beside compute.
 inline void* staging_memory(size_t bytes, cudaStream_t) {
     void* p = nullptr;
     LLMC_CUDA_CHECK(cudaMallocHost(&p, bytes));
@@ -134,7 +137,7 @@ template <typename T>
 T* host_side(T*, T* staged, cudaStream_t) { return staged; }
 inline void* device_memory(size_t bytes, cudaStream_t stream) {
     void* p = nullptr;
-    // No room is no error here: the caller says what did not fit.
+    // Too little room is no error here: the caller says what did not fit.
     if (cudaMalloc(&p, bytes ? bytes : 1) != cudaSuccess)
         return nullptr;
     LLMC_CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
@@ -149,7 +152,7 @@ inline void* host_memory(size_t bytes, cudaStream_t) {
 inline void host_free(void* p, size_t, cudaStream_t stream) { staging_free(p, stream); }
 template <typename T, typename F>
 void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
-    constexpr size_t PART = size_t(1) << 22; // elements: what the host holds at a time
+    constexpr size_t PART = size_t(1) << 22; // elements that the host holds at a time
     std::vector<T> part(n < PART ? n : PART);
     for (size_t at = 0; at < n; at += PART) {
         size_t count = n - at < PART ? n - at : PART;

@@ -2,22 +2,24 @@
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),   q, k, v = proj(norm_1(x))
 //               x = x + sum over the K chosen experts of down_e(g_e silu(gate_e) up_e)
 //               gate_e, up_e = proj_e(norm_2(x)),   g_e: the router's gate for norm_2(x), moe.cuh
-//   A block may have an ffn of all tokens beside its experts, shared, or in their place, dense:
+//   A block may also have an ffn for all tokens, beside its experts (shared) or instead (dense):
 //               x = x + sum of the experts + [sigmoid(shared_router(norm_2(x)))] ffn(norm_2(x))
-//   Both are one ffn here, cut as Llama's; W: its width. Qwen2-MoE weighs the shared one by a gate,
-//   which is a router's of one expert.
-//   The first branch, embedding, head and norms are llama.h's. N: rows, E, K: experts,
-//   those of a token; M = N K slots, F: the width of one expert.
-//   Experts' matrices are stacks of E in a bucket of their own. Tensor parallelism cuts each
+//   Both are one ffn here, of width W and cut like Llama's. Qwen2-MoE multiplies the shared one by
+//   a gate, which is that of a router with one expert.
+//   The first branch, embedding, head and norms are those of llama.h. N: rows; E, K: experts in
+//   all, and of a token; M = N K slots; F: the width of one expert.
+//   The experts' matrices are stacks of E, in a bucket of their own. Tensor parallelism cuts each
 //   expert's F, as it cuts an ffn's. Every rank routes all N rows, with the same bits, and has a
-//   part of the gates' gradients; so the router's gradient is a sum over ranks, and the first one
-//   adds the balance terms.
-//   Choice, gates and order of slots are kept at every level of recomputation: R asks no router.
-//   Expert parallelism gives each rank some experts, and of the tokens of ep ranks the rows that
-//   chose these (expert_parallel.h). Choices are then (ep,N,K), and M is the most rows it may get.
-//   Rows of slots (M,C) are never kept. One buffer in scratch takes turns: an expert's input and
-//   its output, then backward the gradient of the output, of the input, and both inputs of W
-//   again. No token is dropped and M is known, so all of this has its place before the run.
+//   part of the gates' gradients. So the router's gradient is a sum over ranks, and only the first
+//   rank adds the balance terms.
+//   Choices, gates and order of slots are kept at every level of recomputation: R runs no router.
+//   Expert parallelism gives each rank some of the experts, and those rows of the tokens of ep
+//   ranks that chose them (expert_parallel.h). Choices are then (ep,N,K), and M is the most rows
+//   that a rank may get.
+//   Rows of slots (M,C) are never kept. One buffer in scratch serves in turn as the experts'
+//   input and output; then, in backward, as the gradient of the output, that of the input, and
+//   both inputs of W again. No token is dropped and M is known, so all of this has its place
+//   before the run.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
 #include "expert_parallel.h"
@@ -39,16 +41,18 @@ struct Mixtral {
     typedef Llama::Embedding Embedding;
     typedef Llama::Head Head;
 
+    // The weights of a block: those of attention, then these.
     struct Block : AttentionWeights {
         Weight norm_2;                            // (C)
         Weight router;                            // (E,C)
         Weight choice_bias;                       // (E)        read by the choice, never trained
         Weight gate, up, down;                    // (E F,C) (E F,C) (E C,F)
-        // An ffn in the place of experts, or one of all tokens beside them; W channels.
+        // An ffn instead of the experts, or one for all tokens beside them; W channels.
         Weight shared_router;                     // (1,C)
         Weight ffn_gate, ffn_up, ffn_down;        // (W,C) (W,C) (C,W)
     };
 
+    // The activations and gradients of a block: those of attention, then these.
     template <typename T> struct Acts : AttentionActs<T> {
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
@@ -75,7 +79,7 @@ struct Mixtral {
 // tables
 
 // clang-format off
-// The router is whole on every rank, and its gradient is of the rank's part of each expert.
+// The router is whole on every rank. Its gradient comes from the rank's part of each expert.
 template <typename Row>
 void second_branch_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
     size_t C = s.C;
@@ -95,7 +99,7 @@ void second_branch_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
     if (s.E && s.shared_gate)
         row(w.shared_router, "mlp.shared_expert_gate.weight", {1, C}, normal, true, heads, false);
     if (size_t W = s.ffn_beside) {
-        // In the place of experts it has the names of Llama's.
+        // An ffn instead of the experts has the names of Llama's.
         std::string mlp = s.E == 0 ? "mlp." : s.kv_latent ? "mlp.shared_experts."
                                                           : "mlp.shared_expert.";
         std::string gate = mlp + "gate_proj.weight";
@@ -107,16 +111,18 @@ void second_branch_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
     }
 }
 
+// The weights of a block, but for its experts.
 template <typename Row>
 void block_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     attention_parameters(w, s, row);
     second_branch_parameters(w, s, row);
 }
 
-// A stack has E matrices, one below the other: {} stands for an expert's number in the files.
+// The experts' matrices. A stack has E matrices, one below the other; {} is an expert's number
+// in the files.
 template <typename Row>
 void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
-    // Each expert is cut for itself.
+    // Tensor parallelism cuts each expert for itself.
     size_t C = s.C;
     size_t F = s.F;
     size_t E = s.E;
@@ -133,18 +139,18 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     const char* down = mixtral ? "block_sparse_moe.experts.{}.w2.weight"
                                : "mlp.experts.{}.down_proj.weight";
 
-    // Two of them widen, one comes back to the stream.
+    // Two matrices widen, one returns to the stream.
     //  weight    name  shape       start   decays cut      transposed
     row(w.gate,   gate, {E * F, C}, normal, true,  columns, false);
     row(w.up,     up,   {E * F, C}, normal, true,  columns, false);
     row(w.down,   down, {E * C, F}, small,  true,  rows,    false);
 }
 
-// Rows of slots are M = N K, whoever is chosen, or with expert parallelism at most M: an arena that
-// fits once fits always.
+// The activations of experts and ffn. Slots have M = N K rows, whoever is chosen, or with expert
+// parallelism at most M. So an arena that fits once always fits.
 template <typename T, typename Row>
 void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
-    // The ffn has rows of all tokens, experts those of slots.
+    // The ffn has a row for each token, the experts one for each slot.
     size_t F = s.F;
     size_t width = s.ffn_beside;
     ExpertCounts n = s.E ? expert_counts(s, N) : ExpertCounts();
@@ -186,6 +192,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     }
 }
 
+// The activations and gradients of the second branch.
 template <typename T, typename S, typename Row>
 void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row& row) {
     size_t C = s.C;
@@ -203,38 +210,40 @@ void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S 
         row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
 }
 
+// All activations and gradients of a block.
 template <typename T, typename S, typename Row>
 void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     attention_activations(a, s, N, where, row);
     second_branch_activations(a, s, N, where, row);
 }
+
 // clang-format on
 
 // ----------------------------------------------------------------------------
 // experts
 
-// The router as kernels take it.
+// The settings of the router, as kernels take them.
 inline Routing routing_of(const Shape& s) {
     return {s.router, s.E, s.K, s.gate_scale, nullptr, s.expert_groups, s.kept_groups};
 }
 
-// The gate of shared experts is a router's that has one expert to choose from.
+// The gate of the shared expert: a router with one expert to choose from.
 inline Routing shared_routing() { return {Router::SIGMOID_ALONE, 1, 1}; }
 
-// A stack of this rank's experts as the grouped products take it.
+// A stack of this rank's experts, as the grouped products take it.
 template <typename T, typename S>
 Groups groups_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Weight& stack) {
     ExpertCounts n = expert_counts(ctx.shape, ctx.batch.rows());
     return {a.slots.starts, n.experts, stack.rows / n.experts, stack.cols, n.rows};
 }
 
-// The number of its rows, where kernels run: where the last expert's end.
+// The number of rows of this rank's experts, on the device: where the last expert's rows end.
 template <typename T, typename S>
 const int* rows_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a) {
     return a.slots.starts + expert_counts(ctx.shape, ctx.batch.rows()).experts;
 }
 
-// The balance terms of this rank; of tensor-parallel ranks one adds them for all.
+// The balance terms that this rank adds. Of the tensor-parallel ranks only the first adds them.
 template <typename S>
 BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
     // A term is a mean over the sequences of the step, and over the tokens of each.
@@ -246,10 +255,10 @@ BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
     return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks};
 }
 
-// A product whose output is wider than its operands: logits in acc, whatever the weights are.
+// logits = x router^T, with the output in acc whatever the type of the weights.
 template <typename T, typename S>
 void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& router) { // (N,E) (N,C)
-    // There is neither a bias nor a residual.
+    // The product has neither a bias nor a residual.
     const T* no_bias = nullptr;
     const acc_t<T>* no_residual = nullptr;
     Product p = linear_forward_product(ctx.batch.rows(), router.rows, ctx.shape.C, type_of<T>());
@@ -257,7 +266,7 @@ void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& rout
     matmul(logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
 }
 
-// The choice of experts, then their slots side by side.
+// Run the router: choose experts, compute gates, and sort slots by expert.
 template <typename T, typename S>
 void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                     const Mixtral::Block& w) {
@@ -265,7 +274,7 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     size_t N = ctx.batch.rows();
     router_logits(ctx, a.logits, x, w.router);
 
-    // The choice's bias is float, whatever weights are.
+    // Widen the choice's bias to float, whatever the type of the weights.
     Routing routing = routing_of(s);
     if (s.choice_bias) {
         float* bias = static_cast<float*>(ctx.blas.scratch); // (E)
@@ -280,28 +289,28 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     if (ctx.loads)
         count_slots(ctx.loads, ids, 1, N * s.K, s.E, true, ctx.where);
 
-    // Hear what others have chosen, then lay the slots of each expert together.
+    // Gather the choices of other expert-parallel ranks, then sort all slots by expert.
     gather_choices(ctx, a.ids, a.gates);
     sort_own_slots(ctx, a.slots, a.ids);
 }
 
-// The gates of shared experts: every token is a slot of its own row.
+// The gates of the shared expert. Every token is a slot, in a row of its own.
 template <typename T, typename S>
 void gate_shared_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                          const Weight& router) {
     size_t N = ctx.batch.rows();
     if (!router.data) return;
-    // One expert to choose from, whose gate is a sigmoid of its logit.
+    // There is one expert to choose from, whose gate is the sigmoid of its logit.
     router_logits(ctx, a.shared_logits, x, router);
     route_forward(a.shared_ids, a.shared_gates, a.shared_logits, shared_routing(), N, ctx.where);
 }
 
-// swiglu of the ffn, with each token's gate where shared experts have one.
+// swiglu of the ffn, times each token's gate if the shared expert has one.
 template <typename T, typename S>
 void ffn_swiglu(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
     size_t N = ctx.batch.rows();
     size_t W = ctx.shape.ffn_beside;
-    // A slot for each token, in its own row.
+    // Null: a slot for each token, in a row of its own.
     const int *every_row = nullptr, *all_rows = nullptr;
     if (w.shared_router.data)
         gated_swiglu_forward(a.ffn_swiglu, a.ffn_gate, a.ffn_up, a.shared_gates, every_row,
@@ -310,14 +319,15 @@ void ffn_swiglu(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Mixtral::Block& w)
         swiglu_forward(a.ffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where, ctx.shape.gate);
 }
 
-// The ffn of all tokens, up to its last product; again where its products are made again.
+// The ffn for all tokens, up to its last product. With `products` false only swiglu
+// is computed again.
 template <typename T, typename S>
 void widen_ffn(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                const Mixtral::Block& w, bool products) {
     if (!ctx.shape.ffn_beside) return;
     size_t N = ctx.batch.rows();
     const T* no_residual = nullptr;
-    // Its matrices read what the experts read.
+    // gate and up read the same rows as the experts do.
     if (products) {
         linear_forward(a.ffn_gate, x, w.ffn_gate, nullptr, no_residual, N, ctx.blas, ctx.where);
         linear_forward(a.ffn_up, x, w.ffn_up, nullptr, no_residual, N, ctx.blas, ctx.where);
@@ -325,7 +335,8 @@ void widen_ffn(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     ffn_swiglu(ctx, a, w);
 }
 
-// rows = residual + the ffn of this rank's tokens, as row_parallel_forward has it.
+// rows = residual + the ffn of this rank's tokens. Ranks add the residual
+// as in row_parallel_forward.
 template <typename T, typename S>
 void ffn_forward(Ctx<S>& ctx, T* rows, const T* residual, // (N,C) {+tp} (R,C)
                  const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
@@ -333,17 +344,18 @@ void ffn_forward(Ctx<S>& ctx, T* rows, const T* residual, // (N,C) {+tp} (R,C)
     size_t parts = s.row_ranks;
     size_t R = stream_rows(ctx);
     for (size_t i = 0; i < parts; i++) {
-        // Scattered rows get their residual from their owner, else from the first rank.
+        // With sequence parallelism the owner of a row adds its residual; without it the
+        // first rank does.
         bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
         linear_forward(rows + i * R * s.C, a.ffn_swiglu + i * R * s.ffn_beside, w.ffn_down, nullptr,
                        adds ? residual : (const T*)nullptr, R, ctx.blas, ctx.where);
     }
 }
 
-// The rows of slots, in the buffer that they share.
+// Gather the input rows of all slots into the buffer of slots, ctx.slot_rows.
 template <typename T, typename S>
 T* gather_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x) { // (M,C) of (N,C)
-    // A slot's token is its number over K.
+    // The token of a slot is its number over K.
     const Shape& s = ctx.shape;
     T* rows = static_cast<T*>(ctx.slot_rows);
     size_t slots = expert_counts(s, ctx.batch.rows()).slots;
@@ -352,14 +364,14 @@ T* gather_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x) { // (M,C) o
     return rows;
 }
 
-// gate and up of each slot, and swiglu; all of it where products are made again, or swiglu alone.
+// gate, up and swiglu of each slot. With `products` false only swiglu is computed again.
 template <typename T, typename S>
 void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                  const Mixtral::Block& w, bool products) {
     const Shape& s = ctx.shape;
     size_t slots = expert_counts(s, ctx.batch.rows()).slots;
 
-    // Each expert's rows by its own matrices.
+    // Multiply each expert's rows by its own matrices.
     if (products) {
         const T* xs = gather_slots(ctx, a, x);
         Groups g = groups_of(ctx, a, w.gate);
@@ -370,18 +382,18 @@ void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                          s.F, ctx.where);
 }
 
-// out = residual + the ffn + each token's sum over its slots; residual and sum as
-// row_parallel_forward has them, so that ranks add one residual.
+// out = residual + the ffn + each token's sum over its slots. As in row_parallel_forward, only one
+// rank adds the residual of a row, and the ranks' results are summed.
 template <typename T, typename S>
 void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
                      const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
-    // The experts' inputs are over: their outputs take the buffer.
+    // The experts' outputs overwrite their inputs, which are no longer needed.
     const Shape& s = ctx.shape;
     T* y = static_cast<T*>(ctx.slot_rows); // (M,C) {+tp}
     grouped_forward(y, a.swiglu, w.down.as<const T>(), groups_of(ctx, a, w.down), ctx.blas,
                     ctx.where);
 
-    // Sum what this rank's experts give to the tokens of all ranks.
+    // Sum what this rank's experts contribute to the tokens of all expert-parallel ranks.
     size_t parts = s.row_ranks;
     size_t R = stream_rows(ctx);
     T* partial = partial_rows(ctx, out);   // (N,C) {+tp}
@@ -389,8 +401,8 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
     T* own = all + size_t(ctx.ep.rank) * ctx.batch.rows() * s.C;
     if (s.ffn_beside) ffn_forward(ctx, own, residual, a, w);
     for (size_t i = 0; i < s.expert_ranks * parts; i++) {
-        // Tokens get their residual from their own rank; of tensor-parallel ranks scattered rows
-        // get it from their owner, and whole ones from the first.
+        // The residual of a token is added by its own rank. Among tensor-parallel ranks that is the
+        // row's owner under sequence parallelism, otherwise the first rank.
         bool own_tokens = i / parts == size_t(ctx.ep.rank);
         bool own_rows = parts > 1 ? i % parts == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
         bool adds = own_tokens && own_rows;
@@ -398,7 +410,7 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
         T* to = all + i * R * s.C;
         const T* before = adds ? residual : nullptr;
         if (own_tokens && s.ffn_beside)
-            before = to; // experts add to the ffn in place
+            before = to; // the experts add to the ffn in place
         combine_slots(to, before, y, row_of, rows_of(ctx, a), R, s.K, s.C,
                       ctx.where);
     }
@@ -406,7 +418,7 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
     sum_rows(ctx, out, partial);
 }
 
-// Back through the experts into `partial`; leaves gradients of gate, up and logits for W.
+// Go back through the experts into `partial`. Leaves the gradients of gate, up and logits for W.
 template <typename T, typename S>
 void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
                             const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
@@ -414,7 +426,7 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
     size_t N = ctx.batch.rows();
     ExpertCounts n = expert_counts(s, N);
 
-    // Walk back to gate and up, in place, and to the gates.
+    // Go back to gate and up, in place, and to the gates.
     T* dgate = a.dswiglu; // (M,F)
     const T* dys = gather_slots(ctx, a, dout);
     Groups narrow = groups_of(ctx, a, w.down);
@@ -424,8 +436,8 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
                           a.slots.slot_of, rows_of(ctx, a), n.slots, s.F, ctx.where);
     sum_gates(ctx, a.dgates);
 
-    // To the experts' inputs, and a token's sum of them.
-    T* dxs = static_cast<T*>(ctx.slot_rows); // (M,C): dys is over
+    // Go back to the experts' inputs, and sum them for each token.
+    T* dxs = static_cast<T*>(ctx.slot_rows); // (M,C): dys is no longer needed
     Groups wide = groups_of(ctx, a, w.gate);
     grouped_backward_input(dxs, dgate, w.gate.as<const T>(), wide, false, ctx.blas, ctx.where);
     grouped_backward_input(dxs, a.dup, w.up.as<const T>(), wide, true, ctx.blas, ctx.where);
@@ -435,12 +447,12 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
                   ctx.where);
     sum_tokens(ctx, partial, all, a.ids);
 
-    // Through the router, with the balance of each sequence.
+    // Go back through the router, and add the balance terms of each sequence.
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
     const int* ids = my_slots(ctx, a.ids);             // (N,K)
     if (s.balance > 0) {
         count_slots(counts, ids, ctx.batch.B, ctx.batch.T * s.K, s.E, false, ctx.where);
-        // A sequence's slots are those of all ranks that share it.
+        // Count a sequence's slots on all context-parallel ranks that share it.
         all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.E, ctx.where);
     }
     route_backward(a.dlogits, my_slots(ctx, a.dgates), a.logits, ids, routing_of(s),
@@ -448,14 +460,15 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
     linear_backward_input(partial, a.dlogits, w.router, N, true, ctx.blas, ctx.where);
 }
 
-// The same of the ffn beside them, or in their place; first: partial has nothing yet.
+// Go back through the ffn beside the experts or instead of them. first: `partial`
+// holds nothing yet.
 template <typename T, typename S>
 void ffn_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
                         const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool first) {
     size_t N = ctx.batch.rows();
     size_t W = ctx.shape.ffn_beside;
     T* dgate = a.dffn_swiglu; // (N,W)
-    // Shared experts have a slot for each token, in its own row.
+    // Null: a slot for each token, in a row of its own.
     const int *every_row = nullptr, *all_rows = nullptr;
     linear_backward_input(a.dffn_swiglu, dout, w.ffn_down, N, false, ctx.blas, ctx.where);
     if (w.shared_router.data)
@@ -465,22 +478,22 @@ void ffn_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (
         swiglu_backward(dgate, a.dffn_up, a.dffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where,
                         ctx.shape.gate);
 
-    // To the rows that gate and up have read.
+    // Go back to the rows that gate and up read.
     linear_backward_input(partial, dgate, w.ffn_gate, N, !first, ctx.blas, ctx.where);
     linear_backward_input(partial, a.dffn_up, w.ffn_up, N, true, ctx.blas, ctx.where);
 
-    // The gate's own product.
+    // Go back through the shared expert's gate.
     if (!w.shared_router.data) return;
     route_backward(a.dshared_logits, a.dshared_gates, a.shared_logits, a.shared_ids,
                    shared_routing(), {}, N, ctx.where);
     linear_backward_input(partial, a.dshared_logits, w.shared_router, N, true, ctx.blas, ctx.where);
 }
 
-// Back through the second branch, to norm_2's rows.
+// Go back through the second branch, to the rows of norm_2.
 template <typename T, typename S>
 void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                   const Mixtral::Acts<T>& a) {
-    // Experts and ffn add to one buffer, whose first writer does not read it.
+    // Experts and ffn add to one buffer; the first of them overwrites it.
     const T* rows = gather_rows(ctx, a.dout_all, dout); // (N,C)
     T* partial = partial_rows(ctx, a.dnorm_2);          // (N,C) {+tp}
     bool routes = ctx.shape.E > 0;
@@ -489,30 +502,32 @@ void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Blo
     sum_rows(ctx, a.dnorm_2, partial);
 }
 
-// The weight half gathers rows again that the input half had: they are not worth keeping.
+// The gradients of the experts' matrices and of the router. The rows of slots are gathered again:
+// they are not worth keeping.
 template <typename T, typename S>
 void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
                              const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t N = ctx.batch.rows();
     auto backward = [&](const Weight& stack, const T* dy, const T* rows) {
-        // A frozen stack has no gradient.
+        // Skip a frozen stack.
         if (!stack.grad) return;
         grouped_backward_weight(grad_of<T>(stack), dy, rows, groups_of(ctx, a, stack), accumulate,
                                 ctx.blas, ctx.where);
     };
 
-    // Gather the gradient of the experts' outputs, then their inputs.
+    // Gather the gradients of the experts' outputs, then the experts' inputs.
     backward(w.down, gather_slots(ctx, a, dout), a.swiglu);
     const T* xs = gather_slots(ctx, a, x);
     backward(w.gate, a.dswiglu, xs);
     backward(w.up, a.dup, xs);
     linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
 
-    // Nothing trains the choice's bias: its gradient is zeros.
+    // Nothing trains the choice's bias, so its gradient is zero.
     size_t bytes = ctx.shape.E * sizeof(acc_t<T>);
     if (w.choice_bias.grad && !accumulate) device_zero(w.choice_bias.grad, bytes, ctx.where);
 }
 
+// The gradients of all matrices of the second branch.
 template <typename T, typename S>
 void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                    const Mixtral::Acts<T>& a, bool accumulate) {
@@ -523,7 +538,7 @@ void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Bl
     if (ctx.shape.E) experts_backward_weight(ctx, rows, x, w, a, accumulate);
     if (!ctx.shape.ffn_beside) return;
 
-    // The ffn, and its gate.
+    // The matrices of the ffn, and its gate.
     auto backward = [&](const Weight& weight, const T* dy, const T* inp) {
         linear_backward_weight(weight, nullptr, dy, inp, N, accumulate, ctx.blas, ctx.where);
     };
@@ -533,7 +548,7 @@ void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Bl
     if (w.shared_router.data) backward(w.shared_router, a.dshared_logits, x);
 }
 
-// From the stream behind attention to the block's output.
+// The second branch: from the stream after attention to the block's output.
 template <typename T, typename S>
 void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C)
                            const Mixtral::Acts<T>& a) {
@@ -548,13 +563,13 @@ void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C
     widen_ffn(ctx, a, x, w, true);
     if (ctx.shape.E) return combine_experts(ctx, out, a.middle, a, w);
 
-    // The ffn alone.
+    // A block with the ffn alone.
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}
     ffn_forward(ctx, partial, a.middle, a, w);
     sum_rows(ctx, out, partial);
 }
 
-// Make again what the level dropped; no router is asked.
+// Compute again what the level of recomputation dropped. The router does not run again.
 template <typename T, typename S>
 void second_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
                              Recompute level) {
@@ -567,17 +582,18 @@ void second_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral
 // ----------------------------------------------------------------------------
 // the block: its first branch is llama.h's
 
+// The forward pass of a block.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Mixtral::Block& w,
                    const Mixtral::Acts<T>& a, T* cache) {
-    // Let tokens look at those before them.
+    // Attend to earlier tokens.
     first_branch_forward(ctx, inp, w, a, cache);
 
-    // Let each token's experts work on what it saw.
+    // Run each token's experts on the result.
     second_branch_forward(ctx, out, w, a);
 }
 
-// Make again what the level of recomputation dropped. Experts were chosen by F.
+// Compute again what the level of recomputation dropped. The experts are those that F chose.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
                      Recompute level) {
@@ -586,29 +602,29 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const M
     second_branch_recompute(ctx, w, a, level);
 }
 
-// Everything but the gradients of weights.
+// Everything in backward but the gradients of weights.
 template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
-    // Walk back through the second branch, which leaves its own gradients for the weights.
+    // Go back through the second branch, which leaves the gradients that W needs.
     second_branch_backward_input(ctx, dout, w, a);
     rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
                      a.norm_2_rstd);
 
-    // Walk back through the first.
+    // Go back through the first branch.
     first_branch_backward_input(ctx, dinp, inp, w, a);
 }
 
-// The gradients of weights, from what the input half has made.
+// The gradients of weights, from what the input half has left.
 template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
                            const Mixtral::Acts<T>& a, bool accumulate) {
-    // Give the experts' matrices and the router theirs, then the first branch's.
+    // Start with the experts' matrices and the router, then take the first branch.
     second_branch_backward_weight(ctx, dout, w, a, accumulate);
     SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};
     first_branch_backward_weight(ctx, sums, w, a, accumulate);
 
-    // Add up the norms' parts together.
+    // Add up the partial sums of all norms together.
     column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);
 }
 

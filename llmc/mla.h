@@ -3,17 +3,19 @@
 //   c, k_rope = kv_a(x)                            DC channels, and a rotary part of all heads
 //   k, v      = kv_b(norm(c))                      (NH, plain + HS_v); a head's key: [k, k_rope]
 //   out       = stream + o_proj(attention(rope(q), rope(k), v)),  x = norm_1(stream)
-//   The norms of latents have an eps of 1e-6, whatever the model's is. RoPE turns the last `rotary`
-//   channels of a head. The second branch is mixtral.h's, embedding, head and the rest llama.h's.
-//   Tensor parallelism cuts the heads: q_b, kv_b, o_proj. Latents are whole on every rank, with
-//   sequence parallelism too, and their gradients are of the rank's own heads {+tp}. All behind
-//   them is linear in these, so q_a, kv_a and the norms are partial by heads, and norm_1's rows are
-//   summed as Llama's.
-//   Attention's kernels want v as wide as q and k: scratch holds k and v as they read them, v and
-//   out with zeros behind HS_v. That costs HS / HS_v of the work on v, 1.5 in DeepSeek, and memory
-//   for one layer; what is kept is q, kv and out, as narrow as they are. Backward lays k and v out
-//   anew. So context parallelism and the cache are Llama's, and a cached token takes 2 NH HS.
-//   Cost: the first branch takes 2 N FLOPs an element of its matrices, and attention's.
+//   The norms of latents have an eps of 1e-6, whatever the model's is. RoPE rotates the last
+//   `rotary` channels of a head. The second branch is that of mixtral.h; embedding, head and the
+//   rest are those of llama.h.
+//   Tensor parallelism cuts the heads: q_b, kv_b, o_proj. Latents are whole on every rank, under
+//   sequence parallelism too, and their gradients come from the rank's own heads {+tp}. All that
+//   backward computes from these is linear in them, so the gradients of q_a, kv_a and the norms are
+//   partial sums by heads, and norm_1's rows are summed as in Llama.
+//   Attention's kernels need v as wide as q and k. So scratch holds k and v in their layout, with
+//   zeros behind the HS_v channels of v and out. This multiplies the work on v by HS / HS_v, 1.5 in
+//   DeepSeek, and takes memory for one layer. What is kept is q, kv and out, at their own width;
+//   backward lays k and v out again. So context parallelism and the cache are Llama's, and a cached
+//   token takes 2 NH HS elements.
+//   Cost: the first branch takes 2 N FLOPs for each element of its matrices, and attention's.
 #pragma once
 #include "latent_heads.cuh"
 #include "mixtral.h"
@@ -33,7 +35,8 @@ struct Deepseek {
     typedef Llama::Embedding Embedding;
     typedef Llama::Head Head;
 
-    // q is q_proj, or q_b behind a latent. Q = NH HS, DQ, DC: latents, DR: rotary channels.
+    // q is q_proj, or q_b after a latent. Q = NH HS; DQ, DC: channels of the latents;
+    // DR: rotary channels.
     struct Block : Mixtral::Block {
         Weight q_a, q_a_norm;                     // (DQ,C) (DQ)
         Weight kv_a, kv_a_norm;                   // (DC+DR,C) (DC)
@@ -56,16 +59,16 @@ struct Deepseek {
 
 constexpr float LATENT_EPS = 1e-6f;
 
-// The heads of a rank.
+// The heads of this rank.
 inline LatentHeads latent_heads(const Shape& s) { return {s.NH, s.HS, s.HS_v, s.rotary}; }
 
-// Elements of the first branch's matrices, without its norms.
+// The number of elements in the first branch's matrices, without its norms.
 inline double latent_elements(const Shape& s) {
-    // Without a latent of queries q reads the stream.
+    // Without a latent for queries, q reads the stream.
     size_t Q = s.NH * s.HS;
     size_t q = s.q_latent ? s.q_latent * (s.C + Q) : s.C * Q;
 
-    // Down to the latent, up to heads, and back to the stream.
+    // Count down to the latent, up to the heads, and back to the stream.
     size_t down = s.C * (s.kv_latent + s.rotary);
     size_t up = s.kv_latent * s.NH * latent_heads(s).kv();
     size_t o = s.NH * s.HS_v * s.C;
@@ -76,7 +79,7 @@ inline double latent_elements(const Shape& s) {
 // tables
 
 // clang-format off
-// Weights of latents are whole, with a part of the gradient on each rank.
+// The weights of latents are whole on every rank, which has a part of their gradients.
 template <typename Row>
 void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
     size_t C = s.C;
@@ -85,7 +88,7 @@ void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
     size_t DC = s.kv_latent;
     size_t down = DC + s.rotary;
 
-    // Rows of heads, and the columns of o.
+    // Rows of the heads, and columns of o.
     size_t Q = s.NH * s.HS;
     size_t kv = latent_heads(s).kv();
     size_t KV = s.NH * kv;
@@ -118,12 +121,12 @@ void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
 // The experts are Mixtral's.
 template <typename Row>
 void expert_parameters(Deepseek::Block& w, const Shape& s, Row row) {
-    // The base's overload, which this name would hide.
+    // Call the overload for the base, which this name would otherwise hide.
     Mixtral::Block& experts = w;
     expert_parameters(experts, s, row);
 }
 
-// Rows of latents are all N, also with sequence parallelism.
+// Latents have all N rows, under sequence parallelism too.
 template <typename T, typename S, typename Row>
 void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C;
@@ -132,7 +135,7 @@ void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, 
     size_t DC = s.kv_latent;
     size_t down = DC + s.rotary; // k's rotary part lies behind the latent
 
-    // Channels of all heads; rows of the stream.
+    // Channels of all heads, and rows of the stream.
     size_t Q = s.NH * s.HS;
     size_t KV = s.NH * latent_heads(s).kv();
     size_t V = s.NH * s.HS_v;
@@ -157,7 +160,7 @@ void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, 
     row(a.lse,            "log-sum-exp",            N * s.NH,  ATTN,     B);
     row(a.middle,         "middle",                 R * C,     ATTN,     B);
 
-    // Sums are of all rows of latents.
+    // Gradients. The norms' sums run over all rows of the latents.
     row(a.dmiddle,        "d middle",               R * C,     GRADIENT, W);
     row(a.dattention,     "d attention",            N * V,     GRADIENT, B);
     row(a.dq,             "d q",                    N * Q,     GRADIENT, W);
@@ -179,23 +182,25 @@ void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, 
         row(a.dmiddle_all, "d middle, all rows",    N * C,     GRADIENT, W);
     second_branch_activations(a, s, N, where, row);
 }
+
 // clang-format on
 
 // ----------------------------------------------------------------------------
 // scratch: heads as attention's kernels read them
 
+// Scratch of one layer: heads in the layout of attention's kernels.
 template <typename T> struct LatentRooms {
     // (N,NH,HS) each
     T* k;
     T* v;
     T* out;
-    // the same, in training
+    // the same, for training
     T* dout;
     T* dk;
     T* dv;
 };
 
-// Elements of a room: the heads of N rows, or a latent of them.
+// Elements of one room: the heads of N rows, or their latent if that is larger.
 inline size_t latent_room(const Shape& s, size_t N) {
     return round_up(N * std::max(s.NH * s.HS, s.kv_latent), size_t(128)); // 256 bytes of 16 bits
 }
@@ -205,13 +210,13 @@ inline size_t latent_rooms(const Shape& s, size_t N, bool trains) {
     return (trains ? 6 : 3) * latent_room(s, N);
 }
 
-// Point at them; evaluation touches the first three alone.
+// Point at the rooms. Evaluation touches only the first three.
 template <typename T, typename S>
 LatentRooms<T> latent_rooms(const Ctx<S>& ctx) {
-    // Every layer has the same rooms.
+    // Every layer uses the same rooms.
     size_t room = latent_room(ctx.shape, ctx.batch.rows());
     T* base = static_cast<T*>(ctx.heads);
-    // One behind the other.
+    // The rooms follow each other.
     auto next = [&] {
         T* at = base;
         base += room;
@@ -220,19 +225,19 @@ LatentRooms<T> latent_rooms(const Ctx<S>& ctx) {
     return {next(), next(), next(), next(), next(), next()};
 }
 
-// wide (N,NH,HS) = narrow (N,NH,HS_v), and zeros.
+// wide (N,NH,HS) = narrow (N,NH,HS_v), padded with zeros.
 template <typename T, typename S>
 void pad_heads(Ctx<S>& ctx,
                T* wide, const T* narrow) {
     const Shape& s = ctx.shape;
-    // All zeros first, then each head's values.
+    // Zero everything first, then copy each head's values.
     size_t heads = ctx.batch.rows() * s.NH;
     size_t bytes = s.HS_v * sizeof(T);
     device_zero(wide, heads * s.HS * sizeof(T), ctx.where);
     copy_rows(wide, s.HS * sizeof(T), narrow, bytes, bytes, heads, ctx.where);
 }
 
-// Lay out keys and values; the keys are not turned yet.
+// Lay keys and values out in their rooms. The keys are not rotated yet.
 template <typename T, typename S>
 void expand_heads(Ctx<S>& ctx,
                   const LatentRooms<T>& room,
@@ -247,7 +252,8 @@ void expand_heads(Ctx<S>& ctx,
 // ----------------------------------------------------------------------------
 // latents
 
-// The norm of the first DC channels of each row of kv_down, which a room holds side by side.
+// Normalise the latents: the first DC channels of each row of kv_down, copied to a
+// room without gaps.
 template <typename T, typename S>
 void norm_latents(Ctx<S>& ctx,
                   const Deepseek::Block& w,
@@ -268,7 +274,7 @@ void norm_latents(Ctx<S>& ctx,
                     LATENT_EPS, ctx.where);
 }
 
-// dkv_down's latents, from those behind the norm.
+// Go back through the norms of the latents, to dq_down and dkv_down.
 template <typename T, typename S>
 void norm_latents_backward(Ctx<S>& ctx,
                            const Deepseek::Block& w,
@@ -281,7 +287,7 @@ void norm_latents_backward(Ctx<S>& ctx,
         rmsnorm_backward(a.dq_down, a.q_latent_sums, no_residual, a.dq_latent, a.q_down,
                          w.q_a_norm.as<T>(), a.q_latent_rstd, N, s.q_latent, ctx.where);
 
-    // Side by side in a room, as in the forward pass, then where they belong.
+    // Copy the latents to a room without gaps, as in forward, and copy their gradients back.
     LatentRooms<T> room = latent_rooms<T>(ctx);
     size_t bytes = s.kv_latent * sizeof(T);
     size_t stride = bytes + s.rotary * sizeof(T);
@@ -293,18 +299,18 @@ void norm_latents_backward(Ctx<S>& ctx,
 }
 
 // ----------------------------------------------------------------------------
-// the first branch: tokens look at those before them
+// the first branch: attention
 
-// The product that reads the stream for queries: q_a, or q itself.
+// The product that reads the stream for queries: q_a, or q itself without a latent.
 template <typename T>
 ColumnProduct<T> first_of_q(const Shape& s,
                             const Deepseek::Block& w, T* q_down, T* q) {
-    // ZeRO's W half has no weights: only the shape says which there are.
+    // Ask the shape, not the weights: under ZeRO the W half has none.
     if (s.q_latent) return {q_down, w.q_a};
     return {q, w.q};
 }
 
-// From the norm of the stream to the stream behind the branch.
+// The first branch: from the norm of the stream to the stream after attention.
 template <typename T, typename S>
 void latent_attention(Ctx<S>& ctx,
                       const T* inp,
@@ -315,17 +321,17 @@ void latent_attention(Ctx<S>& ctx,
     size_t Q = s.NH * s.HS;
     const T* no_residual = nullptr;
 
-    // Narrow the stream to latents.
+    // Narrow the stream to the latents.
     column_parallel_forward(ctx, {first_of_q(s, w, a.q_down, a.q), {a.kv_down, w.kv_a}},
                             static_cast<const T*>(a.norm_1));
     norm_latents(ctx, w, a);
 
-    // Widen them to this rank's heads.
+    // Widen the latents to this rank's heads.
     if (s.q_latent)
         linear_forward(a.q, a.q_latent, w.q, nullptr, no_residual, N, ctx.blas, ctx.where);
     linear_forward(a.kv, a.kv_latent, w.kv_b, nullptr, no_residual, N, ctx.blas, ctx.where);
 
-    // Attend, drop the zeros behind each head, and join the stream.
+    // Attend, drop the padding of each head, and add to the stream.
     LatentRooms<T> room = latent_rooms<T>(ctx);
     expand_heads(ctx, room, a);
     Qkv<T> x = {a.q, room.k, room.v, Q, Q};
@@ -337,16 +343,16 @@ void latent_attention(Ctx<S>& ctx,
     row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
 }
 
-// Back through attention: dq, dkv and the rotary part of dkv_down.
+// Go back through attention, to dq, dkv and the rotary part of dkv_down.
 template <typename T, typename S>
 void latent_attention_backward(Ctx<S>& ctx,
                                const Deepseek::Acts<T>& a) {
-    // Rooms are as wide as q.
+    // Heads in rooms are as wide as q.
     const Shape& s = ctx.shape;
     size_t Q = s.NH * s.HS;
     LatentRooms<T> room = latent_rooms<T>(ctx);
 
-    // Lay out what the forward pass read and made; it left the keys turned.
+    // Restore what the forward pass read and wrote. Attention needs the keys rotated.
     expand_heads(ctx, room, a);
     rotate_forward<T>(ctx, {room.k, s.NH, Q});
     pad_heads(ctx, room.out, a.attention);
@@ -355,37 +361,37 @@ void latent_attention_backward(Ctx<S>& ctx,
     Qkv<T> dx = {a.dq, room.dk, room.dv, Q, Q};
     context_attention_backward(ctx, dx, room.dout, room.out, a.lse, x);
 
-    // Gather the heads' gradients.
+    // Join the gradients of k and v into dkv, and sum those of the rotary part.
     size_t width = s.kv_latent + s.rotary;
     latent_heads_backward(a.dkv, a.dkv_down + s.kv_latent, width, room.dk, room.dv,
                           latent_heads(s), ctx.batch.rows(), ctx.where);
 }
 
-// dinp = dmiddle + the gradient through the branch
+// dinp = dmiddle + the gradient through the branch.
 template <typename T, typename S>
 void first_branch_backward_input(Ctx<S>& ctx,
                                  T* dinp, const T* inp, // (R,C) (R,C)
                                  const Deepseek::Block& w,
                                  const Deepseek::Acts<T>& a) {
-    // Attention first, from the stream's own gradient.
+    // Start with attention, from the stream's own gradient.
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
     row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, a.dmiddle, w.o);
     latent_attention_backward(ctx, a);
 
-    // Narrow the heads' gradients to those of latents.
+    // Go from the heads' gradients to those of the latents.
     if (s.q_latent)
         linear_backward_input(a.dq_latent, a.dq, w.q, N, false, ctx.blas, ctx.where);
     linear_backward_input(a.dkv_latent, a.dkv, w.kv_b, N, false, ctx.blas, ctx.where);
     norm_latents_backward(ctx, w, a);
 
-    // Walk back to the stream, where ranks add their heads' parts.
+    // Go back to the stream, where ranks add the parts of their heads.
     column_parallel_backward_input(ctx, a.dnorm_1,
                                    {first_of_q(s, w, a.dq_down, a.dq), {a.dkv_down, w.kv_a}});
     rmsnorm_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
 }
 
-// Give the matrices their gradients, and list the norms' sums.
+// The gradients of the first branch's matrices. The norms' partial sums are only listed.
 template <typename T, typename S>
 void first_branch_backward_weight(Ctx<S>& ctx,
                                   SumsOfRows<T>& sums,
@@ -397,15 +403,15 @@ void first_branch_backward_weight(Ctx<S>& ctx,
         linear_backward_weight(weight, nullptr, dy, x, N, accumulate, ctx.blas, ctx.where);
     };
 
-    // Matrices of heads, then those that read the stream.
+    // Matrices of the heads first, then those that read the stream. Without a latent q is
+    // one of these.
     row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
-    // Without a latent q is among those.
     if (s.q_latent) backward(w.q, a.dq, a.q_latent);
     backward(w.kv_b, a.dkv, a.kv_latent);
     column_parallel_backward_weight(ctx, {first_of_q(s, w, a.dq_down, a.dq), {a.dkv_down, w.kv_a}},
                                     static_cast<const T*>(a.norm_1), accumulate);
 
-    // A rank's parts of the latents' norms are of its own heads {+tp}.
+    // A rank's sums for the latents' norms come from its own heads {+tp}.
     sums.ready.push_back(rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums));
     sums.ready.push_back(
         rmsnorm_parts(grad_of<T>(w.kv_a_norm), a.kv_latent_sums, N, s.kv_latent, ctx.where));
@@ -417,24 +423,25 @@ void first_branch_backward_weight(Ctx<S>& ctx,
 // ----------------------------------------------------------------------------
 // the block: its second branch is mixtral.h's
 
+// The forward pass of a block.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx,
                    T* out, const T* inp,
                    const Deepseek::Block& w,
                    const Deepseek::Acts<T>& a, T* cache) {
-    // Let tokens look at those before them, then let experts work on what they saw.
+    // Attend to earlier tokens, then let the experts work on the result.
     rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
     latent_attention(ctx, inp, w, a, cache);
     second_branch_forward(ctx, out, w, a);
 }
 
-// Make again what the level dropped: norms always, of latents too.
+// Compute again what the level dropped. The norms are always computed again, the latents' too.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx,
                      const T* inp,
                      const Deepseek::Block& w,
                      const Deepseek::Acts<T>& a, Recompute level) {
-    // Attention turns q itself, so that what is kept stays turned.
+    // Attention rotates q in place only when it runs, so a q that was kept stays rotated.
     T* no_cache = nullptr;
     rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
     if (redoes_attn(level))
@@ -444,7 +451,7 @@ void block_recompute(Ctx<S>& ctx,
     second_branch_recompute(ctx, w, a, level);
 }
 
-// Everything but the gradients of weights.
+// Everything in backward but the gradients of weights.
 template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx,
                           T* dinp, const T* dout, const T* inp,
@@ -457,13 +464,13 @@ void block_backward_input(Ctx<S>& ctx,
     first_branch_backward_input(ctx, dinp, inp, w, a);
 }
 
-// The gradients of weights, from what the input half has made.
+// The gradients of weights, from what the input half has left.
 template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx,
                            const T* dout,
                            const Deepseek::Block& w,
                            const Deepseek::Acts<T>& a, bool accumulate) {
-    // Matrices at once, norms together at the end.
+    // Matrices at once; the norms' sums all together at the end.
     second_branch_backward_weight(ctx, dout, w, a, accumulate);
     SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};
     first_branch_backward_weight(ctx, sums, w, a, accumulate);

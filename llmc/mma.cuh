@@ -1,10 +1,12 @@
 // mma.cuh - inline-PTX wrappers of one warp, for Ampere and later: ldmatrix, mma, cp.async, packing
-//   and tiles of shared memory as operands of mma, swizzled so that ldmatrix has no bank conflicts.
-//   The 16-bit types are bf16 and fp16 exactly, by name: a type of the same size is refused.
-//   Fragments as the PTX manual has them (ISA 8.7): lane l has row l / 4, columns 2 (l % 4) and the
-//   next, of each 8 by 8 part.
+//   Also tiles in shared memory as operands of mma, swizzled so that ldmatrix has
+//   no bank conflicts.
+//   The 16-bit types are bf16 and fp16 exactly, by name: another type of the same size is refused.
+//   Fragments are those of the PTX manual (ISA 8.7): in each 8 by 8 part, lane l has row l / 4 and
+//   columns 2 (l % 4) and the next.
 //   Each wrapper has an executable model: test/harness/emulator_warp.h.
-//   Contract: what is .aligned in PTX is called by all lanes of a warp, alike.
+//   Contract: an instruction that is .aligned in PTX must be called by all lanes of
+//             a warp together.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <type_traits>
@@ -18,7 +20,7 @@
 
 namespace llmc {
 
-// The types that tensor cores multiply here, by name: __nv_bfloat16 has two bytes as fp16 has.
+// Whether tensor cores take the type here. The test is by name: __nv_bfloat16 is as wide as fp16.
 template <typename T>
 constexpr bool IS_BF16_OR_FP16 = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
 #define LLMC_TENSOR_CORE_TYPE(T)                  \
@@ -28,18 +30,19 @@ constexpr bool IS_BF16_OR_FP16 = std::is_same_v<T, bf16> || std::is_same_v<T, fp
 
 #if defined(__CUDACC__)
 
-// The address of shared memory in its own space, as instructions want it.
+// The address of shared memory within its own space, as instructions need it.
 LLMC_DEV uint32_t smem_u32(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 // ---- matrices of 8 by 8, four at a time ----------------------------------------------------
-// Lane 8 m + r brings the address of row r of matrix m; _t: transposed.
-// A row is 8 elements, 16 bytes, and starts at a multiple of 16. r[m]: this lane's two of matrix m.
+// Load four matrices. Lane 8 m + r provides the address of row r of matrix m. A row is 8
+// elements, 16 bytes, and starts at a multiple of 16 bytes. r[m] receives this lane's two
+// elements of matrix m.
 LLMC_DEV void ldmatrix_x4(uint32_t (&r)[4], const void* s) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(smem_u32(s)));
 }
-// A lane gets column l / 4 of each matrix, its rows 2 (l % 4) and the next.
+// The same, transposed: a lane gets column l / 4 of each matrix, its rows 2 (l % 4) and the next.
 LLMC_DEV void ldmatrix_x4_t(uint32_t (&r)[4], const void* s) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -65,29 +68,29 @@ LLMC_DEV void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t
 #undef MMA_M16N8K16
 
 // ---- cp.async: copies that a thread starts, collects into groups and waits for ----------------
-// 16 bytes to shared memory: the first `bytes` are read, the others are 0.
-// Fewer bytes, even 0, still need a valid address. The copy passes by L1.
+// Copy 16 bytes to shared memory. The first `bytes` are read, the others become 0. Even with 0
+// bytes the address must be valid. The copy bypasses L1.
 LLMC_DEV void cp_async16(void* s, const void* g, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_u32(s)),
                  "l"(g), "r"(bytes)
                  : "memory");
 }
-// Close a group of the copies started so far, maybe none; groups end in order.
+// Close a group of the copies started so far, which may be none. Groups complete in order.
 LLMC_DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Covers this thread's copies alone: a block's barrier must follow before others read.
+// Wait for this thread's own copies only: a block barrier must follow before other threads read.
 template <int N>
 LLMC_DEV void cp_async_wait() { // for all groups but the last N
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- numbers -----------------------------------------------------------------------------------
-// ex2(-inf) is 0, which masks rely on. Relative error about 2^-22; denormal results become 0.
+// 2^x. ex2(-inf) is 0, which masks rely on. Relative error about 2^-22; denormal results become 0.
 LLMC_DEV float ex2(float x) { // 2^x
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Two numbers as T in one register.
+// Two numbers as T in one register, `low` in its lower half.
 template <typename T>
 LLMC_DEV uint32_t pack(float low, float high) {
     LLMC_TENSOR_CORE_TYPE(T);
@@ -104,46 +107,50 @@ LLMC_DEV uint32_t pack(float low, float high) {
 // ---- tiles in shared memory: rows of D elements, chunks of 8 swizzled ---------------------------
 template <int D>
 __device__ int tile_at(int row, int chunk) {
-    // Row r keeps chunk c at c ^ swizzle: 8 rows that ldmatrix reads fall into 8 groups of banks.
-    // Where a row is an odd multiple of 64 bytes, two neighbours lie apart and share a swizzle.
+    // The index of a chunk in a tile. Row r keeps chunk c at c ^ swizzle, so the 8 rows that
+    // ldmatrix reads fall into 8 groups of banks. If a row is an odd multiple of 64 bytes, two
+    // neighbouring rows lie in different banks and share a swizzle.
     int swizzle = D / 8 % 8 == 0 ? row & 7 : row >> 1 & 3;
     return row * D + (chunk ^ swizzle) * 8;
 }
 
-// rows [row, row + 16), channels [16 k, 16 k + 16) as the first operand of mma
+// Load rows [row, row + 16), channels [16 k, 16 k + 16) as the first operand of mma.
 template <int D, typename T>
 __device__ void load_a(uint32_t (&a)[4], const T* tile, int row, int k) {
     int lane = threadIdx.x % 32;
     // Lanes 0-15 address the left 8 channels of the 16 rows, lanes 16-31 the right ones.
     ldmatrix_x4(a, tile + tile_at<D>(row + lane % 16, 2 * k + lane / 16));
 }
-// rows [row, row + 16) as columns, channels [16 k, 16 k + 16) to sum over: two second operands
+// Load rows [row, row + 16) as columns, with channels [16 k, 16 k + 16) to sum over:
+// two second operands.
 template <int D, typename T>
 __device__ void load_b(uint32_t (&b)[4], const T* tile, int row, int k) {
     int lane = threadIdx.x % 32;
     // b[0], b[1] are rows 0-7, b[2], b[3] rows 8-15.
     ldmatrix_x4(b, tile + tile_at<D>(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 }
-// rows [row, row + 16) to sum over, channels [8 c, 8 c + 16) as columns
+// Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as columns:
+// two second operands.
 template <int D, typename T>
 __device__ void load_b_rows(uint32_t (&b)[4], const T* tile, int row, int c) {
     int lane = threadIdx.x % 32;
-    // Transposed on the way: b[0], b[1] are channels 0-7, b[2], b[3] channels 8-15.
+    // The load transposes: b[0], b[1] are channels 0-7, b[2], b[3] channels 8-15.
     ldmatrix_x4_t(b, tile + tile_at<D>(row + lane % 16, c + lane / 16));
 }
 
-// rows [row, row + 16) to sum over, channels [8 c, 8 c + 16) as rows of the first operand
+// Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as rows of
+// the first operand.
 template <int D, typename T>
 __device__ void load_a_rows(uint32_t (&a)[4], const T* tile, int row, int c) {
     int lane = threadIdx.x % 32;
-    // Transposed too: a[0], a[2] are channels 0-7, a[1], a[3] channels 8-15.
+    // The load transposes: a[0], a[2] are channels 0-7, a[1], a[3] channels 8-15.
     ldmatrix_x4_t(a, tile + tile_at<D>(row + lane / 16 * 8 + lane % 8, c + lane / 8 % 2));
 }
 
+// Two products with one first operand. left and right are adjacent: 16 columns of one result.
 template <typename T>
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
                          const uint32_t (&b)[4]) {
-    // left and right are neighbours: together 16 columns of one product.
     uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
     mma_m16n8k16<T>(left, a, first);
     mma_m16n8k16<T>(right, a, second);

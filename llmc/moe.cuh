@@ -1,27 +1,30 @@
 // moe.cuh - mixture of experts: router, sort, gather, gate, combine - arXiv:1701.06538
 //   scores   s = exp(logits - max), or sigmoid(logits)          each token, over E experts
-//   choice   the K largest of logits, or of sigmoid + bias; of equals the lower expert. Limited to
-//            groups: among experts of the best groups alone, by the value of a group's best expert,
-//            or for sigmoids by the sum of its two best (arXiv:2405.04434, arXiv:2412.19437)
-//   gates    g = scale s / S     S sums s over: SOFTMAX all experts, RENORMALISED and SIGMOID those
-//            chosen (arXiv:2401.04088, arXiv:2412.19437), and SIGMOID_ALONE nothing: S = 1
-//   slots    slot n K + j is token n's j-th expert, by ascending expert. A stable counting sort
-//            gives each slot its row: rows of an expert lie together, by token. A rank that has
-//            some of the experts sorts the others' slots behind its own, and gives them no row
-//   experts  h = g silu(gate) up: the gate multiplies before the last product, so that y of the
-//            slots of a token just add up:   out = residual + sum over j of y[row_of[n,j]]
+//   choice   the K largest of logits, or of sigmoid + bias; ties go to the lower expert. With
+//            groups, only the experts of the best groups; a group's value is that of its best
+//            expert, or for sigmoids the sum of its two best (arXiv:2405.04434, arXiv:2412.19437)
+//   gates    g = scale s / S     S is the sum of s: for SOFTMAX over all experts, for RENORMALISED
+//            and SIGMOID over those chosen (arXiv:2401.04088, arXiv:2412.19437); for SIGMOID_ALONE
+//            S = 1
+//   slots    slot n K + j is token n's j-th expert, in ascending order of experts. A stable
+//            counting sort gives each slot its row: the rows of an expert are adjacent, in order of
+//            tokens. A rank that has only some of the experts sorts the other experts' slots behind
+//            its own, and gives them no row
+//   experts  h = g silu(gate) up: the gate multiplies before the last product, so that the results
+//            y of a token's slots just add up:   out = residual + sum over j of y[row_of[n,j]]
 //   Gradients, with q = s / S, G = dL/dg, and for sigmoids a factor 1 - s:
-//     dlogits = scale q (G - sum q G)             of all experts, or of those chosen; alone: q G
+//     dlogits = scale q (G - sum q G)             all experts, or those chosen; SIGMOID_ALONE: q G
 //     + balance s' (f - sum s' f)                 s' = s / sum of all s, f = E count / (K T)
 //     + z lse p                                   lse = log sum exp(logits), p = softmax
-//   The balance terms are those of a sequence (arXiv:2412.19437, eq. 17): they know no micro-batch
-//   and no layout. count: slots of a sequence that chose the expert, a constant.
+//   The balance terms belong to a sequence (arXiv:2412.19437, eq. 17), so they depend on neither
+//   micro-batches nor the layout. count: slots of a sequence that chose the expert, a constant.
 //   logits (N,E), gates, dgates (N,K) acc   ids, row_of (N,K) ints   slot_of (N K)   counts (E)
 //   starts (E+1)   x, out, residual (N,C)   xs, y (rows,C)   gate, up, h (rows,F)   M: all slots
-//   rows: 1 int, where kernels run: N K, or the slots of this rank's experts
-//   Contract: everything =; dgate may be dh, dup may be up.  No atomics; bitwise repeatable, the
-//             sort in integers, sums over slots by ascending expert in acc, rounded once.
-//   Cost: memory-bound. Each block of the sort reads all N K ids: E of them, from L2.
+//   rows: 1 int on the device: N K, or the number of slots of this rank's experts
+//   Contract: everything =; dgate may be dh, dup may be up.  No atomics; bitwise repeatable: the
+//             sort is in integers, sums over slots are in ascending order of experts, in acc, and
+//             rounded once.
+//   Cost: memory-bound. Each of the sort's E blocks reads all N K ids, from L2.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
@@ -30,60 +33,62 @@
 
 namespace llmc {
 
-// Where the scores come from, and which of them a gate is a share of.
+// How scores are computed, and which of them a gate is divided by.
 enum class Router : uint8_t { SOFTMAX, RENORMALISED, SIGMOID, SIGMOID_ALONE };
+
+// Whether scores are sigmoids.
 LLMC_HD inline bool is_sigmoid(Router r) {
     return r == Router::SIGMOID || r == Router::SIGMOID_ALONE;
 }
 
-// How a token chooses K of E experts. A warp has a lane for each choice.
+// How a token chooses K of E experts. K is limited because a warp has a lane for each choice.
 struct Routing {
     Router router;
     size_t E, K;
-    float scale = 1;             // of all gates
-    const float* bias = nullptr; // (E) added to sigmoid's scores for the choice alone; or null
-    size_t groups = 1;           // equal groups of neighbouring experts
-    size_t kept_groups = 1;      // from which a token may choose
+    float scale = 1;             // multiplies all gates
+    const float* bias = nullptr; // (E) added to sigmoids, for the choice alone; or null
+    size_t groups = 1;           // equal groups of adjacent experts
+    size_t kept_groups = 1;      // groups that a token may choose from
 };
 constexpr size_t MOST_CHOICES = 32;
 constexpr size_t MOST_GROUPS = 32;
 
-// Factors of the balance terms' gradients. balance: alpha / (sequences T), z: 2 beta / (sequences
-// T), of all sequences of the global batch; 0: the term is left out.
+// The factors of the balance terms' gradients. balance: alpha / (sequences T), z: 2 beta /
+// (sequences T), over all sequences of the global batch. 0 leaves a term out.
 struct BalanceTerms {
     double balance = 0, z = 0;
     const int* counts = nullptr; // (B,E) slots of each sequence that chose an expert
-    size_t T = 1;                // tokens of a sequence
+    size_t T = 1;                // tokens in a sequence
     const float* loss_scale = nullptr; // multiplies both, as it does the loss; or null
-    size_t ranks = 1;            // that share each sequence: a rank has T / ranks rows of it
+    size_t ranks = 1;            // context-parallel ranks: each has T / ranks rows of a sequence
 };
 
-// Where slots go.
+// The sort's result: the row of each slot.
 struct Slots {
     int* counts;  // (E)
-    int* starts;  // (E+1) the first row of each expert; then N K
+    int* starts;  // (E+1) the first row of each expert; at the end N K
     int* row_of;  // (N,K)
-    int* slot_of; // (N K) by row
+    int* slot_of; // (N K) the slot of each row
 };
 
-// The slot in a row; null: rows are slots, each in its place.
+// The slot of a row. With a null slot_of, row i is slot i.
 LLMC_HD inline size_t slot_at(const int* slot_of, size_t row) {
     return slot_of ? size_t(slot_of[row]) : row;
 }
 
-// Rows that are there; null: all M.
+// The number of rows that exist: *rows, or all M if it is null.
 LLMC_HD inline size_t row_count(const int* rows, size_t M) {
     return rows ? size_t(*rows) : M;
 }
 
-// A score before it is divided by any sum. max: of the row's logits.
+// A score before it is divided by any sum. max: the largest of the row's logits.
 template <typename A>
 LLMC_HD A route_score(A logit, A max, Router router) {
     return is_sigmoid(router) ? 1 / (1 + std::exp(-logit)) : std::exp(logit - max);
 }
 
-// The value by which experts are chosen. A NaN loses, so that ids stay inside the table; the loss
-// shows it all the same.
+// The value by which experts are chosen. A NaN loses, so that ids stay within the table; the loss
+// shows it anyway.
 template <typename A>
 LLMC_HD A route_value(A logit, size_t e, const Routing& r) {
     A v = logit;
@@ -93,15 +98,16 @@ LLMC_HD A route_value(A logit, size_t e, const Routing& r) {
     return v == v ? v : -A(INFINITY);
 }
 
-// The value by which a group is kept.
+// The value by which groups are chosen: that of the best expert, or for sigmoids of the two best.
 template <typename A>
 LLMC_HD A group_value(const A* logits, size_t g, const Routing& r) { // (E)
     A first = -A(INFINITY);
     A second = -A(INFINITY);
-    // Groups are equal.
+
+    // All groups have the same number of experts.
     size_t each = r.E / r.groups;
     for (size_t e = g * each; e < (g + 1) * each; e++) {
-        // The two best so far.
+        // Keep the two best values so far.
         A v = route_value(logits[e], e, r);
         second = v > first ? first : v > second ? v : second;
         first = v > first ? v : first;
@@ -109,12 +115,12 @@ LLMC_HD A group_value(const A* logits, size_t g, const Routing& r) { // (E)
     return is_sigmoid(r.router) ? first + second : first;
 }
 
-// Whether an expert's group is kept: a bit for each group.
+// Whether the group of expert e is kept. `kept` has a bit for each group.
 LLMC_HD inline bool may_choose(unsigned kept, size_t e, const Routing& r) {
     return kept >> (e / (r.E / r.groups)) & 1;
 }
 
-// A candidate; those of a row are in one order: larger values first, of equals the lower expert.
+// A candidate. The candidates of a row are totally ordered: larger values first, then lower ids.
 template <typename A> struct ExpertChoice {
     A value;
     int id;
@@ -123,26 +129,25 @@ template <typename A> struct ExpertChoice {
     }
 };
 
-// The sums of a row that gradients share.
+// The sums of a row that its gradients share.
 template <typename A> struct RouteSums {
-    A max;           // of logits
+    A max;           // of the logits
     A exps = 0;      // sum of exp(logits - max)
     A all = 0;       // sum of scores
-    A chosen = 0;    // S: over all experts, or those chosen
+    A chosen = 0;    // S: see the header
     A gradients = 0; // sum of q G
     A balances = 0;  // sum of s' f
 };
 
-// f of an expert in the sequence of row n.
+// f of an expert in the sequence of row n: 1 if all experts have equally many slots.
 template <typename A>
 LLMC_HD A expert_share(const BalanceTerms& b, const Routing& r, size_t n, size_t e) {
-    // 1 where all experts have as many slots.
     size_t sequence = n / (b.T / b.ranks);
     A count = A(b.counts[sequence * r.E + e]);
     return A(r.E) * count / (A(r.K) * A(b.T));
 }
 
-// dlogits of one expert. G: its gate's gradient, 0 where it was not chosen.
+// dlogits of one expert. G is the gradient of its gate, 0 if it was not chosen.
 template <typename A>
 LLMC_HD A route_gradient(const RouteSums<A>& sums, const Routing& r, const BalanceTerms& b, A logit,
                          A G, bool chosen, size_t n, size_t e) {
@@ -150,14 +155,14 @@ LLMC_HD A route_gradient(const RouteSums<A>& sums, const Routing& r, const Balan
     A slope = is_sigmoid(r.router) ? 1 - s : A(1);
     A more = b.loss_scale ? A(*b.loss_scale) : A(1);
 
-    // The gate: a softmax over all experts moves those that were not chosen too.
+    // Add the gate's part. A softmax over all experts also moves those that were not chosen.
     A d = 0;
     if (chosen || r.router == Router::SOFTMAX) {
         A q = s / sums.chosen;
         d = A(r.scale) * q * (G - sums.gradients) * slope;
     }
 
-    // Balance within the sequence, and the size of logits.
+    // Add the balance within the sequence, and the z term, which keeps logits small.
     if (b.balance != 0) {
         A share = expert_share<A>(b, r, n, e);
         d += more * A(b.balance) * s / sums.all * (share - sums.balances) * slope;
@@ -172,10 +177,10 @@ LLMC_HD A route_gradient(const RouteSums<A>& sums, const Routing& r, const Balan
 // ----------------------------------------------------------------------------
 // CPU
 
-// The row's sums over experts; `ids`, (K), are those chosen.
+// The sums of a row over its experts. ids (K) are those chosen.
 template <typename A>
 RouteSums<A> route_sums(const A* logits, const int* ids, const Routing& r) { // (E)
-    // Powers are of differences to the maximum: none overflows.
+    // Exponents are differences to the maximum, so that none overflows.
     RouteSums<A> x;
     x.max = *std::max_element(logits, logits + r.E);
     for (size_t e = 0; e < r.E; e++) {
@@ -183,7 +188,8 @@ RouteSums<A> route_sums(const A* logits, const int* ids, const Routing& r) { // 
         x.all += route_score(logits[e], x.max, r.router);
     }
 
-    // S: a sigmoid's may be 0 in float, and must not divide.
+    // Sum the chosen scores into S. The sum of sigmoids may be 0 in float, so add a
+    // little before dividing.
     for (size_t j = 0; j < r.K; j++)
         x.chosen += route_score(logits[ids[j]], x.max, r.router);
     if (r.router == Router::SOFTMAX) x.chosen = x.all;
@@ -192,7 +198,7 @@ RouteSums<A> route_sums(const A* logits, const int* ids, const Routing& r) { // 
     return x;
 }
 
-// The groups that a token may choose from, a bit each; of equals the lower one.
+// The groups that a token may choose from, as bits. Ties go to the lower group.
 template <typename A>
 unsigned kept_groups(const A* logits, const Routing& r) { // (E)
     if (r.groups == 1) return 1;
@@ -200,7 +206,7 @@ unsigned kept_groups(const A* logits, const Routing& r) { // (E)
     for (size_t g = 0; g < r.groups; g++)
         all.push_back({group_value(logits, g, r), int(g)});
 
-    // Keep the first ones.
+    // Keep the best groups.
     auto before = [](const auto& a, const auto& b) { return a.before(b); };
     std::sort(all.begin(), all.end(), before);
     unsigned kept = 0;
@@ -209,7 +215,7 @@ unsigned kept_groups(const A* logits, const Routing& r) { // (E)
     return kept;
 }
 
-// ids by ascending expert, and their gates.
+// Choose experts. ids are in ascending order, with their gates.
 template <typename A>
 void route_forward(int* ids, A* gates, const A* logits, const Routing& r, // (N,K) (N,K) (N,E)
                    size_t N, Cpu) {
@@ -218,7 +224,7 @@ void route_forward(int* ids, A* gates, const A* logits, const Routing& r, // (N,
         const A* l = logits + n * r.E;
         int* chosen = ids + n * r.K;
 
-        // Each choice is the first candidate behind the last choice.
+        // Each choice is the best candidate after the choice before it.
         unsigned kept = kept_groups(l, r);
         ExpertChoice<A> last = {A(INFINITY), -1};
         for (size_t j = 0; j < r.K; j++) {
@@ -233,7 +239,7 @@ void route_forward(int* ids, A* gates, const A* logits, const Routing& r, // (N,
         }
         std::sort(chosen, chosen + r.K);
 
-        // Weigh them.
+        // Compute their gates.
         RouteSums<A> sums = route_sums(l, chosen, r);
         for (size_t j = 0; j < r.K; j++) {
             A logit = l[chosen[j]];
@@ -243,6 +249,7 @@ void route_forward(int* ids, A* gates, const A* logits, const Routing& r, // (N,
     }
 }
 
+// dlogits, from the gradients of the gates and the balance terms.
 template <typename T>
 void route_backward(T* dlogits, const acc_t<T>* dgates, const acc_t<T>* logits, // (N,E) (N,K) (N,E)
                     const int* ids, const Routing& r, const BalanceTerms& b,    // (N,K)
@@ -254,7 +261,7 @@ void route_backward(T* dlogits, const acc_t<T>* dgates, const acc_t<T>* logits, 
         const A* G = dgates + n * r.K;
         const int* chosen = ids + n * r.K;
 
-        // Sum over the row.
+        // Compute the sums over the row.
         RouteSums<A> sums = route_sums(l, chosen, r);
         bool shares = r.router != Router::SIGMOID_ALONE;
         for (size_t j = 0; j < r.K && shares; j++)
@@ -264,7 +271,7 @@ void route_backward(T* dlogits, const acc_t<T>* dgates, const acc_t<T>* logits, 
             sums.balances += s / sums.all * expert_share<A>(b, r, n, e);
         }
 
-        // Walk the experts; those chosen stand in order.
+        // Walk the experts. The chosen ids are in ascending order, so one index suffices.
         size_t j = 0;
         for (size_t e = 0; e < r.E; e++) {
             bool is_chosen = j < r.K && chosen[j] == int(e);
@@ -275,7 +282,7 @@ void route_backward(T* dlogits, const acc_t<T>* dgates, const acc_t<T>* logits, 
     }
 }
 
-// Count the slots of each of `groups` groups of ids, `length` each, that chose an expert: = or +=.
+// Count, for each of `groups` groups of `length` ids, the slots that chose an expert: = or +=.
 inline void count_slots(int* counts, const int* ids, size_t groups, // (groups,E) (groups,length)
                         size_t length, size_t E, bool accumulate, Cpu) {
     if (!accumulate)
@@ -286,16 +293,16 @@ inline void count_slots(int* counts, const int* ids, size_t groups, // (groups,E
     }
 }
 
-// Number the experts [first, first + E) from 0 on; all others become E.
+// Number the experts [first, first + E) from 0; all other experts become E.
 inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t E, Cpu) { // (M)
     for (size_t i = 0; i < M; i++) {
-        // An expert before the first one is a large number too.
+        // An expert below `first` wraps around to a large number.
         size_t e = size_t(ids[i]) - first;
         own[i] = int(std::min(e, E));
     }
 }
 
-// The counting sort of M slots.
+// Sort M slots by expert: a stable counting sort.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu where) { // (M)
     // Scan the counts.
     count_slots(s.counts, ids, 1, M, E, false, where);
@@ -303,7 +310,7 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu w
     for (size_t e = 0; e < E; e++)
         s.starts[e + 1] = s.starts[e] + s.counts[e];
 
-    // Place the slots. starts[e] serves as the expert's next row, and then moves back.
+    // Place the slots. starts[e] serves as the expert's next row, and is restored afterwards.
     for (size_t i = 0; i < M; i++) {
         int row = s.starts[ids[i]]++;
         s.row_of[i] = row;
@@ -314,7 +321,7 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu w
     s.starts[0] = 0;
 }
 
-// xs[row] = x[its token]
+// xs[row] = x[the row's token].
 template <typename T>
 void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, // (rows,C) (N,C) (M)
                   size_t, size_t K, size_t C, Cpu) {
@@ -326,7 +333,7 @@ void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, // (ro
     }
 }
 
-// out = residual (or null: 0) + the sum of a token's rows; a slot without a row adds nothing
+// out = residual (null: 0) + the sum of a token's rows. A slot without a row adds nothing.
 template <typename T>
 void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // (N,C) (N,C) (rows,C)
                    const int* rows, size_t N, size_t K, size_t C, Cpu) {
@@ -335,7 +342,7 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // 
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++)
         for (size_t c = 0; c < C; c++) {
-            // Slots of a token stand by ascending expert.
+            // A token's slots are in ascending order of experts.
             A sum = residual ? to_acc(residual[n * C + c]) : A(0);
             for (size_t j = 0; j < K; j++) {
                 size_t row = size_t(row_of[n * K + j]);
@@ -345,7 +352,7 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // 
         }
 }
 
-// h = g silu(gate) up
+// h = g silu(gate) up.
 template <typename T>
 void gated_swiglu_forward(T* h, const T* gate, const T* up, // (rows,F) each
                           const acc_t<T>* gates, const int* slot_of, const int* rows, // (N,K) (M)
@@ -365,7 +372,8 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, // (rows,F) each
     }
 }
 
-// dgates: a sum over each row; of slots without one it is 0, so that ranks' sums add up.
+// The gradients of gate, up and g. dgates is a sum over each row. A slot without a row gets 0, so
+// that the sums of several ranks add up.
 template <typename T>
 void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) (rows,F) (N,K)
                            const T* dh, const T* gate, const T* up, // (rows,F) each
@@ -379,13 +387,13 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) 
         A sum = 0;
         size_t end = row < count ? (row + 1) * F : 0;
         for (size_t i = row * F; i < end; i++) {
-            // Read all inputs before an output that may be one of them is written.
+            // Read all inputs before writing an output that may be one of them.
             A d = to_acc(dh[i]);
             A g = to_acc(gate[i]);
             A u = to_acc(up[i]);
             A s = 1 / (1 + fast_exp(-g));
 
-            // The gate's gradient sums dh h / g; the others have its weight.
+            // The gradient of g sums dh h / g; the other two are multiplied by g.
             sum += d * g * s * u;
             A slope = s * (1 + g * (1 - s)); // of silu
             dgate[i] = from_acc<T>(weight * d * u * slope);
@@ -400,13 +408,14 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) 
 
 #if LLMC_KERNELS
 
-constexpr unsigned ROUTE_WARPS = 4;   // tokens of a block
+constexpr unsigned ROUTE_WARPS = 4;   // tokens in a block
 constexpr unsigned SLOT_THREADS = 256;
 
-// The first candidate of a warp's, in every lane.
+// The first candidate in a warp, returned to every lane.
 __device__ inline ExpertChoice<float> warp_first(ExpertChoice<float> x) {
     for (int mask = 16; mask > 0; mask /= 2) {
-        // A partner's candidate; of two equal ones both lanes keep the same.
+        // Take the partner's candidate if it comes first. Of two equal ones both lanes
+        // keep the same.
         ExpertChoice<float> y;
         y.value = __shfl_xor_sync(ALL_LANES, x.value, mask);
         y.id = __shfl_xor_sync(ALL_LANES, x.id, mask);
@@ -415,9 +424,10 @@ __device__ inline ExpertChoice<float> warp_first(ExpertChoice<float> x) {
     return x;
 }
 
-// The row's sums, for every lane; lane j < K brings the j-th chosen expert as `id`, others -1.
+// The sums of a row, returned to every lane. Lane j < K passes the j-th chosen expert as
+// `id`, others -1.
 __device__ inline RouteSums<float> warp_route_sums(const float* logits, int id, const Routing& r) {
-    // The maximum first, for powers of differences.
+    // Find the maximum first, because exponents are differences to it.
     unsigned lane = threadIdx.x % 32;
     RouteSums<float> x;
     x.max = -INFINITY;
@@ -425,7 +435,7 @@ __device__ inline RouteSums<float> warp_route_sums(const float* logits, int id, 
         x.max = logits[e] > x.max ? logits[e] : x.max;
     x.max = warp_max(x.max);
 
-    // Sums over experts, and over choices.
+    // Sum over the experts, and over the choices.
     for (size_t e = lane; e < r.E; e += 32) {
         x.exps += std::exp(logits[e] - x.max);
         x.all += route_score(logits[e], x.max, r.router);
@@ -439,15 +449,16 @@ __device__ inline RouteSums<float> warp_route_sums(const float* logits, int id, 
     return x;
 }
 
-// The groups that a token may choose from, a bit each, in every lane; lane g looks at group g.
+// The groups that a token may choose from, as bits, in every lane. Lane g evaluates group g.
 __device__ inline unsigned warp_kept_groups(const float* logits, const Routing& r) { // (E)
-    // Most routers have one.
+
+    // Most routers have one group.
     if (r.groups == 1) return 1;
     unsigned lane = threadIdx.x % 32;
     ExpertChoice<float> mine = {-INFINITY, int(lane)};
     if (lane < r.groups) mine.value = group_value(logits, lane, r);
 
-    // A group is kept if few enough come before it.
+    // A group is kept if fewer than kept_groups groups come before it.
     unsigned place = 0;
     for (unsigned g = 0; g < unsigned(r.groups); g++) {
         ExpertChoice<float> other = {__shfl_sync(ALL_LANES, mine.value, int(g)), int(g)};
@@ -456,7 +467,7 @@ __device__ inline unsigned warp_kept_groups(const float* logits, const Routing& 
     return __ballot_sync(ALL_LANES, lane < r.groups && place < r.kept_groups);
 }
 
-// A warp a token. Lane j keeps the j-th choice.
+// A warp has a token, and lane j keeps its j-th choice.
 //   ids, gates (N,K)   logits (N,E)
 __global__ void route_forward_kernel(int* ids, float* gates, const float* logits, Routing r,
                                      size_t N) {
@@ -465,12 +476,12 @@ __global__ void route_forward_kernel(int* ids, float* gates, const float* logits
     unsigned lane = threadIdx.x % 32;
     const float* l = logits + n * r.E;
 
-    // Each choice is the first candidate behind the last choice.
+    // Each choice is the best candidate after the choice before it.
     unsigned kept = warp_kept_groups(l, r);
     ExpertChoice<float> last = {INFINITY, -1};
     int mine = -1;
     for (size_t j = 0; j < r.K; j++) {
-        // Every lane looks at some experts, then all agree.
+        // Each lane looks at some of the experts, then the warp agrees.
         ExpertChoice<float> best = {-INFINITY, INT_MAX};
         for (size_t e = lane; e < r.E; e += 32) {
             if (!may_choose(kept, e, r)) continue;
@@ -481,7 +492,7 @@ __global__ void route_forward_kernel(int* ids, float* gates, const float* logits
         if (lane == j) mine = last.id;
     }
 
-    // A choice's place is the number of lower experts among the choices.
+    // Find the place of a choice: the number of lower experts among the choices.
     RouteSums<float> sums = warp_route_sums(l, mine, r);
     size_t place = 0;
     for (size_t j = 0; j < r.K; j++) {
@@ -489,14 +500,14 @@ __global__ void route_forward_kernel(int* ids, float* gates, const float* logits
         place += other < mine;
     }
 
-    // Lanes without a choice have only answered.
+    // Lanes without a choice only took part in the shuffles.
     if (lane >= r.K) return;
     float s = route_score(l[mine], sums.max, r.router);
     ids[n * r.K + place] = mine;
     gates[n * r.K + place] = r.scale * s / sums.chosen;
 }
 
-// A warp a token; lanes share out the experts.
+// A warp has a token, and its lanes share out the experts.
 template <typename T>
 __global__ void route_backward_kernel(T* dlogits, const float* dgates, const float* logits,
                                       const int* ids, Routing r, BalanceTerms b, size_t N) {
@@ -505,12 +516,12 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
     unsigned lane = threadIdx.x % 32;
     const float* l = logits + n * r.E;
 
-    // Sum over the choices, a lane each, then over the experts.
+    // Sum over the choices, one a lane, then over the experts.
     int mine = lane < r.K ? ids[n * r.K + lane] : -1;
     float G = lane < r.K ? dgates[n * r.K + lane] : 0.0f;
     RouteSums<float> sums = warp_route_sums(l, mine, r);
 
-    // An idle lane adds zeros.
+    // A lane without a choice adds 0.
     float q = mine >= 0 ? route_score(l[mine], sums.max, r.router) / sums.chosen : 0.0f;
     sums.gradients = r.router == Router::SIGMOID_ALONE ? 0.0f : warp_sum(q * G);
     float balances = 0;
@@ -519,7 +530,8 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
                     * expert_share<float>(b, r, n, e);
     sums.balances = warp_sum(balances);
 
-    // All lanes walk as often: each asks the others for the choices.
+    // Walk the experts. All lanes make the same number of rounds, because each asks the others
+    // for the choices.
     for (size_t e0 = 0; e0 < r.E; e0 += 32) {
         size_t e = e0 + lane;
         float g = 0;
@@ -532,19 +544,20 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
             chosen = true;
         }
 
-        // The last round may have more lanes than experts.
+        // In the last round there may be more lanes than experts.
         if (e >= r.E) continue;
         float d = route_gradient(sums, r, b, l[e], g, chosen, n, e);
         dlogits[n * r.E + e] = from_acc<T>(d);
     }
 }
 
-// Block (e, group) counts one expert's slots.
+// Block (e, group) counts the slots of one expert in one group.
 //   counts (groups,E)   ids (groups,length)
 __global__ void count_slots_kernel(int* counts, const int* ids, size_t length, size_t E,
                                    bool accumulate) {
     const int* mine = ids + size_t(blockIdx.y) * length;
-    // Integers: any order of adding gives the same.
+
+    // Count. Sums of integers do not depend on their order.
     int count = 0;
     for (size_t i = threadIdx.x; i < length; i += SLOT_THREADS)
         count += mine[i] == int(blockIdx.x);
@@ -553,16 +566,16 @@ __global__ void count_slots_kernel(int* counts, const int* ids, size_t length, s
     if (threadIdx.x == 0) *sum = accumulate ? *sum + count : count;
 }
 
-// Block e places its expert's slots in their order, as many at a time as it has threads.
+// Block e places its expert's slots in order, as many at a time as it has threads.
 __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) {
-    // The matches of each warp, in one round.
+    // The number of matches in each warp, for one round.
     constexpr unsigned WARPS = SLOT_THREADS / 32;
     LLMC_SHARED(int, of_warp, WARPS);
     unsigned lane = threadIdx.x % 32;
     unsigned warp = threadIdx.x / 32;
     int e = int(blockIdx.x);
 
-    // The first row: slots of all experts before.
+    // Find the expert's first row: the number of slots of all experts before it.
     int before = 0;
     for (int other = int(threadIdx.x); other < e; other += int(SLOT_THREADS))
         before += s.counts[other];
@@ -573,14 +586,14 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
     }
 
     for (size_t first = 0; first < M; first += SLOT_THREADS) {
-        // A warp counts its matches in one word.
+        // Each warp counts its matches by a ballot.
         size_t i = first + threadIdx.x;
         bool match = i < M && ids[i] == e;
         unsigned lanes = __ballot_sync(ALL_LANES, match);
         if (lane == 0) of_warp[warp] = __popc(lanes);
         __syncthreads(); // all warps have written
 
-        // Matches of lower lanes and lower warps come first.
+        // Matches in lower lanes and lower warps come first.
         int rank = __popc(lanes & ((1u << lane) - 1));
         int all = 0;
         for (unsigned w = 0; w < WARPS; w++) {
@@ -597,6 +610,7 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
     }
 }
 
+// A thread a slot.
 __global__ void own_experts_kernel(int* own, const int* ids, size_t M, size_t first, size_t E) {
     size_t i = size_t(blockIdx.x) * SLOT_THREADS + threadIdx.x;
     if (i >= M) return;
@@ -604,7 +618,7 @@ __global__ void own_experts_kernel(int* own, const int* ids, size_t M, size_t fi
     own[i] = int(e < E ? e : E);
 }
 
-// A block a row, if there are so many.
+// A block has a row, if that row exists.
 template <typename T, int P>
 __global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, const int* rows,
                                     size_t K, size_t C) {
@@ -615,11 +629,11 @@ __global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, const
         store(xs + row * C + c, load<P>(x + n * C + c));
 }
 
-// A block a token; sums go by ascending expert.
+// A block has a token. It adds rows in ascending order of experts.
 template <typename T, int P>
 __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, const int* row_of,
                                      const int* rows, size_t K, size_t C) {
-    // Threads side by side have neighbouring channels.
+    // Neighbouring threads have neighbouring channels.
     size_t n = blockIdx.x;
     size_t count = size_t(*rows);
     for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P) {
@@ -630,7 +644,7 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
                 sum[i] += to_float(p.v[i]);
         };
 
-        // The residual, then the token's rows.
+        // Add the residual, then the token's rows.
         if (residual) add(residual + n * C);
         for (size_t j = 0; j < K; j++) {
             size_t row = size_t(row_of[n * K + j]);
@@ -645,12 +659,12 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
     }
 }
 
-// WARPS warps share a row; P elements a load.
+// WARPS warps share a row; a load takes P elements.
 template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, const float* gates,
                                             const int* slot_of, const int* rows, size_t M,
                                             size_t F) {
-    // A row is a slot, and has its gate.
+    // A row is a slot, which has a gate value g of its own.
     RowOfBlock<WARPS> row;
     if (row.n >= row_count(rows, M)) return;
     float weight = gates[slot_at(slot_of, row.n)];
@@ -658,7 +672,7 @@ __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, co
         Pack<T, P> pg = load<P>(gate + row.n * F + i);
         Pack<T, P> pu = load<P>(up + row.n * F + i);
         for (int k = 0; k < P; k++) {
-            // up's pack takes the result.
+            // The result goes into up's pack.
             float g = to_float(pg.v[k]);
             float s = 1 / (1 + __expf(-g));
             pu.v[k] = from_acc<T>(weight * g * s * to_float(pu.v[k]));
@@ -667,7 +681,7 @@ __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, co
     }
 }
 
-// A thread has read its elements before it writes them: outputs may be inputs.
+// Outputs may be inputs: a thread reads its elements before it writes them.
 template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, const T* dh,
                                              const T* gate, const T* up, const float* gates,
@@ -699,7 +713,7 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
         store(dup + at, pu);
     }
 
-    // The gate's gradient is one number a row.
+    // The gradient of g is one number a row.
     sum = row.sum(sum);
     if (row.thread == 0) dgates[slot_at(slot_of, row.n)] = sum;
 }
@@ -707,7 +721,7 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
 // ----------------------------------------------------------------------------
 // launchers
 
-// A lane keeps each choice.
+// Check a routing against the limits of the kernels: a lane for each choice and for each group.
 inline void check_routing(const Routing& r) {
     LLMC_CHECK(r.K > 0 && r.K <= r.E && r.K <= MOST_CHOICES, "%zu of %zu experts: at most %zu", r.K,
                r.E, MOST_CHOICES);
@@ -715,7 +729,7 @@ inline void check_routing(const Routing& r) {
                r.groups);
 }
 
-// r.bias lies where the kernel runs.
+// One warp for each token. r.bias must be on the device.
 inline void route_forward(int* ids, float* gates, const float* logits, const Routing& r, size_t N,
                           cudaStream_t stream) {
     check_routing(r);
@@ -723,7 +737,7 @@ inline void route_forward(int* ids, float* gates, const float* logits, const Rou
            ids, gates, logits, r, N);
 }
 
-// So do b.counts and b.loss_scale.
+// One warp for each token. r.bias, b.counts and b.loss_scale must be on the device.
 template <typename T>
 void route_backward(T* dlogits, const float* dgates, const float* logits, const int* ids,
                     const Routing& r, const BalanceTerms& b, size_t N, cudaStream_t stream) {
@@ -732,31 +746,31 @@ void route_backward(T* dlogits, const float* dgates, const float* logits, const 
            stream, dlogits, dgates, logits, ids, r, b, N);
 }
 
-// A block for each expert of each group.
+// One block for each expert of each group.
 inline void count_slots(int* counts, const int* ids, size_t groups, size_t length, size_t E,
                         bool accumulate, cudaStream_t stream) {
     launch(count_slots_kernel, dim3(unsigned(E), unsigned(groups)), SLOT_THREADS, 0, stream, counts,
            ids, length, E, accumulate);
 }
 
-// A thread a slot.
+// One thread for each slot.
 inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t E,
                         cudaStream_t stream) {
     launch(own_experts_kernel, unsigned(ceil_div(M, SLOT_THREADS)), SLOT_THREADS, 0, stream, own,
            ids, M, first, E);
 }
 
-// Two launches: counts, then places.
+// Two launches: count, then place.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, cudaStream_t stream) {
     count_slots(s.counts, ids, 1, M, E, false, stream);
     launch(place_slots_kernel, unsigned(E), SLOT_THREADS, 0, stream, s, ids, M, E);
 }
 
-// The host reads no count: a grid has a block for each of M slots.
+// The grid has a block for each of M slots, so the host need not read *rows.
 template <typename T>
 void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, size_t M, size_t K,
                   size_t C, cudaStream_t stream) {
-    // Rows are read 16 bytes at a time where they can be.
+    // Loads take 16 bytes where C and both pointers allow it.
     auto run = [&](auto P) {
         launch(gather_slots_kernel<T, P>, unsigned(M), 128, 0, stream,
                xs, x, slot_of, rows, K, C);
@@ -764,7 +778,7 @@ void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, size_t
     can_vectorize<T>(C, xs, x) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
-// Null residual: the sum alone.
+// A null residual means the sum alone.
 template <typename T>
 void combine_slots(T* out, const T* residual, const T* y, const int* row_of, const int* rows,
                    size_t N, size_t K, size_t C, cudaStream_t stream) {
@@ -776,7 +790,7 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, con
     can_vectorize<T>(C, out, residual, y) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
-// Any F and alignment.
+// Any F and any alignment.
 template <typename T>
 void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, const int* slot_of,
                           const int* rows, size_t M, size_t F, cudaStream_t stream) {
@@ -786,12 +800,13 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, 
     });
 }
 
+// Any F and any alignment.
 template <typename T>
 void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
                            const T* dh, const T* gate, const T* up,
                            const float* gates, const int* slot_of, const int* rows,
                            size_t M, size_t F, cudaStream_t stream) {
-    // One pointer that is not aligned sends all five to single elements.
+    // One unaligned pointer sends all five to loads of single elements.
     bool vector = can_vectorize<T>(F, dgate, dup, dh, gate, up);
     pick_row_kernel<T>(F, vector, [&](auto P, auto WARPS) {
         launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,

@@ -1,7 +1,8 @@
 // moves.h - what FETCH and PARK do; and lasting data read and written wherever they lie
-//   With the host's memory a move is copies in a stream of its own: on a CPU they are over at the
-//   start. With a file its threads move blocks, and the finish waits for them.
-//   Checkpoints and initial weights see no chunks: read_kept() and fill_kept() walk them.
+//   A move to or from the host's memory is a copy in a stream of its own; on a CPU it is over when
+//   it starts. A move to or from a file is done in blocks by the file's threads, and its finish
+//   waits for them. Checkpoints and initial weights need not know of chunks: read_kept() and
+//   fill_kept() walk them.
 #pragma once
 #include "trainer.h"
 
@@ -10,7 +11,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // FETCH and PARK
 
-// Where a chunk's part of a datum lies; no bytes: there is none.
+// Return where a chunk's part of a datum lies; a place of 0 bytes means that there is none.
 template <typename T, typename S>
 Place part_place(const Trainer<T, S>& t, Data d) {
     const Plan& p = t.plans[t.plan];
@@ -19,7 +20,8 @@ Place part_place(const Trainer<T, S>& t, Data d) {
     Place part = found ? *found : Place{};
     if (!found || home == d) return part;
 
-    // Count to the chunk within what this rank updates, and to that within all of it.
+    // Add the chunk's offset: from the start of the datum if it holds more than this rank's range,
+    // else from the start of the range.
     Range range = updated_range(t.layout, t.model, d.of);
     Range chunk = chunk_of(range, p.offload, d.chunk);
     size_t size = d.kind == Kind::WEIGHT ? sizeof(T) : sizeof(acc_t<T>);
@@ -29,10 +31,11 @@ Place part_place(const Trainer<T, S>& t, Data d) {
     return part;
 }
 
-// f(data, place, staged) for each part of a chunk that has bytes: where it lies and where it goes.
+// Call f(data, place, staged) for each part of a chunk that has bytes:
+// `place` is where it lies, `staged` where FETCH brings it.
 template <typename T, typename S, typename F>
 void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
-    // Walk the parts as sizes.h has counted them.
+    // Walk the parts in the order in which sizes.h counts them.
     Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
     unsigned char* at = address<unsigned char>(t, staged);
     for (Data d : staged_data(t.plans[t.plan], a.bucket, a.chunk)) {
@@ -43,15 +46,16 @@ void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
     }
 }
 
-// A datum for an update: of this rank's range all, a chunk, or the staged chunk; null: none.
+// Return an update's operand: this rank's range of it,
+// or the chunk in place, or the staged chunk; null if there is none.
 template <typename P, typename T, typename S>
 P* update_part(const Trainer<T, S>& t, const Action& a, Data wanted) {
-    // Without chunks all of it is here.
+    // Without chunks, the whole range is on the device.
     const Plan& p = t.plans[t.plan];
     if (a.chunk < 0)
         return updated_part<P>(t, wanted, updated_range(t.layout, t.model, a.bucket));
 
-    // A chunk lies where the update runs, or where FETCH has brought it.
+    // A chunk lies where the update runs, or in STAGED.
     wanted.chunk = a.chunk;
     if (tier_of(p, wanted) == p.offload.update) {
         Place part = part_place(t, wanted);
@@ -65,16 +69,18 @@ P* update_part(const Trainer<T, S>& t, const Action& a, Data wanted) {
     return reinterpret_cast<P*>(found);
 }
 
-// f(place, here) for each datum of a move: where it lies, and where the step uses it.
+// Call f(place, here) for each datum of a move:
+// `place` is where it lies, `here` where the step uses it.
 template <typename T, typename S, typename F>
 void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
+    // A chunk moves by its staged parts. PARK leaves out the gradient, which UPDATE has used up.
     if (a.chunk >= 0)
         return for_each_staged(t, a, [&](Data d, const Place& place, unsigned char* staged) {
             bool used_up = a.op == Op::PARK && d.kind == Kind::GRAD;
             if (!used_up) f(place, staged);
         });
 
-    // Weights and gradients lie in chunks: of a gradient, of what this rank updates.
+    // Move weights and gradients chunk by chunk; of a gradient, the range that this rank updates.
     const Plan& p = t.plans[t.plan];
     if (a.bucket >= 0 && lies_in_chunks(a.kind)) {
         Data whole = moved_data(p, t.model, a)[0];
@@ -84,36 +90,38 @@ void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
             here = reinterpret_cast<unsigned char*>(updated_part<acc_t<T>>(t, whole, range));
         for (Data d : tiered_data(p, t.model, a)) {
             const Place* place = arena_find(t.arena, t.plan, t.at, d);
-            // Chunks are padded in their tier alone.
+            // Padding is in the tier alone, so chunks are dense here.
             f(*place, here);
             here += place->bytes;
         }
         return;
     }
 
-    // A level of recomputation keeps no rows of some kinds.
+    // Move the activations that are kept: some levels of recomputation keep none of a kind.
     for (Data d : moved_data(p, t.model, a))
         if (const Place* place = arena_find(t.arena, t.plan, t.at, parked(d)))
             f(*place, address<unsigned char>(t, d));
 }
 
-// Start a move; what it touches is free when its flight is over.
+// Start a move. The bytes that it touches are free again when its flight is finished.
 template <typename T, typename S>
 InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
-    // All blocks of a chunk are one move.
+    // All blocks of an action are one move.
     bool fetches = a.op == Op::FETCH;
     Memory* memory = t.arena.memory;
     auto move = std::make_shared<DiskMove>();
 
-    // Stand behind what compute has been given: it may still use these bytes.
+    // Wait for the work that compute has been given: it may still use these bytes.
     S stream = t.move_stream, compute = t.ctx.where;
     wait_point(record_point(compute), stream);
+
+    // Move each datum, from or to the place where it lies.
     Placements* checked = t.comms.placements();
     for_each_moved(t, a, [&](const Place& place, unsigned char* here) {
-        // These bytes will be other data's.
+        // Make the placement check forget what these bytes held.
         if (checked) placement_forget(*checked, here, place.bytes);
 
-        // A file has no address: its threads take a place in it.
+        // A file has no address: its threads take an offset in it.
         Memory& m = memory[int(place.tier)];
         unsigned char* home = m.base + place.offset;
         if (place.tier == Tier::DISK) {
@@ -122,7 +130,8 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
             return;
         }
 
-        // An update that runs on the host fetches from the device.
+        // Copy towards the device, or away from it.
+        // FETCH copies away if the update runs on the host.
         unsigned char* to = fetches ? here : home;
         unsigned char* from = fetches ? home : here;
         bool leaves = fetches == (place.tier == Tier::DEVICE);
@@ -130,7 +139,7 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
                : copy_in(to, from, place.bytes, stream);
     });
 
-    // A file's blocks are waited for by the host, copies by the stream of compute.
+    // At the finish, the host waits for a file's blocks; the stream of compute waits for copies.
     InFlight<S> f;
     f.moves = true;
     f.action = t.at;
@@ -148,42 +157,42 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
 // ----------------------------------------------------------------------------
 // lasting data, wherever they lie
 
-// Where a datum lies, or its first chunk; null: this rank has none.
+// Return where a datum lies, or its first chunk; null if this rank has none.
 template <typename T, typename S>
 const Place* kept_place(const Trainer<T, S>& t, Data d) {
     const Place* place = arena_find(t.arena, t.plan, t.at, d);
     if (place) return place;
 
-    // An offloaded bucket has a first chunk, if it has any.
+    // Look for the first chunk of an offloaded bucket.
     d.chunk = 0;
     return arena_find(t.arena, t.plan, t.at, d);
 }
 
-// f(place, byte, from, count) for each piece of elements [at, at+count) of V: `byte` in its tier,
-// `from` counts elements from `at`.
+// Call f(place, byte, from, count) for each contiguous piece of elements [at, at+count) of type V:
+// `byte` is its offset in its tier, `from` its first element, counted from `at`.
 template <typename V, typename T, typename S, typename F>
 void for_each_piece(const Trainer<T, S>& t, Data d, size_t at, size_t count, F f) {
-    // On the device a datum is one piece.
+    // A datum that is not in chunks is one piece.
     const Place* whole = arena_find(t.arena, t.plan, t.at, d);
     if (whole)
         return f(*whole, whole->offset + at * sizeof(V), size_t(0), count);
 
-    // Take from each chunk what the range has of it.
+    // Take from each chunk its share of the range.
     size_t chunk = t.plans[t.plan].offload.chunk;
     for (size_t from = 0; from < count;) {
         d.chunk = int((at + from) / chunk);
         size_t within = (at + from) % chunk, n = std::min(count - from, chunk - within);
-        // Chunks of a bucket lie apart.
+        // Chunks of a bucket are not neighbours in their tier.
         const Place* place = arena_find(t.arena, t.plan, t.at, d);
         f(*place, place->offset + within * sizeof(V), from, n);
         from += n;
     }
 }
 
-// Copy elements to the host.
+// Copy elements [at, at+count) of a datum to the host.
 template <typename V, typename T, typename S>
 void read_kept(const Trainer<T, S>& t, V* to, Data d, size_t at, size_t count) {
-    // A datum may lie in several chunks, all in one tier.
+    // The pieces may lie in several chunks, all in one tier.
     for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
         const Memory& m = t.arena.memory[int(p.tier)];
         size_t bytes = n * sizeof(V);
@@ -198,12 +207,12 @@ void read_kept(const Trainer<T, S>& t, V* to, Data d, size_t at, size_t count) {
     });
 }
 
-// Elements [at, at+count) become value(i), i from 0; over on return.
+// Set elements [at, at+count) to value(i), where i counts from 0; done on return.
 template <typename V, typename T, typename S, typename F>
 void fill_kept(Trainer<T, S>& t, Data d, size_t at, size_t count, F value) {
     for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
         const Memory& m = t.arena.memory[int(p.tier)];
-        // Where there is an address, fill in place.
+        // Fill in place, except in a file, which has no address.
         V* home = reinterpret_cast<V*>(m.base + byte);
         auto here = [&](size_t i) { return value(from + i); };
         switch (p.tier) {

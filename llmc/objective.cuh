@@ -1,27 +1,29 @@
 // objective.cuh - preferences, rewards: a coefficient a row - arXiv:2305.18290 arXiv:2402.03300
-//   A window holds pairs: a chosen sequence and behind it the rejected one, each a document.
+//   A window of T tokens holds pairs: a chosen sequence and the rejected one behind it, each a
+//   document of its own.
 //   y = sum of log p(target) over a sequence's n targets,   r = y - the reference's y
 //   d = r_chosen - r_rejected,   m = y / n,   s = 1 / (1 + exp(-x)),   e label smoothing
 //     DPO    -(1-e) log s(beta d) - e log s(-beta d)        cDPO where e > 0
 //     IPO    (r_chosen / n - r_rejected / n - 1 / (2 beta))^2   (2310.12036)
 //     SimPO  -log s(beta (m_chosen - m_rejected) - gamma)   no reference (2405.14734)
 //     ORPO   -m_chosen - beta log s(o_chosen - o_rejected),   o = m - log(1 - exp m) (2403.07691)
-//   Or each document is an answer of its own, and the rejected ones are undesirable:
+//   KTO instead takes each document as an answer of its own; `rejected` marks the undesirable ones:
 //     KTO    desirable  w (1 - s(beta (r - z))),   undesirable  w (1 - s(beta (z - r)))
 //            z is the batch's reference point (run/reference_point.h), w the weight of the label
 //            (2402.01306)
-//   Or it holds an answer that the policy itself has sampled, and each row stands alone:
+//   GRPO takes answers that the policy itself has sampled, and each row stands alone:
 //     GRPO   -a log p + beta (exp(-x) - 1 + x),   x = log p - the reference's,   a its advantage
-//            a's term has the policy gradient; beta's has KL(reference, policy)'s, on average
-//   coefficient = -dloss / dlog p(target) of a row: its logits' gradient is coefficient times the
-//   cross-entropy's, so one backward pass of the head serves all objectives.
+//            The first term has the policy gradient; the second has, on average, the gradient of
+//            KL(reference, policy).
+//   coefficient = -dloss / dlog p(target) of a row. The gradient of the row's logits is coefficient
+//   times the cross-entropy's, so one backward pass of the head serves all objectives.
 //   losses (N) the rows' -log p   rejected, reference (N) float   value, margin, correct,
 //   coefficient (N): a pair's numbers stand in its first row, 0 in the others; N = B T
-//   GRPO has advantages in the place of `rejected`, KL's estimate in `margin`, -log p in `correct`
-//   Contract: all =.  Sums of a pair in double, in the rows' order: bitwise repeatable, and a
-//             policy that is the reference has d = 0 exactly. z is a constant; it stands in the
+//   GRPO keeps advantages in `rejected`, the estimate of KL in `margin`, and -log p in `correct`.
+//   Contract: all =.  A pair's sums are in double, in the rows' order: bitwise repeatable, and a
+//             policy equal to the reference has d = 0 exactly. z is a constant; it stands in the
 //             last row of a window's `reference`, which never has a target.
-//   Cost: a thread walks the rows of its pair: nothing beside the head's products.
+//   Cost: one thread walks the rows of a pair, which is nothing beside the head's matrix products.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <cmath>
@@ -30,39 +32,42 @@
 
 namespace llmc {
 
-// NLL is the cross-entropy as it is.
+// The objectives. NLL is plain cross-entropy, which needs no coefficients.
 enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO, KTO, GRPO };
 
+// The chosen objective and its hyperparameters.
 struct Objective {
     LossKind kind = LossKind::NLL;
-    double beta = 0.1;    // how much a preference weighs; GRPO: the reference
-    double smoothing = 0; // DPO
-    double gamma = 0;     // SimPO
-    double desirable = 1; // KTO's weights
+    double beta = 0.1;    // weight of the preference; for GRPO, of the reference
+    double smoothing = 0; // DPO's label smoothing
+    double gamma = 0;     // SimPO's margin
+    double desirable = 1; // KTO's weights of the two labels
     double undesirable = 1;
     bool rows() const { return kind != LossKind::NLL; } // have coefficients
     bool pairs() const { return rows() && kind != LossKind::GRPO; }
 };
 
-// Sums over a micro-batch: the loss, and what stands beside it: of pairs by how much and how often
-// the chosen one wins.
+// Sums over a micro-batch: the loss, and two figures to log. For pairs, margin sums by how much the
+// chosen sequence leads, and correct counts how often it does.
 struct LossSums {
-    double loss = 0, margin = 0, correct = 0; // three numbers in a row: ranks add them up
+    double loss = 0, margin = 0, correct = 0; // adjacent: ranks add them up as an array
+
+    // Add the sums of another micro-batch. `rows`: whether its rows have coefficients.
     void add(const LossSums& x, bool rows) {
         loss += x.loss;
-        // Without coefficients nobody has written the other two.
+        // Without coefficients nothing has written the other two.
         if (!rows) return;
         margin += x.margin;
         correct += x.correct;
     }
 };
 
-// The rows of a micro-batch, and what an objective makes of them.
+// The rows of a micro-batch: what an objective reads and writes.
 template <typename A> struct ObjectiveRows {
     A *coefficient, *value, *margin, *correct; // (N) each
     const A* losses;                           // (N)
     const int *targets, *doc_start;            // (B,T)
-    // (B,T) 1: of a rejected sequence, or GRPO's advantage; log p
+    // (B,T) `rejected` is 1 in a rejected sequence, or GRPO's advantage; `reference` is its log p.
     const float *rejected, *reference;
     size_t T;
 };
@@ -70,15 +75,15 @@ template <typename A> struct ObjectiveRows {
 // ----------------------------------------------------------------------------
 // a pair
 
-// A sequence's sums.
+// The sums over one sequence.
 struct SequenceSum {
     double y = 0;         // log p of the policy
     double reference = 0; // and of the reference
     double targets = 0;
-    size_t end = 0; // the row behind it
+    size_t end = 0; // the row after the last
 };
 
-// A pair's loss, by how much the chosen one leads, and the coefficients of their rows.
+// The loss of a pair, its margin, and the coefficients of the rows of both sequences.
 struct PairLoss {
     double value;
     double margin;
@@ -86,15 +91,15 @@ struct PairLoss {
     double of_rejected;
 };
 
-// How sure a difference of log-likelihoods makes one of the better answer.
+// The probability that a difference of log-likelihoods gives to one answer being the better.
 LLMC_HD inline double sigmoid(double x) { return 1 / (1 + exp(-x)); }
-// -log sigmoid(x), where exp must not overflow.
+// -log sigmoid(x), written so that exp does not overflow.
 LLMC_HD inline double minus_log_sigmoid(double x) {
     return (x < 0 ? -x : 0) + log1p(exp(x < 0 ? x : -x));
 }
 
-// The table of the file's head, a row a case. w is the chosen sequence, l the rejected one; each
-// has at least one target.
+// The loss of one pair, by the table at the head of this file. w (won) is the chosen sequence, l
+// (lost) the rejected one; each has at least one target.
 LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const SequenceSum& l) {
     double mean_w = w.y / w.targets, mean_l = l.y / l.targets;
     switch (o.kind) {
@@ -102,7 +107,8 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
     case LossKind::KTO:
     case LossKind::GRPO: break;
 
-    // The policy's lead, less the reference's. Label smoothing counts some pairs the other way.
+    // The policy's lead, less the reference's. Label smoothing takes a fraction e of
+    // pairs as swapped.
     case LossKind::DPO: {
         double e = o.smoothing;
         double u = o.beta * (w.y - w.reference - (l.y - l.reference));
@@ -110,22 +116,23 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
         return {(1 - e) * minus_log_sigmoid(u) + e * minus_log_sigmoid(-u), u, c, -c};
     }
 
-    // The lead is to be 1 / (2 beta), and no more: means over tokens, as the authors have it.
+    // The lead should be 1 / (2 beta) and no more. Means are over tokens, as in the authors' code.
     case LossKind::IPO: {
         double d = (w.y - w.reference) / w.targets - (l.y - l.reference) / l.targets;
         double off = d - 1 / (2 * o.beta);
         return {off * off, o.beta * d, -2 * off / w.targets, 2 * off / l.targets};
     }
 
-    // The better answer is to be likelier a token, by gamma.
+    // The chosen sequence should be likelier per token, by the margin gamma.
     case LossKind::SIMPO: {
         double u = o.beta * (mean_w - mean_l);
         double c = o.beta * sigmoid(o.gamma - u);
         return {minus_log_sigmoid(u - o.gamma), u, c / w.targets, -c / l.targets};
     }
 
-    // Odds p / (1 - p) of a token, beside the better answer's own loss. A model that is sure would
-    // have odds without end: p stays below 1.
+    // The chosen sequence's own loss, and the ratio of the odds p / (1 - p) per token. p
+    // stays below 1:
+    // the odds of a certain token would be infinite.
     case LossKind::ORPO: {
         double none_w = -expm1(fmin(mean_w, -1e-12));
         double none_l = -expm1(fmin(mean_l, -1e-12));
@@ -138,13 +145,13 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
     return {};
 }
 
-// An answer of its own, by how far it is on its side of the reference point.
+// The KTO loss of one answer, by how far it lies on its own side of the reference point z.
 LLMC_HD inline PairLoss answer_loss(Objective o, const SequenceSum& a, bool undesirable, double z) {
     double sign = undesirable ? -1 : 1;
     double weight = undesirable ? o.undesirable : o.desirable;
-    // Far from the point, on either side, an answer weighs little.
+    // sigmoid'(u) is small far from the reference point, so such answers weigh little.
     double u = sign * o.beta * (a.y - a.reference - z);
-    // By how much its own side is missed: from 1/2 at the point itself.
+    // The loss before its weight: 1/2 at the point itself, 0 far on the right side.
     double missing = sigmoid(-u);
     double slope = o.beta * sigmoid(u) * missing;
     return {weight * missing, u, sign * weight * slope, 0};
@@ -153,11 +160,11 @@ LLMC_HD inline PairLoss answer_loss(Objective o, const SequenceSum& a, bool unde
 // Add up the sequence that begins in row n.
 template <typename A>
 LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
-    // It ends where another begins, or with the window.
+    // The sequence ends where another begins, or with the window.
     SequenceSum sum;
     size_t window_end = (n / x.T + 1) * x.T, i = n;
     for (; i < window_end && x.doc_start[i] == x.doc_start[n]; i++) {
-        // Rows that ask have no target.
+        // Rows of the prompt have no target.
         if (x.targets[i] < 0) continue;
         sum.y -= double(x.losses[i]);
         sum.reference += double(x.reference[i]);
@@ -167,15 +174,15 @@ LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
     return sum;
 }
 
-// A row of a sampled answer. An exponent of 20 bounds what one token can weigh.
+// One row of a sampled answer (GRPO). The limit of 20 on the exponent bounds the weight of a token.
 template <typename A>
 LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     double nll = x.losses[n];
     double advantage = x.rejected[n];
     double d = -nll - double(x.reference[n]);
-    double ratio = exp(fmin(-d, 20.0)); // reference over policy
+    double ratio = exp(fmin(-d, 20.0)); // p of the reference over p of the policy
 
-    // A row without a target is no token of an answer.
+    // A row without a target is not a token of an answer and counts for nothing.
     bool counts = x.targets[n] >= 0;
     double kl = o.beta > 0 ? ratio - 1 + d : 0;
     double c = advantage - o.beta * (1 - ratio);
@@ -185,12 +192,13 @@ LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     x.correct[n] = A(counts ? nll : 0);
 }
 
-// Row n: where a sequence begins that is not rejected, fill in the rows of it and of the rejected
-// one behind it; KTO's stand alone. Without one, as padding is, they count for nothing.
+// Fill in the pair that begins in row n; any other row returns at once. A pair begins with the
+// first row of a chosen sequence, and the rejected one lies right behind it. For KTO each sequence
+// is filled in alone. A chosen sequence without a rejected one, such as padding, gets zeros.
 template <typename A>
 LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     if (o.kind == LossKind::GRPO) return rollout_row(x, o, n);
-    // Other rows are filled in by the one that begins their pair.
+    // Rows that begin no pair are filled in by the row that does.
     bool alone = o.kind == LossKind::KTO;
     if (x.doc_start[n] != int(n % x.T)) return;
     if (x.rejected[n] != 0 && !alone) return;
@@ -198,16 +206,18 @@ LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     other.end = chosen.end;
     if (!alone && chosen.end % x.T != 0 && x.rejected[chosen.end] != 0)
         other = sum_sequence(x, chosen.end);
+
+    // The pair's loss. A sequence without targets makes no pair.
     bool pair = chosen.targets > 0 && other.targets > 0;
     PairLoss loss = {};
     if (pair)
         loss = pair_loss(o, chosen, other);
-    // An answer that stands alone is compared with the reference point.
+    // For KTO, compare the answer with the reference point z.
     double z = x.reference[(n / x.T + 1) * x.T - 1];
     if (alone && chosen.targets > 0)
         loss = answer_loss(o, chosen, x.rejected[n] != 0, z);
 
-    // The pair's own numbers stand in its first row.
+    // Give each row its coefficient. The pair's own numbers stand in its first row.
     for (size_t i = n; i < other.end; i++) {
         double c = i < chosen.end ? loss.of_chosen : loss.of_rejected;
         x.coefficient[i] = x.targets[i] < 0 ? A(0) : A(c);
@@ -220,6 +230,7 @@ LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
 // ----------------------------------------------------------------------------
 // CPU
 
+// Fill in coefficient, value, margin and correct of all N rows.
 template <typename A>
 void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
     #pragma omp parallel for
@@ -227,8 +238,8 @@ void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
         objective_row(x, o, n);
 }
 
-// Count the pairs of a window, which a loss is a mean over: rejected sequences with a target, or of
-// KTO all sequences with one. How a batch is cut does not change their number.
+// The number of pairs in a window, which the loss is a mean over: rejected sequences with a target,
+// or for KTO all sequences with one. It does not depend on how a batch is cut.
 inline int64_t count_pairs(const int* targets, const int* doc_start, const float* rejected,
                            size_t T, LossKind kind = LossKind::DPO) { // (T) each
     int64_t pairs = 0;
@@ -247,7 +258,7 @@ inline int64_t count_pairs(const int* targets, const int* doc_start, const float
 
 #if LLMC_KERNELS
 
-// A thread a row, of which most end at once: pairs are few, and as long as answers are.
+// One thread a row. Most threads return at once: pairs are few, and as long as their answers.
 static __global__ void objective_kernel(ObjectiveRows<float> x, Objective o, size_t N) {
     size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
     if (n < N) objective_row(x, o, n);
@@ -256,6 +267,7 @@ static __global__ void objective_kernel(ObjectiveRows<float> x, Objective o, siz
 // ----------------------------------------------------------------------------
 // launchers
 
+// Fill in the coefficients of N rows, one thread a row.
 inline void objective(const ObjectiveRows<float>& x, Objective o, size_t N, cudaStream_t stream) {
     launch(objective_kernel, unsigned(ceil_div(N, size_t(128))), 128, 0, stream, x, o, N);
 }

@@ -1,44 +1,46 @@
 // offload.h - offload: state, gradients, weights elsewhere - arXiv:2101.06840, arXiv:2104.07857
-//   Float masters and moments are 12 of AdamW's 18 bytes a parameter; a step touches them once.
-//   They lie in the host's memory or in a file, and pass through the device by chunks of 2^24:
+//   Float masters and moments are 12 of AdamW's 18 bytes per parameter, and a step touches them
+//   once. They lie in the host's memory or in a file and pass through the device in chunks of 2^24:
 //     FETCH(b.c)   masters and moments of chunk c of bucket b -> STAGED   `prefetch` chunks ahead
 //     UPDATE(b.c)  the optimizer, on STAGED and the device's gradients
 //     PARK(b.c)    STAGED -> where they lie                               one chunk behind
 //   The CPU can update them where they lie instead, as ZeRO-Offload does: FETCH brings a chunk's
-//   gradient and weights, PARK takes the weights back, 8 bytes a parameter in place of 24.
-//   With activations, what a block keeps for its backward pass leaves until then; with `--recompute
-//   full` that is its input, and what the device holds does not depend on the number of layers:
+//   gradient and weights, PARK takes the weights back: 8 bytes per parameter instead of 24.
+//   Activations: what a block keeps for its backward pass leaves the device until then. With
+//   `--recompute full` that is the block's input alone, and the device's memory does not grow with
+//   the number of layers:
 //     PARK(m,l)    input and kept activations -> where they lie           behind F(m,l)
 //     FETCH(m,l)   back                                  `prefetch` actions before R, B or I (m,l)
-//   With weights, a bucket's come for each use, as ZeRO-3's do: RELEASE drops them, UPDATE finds a
-//   chunk of them in STAGED. Every level of ZeRO then keeps them in shards (zero.h):
+//   Weights: a bucket's weights arrive for each use, as ZeRO-3's do. RELEASE drops them, and UPDATE
+//   finds a chunk of them in STAGED. Every level of ZeRO then keeps them in shards (zero.h):
 //     FETCH(b)     weights, or a shard -> the device       `prefetch` actions before F, R, B; of a
 //                                                          shard, before its GATHER
-//   With gradients, a bucket's leaves when no layer adds to it for long. The sums of its squares
-//   stay for NORM, and UPDATE finds a chunk of it in STAGED:
+//   Gradients: a bucket's gradient leaves when no layer adds to it for long. The sums of its
+//   squares stay for NORM, and UPDATE finds a chunk of it in STAGED:
 //     PARK(grad b)   behind the last B of a micro-batch, or its REDUCE or TIE
 //     FETCH(grad b)  back        `prefetch` actions before the next one, of another micro-batch
-//     SQUARE(b)      sums of squares of a gradient that is whole, before it goes
+//     SQUARE(b)      sums of squares of a complete gradient, before it leaves
 //   The update is the same kernel on the same numbers: no bit depends on the tier. ZeRO-1 to 3
-//   cut the state first: each rank moves its own shard (ZeRO-Offload, ZeRO-Infinity).
+//   shard the state first, so each rank moves its own shard (ZeRO-Offload, ZeRO-Infinity).
 //   Memory of P parameters in bf16 on one rank, in bytes, with prefetch 1:
 //     device 6 P + 3 chunks of 12 bytes an element (604 MB whatever P is)      host or file 12 P
 //     with weights: 4 P + 3 chunks of 14, and the weights of 2 or 3 layers                 14 P
 //     with gradients too: 3 chunks of 18, and gradients of as many layers                  18 P
-//   Time: 24 P bytes a step on the way, while a step computes 6 P N floating-point operations of N
-//   tokens: hidden for N > 4 F/w tokens, at F operations and w bytes a second.
+//   Time: a step moves 24 P bytes while it computes 6 P N floating-point operations for N tokens.
+//   The moves are hidden for N > 4 F/w tokens, at F operations and w bytes a second.
 #pragma once
 #include "zero.h"
 
 namespace llmc {
 
-// Chunks by which this rank updates a bucket; 0: all at once, for nothing of it is offloaded.
+// Return the number of chunks by which this rank updates a bucket; 0 means all at once, because
+// nothing of the bucket is offloaded.
 inline int offload_chunks(const Plan& p, const Model& model, int bucket) {
     return p.offload.cuts_updates() ? updated_chunks(p, model, bucket) : 0;
 }
 
-// Before: UPDATE(b). After: UPDATE(b.c) for each chunk, FETCH before it, PARK behind it. The first
-// chunks set out before NORM, which waits for all ranks.
+// Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK behind it.
+// The first chunks set out before NORM, which waits for all ranks.
 inline Plan add_offload(const Plan& in, const Model& model) {
     // List the fetches of all updates, in their order.
     std::vector<Action> fetches;
@@ -47,7 +49,7 @@ inline Plan add_offload(const Plan& in, const Model& model) {
             fetches.push_back({Op::FETCH, -1, -1, a.bucket, false, {}, c});
     if (fetches.empty()) return in;
 
-    // Write the list anew, with the fetches ahead of their updates.
+    // Insert the fetches ahead of their updates.
     Plan p = in;
     p.actions.clear();
     size_t fetched = 0, updated = 0, ahead = size_t(p.layout.prefetch);
@@ -57,13 +59,14 @@ inline Plan add_offload(const Plan& in, const Model& model) {
     };
     for (const Action& a : in.actions) {
         if (a.op == Op::NORM) fetch_until(ahead);
-        // All but updates stay as they are.
+
+        // Copy all other actions unchanged.
         if (a.op != Op::UPDATE) {
             p.actions.push_back(a);
             continue;
         }
 
-        // Each chunk of a bucket is an update of its own.
+        // Make each chunk of a bucket an update of its own.
         for (int c = 0; c < offload_chunks(p, model, a.bucket); c++) {
             fetch_until(++updated + ahead);
             p.actions.push_back({Op::UPDATE, -1, -1, a.bucket, false, {}, c});
@@ -73,22 +76,22 @@ inline Plan add_offload(const Plan& in, const Model& model) {
     return p;
 }
 
-// The actions of a plan that touch one gradient in one go, by their places in the list: between
-// two of them it stays where it is.
+// One run of actions that use a gradient without a long gap, by their places in the list. The
+// gradient stays on the device from the first to the last.
 struct GradientUse {
     int first, last;
-    bool writes; // it begins anew
+    bool writes; // the first action writes the gradient, so nothing needs to be fetched
 };
 
-// Before: the plan up to UPDATE. After: a gradient leaves behind the layer, the sum or the tie that
-// was the last to add to it for long, and comes back ahead of the next; behind the last of all
-// SQUARE sums its squares, and it goes to where UPDATE finds it in chunks.
+// Before: the plan up to UPDATE. After: a gradient leaves the device behind a layer, sum or tie if
+// the next one comes only long after, and returns ahead of that. Behind the very last one, SQUARE
+// sums its squares, and the gradient goes to where UPDATE finds it in chunks.
 inline Plan add_gradient_moves(const Plan& in, const Model& model) {
     if (!in.layout.gradients_away || in.mode != Mode::TRAIN)
         return in;
 
     // Count the compute actions ahead of each place, and list the uses of each gradient.
-    std::vector<int> computed = {0}, places; // places: of compute actions
+    std::vector<int> computed = {0}, places; // places: where the compute actions stand
     std::map<Data, std::vector<GradientUse>> uses;
     int prefetch = in.layout.prefetch, end = int(in.actions.size());
     for (int i = 0; i < end; i++) {
@@ -97,7 +100,7 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
             for (Data d : *all) {
                 if (d.kind != Kind::GRAD_HERE && d.kind != Kind::TIED_HERE)
                     continue;
-                // A use soon after another one goes on with it.
+                // Extend the last use if it was not long ago, else begin a new one.
                 std::vector<GradientUse>& of = uses[d];
                 bool anew = !std::count(x.reads.begin(), x.reads.end(), d);
                 int gap = of.empty() ? 0 : computed[i] - computed[of.back().last];
@@ -109,37 +112,39 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
         computed.push_back(int(places.size()));
     }
 
-    // Decide what stands ahead of each place.
+    // Decide what to insert ahead of each place.
     std::vector<std::vector<Action>> ahead(end + 1);
     for (auto& [d, all] : uses)
         for (GradientUse& use : all) {
             int from = std::max(0, computed[use.first] - prefetch);
             int at = from < computed[use.first] ? places[from] : use.first;
-            // Bring back what an earlier micro-batch has left.
+
+            // Fetch what an earlier micro-batch has left.
             if (!use.writes)
                 ahead[at].push_back({Op::FETCH, -1, -1, d.of, false, {}, -1, d.kind});
 
-            // A sum over ranks may take as long as the next layers do.
+            // Let a sum over ranks go on beside the next layers: leave only behind them.
             int until = std::min(computed[use.last] + prefetch, int(places.size()));
             bool sums = in.actions[use.last].op == Op::REDUCE;
             int behind = use.last + 1;
             if (sums && until > 0)
                 behind = std::max(behind, places[until - 1] + 1);
 
-            // The tied head's gradient is in the other one when TIE is over.
+            // TIE has added the tied head's gradient to the other one: it is over.
             bool over = &use == &all.back();
             if (over && d.kind == Kind::TIED_HERE) continue;
-            // Sum the squares while all of it is here.
+
+            // Sum the squares while the whole gradient is on the device.
             if (over && is_squared(in.layout, model, d.of))
                 ahead[behind].push_back({Op::SQUARE, -1, -1, d.of});
             Kind kind = over ? Kind::GRAD : d.kind;
             ahead[behind].push_back({Op::PARK, -1, -1, d.of, false, {}, -1, kind});
         }
 
-    // Write the list anew.
+    // Write the list anew, with these insertions.
     Plan p = in;
     p.actions.clear();
-    // One place past the last action takes what stands behind it.
+    // The place past the last action holds what stands behind it.
     for (int i = 0; i <= end; i++) {
         p.actions.insert(p.actions.end(), ahead[i].begin(), ahead[i].end());
         if (i < end) p.actions.push_back(in.actions[i]);
@@ -147,28 +152,28 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
     return p;
 }
 
-// Before: F(m,l) and, later, R, B or I (m,l). After: PARK(m,l) behind the first, FETCH(m,l) ahead
-// of the second, where enough runs between them for both moves.
+// Before: F(m,l) and, later, R, B or I (m,l). After: PARK(m,l) behind the first and FETCH(m,l)
+// ahead of the second, if enough compute actions between them hide both moves.
 inline Plan add_parking(const Plan& in, const Model& model) {
     if (in.offload.activations == Tier::DEVICE || in.mode != Mode::TRAIN)
         return in;
 
-    // Find both for each block, by their numbers among the compute actions.
+    // Find both actions for each block, by their numbers among the compute actions.
     std::map<std::pair<int, int>, std::pair<int, int>> uses; // [micro-batch, layer]
     int count = 0;
     for (const Action& a : in.actions) {
         if (!computes(a.op)) continue;
-        // The forward pass comes first; what comes next needs the activations again.
+        // The forward pass comes first; the next action needs the activations again.
         auto [use, fresh] = uses.insert({{a.micro, a.layer}, {count, count}});
         bool second = !fresh && use->second.first == use->second.second;
         if (second) use->second.second = count;
         count++;
     }
 
-    // Decide what stands before and behind each compute action.
+    // Decide what to insert before and behind each compute action.
     std::map<int, std::vector<Action>> before, behind;
     for (auto& [of, use] : uses) {
-        // The block before the head comes back at once: it stays.
+        // Skip blocks near the head, which need their activations again at once.
         int fetch = use.second - in.layout.prefetch;
         if (!model.is_block(of.second) || fetch - use.first <= in.layout.prefetch + 1)
             continue;

@@ -1,20 +1,20 @@
 // parameters.h - parameters whole, and the range that a rank keeps: drawn, written, read
-//   Everything goes by the global element, so that no result depends on the layout: initial
-//   weights are keyed by seed, name and global index; checkpoint and export read and write through
-//   fetch_numbers() and make_weight().
+//   Everything is addressed by the global element, so that no result depends on the layout. Initial
+//   weights are keyed by seed, name and global index. Checkpoints and exports read and write
+//   through fetch_numbers() and make_weight().
 #pragma once
 #include "moves.h"
 
 namespace llmc {
 
-// The range of this rank's piece of a parameter that it keeps of a datum.
+// The part of a parameter that this rank keeps in a datum (a weight, a master, a state tensor).
 struct KeptRange {
-    size_t first, count; // elements of the piece
-    size_t at;           // where the first of them lies in what is kept
+    size_t first, count; // elements of this rank's piece of the parameter
+    size_t at;           // where the first of them lies in the datum
 };
 
-// The overlap of two ranges of the bucket: this piece of the parameter, and what the rank keeps.
-// Without one, or without a place for the datum, all three numbers are zero.
+// The overlap of two ranges of the bucket: the rank's piece of the parameter, and the range of the
+// datum that it keeps. If there is no overlap, or no place for the datum, all numbers are zero.
 template <typename T, typename S>
 KeptRange kept_range(const Trainer<T, S>& t, Data d, const Parameter& p) {
     size_t kept = kept_first(t.layout, t.model, d);
@@ -26,8 +26,8 @@ KeptRange kept_range(const Trainer<T, S>& t, Data d, const Parameter& p) {
     return {first - p.offset, end - first, first - kept};
 }
 
-// f(at, global, count) for each run of kept elements: `at` counts from the first kept one,
-// `global` in the whole parameter.
+// Call f(at, global, count) for each run of kept elements: `count` elements that begin at `at`,
+// counted from the first kept one, and at `global` in the whole parameter.
 template <typename F>
 void for_each_kept(const Layout& layout, const Parameter& p, KeptRange range, F f) {
     size_t range_end = range.first + range.count;
@@ -39,7 +39,7 @@ void for_each_kept(const Layout& layout, const Parameter& p, KeptRange range, F 
     for_each_run(p, layout.tp.rank, layout.tp.size, clip);
 }
 
-// Whether this rank keeps a kind of data. Beside adapters a stage without blocks keeps no state.
+// Whether this rank keeps data of a kind. With adapters, a stage without blocks keeps no state.
 template <typename T, typename S>
 bool keeps_any(const Trainer<T, S>& t, Kind kind) {
     for (auto& [d, place] : t.arena.lasting)
@@ -47,13 +47,14 @@ bool keeps_any(const Trainer<T, S>& t, Kind kind) {
     return false;
 }
 
-// The owner of elements: among the ranks that keep them, the one that gives them.
+// Whether this rank is the owner: among ranks that keep the same elements, the one that contributes
+// them when the whole parameter is collected.
 template <typename T, typename S>
 bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
     const Bucket& bucket = t.model.buckets[p.bucket];
     const DataComms& data = t.comms.data(bucket.group);
 
-    // Among ranks with equal elements, the first along every axis owns them.
+    // Among ranks with equal elements, the one that is first along every axis owns them.
     bool first_replica = data.replica.rank == 0;
     bool first_shard = is_sharded(t.layout, t.model, d) || data.shard.rank == 0;
     bool first_piece = t.layout.tp.rank % replication(p.shard, t.layout.tp.size) == 0;
@@ -64,18 +65,18 @@ bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
 // ----------------------------------------------------------------------------
 // writing
 
-// Copy values into a narrow bucket: put(at, values), by bytes from its start.
+// A function put(at, values) that copies values into a narrow bucket, `at` bytes from its start.
 template <typename T, typename S>
 auto put_into(Trainer<T, S>& t, int bucket) {
     unsigned char* base = address<unsigned char>(t, {Kind::WEIGHT, bucket});
     return [&t, base](size_t at, const auto& values) {
         copy_in(base + at, values.data(), values.size() * sizeof(values[0]), t.ctx.where);
-        wait_for(t.ctx.where); // the copy reads `values`, which end with the caller
+        wait_for(t.ctx.where); // the copy reads `values`, which may end when this returns
     };
 }
 
-// Quantise a parameter of a narrow bucket, on the ranks that have it. Every rank takes the whole of
-// it, so that the codes do not depend on the layout; the host holds one parameter at a time.
+// Quantise a parameter of a narrow bucket, on the ranks that have it. Each of them takes the whole
+// parameter, so that codes do not depend on the layout. The host holds one parameter at a time.
 template <typename A, typename T, typename S, typename F>
 void make_frozen(Trainer<T, S>& t, const Parameter& p, F values) {
     Stored stored = t.plans[0].stored;
@@ -85,29 +86,31 @@ void make_frozen(Trainer<T, S>& t, const Parameter& p, F values) {
     make_stored<T>(stored, t.model, t.layout, p, whole, put_into(t, p.bucket));
 }
 
-// A matrix that a file holds in the format of this run: its bytes stay, on the ranks that have it.
+// Store a matrix that a file holds in this run's format: its bytes stay as they are, on the ranks
+// that have the matrix.
 template <typename T, typename S>
 void set_stored(Trainer<T, S>& t, const Parameter& p, const StoredMatrix& matrix) {
     if (!address<unsigned char>(t, {Kind::WEIGHT, p.bucket})) return;
     keep_stored<T>(t.model, t.layout, p, matrix, put_into(t, p.bucket));
 }
 
-// Store what this rank keeps of a parameter into its weight and master. values(to, global, count)
-// gives elements from `global` on, as trained: A is float or wider, padding is zero.
+// Store the part of a parameter that this rank keeps, into its weight and its master. values(to,
+// global, count) gives `count` elements from `global` on, as trained, with zeros for padding. A is
+// float or wider.
 template <typename A, typename T, typename S, typename F>
 void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
     if (is_narrow(t.plans[0].stored, t.model, p.bucket)) return make_frozen<A>(t, p, values);
     Data weight = {Kind::WEIGHT, p.bucket}, master = {Kind::MASTER, p.bucket};
     KeptRange of_weight = kept_range(t, weight, p), of_master = kept_range(t, master, p);
 
-    // Make the longer range once: it contains the other.
+    // Compute the longer range once: it contains the other one.
     KeptRange most = of_weight.count > of_master.count ? of_weight : of_master;
     std::vector<A> kept(most.count);
     for_each_kept(t.layout, p, most, [&](size_t at, size_t global, size_t count) {
         values(kept.data() + at, global, count);
     });
 
-    // Store it in both types.
+    // Store a range of it in a datum's own type.
     auto store = [&](Data d, KeptRange range, auto convert) {
         const A* from = kept.data() + (range.first - most.first);
         auto value = [=](size_t i) { return convert(from[i]); };
@@ -115,7 +118,8 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
             fill_kept<decltype(value(0))>(t, d, range.at, range.count, value);
     };
 
-    // Beside a remainder the weight is rounded as the remainder undoes it.
+    // If masters are remainders, split each number into a weight and a remainder: the remainder
+    // undoes only this rounding of the weight.
     if constexpr (type_of<T>() == Type::BF16)
         if (t.plans[0].masters == Masters::REMAINDER) {
             auto split = [](A x) { return split_float(float(x)); };
@@ -123,33 +127,36 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
             store(master, of_master, [=](A x) { return split(x).remainder; });
             return;
         }
+
+    // Else store the weight rounded, and the master as float.
     store(weight, of_weight, [](A x) { return from_acc<T>(acc_t<T>(x)); });
     store(master, of_master, [](A x) { return float(x); });
 }
 
 // ----------------------------------------------------------------------------
-// moments in 8 bits, as numbers
-// A file holds floats. A code's number is its value times absmax, but that of the lowest code of a
-// map with signs is -absmax: then the largest magnitude is the block's absmax, every number is next
-// to its own code, and the same blocks come back to the bit. Other pieces of tensor parallelism
-// have other blocks.
+// 8-bit moments as numbers
+//   A file holds floats. A code stands for its value times absmax, except that the lowest code of a
+//   map with signs stands for -absmax. Then the largest magnitude is the block's absmax, every
+//   number is closest to its own code, and the same blocks come back bit for bit. Under another
+//   tensor parallelism pieces have other blocks.
 
-// First moments have a sign, second ones have none.
+// Whether a state tensor is the first moment, which has a sign; the second one has none.
 inline bool is_first_moment(Data d) { return d.micro == 0; }
 
-// Bytes of a row to its numbers (row.n), and back.
+// Turn the bytes of a row into its numbers (row.n); below, turn the numbers back into bytes.
 inline void numbers_of_bytes(float* x, unsigned char* bytes, const TensorRow& row, bool is_signed) {
     if (!row.small) {
         memcpy(x, bytes, row.n * sizeof(float));
         return;
     }
 
-    // Each block has its own scale.
+    // Read block by block: each has its own scale.
     DynamicMap map = dynamic_map(is_signed);
     for (size_t i = 0; i < row.n; i += STATE_BLOCK) {
         StateBlock block = state_block(bytes, row.n, i);
         size_t n = std::min(STATE_BLOCK, row.n - i);
         read_block(x + i, block, n, map);
+
         // The lowest code stands for the largest magnitude.
         for (size_t k = 0; k < n; k++)
             if (is_signed && block.codes[k] == 0) x[i + k] = -*block.absmax;
@@ -161,7 +168,8 @@ inline void bytes_of_numbers(unsigned char* bytes, const float* x, const TensorR
         memcpy(bytes, x, row.n * sizeof(float));
         return;
     }
-    // The last block may be shorter.
+
+    // Write block by block. The last one may be shorter.
     DynamicMap map = dynamic_map(is_signed);
     for (size_t i = 0; i < row.n; i += STATE_BLOCK) {
         StateBlock block = state_block(bytes, row.n, i);
@@ -170,24 +178,26 @@ inline void bytes_of_numbers(unsigned char* bytes, const float* x, const TensorR
     }
 }
 
-// f(data, row, first) for each row of a parameter that this rank keeps: one, or one a chunk of
-// offload. row.state counts bytes of `data`, `first` elements of the range.
+// Call f(data, row, first) for each row of a parameter that this rank keeps: there is one, or one
+// in each offloaded chunk. row.state counts bytes from the start of `data`; `first` counts elements
+// from the start of the range.
 template <typename T, typename S, typename F>
 void for_each_state_row(const Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range, F f) {
     uint64_t hash = fnv1a(p.name);
     const Plan& plan = t.plans[0];
     bool whole = arena_find(t.arena, t.plan, t.at, d);
-    // Walk what this rank keeps, a chunk at a time.
+
+    // Walk over the elements that this rank keeps, chunk by chunk.
     size_t kept = kept_first(t.layout, t.model, d);
     size_t all = kept_elements(t.layout, t.model, d);
     size_t step = whole ? all : plan.offload.chunk;
     for (size_t from = 0; from < all; from += step) {
-        // A chunk of offload has its rows from its own start on.
+        // An offloaded chunk counts its rows from its own start.
         Data part = d;
         part.chunk = whole ? -1 : int(from / step);
         size_t count = std::min(step, all - from);
 
-        // Rows lie in the bucket's order; a parameter has one at most.
+        // Find the parameter's row among the chunk's rows: there is at most one.
         size_t first = kept + from;
         size_t end = first + count;
         for (const TensorRow& row : tensor_rows(t.model, d.of, first, end)) {
@@ -198,7 +208,7 @@ void for_each_state_row(const Trainer<T, S>& t, Data d, const Parameter& p, Kept
     }
 }
 
-// Store a range of a state tensor from its numbers, (range.count). Moments in bf16 are rounded to
+// Store a range of a state tensor from its numbers (range.count). bf16 moments are rounded to
 // nearest, which is exact for numbers that were bf16 when they were saved.
 template <typename T, typename S>
 void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
@@ -210,12 +220,12 @@ void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
             std::vector<unsigned char> bytes(state_bytes(row.n, row.small));
             bytes_of_numbers(bytes.data(), x.data(), row, is_first_moment(d));
 
-            // Bytes go where the tensor's begin.
+            // Write the bytes where the row begins.
             auto byte = [&](size_t i) { return bytes[i]; };
             fill_kept<unsigned char>(t, part, row.state, bytes.size(), byte);
         });
 
-    // Only an update rounds at random.
+    // Round to nearest: only an update rounds stochastically.
     auto narrow = [=](size_t i) { return from_acc<bf16>(float(values[i])); };
     auto whole = [=](size_t i) { return values[i]; };
     if (t.plans[0].states == States::BF16) {
@@ -225,7 +235,7 @@ void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
     }
 }
 
-// The same from all elements of the parameter.
+// Store the part of a parameter that this rank keeps, from an array of all its elements.
 template <typename T, typename S, typename A>
 void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     make_weight<A>(t, p, [&](A* to, size_t global, size_t count) {
@@ -233,10 +243,10 @@ void set_weight(Trainer<T, S>& t, const Parameter& p, const A* values) {
     });
 }
 
-// Draw a weight as --seed says: counter-based, keyed by name and global element.
+// Draw a weight's first values from --seed: counter-based, keyed by name and global element.
 template <typename T, typename S>
 void draw_weight(Trainer<T, S>& t, const Parameter& p, uint64_t seed) {
-    // Elements behind the file's are padding, and zero.
+    // Elements past the end of the file's are padding, which is zero.
     size_t end = p.file_elements();
     make_weight<float>(t, p, [&](float* to, size_t global, size_t count) {
         size_t real = global < end ? std::min(count, end - global) : 0;
@@ -249,7 +259,7 @@ void draw_weight(Trainer<T, S>& t, const Parameter& p, uint64_t seed) {
     });
 }
 
-// Draw all weights. Or those of adapters alone, beside weights that are read.
+// Draw all weights, or only those of adapters, if all other weights are read from files.
 template <typename T, typename S>
 void init_weights(Trainer<T, S>& t, uint64_t seed, bool adapters_alone = false) {
     for (const Parameter& p : t.model.parameters)
@@ -257,14 +267,14 @@ void init_weights(Trainer<T, S>& t, uint64_t seed, bool adapters_alone = false) 
 }
 
 // ----------------------------------------------------------------------------
-// reading: collective, on every rank the whole parameter
+// reading: all ranks call, and each of them gets the whole parameter
 
-// Read the numbers that a range of a master, a weight or a state tensor stands for on this rank,
-// into values (range.count).
+// Read the numbers for which a range of a master, a weight or a state tensor stands on this rank.
+// They go into values (range.count).
 template <typename T, typename S>
 void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parameter& p,
                   KeptRange range) {
-    // Moments and float masters are numbers already, or bf16.
+    // Read moments in bf16.
     if (d.kind == Kind::STATE && t.plans[0].states == States::BF16) {
         std::vector<bf16> narrow(range.count);
         read_kept(t, narrow.data(), d, range.at, range.count);
@@ -272,11 +282,14 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
             values[i] = to_float(narrow[i]);
         return;
     }
+
+    // Read moments in 8 bits, row by row.
     if (d.kind == Kind::STATE && t.plans[0].states == States::EIGHT_BIT) {
         for_each_state_row(t, d, p, range, [&](Data part, const TensorRow& row, size_t first) {
             std::vector<unsigned char> bytes(state_bytes(row.n, row.small));
             read_kept(t, bytes.data(), part, row.state, bytes.size());
-            // Undo the format; padding is left out.
+
+            // Undo the format. Padding is left out.
             size_t n = std::min(row.n, range.count - first);
             std::vector<float> x(row.n);
             numbers_of_bytes(x.data(), bytes.data(), row, is_first_moment(d));
@@ -284,6 +297,8 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         });
         return;
     }
+
+    // Read moments in acc, and float masters: these are numbers already.
     if (d.kind == Kind::STATE)
         return read_kept(t, values, d, range.at, range.count);
     if (d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT) {
@@ -293,8 +308,8 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return;
     }
 
-    // Join weights and remainders, or take weights as they are. ZeRO-1 and 2 keep weights whole
-    // beside a shard of remainders, so the range begins elsewhere in the two.
+    // Join weights and remainders, or take weights as they are. ZeRO-1 and 2 keep whole weights
+    // beside a shard of remainders, so the range begins at different places in the two.
     Data weight = {Kind::WEIGHT, p.bucket};
     KeptRange of_weight = kept_range(t, weight, p);
     size_t at = of_weight.at + (range.first - of_weight.first);
@@ -303,6 +318,8 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
     read_kept(t, weights.data(), weight, at, range.count);
     if (d.kind == Kind::MASTER)
         read_kept(t, remainders.data(), d, range.at, range.count);
+
+    // Only bf16 weights have remainders.
     for (size_t i = 0; i < range.count; i++) {
         values[i] = to_acc(weights[i]);
         if constexpr (type_of<T>() == Type::BF16)
@@ -317,7 +334,8 @@ std::vector<acc_t<T>> read_numbers(const Trainer<T, S>& t, Data d, const Paramet
     return values;
 }
 
-// The whole parameter, of V, from the ranks that own it: read(range) gives what one of them keeps.
+// The whole parameter, in elements of V, collected from the ranks that own its parts. read(range)
+// gives the part that this rank keeps.
 template <typename V, typename T, typename S, typename F>
 std::vector<V> gather_owned(const Trainer<T, S>& t, Data d, const Parameter& p, F read) {
     std::vector<V> values(p.elements(), V{});
@@ -329,13 +347,13 @@ std::vector<V> gather_owned(const Trainer<T, S>& t, Data d, const Parameter& p, 
         });
     }
 
-    // Add bytes: one rank gives each element, the others give zero.
+    // Add bytes over all ranks: one rank gives each element, and the others give zero.
     unsigned char* bytes = reinterpret_cast<unsigned char*>(values.data());
     all_reduce_sum(t.comms.world, bytes, values.size() * sizeof(V), Cpu{});
     return values;
 }
 
-// A datum as it is stored, in elements of V: no format is undone.
+// The whole parameter as a datum stores it, in elements of V: no format is undone.
 template <typename V, typename T, typename S>
 std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p) {
     return gather_owned<V>(t, d, p, [&](KeptRange range) {
@@ -345,8 +363,8 @@ std::vector<V> fetch(const Trainer<T, S>& t, Data d, const Parameter& p) {
     });
 }
 
-// The numbers that it stands for. Files hold these, so that runs with masters of any kind can read
-// what others have written.
+// The whole parameter as the numbers for which a datum stands. Files hold these, so that a run with
+// masters of any kind can read the files of any other.
 template <typename T, typename S>
 std::vector<acc_t<T>> fetch_numbers(const Trainer<T, S>& t, Data d, const Parameter& p) {
     return gather_owned<acc_t<T>>(t, d, p, [&](KeptRange range) {
@@ -354,7 +372,8 @@ std::vector<acc_t<T>> fetch_numbers(const Trainer<T, S>& t, Data d, const Parame
     });
 }
 
-// The float values of a parameter as trained: the master where there is one. Frozen ones have none.
+// The float values of a parameter as trained: its master, or its weight if it has no master, which
+// is so for frozen parameters too.
 template <typename T, typename S>
 std::vector<float> get_weight(const Trainer<T, S>& t, const Parameter& p) {
     bool master = keeps_any(t, Kind::MASTER) && t.model.buckets[p.bucket].trainable;

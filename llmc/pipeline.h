@@ -1,7 +1,7 @@
 // pipeline.h - pipeline schedules, their sends and receives, their proof - arXiv:1806.03377
-//   A model's layers are cut into pp * chunks stages; stage s is on rank s % pp. A schedule is one
-//   rank's list of slots. F0.1, wherever it is printed, is the forward pass of micro-batch 0
-//   through stage 1; the letter is one of
+//   A model's layers are cut into pp * chunks stages; stage s is on rank s % pp. A schedule is the
+//   list of one rank's slots. A slot prints as F0.1: the forward pass (F) of micro-batch 0 through
+//   stage 1. The letter is one of
 //     F  forward    B  backward, both halves; or apart:  I  input's gradient  W  weights' gradient
 //   1. schedule_of     each rank's slots in their order; or read_schedule, from a file
 //   2. add_transfers   messages between ranks: one group of receives and sends before each slot
@@ -24,14 +24,14 @@
 //   1F1B         arXiv:1806.03377  (p-1) (F+I+W)           min(m, p-r)
 //   interleaved  arXiv:2104.04473  (p-1) (F+I+W)           min(vm, 2(p-r-1) + (v-1)p + 1)
 //   ZB-H1        arXiv:2401.10241  (p-1) (F+I-W)           min(m, p), of these min(m, p-r) before I
-//   p = pp, v = chunks (1 but for interleaved), m >= p micro-batches (for interleaved's live
-//   activations a multiple of p), F I W the times of one stage. A chunk has 1/v of a rank's layers:
-//   interleaved idles 1/v as long as 1F1B, for v times the messages. After I a stage keeps only
-//   what W needs. Sends that wait for their receives cost no time: a test tries all sizes up to
-//   8 ranks, 4 chunks and 24 micro-batches.
-//   Contract: the weight gradients of a stage add in ascending micro-batch order, and the check
-//   insists on it: all schedules have the same sums, bit for bit. Everything follows from the
-//   sizes, before the run.
+//   p = pp, v = chunks (1 except for interleaved), m >= p micro-batches, and F, I, W the times of
+//   one stage. The live activations of interleaved also need m to be a multiple of p. A chunk has
+//   1/v of a rank's layers, so interleaved idles 1/v as long as 1F1B and sends v times the
+//   messages. After I a stage keeps only what W needs. Sends that wait for their receives cost no
+//   time: a test tries all sizes up to 8 ranks, 4 chunks and 24 micro-batches.
+//   Contract: each stage adds its weight gradients in ascending micro-batch order, and the check
+//   enforces it. All schedules therefore have the same sums, bit for bit. Everything follows from
+//   the sizes, before the run.
 //   To copy: this file.
 #pragma once
 #include <algorithm>
@@ -47,8 +47,10 @@
 
 namespace llmc {
 
+// The operations of a slot, by the letter that prints.
 enum class SlotOp : char { F = 'F', B = 'B', I = 'I', W = 'W' };
 
+// One operation of one micro-batch in one stage.
 struct Slot {
     SlotOp op;
     int micro;
@@ -63,15 +65,15 @@ inline bool operator==(const Slot& a, const Slot& b) {
     return a.op == b.op && a.micro == b.micro && a.stage == b.stage;
 }
 
-// Whether a slot makes the gradient that the stage below waits for: B does, and its input half.
+// Whether a slot makes the gradient that the stage below waits for: B does, and its half I.
 inline bool is_backward(SlotOp op) { return op == SlotOp::B || op == SlotOp::I; }
 
-// "F0.1": the operation, the micro-batch, the stage
+// Return a slot's text, "F0.1": the operation, the micro-batch, the stage.
 inline std::string name_of(const Slot& s) {
     return char(s.op) + std::to_string(s.micro) + "." + std::to_string(s.stage);
 }
 
-// A sentence made of its parts: text and numbers.
+// Join parts, text and numbers, into one sentence.
 template <typename... Part>
 std::string fault_text(const Part&... part) {
     std::ostringstream s;
@@ -82,13 +84,14 @@ std::string fault_text(const Part&... part) {
 // ----------------------------------------------------------------------------
 // schedules
 
-// One rank's forward or backward passes in their order. Micro-batches go in groups: a group passes
-// chunk 0, then chunk 1, and so on; backward the last chunk comes first. In the textbook `group`
-// divides the micro-batches. Where it does not, some groups have more and none has less: a small
-// group would be back at rank 0 before the pipeline is full, and wait.
+// Return one rank's forward or backward passes in order. Micro-batches run in groups: a group
+// passes chunk 0, then chunk 1, and so on; backward, the last chunk comes first. In the textbook
+// `group` divides the number of micro-batches. Where it does not, some groups are larger and none
+// is smaller: a small group would be back at rank 0 before the pipeline is full, and would wait.
 inline Schedule pass_order(SlotOp op, int group, int pp, int chunks, int micro_batches, int rank) {
     Schedule s;
     int groups = std::max(1, micro_batches / group);
+    // Spread the remainder over the first groups.
     int first = 0;
     for (int g = 0; g < groups; g++) {
         int size = micro_batches / groups + (g < micro_batches % groups);
@@ -115,8 +118,8 @@ inline Schedule alternate(const Schedule& forward, const Schedule& backward, int
     return s;
 }
 
-// Before: slots F and B. After: each B is I, and its W comes `delay` backward passes later. The
-// first stage has its gradients sooner, and late W fill the idle time at the end.
+// Before: slots F and B. After: each B becomes I, and its W follows `delay` backward passes later.
+// The stage below gets its gradient sooner, and late W fill the idle time at the end.
 inline Schedule delay_weights(const Schedule& in, int delay) {
     Schedule s, weights;
     size_t done = 0; // of weights
@@ -131,8 +134,9 @@ inline Schedule delay_weights(const Schedule& in, int delay) {
     return s;
 }
 
-// One rank's schedule. GPipe over several chunks is breadth-first (arXiv:2211.05953); 1F1B over
-// several is the interleaved schedule, and zero-bubble begins from it. GIVEN: see read_schedule.
+// Return one rank's schedule. GPipe over several chunks is breadth-first (arXiv:2211.05953). 1F1B
+// over several chunks is the interleaved schedule, from which zero-bubble starts too.
+// GIVEN comes from a file: see read_schedule.
 inline Schedule schedule_of(Pipeline kind, int pp, int chunks, int micro_batches, int rank) {
     if (kind == Pipeline::GIVEN) return {};
     int m = micro_batches;
@@ -140,7 +144,8 @@ inline Schedule schedule_of(Pipeline kind, int pp, int chunks, int micro_batches
     int groups = std::max(1, m / group);
     int largest = (m + groups - 1) / groups; // micro-batches of a group
 
-    // Forward passes before the first backward pass: a rank waits for the ranks behind it.
+    // Count the forward passes before the first backward pass:
+    // a rank waits for the ranks behind it.
     bool interleaved = chunks > 1 || kind == Pipeline::INTERLEAVED;
     int warmup = pp - rank - 1;
     if (interleaved)
@@ -148,12 +153,13 @@ inline Schedule schedule_of(Pipeline kind, int pp, int chunks, int micro_batches
     if (kind == Pipeline::GPIPE)
         warmup = chunks * m;
 
+    // Alternate forward and backward passes after this warm-up.
     Schedule s = alternate(pass_order(SlotOp::F, group, pp, chunks, m, rank),
                            pass_order(SlotOp::B, group, pp, chunks, m, rank), warmup);
     return kind == Pipeline::ZERO_BUBBLE ? delay_weights(s, rank) : s;
 }
 
-// Every rank's schedule.
+// Return the schedules of all ranks.
 inline std::vector<Schedule> schedules_of(Pipeline kind, int pp, int chunks, int micro_batches) {
     std::vector<Schedule> all;
     for (int r = 0; r < pp; r++)
@@ -161,7 +167,7 @@ inline std::vector<Schedule> schedules_of(Pipeline kind, int pp, int chunks, int
     return all;
 }
 
-// Schedules as text: a line for each rank, and words like F0.1 (micro-batch 0, stage 1).
+// Write schedules as text: one line for each rank, with words like F0.1 (micro-batch 0, stage 1).
 inline std::string write_schedule(const std::vector<Schedule>& all) {
     std::string text;
     for (const Schedule& mine : all) {
@@ -172,8 +178,8 @@ inline std::string write_schedule(const std::vector<Schedule>& all) {
     return text;
 }
 
-// Read such a text, of a file or a string; comments begin with #. Returns "" or what is wrong in
-// which line. Whether the schedule can run is check_schedule's question.
+// Read schedules in that format from a file or a string; # begins a comment. Returns "" or the
+// fault and its line. check_schedule says whether the schedule can run.
 inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
     if (!in)
         return "the schedule cannot be read: is the path right?";
@@ -198,7 +204,7 @@ inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
             mine.push_back({SlotOp(op), micro, stage});
         }
 
-        // A line without a word is no rank's.
+        // Skip a line without words: it belongs to no rank.
         if (!mine.empty()) all.push_back(mine);
     }
     return all.empty() ? "the schedule is empty: write a line of slots for each rank" : "";
@@ -207,8 +213,8 @@ inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
 // ----------------------------------------------------------------------------
 // steps: slots, and the messages between ranks
 
-// One end of a message. It crosses the border below `stage`: an activation goes up from stage - 1
-// into `stage`, a gradient comes down from `stage` into stage - 1.
+// One end of a message. The message crosses the border below `stage`: an activation goes up from
+// stage - 1 into `stage`, a gradient comes down from `stage` into stage - 1.
 struct Transfer {
     bool send;
     int peer; // the rank at the other end
@@ -216,8 +222,8 @@ struct Transfer {
     int micro, stage;
 };
 
-// A step's transfers are one group, executed before its slot: all are posted at once, and the group
-// is over when all are done. A rank's last step has no slot; it holds the sends that are left.
+// One slot and the transfers before it, which form a group: all are posted at once, and the group
+// is over when all of them are done. A rank's last step has no slot; it holds the remaining sends.
 struct ScheduleStep {
     bool has_slot = false;
     Slot slot = {};
@@ -227,19 +233,20 @@ struct ScheduleStep {
 template <typename T> using PerRank = std::vector<std::vector<T>>; // [rank][step]
 typedef PerRank<ScheduleStep> Steps;
 
-// "activation 0.1": of micro-batch 0, across the border below stage 1
+// Return a message's text, "activation 0.1": micro-batch 0, across the border below stage 1.
 inline std::string name_of(const Transfer& t) {
     return (t.gradient ? "gradient " : "activation ") + std::to_string(t.micro) + "." +
            std::to_string(t.stage);
 }
 
-// A message's identity, the same at either end: gradient, micro, stage.
+// A message's identity, equal at both ends: gradient, micro, stage.
 typedef std::tuple<bool, int, int> MessageKey;
 inline MessageKey key_of(const Transfer& t) { return {t.gradient, t.micro, t.stage}; }
 
-// The message that a slot makes for the next stage, and the one that it needs from the stage
-// before; for B and I the next stage is the one below. W has neither. The peer stays -1 until
-// crossings_of() knows whether the other stage is on another rank.
+// made_by() returns the send of a slot's result to the next stage; needed_by() returns the receive
+// of its input from the stage before. For B and I, the next stage is the one below. W makes no
+// message and needs none. The peer stays -1 until crossings_of()
+// knows whether the other stage is on another rank.
 inline Transfer made_by(const Slot& s) {
     bool gradient = is_backward(s.op);
     return {true, -1, gradient, s.micro, gradient ? s.stage : s.stage + 1};
@@ -257,9 +264,9 @@ struct Crossing {
     Transfer send, receive; // its ends
 };
 
-// All messages between different ranks, in the order of their receivers.
+// List all messages between different ranks, ordered by receiver.
 inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int pp) {
-    // Note who makes each message.
+    // Note which slot makes each message.
     std::map<MessageKey, Crossing> made;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
@@ -269,7 +276,7 @@ inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int 
             made[key_of(t)] = {r, i, -1, -1, t, {}};
         }
 
-    // Join each with the slot that needs it, unless that is on the same rank.
+    // Join each message with the slot that needs it, unless that slot is on the same rank.
     std::vector<Crossing> messages;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
@@ -291,7 +298,7 @@ inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int 
     return messages;
 }
 
-// The schedules as steps without transfers.
+// Return the schedules as steps without transfers.
 inline Steps bare_steps(const std::vector<Schedule>& all, int pp) {
     Steps steps(pp);
     for (int r = 0; r < pp; r++) {
@@ -305,20 +312,22 @@ inline Steps bare_steps(const std::vector<Schedule>& all, int pp) {
 // ----------------------------------------------------------------------------
 // time
 
-// Time of a micro-batch in one stage, in any unit; B takes I + W.
+// The time of one micro-batch in one stage, in any unit. B takes I + W.
 struct Costs {
     double F = 1;
     double I = 1;
     double W = 1;
 };
 
+// Return the time of a step: that of its slot, or 0 without one.
 inline double time_of(const ScheduleStep& s, const Costs& c) {
     if (!s.has_slot) return 0;
     SlotOp op = s.slot.op;
     return op == SlotOp::F ? c.F : op == SlotOp::I ? c.I : op == SlotOp::W ? c.W : c.I + c.W;
 }
 
-// A step begins after the end of step `step` of `rank`, because of the message `what`.
+// A dependency: a step begins only after step `step` of rank `rank` has ended.
+// `what` is the message that causes it.
 struct Wait {
     int rank, step;
     Transfer what;
@@ -326,13 +335,14 @@ struct Wait {
 
 typedef PerRank<std::vector<Wait>> Waits;
 
+// When each step runs.
 struct Timeline {
     PerRank<double> start, end; // of the steps that ran: after a deadlock not all did
 };
 
 // Run every rank's steps in order, each as soon as the steps that it waits for have ended. With
-// in_rounds costs do not count: each step takes one round, which a backward pass may share with the
-// forward pass right before it.
+// in_rounds, costs do not count: each step takes one round, and a backward pass may share its round
+// with the forward pass right before it.
 inline Timeline run_steps(const Steps& steps, const Waits& waits, const Costs& costs = {},
                           bool in_rounds = false) {
     size_t pp = steps.size();
@@ -350,7 +360,7 @@ inline Timeline run_steps(const Steps& steps, const Waits& waits, const Costs& c
         t.end[r].push_back(start + (in_rounds ? 1 : time_of(steps[r][i], costs)));
     };
 
-    // Take each rank as far as it comes, until no rank moves.
+    // Advance each rank as far as it can go, until no rank moves.
     for (bool moved = true; moved;) {
         moved = false;
         for (size_t r = 0; r < pp; r++)
@@ -364,6 +374,7 @@ inline Timeline run_steps(const Steps& steps, const Waits& waits, const Costs& c
     return t;
 }
 
+// Return the time at which the last rank is done.
 inline double last_end(const Timeline& t) {
     double last = 0;
     for (const std::vector<double>& end : t.end)
@@ -371,15 +382,17 @@ inline double last_end(const Timeline& t) {
     return last;
 }
 
-// "" or the deadlock's cycle, from a timeline in which some rank has stopped.
+// Return the cycle of a deadlock as text, or "". `t` is a timeline in which some rank has stopped.
 inline std::string deadlock_in(const Steps& steps, const Waits& waits, const Timeline& t) {
     int pp = int(steps.size());
+
+    // Find a rank that has stopped.
     int rank = 0;
     while (rank < pp && t.end[rank].size() == steps[rank].size())
         rank++;
     if (rank == pp) return "";
 
-    // Follow what a rank waits for, from any that stopped. After pp moves it is on the cycle.
+    // Follow the waits, starting there. After pp moves the rank is on the cycle.
     auto blocker = [&](int r) {
         for (const Wait& w : waits[r][t.end[r].size()])
             if (size_t(w.step) >= t.end[w.rank].size())
@@ -389,7 +402,7 @@ inline std::string deadlock_in(const Steps& steps, const Waits& waits, const Tim
     for (int i = 0; i < pp; i++)
         rank = blocker(rank).rank;
 
-    // Tell the cycle, once around.
+    // Describe the cycle, once around.
     std::string text = "deadlock";
     int first = rank;
     do {
@@ -405,7 +418,8 @@ inline std::string deadlock_in(const Steps& steps, const Waits& waits, const Tim
     return text;
 }
 
-// The waits if sends never wait: a slot begins after the slots whose messages it needs.
+// Return the waits for the case in which sends never wait:
+// a slot begins after the slots whose messages it needs.
 inline Waits waits_for_data(const Steps& steps, const std::vector<Crossing>& messages) {
     Waits waits;
     for (const std::vector<ScheduleStep>& rank : steps)
@@ -419,8 +433,8 @@ inline Waits waits_for_data(const Steps& steps, const std::vector<Crossing>& mes
 // transfers
 
 // Pair the k-th send from one rank to another with the k-th receive there, as libraries without
-// tags do. Each end's step waits until the other rank has ended the step before its own end: both
-// groups must have begun. Returns "" or the first pair that differs.
+// tags do. Both groups must have begun, so each end's step waits until the other rank has ended the
+// step before its own end. Returns "" or the first pair that differs.
 inline std::string pair_transfers(const Steps& steps, Waits& waits) {
     struct End {
         int step;
@@ -436,6 +450,7 @@ inline std::string pair_transfers(const Steps& steps, Waits& waits) {
                 (t.send ? sends[{r, t.peer}] : receives[{t.peer, r}]).push_back({i, t});
     for (const auto& [ends, list] : receives) sends[ends]; // a pair that receives only
 
+    // Match sends and receives one by one.
     for (const auto& [ends, sent] : sends) {
         auto [from, to] = ends;
         const std::vector<End>& received = receives[ends];
@@ -449,7 +464,7 @@ inline std::string pair_transfers(const Steps& steps, Waits& waits) {
                                   k < received.size() ? name_of(received[k].what) : "nothing",
                                   " is received");
 
-            // Let each wait for the other. A first step has none before it.
+            // Make each end wait for the other. A first step has none before it to wait for.
             int i = sent[k].step;
             int j = received[k].step;
             if (j > 0)
@@ -461,16 +476,17 @@ inline std::string pair_transfers(const Steps& steps, Waits& waits) {
     return "";
 }
 
-// Before: schedules that end if sends never wait. After: every rank's steps, which end although
+// Before: schedules that end if sends never wait. After: every rank's steps, which also end when
 // each send waits for its receive and each receive for its send.
-//   The rule: on both sides a message goes with the first step that starts no sooner than the
+//   The rule: each end of a message stands in its rank's first step that starts no sooner than the
 //   message is made, in a timeline where sends never wait.
-//   The proof: a group before slot i waits until its peer has ended slot j - 1, where the peer's
-//   group stands before slot j. By the rule slot j - 1 starts before the message is made, slot i
-//   does not. So every wait leads to a slot that starts earlier, and none leads in a circle.
-// Both sides have the messages between two ranks in the order in which they were made: no tags.
-// It would be simpler to receive just before the slot that needs a message, but interleaved
-// schedules deadlock so. The price is that a message may lie in its buffer for some slots.
+//   The proof: let a group stand before slot i, and its peer's group before slot j. The first group
+//   waits until the peer has ended slot j - 1. By the rule, slot j - 1 starts before the message is
+//   made, and slot i does not. So every wait leads to a slot that starts earlier, and no chain of
+//   waits is a circle.
+// Both ends list the messages between two ranks in the order in which they were made, so messages
+// need no tags. Receiving just before the slot that needs a message would be simpler, but then
+// interleaved schedules deadlock. The price is that a message may lie in its buffer for some slots.
 inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
     std::vector<Crossing> messages = crossings_of(all, pp);
     Steps steps = bare_steps(all, pp);
@@ -495,10 +511,10 @@ inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_r
     return steps;
 }
 
-// Place groups between any two slots, or only between rounds of a forward and a backward pass,
-// whichever lets the ranks wait less. The first suits 1F1B, which needs a message as soon as it is
-// made. Rounds suit the interleaved schedule: it warms up for twice as long, so a message has the
-// time of a round, and between any two slots it would often find its peer in a long backward pass.
+// Place groups between any two slots, or only between rounds of one forward and one backward pass,
+// whichever makes the ranks wait less. Any slot suits 1F1B, which needs a message as soon as it is
+// made. Rounds suit the interleaved schedule: it warms up for twice as long, so a message may take
+// a whole round, and between any two slots it would often find its peer in a long backward pass.
 inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
     Steps best;
     double least = INFINITY;
@@ -506,6 +522,8 @@ inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
         Steps steps = place_transfers(all, pp, in_rounds);
         Waits waits;
         pair_transfers(steps, waits);
+
+        // Measure the time with sends that wait, and keep the better placement.
         double time = last_end(run_steps(steps, waits));
         if (time >= least) continue;
         best = std::move(steps);
@@ -514,7 +532,7 @@ inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
     return best;
 }
 
-// One rank's steps.
+// Return the steps of one rank.
 inline std::vector<ScheduleStep> add_transfers(const std::vector<Schedule>& all, int rank, int pp) {
     return add_transfers(all, pp)[rank];
 }
@@ -522,9 +540,10 @@ inline std::vector<ScheduleStep> add_transfers(const std::vector<Schedule>& all,
 // ----------------------------------------------------------------------------
 // the check
 
-// "" or the first message that a slot needs or a transfer sends too early: the rank has neither
-// made nor received it by then.
+// Return "" or the first message that is missing: a slot needs it, or a transfer sends it, before
+// the rank has made or received it.
 inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int rank, int stages) {
+    // `here` holds the messages that this rank has made or received so far.
     std::set<MessageKey> here;
     for (size_t i = 0; i < steps.size(); i++) {
         const Slot& slot = steps[i].slot;
@@ -532,7 +551,7 @@ inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int ra
             return fault_text("rank ", rank, " in step ", i, ": ", what...);
         };
 
-        // The group first: sends take what is here, receives bring more.
+        // Check the group first: sends take messages that are here, receives bring more.
         for (const Transfer& t : steps[i].transfers)
             if (t.send && !here.count(key_of(t)))
                 return fault(name_of(t), " is sent before it is made");
@@ -540,7 +559,7 @@ inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int ra
             if (!here.insert(key_of(t)).second && !t.send)
                 return fault(name_of(t), " is received again");
 
-        // Then the slot. The pipeline's two ends need nothing from outside.
+        // Check the slot. The pipeline's two ends need nothing from outside.
         if (!steps[i].has_slot || slot.op == SlotOp::W)
             continue;
         Transfer need = needed_by(slot);
@@ -551,7 +570,7 @@ inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int ra
     return "";
 }
 
-// "" or the fault of steps with transfers. A deadlock names its whole cycle.
+// Return "" or the fault of steps with transfers. A deadlock is described by its whole cycle.
 inline std::string check_transfers(const Steps& steps, int stages) {
     Waits waits;
     std::string fault = pair_transfers(steps, waits);
@@ -561,7 +580,8 @@ inline std::string check_transfers(const Steps& steps, int stages) {
     return deadlock_in(steps, waits, run_steps(steps, waits));
 }
 
-// "" or the fault of one rank's slots: each pass once, F before I before W, W in ascending order.
+// Return "" or the fault of one rank's slots:
+// each pass runs once, F before I before W, and W in ascending order.
 inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunks,
                                int micro_batches) {
     enum { F = 1, I = 2, W = 4, ALL = 7 };
@@ -573,7 +593,7 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
             return fault_text("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ", what...);
         };
 
-        // The slot exists and is this rank's.
+        // The slot must exist and belong to this rank.
         if (micro < 0 || micro >= micro_batches)
             return fault("micro-batches are 0 to ", micro_batches - 1);
         if (stage < 0 || stage >= pp * chunks)
@@ -581,7 +601,7 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
         if (stage % pp != rank)
             return fault("the stage is on rank ", stage % pp);
 
-        // It comes once, and after the slots that it needs.
+        // The slot must come once, and after the slots that it needs.
         int& state = done[stage / pp][micro];
         int does = op == SlotOp::F ? F : op == SlotOp::I ? I : op == SlotOp::W ? W : I | W;
         if (state & does)
@@ -596,7 +616,7 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
         state |= does;
     }
 
-    // None is missing.
+    // Every slot must be there.
     for (int c = 0; c < chunks; c++)
         for (int m = 0; m < micro_batches; m++) {
             int state = done[c][m];
@@ -607,7 +627,7 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
     return "";
 }
 
-// "" or the fault of a set of schedules:
+// Return "" or the fault of a set of schedules. It checks
 //   1. each rank's own slots   2. their order, if sends never wait   3. their transfers
 inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int chunks,
                                   int micro_batches) {
@@ -619,19 +639,21 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
         if (!fault.empty()) return fault;
     }
 
-    // 2. No circle of slots that need each other: only then is there a timeline to place groups in.
+    // 2. No cycle of slots that need each other: transfers are placed in a timeline, and only
+    // schedules without a cycle have one.
     Steps steps = bare_steps(all, pp);
     Waits waits = waits_for_data(steps, crossings_of(all, pp));
     std::string fault = deadlock_in(steps, waits, run_steps(steps, waits));
     if (!fault.empty()) return fault;
 
-    // 3. The groups, although sends wait.
+    // 3. The groups of transfers, although sends wait.
     return check_transfers(add_transfers(all, pp), pp * chunks);
 }
 
 // ----------------------------------------------------------------------------
 // the simulator
 
+// The result of simulate(); times are in the unit of its costs.
 struct Simulation {
     double time;                // from the first slot's start to the last one's end
     double bubble;              // idle share of it, the same on all ranks
@@ -639,7 +661,8 @@ struct Simulation {
     PerRank<double> start, end; // of every slot
 };
 
-// The most pairs of a stage and a micro-batch at a time whose F is done and whose B or W is not.
+// Return the peak number of live activations: pairs of a stage and a micro-batch that have run F,
+// and neither B nor W yet.
 inline int peak_live(const Schedule& mine) {
     int live = 0;
     int peak = 0;
@@ -650,8 +673,8 @@ inline int peak_live(const Schedule& mine) {
     return peak;
 }
 
-// Before: schedules that pass the check. Sends never wait; or, with `blocking`, groups of transfers
-// wait as above.
+// Simulate schedules that pass the check.
+// Sends never wait, unless `blocking`: then groups of transfers wait as above.
 inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs& costs = {},
                            bool blocking = false) {
     Steps steps = blocking ? add_transfers(all, pp) : bare_steps(all, pp);
@@ -659,7 +682,7 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
     if (blocking) pair_transfers(steps, waits);
     Timeline t = run_steps(steps, waits, costs);
 
-    // Add up what ranks do; drop the last steps, which have no slot.
+    // Add up the busy time. Drop the last steps, which have no slot.
     Simulation s = {last_end(t), 0, std::vector<int>(pp), t.start, t.end};
     double busy = 0; // all ranks
     for (int r = 0; r < pp; r++) {
@@ -673,12 +696,14 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
     return s;
 }
 
-// The timeline as text: a line for each rank, three characters for each second, -- while a slot
-// goes on. A slot is its letter and micro-batch; the stage is left out. Costs are whole seconds.
+// Draw the timeline as text: one line for each rank, three characters for each second. A slot
+// prints as its letter and micro-batch, without the stage, and as -- in the seconds that follow.
+// Costs must be whole seconds.
 inline std::string picture_of(const std::vector<Schedule>& all, const Simulation& s) {
     std::string text;
     for (size_t r = 0; r < all.size(); r++) {
         std::string line;
+        // Begin each slot at its second; fill the seconds that follow.
         for (size_t i = 0; i < all[r].size(); i++) {
             line.resize(size_t(s.start[r][i]) * 3, ' ');
             std::string name = char(all[r][i].op) + std::to_string(all[r][i].micro);
@@ -694,18 +719,18 @@ inline std::string picture_of(const std::vector<Schedule>& all, const Simulation
 // ----------------------------------------------------------------------------
 // layers into stages
 
-// Return the first layer of each stage, and the number of layers at the end; nothing if there are
+// Return the first layer of each stage, followed by the number of layers; or nothing if there are
 // more stages than layers. No layer is dropped and no stage is empty.
 //   1. The largest stage's cost is the least possible.
-//   2. Among those splits the sum of squares is least.
-//   3. Among those the first stage is shortest, then the second: they keep the most activations.
+//   2. Among those splits, the sum of squared costs is least.
+//   3. Among those, the first stage is shortest, then the second: they keep the most activations.
 // cost (n) >= 0 counts to a billionth of its sum; whole numbers count exactly.
 inline std::vector<int> split_layers(const std::vector<double>& cost, int stages) {
     int n = int(cost.size());
     if (stages < 1 || stages > n) return {};
     const int64_t NONE = INT64_MAX;
 
-    // Make the costs integers, their sum below 2^30: equal sums stay equal.
+    // Scale the costs to integers with a sum below 2^30: equal sums stay equal.
     double total = 0;
     for (double c : cost) total += c;
     int exponent;
@@ -714,7 +739,8 @@ inline std::vector<int> split_layers(const std::vector<double>& cost, int stages
     for (int i = 0; i < n; i++)
         sum[i + 1] = sum[i] + std::llround(std::ldexp(cost[i], 30 - exponent));
 
-    // best[k][i]: layers i to n - 1 in k stages. `join` adds a stage of some cost before a rest.
+    // Solve from the last layer back: best[k][i] is the best cost of layers i to n - 1 in k stages.
+    // `join` adds a stage of some cost before the rest.
     auto solve = [&](auto join) {
         PerRank<int64_t> best(stages + 1, std::vector<int64_t>(n + 1, NONE));
         best[0][n] = 0;
@@ -725,14 +751,14 @@ inline std::vector<int> split_layers(const std::vector<double>& cost, int stages
         return best;
     };
 
-    // 1. and 2.: the largest cost, then the squares of splits that keep to it.
+    // 1. and 2.: find the least largest cost, then the least squares among splits that keep to it.
     int64_t largest = solve([](int64_t c, int64_t rest) { return std::max(c, rest); })[stages][0];
     auto squares = [&](int64_t c, int64_t rest) {
         return c > largest || rest == NONE ? NONE : c * c + rest;
     };
     PerRank<int64_t> best = solve(squares);
 
-    // 3. End each stage as soon as the rest can still be best.
+    // 3. End each stage as soon as the remaining layers can still be best.
     std::vector<int> first = {0};
     for (int k = stages; k > 0; k--) {
         int i = first.back();

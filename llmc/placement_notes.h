@@ -1,16 +1,19 @@
 // placement_notes.h - what an action leaves along each axis of ranks: whole, shards, parts of a sum
-//   Only tests ask for it (comm/placement.h): a collective is then checked against what its data
-//   are, so that a sum which is left out or made twice is a message.
+//   Only tests use this (comm/placement.h). Every collective is then checked against the placement
+//   of its data, so a sum that is left out or made twice gives an error message.
 #pragma once
 #include "trainer.h"
 
 namespace llmc {
 
-// Note what an action has left, where ranks are checked.
+// Record the placement that an action leaves behind, if placements are being checked.
 template <typename T, typename S>
 void note_placements(Trainer<T, S>& t, const Action& a) {
     Placements* placements = t.comms.placements();
     if (!placements) return;
+
+    // note() records one range of memory; partial() records a gradient, range by range, as a
+    // partial sum over the axes that will reduce it.
     auto note = [&](Data d, auto* from, size_t count, const char* axis, Placement holds) {
         size_t bytes = count * sizeof(*from);
         placement_set(*placements, from, bytes, axis, holds, data_text(d, t.model));
@@ -26,7 +29,7 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
         note(d, grad + b.common, b.shared - b.common, "kv", Placement::PARTIAL);
     };
 
-    // Backward passes leave parts of gradients.
+    // Backward passes, and TIE, leave partial gradients.
     if (reaches_weights(a.op))
         for (int b : buckets_of(t.model, a.layer))
             if (t.model.buckets[b].trainable)
@@ -35,14 +38,14 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
     if (a.op == Op::TIE)
         partial({summed_kind(t.layout), a.bucket}, {"replica"});
 
-    // A release leaves bytes to any other data; the last action that read them had their place.
+    // RELEASE gives bytes to any other data. Find where they lay in the last action that read them.
     const Place* gathered = nullptr;
     for (int at = t.at; a.op == Op::RELEASE && at >= 0 && !gathered; at--)
         gathered = arena_find(t.arena, t.plan, at, {Kind::GATHERED, a.bucket});
     if (gathered)
         placement_forget(*placements, t.arena.device().base + gathered->offset, gathered->bytes);
 
-    // An update leaves shards of weights.
+    // UPDATE leaves shards of weights.
     if (a.op != Op::UPDATE) return;
     Data weight = {Kind::WEIGHT, a.bucket};
     Range range = updated_range(t.layout, t.model, a.bucket);

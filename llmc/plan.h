@@ -1,10 +1,11 @@
 // plan.h - one optimizer step as a list of actions: generators and passes
-//   A generator turns layout and options into a list of actions, a pass turns a list into a list,
-//   and the executor (step.h) is one loop over the result. The words are those of action.h, and
-//   `train_gpt --explain` prints yours.
-//   This is the plan of 2 pipeline stages, 2 blocks and 2 micro-batches, with ZeRO-2 over 2 data-
+//   A generator turns layout and options into a list of actions; a pass turns one list into
+//   another; the executor (step.h) is one loop over the result. action.h explains the words, and
+//   `train_gpt --explain` prints the plan of your run.
+//   Below is the plan of 2 pipeline stages, 2 blocks and 2 micro-batches, with ZeRO-2 over 2 data-
 //   parallel ranks and a tied head (layer 0 embeds, 1 and 2 are blocks, 3 is the head). Activation
-//   0.1 is micro-batch 0's input to stage 1, gradient 0.1 is of that; B(0,1) is layer 1 backward:
+//   0.1 is micro-batch 0's input to stage 1, gradient 0.1 is the gradient of that input, and B(0,1)
+//   is the backward pass of layer 1 for micro-batch 0:
 //
 //     rank 0
 //       LOAD COUNT
@@ -29,10 +30,10 @@
 //       TIE(embedding) REDUCE(embedding) NORM UPDATE(embedding) PUBLISH(embedding)
 //         UPDATE(block.1) PUBLISH(block.1) UPDATE(head) PUBLISH(head)
 //
-//   A block is reduced after each micro-batch, into a shard of the gradient, while the next layer
-//   runs. The token table stands on both ranks, so its two gradients meet in TIE before they are
-//   summed; positions and head share a layer with it, and are reduced once too. The messages of an
-//   exchange (from and to) are posted together.
+//   A block's gradient is reduced into shards after each micro-batch, while the next layer runs.
+//   Both ranks hold the token table, so TIE adds its two gradients before REDUCE sums them over
+//   ranks. Positions and head share a layer with the table, so they too are reduced only once. The
+//   messages of one SENDRECV (from and to) are posted together.
 #pragma once
 #include "action.h"
 #include "offload.h"
@@ -44,9 +45,9 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // generators
 
-// Evaluation and generation: forward alone. A stage receives, runs, sends.
+// One rank's steps for evaluation and generation: forward alone. A stage receives, runs, sends.
 inline std::vector<ScheduleStep> forward_schedule(const Layout& layout, int micro_batches) {
-    // Walk this rank's stages for each micro-batch: pp apart, as chunks go round the ranks.
+    // Walk over this rank's stages, pp apart, for each micro-batch: chunks go round the ranks.
     int pp = layout.pp.size, stages = layout.stages();
     std::vector<ScheduleStep> steps;
     for (int m = 0; m < micro_batches; m++)
@@ -63,14 +64,14 @@ inline std::vector<ScheduleStep> forward_schedule(const Layout& layout, int micr
     return steps;
 }
 
-// Every pipeline rank's schedule of F and B, or of I and W.
-// A schedule of the user's is taken as it was read; the others are generated.
+// Every pipeline rank's schedule of F and B, or of F, I and W.
+// A schedule that the user gave is taken as it is; all others are generated.
 inline std::vector<Schedule> schedules_of(const Layout& layout, int micro_batches) {
     if (layout.pipeline == Pipeline::GIVEN) return layout.given;
     return schedules_of(layout.pipeline, layout.pp.size, layout.chunks, micro_batches);
 }
 
-// The steps of every pipeline rank, with what crosses between them.
+// The steps of every pipeline rank, with the transfers between them.
 inline PerRank<ScheduleStep> schedule(Layout layout, const PlanOptions& options) {
     int m = options.micro_batches;
     if (options.mode == Mode::TRAIN)
@@ -84,17 +85,17 @@ inline PerRank<ScheduleStep> schedule(Layout layout, const PlanOptions& options)
 // ----------------------------------------------------------------------------
 // passes
 
-// Before: slots of stages. After: F(m,l) in order, B(m,l) in reverse. With the backward split, all
-// input halves of a slot run before its weight halves. Two exceptions: the embedding has no input
-// half, and the head stays whole, for its logits are gone once it has run.
+// Before: slots of stages. After: layers, F(m,l) in order and B(m,l) in reverse. With the backward
+// split, all input halves I of a slot run before its weight halves W. Two exceptions: the embedding
+// has no input half, and the head stays whole, for its logits are gone once it has run.
 inline Plan add_layers(const Plan& in, const Model& model, const std::vector<ScheduleStep>& steps) {
     Plan p = in;
 
-    // The first action to reach a gradient writes it, so no step begins with zeroing.
-    std::set<int> reached; // layers whose weights have part of their gradient
+    // The first action that reaches a gradient writes it, so no step begins by zeroing gradients.
+    std::set<int> reached; // layers that have written to their gradients
     auto each_micro_batch = [&](int bucket) { return reduced_each(p.layout, model, bucket); };
 
-    // Where each micro-batch is reduced at once, each is the first to reach its gradient.
+    // Append an action. In a bucket that is reduced after each micro-batch, each one writes first.
     auto add = [&](Op op, int m, int l) {
         std::vector<int> used = buckets_of(model, l);
         bool each = std::any_of(used.begin(), used.end(), each_micro_batch);
@@ -103,12 +104,12 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
     };
 
     for (const ScheduleStep& step : steps) {
-        // Transfers come before their slot: a receive feeds it.
+        // Put transfers before their slot, for a receive feeds it.
         if (!step.transfers.empty())
             p.actions.push_back({Op::SENDRECV, -1, -1, -1, false, step.transfers});
         if (!step.has_slot) continue;
 
-        // A slot runs the layers [from, to) of its stage.
+        // Run the layers [from, to) of the slot's stage.
         int m = step.slot.micro, head = model.head();
         int from = first_layer(p.layout, model, step.slot.stage);
         int to = first_layer(p.layout, model, step.slot.stage + 1);
@@ -121,7 +122,7 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
             for (int l = to - 1; l >= from; l--)
                 add(Op::B, m, l);
         } else {
-            // Split: the input halves first, for another stage waits for them.
+            // Split the backward: the input halves come first, for another stage waits for them.
             if (is_backward(op))
                 for (int l = to - 1; l >= std::max(from, 1); l--)
                     add(l == head ? Op::B : Op::I, m, l);
@@ -133,15 +134,15 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
     return p;
 }
 
-// Before: actions of layers. After: the step begins with its tokens and the count of its targets.
+// Before: actions of layers. After: LOAD reads the step's tokens first, and COUNT its targets.
 inline Plan add_load(Plan p) {
-    if (p.mode == Mode::GENERATE) return p; // the prompt is given
+    if (p.mode == Mode::GENERATE) return p; // the caller gives the prompt
     p.actions.insert(p.actions.begin(), {{Op::LOAD}, {Op::COUNT}});
     return p;
 }
 
-// Recomputation (arXiv:1604.06174, arXiv:2205.05198). Before: F(m,l), B or I (m,l). After: R(m,l)
-// stands before the backward of each block whose level is not NONE.
+// Recomputation (arXiv:1604.06174, arXiv:2205.05198). Before: F(m,l), and B(m,l) or I(m,l). After:
+// R(m,l) stands before the backward pass of each block whose level is not NONE.
 inline Plan add_recompute(const Plan& in, const Model& model) {
     Plan p = in;
     p.actions.clear();
@@ -155,8 +156,8 @@ inline Plan add_recompute(const Plan& in, const Model& model) {
     return p;
 }
 
-// Before: all backward passes. After: tied gradients are added, then reduced; the norm; each of
-// this rank's buckets is updated if it is trainable, and published where others need it.
+// Before: all backward passes. After: tied gradients are added, then reduced; NORM; each trainable
+// bucket of this rank is updated, and published if other ranks need the result.
 inline Plan add_update(Plan p, const Model& model) {
     if (p.mode != Mode::TRAIN) return p;
     std::vector<int> mine;
@@ -165,6 +166,7 @@ inline Plan add_update(Plan p, const Model& model) {
             mine.push_back(b);
     auto add = [&](Op op, int bucket) { p.actions.push_back({op, -1, -1, bucket}); };
 
+    // Tied tables wait for both of their gradients, so add_reduce() left them to this place.
     for (int b : mine) {
         if (!model.buckets[b].tied()) continue;
         add(Op::TIE, b);
@@ -183,14 +185,14 @@ inline Plan add_update(Plan p, const Model& model) {
     return p;
 }
 
-// One rank's plan from its steps, pass by pass.
+// Make one rank's plan from its steps, pass by pass.
 inline Plan make_plan(const Layout& layout, const Model& model, const PlanOptions& options,
                       const std::vector<ScheduleStep>& steps) {
     bool whole = options.whole_sequences || options.mode == Mode::GENERATE;
     Layout cut = whole ? whole_sequences(layout) : layout;
     Plan p = {options, with_tiers(cut, options.offload), {}};
 
-    // Order matters: add_reduce looks for layers, and add_gather at all the rest.
+    // The order matters: add_reduce() looks for layers, and add_gather() at all other actions.
     p = add_layers(p, model, steps);
     p = add_load(p);
     p = add_recompute(p, model);
@@ -202,13 +204,13 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
     return add_gather(p, model);
 }
 
-// The same for a rank that knows only its layout; it makes the steps of all and takes its own.
+// The same for a rank that knows only its layout: make the steps of all ranks, and take its own.
 inline Plan make_plan(const Layout& layout, const Model& model, const PlanOptions& options) {
     PerRank<ScheduleStep> steps = schedule(layout, options);
     return make_plan(layout, model, options, steps[layout.pp.rank]);
 }
 
-// The plans of every rank of the pipeline.
+// Make the plans of all ranks of the pipeline.
 inline std::vector<Plan> make_plans(Layout layout, const Model& model, const PlanOptions& options) {
     PerRank<ScheduleStep> steps = schedule(layout, options);
     std::vector<Plan> all;

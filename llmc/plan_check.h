@@ -1,26 +1,26 @@
 // plan_check.h - the check of plans before anything runs: one rank's, a pipeline's together
 //   check_order   each micro-batch passes a stage's layers in order, forward once and backward once
-//   check_data    nothing is read that nothing wrote
-//   check_sends   what other stages need is sent once
+//   check_data    every datum that an action reads has been written before
+//   check_sends   each datum that another stage needs is sent once
 //   check_update  gradients are whole before NORM; each bucket is reduced, updated, published once
-//   check_live    as many activations are kept at once as the schedule says
+//   check_live    no more stages keep their activations at once than the schedule says
 //   check_pipeline  messages between ranks pair in order, and none waits for ever
-//   Each returns "" or what is wrong, in words of the plan.
+//   Each function returns "", or a sentence that says what is wrong in the plan's own words.
 #pragma once
 #include "plan.h"
 
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// the check of one rank's plan: each returns "" or what is wrong
+// the check of one rank's plan
 
-// Nothing is read that nothing wrote.
+// Check that no action reads a datum before some action has written it, or after other data may
+// have taken its bytes.
 inline std::string check_data(const Plan& p, const Model& model) {
-    // Walk the plan with the set of data that have been written so far.
-    // Walk the plan, with the data that hold what an action wrote.
+    // Walk the plan with the set of data whose bytes hold, at this point, what an action wrote.
     std::set<Data> written;
     for (const Action& a : p.actions) {
-        // Released buffers serve others.
+        // Forget a released bucket: other data may use its bytes.
         if (a.op == Op::RELEASE) {
             written.erase({Kind::GATHERED, a.bucket});
             written.erase({Kind::STAGED, a.bucket});
@@ -31,28 +31,28 @@ inline std::string check_data(const Plan& p, const Model& model) {
         for (Data d : x.reads) {
             bool given = p.mode == Mode::GENERATE && d.kind == Kind::TOKENS;
             bool gradient = d.kind == Kind::GRAD || d.kind == Kind::GRAD_TIED;
-            bool lasts = persistent(d.kind) && !gradient; // gradients are made anew in each step
+            bool lasts = persistent(d.kind) && !gradient; // each step makes its gradients anew
             if (!lasts && !given && !written.count(d))
                 return action_text(a, model) + " reads " + data_text(d, model) +
                        ", which nothing before it wrote";
         }
 
-        // Parked data are not where layers read them.
+        // Forget parked data: they have left the place where layers read them.
         if (a.op == Op::PARK && a.chunk < 0)
             for (Data d : moved_data(p, model, a))
                 written.erase(d);
 
-        // A fetch leaves nothing behind, so what it brings must leave anew before the next.
+        // Forget the copy that a fetch has read: it must be parked again before the next fetch.
         if (a.op == Op::FETCH)
             for (Data d : tiered_data(p, model, a))
                 if (d.kind == Kind::PARKED) written.erase(d);
 
-        // A norm of less than the whole gradient would clip too little.
+        // Refuse a write after SQUARE: the norm of a gradient that is not whole clips too little.
         for (Data d : x.writes)
             if (d.kind == Kind::GRAD_HERE && written.count({Kind::SQUARES, d.of}))
                 return action_text(a, model) + " adds to a gradient after its SQUARE";
 
-        // F drops what will be recomputed.
+        // Note the writes, except for the activations that F drops because R makes them again.
         bool dropped = a.op == Op::F && p.recompute.of(a.layer) != Recompute::NONE;
         for (Data d : x.writes) {
             bool redone = d.kind == Kind::REDO_B || d.kind == Kind::REDO_W;
@@ -62,7 +62,7 @@ inline std::string check_data(const Plan& p, const Model& model) {
     return "";
 }
 
-// One micro-batch passes a stage's layers in order: forward once, then backward once.
+// Check that one micro-batch passes a stage's layers in order: forward once, then backward once.
 inline std::string check_stage_order(const Plan& p, const Model& model, int m, int stage) {
     // Follow the two fronts: forward moves up the layers, backward down.
     int first = first_layer(p.layout, model, stage), end = first_layer(p.layout, model, stage + 1);
@@ -76,10 +76,12 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
     for (const Action& a : p.actions) {
         if (a.micro != m || a.layer < first || a.layer >= end)
             continue;
-        // Forward meets each layer once, from the first up.
+
+        // Forward meets each layer once, from the first one up.
         if (a.op == Op::F && a.layer != forward++)
             return out_of_order(a, forward - 1);
-        // Backward meets each once, from the last down, when forward is through.
+
+        // Backward meets each layer once, from the last one down, when forward is through.
         bool input = a.op == Op::B || a.op == Op::I;
         if (input && a.layer != backward--)
             return out_of_order(a, backward + 1);
@@ -88,12 +90,12 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
         weights += reaches_weights(a.op);
     }
 
-    // Every layer must have been passed, both ways.
+    // Check that both fronts have passed every layer.
     std::string at = "micro-batch " + std::to_string(m);
     if (forward != end)
         return at + " is not forward through every layer";
     if (p.mode != Mode::TRAIN) return "";
-    bool embedding_left = backward == 0 && first == 0; // it has no input half
+    bool embedding_left = backward == 0 && first == 0; // the embedding has no input half
     if (backward >= first && !embedding_left)
         return at + " is not backward through every layer";
     if (weights != end - first)
@@ -101,7 +103,7 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
     return "";
 }
 
-// Each stage of this rank is in order, and no action is of a layer that stands elsewhere.
+// Check that every stage of this rank is in order, and that no action runs another rank's layer.
 inline std::string check_order(const Plan& p, const Model& model) {
     // Look at each micro-batch in each stage.
     const Axis& pp = p.layout.pp;
@@ -111,23 +113,24 @@ inline std::string check_order(const Plan& p, const Model& model) {
             if (!wrong.empty()) return wrong;
         }
 
-    // Look for layers that others have.
+    // Look for layers that belong to other ranks.
     for (const Action& a : p.actions)
         if (a.layer >= 0 && !is_mine(p.layout, model, a.layer))
             return action_text(a, model) + " is another rank's";
     return "";
 }
 
-// How often the actions of the step's end meet each bucket.
+// The number of actions of each kind that the end of a step has for one bucket.
 struct BucketUses {
     int ties = 0, reductions = 0, publications = 0;
-    int fetches = 0, updates = 0, parks = 0; // of an offloaded bucket: as many as chunks
+    int fetches = 0, updates = 0, parks = 0; // an offloaded bucket has one of each for every chunk
 };
 
-// Gradients are whole before NORM, updates come after it, publications after their update.
+// Check the order of the step's end: gradients are whole before NORM, updates come after NORM, and
+// publications come after their update. Counts the actions into `uses`.
 inline std::string check_end_order(const Plan& p, const Model& model,
                                    std::vector<BucketUses>& uses) {
-    // Walk the plan once and remember what has happened.
+    // Walk the plan once, and remember whether COUNT and NORM have run.
     bool counted = false, norm = false;
     for (const Action& a : p.actions) {
         std::string text = action_text(a, model);
@@ -137,7 +140,7 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         if (norm && (weights || a.op == Op::TIE || a.op == Op::REDUCE))
             return text + " comes after NORM";
 
-        // A layer adds to no gradient that has been summed.
+        // Refuse a layer that adds to a gradient which is summed over ranks already.
         for (int b : weights ? buckets_of(model, a.layer) : std::vector<int>{})
             if (uses[b].reductions && !reduced_each(p.layout, model, b))
                 return text + " adds to " + model.buckets[b].name + " after its REDUCE";
@@ -149,17 +152,20 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         case Op::COUNT: counted = true; break;
         case Op::NORM: norm = true; break;
         case Op::REDUCE: bucket.reductions++; break;
+
         // A tied gradient must be whole before other ranks add it to theirs.
         case Op::TIE:
             bucket.ties++;
             if (bucket.reductions) return text + " comes after its REDUCE";
             break;
-        // Updates need the norm, and publications need what the update has written.
+
+        // Updates need the norm, and publications need the weights that an update has written.
         case Op::UPDATE:
             if (!norm) return text + " comes before NORM";
             if (bucket.updates++ != std::max(a.chunk, 0))
                 return text + " is out of order";
             break;
+
         // State comes before its chunk's update, and leaves right behind it.
         case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
         case Op::PARK:
@@ -177,11 +183,12 @@ inline std::string check_end_order(const Plan& p, const Model& model,
     return counted ? "" : "the valid targets are never counted";
 }
 
-// Each bucket meets the end of the step as often as its layout asks, no more and no less.
+// Check that the end of the step updates, reduces, ties and publishes each bucket as often as the
+// layout asks for, no more and no less.
 inline std::string check_update(const Plan& p, const Model& model) {
     if (p.mode != Mode::TRAIN) return "";
 
-    // Check the order first, which counts the uses too.
+    // Check the order first: this counts the actions too.
     std::vector<BucketUses> uses(model.buckets.size());
     std::string wrong = check_end_order(p, model, uses);
     if (!wrong.empty()) return wrong;
@@ -189,13 +196,13 @@ inline std::string check_update(const Plan& p, const Model& model) {
     for (int b = 0; b < int(model.buckets.size()); b++) {
         const Bucket& bucket = model.buckets[b];
 
-        // Only what this rank trains is updated.
+        // Check that this rank updates the buckets that it trains, and no others.
         bool mine = bucket.trainable && bucket_is_mine(p.layout, model, b);
         if (mine != bool(uses[b].updates))
             return "bucket " + bucket.name +
                    (mine ? " is never updated" : " is updated, and is not trained here");
 
-        // Hold the counts against the layout: a missing sum and a double one are both wrong.
+        // Compare the counts with the layout: a missing sum and a double one are both wrong.
         int reductions = reduced_each(p.layout, model, b) ? p.micro_batches : 1;
         if (!mine || !is_reduced(p.layout, model, b))
             reductions = 0;
@@ -204,6 +211,8 @@ inline std::string check_update(const Plan& p, const Model& model) {
                 wrong = "bucket " + bucket.name + what + std::to_string(found) + " times, not " +
                         std::to_string(wanted);
         };
+
+        // An offloaded bucket has one update, one fetch and one park for each of its chunks.
         int chunks = mine ? offload_chunks(p, model, b) : 0;
         times(uses[b].updates, mine ? std::max(chunks, 1) : 0, " is updated ");
         times(uses[b].fetches, chunks, " has its state fetched ");
@@ -216,7 +225,8 @@ inline std::string check_update(const Plan& p, const Model& model) {
     return "";
 }
 
-// As many stages keep their activations at once as the schedule says; one where nothing is trained.
+// Check that no more stages keep their activations at once than the schedule says. Without training
+// only one stage may do so at a time.
 inline std::string check_live(const Plan& p, const Model& model) {
     size_t peak = 0, allowed = 1;
     bool trains = p.mode == Mode::TRAIN;
@@ -225,13 +235,13 @@ inline std::string check_live(const Plan& p, const Model& model) {
         allowed = size_t(peak_live(all[p.layout.pp.rank]));
     }
 
-    // Walk the plan: a stage lives from its first forward layer to its last backward one.
+    // Walk the plan. A stage lives from its first forward layer to its last backward layer.
     std::set<std::pair<int, int>> live; // (micro-batch, stage)
     for (const Action& a : p.actions) {
         if (a.layer < 0) continue;
         int stage = stage_of(p.layout, model, a.layer);
 
-        // The first layer of a stage begins its life; in training the same layer ends it.
+        // The first layer of a stage begins its life. In training its backward pass ends it.
         bool first = a.layer == first_layer(p.layout, model, stage);
         bool last = a.layer + 1 == first_layer(p.layout, model, stage + 1);
         if (a.op == Op::F && first)
@@ -245,7 +255,7 @@ inline std::string check_live(const Plan& p, const Model& model) {
            std::to_string(allowed);
 }
 
-// Each stage's outputs for other ranks are sent once.
+// Check that each stage sends its outputs for other ranks once.
 inline std::string check_sends(const Plan& p, const Model& model) {
     // Count the sends of each datum.
     std::map<Data, int> sent;
@@ -258,10 +268,11 @@ inline std::string check_sends(const Plan& p, const Model& model) {
         return data_text(d, model) + " is sent " + std::to_string(sent[d]) + " times, not once";
     };
 
+    // Look for each datum that a stage of this rank must send.
     const Axis& pp = p.layout.pp;
     for (int m = 0; m < p.micro_batches && pp.size > 1; m++)
         for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
-            // Forward sends the stage's output, backward the gradient of its input.
+            // Forward sends the stage's output, and backward sends the gradient of its input.
             std::string wrong;
             int begin = first_layer(p.layout, model, s), end = first_layer(p.layout, model, s + 1);
             if (s + 1 < p.layout.stages())
@@ -273,7 +284,7 @@ inline std::string check_sends(const Plan& p, const Model& model) {
     return "";
 }
 
-// All checks of one rank's plan; the first that fails speaks.
+// Run all checks of one rank's plan, and return the first sentence that is not empty.
 inline std::string plan_check(const Plan& p, const Model& model) {
     for (auto check : {check_order, check_data, check_sends, check_update, check_live}) {
         std::string wrong = check(p, model);
@@ -283,9 +294,10 @@ inline std::string plan_check(const Plan& p, const Model& model) {
 }
 
 // ----------------------------------------------------------------------------
-// the check of a pipeline's plans together: what no rank can see alone
+// the check of all plans of a pipeline together, for mistakes that no rank can see alone
 
-// A plan as the proof of pipeline.h sees it: groups of messages, each with the slot that follows.
+// A plan in the form that the proof of pipeline.h takes: groups of messages, each with the slot of
+// computation that follows it.
 inline std::vector<ScheduleStep> message_steps(const Plan& p, const Model& model) {
     std::vector<ScheduleStep> steps;
     size_t named = 0; // steps whose slot is known
@@ -294,13 +306,13 @@ inline std::vector<ScheduleStep> message_steps(const Plan& p, const Model& model
             steps.push_back({false, {}, a.transfers});
         if (!computes(a.op)) continue;
 
-        // Name the slot as pipeline.h does; recomputation counts as part of the backward.
+        // Name the slot as pipeline.h does. Recomputation counts as part of the backward pass.
         SlotOp op = a.op == Op::F   ? SlotOp::F
                     : a.op == Op::I ? SlotOp::I
                     : a.op == Op::W ? SlotOp::W
                                     : SlotOp::B;
 
-        // Messages without a slot of their own belong to the one that follows.
+        // Give the slot to all groups of messages that stand before it and have none yet.
         for (; named < steps.size(); named++) {
             steps[named].has_slot = true;
             steps[named].slot = {op, a.micro, stage_of(p.layout, model, a.layer)};
@@ -309,11 +321,11 @@ inline std::vector<ScheduleStep> message_steps(const Plan& p, const Model& model
     return steps;
 }
 
-// Messages pair in order, and all end although sends wait for receives. Where the whole pipeline
-// meets, at the gradient norm and a tied table's two gradients, no message follows. Ranks of other
-// pipelines have the same plans: a rank meets them at the same actions.
+// Check that messages pair in order, and that all of them end even if each send waits for its
+// receive. At NORM and TIE ranks of the pipeline meet, and no message may follow. Ranks of other
+// pipelines have the same plans, so they meet this one's ranks at the same actions.
 inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& model) {
-    // Look at each rank: messages, norms, and the order of its ties.
+    // Look at each rank's messages and norms, and at the order of its ties.
     PerRank<ScheduleStep> steps;
     std::vector<std::vector<int>> ties(ranks.size()); // the buckets, in order
     for (size_t r = 0; r < ranks.size(); r++) {
@@ -326,7 +338,8 @@ inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& m
             if (a.op == Op::SENDRECV && (norms || !ties[r].empty()))
                 return rank + ": " + action_text(a, model) + " comes after what ranks do together";
         }
-        // A rank that takes part less often than the others would keep them waiting.
+
+        // A rank that takes part in fewer norms than the others would keep them waiting for ever.
         if (norms != (ranks[r].mode == Mode::TRAIN))
             return rank + " takes part in the gradient norm " + std::to_string(norms) + " times";
         steps.push_back(message_steps(ranks[r], model));
@@ -340,7 +353,7 @@ inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& m
     return wrong.empty() ? deadlock_in(steps, waits, run_steps(steps, waits)) : wrong;
 }
 
-// Every rank's plan, and all of them together.
+// Check every rank's plan, then all of them together.
 inline std::string plans_check(const std::vector<Plan>& ranks, const Model& model) {
     for (size_t r = 0; r < ranks.size(); r++) {
         std::string wrong = plan_check(ranks[r], model);

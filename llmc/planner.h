@@ -1,18 +1,18 @@
 // planner.h - time and memory of any layout in closed form, thousands of them in a blink
 //   t_r = F + B + R of a rank's layers, m micro-batches, v chunks, p stages of the pipeline
 //     step     m max t_r + (sum t_r - max t_r) / v  + 2 v m messages  + data parallelism + update
-//     chunks   m max t_r becomes the sum over a rank's turns, F of one chunk and B of another, of
-//              the slowest rank's: a long stage holds up all ranks in its turn
-//     ZB-H1    fills two thirds of that bubble with weight gradients
-//     ZeRO     0, 1: a rank's sums hide behind its last backward pass; 2, 3: behind every one, and
-//              ZB-H1's behind its weight halves; the last of a stage holds up the message behind it
-//              3: a layer's weights come while the layer before it runs
+//     chunks   m max t_r becomes a sum over turns, each F of one chunk and B of another on the
+//              slowest rank: a long stage holds up all ranks in its turn
+//     ZB-H1    fills 60% of that bubble, the middle term, with weight gradients
+//     ZeRO     0, 1: a rank's sums hide behind its last backward pass. 2, 3: sums hide behind every
+//              backward pass, in ZB-H1 behind every weight half; a stage's last sum delays the
+//              message behind it. 3: a layer's weights arrive while the layer before it runs.
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
-//              most that one layer needs while it runs
-//   The prices of a layer are the simulator's (cost.h), its bytes are the arena's (sizes.h); both
-//   are asked once for all layouts that share them. What is left out is how actions meet: so the
-//   best few are simulated and placed before anybody believes them. test_planner says how far off
-//   the closed form is.
+//              peak that one layer needs while it runs
+//   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
+//   once for all layouts that share the answer. The closed form leaves out how actions wait for
+//   each other, so the best few layouts are simulated and placed before anybody believes them.
+//   test_planner says how far off the closed form is.
 //   Cost: a microsecond a layout, some milliseconds for each new size of tp, ep or pipeline.
 #pragma once
 #include <numeric>
@@ -24,40 +24,40 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // layers
 
-// A layer for a micro-batch.
+// One layer's time and bytes for one micro-batch.
 struct LayerEstimate {
     // Seconds.
     double forward = 0;
     double backward = 0;
     double redone = 0;
-    double weights = 0; // the backward pass's weight half, where the two run apart
+    double weights = 0; // the weight half of `backward`, for schedules that run it apart
 
-    // Bytes that wait for the input half of its backward pass, and for the weight half.
+    // Bytes kept until the input half of the backward pass, and until its weight half.
     double kept_b = 0;
     double kept_w = 0;
-    // Bytes that the input half leaves to the weight half.
+    // Bytes that the input half hands to the weight half.
     double gradient_w = 0;
-    // Bytes that it needs while it runs.
+    // Bytes needed only while the layer runs.
     double passing = 0;
 
     double seconds() const { return forward + backward + redone; }
 };
 
-// A layer's buckets.
+// The sum over one layer's buckets.
 struct BucketEstimate {
-    // Bytes for the whole run, and while the layer runs.
+    // Bytes that last for the whole run, and bytes needed while the layer runs.
     double lasting = 0;
     double passing = 0;
 
-    // Seconds of a gradient's sum, of a gather of weights, and of the update.
+    // Seconds to reduce the gradients, to gather the weights, and to update.
     double reduce = 0;
     double gather = 0;
     double update = 0;
 };
 
-// Estimates that layouts share: those that agree in the numbers of a key.
+// Estimates that layouts share: those with equal keys share an entry.
 template <typename T, typename S> struct Planner {
-    Shape shape; // with_logits()
+    Shape shape; // as with_logits() returns it
     CostModel cost;
     S where;
     std::map<std::vector<int>, Model> models;                        // by tp, ep
@@ -65,9 +65,10 @@ template <typename T, typename S> struct Planner {
     std::map<std::vector<int>, std::vector<BucketEstimate>> buckets; // [layer]
 };
 
+// Return the model of a layout, made at most once for each tp and ep.
 template <typename T, typename S>
 const Model& model_of(Planner<T, S>& planner, const Layout& layout) {
-    // Rank 0's pieces are as large as anybody's.
+    // Take the pieces of the layout's rank for all: no rank has larger ones.
     std::vector<int> key = {layout.tp.size, layout.ep};
     auto found = planner.models.find(key);
     if (found == planner.models.end())
@@ -75,10 +76,11 @@ const Model& model_of(Planner<T, S>& planner, const Layout& layout) {
     return found->second;
 }
 
+// Estimate one layer for one micro-batch.
 template <typename T, typename S>
 LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const Model& model,
                              int layer) {
-    // Time: a head runs in its backward pass alone.
+    // Time: the head runs entirely in its backward pass.
     LayerEstimate e;
     const CostModel& c = planner.cost;
     auto seconds = [&](Op op) { return total_of(layer_seconds(c, p, model, {op, 0, layer})); };
@@ -88,7 +90,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     e.redone = redoes ? seconds(Op::R) : 0;
     e.weights = model.is_block(layer) ? seconds(Op::W) : 0;
 
-    // Memory: the stream into a layer stays until its backward pass.
+    // Memory: a layer's input stays until its backward pass.
     auto bytes = [&](Kind kind) {
         return double(data_bytes<T>(p, model, {kind, layer}, planner.where));
     };
@@ -102,12 +104,14 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     return e;
 }
 
-// All layers' estimates. Layers of one kind are alike: with or without experts, and by window.
+// Return the estimates of all layers, made at most once for each key. Blocks of one kind are alike:
+// with or without experts, and by window.
 template <typename T, typename S>
 const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& p) {
     const Layout& l = p.layout;
     const Machine& machine = planner.cost.machine;
-    // Sizes say the bytes and the work, neighbours in a node the messages.
+
+    // The sizes decide the bytes and the work; ranks in the same node decide the speed of messages.
     std::vector<int> key = {l.tp.size, l.cp.size, l.ep, l.sequence_parallel, int(p.B)};
     key.push_back(int(p.recompute.of(1)));
     for (auto axis : {&Layout::tp, &Layout::cp, &Layout::dp})
@@ -115,7 +119,7 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     auto [entry, fresh] = planner.layers.insert({key, {}});
     if (!fresh) return entry->second;
 
-    // Ask once for each kind of block, and for both ends.
+    // Estimate each kind of block once, and both ends of the model.
     const Model& model = model_of(planner, l);
     std::map<std::pair<bool, size_t>, LayerEstimate> kinds;
     for (int layer = 0; layer < model.layers(); layer++) {
@@ -131,11 +135,11 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     return entry->second;
 }
 
-// A layer's own buckets; a tied table counts to the embedding, and to a head on another stage.
+// Estimate one layer's own buckets.
+// A tied table counts for the embedding, and again for a head on another stage.
 template <typename T, typename S>
 BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, const Model& model,
                                 int layer) {
-    // A frozen bucket has weights alone.
     BucketEstimate e;
     const CostModel& c = planner.cost;
     int states = int(optimizer_row(p.optimizer).states.size());
@@ -143,6 +147,8 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         auto bytes = [&](Kind kind) {
             return double(data_bytes<T>(p, model, {kind, b}, planner.where));
         };
+
+        // Count the weights, which frozen buckets have too.
         const Bucket& bucket = model.buckets[b];
         e.lasting += bytes(Kind::WEIGHT);
         if (p.layout.zero == 3) e.passing += bytes(Kind::GATHERED);
@@ -150,7 +156,7 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         e.gather += links.shard.all_gather(double(whole_elements(p.layout, bucket)) * c.element);
         if (!bucket.trainable) continue;
 
-        // Frozen buckets have nothing of these.
+        // Count what only trainable buckets have.
         e.lasting += bytes(Kind::GRAD) + bytes(Kind::MASTER) + states * bytes(Kind::STATE);
         e.lasting += bucket.tied() ? bytes(Kind::GRAD_TIED) : 0;
         e.passing += p.layout.zero >= 2 ? bytes(Kind::PARTIAL) : 0;
@@ -161,18 +167,19 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
     return e;
 }
 
+// Return the estimates of all layers' buckets, made at most once for each key.
 template <typename T, typename S>
 const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Plan& p) {
     const Layout& l = p.layout;
     const Machine& machine = planner.cost.machine;
-    // Buckets know nothing of micro-batches.
+    // Buckets do not depend on micro-batches.
     std::vector<int> key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size};
     for (auto axis : {&Layout::cp, &Layout::dp})
         key.push_back(axis_in_node(l, machine, axis));
     auto [entry, fresh] = planner.buckets.insert({key, {}});
     if (!fresh) return entry->second;
 
-    // Blocks with experts differ from others in their buckets.
+    // Blocks with experts have other buckets than blocks without.
     const Model& model = model_of(planner, l);
     std::map<int, BucketEstimate> kinds; // 0: a block without experts
     for (int layer = 0; layer < model.layers(); layer++) {
@@ -187,17 +194,18 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
 // ----------------------------------------------------------------------------
 // a rank, a pipeline
 
+// The result for one layout.
 struct Estimate {
     double seconds = 0; // of a step
     double bytes = 0;   // of the fullest rank
     int fullest = 0;    // its place in the pipeline
 };
 
-// Stages whose activations live at once on a pipeline rank, before the input half and before the
-// weight half of their backward passes (pipeline.h's table).
+// How many stages have live activations on a pipeline rank, waiting for the input half (b) and for
+// the weight half (w) of their backward passes: the table in pipeline.h.
 struct LiveStages { double b, w; };
 inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank) {
-    // A chunk is a stage: of 1F1B a rank has one.
+    // Each chunk is a stage; in 1F1B a rank has one.
     int pp = layout.pp.size;
     int v = layout.chunks;
     int m = micro_batches;
@@ -210,28 +218,30 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
     return {v * waits, double(v * std::min(m, pp))};
 }
 
-// A rank's part of a micro-batch, and of a step's end.
+// One rank's share of a micro-batch, and of the end of the step.
 struct RankEstimate {
     double bytes = 0;
 
-    // Seconds of a micro-batch: all of it, its backward pass, and what ZeRO-2 and 3 do not hide.
+    // Seconds of a micro-batch: in total, its backward pass,
+    // and the part of ZeRO-2's and 3's collectives that nothing hides.
     double seconds = 0;
     double backward = 0;
     double exposed = 0;
-    // A stage's last sum, behind which messages wait.
+    // Seconds of a stage's last sum, which delays messages.
     double delay = 0;
-    // The same by chunk.
+    // Seconds by chunk; empty if there is only one.
     std::vector<double> chunk_forward = {}, chunk_backward = {};
 
-    // Seconds of the step's end.
+    // Seconds at the end of the step.
     double reduce = 0;
     double gather = 0;
     double update = 0;
 };
 
-// Seconds that a layer adds to a micro-batch because its weights or its gradient's sum take longer
-// than what they hide behind: weights come while the layer before runs, sums run beside the next
-// backward pass, or where that is split beside the next weight half.
+// Return the seconds that a layer adds to a micro-batch because its collectives take longer than
+// the compute that hides them. Its weights arrive while the layer before it runs. Its gradient is
+// summed beside the next backward pass or, if that is split, beside the next weight half.
+// This layer's times stand for its neighbours'.
 inline double exposed_seconds(const Layout& layout, const LayerEstimate& e,
                               const BucketEstimate& b) {
     double gather = layout.zero == 3 ? b.gather : 0;
@@ -244,6 +254,7 @@ inline double exposed_seconds(const Layout& layout, const LayerEstimate& e,
            std::max(0.0, reduce - e.weights);
 }
 
+// Estimate a pipeline rank: its bytes, and its seconds.
 inline RankEstimate estimate_rank(const Plan& p, const Model& model,
                                   const std::vector<LayerEstimate>& layers,
                                   const std::vector<BucketEstimate>& buckets, int rank) {
@@ -252,7 +263,7 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
     RankEstimate r;
     double kept = 0;
     double passing = 0;
-    double next = 0; // of another layer's buckets
+    double next = 0; // bytes of another layer's buckets
 
     // Add up the layers of its stages.
     for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
@@ -267,7 +278,7 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             r.seconds += e.seconds();
             r.backward += backward;
 
-            // A head on the embedding's rank has its table already.
+            // A tied head on the embedding's rank uses the table that is there already.
             bool tied_here = l == model.head() && model.shape.tied && rank == 0;
             double once = tied_here ? 0 : 1;
             r.bytes += once * b.lasting;
@@ -275,7 +286,8 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             r.gather += once * b.gather;
             r.update += once * b.update;
 
-            // Activations of all micro-batches in flight, and what this layer alone needs.
+            // Add the activations of all micro-batches in flight,
+            // and take the peak of what one layer needs.
             kept += live.b * e.kept_b;
             kept += live.w * e.kept_w;
             kept += (live.w - live.b) * e.gradient_w;
@@ -286,7 +298,8 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             backward_here += backward;
         }
 
-        // Backward passes end with the stage's first layer; behind weight halves no message waits.
+        // A stage's backward passes end with its first layer.
+        // No message waits behind weight halves.
         bool waits = layout.zero >= 2 && layout.pipeline != Pipeline::ZERO_BUBBLE;
         if (waits && from < to) r.delay = std::max(r.delay, buckets[size_t(from)].reduce);
         if (layout.chunks == 1) continue;
@@ -294,16 +307,16 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
         r.chunk_backward.push_back(backward_here);
     }
 
-    // In ZeRO-3 the next layer's weights are there as well, in ZeRO-2 the last one's gradients.
+    // Add the next layer's weights, which ZeRO-3 also holds, or the last one's gradient, in ZeRO-2.
     r.bytes += kept / layout.chunks + passing;
     if (layout.zero >= 2) r.bytes += next;
     return r;
 }
 
-// A layout's step and its fullest rank. The layout has its stages.
+// Estimate a layout's step, and its fullest rank. The layout must have its stages.
 template <typename T, typename S>
 Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const PlanOptions& options) {
-    // A plan without actions, for the prices of layers and buckets.
+    // Make a plan without actions, to ask for the prices of layers and buckets.
     Plan p;
     static_cast<PlanOptions&>(p) = options;
     p.layout = layout;
@@ -311,23 +324,29 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
     const Model& model = model_of(planner, layout);
     const std::vector<LayerEstimate>& layers = layers_of(planner, p);
     const std::vector<BucketEstimate>& buckets = buckets_for(planner, p);
+
+    // Seconds of a micro-batch over ranks: the sum, the slowest, the longest delay of a message.
     double sum = 0;
     double most = 0;
     double delay = 0;
-    std::vector<double> turns(size_t(layout.chunks)); // the slowest rank's
-    double tail = 0; // of the step, behind the last micro-batch
+    std::vector<double> turns(size_t(layout.chunks)); // each turn's slowest rank
+    double tail = 0; // seconds of the step behind the last micro-batch
     int m = options.micro_batches;
     int pp = layout.pp.size;
     int v = layout.chunks;
 
-    // The slowest rank sets the pace; what its sums do not hide behind comes on top.
+    // The slowest rank sets the pace. Collectives that nothing hides come on top.
     for (int rank = 0; rank < pp; rank++) {
         RankEstimate r = estimate_rank(p, model, layers, buckets, rank);
         double seconds = r.seconds + r.exposed;
-        // Once a step, ZeRO 0 and 1 sum behind the last backward pass; a rest is always seen.
+
+        // ZeRO 0 and 1 sum once a step, behind the last backward pass;
+        // at least 1/32 of it stays visible.
         double sums = std::max(r.reduce - r.backward, r.reduce / 32);
         if (layout.zero >= 2) sums = 0;
         double publish = layout.zero == 1 || layout.zero == 2 ? r.gather : 0;
+
+        // Keep the slowest and the fullest rank.
         sum += seconds;
         most = std::max(most, seconds);
         delay = std::max(delay, pp > 1 ? r.delay : 0);
@@ -340,8 +359,8 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
         e.bytes = std::max(e.bytes, r.bytes);
     }
 
-    // Each stage waits for a message in and one back; every other one that goes back, about, is
-    // late by the sum before it.
+    // Each stage waits for one message in and one back. About every other message that goes back is
+    // delayed by the sum before it.
     Action exchange = {Op::SENDRECV};
     exchange.transfers.resize(1);
     double message = pp > 1 ? exchange_seconds(planner.cost, p, model, exchange) : 0;

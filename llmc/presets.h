@@ -4,7 +4,7 @@
 
 namespace llmc {
 
-// GPT-NeoX: GPT-2's block, whose branches are parallel and whose heads turn by a quarter.
+// GPT-NeoX: GPT-2's block with parallel branches; RoPE rotates a quarter of each head.
 inline Shape neox_shape(size_t L, size_t NH, size_t C, size_t V, size_t P = 2048) {
     Shape s = gpt2_shape(L, NH, C, V, P);
     s.family = Family::NEOX, s.hf_type = "gpt_neox", s.position = Position::ROPE;
@@ -19,20 +19,21 @@ inline Shape llama31_shape(size_t L, size_t NH, size_t C, size_t F) {
     return s;
 }
 
+// Qwen2 has biases on q, k and v.
 inline Shape qwen2_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
     Shape s = llama_shape(L, NH, NKV, C, F, 151936, 32768, 1000000);
     s.hf_type = "qwen2", s.qkv_bias = true, s.tied = true, s.norm_eps = 1e-6f;
     return s;
 }
 
-// Qwen3's heads are wider than C / NH.
+// Qwen3 normalises q and k, and its heads are wider than C / NH.
 inline Shape qwen3_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
     Shape s = llama_shape(L, NH, NKV, C, F, 151936, 40960, 1000000);
     s.hf_type = "qwen3", s.qk_norm = true, s.tied = true, s.HS = 128, s.norm_eps = 1e-6f;
     return s;
 }
 
-// The variants of Llama by model_type. Heads have HS channels where C / NH is another size.
+// A variant of Llama, by its model_type. Give HS where heads do not have C / NH channels.
 inline Shape variant_shape(const char* type, Shape s, bool tied, float norm_eps, size_t HS = 0) {
     set_variant(s, type);
     s.hf_type = type;
@@ -41,15 +42,16 @@ inline Shape variant_shape(const char* type, Shape s, bool tied, float norm_eps,
     return s;
 }
 
-// Gemma's scores are over the root of 256. Every so many blocks one sees all keys.
+// Gemma divides scores by the root of 256. One block in `full_every` sees all keys, the
+// others a window.
 inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t full_every) {
-    // Heads are 256 wide, whatever the channels are.
+    // Heads have 256 channels, whatever C is.
     s = variant_shape(type, s, true, 1e-6f, 256);
     s.score_scalar = 256, s.sliding_window = window, s.full_every = full_every;
     return s;
 }
 
-// Softcaps hold scores and logits; every second block sees all.
+// Gemma 2 caps scores and logits. Every second block sees all keys.
 inline Shape gemma2_2b() {
     Shape s = llama_shape(26, 8, 4, 2304, 9216, 256000, 8192, 10000);
     s = gemma_shape("gemma2", s, 4096, 2);
@@ -57,7 +59,7 @@ inline Shape gemma2_2b() {
     return s;
 }
 
-// Blocks with a window turn by a base of their own.
+// In Gemma 3 the blocks with a window have a RoPE base of their own.
 inline Shape gemma3_1b() {
     Shape s = llama_shape(26, 4, 1, 1152, 6912, 262144, 32768, 1000000);
     s = gemma_shape("gemma3_text", s, 512, 6);
@@ -65,7 +67,7 @@ inline Shape gemma3_1b() {
     return s;
 }
 
-// Every fourth block knows no positions.
+// SmolLM3 has no RoPE in every fourth block.
 inline Shape smollm3_3b() {
     Shape s = llama_shape(36, 16, 4, 2048, 11008, 128256, 65536, 5000000);
     s = variant_shape("smollm3", s, true, 1e-6f);
@@ -74,13 +76,13 @@ inline Shape smollm3_3b() {
 }
 
 
-// The norms stand behind the branches.
+// OLMo-2 normalises the outputs of its branches instead of the inputs.
 inline Shape olmo2_7b() {
     Shape s = llama_shape(32, 32, 32, 4096, 11008, 100352, 4096, 500000);
     return variant_shape("olmo2", s, false, 1e-6f);
 }
 
-// Every Phi-3 mini has a window; the paper's is 2048 wide, the files say 2047.
+// Every Phi-3 mini has a window. The paper says 2048 wide, the files 2047.
 inline Shape phi3_mini() {
     Shape s = llama_shape(32, 32, 32, 3072, 8192, 32064, 4096, 10000);
     s = variant_shape("phi3", s, false, 1e-5f);
@@ -88,39 +90,41 @@ inline Shape phi3_mini() {
     return s;
 }
 
-// GPT-3 is GPT-2 with 2048 positions. Heads fill the channels: of the paper's 24 heads in XL, 128
-// wide, 16 do; its 13B has 5140 channels, which 40 heads of 128 do not fill.
+// GPT-3 is GPT-2 with 2048 positions. Here heads must fill the channels: the paper's XL has 24
+// heads of 128 channels, of which only 16 fit; its 13B has 5140 channels, which 40 heads of 128
+// do not fill.
 inline Shape gpt3_shape(size_t L, size_t NH, size_t C) { return gpt2_shape(L, NH, C, 50257, 2048); }
 
-// A Llama whose blocks have E experts of F channels, of which a token goes through K.
+// A Llama whose blocks have E experts of F channels; each token goes through K of them.
 inline Shape mixtral_shape(Shape s, size_t E, size_t K, size_t F) {
-    // The norms of q and k tell the classes apart.
+    // The kind of norm on q and k tells the model classes apart.
     s.family = Family::MIXTRAL;
     s.hf_type = !s.qk_norm ? "mixtral" : s.whole_qk_norm ? "olmoe" : "qwen3_moe";
     s.E = E, s.K = K, s.F = F;
     return s;
 }
 
-// Qwen3's experts come with a head of its own.
+// Qwen3-MoE has an untied head.
 inline Shape qwen3_moe_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
-    // Eight of 128, at every size.
+    // A token goes through 8 of 128 experts, at every size.
     Shape s = mixtral_shape(qwen3_shape(L, NH, NKV, C, F), 128, 8, F);
     s.tied = false;
     return s;
 }
 
-// Four of 60 experts and a shared one, which every token weighs; biases as Qwen2.
+// Qwen1.5-MoE: 4 of 60 experts, and a shared one that every token weights by a gate. Biases
+// as in Qwen2.
 inline Shape qwen15_moe() {
     Shape s = mixtral_shape(llama_shape(24, 16, 16, 2048, 0, 151936, 8192, 1000000), 60, 4, 1408);
-    // Gates are the softmax's own; the shared expert is as wide as the four.
+    // The gates are the softmax's own. The shared expert is as wide as the four chosen ones.
     s.hf_type = "qwen2_moe", s.qkv_bias = true, s.norm_eps = 1e-6f;
     s.router = Router::SOFTMAX, s.shared_F = 5632, s.shared_gate = true;
     return s;
 }
 
-// OLMoE's norms of q and k span all heads, and its gates are the softmax's own.
+// OLMoE's norms of q and k span all heads. Its gates are the softmax's own.
 inline Shape olmoe_1b_7b() {
-    // The ffn's width follows below, with the experts.
+    // The ffn's width is 0 here; the experts' follows below.
     Shape s = llama_shape(16, 16, 16, 2048, 0, 50304, 4096, 10000);
     set_variant(s, "olmoe");
     s = mixtral_shape(s, 64, 8, 1024);
@@ -128,8 +132,8 @@ inline Shape olmoe_1b_7b() {
     return s;
 }
 
-// DeepSeek: latents of DQ (0: none) and DC channels, heads of `plain` channels and of `rotary` that
-// turn, values of HS_v; W: the width of the first blocks' ffn.
+// The sizes of DeepSeek's attention: latents of DQ (0: none) and DC channels; heads of `plain`
+// channels and `rotary` ones, which RoPE rotates; values of HS_v.
 struct LatentSizes {
     size_t DQ;
     size_t DC;
@@ -137,6 +141,8 @@ struct LatentSizes {
     size_t rotary;
     size_t HS_v;
 };
+
+// A DeepSeek. W is the width of the ffn in the first blocks, which have no experts.
 inline Shape deepseek_shape(const char* type, Shape s, LatentSizes d, size_t W) {
     s.family = Family::DEEPSEEK;
     s.hf_type = type;
@@ -152,7 +158,8 @@ inline Shape deepseek_shape(const char* type, Shape s, LatentSizes d, size_t W) 
     return s;
 }
 
-// Experts behind the first blocks: F channels each, those of every token beside them.
+// Add experts after the first `dense` blocks: E experts of F channels, and `shared` ones
+// for every token.
 inline Shape with_experts(Shape s, size_t dense, size_t E, size_t K, size_t F, size_t shared) {
     s.dense_first = dense;
     s.E = E;
@@ -163,16 +170,16 @@ inline Shape with_experts(Shape s, size_t dense, size_t E, size_t K, size_t F, s
     return s;
 }
 
-// YaRN to 163840 positions, whose scores grow by the square of `mscale`'s size.
+// YaRN to 163840 positions. Scores are multiplied by the square of the size that `mscale` gives.
 inline Shape deepseek_yarn(Shape s, double mscale) {
     s.rope_scaling = {40, 1, 4, 4096, RopeKind::YARN};
-    // A product of a query and a key is over a root.
+    // Scores are divided by the root of score_scalar, hence the fourth power.
     double size = 0.1 * mscale * std::log(40.0) + 1;
     s.score_scalar = double(s.HS) / std::pow(size, 4);
     return s;
 }
 
-// No latent of queries, and no groups.
+// Without a latent for queries, and without groups of experts.
 inline Shape deepseek_v2_lite() {
     Shape s = llama_shape(27, 16, 16, 2048, 0, 102400, 163840, 10000);
     s = deepseek_shape("deepseek_v2", s, {0, 512, 128, 64, 128}, 10944);
@@ -180,18 +187,19 @@ inline Shape deepseek_v2_lite() {
     return deepseek_yarn(s, 0.707);
 }
 
+// With a latent for queries, and experts in groups.
 inline Shape deepseek_v2() {
     Shape s = llama_shape(60, 128, 128, 5120, 0, 102400, 163840, 10000);
     s = deepseek_shape("deepseek_v2", s, {1536, 512, 128, 64, 128}, 12288);
     s = with_experts(s, 1, 160, 6, 1536, 2);
     s.gate_scale = 16;
-    // A token's experts are in three groups of eight.
+    // A token's experts come from three of eight groups.
     s.expert_groups = 8;
     s.kept_groups = 3;
     return deepseek_yarn(s, 0.707);
 }
 
-// Sigmoid's router, whose choice has a bias.
+// With a router of sigmoids, whose choice has a bias.
 inline Shape deepseek_v3() {
     Shape s = llama_shape(61, 128, 128, 7168, 0, 129280, 163840, 10000);
     s = deepseek_shape("deepseek_v3", s, {1536, 512, 128, 64, 128}, 18432);
@@ -199,21 +207,23 @@ inline Shape deepseek_v3() {
     s.router = Router::SIGMOID;
     s.choice_bias = true;
     s.gate_scale = 2.5f;
-    // A token's experts are in four groups of eight.
+    // A token's experts come from four of eight groups.
     s.expert_groups = 8;
     s.kept_groups = 4;
     return deepseek_yarn(s, 1);
 }
 
-// A name that --model takes, and what --help says of it.
+// A name that --model takes, and what --help says about it.
 struct Preset {
     const char* name;
     Shape shape;
     const char* help;
 };
 
+// All presets, one row each.
 inline std::vector<Preset> model_presets() {
     return {
+        // Tiny models over bytes.
         {"tiny", gpt2_shape(4, 4, 128, 256, 1024), "GPT-2 of 0.9M parameters over bytes"},
         {"tiny-llama", llama_shape(4, 4, 2, 128, 352, 256, 1024, 10000),
          "Llama of 0.8M parameters over bytes"},
@@ -222,6 +232,8 @@ inline std::vector<Preset> model_presets() {
         {"tiny-mla", deepseek_shape("deepseek_v3", llama_shape(4, 4, 4, 128, 0, 256, 1024, 10000),
                                     {48, 32, 32, 16, 32}, 352),
          "DeepSeek's latent attention, 0.8M parameters over bytes"},
+
+        // OpenAI's models.
         {"gpt2", gpt2_shape(12, 12, 768), "124M"},
         {"gpt2-medium", gpt2_shape(24, 16, 1024), "350M"},
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
@@ -234,6 +246,8 @@ inline std::vector<Preset> model_presets() {
         {"gpt3-6.7b", gpt3_shape(32, 32, 4096), "6.7B"},
         {"gpt3-13b", gpt3_shape(40, 40, 5120), "13B"},
         {"gpt3-175b", gpt3_shape(96, 96, 12288), "175B"},
+
+        // Llama, Qwen and OLMo.
         {"tinyllama-1.1b", llama_shape(22, 32, 4, 2048, 5632, 32000, 2048, 10000),
          "TinyLlama 1.1B"},
         {"llama2-7b", llama_shape(32, 32, 32, 4096, 11008, 32000, 4096, 10000), "Llama 2 7B"},
@@ -246,6 +260,8 @@ inline std::vector<Preset> model_presets() {
         {"qwen3-0.6b", qwen3_shape(28, 16, 8, 1024, 3072), "Qwen3 0.6B"},
         {"qwen3-1.7b", qwen3_shape(28, 16, 8, 2048, 6144), "Qwen3 1.7B"},
         {"olmo-2-7b", olmo2_7b(), "OLMo-2 7B"},
+
+        // GPT-NeoX.
         {"pythia-70m", neox_shape(6, 8, 512, 50304), "Pythia 70M"},
         {"pythia-160m", neox_shape(12, 12, 768, 50304), "Pythia 160M"},
         {"pythia-410m", neox_shape(24, 16, 1024, 50304), "Pythia 410M"},
@@ -254,10 +270,14 @@ inline std::vector<Preset> model_presets() {
         {"pythia-2.8b", neox_shape(32, 32, 2560, 50304), "Pythia 2.8B"},
         {"pythia-6.9b", neox_shape(32, 32, 4096, 50432), "Pythia 6.9B"},
         {"pythia-12b", neox_shape(36, 40, 5120, 50688), "Pythia 12B"},
+
+        // Further variants of Llama.
         {"smollm3-3b", smollm3_3b(), "SmolLM3 3B"},
         {"phi-3-mini", phi3_mini(), "Phi-3 mini 3.8B"},
         {"gemma-2-2b", gemma2_2b(), "Gemma 2 2B"},
         {"gemma-3-1b", gemma3_1b(), "Gemma 3 1B, text"},
+
+        // Mixtures of experts.
         {"mixtral-8x7b", mixtral_shape(llama_shape(32, 32, 8, 4096, 0, 32000, 32768, 1000000), 8, 2,
                                        14336), "Mixtral 8x7B"},
         {"olmoe-1b-7b", olmoe_1b_7b(), "OLMoE 7B, 1B of them active"},

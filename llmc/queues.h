@@ -1,15 +1,17 @@
 // queues.h - three queues of actions, and when one that was started must be finished
-//   Collectives and moves run beside what layers compute. finish_before() says for each action how
-//   long it may take; the executor waits there, and the arena's lives rely on it.
-//   Cost: actions squared, once for each plan.
+//   Collectives and moves run beside the computation of layers. finish_before() says how long each
+//   action may stay in flight: the executor waits at that place, and the arena's lifetimes rely on
+//   these waits.
+//   Cost: quadratic in the number of actions, once for each plan.
 #pragma once
 #include "access.h"
 
 namespace llmc {
 
-// Actions of one queue run in order; queues run beside each other.
-//   COMPUTE  over when the action returns     COMM  the plan's collectives
-//   MOVE     between tiers of memory
+// The queue that runs an action. Actions of one queue run in order; queues run beside each other.
+//   COMPUTE  layers and the end of the step: an action is over when it returns
+//   COMM     the plan's collectives
+//   MOVE     moves between tiers of memory
 enum class Queue : uint8_t { COMPUTE, COMM, MOVE };
 
 inline Queue queue_of(Op op) {
@@ -24,20 +26,20 @@ inline Queue queue_of(Op op) {
     }
 }
 
-// The actions before which a started one must have finished with its data.
+// The numbers of the actions before which a started action must have finished with its data.
 struct Finish {
-    int writes; // what it writes is there: an exchange has received
-    int reads;  // what it reads is free: an exchange has sent
+    int writes; // from here on its results are there: an exchange has received
+    int reads;  // from here on its operands are free: an exchange has sent
     int first() const { return std::min(writes, reads); }
 };
 
-// Whether two actions touch a common datum.
+// Whether two lists have a datum in common.
 inline bool meet(const std::vector<Data>& x, const std::vector<Data>& y) {
     return std::find_first_of(x.begin(), x.end(), y.begin(), y.end()) != x.end();
 }
 
-// Whether an action holds bytes until it is finished: it reads data that pass with the plan (a
-// stream to send, a micro-batch's gradient), or sends its own copy of a gradient.
+// Whether an action in flight keeps bytes of the arena from other data: it reads data that are not
+// persistent (a stream to send, a micro-batch's gradient), or sends its own copy of a gradient.
 inline bool holds_bytes(const Access& x) {
     auto passing = [](Data d) { return !persistent(d.kind); };
     auto copied = [](Data d) { return d.kind == Kind::SENT; };
@@ -51,14 +53,15 @@ inline bool all_ranks_meet(const Plan& p, const Model& model, const Action& a) {
     return tie || a.op == Op::NORM;
 }
 
-// For each action, when it must be finished: compute at once, others at the first action that
-//   - touches what it writes, or releases its bytes
+// For each action, the place in the plan where it must be finished. Compute finishes at once. A
+// collective or a move finishes at the end of the plan, or earlier, at the first action that
+//   - touches what it writes, or releases those bytes
 //   - overwrites what it reads
-//   - makes all ranks meet; moves are one rank's, and go on
-//   - is of its own kind, or with prefetch 0 any action, if it holds bytes: else the bytes of
-//     several would add up
-// and at the latest at the end of the plan. An exchange's halves, what it receives and what it
-// sends, finish apart. Tensor parallelism's sums are no actions: they wait for none of this.
+//   - makes all ranks meet (for collectives only: a move concerns one rank, and goes on)
+//   - has the same op, or with prefetch 0 at any next action, if it holds bytes: else the bytes of
+//     several actions in flight would add up
+// An exchange's two halves, its receives and its sends, finish apart. Tensor parallelism's sums are
+// no actions of the plan: they wait for none of this.
 inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
     int end = int(p.actions.size());
     std::vector<Access> touched;
@@ -75,12 +78,12 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
             continue;
         }
 
-        // A fetch reads another tier, and takes its room where it writes: several do not add up.
+        // A fetch reads another tier, and takes room only where it writes: several do not add up.
         bool holds = holds_bytes(x);
         bool adds_up = holds && a.op != Op::FETCH;
         bool apart = a.op == Op::SENDRECV && !x.reads.empty() && !x.writes.empty();
 
-        // Begin with the latest moment, the plan's end; later actions may ask for an earlier one.
+        // Begin with the latest place, the plan's end. Actions behind a may ask for an earlier one.
         Finish f = {end, end};
         auto open_until = [&] { return apart ? std::max(f.writes, f.reads) : f.first(); };
         for (int j = i + 1; j < open_until(); j++) {
@@ -89,7 +92,7 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
             bool meets = queue == Queue::COMM && all_ranks_meet(p, model, b);
             bool both = meets || (holds && p.layout.prefetch == 0);
 
-            // Look at what a writes, then at what it reads.
+            // Look at the data that a writes, then at the data that it reads.
             bool released = b.op == Op::RELEASE && a.bucket == b.bucket;
             bool used = meet(x.writes, y.reads) || meet(x.writes, y.writes);
             bool same_kind = adds_up && a.op == b.op;
@@ -99,7 +102,7 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
                 f.reads = std::min(f.reads, j);
         }
 
-        // Only an exchange has halves that finish apart.
+        // Finish both halves together, unless the action is an exchange.
         if (!apart)
             f = {f.first(), f.first()};
         finish.push_back(f);

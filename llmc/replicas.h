@@ -1,14 +1,16 @@
 // replicas.h - weights that several ranks hold, compared by sums that know no order
 //   sum of a range = sum over its elements of mix(i, bits) mod 2^64     i: in the whole parameter
-//   Every bit of an element changes every bit of its term, so one flipped bit is another sum, and
-//   ranges add up in any order: of pieces, of shards, of a whole parameter in any layout.
-//   1. replicas_differ   each rank sums what it keeps of each weight, master and moment; ranks that
-//                        keep the same elements compare maximum and minimum, two numbers a sum.
-//                        Where they differ all show theirs, and the majority says who is wrong
-//   2. weight_sums       of all parameters, whole: a checkpoint's manifest has them, and a load in
-//                        any layout must find the same
-//   A rank whose memory or arithmetic fails goes its own way without a message: losses are means,
-//   and hide it. Cost: one read of all that is kept, at each save and every --verify-every steps.
+//   Every bit of an element changes every bit of its term, so one flipped bit gives another sum.
+//   Ranges add up in any order: of pieces, of shards, of a whole parameter in any layout.
+//   1. replicas_differ   Each rank sums what it keeps of each weight, master and moment. Ranks that
+//                        keep the same elements compare maximum and minimum, two numbers for each
+//                        sum. If they differ, all ranks show theirs, and the majority says which
+//                        rank is wrong.
+//   2. weight_sums       The sums of all whole parameters. A checkpoint's manifest holds them, and
+//                        a load in any layout must find the same.
+//   A rank whose memory or arithmetic fails diverges without a message, and the loss hides it,
+//   because it is a mean.
+//   Cost: one read of all that is kept, at each save and every --verify-every steps.
 #pragma once
 #include <tuple>
 #include "parameters.h"
@@ -18,7 +20,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // sums
 
-// The term of an element: two multiplications by odd numbers and the finaliser of SplitMix64.
+// Return the term of an element: two multiplications by odd numbers and SplitMix64's finaliser.
 inline uint64_t element_sum(uint64_t index, uint64_t bits) {
     uint64_t x = index * 0x9E3779B97F4A7C15 + bits * 0xD1B54A32D192ED03;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
@@ -26,7 +28,7 @@ inline uint64_t element_sum(uint64_t index, uint64_t bits) {
     return x ^ (x >> 31);
 }
 
-// The bits of a weight as a number.
+// Return the bits of a weight as a number.
 template <typename T>
 uint64_t bits_of(const T& x) {
     uint64_t bits = 0;
@@ -34,7 +36,7 @@ uint64_t bits_of(const T& x) {
     return bits;
 }
 
-// The sum of a range of a parameter, from its values; padding is not in it.
+// Return the sum of a range of a parameter, from its values; padding does not count.
 template <typename V>
 uint64_t range_sum(const Layout& layout, const Parameter& p, KeptRange range, const V* values) {
     uint64_t sum = 0;
@@ -46,15 +48,15 @@ uint64_t range_sum(const Layout& layout, const Parameter& p, KeptRange range, co
     return sum;
 }
 
-// The sum of what this rank keeps of a parameter's weight, its master or a moment.
+// Return the sum of what this rank keeps of a parameter: its weight, its master or a moment.
 template <typename T, typename S>
 uint64_t kept_sum(const Trainer<T, S>& t, Data d, const Parameter& p) {
-    // Masters and moments come in many formats: their numbers are summed.
+    // Masters and moments have many formats, so sum their numbers.
     KeptRange range = kept_range(t, d, p);
     if (d.kind != Kind::WEIGHT && range.count)
         return range_sum(t.layout, p, range, read_numbers(t, d, p, range).data());
 
-    // The host holds a part of a weight at a time.
+    // Sum a weight in parts: the host holds one part at a time.
     constexpr size_t PART = size_t(1) << 20; // elements
     std::vector<T> part(std::min(range.count, PART));
     uint64_t sum = 0;
@@ -66,19 +68,20 @@ uint64_t kept_sum(const Trainer<T, S>& t, Data d, const Parameter& p) {
     return sum;
 }
 
-// Codes of a frozen bucket lie in a format of their own, and nothing updates them.
+// Whether a parameter has a sum.
+// Frozen codes have none: their format is their own, and nothing updates them.
 template <typename T, typename S>
 bool has_sum(const Trainer<T, S>& t, const Parameter& p) {
     return !is_narrow(t.plans[0].stored, t.model, p.bucket);
 }
 
-// Each weight's sum over all its elements, from the ranks that own them. All ranks call, and
-// have the same answer.
+// Return each weight's sum over all its elements, taken from the ranks that own them. All ranks
+// must call, and get the same answer.
 template <typename T, typename S>
 std::vector<uint64_t> weight_sums(const Trainer<T, S>& t) {
     size_t n = t.model.parameters.size();
     std::vector<uint64_t> sums(n);
-    std::vector<int64_t> halves(2 * n); // a rank's are below 2^32: so many ranks do not overflow
+    std::vector<int64_t> halves(2 * n); // below 2^32 each, so the sum over ranks cannot overflow
     for (size_t i = 0; i < n; i++) {
         const Parameter& p = t.model.parameters[i];
         Data weight = {Kind::WEIGHT, p.bucket};
@@ -86,6 +89,8 @@ std::vector<uint64_t> weight_sums(const Trainer<T, S>& t) {
         halves[2 * i] = int64_t(sum & UINT32_MAX);
         halves[2 * i + 1] = int64_t(sum >> 32);
     }
+
+    // Add the owners' sums, in halves, and join the halves.
     all_reduce_sum(t.comms.world, halves.data(), 2 * n, Cpu{});
     for (size_t i = 0; i < n; i++)
         sums[i] = uint64_t(halves[2 * i]) + (uint64_t(halves[2 * i + 1]) << 32);
@@ -93,26 +98,29 @@ std::vector<uint64_t> weight_sums(const Trainer<T, S>& t) {
 }
 
 // ----------------------------------------------------------------------------
-// ranks that keep the same
+// ranks that keep the same elements
 
-// A datum that several ranks may keep: a weight, its master, each of its moments.
+// One datum that several ranks may keep: a weight, its master, or one of its moments.
 struct Copied {
     std::string name; // "m of h.0.ln_1.weight"
     Data data;
     const Parameter* p;
 };
 
-// List them, in the same order on all ranks.
+// List these data, in the same order on all ranks.
 template <typename T, typename S>
 std::vector<Copied> copied_data(const Trainer<T, S>& t) {
     std::vector<Copied> list;
-    // Codes of frozen weights have no sum, and no master.
+
+    // Only training has masters and moments. Codes of frozen weights have no sum.
     bool masters = t.plans[0].mode == Mode::TRAIN;
     bool moments = masters;
     for (const Parameter& p : t.model.parameters) {
         if (has_sum(t, p)) list.push_back({p.name, {Kind::WEIGHT, p.bucket}, &p});
         if (!t.model.buckets[p.bucket].trainable) continue;
         if (masters) list.push_back({"the master of " + p.name, {Kind::MASTER, p.bucket}, &p});
+
+        // Number the moments in the order of the optimizer's table.
         int number = 0;
         for (std::string state : optimizer_row(t.plans[0].optimizer).states)
             if (moments)
@@ -121,14 +129,15 @@ std::vector<Copied> copied_data(const Trainer<T, S>& t) {
     return list;
 }
 
-// The largest and the smallest sum of a datum so far, the second one negated bit by bit: one
-// maximum over ranks finds both.
+// The largest and the smallest sum of a datum so far.
+// The smallest is negated bit by bit, so one maximum over ranks finds both.
 struct SumRange {
     int64_t high, low_negated;
-    bool one() const { return low_negated == ~high; }
+    bool one() const { return low_negated == ~high; } // all sums are equal
 };
 
-// Widen the ranges of those data for which `same(x)` says that ranks of `c` keep the same.
+// Widen the ranges over the ranks of `c`,
+// for the data of which `same(x)` says that these ranks keep the same elements.
 template <typename F>
 void widen_over(const Comm& c, const std::vector<Copied>& list, std::vector<SumRange>& ranges,
                 F same) {
@@ -148,7 +157,8 @@ void widen_over(const Comm& c, const std::vector<Copied>& list, std::vector<SumR
         }
 }
 
-// f(ranks, same) for each group of ranks that may keep the same, and of what: same(x).
+// Call f(ranks, same) for each group of ranks that may keep the same elements;
+// same(x) says for which data they do.
 template <typename T, typename S, typename F>
 void for_each_repeat(const Trainer<T, S>& t, F f) {
     int tp = t.layout.tp.size;
@@ -156,7 +166,8 @@ void for_each_repeat(const Trainer<T, S>& t, F f) {
         return t.model.buckets[x.p->bucket];
     };
 
-    // Ranks that see other tokens: replicas of a shard, and all of a group where a datum is whole.
+    // Ranks that see other tokens: the replicas of a shard,
+    // and the shards' ranks too if a datum is whole.
     for (size_t g = 0; g < std::size(t.comms.of_group); g++) {
         const DataComms& data = t.comms.of_group[g];
         auto of_group = [&](const Copied& x) {
@@ -168,8 +179,8 @@ void for_each_repeat(const Trainer<T, S>& t, F f) {
         });
     }
 
-    // Ranks of a layer: norms are on all of them, a key/value head on some. And a tied table is at
-    // both ends of a pipeline.
+    // Ranks of one layer: norms are on all of them, a key/value head on some.
+    // A tied table is at both ends of a pipeline.
     f(t.comms.tp, [&](const Copied& x) {
         return replication(x.p->shard, tp) == tp;
     });
@@ -184,12 +195,12 @@ void for_each_repeat(const Trainer<T, S>& t, F f) {
 // ----------------------------------------------------------------------------
 // who is wrong
 
-// A rank shows which elements of a parameter it keeps, and their sum.
+// A rank's own sum of a parameter, shown to all: the elements that it keeps, and their sum.
 struct ShownSum {
     int64_t piece, first, count, sum;
 };
 
-// "3", "0, 1 and 2"
+// Return a list in words: "3", "0, 1 and 2".
 inline std::string list_of_ranks(const std::vector<int>& ranks) {
     std::string text;
     for (size_t i = 0; i < ranks.size(); i++) {
@@ -199,7 +210,7 @@ inline std::string list_of_ranks(const std::vector<int>& ranks) {
     return text;
 }
 
-// Name the ranks that disagree with most of those that keep the same elements.
+// Name the ranks that disagree with the majority of those that keep the same elements.
 inline std::string minority_text(const std::vector<ShownSum>& shown) {
     typedef std::tuple<int64_t, int64_t, int64_t> Elements;
     std::map<Elements, std::map<int64_t, std::vector<int>>> ranks_by_sum;
@@ -209,7 +220,7 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
             ranks_by_sum[{s.piece, s.first, s.count}][s.sum].push_back(int(r));
     }
 
-    // The first range that has two sums is enough.
+    // Report the first range that has two sums.
     for (auto& [elements, by_sum] : ranks_by_sum) {
         if (by_sum.size() == 1) continue;
         size_t all = 0;
@@ -218,6 +229,8 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
             all += ranks.size();
             if (ranks.size() > most.size()) most = ranks;
         }
+
+        // Collect the ranks that disagree with the most frequent sum.
         for (auto& [sum, ranks] : by_sum)
             if (ranks != most)
                 others.insert(others.end(), ranks.begin(), ranks.end());
@@ -226,7 +239,7 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
             return concat("rank ", list_of_ranks(others), " has other values than ranks ",
                           list_of_ranks(most));
 
-        // Without a majority nobody can say which of them is wrong.
+        // Without a majority, nobody can say which rank is wrong.
         others.insert(others.end(), most.begin(), most.end());
         std::sort(others.begin(), others.end());
         return concat("ranks ", list_of_ranks(others), " have different values");
@@ -234,12 +247,14 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
     return "";
 }
 
-// Name the first weight, master or moment that differs between ranks that should
-// keep the same, and the ranks; "": none. All ranks call, and have the same answer.
+// Name the first weight, master or moment that differs between ranks that should keep the same, and
+// those ranks; return "" if there is none. All ranks must call, and get the same answer.
 template <typename T, typename S>
 std::string replicas_differ(const Trainer<T, S>& t) {
     const Comm& world = t.comms.world;
     if (world.size == 1) return "";
+
+    // Sum what this rank keeps, and compare over each group of ranks.
     std::vector<Copied> list = copied_data(t);
     std::vector<SumRange> ranges;
     std::vector<int64_t> sums;
@@ -251,14 +266,14 @@ std::string replicas_differ(const Trainer<T, S>& t) {
         widen_over(c, list, ranges, same);
     });
 
-    // Find the first of any rank.
+    // Find the first datum that differs on any rank.
     int64_t n = int64_t(ranges.size()), left = 0;
     for (int64_t i = n - 1; i >= 0; i--)
         if (!ranges[size_t(i)].one()) left = n - i;
     all_reduce_max(world, &left, 1, Cpu{});
     if (!left) return "";
 
-    // Let every rank show what it has of it.
+    // Let every rank show its sum of that datum.
     size_t i = size_t(n - left);
     const Parameter& p = *list[i].p;
     KeptRange range = kept_range(t, list[i].data, p);

@@ -1,20 +1,20 @@
 // ring_attention.h - context parallelism in a ring: keys go from rank to rank - arXiv:2310.01889
 //   Rank r of cp has t rows of every sequence (context_parallel.h). In step s = 0 .. cp-1 it holds
-//   the keys and values of rank r-s, counted modulo cp.
-//   1. HOP        k, v to rank r+1; those of the next step come from rank r-1    beside 2
-//   2. FORWARD    this rank's queries meet these t keys: part, part_lse
-//   3. MERGE      part into the sum, in float; the first part is the sum
-//   Backward with the final out and lse, so that each pair of ranks' rows stands alone:
-//   1. HOP        k, v as above; one hop behind them the gradients so far         beside 2
-//   2. BACKWARD   dq += in float; dk, dv of these keys by this rank's queries
-//   3. ADD        dk, dv to what has come of the same keys; after cp hops they are home
-//   A key's gradient is a sum in the ranks' order from its owner on, in float, rounded once:
-//   bitwise repeatable. Attention skips tiles that no query sees; messages go all the same.
-//   Messages run beside attention but for the gradients' last hop: on NCCL in a stream of their
-//   own; of threads that share a GPU they wait.
+//   the keys and values of rank r-s, modulo cp.
+//   1. HOP        send k, v to rank r+1, receive the next step's from r-1        beside 2
+//   2. FORWARD    this rank's queries attend to these t keys: part, part_lse
+//   3. MERGE      add the part to the sum, in float; the first part is the sum
+//   Backward uses the final out and lse, so each pair of ranks' rows is independent of the others:
+//   1. HOP        k, v as above; one hop behind them, the gradients so far       beside 2
+//   2. BACKWARD   dq += in float; dk, dv of these keys from this rank's queries
+//   3. ADD        dk, dv to what has arrived for the same keys; after cp hops they are home
+//   A key's gradient is summed over the ranks in order, from its owner on, in float, and rounded
+//   once: bitwise repeatable. Attention skips tiles that no query sees; all messages are sent
+//   anyway. Messages run beside attention, except the gradients' last hop. On NCCL they run in a
+//   stream of their own; between threads that share a GPU they wait.
 //   Cost of a block and micro-batch: a rank sends 2 (cp-1) N KV elements forward; backward as many
-//   again and 2 cp N KV floats. Scratch: 4 N KV elements, N Q and N Q floats; in training 6 N KV
-//   floats too, which keep 16-bit runs off the tensor cores in attention's backward pass.
+//   again and 2 cp N KV floats. Scratch: 4 N KV elements, N Q and N Q floats. Training adds 6 N KV
+//   floats, which keep 16-bit runs off the tensor cores in attention's backward pass.
 #pragma once
 #include "attention_merge.cuh"
 #include "context.h"
@@ -25,25 +25,27 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // scratch
 
-// A layer's rooms. A row of keys is a token's key and its value, of all key/value heads.
+// The buffers of a layer.
+// A row of keys holds one token's key and its value, of all key/value heads.
 template <typename T> struct RingRooms {
     // Both ways.
-    T* keys = nullptr;        // (N,2,KV) at work, on their way to the next rank
-    T* next_keys = nullptr;   // (N,2,KV) arriving
-    T* rows = nullptr;        // (N,Q) a part of out; backward: q
-    acc_t<T>* sum = nullptr;  // (N,Q) out so far; backward: dq
+    T* keys = nullptr;        // (N,2,KV) attended now, while they are sent to the next rank
+    T* next_keys = nullptr;   // (N,2,KV) being received
+    T* rows = nullptr;        // (N,Q) the current part of out; backward: q
+    acc_t<T>* sum = nullptr;  // (N,Q) out summed so far; backward: dq
     acc_t<T>* lse = nullptr;  // (B,NH,t) of the part
 
     // Backward only.
-    acc_t<T>* made = nullptr;     // (N,2,KV) gradients of the keys at work, by this rank's queries
-    acc_t<T>* leaving = nullptr;  // (N,2,KV) of the keys before them, on their way
-    acc_t<T>* arriving = nullptr; // (N,2,KV) of the keys at work, by the ranks before
+    acc_t<T>* made = nullptr;     // (N,2,KV) gradients of `keys` from this rank's queries
+    acc_t<T>* leaving = nullptr;  // (N,2,KV) gradients of the keys one step before, being sent
+    acc_t<T>* arriving = nullptr; // (N,2,KV) gradients of `keys` from the ranks before
 
     size_t bytes = 0;
 };
+// Lay the rooms out in `scratch`. With null the pointers are meaningless; only `bytes` counts.
 template <typename T>
 RingRooms<T> ring_rooms(const Shape& s, size_t N, bool trains, void* scratch) {
-    // Count from the start of the scratch; without one, count alone.
+    // Count from the start of the scratch.
     uintptr_t first = uintptr_t(scratch);
     uintptr_t next = first;
     auto take = [&](auto*& room, size_t count) {
@@ -51,7 +53,7 @@ RingRooms<T> ring_rooms(const Shape& s, size_t N, bool trains, void* scratch) {
         next += round_up(count * sizeof(*room), size_t(256));
     };
 
-    // Forward and backward never run at once: they share what has the same size.
+    // Forward and backward never run at once, so they share rooms of equal size.
     RingRooms<T> r;
     size_t Q = s.NH * s.HS;
     size_t KV = s.NKV * s.HS;
@@ -61,7 +63,7 @@ RingRooms<T> ring_rooms(const Shape& s, size_t N, bool trains, void* scratch) {
     take(r.sum, N * Q);
     take(r.lse, N * s.NH);
 
-    // An evaluation walks forward only.
+    // Evaluation has no backward pass.
     if (trains) {
         take(r.made, N * 2 * KV);
         take(r.leaving, N * 2 * KV);
@@ -74,11 +76,13 @@ RingRooms<T> ring_rooms(const Shape& s, size_t N, bool trains, void* scratch) {
 // ----------------------------------------------------------------------------
 // hops
 
-// The messages of one hop: each buffer goes to the next rank, another comes from the rank before.
+// The messages of one hop: each buffer goes to the next rank,
+// and another arrives from the rank before.
 template <typename S> struct Hop {
     std::vector<CommMessage> messages;
     Pending<S> pending;
 };
+// Add one buffer to a hop: send `out` to the next rank, receive `in` from the rank before.
 template <typename S>
 void add_message(Hop<S>& hop, const Comm& cp, void* out, void* in, size_t bytes) {
     // The tag tells keys, which are listed first, from gradients.
@@ -89,10 +93,10 @@ void add_message(Hop<S>& hop, const Comm& cp, void* out, void* in, size_t bytes)
     hop.messages.push_back({in, bytes, before, false, tag});
 }
 
-// Start a hop behind the work so far. What the caller runs until finish_hop() runs beside it.
+// Start a hop behind the work so far. Whatever the caller runs until finish_hop() runs beside it.
 template <typename S>
 void start_hop(Ctx<S>& ctx, Hop<S>& hop) {
-    // Wait for who wrote these buffers, and for who read those that are overwritten.
+    // Wait for the kernels that wrote these buffers, and for those that read the ones to overwrite.
     wait_point(record_point(ctx.where), ctx.beside);
     int count = int(hop.messages.size());
     hop.pending = start_exchange(ctx.cp, hop.messages.data(), count, ctx.beside);
@@ -100,7 +104,7 @@ void start_hop(Ctx<S>& ctx, Hop<S>& hop) {
 template <typename S>
 void finish_hop(Ctx<S>& ctx, Hop<S>& hop) {
     finish(hop.pending);
-    // Let what follows read what has come.
+    // Make the stream of compute wait for what has arrived.
     wait_point(record_point(ctx.beside), ctx.where);
 }
 
@@ -117,15 +121,16 @@ void pack_keys(Ctx<S>& ctx, T* keys, const Qkv<T>& x) { // keys (N,2,KV)
     copy_rows(values, 2 * bytes, x.v, from, bytes, N, ctx.where);
 }
 
-// This rank's queries, and the keys that have come in `step` hops.
+// Return attention's operands: this rank's queries,
+// and the keys that have arrived after `step` hops.
 template <typename T, typename S>
 AttentionOperands<T> ring_operands(const Ctx<S>& ctx, const T* q, size_t q_stride, const T* keys,
                                    int step) {
-    // They were this rank's.
+    // Find the rank that owns these keys.
     int owner = (ctx.cp.rank - step + ctx.cp.size) % ctx.cp.size;
     const Batch& b = ctx.batch;
 
-    // Positions lie rank by rank, (cp,B,t): they decide what a query sees.
+    // Take its positions, which lie rank by rank, (cp,B,t). They decide what a query sees.
     const int* positions = b.key_positions + size_t(owner) * b.rows();
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
     Keys<T> seen = {keys, keys + KV, positions, b.T, 2 * KV};
@@ -135,7 +140,7 @@ AttentionOperands<T> ring_operands(const Ctx<S>& ctx, const T* q, size_t q_strid
 // ----------------------------------------------------------------------------
 // attention
 
-// Keys of the step behind this one come while this rank works; the last step has none.
+// Return the hop that brings the next step's keys, empty in the last step.
 template <typename T, typename S>
 Hop<S> keys_hop(Ctx<S>& ctx, const RingRooms<T>& room, int step) {
     Hop<S> hop;
@@ -146,6 +151,7 @@ Hop<S> keys_hop(Ctx<S>& ctx, const RingRooms<T>& room, int step) {
     return hop;
 }
 
+// Attention's forward pass: queries stay, keys and values travel once around the ring.
 template <typename T, typename S>
 void ring_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
     const Batch& b = ctx.batch;
@@ -156,16 +162,16 @@ void ring_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t
     pack_keys(ctx, room.keys, x);
 
     for (int step = 0; step < ctx.cp.size; step++) {
-        // 1. Pass the keys on, and let the next ones come.
+        // 1. Pass the keys on, and receive the next ones.
         Hop<S> hop = keys_hop(ctx, room, step);
         start_hop(ctx, hop);
 
-        // 2. Meet the keys at hand.
+        // 2. Attend to the keys at hand.
         acc_t<T>* part_lse = step ? room.lse : lse;
         AttentionOperands<T> operands = ring_operands(ctx, x.q, x.q_stride, room.keys, step);
         attention_forward(room.rows, part_lse, operands, ctx.blas, ctx.where);
 
-        // 3. Join this part to those before. In the first one each query has seen itself at least.
+        // 3. Merge this part into the sum. In the first part each query has seen at least itself.
         if (step == 0)
             round_rows(room.sum, Q, room.rows, Q, N, Q, ctx.where);
         else
@@ -174,11 +180,11 @@ void ring_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t
         std::swap(room.keys, room.next_keys);
     }
 
-    // Round what all parts give, once.
+    // Round the sum of all parts, once.
     round_rows(out, Q, room.sum, Q, N, Q, ctx.where);
 }
 
-// x is rotated; so is dx on return.
+// Attention's backward pass. x is rotated, and so is dx on return.
 template <typename T, typename S>
 void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
                    const acc_t<T>* lse, const Qkv<T>& x) {
@@ -191,19 +197,20 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     RingRooms<T> room = ring_rooms<T>(s, N, true, ctx.context);
     pack_keys(ctx, room.keys, x);
 
-    // Bring the queries to dense rows, as the sum of their gradients has.
+    // Copy the queries to dense rows, the layout that the sum of their gradients has.
     size_t width = Q * sizeof(T);
     copy_rows(room.rows, width, x.q, x.q_stride * sizeof(T), width, N, ctx.where);
     device_zero(room.sum, N * Q * sizeof(acc_t<T>), ctx.where);
 
     for (int step = 0; step < ctx.cp.size; step++) {
-        // 1. Pass the keys on, and behind them the gradients of those that left before.
+        // 1. Pass the keys on, and one hop behind them the gradients of the keys that left before.
         Hop<S> hop = keys_hop(ctx, room, step);
         if (step > 0)
             add_message(hop, ctx.cp, room.leaving, room.arriving, bytes);
         start_hop(ctx, hop);
 
-        // 2. Walk back over the keys at hand: dq adds up over the steps, dk and dv are of this one.
+        // 2. Compute gradients for the keys at hand:
+        // dq adds up over the steps, dk and dv belong to this step.
         AttentionOperands<T> operands = ring_operands(ctx, room.rows, Q, room.keys, step);
         operands.dout = dout;
         operands.accumulate = true;
@@ -213,20 +220,20 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
         finish_hop(ctx, hop);
         std::swap(room.keys, room.next_keys);
 
-        // 3. Add to what the ranks before have given these keys. Their owner begins.
+        // 3. Add what the ranks before have computed for these keys. Their owner comes first.
         if (step > 0)
             add_forward(room.made, room.arriving, room.made, numbers, ctx.where);
         std::swap(room.made, room.leaving);
     }
 
-    // The last hop brings the gradients of this rank's keys home.
+    // Take the last hop: it brings the gradients of this rank's keys home.
     Hop<S> hop;
     add_message(hop, ctx.cp, room.leaving, room.arriving, bytes);
     start_hop(ctx, hop);
     round_rows(dx.q, dx.q_stride, room.sum, Q, N, Q, ctx.where);
     finish_hop(ctx, hop);
 
-    // Round each once.
+    // Round each gradient once.
     const acc_t<T>* dk = room.arriving;
     const acc_t<T>* dv = dk + KV;
     round_rows(dx.k, dx.kv_stride, dk, 2 * KV, N, KV, ctx.where);

@@ -2,16 +2,17 @@
 //   out = x * rstd * weight,   rstd = 1 / sqrt(mean(x * x) + eps)      per row of C
 //   dx  = rstd * (g - xhat * mean(g * xhat)),   g = dout * weight,  xhat = x * rstd
 //   inp, out, dinp, dout (N,C)   weight (C)   dweight (C) acc   rstd (N) acc, kept for backward
-//   RmsnormMore changes it: a residual is added to out, weights count from `plus` (Gemma: 1), and a
-//   row may lie over several ranks, which add up what rmsnorm_row_sums gives first.
+//   RmsnormMore holds the options: a residual added to out, a constant `plus` added to each weight
+//   (Gemma: 1), and rows cut over several ranks. For cut rows call rmsnorm_row_sums first and
+//   all-reduce what it gives.
 //   Contract: out, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
 //             out null: rstd alone.
-//             sums = parts of dweight, of rmsnorm_sums elements; null: frozen. column_sums adds
-//             the parts that rmsnorm_parts names, = or += (accumulate).
+//             sums = partial sums of dweight, rmsnorm_sums elements; null: the weight is frozen.
+//             column_sums adds up the parts that rmsnorm_parts lists, = or += (accumulate).
 //             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
-//   Cost: memory-bound. forward reads inp, writes out; backward reads inp, dout, dresidual, writes
-//         dinp, and on the GPU sums: one of each for about 32 rows.
+//   Cost: memory-bound. forward reads inp and writes out; backward reads inp, dout and dresidual
+//         and writes dinp. On the GPU backward also writes one row of sums for about 32 rows.
 //   To copy: this file, column_sums.cuh, types.h and cuda_common.h.
 #pragma once
 #include <type_traits>
@@ -19,16 +20,17 @@
 
 namespace llmc {
 
-// All of it left out is the plain norm.
+// Options of the norm. The defaults give the plain RMSNorm of the paper.
 template <typename T> struct RmsnormMore {
     const T* residual = nullptr; // (N,C) forward: out += it
-    float plus = 0;              // the scale of a channel is plus + weight
-    // (N) of rows over ranks: sums of squares, backward of dout * scale * inp; their channels
+    float plus = 0;              // each channel is scaled by plus + weight
+    // (N) for rows cut over ranks: the sums of rmsnorm_row_sums, all-reduced. Forward they are sums
+    // of squares, backward sums of dout * scale * inp. C_all is the row's length over all ranks.
     const acc_t<T>* row_sums = nullptr;
     size_t C_all = 0;
 
     LLMC_HD acc_t<T> scale(T weight) const { return to_acc(weight) + acc_t<T>(plus); }
-    // The mean over a whole row, of which `sum` is this rank's or all.
+    // The mean over a whole row. `sum` is the local sum, used when the row is not cut.
     LLMC_HD acc_t<T> mean(size_t n, acc_t<T> sum, size_t C) const {
         return row_sums ? row_sums[n] / acc_t<T>(C_all) : sum / acc_t<T>(C);
     }
@@ -37,7 +39,8 @@ template <typename T> struct RmsnormMore {
 // ----------------------------------------------------------------------------
 // CPU
 
-// This rank's sums of rows that lie over several: of squares, or (dout) of the backward pass.
+// This rank's share of the sums over rows that are cut over several ranks. With dout null it sums
+// squares, for forward; with dout it sums dout * scale * inp, for backward.
 template <typename T>
 void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
                       const T* inp, const T* dout, const T* weight, // (N,C) (N,C) or null (C)
@@ -48,11 +51,11 @@ void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
         const T* x = inp + n * C;                     // (C)
         const T* d = dout ? dout + n * C : nullptr; // (C)
 
-        // Sum in the order of the channels of this rank; the ranks' sums are added later.
+        // Sum this rank's channels in their order. The caller adds the ranks' sums.
         A sum = 0;
         for (size_t c = 0; c < C; c++) {
             A other = to_acc(x[c]);
-            // Backward, the gradient of the normed channel stands in its place.
+            // In backward the second factor is the gradient of the normalised channel.
             if (d) other = to_acc(d[c]) * (to_acc(weight[c]) + A(plus));
             sum += to_acc(x[c]) * other;
         }
@@ -60,7 +63,7 @@ void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
     }
 }
 
-// A task a row; rstd is kept for backward.
+// One task a row. rstd is kept for backward.
 template <typename T>
 void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
                      const T* inp, const T* weight, // (N,C) (C)
@@ -76,11 +79,11 @@ void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
         for (size_t c = 0; c < C; c++)
             square += to_acc(x[c]) * to_acc(x[c]);
         A r = 1 / std::sqrt(more.mean(n, square, C) + A(eps));
-        // Keep it as it is used: backward takes it, unrounded.
+        // Keep rstd unrounded: backward must use the same value.
         rstd[n] = r;
         if (!out) continue;
 
-        // Normalise, scale.
+        // Normalise and scale. Each branch is a plain loop, so that both vectorise.
         T* y = out + n * C;                                                  // (C)
         const T* residual = more.residual ? more.residual + n * C : nullptr; // (C)
         if (residual) {
@@ -95,8 +98,8 @@ void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
     }
 }
 
-// dresidual may be dinp: each element is read before it is written.
-// A task a row. mean(g * xhat) is the gradient through rstd; no mean is taken out of x.
+// The gradient of the input, one task a row. mean(g * xhat) is the part that passes through rstd.
+// dresidual may be dinp, because each element is read before it is written.
 template <typename T>
 void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,C) (N,C) or null
                             const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
@@ -115,15 +118,15 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,
         #pragma omp simd reduction(+ : sum)
         for (size_t c = 0; c < C; c++)
             sum += to_acc(d[c]) * more.scale(weight[c]) * (to_acc(x[c]) * r);
-        // Sums over ranks still lack rstd.
+        // row_sums were taken over x, not over xhat: multiply by rstd here.
         A mean_gx = more.mean(n, sum, C) * (more.row_sums ? r : 1);
 
-        // The input gradient joins the residual stream.
+        // The gradient of the norm alone; the loops below add it to the residual's gradient.
         auto gradient = [&](size_t c) {
             return r * (to_acc(d[c]) * more.scale(weight[c]) - to_acc(x[c]) * r * mean_gx);
         };
 
-        // Choose outside the loops, so that each of them vectorises.
+        // Branch outside the loops, so that each of them vectorises.
         if (residual) {
             #pragma omp simd
             for (size_t c = 0; c < C; c++)
@@ -136,19 +139,21 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,
     }
 }
 
-// The columns that a thread owns: a type, since nvcc knows no constant of a function in there.
+// The number of columns that one thread owns. It is a type because nvcc does not see a function's
+// constexpr variable inside a generic lambda.
 struct RmsnormColumns {
     constexpr operator size_t() const { return 128; }
 };
 
-// The sum over rows of dout * xhat.
+// dweight: the sum over rows of dout * xhat.
 template <typename T>
 void rmsnorm_backward_weight(acc_t<T>* dweight,                                 // (C), = or +=
                              const T* dout, const T* inp, const acc_t<T>* rstd, // (N,C) (N,C) (N)
                              size_t N, size_t C, bool accumulate, Cpu) {
     typedef acc_t<T> A;
     if (!dweight) return;
-    // A thread owns these columns and adds the rows in order; AVX-512 registers hold all its sums.
+    // A thread owns a block of columns and adds the rows in order: the result does not depend on
+    // the number of threads. AVX-512 registers hold all of the block's sums.
     constexpr size_t COLUMNS = RmsnormColumns();
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
@@ -156,7 +161,8 @@ void rmsnorm_backward_weight(acc_t<T>* dweight,                                 
         size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
         A dw[COLUMNS] = {};
 
-        // Sum the rows; the number of columns is a constant where that is possible.
+        // Sum the rows. `columns` is a type with a constant value for whole blocks,
+        // a number otherwise.
         auto add_rows = [&](auto columns) {
             for (size_t n = 0; n < N; n++) {
                 const T* d = dout + n * C + c0; // (columns)
@@ -168,7 +174,7 @@ void rmsnorm_backward_weight(acc_t<T>* dweight,                                 
             }
         };
 
-        // Whole blocks have a constant width: only then do the sums stay in registers.
+        // A constant width is what lets the compiler keep the sums in registers.
         if (count == COLUMNS)
             add_rows(RmsnormColumns());
         else
@@ -180,7 +186,7 @@ void rmsnorm_backward_weight(acc_t<T>* dweight,                                 
     }
 }
 
-// Both halves; the one part of the sum is the sum itself.
+// Both gradients. On the CPU there is one part, so `sums` is dweight itself.
 template <typename T>
 void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,C) (N,C)
                       const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
@@ -195,7 +201,7 @@ void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,
 
 #if LLMC_KERNELS
 
-// WARPS warps share a row; P elements a load. The second reading of a row comes from L1.
+// WARPS warps share a row; a load takes P elements. The second reading of the row hits L1.
 //   out, inp (N,C)   weight (C)   rstd (N)
 template <typename T, int P, int WARPS>
 __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const T* weight, size_t N,
@@ -211,10 +217,10 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
         for (int i = 0; i < P; i++)
             square += to_float(p.v[i]) * to_float(p.v[i]);
     }
-    // All threads of the row must call sum(): it has barriers where warps share the row.
+    // Every thread of the row must call sum(): it has barriers where several warps share the row.
     float r = 1 / sqrtf(more.mean(row.n, row.sum(square), C) + eps);
 
-    // Normalise, scale.
+    // Normalise, scale, and add the residual if there is one.
     for (size_t c = row.thread * P; out && c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c),
                    w = load<P>(weight + c);
@@ -228,7 +234,7 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
     if (row.thread == 0) rstd[row.n] = r;
 }
 
-// The sums of rows that lie over several ranks.
+// This rank's share of the sums over rows that are cut over several ranks (see the CPU version).
 //   row_sums (N)   inp, dout (N,C), dout may be null   weight (C)
 template <typename T, int P, int WARPS>
 __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* dout,
@@ -239,7 +245,7 @@ __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* 
     // Add up this thread's channels.
     float sum = 0;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
-        // Forward a channel meets itself, backward the gradient of what became of it.
+        // Forward multiplies a channel by itself, backward by the gradient of its normalised value.
         Pack<T, P> x = load<P>(inp + row.n * C + c);
         Pack<T, P> d = x;
         Pack<T, P> w = {};
@@ -253,13 +259,13 @@ __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* 
         }
     }
 
-    // All threads of the row must call sum().
+    // Every thread of the row must call sum().
     sum = row.sum(sum);
     if (row.thread == 0) row_sums[row.n] = sum;
 }
 
-// A block owns a strip of rows: it writes their gradients, and its part of dweight, from one
-// reading. A thread reads its elements of dresidual before it writes them.
+// A block owns a strip of rows. One reading of the strip gives both the rows' input gradients and
+// the strip's part of dweight. dresidual may be dinp: a thread reads its elements before it writes.
 //   dinp, dresidual, dout, inp (N,C)   sums (parts,C)   weight (C)   rstd (N)
 template <typename T, int P, int WARPS, int PACKS>
 __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual, const T* dout,
@@ -271,7 +277,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
         float r = rstd[n];
         Pack<T, P> d[strip.HELD], x[strip.HELD], o[strip.HELD];
 
-        // Start from the residual's gradient, or from zero.
+        // Load a pack of dout and inp, and the residual's gradient (zero where there is none).
         auto read = [&](int k, size_t c) {
             d[k] = load<P>(dout + n * C + c);
             x[k] = load<P>(inp + n * C + c);
@@ -290,7 +296,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
         strip.sum(of_row);
         float mean_gx = more.mean(n, of_row[0], C) * (more.row_sums ? r : 1);
 
-        // The input gradient joins the residual stream; xhat joins the sum.
+        // Add dx to the residual's gradient, and dout * xhat to the strip's sum.
         strip.for_packs(C, [&](int k, size_t c) {
             if (PACKS == 0) read(k, c);
             sums_of_strip.take(c, n == strip.first);
@@ -311,7 +317,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
 // ----------------------------------------------------------------------------
 // launchers
 
-// Any C and alignment: 16 bytes a load where C and all pointers are multiples of them.
+// Any C and alignment. Loads take 16 bytes where C and all pointers are multiples of 16 bytes.
 template <typename T>
 void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t N, size_t C,
                      float eps, cudaStream_t stream, const RmsnormMore<T>& more = {}) {
@@ -323,6 +329,7 @@ void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t 
     });
 }
 
+// Two calls a pass for rows cut over ranks: before forward (dout null) and before backward.
 template <typename T>
 void rmsnorm_row_sums(float* row_sums, const T* inp, const T* dout, const T* weight, size_t N,
                       size_t C, float plus, cudaStream_t stream) {
@@ -333,13 +340,13 @@ void rmsnorm_row_sums(float* row_sums, const T* inp, const T* dout, const T* wei
     });
 }
 
-// Null dresidual: dinp = dx alone.
+// A null dresidual means dinp = dx alone.
 template <typename T>
 void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
                       const T* weight, const float* rstd, size_t N, size_t C,
                       cudaStream_t stream, const RmsnormMore<T>& more = {}) {
     size_t parts = strip_parts(N, stream);
-    // An absent dresidual counts as aligned.
+    // A null dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 1>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
         launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(), 0,
@@ -352,11 +359,11 @@ void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, c
 // ----------------------------------------------------------------------------
 // anywhere
 
-// Elements of `sums`: a part for each strip of rows.
+// The number of elements of `sums`: C for each strip of rows.
 template <typename S>
 size_t rmsnorm_sums(size_t N, size_t C, S where) { return strip_parts(N, where) * C; }
 
-// The parts, for column_sums to make dweight of; null: frozen.
+// The list of parts that column_sums adds up into dweight. A null dweight is frozen.
 template <typename A, typename S>
 PartialSums<A> rmsnorm_parts(A* dweight, const A* sums, size_t N, size_t C, S where) {
     return {dweight, sums, strip_parts(N, where), C, C};

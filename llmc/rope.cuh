@@ -1,19 +1,20 @@
 // rope.cuh - rotary position embedding and its scalings - arXiv:2104.09864, 2407.21783, 2309.00071
-//   Pairs (i, i + HS/2) of a head, Hugging Face's order, turn by the angle position * f_i,
-//   f_i = theta^(-2i/HS).
+//   A head has HS channels. Channels i and i + HS/2 form a pair (Hugging Face's order), which is
+//   rotated by the angle position * f_i,   f_i = theta^(-2i/HS).
 //   Llama 3.1 scales f by its wavelength w = 2 pi / f against the original context P0:
 //     w < P0/high: f;   w > P0/low: f / factor;   between: (1-s) f / factor + s f,
 //     s = (P0/w - low) / (high - low)
-//   YaRN blends by i instead, from where f turns beta_fast times in P0 positions (f stays) to where
-//   it turns beta_slow times (f / factor); cos and sin are times its attention factor.
+//   YaRN blends by the pair's index instead: a pair that makes beta_fast rotations or more within
+//   P0 positions keeps f, one that makes beta_slow or fewer gets f / factor. It also multiplies
+//   cos and sin by its attention factor.
 //   Linear scaling: f / factor.
 //   x, dx: rows n of heads (NH,HS), row n at n * row_stride   positions (N)
 //   table (P, HS/2, 2): cos, sin
-//   Heads may be longer than the HS channels that turn: the rest of them passes (RopeHeads).
-//   DeepSeek's pairs are neighbours, (2i, 2i+1): they turn by the same angles.
-//   Contract: in place. backward turns the other way, which is the gradient.
+//   A head may be longer than its HS rotated channels; the others pass unchanged (RopeHeads).
+//   DeepSeek's pairs are neighbours, (2i, 2i+1), and rotate by the same angles.
+//   Contract: in place. backward rotates the other way, which is the gradient.
 //             Bitwise repeatable.
-//   Cost: memory-bound: reads and writes x; of neighbours single elements.
+//   Cost: memory-bound: reads and writes x. Pairs of neighbours are loaded as single elements.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
@@ -21,28 +22,31 @@
 
 namespace llmc {
 
+// The three ways to stretch frequencies for a longer context.
 enum class RopeKind { LLAMA3, LINEAR, YARN };
 
-// How rotary frequencies are scaled, a part of a model's shape.
+// How a model scales its rotary frequencies; a part of the model's shape.
 struct RopeScaling {
-    float factor = 1; // 1: not at all
-    // Llama 3: wavelengths over original_positions / low are stretched in full, under / high not.
+    float factor = 1; // 1: no scaling
+    // Llama 3: wavelengths over original_positions / low_freq_factor are stretched in full, those
+    // under original_positions / high_freq_factor not at all.
     float low_freq_factor = 1, high_freq_factor = 4;
-    // Tokens in the context that the model knew before its frequencies were scaled.
+    // The context length that the model was trained for before its frequencies were scaled.
     int original_positions = 8192;
     RopeKind kind = RopeKind::LLAMA3;
-    // YaRN: turns in that context; over fast nothing is stretched, under slow all is.
+    // YaRN counts rotations within that context: above beta_fast a pair is not stretched, below
+    // beta_slow it is stretched in full.
     float beta_fast = 32, beta_slow = 1;
-    bool truncate = true;       // the blend begins and ends at whole pairs
-    float attention_factor = 1; // of cosines and sines
+    bool truncate = true;       // round the blend's limits to whole pairs
+    float attention_factor = 1; // multiplies cos and sin
 };
 
-// Whether anything is scaled.
+// Whether the scaling changes anything.
 inline bool scales(const RopeScaling& s) { return s.factor != 1 || s.attention_factor != 1; }
 
-// The part of pair i that YaRN stretches, 0 to 1.
+// The fraction of pair i that YaRN stretches: 0 keeps its frequency, 1 divides it by the factor.
 inline double yarn_stretched(size_t i, size_t HS, double theta, const RopeScaling& s) {
-    // The pair, not a whole number, that turns so often in the original context.
+    // The index, a real number, of the pair that makes this many rotations in the original context.
     auto pair_of = [&](double turns) {
         return double(HS) * std::log(s.original_positions / (turns * 2 * M_PI)) /
                (2 * std::log(theta));
@@ -53,19 +57,19 @@ inline double yarn_stretched(size_t i, size_t HS, double theta, const RopeScalin
         high = std::ceil(high);
     }
 
-    // Rise from 0 to 1 between the two.
+    // Rise linearly from 0 to 1 between the two indices.
     low = std::max(low, 0.0);
     high = std::min(high, double(HS) - 1);
     if (low == high) high += 0.001;
     return std::clamp((double(i) - low) / (high - low), 0.0, 1.0);
 }
 
-// The part of a frequency that Llama 3.1 stretches, 0 to 1.
+// The fraction of a frequency that Llama 3.1 stretches, 0 to 1.
 inline double llama3_stretched(double f, const RopeScaling& s) {
     double wavelength = 2 * M_PI / f;
     double P0 = s.original_positions;
 
-    // Short waves stay, long ones are stretched, those between are blended.
+    // Short waves stay, long waves are stretched, those in between are blended.
     if (wavelength < P0 / s.high_freq_factor)
         return 0;
     if (wavelength > P0 / s.low_freq_factor)
@@ -74,7 +78,7 @@ inline double llama3_stretched(double f, const RopeScaling& s) {
                    (double(s.high_freq_factor) - s.low_freq_factor);
 }
 
-// f_i, scaled.
+// The frequency f_i of pair i, scaled, in radians a position.
 inline double rope_frequency(size_t i, size_t HS, double theta, const RopeScaling& s) {
     double f = std::pow(theta, -2.0 * double(i) / double(HS));
     if (s.factor == 1) return f;
@@ -84,14 +88,14 @@ inline double rope_frequency(size_t i, size_t HS, double theta, const RopeScalin
     return stretched * f / s.factor + (1 - stretched) * f;
 }
 
-// Made once, by the host: angles in double, then rounded.
+// Fill the table of angles. The host makes it once, in double, and rounds at the end.
 template <typename A>
 void rope_table(A* table, // (P, HS/2, 2): cos, sin
                 size_t P, size_t HS, double theta, RopeScaling scaling) {
     double size = scaling.attention_factor;
     for (size_t i = 0; i < HS / 2; i++) {
         double f = rope_frequency(i, HS, theta, scaling);
-        // Near 100,000 an angle in float would be off by up to 0.004 radians.
+        // In float an angle near position 100,000 would be off by up to 0.004 radians.
         for (size_t p = 0; p < P; p++) {
             table[(p * (HS / 2) + i) * 2] = A(std::cos(double(p) * f) * size);
             table[(p * (HS / 2) + i) * 2 + 1] = A(std::sin(double(p) * f) * size);
@@ -99,18 +103,18 @@ void rope_table(A* table, // (P, HS/2, 2): cos, sin
     }
 }
 
-// Heads that turn, in rows that may hold more: q and k lie beside v.
+// Heads to rotate, within rows that may hold more: q and k often lie beside v.
 template <typename T> struct RopeHeads {
     T* rows = nullptr; // row n: (NH,HS) at n * row_stride
     size_t NH = 0, row_stride = 0;
-    size_t head_stride = 0; // elements between heads; 0: HS, which turn all
+    size_t head_stride = 0; // elements between heads; 0: HS, the whole head rotates
     bool neighbours = false; // pairs are (2i, 2i+1)
 };
 
 // ----------------------------------------------------------------------------
 // CPU
 
-// Turn forwards (direction 1) or back (-1).
+// Rotate forward (direction 1) or back (direction -1).
 template <typename T>
 void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
                  const acc_t<T>* table,      // (P, HS/2, 2)
@@ -122,10 +126,10 @@ void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
     size_t apart = neighbours ? 1 : half;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        // All heads of a row turn alike: they share its cosines and sines.
+        // All heads of a row are at the same position and share its cosines and sines.
         const A* turn = table + size_t(positions[n]) * HS; // (HS/2, 2)
 
-        // Turn the pairs of every head.
+        // Rotate the pairs of every head.
         for (size_t h = 0; h < NH; h++) {
             T* head = x + n * row_stride + h * head_stride; // (HS)
             for (size_t i = 0; i < half; i++) {
@@ -133,7 +137,7 @@ void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
                 T& second = head[i * step + apart];
                 A a = to_acc(first);
                 A b = to_acc(second);
-                // The direction changes the sine's sign alone: cos is even.
+                // The direction changes only the sign of the sine: cos is even.
                 A c = turn[2 * i], s = direction * turn[2 * i + 1];
                 first = from_acc<T>(a * c - b * s);
                 second = from_acc<T>(b * c + a * s);
@@ -142,6 +146,7 @@ void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
     }
 }
 
+// Rotate the queries, then the keys.
 template <typename T>
 void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc_t<T>* table,
                  size_t N, size_t HS, acc_t<T> direction, Cpu) {
@@ -155,7 +160,7 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc
 
 #if LLMC_KERNELS
 
-// Block (row, operand); a thread takes P pairs of a head at a time.
+// The grid is (rows, 2): blockIdx.y 0 has q, 1 has k. A thread takes P pairs of a head at a time.
 template <typename T, int P>
 __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions,
                             const float* table, unsigned HS, float direction) {
@@ -163,7 +168,7 @@ __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions
     RopeHeads<T> x = blockIdx.y ? k : q;
     unsigned NH = unsigned(x.NH);
     T* row = x.rows + blockIdx.x * x.row_stride; // (NH,HS)
-    // Sizes of a row fit 32 bits, which divide much faster than 64.
+    // Numbers within a row fit 32 bits, which divide much faster than 64.
     unsigned half = HS / 2;
     unsigned stride = x.head_stride ? unsigned(x.head_stride) : HS;
     unsigned packs = half / P; // of a head
@@ -173,9 +178,10 @@ __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions
         head += x.neighbours ? 2 * i : i;
         T* seconds = head + (x.neighbours ? 1 : half);
 
-        // One pack of each half: lane j of both is pair i + j. Neighbours come in packs of one.
+        // Load one pack of first and one of second channels: element j of both is pair i + j. Pairs
+        // of neighbours come with P = 1.
         Pack<T, P> a = load<P>(head), b = load<P>(seconds);
-        // Cosines are float for 16-bit x too: rounding happens once, at the store.
+        // Angles are float for 16-bit x too, so that rounding happens once, at the store.
         constexpr int ANGLES = P > 1 ? 2 : 1; // of a load: 16 bytes
         for (int j = 0; j < P; j += ANGLES) {
             Pack<float, 2 * ANGLES> angle = load<2 * ANGLES>(turn + 2 * (i + j)); // cos, sin, ..
@@ -188,6 +194,8 @@ __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions
                 b.v[j + i] = from_acc<T>(v * c + u * s);
             }
         }
+
+        // Write both halves back.
         store(head, a);
         store(seconds, b);
     }
@@ -196,7 +204,7 @@ __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions
 // ----------------------------------------------------------------------------
 // launchers
 
-// One launch for both. As many threads a row as it has packs, 256 at most.
+// One launch for q and k. A row has as many threads as packs, in whole warps, 256 at most.
 template <typename T>
 void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const float* table, size_t N,
                  size_t HS, float direction, cudaStream_t stream) {
@@ -208,7 +216,7 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const flo
         launch(rope_kernel<T, P>, dim3(unsigned(N), k.NH ? 2 : 1), unsigned(threads), 0, stream, q,
                k, positions, table, unsigned(HS), direction);
     };
-    // Halves of heads are loaded in packs, so each must begin at a multiple of one.
+    // Packs are loaded from both halves of a head, so each half must start at a multiple of a pack.
     bool vector = !q.neighbours && can_vectorize<T>(HS / 2, q.rows, k.rows) &&
                   can_vectorize<float>(0, table) &&
                   q.row_stride % VECTOR<T> == 0 && k.row_stride % VECTOR<T> == 0 &&
@@ -220,21 +228,21 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const flo
 // ----------------------------------------------------------------------------
 // anywhere
 
-// Queries and keys in one launch; k may be none.
+// Rotate queries and keys in one launch; k may be empty.
 template <typename T, typename S>
 void rope_forward(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc_t<T>* table,
                   size_t N, size_t HS, S where) {
     rope_rotate(q, k, positions, table, N, HS, acc_t<T>(1), where);
 }
 
-// The gradient of a turn is the turn back, by the same size.
+// The gradient of a rotation is the opposite rotation, times the same attention factor.
 template <typename T, typename S>
 void rope_backward(RopeHeads<T> dq, RopeHeads<T> dk, const int* positions, const acc_t<T>* table,
                    size_t N, size_t HS, S where) {
     rope_rotate(dq, dk, positions, table, N, HS, acc_t<T>(-1), where);
 }
 
-// One of them.
+// The same for one operand.
 template <typename T, typename S>
 void rope_forward(T* x, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
                   size_t row_stride, S where) {

@@ -1,49 +1,51 @@
 // simulator.h - the time of a step: the very plans that run, event by event, before they run
-//   1. A rank goes through its plan in order. What computes runs at once; a collective is posted,
-//      and runs on the rank's one stream for them, behind those before it.
-//   2. A collective starts when its last rank is there, a message when both ends are; an exchange
-//      is over with its last message.
-//   3. Before action j a rank waits for all that finish_before() (queues.h) wants finished there.
-//   Nothing else is known here: queue_of(), finish_before() and the cost of an action (cost.h).
-//   Ranks that differ in dp, cp or tp alone have equal plans and arrive together, so one pipeline
-//   of pp ranks stands for a cluster of any size. Given the plans of all ranks the same code lets
-//   them meet one by one; the test finds no bit of difference.
+//   1. A rank goes through its plan in order. Compute runs at once. A collective is posted; it runs
+//      in the rank's one stream for collectives, behind those posted before it.
+//   2. A collective starts when its last rank has arrived, a message when both ends have. An
+//      exchange is over with its last message.
+//   3. Before action j a rank waits for everything that finish_before() (queues.h) wants finished.
+//   Nothing else is known here: queue_of(), finish_before() and the cost of an action (cost.h) say
+//   the rest. Ranks that differ only in dp, cp or tp have equal plans and arrive together, so one
+//   pipeline of pp ranks stands for a cluster of any size. Given the plans of all ranks, the same
+//   code lets them meet one by one; the test finds the same result to the bit.
 //   Each rank's step splits into parts that add up to it; the result has their mean over ranks.
-//   Cost: linear in actions, but for finish_before().
+//   Cost: linear in actions, except for finish_before().
 #pragma once
 #include "cost.h"
 #include "plan.h"
 
 namespace llmc {
 
-// An action's times. A collective is posted, finds its stream free, meets its last rank, is over.
+// The times of an action. A collective is posted (start), gets its stream (ready), meets its last
+// rank (met), and is over (end).
 struct ActionTimes {
     double start = -1, ready = -1, met = -1, end = -1; // -1: not yet
 };
 
-// An action of a rank, by their numbers.
+// An action of a rank, both by number.
 struct Member {
     int rank, action;
 };
 
-// A rank while it runs.
+// The state of a rank during the simulation.
 struct SimulatedRank {
     std::vector<ActionTimes> of;            // [action]
     std::vector<std::vector<int>> due; // [action]: what must be finished before it
     std::vector<int> mates;            // ranks of its stage: they meet in actions of one number
-    std::map<int, std::vector<Member>> partners; // [action]: whom it meets on other stages
+    std::map<int, std::vector<Member>> partners; // [action]: ranks of other stages that it meets
     std::vector<int> posted;           // collectives, in order
-    size_t over = 0;                   // so many of them have run
-    int at = 0;                        // the action that comes next
+    size_t over = 0;                   // how many of them have run
+    int at = 0;                        // the next action
     double now = 0, stream_free = 0;
     Times parts;
 };
 
+// The result of a simulation.
 struct StepTime {
     double seconds = 0;
     Times parts;                      // the mean over ranks: they add up to `seconds`
     std::vector<SimulatedRank> ranks; // with the times of each action
-    std::string stuck;                // "" or the actions at which ranks wait forever
+    std::string stuck;                // "", or the actions at which ranks wait forever
 };
 
 // The plans of some ranks, run side by side.
@@ -56,9 +58,10 @@ struct Simulator {
 // ----------------------------------------------------------------------------
 // who meets whom
 
-// Whether ranks of one stage meet in an action. Layers' own collectives join tp, cp and ep ranks.
+// Whether two ranks of one stage meet in an action.
+// Collectives inside layers join tp, cp and ep ranks.
 inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
-    // A rank meets itself, too.
+    // A rank also meets itself.
     bool data = x.dp.rank == y.dp.rank, context = x.cp.rank == y.cp.rank;
     bool tensor = x.tp.rank == y.tp.rank;
     switch (op) {
@@ -71,7 +74,7 @@ inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
     }
 }
 
-// Join the k-th message of each pair of stages with its other end.
+// Join the k-th message from one stage to another with the k-th receive there.
 inline void pair_messages(Simulator& s) {
     std::map<std::pair<int, int>, std::vector<int>> sent, received; // [from, to]: actions
     int count = int(s.plans.size());
@@ -80,7 +83,8 @@ inline void pair_messages(Simulator& s) {
         return std::tuple(x.dp.rank, x.cp.rank, x.tp.rank);
     };
     std::map<std::pair<std::tuple<int, int, int>, int>, int> place; // [pipeline, stage]: rank
-    // A stage's rank of the same pipeline is the peer that a transfer means.
+
+    // A transfer names a stage: its peer is that stage's rank in the same pipeline.
     for (int r = 0; r < count; r++)
         place[{pipeline(r), s.plans[r].layout.pp.rank}] = r;
 
@@ -94,7 +98,7 @@ inline void pair_messages(Simulator& s) {
             }
     }
 
-    // plans_check() has seen that the lists match.
+    // Join them. plans_check() has made sure that the lists match.
     for (auto& [ends, from] : sent)
         for (size_t k = 0; k < from.size(); k++) {
             int to = received.at(ends).at(k);
@@ -103,6 +107,7 @@ inline void pair_messages(Simulator& s) {
         }
 }
 
+// Join the actions that cross stages:
 // COUNT and NORM join all stages, TIE the two that hold the table.
 inline void pair_stages(Simulator& s) {
     std::map<std::tuple<Op, int>, std::vector<Member>> all; // [op, bucket]
@@ -115,23 +120,26 @@ inline void pair_stages(Simulator& s) {
         }
     }
 
-    // Every rank waits for all the others.
+    // Make every member wait for all the others.
     for (auto& [what, members] : all)
         for (Member me : members)
             s.ranks[me.rank].partners[me.action] = members;
 }
 
-// Set the ranks before their first action.
+// Prepare the ranks: what is due before each action, and whom it meets.
 inline void prepare_ranks(Simulator& s, const Model& model) {
     for (const Plan& p : s.plans) {
-        // On a stream both halves of an exchange end at one point, before the first that is due.
+        // In a stream, both halves of an exchange end together,
+        // so the earlier one says when it is due.
         SimulatedRank& rank = s.ranks.emplace_back();
         rank.of.resize(p.actions.size());
         rank.due.resize(p.actions.size() + 1);
-        std::vector<Finish> finish = finish_before(p, model); // as the executor has it
+        std::vector<Finish> finish = finish_before(p, model); // the executor uses the same
         for (int i = 0; i < int(finish.size()); i++)
             if (queue_of(p.actions[i].op) == Queue::COMM)
                 rank.due[finish[i].first()].push_back(i);
+
+        // List the ranks of the same stage.
         for (int other = 0; other < int(s.plans.size()); other++)
             if (s.plans[other].layout.pp.rank == p.layout.pp.rank)
                 rank.mates.push_back(other);
@@ -140,20 +148,21 @@ inline void prepare_ranks(Simulator& s, const Model& model) {
     pair_stages(s);
 }
 
-// The moment at which the last rank of an action is there; -1: one is still to come.
+// Return when the last rank of an action arrived, or -1 if one has not arrived yet. `there` says
+// which of its times counts as arrival.
 inline double meeting(const Simulator& s, int r, int i, double ActionTimes::*there) {
     const SimulatedRank& me = s.ranks[r];
     const Plan& p = s.plans[r];
     double last = me.of[i].*there;
     bool all = true;
     auto look = [&](int rank, int action) {
-        // One that is still to come has no time.
+        // A rank that has not arrived has time -1.
         double t = s.ranks[rank].of[action].*there;
         all &= t >= 0;
         last = std::max(last, t);
     };
 
-    // Ranks of this stage, then of others.
+    // Look at the ranks of this stage, then at those of other stages.
     for (int mate : me.mates)
         if (mates_meet(p.layout, s.plans[mate].layout, p.actions[i].op))
             look(mate, i);
@@ -167,13 +176,14 @@ inline double meeting(const Simulator& s, int r, int i, double ActionTimes::*the
 // ----------------------------------------------------------------------------
 // the loop
 
-// Run a rank's collectives whose ranks are all there, in order. Returns whether one has moved.
+// Run a rank's collectives in order while all of their ranks have arrived.
+// Returns whether anything changed.
 inline bool run_collectives(Simulator& s, int r) {
     SimulatedRank& me = s.ranks[r];
     const Plan& p = s.plans[r];
     bool moved = false;
     while (me.over < me.posted.size()) {
-        // The first in line is ready once its stream is free.
+        // The first in line is ready when its stream is free.
         int i = me.posted[me.over];
         ActionTimes& m = me.of[i];
         moved |= m.ready < 0;
@@ -181,7 +191,7 @@ inline bool run_collectives(Simulator& s, int r) {
         m.met = meeting(s, r, i, &ActionTimes::ready);
         if (m.met < 0) break;
 
-        // From here on nobody else is needed.
+        // All ranks are there, so its end is known.
         m.end = m.met + total_of(s.cost(p, p.actions[i]));
         me.stream_free = m.end;
         me.over++;
@@ -190,16 +200,17 @@ inline bool run_collectives(Simulator& s, int r) {
     return moved;
 }
 
-// Wait for what is due before a rank's next action; false: some of it is not over yet.
+// Wait for everything that is due before a rank's next action.
+// Returns false if some of it is not over yet.
 inline bool finish_due(Simulator& s, int r) {
     SimulatedRank& me = s.ranks[r];
     const Plan& p = s.plans[r];
-    // All of it must be over: a stream that waits for one of two waits for both.
+    // Require all of it to be over: a stream that waits for one of two waits for both.
     const std::vector<int>& due = me.due[me.at];
     for (int i : due)
         if (me.of[i].end < 0) return false;
 
-    // Waiting for the last rank is a bubble; the rest is the message's own time.
+    // Split the wait: waiting for the last rank is a bubble, the rest is the message's own time.
     for (int i : due) {
         const ActionTimes& m = me.of[i];
         if (m.end <= me.now) continue;
@@ -213,7 +224,7 @@ inline bool finish_due(Simulator& s, int r) {
     return true;
 }
 
-// Run the next action of the compute queue; false: its ranks are not all there.
+// Run the next action of the compute queue. Returns false if its ranks have not all arrived.
 inline bool run_compute(Simulator& s, int r) {
     SimulatedRank& me = s.ranks[r];
     const Plan& p = s.plans[r];
@@ -222,7 +233,7 @@ inline bool run_compute(Simulator& s, int r) {
     m.met = meeting(s, r, me.at, &ActionTimes::start);
     if (m.met < 0) return false;
 
-    // The parts of the action are the rank's; the time until the last one came is a bubble.
+    // Count the action's parts for this rank; the wait for the last rank is a bubble.
     Times t = s.cost(p, p.actions[me.at]);
     m.end = m.met + total_of(t);
     add_times(me.parts, t);
@@ -231,16 +242,16 @@ inline bool run_compute(Simulator& s, int r) {
     return true;
 }
 
-// Run a rank as far as it goes. Returns whether anything has moved.
+// Run a rank as far as it can go. Returns whether anything changed.
 inline bool advance(Simulator& s, int r) {
     SimulatedRank& me = s.ranks[r];
     const std::vector<Action>& actions = s.plans[r].actions;
     int end = int(actions.size());
     bool moved = run_collectives(s, r);
 
-    // One place past the last action finishes what is still in flight.
+    // The place past the last action finishes what is still in flight.
     while (me.at <= end && finish_due(s, r)) {
-        // A collective is posted and runs beside what follows; moves have no time yet.
+        // Post a collective, which runs beside what follows; run compute; moves take no time yet.
         if (me.at < end && queue_of(actions[me.at].op) == Queue::COMM) {
             me.of[me.at].start = me.now;
             me.posted.push_back(me.at);
@@ -248,6 +259,8 @@ inline bool advance(Simulator& s, int r) {
             bool came = me.of[me.at].start < 0;
             if (!run_compute(s, r)) return moved || came;
         }
+
+        // Go on: a collective may run now.
         me.at++;
         moved = true;
         run_collectives(s, r);
@@ -255,10 +268,11 @@ inline bool advance(Simulator& s, int r) {
     return moved;
 }
 
-// Run the plans of some ranks: a pipeline's, which stands for all, or those of the whole world.
+// Simulate a step, given the plans of some ranks:
+// a pipeline's, which stands for all, or the whole world's.
 inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model,
                               const ActionCost& cost) {
-    // A rank runs until it waits for another; so each round moves somebody, or all are through.
+    // Run each rank until it waits for another. Every round advances some rank, or none can move.
     Simulator s = {plans, cost, {}};
     prepare_ranks(s, model);
     for (bool moved = true; moved;) {
@@ -267,7 +281,7 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
             moved |= advance(s, r);
     }
 
-    // Nothing moves any more: all ranks are through, or some wait forever.
+    // All ranks are through, or some wait forever. Note where those wait.
     StepTime step;
     for (size_t r = 0; r < plans.size(); r++) {
         SimulatedRank& rank = s.ranks[r];
@@ -278,7 +292,7 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
         step.stuck += concat(step.stuck.empty() ? "" : "; ", "rank ", r, " waits at ", where);
     }
 
-    // Whoever is through waits for the last one.
+    // Let every rank wait for the last one, and average the parts.
     for (SimulatedRank& rank : s.ranks) {
         rank.parts.bubble += step.seconds - rank.now;
         add_times(step.parts, rank.parts, 1.0 / plans.size());
@@ -287,20 +301,21 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
     return step;
 }
 
-// Micro-batches that fill a pipeline twice: from there on each round is like the one before it.
-// Interleaved stages take turns in rounds of `pp`, others repeat each micro-batch.
+// `few` micro-batches fill a pipeline twice. From there on it is in a steady state: each `round` of
+// micro-batches is like the one before it. Interleaved stages take turns in rounds of `pp`; other
+// schedules repeat every micro-batch.
 struct Settled {
     int few, round;
 };
 inline Settled settled(const Layout& layout, int micro_batches) {
-    // The last round of four micro-batches evens out what meets now and then.
+    // Rounds of up to four micro-batches average out waits that do not occur in each one.
     int pp = layout.pp.size;
     if (layout.pipeline == Pipeline::INTERLEAVED) return {2 * pp + micro_batches % pp, pp};
     return {2 * pp + std::min(pp, 4), std::min(pp, 4)};
 }
 
-// The same from options. A pipeline that is full repeats itself, so of a long accumulation only its
-// ends run: times and parts grow by the same for each round.
+// Simulate a layout's step. A full pipeline repeats itself, so of many micro-batches only the two
+// ends are simulated: times and parts grow by the same amount for each round between.
 inline StepTime simulate_layout(const Layout& layout, const Model& model, PlanOptions options,
                                 const ActionCost& cost) {
     int m = options.micro_batches;
@@ -312,7 +327,7 @@ inline StepTime simulate_layout(const Layout& layout, const Model& model, PlanOp
     if (m <= few + round || layout.pipeline == Pipeline::GIVEN)
         return run(m);
 
-    // One round more says what each further round takes.
+    // Simulate one more round; each further one takes as long.
     StepTime step = run(few), more = run(few + round);
     double rounds = double(m - few) / round;
     step.seconds += rounds * (more.seconds - step.seconds);

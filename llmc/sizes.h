@@ -1,6 +1,6 @@
 // sizes.h - how many bytes each datum takes on this rank, known before the run
-//   data_bytes() answers for every Kind of action.h. The parameter, activation and scratch
-//   tables give elements, layout and options cut them; the arena places the answers,
+//   data_bytes() answers for every Kind of action.h. The tables of parameters, activations and
+//   scratch give the elements; layout and options cut them. The arena places the results, and
 //   --explain prints them.
 #pragma once
 #include "adamw.cuh"
@@ -16,7 +16,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // activations
 
-// The group in which a row of the activation table lies.
+// The group of activations in which a row of the activation table lies.
 inline Kind activation_group(Keep keep, Last last, Recompute level) {
     bool w = last == Last::W;
     if (keep == Keep::GRADIENT)
@@ -26,7 +26,7 @@ inline Kind activation_group(Keep keep, Last last, Recompute level) {
     return w ? Kind::KEPT_W : Kind::KEPT_B;
 }
 
-// The shape that this rank computes with under a plan: generation never cuts rows.
+// The shape with which this rank computes under a plan. Generation never cuts rows.
 inline Shape rank_shape(const Plan& p, const Model& model) {
     bool cut_rows = p.layout.sequence_parallel && p.mode != Mode::GENERATE;
     Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
@@ -36,29 +36,30 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
 }
 
 // ----------------------------------------------------------------------------
-// the rows that norm and optimizer walk
+// the rows over which norm and optimizer walk
 
-// Whether a parameter's moments may be 8 bits: those of a block's larger matrices. Tables, vectors
-// and the head stay float, for training is unstable without (transformers #14819).
+// Whether a parameter may have 8-bit moments: the larger matrices of blocks may. Tables, vectors
+// and the head keep float moments: training is unstable without (transformers #14819).
 inline bool has_small_states(const Model& model, const Parameter& p) {
     Role role = model.buckets[p.bucket].role;
     bool block = role == Role::BLOCK || role == Role::EXPERTS || role == Role::ADAPTER;
     return block && p.shape.size() == 2 && p.elements() >= 4096;
 }
 
-// The parameters of elements [from, to) of a bucket, by their distance from `from`.
-// Rows know the parameter's name and the place of each element in the whole of it, so that
+// The elements [from, to) of a bucket as rows, one for each parameter; offsets count from `from`.
+// A row knows its parameter's name, and the place of each element in the whole parameter, so that
 // stochastic rounding is the same for all shards and pieces.
 inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
     const Bucket& b = model.buckets[bucket];
     std::vector<TensorRow> rows;
-    size_t state = 0; // bytes of the rows before, in 8 bits
+    size_t state = 0; // bytes of the 8-bit moments of all rows before
     for (int i : b.in_order) {
         const Parameter& p = model.parameters[i];
         size_t start = std::max(p.offset, from);
         size_t end = std::min(p.offset + p.local_elements(), to);
         if (start >= end) continue;
-        // Under tp a parameter is a piece of the whole.
+
+        // Add a row. Under tp it is a piece of the whole parameter.
         PieceRuns piece = piece_runs(p, model.tp_rank, model.tp);
         rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
                         piece.start, piece.run, piece.gap, state, has_small_states(model, p),
@@ -68,7 +69,7 @@ inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t
     return rows;
 }
 
-// Chunks of the norm in the first `to` elements of a bucket; in all buckets.
+// The number of the norm's chunks in the first `to` elements of a bucket, and in all buckets.
 inline size_t norm_chunks(const Model& model, int bucket, size_t to) {
     size_t n = 0;
     for (const TensorRow& row : tensor_rows(model, bucket, 0, to))
@@ -82,7 +83,7 @@ inline size_t norm_chunks(const Model& model) {
     return n;
 }
 
-// Chunks of the norm in the range of a bucket that this rank updates.
+// The number of the norm's chunks in the range of a bucket that this rank updates.
 inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int bucket) {
     Range range = updated_range(layout, model, bucket);
     size_t n = 0;
@@ -92,29 +93,29 @@ inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int 
 }
 
 // ----------------------------------------------------------------------------
-// scratch: what a layer needs only while it runs, as a table of rows
+// scratch: memory that a layer needs only while it runs, as a table of rows
 
 enum class ScratchKind : uint8_t {
-    WORKSPACE, // products, norms, attention, embedding: beside their operands
+    WORKSPACE, // working memory of products, norms, attention and embedding
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
-    SLOT_ROWS, // (M,C) rows by expert, on their way into a product or out of it
+    SLOT_ROWS, // (M,C) rows sorted by expert, on their way into a product or out of it
     TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
-    EXCHANGE_ROWS, // (2,ep,N,C) those that are sent and received, where only these travel
+    EXCHANGE_ROWS, // (2,ep,N,C) rows sent and received, where tokens go only to their experts
     HEADS,     // (rooms,N,NH,HS) keys and values as latent attention expands them
     HEAD,      // the head's own activations (head.h)
     WIDE,      // a frozen matrix, dequantised
-    ROOM,      // (N,r) between the two products of an adapter
+    ROOM,      // (N,r) the result of an adapter's first product, which its second one reads
     CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
-    NORM_SUMS  // a sum of squares a chunk
+    NORM_SUMS  // the sum of squares of each chunk
 };
 
-// Offsets count bytes from the start of the layer's scratch.
+// A row of scratch. Its offset counts bytes from the start of the layer's scratch.
 struct ScratchRow {
     ScratchKind name;
     size_t offset, bytes;
 };
 
-// Rows lie side by side: unlike the arena's data, all of them live while the layer runs.
+// The scratch of one layer. Rows never share bytes, for all of them live while the layer runs.
 struct ScratchTable {
     std::vector<ScratchRow> rows;
     size_t bytes = 0;
@@ -131,12 +132,13 @@ struct ScratchTable {
     }
 };
 
-// Rows that the head works on: all of a micro-batch, or the last of each sequence when generating.
+// The number of rows on which the head works: all rows of a micro-batch, or in generation the last
+// `scored` ones of each sequence.
 inline size_t head_rows(const Plan& p) {
     return p.mode == Mode::GENERATE ? p.B * p.scored : p.rows();
 }
 
-// The head's own rows, counted by the visitor that trainer.h binds them with.
+// The bytes of the head's own activations. Sums the rows as head_acts() in trainer.h binds them.
 template <typename T>
 size_t head_bytes(const Plan& p, const Shape& s) {
     size_t bytes = 0;
@@ -147,12 +149,13 @@ size_t head_bytes(const Plan& p, const Shape& s) {
     return bytes;
 }
 
-// The head's products have a chunk of rows, the last one fewer.
+// The head's workspace. Its products run over chunks of rows; the last chunk may have fewer.
 template <typename T, typename S>
 size_t head_workspace(const Plan& p, const Shape& s, S where) {
     size_t rows = head_rows(p), chunk = head_chunk_rows(s, rows, sizeof(T)), rest = rows % chunk;
-    if (p.mode == Mode::GENERATE) chunk = rows; // its logits are kept, all of them
-    // One figure serves both families: LayerNorm has a sum more.
+    if (p.mode == Mode::GENERATE) chunk = rows; // generation keeps all its logits
+
+    // Take the sums of a LayerNorm, which are enough for an RMSNorm too, or a product's scratch.
     size_t most = layernorm_sums(p.rows(), s.C, where) * sizeof(acc_t<T>);
     most = std::max(most, linear_scratch_bytes<T>(chunk, s.Vp(), s.C, where));
     if (rest)
@@ -160,48 +163,51 @@ size_t head_workspace(const Plan& p, const Shape& s, S where) {
     return most;
 }
 
-// Slots of each block's experts, over a step.
+// The bytes of LOADS: how many slots each block's experts get in a step.
 inline size_t loads_bytes(const Shape& s) { return s.L * s.E * sizeof(int); }
 
-// Experts: products by group, the router's into acc, a sequence's loads.
+// The workspace of experts: their products by group, the router's product into acc, and how often
+// each sequence chose each expert.
 template <typename T, typename S>
 size_t expert_workspace(const Plan& p, const Shape& s, const Parameter& stack, S where) {
-    // Any expert may get all rows, or none.
+    // Size the experts' products. Any expert may get all rows, or none.
     size_t N = p.rows();
     ExpertCounts n = expert_counts(s, N);
     Groups g = {nullptr, n.experts, stack.local_rows() / n.experts, stack.local_cols(), n.rows};
     size_t bytes = std::max(grouped_scratch_bytes<T>(g, where), p.B * s.E * sizeof(int));
     if (s.expert_ranks > 1)
-        bytes = std::max(bytes, n.slots * sizeof(int)); // their experts, as this rank numbers them
+        bytes = std::max(bytes, n.slots * sizeof(int)); // slots' experts, by this rank's numbers
 
-    // A token that is generated asks the router alone.
+    // Size the router's product, for all rows and in generation for a single token.
     size_t rows = p.mode == Mode::GENERATE ? 1 : N;
     for (size_t n : {N, rows}) {
         bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, s.E, s.C, where));
-        bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, 1, s.C, where)); // shared experts'
+        bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, 1, s.C, where)); // shared router
     }
     return bytes;
 }
 
-// Operators run one after another, so the workspace is the most that any of them asks for.
+// The workspace of a block. Operators run one after another, so it is the most that any asks for.
 template <typename T, typename S>
 size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int layer, S where) {
     size_t N = p.rows(), most = 0, sums = 0;
     bool generates = p.mode == Mode::GENERATE;
 
-    // Products have all rows, one token's when generating, or a rank's share of the rows.
-    // All biases may be summed in one call.
+    // Size the products: they run on all rows, on a rank's share of the rows, or in generation on
+    // the last rows of each sequence. All biases may be summed in one call.
     for (const Parameter& w : model.parameters) {
         if (w.layer != layer) continue;
         if (w.shape.size() == 1) {
             sums += column_sums_scratch_bytes(N, w.local_elements(), where);
             continue;
         }
-        // Stacks are multiplied an expert at a time.
+        // Products with a stack run expert by expert.
         if (w.stack > 1) {
             most = std::max(most, expert_workspace<T>(p, s, w, where));
             continue;
         }
+
+        // A matrix: the product's own scratch, its operands in fp8, and its adapter's products.
         for (size_t rows : {N, generates ? head_rows(p) : N, N / s.row_ranks}) {
             size_t OC = w.local_rows(), IC = w.local_cols();
             size_t bytes = linear_scratch_bytes<T>(rows, OC, IC, where);
@@ -214,7 +220,8 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     }
     most = std::max(most, sums);
 
-    // Attention has the queries of a prompt, then the last of each sequence; or its share of one.
+    // Size attention over a micro-batch, or in generation over one prompt, over one token of each
+    // sequence, and over the last rows of each. Context-parallel ranks run a share of a sequence.
     std::vector<std::pair<size_t, size_t>> batches = {{p.B, p.T}};
     if (generates) batches = {{1, p.T}, {p.B, 1}, {p.B, p.scored}};
     for (auto [sequences, Tq] : batches) {
@@ -226,21 +233,21 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     return most;
 }
 
-// Bytes of a block's scratch for the keys of other context-parallel ranks.
+// The bytes of a block's scratch for the keys of other context-parallel ranks.
 template <typename T>
 size_t context_bytes(const Plan& p, const Shape& s) {
     if (p.layout.cp.size == 1) return 0;
     return context_scratch_bytes<T>(s, p.layout, p.B, p.T, p.mode == Mode::TRAIN);
 }
 
-// Bytes that a rank sends for attention in all blocks of a plan.
+// The bytes that a rank sends for context-parallel attention, in all blocks of a plan.
 template <typename T>
 size_t context_plan_bytes(const Plan& p, const Model& model) {
     if (p.layout.cp.size == 1) return 0;
     ContextMessages each = context_messages<T>(rank_shape(p, model), p.layout, p.rows());
     size_t bytes = 0;
     for (const Action& a : p.actions) {
-        // The embedding and the head ask no other rank's rows.
+        // The embedding and the head need no rows of other context-parallel ranks.
         if (a.layer < 1 || a.layer >= model.head()) continue;
         bool again = a.op == Op::R && redoes_attn(p.recompute.of(a.layer));
         if (a.op == Op::F || again) bytes += each.forward;
@@ -249,13 +256,13 @@ size_t context_plan_bytes(const Plan& p, const Model& model) {
     return bytes;
 }
 
-// The scratch of a layer; of layer -1, the norm's.
+// The scratch table of a layer. Layer -1 stands for NORM.
 template <typename T, typename S>
 ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where) {
     const Shape s = layer_shape(rank_shape(p, model), layer);
     size_t N = p.rows(), all_rows = s.row_ranks > 1 ? N * s.C * sizeof(T) : 0;
 
-    // The norm and the head have rows of their own; embedding and blocks gather rows over tp.
+    // NORM and the head have rows of their own. Embedding and blocks gather rows over tp.
     ScratchTable table;
     if (layer < 0) {
         table.add(ScratchKind::NORM_SUMS, norm_chunks(model) * sizeof(double));
@@ -267,7 +274,8 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
                                       : block_workspace<T>(p, model, s, layer, where);
         table.add(ScratchKind::WORKSPACE, workspace);
         table.add(ScratchKind::ALL_ROWS, all_rows);
-        // Experts need rows of slots, and where ranks share them out rows of all tokens.
+
+        // Experts need rows of slots, and if ranks share out the experts rows of all tokens.
         if (layer > 0 && s.E) {
             ExpertCounts n = expert_counts(s, N);
             table.add(ScratchKind::SLOT_ROWS, n.rows * s.C * sizeof(T));
@@ -276,6 +284,8 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
             if (p.layout.ep_exchange)
                 table.add(ScratchKind::EXCHANGE_ROWS, 2 * n.tokens * s.C * sizeof(T));
         }
+
+        // The rest belongs to single techniques: without them a row has 0 bytes.
         if (layer > 0 && s.kv_latent)
             table.add(ScratchKind::HEADS, latent_rooms(s, N, p.mode == Mode::TRAIN) * sizeof(T));
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
@@ -289,7 +299,7 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
 // ----------------------------------------------------------------------------
 // every datum
 
-// RoPE's table (P, rotary/2, 2), or two, or ALiBi's slopes (NH).
+// The bytes of RoPE's table (P, rotary/2, 2), of two such tables, or of ALiBi's slopes (NH).
 template <typename T>
 size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
     size_t positions = std::max(p.T, p.cache);
@@ -302,7 +312,7 @@ size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
     }
 }
 
-// The rows of the activation table that lie in a layer's group.
+// The bytes of all rows of the activation table that lie in one group of a layer.
 template <typename T, typename S>
 size_t activation_bytes(const Plan& p, const Shape& s, Data group, S where) {
     size_t bytes = 0;
@@ -312,7 +322,7 @@ size_t activation_bytes(const Plan& p, const Shape& s, Data group, S where) {
     return bytes;
 }
 
-// Bytes of 8-bit moments of `elements` that a rank keeps: tensor after tensor.
+// The bytes of the 8-bit moments of `elements` that this rank keeps, tensor after tensor.
 inline size_t small_state_bytes(const Plan& p, const Model& model, Data d, size_t elements) {
     size_t skip = d.chunk < 0 ? 0 : p.offload.chunk * size_t(d.chunk);
     size_t first = kept_first(p.layout, model, d) + skip, bytes = 0;
@@ -321,40 +331,46 @@ inline size_t small_state_bytes(const Plan& p, const Model& model, Data d, size_
     return bytes;
 }
 
-// Bytes of a datum on this rank under a plan. 0: the plan has nothing of that kind.
+// The bytes of a datum on this rank under a plan. 0: the plan has no such datum.
 template <typename T, typename S>
 size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     typedef acc_t<T> A;
     const Shape s = rank_shape(p, model);
-    // Chunks are of what this rank updates.
+
+    // Count the elements of a bucket's datum. A chunk is a part of what this rank updates.
     Data kept = d.chunk < 0 ? d : Data{Kind::MASTER, d.of};
     size_t N = p.rows(), elements = of_bucket(d.kind) ? kept_elements(p.layout, model, kept) : 0;
     elements = chunk_elements(p.offload, elements, d.chunk);
+
+    // Turn elements into bytes, or look the datum up in its table.
     switch (d.kind) {
-    // Buckets. Gradients and moments are in acc; a master only where weights are narrower.
+    // Weights and masters. A master exists only if weights are narrower than acc.
     case Kind::WEIGHT:
         if (is_narrow(p.stored, model, d.of)) return stored_bytes<T>(p.stored, model, d.of);
         return elements * sizeof(T);
     case Kind::GATHERED: return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
-    // Moments, for which wide weights change nothing.
+
+    // Moments are in acc, bf16 or 8 bits, whatever the type of weights.
     case Kind::STATE:
         if (p.states == States::EIGHT_BIT) return small_state_bytes(p, model, d, elements);
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
+
+    // Gradients are in acc, except for the copy that is sent. Sums of their squares are doubles.
     case Kind::GRAD:
     case Kind::PARTIAL:
     case Kind::GRAD_HERE:
     case Kind::TIED_HERE:
     case Kind::GRAD_TIED: return elements * sizeof(A);
     case Kind::SENT: {
-        // Only data-parallel ranks sum in 16 bits.
+        // Only data-parallel ranks sum in 16 bits: a group of one needs no copy.
         const Bucket& b = model.buckets[d.of];
         bool sent = p.narrow_gradients && group_axis(p.layout, b.group).size > 1;
         return sent ? whole_elements(p.layout, b) * sizeof(bf16) : 0;
     }
     case Kind::SQUARES: return updated_norm_chunks(p.layout, model, d.of) * sizeof(double);
 
-    // A chunk's offloaded data, one behind the other; or a shard of weights.
+    // All offloaded data of a chunk, one behind the other; or a shard of weights.
     case Kind::STAGED: {
         size_t bytes = 0;
         if (d.chunk < 0)
@@ -364,23 +380,24 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
         return bytes;
     }
 
+    // A parked datum takes in its tier what it takes on the device.
     case Kind::PARKED: return data_bytes<T>(p, model, {Kind(d.chunk), d.of, d.micro}, where);
 
-    // Single values and tables that last.
+    // Single values, and tables that last for the run.
     case Kind::SCALE: return sizeof(StepScale);
     case Kind::AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8_rule);
     case Kind::CAST: return cast_bytes(p, model);
     case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
     case Kind::CACHE: return p.B * p.cache * 2 * s.NKV * s.HS * sizeof(T);
 
-    // A step's input: tokens, targets, positions, doc_start, and the positions of other keys.
-    case Kind::VALID: return 0; // a number of the trainer's
+    // The step's input: tokens, targets, positions, doc_start, and the positions of other keys.
+    case Kind::VALID: return 0; // the trainer itself holds this number
     case Kind::TOKENS: return p.input_numbers() * sizeof(int);
 
-    // The residual stream, whose rows sequence parallelism shares out, and the head's results.
+    // The residual stream, whose rows sequence parallelism shares out, and results of the head.
     case Kind::STREAM:
     case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
-    case Kind::LOSS: // evaluation keeps three numbers of each row behind the sum
+    case Kind::LOSS: // behind the sums, evaluation keeps three numbers for each row
         return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(LossSums);
     case Kind::LOGITS: return head_rows(p) * s.Vp() * sizeof(T);
     case Kind::LOADS: return loads_bytes(model.shape);

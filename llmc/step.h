@@ -1,11 +1,12 @@
 // step.h - the executor: what each action of a plan does, and the one loop that runs them
-//   run_plan() is the loop: finish what finish_before() names, then run the action or start it.
+//   run_actions() is the loop: finish what finish_before() says is due, then run the action, or
+//   start it if it is a collective or a move.
 //     input     run_load (load.h): tokens, targets, positions, starts of documents
 //     layers    run_forward, run_recompute, run_backward: the family's blocks (gpt2.h, llama.h)
 //     the end   run_tie, run_norm, run_update
-//     between   collectives, and moves between tiers (flights.h): started where they stand,
-//               finished as late as their data allow
-//   Contract: the bits do not depend on when a collective happens between its start and its finish.
+//     between   collectives, and moves between tiers (flights.h): each starts at its place in the
+//               plan and finishes as late as its data allow
+//   Contract: no bit depends on when a collective runs between its start and its finish.
 #pragma once
 #include "constants.h"
 #include "flights.h"
@@ -15,9 +16,9 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// what an action hands to blocks and operators
+// how blocks and operators get their scratch
 
-// Hand the operators a layer's scratch.
+// Point ctx at a layer's scratch: each row of its table, or null where the layer has none.
 template <typename T, typename S>
 void bind_scratch(Trainer<T, S>& t, int layer) {
     unsigned char* workspace = scratch_address(t, layer, ScratchKind::WORKSPACE);
@@ -34,7 +35,7 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
 }
 
 // ----------------------------------------------------------------------------
-// streams: what a layer reads, what it writes, and their gradients: (R,C) each
+// streams (R,C): a layer's input and output, and the gradients of both
 
 template <typename T, typename S>
 T* input_of(const Trainer<T, S>& t, const Action& a) {
@@ -56,7 +57,7 @@ const T* output_gradient(const Trainer<T, S>& t, const Action& a) {
 // ----------------------------------------------------------------------------
 // embedding and head
 
-// Models with RoPE or ALiBi have no table of positions: wpe is null.
+// Embed the tokens. Models with RoPE or ALiBi have no table of positions: wpe is null.
 template <typename T, typename S>
 void run_embedding_forward(Trainer<T, S>& t, const Action& a) {
     int positions = find_bucket(t.model, Role::POSITIONS, a.layer);
@@ -65,7 +66,7 @@ void run_embedding_forward(Trainer<T, S>& t, const Action& a) {
     embedding_forward(t.ctx, output_of(t, a), wte, wpe);
 }
 
-// A frozen table has no gradient: its pointer is null.
+// Compute the gradients of the tables. A frozen table has none: its pointer is null.
 template <typename T, typename S>
 void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
     int positions = find_bucket(t.model, Role::POSITIONS, a.layer);
@@ -74,14 +75,14 @@ void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
     embedding_backward_weight(t.ctx, dwte, dwpe, output_gradient(t, a), !a.first);
 }
 
-// Training: nothing, the head keeps its input and its backward makes the loss. Evaluation: the
-// loss, and each row's. Generation: the logits of each sequence's last rows.
+// The head's forward pass. Training: nothing, for the head's backward pass makes the loss.
+// Evaluation: the loss, and that of each row. Generation: the logits of each sequence's last rows.
 template <typename T, typename S>
 void run_head_forward(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
     if (p.mode == Mode::TRAIN) return;
 
-    // Choose the rows: all of this rank, or generating the last of each sequence, side by side.
+    // Choose the rows: all rows of this rank, or in generation the last ones of each sequence.
     HeadActs<T> acts = head_acts(t);
     const T* inp = input_of(t, a);
     size_t rows = stream_rows(t.ctx);
@@ -106,7 +107,7 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// The scale makes gradients those of the mean over all valid targets of the global batch.
+// Compute the head's loss and gradients. scale: 1 / (valid targets of the global batch).
 template <typename T, typename S>
 void run_head_backward(Trainer<T, S>& t, const Action& a) {
     LossSums* loss = address<LossSums>(t, {Kind::LOSS, -1, a.micro});
@@ -120,7 +121,7 @@ void run_head_backward(Trainer<T, S>& t, const Action& a) {
 // ----------------------------------------------------------------------------
 // layers
 
-// A cache exists in generation only; blocks take null for none.
+// F: run the layer forward. Only generation has a cache; blocks take null for none.
 template <typename T, typename S>
 void run_forward(Trainer<T, S>& t, const Action& a) {
     if (a.layer == 0) return run_embedding_forward(t, a);
@@ -134,7 +135,7 @@ void run_forward(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// R leaves the streams alone: it fills only the rows that F has dropped.
+// R: fill the rows of activations that F has dropped. The streams stay as they are.
 template <typename T, typename S>
 void run_recompute(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
@@ -143,7 +144,7 @@ void run_recompute(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// The input half leaves the gradients that W reads in GRADIENT_W.
+// I: the input half of a block's backward pass. It leaves the gradients that W reads in GRADIENT_W.
 template <typename T, typename S>
 void run_backward_input(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
@@ -152,7 +153,7 @@ void run_backward_input(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// The embedding has no input half, so all of its backward is here.
+// W: the weight half of a backward pass. The embedding has no other half, so this is all of it.
 template <typename T, typename S>
 void run_backward_weight(Trainer<T, S>& t, const Action& a) {
     if (a.layer == 0) return run_embedding_backward(t, a);
@@ -161,7 +162,7 @@ void run_backward_weight(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// The whole of B, as the two halves one after the other.
+// B: the whole backward pass, one half after the other. The head's pass has no halves.
 template <typename T, typename S>
 void run_backward(Trainer<T, S>& t, const Action& a) {
     if (a.layer == t.model.head())
@@ -173,8 +174,8 @@ void run_backward(Trainer<T, S>& t, const Action& a) {
 // ----------------------------------------------------------------------------
 // the end of a step
 
-// Add both gradients of a tied table, the embedding's and then the head's, into one. With the head
-// on another stage each of the two ranks gets the sum.
+// TIE: add the head's gradient of a tied table to the embedding's. If these layers are on different
+// stages, each of the two ranks gets the sum.
 template <typename T, typename S>
 void run_tie(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
@@ -185,15 +186,15 @@ void run_tie(Trainer<T, S>& t, const Action& a) {
     if (!tied_apart(t.layout, t.model, a.bucket))
         return add_gradients(grad, tied, n, t.ctx.where);
 
-    // Each rank gives its own gradient, sums over the pair, and keeps the result as GRAD.
+    // Sum over the pair of ranks, each with its own gradient, and keep the sum as GRAD.
     bool embeds = is_mine(t.layout, t.model, bucket.layers.front());
     all_reduce_sum(t.comms.tie, embeds ? grad : tied, n, t.ctx.where);
     if (!embeds)
         copy_rows(grad, bytes, tied, bytes, bytes, 1, t.ctx.where);
 }
 
-// Where this rank's own count of a bucket begins, in elements: what lies before is replicated over
-// tp, and another rank counts it.
+// The first element of a bucket that this rank counts in the norm. The elements before it are
+// replicated over tp: another tensor-parallel rank counts them.
 template <typename T, typename S>
 size_t own_count(const Trainer<T, S>& t, const Bucket& bucket) {
     if (t.layout.tp.rank == 0) return 0;
@@ -201,7 +202,7 @@ size_t own_count(const Trainer<T, S>& t, const Bucket& bucket) {
     return first_of_head ? bucket.common : bucket.shared;
 }
 
-// The squares of this rank's range of a gradient: a sum a chunk.
+// Sum the squares of this rank's range of a gradient, one sum for each chunk.
 template <typename T, typename S>
 void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums) {
     Range range = updated_range(t.layout, t.model, bucket);
@@ -210,28 +211,29 @@ void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums
     grad_squares(sums, grad, rows.data(), rows.size(), t.ctx.where);
 }
 
-// Sum squares over fixed chunks of each bucket, in the buckets' order whatever the layout. A rank
-// fills in the chunks that it has and the others stay zero: adding the tables of shards and stages
+// NORM: sum squares over fixed chunks of each bucket, in the buckets' order whatever the layout. A
+// rank fills in its chunks and leaves the others zero, so adding the tables of shards and stages
 // changes no bit. Tensor-parallel ranks have pieces of the same chunks, which do add up, and
-// expert-parallel ranks other experts' chunks of the same number.
+// expert-parallel ranks have other experts' chunks under the same number.
 template <typename T, typename S>
 void run_norm(Trainer<T, S>& t) {
     S where = t.ctx.where;
     unsigned char* scratch = scratch_address(t, -1, ScratchKind::NORM_SUMS);
     double* sums = reinterpret_cast<double*>(scratch); // (chunks)
-    size_t chunks = norm_chunks(t.model), start = 0;   // start: of this bucket's chunks
+    size_t chunks = norm_chunks(t.model), start = 0;   // start: this bucket's first chunk
     device_zero(sums, chunks * sizeof(double), where);
 
-    bool adds = t.layout.zero > 0 || t.layout.ep > 1; // ranks have other gradients
+    bool adds = t.layout.zero > 0 || t.layout.ep > 1; // data-parallel ranks have different parts
     for (int b = 0; b < int(t.model.buckets.size()); b++) {
         const Bucket& bucket = t.model.buckets[b];
         double* mine = sums + start;
         start += norm_chunks(t.model, b, bucket.elements);
 
+        // Let one rank count each element: one stage of a bucket, one holder of a range.
         if (!is_squared(t.layout, t.model, b)) continue;
         if (adds && !is_first_of_equals(t.layout, t.model, b)) continue;
 
-        // Square this rank's range, or take the squares of a gradient that has left.
+        // Square this rank's range, or copy the squares that an offloaded gradient has left.
         Range range = updated_range(t.layout, t.model, b);
         size_t first = norm_chunks(t.model, b, range.first);
         const double* squares = address<const double>(t, {Kind::SQUARES, b});
@@ -242,13 +244,13 @@ void run_norm(Trainer<T, S>& t) {
             square_gradient(t, b, Kind::GRAD, mine + first);
         }
 
-        // Leave out what another tensor-parallel rank counts.
+        // Leave out the elements that another tensor-parallel rank counts.
         size_t own = norm_chunks(t.model, b, own_count(t, bucket));
         if (own > first)
             device_zero(mine + first, (own - first) * sizeof(double), where);
     }
 
-    // Add the ranks' tables, so that every rank has the same norm.
+    // Add the tables of all ranks, so that every rank computes the same norm.
     if (adds)
         all_reduce_sum(t.comms.data(Group::DATA).shard, sums, chunks, where);
     all_reduce_sum(t.comms.tp, sums, chunks, where);
@@ -258,8 +260,8 @@ void run_norm(Trainer<T, S>& t) {
     take_amaxes(t);
 }
 
-// Update this rank's range, or an offloaded chunk of it, where the plan says: on a device, or there
-// on the host where the chunk lies. The scale brings the learning rate of this step.
+// Update this rank's range of a bucket, or an offloaded chunk of it. scale: the step's clipping
+// factor and learning rate. where: the device's stream, or the CPU of the host.
 template <typename T, typename S, typename W>
 void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W where) {
     typedef acc_t<T> A;
@@ -267,18 +269,18 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     Range range = updated_range(t.layout, t.model, a.bucket);
     range = chunk_of(range, t.plans[t.plan].offload, a.chunk);
 
-    // Its data lie in the arena, or where FETCH has brought a chunk. A null master: weights are as
-    // wide as float already, or rounded at random.
+    // Find its data in the arena, or where FETCH has brought the chunk. The master is null if
+    // weights are as wide as float, or rounded stochastically.
     T* weight = update_part<T>(t, a, {Kind::WEIGHT, a.bucket});
     const A* grad = update_part<const A>(t, a, {Kind::GRAD, a.bucket});
     void* master = update_part<unsigned char>(t, a, {Kind::MASTER, a.bucket});
     auto state = [&](int s) {
         return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
     };
-    const float no_rate = 0;
+    const float no_rate = 0; // StepScale brings the step's learning rate
     auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
-    // Rounding at random draws from --seed.
+    // Run the optimizer. Stochastic rounding draws from --seed.
     const Plan& p = t.plans[t.plan];
     switch (p.optimizer) {
     case Optimizer::ADAMW: {
@@ -295,8 +297,8 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     }
 }
 
-// StepScale lies in device memory, so the host need not know the norm. An update that the host runs
-// waits for it, behind what FETCH has brought.
+// UPDATE: StepScale lies in device memory, so the host need not know the norm. Only an update that
+// the host itself runs waits for it.
 template <typename T, typename S>
 void run_update(Trainer<T, S>& t, const Action& a) {
     if (t.plans[t.plan].offload.update == Tier::DEVICE) {
@@ -310,7 +312,7 @@ void run_update(Trainer<T, S>& t, const Action& a) {
 // ----------------------------------------------------------------------------
 // the loop
 
-// Set what differs from layer to layer: experts, a window, and the table by which RoPE turns.
+// Set the parts of ctx that differ from layer to layer: experts, a window, and RoPE's table.
 template <typename T, typename S>
 void bind_layer(Trainer<T, S>& t, int layer) {
     size_t window = window_of(t.model.shape, layer);
@@ -321,10 +323,10 @@ void bind_layer(Trainer<T, S>& t, int layer) {
     t.ctx.loads = t.ctx.shape.E ? expert_loads(t, layer) : nullptr;
 }
 
-// One action, all of it.
+// Run one action from start to end.
 template <typename T, typename S>
 void run_action(Trainer<T, S>& t, const Action& a) {
-    // Hand over what the operators expect in ctx.
+    // Fill ctx with the action's micro-batch, scratch and layer.
     if (a.micro >= 0) bind_batch(t, a.micro);
     bind_scratch(t, a.layer);
     bind_layer(t, a.layer);
@@ -332,14 +334,16 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     // The input. RELEASE only marks a place in the plan.
     case Op::LOAD: return run_load(t);
     case Op::COUNT: return run_count(t);
-    case Op::RELEASE: return; // its bytes are others' from here on
+    case Op::RELEASE: return; // from here on other data may use its bytes
 
+    // Layers.
     case Op::F: return run_forward(t, a);
     case Op::B: return run_backward(t, a);
     case Op::I: return run_backward_input(t, a);
     case Op::W: return run_backward_weight(t, a);
     case Op::R: return run_recompute(t, a);
 
+    // The end of the step.
     case Op::TIE: return run_tie(t, a);
     case Op::SQUARE:
         return square_gradient(t, a.bucket, Kind::GRAD_HERE,
@@ -347,7 +351,7 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     case Op::NORM: return run_norm(t);
     case Op::UPDATE: return run_update(t, a);
 
-    // Collectives and moves, started and finished at once: for callers that run one action alone.
+    // Collectives and moves: start and finish at once, for callers that run a single action.
     case Op::SENDRECV:
     case Op::GATHER:
     case Op::REDUCE:
@@ -360,7 +364,8 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     }
 }
 
-// Run f under the action's name: the watchdog's, a profiler's, the stopwatch's. what: "", "WAIT ".
+// Run f under the action's name, which the watchdog, a profiler and the stopwatch show. `what`
+// stands before the name: "", "WAIT " or "WAIT sends of ".
 template <typename T, typename S, typename F>
 void run_named(Trainer<T, S>& t, const char* what, const Action& a, F f) {
     std::string name = what + action_text(a, t.model);
@@ -374,20 +379,20 @@ void run_named(Trainer<T, S>& t, const char* what, const Action& a, F f) {
     end_lap(t.watch, t.ctx.where);
 }
 
-// Finish each half that is due before action `at`, and forget what is over. An exchange that only
-// sends has nothing to finish but what it sends.
+// Finish each half of a flight that is due before action t.at, and drop the flights that are over.
+// An exchange that only sends has one half: its sends.
 template <typename T, typename S>
 void finish_due(Trainer<T, S>& t, std::vector<InFlight<S>>& flights, const Plan& p,
                 const std::vector<Finish>& finish_at) {
     for (InFlight<S>& f : flights) {
         const Finish& due = finish_at[f.action];
-        bool together = in_stream_order(t) && due.first() <= t.at;
+        bool together = in_stream_order(t) && due.first() <= t.at; // NCCL: both end at one point
         bool writes = together || due.writes <= t.at;
         bool reads = together || due.reads <= t.at;
         const Action& a = p.actions[f.action];
         bool only_sends = f.sent.c && !f.pending.c && !f.arrived_here && !together;
 
-        // The two halves of an exchange are waits of their own.
+        // Wait for its writes, then for its reads: an exchange's receives, then its sends.
         if (writes && !f.arrived_here && !only_sends) {
             run_named(t, "WAIT ", a, [&] { finish_writes(t, f); });
             f.arrived_here = true;
@@ -401,7 +406,7 @@ void finish_due(Trainer<T, S>& t, std::vector<InFlight<S>>& flights, const Plan&
     std::erase_if(flights, [](const InFlight<S>& f) { return f.over; });
 }
 
-// Hand the blocks the shape and the ranks that a plan works with.
+// Give ctx the shape and the groups of ranks that the plan works with.
 template <typename T, typename S>
 void enter_plan(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
@@ -416,13 +421,13 @@ void enter_plan(Trainer<T, S>& t) {
     t.casts = bind_casts(t);
 }
 
-// Run actions, each in its order, and finish all that they start.
+// Run the plan's actions (or one part of them) in order, and finish all that they start.
 template <typename T, typename S>
 void run_actions(Trainer<T, S>& t, Part part) {
     const Plan& p = t.plans[t.plan];
     const std::vector<Finish>& finish = t.arena.finish[t.plan];
 
-    // One place past the last action finishes what is still in flight.
+    // One round past the last action finishes everything that is still in flight.
     std::vector<InFlight<S>> flights;
     int end = int(p.actions.size());
     for (t.at = 0; t.at <= end; t.at++) {
@@ -443,11 +448,11 @@ void run_actions(Trainer<T, S>& t, Part part) {
         });
     }
 
-    t.at = end - 1; // what outlives the plan is read from here
+    t.at = end - 1; // data that outlive the plan are read from here
 }
 
-// Start a plan. A device may still be at work on return. Who looks at each action has them one by
-// one, and so has the first run, which loads kernels.
+// Start a plan. A device may still be at work on return. --graphs replays it as one graph, except
+// when something looks at each action, and in the first run, which loads kernels.
 template <typename T, typename S>
 void start_plan(Trainer<T, S>& t, int plan) {
     t.plan = plan;
@@ -457,15 +462,15 @@ void start_plan(Trainer<T, S>& t, int plan) {
     if (!replays || t.graphs[plan].runs++ == 0)
         return run_actions(t, Part::ALL);
 
-    // The host's part comes first, then all that streams are given.
+    // Run the host's part, then replay the streams' part. The watchdog has one name for the graph.
     run_actions(t, Part::HOST);
-    // The watchdog has one name for it.
     if (RankInfo* info = t.comms.world.info)
         info->action = "the plan's graph";
     replay_calls(t.graphs[plan], t.ctx.where, [&] { run_actions(t, Part::STREAMS); });
 }
 
-// Run a plan. Where peers may fail to come, wait for it: other waits know no limit of time.
+// Run a plan. On NCCL wait for it here, where a peer that fails to come is noticed: no other wait
+// has a time limit.
 template <typename T, typename S>
 void run_plan(Trainer<T, S>& t, int plan) {
     start_plan(t, plan);
@@ -473,25 +478,25 @@ void run_plan(Trainer<T, S>& t, int plan) {
         wait_for_peers(t.comms.world, t.ctx.where);
 }
 
-// The loss of a plan: the mean over its valid targets.
+// The loss of a plan: a sum over its valid targets, and their mean.
 struct Loss {
     double sum = 0;
-    int64_t valid = 0;              // of an objective over pairs: pairs
-    double margin = 0, correct = 0; // sums: of pairs, or GRPO's
+    int64_t valid = 0;              // targets; pairs, if the objective is over pairs
+    double margin = 0, correct = 0; // sums over pairs, or GRPO's (objective.cuh)
     double mean() const { return valid ? sum / double(valid) : 0; }
 };
 
-// The host hears this of a plan that is over.
+// The results that the host reads when a plan is over.
 struct PlanResult {
     Loss loss;
-    StepScale scale; // of training
+    StepScale scale; // training: the norm, the clipping factor, the learning rate
 };
 
-// Wait for the plan, once, and hear all of it. All ranks call: the last stage has the loss, each
-// data-parallel rank a part of it.
+// Wait for the plan, once, and read all its results. All ranks must call: only the last stage has
+// the loss, and each data-parallel rank has a part of it.
 template <typename T, typename S>
 PlanResult plan_result(const Trainer<T, S>& t) {
-    // Order the copies behind the plan's work.
+    // Order copies of the results behind the plan's work, then wait for all of them at once.
     bool has_head = is_mine(t.layout, t.model, t.model.head());
     int micro_batches = t.plans[t.plan].micro_batches;
     std::vector<const LossSums*> losses;
@@ -501,6 +506,7 @@ PlanResult plan_result(const Trainer<T, S>& t) {
     const StepScale* scale = ask_for(t, {Kind::SCALE}, room);
     wait_for_peers(t.comms.world, t.ctx.where);
 
+    // Add up the micro-batches, then the ranks.
     LossSums sum;
     for (const LossSums* of_micro_batch : losses)
         sum.add(*of_micro_batch, t.plans[t.plan].objective.rows());

@@ -12,44 +12,45 @@
 
 namespace llmc {
 
+// The activation of the gate: SiLU for SwiGLU, GELU for GeGLU.
 enum class Gate : uint8_t { SILU, GELU };
 
 // ----------------------------------------------------------------------------
 // CPU
 
-// exp is a polynomial, which g++ vectorises.
+// The CPU's exp is a polynomial, which g++ vectorises.
 template <typename T>
 void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu, // (n) (n) (n)
                     Gate kind = Gate::SILU) {
     typedef acc_t<T> A;
+    // GeGLU: GELU of the gate, in its tanh form.
     if (kind == Gate::GELU) {
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) {
-            // The gate's slope is not needed here, and costs nothing that is not thrown away.
+            // gelu_at also returns the slope, which the compiler drops here.
             GeluAt<A> gelu = gelu_at(to_acc(gate[i]));
             out[i] = from_acc<T>(gelu.value * to_acc(up[i]));
         }
         return;
     }
 
-    // SiLU: the gate times its sigmoid.
+    // SwiGLU: the gate times its sigmoid s, which lies in (0, 1), times up.
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A g = to_acc(gate[i]);
-        // s is the sigmoid, in (0, 1).
         A s = 1 / (1 + fast_exp(-g));
         out[i] = from_acc<T>(g * s * to_acc(up[i]));
     }
 }
 
-// Every input is read before an output that may be it is written.
+// Outputs may overwrite inputs: every input of an element is read before any output is written.
 template <typename T>
 void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
                      const T* dout, const T* gate, const T* up, // (n) (n) (n)
                      size_t n, Cpu, Gate kind = Gate::SILU) {
     typedef acc_t<T> A;
 
-    // GELU's own value and slope.
+    // GeGLU: GELU's value and slope from one tanh.
     if (kind == Gate::GELU) {
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) {
@@ -61,13 +62,13 @@ void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
         return;
     }
 
-    // SiLU's.
+    // SwiGLU.
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         A d = to_acc(dout[i]), g = to_acc(gate[i]), u = to_acc(up[i]);
         // Compute s again: keeping it would cost a write and a read of memory.
         A s = 1 / (1 + fast_exp(-g));
-        // out = silu(g) u: gate's gradient has u silu'(g), up's has silu(g).
+        // out = silu(gate) * up, so dgate = dout * up * silu'(gate) and dup = dout * silu(gate).
         dgate[i] = from_acc<T>(d * u * s * (1 + g * (1 - s)));
         dup[i] = from_acc<T>(d * g * s);
     }
@@ -78,10 +79,11 @@ void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
 
 #if LLMC_KERNELS
 
-// By one fast exponential and a fast division, each right to some units in the last place.
+// The sigmoid by one fast exponential and one fast division; each is right to a few units in
+// the last place.
 __device__ inline float fast_sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
 
-// P elements a thread, the last one fewer.
+// A thread takes P elements; the last thread may have fewer.
 template <typename T, int P>
 __global__ void swiglu_forward_kernel(T* out, const T* gate, const T* up, size_t n, Gate kind) {
     size_t i = first_element<P>();
@@ -90,14 +92,14 @@ __global__ void swiglu_forward_kernel(T* out, const T* gate, const T* up, size_t
     Pack<T, P> pu = load_some<P>(up + i, n - i);
     for (int k = 0; k < P; k++) {
         float g = to_float(pg.v[k]);
-        // up's pack takes the result: both packs are in registers.
+        // The result goes into up's pack: both packs are in registers.
         float gated = kind == Gate::GELU ? fast_gelu_at(g).value : g * fast_sigmoid(g);
         pu.v[k] = from_acc<T>(gated * to_float(pu.v[k]));
     }
     store_some(out + i, pu, n - i);
 }
 
-// Each thread has read its elements before it writes them: outputs may be inputs.
+// Outputs may overwrite inputs: each thread reads all its elements before it writes them.
 template <typename T, int P>
 __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T* gate, const T* up,
                                        size_t n, Gate kind) {
@@ -127,7 +129,7 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
 // ----------------------------------------------------------------------------
 // launchers
 
-// Any n and alignment.
+// Any n and any alignment.
 template <typename T>
 void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t stream,
                     Gate kind = Gate::SILU) {
@@ -137,10 +139,11 @@ void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t s
     });
 }
 
+// Any n and any alignment.
 template <typename T>
 void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up, size_t n,
                      cudaStream_t stream, Gate kind = Gate::SILU) {
-    // One pointer that is not aligned sends all five to single elements.
+    // One unaligned pointer sends all five to loads of single elements.
     bool vector = can_vectorize<T>(0, dgate, dup, dout, gate, up);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
         launch(swiglu_backward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, dgate, dup, dout,

@@ -1,45 +1,46 @@
 // tensor_parallel.h - tensor parallelism: layers in pieces - arXiv:1909.08053, arXiv:2205.05198
-//   tp ranks share every layer; each has a piece of every large matrix [out, in]:
+//   tp ranks share every layer; each has one piece of every large matrix [out, in]:
 //     column-parallel  q, k, v, fc, gate, up, logits    [out/tp, in]   x -> its columns of y
 //     row-parallel     attention's and the ffn's last   [out, in/tp]   its columns of x -> {+tp} y
 //   1. column-parallel   f, then the product. f passes x on; backward it sums dx over ranks.
-//                        What follows, attention or activation function, needs no message.
+//                        What follows, attention or an activation function, needs no message.
 //   2. row-parallel      the product, then g. g sums y over ranks; backward it passes dy on.
 //                        Bias and residual are added once.
-//   3. embedding         a rank looks up the tokens of its rows of the table: {+tp} y, then g.
+//   3. embedding         each rank looks up the tokens in its rows of the table: {+tp} y, then g.
 //   4. head              f, then logits (rows, V/tp). Ranks reduce a row's maximum, its sum of
-//                        exponentials and its target's logit; none ever has all logits of a row.
+//                        exponentials and its target's logit; no rank ever has all logits of a row.
 //
-//   Without sequence parallelism every rank has all N rows of the residual stream, and a sum is an
-//   all-reduce. With it rank r has the R = N/tp rows [r R, (r+1) R), norms and residuals take 1/tp
-//   of the memory, and each message splits in two:
+//   Without sequence parallelism every rank has all N rows of the residual stream, and each sum is
+//   an all-reduce. With it, rank r has the R = N/tp rows [r R, (r+1) R), norms and residuals take
+//   1/tp of the memory, and each message splits in two:
 //     f   all-gather rows; backward reduce-scatter        g   reduce-scatter; backward all-gather
-//   Gradients of weights that all ranks have (norms, biases after a sum, positions) are then {+tp};
-//   those of key/value heads that several ranks share always are. zero_reduce() sums both.
+//   With sequence parallelism, the gradients of weights that all ranks have (norms, biases after a
+//   sum, positions) are {+tp}; those of key/value heads that several ranks share always are.
+//   zero_reduce_shared() sums both.
 //   Every message here is on the critical path.
-//   Cost of a block and micro-batch, in (tp-1)/tp N C elements sent by a rank: four all-reduces are
-//   8; with sequence parallelism 10, for the backward pass gathers the rows of both norms again.
+//   Cost of a block and micro-batch, in units of (tp-1)/tp N C elements sent by a rank: 8 for four
+//   all-reduces; 10 with sequence parallelism, as backward gathers the rows of both norms again.
 #pragma once
 #include "context.h"
 
 namespace llmc {
 
-// Whether tp ranks can share a model's heads and ffn. More ranks than key/value heads are fine
-// where each head goes to a whole number of ranks.
+// Whether tp ranks can share a model's heads and ffn. There may be more ranks than key/value heads,
+// if each head goes to a whole number of ranks.
 inline bool tp_divides(const Shape& s, size_t tp) {
     bool ffns = s.F % tp == 0 && s.dense_F % tp == 0 && s.shared_F % tp == 0;
     return s.NH % tp == 0 && ffns && (s.NKV % tp == 0 || tp % s.NKV == 0);
 }
 
-// The shape as rank `rank` of tp computes with it.
+// Return the shape that rank `rank` of tp computes with.
 inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
     size_t n = size_t(tp);
-    size_t rows = s.Vp() / n; // of the token table; the last ranks' may be padding alone
+    size_t rows = s.Vp() / n; // of the token table; the last ranks may have padding alone
     s.vocab_start = size_t(rank) * rows;
     s.padded = rows;
     s.V = s.V > s.vocab_start ? std::min(s.V - s.vocab_start, rows) : 0;
 
-    // With fewer key/value heads than ranks several ranks share one.
+    // Divide heads and ffn. With fewer key/value heads than ranks, several ranks share one head.
     s.NH /= n;
     s.NKV = std::max(s.NKV / n, size_t(1));
     s.F /= n;
@@ -52,6 +53,7 @@ inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
 // ----------------------------------------------------------------------------
 // rows of the residual stream: all N of them, or R = N / row_ranks with sequence parallelism
 
+// Return the number of rows of the residual stream on this rank.
 template <typename S>
 size_t stream_rows(const Ctx<S>& ctx) { // R
     return ctx.batch.rows() / ctx.shape.row_ranks;
@@ -64,22 +66,22 @@ T* my_rows(const Ctx<S>& ctx, T* all) { // (N,C) -> (R,C)
     return whole ? all : all + size_t(ctx.tp.rank) * stream_rows(ctx) * ctx.shape.C;
 }
 
-// Gather every rank's rows into `all`, in which this rank's may lie already. Where each rank has
-// all of them nothing is copied: `rows` itself comes back.
+// Gather every rank's rows into `all`, where this rank's rows may lie already. If each rank has all
+// rows, nothing is copied: `rows` itself is returned.
 template <typename T, typename S>
 const T* gather_rows(Ctx<S>& ctx, T* all, const T* rows) { // (N,C) from (R,C)
     if (ctx.shape.row_ranks == 1) return rows;
     all_gather(ctx.tp, all, rows, stream_rows(ctx) * ctx.shape.C, ctx.where);
     return all;
 }
-// The same into the layer's scratch, good until the next use of it.
+// The same, into the layer's scratch; the result is good until the scratch is used again.
 template <typename T, typename S>
 const T* gather_rows(Ctx<S>& ctx, const T* rows) {
     return gather_rows(ctx, static_cast<T*>(ctx.all_rows), rows);
 }
 
-// A sum over ranks: write your part of it, all N rows, to partial_rows(); sum_rows() reduces the
-// parts into `out`. The two are one buffer unless rows are scattered.
+// Sum over ranks in two calls: write your partial result for all N rows to partial_rows(), then
+// sum_rows() reduces it into `out`. The two are one buffer unless rows are scattered.
 template <typename T, typename S>
 T* partial_rows(Ctx<S>& ctx, T* out) { // (N,C) for (R,C)
     return ctx.shape.row_ranks == 1 ? out : static_cast<T*>(ctx.all_rows);
@@ -97,13 +99,14 @@ void sum_rows(Ctx<S>& ctx, T* out, const T* partial) { // (R,C) of (N,C) {+tp}
 // column-parallel products of one input: f, then this rank's columns of each result
 //   column_parallel_forward(ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}}, x)
 
+// One of several products that share an input.
 template <typename T> struct ColumnProduct {
-    T* y;             // (N,OC); in the backward pass dy
+    T* y;             // (N,OC); dy in the backward pass
     Weight weight;    // (OC,C)
-    Weight bias = {}; // (OC), or without data: none
+    Weight bias = {}; // (OC), or without data if there is none
 };
 
-// y = inp W^T + bias
+// y = inp W^T + bias, for each product
 template <typename T, typename S>
 void column_parallel_forward(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>> products,
                              const T* inp) { // (R,C)
@@ -128,8 +131,8 @@ void column_parallel_backward_input(Ctx<S>& ctx, T* dinp, // (R,C)
     sum_rows(ctx, dinp, partial);
 }
 
-// dW = or += dy^T inp; biases are the caller's. Gathering inp again costs a message and saves
-// keeping all its rows.
+// dW = or += dy^T inp, for each product; the caller does the biases. Rows of inp are gathered
+// again: one more message, instead of keeping all of them since the forward pass.
 template <typename T, typename S>
 void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>> products,
                                      const T* inp, bool accumulate) { // (R,C)
@@ -140,16 +143,17 @@ void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnPr
 }
 
 // ----------------------------------------------------------------------------
-// row-parallel products: of this rank's columns of the input, then g
+// row-parallel products: each rank multiplies its columns of the input, then g sums
 
-// out = sum over ranks of inp W^T, + bias (or without data: none) + residual
+// out = sum over ranks of inp W^T, + bias (if it has data) + residual
 template <typename T, typename S>
 void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, // (R,C) (N,IC)
                           const Weight& w, const Weight& bias, const T* residual) { // (R,C)
     size_t parts = ctx.shape.row_ranks, R = stream_rows(ctx);
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}
     for (size_t i = 0; i < parts; i++) { // rows of rank i
-        // Add bias and residual once: to scattered rows their owner, else the first rank.
+        // Add bias and residual once:
+        // the owner adds them to scattered rows, else the first rank does.
         bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
         linear_forward(partial + i * R * w.rows, inp + i * R * w.cols, w,
                        adds ? bias_of(bias) : nullptr, adds ? residual : (const T*)nullptr, R,
@@ -158,7 +162,8 @@ void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, // (R,C) (N,IC)
     sum_rows(ctx, out, partial);
 }
 
-// dinp = dout W. With sequence parallelism `all` keeps the gathered dout for the weight's gradient.
+// dinp = dout W. With sequence parallelism, `all` keeps the gathered dout,
+// which row_parallel_backward_weight reads.
 template <typename T, typename S>
 void row_parallel_backward_input(Ctx<S>& ctx, T* dinp, T* all, // (N,IC) (N,C)
                                  const T* dout, const Weight& w) { // (R,C)
@@ -166,7 +171,7 @@ void row_parallel_backward_input(Ctx<S>& ctx, T* dinp, T* all, // (N,IC) (N,C)
     linear_backward_input(dinp, rows, w, ctx.batch.rows(), false, ctx.blas, ctx.where);
 }
 
-// dW = or += dout^T inp, of all rows. The bias's gradient is the caller's, of this rank's rows.
+// dW = or += dout^T inp over all rows. The caller does the bias's gradient, over this rank's rows.
 template <typename T, typename S>
 void row_parallel_backward_weight(Ctx<S>& ctx, const Weight& w,
                                   const T* dout, const T* all, // (R,C) (N,C)

@@ -1,7 +1,7 @@
 // trainer.h - one rank's state: model, plans, the arena's bytes, and the pointers of a layer
-//   Tables are bound by visiting their rows, as they were made (family.h): a parameter lies at its
-//   offset in its bucket, an activation in the arena's place of its group, scratch at its row.
-//   Nothing here knows how many ranks there are; layout and plan do.
+//   Pointers are bound by visiting the rows of the tables that family.h makes. A parameter lies at
+//   its offset in its bucket, an activation in the arena's place for its group, scratch at its row.
+//   Nothing here knows how many ranks there are: only layout and plan do.
 #pragma once
 #include <functional>
 #include <tuple>
@@ -17,70 +17,70 @@ namespace llmc {
 
 // The optimizer's numbers, in float as its kernels take them.
 struct Hyper {
-    float lr = 0; // of this step: the schedule has set it
+    float lr = 0; // this step's, set by the schedule
     float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0, clip = 0;
     LossScaling loss_scaling = {}; // fp16
-    uint64_t seed = 0;             // of rounding at random
-    bool stochastic = true;        // tests: false rounds to nearest, which loses small steps
+    uint64_t seed = 0;             // for stochastic rounding
+    bool stochastic = true;        // false, in tests: round to nearest, which loses small steps
 };
 
-// The batch of a step to come, read while a device works on the step before.
+// The batch of the next step, read while a device works on this one.
 struct PreparedBatch {
-    int plan = -1; // -1: none is prepared
-    uint64_t cursor = 0;
-    int* staging = nullptr; // (micro-batches,4,N); null on a CPU, which reads none ahead
-    int64_t valid = 0;
+    int plan = -1;       // the plan that will use it; -1: no batch is prepared
+    uint64_t cursor = 0; // the first sample
+    int* staging = nullptr; // (micro-batches,4 or 6,N), keys; null on a CPU, which reads none ahead
+    int64_t valid = 0;               // the Trainer's numbers below, for this batch
     std::vector<int64_t> pairs = {};
-    std::string wrong = ""; // for the step to say: the one before it has nothing to do with it
+    std::string wrong = ""; // reported by the step that uses the batch, not by the one that read it
 };
 
-// T: the type of weights and activations. S: where kernels run, a CPU or a CUDA stream.
+// The state of one rank. T: type of weights and activations. S: a CPU or a CUDA stream.
 template <typename T, typename S> struct Trainer {
     Ctx<S> ctx;
-    Shape rank_shape; // the model's, as this rank computes with it; a layer's is in ctx
+    Shape rank_shape; // this rank's part of the model's shape; ctx has the running layer's
     Layout layout;
     Model model;
     std::vector<Plan> plans;
     Arena arena;
     std::vector<std::map<int, ScratchTable>> scratch; // [plan][layer]
     Hyper hyper;
-    Comms comms;            // the ranks that this one works with
-    S comm_stream = {};     // on NCCL: where the plan's collectives run
+    Comms comms;            // the groups of ranks that this one works with
+    S comm_stream = {};     // where the plan's collectives run, on NCCL
     S move_stream = {};     // where FETCH and PARK run
-    std::string offload_folder; // of the file of Tier::DISK
-    const void *rope = nullptr, *window_rope = nullptr; // tables; the second: of windows, or null
+    std::string offload_folder; // holds the file of Tier::DISK
+    const void *rope = nullptr, *window_rope = nullptr; // tables; the 2nd: windows' own, or null
 
     // Host memory for copies from and to a device; null on a CPU.
-    int* staging = nullptr;    // a batch that LOAD copies
+    int* staging = nullptr;    // the batch that LOAD copies to the device
     PreparedBatch next;        // the batch after it
-    std::vector<int> sequence; // (6,T) one that LOAD reads, before it takes this rank's rows
-    LossSums* answers = nullptr; // (micro-batches), and a StepScale
-    StepNumbers* numbers = nullptr; // of the step that begins
+    std::vector<int> sequence; // (6,T) a whole sequence, of which LOAD takes this rank's rows
+    LossSums* answers = nullptr; // (micro-batches), then a StepScale
+    StepNumbers* numbers = nullptr; // the numbers of the step that begins
 
-    // The data: where LOAD takes samples from, and how far it is.
+    // The data: where LOAD reads samples, and how far it has read.
     Window window;
-    References references;              // of an objective that has one
+    References references;              // fills in the reference's log p; empty: none is needed
     uint64_t cursor = 0;                // samples taken so far, over all ranks
     uint64_t samples_end = ~uint64_t(0); // targets of later samples are ignored
     int document_end = -1;              // the token that ends a document; -1: documents are not cut
-    int64_t valid = 0;                  // targets of this global batch that count
-    std::vector<int64_t> pairs; // (cp) of a query and a key that it sees, by the query's rank
+    int64_t valid = 0;                  // valid targets of this global batch
+    std::vector<int64_t> pairs; // (cp) pairs of a query and a key it sees, by the query's rank
 
-    // The action that runs.
+    // The running plan and action.
     int plan = 0, at = 0;
     Stopwatch<S> watch;                       // times actions while it is on
-    bool replays = false;                     // --graphs: a plan's launches as one
+    bool replays = false;                     // --graphs: replay a plan's launches as one graph
     std::vector<PlanGraph<S>> graphs;         // [plan]
-    std::function<void(const Action&)> after; // looks at what an action has computed
-    std::vector<Narrow> narrow; // frozen weights: each parameter's place (frozen.h)
-    std::vector<Fp8Cast> casts; // weights of fp8 products: each matrix's place (casts.h)
-    std::function<bool()> stopped; // whether the run is to end: all ranks ask, and hear the same
+    std::function<void(const Action&)> after; // called after each action, to look at its results
+    std::vector<Narrow> narrow; // frozen weights: where each parameter lies (frozen.h)
+    std::vector<Fp8Cast> casts; // weights of fp8 products: where each matrix lies (casts.h)
+    std::function<bool()> stopped; // whether the run should end: all ranks ask, and hear the same
 };
 
 // ----------------------------------------------------------------------------
 // addresses
 
-// The address of a datum while the current action runs; null where there is none.
+// The address of a datum while the current action runs, or null if it has none.
 template <typename P, typename T, typename S>
 P* address(const Trainer<T, S>& t, Data d) {
     const Place* place = arena_find(t.arena, t.plan, t.at, d);
@@ -88,7 +88,7 @@ P* address(const Trainer<T, S>& t, Data d) {
     return reinterpret_cast<P*>(t.arena.memory[int(place->tier)].base + place->offset);
 }
 
-// The range of a datum that this rank updates: of one that it keeps whole, within it.
+// The part of a datum that this rank updates: within a datum that it keeps whole, its own range.
 template <typename P, typename T, typename S>
 P* updated_part(const Trainer<T, S>& t, Data d, const Range& range) {
     P* x = address<P>(t, d);
@@ -96,7 +96,7 @@ P* updated_part(const Trainer<T, S>& t, Data d, const Range& range) {
     return x && within ? x + range.first : x;
 }
 
-// A row of a layer's scratch; null where it has none of that name.
+// The address of one row of a layer's scratch, or null if the layer has no such row.
 template <typename T, typename S>
 unsigned char* scratch_address(const Trainer<T, S>& t, int layer, ScratchKind name) {
     unsigned char* base = address<unsigned char>(t, {Kind::SCRATCH, layer});
@@ -104,7 +104,7 @@ unsigned char* scratch_address(const Trainer<T, S>& t, int layer, ScratchKind na
     return row ? base + row->offset : nullptr;
 }
 
-// The value of a datum, for the host; waits for it.
+// Copy a datum's value to the host, and wait for it.
 template <typename P, typename T, typename S>
 P read_value(const Trainer<T, S>& t, Data d) {
     P value = {};
@@ -112,8 +112,8 @@ P read_value(const Trainer<T, S>& t, Data d) {
     return value;
 }
 
-// Copy a datum's value to `room` on the host, and say where it is after a wait: on a CPU it stays
-// at home. Null where there is none.
+// Start to copy a datum's value to the host. Returns where the value is after a wait: in `room`, or
+// on a CPU in its own place. Null if there is no such datum.
 template <typename P, typename T, typename S>
 const P* ask_for(const Trainer<T, S>& t, Data d, P* room) {
     P* home = address<P>(t, d);
@@ -122,7 +122,7 @@ const P* ask_for(const Trainer<T, S>& t, Data d, P* room) {
     return home ? here : nullptr;
 }
 
-// The numbers that an evaluation keeps of each row; none on ranks without a head.
+// The numbers that evaluation keeps for each row, behind the loss; empty on ranks without the head.
 template <typename T, typename S>
 RowLosses<T> row_losses(const Trainer<T, S>& t, int micro) {
     size_t N = t.plans[t.plan].rows();
@@ -135,10 +135,10 @@ RowLosses<T> row_losses(const Trainer<T, S>& t, int micro) {
 // ----------------------------------------------------------------------------
 // making a trainer: plans, a place for every byte, then the bytes
 
-// Give everything that the plans touch its place. Nothing is allocated.
+// Give each datum of the plans its place. Nothing is allocated.
 template <typename T, typename S>
 Arena place_plans(const std::vector<Plan>& plans, const Model& model, S where) {
-    // Sizes do not depend on the micro-batch: each is computed once.
+    // A size does not depend on the micro-batch: compute it once.
     std::map<std::tuple<const Plan*, Kind, int, int>, size_t> known;
     return arena_place(plans, model, [&](const Plan& p, Data d) {
         auto [entry, fresh] = known.insert({{&p, d.kind, d.of, d.chunk}, 0});
@@ -148,7 +148,7 @@ Arena place_plans(const std::vector<Plan>& plans, const Model& model, S where) {
     });
 }
 
-// The scratch of every layer that a plan runs.
+// The scratch table of every layer that a plan runs.
 template <typename T, typename S>
 std::map<int, ScratchTable> scratch_tables(const Plan& p, const Model& model, S where) {
     std::map<int, ScratchTable> tables;
@@ -158,8 +158,8 @@ std::map<int, ScratchTable> scratch_tables(const Plan& p, const Model& model, S 
     return tables;
 }
 
-// One plan for each of `options`, checked and placed.
-// A plan that fails its own check is a bug of this program, not of its user.
+// Make, check and place one plan for each of `options`.
+// A plan that fails its check is a bug of this program, not a mistake of its user.
 template <typename T, typename S>
 void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanOptions>& options,
                    const Layout& layout = {}) {
@@ -175,11 +175,11 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanO
     t.arena = place_plans<T>(t.plans, t.model, t.ctx.where);
 }
 
-// Allocate the arena, and what LOAD prepares batches in.
-// The staging holds every micro-batch at once, for copies to a device may still be under way.
+// Allocate the arena, and the host's staging memory for batches and results.
+// Staging holds every micro-batch at once, for copies to a device may still be under way.
 template <typename T, typename S>
 void trainer_allocate(Trainer<T, S>& t) {
-    // One block for every datum, and host memory for the widest batch of any plan.
+    // Allocate one block for all data, and host memory for the largest batch of any plan.
     arena_allocate(t.arena, t.ctx.where, t.offload_folder);
     size_t ints = 0, losses = 0;
     for (const Plan& p : t.plans) {
@@ -191,6 +191,8 @@ void trainer_allocate(Trainer<T, S>& t) {
     size_t answers = losses * sizeof(LossSums) + sizeof(StepScale);
     t.answers = static_cast<LossSums*>(staging_memory(answers, t.ctx.where));
     t.numbers = static_cast<StepNumbers*>(staging_memory(sizeof(StepNumbers), t.ctx.where));
+
+    // Open the streams of the other queues and of a ring, and bind frozen weights.
     t.comm_stream = open_stream(t.ctx.where);
     t.graphs.resize(t.plans.size());
     t.narrow = bind_frozen(t);
@@ -198,7 +200,7 @@ void trainer_allocate(Trainer<T, S>& t) {
     t.ctx.beside = open_stream(t.ctx.where);
 }
 
-// Free in the order of allocation; nothing may still run.
+// Free everything, in the order of allocation. Nothing may still run.
 template <typename T, typename S>
 void trainer_free(Trainer<T, S>& t) {
     arena_free(t.arena, t.ctx.where);
@@ -221,10 +223,10 @@ void trainer_free(Trainer<T, S>& t) {
 template <typename T, typename S> struct BindWeights {
     const Parameter* p; // the next row
     const T* weights;   // the bucket's start
-    acc_t<T>* grads;    // null: frozen, or a plan without gradients
-    Fp8 fp8;            // of products with them
-    const Narrow* narrow; // the next row's
-    const Lora* lora = nullptr; // the next row's; null: the layer has no adapters
+    acc_t<T>* grads;    // the gradients' start; null: frozen, or a plan without gradients
+    Fp8 fp8;            // how products cast these weights
+    const Narrow* narrow; // the next row's place, if frozen weights are narrow
+    const Lora* lora = nullptr; // the next row's adapter; null: the layer has none
     Fp8Matrices fp8s = {};      // scales and casts of all matrices
 
     void point(Weight& w) {
@@ -238,49 +240,48 @@ template <typename T, typename S> struct BindWeights {
         p++;
     }
 
-    // The row's facts are in the table already: only its place is needed.
+    // The table holds the row's other facts already.
     void operator()(Weight& w, const char*, std::initializer_list<size_t>, Init, bool, Shard,
                     bool) {
         point(w);
     }
 };
 
-// The weights of a bucket while a layer runs, from the bucket's start.
+// The start of a bucket's weights, where the running layer reads them.
 template <typename T, typename S>
 const T* weights_of(const Trainer<T, S>& t, int bucket) {
     return address<const T>(t, {weight_kind(t.layout, t.model, bucket), bucket});
 }
 
-// The gradient that a layer adds to; null where the plan makes none.
+// The start of the gradient that a layer adds to, or null if the plan makes none.
 template <typename T, typename S>
 acc_t<T>* gradients_of(const Trainer<T, S>& t, int bucket, int layer) {
-    // Evaluation shares the weights of training, but never touches gradients.
+    // Evaluation and generation share the weights of training, but make no gradients.
     bool trains = t.plans[t.plan].mode == Mode::TRAIN && t.model.buckets[bucket].trainable;
     if (!trains) return nullptr;
     return address<acc_t<T>>(t, {gradient_kind(t.layout, t.model, bucket, layer), bucket});
 }
 
-// The visitor for a bucket that a layer uses: it begins at the bucket's first parameter.
+// A visitor for a bucket that a layer uses. It begins at the bucket's first parameter.
 template <typename T, typename S>
 BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
     // Buckets are found by role, for their numbers depend on the model's family.
     int bucket = find_bucket(t.model, role, layer);
     int row = t.model.buckets[bucket].first;
-    Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head's stay wide
+    Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head stays wide
     return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
             &t.narrow[row], nullptr, fp8_matrices(t)};
 }
 
-// The adapters of a block's parameters, in the table's order: one without has rank 0.
+// The adapters of a block's parameters, in the table's order. Rank 0: the parameter has none.
 template <typename T, typename S>
 std::vector<Lora> adapters_of(const Trainer<T, S>& t, int layer) {
     int bucket = find_bucket(t.model, Role::ADAPTER, layer);
     if (bucket < 0) return {};
-    // Evaluation and generation have weights alone.
     const T* weights = weights_of(t, bucket);
     acc_t<T>* grads = gradients_of(t, bucket, layer);
 
-    // A's row is followed by B's.
+    // Point each adapter at its A, and at its B in the row behind it. Only training has gradients.
     const Bucket& block = t.model.buckets[find_bucket(t.model, Role::BLOCK, layer)];
     std::vector<Lora> all(block.count);
     for (int i = 0; i < block.count; i++) {
@@ -296,11 +297,11 @@ std::vector<Lora> adapters_of(const Trainer<T, S>& t, int layer) {
     return all;
 }
 
-// A visitor of activation rows that points each at its bytes: rows of a group lie one behind the
-// other, each at a multiple of 256 bytes.
+// A visitor of activation rows that points each at its bytes. The rows of a group lie one behind
+// the other, each at a multiple of 256 bytes.
 template <typename T, typename S> struct BindActs {
     Recompute level;
-    std::map<Kind, unsigned char*> next; // null: the action has none of the group
+    std::map<Kind, unsigned char*> next; // each group's next row; null: the action has none
 
     BindActs(const Trainer<T, S>& t, const Action& a)
         : level(t.plans[t.plan].recompute.of(a.layer)) {
@@ -316,8 +317,8 @@ template <typename T, typename S> struct BindActs {
     }
 };
 
-// Call f(weights, activations) of the block that an action runs. Activations lie as the plan sized
-// them, also where a decoding step has fewer rows.
+// Call f(weights, activations) for the block that an action runs. Activations lie where the plan's
+// sizes put them, also when a decoding step has fewer rows.
 template <typename T, typename S, typename F>
 void with_block(const Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
@@ -337,7 +338,7 @@ void with_block(const Trainer<T, S>& t, const Action& a, F f) {
     });
 }
 
-// Call f(weights) of the head. A tied one is the token table, with a gradient buffer of its own.
+// Call f(weights) for the head. A tied head is the token table, with a gradient buffer of its own.
 template <typename T, typename S, typename F>
 void with_head(const Trainer<T, S>& t, F f) {
     int head = t.model.head();
@@ -350,7 +351,7 @@ void with_head(const Trainer<T, S>& t, F f) {
     });
 }
 
-// The head's activations are a row of its scratch.
+// The head's activations, which lie in a row of its scratch.
 template <typename T, typename S>
 HeadActs<T> head_acts(const Trainer<T, S>& t) {
     HeadActs<T> acts = {};

@@ -1,6 +1,6 @@
 // zero.h - ZeRO-1, 2, 3: state, gradients, weights in shards - arXiv:1910.02054, arXiv:2304.11277
-//   The d ranks of a bucket's group share its P elements, padded, in shards of P/d. w: weights, dw:
-//   gradient.
+//   A bucket holds P parameters, padded; the d ranks of its group hold shards of P/d of them.
+//   w is the weights and dw their gradient.
 //     stage 0   nothing is cut                 dw all-reduced once a step
 //     stage 1   masters, optimizer state       dw reduce-scattered once a step; w published
 //     stage 2   ... and gradients              dw reduce-scattered after each micro-batch
@@ -11,12 +11,14 @@
 //                                                   stages 0, 1: all backward that is left
 //     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets
 //     NORM        each rank's sums -> one norm      nothing: it is on the critical path
-//   A tied table's two gradients are added at the end of the step. So its bucket is reduced once a
-//   step in every stage, and so are those that share a layer with it (positions, the head's norm).
-//   Memory of P elements in bf16 over d ranks, with float gradients, masters and moments, in bytes:
+//   A tied table's two gradients are added at the end of the step. Its bucket is therefore reduced
+//   once a step in every stage, like the buckets that share a layer with it (positions, the head's
+//   final norm).
+//   Memory of P parameters in bf16 over d ranks, with float gradients, masters, moments, in bytes:
 //     stage 0: 18 P   1: 6 P + 12 P/d   2: 2 P + 16 P/d   3: 18 P/d and the buckets in use
-//     stages 2 and 3 also hold a micro-batch's gradient of one layer, of two while they overlap
-//   The file has two halves: passes that place the actions, and the collectives that run them.
+//     stages 2 and 3 also hold one micro-batch's gradient of one layer, or of two while two overlap
+//   The file has two halves: passes that insert these actions into a plan, and the collectives
+//   that run them.
 #pragma once
 #include "comm/comms.h"
 #include "grad_norm.cuh"
@@ -25,12 +27,12 @@
 
 namespace llmc {
 
-// Bytes that one parameter takes: (2, 2, 12) in the paper's table, (2, 4, 12) in our bf16.
+// Bytes of memory for one parameter: (2, 2, 12) in the paper's table, (2, 4, 12) in our bf16.
 struct ParameterBytes {
     double weight, gradient, optimizer; // optimizer: master and state
 };
 
-// The bytes that are left on one of d ranks.
+// Return the bytes for one parameter that remain on each of d ranks at ZeRO stage `zero`.
 inline double zero_bytes(const ParameterBytes& whole, int zero, int d) {
     auto cut = [&](double bytes, int since) { return zero >= since ? bytes / d : bytes; };
     return cut(whole.weight, 3) + cut(whole.gradient, 2) + cut(whole.optimizer, 1);
@@ -39,16 +41,20 @@ inline double zero_bytes(const ParameterBytes& whole, int zero, int d) {
 // ----------------------------------------------------------------------------
 // passes
 
-// Before: backward passes. After: a bucket is reduced as soon as its gradient is whole, after each
-// micro-batch or after the last one. Tied tables are left to the end of the step.
+// Before: backward passes. After: REDUCE follows the backward pass that completes a bucket's
+// gradient, in each micro-batch (stages 2 and 3) or in the last one only.
+// Tied tables are left to the end of the step.
 inline Plan add_reduce(const Plan& in, const Model& model) {
     Plan p = in;
     p.actions.clear();
+
+    // Find each layer's last backward pass: its gradient is complete there.
     std::map<int, int> last_micro; // of a layer
     for (const Action& a : in.actions)
         if (reaches_weights(a.op))
             last_micro[a.layer] = a.micro;
 
+    // Insert REDUCE behind each backward pass that completes a bucket's gradient.
     std::set<int> begun; // buckets whose gradient has its first part
     for (const Action& a : in.actions) {
         p.actions.push_back(a);
@@ -57,6 +63,8 @@ inline Plan add_reduce(const Plan& in, const Model& model) {
             const Bucket& bucket = model.buckets[b];
             if (!bucket.trainable || bucket.tied() || !is_reduced(p.layout, model, b))
                 continue;
+
+            // ZeRO-2 and 3 reduce each micro-batch's part; the other stages wait for the last one.
             if (reduced_each(p.layout, model, b)) {
                 bool first = begun.insert(b).second;
                 p.actions.push_back({Op::REDUCE, a.micro, -1, b, first});
@@ -68,20 +76,22 @@ inline Plan add_reduce(const Plan& in, const Model& model) {
     return p;
 }
 
-// One use of a gathered bucket: the first and the last action that read it, by their numbers
-// among the compute actions of the plan.
+// One use of a gathered bucket: the first and the last compute action that read it. Both are
+// indices among the plan's compute actions.
 struct BucketUse {
     int first, last;
 };
 
-// Compute actions between the start of a bucket's way to a use, and the use: fetched weights in
-// shards are gathered on the second half of it.
+// Return how many compute actions before its use a bucket's weights start to move: `prefetch` for a
+// gather, `prefetch` for a fetch from another tier. A shard in another tier needs both: it is
+// fetched on the first half of the way and gathered on the second.
 inline int weights_lead(const Layout& layout, const Model& model, int bucket) {
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
     return layout.prefetch * (int(cut) + int(layout.weights_away));
 }
 
-// A bucket that is used again within the prefetch distance stays: both uses are one.
+// List the uses of each gathered bucket. Two uses within the prefetch distance become one, and the
+// bucket stays in memory between them.
 inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, const Model& model) {
     std::map<int, std::vector<BucketUse>> uses; // of a bucket
     int count = 0;
@@ -90,6 +100,7 @@ inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, con
         for (Data d : access(p, model, a).reads) {
             if (d.kind != Kind::GATHERED) continue;
             std::vector<BucketUse>& all = uses[d.of];
+            // Extend the last use if the bucket would not be gone for long, else begin a new one.
             int lead = weights_lead(p.layout, model, d.of);
             bool stays = !all.empty() && count - all.back().last <= lead + 1;
             if (!stays) all.push_back({count, count});
@@ -100,7 +111,8 @@ inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, con
     return uses;
 }
 
-// A plan with some actions more: before and behind compute actions, by their numbers among these.
+// Insert actions before and behind compute actions. Both maps are indexed by a compute action's
+// number among the compute actions of the plan.
 inline Plan add_around(const Plan& in, std::map<int, std::vector<Action>>& before,
                        std::map<int, std::vector<Action>>& behind) {
     Plan p = in;
@@ -109,7 +121,7 @@ inline Plan add_around(const Plan& in, std::map<int, std::vector<Action>>& befor
         p.actions.insert(p.actions.end(), some.begin(), some.end());
     };
 
-    // Keep what is no compute action in its place.
+    // Keep all other actions where they are.
     int count = 0;
     for (const Action& a : in.actions) {
         if (computes(a.op)) append(before[count]);
@@ -121,7 +133,8 @@ inline Plan add_around(const Plan& in, std::map<int, std::vector<Action>>& befor
 }
 
 // Before: actions that read buckets. After, in stage 3: GATHER stands `prefetch` compute actions
-// before a bucket's use, RELEASE behind it. Weights in another tier set out as long before that.
+// before a bucket's use, and RELEASE behind it. Weights that lie in another tier also get a FETCH,
+// which stands `prefetch` compute actions earlier still when a GATHER follows it.
 inline Plan add_gather(const Plan& in, const Model& model) {
     // Decide what stands before and behind each compute action.
     std::map<int, std::vector<Action>> before, behind;
@@ -130,7 +143,7 @@ inline Plan add_gather(const Plan& in, const Model& model) {
             int lead = weights_lead(in.layout, model, bucket);
             int from = std::max(0, use.first - lead);
             int at = std::max(0, use.first - in.layout.prefetch);
-            // A shard is fetched first, and gathered when its use is near.
+            // Fetch a shard from another tier first; gather it when its use is near.
             if (in.layout.weights_away)
                 before[from].push_back({Op::FETCH, -1, -1, bucket});
             if (is_sharded(in.layout, model, {Kind::WEIGHT, bucket}))
@@ -142,13 +155,14 @@ inline Plan add_gather(const Plan& in, const Model& model) {
 }
 
 // ----------------------------------------------------------------------------
-// collectives: each is started here, and finished by the executor where finish_before() says
+// collectives: each one starts here, and the executor finishes it where finish_before() says
 
-// The range of a bucket that this rank reduces, updates and publishes, in elements.
+// The range of a bucket that this rank reduces, updates and publishes, counted in elements.
 struct Range {
     size_t first, count;
     bool sharded; // ZeRO: others have the rest
 };
+// Return that range: the whole bucket, or this rank's shard of it under ZeRO.
 inline Range updated_range(const Layout& layout, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
     bool sharded = is_sharded(layout, model, {Kind::MASTER, bucket});
@@ -158,20 +172,21 @@ inline Range updated_range(const Layout& layout, const Model& model, int bucket)
     return {shard * size_t(shard_axis(layout, b.group).rank), shard, true};
 }
 
-// Whether this rank speaks for those that update the same range: a norm counts it once.
+// Whether this rank contributes its range to a norm. Ranks of a group that update the same range,
+// because the bucket is not sharded, hold equal numbers, and only the first of them counts.
 inline bool is_first_of_equals(const Layout& layout, const Model& model, int bucket) {
     Axis shard = shard_axis(layout, model.buckets[bucket].group);
     return updated_range(layout, model, bucket).sharded || shard.rank == 0;
 }
 
-// The elements of a chunk of `elements`; of chunk -1: all of them.
+// Return how many elements chunk `chunk` of `elements` has; chunk -1 is all of them.
 inline size_t chunk_elements(const Offload& offload, size_t elements, int chunk) {
     if (chunk < 0) return elements;
     size_t from = std::min(elements, offload.chunk * size_t(chunk));
     return std::min(offload.chunk, elements - from);
 }
 
-// The part of a range that one chunk is; of chunk -1: all of it.
+// Return the part of a range that is chunk `chunk`; chunk -1 is all of it.
 inline Range chunk_of(Range range, const Offload& offload, int chunk) {
     size_t count = chunk_elements(offload, range.count, chunk);
     size_t skip = chunk < 0 ? 0 : offload.chunk * size_t(chunk);
@@ -179,16 +194,17 @@ inline Range chunk_of(Range range, const Offload& offload, int chunk) {
 }
 
 // REDUCE sums a bucket's gradient over every rank that holds a part of it.
-//   1. tp       what tensor-parallel ranks share; finished at once, for these ranks run in step
+//   1. tp       parameters that tensor-parallel ranks share; blocking: these ranks run in step
 //   2. shard    reduce-scatter under ZeRO, all-reduce without; in flight until finish_before()
-//   3. replica  hybrid sharding only: the groups that hold the same shard
+//   3. replica  hybrid sharding only: over the groups that hold the same shard
 //   4. ZeRO-2, 3: add this micro-batch's shard to the step's gradient
-// With --gradients bf16 steps 2 and 3 send half the bytes. Each rank rounds its part p to 16 bits;
-// the sum, made in float where ranks add in rank order, is rounded once more. An element is off by
-// at most 2^-8 sum |p|.
+// With --gradients bf16 steps 2 and 3 send half the bytes. Each rank rounds its part p to 16 bits.
+// The sum is made in float wherever ranks add in rank order, and is rounded once more. An element
+// is off by at most 2^-8 sum |p|.
 
-// Step 1, of whole (P). `where` is that of layers: they use the same communicators, and beside
-// other buckets on their way a layer would wait for those.
+// Step 1: sum the shared parameters of `whole` (P) over tensor-parallel ranks. `where` must be the
+// layers' stream, because layers use the same communicators: in the stream of the collectives this
+// sum would queue behind other buckets in flight, and layers would wait for those.
 template <typename A, typename S>
 void zero_reduce_shared(const Comms& comms, const Layout& layout, const Model& model, int b,
                         A* whole, S where) {
@@ -199,9 +215,9 @@ void zero_reduce_shared(const Comms& comms, const Layout& layout, const Model& m
         all_reduce_sum(comms.kv, whole + bucket.common, shared, where);
 }
 
-// Steps 2 to 4. whole (P): the partial gradient, which becomes the sum. sent (P): room for it in 16
-// bits, or null. grad (P/d): the step's gradient where each micro-batch is reduced, else null.
-// first: it is written, not added to.
+// Steps 2 to 4. `whole` (P) is the partial gradient and becomes the sum. `sent` (P) is room for its
+// 16-bit copy, or null. `grad` (P/d) is the step's gradient if each micro-batch is reduced, else
+// null; `first` says that it is written rather than added to.
 template <typename A, typename S>
 InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& model, int b,
                         A* whole, bf16* sent, A* grad, bool first, S where) {
@@ -217,15 +233,17 @@ InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& m
                                                         range.count, where)
                              : start_all_reduce_sum(data.shard, all, range.count, where);
     };
+
     size_t elements = whole_elements(layout, bucket), whole_bytes = elements * sizeof(A);
     if (sent) {
-        // These bytes were other data's.
+        // The placement check forgets what these bytes held before.
         if (Placements* checked = comms.placements())
             placement_forget(*checked, sent, elements * sizeof(bf16));
         narrow_gradients(sent, whole, elements, where);
     }
     f.pending = sent ? start_sum(sent) : start_sum(whole);
 
+    // Steps 3 and 4 run when the executor finishes the collective.
     f.rest = [=, &comms, &data] {
         // 3. Sum the shard over its replicas.
         bf16* mine_sent = sent + (sent ? range.first : 0);
@@ -236,7 +254,7 @@ InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& m
             all_reduce_sum(data.replica, mine, range.count, where);
         }
 
-        // 4. Collect this micro-batch's shard.
+        // 4. Write or add this micro-batch's shard to the step's gradient.
         if (!grad) return;
         size_t bytes = range.count * sizeof(A);
         if (first) {
@@ -250,7 +268,7 @@ InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& m
     return f;
 }
 
-// Send every rank's updated shard of the weights to all, in place: weight (P).
+// All-gather the updated shards of a bucket's weights, in place: weight (P).
 template <typename T, typename S>
 InFlight<S> zero_publish(const Comms& comms, const Layout& layout, const Model& model, int b,
                          T* weight, S where) {
@@ -259,7 +277,7 @@ InFlight<S> zero_publish(const Comms& comms, const Layout& layout, const Model& 
     return {start_all_gather(shard, weight, weight + range.first, range.count, where)};
 }
 
-// Gather a bucket's weights for a use: weight (P/d) -> whole (P).
+// All-gather a bucket's weights for one use: weight (P/d) -> whole (P).
 template <typename T, typename S>
 InFlight<S> zero_gather(const Comms& comms, const Layout& layout, const Model& model, int b,
                         T* whole, const T* weight, S where) {

@@ -4,22 +4,23 @@
 //   all_gather (out, in, n)           out (size, n) = in_0, in_1, ...         SHARDED -> REPLICATED
 //   all_to_all (out, in, n)           out[q] (n) = in_q[rank] (n)             SHARDED -> SHARDED
 //   broadcast (x, n, root), barrier, exchange (messages, count)
-//   n counts elements of float, double, bf16, fp16, int, long or unsigned char. In place: out is in
-//   + rank * n (reduce_scatter), in is out + rank * n (all_gather).
+//   n counts elements of float, double, bf16, fp16, int, long or unsigned char. In place means that
+//   out is in + rank * n (reduce_scatter), or in is out + rank * n (all_gather).
 //   1. start_X   hands over the buffers, which belong to the collective from here on
 //   2. finish    waits for the result; the buffers are the caller's again
-//   Any number may be outstanding, finished in any order, of different groups too. Every rank of a
-//   group starts the same ones in the same order; on NCCL exchanges count too.
-//   Where it runs: Cpu buffers go over LOCAL or MPI. A stream's go over NCCL, in the stream's
-//   order, or over LOCAL, ranks of one process that share a GPU, whose calls wait for the stream.
-//   Contract: LOCAL, and MPI and NCCL with fixed_order, add in rank order, float for bf16 and fp16,
-//   rounded once: the bits depend on neither timing nor backend. Without fixed_order sums go in the
-//   library's order where it has the type. A NaN survives a maximum. A group of one returns on the
-//   first line (out of place: a copy). No wait is for ever: see RankInfo::timeout_s.
-//   Cost: LOCAL moves each byte of a buffer once in and once out, and the ranks share the work.
-//   On MPI and NCCL a rank sends (size-1)/size of the buffer, twice for all_reduce; a sum in rank
-//   order needs scratch, on MPI a few MiB, on NCCL the size of `in`. A rank sums whole cache lines:
-//   rank 0 adds a short sum alone.
+//   Any number of collectives may be outstanding, in several groups, and they may finish in any
+//   order. Every rank of a group must start the same ones in the same order; on NCCL these include
+//   its exchanges of messages.
+//   Where it runs: Cpu buffers go over LOCAL or MPI. A stream's buffers go over NCCL, in the order
+//   of the stream, or over LOCAL (ranks of one process that share a GPU), whose calls wait for it.
+//   Contract: LOCAL, and MPI and NCCL with fixed_order, add in rank order, bf16 and fp16 in float,
+//   rounded once: the bits depend on neither timing nor backend. Without fixed_order the library
+//   sums in its own order, if it has the type. A NaN survives a maximum. A group of one returns on
+//   its first line (out of place: a copy). No wait is for ever: see RankInfo::timeout_s.
+//   Cost: LOCAL moves each byte of a buffer once in and once out, and the ranks share the work. On
+//   MPI and NCCL a rank sends (size-1)/size of the buffer, twice for all_reduce. A sum in rank
+//   order needs scratch: on MPI a few MiB, on NCCL the size of `in`. A rank sums whole cache lines,
+//   so rank 0 adds a short sum alone.
 //   To copy: this file, local.h, mpi.h, nccl.h, placement.h, group.h, record.h, rand.h, memory.h,
 //   cuda_common.h and types.h.
 #pragma once
@@ -33,21 +34,21 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // groups
 
-// End the job with this message, said once.
-// Threads of one process must not all print: the first one speaks for the job.
+// End the job with this message.
+// Threads of one process must not all print it: the first one speaks for the job.
 [[noreturn]] inline void comm_stop(const Comm& c, const std::string& message) {
     if (c.local) local_stop(c, message);
     if (c.mpi) mpi_stop(message);
     die(message.c_str());
 }
 
-// Make the group of these ranks of c, in this order; only they call. Streams need a communicator
-// too, where ranks have GPUs: comms.h.
+// Make the group of ranks `places` of c, in this order; only these ranks call. Ranks with GPUs also
+// need a communicator for their streams: comms.h makes it.
 inline Comm comm_split(const Comm& c, const std::string& name, const std::vector<int>& places) {
     Comm part = c;
     part.name = name;
     part.size = int(places.size());
-    // Members are numbers in the world, so a message names a rank the same in every group.
+    // Members are ranks in the world, so a message names a rank alike in every group.
     part.rank = -1;
     part.members.clear();
     for (int i = 0; i < part.size; i++) {
@@ -56,7 +57,7 @@ inline Comm comm_split(const Comm& c, const std::string& name, const std::vector
     }
     LLMC_CHECK(part.rank >= 0, "rank %d makes the group '%s' without itself", c.rank, name.c_str());
 
-    // A group of one sends nothing; any other gets the backends that c has, but for NCCL.
+    // Give the group the backends that c has, except NCCL. A group of one needs none.
     part.nccl = nullptr;
     if (part.size == 1) {
         part.backend = Backend::NONE;
@@ -72,15 +73,15 @@ inline Comm comm_split(const Comm& c, const std::string& name, const std::vector
 // ----------------------------------------------------------------------------
 // start and finish: one core for all collectives
 
-// A started collective. Whoever drops it unfinished ends the job.
-// It moves and never copies: the buffers have one owner, who finishes once.
+// A started collective. Dropping it unfinished ends the job. It can be moved and never copied: the
+// buffers have one owner, who finishes once.
 template <typename S> struct Pending {
     struct Part {
         std::shared_ptr<LocalOp> op;
         int party; // this rank's number in op
         Call<S> call;
     };
-    const Comm* c = nullptr; // null: nothing is on its way
+    const Comm* c = nullptr; // null: nothing is in flight
     Call<S> call = {};
     S where = {};
     std::vector<Part> parts;    // LOCAL: the collective, or each message
@@ -88,7 +89,7 @@ template <typename S> struct Pending {
 
     Pending() = default;
     Pending(Pending&& other) { *this = std::move(other); }
-    // Swap: what this one had ends with `other`, which says so if it was unfinished.
+    // Swap: the old collective ends with `other`, which reports it if it was unfinished.
     Pending& operator=(Pending&& other) {
         std::swap(c, other.c);
         std::swap(call, other.call);
@@ -97,7 +98,7 @@ template <typename S> struct Pending {
         mpi.swap(other.mpi);
         return *this;
     }
-    // A destructor that waited could hang for ever behind an error, so it ends the job.
+    // End the job instead of waiting: a destructor that waited could hang for ever behind an error.
     ~Pending() {
         for (Part& p : parts)
             local_withdraw(*c, *p.op);
@@ -106,10 +107,10 @@ template <typename S> struct Pending {
     }
 };
 
-// Wait for the result; a stream on NCCL waits by itself. Finishing twice does nothing.
+// Wait for the result. On NCCL the stream waits by itself. A second call does nothing.
 template <typename S> void finish(Pending<S>& p) {
     if (!p.c) return;
-    // Wait for each part, in the order in which they started.
+    // Wait for each part, in the order in which the parts started.
     const Comm& c = *p.c;
     for (auto& part : p.parts)
         local_finish(c, *part.op, part.party, part.call, p.where);
@@ -117,52 +118,56 @@ template <typename S> void finish(Pending<S>& p) {
     if (p.mpi) mpi_finish(*p.mpi);
     p.mpi.reset();
 
-    // Note what the output holds now.
+    // Record what the output holds now.
     if (p.call.kind != Collective::EXCHANGE)
         placement_note(c, p.call);
     p.c = nullptr;
 }
 
-// Add to the bytes that this rank has sent in a group, where somebody counts them.
+// Add to the bytes that this rank has sent in a group, if they are counted.
 inline void count_sent(const Comm& c, size_t bytes) {
     if (c.info && c.info->sent)
         (*c.info->sent)[c.name] += bytes;
 }
 
-// A test may ask that everything happens in the start.
-// Code that is right only when data arrive late fails under it, and the other way round.
+// Finish at once, if a test asks that everything happens in the start. Code that is right only when
+// data arrive late fails under this setting, and the reverse under Moment::LATEST.
 template <typename S>
 void finish_now_if_early(Pending<S>& p) {
     if (p.c && p.c->local && p.c->local->world->settings.moment == Moment::EARLIEST)
         finish(p);
 }
 
+// Stop unless the group has a communicator for GPUs.
 inline void check_has_nccl(const Comm& c) {
     LLMC_CHECK(c.nccl, "the group '%s' has no NCCL, which a GPU sends with", c.name.c_str());
 }
 
-// Give a collective to the stream. NCCL has no barrier: wait for the stream, then meet by MPI.
+// Give a collective to the stream. NCCL has no barrier: wait for the stream, then meet over MPI.
 template <typename S>
 void give_to_stream(const Comm& c, const Call<S>& call, S where) {
     check_has_nccl(c);
     if (call.kind != Collective::BARRIER)
         return nccl_collective(c, call, where);
-    // A host's barrier counts only once the stream's work is over.
+    // A barrier counts only once the stream's work is over.
     wait_for(where);
     std::unique_ptr<MpiOp> barrier = mpi_start(c, {call.kind, nullptr, nullptr, 0});
     mpi_finish(*barrier);
 }
 
-// Start a collective. A group of one copies its input, and nothing is on its way.
+// Start a collective. In a group of one, copy the input; nothing is in flight.
 template <typename S>
 Pending<S> comm_start(const Comm& c, const Call<S>& call, S where) {
     Pending<S> p;
-    // Handle the common case of one GPU before anything is looked up.
+
+    // Return first in the common case of one GPU, before anything is looked up.
     if (c.size == 1) {
         if (call.in && call.out)
             copy_bytes(call.out, call.in, call.bytes(), where);
         return p;
     }
+
+    // Check the call, and count its bytes.
     LLMC_CHECK(c.local || c.mpi, "the group '%s' has nothing to send with", c.name.c_str());
     if (std::string wrong = placement_check(c, call); !wrong.empty())
         comm_stop(c, wrong);
@@ -173,7 +178,7 @@ Pending<S> comm_start(const Comm& c, const Call<S>& call, S where) {
     p.call = call;
     p.where = where;
     if (c.local) {
-        wait_for(where); // the input is there
+        wait_for(where); // until the input is computed
         p.parts.push_back({local_start(c, call), c.rank, call});
     } else if constexpr (std::is_same_v<S, Cpu>) {
         p.mpi = mpi_start(c, call);
@@ -187,15 +192,16 @@ Pending<S> comm_start(const Comm& c, const Call<S>& call, S where) {
 // ----------------------------------------------------------------------------
 // messages
 
-// An exchange in two halves: received data may be used while sent data is still on its way.
+// An exchange in two halves: received data may be used while sent data is still in flight.
 template <typename S> struct PendingExchange {
     Pending<S> received;
     Pending<S> sent;
 };
 
-// Peers and tags must exist; a group of one has no peer.
+// Check that peers and tags exist. A group of one has no peer.
 inline void check_messages(const Comm& c, const CommMessage* messages, int count) {
-    // Messages carry their tag to the backend: a wrong one would match another message, or none.
+    // Messages carry their tag to the backend,
+    // where a wrong one would match another message, or none.
     const char* name = c.name.c_str();
     LLMC_CHECK(c.size > 1 || count == 0, "a message in '%s', a group of one", name);
     LLMC_CHECK(c.local || c.mpi || count == 0, "the group '%s' has nothing to send with", name);
@@ -207,8 +213,8 @@ inline void check_messages(const Comm& c, const CommMessage* messages, int count
     }
 }
 
-// Begin an exchange: LOCAL waits for the data that a stream computes; NCCL sends all messages
-// behind it, as one kernel.
+// Begin an exchange. LOCAL waits for the data that a stream computes; NCCL sends all messages
+// behind that work, as one kernel.
 template <typename S>
 void begin_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     check_messages(c, messages, count);
@@ -216,19 +222,19 @@ void begin_exchange(const Comm& c, const CommMessage* messages, int count, S whe
     for (int i = 0; i < count; i++)
         count_sent(c, messages[i].send ? messages[i].bytes : 0);
     if (c.local) return wait_for(where);
-    // A backend's Cpu messages start in start_messages(), where the halves may be apart.
+    // MPI's messages start in start_messages(), where the two halves may be separate.
     if constexpr (!std::is_same_v<S, Cpu>) {
         check_has_nccl(c);
         nccl_exchange(c, messages, count, where);
     }
 }
 
-// Start messages of an exchange that finish together. On NCCL they have been sent already.
+// Start messages that finish together. On NCCL they have been sent already.
 template <typename S>
 Pending<S> start_messages(const Comm& c, const CommMessage* messages, int count, S where) {
     Pending<S> p;
     if (count == 0) return p;
-    // Set the call that finish() and its messages look at.
+    // Record the call for finish() and for error messages.
     p.c = &c;
     p.call.kind = Collective::EXCHANGE;
     p.where = where;
@@ -247,8 +253,8 @@ Pending<S> start_messages(const Comm& c, const CommMessage* messages, int count,
     return p;
 }
 
-// Start messages (count) to and from peers. Any number goes at once, in any order: no rank has to
-// receive before it sends.
+// Start messages (count) to and from peers.
+// Any number run at once, in any order: no rank has to receive before it sends.
 template <typename S>
 Pending<S> start_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     begin_exchange(c, messages, count, where);
@@ -257,8 +263,9 @@ Pending<S> start_exchange(const Comm& c, const CommMessage* messages, int count,
     return p;
 }
 
-// The same, for a caller who uses what it receives before its peers take what it sends. NCCL makes
-// one kernel of an exchange: there both halves end together, in the stream's order.
+// Start messages whose receives and sends finish separately, for a caller who uses what it receives
+// before its peers take what it sends. NCCL makes one kernel of an exchange:
+// there, both halves end together, in the stream's order.
 template <typename S>
 PendingExchange<S> start_exchange_apart(const Comm& c, const CommMessage* messages, int count,
                                         S where) {
@@ -267,7 +274,7 @@ PendingExchange<S> start_exchange_apart(const Comm& c, const CommMessage* messag
     for (int i = 0; i < count; i++)
         (messages[i].send ? sends : receives).push_back(messages[i]);
 
-    // Post both halves before either may wait: a peer may finish them in the other order.
+    // Post both halves before either may wait: a peer may finish them in the reverse order.
     PendingExchange<S> p;
     p.received = start_messages(c, receives.data(), int(receives.size()), where);
     p.sent = start_messages(c, sends.data(), int(sends.size()), where);
@@ -279,10 +286,10 @@ PendingExchange<S> start_exchange_apart(const Comm& c, const CommMessage* messag
 // ----------------------------------------------------------------------------
 // the collectives
 
-// Erase the type: n elements of T become bytes, with the function that reduces them.
+// Erase the type: n elements of T become bytes, with the function that reduces T.
 template <typename T, typename S>
 Call<S> typed_call(Collective kind, T* out, const T* in, size_t n, bool max = false) {
-    // Name the type of both pointers: a conditional alone cannot choose the overload for S.
+    // Name the type of both functions: a conditional alone cannot choose the overload for S.
     Reduce<S> sum = reduce_ranks<T, false>;
     Reduce<S> maximum = reduce_ranks<T, true>;
     Call<S> call = {};
@@ -296,7 +303,7 @@ Call<S> typed_call(Collective kind, T* out, const T* in, size_t n, bool max = fa
     return call;
 }
 
-// Each start hands over its buffers until finish(); sizes are counts of elements a rank.
+// Start a collective: its buffers belong to it until finish(). n counts the elements of one rank.
 template <typename T, typename S> // x (n)
 Pending<S> start_all_reduce_sum(const Comm& c, T* x, size_t n, S where) {
     return comm_start(c, typed_call<T, S>(Collective::ALL_REDUCE, x, x, n), where);
@@ -313,14 +320,14 @@ template <typename T, typename S> // out (size, n), in (n)
 Pending<S> start_all_gather(const Comm& c, T* out, const T* in, size_t n, S where) {
     return comm_start(c, typed_call<T, S>(Collective::ALL_GATHER, out, in, n), where);
 }
-// In place a rank would overwrite what a slower peer has yet to read.
+// Buffers must not overlap: in place, a rank would overwrite what a slower peer has yet to read.
 template <typename T, typename S> // out, in (size, n), apart
 Pending<S> start_all_to_all(const Comm& c, T* out, const T* in, size_t n, S where) {
     LLMC_CHECK(c.size == 1 || n == 0 || in + c.size * n <= out || out + c.size * n <= in,
           "all-to-all on '%s' in place", c.name.c_str());
     return comm_start(c, typed_call<T, S>(Collective::ALL_TO_ALL, out, in, n), where);
 }
-// The root only gives, the others only get.
+// The root only sends, and the others only receive.
 template <typename T, typename S> // x (n)
 Pending<S> start_broadcast(const Comm& c, T* x, size_t n, int root, S where) {
     Call<S> call = typed_call<T, S>(Collective::BROADCAST, x, x, n);
@@ -332,7 +339,7 @@ Pending<S> start_broadcast(const Comm& c, T* x, size_t n, int root, S where) {
     return comm_start(c, call, where);
 }
 
-// The same, started and finished: for what is short or needed at once.
+// Start and finish at once, for what is short or needed immediately.
 template <typename T, typename S>
 void all_reduce_sum(const Comm& c, T* x, size_t n, S where) {
     Pending<S> p = start_all_reduce_sum(c, x, n, where);
@@ -368,14 +375,14 @@ void exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     Pending<S> p = start_exchange(c, messages, count, where);
     finish(p);
 }
-// No rank leaves before the last one has come.
+// Wait until the last rank has arrived.
 template <typename S> void barrier(const Comm& c, S where) {
     Pending<S> p = comm_start<S>(c, {Collective::BARRIER, nullptr, nullptr, 0}, where);
     finish(p);
 }
 
-// Wait for all that `where` was given; on NCCL end the job where a peer does not come.
-// A stream alone would wait for ever: a kernel of NCCL knows no time limit.
+// Wait for all work that `where` was given. On NCCL, end the job if a peer does not arrive: a
+// kernel of NCCL has no time limit, so waiting for the stream alone could last for ever.
 template <typename S>
 void wait_for_peers(const Comm& c, S where) {
     if constexpr (!std::is_same_v<S, Cpu>)
@@ -383,15 +390,15 @@ void wait_for_peers(const Comm& c, S where) {
     wait_for(where);
 }
 
-// Check that every rank has the same text: its options, its program's bytes.
+// Check that every rank has the same text: its options, or its program's bytes.
 inline void check_same(const Comm& c, const char* what, const std::string& text) {
-    // Compare hashes: texts may be as long as the program.
+    // Compare hashes, because texts may be as long as the program.
     std::vector<int64_t> all(c.size);
     int64_t mine = int64_t(fnv1a(text));
     all_gather(c, all.data(), &mine, 1, Cpu());
     for (int r = 1; r < c.size; r++)
         if (all[r] != all[0]) {
-            if (c.rank > 0) barrier(c, Cpu()); // the first rank says so, and ends this wait
+            if (c.rank > 0) barrier(c, Cpu()); // the first rank reports it, and ends this wait
             comm_stop(c, std::string(what) + " of " + ranks_text({c.members[r]}) +
                              " is not that of " + ranks_text({c.members[0]}) +
                              ": start all ranks with the same program and options");

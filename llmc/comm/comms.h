@@ -1,15 +1,15 @@
 // comms.h - the groups of ranks that a rank works with, made from the layout - arXiv:2104.04473
 //   world     all ranks: checkpoints and exports
 //   data(g)   a bucket's group: shard, the ranks that share the bucket;
-//             replica, those that hold the same shard
-//   samples   the ranks that see other tokens of the batch: counts and losses are summed here
+//             replica, the ranks that hold the same shard
+//   samples   the ranks that see other tokens of the batch: counts and losses are summed over these
 //   pp        this pipeline: activations and their gradients
-//   tie       its first and last rank, where a tied table has its two gradients
+//   tie       the pipeline's first and last rank, where a tied table has its two gradients
 //   tp        the ranks that share each layer; kv: those of them that share a key/value head
 //   cp        the ranks that share each sequence; cp_heads: those of them that exchange heads,
 //             cp_keys: those that then share keys
 //   ep        the ranks that share out each block's experts
-//   A group of one returns on the first line of each collective: the same code runs on one rank.
+//   Each collective returns on its first line in a group of one, so the same code runs on one rank.
 #pragma once
 #include <functional>
 #include "../layout.h"
@@ -17,12 +17,13 @@
 
 namespace llmc {
 
-// Without hybrid sharding `shard` is the whole group and `replica` has one rank.
+// The groups of a bucket. Without hybrid sharding,
+// `shard` is the whole group and `replica` one rank.
 struct DataComms {
     Comm shard, replica;
 };
 
-// A Comm that make_comms() leaves empty is a group of one.
+// All groups of a rank. A Comm that make_comms() leaves empty is a group of one.
 struct Comms {
     Comm world, samples, pp, tie, tp, kv, cp, cp_heads, cp_keys, ep;
     DataComms of_group[2]; // by Group
@@ -30,22 +31,23 @@ struct Comms {
     const DataComms& data(Group group) const { return of_group[int(group)]; }
     DataComms& data(Group group) { return of_group[int(group)]; }
 
-    // The record of what buffers hold along each axis, where a run checks it (placement.h).
+    // Return the table of what buffers hold along each axis;
+    // null unless the run checks it (placement.h).
     Placements* placements() const { return world.info ? world.info->placements : nullptr; }
 };
 
-// A collective that was started and not yet finished.
+// A collective or a move that was started and is not yet finished.
 template <typename S> struct InFlight {
     Pending<S> pending = {};         // what it writes: an exchange's receives
     Pending<S> sent = {};            // an exchange's sends
-    std::function<void()> rest = {}; // what follows when `pending` is there
+    std::function<void()> rest = {}; // the work to do when `pending` has arrived
     int action = -1;                 // its place in the plan
-    bool moves = false;             // it moves data between tiers: `rest` is all of its finish
-    bool arrived_here = false, over = false; // finished: what it writes, all of it
+    bool moves = false;              // it moves data between tiers: `rest` is its whole finish
+    bool arrived_here = false, over = false; // finished: what it writes, and all of it
     decltype(record_point(S())) arrived = {}; // NCCL: the point behind it in its stream
 };
 
-// The ranks whose place f takes, in order.
+// Return the ranks whose place in the layout satisfies f, in order.
 template <typename F>
 std::vector<int> ranks_where(const Layout& layout, F f) {
     std::vector<int> ranks;
@@ -56,16 +58,17 @@ std::vector<int> ranks_where(const Layout& layout, F f) {
 }
 
 // Make the communicators of the groups that streams send with; counts and losses go over MPI. All
-// ranks of the world call.
-//   world, shard, replica, edp, pp, tie   collectives of the plan: one stream, one after the other
-//   tp, kv; cp; ep                   between a layer's products, beside them: apart
+// ranks of the world must call.
+//   world, shard, replica, edp, pp, tie   the plan's collectives: one stream, one after the other
+//   tp, kv; cp; ep                        between a layer's products, beside the plan's: separate
 inline void attach_gpus(Comms& c) {
-    // Communicators that run side by side start in the host's order: refuse a library that cannot.
+    // Refuse a library that cannot start communicators side by side in the host's order.
     bool tp_beside = c.tp.size > 1 && c.tp.size < c.world.size;
     if (tp_beside || c.cp.size > 1 || c.ep.size > 1)
         check_launch_order(c.world);
 
-    // Groups of a kind have the same size on all ranks, except for a pipeline's two ends.
+    // Split the plan's groups from the world: a kind of group has the same size on all ranks,
+    // except the two ends of a pipeline.
     auto split = [](Comm& part, const Comm& parent) {
         if (part.size > 1)
             part = nccl_split(part, parent);
@@ -76,7 +79,7 @@ inline void attach_gpus(Comms& c) {
     if (c.pp.size > 1)
         c.tie = nccl_split(c.tie, c.pp);
 
-    // Where only tensor parallelism is in use, nothing runs beside it.
+    // Split tp too if tensor parallelism is the only axis, because nothing runs beside it then.
     if (c.tp.size == c.world.size)
         split(c.tp, c.world);
     else
@@ -86,15 +89,16 @@ inline void attach_gpus(Comms& c) {
     c.cp_heads = nccl_attach(c.cp_heads);
     c.cp_keys = nccl_attach(c.cp_keys);
 
-    // Experts' gradients are summed as others are; their rows travel inside a layer.
+    // Sum experts' gradients like others; exchange their rows inside a layer.
     if (c.ep.size > 1)
         split(c.data(Group::EXPERTS).shard, c.world);
     c.ep = nccl_attach(c.ep);
 }
 
-// `kv_ranks` divides tp: neighbours share a key/value head. All ranks of the world call it.
+// Make all groups of this rank. `kv_ranks` divides tp: so many neighbours share a key/value head.
+// All ranks of the world must call.
 inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
-    // A group is a question about places in the layout: the ranks for which it is true.
+    // A group is a condition on places in the layout: it holds the ranks that satisfy it.
     auto same = [&](Axis Layout::*axis, const Layout& other) {
         return (me.*axis).rank == (other.*axis).rank;
     };
@@ -105,7 +109,7 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     // Ranks of one stage that hold the same pieces of its layers.
     auto stage = [&](const Layout& o) { return same(&Layout::pp, o) && same(&Layout::tp, o); };
 
-    // Ranks of one stage and one piece, which see other tokens.
+    // Ranks of one stage and one piece, which see different tokens.
     Comms c;
     c.world = world;
     c.samples = split("dp", stage);
@@ -135,8 +139,7 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
         return layer(o) && o.tp.rank / kv_ranks == me.tp.rank / kv_ranks;
     });
 
-    // Ranks that share each sequence.
-    // A hybrid divides them twice.
+    // Ranks that share each sequence. A hybrid divides them twice.
     auto sequence = [&](const Layout& o) { return stage(o) && same(&Layout::dp, o); };
     c.cp = split("cp", sequence);
     Axis heads = heads_axis(me), keys = keys_axis(me);
@@ -149,7 +152,7 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
         });
     }
 
-    // Ranks that hold the same experts, and ranks that hold all of them together.
+    // Ranks that hold the same experts, and ranks that together hold all of them.
     Axis experts = expert_axis(me);
     int neighbours = group_axis(me, Group::EXPERTS).rank;
     if (experts.size > 1) {
@@ -162,11 +165,11 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     }
     if (world.nccl) attach_gpus(c);
 
-    // Without a hybrid all of cp does one of the two.
+    // Without a hybrid, all of cp exchange heads or share keys.
     if (keys.size == 1) c.cp_heads = c.cp;
     if (heads.size == 1) c.cp_keys = c.cp;
 
-    // Experts that nobody shares out have the group of all other parameters.
+    // Experts that are not shared out have the group of all other parameters.
     if (experts.size == 1)
         c.data(Group::EXPERTS) = c.data(Group::DATA);
     return c;

@@ -1,8 +1,8 @@
 // group.h - a group of ranks, a collective on it with its type erased, sums in rank order
 //   A Comm is a group as one of its ranks sees it. A Call says which collective runs on which
-//   buffers: comm.h makes it, a backend (local.h, mpi.h, nccl.h) carries it out.
-//   Lengths are elements where they are called n or count, and bytes where the name says so.
-//   Contract: reduce_ranks adds its inputs in their order, bf16 and fp16 in float, rounded once.
+//   buffers: comm.h makes it, and a backend (local.h, mpi.h, nccl.h) carries it out.
+//   Lengths named n or count are in elements; lengths in bytes say so in their name.
+//   Contract: reduce_ranks adds its inputs in order, bf16 and fp16 in float, rounded once.
 //   To copy: this file, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include <algorithm>
@@ -17,7 +17,8 @@
 
 namespace llmc {
 
-// NONE: a group of one. NCCL: buffers on a GPU; the same group's Cpu buffers go over MPI.
+// The carrier of a group's messages. NONE: a group of one. NCCL: buffers on a GPU; the same group's
+// Cpu buffers go over MPI.
 enum class Backend { NONE, LOCAL, MPI, NCCL };
 
 // ----------------------------------------------------------------------------
@@ -27,12 +28,12 @@ struct MpiOp;
 struct NcclGroup;
 struct Placements;
 
-// State that all groups of a rank share. Its owner keeps it for as long as there is a group.
+// State that all groups of a rank share. Its owner keeps it as long as any group exists.
 struct RankInfo {
     int rank = 0;                     // in the world
     std::string place;                // "dp 1, tp 0"
-    std::string action;               // the action that runs now, for the watchdog's message
-    RankNotes notes;                  // what the ranks of this machine are at
+    std::string action;               // the current action, for the watchdog's message
+    RankNotes notes;                  // what the ranks of this machine are doing
     double timeout_s = 600;           // a longer wait ends the job; 0: wait for ever
     Placements* placements = nullptr; // null: buffers are not checked
     std::map<std::string, size_t>* sent = nullptr; // bytes by group; null: nobody counts them
@@ -43,7 +44,8 @@ struct RankInfo {
 struct LocalGroup;
 struct MpiGroup;
 
-// Copies share the backend's part, which ends with the last of them.
+// A group, as one of its ranks sees it.
+// Copies share the backend's part, which ends with the last copy.
 struct Comm {
     Backend backend = Backend::NONE;
     int rank = 0;               // in this group
@@ -53,13 +55,14 @@ struct Comm {
     std::vector<int> members = {0}; // (size) ranks in the world
     RankInfo* info = nullptr;
 
-    // The backend's own part; null where the group has none.
+    // The backends' own parts; null for those that the group lacks.
     std::shared_ptr<LocalGroup> local;
     std::shared_ptr<MpiGroup> mpi;
     std::shared_ptr<NcclGroup> nccl;
 };
 
-// One end of a message. Messages of one pair and tag match in the order in which they start.
+// One end of a message.
+// Messages between the same pair with the same tag match in the order in which they start.
 struct CommMessage {
     void* data; // (bytes)
     size_t bytes;
@@ -67,18 +70,18 @@ struct CommMessage {
     bool send;
     int tag = 0; // 0 .. MESSAGE_TAGS - 1
 };
-// Collectives take the tags above.
+// Collectives use the tags from here on.
 constexpr int MESSAGE_TAGS = 1024;
 
 // ----------------------------------------------------------------------------
 // a collective, its element type erased
 
-// The first four are those of Type, in its order; then integers.
+// Element types: the first four are those of Type, in its order; integers follow.
 enum class Element { F32, BF16, F16, F64, I32, I64, U8 };
 constexpr const char* ELEMENT_NAMES[] = {"float", "bf16", "fp16", "double", "int", "long", "byte"};
 constexpr size_t ELEMENT_BYTES[] = {4, 2, 2, 8, 4, 8, 1};
 
-// A type as backends know it: integers by their width, the rest by types.h.
+// Return a type as backends know it: integers by their width, the rest by types.h.
 template <typename T> constexpr Element element_of() {
     if constexpr (std::is_integral_v<T>) {
         constexpr bool byte = sizeof(T) == 1;
@@ -102,28 +105,28 @@ inline const char* collective_name(Collective kind) {
     return NAMES[int(kind)];
 }
 
-// Reduce n_in buffers of `count` elements in their order, and write the result to n_out buffers.
-// A backend calls it on erased bytes; typed_call() (comm.h) has chosen the type.
+// Reduce n_in buffers of `count` elements in order, and write the result to n_out buffers. Backends
+// call this on erased bytes; typed_call() (comm.h) has chosen the type.
 template <typename S>
 using Reduce = void (*)(void* const* outs, int n_out, const void* const* ins, int n_in,
                         size_t count, S where);
 
-// A collective, or one message: what a rank hands to a backend.
+// A collective, or one message, as a rank hands it to a backend.
 template <typename S> struct Call {
     Collective kind;
     const char* in; // (in_bytes)
     char* out;      // (out_bytes)
-    size_t n;       // elements of one rank's shard; of an all-reduce or broadcast, all of them
+    size_t n;       // elements of one rank's shard; all elements of an all-reduce or broadcast
     Element element = Element::U8;
     int root = 0;               // of a broadcast
     bool max = false;           // the maximum instead of the sum
     Reduce<S> reduce = nullptr; // for a sum in rank order
-    size_t stride = 0; // of a part of a longer reduce-scatter: elements between two shards of in
+    size_t stride = 0; // in a part of a longer reduce-scatter: elements between two shards of in
 
     size_t unit() const { return ELEMENT_BYTES[int(element)]; } // bytes of an element
     size_t bytes() const { return n * unit(); }                 // of one rank's shard
 
-    // The whole of in and out, in a group of `size` ranks.
+    // Return the bytes of all of in and of all of out, in a group of `size` ranks.
     size_t in_bytes(int size) const {
         bool shards = kind == Collective::REDUCE_SCATTER || kind == Collective::ALL_TO_ALL;
         return bytes() * (shards ? size : 1);
@@ -132,12 +135,12 @@ template <typename S> struct Call {
         bool shards = kind == Collective::ALL_GATHER || kind == Collective::ALL_TO_ALL;
         return bytes() * (shards ? size : 1);
     }
-    // Bytes that this rank sends, where each element goes once to each rank that needs it. An
-    // all-reduce is a reduce-scatter and a gather.
+    // Return the bytes that this rank sends, if each element goes once to each rank that needs it.
+    // An all-reduce is a reduce-scatter and an all-gather.
     size_t sent_bytes(int size) const {
         size_t peers = size_t(size) - 1;
         if (kind == Collective::ALL_REDUCE) return 2 * bytes() * peers / size_t(size);
-        return in ? bytes() * peers : 0; // of a broadcast the root alone
+        return in ? bytes() * peers : 0; // in a broadcast, only the root has `in`
     }
     // Whether in and out overlap.
     bool in_place(int size) const {
@@ -145,12 +148,14 @@ template <typename S> struct Call {
     }
 };
 
-// The range of n elements that rank r sums. Ranges are whole cache lines, the last ones shorter.
+// Return the range of n elements that rank r sums.
+// Ranges are whole cache lines, and the last ones may be shorter.
 struct ElementRange {
     size_t first, count;
 };
 inline ElementRange range_of(size_t n, int size, int r) {
-    // 64 elements are whole cache lines for every type, so two ranks never write the same line.
+    // Use multiples of 64 elements, which are whole cache lines for every type:
+    // two ranks never write the same line.
     size_t most = round_up(ceil_div(n, size), 64);
     size_t first = std::min(n, r * most);
     return {first, std::min(n - first, most)};
@@ -159,7 +164,7 @@ inline ElementRange range_of(size_t n, int size, int r) {
 // ----------------------------------------------------------------------------
 // the texts of failures
 
-// "rank 2", "ranks 1, 2"
+// Return "rank 2" or "ranks 1, 2".
 inline std::string ranks_text(const std::vector<int>& ranks) {
     std::string s = ranks.size() == 1 ? "rank " : "ranks ";
     for (size_t i = 0; i < ranks.size(); i++)
@@ -167,17 +172,18 @@ inline std::string ranks_text(const std::vector<int>& ranks) {
     return s;
 }
 
-// "rank 3 (dp 1, tp 1)"
+// Return "rank 3 (dp 1, tp 1)".
 inline std::string rank_text(const Comm& c) {
     std::string place = c.info->place.empty() ? "" : " (" + c.info->place + ")";
     return "rank " + std::to_string(c.info->rank) + place;
 }
 
-// "all-reduce on 'dp'"
+// Return "all-reduce on 'dp'".
 inline std::string where_text(const Comm& c, Collective kind) {
     return std::string(collective_name(kind)) + " on '" + c.name + "'";
 }
 
+// Return the message of a wait that was too long:
 // "rank 0 waited 600.0 s in all-reduce on 'dp' during action REDUCE(3): rank 2 has not arrived"
 inline std::string overdue_text(const Comm& c, Collective kind, double seconds,
                                 const std::vector<int>& missing) {
@@ -194,7 +200,7 @@ inline std::string overdue_text(const Comm& c, Collective kind, double seconds,
 // ----------------------------------------------------------------------------
 // the cores of a rank
 
-// Let this rank's OpenMP loops use so many threads, at least one.
+// Let this rank's OpenMP loops use this many threads, at least one.
 #ifdef _OPENMP
 inline int cores_here() { return omp_get_num_procs(); }
 inline void use_threads(int threads) { omp_set_num_threads(std::max(1, threads)); }
@@ -204,9 +210,9 @@ inline void use_threads(int) {}
 #endif
 
 // ----------------------------------------------------------------------------
-// sums in rank order, in float or wider; integers in themselves
+// sums in rank order: halves in float, other types in their own
 
-// Widen an element to the type that sums are made in, and round the sum back.
+// Widen an element to the type in which sums are made, and round the sum back.
 template <typename T> LLMC_HD inline auto to_sum(T x) {
     if constexpr (std::is_integral_v<T>)
         return x;
@@ -221,7 +227,7 @@ LLMC_HD inline T from_sum(A x) {
         return from_acc<T>(x);
 }
 
-// Add two values, or take the larger one; a NaN stays.
+// Add two values, or take the larger one; a NaN always survives.
 template <bool MAX, typename A>
 LLMC_HD inline A combine(A a, A b) {
     if constexpr (MAX)
@@ -230,8 +236,8 @@ LLMC_HD inline A combine(A a, A b) {
         return A(a + b);
 }
 
-// outs (n_out), ins (n_in) of `count` elements each; an output may be an input. Every thread has
-// elements of its own: the bits depend on the order of the inputs alone.
+// Reduce ins (n_in) into outs (n_out), of `count` elements each; an output may be an input. Every
+// thread has elements of its own, so the bits depend only on the order of the inputs.
 template <typename T, bool MAX>
 void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in, size_t count,
                   Cpu) {
@@ -262,21 +268,21 @@ void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in
     }
 }
 
-// Copy what comes from this rank itself; in place there is nothing to do.
+// Copy a rank's own contribution; in place there is nothing to do.
 inline void copy_bytes(void* to, const void* from, size_t bytes, Cpu) {
     if (to != from && bytes)
         memcpy(to, from, bytes);
 }
 
 #if LLMC_KERNELS
-constexpr int MAX_GPU_RANKS = 64; // as many addresses fit a launch
+constexpr int MAX_GPU_RANKS = 64; // so many addresses fit a launch
 
 // Addresses that a launch passes by value.
 struct RankPointers {
     void* p[MAX_GPU_RANKS];
 };
 
-// A thread reduces P elements of every buffer: 16 bytes where all of them are aligned, else one.
+// A thread reduces P elements of every buffer: 16 bytes if all buffers are aligned, else one.
 template <typename T, bool MAX, int P>
 __global__ void reduce_ranks_kernel(RankPointers outs, int n_out, RankPointers ins, int n_in,
                                     size_t count) {
@@ -301,6 +307,7 @@ __global__ void reduce_ranks_kernel(RankPointers outs, int n_out, RankPointers i
         store_some(static_cast<T*>(outs.p[r]) + i, x, count - i);
 }
 
+// The same on a GPU, in the stream's order.
 template <typename T, bool MAX>
 void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in, size_t count,
                   cudaStream_t stream) {
@@ -316,19 +323,23 @@ void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in
         from.p[r] = const_cast<void*>(ins[r]);
         vector &= uintptr_t(ins[r]) % 16 == 0;
     }
+
+    // Launch packs of 16 bytes if all buffers allow it.
     pick_element_kernel<T>(count, vector, [&](auto P, unsigned blocks) {
         launch(reduce_ranks_kernel<T, MAX, P>, blocks, ELEMENT_THREADS, 0, stream, to, n_out, from,
                n_in, count);
     });
 }
 
-// Turn floats into integers of the same order, a NaN above all, or back. A library's maximum of the
-// integers is that of the floats and keeps a NaN, which its maximum of floats may lose.
+// Turn floats into integers of the same order, with a NaN above all others; or back. A library's
+// maximum of these integers is the maximum of the floats and keeps a NaN,
+// which its maximum of floats may lose.
 template <bool BACK>
 __global__ void order_floats_kernel(int32_t* x, size_t n) { // (n) bits of floats
     size_t i = first_element<1>();
     if (i >= n) return;
-    // Bits of floats order like integers; those of negative ones run the other way.
+    // Flip the bits of negative floats:
+    // floats order like integers, except that negative ones run the other way.
     int32_t bits = x[i];
     bool nan = (bits & 0x7fffffff) > 0x7f800000;
     int32_t turned = bits < 0 ? bits ^ 0x7fffffff : bits;

@@ -1,11 +1,12 @@
 // local.h - ranks are threads of one process and read each other's memory
-//   1. start    a rank posts its buffers: they belong to the collective until its finish()
-//   2. finish   wait until all ranks have started, then carry out items that nobody has taken. An
-//               item is the sum of a range of elements, or the copy of what one rank gets. Nobody
-//               waits for a peer that computes meanwhile: whoever is in finish() does the work.
-//   A wait sleeps on a condition variable, after a short spin where every rank has a core.
-//   A rank that throws, ends early or waits too long makes every other rank's next collective throw
-//   RankFailure, after one message; no rank touches the buffers of a rank that has left.
+//   1. start    A rank posts its buffers, which belong to the collective until its finish().
+//   2. finish   The rank waits until all ranks have started, then carries out items that nobody
+//               has taken. An item is the sum of a range of elements, or the copy of what one
+//               rank gets. Nobody waits for a peer that still computes: the ranks in finish()
+//               do the work.
+//   A wait sleeps on a condition variable, after a short spin if every rank has a core. If a rank
+//   throws, ends early or waits too long, one message says so, and every other rank's next
+//   collective throws RankFailure. No rank touches the buffers of a rank that has left.
 //   To copy: this file, placement.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include <array>
@@ -21,25 +22,26 @@
 
 namespace llmc {
 
-// When an outstanding collective happens, for tests of the waits around it: the bits must be equal.
-//   EARLIEST  all happens in start, which waits for the peers
-//   LATEST    the result is NaN until finish(), which refuses an input that has changed since start
+// When an outstanding collective happens. Tests of the waits around it use this: results must have
+// the same bits.
+//   EARLIEST  everything happens in start, which waits for the peers
+//   LATEST    the result is NaN until finish(), which refuses an input that changed after start
 enum class Moment { ANY, EARLIEST, LATEST };
 
-// Tests change these; a run has the defaults.
+// Settings that tests change; a run has the defaults.
 struct LocalSettings {
     Moment moment = Moment::ANY;
     double timeout_s = 600;
     bool placements = false;        // each rank has a table of what its buffers hold
-    std::string* failure = nullptr; // receives the message of a failure; null: it goes to stderr
-    double leave_s = 0; // after a failure the process leaves behind who hangs so long; 0: never
+    std::string* failure = nullptr; // receives the message of a failure; null: stderr does
+    double leave_s = 0; // after a failure, end the process in so many seconds; 0: never
 };
 
 // Every collective throws this once a rank has failed; run_local_ranks catches it.
 struct RankFailure {};
 
-// The threads of one run, and whether one of them has failed.
-// It outlives its threads: run_local_ranks() joins them before it ends.
+// The threads of one run, and whether one of them has failed. It outlives its threads:
+// run_local_ranks() joins them before it ends.
 struct LocalWorld {
     int ranks;
     LocalSettings settings;
@@ -59,19 +61,19 @@ struct LocalWorld {
         : ranks(ranks), settings(settings), ended(ranks), notes(ranks) {}
 };
 
-// A collective, or a message, that some of its parties have started. The group's mutex guards all
-// of it; those who spin read the two counts without.
+// A collective or a message that some of its parties have started. The group's mutex guards all of
+// it; only spinning ranks read the two counts without the mutex.
 struct LocalOp {
     Collective kind;
-    std::string text; // all parties must ask for the same
+    std::string text; // what is asked for: all parties must agree
     struct Party {
         int rank; // in the group
         bool posted = false;
         const char* in = nullptr; // (in_bytes)
         char* out = nullptr;      // (out_bytes)
-        std::vector<char> snapshot; // LATEST: in, as it was at start
+        std::vector<char> snapshot; // LATEST: a copy of `in`, made at start
     };
-    std::vector<Party> parties; // all ranks; of a message: sender, receiver
+    std::vector<Party> parties; // all ranks; for a message: sender, receiver
     int items = 0;   // pieces of its work; a barrier has none
     int claimed = 0; // items that some rank has taken
     std::atomic<int> arrived = 0; // parties
@@ -86,7 +88,7 @@ struct LocalOp {
     bool all_arrived() const { return arrived == int(parties.size()); }
 };
 
-// A group of threads, and what some of them have started.
+// A group of threads, and the collectives and messages that some of them have started.
 struct LocalGroup {
     LocalWorld* world;
     std::string name;
@@ -95,7 +97,7 @@ struct LocalGroup {
     std::condition_variable changed;
     std::vector<size_t> started;               // (size) collectives that each rank has started
     std::deque<std::shared_ptr<LocalOp>> open; // collectives that some rank has not started
-    size_t first_open = 0;                     // the number of open's first one
+    size_t first_open = 0;                     // the number of the first collective in `open`
     std::map<std::array<int, 3>, std::deque<std::shared_ptr<LocalOp>>> mail; // (from, to, tag)
 
     LocalGroup(LocalWorld* world, std::string name, std::vector<int> members)
@@ -105,9 +107,9 @@ struct LocalGroup {
 // ----------------------------------------------------------------------------
 // failures, and waits that end in one
 
-// Say the first failure, once; every rank's next collective throws.
+// Report the first failure, once. From now on every rank's next collective throws.
 inline void local_fail(LocalWorld& world, const std::string& message) {
-    // The first failure explains the rest, which only follow from it.
+    // Only the first failure explains the others, which follow from it.
     std::lock_guard lock(world.mutex);
     if (world.failed) return;
     world.failed = true;
@@ -116,8 +118,8 @@ inline void local_fail(LocalWorld& world, const std::string& message) {
     else
         fprintf(stderr, "train_gpt: error: %s\n", message.c_str());
 
-    // A thread that hangs can't be ended, only its process.
-    // Tests that go on after a failure leave it at 0.
+    // End the process after a while: a thread that hangs cannot be ended by itself. Tests that go
+    // on after a failure leave leave_s at 0.
     if (world.settings.leave_s > 0)
         std::thread([seconds = world.settings.leave_s] {
             std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
@@ -125,28 +127,29 @@ inline void local_fail(LocalWorld& world, const std::string& message) {
         }).detach();
 }
 
-// Fail with this message, and leave the collective.
+// Fail with this message, and leave the collective by throwing.
 [[noreturn]] inline void local_stop(const Comm& c, const std::string& message) {
     local_fail(*c.local->world, message);
     throw RankFailure();
 }
 
-// Wait for ready(), which the group's mutex guards. With `op` the wait ends in a failure when a
-// rank fails, ends or takes too long; without it the rank waits for work that is in progress.
+// Wait for ready(), which the group's mutex guards. With `op`, the wait ends in a failure when a
+// rank fails, ends or takes too long. Without `op`, the rank waits for work that is in progress.
 template <typename F>
 void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, F ready) {
-    // Spinning threads on a shared core would take it from the one they wait for.
+    // Spinning on a shared core would take time from the thread that is waited for.
     LocalGroup& g = *c.local;
     static const int cores = std::max(1u, std::thread::hardware_concurrency());
 
-    // Spin for a moment where each rank has a core: it saves a sleep.
+    // Spin for a moment if each rank has a core: it may save a sleep.
     if (!ready() && g.world->ranks <= cores) {
         lock.unlock();
         for (int i = 0; i < 2000 && !ready(); i++) {}
         lock.lock();
     }
 
-    // Sleep, and look around 50 times a second. Work in progress is no wait for a rank.
+    // Sleep, and look around 50 times a second.
+    // Waiting for work in progress is not a wait for a rank.
     NoteWait note(op ? c.info->notes : RankNotes());
     double start = clock_seconds();
     double limit = c.info->timeout_s;
@@ -155,7 +158,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
         note.sign();
         if (!op || ready()) continue;
 
-        // Find who has not come, and whether they still can.
+        // Find the ranks that have not arrived, and those that never will.
         std::vector<int> missing, ended;
         for (const LocalOp::Party& p : op->parties)
             if (!p.posted)
@@ -164,7 +167,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
             if (g.world->ended[r])
                 ended.push_back(r);
 
-        // Give up where nobody can come, or after the limit.
+        // Give up if a rank can never arrive, or after the limit.
         double waited = clock_seconds() - start;
         if (!ended.empty())
             local_fail(*g.world, rank_text(c) + " waits in " + where_text(c, op->kind) + " for " +
@@ -178,17 +181,17 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
 // ----------------------------------------------------------------------------
 // start
 
-// Hand a party's buffers to the collective. The caller holds the group's mutex.
+// Hand a party's buffers to the collective. The caller must hold the group's mutex.
 template <typename S>
 void local_arrive(const Comm& c, LocalOp& op, int party, const Call<S>& call) {
-    // Note where this party's buffers are.
+    // Record where this party's buffers are.
     LocalGroup& g = *c.local;
     if (op.broken) throw RankFailure();
     LocalOp::Party& p = op.parties[party];
     p.in = call.in;
     p.out = call.out;
 
-    // LATEST: keep the input as it is now, and fill the output with NaN of every type.
+    // LATEST: copy the input as it is now, and fill the output with a NaN of every type.
     if constexpr (std::is_same_v<S, Cpu>)
         if (g.world->settings.moment == Moment::LATEST) {
             if (call.in)
@@ -198,16 +201,16 @@ void local_arrive(const Comm& c, LocalOp& op, int party, const Call<S>& call) {
                 memset(call.out, 0xff, call.out_bytes(c.size));
         }
 
-    // Wake those who wait for the last party.
+    // Wake the ranks that wait for the last party.
     p.posted = true;
     op.arrived++;
     if (op.all_arrived()) g.changed.notify_all();
 }
 
-// "all-reduce (sum) of 10 float"
+// Return a call as text, "all-reduce (sum) of 10 float".
 template <typename S>
 std::string call_text(const Call<S>& call) {
-    // The text stands for the call: equal texts are equal kinds, counts, types and roots.
+    // Equal texts must mean equal calls, so include kind, count, type and root.
     std::string s = collective_name(call.kind);
     if (call.kind == Collective::BARRIER)
         return s;
@@ -217,7 +220,7 @@ std::string call_text(const Call<S>& call) {
     return call.kind == Collective::BROADCAST ? s + " from " + std::to_string(call.root) : s;
 }
 
-// Join the collective that the group's ranks start as their next one, or open it.
+// Join the collective that comes next for this rank, or open it.
 template <typename S>
 std::shared_ptr<LocalOp> local_start(const Comm& c, const Call<S>& call) {
     LocalGroup& g = *c.local;
@@ -225,7 +228,7 @@ std::shared_ptr<LocalOp> local_start(const Comm& c, const Call<S>& call) {
     std::lock_guard lock(g.mutex);
     if (g.world->failed) throw RankFailure();
 
-    // Find it by its number: ranks start the same collectives in the same order.
+    // Find it by its number, because ranks start the same collectives in the same order.
     size_t index = g.started[c.rank] - g.first_open;
     if (index == g.open.size()) {
         std::vector<int> ranks;
@@ -235,13 +238,13 @@ std::shared_ptr<LocalOp> local_start(const Comm& c, const Call<S>& call) {
         g.open.push_back(std::make_shared<LocalOp>(call.kind, text, ranks, items));
     }
 
-    // Compare what this rank asks for with what its peers do.
+    // Compare this rank's call with its peers'.
     std::shared_ptr<LocalOp> op = g.open[index];
     if (op->text != text)
         local_stop(c, rank_text(c) + " starts " + text + " on '" + c.name +
                           "' where its peers start " + op->text);
 
-    // Arrive, and forget the collectives that all have started.
+    // Arrive, and forget the collectives that all ranks have started.
     g.started[c.rank]++;
     local_arrive(c, *op, c.rank, call);
     for (; !g.open.empty() && g.open.front()->all_arrived(); g.first_open++)
@@ -249,7 +252,7 @@ std::shared_ptr<LocalOp> local_start(const Comm& c, const Call<S>& call) {
     return op;
 }
 
-// Meet the message's other end, or leave this end in the mail.
+// Join the message's other end, or leave this end in the mail.
 template <typename S>
 std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m,
                                              const Call<S>& call) {
@@ -260,7 +263,7 @@ std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m
     int to = m.send ? m.peer : c.rank;
     int party = m.send ? 0 : 1;
 
-    // Take the first of its pair and tag whose other end waits, or open one.
+    // Take the first message of this pair and tag whose other end waits, or open one.
     auto& queue = g.mail[{from, to, m.tag}];
     auto at = std::find_if(queue.begin(), queue.end(),
                            [&](auto& op) { return !op->parties[party].posted; });
@@ -269,7 +272,7 @@ std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m
         at = queue.insert(at, std::make_shared<LocalOp>(call.kind, text, std::vector{from, to}, 1));
     std::shared_ptr<LocalOp> op = *at;
 
-    // Compare the two ends' lengths, then arrive.
+    // Compare the lengths of the two ends, then arrive.
     if (op->text != text)
         local_stop(c, rank_text(c) + (m.send ? " sends " : " receives ") + text + " on '" + c.name +
                           "' where " + ranks_text({g.members[m.peer]}) + " has " + op->text);
@@ -281,19 +284,21 @@ std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m
 // ----------------------------------------------------------------------------
 // finish
 
-// Carry out item i of a collective that all have started. It writes what no other item reads or
-// writes. `alone`, for LATEST: carry out all that party i gets, from the parties' snapshots.
+// Carry out item i of a collective that all parties have started. An item writes nothing that
+// another item reads or writes. With `alone` (LATEST),
+// carry out everything that party i gets, from the parties' snapshots.
 template <typename S>
 void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S where) {
-    // Ranks read each other's buffers directly: all are in one process.
+    // Read and write the ranks' buffers directly: all ranks are in one process.
     int size = int(op.parties.size());
     size_t bytes = call.bytes();
     const LocalOp::Party& mine = op.parties[i];
     std::vector<const void*> ins(size); // (size) of `bytes` each, or of a range
-    std::vector<void*> outs(size);      // the same
+    std::vector<void*> outs(size);      // (size) of the same
 
+    // Sums: range i goes to every rank, shard i to rank i.
     switch (op.kind) {
-    case Collective::ALL_REDUCE: { // sum range i, and write it to every rank
+    case Collective::ALL_REDUCE: {
         ElementRange range = alone ? ElementRange{0, call.n} : range_of(call.n, size, i);
         for (int r = 0; r < size; r++)
             ins[r] = op.parties[r].in + range.first * call.unit();
@@ -310,6 +315,7 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
         call.reduce(outs.data(), 1, ins.data(), size, call.n, where);
         break;
 
+    // Copies: item i is what rank i gets.
     case Collective::ALL_GATHER:
         for (int r = 0; r < size; r++)
             copy_bytes(mine.out + r * bytes, op.parties[r].in, bytes, where);
@@ -329,15 +335,15 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
     }
 }
 
-// Wait until all parties have started, take part in the work, and wait until all of it is done.
+// Wait until all parties have started, share the work, and wait until all of it is done.
 template <typename S>
 void local_finish(const Comm& c, LocalOp& op, int party, const Call<S>& call, S where) {
-    // Meet: nobody's input may be read before it is there.
+    // Wait for all parties: nobody's input may be read before it is there.
     LocalGroup& g = *c.local;
     std::unique_lock lock(g.mutex);
     local_wait(c, lock, &op, [&] { return op.all_arrived(); });
 
-    // LATEST: each party makes its own result now, from inputs that must not have changed.
+    // LATEST: each party makes its own result now, from inputs that must be unchanged.
     if (g.world->settings.moment == Moment::LATEST && std::is_same_v<S, Cpu>) {
         lock.unlock();
         const std::vector<char>& was = op.parties[party].snapshot;
@@ -349,7 +355,7 @@ void local_finish(const Comm& c, LocalOp& op, int party, const Call<S>& call, S 
         return;
     }
 
-    // Carry out items that nobody has taken.
+    // Carry out items that no rank has taken.
     while (op.claimed < op.items) {
         if (op.broken) throw RankFailure();
         int item = op.claimed++;
@@ -361,13 +367,13 @@ void local_finish(const Comm& c, LocalOp& op, int party, const Call<S>& call, S 
             g.changed.notify_all();
     }
 
-    // Wait for those that peers carry out.
+    // Wait for the items that peers carry out.
     local_wait(c, lock, nullptr, [&] { return op.done == op.items; });
 }
 
-// Leave with a collective outstanding: nobody may touch this rank's buffers afterwards.
+// Leave a collective that is outstanding: nobody may touch this rank's buffers afterwards.
 inline void local_withdraw(const Comm& c, LocalOp& op) {
-    // Break it, unless all its work is done. An exception has been told already.
+    // Break it, unless all of its work is done. An exception has been reported already.
     LocalGroup& g = *c.local;
     std::unique_lock lock(g.mutex);
     if (!op.broken && op.done < std::max(op.items, 1)) {
@@ -376,20 +382,21 @@ inline void local_withdraw(const Comm& c, LocalOp& op) {
             local_fail(*g.world, rank_text(c) + " left " + where_text(c, op.kind) + " unfinished");
     }
 
-    // Let those finish who touch them now.
+    // Wait for the ranks that touch these buffers now.
     local_wait(c, lock, nullptr, [&] { return op.done == op.claimed; });
 }
 
 // ----------------------------------------------------------------------------
 // groups and ranks
 
-// Make the group of these ranks of the world, in this order; only they call, with the same list.
+// Make the group of these ranks of the world, in this order;
+// only these ranks call, with the same list.
 inline std::shared_ptr<LocalGroup> local_split(const Comm& c, const std::string& name,
                                                const std::vector<int>& members) {
     LocalWorld& world = *c.local->world;
     std::lock_guard lock(world.mutex);
 
-    // Join the group if others have opened it and this rank is not in it yet; else open it.
+    // Join a group that others have opened and this rank is not in yet, or open one.
     auto at = std::find_if(world.openings.begin(), world.openings.end(), [&](auto& o) {
         return o.group->name == name && o.group->members == members &&
                std::find(o.joined.begin(), o.joined.end(), c.info->rank) == o.joined.end();
@@ -397,7 +404,7 @@ inline std::shared_ptr<LocalGroup> local_split(const Comm& c, const std::string&
     if (at == world.openings.end())
         at = world.openings.insert(at, {std::make_shared<LocalGroup>(&world, name, members), {}});
 
-    // Forget the opening once all have joined.
+    // Forget the opening once all ranks have joined.
     std::shared_ptr<LocalGroup> group = at->group;
     at->joined.push_back(c.info->rank);
     if (at->joined.size() == members.size())
@@ -405,11 +412,11 @@ inline std::shared_ptr<LocalGroup> local_split(const Comm& c, const std::string&
     return group;
 }
 
-// Run body(world) as `ranks` threads, each with its part of the cores. Returns 0 when every body
-// has returned, or returned 0; else 1, after the first failure has been said.
+// Run body(world) in `ranks` threads, each with its share of the cores. Returns 0 if every body
+// returned nothing or 0; else 1, after the first failure has been reported.
 template <typename F>
 int run_local_ranks(int ranks, LocalSettings settings, F body) {
-    // Make the group of all.
+    // Make the group of all ranks.
     LocalWorld world(ranks, settings);
     std::vector<int> members(ranks);
     for (int r = 0; r < ranks; r++)
@@ -417,7 +424,7 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
     auto group = std::make_shared<LocalGroup>(&world, "world", members);
 
     auto run_rank = [&](int rank) {
-        // Describe the rank, and the world as it sees it.
+        // Describe this rank, and the world as it sees it.
         this_rank = rank;
         use_threads(cores_here() / ranks);
         Placements placements;
@@ -426,7 +433,7 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
         info.timeout_s = settings.timeout_s;
         if (settings.placements)
             info.placements = &placements;
-        // Its note: it has begun, and others may read it.
+        // Begin this rank's note, which other ranks may read.
         info.notes = {world.notes.data(), ranks, &world.notes[size_t(rank)]};
         info.notes.own->since = clock_seconds();
         info.notes.own->rank = rank;
@@ -440,7 +447,7 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
             c.local = group;
         }
 
-        // Run the body; whatever ends it early is said once.
+        // Run the body, and report whatever ends it early, once.
         try {
             if constexpr (std::is_void_v<decltype(body(c))>)
                 body(c);

@@ -1,13 +1,13 @@
 // mpi.h - ranks are processes that send each other messages by MPI; sums in rank order
-//   all-reduce        round 0  send each rank its range of the input; sum the own range, which
-//                              comes from all, in rank order
+//   all-reduce        round 0  send each rank its range of the input; sum this rank's own range
+//                              over all ranks, in rank order
 //                     round 1  send the sum to all
 //   reduce-scatter    round 0 alone
 //   all-gather, all-to-all, broadcast, barrier: one round without a sum
-//   A long sum goes part by part, so that its scratch is MpiGroup::scratch bytes, and kept.
-//   Only the thread that initialised MPI calls. A rank that waits for one collective carries on all
-//   that it has outstanding: a peer may need their second round first.
-//   Built without WITH_MPI the same names are here, and nobody calls them: no group has processes.
+//   A long sum runs part by part, so its scratch is MpiGroup::scratch bytes, kept for the next sum.
+//   Only the thread that initialised MPI may call. A rank that waits for one collective advances
+//   all of its outstanding ones, because a peer may need their second round first.
+//   Without WITH_MPI the same names exist, and nobody calls them: no group has processes.
 //   To copy: this file, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #ifdef WITH_MPI
@@ -21,9 +21,9 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// what a rank and a peer send each other in a round, for MPI and for NCCL
+// the messages of a round between a rank and a peer, for MPI and for NCCL
 
-// One pair's buffers; null with 0 bytes where nothing goes that way.
+// The buffers of one pair of ranks; null with 0 bytes if nothing goes that way.
 struct PeerBuffers {
     const char* send; // (send_bytes)
     size_t send_bytes;
@@ -31,14 +31,15 @@ struct PeerBuffers {
     size_t receive_bytes;
 };
 
-// Where rank's shard begins in the input of a reduce-scatter.
-// stride: elements between shards, where the call is a part of a longer one; 0: they touch.
+// Return where rank's shard begins in the input of a reduce-scatter. If the call is a part of a
+// longer one, shards are `stride` elements apart; with stride 0 they touch.
 template <typename S>
 const char* shard_in(const Call<S>& call, int rank) {
     return call.in + rank * (call.stride ? call.stride : call.n) * call.unit();
 }
 
-// scratch (size, bytes of this rank's range or shard): inputs of a sum, by the rank they come from
+// Return what a rank and a peer send each other in a round. `scratch` (size, bytes of this rank's
+// range or shard) receives the inputs of a sum, by the rank they come from.
 template <typename S>
 PeerBuffers peer_buffers(const Call<S>& call, int size, int rank, int peer, int round,
                          char* scratch) {
@@ -52,7 +53,7 @@ PeerBuffers peer_buffers(const Call<S>& call, int size, int rank, int peer, int 
     size_t their_first = theirs.first * unit;
     size_t their_bytes = theirs.count * unit;
 
-    // Choose by what the collective moves.
+    // Choose the buffers by what the collective moves.
     switch (call.kind) {
     case Collective::ALL_REDUCE: // round 0: inputs to the rank that sums them; round 1: the sums
         if (round == 0)
@@ -74,34 +75,33 @@ PeerBuffers peer_buffers(const Call<S>& call, int size, int rank, int peer, int 
     return {nullptr, 0, nullptr, 0};
 }
 
-// Whether a collective adds.
-// Such a call needs scratch, and only such a call goes in parts.
+// Whether a collective adds. Only such a call needs scratch, and only such a call runs in parts.
 template <typename S> bool sums(const Call<S>& call) {
     return call.kind == Collective::ALL_REDUCE || call.kind == Collective::REDUCE_SCATTER;
 }
 
-// Scratch that a sum of the whole length takes at once.
+// Return the bytes of scratch that a sum of the whole length would take.
 template <typename S>
 size_t scratch_bytes(const Call<S>& call, int size) {
     if (!sums(call)) return 0;
-    // Rank 0 has the largest range where the length does not divide.
+    // Take rank 0's range: it is the largest if the ranges are not equal.
     if (call.kind == Collective::REDUCE_SCATTER)
         return call.in_bytes(size);
     return range_of(call.n, size, 0).count * size * call.unit();
 }
 
-// The part of a collective that begins with element `at`: a sum takes as much as `scratch` bytes
-// hold, anything else goes whole.
+// Return the part of a collective that begins with element `at`. A sum takes as many elements as
+// fit `scratch` bytes; anything else runs whole.
 template <typename S>
 Call<S> sum_part(const Call<S>& call, int size, size_t at, size_t scratch) {
     if (!sums(call)) return call;
-    // Cut at multiples of 64 elements: ranges are whole cache lines.
+    // Cut at multiples of 64 elements, so that ranges are whole cache lines.
     size_t fits = scratch / (size * call.unit()); // elements of one rank's range or shard
     size_t most = fits / 64 * 64;
     if (call.kind == Collective::ALL_REDUCE)
         most *= size;
 
-    // Move both ends forward; shards keep the distance of the whole call.
+    // Move in and out forward; shards keep the distance that they have in the whole call.
     Call<S> part = call;
     part.in += at * call.unit();
     part.out += at * call.unit();
@@ -110,12 +110,13 @@ Call<S> sum_part(const Call<S>& call, int size, size_t at, size_t scratch) {
     return part;
 }
 
-// After the first round: sum what came and this rank's own input in rank order, or copy its own.
+// Finish the first round:
+// sum what arrived and this rank's own input in rank order, or copy the own input.
 template <typename S>
 void finish_round(const Call<S>& call, int size, int rank, char* scratch, S where) {
     size_t bytes = call.bytes();
     if (sums(call)) {
-        // Point at each rank's contribution; the own one never went through scratch.
+        // Point at each rank's contribution. This rank's own never went through scratch.
         bool all = call.kind == Collective::ALL_REDUCE;
         ElementRange mine = all ? range_of(call.n, size, rank) : ElementRange{0, call.n};
         size_t first = mine.first * call.unit();
@@ -123,6 +124,8 @@ void finish_round(const Call<S>& call, int size, int rank, char* scratch, S wher
         for (int r = 0; r < size; r++)
             ins[r] = scratch + r * mine.count * call.unit();
         ins[rank] = all ? call.in + first : shard_in(call, rank);
+
+        // Sum them into this rank's range or shard.
         void* out = call.out + first;
         call.reduce(&out, 1, ins.data(), size, mine.count, where);
     } else if (call.kind == Collective::ALL_GATHER) {
@@ -135,25 +138,26 @@ void finish_round(const Call<S>& call, int size, int rank, char* scratch, S wher
 #ifdef WITH_MPI
 
 // ----------------------------------------------------------------------------
-// a collective on its way by MPI
+// a collective in flight over MPI
 
 constexpr bool HAS_MPI = true;
 
-// MPI aborts on an error by itself unless told otherwise; this catches the other case.
+// Check a call of MPI. MPI aborts on an error by itself unless told otherwise;
+// this is for the other case.
 #define LLMC_MPI_CHECK(call)                                                       \
     do {                                                                           \
         int mpi_error_ = (call);                                                   \
         LLMC_CHECK(mpi_error_ == MPI_SUCCESS, "MPI returns error %d", mpi_error_); \
     } while (0)
 
-// A group's own communicator: its messages meet no other group's.
-// Freeing it after MPI_Finalize would be an error, so the destructor asks.
+// A group's own communicator, so that its messages never meet another group's. Freeing it after
+// MPI_Finalize would be an error, so the destructor asks.
 struct MpiGroup {
     MPI_Comm comm;
     int started = 0;                            // collectives
     size_t most = size_t(1) << 30;              // bytes of one MPI message: its counts are ints
-    size_t scratch = size_t(1) << 20;           // bytes of a sum that are on their way at once
-    std::vector<std::unique_ptr<char[]>> spare; // (scratch) each, kept from sums that are over
+    size_t scratch = size_t(1) << 20;           // bytes of a sum that are in flight at once
+    std::vector<std::unique_ptr<char[]>> spare; // (scratch) each, kept from finished sums
 
     explicit MpiGroup(MPI_Comm comm) : comm(comm) {}
     ~MpiGroup() {
@@ -163,23 +167,23 @@ struct MpiGroup {
     }
 };
 
-// A collective or an exchange that has started and is not over.
+// A collective or an exchange that has started and is not finished.
 struct MpiOp {
     const Comm* c;
-    Call<Cpu> call;        // of an exchange: its kind alone
-    Call<Cpu> part = {};   // the part that is on its way
+    Call<Cpu> call;        // for an exchange, only its kind
+    Call<Cpu> part = {};   // the part that is in flight
     size_t parts_done = 0; // elements
     int tag;
     int round = 0;
     bool done = false;
     std::vector<MPI_Request> requests;
-    std::vector<int> waits_for; // of each request: the rank in the world that sends; -1: it sends
+    std::vector<int> waits_for; // by request: the rank in the world that sends; -1: it is a send
     std::unique_ptr<char[]> scratch;
     std::vector<char> barrier; // (1 + size): a byte to everyone, a byte from each
 };
 
-// End all processes of the job with this message.
-// Peers are killed where they wait, so the message must leave before the abort.
+// End all processes of the job with this message. Peers are killed where they wait, so the message
+// must be out before the abort.
 [[noreturn]] inline void mpi_stop(const std::string& message) {
     fprintf(stderr, "train_gpt: error: %s\n", message.c_str());
     fflush(stderr);
@@ -187,14 +191,16 @@ struct MpiOp {
     abort();
 }
 
-// Post one message, as several where it is longer than MPI's counts.
+// Post one message, in pieces if it is longer than MPI's counts.
 inline void mpi_post(MpiOp& op, const CommMessage& m, int tag) {
-    // Parts of one message share a tag: MPI keeps the order of a pair's messages.
+    // The pieces share a tag: MPI keeps the order of a pair's messages.
     MPI_Comm comm = op.c->mpi->comm;
     size_t most = op.c->mpi->most;
     for (size_t at = 0; at < m.bytes; at += most) {
         char* part = static_cast<char*>(m.data) + at;
         int count = int(std::min(most, m.bytes - at));
+
+        // Keep the request, and whom it waits for.
         MPI_Request request;
         if (m.send)
             LLMC_MPI_CHECK(MPI_Isend(part, count, MPI_BYTE, m.peer, tag, comm, &request));
@@ -205,12 +211,14 @@ inline void mpi_post(MpiOp& op, const CommMessage& m, int tag) {
     }
 }
 
-// Post a round, receives first: what comes has a place. Each rank begins with another peer.
+// Post a round. Receives come first, so that what arrives has a place.
 inline void mpi_post_round(MpiOp& op) {
-    // Rank r receives from r - 1 while it sends to r + 1: no peer is everyone's first.
     const Comm& c = *op.c;
     int tag = op.tag + op.round;
     char* scratch = op.scratch.get();
+
+    // Begin with another peer on each rank:
+    // rank r receives from r - 1 while it sends to r + 1, so no peer is everyone's first.
     for (int step = 1; step < c.size; step++) {
         int peer = (c.rank + c.size - step) % c.size;
         PeerBuffers b = peer_buffers(op.part, c.size, c.rank, peer, op.round, scratch);
@@ -226,9 +234,9 @@ inline void mpi_post_round(MpiOp& op) {
 // ----------------------------------------------------------------------------
 // start
 
-// The type that MPI adds; null for bf16 and fp16, and for bytes, whose vectorised sum in Open MPI
-// stops at 255.
-// A half would be rounded after each addition; our own sum rounds once.
+// Return the type in which MPI may add. Null for bf16 and fp16, which it would round after
+// each addition while our own sum rounds once; and for bytes,
+// whose vectorised sum in Open MPI stops at 255.
 inline MPI_Datatype mpi_type(Element e) {
     switch (e) {
     case Element::F32: return MPI_FLOAT;
@@ -239,9 +247,9 @@ inline MPI_Datatype mpi_type(Element e) {
     }
 }
 
-// Let the library do this sum in its own order, where it can and may. Returns whether it does.
+// Let the library do this sum in its own order, if it can and may. Returns whether it does.
 inline bool mpi_sum(MpiOp& op) {
-    // Refuse what the library cannot do, or does otherwise than the contract says.
+    // Refuse what the library cannot do, or does in another way than the contract says.
     const Call<Cpu>& call = op.call;
     MPI_Datatype type = mpi_type(call.element);
     bool all = call.kind == Collective::ALL_REDUCE;
@@ -250,7 +258,7 @@ inline bool mpi_sum(MpiOp& op) {
     if (call.max) return false;                          // the library's may lose a NaN
     if (!all && call.in_place(op.c->size)) return false; // MPI wants the output elsewhere
 
-    // It is one request, and the last round.
+    // Post it as one request, marked as the last round.
     op.requests.emplace_back();
     op.waits_for.push_back(-1);
     op.round = 2;
@@ -261,8 +269,8 @@ inline bool mpi_sum(MpiOp& op) {
     return true;
 }
 
-// Scratch for a part of any sum; it is given back to `spare` when the sum is over.
-// The least is one cut of sum_part(): 64 elements of at most 8 bytes from each rank.
+// Return scratch for a part of any sum; it goes to `spare` when the sum is over. The least is one
+// cut of sum_part(): 64 elements of at most 8 bytes from each rank.
 inline std::unique_ptr<char[]> mpi_scratch(MpiGroup& g, int size) {
     if (g.spare.empty())
         return std::unique_ptr<char[]>(new char[std::max(g.scratch, size_t(64 * 8) * size)]);
@@ -271,15 +279,15 @@ inline std::unique_ptr<char[]> mpi_scratch(MpiGroup& g, int size) {
     return scratch;
 }
 
-// Start a collective as one request of the library, or as rounds of messages.
+// Start a collective, as one request of the library or as rounds of messages.
 inline std::unique_ptr<MpiOp> mpi_start(const Comm& c, const Call<Cpu>& call) {
-    // Tags come round after 8192 collectives, far more than are outstanding at once.
+    // Tags repeat after 8192 collectives, far more than are outstanding at once.
     auto op = std::make_unique<MpiOp>();
     op->c = &c;
     op->call = call;
     op->tag = MESSAGE_TAGS + 2 * (c.mpi->started++ % 8192); // a tag a round, beyond messages' tags
 
-    // A barrier gathers a byte from everyone.
+    // Turn a barrier into a gather of one byte from everyone.
     if (call.kind == Collective::BARRIER) {
         op->barrier.resize(1 + c.size);
         op->call.n = 1;
@@ -298,10 +306,11 @@ inline std::unique_ptr<MpiOp> mpi_start(const Comm& c, const Call<Cpu>& call) {
     return op;
 }
 
-// Start messages (count), receives first. They need no rounds: the op is over when all are.
+// Start messages (count), receives first.
+// They have no rounds: the operation is over when all messages are.
 inline std::unique_ptr<MpiOp> mpi_start_exchange(const Comm& c, const CommMessage* messages,
                                                  int count) {
-    // Round 2 is past any sum: mpi_advance() then only waits.
+    // Mark it as past the rounds of a sum (2), so that mpi_advance() only waits.
     auto op = std::make_unique<MpiOp>();
     op->c = &c;
     op->call.kind = Collective::EXCHANGE;
@@ -317,10 +326,10 @@ inline std::unique_ptr<MpiOp> mpi_start_exchange(const Comm& c, const CommMessag
 // ----------------------------------------------------------------------------
 // finish
 
-// Go on with what is on its way: a round, then the next round, then the next part. Returns whether
-// a round has ended.
+// Advance a collective that is in flight: a round, then the next round, then the next part.
+// Returns whether a round has ended.
 inline bool mpi_advance(MpiOp& op) {
-    // Ask for all requests at once; MPI moves its messages only while it is called.
+    // Test all requests at once: MPI moves messages only while it is called.
     if (op.done) return false;
     int arrived = 0;
     int n = int(op.requests.size());
@@ -335,7 +344,7 @@ inline bool mpi_advance(MpiOp& op) {
         finish_round(op.part, c.size, c.rank, op.scratch.get(), Cpu());
     op.round++;
 
-    // After the last round begin the next part.
+    // After the last round, begin the next part.
     bool more = op.round == 1 && op.call.kind == Collective::ALL_REDUCE;
     if (!more) {
         op.parts_done += op.part.n;
@@ -345,7 +354,7 @@ inline bool mpi_advance(MpiOp& op) {
             op.part = sum_part(op.call, c.size, op.parts_done, c.mpi->scratch);
     }
 
-    // Post what comes next, or keep the scratch for the next sum.
+    // Post the next round, or keep the scratch for the next sum.
     if (!op.done)
         mpi_post_round(op);
     else if (op.scratch)
@@ -353,9 +362,9 @@ inline bool mpi_advance(MpiOp& op) {
     return true;
 }
 
-// The ranks in the world whose messages have not come, in order.
+// Return the ranks in the world whose messages have not arrived, in order.
 inline std::vector<int> mpi_missing(const MpiOp& op) {
-    // A send names nobody; a peer that is late shows in what it owes this rank.
+    // Look at receives only: a late peer shows in what it owes this rank.
     std::vector<int> missing;
     for (size_t i = 0; i < op.requests.size(); i++) {
         int here = 1;
@@ -369,15 +378,15 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
     return missing;
 }
 
-// Finish one collective, and carry on the others: a peer may need their second round before it
-// starts this one.
+// Finish one collective, and advance all others:
+// a peer may need their second round before it starts this one.
 inline void mpi_finish(MpiOp& op) {
     const Comm& c = *op.c;
     NoteWait note(c.info->notes);
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     for (long polls = 0;; polls++) {
-        // Poll; begin to count anew whenever something moves.
+        // Poll everything; reset the clock whenever something moves.
         for (MpiOp* other : c.info->outstanding)
             if (mpi_advance(*other)) {
                 polls = 0;
@@ -399,7 +408,7 @@ inline void mpi_finish(MpiOp& op) {
 // ----------------------------------------------------------------------------
 // processes and groups
 
-// Take this process's part of its machine's cores, or fewer where it is bound to fewer.
+// Use this process's share of its machine's cores, or fewer if it is bound to fewer.
 inline void mpi_share_cores(MPI_Comm world) {
     if (getenv("OMP_NUM_THREADS")) return;
     // Count the ranks that share this machine's memory.
@@ -412,17 +421,18 @@ inline void mpi_share_cores(MPI_Comm world) {
     use_threads(std::min(cores_here(), cores / ranks));
 }
 
-// Share notes with the ranks of this machine. MPI_Finalize gives the memory back.
+// Share notes with the ranks of this machine. MPI_Finalize frees the memory.
 inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
-    // The first rank of the machine takes the memory for all.
+    // Let the first rank of the machine allocate the memory for all.
     MPI_Comm machine;
     MPI_Win window;
     int rank = 0, ranks = 1, unit = 0;
     LLMC_MPI_CHECK(MPI_Comm_split_type(world, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine));
     LLMC_MPI_CHECK(MPI_Comm_rank(machine, &rank));
     LLMC_MPI_CHECK(MPI_Comm_size(machine, &ranks));
-    // Others ask where it lies in their own addresses. It begins at the same place of a page in all
-    // of them, but not where a note may: one more gives room to move on to there.
+    // Ask where it lies in this rank's addresses. It begins at the same offset in a page for all
+    // ranks, but not at one where a note may begin:
+    // room for one more note lets all move on to such an address.
     size_t notes = size_t(ranks) * sizeof(RankNote), room = notes + sizeof(RankNote);
     MPI_Aint bytes = rank == 0 ? MPI_Aint(room) : 0;
     void* memory = nullptr;
@@ -430,7 +440,7 @@ inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
         MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, machine, &memory, &window));
     LLMC_MPI_CHECK(MPI_Win_shared_query(window, 0, &bytes, &unit, &memory));
 
-    // Each makes its own note, and reads the others' once all have.
+    // Make this rank's note, and wait until all notes are made.
     RankNote* all = static_cast<RankNote*>(std::align(alignof(RankNote), notes, memory, room));
     info.notes = {all, ranks, new (all + rank) RankNote()};
     info.notes.own->since = clock_seconds();
@@ -438,7 +448,7 @@ inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
     LLMC_MPI_CHECK(MPI_Barrier(machine));
 }
 
-// The job's processes as a group. All call it, once MPI_Init_thread has been called.
+// Return the job's processes as a group. All processes must call, after MPI_Init_thread.
 inline Comm mpi_world(RankInfo& info) {
     Comm c;
     // Duplicate the world's communicator: other libraries may use the original.
@@ -459,9 +469,10 @@ inline Comm mpi_world(RankInfo& info) {
     return c;
 }
 
-// The group of these ranks of c, in this order; only they call.
+// Make the group of these ranks of c, in this order; only these ranks call.
 inline std::shared_ptr<MpiGroup> mpi_split(const Comm& c, const std::vector<int>& places) {
-    // MPI_Comm_create_group wants the members alone; MPI_Comm_split would want all of c.
+    // Use MPI_Comm_create_group, which wants only the members to call;
+    // MPI_Comm_split would want all ranks of c.
     MPI_Group all, part;
     MPI_Comm comm;
     LLMC_MPI_CHECK(MPI_Comm_group(c.mpi->comm, &all));
@@ -472,9 +483,8 @@ inline std::shared_ptr<MpiGroup> mpi_split(const Comm& c, const std::vector<int>
     return std::make_shared<MpiGroup>(comm);
 }
 
-// Initialise MPI, which may take options of its own from the program's. mpi_leave() comes last,
-// when no group is left.
-// FUNNELED: threads of this process compute, and one of them calls MPI.
+// Initialise MPI, which may take options of its own from the program's. FUNNELED: threads of this
+// process compute, and one of them calls MPI. mpi_leave() comes last, when no group is left.
 inline Comm mpi_join(RankInfo& info, int* argc, char*** argv) {
     int given = 0;
     LLMC_MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &given));

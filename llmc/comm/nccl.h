@@ -1,14 +1,15 @@
 // nccl.h - ranks are processes with a GPU each: NCCL, all in the stream's order
-//   MPI carries NCCL's first message and what the host exchanges. Sums in rank order take the
-//   rounds of mpi.h, between GPUs, and are added by our own kernel.
-//   A communicator holds memory of the GPU, so groups of the same ranks share one, and a group of
-//   fewer ranks is split from a larger one, whose buffers it shares. NCCL runs those that share
-//   buffers one after the other: what is to run side by side meets on its own (comms.h).
-//   All are made before the first collective. Making one may wait for the device, on which a
-//   collective may wait for a peer that is not here yet.
+//   MPI carries NCCL's first message and what hosts exchange. Sums in rank order use the rounds of
+//   mpi.h, between GPUs, and are added by our own kernel.
+//   A communicator takes memory of the GPU. Groups of the same ranks therefore share one, and a
+//   group of fewer ranks is split from a larger one, whose buffers it shares. NCCL runs
+//   communicators that share buffers one after the other; those that must run side by side are
+//   made apart (comms.h).
+//   All communicators are made before the first collective: making one may wait for the device, on
+//   which a collective may wait for a peer that has not arrived.
 //   Host order: the ranks of a communicator give it the same calls in the same order, and two
-//   communicators that share ranks are called in the same order on each of them.
-//   Built without WITH_NCCL the same names are here, and nobody calls them: no group has GPUs.
+//   communicators that share ranks are called in the same order on each of these ranks.
+//   Without WITH_NCCL the same names exist, and nobody calls them: no group has GPUs.
 //   To copy: this file, mpi.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include "mpi.h"
@@ -26,7 +27,7 @@ namespace llmc {
 
 constexpr bool HAS_NCCL = true;
 
-// NCCL's calls only queue work: an error of a kernel shows itself in nccl_wait().
+// Check a call of NCCL. Its calls only queue work; an error of a kernel appears in nccl_wait().
 #define LLMC_NCCL_CHECK(call)                                   \
     do {                                                        \
         ncclResult_t nccl_error_ = (call);                      \
@@ -34,10 +35,10 @@ constexpr bool HAS_NCCL = true;
                    ncclGetErrorString(nccl_error_));            \
     } while (0)
 
-// A communicator on the current device, of one group or of several with the same ranks.
+// A communicator on the current device, for one group or for several with the same ranks.
 struct NcclGroup {
     ncclComm_t comm;
-    std::string names; // of its groups: "'world', 'shard'"
+    std::string names; // of the groups: "'world', 'shard'"
     RankInfo* info;
     NcclGroup(ncclComm_t comm, const Comm& c)
         : comm(comm), names("'" + c.name + "'"), info(c.info) {
@@ -50,9 +51,9 @@ struct NcclGroup {
     }
 };
 
-// NCCL has all of Element's types.
+// Return NCCL's type of an element; it has all of them.
 inline ncclDataType_t nccl_type(Element e) {
-    // In the order of Element.
+    // Types stand in the order of Element.
     constexpr ncclDataType_t TYPES[] = {ncclFloat32, ncclBfloat16, ncclFloat16, ncclFloat64,
                                         ncclInt32,   ncclInt64,    ncclUint8};
     return TYPES[int(e)];
@@ -61,7 +62,7 @@ inline ncclDataType_t nccl_type(Element e) {
 // ----------------------------------------------------------------------------
 // messages and collectives, given to the stream
 
-// One message, inside a group of NCCL calls. An empty one is not sent: both ends leave it out.
+// Queue one message, between ncclGroupStart and ncclGroupEnd. Both ends leave out an empty one.
 inline void nccl_send_receive(const Comm& c, const CommMessage& m, cudaStream_t stream) {
     if (m.bytes == 0) return;
     if (m.send)
@@ -70,11 +71,11 @@ inline void nccl_send_receive(const Comm& c, const CommMessage& m, cudaStream_t 
         LLMC_NCCL_CHECK(ncclRecv(m.data, m.bytes, ncclUint8, m.peer, c.nccl->comm, stream));
 }
 
-// Send and receive messages (count) as one kernel. NCCL has no tags: the messages of a pair go in
-// the order of their tags, equal ones as listed.
+// Send and receive messages (count) as one kernel. NCCL has no tags, so the messages of a pair go
+// in the order of their tags, and equal tags in the order given.
 inline void nccl_exchange(const Comm& c, const CommMessage* messages, int count,
                           cudaStream_t stream) {
-    // Sort by tag: both ends of a pair then list the same messages in the same order.
+    // Sort by tag: both ends of a pair then have the same messages in the same order.
     std::vector<CommMessage> sorted(messages, messages + count);
     std::stable_sort(sorted.begin(), sorted.end(),
                      [](const CommMessage& a, const CommMessage& b) { return a.tag < b.tag; });
@@ -84,8 +85,8 @@ inline void nccl_exchange(const Comm& c, const CommMessage* messages, int count,
     LLMC_NCCL_CHECK(ncclGroupEnd());
 }
 
-// The maximum by the library: of integers, or of floats as integers of the same order. Returns
-// whether it does this type.
+// Let the library take a maximum, of integers, or of floats turned into integers of the same order.
+// Returns whether it can for this type.
 inline bool nccl_max(const Comm& c, const Call<cudaStream_t>& call, cudaStream_t stream) {
     ncclComm_t comm = c.nccl->comm;
     bool floats = call.element == Element::F32;
@@ -101,21 +102,23 @@ inline bool nccl_max(const Comm& c, const Call<cudaStream_t>& call, cudaStream_t
     return true;
 }
 
-// Let the library do this collective, where it can and may: its sums go in an order of its own.
+// Let the library do this collective, if it can and may: its sums go in an order of its own.
 // Returns whether it does.
 inline bool nccl_library(const Comm& c, const Call<cudaStream_t>& call, cudaStream_t stream) {
-    // The library gathers and broadcasts, and sums where any order will do.
     ncclComm_t comm = c.nccl->comm;
     ncclDataType_t type = nccl_type(call.element);
     char* x = call.out ? call.out : const_cast<char*>(call.in); // of a broadcast's root
 
     switch (call.kind) {
+    // The library gathers and broadcasts: these move data without arithmetic.
     case Collective::ALL_GATHER:
         LLMC_NCCL_CHECK(ncclAllGather(call.in, call.out, call.n, type, comm, stream));
         return true;
     case Collective::BROADCAST:
         LLMC_NCCL_CHECK(ncclBroadcast(x, x, call.n, type, call.root, comm, stream));
         return true;
+
+    // The library sums in its own order, and may only where any order will do.
     case Collective::ALL_REDUCE:
         if (call.max) return nccl_max(c, call, stream);
         if (c.fixed_order) return false;
@@ -129,17 +132,17 @@ inline bool nccl_library(const Comm& c, const Call<cudaStream_t>& call, cudaStre
     }
 }
 
-// Give a collective to the stream: the library's own, or rounds of messages around our sum.
+// Give a collective to the stream: the library's own, or rounds of messages and our sum.
 inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaStream_t stream) {
     if (nccl_library(c, call, stream)) return;
 
-    // Scratch for what comes of a sum: (size, bytes of this rank's range or shard).
+    // Allocate scratch for what a sum receives: (size, bytes of this rank's range or shard).
     char* scratch = nullptr;
     size_t bytes = scratch_bytes(call, c.size);
     if (bytes)
         LLMC_CUDA_CHECK(cudaMallocAsync(&scratch, bytes, stream));
 
-    // One kernel a round sends and receives; the sum stands between the rounds.
+    // Send and receive in one kernel for each round, and sum between the rounds.
     int rounds = call.kind == Collective::ALL_REDUCE ? 2 : 1;
     for (int round = 0; round < rounds; round++) {
         LLMC_NCCL_CHECK(ncclGroupStart());
@@ -151,6 +154,8 @@ inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaS
             nccl_send_receive(c, {b.receive, b.receive_bytes, peer, false}, stream);
         }
         LLMC_NCCL_CHECK(ncclGroupEnd());
+
+        // Sum behind the first round; a second round sends the sums to all.
         if (round == 0)
             finish_round(call, c.size, c.rank, scratch, stream);
     }
@@ -158,7 +163,7 @@ inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaS
         LLMC_CUDA_CHECK(cudaFreeAsync(scratch, stream));
 }
 
-// End the job if a communicator of this rank has met an error, of a peer's too.
+// End the job if a communicator of this rank has met an error, even one of a peer.
 inline void nccl_check_errors(const Comm& c) {
     for (const NcclGroup* group : c.info->communicators) {
         ncclResult_t state = ncclSuccess;
@@ -169,7 +174,7 @@ inline void nccl_check_errors(const Comm& c) {
     }
 }
 
-// The groups that streams send with: "'world', 'shard'; 'tp'".
+// Return the groups that streams send with: "'world', 'shard'; 'tp'".
 inline std::string nccl_names(const RankInfo& info) {
     std::string text;
     for (const NcclGroup* group : info.communicators)
@@ -177,13 +182,13 @@ inline std::string nccl_names(const RankInfo& info) {
     return text;
 }
 
-// Wait for all that the stream has been given, and end the job where a peer does not come.
+// Wait for all work that the stream has been given, and end the job if a peer does not arrive.
 inline void nccl_wait(const Comm& c, cudaStream_t stream) {
     NoteWait note(c.info->notes);
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     for (long polls = 0; cudaStreamQuery(stream) == cudaErrorNotReady; polls++) {
-        cudaGetLastError(); // "not ready" is none
+        cudaGetLastError(); // clear "not ready", which is not an error
         nccl_check_errors(c);
 
         // Sleep between polls after a while, and end the job after the limit.
@@ -196,13 +201,13 @@ inline void nccl_wait(const Comm& c, cudaStream_t stream) {
                      " s for its stream, with collectives on " + nccl_names(*c.info) +
                      ", during action " + c.info->action + standing_text(c.info->notes, waited));
     }
-    wait_for(stream); // it is done, or says why not
+    wait_for(stream); // it is done, or failed: this reports why
 }
 
 // ----------------------------------------------------------------------------
 // processes and groups
 
-// The group with its communicator, or with one that it shares.
+// Return the group with a communicator, its own or a shared one.
 inline Comm nccl_group(const Comm& c, std::shared_ptr<NcclGroup> communicator) {
     Comm gpu = c;
     gpu.backend = Backend::NCCL;
@@ -210,17 +215,17 @@ inline Comm nccl_group(const Comm& c, std::shared_ptr<NcclGroup> communicator) {
     return gpu;
 }
 
-// Return the same group, for the current device's streams too, with buffers of its own. All its
-// ranks call it together.
+// Return the same group with a new communicator, so that streams of the current device can send
+// with it, in buffers of its own. All ranks of the group must call together.
 inline Comm nccl_attach(const Comm& c) {
     if (c.size == 1) return c;
-    // The first rank draws an id, MPI carries it, and all meet under it.
+    // The first rank draws an id, MPI carries it to the others, and all ranks join under it.
     ncclUniqueId id;
     if (c.rank == 0)
         LLMC_NCCL_CHECK(ncclGetUniqueId(&id));
     LLMC_MPI_CHECK(MPI_Bcast(&id, sizeof(id), MPI_BYTE, 0, c.mpi->comm));
 
-    // Communicators that are split from this one share its buffers.
+    // Let communicators that are split from this one share its buffers.
     ncclComm_t comm;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.splitShare = 1;
@@ -229,14 +234,14 @@ inline Comm nccl_attach(const Comm& c) {
 }
 
 // Return the same group with a communicator that shares the buffers of `parent`: the parent's own,
-// where both have the same ranks. All ranks of the parent call, those outside of such a group too.
+// if both have the same ranks. All ranks of the parent must call, even those outside of the group.
 inline Comm nccl_split(const Comm& c, const Comm& parent) {
     if (c.members == parent.members) {
         parent.nccl->names += ", '" + c.name + "'";
         return nccl_group(c, parent.nccl);
     }
 
-    // The first member's number tells the parent's parts apart.
+    // Tell the parts of the parent apart by their first members.
     ncclComm_t comm = nullptr;
     int color = c.size > 1 ? c.members[0] : NCCL_SPLIT_NOCOLOR;
     LLMC_NCCL_CHECK(ncclCommSplit(parent.nccl->comm, color, c.rank, &comm, nullptr));
@@ -244,10 +249,11 @@ inline Comm nccl_split(const Comm& c, const Comm& parent) {
     return nccl_group(c, std::make_shared<NcclGroup>(comm, c));
 }
 
-// Before the first communicator: collectives of several are started in the order in which the host
-// calls them, on every rank, and what cudaMallocAsync gives back stays for its next caller.
+// Set what must be set before the first communicator is made. Collectives of several communicators
+// then start in the order in which the host calls them, on every rank; and memory that
+// cudaFreeAsync returns stays for the next caller.
 inline void nccl_settings(int gpu) {
-    // NCCL 2.26 and later; the user's own choice counts more.
+    // This needs NCCL 2.26 or later. The user's own setting takes precedence.
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     cudaMemPool_t pool;
     uint64_t all = UINT64_MAX;
@@ -255,14 +261,14 @@ inline void nccl_settings(int gpu) {
     LLMC_CUDA_CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all));
 }
 
-// Return "" or why this version of NCCL is too old for communicators that run side by side, on
-// streams of their own. Before 2.26 no setting orders their launches, and ranks may wait for each
-// other for ever.
+// Return "", or why this version of NCCL is too old for communicators that run side by side, in
+// streams of their own. Before 2.26 no setting orders their launches,
+// and ranks may wait for each other for ever.
 inline std::string launch_order_missing(int version) {
     constexpr int ORDERS_LAUNCHES = 22600; // NCCL_LAUNCH_ORDER_IMPLICIT
     if (version >= ORDERS_LAUNCHES) return "";
 
-    // The library counts 2.26.1 as 22601.
+    // The library encodes 2.26.1 as 22601.
     auto text = [](int v) {
         return std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100);
     };
@@ -270,7 +276,7 @@ inline std::string launch_order_missing(int version) {
            text(ORDERS_LAUNCHES) + ", which starts communicators in the host's order: install a "
            "newer libnccl2, or name its folder in LD_LIBRARY_PATH";
 }
-// Each rank speaks for its own machine's library.
+// Check the library of this rank's machine.
 inline void check_launch_order(const Comm& world) {
     int version = 0;
     LLMC_NCCL_CHECK(ncclGetVersion(&version));
@@ -278,11 +284,11 @@ inline void check_launch_order(const Comm& world) {
     if (!missing.empty()) mpi_stop(rank_text(world) + ": " + missing);
 }
 
-// Take a GPU of this machine, each process another one in turn; all ranks of the world call. A
-// launcher may show each process a single GPU, so that number 0 is not the same for all. Returns ""
-// or what is wrong: NCCL refuses two ranks on one GPU.
+// Take a GPU of this machine for this process, another one for each; all ranks of the world must
+// call. A launcher may show each process a single GPU, and number 0 then differs between processes.
+// Returns "" or what is wrong: NCCL refuses two ranks on one GPU.
 inline std::string take_gpu(const Comm& world) {
-    // Find this process's place among those on its machine.
+    // Find this process's place among the processes of its machine.
     MPI_Comm all = world.mpi->comm;
     MPI_Comm machine;
     int place = 0;
@@ -292,7 +298,7 @@ inline std::string take_gpu(const Comm& world) {
     LLMC_MPI_CHECK(MPI_Comm_rank(machine, &place));
     LLMC_MPI_CHECK(MPI_Comm_size(machine, &processes));
 
-    // Choose one, and tell the machine's other processes which it is.
+    // Choose a GPU, and tell the machine's other processes which one it is.
     int gpus = 0;
     LLMC_CUDA_CHECK(cudaGetDeviceCount(&gpus));
     int gpu = place % gpus;
@@ -306,7 +312,7 @@ inline std::string take_gpu(const Comm& world) {
                                  MPI_BYTE, machine));
     LLMC_MPI_CHECK(MPI_Comm_free(&machine));
 
-    // Count the GPUs: as many as processes, or some process shares one.
+    // Count the GPUs in use: if there are fewer than processes, some share one.
     std::set<std::string> apart;
     for (const cudaUUID_t& id : taken)
         apart.insert(std::string(id.bytes, sizeof(id.bytes)));

@@ -1,15 +1,17 @@
 // placement.h - what a buffer holds along an axis: replicated, sharded or partial; a checker
 //   A rank that is to be checked keeps a table of its buffers. A collective looks up its input
-//   (all-reduce and reduce-scatter want partial, all-gather and all-to-all sharded) and notes what
-//   it leaves in its output, so that a sum left out or made twice is a message, not a wrong
-//   gradient. Buffers without a row are not followed; a group of one neither looks nor notes.
+//   (all-reduce and reduce-scatter need partial, all-gather and all-to-all sharded) and records
+//   what its output holds. A sum that is left out or made twice then gives an error message
+//   instead of a wrong gradient. Buffers without a row are not checked; a group of one neither
+//   looks nor records.
 //   To copy: this file, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include "group.h"
 
 namespace llmc {
 
-// Replicated: the same on all ranks. Sharded: a part on each. Partial: a term of a sum on each.
+// The state of a buffer over an axis of ranks. Replicated: the same on all ranks. Sharded: each
+// rank has a part. Partial: each rank has a term of a sum.
 enum class Placement { REPLICATED, SHARDED, PARTIAL };
 inline const char* placement_name(Placement p) {
     return p == Placement::REPLICATED ? "replicated"
@@ -17,7 +19,7 @@ inline const char* placement_name(Placement p) {
                                       : "partial";
 }
 
-// One rank's table.
+// The table of one rank.
 struct Placements {
     // The label names the buffer in a message.
     struct Row {
@@ -26,21 +28,21 @@ struct Placements {
         std::string axis, label;
         Placement holds;
     };
-    std::vector<Row> rows; // of one axis, no two overlap
+    std::vector<Row> rows; // rows of one axis never overlap
 };
 
 // ----------------------------------------------------------------------------
 // the table
 
-// Note that [p, p + bytes) holds this along the axis. Rows that it cuts keep their other bytes.
+// Record what [p, p + bytes) holds along an axis. Rows that overlap it keep their other bytes.
 inline void placement_set(Placements& table, const void* p, size_t bytes, const std::string& axis,
                           Placement holds, const std::string& label) {
-    // An empty buffer of a rank without a share has an address like any other.
+    // Skip an empty buffer: its address may lie in another one.
     if (bytes == 0) return;
     const char* from = static_cast<const char*>(p);
     const char* to = from + bytes;
 
-    // Keep what lies before and behind the new row.
+    // Keep the parts of old rows that lie before and behind the new row.
     std::vector<Placements::Row> kept;
     for (const Placements::Row& row : table.rows) {
         bool apart = row.axis != axis || row.to <= from || to <= row.from;
@@ -55,14 +57,15 @@ inline void placement_set(Placements& table, const void* p, size_t bytes, const 
     table.rows = kept;
 }
 
-// Forget [p, p + bytes), which becomes another buffer's, along every axis.
+// Forget [p, p + bytes) along every axis, because another buffer will use the bytes.
 inline void placement_forget(Placements& table, const void* p, size_t bytes) {
     const char* from = static_cast<const char*>(p);
     const char* to = from + bytes;
     std::erase_if(table.rows, [&](auto& row) { return row.from < to && from < row.to; });
 }
 
-// The first row that overlaps [p, p + bytes) and, where `needed` is given, holds something else.
+// Return the first row that overlaps [p, p + bytes) and, if `needed` is given, holds something
+// else; null if there is none.
 inline const Placements::Row* placement_find(const Placements& table, const void* p, size_t bytes,
                                              const std::string& axis,
                                              const Placement* needed = nullptr) {
@@ -77,7 +80,7 @@ inline const Placements::Row* placement_find(const Placements& table, const void
 // ----------------------------------------------------------------------------
 // the checker
 
-// "" or what is wrong with the input of a collective that is about to start.
+// Return "" or what is wrong with the input of a collective that is about to start.
 template <typename S>
 std::string placement_check(const Comm& c, const Call<S>& call) {
     if (!c.info->placements) return "";
@@ -85,7 +88,7 @@ std::string placement_check(const Comm& c, const Call<S>& call) {
     bool move = call.kind == Collective::ALL_GATHER || call.kind == Collective::ALL_TO_ALL;
     if (!sum && !move) return "";
 
-    // Find a followed buffer that holds something else.
+    // Find a buffer in the table that holds something else.
     Placement needed = sum ? Placement::PARTIAL : Placement::SHARDED;
     const Placements::Row* row =
         placement_find(*c.info->placements, call.in, call.in_bytes(c.size), c.name, &needed);
@@ -94,7 +97,7 @@ std::string placement_check(const Comm& c, const Call<S>& call) {
            placement_name(row->holds) + ", it must be " + placement_name(needed);
 }
 
-// Note what a finished collective has left in its output, where its input or output is followed.
+// Record what a finished collective has left in its output, if its input or output is in the table.
 template <typename S>
 void placement_note(const Comm& c, const Call<S>& call) {
     if (!c.info->placements || call.kind == Collective::BARRIER)
@@ -102,11 +105,11 @@ void placement_note(const Comm& c, const Call<S>& call) {
     Placements& table = *c.info->placements;
     const char* out = call.out ? call.out : call.in; // a broadcast's root has no output
     size_t out_bytes = call.out_bytes(c.size);
-    // An all-to-all leaves each rank other data, as a reduce-scatter does.
+    // An all-to-all leaves different data on each rank, as a reduce-scatter does.
     bool shards = call.kind == Collective::REDUCE_SCATTER || call.kind == Collective::ALL_TO_ALL;
     Placement holds = shards ? Placement::SHARDED : Placement::REPLICATED;
 
-    // Keep the label of the output, or else that of the input.
+    // Keep the label of the output, or else of the input.
     const Placements::Row* row = placement_find(table, out, out_bytes, c.name);
     if (!row && call.in)
         row = placement_find(table, call.in, call.in_bytes(c.size), c.name);

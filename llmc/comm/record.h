@@ -1,11 +1,11 @@
 // record.h - what each rank of a machine is at, where the others can read it
-//   A rank notes each action as it begins it, and whether it waits for others. Whoever has waited
-//   too long reads the notes: ranks wait for each other in chains, and the one at a chain's end is
-//   the one that does not wait. "rank 2 has been in B(0,3) for 31.0 s, and waits for nobody". A
-//   rank that waits signs its note anew from time to time: one that does not is stopped.
-//   Threads have an array of their process, processes shared memory of their machine (mpi.h); a
-//   rank of another machine is not seen.
-//   Cost: ten stores an action. A reader may see half of a name that changes: it is only printed.
+//   A rank notes each action as it begins it, and whether it waits for other ranks. A rank that has
+//   waited too long reads the notes. Ranks wait for each other in chains, and the culprit is the
+//   one that does not wait: "rank 2 has been in B(0,3) for 31.0 s, and waits for nobody". A waiting
+//   rank signs its note anew from time to time; one that does not is stopped.
+//   Threads keep their notes in an array of the process, processes in shared memory of the machine
+//   (mpi.h). A rank on another machine is not seen.
+//   Cost: ten stores an action. A reader may see half of a changing name: it is only printed.
 //   To copy: this file.
 #pragma once
 #include <algorithm>
@@ -18,32 +18,32 @@
 
 namespace llmc {
 
-// Seconds on a clock that never goes back, and that all processes of a machine share.
+// Return seconds on a clock that never goes back, and that all processes of a machine share.
 inline double clock_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }
 
-// One rank's note, in cache lines of its own.
+// The note of one rank, in cache lines of its own.
 struct alignas(64) RankNote {
-    std::atomic<int> rank = -1; // in the world; -1: it has not come yet
+    std::atomic<int> rank = -1; // in the world; -1: it has not started yet
     std::atomic<bool> waits = false;
-    std::atomic<double> since = 0; // when the action began, or a wait in it last looked around
+    std::atomic<double> since = 0; // when the action began, or when a wait in it last looked around
     std::atomic<double> waited = 0; // seconds in all waits that are over
-    std::array<std::atomic<uint64_t>, 13> name = {}; // of the action, cut to its letters' room
+    std::array<std::atomic<uint64_t>, 13> name = {}; // of the action, cut to fit
 };
 
-// All notes of a machine, and this rank's own. Null: nobody takes notes.
+// All notes of a machine, and this rank's own; null if nobody takes notes.
 struct RankNotes {
     RankNote* all = nullptr; // (count)
     int count = 0;
     RankNote* own = nullptr;
 };
 
-// Begin an action.
+// Note that this rank begins an action.
 inline void note_action(const RankNotes& notes, const std::string& action) {
     if (!notes.own) return;
-    // Its last letter stays 0. Words are stored whole: a reader may come at any moment.
+    // The last letter stays 0. Words are stored whole, because a reader may come at any moment.
     char letters[sizeof(RankNote::name)] = {};
     memcpy(letters, action.data(), std::min(action.size(), sizeof(letters) - 1));
     for (size_t i = 0; i < notes.own->name.size(); i++) {
@@ -54,16 +54,16 @@ inline void note_action(const RankNotes& notes, const std::string& action) {
     notes.own->since = clock_seconds();
 }
 
-// A rank waits as long as one of these lives.
+// A wait for others: it lasts as long as this object.
 struct NoteWait {
-    // Null where nobody takes notes.
+    // This rank's note; null if nobody takes notes.
     RankNote* own;
     double begin = clock_seconds();
     explicit NoteWait(const RankNotes& notes) : own(notes.own) {
         sign();
         if (own) own->waits = true;
     }
-    // Say that this rank still looks around.
+    // Note that this rank still looks around.
     void sign() const {
         if (own) own->since = clock_seconds();
     }
@@ -76,28 +76,28 @@ struct NoteWait {
     NoteWait(const NoteWait&) = delete;
 };
 
-// Seconds that this rank has waited for others so far.
+// Return the seconds that this rank has spent waiting for others so far.
 inline double seconds_waited(const RankNotes& notes) {
     return notes.own ? notes.own->waited.load() : 0;
 }
 
-// Name the ranks that have done nothing for half as long as this one has waited, or longer.
+// Name the ranks whose note is at least half as old as this rank's wait.
 inline std::string standing_text(const RankNotes& notes, double waited) {
     std::string text;
     for (int i = 0; i < notes.count; i++) {
-        // A note that is young is of a rank that works, or waits as this one does.
+        // Skip a recent note: its rank works, or waits as this one does.
         const RankNote& note = notes.all[i];
         double seconds = clock_seconds() - note.since;
         if (note.rank < 0 || seconds < waited / 2)
             continue;
 
-        // Put the name's letters together.
+        // Read the name, word by word.
         char name[sizeof(RankNote::name) + 1] = {};
         for (size_t k = 0; k < note.name.size(); k++) {
             uint64_t word = note.name[k];
             memcpy(name + 8 * k, &word, 8);
         }
-        // Say whether it computes, or is stopped in the middle of a wait.
+        // Say whether the rank computes, or is stopped in the middle of a wait.
         char line[256];
         snprintf(line, sizeof(line), "; rank %d has been in %s for %.1f s, and %s", int(note.rank),
                  *name ? name : "its start", seconds,

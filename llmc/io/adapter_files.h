@@ -1,26 +1,27 @@
 // adapter_files.h - PEFT's adapters: adapter_config.json and adapter_model.safetensors, in and out
-//   Reading  the tensors decide which matrices have an adapter, and of which rank: each is called
-//            base_model.model.NAME.lora_A.weight (r,in), or lora_B (out,r), where NAME is the
-//            matrix's; for GPT-2 too neither is transposed. The config gives alpha, by module where
-//            alpha_pattern says so, and whether it is rank-stabilised. What would make another
-//            function of the same tensors is refused by name.
-//   Writing  the same, float or as --export-dtype says. The factor s of a matrix is written as
-//            alpha = s r, which other programs read too, rank-stabilised or not.
+//   Reading  The tensors determine which matrices have an adapter, and its rank r: each is called
+//            base_model.model.NAME.lora_A.weight (r,in) or lora_B (out,r), where NAME is the
+//            matrix's name. Neither is transposed, not even GPT-2's. The config gives alpha, by
+//            module if alpha_pattern says so, and whether it is rank-stabilised. Options that would
+//            make another function of the same tensors are refused by name.
+//   Writing  The same files, in float or as --export-dtype says. A matrix's factor s is written as
+//            alpha = s r, which other programs read correctly, rank-stabilised or not.
 //   Merging  W + s B A in float, rounded once (--merge). A narrow type may round a small change
-//            away: the coefficient <W' - W, D> / <D, D> of all changes D says how much is kept.
-//   Every function returns "" or one line that says what is wrong.
+//            away: the coefficient <W' - W, D> / <D, D> over all changes D says how much is kept.
+//   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "huggingface.h"
 
 namespace llmc {
 
+// PEFT's model wraps the base twice; each wrapper puts a word in front of a parameter's name.
 constexpr const char* PEFT_PREFIX = "base_model.model.";
 
 // ----------------------------------------------------------------------------
 // adapter_config.json
 
-// Whether a key asks for something: null, false, "", [] and {} ask for nothing. PEFT writes all of
-// its keys, also those that it does not use.
+// Whether a key asks for something: null, false, "", [] and {} do not. PEFT writes all of its keys,
+// also those that it does not use.
 inline bool asks(const nlohmann::json& j, const char* key) {
     if (!j.contains(key) || j[key].is_null()) return false;
     const nlohmann::json& value = j[key];
@@ -28,8 +29,9 @@ inline bool asks(const nlohmann::json& j, const char* key) {
     return value.is_number() || !value.empty();
 }
 
-// Refuse what makes another function of A and B, or trains more than them.
+// Refuse options that compute another function of A and B, or that train more than them.
 inline std::string check_peft_config(const nlohmann::json& j, const std::string& path) {
+    // Refuse options for anything that stands beside A and B.
     for (const char* key :
          {"use_dora", "modules_to_save", "trainable_token_indices", "target_parameters",
           "lora_bias", "layer_replication", "megatron_config", "alora_invocation_tokens",
@@ -39,6 +41,8 @@ inline std::string check_peft_config(const nlohmann::json& j, const std::string&
             return concat(path, ": ", key, " is ", json_word(j[key]),
                           ", which is not built: merge it with PEFT, and give the folder as "
                           "--model");
+
+    // Refuse other kinds of adapters, and trained biases.
     if (j.value("peft_type", nlohmann::json()) != "LORA")
         return path + ": is an adapter of type " +
                json_word(j.value("peft_type", nlohmann::json())) + "; LORA can be read";
@@ -46,7 +50,7 @@ inline std::string check_peft_config(const nlohmann::json& j, const std::string&
         return path + ": bias is " + json_word(j["bias"]) +
                ", which trains biases too: only none can be read";
 
-    // Some ways to begin subtract from the base what A and B begin with.
+    // Refuse initialisations that subtract the initial A and B from the base, and so change it.
     nlohmann::json init = j.value("init_lora_weights", nlohmann::json(true));
     bool plain = init.is_boolean() || init == "gaussian" || init == "eva" || init == "orthogonal";
     if (!plain)
@@ -55,14 +59,15 @@ inline std::string check_peft_config(const nlohmann::json& j, const std::string&
     return "";
 }
 
-// The alpha of a module: lora_alpha, or that of the first pattern which is its name, or the end of
-// it behind a dot.
+// The alpha of a module: that of the first pattern which is the module's name, or the end of it
+// behind a dot; without such a pattern lora_alpha.
 inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
                               const std::string& module, double* alpha) {
     nlohmann::json value = j.value("lora_alpha", nlohmann::json(8));
     nlohmann::json patterns = j.value("alpha_pattern", nlohmann::json());
     for (auto& [pattern, of_pattern] : patterns.items()) {
-        // PEFT takes regular expressions; a name's dots mean any character, and find dots.
+        // PEFT takes patterns as regular expressions. A dot in a name means any character, so it
+        // finds dots too; other signs are refused.
         if (pattern.find_first_of("*+?[](){}|^$\\") != std::string::npos)
             return path + ": alpha_pattern " + printable(pattern) +
                    " is a regular expression: names of modules can be read";
@@ -71,7 +76,7 @@ inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
         break;
     }
 
-    // A division by a rank follows, so any finite number will do.
+    // Accept any finite number: alpha is only divided by the rank.
     if (!value.is_number())
         return path + ": alpha of " + module + " is " + json_word(value) + ", and no number";
     *alpha = value.get<double>();
@@ -81,16 +86,15 @@ inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
 // ----------------------------------------------------------------------------
 // reading
 
-// The name that PEFT gives a parameter. Its model wraps the base twice:
-// each wrapper adds a word in front of the name.
+// The name that PEFT gives a parameter.
 inline std::string peft_name(const Model& m, const std::string& name) {
     std::string full;
     with_family(m.shape.family, [&](auto family) { full = hf_name(family, name); });
     return PEFT_PREFIX + full;
 }
 
-// Open a folder's tensors. The file that older versions of PEFT wrote is refused, and the message
-// says why: the reason is not its age.
+// Open the file with a folder's tensors. Older versions of PEFT wrote a pickle, which is refused;
+// the message gives the reason, which is not its age.
 inline std::string open_adapter(SafeTensors* file, const std::string& folder) {
     std::string path = folder + "/adapter_model.safetensors";
     bool older = ::access((folder + "/adapter_model.bin").c_str(), F_OK) == 0;
@@ -100,11 +104,11 @@ inline std::string open_adapter(SafeTensors* file, const std::string& folder) {
     return safetensors_open(file, path);
 }
 
-// Check the two halves of a matrix's adapter against it. A file of another model is found here, for
-// config.json says nothing of its base's shape.
+// Check the two halves of a matrix's adapter against the matrix. This finds a file of another
+// model: the config does not say its base's shape.
 inline std::string check_halves(const std::string& path, const Parameter& w, const SafeTensor* a,
                                 const SafeTensor* b) {
-    // Each of the two may be the one that is there.
+    // Either half may be the missing one.
     std::string module = module_of(w);
     if (!a || !b)
         return concat(path, ": ", module, " has lora_", a ? "A" : "B", " and no lora_",
@@ -114,8 +118,7 @@ inline std::string check_halves(const std::string& path, const Parameter& w, con
             return concat(path, ": ", t->name, " is ", t->dtype, shape_text(t->shape),
                           ", and no matrix of floats");
 
-    // Another base shows itself here:
-    // both outer sizes are the matrix's.
+    // Compare the outer sizes with the matrix: those of another base differ.
     size_t r = a->shape[0];
     if (a->shape[1] != w.cols() || b->shape[0] != w.rows())
         return concat(path, ": the adapter of ", module, " is for a matrix of ", b->shape[0], " x ",
@@ -126,8 +129,8 @@ inline std::string check_halves(const std::string& path, const Parameter& w, con
     return r ? "" : concat(path, ": the adapter of ", module, " has rank 0");
 }
 
-// The adapters of a folder, for a model without any. Headers are looked at before a byte is
-// allocated; the values are read when there is a place for them.
+// Read which adapters a folder has, for a model that has none yet. Only headers are read, before
+// anything is allocated; load_adapters() reads the values later.
 inline std::string read_adapters(const Model& base, const std::string& folder,
                                  Adapters* adapters) {
     std::string path = folder + "/adapter_config.json";
@@ -146,6 +149,8 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
         const SafeTensor* a = safetensors_find(file, module + ".lora_A.weight");
         const SafeTensor* b = safetensors_find(file, module + ".lora_B.weight");
         if (!adaptable(base, p) || (!a && !b)) continue;
+
+        // Check the pair, and note its rank and factor.
         double alpha = 0;
         if (wrong.empty()) wrong = check_halves(file.path, p, a, b);
         if (wrong.empty())
@@ -156,8 +161,7 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
         used.insert({a->name, b->name});
     }
 
-    // Every tensor must have its place.
-    // One that is left over would be lost without a word.
+    // Refuse a tensor without a place: it would be lost silently.
     for (const SafeTensor& t : file.tensors)
         if (wrong.empty() && !used.count(t.name))
             wrong = file.path + ": tensor " + printable(t.name) +
@@ -168,8 +172,8 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
     return wrong;
 }
 
-// Load the weights of a folder's adapters, for which the model has been made. Every rank reads each
-// tensor, and keeps its part, as it does of the base.
+// Load the weights of a folder's adapters into a model that was made for them. As with the base,
+// every rank reads each tensor and keeps its part.
 template <typename T, typename S>
 std::string load_adapters(Trainer<T, S>& t, const std::string& folder) {
     SafeTensors file;
@@ -177,7 +181,7 @@ std::string load_adapters(Trainer<T, S>& t, const std::string& folder) {
     if (!wrong.empty()) return wrong;
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p)) continue;
-        // read_adapters() has seen each; a file that has changed since is no plan's.
+        // Refuse a file that has changed since read_adapters() saw it: the plan no longer fits.
         const SafeTensor* tensor = safetensors_find(file, peft_name(t.model, p.name));
         if (!tensor || tensor->shape != p.shape) {
             wrong = file.path + ": has changed since the run began";
@@ -192,7 +196,8 @@ std::string load_adapters(Trainer<T, S>& t, const std::string& folder) {
 // ----------------------------------------------------------------------------
 // writing
 
-// The names of target_modules: a last word where all matrices of that name have adapters.
+// List the names for target_modules: the last word of a name if all matrices with that word have
+// adapters, else whole names.
 inline std::set<std::string> target_modules(const Model& m) {
     std::set<std::string> partly, names;
     auto word_of = [](const std::string& module) { return module.substr(module.rfind('.') + 1); };
@@ -200,8 +205,8 @@ inline std::set<std::string> target_modules(const Model& m) {
         if (adaptable(m, p) && p.adapter < 0)
             partly.insert(word_of(module_of(p)));
 
-    // A word that another matrix has too would adapt that one.
-    // Its whole name means one matrix only.
+    // Use a whole name if a matrix without an adapter has the same last word: the word alone would
+    // adapt that matrix too.
     for (const Parameter& p : m.parameters) {
         std::string word = word_of(module_of(p));
         std::string whole = peft_name(m, module_of(p)).substr(strlen(PEFT_PREFIX));
@@ -211,16 +216,17 @@ inline std::set<std::string> target_modules(const Model& m) {
     return names;
 }
 
-// The config of a model's adapters. Modules with another rank or alpha than the first stand in
-// patterns, under their whole names.
+// The config of a model's adapters. r and lora_alpha are those of the first one; modules that
+// differ are listed in patterns, under their whole names.
 inline nlohmann::ordered_json peft_config(const Model& m, const std::string& base) {
-    auto number = [](double x) { // a whole one as PEFT has it
+    auto number = [](double x) { // PEFT writes a whole number as an integer
         return x == std::floor(x) ? nlohmann::ordered_json(int64_t(x)) : nlohmann::ordered_json(x);
     };
     nlohmann::ordered_json ranks = nlohmann::ordered_json::object(), alphas = ranks;
     const Adapter first = m.shape.adapters->begin()->second;
     double alpha = first.scale * double(first.rank);
-    // The factor is alpha / rank, whatever it was made from.
+
+    // Write alpha = factor x rank, whatever the factor was computed from.
     for (const auto& [module, adapter] : *m.shape.adapters) {
         std::string name = peft_name(m, module).substr(strlen(PEFT_PREFIX));
         double own = adapter.scale * double(adapter.rank);
@@ -246,19 +252,19 @@ inline nlohmann::ordered_json peft_config(const Model& m, const std::string& bas
     // clang-format on
 }
 
-// Write a whole folder of adapters into an empty one. All ranks call; the first one writes.
+// Write a complete folder of adapters into an empty one. All ranks call; the first one writes.
 template <typename T, typename S>
 std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                            const std::string& base) {
-    // List the tensors first: the header stands in front of the data.
-    // A rank lists all, also those that others own.
+    // List the tensors first: the header comes before the data. Every rank lists all of them, also
+    // those that other ranks own.
     std::vector<TensorSpec> specs;
     for (const Parameter& p : t.model.parameters)
         if (is_adapter(t.model, p))
             specs.push_back({peft_name(t.model, p.name), dtype, p.shape});
 
-    // Gathering is collective, also after a failure.
-    // So no rank may leave the loop.
+    // Gather and write them. get_weight() is collective, so no rank may leave the
+    // loop after a failure.
     FileWriter w;
     bool writes = t.comms.world.rank <= 0;
     if (writes)
@@ -275,7 +281,7 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 
-// Export a folder of adapters, whole or not at all; base: the model's name in the config.
+// Export a folder of adapters, completely or not at all. `base` is the model's name in the config.
 template <typename T, typename S>
 std::string export_adapters(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                             const std::string& base) {

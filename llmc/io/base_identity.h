@@ -1,16 +1,16 @@
 // base_identity.h - which frozen weights a run's adapters stand beside: their name, size and CRC-32
-//   A checkpoint of adapters has no base: a resume reads it again from where the run had it, from
-//   --model or by --seed. Adapters beside another base are another model: the manifest names it.
+//   A checkpoint of adapters does not hold their base: a resume gets it from --model or --seed
+//   again. Adapters beside another base are another model, so the manifest identifies the base:
 //     a folder   the bytes of all *.safetensors, and the CRC-32 of their names, sizes and CRCs
-//     a file     the same, of one
+//     a file     the same, for one file
 //     a seed     no bytes, and the CRC-32 of its text
-//   The name is for messages: a folder that has moved is the same base.
+//   The name is only for messages: a folder that was moved is still the same base.
 #pragma once
 #include "checkpoint.h"
 
 namespace llmc {
 
-// The files that hold a model's weights, in the alphabet's order.
+// The files that hold a model's weights, in alphabetical order.
 inline std::vector<std::string> weight_files(const std::string& model) {
     std::error_code none;
     if (!std::filesystem::is_directory(model, none)) return {model};
@@ -22,17 +22,17 @@ inline std::vector<std::string> weight_files(const std::string& model) {
     return files;
 }
 
-// Identify the base of a run: a folder or a file, or a seed where `model` is "". All ranks call,
-// read every N-th file each, and have the same answer. Returns "" or what is wrong.
+// Identify the base of a run: a folder or a file, or a seed if `model` is "". All ranks call, each
+// reads every N-th file, and all get the same answer. Returns "" or what is wrong.
 inline std::string base_identity(const Comm& world, const std::string& model, int64_t seed,
                                  nlohmann::json* base) {
-    // Only files are read: weights that a seed draws have none.
+    // Weights that a seed draws have no files to read.
     std::string text = model.empty() ? concat("--seed ", seed) : "";
     std::vector<std::string> files;
     if (!model.empty())
         files = weight_files(model);
 
-    // Read: a rank's lines begin with the file's number, which puts them in order again.
+    // Read the files. Each line begins with the file's number, which later restores the order.
     std::string wrong, mine;
     size_t step = size_t(world.size);
     for (size_t i = size_t(world.rank); i < files.size() && wrong.empty(); i += step) {
@@ -45,7 +45,7 @@ inline std::string base_identity(const Comm& world, const std::string& model, in
     wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
 
-    // Put all ranks' lines together. Sizes are added up; sums are hashed with the names.
+    // Join the lines of all ranks. Sizes are added; the lines are hashed.
     size_t all = 0;
     std::map<size_t, std::string> lines;
     for (const std::string& part : gather_texts(world, mine)) {
@@ -58,7 +58,7 @@ inline std::string base_identity(const Comm& world, const std::string& model, in
         }
     }
 
-    // A file alone counts without its name, as a folder does: both may be renamed.
+    // Hash the lines. A single file is hashed without its name: like a folder it may be renamed.
     for (const auto& [number, line] : lines)
         text += line + "\n";
     const unsigned char* begin = reinterpret_cast<const unsigned char*>(text.data());

@@ -1,62 +1,62 @@
 // buddy.h - saves in memory that outlive a machine: each rank's part lies on two
-//   DIR/step_00000100/   as a checkpoint (checkpoint.h), in a file system of memory, on each
-//                        machine: the files of its ranks, of the machine before it, the manifest
-//   A rank's buddy       the rank of the next machine that has its place there. Machines stand in
-//                        the order of their first ranks; behind the last one comes the first
+//   DIR/step_00000100/   a checkpoint (checkpoint.h) in a file system in memory, on each machine:
+//                        the files of its ranks and of the machine before it, and the manifest
+//   A rank's buddy       the rank with the same place on the next machine. Machines are ordered by
+//                        their first ranks, and the first machine follows the last one
 //   Save   1. every rank writes its file to DIR of its machine
 //          2. it sends the bytes to its buddy, which writes them too
-//          3. the ranks tell each other sizes and sums; the first of each machine writes the
-//             manifest and renames the folder. Once all have, it removes the save before
-//   Load   1. steps that any machine has, the newest first, with the first manifest that is whole
-//          2. a file is read by the first rank that has it whole, and sent (one_reader.h)
-//   A part is lost when a machine and the one behind it are: then the save of --out counts.
-//   Ranks that see one folder are of one machine. %r in DIR stands for the rank: then each rank is
-//   a machine of its own.
-//   Memory: on each machine its ranks' files and their neighbours', twice while a save is written.
+//          3. the ranks exchange sizes and sums; the first rank of each machine writes the manifest
+//             and renames the folder. Once all have done so, it removes the save before
+//   Load   1. collect the steps that any machine has; try the newest first, with the first whole
+//             manifest
+//          2. the first rank that has a file whole reads it and sends it on (one_reader.h)
+//   A part is lost only when a machine and the next one are both lost: then the checkpoint in --out
+//   counts. Ranks that see one folder belong to one machine. %r in DIR stands for the rank: then
+//   each rank counts as a machine of its own.
+//   Memory: each machine holds its ranks' files and its neighbour's, twice while a save is written.
 #pragma once
 #include "checkpoint_load.h"
 
 namespace llmc {
 
-// The machines of a run, and who keeps whose part.
+// The machines of a run, and which rank keeps a copy of which rank's part.
 struct Buddies {
     std::string folder; // on this machine
     std::vector<int> machine_of; // [rank]: the first rank of its machine
-    std::vector<int> buddy_of;   // [rank]
+    std::vector<int> buddy_of;   // [rank]: the rank that keeps a copy of its part
 
     bool is_first(int rank) const { return machine_of[size_t(rank)] == rank; }
 };
 
-// The ranks of a rank's machine.
+// The ranks on a rank's machine, in the order of the world, this rank among them.
 inline std::vector<int> ranks_beside(const Buddies& b, int rank) {
     std::vector<int> ranks;
-    // In the order of the world, this one among them.
     int machine = b.machine_of[size_t(rank)];
     for (size_t r = 0; r < b.machine_of.size(); r++)
         if (b.machine_of[r] == machine) ranks.push_back(int(r));
     return ranks;
 }
 
-// DIR as a rank has it.
+// DIR as this rank has it: %r becomes the rank's number.
 inline std::string buddy_folder(std::string dir, int rank) {
-    // Most names have none.
     size_t at = dir.find("%r");
     if (at != std::string::npos)
         dir.replace(at, 2, std::to_string(rank));
     return dir;
 }
 
-// The rank that keeps a copy of each rank's part, from the machines' first ranks; a run on one
-// machine has none, and gives no list.
+// Choose for each rank the one that keeps a copy of its part. machine_of[r] is the first rank of
+// r's machine. A run on one machine has no buddies and gets an empty list.
 inline std::vector<int> choose_buddies(const std::vector<int>& machine_of) {
     std::map<int, std::vector<int>> ranks; // by their machine
-    // A map has the machines in the order of their first ranks.
+    // Group ranks by machine. The map orders machines by their first ranks.
     for (size_t r = 0; r < machine_of.size(); r++)
         ranks[machine_of[r]].push_back(int(r));
     std::vector<int> buddies(machine_of.size());
+
     if (ranks.size() < 2) return {};
     for (auto it = ranks.begin(); it != ranks.end(); ++it) {
-        // Behind the last machine comes the first. A smaller one takes the parts of several.
+        // The first machine follows the last. Ranks of a smaller machine take the parts of several.
         auto next = std::next(it);
         if (next == ranks.end()) next = ranks.begin();
         const std::vector<int>& from = it->second;
@@ -67,8 +67,9 @@ inline std::vector<int> choose_buddies(const std::vector<int>& machine_of) {
     return buddies;
 }
 
-// Make the folders, and find who shares one. All ranks call.
+// Make the folders, and find which ranks share one. All ranks call.
 inline std::string make_buddies(const Comm& world, const std::string& dir, Buddies* b) {
+    // Make the folder, which may exist already.
     b->folder = buddy_folder(dir, world.rank);
     std::error_code error;
     std::filesystem::create_directories(b->folder, error);
@@ -81,7 +82,7 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
 
-    // A machine is known by when it was started, a folder on it by its number.
+    // Tell machines by the kernel's boot id, and folders on one machine by device and inode.
     std::string boot;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
     std::string mine = concat(boot, " ", s.st_dev, " ", s.st_ino);
@@ -97,21 +98,23 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
 // ----------------------------------------------------------------------------
 // save
 
-// Send this rank's file to its buddy, and keep those that come here: all messages at once.
+// Send this rank's file to its buddy, and keep the files that come here: all messages at once.
 inline std::string keep_others_files(const Comm& world, const Buddies& b, const RankFile& mine,
                                      const std::string& folder) {
-    // It lies in memory: send it from there.
+    // Map this rank's own file, which lies in memory, and send it from there.
     void* own = nullptr;
     size_t bytes = 0;
     struct stat s = {};
     std::string wrong;
     if (!mine.owned.empty())
         wrong = map_whole_file(folder + "/" + rank_file(world.rank), &own, &bytes, &s);
+
+    // Exchange the lengths, so that receivers can make room.
     std::vector<int64_t> sizes(size_t(world.size));
     int64_t size = int64_t(bytes);
     all_gather(world, sizes.data(), &size, 1, Cpu{});
 
-    // Exchange: a rank of a smaller machine keeps several, or none.
+    // Exchange the files. A rank of a smaller machine keeps several, one of a larger may keep none.
     std::vector<std::pair<int, std::string>> others;
     for (int r = 0; r < world.size; r++) {
         bool comes_here = b.buddy_of[size_t(r)] == world.rank;
@@ -127,28 +130,28 @@ inline std::string keep_others_files(const Comm& world, const Buddies& b, const 
     exchange(world, messages.data(), int(messages.size()), Cpu{});
     if (own) unmap_file(own, bytes);
 
-    // Write what has come.
-    // A folder without room says so on all ranks.
+    // Write the files that came. If a folder has no room, all ranks learn of it.
     for (auto& [rank, text] : others)
         if (wrong.empty()) wrong = write_text_file(folder + "/" + rank_file(rank), text);
     return wrong;
 }
 
-// Save in the memory of this machine and the next. All ranks call: "" or why there is none.
+// Save in the memory of this machine and of the next. Returns "" or why there is no
+// save. All ranks call.
 template <typename T, typename S>
 std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const CheckpointInfo& info) {
     const Comm& world = t.comms.world;
-    // Each machine has a folder of its own, which its first rank makes and names.
+    // Each machine has its own folder, made and named by the machine's first rank.
     bool first = b.is_first(world.rank);
     Save save = {info, b.folder, 1};
     std::string wrong = first ? make_temporary(save.out, save.temporary()) : "";
     wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
 
-    // 1. and 2. Write, and send.
+    // 1. and 2. Write this rank's file, and send it to the buddy.
     save.manifest = manifest_of(t, info);
     save.file = rank_file_of(t);
-    // Steps wait for this: memory is fast, and the network's part is one message.
+    // Training waits for this: memory is fast, and the network carries one message a rank.
     wrong = write_rank_file(save.file, save.temporary(), [&](size_t i) {
         auto& [s, range] = save.file.owned[i];
         return read_numbers(t, s.data, *s.p, range);
@@ -157,7 +160,7 @@ std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const Checkpoin
     if (wrong.empty())
         wrong = first_error(world, keep_others_files(world, b, save.file, save.temporary()));
 
-    // 3. Give it its name on each machine, then remove the one before.
+    // 3. Give the save its name on each machine, then remove the one before.
     if (wrong.empty()) {
         nlohmann::json files = files_of_all(world, save.file);
         if (first)
@@ -166,6 +169,7 @@ std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const Checkpoin
             wrong = replace_folder(save.temporary(), save.folder());
         wrong = first_error(world, wrong);
     }
+
     if (first && !wrong.empty()) remove_folder(save.temporary());
     if (!first || !wrong.empty()) return wrong;
     for (int64_t step : checkpoint_steps(save.out))
@@ -174,9 +178,9 @@ std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const Checkpoin
     return "";
 }
 
-// Remove all saves: a run has ended and is on disk, or a new one begins.
+// Remove all saves: either a run has ended and is on disk, or a new run begins.
 inline void remove_buddies(const Comm& world, const Buddies& b) {
-    // The others of a machine see the same folder.
+    // Only the first rank removes: the others of its machine see the same folder.
     if (!b.is_first(world.rank)) return;
     for (int64_t step : checkpoint_steps(b.folder))
         remove_checkpoint(b.folder + "/" + step_folder(step));
@@ -185,9 +189,9 @@ inline void remove_buddies(const Comm& world, const Buddies& b) {
 // ----------------------------------------------------------------------------
 // load
 
-// The steps that any machine has, the newest first, without those up to `newer_than`.
+// The steps greater than `newer_than` that any machine has, newest first. All ranks call.
 inline std::vector<int64_t> buddy_steps(const Comm& world, const Buddies& b, int64_t newer_than) {
-    // A machine that has lost its memory has none.
+    // List this machine's steps. A machine that lost its memory has none.
     std::string mine;
     for (int64_t step : checkpoint_steps(b.folder))
         mine += concat(step, " ");
@@ -200,8 +204,8 @@ inline std::vector<int64_t> buddy_steps(const Comm& world, const Buddies& b, int
     return {steps.begin(), steps.end()};
 }
 
-// The manifest of a step, of the first rank that has it; then who reads each file: the first rank
-// that has it whole. "" or what is missing.
+// Take the manifest of a step from the first rank that has it, then choose a reader for each file:
+// the first rank that has it whole. Returns "" or what is missing.
 inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t step,
                                     const std::string& out, nlohmann::json* manifest,
                                     std::vector<int>* readers) {
@@ -209,7 +213,9 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     nlohmann::json mine;
     bool have = read_manifest(folder, &mine).empty();
     have = have && mine["config"].value("out", "") == out;
-    // One rank sends it: manifests of all would be world^2 entries.
+
+    // Only one rank sends its manifest: all of them would be world^2 entries. The maximum of world
+    // - rank finds the first rank that has one.
     int64_t has_it = have ? world.size - world.rank : 0;
     all_reduce_max(world, &has_it, 1, Cpu{});
     if (has_it == 0)
@@ -218,13 +224,14 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     int sender = world.size - int(has_it);
     *manifest = nlohmann::json::parse(broadcast_text(world, own, sender));
 
-    // The ranks of a machine share out the reading.
+    // Verify the files that lie here; the ranks of a machine share out the work.
     const nlohmann::json& files = (*manifest)["files"];
     std::vector<int> here = ranks_beside(b, world.rank);
     auto me = std::find(here.begin(), here.end(), world.rank);
     size_t place = size_t(me - here.begin());
     std::vector<int64_t> first(files.size());
-    // A step that was done again has another manifest on machines that were away.
+
+    // Compare manifests: a machine that was away has the old one of a step that was done again.
     have = have && mine["crc32"] == (*manifest)["crc32"];
     for (size_t i = 0; i < files.size(); i++) {
         bool looks = have && i % here.size() == place;
@@ -233,7 +240,7 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     }
     all_reduce_max(world, first.data(), first.size(), Cpu{});
 
-    // The largest number is the first rank's.
+    // The largest number belongs to the first rank.
     for (size_t i = 0; i < files.size(); i++) {
         std::string name = files[i]["file"].get<std::string>();
         if (first[i] == 0)
@@ -243,12 +250,13 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     return "";
 }
 
-// Load the newest save of the run in `out` that is whole in memory and newer than `newer_than`.
-// False: there is none, and nothing has changed; *wrong where one does not fit.
+// Load the newest save of the run in `out` that is whole in memory and newer than
+// `newer_than`. Returns false if there is none, and then nothing has changed. *wrong says why
+// a whole save does not fit.
 template <typename T, typename S>
 bool buddy_load(Trainer<T, S>& t, const Buddies& b, CheckpointInfo* info, const std::string& out,
                 int64_t newer_than, std::vector<std::string>* notes, std::string* wrong) {
-    // Try the newest first; each that is not whole is said.
+    // Try the newest first, and note each one that is not whole.
     const Comm& world = t.comms.world;
     for (int64_t step : buddy_steps(world, b, newer_than)) {
         nlohmann::json manifest;

@@ -1,18 +1,18 @@
 // chat.h - chat formats as a table: a conversation to tokens, and which of them are an answer's
-//   A row says what stands before and behind each text. In it <s> and </s> stand for the token that
-//   begins and the one that ends a text, whatever the tokenizer calls them; other special tokens
-//   stand under their names, and become tokens where the tokenizer has them.
+//   A row says what stands before and behind each text. In it <s> and </s> stand for the tokens
+//   that begin and end a text, whatever the tokenizer calls them. Other special tokens have their
+//   own names, and become tokens if the tokenizer has them.
 //   Tokens  1. cut a conversation into runs of text between special tokens
-//           2. cut a run where an answer begins, so that a prompt's tokens are the first ones of
-//              the prompt with its answer, whatever the answer is
-//           3. encode each run: the texts of special tokens that people write are text
-//   Mask    An answer's own tokens and the one that ends it are trained: bits by construction, no
-//           search in a rendered text. What comes before and behind it is not.
-//   auto    The format is the one whose signs a folder's chat template holds (chat_template.jinja,
-//           or tokenizer_config.json); without a template, the tokenizer's special tokens say it.
-//           A template that no row renders is refused: there is no Jinja here.
-//   Differences from templates: a system text goes into the first turn, also where Mistral's put it
-//   into the last one; Llama 3.1's date is the one that its template has by itself.
+//           2. cut a run where an answer begins, so that a prompt's tokens are the beginning of the
+//              tokens of prompt and answer, whatever the answer is
+//           3. encode each run: if people write the text of a special token, it stays text
+//   Mask    An answer's own tokens and the one that ends it are trained; what stands before and
+//           behind is not. The mask is made with the tokens, not searched in a rendered text.
+//   auto    The format is the one whose signs occur in the folder's chat template
+//           (chat_template.jinja, or tokenizer_config.json). Without a template, the tokenizer's
+//           special tokens decide. A template that fits no row is refused: there is no Jinja here.
+//   Differences from templates: a system text goes into the first turn, even where Mistral's put it
+//   into the last one. Llama 3.1's date is its template's default.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <climits>
@@ -26,19 +26,20 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // conversations
 
-// A message. Alpaca's instructions may have an input; other formats set it behind the text.
+// A message. Alpaca's instructions may have an input; other formats append it to the text.
 struct ChatMessage {
     std::string role; // system, user or assistant
     std::string text;
     std::string input = "";
-    bool trained = true; // an answer that is: data may leave some out
+    bool trained = true; // data may exclude an answer from training
 };
 typedef std::vector<ChatMessage> Conversation;
 
 // Check that roles come in order: a system text, then user and assistant in turn. answered: the
-// last one is an answer, as training needs it; else the model is to speak next.
+// last message must be an answer, as training needs it; otherwise the user's, as a prompt needs it.
 inline std::string check_conversation(const Conversation& messages, bool answered) {
     std::string before = "assistant";
+    // Check the role of each message against the one before.
     for (size_t i = 0; i < messages.size(); i++) {
         const std::string& role = messages[i].role;
         bool first_system = i == 0 && role == "system";
@@ -56,7 +57,7 @@ inline std::string check_conversation(const Conversation& messages, bool answere
         if (!first_system) before = role;
     }
 
-    // The last message decides who speaks next.
+    // Check who speaks last.
     bool asked = !messages.empty() && messages.back().role == "user";
     bool ends_answered = !messages.empty() && messages.back().role == "assistant";
     if (answered && !ends_answered)
@@ -67,25 +68,26 @@ inline std::string check_conversation(const Conversation& messages, bool answere
 // ----------------------------------------------------------------------------
 // formats
 
-// How a format sets a conversation: what stands before and behind each text.
+// A format: what stands before and behind each text of a conversation.
 struct ChatFormat {
     std::string name;
     std::string begin = "";                   // once, before all
     std::string system = "", system_end = ""; // around the system text
-    std::string user = "", user_end = "";     // around a user's
+    std::string user = "", user_end = "";     // around a user's text
     std::string answer = "";                  // before an answer
-    std::string lead = "", answer_end = "";   // an answer's own first and last part
-    std::string behind = "";                  // behind it
+    // an answer's own first and last part, which are trained
+    std::string lead = "", answer_end = "";
+    std::string behind = "";                  // behind an answer, not trained
     std::string input = "\n\n";               // before an instruction's input
-    std::vector<std::string> needs = {};      // special tokens of the tokenizer
-    bool system_inside = false;               // the first user's turn holds the system text
-    bool always_system = false;               // a system turn stands there without a text too
-    bool trims = false;                       // white space goes at the ends of questions
-    bool trims_answer = false;                // and of answers
+    std::vector<std::string> needs = {};      // special tokens that the tokenizer must have
+    bool system_inside = false;               // the first user turn holds the system text
+    bool always_system = false;               // there is a system turn even without a text
+    bool trims = false;                       // questions lose the white space at their ends
+    bool trims_answer = false;                // and so do answers
     std::string default_system = "";
 };
 
-// Llama 3's turns.
+// Llama 3's format; 3.1 adds dates to the system turn.
 inline ChatFormat llama3_format(const std::string& name, const std::string& dates) {
     const std::string end = "<|end_header_id|>\n\n";
     return {
@@ -103,10 +105,10 @@ inline ChatFormat llama3_format(const std::string& name, const std::string& date
         .trims_answer = true};
 }
 
-// Mistral's turns: its versions differ in spaces, and in which marks are tokens.
+// Mistral's format. Its versions differ in spaces, and in which marks are tokens.
 inline ChatFormat mistral_format(const std::string& name, const std::string& user,
                                  const std::string& user_end, const std::string& lead) {
-    bool tokens = name != "mistral"; // [INST] is one
+    bool tokens = name != "mistral"; // [INST] is a token
     return {.name = name,
             .begin = "<s>",
             .system_end = "\n\n",
@@ -120,7 +122,7 @@ inline ChatFormat mistral_format(const std::string& name, const std::string& use
             .trims_answer = true};
 }
 
-// All formats.
+// All formats, each with a comment that shows a turn.
 inline const std::vector<ChatFormat>& chat_formats() {
     static const std::vector<ChatFormat> table = {
         // <|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nT<|im_end|>\n
@@ -215,35 +217,35 @@ inline const std::vector<ChatFormat>& chat_formats() {
     return table;
 }
 
-// The sentence that Alpaca begins with where data have no system text.
+// The sentence with which Alpaca's format begins if the data have no system text.
 inline std::string alpaca_preamble(bool with_input) {
     return std::string("Below is an instruction that describes a task") +
            (with_input ? ", paired with an input that provides further context" : "") +
            ". Write a response that appropriately completes the request.";
 }
 
-constexpr int NO_TOKEN = INT_MAX; // stands for <s> where a tokenizer has none: nothing is written
+constexpr int NO_TOKEN = INT_MAX; // <s> of a tokenizer without such a token: nothing is written
 
-// A format and the tokenizer that writes it.
+// A format, and the tokenizer that writes it.
 struct Chat {
     ChatFormat format;
     const Tokenizer* tokenizer = nullptr;
-    Fixed markers = {}; // special tokens as formats name them
-    int bos = -1;       // <s>
-    int end = -1;       // the token that ends an answer; a sample ends there
-    bool pairs = false; // lines hold two answers to a question, the better one first (pairs.h)
-    bool labels = false; // or one answer, and whether it is desirable (labels.h)
+    Fixed markers = {}; // special tokens by the names that formats use
+    int bos = -1;       // the token of <s>
+    int end = -1;       // the token that ends an answer, and a sample
+    bool pairs = false; // a line holds two answers to a question, the better one first (pairs.h)
+    bool labels = false; // a line holds one answer, and whether it is desirable (labels.h)
 };
 
-// The token of a mark; -1: the tokenizer has none.
+// The token of a mark, or -1 if the tokenizer has none.
 inline int marker_token(const Chat& chat, std::string_view mark) {
     int token = find_token(chat.markers.ids, mark);
     return token == NO_TOKEN ? -1 : token;
 }
 
-// Join a format to a tokenizer, which must have the tokens that it names.
+// Join a format to a tokenizer, which must have the tokens that the format needs.
 inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokenizer& t) {
-    // Without a token that ends texts the byte zero does it, which no text holds.
+    // Find the token that ends texts. Without one the byte zero does it, which occurs in no text.
     *chat = {format, &t};
     int zero = t.kind == TokenizerKind::BYTE ? 0 : t.byte_token[0];
     int eot = t.eot < 0 ? zero : t.eot;
@@ -269,30 +271,31 @@ inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokeniz
 // ----------------------------------------------------------------------------
 // tokens
 
-// A conversation's tokens; trained: whether the model is to learn to say this one. Target i of
-// training is token i + 1, and counts where that is trained.
+// The tokens of a conversation. trained[i]: the model is to learn to say token i. Target i of
+// training is token i + 1, so that target counts if trained[i + 1].
 struct ChatTokens {
     std::vector<int> tokens = {};
     std::vector<char> trained = {};
 };
 
-// The writer of tokens: the run of text that waits, and the kind of what stands before it.
+// A writer of tokens. It holds back a run of text, and knows what stands before the run.
 struct ChatWriter {
     const Chat& chat;
     ChatTokens out = {};
     std::string run = "";
-    bool trained = false; // the run is
+    bool trained = false; // whether the run is trained
     enum { START, TOKEN, TEXT } before = START;
 };
 
-// Append tokens of one kind: all an answer's, or none.
+// Append tokens that are all trained, or all not.
 inline void push_tokens(ChatWriter& w, const std::vector<int>& tokens, bool trained) {
     w.out.tokens.insert(w.out.tokens.end(), tokens.begin(), tokens.end());
     w.out.trained.resize(w.out.tokens.size(), trained);
 }
 
-// Encode the run. Its text is a beginning where it is the first, or behind the token that begins
-// texts; behind other special tokens the tokenizer's file says so; behind text it never is.
+// Encode the run. It counts as a text's beginning if it comes first, or behind the token
+// that begins texts. Behind other special tokens the tokenizer's file decides. Behind
+// text it never does.
 inline void end_run(ChatWriter& w) {
     if (w.run.empty()) return;
     const Tokenizer& t = *w.chat.tokenizer;
@@ -302,15 +305,15 @@ inline void end_run(ChatWriter& w) {
     w.before = ChatWriter::TEXT;
 }
 
-// Add text that somebody wrote. It joins the run: words may span a mark and what follows it, as
-// they do where a template's whole text is encoded.
+// Add text that somebody wrote. It joins the run, so that words may span a mark and what follows
+// it, as they do when a rendered template is encoded whole.
 inline void put_text(ChatWriter& w, std::string_view text, bool trained) {
     if (w.trained != trained) end_run(w);
     w.trained = trained;
     w.run += text;
 }
 
-// Add a part of the format: text and special tokens.
+// Add a part of the format, which holds text and special tokens.
 inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
     for (size_t at = 0; at < text.size();) {
         FixedMatch match = match_fixed(w.chat.markers, text, at);
@@ -319,8 +322,8 @@ inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
             continue;
         }
 
-        // A tokenizer may have no token that begins a text: then none stands there. Formats that
-        // cannot do without have been refused by chat_open().
+        // Add the special token. <s> is left out if the tokenizer has none; chat_open() has refused
+        // formats that need it.
         end_run(w);
         at += match.length;
         if (match.token == NO_TOKEN) continue;
@@ -329,7 +332,7 @@ inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
     }
 }
 
-// A text without white space at its ends, where the format wants that.
+// A text without white space at its ends, if the format trims.
 inline std::string chat_trim(const std::string& text, bool trims) {
     const char* spaces = " \t\n\r\f\v";
     size_t from = trims ? text.find_first_not_of(spaces) : 0;
@@ -337,15 +340,15 @@ inline std::string chat_trim(const std::string& text, bool trims) {
     return trims ? text.substr(from, text.find_last_not_of(spaces) + 1 - from) : text;
 }
 
-// The system text of a conversation: its own, or the format's.
+// The system text of a conversation: its own, or the format's default.
 inline std::string system_text(const Chat& chat, const Conversation& messages) {
     if (messages[0].role == "system") return messages[0].text;
     bool alpaca = chat.format.name == "alpaca";
     return alpaca ? alpaca_preamble(!messages[0].input.empty()) : chat.format.default_system;
 }
 
-// Write a user's turn: text between the format's marks, so that no special token which it names is
-// one. The first one takes a system text that has no turn of its own.
+// Write a user's turn. The user's words are put as text, so special tokens that they name stay
+// text. The first turn takes the system text if that has no turn of its own.
 inline void put_user(ChatWriter& w, const ChatMessage& m, const std::string& system) {
     const ChatFormat& f = w.chat.format;
     std::string text = m.text;
@@ -356,7 +359,7 @@ inline void put_user(ChatWriter& w, const ChatMessage& m, const std::string& sys
     put_markers(w, f.user_end, false);
 }
 
-// Write an answer.
+// Write an answer between the format's marks.
 inline void put_answer(ChatWriter& w, const ChatMessage& m) {
     const ChatFormat& f = w.chat.format;
     put_markers(w, f.answer, false);
@@ -365,22 +368,22 @@ inline void put_answer(ChatWriter& w, const ChatMessage& m) {
     put_markers(w, f.behind, false);
 }
 
-// Write all messages. opens: what stands before an answer follows them.
+// Write all messages. opens: also write the marks that stand before the next answer.
 inline ChatTokens write_conversation(const Chat& chat, const Conversation& messages, bool opens) {
     ChatWriter w = {chat};
     const ChatFormat& f = chat.format;
     std::string system = system_text(chat, messages);
     put_markers(w, f.begin, false);
 
-    // A system turn, where the format has one.
+    // Write a system turn, if the format has one.
     if (!f.system_inside && (!system.empty() || f.always_system)) {
         put_markers(w, f.system, false);
         put_text(w, chat_trim(system, f.trims), false);
         put_markers(w, f.system_end, false);
     }
 
-    // The turns. A prompt ends where the answer begins, so that what follows it in training is
-    // what the model will say.
+    // Write the turns. A prompt ends where the answer begins, so the model continues with what it
+    // learned to say there.
     for (size_t i = 0; i < messages.size(); i++) {
         bool first_user = i == size_t(messages[0].role == "system");
         if (messages[i].role == "user")
@@ -392,15 +395,15 @@ inline ChatTokens write_conversation(const Chat& chat, const Conversation& messa
     return w.out;
 }
 
-// A whole conversation, to train on.
+// Write a whole conversation for training.
 inline std::string chat_tokens(const Chat& chat, const Conversation& messages, ChatTokens* out) {
     std::string wrong = check_conversation(messages, true);
     if (wrong.empty()) *out = write_conversation(chat, messages, false);
     return wrong;
 }
 
-// A conversation that ends with a question: what the model continues with its answer. Tokens are
-// the first ones of the conversation that has this answer.
+// Write a conversation that ends with a question, for the model to answer. Its tokens are the
+// beginning of the same conversation with the answer.
 inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
                                std::vector<int>* tokens) {
     std::string wrong = check_conversation(messages, false);
@@ -411,7 +414,7 @@ inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
 // ----------------------------------------------------------------------------
 // which format
 
-// Read a folder's chat template: "" where it has none.
+// Read a folder's chat template, or "" if it has none.
 inline std::string read_chat_template(const std::string& folder, std::string* text) {
     *text = "";
     std::string jinja = folder + "/chat_template.jinja";
@@ -419,7 +422,7 @@ inline std::string read_chat_template(const std::string& folder, std::string* te
     if (::access(jinja.c_str(), R_OK) == 0) return read_whole_file(jinja, text);
     if (::access(config.c_str(), R_OK) != 0) return "";
 
-    // A string, or a list of named ones, of which one is for conversations without tools.
+    // The key holds a string, or a list of named templates; take the default one, without tools.
     nlohmann::json j;
     std::string wrong = read_json(config, &j);
     if (!wrong.empty()) return wrong;
@@ -431,10 +434,10 @@ inline std::string read_chat_template(const std::string& folder, std::string* te
     return "";
 }
 
-// The row that renders as a template does, by its signs; "": there is none.
+// Find the row that renders like a template, by signs in it. Returns "" if there is none.
 inline std::string recognise_template(const std::string& text, const Tokenizer& t) {
     auto holds = [&](const char* sign) { return text.find(sign) != std::string::npos; };
-    if (holds("<think>")) return ""; // what a model thinks is set apart, which no row does
+    if (holds("<think>")) return ""; // the model's thoughts are set apart, which no row does
     if (holds("<|im_start|>")) return "chatml";
     if (holds("<|start_header_id|>"))
         return holds("Cutting Knowledge Date") ? "llama3.1" : "llama3";
@@ -442,16 +445,16 @@ inline std::string recognise_template(const std::string& text, const Tokenizer& 
     if (holds("<|user|>") && holds("eos_token") && !holds("<|end|>")) return "zephyr";
     if (!holds("[INST]")) return "";
 
-    // Llama 2's and Mistral's: by the system text, then by spaces around [INST]. The first version
-    // of Mistral's writes [INST] as text, so its tokenizer has no such token.
+    // Tell Llama 2's from Mistral's by the system text, and Mistral's by spaces around [INST]. The
+    // first Mistral writes [INST] as text, so its tokenizer has no such token.
     if (holds("<<SYS>>")) return "llama2";
     if (holds("[SYSTEM_PROMPT]")) return "mistral-v7";
     if (find_token(t.special, "[INST]") < 0) return "mistral";
     return holds("[INST] ") ? "mistral-v3" : "mistral-v3-tekken";
 }
 
-// The row whose special tokens a tokenizer has; "plain" where it has none of them. Llama 2's and
-// Zephyr's marks are text, which no tokenizer shows: such a folder needs its template.
+// Find the row whose special tokens a tokenizer has, or "plain". The marks of Llama 2 and Zephyr
+// are text, which no tokenizer shows: such a folder needs its template.
 inline std::string recognise_tokens(const Tokenizer& t) {
     auto has = [&](const char* token) { return find_token(t.special, token) >= 0; };
     if (has("<|im_start|>")) return "chatml";
@@ -460,10 +463,10 @@ inline std::string recognise_tokens(const Tokenizer& t) {
     return has("[INST]") ? "mistral-v3" : "plain";
 }
 
-// The system text that a ChatML template writes where a conversation has none.
+// The system text that a ChatML template writes if a conversation has none.
 inline std::string template_system(std::string text) {
-    // Templates write a line's end as two characters or as one.
-    // Of several parts the first whole one counts: before it stand those that tools would change.
+    // Templates write a newline as two characters or as one. If there are several parts, take the
+    // first without code: tools would change those before it.
     const std::string opens = "<|im_start|>system\n", ends = "<|im_end|>";
     text = replace_all(text, "\\n", "\n");
     for (size_t at = text.find(opens); at != std::string::npos; at = text.find(opens, at + 1)) {
@@ -474,7 +477,7 @@ inline std::string template_system(std::string text) {
     return "";
 }
 
-// --chat-format for a model's folder ("": there is none). A known name is taken at its word.
+// Choose the format of --chat-format for a model's folder ("": no folder). A name is trusted.
 inline std::string choose_chat(Chat* chat, const std::string& name, const std::string& folder,
                                const Tokenizer& t) {
     // Look for a template.

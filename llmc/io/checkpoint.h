@@ -4,22 +4,22 @@
 //                                              "m.NAME" and "v.NAME" (AdamW's moments)
 //   OUT/step_00000100/manifest.json            step, cursor, seed, model; and for each file
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
-//     and "ep", "ep_rank" where ranks shared out experts
-//   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank has
-//   it; for_each_run (buckets.h) says where they lie in the whole. Each element is in one file, its
-//   owner's: see owns() (parameters.h). A rank that owns nothing makes no file. Padding of the
-//   vocabulary is in none.
+//     and "ep", "ep_rank" if ranks shared out experts
+//   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank keeps
+//   it; for_each_run (buckets.h) says where they lie in the whole parameter. Each element is in one
+//   file, that of its owner: see owns() (parameters.h). A rank that owns nothing makes no file. No
+//   file holds the vocabulary's padding.
 //   Save   1. the first rank makes step_N.tmp
 //          2. every rank writes and syncs its file
-//          3. the ranks tell each other size and CRC-32, or what went wrong
+//          3. all ranks exchange the size and CRC-32 of their files, or what went wrong
 //          4. the first rank writes the manifest, with a sum of each weight (replicas.h) that does
 //             not depend on the layout, then renames the folder
 //          5. the first rank removes the oldest checkpoints, but never the best one
 //   Why a kill loses nothing: a folder is called step_N only after every byte in it is synced, and
-//   it loses that name before its first file is removed. Until 4 is over, nothing that was there
-//   before has changed. A kill leaves at most a step_N.tmp, which no load reads and the next save
-//   removes. One gap: a save of a step that is there already, on a file system that cannot exchange
-//   two names (replace_folder() in files.h), leaves that step without a name for a moment.
+//   it loses that name before its first file is removed. Until step 4 is done, nothing that was
+//   there before has changed. A kill leaves at most a step_N.tmp, which no load reads and the next
+//   save removes. One gap: if step_N exists already, and the file system cannot exchange two names,
+//   a save of step N leaves that step without a name for a moment (replace_folder() in files.h).
 //   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
 #pragma once
 #include <sys/stat.h>
@@ -33,22 +33,22 @@
 
 namespace llmc {
 
-// The numbers that make a run go on where it stopped.
-// The seed stands for the random state: every stream is a function of it and of a name.
+// The counters with which a run continues where it stopped.
+// The seed stands for the random state: every random stream is a function of the seed and a name.
 struct CheckpointInfo {
-    int64_t step = 0;    // of the run
-    uint64_t cursor = 0; // samples taken
+    int64_t step = 0;    // steps that the run has done
+    uint64_t cursor = 0; // samples taken from the data so far
     uint64_t seed = 0;
     nlohmann::json config;
     int64_t tokens = 0;     // trained on so far, whatever the batches were
-    int64_t best_step = -1; // of the lowest validation loss; -1: none is kept
+    int64_t best_step = -1; // step with the lowest validation loss; -1: none is kept
     double best_loss = 0;
-    std::vector<int64_t> broken = {}; // newer steps that a load has skipped
-    size_t bytes_read = 0;            // of tensors, by this rank, in a load
-    nlohmann::json base = {}; // what adapters stand beside (base_identity.h); null: no adapters
+    std::vector<int64_t> broken = {}; // newer steps that a load skipped
+    size_t bytes_read = 0;            // tensor bytes that this rank read in a load
+    nlohmann::json base = {}; // the base that adapters stand beside (base_identity.h); null: none
 };
 
-// The processor's name: another one may round a sum differently.
+// The processor's name. Another processor may round a sum differently, so a resume compares them.
 inline std::string cpu_name() {
     std::ifstream in("/proc/cpuinfo");
     for (std::string line; std::getline(in, line);)
@@ -57,8 +57,8 @@ inline std::string cpu_name() {
     return "unknown";
 }
 
-// A checkpoint fits a run when all of this is equal.
-// Layout, precision and batch are not part of it: a run may change those and go on.
+// Everything that must be equal for a checkpoint to fit a run.
+// Layout, precision and batch are not part of it: a run may change those and continue.
 inline nlohmann::json model_identity(const Shape& s) {
     const char* positions[] = {"learned", "rope", "alibi"};
     const char* kinds[] = {"llama3", "linear", "yarn"};
@@ -128,7 +128,7 @@ inline nlohmann::json model_identity(const Shape& s) {
     // clang-format on
 }
 
-// Fields that older checkpoints lack: their models had the default.
+// Fields that older checkpoints lack. Their models had the default value.
 inline bool is_newer_field(const std::string& key) {
     for (const char* newer : {"o_bias", "mlp_bias", "qk_norm", "window_from", "rope_kind",
                               "rope_beta_fast", "rope_beta_slow", "rope_truncate",
@@ -141,7 +141,7 @@ inline bool is_newer_field(const std::string& key) {
     return false;
 }
 
-// "step_00000100": zeros in front make the alphabet's order the steps', up to 10^8 - 1 steps.
+// "step_00000100". Leading zeros make alphabetical order the order of steps, up to 10^8 - 1 steps.
 inline std::string step_folder(int64_t step) {
     char name[32];
     snprintf(name, sizeof(name), "step_%08lld", (long long)step);
@@ -155,14 +155,15 @@ inline std::string rank_file(int rank) {
     return name;
 }
 
-// The steps of the whole checkpoints in `out`, newest first. With the ending ".tmp": of those that
-// a crash left unfinished.
+// Steps of the complete checkpoints in `out`, newest first. With the ending ".tmp": steps of the
+// unfinished ones that a crash left.
 inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char* ending = "") {
     std::vector<int64_t> steps;
     if (DIR* d = opendir(out.c_str())) {
         while (dirent* e = readdir(d)) {
             long long step = -1;
-            // Write the name back and compare: step_5 or step_00000100.old are somebody else's.
+            // Write the name back and compare: step_5 or step_00000100.old is not
+            // one of our folders.
             bool read = sscanf(e->d_name, "step_%lld", &step) == 1 && step >= 0;
             if (read && step_folder(step) + ending == e->d_name)
                 steps.push_back(step);
@@ -176,26 +177,27 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char*
 // ----------------------------------------------------------------------------
 // the state of a rank as tensors
 
-// A tensor of a rank's file: a parameter, or one of its moments.
-// Its data name the place on this rank, its parameter the shape and the cut.
+// A tensor in a rank's file: a parameter, or one of its optimizer moments.
+// `data` says where the values lie on this rank, `p` gives the shape and how ranks cut it.
 struct StateTensor {
     std::string name;
     Data data;
     const Parameter* p;
 };
 
-// List the state of what is trained: the masters where there are any, else the weights; moments.
-// Frozen weights are as they were read, so they are read again.
+// List the state of every trained parameter: its masters if there are any, else its weights; then
+// its moments. Frozen weights are left out: a resume reads them from the model's folder again.
 template <typename T, typename S>
 std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     // An evaluation keeps no moments, and then loads none.
-    // All ranks list the same: a stage of frozen blocks alone keeps none, and may read others'.
+    // The mode decides, not what this rank keeps: all ranks must list the same tensors. A stage of
+    // only frozen blocks keeps no state, yet may read a file for others.
     bool stateful = t.plans[0].mode == Mode::TRAIN;
     std::vector<StateTensor> list;
     bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
     for (const Parameter& p : t.model.parameters) {
         if (!t.model.buckets[p.bucket].trainable) continue;
-        // Masters are exact; weights beside them are what was rounded.
+        // Save the masters, which are exact: the weights beside them are rounded copies.
         Kind weights = narrow ? Kind::MASTER : Kind::WEIGHT;
         list.push_back({"param." + p.name, {weights, p.bucket}, &p});
         if (!stateful) continue;
@@ -207,10 +209,10 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
 }
 
 // The elements of a tensor that this rank writes: those it keeps and owns, without the vocabulary's
-// padding. Padding ends the whole table, so it ends a rank's range too.
+// padding. Padding is the end of the whole table, so it is also the end of a rank's range.
 template <typename T, typename S>
 KeptRange owned_range(const Trainer<T, S>& t, const StateTensor& s) {
-    // Count the real words: a range may begin in words and end in padding.
+    // Count the real words: a range may begin with words and end with padding.
     KeptRange range = kept_range(t, s.data, *s.p);
     size_t words = s.p->file_elements();
     size_t real = 0;
@@ -222,16 +224,16 @@ KeptRange owned_range(const Trainer<T, S>& t, const StateTensor& s) {
 }
 
 // ----------------------------------------------------------------------------
-// what ranks tell each other
+// what ranks exchange
 
-// Gather each rank's text, on every rank.
+// Gather every rank's text onto every rank. Returns [rank].
 inline std::vector<std::string> gather_texts(const Comm& c, std::string text) {
-    // Tell the lengths first.
+    // Exchange the lengths first.
     std::vector<int64_t> sizes(c.size);
     int64_t size = int64_t(text.size());
     all_gather(c, sizes.data(), &size, 1, Cpu{});
 
-    // Make all as long as the longest: an all-gather takes equal counts.
+    // Pad each text to the longest: an all-gather takes equal counts.
     size_t most = *std::max_element(sizes.begin(), sizes.end());
     text.resize(most);
     std::string all(most * sizes.size(), 0);
@@ -245,17 +247,17 @@ inline std::vector<std::string> gather_texts(const Comm& c, std::string text) {
     return texts;
 }
 
-// Hand a rank's text to all. Unlike gather_texts(), no rank takes more than the one.
+// Broadcast the sender's text to all ranks. Unlike gather_texts(), a rank receives only one text.
 inline std::string broadcast_text(const Comm& c, std::string text, int sender) {
     int64_t size = int64_t(text.size());
     broadcast(c, &size, 1, sender, Cpu{});
-    // The others make room.
+    // Receivers make room for the text.
     text.resize(size_t(size));
     broadcast(c, reinterpret_cast<unsigned char*>(text.data()), text.size(), sender, Cpu{});
     return text;
 }
 
-// The error of the first rank that has one: where one rank fails, all fail.
+// The error of the first rank that has one, on all ranks: where one rank fails, all fail.
 inline std::string first_error(const Comm& c, const std::string& wrong) {
     for (const std::string& text : gather_texts(c, wrong))
         if (!text.empty()) return text;
@@ -265,15 +267,15 @@ inline std::string first_error(const Comm& c, const std::string& wrong) {
 // ----------------------------------------------------------------------------
 // save
 
-// Elements that a rank owns, tensor by tensor: its file is to hold them.
+// The elements that this rank owns, tensor by tensor: the contents of its file.
 struct RankFile {
-    // Empty: the rank makes no file.
+    // If empty, the rank makes no file.
     std::vector<std::pair<StateTensor, KeptRange>> owned;
     std::vector<TensorSpec> specs;
-    nlohmann::json entry; // of the manifest; size and sum come with the file
+    nlohmann::json entry; // for the manifest; write_rank_file() adds size and checksum
 };
 
-// List what this rank owns.
+// List what this rank owns, and describe it for the manifest.
 template <typename T, typename S>
 RankFile rank_file_of(const Trainer<T, S>& t) {
     RankFile file;
@@ -286,7 +288,7 @@ RankFile rank_file_of(const Trainer<T, S>& t) {
         ranges[s.name] = {range.first, range.count};
     }
 
-    // Describe the cut. Say whose experts these are, where ranks share them out.
+    // Describe the cut. Name the rank's share of the experts too, if ranks share them out.
     file.entry = {{"file", rank_file(t.comms.world.rank)},
                   {"tp", t.layout.tp.size},
                   {"tp_rank", t.layout.tp.rank},
@@ -297,7 +299,8 @@ RankFile rank_file_of(const Trainer<T, S>& t) {
     return file;
 }
 
-// Write a rank's file; none where the rank owns nothing. numbers(i) gives those of tensor i.
+// Write this rank's file, or nothing if the rank owns nothing. numbers(i) returns the
+// values of tensor i.
 template <typename F>
 std::string write_rank_file(RankFile& file, const std::string& folder, F numbers) {
     if (file.owned.empty()) return "";
@@ -308,19 +311,20 @@ std::string write_rank_file(RankFile& file, const std::string& folder, F numbers
         writer_put(w, values.data(), values.size() * sizeof(values[0]));
     }
 
-    // The sum is of the bytes handed to the file, not of what a disk gives back.
+    // The checksum covers the bytes handed to the file, not those that a disk gives back.
     std::string wrong = writer_close(&w);
     file.entry.update({{"bytes", w.bytes}, {"crc32", w.crc}});
     return wrong;
 }
 
-// Weights beside a remainder are rounded in a way of their own, so they have other sums.
+// How weights are rounded from masters. Weights that keep a remainder are rounded in their own way,
+// so their sums differ from those of nearest rounding.
 template <typename T, typename S>
 const char* rounding_of(const Trainer<T, S>& t) {
     return t.plans[0].masters == Masters::REMAINDER ? "remainder" : "nearest";
 }
 
-// The weights' sums as a manifest has them, by name. All ranks call.
+// The weights' sums by parameter name, as the manifest stores them. All ranks call.
 template <typename T, typename S>
 nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
     std::vector<uint64_t> sums = weight_sums(t);
@@ -331,10 +335,11 @@ nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
     return by_name;
 }
 
-// Delayed scaling's state on the host, beside the bytes that it lies in. All ranks have the same.
+// Copy the state of delayed scaling to the host, into `bytes`; the result points there. All ranks
+// have the same state.
 template <typename T, typename S>
 Fp8History fp8_on_host(const Trainer<T, S>& t, std::vector<unsigned char>* bytes) {
-    // Take all of it in one copy: the words lie one behind the other, amax first.
+    // Copy all of it at once: the arrays lie one behind the other, amax first.
     const Fp8Rule& rule = t.model.shape.fp8_rule;
     Fp8History home = fp8_history(t);
     bytes->resize(fp8_history_bytes(home.slots, rule));
@@ -342,20 +347,20 @@ Fp8History fp8_on_host(const Trainer<T, S>& t, std::vector<unsigned char>* bytes
     return fp8_history_at(bytes->data(), home.slots, rule);
 }
 
-// Whether a manifest has it for as many matrices as this run. One of another recipe has none, and
-// a step or two finds new scales.
+// Whether a manifest has scales for as many matrices as this run. A checkpoint trained with another
+// FP8 recipe has none; then a step or two finds new scales.
 template <typename T, typename S>
 bool has_fp8_history(const Trainer<T, S>& t, const nlohmann::json& m) {
     return m.contains("fp8") && m["fp8"]["scales"].size() == fp8_slots(t.model);
 }
 
-// Describe a checkpoint, but for its files. All ranks call.
+// The whole manifest except its list of files. All ranks call.
 template <typename T, typename S>
 nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
-    // Save the optimizer's own count of updates too: Adam's bias correction goes on from it.
+    // Save the optimizer's own count of updates too: Adam's bias correction continues from it.
     bool trained = address<StepScale>(t, {Kind::SCALE});
     int64_t updates = trained ? read_value<StepScale>(t, {Kind::SCALE}).step : 0;
-    // Threads and processor only make a note on resume: they may change the last bits of a sum.
+    // A resume only notes a change of threads or processor: it may change the last bits of a sum.
     nlohmann::json manifest = {{"format", CHECKPOINT_FORMAT},
                                {"step", info.step},
                                {"cursor", info.cursor},
@@ -371,13 +376,15 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
                                {"rounding", rounding_of(t)},
                                {"weight_sums", weight_sums_json(t)}};
 
+    // Add the fields that only some runs have.
     if (trained && t.hyper.loss_scaling.on)
         manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
     std::vector<unsigned char> bytes;
-    // Scales of delayed scaling go on too: all ranks have the same, those of all matrices.
+    // Save the scales of delayed scaling too. Every rank has those of all matrices.
     Fp8History h = fp8_on_host(t, &bytes);
     if (h.slots)
         manifest["fp8"] = fp8_history_json(h, t.model.shape.fp8_rule);
+
     if (t.plans[0].states != States::FLOAT)
         manifest["states"] = states_name(t.plans[0].states);
     if (!info.base.is_null())
@@ -389,23 +396,23 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
     return manifest;
 }
 
-// Write what describes the files, with a checksum of its own; then sync the folder's names.
+// Write manifest.json, with a checksum of its own; then sync the folder, which makes names durable.
 inline std::string write_manifest(nlohmann::json manifest, const nlohmann::json& files,
                                   const std::string& folder) {
-    // The manifest's checksum covers the files' checksums, so it vouches for the folder.
+    // The manifest's checksum covers the files' checksums, so it vouches for the whole folder.
     manifest["files"] = files;
     manifest["crc32"] = manifest_crc(manifest);
     std::string wrong = write_text_file(folder + "/manifest.json", manifest_text(manifest));
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 
-// Rename a folder before its files go: half a checkpoint never looks like a whole one.
+// Rename a folder before removing its files: half a checkpoint never looks like a whole one.
 inline void remove_checkpoint(const std::string& folder) {
     std::string going = folder + ".tmp";
     remove_folder(rename(folder.c_str(), going.c_str()) == 0 ? going : folder);
 }
 
-// Make step_N.tmp, after removing what crashes left.
+// Make the folder step_N.tmp, after removing what crashes left.
 inline std::string make_temporary(const std::string& out, const std::string& temporary) {
     for (int64_t stale : checkpoint_steps(out, ".tmp"))
         remove_folder(out + "/" + step_folder(stale) + ".tmp");
@@ -414,8 +421,8 @@ inline std::string make_temporary(const std::string& out, const std::string& tem
     return temporary + ": cannot be made: " + strerror(errno);
 }
 
-// Put a checkpoint out of the way of the next resume, and of --keep: its bytes may still be wanted.
-// Returns "" or what is wrong; *name is what the folder is called now: step_N.newer, .newer.2, ...
+// Rename a checkpoint so that neither a resume nor --keep counts it; its bytes may still be wanted.
+// Returns "" or what is wrong. *name receives the new name: step_N.newer, step_N.newer.2, ...
 inline std::string set_aside(const std::string& out, int64_t step, const std::string& ending,
                              std::string* name) {
     std::string folder = out + "/" + step_folder(step);
@@ -427,22 +434,22 @@ inline std::string set_aside(const std::string& out, int64_t step, const std::st
     return folder + ": cannot be renamed: " + strerror(errno);
 }
 
-// A save on its way, from its folder to its name.
+// A save in flight, from making its folder to giving the folder its name.
 struct Save {
     CheckpointInfo info;
     std::string out;
-    int keep; // of the checkpoints before it only so many stay, and the best one
-    nlohmann::json manifest = {}; // all but its files
+    int keep; // how many checkpoints stay; the best one is never removed
+    nlohmann::json manifest = {}; // all but the list of files
     RankFile file = {};           // this rank's
 
     std::string folder() const { return out + "/" + step_folder(info.step); }
     std::string temporary() const { return folder() + ".tmp"; }
 };
 
-// Begin a save by the header's step 1, and note all that the next step of training would change.
+// Begin a save: the header's step 1. Then record all that the next training step would change.
 template <typename T, typename S>
 std::string save_begin(const Trainer<T, S>& t, Save& save) {
-    // Steps end in first_error(): no rank goes on alone, and none waits for one that failed.
+    // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
     std::string wrong = world.rank == 0 ? make_temporary(save.out, save.temporary()) : "";
     wrong = first_error(world, wrong);
@@ -452,10 +459,10 @@ std::string save_begin(const Trainer<T, S>& t, Save& save) {
     return "";
 }
 
-// The entries of all ranks' files. All ranks call.
+// The manifest's entries for the files of all ranks. All ranks call.
 inline nlohmann::json files_of_all(const Comm& world, const RankFile& mine) {
     nlohmann::json files;
-    // Who owns nothing has no file.
+    // A rank that owns nothing has no file, and sends an empty text.
     std::string own = mine.owned.empty() ? "" : mine.entry.dump();
     for (const std::string& text : gather_texts(world, own))
         if (!text.empty())
@@ -463,15 +470,15 @@ inline nlohmann::json files_of_all(const Comm& world, const RankFile& mine) {
     return files;
 }
 
-// End a save by steps 3 to 5. Step 2 has ended with `wrong` on this rank.
+// End a save: the header's steps 3 to 5. `wrong` is how step 2 ended on this rank.
 inline std::string save_end(const Comm& world, const Save& save, std::string wrong) {
-    // 3. The ranks tell each other what they wrote.
+    // 3. Exchange what each rank wrote.
     bool first = world.rank == 0;
     wrong = first_error(world, wrong);
     nlohmann::json files = files_of_all(world, save.file);
 
-    // 4. The manifest, then the name. A folder that has it already is replaced: the same step, of
-    // the run that this one repeats.
+    // 4. Write the manifest, then give the folder its name. A folder that already has the name is
+    // replaced: it is the same step of an earlier run, which this run repeats.
     if (first && wrong.empty())
         wrong = write_manifest(save.manifest, files, save.temporary());
     if (first && wrong.empty())
@@ -482,7 +489,7 @@ inline std::string save_end(const Comm& world, const Save& save, std::string wro
     if (!wrong.empty())
         return wrong + "; the checkpoints before it are as they were";
 
-    // 5. Remove the oldest. Steps above this one stay: they belong to a run that got further.
+    // 5. Remove the oldest. Newer steps than this one stay: they belong to a run that got further.
     std::vector<int64_t> steps = first ? checkpoint_steps(save.out) : std::vector<int64_t>();
     for (size_t i = save.keep; i < steps.size(); i++)
         if (steps[i] < save.info.step && steps[i] != save.info.best_step)
@@ -490,7 +497,7 @@ inline std::string save_end(const Comm& world, const Save& save, std::string wro
     return "";
 }
 
-// Save a checkpoint in `out`, while training waits.
+// Save a checkpoint in `out`. Training waits until it is written.
 template <typename T, typename S>
 std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
                             const std::string& out, int keep) {
@@ -498,8 +505,8 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
     std::string wrong = save_begin(t, save);
     if (!wrong.empty()) return wrong;
 
+    // 2. Write one tensor at a time: a rank never holds a second copy of its state.
     // Nothing else runs meanwhile, so the state is read where it lies.
-    // 2. Write a tensor at a time: a rank never holds a second copy of its state.
     wrong = write_rank_file(save.file, save.temporary(), [&](size_t i) {
         auto& [s, range] = save.file.owned[i];
         return read_numbers(t, s.data, *s.p, range);

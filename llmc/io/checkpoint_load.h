@@ -1,10 +1,12 @@
 // checkpoint_load.h - any layout loads what another has saved, the newest checkpoint that is whole
-//   1. each of N ranks verifies every N-th file. Only sizes and checksums are believed, the
-//      manifest's own too. A broken checkpoint is skipped for the one before it.
-//   2. every rank looks at all it needs before any rank changes anything
-//   3. who has verified a file reads it, and sends each tensor to the stages that need it
-//      (one_reader.h). Each rank puts one parameter at a time together, and keeps its part
-//   4. the weights' sums must be those of the manifest: cut, sent and rounded as saved
+//   1. verify: each of N ranks takes every N-th file and compares size and checksum, after the
+//      manifest's own. Nothing unverified is believed. A broken checkpoint is skipped, and the one
+//      before it is tried.
+//   2. look: every rank checks all that it needs before any rank changes anything
+//   3. read: the rank that verified a file reads it, and sends each tensor to the pipeline stages
+//      that need it (one_reader.h). A rank assembles one parameter at a time and keeps its part
+//   4. compare: the weights' sums must be those of the manifest. This proves that weights were cut,
+//      sent and rounded as they were saved
 //   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
 #pragma once
 #include "checkpoint.h"
@@ -15,7 +17,7 @@ namespace llmc {
 // Compare a file's size and checksum with the manifest's.
 inline std::string verify_file(const std::string& folder, const nlohmann::json& entry) {
     std::string path = folder + "/" + entry["file"].get<std::string>();
-    // Reading every byte costs as much as loading; a bit that has turned shows itself only so.
+    // This reads every byte, and costs as much as loading. Nothing else reveals a flipped bit.
     size_t bytes = 0;
     uint32_t crc = 0;
     std::string wrong = file_crc(path, &bytes, &crc);
@@ -28,7 +30,7 @@ inline std::string verify_file(const std::string& folder, const nlohmann::json& 
     return "";
 }
 
-// The ranks that verify the files of a checkpoint, and read them.
+// The rank that verifies and reads each file of a checkpoint. Returns [file].
 inline std::vector<int> choose_readers(const nlohmann::json& manifest, int ranks) {
     std::vector<int> readers;
     // A manifest of another format may list none.
@@ -38,11 +40,12 @@ inline std::vector<int> choose_readers(const nlohmann::json& manifest, int ranks
     return readers;
 }
 
-// Verify a checkpoint, each rank every N-th file: "" and its manifest, or why it is not whole.
+// Verify a checkpoint; each rank takes every N-th file. Returns "" and fills *manifest, or returns
+// why the checkpoint is not whole.
 inline std::string verify_checkpoint(const Comm& world, const std::string& folder,
                                      nlohmann::json* manifest) {
     std::string wrong = read_manifest(folder, manifest);
-    // Files of a format that this program does not know are not looked at.
+    // Do not look at files of a format that this program does not know.
     bool ours = wrong.empty() && manifest->value("format", nlohmann::json()) == CHECKPOINT_FORMAT;
     size_t count = ours ? (*manifest)["files"].size() : 0;
     for (size_t i = world.rank; wrong.empty() && i < count; i += world.size)
@@ -50,14 +53,14 @@ inline std::string verify_checkpoint(const Comm& world, const std::string& folde
     return first_error(world, wrong);
 }
 
-// Whether a checkpoint's adapters were trained beside this base. Older manifests do not say.
+// Check that a checkpoint's adapters were trained beside this base. Older manifests do not say.
 inline std::string check_base(const nlohmann::json& own, const nlohmann::json& manifest,
                               const std::string& folder) {
     if (own.is_null() || !manifest.contains("base")) return "";
     const nlohmann::json& saved = manifest["base"];
     if (saved["bytes"] == own["bytes"] && saved["crc32"] == own["crc32"]) return "";
 
-    // Say both: a user finds the right folder by its size, if not by its name.
+    // Name both bases: a user finds the right folder by its size, if not by its name.
     auto text = [](const nlohmann::json& b) {
         return concat(json_word(b["name"]), " of ", b["bytes"].dump(), " bytes, CRC-32 ",
                       b["crc32"].dump());
@@ -66,11 +69,11 @@ inline std::string check_base(const nlohmann::json& own, const nlohmann::json& m
                   text(own), ": give the first one");
 }
 
-// Whether a whole checkpoint fits this run.
+// Check that a whole checkpoint fits this run: format, model, optimizer.
 template <typename T, typename S>
 std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest,
                            const std::string& folder, bool moments) {
-    // Compare from the general to the particular: the first difference explains those behind it.
+    // Compare the general before the particular: the first difference explains the later ones.
     nlohmann::json format = manifest.value("format", nlohmann::json());
     if (format != CHECKPOINT_FORMAT)
         return concat(folder, ": is of format ", json_word(format), ", this program reads ",
@@ -86,7 +89,8 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
             return concat(folder, ": is of another model: its ", key, " is ", json_word(saved),
                           ", this run's ", value.dump());
     }
-    // An optimizer without moments goes on from any other's weights.
+
+    // A run without moments may continue from the weights of any optimizer.
     std::string saved = printable(manifest["optimizer"].get<std::string>());
     const char* name = optimizer_row(t.plans[0].optimizer).name;
     if (moments && saved != name)
@@ -100,34 +104,34 @@ struct SavedFiles {
     const Model& model;
     std::string folder;
     nlohmann::json entries;        // of the manifest
-    std::vector<int> readers;      // [entry]: a rank of the world
+    std::vector<int> readers;      // [entry]: the rank of the world that reads it
     std::vector<SafeTensors> open; // [entry]
-    // The model as a rank of so many tp and ep ranks has it: its cuts, its padded vocabulary.
-    std::map<std::array<int, 3>, Model> cut = {}; // by tp, ep, ep_rank
+    // The model as each rank of the saving run had it: its cuts, its padded vocabulary.
+    std::map<std::array<int, 3>, Model> cut = {}; // [{tp, ep, ep_rank}]
 
     std::string path(size_t i) const {
         return folder + "/" + entries[i]["file"].get<std::string>();
     }
 };
 
-// Elements that lie side by side, in a file's tensor and in the whole parameter.
+// A run of elements that are contiguous both in a file's tensor and in the whole parameter.
 struct Piece {
-    size_t file, at; // the first element in the tensor
+    size_t file, at; // `at`: index of its first element in the tensor
     size_t global, count;
 };
 
-// Open file i, and hold its state tensors against the manifest: it and the file's own header must
-// say the same.
+// Open file i and check its state tensors: the manifest and the file's own header must agree on
+// their types and sizes.
 inline std::string open_saved_file(SavedFiles& files, size_t i,
                                    const std::vector<StateTensor>& tensors, Type type) {
-    // Names that the manifest does not list are nobody's.
+    // Ignore tensors that the manifest does not list.
     std::string path = files.path(i);
     const nlohmann::json& listed = files.entries[i]["tensors"];
     std::string wrong = safetensors_open(&files.open[i], path);
     for (const StateTensor& s : tensors) {
         if (!wrong.empty() || !listed.contains(s.name)) continue;
 
-        // Hold it against the list.
+        // Compare the tensor with the manifest's list.
         const SafeTensor* x = safetensors_find(files.open[i], s.name);
         size_t count = listed[s.name][1].get<size_t>();
         if (!x) {
@@ -143,14 +147,14 @@ inline std::string open_saved_file(SavedFiles& files, size_t i,
     return wrong;
 }
 
-// Add the pieces of a state tensor that file i has, by its manifest.
+// Append to `pieces` what file i holds of a state tensor, by its manifest.
 inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s,
                                std::vector<Piece>* pieces) {
     const nlohmann::json& entry = files.entries[i];
     if (!entry["tensors"].contains(s.name))
         return "";
 
-    // The parameter as the ranks that wrote the file cut it.
+    // Rebuild the parameter with the cut of the ranks that wrote the file.
     int tp = entry["tp"].get<int>();
     int tp_rank = entry["tp_rank"].get<int>();
     int ep = entry.value("ep", 1);
@@ -179,7 +183,7 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
     return files.path(i) + ": tensor " + s.name + " reaches beyond its parameter";
 }
 
-// Find a tensor's pieces in all files, in order. Each element must be there once.
+// Find a tensor's pieces in all files, in the order of the whole. Each element must occur once.
 inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
                                std::vector<Piece>* pieces) {
     pieces->clear();
@@ -190,7 +194,7 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
     std::sort(pieces->begin(), pieces->end(),
               [](const Piece& a, const Piece& b) { return a.global < b.global; });
 
-    // Walk over the whole: no gap, no overlap, nothing behind its end.
+    // Walk over the whole parameter: no gap, no overlap, nothing beyond its end.
     size_t reached = 0;
     size_t all = s.p->file_elements();
     auto elements = [&](size_t from, size_t end, const char* are) {
@@ -210,8 +214,8 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
     return reached < all ? elements(reached, all, " are in no file") : "";
 }
 
-// Put a whole tensor together from what the files' readers send; empty on a rank that does not need
-// it. All ranks call: one may read what it does not need.
+// Assemble a whole tensor from what the files' readers send. Returns its values, or nothing on a
+// rank whose stage does not need it. All ranks call: a rank may read what it does not need itself.
 template <typename T, typename S>
 std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, OneReader& reader,
                                      const StateTensor& s) {
@@ -221,7 +225,8 @@ std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, 
         there.pp.rank = stage;
         return bucket_is_mine(there, t.model, s.p->bucket);
     };
-    // The pieces say where in the whole each element of a file belongs.
+
+    // Look up where each piece of a file belongs in the whole.
     bool mine = needs(t.layout.pp.rank);
     std::vector<Piece> pieces;
     find_pieces(files, s, &pieces);
@@ -234,16 +239,18 @@ std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, 
         if (!calls || !listed.contains(s.name))
             continue;
 
-        // Bring what file i has, and put it where it belongs.
+        // Receive what file i holds of the tensor, or read it as the file's reader.
         part.resize(listed[s.name][1].get<size_t>());
         size_t bytes = part.size() * sizeof(A);
         unsigned char* to = reinterpret_cast<unsigned char*>(part.data());
         if (reads) {
-            // The map may hold it at any address.
+            // Copy by bytes: in the mapped file the tensor may lie at any address.
             const SafeTensor* x = safetensors_find(files.open[i], s.name);
             memcpy(to, x->data, bytes);
         }
         bring(reader, to, bytes, files.readers[i], needs);
+
+        // Put each piece where it belongs in the whole.
         for (const Piece& piece : pieces) {
             bool of_file = piece.file == i;
             if (!mine || !of_file) continue;
@@ -254,15 +261,15 @@ std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, 
     return values;
 }
 
-// Keep this rank's part of a tensor. Each rank builds the whole parameter in turn, so the peak on
-// the host is one parameter, and what a file has of it.
+// Keep this rank's part of a whole tensor. Ranks assemble one parameter at a time, so the host's
+// peak is one parameter and what one file holds of it.
 template <typename T, typename S>
 void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t<T>>& values) {
     typedef acc_t<T> A;
     if (s.data.kind != Kind::STATE)
         return set_weight(t, *s.p, values.data());
 
-    // Keep this rank's range of a moment; set_weight() has done the same for a weight.
+    // Keep this rank's range of a moment; set_weight() does the same for a weight.
     KeptRange range = kept_range(t, s.data, *s.p);
     std::vector<A> kept(range.count);
     for_each_kept(t.layout, *s.p, range, [&](size_t at, size_t global, size_t count) {
@@ -271,8 +278,8 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t
     write_state(t, s.data, *s.p, range, kept.data());
 }
 
-// Read all state from a verified checkpoint, each file by its reader. All ranks look at all they
-// need first: a checkpoint that does not fit changes nothing. *bytes: what this rank has read.
+// Read all state from a verified checkpoint, each file by its reader. All ranks first check all
+// that they need: a checkpoint that does not fit changes nothing. *bytes: what this rank read.
 template <typename T, typename S>
 std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohmann::json& entries,
                        const std::vector<int>& readers, size_t* bytes) {
@@ -281,7 +288,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     const Comm& world = t.comms.world;
     std::vector<StateTensor> tensors = state_tensors(t);
 
-    // Look. A number of ranks that does not cut this model would leave ranks without a head.
+    // Check the cut. A tp size that does not divide this model would leave ranks without a head.
     std::vector<Piece> pieces;
     std::string wrong;
     for (const nlohmann::json& entry : entries)
@@ -289,12 +296,15 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
                            " tensor-parallel ranks wrote it, which cannot share this model's "
                            "heads");
-    // A number of ranks that does not cut the experts would leave some of them nowhere.
+
+    // An ep size that does not divide the experts would leave some of them on no rank.
     for (const nlohmann::json& entry : entries)
         if (wrong.empty() && t.model.shape.E && t.model.shape.E % entry.value("ep", size_t(1)))
             wrong = concat(folder, ": manifest.json says that ", entry["ep"].dump(),
                            " expert-parallel ranks wrote it, which cannot share this model's "
                            "experts");
+
+    // Open this rank's files, and look for every element.
     Type type = type_of<acc_t<T>>();
     for (size_t i = 0; wrong.empty() && i < entries.size(); i++) {
         bool reads = readers[i] == world.rank;
@@ -306,8 +316,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     if (!wrong.empty())
         wrong += "; to go on from the checkpoint before, remove " + folder;
 
-    // Take.
-    // One after the other, in the same order on all ranks.
+    // Load one tensor after the other, in the same order on all ranks.
     OneReader reader = make_one_reader(world, t.layout);
     for (size_t i = 0; wrong.empty() && i < tensors.size(); i++) {
         std::vector<acc_t<T>> values = collect_tensor(t, files, reader, tensors[i]);
@@ -319,16 +328,17 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     return wrong;
 }
 
-// Hold the weights against the sums that were saved with them, where this run has them in the same
-// type. Older manifests have none.
+// Compare the weights with the sums that were saved beside them, if this run stores weights in the
+// same type. Older manifests have no sums.
 template <typename T, typename S>
 std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
                        const nlohmann::json& manifest) {
-    // All ranks have read the same manifest, so all of them call, or none does.
+    // All ranks have read the same manifest, so either all of them call weight_sums_json or none.
     bool alike = manifest["precision"] == type_name(type_of<T>()) &&
                  manifest.value("rounding", "") == rounding_of(t);
     if (!manifest.contains("weight_sums") || !alike)
         return "";
+
     nlohmann::json saved = manifest["weight_sums"], own = weight_sums_json(t);
     for (auto& [name, sum] : own.items())
         if (saved.contains(name) && saved[name] != sum)
@@ -338,10 +348,10 @@ std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
     return "";
 }
 
-// The steps of the checkpoints as the first rank sees them, newest first.
+// The steps of the checkpoints as the first rank sees them, newest first. All ranks call.
 inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::string& out) {
     std::vector<int64_t> steps = world.rank == 0 ? checkpoint_steps(out) : std::vector<int64_t>();
-    // A folder on a network may look different to each rank: all must try the same steps.
+    // A network's folder may look different to each rank: all must try the same steps.
     int64_t count = int64_t(steps.size());
     broadcast(world, &count, 1, 0, Cpu{});
     steps.resize(count);
@@ -349,7 +359,7 @@ inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::stri
     return steps;
 }
 
-// Take the counters of the run that goes on: the caller's, and the optimizer's step on the device.
+// Take over the counters of the run that continues: into *info, and the optimizer's on the device.
 template <typename T, typename S>
 void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json& m) {
     info->step = m["step"].get<int64_t>();
@@ -358,17 +368,19 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     info->config = m.value("config", nlohmann::json());
     if (!info->config.is_object())
         info->config = nlohmann::json::object();
+
+    // Take the best step, if a best checkpoint is kept.
     if (m.contains("best_step")) {
         info->best_step = m["best_step"].get<int64_t>();
         info->best_loss = m["best_loss"].get<double>();
     }
 
-    // Manifests of older programs do not count tokens; all their batches were alike.
+    // Older manifests do not count tokens. All batches of those runs had the same size.
     nlohmann::json batch = info->config.value("batch-tokens", nlohmann::json(0));
     int64_t alike = batch.is_number_integer() ? info->step * batch.get<int64_t>() : 0;
     info->tokens = m.contains("tokens") ? m["tokens"].get<int64_t>() : alike;
 
-    // An evaluation's products want the scales too.
+    // Load the FP8 scales in an evaluation too: its matrix products need them.
     std::vector<unsigned char> bytes;
     Fp8History h = fp8_on_host(t, &bytes);
     if (h.slots && has_fp8_history(t, m)) {
@@ -377,25 +389,26 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
         wait_for(t.ctx.where);
     }
 
+    // Load the optimizer's step, and the loss scale.
     StepScale* home = address<StepScale>(t, {Kind::SCALE});
     if (!home) return; // a run that only evaluates has none
-    // Adam's bias correction needs the step; the rest of the struct stays as the run began it.
+    // Adam's bias correction needs the step; the rest of the struct keeps what this run gave it.
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     scale.step = m["optimizer_step"].get<int64_t>();
     const LossScaling& rule = t.hyper.loss_scaling;
     if (rule.on && m.contains("loss_scale")) {
         scale.loss = loss_scale_of(m["loss_scale"]);
-        if (!rule.dynamic) scale.loss.now = rule.start; // the command line's
+        if (!rule.dynamic) scale.loss.now = rule.start; // the command line's scale
     }
     copy_in(home, &scale, sizeof(scale), t.ctx.where);
     wait_for(t.ctx.where);
 }
 
-// Note what may make this run differ from an uninterrupted one.
+// Note what may make this run differ from an uninterrupted one. Notes are no errors: the loss curve
+// is the same within rounding.
 template <typename T, typename S>
 void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
                       std::vector<std::string>* notes) {
-    // Notes are no errors: the loss curve is the same within rounding.
     int threads = threads_here(t.ctx.where);
     std::string cpu = printable(m["cpu"].get<std::string>());
     if (m["threads"] != threads || cpu != cpu_name())
@@ -406,7 +419,7 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
     if (precision != type_name(type_of<T>()))
         notes->push_back("the checkpoint was trained in " + printable(precision));
 
-    // Older manifests do not say how moments were stored: they were float.
+    // Older manifests do not say how moments were stored: they were floats.
     nlohmann::json states = m.value("states", nlohmann::json("float"));
     const char* own = states_name(t.plans[0].states);
     if (keeps_any(t, Kind::STATE) && states != own)
@@ -416,6 +429,8 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
     if (states == "8bit" && states == own && cut && keeps_any(t, Kind::STATE))
         notes->push_back("tensor-parallel ranks cut matrices in other blocks than those that "
                          "saved: 8-bit moments are rounded anew");
+
+    // Note scales that begin anew.
     if (t.hyper.loss_scaling.on && !m.contains("loss_scale"))
         notes->push_back(concat("the checkpoint has no loss scale: it begins at ",
                                 t.hyper.loss_scaling.start));
@@ -428,7 +443,7 @@ template <typename T, typename S>
 std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::string& folder,
                           const nlohmann::json& manifest, const std::vector<int>& readers,
                           std::vector<std::string>* notes) {
-    // A run that only evaluates wants no moments.
+    // A run that only evaluates needs no moments.
     bool moments = keeps_any(t, Kind::STATE);
     std::string wrong = check_identity(t, manifest, folder, moments);
     if (wrong.empty())
@@ -444,13 +459,13 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
     return "";
 }
 
-// Load the newest whole checkpoint in `out`, or the one of step `only`. Broken ones are skipped and
-// named in `notes`. A whole one that does not fit is an error: going back behind it silently would
-// lose a run.
+// Load the newest whole checkpoint in `out`, or the one of step `only`. Broken checkpoints are
+// skipped and named in `notes`. A whole one that does not fit is an error: silently falling back to
+// an older one would lose a run.
 template <typename T, typename S>
 std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::string& out,
                             std::vector<std::string>* notes, int64_t only = -1) {
-    // Try the newest first; go back only behind what is broken.
+    // Try the newest first; fall back only past broken ones.
     const Comm& world = t.comms.world;
     for (int64_t step : first_ranks_steps(world, out)) {
         if (only >= 0 && step != only) continue;

@@ -1,7 +1,7 @@
 // config.h - one struct and one table of flags: command line, --config files, log's copy
-//   A row of the table is a flag: its name, its field, what it accepts, a line of help. A flag that
-//   is not built yet is a row too, and is refused by name.
-//   A value is checked by its row, and what only several fields can get wrong in config_check.h.
+//   Each row of the table is a flag: its name, its field, what it accepts, a line of help. A flag
+//   that is not built yet has a row too, and is refused by name.
+//   The row checks a flag's value; config_check.h checks what flags only get wrong together.
 #pragma once
 #include <algorithm>
 #include <climits>
@@ -22,12 +22,13 @@ namespace llmc {
 // A run's options. The member names are not the flags' names: the table below joins the two.
 // The initial values are the defaults that --help shows.
 struct Config {
-    // model; a size of 0: as --model has it
+    // model; a size of 0 keeps that of --model
     std::string model = "tiny", position;
     bool scratch = false;
     // L, NH, NKV, C, F and V of a Shape
     int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0, vocab = 0;
-    // E and K; the weights of the router's terms in the loss that is trained
+    // E and K, experts made by upcycling; then the weights of the router's terms
+    // in the trained loss
     int experts = 0, experts_per_token = 0, upcycle = 0;
     std::string router;
     double balance = 0.01, z_loss = 0, router_bias_rate = 0;
@@ -44,7 +45,7 @@ struct Config {
     double beta = 0, label_smoothing = 0, gamma = -1;
     double desirable_weight = 1;
     double undesirable_weight = 1;
-    // of answers that are sampled; answer_tokens 0: as many as --seq leaves
+    // grpo: answers a prompt, tokens an answer (0: as many as --seq leaves)
     int group = 8, answer_tokens = 0;
     std::string reward, advantage = "mean";
 
@@ -74,7 +75,7 @@ struct Config {
     std::string precision = "fp32";
     std::string fp8 = "none", fp8_amax = "max", fp8_weights = "step";
     int fp8_history = 1024, fp8_margin = 0;
-    // of fp16; 0 and -1: as the rule has it
+    // fp16's loss scale; 0 and -1 take the rule's value
     std::string loss_scale = "dynamic", loss_scale_rule = "megatron";
     int64_t loss_scale_start = 0;
     int loss_scale_window = 0, loss_scale_hysteresis = 0;
@@ -85,7 +86,8 @@ struct Config {
     double memory = 0;
 
     // layout
-    // ranks an axis; their product is the number of ranks. dp 0 takes what the other axes leave.
+    // ranks of each axis; their product is the number of ranks. dp 0 takes what
+    // the other axes leave.
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1;
     int zero = 0, zero_group = 0, chunks = 1, prefetch = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
@@ -95,7 +97,7 @@ struct Config {
     double watchdog = 600;    // seconds
 
     // files
-    // out survives a kill and can be resumed; an export holds weights alone
+    // --out survives a kill and can be resumed; an export holds only weights
     std::string out, export_dir, export_dtype = "fp32", ds_config;
     int64_t save_every = 0;
     std::string save_minutes = "10"; // or auto: save_seconds()
@@ -105,11 +107,11 @@ struct Config {
     bool save_async = false;
     int keep = 2;
     bool keep_best = false, resume = false;
-    // -1: the newest
+    // -1: the newest checkpoint
     int64_t resume_step = -1;
 
     // looking
-    // steps, tokens, steps
+    // eval_every in steps, eval_tokens in tokens, the others in steps
     int64_t eval_every = 0, eval_tokens = 16384, sample_every = 0, log_every = 0;
     bool eval = false;
     std::string evaluate, prompt, prompts, completions;
@@ -127,31 +129,32 @@ struct Config {
     // -1: no layer's actions are printed
     int layer = -1;
 
-    // names of the flags that the command line and its files gave; all others have their defaults
+    // names of the flags that the command line and its files set; all others have their defaults
     std::set<std::string> given = {};
 };
 // clang-format on
 
-// Whether the user set a flag, so that a default which follows from other flags must not.
+// Whether the user set a flag. A default that follows from other flags must not override it.
 inline bool given(const Config& c, const std::string& name) { return c.given.count(name) > 0; }
 
-// The seconds of --save-minutes: between checkpoints, and of the wait for room at a run's end. What
-// auto saves by is not known before a run (interval.h): the default stands for it.
+// The seconds of --save-minutes: the time between checkpoints, and the wait for room at the end of
+// a run. The interval that "auto" will choose (interval.h) is unknown before the run, so the
+// default stands for it.
 inline double save_seconds(const Config& c) {
     return 60 * (c.save_minutes == "auto" ? 10 : strtod(c.save_minutes.c_str(), nullptr));
 }
 
-// Whether --offload names it among others.
+// Whether the list of --offload names `what`.
 inline bool offloads(const Config& c, const std::string& what) {
     return ("," + c.offload + ",").find("," + what + ",") != std::string::npos;
 }
 
-// A field's place in Config and its type. The type decides what a value may look like.
+// A field's place in Config and its type. The type decides how a value is parsed.
 typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Config::*,
                      std::string Config::*>
     Field;
 
-// A row whose name is empty begins a group, which its help names.
+// A flag. A row with an empty name begins a group of flags, and its help is the group's title.
 struct Flag {
     const char* name;
     Field field;
@@ -478,7 +481,7 @@ inline const std::vector<Flag>& config_table() {
 // ----------------------------------------------------------------------------
 // values
 
-// A field as text, which set_field reads back.
+// A field's value as text, which set_field() can read back.
 inline std::string field_text(const Config& c, const Field& f) {
     return std::visit(
         [&](auto member) {
@@ -497,13 +500,13 @@ inline std::string field_text(const Config& c, const Field& f) {
         f);
 }
 
-// Read a number of a range: "" or what the flag wants instead.
+// Read a number and check its range. Returns "" or what the flag wants instead.
 inline std::string parse_number(const std::string& text, double low, double high, bool whole,
                                 double* value) {
     char* end = nullptr;
     double v = strtod(text.c_str(), &end);
     *value = v;
-    // Refuse a rest behind the number (12k) and NaN, which lies in no range.
+    // Refuse trailing characters (12k), and NaN, which lies in no range.
     bool good = !text.empty() && !*end && v >= low && v <= high && (!whole || v == std::floor(v));
     if (good) return "";
 
@@ -513,9 +516,9 @@ inline std::string parse_number(const std::string& text, double low, double high
                   bound(high), ", not '", text, "'");
 }
 
-// Set a flag's field from text: "" or what the flag wants instead.
+// Set a flag's field from text. Returns "" or what the flag wants instead.
 inline std::string set_field(Config& c, const Flag& f, const std::string& text) {
-    // A switch.
+    // A switch: true or false.
     if (auto b = std::get_if<bool Config::*>(&f.field)) {
         if (text != "true" && text != "false")
             return "wants true or false, not '" + text + "'";
@@ -523,7 +526,7 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
         return "";
     }
 
-    // A text, of which the row may list all.
+    // A text. The row may list the ones allowed.
     if (auto s = std::get_if<std::string Config::*>(&f.field)) {
         std::string accepts = f.accepts, choice;
         c.** s = text;
@@ -534,8 +537,8 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
         return "wants one of " + accepts + ", not '" + text + "'";
     }
 
-    // A number, from the row's "low..high".
-    // A double holds every whole number below 2^53, so one parser serves all three types.
+    // A number in the row's range "low..high". A double holds every whole number below 2^53, so one
+    // parser serves all three types.
     double low = -1e15, high = 1e15, v = 0;
     const char* dots = strstr(f.accepts, "..");
     if (f.accepts[0] != '=' && dots) {
@@ -545,7 +548,8 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
     bool whole = !std::holds_alternative<double Config::*>(f.field);
     std::string wrong = parse_number(text, low, high, whole, &v);
     if (!wrong.empty()) return wrong;
-    // Store it in the field's own type.
+
+    // Store the number in the field's own type.
     if (auto i = std::get_if<int Config::*>(&f.field)) {
         if (v < INT_MIN || v > INT_MAX) return "is too large: " + text;
         c.** i = int(v);
@@ -560,14 +564,15 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
 // ----------------------------------------------------------------------------
 // names
 
-// Letters to insert, drop or change until a is b (Levenshtein), a row of the table at a time.
+// The fewest letters to insert, drop or change until a is b (Levenshtein distance). One row of the
+// table is kept at a time.
 inline size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     for (size_t j = 0; j <= b.size(); j++)
         row[j] = j;
     for (size_t i = 1; i <= a.size(); i++) {
-        // row[j]: the distance from a's first i letters to b's first j. diagonal: the value of
-        // the row before, which the new one has just replaced.
+        // row[j] is the distance from a's first i letters to b's first j. `diagonal` is the entry
+        // of the row before that the new row has just overwritten.
         size_t diagonal = row[0];
         row[0] = i;
         for (size_t j = 1; j <= b.size(); j++) {
@@ -579,10 +584,10 @@ inline size_t edit_distance(const std::string& a, const std::string& b) {
     return row[b.size()];
 }
 
-// The name that was meant, or "": four letters away it is no misspelling, nor where half of the
-// letters are other ones.
+// The name that the user probably meant, or "". A name is no misspelling if it is four letters
+// away, or if more than half of its letters differ.
 inline std::string nearest(const std::string& name, const std::vector<std::string>& names) {
-    // Among equals the first of the table wins.
+    // Among equally near names, the first in the table wins.
     std::string best;
     size_t least = 4;
     for (const std::string& n : names) {
@@ -595,7 +600,7 @@ inline std::string nearest(const std::string& name, const std::vector<std::strin
     return best;
 }
 
-// The row of a flag, or null.
+// The row of a flag, or null if there is none.
 inline const Flag* find_flag(const std::string& name) {
     for (const Flag& f : config_table())
         if (*f.name && name == f.name)
@@ -603,7 +608,7 @@ inline const Flag* find_flag(const std::string& name) {
     return nullptr;
 }
 
-// Refuse a name, and offer the nearest one.
+// Refuse an unknown flag, and offer the nearest name.
 inline std::string unknown_flag(const std::string& name) {
     std::vector<std::string> names;
     for (const Flag& f : config_table())
@@ -616,7 +621,7 @@ inline std::string unknown_flag(const std::string& name) {
 // ----------------------------------------------------------------------------
 // reading: the command line, and files of `name = value` lines
 
-// Set the flag of a name: "" or a message that begins with the flag.
+// Set a flag by name. Returns "" or a message that begins with the flag.
 inline std::string set_flag(Config& c, const std::string& name, const std::string& value) {
     const Flag* f = find_flag(name);
     if (!f) return unknown_flag(name);
@@ -625,17 +630,17 @@ inline std::string set_flag(Config& c, const std::string& name, const std::strin
     return wrong.empty() ? "" : "--" + name + " " + wrong;
 }
 
-// Read a file of `name = value` lines; # begins a comment. A message begins with FILE:LINE.
+// Read a file of `name = value` lines, where # begins a comment. A message begins with FILE:LINE.
 inline std::string read_config_file(Config& c, const std::string& path) {
     std::ifstream in(path);
     if (!in) return "--config " + path + ": no such file";
-    // A file from Windows ends its lines in CR LF.
+    // Trim carriage returns too: files from Windows end lines in CR LF.
     auto trim = [](std::string s) {
         size_t a = s.find_first_not_of(" \t\r"), b = s.find_last_not_of(" \t\r");
         return a == std::string::npos ? "" : s.substr(a, b - a + 1);
     };
 
-    // Set a flag a line. Line numbers count from 1, as editors show them.
+    // Set one flag a line. Line numbers count from 1, as in editors.
     std::string line;
     for (int number = 1; std::getline(in, line); number++) {
         line = trim(line.substr(0, line.find('#')));
@@ -651,8 +656,8 @@ inline std::string read_config_file(Config& c, const std::string& path) {
     return "";
 }
 
-// Read --name value or --name=value; a switch may stand alone. --config FILE counts where it
-// stands: what comes after it wins.
+// Read --name value or --name=value; a switch may stand alone. --config FILE is read where it
+// stands, so later arguments override it.
 inline std::string parse_arguments(Config& c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         std::string word = argv[i];
@@ -660,20 +665,22 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
         if (word.rfind("--", 0) != 0)
             return "'" + word + "' is no flag: flags look like --steps 100 (--help lists them all)";
 
-        // Find the flag. --config is no row of the table: a file might read itself.
+        // Find the flag. --config is not in the table: otherwise a file could read itself.
         size_t equals = word.find('=');
         bool joined = equals != std::string::npos;
         std::string name = word.substr(2, joined ? equals - 2 : equals);
         const Flag* f = find_flag(name);
         if (!f && name != "config") return unknown_flag(name);
 
-        // A switch takes the next word only where that is true or false.
+        // A switch takes the next word as its value only if that is true or false.
         std::string value = joined ? word.substr(equals + 1) : i + 1 < argc ? argv[i + 1] : "";
         bool is_switch = f && std::holds_alternative<bool Config::*>(f->field);
         bool alone = is_switch && !joined && value != "true" && value != "false";
         if (alone) value = "true";
         if (!joined && !alone && ++i == argc)
             return "--" + name + " wants a value";
+
+        // Read the file, or set the flag.
         std::string wrong =
             name == "config" ? read_config_file(c, value) : set_flag(c, name, value);
         if (!wrong.empty()) return wrong;
@@ -684,7 +691,7 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
 // ----------------------------------------------------------------------------
 // the copy in log and checkpoint
 
-// All fields by the names of their flags, as log.jsonl and checkpoints keep them.
+// All fields by their flags' names, as log.jsonl and checkpoints keep them.
 inline nlohmann::json config_json(const Config& c) {
     nlohmann::json j;
     for (const Flag& f : config_table())
@@ -694,16 +701,16 @@ inline nlohmann::json config_json(const Config& c) {
 }
 
 // ----------------------------------------------------------------------------
-// what several fields mean together, or one that is a word
+// what several fields mean together, or one whose value is a word
 
-// The ranks of a stage that see other tokens, and all that the axes make.
+// The ranks of one stage that see different tokens, and the ranks of all axes together.
 inline int data_ranks(const Config& c) { return c.dp * c.cp; }
 inline int rank_count(const Config& c) { return data_ranks(c) * c.tp * c.pp; }
 
-// New adapters, or those of a folder.
+// Whether the run has adapters, new ones or those of a folder.
 inline bool has_adapters(const Config& c) { return c.lora > 0 || !c.adapter.empty(); }
 
-// Whether pairs of answers are trained on, and with which objective.
+// The objective of --loss and its parameters.
 inline LossKind loss_kind(const std::string& loss) {
     if (loss == "dpo") return LossKind::DPO;
     if (loss == "ipo") return LossKind::IPO;
@@ -722,12 +729,14 @@ inline Objective objective_of(const Config& c) {
     o.undesirable = c.undesirable_weight;
     return o;
 }
+// Whether the run trains on pairs of answers.
 inline bool has_pairs(const Config& c) { return objective_of(c).pairs(); }
 
-// Whether the run samples what it trains on.
+// Whether the run samples the answers that it trains on.
 inline bool has_rollouts(const Config& c) { return c.loss == "grpo" && c.steps > 0; }
 
-// The flags that --plan auto chooses; beside them the micro-batch, which may say the batch.
+// The flags that --plan auto chooses. It chooses --micro-batch too, which is not listed: without
+// --batch-tokens that flag determines the batch.
 inline const std::vector<const char*>& planned_flags() {
     static const std::vector<const char*> names = {
         "dp", "tp", "pp", "cp", "ep", "zero", "pipeline", "chunks", "sequence-parallel",
@@ -735,16 +744,17 @@ inline const std::vector<const char*>& planned_flags() {
     return names;
 }
 
-// --cp-method names one way for all ranks, or Ulysses among neighbours and another across them.
+// The choice of --cp-method: one method for all ranks, or a hybrid: Ulysses among neighbours, and
+// another method across the groups.
 struct ContextChoice {
     ContextMethod method = ContextMethod::GATHER;
-    int heads = 1; // neighbours of a hybrid
-    int keys = 0;  // and groups of them; 0: no hybrid
+    int heads = 1; // neighbours that share heads, in a hybrid
+    int keys = 0;  // groups of neighbours; 0: no hybrid
 };
 
-// One way by its name; false: there is none.
+// Read one method by its name. Returns false if there is none of that name.
 inline bool read_one_method(const std::string& name, ContextMethod* method) {
-    // In the order of the enumeration.
+    // Names in the order of the enumeration.
     const char* names[] = {"gather", "ulysses", "ring"};
     for (int i = 0; i < 3; i++)
         if (name == names[i]) {
@@ -753,12 +763,13 @@ inline bool read_one_method(const std::string& name, ContextMethod* method) {
         }
     return false;
 }
+// Read --cp-method. Returns false if it is malformed.
 inline bool read_context_method(const std::string& text, ContextChoice* choice) {
-    // Read one way for all. It shares no heads among neighbours.
+    // Read a single method for all ranks. Neighbours then share no heads.
     *choice = {};
     if (read_one_method(text, &choice->method)) return true;
 
-    // Read a hybrid, which has both of its numbers and nothing behind them.
+    // Read a hybrid: both numbers, and nothing behind them.
     char across[8] = "";
     int end = 0;
     sscanf(text.c_str(), "ulysses:%5d,%7[a-z]:%5d%n", &choice->heads, across, &choice->keys, &end);

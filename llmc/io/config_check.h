@@ -1,7 +1,8 @@
 // config_check.h - what only several flags and a shape together can get wrong, refused before a run
-//   A function takes a part: the shape, a way to be parallel, what an option needs. Its message has
-//   both numbers and a fix. config_check() asks them in turn, once, before anything is allocated;
-//   what was left to the program is filled in on the way, and later checks may count on it.
+//   Each function checks one subject: the shape, a way to be parallel, what an option needs. Its
+//   message has both numbers and a fix. config_check() calls them in turn, once, before anything is
+//   allocated. It fills in what the user left to the program as it goes, so that later checks can
+//   rely on it. A function that returns a text returns "" or what is wrong.
 #pragma once
 #include <numeric>
 #include "../machine.h"
@@ -14,7 +15,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // the shape
 
-// "tiny, tiny-llama, gpt2, ..."
+// The presets' names: "tiny, tiny-llama, gpt2, ..."
 inline std::string preset_names() {
     std::string names;
     for (const Preset& p : model_presets())
@@ -22,14 +23,14 @@ inline std::string preset_names() {
     return names;
 }
 
-// Change a preset's or folder's shape as the flags say.
+// Change the shape of a preset or a folder as the flags say.
 inline std::string override_shape(const Config& c, Shape& s) {
-    // A latent's heads follow from other sizes, which have no flags.
+    // Refuse sizes that latent attention derives from others, for which there are no flags.
     if (s.kv_latent && (c.heads || c.channels || c.kv_heads))
         return "--heads, --kv-heads and --channels are not built with latent attention: leave them "
                "out, or give a folder with --scratch";
 
-    // Without --kv-heads, a model with a key/value head for each head keeps one for each.
+    // Without --kv-heads, a model with one key/value head per head keeps that.
     if (c.heads && !c.kv_heads && s.NKV == s.NH)
         s.NKV = c.heads;
     if (c.kv_heads) s.NKV = c.kv_heads;
@@ -40,13 +41,13 @@ inline std::string override_shape(const Config& c, Shape& s) {
         s.F = s.F * c.channels / s.C;
     if (c.channels) s.C = c.channels;
     if (c.ffn) s.F = c.ffn;
-    if (s.kv_latent && s.E == 0) s.dense_F = s.F; // of blocks that may have experts
+    if (s.kv_latent && s.E == 0) s.dense_F = s.F; // blocks without experts
 
-    // Experts in the place of an ffn.
-    // Llamas whose blocks are Mixtral's but for the ffn.
+    // Put experts in the place of the ffn. This works for the Llamas whose blocks equal Mixtral's
+    // in all but the ffn.
     const char* plain[] = {"llama", "mistral", "qwen3"};
     bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
-    // A dense folder's are counted by another flag.
+    // --upcycle counts the experts that a dense folder's ffn is copied into, --experts new ones.
     size_t experts = size_t(c.experts + c.upcycle);
     if (c.upcycle && s.E)
         return concat("--upcycle ", c.upcycle, ": the model has experts already: leave it out");
@@ -55,6 +56,8 @@ inline std::string override_shape(const Config& c, Shape& s) {
         s.hf_type = s.qk_norm ? "qwen3_moe" : "mixtral";
         s.K = 2;
     }
+
+    // Let the flags choose experts and router.
     if (experts) s.E = experts;
     if (c.experts_per_token) s.K = c.experts_per_token;
     if (c.router == "softmax") s.router = Router::SOFTMAX;
@@ -62,21 +65,21 @@ inline std::string override_shape(const Config& c, Shape& s) {
         s.router = Router::RENORMALISED;
     if (c.router == "sigmoid") s.router = Router::SIGMOID;
 
-    // Without experts there is no router to balance.
+    // Balance the router only if there is one.
     s.balance = s.E ? c.balance : 0;
     s.z_loss = s.E ? c.z_loss : 0;
 
-    // Take the rest as it is given.
+    // Take the remaining flags as they are.
     if (c.layers) s.L = c.layers;
     if (c.vocab) s.V = c.vocab;
     if (c.position == "learned") s.position = Position::LEARNED;
     if (c.position == "rope") s.position = Position::ROPE;
     if (c.position == "alibi") s.position = Position::ALIBI;
 
-    // The head size follows from heads and channels, where either has changed.
+    // The head size follows from heads and channels if either has changed.
     if (!c.heads && !c.channels) return "";
     if (s.C % s.NH) {
-        // Offer the divisors of the channels that lie within 8 of the wanted heads.
+        // Offer the divisors of the channels that lie within 8 of the wanted number of heads.
         std::string fix;
         for (size_t d = 1; d <= s.C; d++)
             if (s.C % d == 0 && d + 8 > s.NH && d < s.NH + 8)
@@ -87,7 +90,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     size_t before = s.HS;
     s.HS = s.C / s.NH;
 
-    // RoPE keeps the part of a head that it turns; a size of 0 would be all of it.
+    // RoPE may turn only a part of each head; keep its share. 0 means the whole head.
     if (s.rotary == 0) return "";
     s.rotary = s.rotary * s.HS / before;
     if (s.rotary > 0 && s.rotary % 2 == 0) return "";
@@ -95,9 +98,9 @@ inline std::string override_shape(const Config& c, Shape& s) {
                   " that part is ", s.rotary, ": change --heads or --channels");
 }
 
-// Refuse what is not built.
+// Refuse flags that are not built.
 inline std::string check_built(const Config& c) {
-    // Refuse a row that begins with "=" only where the user has changed its default.
+    // A row whose values begin with "=" is refused only if the user changed its default.
     Config defaults;
     for (const Flag& f : config_table()) {
         if (f.accepts[0] != '=') continue;
@@ -111,7 +114,7 @@ inline std::string check_built(const Config& c) {
     return "";
 }
 
-// New tokens: whose rows can be drawn and then learn.
+// Refuse new tokens in runs where their rows could not be drawn, or could not learn.
 inline std::string check_new_tokens(const Config& c) {
     const std::string flag = "--add-tokens " + c.add_tokens;
     if (c.add_tokens.empty()) return "";
@@ -135,6 +138,8 @@ inline std::string check_shape(const Shape& s) {
                       " is odd: change --heads or --channels");
     if (s.kv_latent && s.position != Position::ROPE)
         return "latent attention has RoPE in a part of each head: use --position rope";
+
+    // Refuse parts that only another family has: groups of heads, a table of positions.
     bool no_groups = s.family == Family::GPT2 || s.family == Family::NEOX;
     if (no_groups && s.NKV != s.NH)
         return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
@@ -143,7 +148,7 @@ inline std::string check_shape(const Shape& s) {
     return "";
 }
 
-// Experts: what they need, and what is not built with them.
+// Check what experts need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate"})
@@ -151,14 +156,17 @@ inline std::string check_experts(const Config& c, const Shape& s) {
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
     if (s.E == 0) return "";
-    // Copies of the ffn must add up to it.
+
+    // Upcycling: the gated copies of the ffn must add up to the ffn.
     std::string flag = concat(c.upcycle ? "--upcycle " : "--experts ", s.E);
     if (c.upcycle && (c.experts || c.scratch))
         return flag + " copies a folder's ffn: leave --experts and --scratch out";
     if (c.upcycle && s.router == Router::SOFTMAX)
         return flag + ": gates of --router softmax sum to less than 1, and copies of the ffn to "
                       "less than the ffn: give --router renormalised";
-    // A bias belongs to sigmoids, and moves by steps that 16 bits alone would lose.
+
+    // A bias on the router's choice: it belongs to sigmoids, and its steps are lost
+    // in 16 bits alone.
     if (s.choice_bias && s.router != Router::SIGMOID)
         return concat("--router ", c.router, ": this model's choice has a bias, which is for "
                                              "sigmoids: leave it out");
@@ -168,11 +176,13 @@ inline std::string check_experts(const Config& c, const Shape& s) {
     if (c.router_bias_rate > 0 && c.masters == "none")
         return "--router-bias-rate moves by less than --masters none can hold: give --masters "
                "float";
-    // GPT-2's ffn, and biases, have no experts' form here.
+
+    // GPT-2's ffn, and an ffn with biases, have no form as experts here.
     if (s.family != Family::MIXTRAL && s.family != Family::DEEPSEEK)
         return flag + ": built for Llama, Mistral and Qwen3 without biases: leave it out, or give "
                       "--model tiny-moe";
-    // A token goes to different experts; a kernel's warp has a lane for each choice.
+
+    // A token goes to different experts, and a warp of the kernel has one lane for each choice.
     if (s.K > std::min(s.E, MOST_CHOICES))
         return concat("--experts-per-token ", s.K, " of ", flag, ": at most ",
                       std::min(s.E, MOST_CHOICES));
@@ -180,7 +190,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
         return "--experts-per-token 1: a gate that is a share of one is always 1, and teaches the "
                "router nothing: give --router softmax";
 
-    // Refuse what would do something else than it says.
+    // Refuse flags that would not do what they say.
     if (c.fp8 != "none")
         return concat("--fp8 ", c.fp8, " is not built with experts: give --fp8 none");
     if (c.weights != "float")
@@ -188,10 +198,10 @@ inline std::string check_experts(const Config& c, const Shape& s) {
     return "";
 }
 
-// Tensor-parallel ranks need equal shares of heads, ffn and, with --sequence-parallel, rows.
-// ranks: that there are; 0: as many as are wanted.
+// Tensor-parallel ranks need equal shares of heads and ffn, and of rows with --sequence-parallel.
+// `ranks`: how many there are; 0: as many as the layout wants.
 inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t ranks) {
-    // List the sizes that divide everything, the ranks too: every message below can name them.
+    // List the sizes that divide everything, also the number of ranks: messages below offer them.
     size_t tp = c.tp;
     std::string fix;
     for (size_t d = 1; d <= s.NH; d++)
@@ -201,7 +211,8 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
         return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
     if (s.F % tp)
         return concat("--tp ", tp, " does not divide the ffn's ", s.F, " channels", fix);
-    // Blocks may have an ffn of another width beside their experts, or in their place.
+
+    // A block may also have an ffn of another width, beside its experts or instead of them.
     for (size_t beside : {s.dense_F, s.shared_F})
         if (beside % tp)
             return concat("--tp ", tp, " does not divide the ", beside,
@@ -210,7 +221,7 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
         return concat("--tp ", tp, " and ", s.NKV, " key/value heads do not divide each other",
                       fix);
 
-    // Check the rows. The micro-batch's B and T are one dimension of rows, B*T, or B*T/cp.
+    // Check the rows. The micro-batch's B and T form one dimension of rows, B*T, or B*T/cp.
     if (!c.sequence_parallel) return "";
     if (tp == 1)
         return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
@@ -222,13 +233,14 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
     return "";
 }
 
-// Hybrids: both numbers make the ranks, and the first shares the heads. List those that do.
+// Check a hybrid's numbers: their product must be --cp, and the first must divide the heads. If
+// not, offer the hybrids that work.
 inline std::string check_hybrid(const Config& c, const Shape& s, const ContextChoice& choice) {
     size_t heads = size_t(choice.heads);
     bool fits = choice.heads * choice.keys == c.cp;
     if (fits && cp_divides(s, c.tp, heads)) return "";
 
-    // Walk over the divisors of cp.
+    // Collect the divisors of cp that work.
     const char* across = choice.method == ContextMethod::RING ? "ring" : "gather";
     std::string fix;
     for (int d = 2; d < c.cp; d++)
@@ -236,7 +248,7 @@ inline std::string check_hybrid(const Config& c, const Shape& s, const ContextCh
             fix += concat(fix.empty() ? "" : ", ", "ulysses:", d, ",", across, ":", c.cp / d);
     if (fix.empty()) fix = concat("--cp-method ", across);
 
-    // Name what stands in the way.
+    // Name the reason: the product, or the heads.
     if (!fits)
         return concat("--cp-method ", c.cp_method, " is of ", choice.heads * choice.keys,
                       " ranks, and --cp is ", c.cp, ": try ", fix);
@@ -245,7 +257,8 @@ inline std::string check_hybrid(const Config& c, const Shape& s, const ContextCh
                   s.NKV, " key/value heads: try ", fix);
 }
 
-// Context-parallel ranks need equal shares of each sequence; zigzag cuts it into two chunks a rank.
+// Context-parallel ranks need equal shares of each sequence. Zigzag order cuts it into
+// two chunks a rank.
 inline std::string check_context_parallel(const Config& c, const Shape& s) {
     ContextChoice choice;
     if (!read_context_method(c.cp_method, &choice))
@@ -263,10 +276,10 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
                       ": try --seq ", up > parts ? concat(up - parts, " or ") : "", up);
     }
 
-    // Ulysses shares heads out once more; list what would do.
+    // Ulysses shares out the heads that tensor parallelism left; list the sizes that work.
     if (c.cp_method == "ulysses" && !cp_divides(s, c.tp, c.cp)) {
         std::string fix;
-        // More ranks than heads never do.
+        // Walk no further than the heads: more ranks than heads never work.
         for (size_t d = 2; d <= s.NH; d++)
             if (cp_divides(s, c.tp, d))
                 fix += concat(fix.empty() ? "--cp " : ", ", d);
@@ -274,20 +287,20 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
                       " does not share ", s.NH, " heads and ", s.NKV, " key/value heads: try ",
                       fix.empty() ? "" : fix + " or ", "--cp-method gather");
     }
-    // Blocks of 8-bit numbers span rows that are no neighbours in the sequence.
+    // FP8 blocks would span rows that are not neighbours in the sequence.
     if (c.fp8 != "none")
         return concat("--fp8 ", c.fp8, " is not built with --cp: leave one of them out");
     return "";
 }
 
-// Expert-parallel ranks share out the experts, and with them the ranks of dp x cp.
+// Expert-parallel ranks are a part of the dp x cp ranks: ep must divide these and the experts.
 inline std::string check_expert_parallel(const Config& c, const Shape& s) {
     if (c.ep == 1) return "";
     if (s.E == 0)
         return concat("--ep ", c.ep, " shares out experts, and the model has none: leave it out, "
                                      "or give --model tiny-moe");
 
-    // List what divides both.
+    // List the sizes that divide both.
     size_t ep = size_t(c.ep);
     size_t ranks = size_t(data_ranks(c));
     std::string fix;
@@ -295,7 +308,7 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
         if (s.E % d == 0 && ranks % d == 0)
             fix += concat(fix.empty() ? ": try --ep " : ", ", d);
 
-    // Name what stands in the way.
+    // Name the reason.
     if (s.E % ep)
         return concat("--ep ", ep, " does not divide ", s.E, " experts", fix);
     if (ranks % ep)
@@ -307,20 +320,20 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
     return "";
 }
 
-// The axes must make as many ranks as there are. --explain needs none.
+// The axes must multiply to the number of ranks, unless --explain only describes a layout.
 inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (processes > 1 && c.local_ranks > 1)
         return concat("--local-ranks ", c.local_ranks, " in each of ", processes,
                       " processes: use one of the two");
 
-    // Share the heads first: the number of ranks that is wanted then is one that works.
+    // Check the heads first: then the number of ranks that a later message asks for is possible.
     int ranks = std::max(processes, c.local_ranks);
     std::string wrong = check_context_parallel(c, s);
     if (wrong.empty())
         wrong = check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks));
     if (!wrong.empty()) return wrong;
 
-    // --dp 0 is what the other axes leave.
+    // --dp 0 takes what the other axes leave.
     if (c.dp == 0)
         c.dp = std::max(1, ranks / (c.tp * c.pp * c.cp));
     int wanted = rank_count(c);
@@ -339,6 +352,7 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
         return concat("--pp ", c.pp, " x --chunks ", c.chunks, " are ", stages,
                       " stages, and the model has ", layers,
                       " layers (blocks, embedding and head): use fewer");
+
     if (c.zero_group && data_ranks(c) % c.zero_group)
         return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp,
                       c.cp > 1 ? concat(" x --cp ", c.cp) : "");
@@ -355,15 +369,16 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
     return "";
 }
 
-// A batch is whole micro-batches on every rank; --batch-tokens 0 is one of each.
+// Check that a batch is whole micro-batches on every rank. --batch-tokens 0 becomes one of each.
 inline std::string check_batch(Config& c, const Shape& s) {
-    // Accumulation is a whole number of micro-batches: a part of one would need a plan of its own.
+    // Accumulate whole micro-batches only: a part of one would need a plan of its own.
     int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;
     if (c.batch_tokens == 0) c.batch_tokens = step_tokens;
     if (size_t(c.seq) > s.P)
         return concat("--seq ", c.seq, " is beyond the model's ", s.P, " positions: use --seq ",
                       s.P, " or less");
     if (c.batch_tokens % step_tokens == 0) return "";
+
     // Offer the multiple below and the one above; below the first there is none.
     int64_t down = c.batch_tokens / step_tokens * step_tokens;
     int64_t up = down + step_tokens;
@@ -372,14 +387,14 @@ inline std::string check_batch(Config& c, const Shape& s) {
                   down ? concat(down, " or ") : "", up);
 }
 
-// Masters may be small where weights are their upper halves, or their own masters; moments where
-// there are any.
+// Check the storage of masters and moments. Small masters exist for bf16 weights, which are the
+// upper halves of floats (remainder) or their own masters (none). Small moments exist for AdamW.
 inline std::string check_masters(const Config& c) {
     if (c.states != "float" && c.optimizer != "adamw")
         return concat("--states ", c.states, " is for --optimizer adamw: give --states float");
     if (c.masters == "float") return "";
     std::string flag = "--masters " + c.masters;
-    // fp16 is no part of a float: what it lacks depends on the exponent.
+    // An fp16 number is not the upper half of a float: what it lacks depends on the exponent.
     if (c.precision != "bf16")
         return concat(flag, " is for bf16 weights, and these are ", c.precision,
                       ": give --precision bf16, or --masters float");
@@ -388,17 +403,21 @@ inline std::string check_masters(const Config& c) {
     return "";
 }
 
-// Conversations and pairs: what they need, and what is not built beside them. Fills in the numbers
-// that were left out.
+// Check what conversations, pairs and sampled answers need, and what is not built with them. Fill
+// in the numbers that the user left out.
 inline std::string check_loss(Config& c) {
     const std::string flag = "--loss " + c.loss;
     bool sampled = c.loss == "grpo";
+
+    // Refuse flags of preferences and of sampled answers beside other losses.
     if (given(c, "beta") && !has_pairs(c) && !sampled)
         return concat("--beta ", c.beta,
                       " is for preferences: give --loss dpo, ipo, simpo, orpo or kto");
     for (const char* name : {"group", "answer-tokens", "reward", "advantage"})
         if (given(c, name) && !sampled)
             return concat("--", name, " is of answers that are sampled: give --loss grpo");
+
+    // Refuse numbers of one loss beside another.
     if (c.label_smoothing > 0 && c.loss != "dpo")
         return concat("--label-smoothing ", c.label_smoothing, " is for --loss dpo: leave it out");
     if (c.label_smoothing >= 0.5)
@@ -411,11 +430,11 @@ inline std::string check_loss(Config& c) {
             return concat("--", name, " is for --loss kto: leave it out");
     if (c.loss == "lm") return "";
 
-    // TRL's numbers, and of SimPO those of its paper. Sampled answers do without a reference.
+    // Fill in TRL's numbers; for SimPO, those of its paper. Sampled answers need no reference.
     if (c.beta == 0 && !sampled) c.beta = c.loss == "simpo" ? 2 : 0.1;
     if (c.gamma < 0) c.gamma = 0.5;
 
-    // Data.
+    // Check the data, and whether a sequence stays whole.
     if (c.document_mask)
         return flag + " packs whole conversations, and none sees another: leave --document-mask "
                       "out";
@@ -430,7 +449,7 @@ inline std::string check_loss(Config& c) {
     return "";
 }
 
-// Answers that are sampled: their rewards, and a batch of whole groups.
+// Check sampled answers: they need rewards, and a batch of whole groups.
 inline std::string check_rollouts(const Config& c) {
     if (c.loss != "grpo") return "";
     for (const char* name : {"val", "eval", "keep-best"})
@@ -440,27 +459,30 @@ inline std::string check_rollouts(const Config& c) {
     if (!has_rollouts(c)) return "";
     if (c.reward.empty())
         return "--loss grpo learns from rewards: give --reward exact, number or regex";
-    // A reference would have to read each step's answers.
+    // Refuse a reference model: it would have to read the answers that each step samples.
     if (c.beta > 0)
         return concat("--beta ", c.beta, ": a reference of sampled answers is not built: leave it "
                       "out");
 
-    // The gradient is the policy's where the policy itself is sampled.
+    // Refuse another distribution: the gradient is right only if the policy itself is sampled.
     if (c.temperature != 1 || c.top_k > 0 || c.top_p < 1)
         return "--loss grpo learns from the model's own distribution: leave --temperature, --top-k "
                "and --top-p out";
     if (c.ignore_eos)
         return "--ignore-eos: answers that never end teach nothing of ends: leave it out";
+
+    // Check that a step holds whole groups.
     int64_t answers = c.batch_tokens / c.seq, once = int64_t(c.micro_batch) * c.dp;
     if (answers % c.group == 0) return "";
-    // Offer the next batch of whole groups.
+    // Offer the next larger batch of whole groups.
     int64_t fits = std::lcm(int64_t(c.group), once);
     return concat("--group ", c.group, " does not divide the ", answers, " sequences of a step: "
                   "try --batch-tokens ", (answers + fits - 1) / fits * fits * c.seq);
 }
 
-// Adapters: which models have them, and what is not built beside them.
+// Check which models may have adapters, and what is not built beside them.
 inline std::string check_lora(Config& c, const Shape& s) {
+    // Refuse flags of adapters in runs that have none.
     for (const char* name : {"lora-alpha", "lora-targets", "lora-rs"})
         if (c.lora == 0 && given(c, name))
             return concat("--", name, " is for adapters: give --lora RANK");
@@ -474,33 +496,39 @@ inline std::string check_lora(Config& c, const Shape& s) {
         return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,
                       " has some: leave one of them out");
     std::string flag = c.lora ? concat("--lora ", c.lora) : "--adapter " + c.adapter;
-    // Fill in what follows from the rank; decay would draw an adapter back to the base.
+    // Fill in what follows from the rank. No decay by default: it would draw adapters to the base.
     if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
     if (!given(c, "weight-decay")) c.weight_decay = 0;
 
-    // Experts' stacks are multiplied elsewhere; files of the others join or mix their matrices.
+    // Refuse experts, whose stacks are multiplied elsewhere, and families whose files join matrices
+    // or mix their rows.
     bool built = s.family == Family::GPT2 || s.family == Family::LLAMA;
     if (!built || s.hf_type == "phi3")
         return concat(flag, " is built for GPT-2 and Llama, not for ", s.hf_type,
                       ": leave it out");
+
+    // Refuse what is not built beside adapters.
     if (c.fp8 != "none")
         return concat(flag, " is not built with --fp8: give --fp8 none");
     if (c.offload != "none")
         return concat(flag, " is not built with --offload: leave it out; --zero 3 and --weights "
                             "nf4 save memory too");
+
+    // Refuse exports that cannot hold adapters.
     if (c.export_dir.ends_with(".bin"))
         return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder";
     if (c.export_dir.ends_with(".gguf") && !c.merge)
         return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder, "
                "or --merge";
+
     if (c.masters == "remainder")
         return concat(flag, ": --masters remainder would round the frozen weights in another way: "
                             "give --masters float");
     return "";
 }
 
-// Frozen weights are read, and nothing else: their gradients would have no place to go, and codes
-// are no longer the weights that were loaded.
+// Check frozen weights, which are stored in narrow types and only read. There is no room for their
+// gradients, and they are no longer exactly the weights that were loaded.
 inline std::string check_frozen(const Config& c) {
     if (c.weights == "float") return "";
     std::string flag = "--weights " + c.weights;
@@ -516,11 +544,13 @@ inline std::string check_frozen(const Config& c) {
     return "";
 }
 
-// Some flags want another one.
+// Check flags that need another flag, or exclude it.
 inline std::string check_together(const Config& c) {
     std::string wrong = check_masters(c);
     if (wrong.empty()) wrong = check_frozen(c);
     if (!wrong.empty()) return wrong;
+
+    // Check pairs of flags.
     if (c.min_lr > c.lr)
         return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
     if (c.fp8 != "none" && c.precision != "bf16")
@@ -535,19 +565,21 @@ inline std::string check_together(const Config& c) {
         return "--recompute auto fits the memory of a machine, and --explain may speak of another: "
                "give --memory GiB";
 
-    // The sum over blocks that budget.h walks does not know what has left the device.
+    // Refuse automatic recomputation beside offloaded activations: budget.h sums what blocks keep
+    // on the device, and does not know what has left it.
     if (c.recompute == "auto" && offloads(c, "activations"))
         return "--recompute auto counts activations on the device, and --offload activations takes "
                "them away: give a level, --recompute selective or full";
 
-    // Folders: what is kept needs one.
+    // Refuse flags for files without the folder that would hold them.
     if (c.resume && c.out.empty())
         return "--resume goes on from the newest checkpoint in --out: give --out DIR";
     if (c.resume_step >= 0 && !c.resume)
         return "--resume-step chooses what --resume goes on from: give --resume too";
     if (c.save_every && c.out.empty())
         return "--save-every wants a folder: give --out DIR";
-    // Minutes are a number or a word.
+
+    // Check when to save: --save-minutes takes a number or "auto".
     char* end = nullptr;
     double minutes = strtod(c.save_minutes.c_str(), &end);
     bool within = minutes >= 0 && minutes <= 1e6;
@@ -559,7 +591,8 @@ inline std::string check_together(const Config& c) {
         return "--save-minutes auto wants a folder: give --out DIR";
     if (given(c, "failure-hours") && c.save_minutes != "auto")
         return "--failure-hours says how often --save-minutes auto saves: give that too";
-    // Memory is no place to keep a run.
+
+    // Check saves in memory: a run with them needs a folder on disk too.
     bool kept = !c.out.empty() && c.buddy_every > 0;
     if (!c.buddy.empty() && !kept)
         return "--buddy saves in memory between the saves of a folder: give --out DIR and "
@@ -568,6 +601,7 @@ inline std::string check_together(const Config& c) {
         return "--buddy-every wants a folder in memory: give --buddy /dev/shm/NAME";
     if (c.save_async && c.out.empty())
         return "--save-async wants a folder: give --out DIR";
+
     if (c.keep_best && c.out.empty())
         return "--keep-best wants a folder: give --out DIR";
     if (c.export_dtype == "q8_0" && !c.export_dir.ends_with(".gguf"))
@@ -575,7 +609,7 @@ inline std::string check_together(const Config& c) {
     return "";
 }
 
-// --plan chooses the layout: in a run no flag may choose another part of it.
+// Check --plan, which chooses the layout: in a run no flag may choose another part of it.
 inline std::string check_planning(const Config& c) {
     if (c.gpus && c.plan == "none")
         return concat("--gpus ", c.gpus, " is what --plan plans for: give --plan auto");
@@ -583,7 +617,8 @@ inline std::string check_planning(const Config& c) {
     if (c.gpus && !c.explain)
         return concat("--gpus ", c.gpus, " plans for ranks that need not be there: give --explain; "
                                          "a run has the ranks that it was started with");
-    // Refuse a flag that would be chosen, for one of the two would have no effect.
+
+    // Refuse a flag that the plan chooses: one of the two would have no effect.
     for (const char* name : planned_flags())
         if (given(c, name) && !c.explain)
             return concat("--plan auto chooses --", name,
@@ -595,6 +630,7 @@ inline std::string check_planning(const Config& c) {
         return "--plan auto: the time of preferences, sampled answers, --offload, --fp8 and "
                "adapters is not simulated: plan without them, and add them to the command that it "
                "prints";
+
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
         return concat("--plan auto looks at no schedule from a file: leave --pipeline ",
@@ -604,7 +640,7 @@ inline std::string check_planning(const Config& c) {
     return "";
 }
 
-// A machine that is not this one is simulated, and not all that runs here is timed there.
+// Check --machine. It is simulated, and the time of some flags is not.
 inline std::string check_machine(const Config& c) {
     if (c.machine.empty()) return "";
     Machine machine;
@@ -614,7 +650,9 @@ inline std::string check_machine(const Config& c) {
         return "--machine " + c.machine + " says how long a step would take there: give --explain";
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
-    // Moves between tiers, 8-bit products, adapters and a head that walks twice have no cost yet.
+
+    // Refuse flags without a cost in the simulator: moves between memories, 8-bit products,
+    // adapters, and a head that walks twice.
     if (objective_of(c).rows())
         return "--machine: the time of --loss " + c.loss + " is not simulated: leave one out";
     if (c.offload != "none")
@@ -627,9 +665,9 @@ inline std::string check_machine(const Config& c) {
     return "";
 }
 
-// Check everything, and fill in what was left to the program. processes: of the MPI job, or 1.
+// Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
-    // Check what needs no other number first: later messages then talk of a possible shape.
+    // First check what needs no other number: later messages then speak of a possible shape.
     std::string wrong = check_built(c);
     if (wrong.empty()) wrong = check_shape(s);
     if (wrong.empty()) wrong = check_experts(c, s);

@@ -1,16 +1,17 @@
 // config_notes.h - flags that cannot work are refused, and flags that change nothing are noted
 //   Runs after config_check(), which fills in defaults. Only flags that the user gave are noted.
+//   A refusal is a text; "" refuses nothing.
 #pragma once
 #include "config.h"
 
 namespace llmc {
 
-// Take TRL's defaults where flags say nothing: fine-tuning wants smaller steps than new weights do.
-// Says which; "": none is taken.
+// Take TRL's defaults for flags that were not given: fine-tuning wants smaller steps than training
+// from scratch. Returns a line that names them, or "" if none is taken.
 inline std::string take_loss_defaults(Config& c) {
     std::string taken;
     if (c.loss == "lm") return taken;
-    // Adapters take ten times the rate of all weights, as TRL's pages on LoRA have it.
+    // Adapters take ten times the learning rate of full fine-tuning, as TRL's pages on LoRA advise.
     if (!given(c, "lr")) {
         bool gentle = objective_of(c).rows();
         c.lr = (gentle ? 1e-6 : 2e-5) * (has_adapters(c) ? 10 : 1);
@@ -23,9 +24,9 @@ inline std::string take_loss_defaults(Config& c) {
     return taken.empty() ? "" : "--loss " + c.loss + " takes TRL's defaults:" + taken;
 }
 
-// Refuse an offload that is not built, has nothing to move, or no place.
+// Refuse an offload that is not built, has nothing to move, or has no place to go.
 inline std::string refuse_idle_offload(const Config& c) {
-    // Name the word that is not known, not the whole list.
+    // Name the unknown word, not the whole list.
     std::istringstream words(c.offload + (c.offload.empty() ? "," : ""));
     for (std::string word; std::getline(words, word, ',');)
         if (c.offload != "none" && word != "optimizer" && word != "activations" &&
@@ -39,7 +40,7 @@ inline std::string refuse_idle_offload(const Config& c) {
         return "--offload optimizer: --optimizer sgd in fp32 has neither masters nor moments: "
                "leave it out";
 
-    // The CPU updates what lies in memory.
+    // The host can update only what lies in its memory.
     bool at_host = c.offload_update == "host";
     if (at_host && !offloads(c, "optimizer"))
         return "--offload-update host: masters and moments lie on the device: give --offload "
@@ -50,11 +51,11 @@ inline std::string refuse_idle_offload(const Config& c) {
     return c.offload_to.empty() ? "--offload-to names no place: give cpu, or a folder" : "";
 }
 
-// Refuse graphs where the host has a part in the middle of a step.
+// Refuse CUDA graphs if the host has a part in the middle of a step.
 inline std::string refuse_graphs(const Config& c) {
     if (!c.graphs) return "";
 
-    // The host waits for nothing in a graph, nor moves anything.
+    // During a graph the host neither waits for a result nor moves data.
     if (c.ep > 1 && c.ep_method == "exchange")
         return "--graphs: with --ep-method exchange the host reads what routers chose, and a "
                "graph does not wait: give --ep-method gather";
@@ -62,21 +63,21 @@ inline std::string refuse_graphs(const Config& c) {
         return concat("--graphs: the host moves what --offload ", c.offload,
                       " names: leave one of the two out");
 
-    // A graph holds what streams are given, and nobody else may act while it runs.
+    // A graph holds the work of GPU streams; nothing outside may act while it runs.
     if (c.device == "cpu")
         return "--graphs is for GPUs, and --device cpu launches nothing: leave one of the two out";
     if (c.local_ranks > 1)
         return concat("--graphs: the threads of --local-ranks ", c.local_ranks,
                       " wait for each other on the host: start processes with mpirun, a GPU each");
 
-    // The laps of a stopwatch lie between two actions, which a graph does not have.
+    // A profile times single actions, and a graph launches all of them at once.
     if (!c.profile.empty())
         return concat("--graphs: --profile ", c.profile,
                       " times actions one by one: leave one of the two out");
     return "";
 }
 
-// Texts to continue come from one place, at one time: --prompt, --prompts or --chat.
+// Refuse two sources of texts to continue: --prompt, --prompts and --chat exclude each other.
 inline std::string refuse_prompts(const Config& c) {
     if (c.prompts.empty() && !c.chat) return "";
     std::string flag = c.chat ? "--chat" : "--prompts";
@@ -86,13 +87,13 @@ inline std::string refuse_prompts(const Config& c) {
     if (c.sample_every)
         return concat(flag, " comes at the end of a run, and --sample-every ", c.sample_every,
                       " samples during it: leave one of them out");
-    // Without tokens no text goes on.
+    // Refuse flags under which no text is continued.
     if (!c.eval && c.sample_tokens > 0) return "";
     return concat(flag, ": ", c.eval ? "--eval" : "--sample-tokens 0",
                   " continues nothing: leave it out");
 }
 
-// Guesses are drawn and judged in one process.
+// Refuse --draft on several ranks: one process draws guesses and judges them.
 inline std::string refuse_draft(const Config& c) {
     if (c.draft.empty())
         return "";
@@ -104,7 +105,7 @@ inline std::string refuse_draft(const Config& c) {
                   " continues nothing: leave it out");
 }
 
-// Refuse what cannot work, or does nothing at all.
+// Refuse flags that cannot work, or that do nothing at all.
 inline std::string refuse_idle_flags(const Config& c) {
     // Check numbers that no training can use.
     for (auto& [name, beta] : {std::pair("beta1", c.beta1), std::pair("beta2", c.beta2)})
@@ -133,9 +134,9 @@ inline std::string refuse_idle_flags(const Config& c) {
     return refuse_idle_offload(c);
 }
 
-// Flags that were given and change nothing, a line each.
+// Note the flags that were given and change nothing, one line each.
 inline std::vector<std::string> config_notes(const Config& c) {
-    // A flag, whether it can work here, and with which other one it would.
+    // A flag, whether it can work in this run, and the flag or condition it needs.
     struct Pair {
         const char* name;
         bool works;
@@ -182,7 +183,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         if (given(c, p.name) && !p.works)
             notes.push_back(concat("--", p.name, " does nothing without ", p.wants));
 
-    // Numbers that fit their ranges, and not each other.
+    // Note numbers that fit their own ranges but not each other.
     if (c.fp8 == "block" && c.seq % FP8_BLOCK)
         notes.push_back(concat("--fp8 block: blocks of 128 tokens hold several sequences of --seq ",
                                c.seq, ": results depend on --micro-batch a little"));

@@ -1,17 +1,17 @@
 // conversations.h - JSON lines of conversations, packed whole into windows, answers marked
-//   Lines    by the keys that they have:
+//   Lines    by their keys:
 //              {"messages": [{"role": "user", "content": "..."}, ...]}, an answer with "weight": 0
 //                is not trained
 //              {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
 //              {"instruction": "...", "input": "...", "output": "..."}
 //              {"prompt": "...", "completion": "..."}, texts or lists of messages
-//   Windows  Conversations lie whole in windows of T tokens, the longest first, each in the window
-//            with the least room that takes it (best fit). What is left is padding, a document of
-//            its own. One that is longer than T loses its end; it is left out where no answer is
-//            left. The windows follow from the text alone, before any rank is known.
-//   Marks    Two bits of a token of 32: TRAINED, an answer's; BEGINS, a conversation begins, which
-//            sees none before it (documents.h). A window begins with one, so that its last token
-//            predicts nothing and n windows are n T tokens.
+//   Windows  Conversations lie whole in windows of T tokens. The longest come first, and each goes
+//            to the window with the least room that takes it (best fit). Padding fills the rest, as
+//            a document of its own. A conversation that is longer than T loses its end; without an
+//            answer left it is dropped. Windows depend on the text alone, not on ranks.
+//   Marks    Two bits of a 32-bit token: TRAINED, it belongs to an answer; BEGINS, a conversation
+//            begins here, which sees none before it (documents.h). Every window begins with one, so
+//            its last token predicts nothing, and n windows are n T tokens.
 //   Shards   llm.c's 32-bit magic with version 8, and T behind the count of tokens.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
@@ -25,7 +25,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // lines
 
-// A string of an object; where it is missing `text` stays.
+// Read a string of an object. If the key is missing and not needed, `text` stays as it is.
 inline std::string take_string(const nlohmann::json& j, const char* key, bool needed,
                                std::string* text) {
     if (!j.contains(key) && !needed) return "";
@@ -35,14 +35,14 @@ inline std::string take_string(const nlohmann::json& j, const char* key, bool ne
     return "";
 }
 
-// The usual names of roles.
+// Map other collections' names of roles to user and assistant.
 inline std::string usual_role(const std::string& name) {
     if (name == "human") return "user";
     if (name == "gpt" || name == "bot" || name == "model") return "assistant";
     return name;
 }
 
-// Append a list of messages, whose keys differ between collections: role and content are OpenAI's,
+// Append a list of messages. The keys differ between collections: role and content are OpenAI's,
 // from and value are ShareGPT's.
 inline std::string read_messages(const nlohmann::json& list, const char* role, const char* text,
                                  Conversation* out) {
@@ -60,7 +60,7 @@ inline std::string read_messages(const nlohmann::json& list, const char* role, c
     return "";
 }
 
-// A part of a conversation: messages, or a text of this role.
+// Read a part of a conversation: a list of messages, or one text of the given role.
 inline std::string read_part(const nlohmann::json& j, const char* key, const char* role,
                              Conversation* out) {
     if (j.contains(key) && j[key].is_array())
@@ -71,7 +71,7 @@ inline std::string read_part(const nlohmann::json& j, const char* key, const cha
     return wrong;
 }
 
-// The conversation of a line's object.
+// Read the conversation of a line's object.
 inline std::string read_conversation(const nlohmann::json& j, Conversation* out) {
     out->clear();
     if (j.contains("messages"))
@@ -79,13 +79,13 @@ inline std::string read_conversation(const nlohmann::json& j, Conversation* out)
     if (j.contains("conversations"))
         return read_messages(j["conversations"], "from", "value", out);
 
-    // A question and its answer, under one of two pairs of names. The first may be messages.
+    // A prompt and its completion, texts or messages.
     if (j.contains("completion")) {
         std::string wrong = read_part(j, "prompt", "user", out);
         return wrong.empty() ? read_part(j, "completion", "assistant", out) : wrong;
     }
 
-    // Alpaca's: what is to be done, and with what.
+    // Alpaca's keys: what is to be done, and with what.
     ChatMessage system = {"system", ""}, user = {"user", ""}, answer = {"assistant", ""};
     if (!j.contains("instruction"))
         return "has none of \"messages\", \"conversations\", \"instruction\" with \"output\", "
@@ -102,23 +102,23 @@ inline std::string read_conversation(const nlohmann::json& j, Conversation* out)
 // ----------------------------------------------------------------------------
 // windows
 
-// Counts over what has been read.
+// Counts of what has been read.
 struct ConversationCounts {
     size_t lines = 0;
     size_t malformed = 0;
-    std::string first_malformed = ""; // with its place
+    std::string first_malformed = ""; // with its file and line
     size_t conversations = 0;         // in windows
-    size_t cut = 0;                   // of them, those that lost their end
-    size_t lost = 0;                  // answers' tokens that were cut off
-    size_t dropped = 0;               // no answer would have been left
+    size_t cut = 0;                   // conversations that lost their end
+    size_t lost = 0;                  // tokens of answers that were cut off
+    size_t dropped = 0;               // conversations of which no answer would have been left
     size_t pairs = 0;                 // in windows (pairs.h)
-    size_t long_pairs = 0;            // left out: longer than a window
-    size_t undesirable = 0;           // answers in windows that are not wanted (labels.h)
-    size_t trained = 0;               // answers' tokens in windows
+    size_t long_pairs = 0;            // pairs left out: longer than a window
+    size_t undesirable = 0;           // undesirable answers in windows (labels.h)
+    size_t trained = 0;               // tokens of answers in windows
 };
 
-// A conversation as marked tokens, at most T of them; none where no answer is left. Its end goes,
-// never its middle: an answer is trained behind the question that it answers.
+// Turn a conversation into marked tokens, at most T of them; none if no answer is left. It loses
+// its end, never its middle: an answer must stand behind its question.
 inline std::vector<int> marked_tokens(const ChatTokens& c, size_t T, ConversationCounts* counts) {
     // Keep the start. An answer that is cut has no end, and is trained as far as it goes.
     std::vector<int> tokens;
@@ -130,7 +130,7 @@ inline std::vector<int> marked_tokens(const ChatTokens& c, size_t T, Conversatio
         if (fits) tokens.push_back(c.tokens[i] | (c.trained[i] ? TRAINED : 0));
     }
 
-    // Count what has become of it.
+    // Count what was kept and what was lost.
     counts->cut += trained > 0 && lost > 0;
     counts->lost += trained > 0 ? lost : 0;
     counts->trained += trained;
@@ -141,18 +141,18 @@ inline std::vector<int> marked_tokens(const ChatTokens& c, size_t T, Conversatio
     return tokens;
 }
 
-// Pack conversations into windows of T tokens: best fit decreasing, which wastes little where many
-// are short. The rooms that are left lie in order, so the time is n log n. Where a window has room
-// at its end, `padding` fills it.
+// Pack conversations into windows of T tokens by best fit decreasing, which wastes little if many
+// are short. The rooms that are left are kept in order, so the time is O(n log n). `padding` fills
+// the end of a window.
 inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations, size_t T,
                                      int padding) {
-    // The longest first; among equals the order stays.
+    // Sort the longest first; equals keep their order.
     auto longer = [](const auto& a, const auto& b) { return a.size() > b.size(); };
     std::stable_sort(conversations.begin(), conversations.end(), longer);
 
-    // Each goes where the least room is left, or begins a window.
+    // Put each where the least room is left, or into a new window.
     std::vector<std::vector<int>> windows;
-    std::multimap<size_t, size_t> room; // of windows
+    std::multimap<size_t, size_t> room; // room that is left -> window
     for (const std::vector<int>& c : conversations) {
         if (c.empty()) continue;
         auto found = room.lower_bound(c.size());
@@ -165,7 +165,7 @@ inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations
         room.insert({T - windows[window].size(), window});
     }
 
-    // Fill them up.
+    // Pad the windows.
     std::vector<int> tokens;
     for (std::vector<int>& w : windows) {
         if (w.size() < T) w.push_back(padding | BEGINS);
@@ -175,7 +175,8 @@ inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations
     return tokens;
 }
 
-// Make the marked tokens of a line's object, at most T of them: "" or what is wrong with it.
+// A function that turns a line's object into at most T marked tokens. Returns "" or what is
+// wrong with the line.
 typedef std::string (*LineTokens)(const Chat& chat, const nlohmann::json& line, size_t T,
                                   std::vector<int>* tokens, ConversationCounts* counts);
 inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& line, size_t T,
@@ -188,26 +189,26 @@ inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& l
     return wrong;
 }
 
-// The windows of a text of JSON lines. line: the number of its first one. The same text has the
-// same windows on every rank, and in every layout.
+// Make the windows of a text of JSON lines. line: the number of its first line. The same text gives
+// the same windows on every rank and in every layout.
 inline std::vector<int> pack_lines(std::string_view text, size_t line, const std::string& path,
                                    const Chat& chat, size_t T, ConversationCounts* counts,
                                    LineTokens line_tokens = conversation_tokens) {
     std::vector<std::vector<int>> conversations;
     for (size_t at = 0, end; at < text.size(); at = end + 1, line++) {
-        // Take a line. Blank ones are no lines.
+        // Take a line. Blank lines do not count.
         end = std::min(text.find('\n', at), text.size());
         std::string_view bytes = text.substr(at, end - at);
         if (bytes.find_first_not_of(" \t\r") == std::string::npos) continue;
         counts->lines++;
 
-        // Read it, and make its tokens.
+        // Read the line, and make its tokens.
         nlohmann::json j = nlohmann::json::parse(bytes, nullptr, false);
         std::vector<int> tokens;
         std::string wrong = j.is_object() ? line_tokens(chat, j, T, &tokens, counts)
                                           : "is no JSON object";
 
-        // A bad line is counted, and the first one is told.
+        // Count a bad line, and keep the message of the first one.
         if (wrong.empty()) {
             conversations.push_back(tokens);
             continue;
@@ -219,20 +220,23 @@ inline std::vector<int> pack_lines(std::string_view text, size_t line, const std
     return pack_windows(std::move(conversations), T, chat.end);
 }
 
-// Refuse a file of which many lines are bad; some are forgiven.
+// Refuse a file with many bad lines; a few are tolerated.
 inline std::string too_many_malformed(size_t malformed, size_t lines, const std::string& first) {
     if (malformed <= 10 + lines / 100) return "";
     return concat(malformed, " of the first ", lines,
                   " lines are bad, which is more than 10 and a hundredth of them: ", first);
 }
 
-// Say what is in windows, and what is not.
+// Describe what the windows hold, and what was left out.
 inline std::string conversations_text(const ConversationCounts& n) {
+    // Say what was kept.
     std::string text = concat(n.conversations, " conversations");
     if (n.pairs + n.long_pairs > 0)
         text = concat(n.pairs, " pairs");
     if (n.undesirable) text += concat(", ", n.undesirable, " of them undesirable");
     if (n.trained) text += concat(", ", n.trained, " tokens of answers");
+
+    // Say what was lost, and why.
     if (n.cut)
         text += concat("; ", n.cut, " are longer than a window and lost ", n.lost,
                        " tokens of answers at their ends");

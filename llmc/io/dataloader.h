@@ -1,20 +1,20 @@
 // dataloader.h - windows of tokens from text and token shards, mapped, larger than memory
-//   .txt   Any text, tokenized when it is opened; where a byte is a token nothing is copied. The
-//          text of a special token (<|endoftext|>) becomes that token. Files that are known to be
-//          no text are refused (file_kind.h).
-//   .bin   llm.c's shards: a header of 256 int32 {magic, version, tokens}, then the tokens:
-//          magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3).
+//   .txt   any text, tokenized when it is opened; the byte tokenizer copies nothing. The text of a
+//          special token (<|endoftext|>) becomes that token. Files that are clearly not text are
+//          refused (file_kind.h).
+//   .bin   llm.c's shards: a header of 256 int32 {magic, version, tokens}, then the tokens.
+//          Magic 20240520 version 1: uint16 (GPT-2). Magic 20240801 version 7: uint32 (Llama 3).
 //          prepare.h writes them. With --loss sft: version 8, windows of whole conversations.
-//   .jsonl With --loss sft: conversations, packed when they are opened (conversations.h); with
-//          --loss dpo and its kin pairs of answers (pairs.h).
+//   .jsonl with --loss sft: conversations, packed when they are opened (conversations.h);
+//          with --loss dpo and its kin: pairs of answers (pairs.h).
 //   windows    A file of n tokens has (n-1)/T windows. Window i holds the tokens iT .. iT+T:
 //              T inputs, and the same shifted by one as targets.
-//   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W): every window
-//              once an epoch, in an order keyed by seed and epoch, with no memory. The cursor of a
-//              run is one number: the samples taken so far.
+//   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W). Each epoch
+//              visits every window once, in an order that is a function of seed and epoch and needs
+//              no memory. The cursor of a run is one number: the samples taken so far.
 //   documents  With --document-mask the documents of a window do not see each other (documents.h).
-//   validation Without files of its own it gets the last tenth of each file. The two splits share
-//              no token.
+//   validation Without its own files, validation gets the last tenth of each training file. The two
+//              splits share no token.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <glob.h>
@@ -35,30 +35,32 @@
 
 namespace llmc {
 
-// An open file, and the range of its tokens that belongs to this split.
-// Ranges count tokens, from the first one behind the header.
+// An open file, and the range of its tokens that belongs to this split. Ranges count tokens, from
+// the first one behind the header.
 struct DataFile {
     std::string path;
     const unsigned char* tokens = nullptr; // the first token, mapped
-    size_t width = 1;                      // bytes a token
-    size_t first = 0;                      // the range, in tokens
+    size_t width = 1;                      // bytes of a token
+    size_t first = 0;                      // the range: `count` tokens from here
     size_t count = 0;
     size_t windows = 0;
     size_t windows_before = 0; // in the files before this one
+    // Identify the file whatever its name: see data_disjoint().
     uint64_t device = 0;
     uint64_t inode = 0;
     std::shared_ptr<const std::vector<int>> encoded = nullptr; // owns the tokens of a text
-    std::string note = ""; // that it looks like no text, or what of it is left out
-    size_t packed = 0;     // tokens of a window of whole conversations; 0: it holds none
+    std::string note = ""; // a remark: it may be no text, or lines were left out
+    size_t packed = 0;     // tokens of a window of conversations; 0: plain text
 };
 
-// Training windows are shuffled; validation reads its own from the start, in order.
+// A training loader shuffles its windows; a validation loader reads them from the start, in order.
 enum class Split { TRAIN, VAL };
 
-// Nothing in it moves: a sample's number alone says which window it is, so a run can resume.
+// All files of one split. The loader has no moving state: the number of a sample alone determines
+// its window, so a run can resume.
 struct DataLoader {
     std::vector<DataFile> files;
-    size_t T = 0;       // tokens a window
+    size_t T = 0;       // tokens of a window
     size_t V = 0;       // the model's vocabulary
     size_t windows = 0; // in all files
     size_t tokens = 0;
@@ -66,7 +68,7 @@ struct DataLoader {
     bool shuffle = true;
 };
 
-// Whether any file is text, which the run's tokenizer has made tokens of.
+// Whether any file is text, which this run has tokenized itself.
 inline bool has_text(const DataLoader& d) {
     auto text = [](const DataFile& f) { return f.encoded || f.width == 1; };
     return std::any_of(d.files.begin(), d.files.end(), text);
@@ -75,7 +77,7 @@ inline bool has_text(const DataLoader& d) {
 // ----------------------------------------------------------------------------
 // files
 
-// "a.bin,b\\,c.txt" -> "a.bin", "b,c.txt"
+// Split a value at its commas. A backslash keeps a comma: "a.bin,b\\,c.txt" -> "a.bin", "b,c.txt".
 inline std::vector<std::string> split_paths(const std::string& value) {
     std::vector<std::string> items = {""};
     for (size_t at = 0; at < value.size(); at++) {
@@ -88,7 +90,7 @@ inline std::vector<std::string> split_paths(const std::string& value) {
     return items;
 }
 
-// A path as --data takes it: a comma in it does not end it.
+// Escape the commas of a path, so that --data takes it as one path.
 inline std::string escape_commas(const std::string& path) {
     std::string escaped;
     for (char c : path)
@@ -96,17 +98,18 @@ inline std::string escape_commas(const std::string& path) {
     return escaped;
 }
 
-// "a.bin,b/*.txt" -> the files; those of a pattern in alphabetical order.
+// List the files of a value: "a.bin,b/*.txt". The files of a pattern come in alphabetical order.
 inline std::string data_paths(const std::string& value, std::vector<std::string>* paths) {
-    // A file of this very name is one file, whatever signs are in it.
+    // First try the value as the name of one file, whatever characters it has.
     auto exists = [](const std::string& path) { return ::access(path.c_str(), F_OK) == 0; };
     if (exists(value)) {
         paths->push_back(value);
         return "";
     }
 
+    // Otherwise each item is a file or a pattern.
     for (const std::string& item : split_paths(value)) {
-        // glob() sorts: all ranks number the windows alike.
+        // glob() sorts, so all ranks number the windows alike.
         glob_t found;
         bool pattern = item.find_first_of("*?[") != std::string::npos && !exists(item);
         if (pattern && glob(item.c_str(), 0, nullptr, &found) == 0) {
@@ -121,7 +124,7 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
     return paths->empty() ? "no data file in '" + value + "'" : "";
 }
 
-// The command that makes a shard of nanoGPT's tokens without a header, which mostly are GPT-2's.
+// The command that makes shards of nanoGPT's tokens without a header, which are mostly GPT-2's.
 inline std::string prepare_tokens_command(const std::string& path, const std::string& tokenizer) {
     if (tokenizer != "byte")
         return prepare_command(path, tokenizer);
@@ -130,14 +133,14 @@ inline std::string prepare_tokens_command(const std::string& path, const std::st
 
 // Check the header of a mapped shard, and step over it.
 inline std::string read_shard_header(DataFile* f, size_t bytes, const std::string& tokenizer) {
-    // 256 words: magic number, version, count of tokens; the rest is 0.
+    // The header is 256 words: magic number, version, count of tokens; the rest is 0.
     int32_t header[256];
     if (bytes < sizeof(header))
         return concat(f->path, ": ", bytes,
                       " bytes are no token shard: its header alone has 1024");
     memcpy(header, f->tokens, sizeof(header));
 
-    // The magic number names the version, and that the width of a token.
+    // The magic number determines the version, and that the width of a token.
     if (header[0] != 20240520 && header[0] != 20240801)
         return concat(f->path, ": magic number ", header[0],
                       " is not a token shard's (20240520 or 20240801); text files end in .txt. Are "
@@ -164,8 +167,8 @@ inline std::string read_shard_header(DataFile* f, size_t bytes, const std::strin
     return "";
 }
 
-// Check that a file's windows are those of the run: whole conversations with --loss sft, of as many
-// tokens; else any text.
+// Check that a file's windows suit the run: under --loss sft, conversations packed into windows of
+// T tokens; otherwise plain text.
 inline std::string check_packed(const DataFile& f, bool wanted, size_t T) {
     if (f.packed && !wanted)
         return f.path + ": holds conversations, of which answers are marked: give --loss sft";
@@ -178,7 +181,7 @@ inline std::string check_packed(const DataFile& f, bool wanted, size_t T) {
     return "";
 }
 
-// Open JSON lines of conversations: their windows take the text's place.
+// Open JSON lines of conversations, and pack them into windows. The tokens replace the mapped text.
 inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     void* begin = nullptr;
     size_t bytes = 0;
@@ -188,7 +191,7 @@ inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     f->device = s.st_dev;
     f->inode = s.st_ino;
 
-    // Pack them. What is left out is said once, by data_notes().
+    // Pack the lines. data_notes() reports once which lines were left out.
     ConversationCounts counts;
     std::string_view text(static_cast<const char*>(begin), bytes);
     LineTokens line_tokens = chat.labels  ? labelled_tokens
@@ -197,6 +200,8 @@ inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     f->encoded = std::make_shared<std::vector<int>>(
         pack_lines(text, 1, f->path, chat, T, &counts, line_tokens));
     unmap_file(begin, bytes);
+
+    // The tokens in memory replace the text.
     f->tokens = (const unsigned char*)f->encoded->data();
     f->width = sizeof(int);
     f->count = f->encoded->size();
@@ -207,8 +212,8 @@ inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     return too_many_malformed(counts.malformed, counts.lines, counts.first_malformed);
 }
 
-// Map a file. It stays mapped as long as the program runs.
-// tokenizer: as --tokenizer gave it, for the commands that messages name.
+// Map a file, which stays mapped as long as the program runs. `tokenizer` is the value of
+// --tokenizer, for the commands that messages suggest.
 inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
     void* begin = nullptr;
     struct stat s = {};
@@ -218,7 +223,7 @@ inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
     f->device = s.st_dev;
     f->inode = s.st_ino;
 
-    // Refuse what is neither text nor tokens; note what only looks so.
+    // Refuse what is neither text nor tokens. Only note what looks doubtful.
     std::string_view head(static_cast<const char*>(begin), std::min(f->count, size_t(1) << 16));
     wrong = no_text(f->path, head, tokenizer);
     if (!wrong.empty()) return wrong;
@@ -228,37 +233,37 @@ inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
     return "";
 }
 
-// Replace a mapped text by its tokens. With a token for each byte the text is its own tokens.
+// Replace a mapped text by its tokens. With the byte tokenizer the text is its own tokens.
 inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
     if (tokenizer.kind == TokenizerKind::BYTE)
         return;
     std::string_view text((const char*)f->tokens, f->count);
     f->encoded = std::make_shared<std::vector<int>>(encode(tokenizer, text, true));
-    // The tokens take the text's place; `encoded` keeps them alive in every copy of the file.
+    // Unmap the text. `encoded` keeps the tokens alive in every copy of the DataFile.
     unmap_file((void*)f->tokens, f->count);
     f->tokens = (const unsigned char*)f->encoded->data();
     f->width = sizeof(int);
     f->count = f->encoded->size();
 }
 
-// Keep one split of a file's tokens. Training gets [0, n - n/10) and validation the rest, so that
-// they share not even a target.
+// Keep one split of a file's tokens: training gets [0, n - n/10), validation the rest. They share
+// not even a target.
 inline void keep_split(DataFile* f, Split split) {
-    // The end is held back and not a sample of the whole: windows near each other share text.
+    // Hold back the end, not samples from everywhere: neighbouring windows share text.
     size_t held_back = f->count / 10;
-    if (f->packed) // whole windows, and one of two
+    if (f->packed) // whole windows, at least one if there are two
         held_back = std::max(f->count / f->packed / 10, size_t(f->count > f->packed)) * f->packed;
     if (split == Split::VAL)
         f->first = f->count - held_back;
     f->count = split == Split::VAL ? held_back : f->count - held_back;
 }
 
-// Open the files of one split. own_validation: validation has files of its own, and all tokens of
-// these files belong to the split. chat: how conversations are written; null: files hold text.
+// Open the files of one split. own_validation: validation has its own files, so all tokens of these
+// files belong to this split. chat: how conversations are written; null: files hold plain text.
 inline std::string data_open(DataLoader* d, const std::string& value, Split split,
                              bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
                              uint64_t seed, const Chat* chat = nullptr) {
-    // Find the files before any is opened.
+    // Find the files before opening any.
     std::vector<std::string> paths;
     std::string wrong = data_paths(value, &paths);
     if (!wrong.empty()) return wrong;
@@ -268,19 +273,19 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
     d->seed = seed;
     d->shuffle = split == Split::TRAIN;
 
-    // Open each, in the order given: it decides the numbers of the windows.
+    // Open each in the order given, which determines the numbers of the windows.
     for (const std::string& path : paths) {
         DataFile f;
         f.path = path;
         bool lines = chat && path.ends_with(".jsonl");
-        // Shards have no mark for the worse answer.
+        // Refuse shards for preferences: they cannot mark the worse answer.
         if (chat && chat->pairs && !lines)
             return path + ": answers that are preferred are JSON objects, one a line: give .jsonl";
         wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
         if (wrong.empty()) wrong = check_packed(f, chat != nullptr, T);
         if (!wrong.empty()) return wrong;
 
-        // A text becomes tokens, all of which the model must know.
+        // Turn text into tokens; the model must know all of the tokenizer's.
         bool text = f.width == 1 || lines;
         if (text && size_t(tokenizer.vocab_size) > V)
             return concat(path, ": --tokenizer ", tokenizer.name, " writes ", tokenizer.vocab_size,
@@ -288,7 +293,7 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
                           ": give the model's tokenizer, or --vocab with new weights");
         if (f.width == 1) tokenize_text(&f, tokenizer);
 
-        // Cut it into windows. The last target lies one token behind the last input.
+        // Cut the range into windows. The last target lies one token behind the last input.
         if (!own_validation) keep_split(&f, split);
         f.windows = f.packed ? f.count / T : f.count > 0 ? (f.count - 1) / T : 0;
         f.windows_before = d->windows;
@@ -297,7 +302,7 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         d->files.push_back(f);
     }
 
-    // A split without a window cannot be trained or judged on.
+    // Refuse a split without a window: it can neither be trained nor judged on.
     bool tenth = !own_validation && split == Split::VAL;
     if (d->windows == 0)
         return concat(split == Split::TRAIN ? "the training" : "the validation", " text has ",
@@ -307,9 +312,9 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
     return "";
 }
 
-// Refuse validation on a file that is trained on, by whatever name.
+// Refuse validation on a file that is trained on, under whatever name.
 inline std::string data_disjoint(const DataLoader& train, const DataLoader& val) {
-    // Device and inode tell a file whatever its name: links and ./ lead to the same one.
+    // Device and inode identify a file whatever its name: links and ./ lead to the same one.
     for (const DataFile& a : train.files)
         for (const DataFile& b : val.files)
             if (a.device == b.device && a.inode == b.inode)
@@ -327,20 +332,22 @@ inline std::vector<std::string> data_notes(const DataLoader& d) {
     return notes;
 }
 
-// One line for the log.
+// Describe the files in one line for the log.
 inline std::string data_text(const DataLoader& d) {
     return concat(d.files.size(), d.files.size() == 1 ? " file, " : " files, ", d.tokens,
                   " tokens, ", d.windows, " windows of ", d.T);
 }
 
-// The project's own text, for a first run without a download. The program lies in the repository,
-// or in a folder of it.
+// The project's own text, for a first run without a download. The program lies in the root of the
+// repository, or in a folder of it.
 inline std::vector<std::string> project_sources(const std::string& folder) {
     std::vector<std::string> found;
     for (std::string root : {folder, folder + "../"}) {
-        // Other folders have pages of their own: the program's source says which is the root.
+        // Find the root by the program's source: other folders may have Markdown pages too.
         if (::access((root + "train_gpt.cu").c_str(), R_OK) != 0)
             continue;
+
+        // List the root's texts and sources.
         for (const char* pattern :
              {"*.md", "*.cu", "*.cpp", "Makefile", "llmc/*.h", "llmc/*.cuh", "llmc/*/*.h",
               "test/*/*.h", "test/*/*.cpp", "scripts/*.sh", "dev/*/*.h", "dev/*/*.cpp"}) {
@@ -358,18 +365,18 @@ inline std::vector<std::string> project_sources(const std::string& folder) {
 // ----------------------------------------------------------------------------
 // documents
 
-// The token that usually ends the documents of a file: the tokenizer's in a text; in llm.c's shards
-// GPT-2's <|endoftext|> or Llama 3's <|begin_of_text|>, which stands before each document and so
-// ends the one before it.
+// The token that usually ends the documents of a file. A text has the tokenizer's. llm.c's shards
+// have GPT-2's <|endoftext|>, or Llama 3's <|begin_of_text|>, which stands before each document and
+// so ends the one before it.
 inline int usual_document_end(const DataFile& f, const Tokenizer& tokenizer) {
     bool text = f.width == 1 || f.encoded;
     return text ? tokenizer.eot : f.width == 2 ? 50256 : 128000;
 }
 
-// Find the token that ends the documents of all files: `given`, or with -1 the usual one.
+// Choose the token that ends the documents of all files: `given`, or with -1 the usual one.
 inline std::string data_document_end(const DataLoader& d, const Tokenizer& tokenizer, int given,
                                      int* end) {
-    // Take the first file's word, then compare.
+    // Take the first file's token, then compare the others.
     const DataFile& first = d.files.front();
     *end = given >= 0 ? given : usual_document_end(first, tokenizer);
     if (*end < 0)
@@ -377,7 +384,7 @@ inline std::string data_document_end(const DataLoader& d, const Tokenizer& token
                " has no token that ends a text: say which one ends the documents of " + first.path +
                ", as in --document-end 10 for lines";
 
-    // One token for all files, and one that the model knows.
+    // One token must serve all files, and the model must know it.
     for (const DataFile& f : d.files)
         if (given < 0 && usual_document_end(f, tokenizer) != *end)
             return concat("--document-mask: token ", *end, " ends the documents of ", first.path,
@@ -392,20 +399,20 @@ inline std::string data_document_end(const DataLoader& d, const Tokenizer& token
 // ----------------------------------------------------------------------------
 // windows
 
-// A permutation of [0, n) keyed by seed and epoch: a Feistel network of four rounds over the next
-// power of four, walked until it lands inside.
+// A pseudorandom permutation of [0, n), keyed by seed and epoch. It is a Feistel network of four
+// rounds over the next power of four, applied again until the result lies below n.
 inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint64_t n) {
-    // At most three of four places lie outside, so the walk takes four tries or fewer on average.
+    // At most three of four places lie outside, so this takes at most four tries on average.
     int half = 0; // bits of each half
     while ((uint64_t(1) << (2 * half)) < n)
         half++;
     uint64_t mask = (uint64_t(1) << half) - 1;
-    // A stream an epoch: each one has an order of its own.
+    // Each epoch has its own random stream, and so its own order.
     uint64_t stream = fnv1a("windows." + std::to_string(epoch));
     uint64_t x = place;
 
-    // Each round mixes one half with a keyed hash of the other. It can be undone, so no two places
-    // become the same.
+    // Each round mixes one half with a keyed hash of the other. A round can be undone, so no two
+    // places meet in one.
     do {
         uint64_t left = x >> half;
         uint64_t right = x & mask;
@@ -419,11 +426,12 @@ inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint6
     return x;
 }
 
-constexpr uint32_t TOKEN_BITS = uint32_t(REJECTED) - 1; // of a marked token
+// The upper bits of a token in packed shards are marks (documents.h).
+constexpr uint32_t TOKEN_BITS = uint32_t(REJECTED) - 1; // mask of the token itself
 
 // Token i of a file's range, with its marks.
 inline int64_t token_at(const DataFile& f, size_t i) {
-    // Tokens have one, two or four bytes; memcpy leaves the upper ones 0.
+    // Tokens have one, two or four bytes; memcpy leaves the upper bytes 0.
     const unsigned char* p = f.tokens + (f.first + i) * f.width;
     if (f.width == 1) return *p;
     uint32_t t = 0;
@@ -431,7 +439,8 @@ inline int64_t token_at(const DataFile& f, size_t i) {
     return t;
 }
 
-// Say which token of a file the model does not have. position: in the file, from its first token.
+// Name the token of a file that the model does not have. `position` counts from
+// the file's first token.
 inline std::string beyond_vocabulary(const DataFile& f, size_t position, size_t V) {
     int64_t token = token_at(f, position - f.first) & (f.packed ? TOKEN_BITS : ~0u);
     return concat(f.path, ": token ", token, " at position ", position,
@@ -440,11 +449,11 @@ inline std::string beyond_vocabulary(const DataFile& f, size_t position, size_t 
                   "again");
 }
 
-// The first of `count` tokens that is V or more; `count`: there is none. W: a token's type. bits:
-// those that are the token and no mark.
+// The index of the first of `count` tokens that is V or more, or `count` if there is none. W is the
+// type of a token; `bits` masks the token without its marks.
 template <typename W>
 size_t first_beyond(const unsigned char* bytes, size_t count, size_t V, W bits) {
-    // The largest of a block is found many tokens at a time; only a bad block is looked at closely.
+    // Take the maximum of a block, many tokens at a time; search closely only in a bad block.
     const W* tokens = reinterpret_cast<const W*>(bytes);
     const size_t block = 1 << 14;
     for (size_t from = 0; from < count; from += block) {
@@ -459,14 +468,16 @@ size_t first_beyond(const unsigned char* bytes, size_t count, size_t V, W bits) 
     return count;
 }
 
-// Look for tokens that the model does not have, before a run of days meets one. At most `bytes`
-// bytes of the shards are read; load_window() looks at all.
+// Look for tokens that the model does not have, so that a run of days does not end at one. This
+// reads at most `bytes` bytes of the shards; load_window() checks every token it takes.
 inline std::string check_tokens(const DataLoader& d, size_t bytes) {
     for (const DataFile& f : d.files) {
-        // A text has just been tokenized; where every number is a token there is nothing to find.
+        // Skip a text, which has just been tokenized, and shards in which every number is a token.
         bool shard = f.width > 1 && !f.encoded;
         if (!shard || d.V > (uint64_t(1) << (8 * f.width)) - 1)
             continue;
+
+        // Search the tokens of this split.
         size_t count = std::min(f.count, bytes / f.width);
         const unsigned char* begin = f.tokens + f.first * f.width;
         uint32_t bits = f.packed ? TOKEN_BITS : ~0u;
@@ -480,7 +491,7 @@ inline std::string check_tokens(const DataLoader& d, size_t bytes) {
 }
 
 // Fill tokens and targets, both (T), of a window of conversations. The last token predicts nothing:
-// another conversation begins behind it.
+// behind it another conversation begins.
 inline std::string load_conversations(const DataFile& f, size_t start, size_t T, size_t V,
                                       int* tokens, int* targets) {
     targets[T - 1] = -1;
@@ -495,7 +506,7 @@ inline std::string load_conversations(const DataFile& f, size_t start, size_t T,
     return "";
 }
 
-// The window of a sample.
+// The window of a sample: shuffled by epoch when training.
 inline uint64_t window_of(const DataLoader& d, uint64_t sample) {
     uint64_t window = sample % d.windows;
     if (!d.shuffle) return window;
@@ -504,7 +515,7 @@ inline uint64_t window_of(const DataLoader& d, uint64_t sample) {
 
 // Fill tokens and targets, both (T), of a window.
 inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens, int* targets) {
-    // Find the file that it lies in.
+    // Find the file that holds the window.
     auto ends_behind = [](uint64_t w, const DataFile& f) {
         return w < f.windows_before + f.windows;
     };
@@ -513,7 +524,7 @@ inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens
     if (f.packed)
         return load_conversations(f, start, d.T, d.V, tokens, targets);
 
-    // Copy its T + 1 tokens: each is an input but the last, and a target but the first.
+    // Copy T + 1 tokens: all but the last are inputs, all but the first are targets.
     for (size_t i = 0; i <= d.T; i++) {
         int64_t token = token_at(f, start + i);
         if (size_t(token) >= d.V)

@@ -1,7 +1,7 @@
 // ds_keys.h - the keys of DeepSpeed's and Accelerate's configurations, and the flags they become
-//   A row is a key, what its value has to be, the flag it sets, DeepSpeed's default where ours is
-//   another one, and what differs here. ds_config.h reads a file by these rows.
-//   Functions that return a text return "" or what is wrong with the key at hand.
+//   A row has a key, the function that checks its value, the flag it sets, DeepSpeed's default if
+//   ours differs, and a note on what differs here. ds_config.h reads a file by these rows.
+//   Every function that returns a text returns "" or what is wrong with the current key.
 #pragma once
 #include <map>
 #include "config.h"
@@ -11,29 +11,29 @@ namespace llmc {
 
 typedef nlohmann::json Json;
 
-// A file on its way into a Config, and the lines that say what became of it.
+// A file that is being translated into a Config, and the lines that report it.
 struct DsFile {
     Config& c;
     std::map<std::string, Json> keys;
     std::set<std::string> user;     // flags that were given before
     std::vector<std::string> lines;
-    std::string says;               // the key at hand, with its value
+    std::string says;               // the current key and its value
 };
 
-// A key and its flag: use() sets the flag, or looks whether the value works here.
+// A key and its flag. use() sets the flag, or checks that the value works here.
 struct DsRow {
     const char* key;
     std::string (*use)(DsFile& f, const DsRow& row, const Json& value);
     const char* flag = "";
-    const char* words = "";        // "a=b c=": a becomes b, and c is what the flag has already
-    const char* missing = nullptr; // DeepSpeed's default, where the key's block is there
+    const char* words = "";        // "a=b c=": a becomes b, and c needs no change
+    const char* missing = nullptr; // DeepSpeed's default, if the key's block is there
     const char* note = "";         // what differs here
 };
 
 // ----------------------------------------------------------------------------
-// what becomes of a key
+// how a key is applied
 
-// Set a flag where the command line has not. An empty value leaves it.
+// Set a flag, unless the command line has set it. An empty value leaves it unchanged.
 inline std::string ds_set(DsFile& f, const DsRow& row, const std::string& value) {
     auto line = [&](const auto&... parts) { f.lines.push_back(concat(f.says, parts...)); };
     const Flag* flag = find_flag(row.flag);
@@ -41,6 +41,8 @@ inline std::string ds_set(DsFile& f, const DsRow& row, const std::string& value)
         line(": so it is here");
         return "";
     }
+
+    // Keep the flag's value if there is nothing to set, or if the command line has set it.
     std::string before = field_text(f.c, flag->field);
     bool wins = f.user.count(row.flag) && !value.empty();
     if (value.empty() || wins) {
@@ -48,7 +50,8 @@ inline std::string ds_set(DsFile& f, const DsRow& row, const std::string& value)
         return "";
     }
 
-    // Two keys must not want two things of a flag; but a schedule's peak replaces the optimizer's.
+    // Refuse two keys that want different values of a flag. Only lr may be set twice: a schedule's
+    // peak replaces the optimizer's rate.
     bool again = given(f.c, row.flag) && strcmp(row.flag, "lr");
     line(" -> --", row.flag, " ", value, row.note);
     std::string wrong = set_flag(f.c, row.flag, value), now = field_text(f.c, flag->field);
@@ -57,13 +60,13 @@ inline std::string ds_set(DsFile& f, const DsRow& row, const std::string& value)
                : wrong;
 }
 
-// A number is the flag's: its text is set as if the user had typed it, and its range is the flag's.
-// A text that holds a number is refused, as DeepSpeed does.
+// Set the flag to a number, as if the user had typed it; the flag checks its range. A text that
+// holds a number is refused, as in DeepSpeed.
 inline std::string ds_number(DsFile& f, const DsRow& row, const Json& value) {
     return value.is_number() ? ds_set(f, row, value.dump()) : "wants a number";
 }
 
-// A word, number, true or false becomes the flag's word. Without a flag any other one is refused.
+// Translate a word, number, true or false into the flag's word. Any other value is refused.
 inline std::string ds_word(DsFile& f, const DsRow& row, const Json& value) {
     std::string word = value.is_string() ? value.get<std::string>() : value.dump(), pair, known;
     for (std::istringstream in(row.words); in >> pair;) {
@@ -75,25 +78,27 @@ inline std::string ds_word(DsFile& f, const DsRow& row, const Json& value) {
     return "not built here, which has: " + known;
 }
 
-// The schedule, and where it ends: DeepSpeed's decay ends at 0, and ours where --min-lr says, by
-// default a tenth of the peak.
+// Set the schedule and its end. DeepSpeed's decay ends at 0, ours at --min-lr, which is a tenth of
+// the peak by default.
 inline std::string ds_schedule(DsFile& f, const DsRow& row, const Json& value) {
     std::string wrong = ds_word(f, row, value);
     bool falls = wrong.empty() && value == "WarmupDecayLR";
     return falls ? ds_set(f, {"", nullptr, "min-lr"}, "0") : wrong;
 }
 
-// 0 is dynamic.
+// Set the loss scale; 0 means dynamic.
 inline std::string ds_loss_scale(DsFile& f, const DsRow& row, const Json& value) {
     return value == 0 ? ds_set(f, row, "dynamic") : ds_number(f, row, value);
 }
 
+// Set a number from its power of two.
 inline std::string ds_power(DsFile& f, const DsRow& row, const Json& value) {
     if (!value.is_number_unsigned() || value > 32)
         return "wants a whole number up to 32";
     return ds_set(f, row, std::to_string(int64_t(1) << value.get<int>()));
 }
 
+// Set both of Adam's betas.
 inline std::string ds_betas(DsFile& f, const DsRow& row, const Json& value) {
     if (!value.is_array() || value.size() != 2)
         return "wants two numbers";
@@ -101,7 +106,7 @@ inline std::string ds_betas(DsFile& f, const DsRow& row, const Json& value) {
     return wrong.empty() ? ds_number(f, {"", nullptr, "beta2"}, value[1]) : wrong;
 }
 
-// The folder of a state on nvme; with another device it is not used.
+// Set the folder for state on nvme. With any other device the key is ignored.
 inline std::string ds_folder(DsFile& f, const DsRow& row, const Json& value) {
     std::string key = row.key;
     auto device = f.keys.find(key.substr(0, key.size() - strlen("nvme_path")) + "device");
@@ -113,12 +118,12 @@ inline std::string ds_folder(DsFile& f, const DsRow& row, const Json& value) {
     return value.is_string() ? ds_set(f, row, value.get<std::string>()) : "wants a folder";
 }
 
-// Two keys share --offload: each sets what both of them want.
+// Set --offload. Two keys share it, so each sets what both of them want.
 inline std::string ds_offload(DsFile& f, const DsRow& row, const Json& value) {
     if (value != "none" && value != "cpu" && value != "nvme")
         return "not built here, which has: none, cpu, nvme";
 
-    // Find the other key by the word that it has in this one's place.
+    // Find the other key: its name has param in place of optimizer, or optimizer in place of param.
     std::string both, place;
     for (auto [word, what] : {std::pair("optimizer", "optimizer"), std::pair("param", "weights")}) {
         std::string key = row.key;
@@ -128,6 +133,8 @@ inline std::string ds_offload(DsFile& f, const DsRow& row, const Json& value) {
         auto at = f.keys.find(key);
         if (at == f.keys.end() || at->second == "none")
             continue;
+
+        // Both keys must want the same place.
         std::string device = json_word(at->second);
         if (!place.empty() && device != place)
             return concat(key, " ", device, " is another place: --offload-to is one for all");
@@ -137,7 +144,7 @@ inline std::string ds_offload(DsFile& f, const DsRow& row, const Json& value) {
     return ds_set(f, row, both);
 }
 
-// Accelerate's processes are all ranks; dp is what the other axes leave of them.
+// Set dp. Accelerate counts all processes; dp is what the other axes leave of them.
 inline std::string ds_processes(DsFile& f, const DsRow& row, const Json& value) {
     int64_t others = int64_t(f.c.tp) * f.c.pp * f.c.cp;
     bool good = value.is_number_unsigned() && value >= 1 && value <= 1000000;
@@ -226,8 +233,8 @@ inline const std::vector<DsRow>& ds_table() {
     return table;
 }
 
-// Keys that change no result: sizes of buffers, what is measured and printed, how ranks are
-// started. One that ends in . or _ stands for all that begin so, but for those with a row.
+// Keys that change no result: sizes of buffers, measuring and printing, the start of ranks. A name
+// that ends in . or _ stands for all keys that begin with it, except those with a row.
 inline const char* const DS_LEFT[] = {
     "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients",
     "zero_optimization.reduce_bucket_size", "zero_optimization.reduce_scatter",

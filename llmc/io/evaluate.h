@@ -1,37 +1,37 @@
 // evaluate.h - bits per byte, and completion tasks: HellaSwag, ARC, PIQA, WinoGrande, LAMBADA
 //   arXiv:1905.07830 (HellaSwag), 1803.05457 (ARC), 1911.11641 (PIQA), 1907.10641 (WinoGrande),
 //   1606.06031 (LAMBADA)
-//   A question has candidates: a context and a completion of it each. A candidate's log-likelihood
-//   is the sum over the completion's tokens. Everything is done as EleutherAI's harness does it
-//   (github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks and models/huggingface.py), with no
+//   A question has candidates: each a context and a completion of it. A candidate's log-likelihood
+//   is the sum over the completion's tokens. All follows EleutherAI's harness
+//   (github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks and models/huggingface.py), without
 //   examples in front; test/io/lm_eval_check.py compares the two.
 //
 //   Texts: context -> completion
-//     hellaswag     activity_label: ctx_a Ctx_b -> " " ending        " [title]" becomes ". ", what
-//                   stands in [ ] goes, then two spaces become one. Ctx_b is Python's capitalize(),
+//     hellaswag     activity_label: ctx_a Ctx_b -> " " ending        " [title]" becomes ". ", text
+//                   in [ ] is removed, then two spaces become one. Ctx_b is Python's capitalize(),
 //                   here of ASCII letters only
 //     arc-easy, arc-challenge   Question: question\nAnswer: -> " " choice
 //     piqa          Question: goal\nAnswer: -> " " solution
-//     winogrande    the sentence up to _ and an option -> " " what follows: the contexts differ
-//     lambada       the text but its last word -> " " that word
+//     winogrande    the sentence up to _ and an option -> " " the rest: the contexts differ
+//     lambada       the text without its last word -> " " that word
 //
 //   Scores
-//     acc         choices: the likeliest is the right one; among equals the first counts
+//     acc         choices: the likeliest completion is the right one; among equals the first counts
 //                 lambada: each token of the word is the likeliest. Among equal logits each counts
-//                 as that; the harness takes the first alone
+//                 as the likeliest; the harness takes only the first
 //     acc_norm    by log-likelihood over characters of the completion, without the space in front
 //     perplexity  exp(-mean log-likelihood) of lambada's words
-//     +-          standard error: sample standard deviation / sqrt(n). For perplexity, by its
-//                 derivative; the harness draws samples
+//     +-          standard error: sample standard deviation / sqrt(n). For perplexity it follows
+//                 from the derivative; the harness draws samples
 //     bits per byte = loss / ln 2 / bytes of the targets' texts: compares tokenizers
 //
-//   Tokens: white space at the context's end moves to the completion. The completion's tokens are
-//   those of both texts together, behind as many as the context alone has. A tokenizer's token for
-//   the beginning of a sequence stands in front (the harness's add_bos_token); an empty context is
-//   that token, or the end of text. A candidate longer than the model's positions loses its
-//   beginning.
+//   Tokens: white space at the context's end moves to the completion. Context and completion are
+//   encoded together; the completion's tokens are those behind as many as the context alone has. A
+//   tokenizer's token that begins sequences stands in front (the harness's add_bos_token). An empty
+//   context is that token, or the end of text. A candidate longer than the model's positions loses
+//   its beginning.
 //   Files: JSON lines as published. HellaSwag also as six lines a question (context, label, four
-//   endings, without brackets); ARC as AI2 or as Hugging Face has it; PIQA's labels in the line, or
+//   endings, without brackets); ARC in AI2's or Hugging Face's form; PIQA's labels in the line, or
 //   in X-labels.lst beside X.jsonl; LAMBADA also as plain text, a passage a line.
 //   Running: likelihood.h.
 #pragma once
@@ -44,19 +44,19 @@
 
 namespace llmc {
 
-// A context and a completion as tokens, and what the model thinks of the completion.
+// A context and a completion as tokens, and how likely the model finds the completion.
 struct Candidate {
-    std::vector<int> tokens = {}; // context and completion
-    size_t scored = 0;            // tokens of the completion: the last so many
-    size_t characters = 0;        // of the completion
+    std::vector<int> tokens = {}; // context, then completion
+    size_t scored = 0;            // number of the completion's tokens, at the end of `tokens`
+    size_t characters = 0;        // of the completion, without the space in front
     double log_likelihood = 0;
     bool greedy = false; // each of the completion's tokens is the likeliest
 };
 
-// Candidates of one question lie side by side in Evaluation::candidates.
+// A question. Its candidates lie side by side in Evaluation::candidates.
 struct Question {
-    size_t first, count; // candidates
-    int label;           // the right one
+    size_t first, count; // range of its candidates
+    int label;           // index of the right one
 };
 
 // A task of --evaluate, with its questions in the order of the file.
@@ -65,23 +65,24 @@ struct Task {
     std::vector<Question> questions = {};
 };
 
-// All questions of --evaluate. Candidates of all tasks run together.
+// All questions of --evaluate. The candidates of all tasks run together.
 struct Evaluation {
     std::vector<Task> tasks = {};
     std::vector<Candidate> candidates = {};
 };
 
 // ----------------------------------------------------------------------------
-// texts as Python sees them: the harness is written in it
+// texts as Python sees them, since the harness is written in Python
 
-// Bytes of the white-space character that text begins with, by str.strip(); 0: none.
+// Bytes of the white-space character with which the text begins, as str.strip() defines it, or 0.
 inline size_t space_length(std::string_view text) {
     if (text.empty()) return 0;
     // ASCII: tab to carriage return, the four separators 0x1c to 0x1f, the blank.
     unsigned char c = (unsigned char)text[0];
     if (c == ' ' || (c >= 0x09 && c <= 0x0d) || (c >= 0x1c && c <= 0x1f))
         return 1;
-    // The rest of Unicode's white space, in UTF-8. Python takes U+0085 too, C's isspace() does not.
+
+    // The rest of Unicode's white space, in UTF-8. Python includes U+0085, C's isspace() does not.
     static const char* others[] = {"\u0085", "\u00a0", "\u1680", "\u2000", "\u2001",
                                    "\u2002", "\u2003", "\u2004", "\u2005", "\u2006",
                                    "\u2007", "\u2008", "\u2009", "\u200a", "\u2028",
@@ -92,34 +93,34 @@ inline size_t space_length(std::string_view text) {
     return 0;
 }
 
-// Characters of white space have 1 to 3 bytes.
+// Remove white space at the end. A character of white space has 1 to 3 bytes.
 inline std::string_view strip_right(std::string_view text) {
     for (size_t n = 1; n <= 3 && n <= text.size(); n++) {
         if (space_length(text.substr(text.size() - n)) != n)
             continue;
         text.remove_suffix(n);
-        n = 0; // look again, from one byte on
+        n = 0; // start again with one byte
     }
     return text;
 }
 
-// Python's strip(): white space goes at both ends.
+// Python's strip(): remove white space at both ends.
 inline std::string strip(std::string_view text) {
     while (size_t n = space_length(text))
         text.remove_prefix(n);
     return std::string(strip_right(text));
 }
 
-// Code points, as Python's len() counts; acc_norm divides by them.
+// Count code points, as Python's len() does; acc_norm divides by them.
 inline size_t count_characters(std::string_view text) {
     size_t n = 0;
-    for (char c : text) n += ((unsigned char)c & 0xc0) != 0x80; // UTF-8: not a byte that continues
+    for (char c : text) n += ((unsigned char)c & 0xc0) != 0x80; // UTF-8: skip continuation bytes
     return n;
 }
 
-// Python's capitalize(), of ASCII letters.
+// Python's capitalize(), for ASCII letters only.
 inline std::string capitalize(std::string text) {
-    // The rest becomes lower case: "NASA flies" is "Nasa flies", in the harness as well.
+    // All other letters become lower case, so "NASA flies" becomes "Nasa flies", as in the harness.
     for (char& c : text)
         c = char(std::tolower((unsigned char)c));
     if (!text.empty())
@@ -127,9 +128,9 @@ inline std::string capitalize(std::string text) {
     return text;
 }
 
-// Remove WikiHow's titles and marks, which HellaSwag has. A mark ends in its line.
+// Remove WikiHow's titles and marks from HellaSwag's texts. A mark ends in its line.
 inline std::string without_marks(const std::string& raw) {
-    // An opening bracket without a closing one in its line is text and stays.
+    // An opening bracket without a closing one in its line is text, and stays.
     std::string text = replace_all(strip(raw), " [title]", ". "), out;
     for (size_t at = 0; at < text.size();) {
         size_t close = text[at] == '[' ? text.find_first_of("]\n", at) : std::string::npos;
@@ -141,9 +142,9 @@ inline std::string without_marks(const std::string& raw) {
 }
 
 // ----------------------------------------------------------------------------
-// a line of a file to the texts of a question
+// from a line of a file to the texts of a question
 
-// A question in words. Completions differ; in WinoGrande the contexts do.
+// A question in words. Usually the completions differ, in WinoGrande the contexts do.
 struct Texts {
     struct Pair {
         std::string context, completion;
@@ -152,7 +153,7 @@ struct Texts {
     int label = 0;
 };
 
-// One context, and completions that a space begins.
+// Join one context with completions, each behind a space.
 inline Texts choices(const std::string& context, const std::vector<std::string>& completions,
                      int label) {
     Texts q;
@@ -162,10 +163,10 @@ inline Texts choices(const std::string& context, const std::vector<std::string>&
     return q;
 }
 
-// Readers go on after an error with a blank field: read_task() looks at `wrong` once a question.
+// Readers continue after an error with a blank field; read_task() checks `wrong` once a question.
 typedef nlohmann::json Json;
 
-// The fields of a line. A missing one is blank, and `wrong` names it.
+// The text of a field. If it is missing, `wrong` names it, and the text is blank.
 inline std::string text_in(const Json& j, const char* name, std::string* wrong) {
     if (j.is_object() && j.contains(name) && j[name].is_string())
         return j[name];
@@ -173,7 +174,7 @@ inline std::string text_in(const Json& j, const char* name, std::string* wrong) 
     return "";
 }
 
-// A list without texts is refused: a question needs a candidate.
+// The texts of a list. An empty list is an error, because a question needs a candidate.
 inline std::vector<std::string> texts_in(const Json& j, const char* name, std::string* wrong) {
     bool good = j.is_object() && j.contains(name) && j[name].is_array() && !j[name].empty();
     for (size_t i = 0; good && i < j[name].size(); i++)
@@ -183,9 +184,9 @@ inline std::vector<std::string> texts_in(const Json& j, const char* name, std::s
     return {};
 }
 
-// A small number in digits.
+// Read a small number in digits.
 inline int number_of(const std::string& text, const char* name, std::string* wrong) {
-    // Seven digits at most: std::stoi throws beyond an int, and no label is that long.
+    // Accept seven digits at most: std::stoi() throws beyond an int, and no label is that long.
     bool good = !text.empty() && text.size() < 8 &&
                 text.find_first_not_of("0123456789") == std::string::npos;
     if (good) return std::stoi(text);
@@ -193,16 +194,16 @@ inline int number_of(const std::string& text, const char* name, std::string* wro
     return 0;
 }
 
-// 2 or "2".
+// Read a number that may be a text: 2 or "2".
 inline int number_in(const Json& j, const char* name, std::string* wrong) {
     bool number = j.is_object() && j.contains(name) && j[name].is_number();
     std::string text = number ? j[name].dump() : text_in(j, name, wrong);
     return wrong->empty() ? number_of(text, name, wrong) : 0;
 }
 
-// {"activity_label", "ctx_a", "ctx_b", "endings": [4 texts], "label"}
+// HellaSwag: {"activity_label", "ctx_a", "ctx_b", "endings": [4 texts], "label"}
 inline Texts hellaswag_texts(const Json& j, std::string* wrong) {
-    // The second half begins a sentence in the file's lower case.
+    // In the file the second half of the context begins in lower case.
     std::string ctx = text_in(j, "ctx_a", wrong) + " " + capitalize(text_in(j, "ctx_b", wrong));
     std::vector<std::string> endings = texts_in(j, "endings", wrong);
     for (std::string& e : endings)
@@ -211,7 +212,7 @@ inline Texts hellaswag_texts(const Json& j, std::string* wrong) {
                    number_in(j, "label", wrong));
 }
 
-// AI2's files have {"question": {"stem", "choices": [{"text", "label"}, ...]}}, Hugging Face's
+// ARC. AI2's files have {"question": {"stem", "choices": [{"text", "label"}, ...]}}, Hugging Face's
 // {"question", "choices": {"text": [...], "label": [...]}}.
 inline Texts arc_texts(const Json& j, std::string* wrong) {
     // Read the choices from either form.
@@ -229,7 +230,7 @@ inline Texts arc_texts(const Json& j, std::string* wrong) {
         labels = texts_in(list, "label", wrong);
     }
 
-    // Find the right one by its label: some files call the choices A to D, others 1 to 4.
+    // Find the right one by its label: some files label the choices A to D, others 1 to 4.
     std::string question = text_in(holder, ai2 ? "stem" : "question", wrong);
     std::string key = text_in(j, "answerKey", wrong);
     auto right = std::find(labels.begin(), labels.end(), key);
@@ -239,16 +240,16 @@ inline Texts arc_texts(const Json& j, std::string* wrong) {
     return choices("Question: " + question + "\nAnswer:", texts, int(right - labels.begin()));
 }
 
-// {"goal", "sol1", "sol2"}, and "label" or a file of labels
+// PIQA: {"goal", "sol1", "sol2"}, with "label" or a file of labels
 inline Texts piqa_texts(const Json& j, std::string* wrong) {
     return choices("Question: " + text_in(j, "goal", wrong) + "\nAnswer:",
                    {text_in(j, "sol1", wrong), text_in(j, "sol2", wrong)},
                    number_in(j, "label", wrong));
 }
 
-// {"sentence" with a _, "option1", "option2", "answer": "1" or "2"}
+// WinoGrande: {"sentence" with a _, "option1", "option2", "answer": "1" or "2"}
 inline Texts winogrande_texts(const Json& j, std::string* wrong) {
-    // Put each option into the gap; both are scored by the rest of the sentence, which they share.
+    // Put each option into the gap. Both are scored by the rest of the sentence, which they share.
     std::string sentence = text_in(j, "sentence", wrong);
     size_t gap = std::min(sentence.find('_'), sentence.size());
     if (wrong->empty() && gap == sentence.size())
@@ -262,7 +263,7 @@ inline Texts winogrande_texts(const Json& j, std::string* wrong) {
     return q;
 }
 
-// {"text"}; a passage without a blank is a completion alone
+// LAMBADA: {"text"}. A passage without a space is a completion alone.
 inline Texts lambada_texts(const Json& j, std::string* wrong) {
     std::string text = text_in(j, "text", wrong);
     size_t space = text.rfind(' ');
@@ -271,15 +272,15 @@ inline Texts lambada_texts(const Json& j, std::string* wrong) {
     return choices(text.substr(0, space), {text.substr(space + 1)}, 0);
 }
 
-// A task: how its lines are read, and which scores it has beside acc.
+// A kind of task: the function that reads its lines, and its scores beside acc.
 struct TaskKind {
     const char* name;
     Texts (*texts)(const Json&, std::string*);
     bool acc_norm;
-    bool perplexity; // one candidate a question: greedy or not
+    bool perplexity; // one candidate a question: is it greedy?
 };
 
-// The tasks that --evaluate knows; a new one is a row and a function that reads its line.
+// The tasks that --evaluate knows. A new one is a row, and a function that reads its lines.
 inline const std::vector<TaskKind>& task_kinds() {
     // clang-format off
     static const std::vector<TaskKind> kinds = {
@@ -302,16 +303,17 @@ inline const TaskKind* find_task_kind(const std::string& name) {
 }
 
 // ----------------------------------------------------------------------------
-// texts to tokens
+// from texts to tokens
 
-// P: the model's positions. "" or what is wrong.
+// Turn a context and a completion into tokens. P: the model's positions. Returns ""
+// or what is wrong.
 inline std::string make_candidate(Candidate* c, const Tokenizer& t, const Texts::Pair& pair,
                                   size_t P) {
     c->characters = count_characters(pair.completion) - 1; // without the space
     if (c->characters == 0)
         return "a completion is empty";
 
-    // Encode both texts together: the boundary is where the context alone ends.
+    // Encode both texts together. The boundary is where the tokens of the context alone end.
     std::string context(strip_right(pair.context));
     size_t before = encode_from_start(t, context).size();
     c->tokens = encode_from_start(t, pair.context + pair.completion);
@@ -336,7 +338,7 @@ inline std::string make_candidate(Candidate* c, const Tokenizer& t, const Texts:
 // Add a question and its candidates to a task.
 inline std::string add_question(Evaluation* e, Task* task, const Texts& q, const Tokenizer& t,
                                 size_t P) {
-    // Check the label here: files count from 0, from 1 or in letters.
+    // Check the label, which files count from 0, from 1 or in letters.
     size_t count = q.pairs.size();
     if (q.label < 0 || size_t(q.label) >= count)
         return concat("label ", q.label, " is none of the ", count, " choices, counted from 0");
@@ -358,7 +360,7 @@ inline std::string read_lines(const std::string& path, std::vector<std::string>*
     std::string text;
     std::string wrong = read_whole_file(path, &text);
     if (!wrong.empty()) return wrong;
-    // A last line without its end counts as well.
+    // A last line without its newline counts as well.
     std::istringstream in(text);
     for (std::string line; std::getline(in, line);) {
         if (line.ends_with('\r')) line.pop_back();
@@ -367,7 +369,7 @@ inline std::string read_lines(const std::string& path, std::vector<std::string>*
     return lines->empty() ? path + ": is empty" : "";
 }
 
-// Read PIQA's labels from a file of their own, a line each.
+// Read PIQA's labels from their own file, one a line.
 inline std::string read_labels(const std::string& path, size_t count,
                                std::vector<std::string>* labels) {
     std::string beside = path.substr(0, path.rfind('.')) + "-labels.lst";
@@ -390,7 +392,7 @@ inline Texts texts_of(const TaskKind& kind, const std::vector<std::string>& line
         return choices(lines[at], {&lines[at + 2], &lines[at + 6]},
                        number_of(lines[at + 1], "label", wrong));
 
-    // A line of JSON, or of LAMBADA's plain text.
+    // Parse a line of JSON, or take a line of LAMBADA's plain text.
     bool json = lines[0].starts_with('{');
     Json j = json ? Json::parse(lines[at], nullptr, false) : Json{{"text", lines[at]}};
     if (!j.is_object() || lines[at].empty()) {
@@ -402,10 +404,10 @@ inline Texts texts_of(const TaskKind& kind, const std::vector<std::string>& line
     return kind.texts(j, wrong);
 }
 
-// Add a task's questions. Each must be right: a score over a part is another score.
+// Add a task's questions. Every line must be right: a score over a part is another score.
 inline std::string read_task(Evaluation* e, const TaskKind& kind, const std::string& path,
                              const Tokenizer& tokenizer, size_t P) {
-    // See which of its forms the file has.
+    // Find which of its forms the file has.
     std::vector<std::string> lines, labels;
     std::string wrong = read_lines(path, &lines), name = kind.name;
     if (!wrong.empty()) return wrong;
@@ -430,7 +432,7 @@ inline std::string read_task(Evaluation* e, const TaskKind& kind, const std::str
     return "";
 }
 
-// Read --evaluate's value, "hellaswag=FILE,piqa=FILE"; "" or what is wrong.
+// Read --evaluate's value, "hellaswag=FILE,piqa=FILE". Returns "" or what is wrong.
 inline std::string read_tasks(Evaluation* e, const std::string& value, const Tokenizer& tokenizer,
                               size_t P) {
     // List the names, for the messages.
@@ -441,7 +443,7 @@ inline std::string read_tasks(Evaluation* e, const std::string& value, const Tok
         all += concat(all.empty() ? "" : ", ", k.name);
     }
 
-    // Read task by task; a task is there once, since its name is its key in log.jsonl.
+    // Read task by task. Each may occur once: its name is its key in log.jsonl.
     std::string item;
     for (std::istringstream in(value); std::getline(in, item, ',');) {
         size_t equals = item.find('=');
@@ -472,7 +474,7 @@ struct Mean {
 };
 // The mean and its standard error.
 inline Mean mean_of(const std::vector<double>& x) {
-    // Two passes: squares of differences do not cancel as a difference of squares would.
+    // Take two passes: a sum of squared differences does not cancel, a difference of squares would.
     double n = double(x.size()), sum = 0, squares = 0;
     for (double v : x) sum += v;
     double mean = sum / n;
@@ -481,14 +483,14 @@ inline Mean mean_of(const std::vector<double>& x) {
     return {mean, std::sqrt(squares / (n - 1) / n)};
 }
 
-// A task's means over its questions; score_text() shows those that its row asks for.
+// A task's means over its questions. score_text() shows those that its kind asks for.
 struct Score {
     Mean acc, acc_norm;
     Mean log_likelihood; // of the right completions
     double perplexity() const { return std::exp(-log_likelihood.mean); }
 };
 
-// Compare each question's candidates.
+// Compare the candidates of each question.
 inline Score score_task(const Task& task, const std::vector<Candidate>& candidates) {
     std::vector<double> acc, acc_norm, log_likelihood; // [question]
     for (const Question& q : task.questions) {
@@ -501,7 +503,7 @@ inline Score score_task(const Task& task, const std::vector<Candidate>& candidat
             return int(at);
         };
 
-        // A question with one candidate has nothing to compare: it is right where it is greedy.
+        // A single candidate has nothing to be compared with: it is right if it is greedy.
         auto sum = [](const Candidate& x) { return x.log_likelihood; };
         auto norm = [](const Candidate& x) { return x.log_likelihood / double(x.characters); };
         acc.push_back(q.count == 1 ? c[0].greedy : best(sum) == q.label);
@@ -511,11 +513,12 @@ inline Score score_task(const Task& task, const std::vector<Candidate>& candidat
     return {mean_of(acc), mean_of(acc_norm), mean_of(log_likelihood)};
 }
 
+// A task's scores as a line:
 // hellaswag 2931/10042  acc 0.2540 +- 0.0043  acc_norm 0.2919 +- 0.0045
 inline std::string score_text(const Task& task, const Score& s) {
     const TaskKind& kind = *find_task_kind(task.name);
     size_t n = task.questions.size();
-    // Count by the score that is usually published: acc_norm where the task has it.
+    // Count by the score that is usually published: acc_norm if the task has it.
     double right = (kind.acc_norm ? s.acc_norm.mean : s.acc.mean) * double(n);
     std::string text = task.name;
     char line[256];
@@ -553,7 +556,7 @@ inline size_t target_bytes(const DataLoader& d, const Tokenizer& t, uint64_t sam
     for (const auto& [text, token] : t.special)
         length[size_t(token)] = 0;
 
-    // Add up the targets of the windows that the validation loss has seen.
+    // Sum over the targets of the windows that the validation loss has seen.
     std::vector<int> tokens(d.T), targets(d.T);
     size_t bytes = 0;
     for (uint64_t i = 0; i < samples; i++) {
@@ -565,7 +568,7 @@ inline size_t target_bytes(const DataLoader& d, const Tokenizer& t, uint64_t sam
     return bytes;
 }
 
-// loss: the sum in nats over these targets.
+// Bits per byte. loss: the sum in nats over these targets.
 inline double bits_per_byte(double loss, size_t bytes) {
     return loss / std::log(2.0) / double(bytes);
 }

@@ -1,10 +1,10 @@
 // explain.h - what --explain prints: parameters, the run's FLOPs and hours, memory, the actions
-//   A bar beside a line of the memory table is its share of the total, 40 columns wide.
-//   Plans share the bytes of activations, so the total counts the largest plan's. The lines under a
-//   plan are what lives at its peak.
-//   The end says which GPU holds a rank, and what the words of the actions mean.
-//   Nothing is run or allocated. Data-parallel ranks of a stage are alike: a cluster of any size
-//   takes one line, and one placing, for each rank of the pipeline.
+//   A bar beside a line of the memory table is the line's share of the total, 40 columns wide.
+//   Plans share the bytes of activations, so the total counts only the largest plan's. The lines
+//   under a plan show what lives at its peak.
+//   The end says which GPU holds a rank, and explains the words of the actions.
+//   Nothing is run or allocated. Data-parallel ranks of a stage are alike, so a cluster of any size
+//   needs one line, and one placing of its plans, for each rank of the pipeline.
 #pragma once
 #include "mfu.h"
 #include "numbers.h"
@@ -13,9 +13,9 @@
 
 namespace llmc {
 
-// A bar by eighths of a column: U+2588 is a full column, U+258F an eighth.
+// A bar in eighths of a column: U+2588 is a full column, U+258F an eighth.
 inline std::string bar_text(double share) {
-    // Each character has three bytes; only the last one differs.
+    // Each character has three bytes, and only the last one differs.
     int eighths = int(share * 40 * 8 + 0.5);
     std::string text;
     for (; eighths > 0; eighths -= 8)
@@ -23,11 +23,11 @@ inline std::string bar_text(double share) {
     return text;
 }
 
-// A line of the memory table; "" for no bytes. total: what the bar is a share of, 0 for no bar.
+// A line of the memory table, or "" for no bytes. total: the bar shows the share of it; 0: no bar.
 inline std::string memory_line(const char* what, size_t bytes, size_t total,
                                const std::string& why = "") {
     if (!bytes) return "";
-    // Bytes to compare with a tool's numbers, and in a unit to read.
+    // Print exact bytes to compare with other tools, and a unit to read.
     char text[128];
     snprintf(text, sizeof(text), "  %-26s %14zu %12s", what, bytes,
              bytes_text(double(bytes)).c_str());
@@ -35,16 +35,18 @@ inline std::string memory_line(const char* what, size_t bytes, size_t total,
     return text + (bar.empty() ? "" : "  " + bar) + (why.empty() ? "" : "  " + why) + "\n";
 }
 
-// Elements by kind; padding is allocated and never reaches a file.
-// The count is the files', which is what a model's name and its papers mean.
+// The parameters by kind, in elements as files have them, which is what a model's name and papers
+// count. Padding is allocated, and never written to a file.
 inline std::string parameters_text(const Model& model) {
     size_t total = parameter_count(model);
     size_t matrices = 0, vectors = 0, padding = 0, adapters = 0; // elements
+    // Count the elements.
     for (const Parameter& p : model.parameters) {
         adapters += is_adapter(model, p) ? p.elements() : 0;
         (p.shape.size() == 2 ? matrices : vectors) += p.file_elements();
         padding += p.elements() - p.file_elements();
     }
+
     char line[256];
     snprintf(line, sizeof(line),
              "parameters %zu (%s): matrices and tables %zu, vectors %zu; in %zu buckets; "
@@ -53,16 +55,16 @@ inline std::string parameters_text(const Model& model) {
              padding);
     if (!adapters) return line;
 
-    // Say how many may be trained, beside those that are not.
+    // Say how many of them are in adapters, and how many are frozen.
     return line + concat(adapters, " (", count_text(double(adapters)), ") of them in adapters; ",
                          total - adapters, " are frozen\n");
 }
 
-// The FLOPs of a training run, and its hours on GPUs at a utilisation that good trainers reach: an
-// assumption, not a measurement.
+// The FLOPs of a training run, and its hours on GPUs at a utilisation that good trainers reach. The
+// utilisation is an assumption, not a measurement.
 inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t batch_tokens,
                             int ranks) {
-    // Count the work: it does not depend on the layout.
+    // Count the work, which does not depend on the layout.
     constexpr double UTILISATION = 0.4;
     double tokens = double(steps) * double(batch_tokens);
     double each = flops_per_token(model, T);
@@ -74,7 +76,7 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
              count_text(each).c_str(), power_text(flops).c_str());
     std::string text = line;
 
-    // Divide by the peak of two common GPUs, for one and for all ranks.
+    // Divide by the peak of two common GPUs, for one GPU and for all ranks.
     for (const char* device : {"A100", "H100"}) {
         double peak = machine_of_device(device)->peak(2);
         snprintf(line, sizeof(line), "  %s at %.0f%% of %.0f TFLOP/s in bf16: %.1f hours", device,
@@ -91,7 +93,7 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
 // ----------------------------------------------------------------------------
 // memory of one rank
 
-// The line of a plan's memory table that a datum counts to.
+// The line of the memory table to which a datum of a plan counts.
 inline const char* meaning_of(Kind kind) {
     switch (kind) {
     case Kind::KEPT_B:
@@ -113,9 +115,10 @@ inline const char* meaning_of(Kind kind) {
     }
 }
 
-// Find the action at which a plan's passing data take most bytes.
+// Find the action at which a plan's passing data take the most bytes. Returns its index.
 inline int find_peak(const Arena& arena, const Plan& p, int plan, size_t* bytes) {
-    std::vector<int64_t> change(p.actions.size() + 1); // [action]: bytes begun less bytes ended
+    // [action]: bytes that begin less bytes that ended
+    std::vector<int64_t> change(p.actions.size() + 1);
     for (auto& [d, lives] : arena.passing[plan])
         for (const Place& l : lives) {
             if (l.tier != Tier::DEVICE) continue;
@@ -123,7 +126,7 @@ inline int find_peak(const Arena& arena, const Plan& p, int plan, size_t* bytes)
             change[l.last + 1] -= int64_t(l.bytes);
         }
 
-    // Add the changes up; the first of equal peaks is the one shown.
+    // Sum up the changes; of equal peaks the first is shown.
     int64_t now = 0, most = -1;
     int at = 0;
     for (size_t i = 0; i < p.actions.size(); i++) {
@@ -136,7 +139,7 @@ inline int find_peak(const Arena& arena, const Plan& p, int plan, size_t* bytes)
     return at;
 }
 
-// A plan's peak, and the bytes that live there by meaning.
+// A plan's peak, and the bytes that live at it, by meaning.
 inline std::string peak_text(const Arena& arena, const Plan& p, const Model& model, int plan,
                              const char* what) {
     // Find the peak, and sum by meaning what lives there.
@@ -156,8 +159,8 @@ inline std::string peak_text(const Arena& arena, const Plan& p, const Model& mod
     return text;
 }
 
-// Bytes that a plan brings from a tier and takes back to it. An update on the host brings them
-// from the device, of one piece the chunk's share.
+// Bytes that a plan moves from a tier and back to it in a step. An update on the host moves device
+// memory there too; when it works in chunks, each action moves its chunk's share.
 inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model, int plan,
                           Tier tier) {
     double bytes = 0;
@@ -170,7 +173,7 @@ inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model,
             Tier there = place->tier;
             double share = 1;
 
-            // Device memory moves to where the update is, and of it this action's chunk alone.
+            // Device memory moves to where the update is, and only this action's chunk of it.
             if (there == Tier::DEVICE) {
                 size_t updated = kept_elements(p.layout, model, {Kind::MASTER, d.of});
                 share = double(chunk_elements(p.offload, updated, a.chunk)) /
@@ -183,8 +186,8 @@ inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model,
     return bytes;
 }
 
-// A tier's bytes, and how long a step's are on their way, at a rate in GB/s each way: of a link of
-// PCIe 4 with 16 lanes, or of a fast disk.
+// A tier's bytes, and how long a step's moves take at a rate in GB/s each way: that of a PCIe 4
+// link with 16 lanes, or of a fast disk.
 inline std::string tier_line(const char* what, const Arena& arena, const std::vector<Plan>& plans,
                              const Model& model, Tier tier, double rate) {
     char why[128];
@@ -216,8 +219,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     add("constants", Kind::CONSTANTS, "rotary tables, slopes");
     add("key/value cache", Kind::CACHE);
 
-    // List what each plan has in passing. A second plan that evaluates is the tasks', and further
-    // ones differ in their lengths alone.
+    // List each plan's passing data. A second plan that evaluates belongs to the tasks. Further
+    // ones differ from it only in length, and are left out.
     const char* modes[] = {"activations (train)", "activations (evaluate)",
                            "activations (generate)"};
     for (size_t i = 0; i < plans.size(); i++) {
@@ -230,13 +233,13 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     const char* why = "one allocation; plans share the passing bytes";
     text += memory_line("total", arena.device().bytes, 0, why);
 
-    // Other tiers hold what is offloaded.
+    // Name the other tiers, which hold offloaded data.
     text += tier_line("in the host's memory", arena, plans, model, Tier::HOST, 25);
     text += tier_line("in a file", arena, plans, model, Tier::DISK, 5);
     return text;
 }
 
-// The head's chunk (head.h), which its scratch holds on the last stage.
+// The rows of logits that the head makes at a time (head.h), which lie in its scratch.
 template <typename T> std::string logits_text(const Plan& p, const Model& model) {
     Shape s = rank_shape(p, model);
     size_t N = head_rows(p);
@@ -248,11 +251,11 @@ template <typename T> std::string logits_text(const Plan& p, const Model& model)
 // ----------------------------------------------------------------------------
 // a cluster: a line for each rank of the pipeline
 
-// "0..3, 8..11": the layers of a rank's stages.
+// The layers of a rank's stages: "0..3, 8..11".
 inline std::string layers_text(const Plan& p, const Model& model) {
     std::string text;
     for (int s = p.layout.pp.rank; s < p.layout.stages(); s += p.layout.pp.size) {
-        // Interleaved stages lie a whole pipeline apart.
+        // A rank's interleaved stages are a whole pipeline apart.
         int first = first_layer(p.layout, model, s);
         int last = first_layer(p.layout, model, s + 1) - 1;
         text += concat(text.empty() ? "" : ", ", first, last > first ? concat("..", last) : "");
@@ -260,22 +263,23 @@ inline std::string layers_text(const Plan& p, const Model& model) {
     return text;
 }
 
-// Bytes of a parameter's moment, the mean of those in 8 bits and those that stay float.
+// Bytes of a moment of one parameter: the mean over those in 8 bits and those that stay float.
 inline double small_moment_bytes(const Model& model) {
     double bytes = 0;
     for (const Parameter& p : model.parameters) {
-        // A block of codes has a float beside it.
+        // Count the float that stands beside each block of codes.
         double each = has_small_states(model, p) ? 1 + 4.0 / STATE_BLOCK : 4;
         bytes += double(p.file_elements()) * each;
     }
     return bytes / double(parameter_count(model));
 }
 
-// Bytes of a parameter's state, without padding and buckets in use.
+// Bytes of one parameter's weight, gradient and optimizer state, without padding
+// and buckets in use.
 template <typename T>
 ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
     if (options.mode != Mode::TRAIN) return {sizeof(T), 0, 0};
-    // A master exists only where weights are stored in fewer bits than they are summed.
+    // There are masters only if weights are stored in fewer bits than they are summed in.
     double state = sizeof(acc_t<T>);
     double master = sizeof(T) < sizeof(acc_t<T>) ? double(master_bytes(options.masters)) : 0;
     size_t states = optimizer_row(options.optimizer).states.size();
@@ -285,7 +289,8 @@ ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
     return {sizeof(T), state, master + double(states) * moment};
 }
 
-// These bytes, and what ZeRO leaves of them; of experts that ranks share out, of all of theirs.
+// Describe these bytes, and what ZeRO leaves of them on a rank. If ranks share out experts, a third
+// figure is what a rank keeps for each parameter of all experts.
 template <typename T>
 std::string parameter_text(const Layout& layout, const PlanOptions& options,
                            const Model& model) {
@@ -297,7 +302,7 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     const char* where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
     if (layout.ep == 1) return concat(line, where);
 
-    // Each rank has some of the experts, and fewer ranks to shard them with.
+    // Expert parallelism: a rank has only some experts, and fewer ranks shard each of them.
     shards = shard_axis(layout, Group::EXPERTS).size;
     double expert = zero_bytes(whole, layout.zero, shards) / layout.ep;
     char more[64];
@@ -305,9 +310,9 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     return concat(line, more, where);
 }
 
-// NCCL takes bytes of a GPU beside the plan's, and only it knows how many. Its users report 0.5 to
-// 1.6 GB a communicator (NCCL's issues 964 and 864); those that share buffers count once: the
-// plan's, and those of tensor, context and expert parallelism beside them (comms.h).
+// NCCL takes bytes of a GPU beside the plan's, and only NCCL knows how many. Its users report 0.5
+// to 1.6 GB a communicator (NCCL's issues 964 and 864). Communicators that share buffers count
+// once: the plan's, and beside them those of tensor, context and expert parallelism (comms.h).
 inline std::string nccl_text(const Layout& layout) {
     int others = layout.world() / layout.tp.size;
     bool hybrid = heads_axis(layout).size > 1 && keys_axis(layout).size > 1;
@@ -320,11 +325,11 @@ inline std::string nccl_text(const Layout& layout) {
     return line;
 }
 
-// The scratch of sums in rank order on GPUs (nccl.h): as large as what is summed. A bucket's
-// gradient is summed beside a layer's rows, which tensor-parallel ranks share.
+// Bytes of scratch for sums in rank order on GPUs (nccl.h), which is as large as what is summed. A
+// bucket's gradient may be summed while a layer sums rows over tensor-parallel ranks.
 template <typename T>
 size_t fixed_order_scratch(const Layout& layout, const PlanOptions& options, const Model& model) {
-    // Take the largest bucket that data-parallel ranks sum; tp alone sums rows.
+    // Take the largest bucket that data-parallel ranks sum, and the rows that tp ranks sum.
     size_t bucket = 0;
     size_t rows = layout.tp.size > 1 ? options.B * options.T / size_t(layout.cp.size) : 0;
     for (const Bucket& b : model.buckets)
@@ -333,8 +338,8 @@ size_t fixed_order_scratch(const Layout& layout, const PlanOptions& options, con
     return bucket * sizeof(acc_t<T>) + rows * model.shape.C * sizeof(T);
 }
 
-// Make the plans of all ranks of the pipeline, check them together, and place each. "" or what is
-// wrong with them; `text` is the table, `most` the bytes of the largest rank.
+// Make the plans of all ranks of the pipeline, check them together, and place each. Returns "" or
+// what is wrong with them. *text receives the table, *most the bytes of the largest rank.
 template <typename T, typename S>
 std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& options,
                          const Model& model, S where, std::string* text, size_t* most) {
@@ -350,7 +355,7 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
             plans[r].push_back(ranks[r]);
     }
 
-    // Say what one line stands for, and how long ranks wait for each other.
+    // Say how many ranks a line stands for, and how long ranks wait for each other.
     *text = concat("memory of a rank, by its place in the pipeline; a line stands for ",
                    layout.world() / layout.pp.size, "; ",
                    parameter_text<T>(layout, o, model), "\n");
@@ -375,7 +380,7 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
         snprintf(line, sizeof(line), "  %4d %12s %12s %12s  %12d  ", r, lasting.c_str(),
                  passing.c_str(), bytes_text(double(memory.bytes)).c_str(), kept[r]);
         *text += line + layers_text(plans[r][0], model) + "\n";
-        // Among equals the first is named.
+        // Among equally large ranks, name the first.
         if (memory.bytes <= *most) continue;
         *most = memory.bytes;
         largest = r;
@@ -385,19 +390,19 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
     return "";
 }
 
-// Say how much of a block's scratch shared sequences take, and how many bytes a rank sends for
-// them; "" where sequences are whole.
+// Say how much of a block's scratch context parallelism takes, and how many bytes a rank sends for
+// it. Returns "" if sequences are not cut.
 template <typename T> std::string context_text(const Plan& p, const Model& model) {
     if (p.layout.cp.size == 1) return "";
     const char* names[] = {"gather", "ulysses", "ring"};
-    // A hybrid is said as the flag says it.
+    // Write a hybrid like the flag.
     std::string name = names[int(p.layout.cp_method)];
     int heads = p.layout.cp_heads;
     if (heads > 1) name = concat("ulysses:", heads, ",", name, ":", keys_axis(p.layout).size);
     Shape s = rank_shape(p, model);
     ContextMessages each = context_messages<T>(s, p.layout, p.rows());
 
-    // An evaluation has no way back.
+    // An evaluation has no backward pass.
     std::string back;
     if (p.mode == Mode::TRAIN)
         back = concat(", ", bytes_text(double(each.backward)), " backward");
@@ -410,7 +415,7 @@ template <typename T> std::string context_text(const Plan& p, const Model& model
 // ----------------------------------------------------------------------------
 // which GPU
 
-// Memory of common GPUs, in the GB of their names, and who has it.
+// The memory of common GPUs, in the GB of their names, and which GPUs have it.
 struct GpuMemory {
     int gigabytes;
     const char* gpus;
@@ -421,11 +426,11 @@ inline const std::vector<GpuMemory>& gpu_memories() {
     return sizes;
 }
 
-// Bytes that a run can have of them: CUDA's context and its libraries take the rest.
+// The bytes that a run can use: CUDA's context and its libraries take the rest.
 inline double usable_bytes(const GpuMemory& m) { return 0.95 * m.gigabytes * 1073741824; }
 
-// Say which GPUs hold a rank of so many bytes. Where none does: how many of the two largest hold
-// the model's state, equally shared, which is the least that any layout needs.
+// Say which GPUs hold a rank of so many bytes. If none does, say how many of the two largest could
+// hold the model's state in equal shares, which is the least that any layout needs.
 inline std::string fits_text(double rank_bytes, double state_bytes) {
     const std::vector<GpuMemory>& sizes = gpu_memories();
     for (const GpuMemory& m : sizes)
@@ -462,7 +467,7 @@ inline const char* legend_text() {
 // ----------------------------------------------------------------------------
 // a plan's actions
 
-// The actions from `at` on that differ by one layer each, up or down: the last of them.
+// The last of the actions from `at` on that differ by one layer each, all up or all down.
 inline size_t end_of_run(const std::vector<Action>& actions, size_t at) {
     int way = 0;
     for (; at + 1 < actions.size(); at++) {
@@ -476,9 +481,9 @@ inline size_t end_of_run(const std::vector<Action>& actions, size_t at) {
     return at;
 }
 
-// A line for each micro-batch's forward and backward, and one for the end of the step; a long line
-// goes on below, indented. Runs of layers fold into one word, F(0,0..13). On one stage, the middle
-// ones of more than four micro-batches are only counted.
+// Print a plan: a line for each micro-batch's forward and backward pass, and one for the end of the
+// step. A long line continues below, indented. Runs of layers fold into one word, F(0,0..13). On
+// one stage with more than four micro-batches, the middle ones are only counted.
 inline std::string plan_text(const Plan& p, const Model& model) {
     constexpr size_t WIDTH = 88; // columns
     std::string text, line;
@@ -486,6 +491,8 @@ inline std::string plan_text(const Plan& p, const Model& model) {
         if (!line.empty()) text += line + "\n";
         line.clear();
     };
+
+    // Add a word to the line. A full line continues on the next one, indented.
     auto add_word = [&](const std::string& word) {
         bool full = !line.empty() && line.size() + 1 + word.size() > WIDTH;
         if (full) end_line();
@@ -493,7 +500,7 @@ inline std::string plan_text(const Plan& p, const Model& model) {
         line += word;
     };
 
-    // A pipeline's micro-batches differ in what they exchange, so all are printed.
+    // Print all micro-batches of a pipeline: they differ in what they exchange.
     bool folds = p.layout.pp.size == 1 && p.micro_batches > 4;
 
     Action previous = {Op::LOAD};
@@ -509,7 +516,7 @@ inline std::string plan_text(const Plan& p, const Model& model) {
             continue;
         }
 
-        // Buckets' collectives and moves stay on the line where they stand.
+        // Keep collectives and moves of buckets on the line where they stand.
         bool moves = queue_of(a.op) == Queue::MOVE;
         bool stays = a.op == Op::GATHER || a.op == Op::RELEASE || a.op == Op::REDUCE || moves ||
                      a.op == Op::SQUARE;
@@ -518,7 +525,7 @@ inline std::string plan_text(const Plan& p, const Model& model) {
         if (!stays && (a.micro != previous.micro || turns || ends))
             end_line();
 
-        // Write a run of layers as one word, and go on behind it.
+        // Write a run of layers as one word, and continue behind it.
         size_t end = end_of_run(p.actions, i);
         std::string word = action_text(a, model);
         if (end > i)
@@ -534,7 +541,8 @@ inline std::string plan_text(const Plan& p, const Model& model) {
 // ----------------------------------------------------------------------------
 // one layer
 
-// The actions of a layer for the first micro-batch, with what they read and write, and where.
+// The actions of a layer for the first micro-batch: what each reads and writes,
+// and where that lies.
 inline std::string layer_text(const Arena& arena, const Plan& p, const Model& model, int plan,
                               int layer) {
     std::string text;
@@ -544,7 +552,7 @@ inline std::string layer_text(const Arena& arena, const Plan& p, const Model& mo
         if (a.layer != layer || a.micro > 0) continue;
         text += action_text(a, model) + "\n";
 
-        // A datum without a place is not on this rank, or is not stored at all.
+        // Leave out a datum without a place: it is not on this rank, or is not stored at all.
         auto list = [&](const char* what, const std::vector<Data>& data) {
             for (Data d : data) {
                 const Place* place = arena_find(arena, plan, int(i), d);

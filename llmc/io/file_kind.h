@@ -1,8 +1,8 @@
 // file_kind.h - what a file is by its name and its first bytes; --data refuses what is no text
-//   Trained on as text, a compressed file is noise and a JSON file mostly brackets: the loss falls,
-//   and nobody sees why it stays high. So known endings and known first bytes are refused, each
-//   with the command that makes token shards of the file where there is one.
-//   A JSON file without the ending is text: so is much else that begins with a bracket.
+//   If it were trained on as text, a compressed file would be noise, and a JSON file mostly
+//   brackets: the loss falls, and nobody sees why it stays high. So known endings and known first
+//   bytes are refused, each with the command that makes token shards of the file, if there is one.
+//   A JSON file without the ending counts as text: much other text begins with a bracket too.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -12,16 +12,16 @@
 
 namespace llmc {
 
-// Quote a text, so that a shell takes it as one word.
+// Quote a text, so that a shell reads it as one word.
 inline std::string shell_quoted(const std::string& text) {
-    // Inside single quotes a shell reads nothing but the closing one.
+    // Inside single quotes, a shell interprets only the closing quote.
     std::string quoted = "'";
     for (char c : text)
         quoted += c == '\'' ? "'\\''" : std::string(1, c);
     return quoted + "'";
 }
 
-// A word of a command as people write it: quoted only where the shell would read it otherwise.
+// A word of a command, quoted only if a shell would otherwise interpret it.
 inline std::string shell_word(const std::string& text) {
     auto plain = [](char c) {
         return isalnum((unsigned char)c) || strchr("/._-+=:@%", c);
@@ -42,20 +42,20 @@ inline bool prepare_reads(std::string name) {
     return name.ends_with(".txt") || name.ends_with(".jsonl");
 }
 
-// The command that makes token shards of a file. The output lies beside the input.
+// The command that makes token shards of a file, beside the input.
 inline std::string prepare_command(const std::string& path, const std::string& tokenizer) {
     std::string stem = path;
     for (const char* ending : {".parquet", ".gz", ".zst", ".jsonl", ".txt", ".bin"})
         if (stem.ends_with(ending))
             stem.resize(stem.size() - strlen(ending));
-    // Bytes have no token that begins or ends a text: lines do.
+    // The byte tokenizer has no token that begins or ends a text: let newlines end documents.
     std::string with = tokenizer == "byte" ? "--document-end 10"
                                            : "--tokenizer " + shell_word(tokenizer);
     return "train_gpt --prepare " + shell_word(stem + ".shards.bin") + " --data " +
            shell_word(path) + " " + with;
 }
 
-// The kind of a file by its first bytes, as a message says it; "": none that is known.
+// The kind of a file by its first bytes, in the words of a message, or "" if it is unknown.
 inline std::string kind_by_bytes(std::string_view head) {
     struct Magic {
         std::string_view bytes;
@@ -63,7 +63,7 @@ inline std::string kind_by_bytes(std::string_view head) {
     };
     using namespace std::string_view_literals;
 
-    // UTF-32's mark begins with UTF-16's, so it stands first.
+    // UTF-32's mark begins with UTF-16's, so it comes first.
     static const Magic known[] = {
         {"\x1f\x8b"sv, "compressed (gzip)"},
         {"\x28\xb5\x2f\xfd"sv, "compressed (zstd)"},
@@ -87,7 +87,7 @@ inline std::string kind_by_bytes(std::string_view head) {
     return "";
 }
 
-// The kind of a file by its ending; "": text, as far as the name says.
+// The kind of a file by its ending, or "" if the name may be a text's.
 inline std::string kind_by_name(const std::string& path) {
     const std::pair<const char*, const char*> endings[] = {{".gz", "compressed (gzip)"},
                                                            {".zst", "compressed (zstd)"},
@@ -99,16 +99,16 @@ inline std::string kind_by_name(const std::string& path) {
     return "";
 }
 
-// Why a file is no text to train on, and what to do; "": it is one, or bytes that nobody knows.
+// Why a file is no text to train on, and what to do about it. Returns "" if it may be text.
 inline std::string no_text(const std::string& path, std::string_view head,
                            const std::string& tokenizer) {
-    // The first bytes know better than the name.
+    // The first bytes are more reliable than the name.
     std::string kind = kind_by_bytes(head);
     if (kind.empty()) kind = kind_by_name(path);
     if (kind.empty()) return "";
     std::string wrong = path + ": is " + kind + ", and --data reads plain text and token shards: ";
 
-    // Text in other letters; JSON that is not a document a line; what only --prepare reads.
+    // Suggest what helps: convert other encodings, let --prepare read, write JSON line by line.
     if (kind.starts_with("text in"))
         return wrong + "write it as UTF-8: iconv -f " + kind.substr(8) + " -t UTF-8 " +
                shell_word(path) + " > " + shell_word(path + ".utf8.txt");
@@ -122,11 +122,12 @@ inline std::string no_text(const std::string& path, std::string_view head,
     return wrong + "give the text itself";
 }
 
-// Note a text that looks like none: zeros, or more than a hundredth of bytes that are no UTF-8.
+// Note a text that does not look like one: it has zeros, or more than a hundredth of its
+// bytes are not UTF-8.
 inline std::string binary_note(const std::string& path, std::string_view head) {
     size_t zeros = 0, foreign = 0;
     for (size_t at = 0, n; at < head.size(); at += n) {
-        // A character that the end of `head` cuts in two is none of them.
+        // Do not count a character that the end of `head` cuts in two.
         n = utf8_length(head.substr(at));
         bool cut = n == 0 && head.size() - at < 4;
         zeros += head[at] == 0;

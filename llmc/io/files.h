@@ -1,7 +1,8 @@
 // files.h - files that are whole or not there, folders swapped in one step, CRC-32
-//   FileWriter   1. streams into PATH.tmp   2. writer_close syncs it, and renames it to PATH
-//   On any failure PATH is as it was and PATH.tmp is gone. A kill leaves PATH.tmp, which nothing
-//   reads. To survive a power cut the folder has to be synced too (sync_folder).
+//   FileWriter   1. writer_create starts PATH.tmp   2. writer_put appends bytes
+//                3. writer_close syncs the file and renames it to PATH
+//   After any failure PATH is as it was and PATH.tmp is gone. A kill leaves PATH.tmp, which nothing
+//   reads. To survive a power cut the folder must be synced too (sync_folder).
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <dirent.h>
@@ -25,16 +26,17 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // files
 
+// A file that is being written to PATH.tmp.
 struct FileWriter {
     std::string path;
     int fd = -1;
     size_t bytes = 0;    // written so far
-    size_t expected = 0; // that the whole file has
-    uint32_t crc = 0;    // of what is written
+    size_t expected = 0; // bytes that the whole file will have
+    uint32_t crc = 0;    // CRC-32 of what is written
     std::string wrong;   // the first thing that failed
 };
 
-// Make the names in a folder survive a power cut.
+// Sync a folder, so that the names in it survive a power cut.
 inline std::string sync_folder(const std::string& folder) {
     int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY);
     bool good = fd >= 0 && fsync(fd) == 0;
@@ -43,7 +45,7 @@ inline std::string sync_folder(const std::string& folder) {
     return good ? "" : folder + ": " + why;
 }
 
-// "a/b.txt" -> "a/", "b.txt" -> "."
+// The folder part of a path, with its slash: "a/b.txt" -> "a/", "b.txt" -> "."
 inline std::string folder_of(const std::string& path) {
     size_t slash = path.rfind('/');
     return slash == std::string::npos ? "." : path.substr(0, slash + 1);
@@ -63,12 +65,15 @@ inline std::string writer_create(FileWriter* w, const std::string& path) {
 inline void writer_put(FileWriter& w, const void* data, size_t bytes) {
     const unsigned char* p = static_cast<const unsigned char*>(data);
     while (bytes > 0 && w.wrong.empty()) {
+        // Write at most 16 MiB in a call; a signal may interrupt it.
         ssize_t n = write(w.fd, p, std::min(bytes, size_t(1) << 24));
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) {
             w.wrong = w.path + ": cannot be written: " + strerror(n < 0 ? errno : ENOSPC);
             return;
         }
+
+        // Count what was written.
         w.crc = uint32_t(crc32(w.crc, p, uInt(n)));
         p += n;
         bytes -= n;
@@ -78,6 +83,7 @@ inline void writer_put(FileWriter& w, const void* data, size_t bytes) {
 
 // Sync the file and rename it to its final name. On any failure the temporary file is removed.
 inline std::string writer_close(FileWriter* w) {
+    // Compare the length with the promised one: a short file must not get the name.
     if (w->wrong.empty() && w->bytes != w->expected)
         w->wrong = concat(w->path, ": ", w->bytes, " bytes written, the header promises ",
                           w->expected);
@@ -111,7 +117,7 @@ inline std::string write_text_file(const std::string& path, const std::string& t
 // ----------------------------------------------------------------------------
 // reading
 
-// Name what a path leads to, where that is no file.
+// Say what a path leads to if it is no file.
 inline std::string kind_of_node(mode_t mode) {
     return S_ISDIR(mode)                      ? "a folder"
            : S_ISFIFO(mode)                   ? "a pipe"
@@ -120,22 +126,22 @@ inline std::string kind_of_node(mode_t mode) {
                                               : "something else";
 }
 
-// Open a file for reading, and say how long it is. All readers of files begin here.
+// Open a file for reading, and get its size. Every reader of files begins here.
 inline std::string open_regular(const std::string& path, int* fd, struct stat* s) {
-    // Without O_NONBLOCK a pipe that nobody writes to would wait for ever.
+    // O_NONBLOCK: otherwise a pipe that nobody writes to would wait for ever.
     *fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (*fd < 0)
         return path + ": " + strerror(errno);
     if (fstat(*fd, s) == 0 && S_ISREG(s->st_mode))
         return "";
 
-    // A pipe has no end to map or to go back from, a device none at all.
+    // Refuse all else: a pipe cannot be mapped or rewound, and a device has no end.
     close(*fd);
     *fd = -1;
     return path + ": is no file but " + kind_of_node(s->st_mode);
 }
 
-// Read up to `bytes` bytes of an open file; -1: it cannot be read.
+// Read up to `bytes` bytes of an open file. Returns their number, or -1 if it cannot be read.
 inline ssize_t read_some(int fd, void* to, size_t bytes) {
     ssize_t n = 0;
     do n = read(fd, to, bytes);
@@ -143,7 +149,7 @@ inline ssize_t read_some(int fd, void* to, size_t bytes) {
     return n;
 }
 
-// Larger files than this are none of those that are read whole: JSON, and tokenizers.
+// The largest file that read_whole_file() accepts: it is meant for JSON and tokenizers.
 constexpr size_t MOST_BYTES_READ = size_t(1) << 32;
 
 // Read all bytes of a file.
@@ -157,7 +163,7 @@ inline std::string read_whole_file(const std::string& path, std::string* bytes) 
         wrong = concat(path, ": has ", s.st_size, " bytes, and at most ", MOST_BYTES_READ,
                        " are read: is it the right file?");
 
-    // Read to the end, wherever it is now: a file of /proc says that it has 0 bytes.
+    // Read to the actual end: a file of /proc claims to have 0 bytes.
     std::vector<char> buffer(size_t(1) << 16);
     for (ssize_t n = 1; wrong.empty() && n > 0;) {
         n = read_some(fd, buffer.data(), buffer.size());
@@ -170,12 +176,14 @@ inline std::string read_whole_file(const std::string& path, std::string* bytes) 
     return wrong;
 }
 
-// Read a file through, for its size and CRC-32.
+// Read a file through, and return its size and CRC-32.
 inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* crc) {
     int fd = -1;
     struct stat s = {};
     std::string wrong = open_regular(path, &fd, &s);
     if (!wrong.empty()) return wrong;
+
+    // Read in blocks of 1 MiB.
     std::vector<unsigned char> buffer(size_t(1) << 20);
     *bytes = 0;
     *crc = 0;
@@ -191,13 +199,13 @@ inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* cr
 // ----------------------------------------------------------------------------
 // locks
 
-// Lock a name for this process: PATH is made, and the lock ends with unlock_file() or with the
-// process, however it ends. A PATH that a kill has left locks nothing.
+// Lock a name for this process. PATH is made, and the lock ends with unlock_file() or with the
+// process, however it ends. A PATH that a kill left behind locks nothing.
 //   *fd   the lock; -1 where the file system has no locks, or PATH cannot be written
-//   taken what to say where another process has it
+//   taken the message to return if another process holds the lock
 inline std::string lock_file(const std::string& path, int* fd, const std::string& taken) {
     for (;;) {
-        // Make it. In a folder that cannot be written to nobody writes.
+        // Make the file. In a folder that is read-only nobody writes, so no lock is needed.
         *fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
         if (*fd < 0 && (errno == EACCES || errno == EROFS))
             return "";
@@ -206,7 +214,8 @@ inline std::string lock_file(const std::string& path, int* fd, const std::string
         bool locked = flock(*fd, LOCK_EX | LOCK_NB) == 0;
         bool refused = !locked && errno == EWOULDBLOCK;
 
-        // Whoever had it may have removed the name between our two calls: then lock the new file.
+        // The holder may have removed the name between our open and flock. The lock then is on a
+        // nameless file: try again with the new one.
         struct stat mine = {}, there = {};
         bool same = fstat(*fd, &mine) == 0 && stat(path.c_str(), &there) == 0 &&
                     mine.st_ino == there.st_ino && mine.st_dev == there.st_dev;
@@ -220,7 +229,7 @@ inline std::string lock_file(const std::string& path, int* fd, const std::string
 
 // Remove the file, and end the lock.
 inline void unlock_file(const std::string& path, int fd) {
-    // The name goes first: a file without a name locks nobody out.
+    // Remove the name first: a file without a name locks nobody out.
     if (fd < 0) return;
     unlink(path.c_str());
     close(fd);
@@ -229,7 +238,7 @@ inline void unlock_file(const std::string& path, int fd) {
 // ----------------------------------------------------------------------------
 // folders
 
-// Whether an export has a file of this name.
+// Whether an export writes a file of this name.
 inline bool export_file(const std::string& name) {
     for (const char* own : {"config.json", "generation_config.json", "adapter_config.json",
                             "adapter_model.safetensors", "tokenizer.json",
@@ -240,14 +249,14 @@ inline bool export_file(const std::string& name) {
     return name.rfind("model", 0) == 0 && name.find(".safetensors") != std::string::npos;
 }
 
-// Whether an export or a checkpoint has a file of this name. Nothing else is ever removed,
-// whatever a folder is called.
+// Whether an export or a checkpoint writes a file of this name. The program never removes any other
+// file, whatever its folder is called.
 inline bool own_file(const std::string& name) {
     bool rank = name.rfind("rank_", 0) == 0 && name.find(".safetensors") != std::string::npos;
     return export_file(name) || rank || name.rfind("manifest.json", 0) == 0;
 }
 
-// Remove the program's own files from a folder, and the folder when nothing is left in it.
+// Remove the program's own files from a folder, and then the folder if it is empty.
 inline void remove_folder(const std::string& folder) {
     DIR* d = opendir(folder.c_str());
     if (!d) return;
@@ -259,13 +268,14 @@ inline void remove_folder(const std::string& folder) {
 }
 
 // Put a whole new folder in the place of an old one, or of nothing. At every moment one of the two
-// is there, except on file systems that cannot exchange two names.
+// has the name, except on file systems that cannot exchange two names.
 inline std::string replace_folder(const std::string& fresh, const std::string& folder) {
+    // Exchange the two names, or give the name for the first time.
     bool old = ::access(folder.c_str(), F_OK) == 0;
     unsigned how = old ? RENAME_EXCHANGE : 0;
     bool good = renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, folder.c_str(), how) == 0;
 
-    // Without an exchange: put the old folder aside, and back where the second rename fails.
+    // Without an exchange: put the old folder aside, and back if the second rename fails.
     if (!good && old && (errno == EINVAL || errno == ENOSYS)) {
         std::string aside = folder + ".old";
         if (rename(folder.c_str(), aside.c_str()) == 0) {
@@ -276,7 +286,7 @@ inline std::string replace_folder(const std::string& fresh, const std::string& f
     if (!good)
         return folder + ": cannot be renamed: " + strerror(errno);
 
-    // Remove the old folder, which now has the name that the new one had.
+    // Remove the old folder, which now has the temporary name.
     std::string wrong = sync_folder(folder_of(folder));
     if (old) remove_folder(fresh);
     return wrong;
@@ -285,15 +295,16 @@ inline std::string replace_folder(const std::string& fresh, const std::string& f
 // ----------------------------------------------------------------------------
 // manifests
 
-// JSON as it is written: on one line, or indented by a manifest. Bytes that are no UTF-8 (in a path
-// of the configuration) are replaced, where plain dump() would throw.
+// JSON as it is written, on one line or indented. Bytes that are not UTF-8 (in a path of the
+// configuration) are replaced; plain dump() would throw.
 inline std::string json_text(const nlohmann::json& j, int indent = -1) {
     return j.dump(indent, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
+// A manifest's text is indented by one.
 inline std::string manifest_text(const nlohmann::json& manifest) { return json_text(manifest, 1); }
 
-// The checksum that a manifest carries: of its own text without the checksum. A JSON text that is
-// parsed and printed again is the same, so a reader can check it.
+// The checksum that a manifest carries: that of its own text without the checksum. Parsing and
+// printing a JSON text gives the same text again, so a reader can check it.
 inline uint32_t manifest_crc(nlohmann::json manifest) {
     manifest.erase("crc32");
     std::string text = manifest_text(manifest);

@@ -1,14 +1,15 @@
 // generate.h - texts from the model, many at once: continuous batching in slots - arXiv:2309.06180
 //   1. each free slot takes the next text: a run reads its prompt and fills the slot's part of the
-//      key/value cache; a prompt that has just been read is copied from the slot that has it
-//   2. its last row's logits pick the text's first token
-//   3. one run reads the token last picked in every slot, each at its own position, and behind it
-//      what a draft has guessed (speculate.h), if there is one
-//   4. each slot's logits pick its next token, or judge the guesses; a token of `ends`, unprinted,
-//      the wanted number of tokens, or a full slot end its text and free the slot; then from 1 on
-//   Token i of a text uses uniform number i of the text's stream: which slot it has, and what
-//   else is in the batch, changes no more than the rounding of its logits.
-//   All ranks of all axes have the same texts. The last stage's ranks pick, the others hear of it.
+//      key/value cache; a prompt that was just read is copied from the slot that has it
+//   2. the logits of the prompt's last row pick the text's first token
+//   3. one run reads, in every slot at its own position, the last token that was picked, followed
+//      by a draft's guesses (speculate.h), if there is a draft
+//   4. each slot's logits pick its next token, or judge the guesses. A text ends with a token of
+//      `ends`, which is not printed, with the wanted number of tokens, or when its slot is full;
+//      the slot is then free; repeat from 1
+//   Token i of a text uses uniform number i of the text's stream, so the slot and the rest of the
+//   batch change no more than the rounding of its logits.
+//   All ranks of all axes have the same texts. Ranks of the last stage pick tokens and tell others.
 //   Cost: a run reads all weights, whatever the number of slots. The cache takes
 //         slots * positions * 2 * NKV * HS elements a layer.
 #pragma once
@@ -22,44 +23,46 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// what is wanted
+// the request
 
-// How tokens are picked; see sampler.h.
+// How tokens are picked: see sampler.h.
 struct Sampling {
     float temperature = 1, top_p = 1;
     int top_k = 0;
     uint64_t seed = 0;
     int64_t step = 0;
-    int64_t number = 0;      // of the samples at this step
+    int64_t number = 0;      // which of several samples at this step
     std::set<int> ends = {}; // tokens that end a text
-    bool emits_end = false;  // and are given out too
-    std::function<bool()> stops = nullptr; // asked by all ranks before each run: end all texts
-    Draft* draft = nullptr; // guesses tokens ahead; null: nobody does
+    bool emits_end = false;  // ends are emitted too
+    // asked by all ranks before each run; true ends all texts
+    std::function<bool()> stops = nullptr;
+    Draft* draft = nullptr; // guesses tokens ahead; null: no speculation
 };
 
-// The stream of a sample's uniform numbers: a step's further samples have others, and a resumed run
-// has the same.
+// The random stream of a sample. Further samples of a step have other streams, and a resumed run
+// has the same ones.
 inline uint64_t sample_stream(const Sampling& how) {
     std::string name = concat("sample.", how.step);
     if (how.number) name += concat(".", how.number);
     return fnv1a(name);
 }
 
-// A text to be: what it begins with, and the stream of its uniform numbers.
+// A text to be generated: its prompt, and the stream of its uniform numbers.
 struct Text {
-    const std::vector<int>* prompt; // texts that follow each other and share it read it once
+    const std::vector<int>* prompt; // consecutive texts that share this pointer read it once
     uint64_t stream;
-    size_t cached = 0; // tokens of the prompt that its slot has read before: of one text alone
+    size_t cached = 0; // prompt tokens that its slot has read before; only with a single text
 };
 
+// The reason why a text ended: a token of `ends`, the wanted count, a full cache, or a stop.
 enum class Ended : uint8_t { BY_TOKEN, BY_COUNT, BY_CACHE, BY_STOP };
 
 // ----------------------------------------------------------------------------
 // a run of the plan
 
-// Put tokens (B,n) before the plan: no more of each sequence than have logits, or B = 1. Sequence
-// b, in slot first_slot + b, has read past[b] before. The batch is laid out as LOAD's: tokens,
-// targets, positions, documents' starts (N each), then the keys' positions.
+// Make tokens (B,n) the batch of a plan. Either n is at most the rows that have logits, or B = 1.
+// Sequence b, in slot first_slot + b, has read past[b] tokens before. The memory is laid out as
+// LOAD's: tokens, targets, positions, documents' starts (N each), then the keys' positions.
 template <typename T, typename S>
 void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t B, size_t n,
                     const size_t* past, size_t first_slot = 0) {
@@ -68,10 +71,11 @@ void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t B, siz
     t.at = 0;
     size_t N = p.rows(), seen = 0;
     int* home = address<int>(t, {Kind::TOKENS, -1, 0});
-    // Fill the host's copy; targets stay as they are, since no loss is computed.
+    // Fill the host's copy. Targets stay as they are: no loss is computed.
     int* host = host_side(home, t.staging, t.ctx.where);
     int *positions = host + 2 * N, *doc_start = host + 3 * N, *keys = host + 4 * N;
 
+    // Each token knows its position, and sees all keys of its sequence.
     for (size_t b = 0; b < B; b++) {
         for (size_t i = 0; i < n; i++) {
             host[b * n + i] = tokens[b * n + i];
@@ -83,7 +87,7 @@ void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t B, siz
     for (size_t k = 0; k < B * seen; k++)
         keys[k] = int(k % seen);
 
-    // Copy no more than is filled: the cache's positions come last.
+    // Copy only what is filled: the keys' positions come last.
     copy_in(home, host, (4 * N + B * seen) * sizeof(int), t.ctx.where);
     t.ctx.batch = {B, n, home, nullptr, home + 2 * N, home + 3 * N};
     t.ctx.batch.first_slot = first_slot;
@@ -102,11 +106,11 @@ void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t n, siz
 // ----------------------------------------------------------------------------
 // logits and tokens
 
-// The logits of several rows, on the last stage's ranks: each brings its share of the padded
-// vocabulary. Room is made once.
+// The logits of several rows, on the ranks of the last stage. Each contributes its share of the
+// padded vocabulary. The memory is allocated once.
 template <typename T> struct LogitRows {
     size_t V, share;            // share: Vp / tp
-    bool here = false;               // whether this rank has them
+    bool here = false;               // whether this rank belongs to the last stage
     std::vector<T> stored = {};      // (B,share)
     std::vector<T> all = {};         // (tp,B,share)
     std::vector<float> logits = {};  // (B,V)
@@ -114,11 +118,12 @@ template <typename T> struct LogitRows {
     float* row(size_t b) { return logits.data() + b * V; }
 };
 
+// Allocate room for B rows.
 template <typename T, typename S>
 LogitRows<T> make_logit_rows(const Trainer<T, S>& t, size_t B) {
     size_t V = t.model.shape.V, Vp = t.model.shape.Vp();
     LogitRows<T> rows = {V, Vp / size_t(t.layout.tp.size)};
-    // Other stages pick nothing, and have no room.
+    // Other stages pick no token, and need no room.
     rows.here = is_mine(t.layout, t.model, t.model.head());
     if (!rows.here) return rows;
     rows.stored.resize(B * rows.share);
@@ -127,7 +132,7 @@ LogitRows<T> make_logit_rows(const Trainer<T, S>& t, size_t B) {
     return rows;
 }
 
-// Bring the logits of the plan that has just run.
+// Gather the logits of the plan that has just run.
 template <typename T, typename S>
 void bring_logits(const Trainer<T, S>& t, LogitRows<T>& rows, size_t B) {
     if (!rows.here) return;
@@ -136,7 +141,7 @@ void bring_logits(const Trainer<T, S>& t, LogitRows<T>& rows, size_t B) {
     copy_out(rows.stored.data(), home, B * share * sizeof(T), t.ctx.where);
     all_gather(t.comms.tp, rows.all.data(), rows.stored.data(), B * share, Cpu{});
 
-    // Ranks' shares lie one behind the other: join each sequence's.
+    // The ranks' shares lie one behind the other: join them for each sequence.
     #pragma omp parallel for
     for (size_t b = 0; b < B; b++)
         for (size_t first = 0, rank = 0; first < V; first += share, rank++) {
@@ -149,13 +154,14 @@ void bring_logits(const Trainer<T, S>& t, LogitRows<T>& rows, size_t B) {
 // ----------------------------------------------------------------------------
 // slots
 
-// A sequence on its way.
+// A text that is being generated.
 struct TextSlot {
-    int64_t text = -1; // its number; -1: the slot is free
+    int64_t text = -1; // the text's number; -1: the slot is free
     size_t past = 0;   // tokens whose keys and values are in the cache
-    size_t picked = 0; // tokens of the text
-    std::vector<int> tokens = {}; // its prompt, what is picked, what is guessed
-    std::vector<std::vector<double>> guesses = {}; // (V) each: what a guess was drawn from
+    size_t picked = 0; // tokens picked so far
+    std::vector<int> tokens = {}; // the prompt, then picked tokens, then guesses
+    // (V) each: the distribution that a guess was drawn from
+    std::vector<std::vector<double>> guesses = {};
 };
 
 // Copy the keys and values of a slot's first n positions to another slot.
@@ -169,27 +175,28 @@ void copy_slot(Trainer<T, S>& t, int plan, size_t from, size_t to, size_t n) {
             copy_rows(cache + to * slot, bytes, cache + from * slot, bytes, bytes, 1, t.ctx.where);
 }
 
-// All slots of a plan, and the texts that wait for one.
+// All slots of a plan, and the texts that wait for a slot.
 template <typename T, typename S> struct Generation {
     Trainer<T, S>& t;
     int plan;
     const std::vector<Text>& texts;
-    size_t count; // tokens a text, at most
+    size_t count; // most tokens of a text
     const Sampling& how;
     int root; // the rank whose choices count
 
-    // How far it is.
+    // Progress.
     std::vector<TextSlot> slots = {};
     size_t next_text = 0;
     LogitRows<T> rows = {};
-    std::vector<std::vector<std::pair<float, int>>> orders = {}; // the sampler's room, a slot each
+    // room for the sampler, a slot each
+    std::vector<std::vector<std::pair<float, int>>> orders = {};
     // The prompt that was read last, the slot that has it, and its last row's logits.
     const std::vector<int>* held = nullptr;
     size_t held_slot = 0;
     std::vector<float> held_logits = {};
 };
 
-// Pick a token of a slot from a row of logits: the next one, or one `ahead` of it.
+// Pick a token for a slot from a row of logits: the next one, or the one `ahead` places further.
 template <typename T, typename S>
 int pick_token(Generation<T, S>& g, size_t slot, const float* logits, size_t ahead = 0) {
     const TextSlot& s = g.slots[slot];
@@ -199,15 +206,16 @@ int pick_token(Generation<T, S>& g, size_t slot, const float* logits, size_t ahe
                         g.orders[slot]);
 }
 
-// The distribution from which it would pick.
+// The distribution from which pick_token() would draw.
 template <typename T, typename S>
 std::vector<double> shares_of(Generation<T, S>& g, size_t slot, const float* logits) { // (V)
     const Sampling& how = g.how;
     return token_shares(logits, g.rows.V, how.temperature, how.top_k, how.top_p, g.orders[slot]);
 }
 
-// The window of n tokens that ends with the last one of a slot: a slot that needs fewer reads some
-// again. Of a text that is shorter, and of a free slot, zeros follow, which no query of it sees.
+// Copy a slot's last n tokens, and return the position of the first one. A slot that needs fewer
+// reads some tokens again. A shorter text, or a free slot, is padded with zeros, which no query
+// of the text sees.
 inline size_t fill_window(const TextSlot& s, int* tokens, size_t n) { // (n)
     size_t length = s.tokens.size();
     size_t first = length - std::min(length, n);
@@ -232,7 +240,7 @@ void share_tokens(Generation<T, S>& g, int* tokens, size_t n) {
     broadcast(g.t.comms.world, tokens, n, g.root, Cpu{});
 }
 
-// A slot has a new token: give it out, and free the slot where its text ends.
+// Add a new token to a slot: emit it, and free the slot if its text ends.
 template <typename T, typename S, typename Emit, typename End>
 void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& end) {
     int64_t text = s.text;
@@ -241,27 +249,29 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
     s.picked++;
     if (!last || g.how.emits_end) emit(text, token);
 
-    // The token would be read at position `past`.
+    // The token itself would be read at position `past`, so the cache must have room there.
     bool enough = s.picked == g.count, full = s.past == g.t.plans[g.plan].cache;
     if (!last && !enough && !full) return;
     s = {};
     end(text, last ? Ended::BY_TOKEN : enough ? Ended::BY_COUNT : Ended::BY_CACHE);
 }
 
-// The draft reads a prompt behind what its slot has read. It may not have read the last of that: a
-// guess that stayed.
+// Let the draft read a prompt, from where its slot stands. One token more is read again: the draft
+// may not have read its own last guess, which stayed.
 template <typename T, typename S>
 void draft_prompt(Generation<T, S>& g, const std::vector<int>& prompt, size_t past, size_t slot) {
     past -= std::min(past, size_t(1));
     g.how.draft->read(prompt.data() + past, 1, prompt.size() - past, &past, slot);
 }
 
-// Give the next text to a slot: read its prompt, or copy it, and pick the first token.
+// Give the next text to a slot: read or copy its prompt, and pick the first token.
 template <typename T, typename S, typename Emit, typename End>
 void start_text(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
     const std::vector<int>& prompt = *g.texts[g.next_text].prompt;
     size_t n = prompt.size();
     size_t past = g.texts[g.next_text].cached;
+
+    // Copy the prompt's keys and values from the slot that has read it, or read it now.
     if (g.held == &prompt) {
         copy_slot(g.t, g.plan, g.held_slot, slot, n);
         if (g.how.draft)
@@ -274,12 +284,13 @@ void start_text(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
         if (g.rows.here) g.held_logits.assign(g.rows.row(rows - 1), g.rows.row(rows));
         if (g.how.draft)
             draft_prompt(g, prompt, past, slot);
-        // Hold on to it: the next texts may begin with the same.
+
+        // Remember this prompt: the next texts may have the same.
         g.held = &prompt;
         g.held_slot = slot;
     }
 
-    // The prompt's last row has the logits of every sample's first token.
+    // The prompt's last row gives the logits for the first token of every sample.
     TextSlot& s = g.slots[slot];
     s = {int64_t(g.next_text++), n, 0, prompt};
     int token = g.rows.here ? pick_token(g, slot, g.held_logits.data()) : 0;
@@ -287,8 +298,9 @@ void start_text(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
     take_token(g, s, token, emit, end);
 }
 
-// Guess a slot's next token from the draft's logits, unless it has all that it has room for: a text
-// ends at `count` tokens and where its cache does, and a run adds one token to those that stay.
+// Guess a slot's next token from the draft's logits. Returns false if the slot has all the guesses
+// that it can use: a text ends at `count` tokens or with its cache, and a run adds one token to the
+// guesses that stay. Without logits, only tell whether a guess is wanted.
 template <typename T, typename S>
 bool guess_token(Generation<T, S>& g, size_t slot, const float* logits) {
     TextSlot& s = g.slots[slot];
@@ -297,9 +309,10 @@ bool guess_token(Generation<T, S>& g, size_t slot, const float* logits) {
     size_t wanted = g.count - s.picked;
     bool enough = n == g.how.draft->tokens || n + 1 >= std::min(room, wanted);
     if (s.text < 0 || enough) return false;
+
     if (!logits) return true;
 
-    // Draw with the text's own numbers.
+    // Draw with the text's own stream for guesses.
     uint64_t stream = g.texts[s.text].stream ^ GUESS_STREAM;
     double draw = uniform(g.how.seed, stream, s.picked + n);
     s.guesses.push_back(shares_of(g, slot, logits));
@@ -307,8 +320,8 @@ bool guess_token(Generation<T, S>& g, size_t slot, const float* logits) {
     return true;
 }
 
-// Let the draft guess in all slots; returns the most guesses of any. It begins with two tokens, for
-// it has not read its last guess of the step before.
+// Let the draft guess in all slots. Returns the most guesses of any slot. The first read has two
+// tokens, because the draft has not read its last guess of the step before.
 template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_t B) {
     std::vector<int> tokens(2 * B);
     std::vector<size_t> past(B);
@@ -320,7 +333,7 @@ template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_
         }
         if (!any) return i;
 
-        // Read, and guess from what each slot's last row says.
+        // Read, and guess from the logits of each slot's last row.
         size_t n = i ? 1 : 2;
         for (size_t b = 0; b < B; b++)
             past[b] = fill_window(g.slots[b], tokens.data() + b * n, n);
@@ -331,9 +344,9 @@ template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_
     }
 }
 
-// Judge a slot's guesses by the model's logits, a row (V) each and one behind them, and give out
-// what its text goes on with. A token that is drawn again has the number of its position, as all
-// that the model draws itself.
+// Judge a slot's guesses by the model's logits: a row (V) for each guess, and one behind them.
+// Write the tokens with which the text continues. A token that is drawn again uses the uniform
+// number of its position, like every token that the model draws itself.
 template <typename T, typename S>
 void judge_guesses(Generation<T, S>& g, size_t slot, const float* logits, int* tokens) {
     const TextSlot& s = g.slots[slot];
@@ -344,25 +357,26 @@ void judge_guesses(Generation<T, S>& g, size_t slot, const float* logits, int* t
         const std::vector<double>& q = s.guesses[i];
         std::vector<double> p = shares_of(g, slot, logits);
         logits += g.rows.V;
-        // Go on with what stays.
+        // Keep a guess with its probability to stay, and look at the next.
         tokens[i] = s.tokens[s.past + 1 + i];
         double judge = uniform(seed, stream ^ JUDGE_STREAM, s.picked + i);
         if (judge < stay_share(p, q, tokens[i]))
             continue;
+        // Draw again from the rest of the distribution; all later guesses are dropped.
         double draw = uniform(seed, stream, s.picked + i);
         tokens[i] = draw_share(rest_shares(p, q), draw);
         return;
     }
 
-    // All stayed: the last row says what follows.
+    // All guesses stayed: draw one more from the last row.
     tokens[n] = pick_token(g, slot, logits, n);
 }
 
-// Take a step's tokens of a slot, -1 behind the last one.
+// Add a step's tokens to a slot. -1 stands behind the last one.
 template <typename T, typename S, typename Emit, typename End>
 void take_tokens(Generation<T, S>& g, TextSlot& s, const int* tokens, size_t n, Emit& emit,
                  End& end) {
-    // Count, and forget the guesses: what stayed comes again.
+    // Count, and drop the guesses: those that stayed are among the tokens.
     size_t taken = size_t(std::find(tokens, tokens + n, -1) - tokens);
     if (Draft* d = g.how.draft) {
         d->steps++;
@@ -379,11 +393,12 @@ void take_tokens(Generation<T, S>& g, TextSlot& s, const int* tokens, size_t n, 
     }
 }
 
-// Read a token in each slot up to the last one in use, and the guesses behind it, and pick the next
-// ones. A free slot among them reads too, and nobody looks: no text is left to copy from it.
+// Read the last token, and the guesses behind it, in each slot up to the last one in use; then
+// pick the next tokens. A free slot among them is read too, without effect: no text is left that
+// would copy from it.
 template <typename T, typename S, typename Emit, typename End>
 void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
-    // Each slot reads at its own position.
+    // Let each slot read at its own position.
     size_t n = 1;
     if (g.how.draft)
         n += guess_tokens(g, B);
@@ -395,25 +410,26 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
     run_plan(g.t, g.plan);
     bring_logits(g.t, g.rows, B * n);
 
-    // Slots pick side by side, for each has its own numbers.
+    // Pick in all slots in parallel: each has its own random numbers.
     std::fill(tokens.begin(), tokens.end(), -1);
     #pragma omp parallel for schedule(dynamic)
     for (size_t b = 0; b < B; b++) {
         if (!g.rows.here || g.slots[b].text < 0)
             continue;
-        size_t again = g.slots[b].past - first[b]; // tokens that it had read
+        size_t again = g.slots[b].past - first[b]; // tokens that it reads again
         judge_guesses(g, b, g.rows.row(b * n + again), tokens.data() + b * n);
     }
     share_tokens(g, tokens.data(), B * n);
 
-    // Give out in the order of slots.
+    // Emit in the order of the slots.
     for (size_t b = 0; b < B; b++)
         if (g.slots[b].text >= 0)
             take_tokens(g, g.slots[b], tokens.data() + b * n, n, emit, end);
 }
 
-// Continue each text, of a prompt as long as the plan allows, by up to `count` tokens: emit(text,
-// token) as they are picked, then end(text, why). All ranks call it, and pick the same.
+// Continue each text by up to `count` tokens: emit(text, token) for each picked token,
+// then end(text, why). A prompt may be as long as the plan allows. All ranks call it, and
+// pick the same tokens.
 template <typename T, typename S, typename Emit, typename End>
 void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t count,
               const Sampling& how, Emit emit, End end) {
@@ -424,8 +440,8 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
     g.orders.resize(B);
     g.rows = make_logit_rows(t, head_rows(t.plans[plan]));
 
-    // Clear the cache: keys that a slot has not written are hidden, and their values count 0 times
-    // what they are. No NaN may lie there.
+    // Clear the cache. Keys that a slot has not written are masked, so their values count 0 times;
+    // a NaN there would still spoil the sum.
     t.plan = plan;
     t.at = 0;
     for (int l = 0; B > 1 && l < t.model.layers(); l++)
@@ -440,7 +456,7 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
             while (g.slots[b].text < 0 && g.next_text < texts.size())
                 start_text(g, b, emit, end);
 
-        // Read and pick a token in all others.
+        // Read and pick one token in all used slots.
         size_t used = B;
         while (used > 0 && g.slots[used - 1].text < 0)
             used--;
@@ -449,7 +465,7 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
         if (!stopped) decode_slots(g, used, emit, end);
     }
 
-    // Texts that were stopped end where they are.
+    // End the texts that were stopped.
     for (const TextSlot& s : g.slots)
         if (s.text >= 0) end(s.text, Ended::BY_STOP);
 }
@@ -462,8 +478,9 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
     generate(t, plan, {{&prompt, sample_stream(how)}}, count, how, one, [](int64_t, Ended) {});
 }
 
-// A model as a draft, by its first plan; V: the model's tokens. One that has fewer gives the rest
-// nothing, and what it has beyond them is never guessed. Its memory holds zeros where nothing is.
+// Make a draft of a model, which runs its first plan. V is the main model's vocabulary: tokens that
+// the draft lacks have probability 0, and those that it has beyond V are never guessed. The
+// trainer's memory must be zeroed.
 template <typename T, typename S>
 std::shared_ptr<Draft> make_draft(std::shared_ptr<Trainer<T, S>> t, size_t tokens, size_t V) {
     auto draft = std::make_shared<Draft>();
@@ -472,6 +489,8 @@ std::shared_ptr<Draft> make_draft(std::shared_ptr<Trainer<T, S>> t, size_t token
     *rows = make_logit_rows(*t, head_rows(p));
     auto logits = std::make_shared<std::vector<float>>();
     logits->resize(p.B * V, -INFINITY);
+
+    // Give the draft its functions.
     draft->tokens = tokens;
     draft->copy_slot = [t](size_t from, size_t to, size_t n) {
         copy_slot(*t, 0, from, to, n);
@@ -481,7 +500,7 @@ std::shared_ptr<Draft> make_draft(std::shared_ptr<Trainer<T, S>> t, size_t token
         run_plan(*t, 0);
         size_t each = std::min(n, t->plans[0].scored);
         bring_logits(*t, *rows, B * each);
-        // The last row of each.
+        // Take the last row of each sequence.
         size_t known = std::min(V, rows->V);
         for (size_t b = 0; b < B; b++) {
             const float* last = rows->row(b * each + each - 1);

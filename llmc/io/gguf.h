@@ -1,26 +1,28 @@
 // gguf.h - a model and its tokenizer in one file for llama.cpp - ggml's docs/gguf.md, version 3
-//   file    "GGUF", 3, how many tensors and keys; keys with typed values; of each tensor its name,
-//           sizes (the fastest first), type and place; then the data, each tensor at a multiple of
-//           32. All is little-endian
+//   file    "GGUF", 3, the numbers of tensors and keys; keys with typed values; for each tensor its
+//           name, sizes (the fastest first), type and place; then the data, each tensor at a
+//           multiple of 32. All is little-endian
 //   names   llama.cpp's: "model.layers.3.self_attn.q_proj.weight" is "blk.3.attn_q.weight"
-//   rotary  llama.cpp's llama turns neighbours (2i, 2i+1), this model (i, i + HS/2): rows of q and
-//           k are put in its order. Its qwen2 and qwen3 turn halves, and keep theirs
-//   scaled  frequencies go out as what divides each pair's, "rope_freqs.weight"
-//   types   vectors and the table of positions are float, matrices F32, F16, BF16 or Q8_0: blocks
-//           of 32 elements with one scale, amax / 127 in fp16. Rows that no blocks fill are F16
-//   A tokenizer whose words llama.cpp has no name for stays out: the model then takes tokens alone.
+//   rotary  llama.cpp's llama turns neighbours (2i, 2i+1), this model turns (i, i + HS/2): the rows
+//           of q and k are reordered. Its qwen2 and qwen3 turn halves too, and keep their rows
+//   scaled  scaled frequencies are written as a divisor for each pair, "rope_freqs.weight"
+//   types   vectors and the table of positions are float; matrices are F32, F16, BF16 or Q8_0:
+//           blocks of 32 elements with one scale, amax / 127 in fp16. Rows that do not divide into
+//           blocks are F16
+//   A tokenizer that cuts words in a way that llama.cpp has no name for is left out: then the model
+//   takes only tokens.
 #pragma once
 #include "huggingface.h"
 #include "tokenizer_export.h"
 
 namespace llmc {
 
-// Numbers of ggml's types.
+// ggml's numbers of types.
 enum class GgufType : uint32_t { F32 = 0, F16 = 1, Q8_0 = 8, BF16 = 30 };
 constexpr size_t GGUF_ALIGNMENT = 32;
 constexpr size_t Q8_BLOCK = 32; // elements that share a scale
 
-// The type that --export-dtype names, and how general.file_type numbers a file of it.
+// The type that --export-dtype names, and the number of it in general.file_type.
 inline GgufType gguf_type(const std::string& name) {
     if (name == "q8_0") return GgufType::Q8_0;
     if (name == "bf16") return GgufType::BF16;
@@ -32,13 +34,13 @@ inline uint32_t gguf_file_type(GgufType type) {
     return type == GgufType::F16 ? 1 : 0;
 }
 
-// The project's own name of a type without blocks.
+// This project's name of a type without blocks.
 inline Type plain_type(GgufType type) {
     if (type == GgufType::F32) return Type::F32;
     return type == GgufType::F16 ? Type::F16 : Type::BF16;
 }
 
-// The bytes of n elements. A block is its scale, then its codes.
+// The bytes of n elements. A block is its scale, followed by its codes.
 inline size_t gguf_bytes(GgufType type, size_t n) {
     if (type == GgufType::Q8_0) return n / Q8_BLOCK * (2 + Q8_BLOCK);
     return n * (type == GgufType::F32 ? 4 : 2);
@@ -47,31 +49,31 @@ inline size_t gguf_bytes(GgufType type, size_t n) {
 // ----------------------------------------------------------------------------
 // bytes
 
-// Append a number as it lies in memory: this project runs on little-endian machines alone.
-// A bool is one byte, as the specification says.
+// Append a number as it lies in memory: this project runs only on little-endian machines. A bool is
+// one byte, as the specification says.
 template <typename A> void gguf_put(std::string* to, A x) {
     to->append(reinterpret_cast<const char*>(&x), sizeof(x));
 }
-// A text is its length, then its bytes, without a zero behind them.
+// Append a text: its length, then its bytes, without a zero at the end.
 inline void gguf_put_text(std::string* to, const std::string& text) {
     gguf_put(to, uint64_t(text.size()));
     *to += text;
 }
 
-// Keys with their values, in the order they are added.
-// Nothing depends on the order; a reader looks each key up by its name.
+// The keys with their values, in the order in which they are added. Nothing depends on the order: a
+// reader looks up each key by name.
 struct GgufKeys {
     std::string bytes = {};
     uint64_t count = 0;
 };
 
-// A key's name and the number of its value's type.
+// Append a key's name, and the number of its value's type.
 inline void gguf_key(GgufKeys* k, const std::string& name, uint32_t type) {
     gguf_put_text(&k->bytes, name);
     gguf_put(&k->bytes, type);
     k->count++;
 }
-// A value of each type that a model needs.
+// Add a key with a value of each type that a model needs.
 inline void gguf_add(GgufKeys* k, const std::string& name, uint32_t x) {
     gguf_key(k, name, 4);
     gguf_put(&k->bytes, x);
@@ -89,9 +91,9 @@ inline void gguf_add(GgufKeys* k, const std::string& name, const std::string& te
     gguf_put_text(&k->bytes, text);
 }
 
-// Arrays: the number of their elements' type and how many, then the elements.
+// Add arrays: the type of the elements and their number, then the elements.
 inline void gguf_add_array(GgufKeys* k, const std::string& name, uint32_t type, size_t n) {
-    // The array is a value of type 9; its elements' own type follows.
+    // The array itself is a value of type 9; the type of its elements follows.
     gguf_key(k, name, 9);
     gguf_put(&k->bytes, type);
     gguf_put(&k->bytes, uint64_t(n));
@@ -112,7 +114,7 @@ inline void gguf_add(GgufKeys* k, const std::string& name, const std::vector<std
         gguf_put_text(&k->bytes, each);
 }
 
-// Values of a tensor as the file has them.
+// A tensor's values as the file stores them.
 inline std::string gguf_values(const std::vector<float>& x, GgufType type) {
     std::string bytes;
     if (type != GgufType::Q8_0) {
@@ -122,9 +124,9 @@ inline std::string gguf_values(const std::vector<float>& x, GgufType type) {
         return bytes;
     }
 
-    // Round to the nearest multiple of the block's scale: its largest element becomes +-127.
+    // Q8_0: round to multiples of the block's scale, so that its largest element becomes +-127.
     for (size_t first = 0; first < x.size(); first += Q8_BLOCK) {
-        // The scale is rounded to fp16 behind this: codes are of the scale before.
+        // Write the scale in fp16, but compute the codes with the scale before that rounding.
         float most = 0;
         for (size_t i = 0; i < Q8_BLOCK; i++)
             most = std::max(most, std::abs(x[first + i]));
@@ -136,9 +138,9 @@ inline std::string gguf_values(const std::vector<float>& x, GgufType type) {
     return bytes;
 }
 
-// Floats as a reader of the file has them.
+// The values that a reader of the file gets for these floats.
 inline std::vector<float> gguf_rounded(std::vector<float> x, GgufType type) {
-    // A type without blocks rounds each element alone.
+    // Types without blocks round each element separately.
     if (type != GgufType::Q8_0) {
         for (float& each : x)
             each = as_written(each, plain_type(type));
@@ -148,7 +150,7 @@ inline std::vector<float> gguf_rounded(std::vector<float> x, GgufType type) {
     // Read back what would be written.
     std::string bytes = gguf_values(x, type);
     for (size_t i = 0; i < x.size(); i++) {
-        // A block's scale stands in front of its codes.
+        // A block's scale stands before its codes.
         const char* block = &bytes[i / Q8_BLOCK * (2 + Q8_BLOCK)];
         fp16 scale;
         memcpy(&scale.bits, block, 2);
@@ -158,16 +160,16 @@ inline std::vector<float> gguf_rounded(std::vector<float> x, GgufType type) {
 }
 
 // ----------------------------------------------------------------------------
-// the model: names, order, what describes it
+// the model: names, order, description
 
-// llama.cpp's name of this architecture; "": none that is built here.
+// llama.cpp's name of this architecture, or "" if it is not built here.
 inline std::string gguf_architecture(const Shape& s) {
     if (s.family == Family::GPT2) return "gpt2";
     if (s.hf_type == "llama" || s.hf_type == "mistral") return "llama";
     return s.hf_type == "qwen2" || s.hf_type == "qwen3" ? s.hf_type : "";
 }
 
-// Why a shape cannot be written; "": it can. Checked when the run starts.
+// Check at the start of a run that a shape can be written. Returns "" or the reason why not.
 inline std::string gguf_check(const Shape& s, const std::string& path) {
     std::string flag = "--export " + path;
     struct stat st;
@@ -176,14 +178,17 @@ inline std::string gguf_check(const Shape& s, const std::string& path) {
     if (stat(path.c_str(), &st) == 0 && !S_ISREG(st.st_mode))
         return flag + ": is no file: choose another name";
 
-    // The architecture, and what its text in llama.cpp has no place for.
+    // Refuse architectures that are not built, and shapes that Hugging Face's class of the model
+    // cannot describe either.
     if (gguf_architecture(s).empty())
         return flag + ": GGUF is built for GPT-2, Llama, Mistral, Qwen2 and Qwen3, not for " +
                s.hf_type + ": export a folder, and convert it with llama.cpp's own script";
     std::string wrong;
     with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
     if (!wrong.empty()) return wrong;
-    // rope_freqs.weight is read for llama alone, and has no place for a factor of cosines.
+
+    // llama.cpp reads rope_freqs.weight only for llama, and has no place for a
+    // factor of the cosines.
     bool divides = gguf_architecture(s) == "llama";
     if (scales(s.rope_scaling) && (!divides || s.rope_scaling.attention_factor != 1))
         return flag + ": llama.cpp's " + gguf_architecture(s) +
@@ -191,7 +196,7 @@ inline std::string gguf_check(const Shape& s, const std::string& path) {
     return "";
 }
 
-// A parameter's name.
+// A parameter's name in llama.cpp, or "" if it has none.
 inline std::string gguf_name(const std::string& name) {
     static const std::pair<const char*, const char*> words[] = {
         // GPT-2
@@ -221,25 +226,25 @@ inline std::string gguf_name(const std::string& name) {
         {"mlp.down_proj", "ffn_down"},
     };
 
-    // Cut off the block's number in front, and the half behind: "h.3.", "model.layers.3.".
+    // Separate the block's number at the front, "h.3." or "model.layers.3.", and the ending.
     size_t digit = name.find_first_of("0123456789");
     bool block = name.starts_with("h.") || name.starts_with("model.layers.");
     size_t from = block ? name.find('.', digit) + 1 : 0;
     size_t to = name.rfind('.');
     std::string front = block ? "blk." + name.substr(digit, from - digit) : "";
-    // The half stays as it is: .weight or .bias.
+    // Keep the ending as it is: .weight or .bias.
     for (auto [ours, theirs] : words)
         if (name.substr(from, to - from) == ours)
             return front + theirs + name.substr(to);
     return "";
 }
 
-// Rows i and i + HS/2 of each head of x (NH*HS,C) become rows 2i and 2i + 1.
+// Reorder x (NH*HS,C): rows i and i + HS/2 of each head become rows 2i and 2i + 1.
 inline std::vector<float> in_pairs(const std::vector<float>& x, size_t HS, size_t C) {
-    // The first half of a head becomes its even rows, the second its odd ones.
+    // The first half of a head becomes its even rows, the second half its odd rows.
     std::vector<float> y(x.size());
     for (size_t row = 0; row < x.size() / C; row++) {
-        size_t e = row % HS; // in its head
+        size_t e = row % HS; // row in its head
         size_t to = row - e + e % (HS / 2) * 2 + e / (HS / 2);
         std::copy_n(&x[row * C], C, &y[to * C]);
     }
@@ -254,7 +259,8 @@ inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std
     gguf_add(k, "general.file_type", gguf_file_type(type));
     gguf_add(k, "general.quantization_version", uint32_t(2));
 
-    // A window that a model never fills is none: llama.cpp's llama has no windows.
+    // Write a window as a shorter context, in which it hides nothing: llama.cpp's
+    // llama has no windows.
     size_t context = s.sliding_window ? std::min(s.P, s.sliding_window) : s.P;
     gguf_add(k, a + ".context_length", uint32_t(context));
     gguf_add(k, a + ".embedding_length", uint32_t(s.C));
@@ -266,7 +272,7 @@ inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std
     if (s.family == Family::GPT2)
         return gguf_add(k, a + ".attention.layer_norm_epsilon", s.norm_eps);
 
-    // Llama and its kin.
+    // Llama and its kin have more keys.
     gguf_add(k, a + ".attention.layer_norm_rms_epsilon", s.norm_eps);
     gguf_add(k, a + ".attention.key_length", uint32_t(s.HS));
     gguf_add(k, a + ".attention.value_length", uint32_t(s.HS));
@@ -277,9 +283,9 @@ inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std
 // ----------------------------------------------------------------------------
 // the tokenizer
 
-// How llama.cpp calls the way that a tokenizer of bytes cuts words; "": it has no name.
+// llama.cpp's name for the way in which a byte-level tokenizer cuts words, or "" if it has none.
 inline std::string gguf_words(const Tokenizer& t) {
-    // Single bytes never merge: any way to cut gives them.
+    // The byte tokenizer never merges, so any way to cut gives its tokens.
     if (t.kind == TokenizerKind::BYTE) return "gpt-2";
     std::string one_digit = replace_all(CL100K_PATTERN, "{1,3}", ""); // Qwen2's
     if (t.pattern_texts.size() != 1) return "";
@@ -289,17 +295,17 @@ inline std::string gguf_words(const Tokenizer& t) {
     return pattern == GPT2_PATTERN ? "gpt-2" : pattern == one_digit ? "qwen2" : "";
 }
 
-// Why a tokenizer stays out; "": llama.cpp makes the same tokens.
+// Why a tokenizer is left out, or "" if llama.cpp makes the same tokens.
 inline std::string gguf_no_tokenizer(const Tokenizer& t) {
     std::string why = not_json(t);
     if (!why.empty()) return why;
-    // SentencePiece needs no words: its symbols merge across the whole text.
+    // SentencePiece needs no pattern: its symbols merge across the whole text.
     bool known = t.sentencepiece || !gguf_words(t).empty();
     return known ? "" : "llama.cpp has no name for the way it cuts words";
 }
 
-// Scores of SentencePiece: of two neighbours those merge first whose piece has the higher one.
-// A merge's rank is such an order the other way round; pieces that no merge makes need no score.
+// Scores for SentencePiece, where neighbours merge first if their piece has a higher score. A
+// merge's rank is the same order with the sign reversed. Pieces that no merge makes need no score.
 inline std::vector<float> gguf_scores(const Tokenizer& t, size_t V) {
     std::vector<float> scores(V, 0.0f);
     for (const Merge& m : t.merges) {
@@ -312,7 +318,7 @@ inline std::vector<float> gguf_scores(const Tokenizer& t, size_t V) {
     return scores;
 }
 
-// The kinds of tokens: 1 text, 2 unknown, 3 control, 4 found in any text, 5 not in use, 6 a byte.
+// The types of tokens: 1 text, 2 unknown, 3 control, 4 found in any text, 5 unused, 6 a byte.
 inline std::vector<int32_t> gguf_token_types(const Tokenizer& t,
                                              const std::vector<std::string>& texts) {
     std::vector<int32_t> types(texts.size(), 1);
@@ -321,7 +327,8 @@ inline std::vector<int32_t> gguf_token_types(const Tokenizer& t,
             types[i] = 5;
     for (const auto& [text, token] : t.raw.ids)
         types[token] = 4;
-    // Special tokens are among those, and never shown.
+
+    // Special tokens are among those, but are never shown: override the type.
     for (const auto& [text, token] : t.special)
         types[token] = 3;
     for (int b = 0; t.sentencepiece && b < 256; b++)
@@ -332,7 +339,7 @@ inline std::vector<int32_t> gguf_token_types(const Tokenizer& t,
     return types;
 }
 
-// A token that config.json names; of several the first.
+// Add a token that config.json names; of a list, the first.
 inline void add_gguf_id(GgufKeys* k, const std::string& key, nlohmann::ordered_json id) {
     if (id.is_array() && !id.empty())
         id = nlohmann::ordered_json(id[0]);
@@ -340,26 +347,26 @@ inline void add_gguf_id(GgufKeys* k, const std::string& key, nlohmann::ordered_j
         gguf_add(k, "tokenizer.ggml." + key, id.get<uint32_t>());
 }
 
-// The template by which a chat is written, as the folder that the model came with has it.
+// The chat template of the folder that the model came with, or "".
 inline std::string chat_template_of(const ExportTokenizer& e) {
     auto file = e.files.find("chat_template.jinja");
     if (file != e.files.end()) return file->second;
     auto config = e.files.find("tokenizer_config.json");
     if (config == e.files.end()) return "";
     nlohmann::json j = nlohmann::json::parse(config->second, nullptr, false);
-    // A list of several named templates stays out.
+    // Ignore a list of several named templates.
     bool text = j.is_object() && j.contains("chat_template") && j["chat_template"].is_string();
     return text ? j["chat_template"].get<std::string>() : "";
 }
 
-// The vocabulary of V tokens; t: null where it stays out.
+// Add the vocabulary of V tokens. t is null if the tokenizer is left out.
 inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportTokenizer& e,
                                const Shape& s) {
     if (!t) return gguf_add(k, "tokenizer.ggml.model", std::string("no_vocab"));
     gguf_add(k, "tokenizer.ggml.model", std::string(t->sentencepiece ? "llama" : "gpt2"));
     if (!t->sentencepiece) gguf_add(k, "tokenizer.ggml.pre", gguf_words(*t));
 
-    // Every row of the table has a text of its own.
+    // Give every row of the table a text of its own; rows without a token get "[PAD<row>]".
     std::vector<std::string> texts = token_texts(*t);
     texts.resize(s.V);
     gguf_add(k, "tokenizer.ggml.token_type", gguf_token_types(*t, texts));
@@ -372,7 +379,7 @@ inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportToke
             texts[i] = concat("[PAD", i, "]");
     gguf_add(k, "tokenizer.ggml.tokens", texts);
 
-    // Tokens with a meaning, and what is put in front of a text.
+    // Add the tokens with a meaning, and what stands before a text.
     nlohmann::ordered_json j = hf_config_json(s, Type::F32, e);
     add_gguf_id(k, "bos_token_id", j["bos_token_id"]);
     add_gguf_id(k, "eos_token_id", j["eos_token_id"]);
@@ -389,7 +396,7 @@ inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportToke
 // ----------------------------------------------------------------------------
 // writing
 
-// A tensor of the file; p: null for what divides rotary frequencies.
+// A tensor of the file. p is null for the divisors of rotary frequencies.
 struct GgufTensor {
     const Parameter* p;
     std::string name;
@@ -404,10 +411,10 @@ inline std::vector<GgufTensor> gguf_tensors(const Model& m, GgufType type) {
     if (scales(s.rope_scaling))
         tensors.push_back({nullptr, "rope_freqs.weight", GgufType::F32, {s.HS / 2}});
     for (const Parameter& p : m.parameters) {
-        if (is_adapter(m, p)) continue; // merged
+        if (is_adapter(m, p)) continue; // merged into its base
         std::vector<size_t> shape = p.shape;
         shape[0] = p.file_rows;
-        // Keep in float the vectors, which rounding hurts most and which cost least.
+        // Keep vectors in float: rounding hurts them most, and they cost least.
         GgufType own = type;
         if (type == GgufType::Q8_0 && p.cols() % Q8_BLOCK != 0) own = GgufType::F16;
         if (shape.size() == 1 || p.name == "wpe.weight") own = GgufType::F32;
@@ -416,7 +423,7 @@ inline std::vector<GgufTensor> gguf_tensors(const Model& m, GgufType type) {
     return tensors;
 }
 
-// Everything before the data. data_bytes: the length of what follows.
+// Everything before the data. *data_bytes receives the length of the data.
 inline std::string gguf_header(const std::vector<GgufTensor>& tensors, const GgufKeys& keys,
                                size_t* data_bytes) {
     std::string h = "GGUF";
@@ -425,7 +432,7 @@ inline std::string gguf_header(const std::vector<GgufTensor>& tensors, const Ggu
     gguf_put(&h, keys.count);
     h += keys.bytes;
 
-    // List the tensors. Places count from where the data begins, sizes from the fastest on.
+    // List the tensors. Places count from the beginning of the data; sizes begin with the fastest.
     size_t at = 0;
     for (const GgufTensor& t : tensors) {
         gguf_put_text(&h, t.name);
@@ -444,15 +451,14 @@ inline std::string gguf_header(const std::vector<GgufTensor>& tensors, const Ggu
     return h;
 }
 
-// A parameter's values in the file's order, with what its adapter adds. All ranks call.
+// A parameter's values as the file orders them, with its adapter merged. All ranks call.
 template <typename T, typename S>
 std::vector<float> gguf_weight(const Trainer<T, S>& t, const GgufTensor& tensor,
                                MergeSums* merged) {
     const Shape& s = t.model.shape;
     std::vector<float> values;
     if (!tensor.p) {
-        // Divide the frequency without scaling by the scaled one: llama.cpp divides its angles
-        // by what it finds here.
+        // Divide the unscaled frequency by the scaled one: llama.cpp divides its angles by this.
         for (size_t i = 0; i < s.HS / 2; i++) {
             double f = std::pow(s.rope_theta, -2.0 * double(i) / double(s.HS));
             values.push_back(float(f / rope_frequency(i, s.HS, s.rope_theta, s.rope_scaling)));
@@ -460,11 +466,11 @@ std::vector<float> gguf_weight(const Trainer<T, S>& t, const GgufTensor& tensor,
         return values;
     }
 
-    // Round rows as the file does, to say what of the adapters is left.
+    // Round rows as the file will, to measure how much of the adapters survives.
     auto round_row = [&](std::vector<float>& row) { row = gguf_rounded(row, tensor.type); };
     values = merged_weight(t, *tensor.p, round_row, merged);
 
-    // Put rows of q and k, and their biases, in the order in which llama.cpp turns them.
+    // Put the rows of q and k, and their biases, in llama.cpp's order.
     values.resize(tensor.p->file_elements()); // padding is at the end
     const std::string& name = tensor.name;
     bool q = name.find(".attn_q.") < name.size();
@@ -475,13 +481,13 @@ std::vector<float> gguf_weight(const Trainer<T, S>& t, const GgufTensor& tensor,
     return values;
 }
 
-// Export a file, whole or not at all. tokenizer: null where it stays out. All ranks call; the first
-// one writes, the others take part in gathering each parameter.
+// Export a file, completely or not at all. tokenizer: null to leave it out. All ranks call: the
+// first one writes, the others help to gather each parameter.
 template <typename T, typename S>
 std::string gguf_export(const Trainer<T, S>& t, const std::string& path, GgufType type,
                         const Tokenizer* tokenizer, const ExportTokenizer& beside,
                         const std::string& name, MergeSums* merged) {
-    // Describe the model, and give each tensor its place. Every rank does: the list says what is
+    // Describe the model, and place the tensors. Every rank does so: the list determines what is
     // gathered, and in which order.
     bool writes = t.comms.world.rank <= 0;
     std::vector<GgufTensor> tensors = gguf_tensors(t.model, type);
@@ -491,13 +497,15 @@ std::string gguf_export(const Trainer<T, S>& t, const std::string& path, GgufTyp
     size_t data_bytes = 0;
     std::string header = gguf_header(tensors, keys, &data_bytes);
 
-    // Write one parameter at a time; the host holds one, as floats.
+    // Write one parameter at a time: the host holds one, as floats.
     FileWriter w;
     if (writes) {
         writer_create(&w, path);
         w.expected = header.size() + data_bytes;
         writer_put(w, header.data(), header.size());
     }
+
+    // Gather each parameter, and pad it to the alignment.
     for (const GgufTensor& tensor : tensors) {
         std::vector<float> values = gguf_weight(t, tensor, merged);
         if (!writes) continue;

@@ -7,17 +7,17 @@
 
 namespace llmc {
 
-// Columns: where help begins; how wide lines are at most, and at least.
+// The column where help texts begin; the most and the fewest columns of a page.
 constexpr size_t HELP_COLUMN = 34, HELP_WIDTH = 100, HELP_NARROW = 60;
 
-// The columns of a page on this terminal, clamped to HELP_NARROW..HELP_WIDTH; a pipe gets the most.
+// The columns of this terminal, clamped to HELP_NARROW..HELP_WIDTH. A pipe gets the most.
 inline size_t terminal_columns() {
     struct winsize size = {};
     bool sized = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
     return sized ? std::clamp(size_t(size.ws_col), HELP_NARROW, HELP_WIDTH) : HELP_WIDTH;
 }
 
-// Break a text at spaces so that its lines end by `width`. All but the first begin at `from`.
+// Break a text at spaces so that lines end by `width`. All lines but the first begin at `from`.
 inline std::string wrapped(const std::string& help, size_t from, size_t width) {
     std::string text, word;
     size_t column = from;
@@ -31,7 +31,7 @@ inline std::string wrapped(const std::string& help, size_t from, size_t width) {
     return text;
 }
 
-// A row of --help; a name that is too long for its column has a line to itself.
+// A row of --help. A name that is too long for its column gets its own line.
 inline std::string help_row(std::string left, const std::string& help, size_t width) {
     if (left.size() >= HELP_COLUMN)
         left += "\n" + std::string(HELP_COLUMN, ' ');
@@ -40,7 +40,7 @@ inline std::string help_row(std::string left, const std::string& help, size_t wi
     return left + wrapped(help, HELP_COLUMN, width) + "\n";
 }
 
-// The text of --help: examples, then a group a paragraph, each default in brackets.
+// The text of --help: examples, then one paragraph a group, with defaults in parentheses.
 inline std::string help_text(size_t width = HELP_WIDTH) {
     std::string text =
         "train_gpt [--flag value ...]     trains, evaluates and samples GPT-2 and Llama\n\n"
@@ -51,12 +51,12 @@ inline std::string help_text(size_t width = HELP_WIDTH) {
                 "--flag value.", 0, width) + "\n";
     Config defaults;
     for (const Flag& f : config_table()) {
-        // A row without a name begins a group.
+        // Begin a group: its row has no name.
         if (!*f.name) {
             text += "\n" + wrapped(f.help, 0, width) + "\n";
             continue;
         }
-        // Show choices behind the name and the default behind the help; ranges stay unsaid.
+        // Show the choices behind the name and the default behind the help; ranges are not shown.
         std::string accepts = f.accepts, help = f.help, value = field_text(defaults, f.field);
         bool choice = accepts.find('|') != std::string::npos;
         bool is_switch = std::holds_alternative<bool Config::*>(f.field);
@@ -64,7 +64,7 @@ inline std::string help_text(size_t width = HELP_WIDTH) {
             help += " (" + value + ")";
         if (accepts[0] == '=') help += " - not built yet";
 
-        // More choices than a line holds stand among the words, which are broken.
+        // If the choices do not fit on a line, put them among the words, which can be broken.
         std::string name = concat("  --", f.name), choices = choice ? " " + accepts : "";
         bool fits = name.size() + choices.size() <= HELP_WIDTH;
         for (size_t at = 0; !fits && (at = accepts.find('|')) != std::string::npos;)
@@ -84,11 +84,11 @@ inline std::string help_text(size_t width = HELP_WIDTH) {
 
 constexpr const char* VERSION = "1.0";
 
-// Whether a macro is defined: one that is not expands to its own name.
+// Whether a macro is defined: an undefined one expands to its own name.
 #define LLMC_EXPANDED(...) #__VA_ARGS__
 #define LLMC_DEFINED(name) (std::string(LLMC_EXPANDED(name)) != #name)
 
-// One line: the version, the compiler, and the libraries that the program was built with.
+// One line with the version, the compiler, and the libraries of this build.
 inline std::string version_text() {
     const std::pair<const char*, bool> parts[] = {
         {"OpenMP", LLMC_DEFINED(_OPENMP)},  {"oneDNN", LLMC_DEFINED(WITH_ONEDNN)},

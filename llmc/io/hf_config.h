@@ -1,7 +1,7 @@
 // hf_config.h - config.json of Hugging Face's models and a Shape: each family's keys and defaults
-//   Reading  a key that changes what a model computes is read, or refused by its name unless it has
-//            the one value that is built. A key left out has the default of transformers' class.
-//   Writing  every size, for defaults differ between transformers' versions.
+//   Reading  A key that changes what a model computes is read, or is refused by name unless it has
+//            the one value that is built. A missing key has the default of transformers' class.
+//   Writing  Every size is written, for defaults differ between versions of transformers.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "../family.h"
@@ -13,7 +13,8 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // config.json -> Shape
 
-// A config.json, read key by key. Reading goes on after an error, which is kept for the end.
+// A config.json that is read key by key. Reading continues after an error, which is
+// reported at the end.
 struct HfConfig {
     nlohmann::json j;
     std::string path;
@@ -21,15 +22,15 @@ struct HfConfig {
     bool has(const char* key) const { return j.contains(key) && !j[key].is_null(); }
 };
 
-// Keep a message, if it is the first.
-// Later errors often follow from the first and would only distract.
+// Keep a message if it is the first. Later errors often follow from the first,
+// and would only distract.
 template <typename... Parts>
 void hf_wrong(HfConfig& c, const Parts&... parts) {
     if (c.wrong.empty())
         c.wrong = concat(c.path, ": ", parts...);
 }
 
-// A size from 1 to 2^24. otherwise: where the key is missing; 0: it must be there.
+// Read a size from 1 to 2^24. If the key is missing, return `otherwise`; 0: it must not be missing.
 inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
     if (!c.has(key) && otherwise) return otherwise;
     // Two such sizes multiply within 64 bits; hf_check_sizes() limits what they make.
@@ -41,10 +42,10 @@ inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
         hf_wrong(c, key, " is ", json_word(c.j[key]), ", which is no size");
     else
         hf_wrong(c, key, " is missing");
-    return 1; // a shape of ones can be made; what is wrong is said later
+    return 1; // go on with a shape of ones; the error is reported later
 }
 
-// A number; `otherwise` where the key is missing or null.
+// Read a number. Return `otherwise` if the key is missing or null.
 inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
     if (!j.contains(key) || j[key].is_null())
         return otherwise;
@@ -54,7 +55,7 @@ inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, d
     return otherwise;
 }
 
-// A number above zero.
+// Read a number above zero.
 inline double hf_positive(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
     double x = hf_number(c, j, key, otherwise);
     if (x > 0) return x;
@@ -63,7 +64,7 @@ inline double hf_positive(HfConfig& c, const nlohmann::json& j, const char* key,
     return otherwise;
 }
 
-// True or false; `otherwise` where the key is missing or null.
+// Read true or false. Return `otherwise` if the key is missing or null.
 inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) {
     if (!c.has(key)) return otherwise;
     if (c.j[key].is_boolean())
@@ -72,8 +73,8 @@ inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) {
     return otherwise;
 }
 
-// Refuse a variant that is not built: a key may be missing, or have this value, or another name of
-// it. A variant that went unnoticed would train, with wrong numbers.
+// Refuse a variant that is not built. The key may be missing, or have the value `only`, or its
+// other name `alias`. A variant that went unnoticed would train with wrong numbers.
 inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json& only,
                              const nlohmann::json& alias = nullptr) {
     if (!c.has(key) || c.j[key] == only || c.j[key] == alias)
@@ -81,19 +82,19 @@ inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json&
     hf_wrong(c, key, " ", json_word(c.j[key]), " is not built yet, only ", only.dump(), " is");
 }
 
-// GPT-2's keys.
+// Read GPT-2's keys.
 inline Shape hf_gpt2_shape(HfConfig& c) {
-    // n_ctx is the older name of n_positions, n_inner null means 4 n_embd.
+    // Read the sizes. n_ctx is the older name of n_positions; n_inner null means 4 n_embd.
     size_t C = hf_size(c, "n_embd");
     Shape s = gpt2_shape(hf_size(c, "n_layer"), hf_size(c, "n_head"), C, hf_size(c, "vocab_size"),
                          hf_size(c, "n_positions", c.has("n_ctx") ? hf_size(c, "n_ctx") : 0));
     s.F = hf_size(c, "n_inner", 4 * C);
 
-    // Take transformers' defaults where a key is left out.
+    // A missing key has transformers' default.
     s.norm_eps = float(hf_positive(c, c.j, "layer_norm_epsilon", 1e-5));
     s.tied = hf_flag(c, "tie_word_embeddings", true);
 
-    // Refuse other activations, and scores that are scaled otherwise.
+    // Refuse other activations, and scores that are scaled differently.
     hf_refuse_unless(c, "activation_function", "gelu_new", "gelu_pytorch_tanh");
     hf_refuse_unless(c, "scale_attn_weights", true);
     hf_refuse_unless(c, "scale_attn_by_inverse_layer_idx", false);
@@ -102,8 +103,8 @@ inline Shape hf_gpt2_shape(HfConfig& c) {
     return s;
 }
 
-// The object that scales RoPE: rope_scaling, or rope_parameters of newer files; empty: there is
-// none. Where a file has both, the older name wins.
+// The object that scales RoPE: rope_scaling, or rope_parameters in newer files; an empty object if
+// there is neither. If a file has both, the older name wins.
 inline nlohmann::json hf_rope_object(HfConfig& c) {
     for (const char* key : {"rope_scaling", "rope_parameters"}) {
         if (!c.has(key)) continue;
@@ -116,7 +117,7 @@ inline nlohmann::json hf_rope_object(HfConfig& c) {
     return nlohmann::json::object();
 }
 
-// Read Llama 3.1's RoPE scaling.
+// Read the RoPE scaling of Llama 3.1.
 inline void hf_rope_llama3(HfConfig& c, const nlohmann::json& r, RopeScaling& x) {
     x.kind = RopeKind::LLAMA3;
     x.factor = float(hf_positive(c, r, "factor", 8));
@@ -127,7 +128,7 @@ inline void hf_rope_llama3(HfConfig& c, const nlohmann::json& r, RopeScaling& x)
                  ", not below high_freq_factor ", nlohmann::json(x.high_freq_factor).dump());
 }
 
-// Read YaRN's. positions: of the model now, against those that it knew before.
+// Read YaRN's scaling. `positions` is the context now; original_positions the one before scaling.
 inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions, RopeScaling& x) {
     x.kind = RopeKind::YARN;
     double factor = hf_positive(c, r, "factor", double(positions) / x.original_positions);
@@ -139,7 +140,7 @@ inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions,
     else
         x.truncate = r.value("truncate", true);
 
-    // Cosines and sines grow with the logarithm of the factor, unless the file says how much.
+    // Cosines and sines grow with the logarithm of the factor, unless the file gives their factor.
     auto names = [&](const char* key) { return r.contains(key) && !r[key].is_null(); };
     bool both = names("mscale") && names("mscale_all_dim");
     double scale = hf_positive(c, r, "mscale", 1);
@@ -149,7 +150,7 @@ inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions,
     x.attention_factor = float(hf_positive(c, r, "attention_factor", otherwise));
 }
 
-// Read the part of a head that turns, which only some classes have.
+// Read the part of a head that RoPE turns; only some classes turn less than all.
 inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
     for (const nlohmann::json& part : {c.j, r}) {
         double turned = hf_number(c, part, "partial_rotary_factor", 1);
@@ -158,7 +159,7 @@ inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
         if (s.hf_type != "phi3" && s.hf_type != "gpt_neox")
             hf_wrong(c, "partial_rotary_factor ", found, " is not built yet, only 1.0 is");
 
-        // The channels are rounded down, as transformers does.
+        // Round the channels down, as transformers does.
         bool good = turned > 0 && turned < 1;
         size_t channels = good ? size_t(double(s.HS) * turned) : 0;
         if (channels == 0 || channels % 2)
@@ -168,10 +169,11 @@ inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
     }
 }
 
-// Read Gemma 3's two thetas: newer files have an object for each kind of layer.
+// Read Gemma 3's two thetas. Newer files have an object for each kind of layer. Returns the object
+// for layers with full attention.
 inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::json& r) {
     s.window_theta = hf_positive(c, c.j, "rope_local_base_freq", 10000);
-    // A kind without an object has the file's own keys.
+    // Without an object for its kind, a layer has the file's own keys.
     auto kind = [&](const char* name) {
         return r.contains(name) && r[name].is_object() ? r[name] : nlohmann::json::object();
     };
@@ -184,28 +186,29 @@ inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::js
     return r.contains("full_attention") ? kind("full_attention") : r;
 }
 
-// RoPE's base and its scaling. rope_type was called type before.
+// Read RoPE's base and its scaling.
 inline void hf_rope(HfConfig& c, Shape& s, double theta) {
-    // Read theta from the top, then from the object, which wins.
+    // Read theta from the top level, then from the object, which wins.
     nlohmann::json r = hf_rope_object(c);
     if (s.hf_type == "gemma3_text") r = hf_rope_of_kinds(c, s, r);
     s.rope_theta = hf_positive(c, c.j, "rope_theta", theta);
     s.rope_theta = hf_positive(c, r, "rope_theta", s.rope_theta);
     hf_rotary(c, s, r);
 
-    // The type may be left out, or be no text in a broken file.
+    // Read the kind of scaling: rope_type, or type in older files. In a broken file it
+    // may be no text.
     nlohmann::json named = r.value("rope_type", r.value("type", nlohmann::json()));
     if (named.is_null() || named == "default") return;
     std::string type = named.is_string() ? printable(named.get<std::string>()) : json_word(named);
 
-    // The context that the model knew before; the key at the top wins.
+    // Read the context before scaling; the key at the top level wins.
     RopeScaling& x = s.rope_scaling;
     double original = hf_positive(c, r, "original_max_position_embeddings", double(s.P));
     original = hf_positive(c, c.j, "original_max_position_embeddings", original);
     x.original_positions = int(std::clamp(original, 1.0, double(1 << 24)));
 
-    // Dynamic NTK scaling changes only sequences longer than max_position_embeddings;
-    // none is longer here.
+    // Ignore dynamic NTK scaling: it changes only sequences longer than max_position_embeddings,
+    // and this program has none.
     if (type == "dynamic") return;
     if (type == "llama3") return hf_rope_llama3(c, r, x);
     if (type == "yarn") return hf_rope_yarn(c, r, s.P, x);
@@ -216,14 +219,14 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     x.factor = float(hf_positive(c, r, "factor", 1));
 }
 
-// Read which layers have Qwen's window: layer_types names each, else those from max_window_layers
-// on. Only windows that begin at one layer and go on to the last are built.
+// Read which layers have Qwen's window: layer_types says so for each layer; without it, layers from
+// max_window_layers on. Returns the first one. Only windows from one layer to the last are built.
 inline size_t hf_first_window(HfConfig& c, size_t L) {
     if (!c.has("layer_types"))
         return c.has("max_window_layers") && c.j["max_window_layers"] == 0
                    ? 0 : hf_size(c, "max_window_layers", 28);
 
-    // Find the first windowed layer; no layer behind it may be without.
+    // Find the first layer with a window; all layers behind it must have one.
     const nlohmann::json& types = c.j["layer_types"];
     size_t first = L;
     bool good = types.is_array() && types.size() == L;
@@ -238,14 +241,14 @@ inline size_t hf_first_window(HfConfig& c, size_t L) {
     return first;
 }
 
-// The period of a list in which every so many layers are special; 0: none of L is. The list may be
-// left out, which means `otherwise`.
+// Read a list in which every n-th layer is `special` and the others are `usual`. Returns the period
+// n, or 0 if no layer is special. Without the list the period is `otherwise`.
 inline size_t hf_every(HfConfig& c, const char* key, size_t L, const nlohmann::json& special,
                        const nlohmann::json& usual, size_t otherwise) {
-    // No layer of a short model may be the n-th.
+    // A model with fewer layers than the period has no special layer.
     if (!c.has(key)) return otherwise > L ? 0 : otherwise;
 
-    // Try every period; the smallest that fits is the answer.
+    // Try every period, and return the smallest that fits.
     const nlohmann::json& list = c.j[key];
     auto fits = [&](size_t every) {
         for (size_t l = 0; l < L; l++) {
@@ -258,31 +261,30 @@ inline size_t hf_every(HfConfig& c, const char* key, size_t L, const nlohmann::j
     for (size_t every = 0; whole && every <= L; every++)
         if (fits(every)) return every;
 
-    // A list of another kind would train, with wrong numbers.
+    // Refuse any other list: the model would train with wrong numbers.
     hf_wrong(c, key, " of this kind is not built yet, only ", special.dump(), " for every n-th of ",
              L, " layers and ", usual.dump(), " for the others is");
     return 0;
 }
 
-// Gemma's windows: in all layers but every n-th.
+// Read Gemma's windows, which all layers have but every n-th.
 inline void hf_gemma_window(HfConfig& c, Shape& s) {
-    // Gemma 2 has no key for the period, Gemma 3 an older one beside the list.
+    // Gemma 2 has no key for the period; older files of Gemma 3 have one instead of the list.
     size_t usual = s.hf_type == "gemma2" ? 2 : hf_size(c, "sliding_window_pattern", 6);
     s.sliding_window = hf_size(c, "sliding_window", 4096);
     s.full_every = hf_every(c, "layer_types", s.L, "full_attention", "sliding_attention", usual);
-    // A window that no layer has is none.
+    // If no layer has the window, there is none.
     if (s.full_every == 1) s.sliding_window = s.full_every = 0;
     hf_refuse_unless(c, "use_bidirectional_attention", false);
 }
 
-// The window of attention, from the keys that the family's class reads.
+// Read the window of attention, from the keys that the family's class reads.
 inline void hf_window(HfConfig& c, Shape& s) {
-    // Llama has none. Mistral's is in all layers: without the key 4096, and null is none. Phi-3's
-    // is too, and without the key none.
+    // Llama and OLMo 2 have no window.
     bool left_out = !c.j.contains("sliding_window");
     if (s.hf_type == "llama" || s.hf_type == "olmo2") return;
     if (s.hf_type == "mixtral") {
-        // Mixtral's is in all layers too, and without the key there is none.
+        // Mixtral has one window in all layers, if the key is there.
         if (c.has("sliding_window"))
             s.sliding_window = hf_size(c, "sliding_window");
         return;
@@ -290,11 +292,11 @@ inline void hf_window(HfConfig& c, Shape& s) {
     if (s.hf_type == "gemma2" || s.hf_type == "gemma3_text")
         return hf_gemma_window(c, s);
 
-    // Qwen2-MoE's windows follow a rule of their own.
+    // Qwen2-MoE decides by a rule of its own which layers have windows; that is not built.
     if (s.hf_type == "qwen2_moe")
         return hf_refuse_unless(c, "use_sliding_window", false);
 
-    // SmolLM3 says which layers turn; its windows are not built.
+    // SmolLM3 lists the layers that RoPE turns; its windows are not built.
     if (s.hf_type == "smollm3") {
         hf_refuse_unless(c, "use_sliding_window", false);
         hf_every(c, "layer_types", s.L, "full_attention", "full_attention", 1);
@@ -303,7 +305,8 @@ inline void hf_window(HfConfig& c, Shape& s) {
         return;
     }
 
-    // One window for all layers.
+    // Mistral and Phi-3 have one window in all layers. Without the key, Mistral's is 4096 and Phi-3
+    // has none; null means none.
     if (s.hf_type == "phi3" && left_out) return;
     if (s.hf_type == "mistral" || s.hf_type == "phi3") {
         if (left_out || c.has("sliding_window"))
@@ -311,7 +314,7 @@ inline void hf_window(HfConfig& c, Shape& s) {
         return;
     }
 
-    // Qwen's must be switched on.
+    // Qwen's window must be switched on.
     bool windows = hf_flag(c, "use_sliding_window", false) && (left_out || c.has("sliding_window"));
     size_t size = windows ? hf_size(c, "sliding_window", 4096) : 0;
     size_t first = windows || c.has("layer_types") ? hf_first_window(c, s.L) : s.L;
@@ -322,22 +325,24 @@ inline void hf_window(HfConfig& c, Shape& s) {
     s.window_from = first;
 }
 
-// Whether blocks of a class have experts.
+// Whether the blocks of a class have experts.
 inline bool hf_has_experts(const std::string& type) {
     return type == "mixtral" || type == "qwen2_moe" || type == "qwen3_moe" || type == "olmoe";
 }
+// Whether a class is DeepSeek's, with latent attention.
 inline bool hf_is_deepseek(const std::string& type) {
     return type == "deepseek_v2" || type == "deepseek_v3";
 }
 
-// Read which products have biases.
+// Read which matrix products have biases.
 inline void hf_biases(HfConfig& c, Shape& s) {
-    // Qwen2's q, k and v have theirs always, and no class reads a key for them.
-    // Experts' blocks are built without any.
+    // Qwen2 always has biases on q, k and v, without a key. Blocks with experts
+    // are built without biases.
     bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3" ||
                  hf_has_experts(s.hf_type) || hf_is_deepseek(s.hf_type);
     bool reads_attention = !fixed;
     bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
+
     if (reads_attention)
         s.o_bias = hf_flag(c, "attention_bias", false);
     else
@@ -346,19 +351,20 @@ inline void hf_biases(HfConfig& c, Shape& s) {
         s.mlp_bias = hf_flag(c, "mlp_bias", false);
     else
         hf_refuse_unless(c, "mlp_bias", false);
+
     s.qkv_bias = s.o_bias || s.hf_type == "qwen2";
     if (s.hf_type == "qwen2_moe")
         s.qkv_bias = hf_flag(c, "qkv_bias", true);
 }
 
-// Read which of Qwen's blocks have an ffn in the place of experts: the first ones, by a list, or
-// all but every so many.
+// Read which of Qwen's blocks have a plain ffn instead of experts: the first ones, by a list, or
+// all but every n-th.
 inline void hf_dense_blocks(HfConfig& c, Shape& s) {
-    // The list may be left out, or be null.
+    // The list may be missing, or null.
     s.sparse_every = hf_size(c, "decoder_sparse_step", 1);
     nlohmann::json list = c.has("mlp_only_layers") ? c.j["mlp_only_layers"]
                                                    : nlohmann::json::array();
-    // Any other list becomes null, and is refused below.
+    // Turn any other list into null, which is refused below.
     for (size_t i = 0; list.is_array() && i < list.size(); i++)
         if (list[i] != i) list = nullptr;
     if (!list.is_array() || list.size() >= s.L)
@@ -366,16 +372,16 @@ inline void hf_dense_blocks(HfConfig& c, Shape& s) {
                            "first layers is");
     s.dense_first = list.size();
 
-    // A width that no block has is none.
+    // Read the width only if some block has a plain ffn.
     bool dense = s.dense_first > 0 || s.sparse_every > 1;
     s.dense_F = dense ? hf_size(c, "intermediate_size") : 0;
     if (s.sparse_every > s.L)
         hf_wrong(c, "decoder_sparse_step ", s.sparse_every, " leaves no layer with experts");
 }
 
-// Experts of all blocks: Mixtral's keys, or those of Qwen and OLMoE.
+// Read the experts of all blocks: Mixtral's keys, or those of Qwen and OLMoE.
 inline void hf_experts(HfConfig& c, Shape& s) {
-    // Take the class's defaults where a key is left out.
+    // A missing key has the class's default.
     bool mixtral = s.hf_type == "mixtral";
     s.family = Family::MIXTRAL;
     bool qwen3 = s.hf_type == "qwen3_moe";
@@ -384,17 +390,18 @@ inline void hf_experts(HfConfig& c, Shape& s) {
                   : hf_size(c, "num_experts", qwen3 ? 128 : qwen2 ? 60 : 64);
     s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 ? 4 : 8);
     s.router = Router::RENORMALISED;
-    // A gate is a share of those chosen, unless the file says otherwise.
+    // Mixtral always renormalises the gates of the chosen experts; the other classes do so only if
+    // the file says so.
     if (!mixtral && !hf_flag(c, "norm_topk_prob", false))
         s.router = Router::SOFTMAX;
     if (qwen2 || qwen3) hf_dense_blocks(c, s);
     if (qwen2 || qwen3) s.F = hf_size(c, "moe_intermediate_size", qwen2 ? 1408 : 768);
 
-    // Qwen2-MoE has an expert of all tokens.
+    // Qwen2-MoE has a shared expert, which every token goes through.
     s.shared_gate = qwen2;
     if (qwen2) s.shared_F = hf_size(c, "shared_expert_intermediate_size", 5632);
 
-    // Refuse noise on the router's input.
+    // Refuse noise on the router's input, clipped q, k, v, and more choices than there are.
     hf_refuse_unless(c, "router_jitter_noise", 0.0);
     hf_refuse_unless(c, "clip_qkv", nullptr);
     if (s.K > s.E || s.K > MOST_CHOICES)
@@ -402,9 +409,9 @@ inline void hf_experts(HfConfig& c, Shape& s) {
                  std::min(s.E, MOST_CHOICES));
 }
 
-// DeepSeek's latents and heads.
+// Read the sizes of DeepSeek's latents and heads.
 inline void hf_latents(HfConfig& c, Shape& s) {
-    // Null is no latent of queries; a key left out has the class's default.
+    // A null q_lora_rank means queries without a latent; a missing key has the class's default.
     bool direct = c.j.contains("q_lora_rank") && c.j["q_lora_rank"].is_null();
     s.q_latent = direct ? 0 : hf_size(c, "q_lora_rank", 1536);
     s.kv_latent = hf_size(c, "kv_lora_rank", 512);
@@ -413,7 +420,7 @@ inline void hf_latents(HfConfig& c, Shape& s) {
     s.HS_v = hf_size(c, "v_head_dim", 128);
     hf_refuse_unless(c, "rope_interleave", true);
 
-    // RoPE turns pairs, and attention's rows hold values as wide as keys.
+    // Check that RoPE has pairs, and that values are no wider than keys, whose rows they share.
     if (s.rotary % 2)
         hf_wrong(c, "qk_rope_head_dim ", s.rotary, " is odd: RoPE turns pairs");
     if (s.HS_v > s.HS)
@@ -423,41 +430,41 @@ inline void hf_latents(HfConfig& c, Shape& s) {
         hf_wrong(c, "num_key_value_heads ", s.NKV, " is not built with latent attention, only ",
                  s.NH, ", one for each head, is");
 
-    // YaRN makes scores larger, by the square of what it says.
+    // YaRN scales the scores by the square of `size`, which depends on mscale_all_dim.
     nlohmann::json r = hf_rope_object(c);
     double all = hf_number(c, r, "mscale_all_dim", 0);
     const RopeScaling& x = s.rope_scaling;
     bool yarn = x.kind == RopeKind::YARN && x.factor > 1;
     if (all == 0 || !yarn) return;
 
-    // Scores are q.k over a root.
+    // Put that square into the scalar: scores are q.k / sqrt(score_scalar).
     double factor = x.factor;
     double size = 0.1 * all * std::log(factor) + 1;
     s.score_scalar = double(s.HS) / std::pow(size, 4);
 }
 
-// DeepSeek's routers: V2's softmax, V3's sigmoid with a bias of the choice.
+// Read DeepSeek's router: V2's softmax, or V3's sigmoid with a bias on the choice.
 inline void hf_deepseek_router(HfConfig& c, Shape& s) {
-    // Take the class's method where the key is left out.
+    // A missing key means the class's own method.
     bool v3 = s.hf_type == "deepseek_v3";
     nlohmann::json method = v3 ? "noaux_tc" : "greedy";
     if (c.has("topk_method")) method = c.j["topk_method"];
 
-    // Each class scores in its own way.
+    // Refuse any other scoring than the class's own.
     hf_refuse_unless(c, "scoring_func", v3 ? "sigmoid" : "softmax");
     if (v3)
         hf_refuse_unless(c, "topk_method", "noaux_tc");
     else
         hf_refuse_unless(c, "topk_method", "greedy", "group_limited_greedy");
 
-    // V2's class passes over norm_topk_prob.
+    // V2's class ignores norm_topk_prob, so only false is accepted.
     s.choice_bias = v3;
     s.router = v3 ? Router::SIGMOID : Router::SOFTMAX;
     if (v3 && !hf_flag(c, "norm_topk_prob", true)) s.router = Router::SIGMOID_ALONE;
     if (!v3) hf_refuse_unless(c, "norm_topk_prob", false);
     s.gate_scale = float(hf_positive(c, c.j, "routed_scaling_factor", v3 ? 2.5 : 1));
 
-    // Groups.
+    // Read the groups of experts from which a token's experts are chosen.
     if (method == "greedy") return;
     s.expert_groups = hf_size(c, "n_group", v3 ? 8 : 0);
     s.kept_groups = hf_size(c, "topk_group", v3 ? 4 : 0);
@@ -470,29 +477,29 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
                  " experts to choose");
 }
 
-// DeepSeek's blocks.
+// Read DeepSeek's blocks.
 inline void hf_deepseek(HfConfig& c, Shape& s) {
     // V2's class has other defaults than V3's.
     bool v3 = s.hf_type == "deepseek_v3";
     s.family = Family::DEEPSEEK;
     hf_latents(c, s);
-    s.dense_F = s.F; // so far intermediate_size
+    s.dense_F = s.F; // it holds intermediate_size so far
 
-    // A count of dense blocks may be 0, which is no size.
+    // Read the number of dense blocks, which may be 0: hf_size() would refuse that.
     const char* key = "first_k_dense_replace";
     bool none = c.has(key) ? c.j[key] == 0 : !v3;
     size_t dense = none ? 0 : hf_size(c, key, 3);
     hf_refuse_unless(c, "moe_layer_freq", 1);
     if (dense >= s.L) return;
 
-    // Count the experts.
+    // Read the experts' numbers and width.
     s.dense_first = dense;
     if (dense == 0) s.dense_F = 0;
     s.E = hf_size(c, "n_routed_experts", v3 ? 256 : 64);
     s.K = hf_size(c, "num_experts_per_tok", v3 ? 8 : 0);
     s.F = hf_size(c, "moe_intermediate_size", v3 ? 2048 : 1407);
 
-    // Join the experts that every token goes through.
+    // Join the shared experts, which every token goes through, into one wider ffn.
     size_t shared = hf_size(c, "n_shared_experts", v3 ? 1 : 2);
     s.shared_F = s.F * shared;
     if (s.K > s.E || s.K > MOST_CHOICES)
@@ -501,7 +508,7 @@ inline void hf_deepseek(HfConfig& c, Shape& s) {
     hf_deepseek_router(c, s);
 }
 
-// A family, and what transformers' class of it takes for keys that config.json leaves out.
+// A family, and the defaults of its transformers class for keys that config.json leaves out.
 struct HfDefaults {
     const char *type, *architecture;
     size_t kv_heads; // 0: as many as heads
@@ -530,29 +537,29 @@ constexpr HfDefaults HF_DEFAULTS[] = {
 };
 // clang-format on
 
-// The row of a family; null: it is none of these.
+// The row of a family, or null if it has none.
 inline const HfDefaults* hf_defaults(const std::string& type) {
     for (const HfDefaults& family : HF_DEFAULTS)
         if (type == family.type) return &family;
     return nullptr;
 }
 
-// Gemma's keys. A softcap of null is none.
+// Read Gemma's keys. A softcap of null means none.
 inline void hf_gemma(HfConfig& c, Shape& s) {
-    // Only Gemma 2's class has caps where a file says nothing.
+    // Without the key, only Gemma 2's class has a cap.
     bool capped = s.hf_type == "gemma2";
     auto cap = [&](const char* key, double otherwise) {
         bool left_out = capped && !c.j.contains(key);
         return c.has(key) || left_out ? float(hf_positive(c, c.j, key, otherwise)) : 0;
     };
 
-    // Scores, logits, and the ffn's gate.
+    // Read how scores and logits are scaled and capped.
     s.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
     s.score_softcap = cap("attn_logit_softcapping", 50);
     s.logit_softcap = cap("final_logit_softcapping", 30);
 
-    // Gemma 3's class reads a cap of scores and caps none; it takes angles of each kind of layer,
-    // and passes over those of all.
+    // Gemma 3's class reads a cap of scores but does not apply it. It takes RoPE's angles for each
+    // kind of layer, and ignores angles for all layers.
     if (!capped) {
         hf_refuse_unless(c, "attn_logit_softcapping", nullptr);
         bool of_all = c.has("rope_parameters") && c.j["rope_parameters"].contains("rope_type");
@@ -563,9 +570,9 @@ inline void hf_gemma(HfConfig& c, Shape& s) {
     hf_refuse_unless(c, "hidden_activation", "gelu_pytorch_tanh", "gelu_new");
 }
 
-// One of the families of HF_DEFAULTS. They differ in defaults, biases and windows.
+// Read a family of HF_DEFAULTS. The families differ in defaults, biases, windows and experts.
 inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
-    // Read the sizes. Key/value heads that are null are as many as heads.
+    // Read the sizes. If the number of key/value heads is null, it equals the number of heads.
     size_t C = hf_size(c, "hidden_size");
     size_t NH = hf_size(c, "num_attention_heads");
     bool all = family.kv_heads == 0 || c.j.contains("num_key_value_heads");
@@ -573,12 +580,12 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     std::string type = family.type;
     bool experts = hf_has_experts(type);
     bool qwen_moe = type == "qwen2_moe" || type == "qwen3_moe";
-    size_t other_ffn = qwen_moe ? 1 : 0; // its blocks may have none
+    size_t other_ffn = qwen_moe ? 1 : 0; // its blocks may have no plain ffn
     Shape s = llama_shape(hf_size(c, "num_hidden_layers"), NH, NKV, C,
                           hf_size(c, "intermediate_size", other_ffn), hf_size(c, "vocab_size"),
                           hf_size(c, "max_position_embeddings", family.positions), 10000);
 
-    // Read what may differ from family to family. head_dim is not always C / NH.
+    // Read what differs between the families. head_dim is not always C / NH.
     s.hf_type = family.type;
     set_variant(s, family.type);
     s.HS = hf_size(c, "head_dim",
@@ -586,6 +593,8 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     s.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", family.norm_eps));
     s.tied = hf_flag(c, "tie_word_embeddings", family.tied);
     s.gate == Gate::GELU ? hf_gemma(c, s) : hf_refuse_unless(c, "hidden_act", "silu", "swish");
+
+    // Read the parts: positions, biases, windows, experts, latents.
     hf_rope(c, s, family.theta);
     hf_biases(c, s);
     hf_window(c, s);
@@ -593,7 +602,7 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     bool latents = hf_is_deepseek(type);
     if (latents) hf_deepseek(c, s);
 
-    // Refuse heads that share unequally.
+    // Refuse head counts that do not divide.
     if (!family.head_size && !c.has("head_dim") && !latents && C % NH)
         hf_wrong(c, "num_attention_heads ", NH, " does not divide hidden_size ", C);
     if (NH % s.NKV)
@@ -601,9 +610,9 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     return s;
 }
 
-// GPT-NeoX's keys.
+// Read GPT-NeoX's keys.
 inline Shape hf_neox_shape(HfConfig& c) {
-    // Sizes, and where the norms of the two branches stand.
+    // Read the sizes, and whether both branches of a block read the same input.
     size_t C = hf_size(c, "hidden_size");
     Shape s = neox_shape(hf_size(c, "num_hidden_layers"), hf_size(c, "num_attention_heads"), C,
                          hf_size(c, "vocab_size"), hf_size(c, "max_position_embeddings", 2048));
@@ -612,7 +621,7 @@ inline Shape hf_neox_shape(HfConfig& c) {
     s.tied = hf_flag(c, "tie_word_embeddings", false);
     s.parallel = hf_flag(c, "use_parallel_residual", true);
 
-    // RoPE's base and its part of a head; where newer files say so, in an object.
+    // Read RoPE's base, and the part of a head that it turns. Newer files have these in an object.
     // The channels are rounded down, as transformers does.
     double part = hf_positive(c, c.j, "rotary_pct", 0.25);
     s.rotary = part < 1 ? size_t(double(s.HS) * part) : 0;
@@ -621,8 +630,7 @@ inline Shape hf_neox_shape(HfConfig& c) {
         hf_wrong(c, "rotary_pct ", json_word(c.j["rotary_pct"]), " of ", s.HS,
                  " channels is no even number of them: RoPE turns pairs");
 
-    // Both forms of GELU are built.
-    // Left out it is the exact one, which Pythia has.
+    // Both forms of GELU are built. Without the key it is the exact one, as in Pythia.
     bool exact = !c.has("hidden_act") || c.j["hidden_act"] == "gelu";
     s.exact_gelu = exact;
     if (!exact)
@@ -633,18 +641,19 @@ inline Shape hf_neox_shape(HfConfig& c) {
     return s;
 }
 
-// Refuse sizes whose products overflow: the file is broken, or no model's.
+// Refuse sizes whose products overflow: the file is broken, or describes no model.
 inline void hf_check_sizes(HfConfig& c, const Shape& s) {
-    // The limits lie far above any published model.
+    // The limits are far above any published model.
     size_t widest = std::max({s.C, s.F, s.NH * s.HS});
     if (s.L > 1024 || widest > (1u << 20))
         hf_wrong(c, s.L, " layers, up to ", widest,
                  " wide: models of up to 1024 layers and 1048576 channels can be read");
 }
 
-// The shape that a parsed config.json describes, or another file's numbers under its keys.
+// Make the shape that a parsed config.json describes. Other formats pass their numbers under the
+// same keys (model_files.h).
 inline std::string hf_shape(Shape* shape, HfConfig& c) {
-    // The family decides which keys are read; `architectures` is not looked at.
+    // model_type decides which keys are read; `architectures` is ignored.
     bool named = c.has("model_type") && c.j["model_type"].is_string();
     std::string type = named ? c.j["model_type"].get<std::string>() : "";
     const HfDefaults* llama = hf_defaults(type);
@@ -675,9 +684,10 @@ inline std::string hf_read_config(Shape* shape, const std::string& folder) {
 }
 
 // ----------------------------------------------------------------------------
-// Shape -> config.json: what Hugging Face's class cannot describe, and what it can
+// Shape -> config.json: first what Hugging Face's classes cannot describe, then what they can
 
-// Hugging Face's class has no key for these: an export would load and compute something else.
+// Refuse to export what Hugging Face's GPT-2 class has no key for: the export would load, and
+// compute something else. "" if nothing stands in the way.
 inline std::string hf_refusal(Gpt2, const Shape& s) {
     if (s.position != Position::LEARNED)
         return "--export: Hugging Face's GPT-2 has learned positions only: drop --export, or use "
@@ -688,13 +698,14 @@ inline std::string hf_refusal(Gpt2, const Shape& s) {
     return "";
 }
 
+// The same for the families of Llama's kind.
 inline std::string hf_refusal(Llama, const Shape& s) {
-    // A window would be lost on the way: Llama's class has no key for it.
+    // Refuse a window, if the class has no key for it.
     bool no_windows = s.hf_type == "llama" || s.hf_type == "olmo2" || s.hf_type == "smollm3";
     if (no_windows && s.sliding_window)
         return "--export: Hugging Face's Llama has no window: drop --export";
 
-    // transformers has no key for biases on q, k and v alone: those are Qwen2's, always.
+    // Refuse biases on q, k and v alone. Only Qwen2 has those, and always.
     bool qwen2 = s.hf_type == "qwen2";
     if (s.qkv_bias != (qwen2 || s.o_bias) || (qwen2 && s.o_bias))
         return "--export: biases on q, k and v alone are Qwen2's, always: drop --export";
@@ -704,7 +715,7 @@ inline std::string hf_refusal(Llama, const Shape& s) {
     return "";
 }
 
-// Its class has neither tables of positions nor windows.
+// GPT-NeoX's class has neither learned or ALiBi positions nor windows.
 inline std::string hf_refusal(Neox, const Shape& s) {
     if (s.position != Position::ROPE)
         return "--export: Hugging Face's GPT-NeoX has RoPE only: drop --export, or use --position "
@@ -715,20 +726,20 @@ inline std::string hf_refusal(Neox, const Shape& s) {
     return "";
 }
 
-// Mixtral's class renormalises always; neither knows sigmoids.
+// Mixtral's class always renormalises the gates, and no class of this family has sigmoids.
 inline std::string hf_refusal(Mixtral, const Shape& s) {
     Router written = s.hf_type == "mixtral" ? Router::RENORMALISED : s.router;
     if (s.router != written || is_sigmoid(s.router))
         return "--export: Hugging Face's class has no such router: drop --export, or use --router "
                "renormalised";
-    // Its biases have a key.
+    // Qwen2-MoE has a key for biases on q, k and v, which Llama lacks.
     if (s.hf_type == "qwen2_moe") return "";
     return hf_refusal(Llama{}, s);
 }
 
-// Each class has a router of its own.
+// DeepSeek's two classes have one router each.
 inline std::string hf_refusal(Deepseek, const Shape& s) {
-    // V2's is a softmax, V3's sigmoids.
+    // Compare the routers: V2 has a softmax, V3 has sigmoids.
     bool v3 = s.hf_type == "deepseek_v3";
     if (s.E && (is_sigmoid(s.router) != v3 || s.router == Router::RENORMALISED))
         return "--export: Hugging Face's class has no such router: leave --router out";
@@ -737,7 +748,7 @@ inline std::string hf_refusal(Deepseek, const Shape& s) {
 
 // The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
 inline double decimal(float x) {
-    // Nine digits tell any two floats apart, so the loop always ends with the right value.
+    // Nine digits distinguish any two floats, so the loop always finds the value.
     char text[32];
     for (int digits = 1; digits <= 9; digits++) {
         snprintf(text, sizeof(text), "%.*g", digits, double(x));
@@ -747,7 +758,8 @@ inline double decimal(float x) {
 }
 
 // clang-format off
-// gelu_new: the tanh form, which this program computes; "gelu" would be the exact one.
+// GPT-2's keys. gelu_new is the tanh form, which this program computes; "gelu" would
+// be the exact one.
 inline nlohmann::ordered_json hf_json(Gpt2, const Shape& s) {
     return {
         {"architectures",       {"GPT2LMHeadModel"}},
@@ -764,8 +776,8 @@ inline nlohmann::ordered_json hf_json(Gpt2, const Shape& s) {
     };
 }
 
+// The object that scales RoPE. Each kind of scaling has its own keys.
 inline nlohmann::ordered_json hf_rope_json(const RopeScaling& r) {
-    // Each kind has its own keys.
     if (r.kind == RopeKind::LINEAR)
         return {{"rope_type", "linear"}, {"factor", decimal(r.factor)}};
     if (r.kind == RopeKind::LLAMA3)
@@ -777,7 +789,7 @@ inline nlohmann::ordered_json hf_rope_json(const RopeScaling& r) {
             {"original_max_position_embeddings", r.original_positions},
         };
 
-    // YaRN's attention factor is written whole: mscale is in it.
+    // YaRN: attention_factor is always written, and already includes mscale.
     return {
         {"rope_type",                        "yarn"},
         {"factor",                           decimal(r.factor)},
@@ -789,9 +801,9 @@ inline nlohmann::ordered_json hf_rope_json(const RopeScaling& r) {
     };
 }
 
-// The part of a head that turns is written as a share of it, as the file has it.
+// GPT-NeoX's keys. The part of a head that turns is written as a share, as in the files.
 inline nlohmann::ordered_json hf_json(Neox, const Shape& s) {
-    // Defaults differ between versions here too.
+    // Write every size here too: defaults differ between versions.
     nlohmann::ordered_json j = {
         {"architectures",           {"GPTNeoXForCausalLM"}},
         {"model_type",              "gpt_neox"},
@@ -807,14 +819,15 @@ inline nlohmann::ordered_json hf_json(Neox, const Shape& s) {
         {"rotary_emb_base",         s.rope_theta},
         {"use_parallel_residual",   s.parallel},
     };
+
     if (scales(s.rope_scaling))
         j["rope_scaling"] = hf_rope_json(s.rope_scaling);
     return j;
 }
 
-// The keys of the families that have more than Llama's.
+// Add the keys of families that have more than Llama's.
 inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
-    // A list has an entry a layer; a softcap of 0 is null.
+    // A list has one entry a layer. A softcap of 0 is written as null.
     auto lists = [&](auto of_layer) {
         nlohmann::ordered_json all = nlohmann::ordered_json::array();
         for (int layer = 1; layer <= int(s.L); layer++)
@@ -825,7 +838,7 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
         return x ? nlohmann::ordered_json(decimal(x)) : nlohmann::ordered_json();
     };
 
-    // Keys that one model_type has alone.
+    // Add the keys that only one model_type has.
     if (s.hf_type == "smollm3")
         j["no_rope_layers"] = lists([&](int layer) { return int(turns(s, layer)); });
     if (s.hf_type == "phi3")
@@ -833,10 +846,10 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     if (s.hf_type == "gemma3_text")
         j["rope_local_base_freq"] = s.window_theta;
 
-    // Gemma's.
+    // Add Gemma's keys.
     if (s.gate != Gate::GELU) return;
     j["hidden_activation"] = j["hidden_act"];
-    // transformers 5 takes nothing but an integer here.
+    // Write a whole number as an integer: transformers 5 accepts nothing else here.
     bool whole = s.score_scalar == std::floor(s.score_scalar);
     nlohmann::ordered_json scalar = int64_t(s.score_scalar);
     j["query_pre_attn_scalar"] = whole ? scalar : nlohmann::ordered_json(s.score_scalar);
@@ -847,9 +860,9 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     });
 }
 
-// Defaults differ between transformers' versions, so every size is written.
+// Llama's keys. Every size is written, because defaults differ between transformers' versions.
 inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
-    // Sizes, activation and base are all families'.
+    // Write the sizes, activation and base, which all families have.
     bool gelu = s.gate == Gate::GELU;
     nlohmann::ordered_json j = {
         {"architectures",           {hf_defaults(s.hf_type)->architecture}},
@@ -873,7 +886,8 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
     if (s.o_bias) j["attention_bias"] = true;
     if (s.mlp_bias) j["mlp_bias"] = true;
 
-    // Mistral's window: a key left out would mean 4096. Qwen's has a switch, and a first layer.
+    // Write the window. Without the key Mistral's class would take 4096. Qwen has a switch and a
+    // first layer with a window.
     if (s.sliding_window)
         j["sliding_window"] = s.sliding_window;
     else if (s.hf_type == "mistral")
@@ -886,9 +900,9 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
     return j;
 }
 
-// Llama's keys, and the experts'.
+// The keys of models with experts: Llama's, and the experts' own.
 inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
-    // Mixtral's intermediate_size is that of an expert.
+    // Mixtral calls an expert's width intermediate_size, as Llama's keys do.
     nlohmann::ordered_json j = hf_json(Llama{}, s);
     j["num_experts_per_tok"] = s.K;
     if (s.hf_type == "mixtral") {
@@ -899,7 +913,7 @@ inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
     j["norm_topk_prob"] = s.router == Router::RENORMALISED;
     if (s.hf_type == "olmoe") return j;
 
-    // Qwen's intermediate_size is of blocks without experts.
+    // Qwen's intermediate_size is the width of blocks without experts.
     j.erase("intermediate_size");
     if (s.dense_F) j["intermediate_size"] = s.dense_F;
     j["moe_intermediate_size"] = s.F;
@@ -909,15 +923,16 @@ inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
         j["mlp_only_layers"].push_back(layer);
     if (s.hf_type == "qwen3_moe") return j;
 
-    // Qwen2-MoE's shared expert, and biases of q, k and v.
+    // Qwen2-MoE has a shared expert, and biases on q, k and v.
     j["shared_expert_intermediate_size"] = s.shared_F;
     j["qkv_bias"] = s.qkv_bias;
     return j;
 }
 
-// Llama's keys, latents' and experts'. The class calls the rotary part head_dim.
+// DeepSeek's keys: Llama's, and those of latents and experts. Its class calls the rotary part
+// of a head head_dim.
 inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
-    // All sizes are written, also those that the class has by default.
+    // Write all sizes, also those that equal the class's defaults.
     nlohmann::ordered_json j = hf_json(Llama{}, s);
     bool v3 = s.hf_type == "deepseek_v3";
     j["head_dim"] = s.rotary;
@@ -928,7 +943,7 @@ inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
     j["qk_nope_head_dim"] = s.HS - s.rotary;
     j["v_head_dim"] = s.HS_v;
 
-    // Undo the square by which YaRN makes scores larger.
+    // Recover mscale_all_dim from the scale of the scores, which has its square (hf_latents()).
     if (s.score_scalar) {
         double factor = s.rope_scaling.factor;
         double size = std::pow(double(s.HS) / s.score_scalar, 0.25);
@@ -938,7 +953,7 @@ inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
         rope["mscale"] = decimal(float(all));
     }
 
-    // A dense width that no block has may be any.
+    // Write the blocks and experts. If no block is dense, the dense width may be anything.
     j["intermediate_size"] = s.dense_F ? s.dense_F : s.F;
     j["first_k_dense_replace"] = s.E ? s.dense_first : s.L;
     if (s.E == 0) return j;
@@ -950,7 +965,7 @@ inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
     j["norm_topk_prob"] = s.router == Router::SIGMOID;
     j["scoring_func"] = v3 ? "sigmoid" : "softmax";
 
-    // V3 has groups always, be it one.
+    // V3 always has groups, even if it is only one; V2 only if the choice is limited to some.
     bool limited = s.expert_groups > 1;
     j["topk_method"] = limited ? "group_limited_greedy" : "greedy";
     if (v3) j["topk_method"] = "noaux_tc";

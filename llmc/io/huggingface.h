@@ -1,13 +1,14 @@
 // huggingface.h - Hugging Face folders: config.json and safetensors to weights, and exports
 //   Reading  config.json becomes a Shape (hf_config.h). model.safetensors, or the shards that
 //            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
-//            are stored [in, out] (Conv1D) and are transposed on the way; Phi-3's q, k, v are one
-//            tensor, and so are its gate and up. Matrices may be bitsandbytes' (prequantised.h).
-//   Writing  the same, from the float masters, without the vocabulary's padding. The folder is
-//            written under another name and renamed when it is whole. An export loads again to the
-//            same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
-//            AutoModelForCausalLM load and generate.
-//   Every function returns "" or one line that says what is wrong.
+//            are stored [in, out] (Conv1D) and are transposed on the way. Phi-3 stores q, k, v as
+//            one tensor, and gate and up as another. Matrices may be stored as bitsandbytes' codes
+//            (prequantised.h).
+//   Writing  the same formats, from the float masters, without the vocabulary's padding. The folder
+//            is written under another name and renamed when it is whole. An export loads again to
+//            the same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
+//            AutoModelForCausalLM load it and generate.
+//   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <dirent.h>
 #include <filesystem>
@@ -23,8 +24,8 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // safetensors -> weights
 
-// The mapped files of a folder, closed at the end of the scope.
-// Tensors point into the maps, so they end with this struct.
+// The mapped files of a folder. Tensors point into the maps, which are closed when
+// this struct's scope ends.
 struct HfFiles {
     std::vector<SafeTensors> files;
     ~HfFiles() {
@@ -32,7 +33,7 @@ struct HfFiles {
     }
 };
 
-// Read an index of shards: which file each tensor is in, and the files.
+// Read an index of shards: the file of each tensor, and the set of files.
 inline std::string hf_read_index(const std::string& path, nlohmann::json* weight_map,
                                  std::set<std::string>* files) {
     nlohmann::json index;
@@ -41,7 +42,7 @@ inline std::string hf_read_index(const std::string& path, nlohmann::json* weight
     if (!index.contains("weight_map") || !index["weight_map"].is_object())
         return path + ": has no weight_map";
 
-    // A path with a slash could name any file of the machine.
+    // Refuse names with a slash: they could lead to any file of the machine.
     *weight_map = index["weight_map"];
     for (auto& [tensor, file] : weight_map->items()) {
         if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos)
@@ -51,9 +52,9 @@ inline std::string hf_read_index(const std::string& path, nlohmann::json* weight
     return "";
 }
 
-// Open one file, or else the shards of an index: the order in which transformers looks.
+// Open model.safetensors, or else the shards of the index, as transformers does.
 inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
-    // See which form the folder has.
+    // Find which form the folder has.
     std::string index_path = folder + "/model.safetensors.index.json";
     bool one = ::access((folder + "/model.safetensors").c_str(), F_OK) == 0;
     bool sharded = !one && ::access(index_path.c_str(), F_OK) == 0;
@@ -69,7 +70,7 @@ inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
     std::string wrong = sharded ? hf_read_index(index_path, &weight_map, &names) : "";
     if (!wrong.empty()) return wrong;
 
-    // Open each. A tensor that is there twice could be either.
+    // Open each file. A tensor that occurs twice is ambiguous, so refuse it.
     std::map<std::string, std::string> seen; // [tensor]: its file
     for (const std::string& name : names) {
         h->files.emplace_back();
@@ -81,7 +82,7 @@ inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
                               " and again in ", name);
     }
 
-    // The index must be right about every tensor.
+    // Check the index: every tensor must be in the file that it names.
     for (auto& [tensor, file] : weight_map.items())
         if (!seen.count(tensor) || seen[tensor] != file.get<std::string>())
             return index_path + ": " + printable(tensor) + " is not in " +
@@ -89,8 +90,8 @@ inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
     return "";
 }
 
-// Find a tensor. GPT-2's are called with and without the prefix of GPT2LMHeadModel.
-// Each file is asked: the index has been checked already and is not needed again.
+// Find a tensor by name, or return null. GPT-2's tensors have the prefix of GPT2LMHeadModel in some
+// folders only. The search goes through all files; the index was checked when they were opened.
 inline const SafeTensor* hf_find(const HfFiles& h, const std::string& name) {
     for (const SafeTensors& f : h.files)
         for (const char* prefix : {"", "transformer."})
@@ -99,19 +100,20 @@ inline const SafeTensor* hf_find(const HfFiles& h, const std::string& name) {
     return nullptr;
 }
 
-// The name of a matrix of a stack: its number stands for {}.
+// A tensor's name for matrix `number` of a stack: the number replaces {}.
 inline std::string stack_name(const std::string& name, size_t number) {
-    // A parameter that is no stack has its own name.
+    // A parameter that is not a stack keeps its name.
     size_t at = name.find("{}");
     if (at == std::string::npos) return name;
     return name.substr(0, at) + std::to_string(number) + name.substr(at + 2);
 }
 
-// Where files hold a parameter: a tensor, which may have the rows of others before and behind.
+// The place of a parameter in a file: a tensor, which may also hold rows of other parameters.
 struct HfPlace {
     std::string tensor;
     size_t first, rows; // the parameter's first row, and all rows of the tensor
 };
+// Find the place of a parameter, or of matrix `number` of a stack.
 inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
     size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
     struct Joined {
@@ -119,7 +121,7 @@ inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
         size_t first, rows;
     };
 
-    // Look among the joined: only Phi-3 has them, and it has no biases.
+    // Look among the joined tensors. Only Phi-3 has them, and it has no biases.
     const Joined joined[] = {{"self_attn.q_proj", "self_attn.qkv_proj", 0, Q + 2 * KV},
                              {"self_attn.k_proj", "self_attn.qkv_proj", Q, Q + 2 * KV},
                              {"self_attn.v_proj", "self_attn.qkv_proj", Q + KV, Q + 2 * KV},
@@ -131,12 +133,12 @@ inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
         return {p.name.substr(0, at) + j.whole + ".weight", j.first, j.rows};
     }
 
-    // A tensor of its own, as each matrix of a stack has. Rows beyond file_rows pad the vocabulary
-    // for tensor-parallel ranks.
+    // Every other parameter, and each matrix of a stack, has a tensor of its own. Rows beyond
+    // file_rows are the padding of the vocabulary, and are in no file.
     return {stack_name(p.name, number), 0, p.file_rows / p.stack};
 }
 
-// The shape of a parameter's tensor in a file: without padding, transposed where Conv1D is.
+// The shape of a parameter's tensor in a file: without padding, and transposed for Conv1D.
 inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
     std::vector<size_t> shape = p.shape;
     shape[0] = rows;
@@ -146,10 +148,10 @@ inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
 }
 inline std::vector<size_t> file_shape(const Parameter& p) { return file_shape(p, p.file_rows); }
 
-// x (rows,cols) becomes (cols,rows): Conv1D's matrices, on their way in and out.
+// Transpose x (rows,cols) into (cols,rows), for Conv1D's matrices on their way in and out.
 inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, size_t cols) {
     std::vector<float> y(rows * cols); // (cols,rows)
-    // Each thread writes whole rows of y: threads never meet in a cache line but at the borders.
+    // Each thread writes whole rows of y, so threads share cache lines only at their borders.
     #pragma omp parallel for
     for (size_t c = 0; c < cols; c++)
         for (size_t r = 0; r < rows; r++)
@@ -157,14 +159,14 @@ inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, si
     return y;
 }
 
-// GPT-NeoX's files hold q, k and v of one head, then those of the next.
+// Whether files hold q, k and v of one head, then those of the next: GPT-NeoX's do.
 inline bool by_heads(const Parameter& p) {
     return p.name.find("attention.query_key_value.") != std::string::npos;
 }
 
-// x (a,b,rest) becomes (b,a,rest).
+// Swap the two outer dimensions: x (a,b,rest) becomes (b,a,rest).
 inline std::vector<float> swap_outer(const std::vector<float>& x, size_t a, size_t b) {
-    // Runs of `rest` elements move as they are.
+    // Copy runs of `rest` elements.
     size_t rest = x.size() / (a * b);
     std::vector<float> y(x.size());
     for (size_t i = 0; i < a; i++)
@@ -173,11 +175,11 @@ inline std::vector<float> swap_outer(const std::vector<float>& x, size_t a, size
     return y;
 }
 
-// Check that a tensor is there, with its parameter's shape and a type that can be read.
+// Check that a tensor exists, with its parameter's shape and a type that can be read.
 inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, const HfPlace& place,
                                    const std::string& folder) {
     std::vector<size_t> shape = file_shape(p, place.rows);
-    // Name both shapes: the usual cause is a config.json of another size of the same model.
+    // Name both shapes: usually the config.json belongs to another size of the same model.
     if (!t)
         return folder + ": tensor " + place.tensor + " is missing";
     if (t->shape != shape)
@@ -189,7 +191,7 @@ inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, cons
     return "";
 }
 
-// Values of a tensor from one on: all, or those of a parameter's rows.
+// Elements [first, first + count) of a tensor, as floats; the second form returns all of them.
 inline std::vector<float> tensor_floats(const SafeTensor& t, size_t first, size_t count) {
     std::vector<float> values(count);
     tensor_to_float(values.data(), t, first, count);
@@ -202,13 +204,13 @@ inline std::vector<float> tensor_floats(const SafeTensor& t) {
 // Set a weight from a file's values, which are [out, in] and without padding.
 template <typename T, typename S>
 void set_file_weight(Trainer<T, S>& t, const Parameter& p, std::vector<float> values) {
-    // Padding rows are 0, as a new model has them.
+    // Fill the padding rows with 0, as in a new model.
     values.resize(p.elements(), 0.0f);
     set_weight(t, p, values.data());
 }
 
-// Buffers that older files carry beside the parameters.
-// They are causal masks and rotary frequencies, which this program computes.
+// Whether a tensor is a buffer that older files carry beside the parameters: causal masks and
+// rotary frequencies, which this program computes.
 inline bool hf_ignored(const std::string& name) {
     for (const char* buffer : {".attn.bias", ".attn.masked_bias", ".attention.bias",
                                ".attention.masked_bias", "rotary_emb.inv_freq"})
@@ -216,24 +218,25 @@ inline bool hf_ignored(const std::string& name) {
     return false;
 }
 
-// DeepSeek-V3's layers behind the last predict further tokens; they are no part of the model.
+// Whether a tensor belongs to the layers behind DeepSeek-V3's last one. They predict further
+// tokens, and are not part of the model here.
 inline bool hf_predicts(const Shape& s, const std::string& name) {
-    // Layers count from 0.
+    // Layers count from 0, so layer L is the first one behind the model's.
     std::string behind = concat("model.layers.", s.L, ".");
     return s.family == Family::DEEPSEEK && name.starts_with(behind);
 }
 
-// Set a weight from the codes that a file has of it: as they are, or as values.
+// Set a weight from quantised codes in a file: keep the codes, or expand them to values.
 template <typename T, typename S>
 std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTensor& find,
                              const SafeTensor& tensor) {
-    // Codes of a part of a matrix, or in another order, would need other blocks.
+    // Refuse a part of a matrix, or another order of rows: the codes' blocks would not fit.
     bool whole = hf_place(t.model.shape, p).tensor == p.name && p.stack == 1 && !by_heads(p);
     if (!whole || p.shape.size() != 2)
         return "tensor " + tensor.name + " is " + tensor.dtype + ", and only whole matrices can be "
                "read from codes: dequantise the folder first";
 
-    // Only matrices of blocks are narrow, and only where --weights says so.
+    // Keep codes only for matrices of blocks, and only if --weights asks for that.
     StoredMatrix m;
     std::vector<float> values;
     bool narrow = is_narrow(t.plans[0].stored, t.model, p);
@@ -241,12 +244,13 @@ std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTen
     std::string wrong = read_prequantised(find, tensor, p, wanted, &m, &values);
     if (!wrong.empty()) return wrong;
 
-    // Matrices of blocks have no padding.
+    // No padding is needed here: matrices of blocks have none.
     values.empty() ? set_stored(t, p, m) : set_file_weight(t, p, values);
     return "";
 }
 
-// Load parameters from a folder that has no others. Every rank reads each, and keeps its part.
+// Load parameters from a folder; tensors of others in it are an error. Every rank reads each
+// parameter and keeps its part.
 template <typename T, typename S>
 std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
                                const std::vector<Parameter>& parameters) {
@@ -254,7 +258,7 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
     std::string wrong = hf_open_files(&h, folder);
     if (!wrong.empty()) return wrong;
 
-    // Every parameter must have its tensor.
+    // Load each parameter. Mark its tensor as used.
     std::set<std::string> used;
     if (t.model.shape.tied) used = {"lm_head.weight", "embed_out.weight"}; // copies of the table
     FindTensor find = [&](const std::string& name) {
@@ -263,8 +267,8 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
         return tensor;
     };
     for (const Parameter& p : parameters) {
-        if (is_adapter(t.model, p)) continue; // of a folder of its own
-        // Codes go their own way.
+        if (is_adapter(t.model, p)) continue; // they have a folder of their own
+        // Read a quantised matrix, which has codes and scales.
         const SafeTensor* codes = hf_find(h, hf_place(t.model.shape, p).tensor);
         if (codes && is_prequantised(*codes)) {
             wrong = set_prequantised(t, p, find, *codes);
@@ -273,8 +277,8 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
             continue;
         }
 
-        // Read the parameter's own rows, out of a tensor that may have more; of a stack each matrix
-        // has a tensor, and memory has them one below the other.
+        // Read the parameter's own rows of a tensor that may have more. In a file each matrix of a
+        // stack has its own tensor; in memory they lie one below the other.
         std::vector<float> values;
         for (size_t k = 0; k < p.stack; k++) {
             HfPlace place = hf_place(t.model.shape, p, k);
@@ -293,7 +297,7 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
         set_file_weight(t, p, values);
     }
 
-    // Every tensor must have its parameter.
+    // Refuse tensors that belong to no parameter.
     size_t further = 0;
     for (const SafeTensors& f : h.files)
         for (const SafeTensor& x : f.tensors)
@@ -303,7 +307,7 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
                 return folder + ": tensor " + x.name +
                        " belongs to nothing in this model: config.json is another model's";
 
-    // One rank says what is left out.
+    // Let one rank report what was left out.
     if (further && t.comms.world.rank == 0)
         printf("%s: left out %zu tensors behind the last layer, which predict further tokens\n",
                folder.c_str(), further);
@@ -319,19 +323,20 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
 // ----------------------------------------------------------------------------
 // weights -> a folder
 
-// An export's files beside the weights.
+// The files of an export beside its weights, and the ids of the tokens around a text.
 struct ExportTokenizer {
     int bos = -1, eos = -1; // tokens; -1: not known
     std::map<std::string, std::string> files = {}; // [name]: the content
-    // Keys of the config.json that the model came with.
+    // keys of the config.json that the model came with
     nlohmann::ordered_json kept = nlohmann::ordered_json::object();
 };
 
-// Take over what the folder that a model came from says beside its shape: keys of config.json that
-// this program does not know, and files that say how to use the model.
+// Take over what the model's folder says beside its shape: keys of config.json that this program
+// does not know, and files that describe how to use the model.
 inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
                                   bool own_tokenizer) {
-    // Keys. A type of weights is the export's own; ids are of the folder's tokenizer.
+    // Take the keys. The element type is the export's own. Token ids hold only if the
+    // tokenizer is the folder's.
     std::string text;
     std::string wrong = read_whole_file(folder + "/config.json", &text);
     if (!wrong.empty()) return wrong;
@@ -343,7 +348,7 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     for (const char* id : {"bos_token_id", "eos_token_id", "pad_token_id"})
         if (!own_tokenizer) e->kept.erase(id);
 
-    // Files, which speak of the tokenizer's tokens.
+    // Take the files that speak of the tokenizer's tokens.
     for (const char* name : {"generation_config.json", "special_tokens_map.json",
                              "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
         std::string path = folder + "/" + name;
@@ -355,8 +360,8 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     return "";
 }
 
-// The folder that an export's name stands for. "exports/new/" is "exports/new": the folder it is
-// written into stands beside it, never inside. A link is followed, and stays.
+// The real path of an export's folder. A slash at the end goes: the temporary folder must stand
+// beside "exports/new", not inside it. A link is followed and stays a link.
 inline std::string export_folder(std::string path) {
     // Follow as many links as the system would.
     auto strip = [&] {
@@ -373,7 +378,7 @@ inline std::string export_folder(std::string path) {
     return path;
 }
 
-// The names in a folder; none where it is no folder.
+// The names in a folder, or none if it is no folder.
 inline std::vector<std::string> names_in(const std::string& folder) {
     std::vector<std::string> names;
     if (DIR* d = opendir(folder.c_str())) {
@@ -385,7 +390,7 @@ inline std::vector<std::string> names_in(const std::string& folder) {
     return names;
 }
 
-// Whether an export may be written there: in a folder of its own, which only an older export fills.
+// Check that an export may be written to a folder: only an older export may be in it.
 inline std::string hf_check_folder(const std::string& folder) {
     // Refuse the current folder, which cannot be exchanged for another.
     std::error_code none;
@@ -393,7 +398,7 @@ inline std::string hf_check_folder(const std::string& folder) {
     if (std::filesystem::equivalent(path, ".", none))
         return "--export " + folder + ": is the current folder: name a new one, as ./export";
 
-    // Look at the parent: the export is written beside the folder and renamed into it.
+    // Check the parent: the export is written beside the folder and renamed into its place.
     std::string parent = folder_of(path);
     if (::access(parent.c_str(), W_OK | X_OK) != 0)
         return "--export " + folder + ": cannot be written: " + parent + ": " + strerror(errno);
@@ -410,7 +415,7 @@ inline std::string hf_check_folder(const std::string& folder) {
             return "--export " + folder + ": holds " + printable(name) +
                    ", which is no export of ours: choose a new folder";
 
-    // Refuse one with files of ours that are no model, such as a tokenizer's.
+    // Refuse files of ours that are no whole model, such as a tokenizer's.
     bool config = std::any_of(names.begin(), names.end(), [](const std::string& name) {
         return name == "config.json" || name == "adapter_config.json";
     });
@@ -422,7 +427,8 @@ inline std::string hf_check_folder(const std::string& folder) {
            " and no whole model: choose a new folder";
 }
 
-// null where a token is not known: a key left out would mean the family's first model's.
+// The ids of a text's first and last token, for config.json. An unknown token becomes null: without
+// the key, transformers would assume the id of the family's first model.
 inline nlohmann::ordered_json begin_and_end(const ExportTokenizer& t) {
     nlohmann::ordered_json j = {{"bos_token_id", nullptr}, {"eos_token_id", nullptr}};
     if (t.bos >= 0) j["bos_token_id"] = t.bos;
@@ -433,7 +439,8 @@ inline nlohmann::ordered_json begin_and_end(const ExportTokenizer& t) {
 // ----------------------------------------------------------------------------
 // tensors' names
 
-// GPT2LMHeadModel keeps its body under "transformer.", its head beside it.
+// A tensor's name in an export. GPT2LMHeadModel keeps its body under "transformer.", its head
+// beside it; other families use our names.
 inline std::string hf_name(Gpt2, const std::string& name) {
     return name == "lm_head.weight" ? name : "transformer." + name;
 }
@@ -445,8 +452,8 @@ inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 // ----------------------------------------------------------------------------
 // writing a folder
 
-// Check when the run starts: the folder, and that config.json can describe the shape.
-// A refusal at the end would cost the run.
+// Check at the start of a run that the folder may be written and that config.json can describe the
+// shape. A refusal at the end would cost the run.
 inline std::string hf_export_check(const Shape& s, const std::string& folder) {
     std::string wrong = hf_check_folder(folder);
     if (!wrong.empty()) return wrong;
@@ -454,7 +461,7 @@ inline std::string hf_export_check(const Shape& s, const std::string& folder) {
     return wrong;
 }
 
-// The whole config.json: what is kept of another one, then our own keys.
+// The whole config.json: first the keys kept from the model's folder, then our own, which win.
 inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
                                              const ExportTokenizer& tokenizer) {
     nlohmann::ordered_json j = tokenizer.kept;
@@ -464,7 +471,7 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
                        : dtype == Type::F16 ? "float16"
                                             : "float32";
 
-    // Several tokens may end a text: a list is kept.
+    // Keep a list of end tokens: several tokens may end a text.
     const nlohmann::ordered_json ids = begin_and_end(tokenizer);
     for (const auto& [key, id] : ids.items())
         if (!j.contains(key) || j[key].is_null())
@@ -479,21 +486,22 @@ inline std::string export_name(const Parameter& p, const Shape& s, size_t number
     return name;
 }
 
-// Sums over the changes D that adapters make, of a model that is written with them.
+// Sums over the changes D that adapters make, for a model that is written with them merged. They
+// measure how much of D survives the rounding.
 struct MergeSums {
-    double changed = 0, kept = 0; // <D, D>; <W' - W, D>, with W' as the file has it
+    double changed = 0, kept = 0; // W' is the weight as the file has it
     double coefficient() const { return changed > 0 ? kept / changed : 1; }
 };
 
-// The float nearest to x that a file's type has. An export rounds once: from the float sum of base
-// and change, never from a base in the narrow type.
+// The nearest float that a file's type can hold. An export rounds once, from the float sum of base
+// and change, never from a base that is already narrow.
 inline float as_written(float x, Type dtype) {
     if (dtype == Type::BF16) return to_float(from_acc<bf16>(x));
     return dtype == Type::F16 ? to_float(from_acc<fp16>(x)) : x;
 }
 
-// A parameter as trained, with what its adapter adds: W + s B A, in float. round_row(row) makes of
-// a row what a file has of it. All ranks call.
+// A trained parameter with its adapter merged: W + s B A, in float. round_row(row) rounds a row as
+// the file will; only the sums use that. All ranks call.
 template <typename T, typename S, typename R>
 std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R round_row,
                                  MergeSums* sums) {
@@ -503,7 +511,7 @@ std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R r
     std::vector<float> a = get_weight(t, half[0]), b = get_weight(t, half[1]);
     double scale = t.model.shape.adapters->at(module_of(p)).scale;
 
-    // A row of D at a time: it is a sum of rows of A.
+    // Compute one row of the change D at a time, as a sum of rows of A.
     size_t r = half->rows(), cols = p.cols();
     for (size_t i = 0; i < p.rows(); i++) {
         std::vector<double> d(cols, 0.0);
@@ -511,7 +519,7 @@ std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R r
             for (size_t j = 0; j < cols; j++)
                 d[j] += scale * b[i * r + k] * a[k * cols + j];
 
-        // Count what rounding leaves of it.
+        // Add the change, and measure what rounding leaves of it.
         std::vector<float> was(&w[i * cols], &w[i * cols] + cols), row(cols);
         for (size_t j = 0; j < cols; j++)
             w[i * cols + j] = row[j] = float(was[j] + d[j]);
@@ -524,31 +532,34 @@ std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R r
     return w;
 }
 
-// Write parameters [first, last) into a file. All ranks call, and gather each parameter once, also
-// after a failure: get_weight() is collective. The first rank writes; all have its error.
+// Write parameters [first, last) into a file. All ranks call and gather every parameter,
+// even after a failure, because get_weight() is collective. The first rank writes, and all
+// ranks get its error.
 template <typename T, typename S>
 std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first,
                               size_t last, Type dtype, MergeSums* merged) {
-    // List the tensors first: the header stands in front of the data.
+    // List the tensors first: the header comes before the data.
     const std::vector<Parameter>& table = t.model.parameters;
     std::vector<TensorSpec> specs;
     for (size_t i = first; i < last; i++)
         for (size_t k = 0; k < table[i].stack; k++) {
-            if (is_adapter(t.model, table[i])) continue; // merged
-            // Parameters of one tensor follow each other, in the order of its rows.
+            if (is_adapter(t.model, table[i])) continue; // merged into its base
+            // Parameters of one tensor follow each other in the order of its rows; list it once.
             HfPlace place = hf_place(t.model.shape, table[i], k);
             if (place.first > 0) continue;
             std::vector<size_t> shape = file_shape(table[i], place.rows);
             specs.push_back({export_name(table[i], t.model.shape, k), dtype, shape});
         }
 
-    // Write one parameter at a time; the host holds one, as floats.
+    // Write one parameter at a time: the host holds one, as floats.
     FileWriter w;
     bool writes = t.comms.world.rank == 0;
     if (writes) writer_open(&w, path, specs, {{"format", "pt"}});
     for (size_t i = first; i < last; i++) {
         const Parameter& p = table[i];
         if (is_adapter(t.model, p)) continue;
+
+        // Merge adapters on all ranks, then write on the first.
         auto round_row = [&](std::vector<float>& row) {
             for (float& x : row)
                 x = as_written(x, dtype);
@@ -565,7 +576,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     return first_error(t.comms.world, writes ? writer_close(&w) : "");
 }
 
-// Cut the table into files of at most shard_bytes, or of one parameter that is larger.
+// Split the table into files of at most shard_bytes; a parameter that is larger has its own file.
 struct ExportShards {
     std::vector<size_t> starts = {0}; // the first parameter of each file
     size_t total = 0;                 // bytes of all
@@ -574,6 +585,7 @@ inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes
     const std::vector<Parameter>& table = m.parameters;
     ExportShards shards;
     size_t bytes = 0; // of the last file
+    // A file begins with a parameter that would exceed the limit.
     for (size_t i = 0; i < table.size(); i++) {
         if (is_adapter(m, table[i])) continue;
         size_t own = table[i].file_elements() * type_bytes(dtype);
@@ -597,7 +609,7 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     ExportShards shards = export_shards(t.model, dtype, shard_bytes);
     size_t files = shards.starts.size();
 
-    // Write the weights.
+    // Write the weights, file by file, and note which tensor is in which.
     nlohmann::ordered_json weight_map; // [tensor]: its file
     for (size_t f = 0; f < files; f++) {
         char name[64] = "model.safetensors";
@@ -616,7 +628,7 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
             }
     }
 
-    // Write what describes them.
+    // Write the files that describe the weights.
     if (t.comms.world.rank > 0) return "";
     std::map<std::string, std::string> texts = tokenizer.files;
     nlohmann::ordered_json index = {{"metadata", {{"total_size", shards.total}}},
@@ -633,28 +645,28 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     return sync_folder(folder);
 }
 
-// Make the folder that an export is written into, after removing what a crash left.
+// Make the temporary folder of an export, after removing what a crash left.
 inline std::string make_export_folder(const std::string& folder, const std::string& temporary) {
     remove_folder(temporary);
     if (mkdir(temporary.c_str(), 0777) == 0) return "";
     return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
 }
 
-// Export a folder, whole or not at all: fill(path) writes into an empty one. All ranks call; the
-// first one writes, the others take part in gathering each parameter. All return the first error.
+// Export a folder completely or not at all: fill(path) writes into an empty folder. All ranks call:
+// the first one writes, the others help to gather each parameter. All return the first error.
 template <typename T, typename S, typename F>
 std::string export_whole(const Trainer<T, S>& t, const std::string& folder, F fill) {
-    // Each step ends in first_error(): no rank goes on alone, and none waits for one that failed.
+    // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
     bool first = world.rank == 0;
 
-    // Begin a folder beside the last one, which stays whole until the new one is.
+    // Make a folder beside the old one, which stays whole until the new one is.
     std::string path = export_folder(folder);
     std::string temporary = path + ".exporting";
     std::string wrong = first_error(world, first ? make_export_folder(folder, temporary) : "");
     if (!wrong.empty()) return wrong;
 
-    // Fill it, and give it the name.
+    // Fill it, then give it the name.
     wrong = fill(temporary);
     if (first && wrong.empty())
         wrong = replace_folder(temporary, path);
@@ -663,7 +675,8 @@ std::string export_whole(const Trainer<T, S>& t, const std::string& folder, F fi
     return wrong;
 }
 
-// Export a model's folder, with its adapters merged where it has some; merged: how much was kept.
+// Export a model's folder, with its adapters merged if there are any. *merged receives how much of
+// their changes was kept.
 template <typename T, typename S>
 std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                       size_t shard_bytes = size_t(5) << 30, const ExportTokenizer& tokenizer = {},

@@ -1,7 +1,7 @@
 // json.h - JSON files that may hold anything: an object comes back, or a line says what is wrong
-//   The library throws where a type is another one, and when it prints it recurses as deep as
-//   brackets are nested. So this file refuses a text that is no object, or nested too deep.
-//   json_word() shows a part of one.
+//   The library throws if a type is not the expected one, and it recurses as deep as brackets nest
+//   when it prints. So this file refuses a text that is no object, or that is nested too deep.
+//   json_word() shows a part of one in a message.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <string>
@@ -11,10 +11,10 @@
 
 namespace llmc {
 
-// Brackets in brackets. Configurations, manifests and tokenizers have fewer than 10.
+// The deepest nesting that is read. Configurations, manifests and tokenizers have fewer than 10.
 constexpr size_t MOST_JSON_DEPTH = 100;
 
-// How deep a JSON text's brackets are nested. Those in strings do not count.
+// How deep the brackets of a JSON text are nested. Brackets in strings do not count.
 inline size_t json_depth(std::string_view text) {
     size_t depth = 0, deepest = 0;
     bool in_string = false;
@@ -32,7 +32,7 @@ inline size_t json_depth(std::string_view text) {
     return deepest;
 }
 
-// A JSON value as a message shows it: a word, a number or a short text; of a list only that it is.
+// A JSON value for a message: a word, a number or a short text; for a list only its type.
 inline std::string json_word(const nlohmann::json& j) {
     if (j.is_string())
         return in_quotes(j.get_ref<const std::string&>());
@@ -57,7 +57,7 @@ inline std::string read_json(const std::string& path, nlohmann::json* j) {
     return wrong.empty() ? parse_json(text, path, j) : wrong;
 }
 
-// Check a whole number. JSON's have no width: 2^32 would become 0 in an int.
+// Check a whole number and its range. JSON's numbers have no width: 2^32 would become 0 in an int.
 inline std::string check_integer(const nlohmann::json& m, const char* key, uint64_t low,
                                  uint64_t high) {
     if (!m.contains(key))
@@ -70,7 +70,7 @@ inline std::string check_integer(const nlohmann::json& m, const char* key, uint6
                          high);
 }
 
-// Check that a part is there, and of its type.
+// Check that a field exists and has the type.
 inline std::string check_type(const nlohmann::json& m, const char* key,
                               nlohmann::json::value_t type) {
     bool good = m.contains(key) && m[key].type() == type;

@@ -1,9 +1,8 @@
 // likelihood.h - log-likelihoods of completions: candidates of about one length run in one plan
-//   Candidates of about one length are samples of an evaluation's plan, padded to the longest of
+//   Candidates of about one length are the samples of one evaluation plan, padded to the longest of
 //   them. Attention is causal, so padding at the end changes no scored row. With six lengths
-//   HellaSwag's candidates are padded to 1.15 times their tokens; with one length it was twice as
-//   many.
-//   Contract: any layout gives the same sums but for the rounding of its reductions.
+//   HellaSwag's candidates are padded to 1.15 times their tokens; with one length, to twice.
+//   Contract: all layouts give the same sums, apart from the rounding of their reductions.
 #pragma once
 #include <numeric>
 #include "evaluate.h"
@@ -11,16 +10,16 @@
 
 namespace llmc {
 
-// Candidates of about one length. They run in a plan of their own.
+// Candidates of about one length, which run in a plan of their own.
 struct ScoreGroup {
-    size_t T = 1;                     // of the plan
-    std::vector<size_t> members = {}; // of Evaluation::candidates, shorter ones first
+    size_t T = 1;                     // input tokens a row of the plan
+    std::vector<size_t> members = {}; // indices of Evaluation::candidates, shorter first
     int plan = -1;
 };
 
-// Run samples 0 .. count - 1 of a window through an evaluation's plan; each() after every batch. A
-// run that is stopped leaves the rest out. Afterwards the trainer has its own window and cursor
-// again. All ranks call it.
+// Run samples 0 .. count - 1 of a window through an evaluation's plan, and call each() after every
+// batch. A run that is stopped leaves the rest out. Afterwards the trainer has its own window and
+// cursor again. All ranks call it.
 template <typename T, typename S, typename F>
 void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& window, F each) {
     const Plan& p = t.plans[plan];
@@ -28,7 +27,7 @@ void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& windo
     uint64_t cursor_before = t.cursor, end_before = t.samples_end;
     int document_end_before = t.document_end;
 
-    // Documents are not masked: losses with and without --document-mask are to be compared.
+    // Do not mask documents: losses with and without --document-mask are to be compared.
     t.window = window;
     t.samples_end = count;
     t.document_end = -1;
@@ -39,24 +38,25 @@ void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& windo
         if (t.stopped && t.stopped()) break;
     }
 
-    // Give training back its place: an evaluation must not change which samples come next.
+    // Restore training's place: an evaluation must not change which samples come next.
     t.window = window_before;
     t.cursor = cursor_before;
     t.samples_end = end_before;
     t.document_end = document_end_before;
 }
 
-// Inputs of a candidate's row: its tokens but the last, padded to a multiple that products like.
+// The input tokens of a candidate's row: all but the last, padded to a multiple of 8,
+// which matrix products like.
 inline size_t padded_inputs(const Candidate& c, size_t P) {
     return std::min(P, round_up(std::max(c.tokens.size() - 1, size_t(1)), size_t(8)));
 }
 
-// Candidates of T tokens that fit so many rows; at least one.
+// How many candidates of T tokens fit into `rows` rows; at least one.
 inline size_t candidates_at_once(size_t rows, size_t T) { return std::max(size_t(1), rows / T); }
 
-// Cut the candidates, sorted by length, into at most `most` groups, so that plans of `rows` rows
-// compute the fewest tokens: padding, and what the last turn of a group leaves blank. The cuts do
-// not depend on the layout, for a sum's rounding may depend on the shape of its products.
+// Divide the candidates, sorted by length, into at most `most` groups, so that plans of `rows` rows
+// compute the fewest tokens. Padding counts, and what a group's last turn leaves blank. The cuts do
+// not depend on the layout, because a sum's rounding may depend on the shapes of its products.
 inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& candidates,
                                                size_t rows, size_t P, size_t most = 6) {
     std::vector<size_t> order(candidates.size());
@@ -75,8 +75,8 @@ inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& can
         count.back() = i + 1;
     }
 
-    // fewest[g][j]: cheapest cost of the j shortest lengths in g groups; begin[g][j]: first length
-    // of the last group
+    // Dynamic programming. fewest[g][j]: the lowest cost of the j shortest lengths in g groups.
+    // begin[g][j]: the first length of the last of these groups.
     size_t n = lengths.size(), never = ~size_t(0) / 2;
     std::vector<std::vector<size_t>> fewest(most + 1, std::vector<size_t>(n + 1, never));
     std::vector<std::vector<size_t>> begin(most + 1, std::vector<size_t>(n + 1, 0));
@@ -91,7 +91,7 @@ inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& can
                 begin[g][j] = i;
             }
 
-    // Walk back from the best number of groups; among equals the fewest groups count.
+    // Walk back from the best number of groups, the smallest among equals.
     size_t best = 1;
     for (size_t g = 2; g <= most; g++)
         if (fewest[g][n] < fewest[best][n]) best = g;
@@ -105,20 +105,20 @@ inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& can
     return groups;
 }
 
-// The plan that a group's candidates run in: as many as fit the rows of `like`.
+// The options of a group's plan: as many candidates as fit into the rows of `like`.
 inline PlanOptions score_plan(const PlanOptions& like, size_t T, const Layout& layout = {}) {
     PlanOptions p = like;
     p.T = T;
-    p.whole_sequences = true; // its rows are read in order
+    p.whole_sequences = true; // the caller reads its rows in order
     p.B = candidates_at_once(like.B * like.T, T);
     if (layout.sequence_parallel) // ranks share the rows equally
         p.B = round_up(p.B, size_t(layout.tp.size));
     return p;
 }
 
-// tokens, targets (T): only the completion is predicted.
+// Fill tokens and targets, both (T): only the completion is predicted.
 inline void candidate_window(const Candidate& c, size_t T, int* tokens, int* targets) {
-    // Row i predicts token i + 1. Target -1 has no loss; token 0 pads, and no scored row sees it.
+    // Row i predicts token i + 1. Target -1 has no loss. Token 0 pads, and no scored row sees it.
     size_t n = c.tokens.size() - 1;
     for (size_t i = 0; i < T; i++) {
         tokens[i] = i < n ? c.tokens[i] : 0;
@@ -126,8 +126,8 @@ inline void candidate_window(const Candidate& c, size_t T, int* tokens, int* tar
     }
 }
 
-// Score the candidates of a group: the log-likelihood of each, and whether it is greedy. All ranks
-// call it, and all have the scores.
+// Score the candidates of a group: the log-likelihood of each, and whether greedy decoding would
+// give it. All ranks call it, and all get the scores.
 template <typename T, typename S>
 void score_group(Trainer<T, S>& t, const ScoreGroup& group, std::vector<Candidate>& candidates) {
     const Plan& p = t.plans[group.plan];
@@ -137,12 +137,12 @@ void score_group(Trainer<T, S>& t, const ScoreGroup& group, std::vector<Candidat
         return std::string();
     };
 
-    // One rank computes each candidate; on the others it stays 0.
+    // One rank computes each candidate; on all others its values stay 0.
     std::vector<double> sums(n, 0), greedy(n, 0);
     std::vector<acc_t<T>> rows(3 * N); // losses (N), largest logits (N), the targets' logits (N)
     run_samples(t, group.plan, n, window, [&] {
         RowLosses<T> kept = row_losses(t, 0);
-        if (!kept.losses || t.layout.tp.rank > 0) return; // other tp ranks have the same
+        if (!kept.losses || t.layout.tp.rank > 0) return; // other tp ranks have the same values
         copy_out(rows.data(), kept.losses, rows.size() * sizeof(rows[0]), t.ctx.where);
 
         for (size_t b = 0; b < p.B; b++) {
@@ -160,7 +160,7 @@ void score_group(Trainer<T, S>& t, const ScoreGroup& group, std::vector<Candidat
         }
     });
 
-    // Sum over all ranks: one of them has each value and the others add 0, so nothing is rounded.
+    // Sum over all ranks. Only one has a value and the others add 0, so nothing is rounded.
     all_reduce_sum(t.comms.world, sums.data(), n, Cpu{});
     all_reduce_sum(t.comms.world, greedy.data(), n, Cpu{});
     for (size_t i = 0; i < n; i++) {

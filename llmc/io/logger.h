@@ -2,16 +2,16 @@
 //   step 10/99 | loss 3.2104 | norm 0.91 | lr 3.0e-04 | 12.3 ms | 83.2k tok/s | mfu 41.0% | eta 2s
 //   log.jsonl has an object a line:
 //     first         {config, flops_per_token}
-//     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 the
-//                   loss_scale of the next step too; with --cp the cp_imbalance; with
-//                   experts max_vio and least_load (expert_loads.h); of pairs margin, accuracy,
-//                   of KTO's answers also kl, the reference point;
-//                   of sampled answers reward, length, cut, equal_groups, entropy
+//     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 also
+//                   loss_scale, that of the next step; with --cp also cp_imbalance; with experts
+//                   max_vio and least_load (expert_loads.h); with pairs margin and accuracy;
+//                   with KTO's answers also kl, the reference point;
+//                   with sampled answers reward, length, cut, equal_groups, entropy
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
 //     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
-//   On a terminal the step line changes in place; a pipe or a file gets about every tenth.
-//   A resumed run drops the lines of steps it will do again. dev/plot.py draws the file.
+//   On a terminal the step line changes in place; a pipe or a file gets about every tenth line.
+//   A resumed run drops the lines of steps that it repeats. dev/plot.py draws the file.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -25,42 +25,42 @@
 
 namespace llmc {
 
-// Where the log goes.
-// The ETA starts afresh on resume: the machine may be another.
+// The destination of the log, and the state of the display. The ETA starts afresh on resume,
+// because the machine may be another one.
 struct Logger {
     std::string path;          // empty: no file
     std::string pending;       // lines that a full disk has not taken yet
-    int64_t repeated = 0;      // steps that an earlier run had logged, and this one does again
+    int64_t repeated = 0;      // steps that an earlier run logged, and this run repeats
     double seconds_a_step = 0; // smoothed, for the ETA; 0: no step yet
 
     // The display; see open_display().
     int64_t every = 0;
-    int columns = 0;        // of the terminal; 0: standard output is none
-    bool open_line = false; // the cursor is behind a step line
+    int columns = 0;        // of the terminal; 0: standard output is no terminal
+    bool open_line = false; // the cursor stands behind a step line
 };
 
-// A number that the log has by its name.
+// A named number for the log.
 struct NamedNumber {
     const char* name;
     double value;
 };
 
-// The numbers of a step line.
+// The numbers of one step.
 struct StepReport {
-    int64_t step, steps; // done, of how many
+    int64_t step, steps; // steps done, steps in all
     double loss, norm, lr, seconds;
     int64_t step_tokens, tokens; // of this step, of the run so far
     double mfu;                  // 0 to 1
-    double loss_scale = 0;       // fp16: of the next step; 0: none
-    double cp_imbalance = 0;     // the most pairs of a context-parallel rank, of the mean; 0: none
-    double max_vio = -1;         // of experts' loads, and the least of them, of the mean; -1: none
+    double loss_scale = 0;       // fp16: the scale of the next step; 0: none
+    double cp_imbalance = 0;     // most pairs of a context-parallel rank over the mean; 0: none
+    double max_vio = -1;         // experts: see expert_loads.h; -1: none
     double least_load = 0;
-    double margin = 0, accuracy = -1; // of pairs: means; -1: there are none
+    double margin = 0, accuracy = -1; // means over pairs; -1: no pairs
     double kl = -1;                   // KTO's reference point; -1: none
-    std::vector<NamedNumber> rollouts = {}; // of sampled answers
+    std::vector<NamedNumber> rollouts = {}; // statistics of sampled answers
 };
 
-// Set the numbers of sampled answers behind the loss.
+// Insert the numbers of sampled answers behind the loss.
 inline std::string with_rollouts(std::string line, const StepReport& r) {
     std::string numbers;
     for (const NamedNumber& n : r.rollouts) {
@@ -71,8 +71,8 @@ inline std::string with_rollouts(std::string line, const StepReport& r) {
     return line.insert(line.find(" | norm"), numbers);
 }
 
-// A step line as people read it. A rate above the peak means that the peak was measured while the
-// machine was busy: about all of it is used, and no more can be said.
+// Format a step line. A rate above the peak means that the peak was measured while the machine was
+// busy: then the line says only that about all of it is used.
 inline std::string step_text(const StepReport& r, double seconds_left) {
     int width = int(std::to_string(r.steps).size()) + 1;
     char mfu[32], text[256];
@@ -86,7 +86,7 @@ inline std::string step_text(const StepReport& r, double seconds_left) {
     if (!r.rollouts.empty()) return with_rollouts(text, r);
     if (r.accuracy < 0) return text;
 
-    // How far the better answers lead, and how often, stand behind the loss.
+    // Insert behind the loss how far the better answers lead, and how often.
     char pairs[64];
     snprintf(pairs, sizeof(pairs), " | margin %.4f | accuracy %.3f", r.margin, r.accuracy);
     std::string line = text;
@@ -96,8 +96,9 @@ inline std::string step_text(const StepReport& r, double seconds_left) {
 // ----------------------------------------------------------------------------
 // the terminal
 
-// Say where step lines go. every: --log-every, 0 for the program's choice. A process of a job has a
-// terminal of mpirun's own, which nobody looks at: its lines end in a file or a pipe.
+// Decide where step lines go. every: the value of --log-every, 0 for the program's choice. A
+// process of an MPI job may have a terminal of mpirun's, which nobody sees: its lines end in a
+// file or a pipe.
 inline void open_display(Logger& log, int64_t every, bool of_job) {
     log.every = every;
     struct winsize size = {};
@@ -106,15 +107,15 @@ inline void open_display(Logger& log, int64_t every, bool of_job) {
     log.columns = !terminal ? 0 : sized ? size.ws_col : 80;
 }
 
-// Whether a step's line goes to a pipe or a file: the first and the last always, between them each
-// step of a short run, else every tenth.
+// Whether a step's line is printed to a pipe or a file. The first and the last step's always are;
+// between them every step's of a short run, else every tenth.
 inline bool is_shown(int64_t every, bool first, int64_t step, int64_t steps) {
     if (every == 0) every = steps <= 100 ? 1 : 10;
     return first || step == steps || step % every == 0;
 }
 
-// End the step line on a terminal before something else is printed: it is left open for the next
-// step's line to cover.
+// End the step line on a terminal before something else is printed. It was left open so that the
+// next step's line could cover it.
 inline void finish_line(Logger& log) {
     if (!log.open_line) return;
     printf("\n");
@@ -122,8 +123,8 @@ inline void finish_line(Logger& log) {
     log.open_line = false;
 }
 
-// On a terminal one line changes in place, and stays where --log-every or the last step says so.
-// A line that is cut to the width never wraps: the next one could not cover it.
+// Show a step. On a terminal one line changes in place; it stays at the last step, and every
+// --log-every steps. The line is cut to the width, because a wrapped line could not be covered.
 inline void show_step(Logger& log, const std::string& text, bool first, int64_t step,
                       int64_t steps) {
     if (log.columns) {
@@ -140,23 +141,24 @@ inline void show_step(Logger& log, const std::string& text, bool first, int64_t 
 // ----------------------------------------------------------------------------
 // log.jsonl
 
-// Write text at the end of a file, or nothing of it.
+// Append text to a file, all of it or nothing.
 inline bool append_whole(const std::string& path, const std::string& text) {
-    // Open the file anew each time: it may be moved or cut while the run goes on.
+    // Open the file anew each time: it may be moved or truncated during the run.
     int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (fd < 0) return false;
     off_t end = lseek(fd, 0, SEEK_END);
     ssize_t written = write(fd, text.data(), text.size());
 
-    // Half a line would be no JSON, and the rest is written again.
+    // Remove a part that was written: half a line is no JSON, and all of it is written again later.
     bool whole = written == ssize_t(text.size());
     bool cut = whole || ftruncate(fd, end) == 0;
     close(fd);
     return whole && cut;
 }
 
-// Append a line: a killed run has logged what it did. Lines that find no room wait for the next
-// call: a log never ends a run. Returns a note, once, when they begin to wait.
+// Append a line at once, so that the log of a killed run is complete. Lines for which the
+// disk has no room wait for the next call: a log never ends a run. Returns a note, once, when
+// lines begin to wait.
 inline std::string log_append(Logger& log, const nlohmann::json& j) {
     if (log.path.empty()) return "";
     bool waited = !log.pending.empty();
@@ -167,17 +169,17 @@ inline std::string log_append(Logger& log, const nlohmann::json& j) {
     return log.path + ": cannot be written (is the disk full?): its lines wait in memory";
 }
 
-// Write what has waited, at the end of a run: "" or what is lost.
+// Write the waiting lines at the end of a run. Returns "" or what is lost.
 inline std::string log_close(Logger& log) {
     if (log.pending.empty() || append_whole(log.path, log.pending))
         return "";
     return log.path + ": cannot be written: its last lines are lost";
 }
 
-// Start the file. On resume keep the lines up to the step that the run goes on from.
+// Start the file. A resumed run keeps the lines up to the step from which it continues.
 inline std::string log_open(Logger& log, const std::string& path, int64_t resumed_step,
                             const nlohmann::json& first) {
-    // Read what to keep. A line that a crash cut in half is no JSON, and is dropped.
+    // Read the lines to keep. A line that a crash cut in half is no JSON, and is dropped.
     log.path = path;
     std::string kept, line;
     std::ifstream in(path);
@@ -190,21 +192,21 @@ inline std::string log_open(Logger& log, const std::string& path, int64_t resume
             log.repeated++;
     }
 
-    // Write the file anew, with its first line where nothing is kept.
+    // Rewrite the file; it begins with `first` if nothing is kept.
     if (kept.empty()) kept = json_text(first);
     std::string wrong = write_text_file(path, kept);
     return wrong.empty() ? "" : wrong + ": choose another --out";
 }
 
-// Show the step, and append it to the log.
+// Show a step, and append it to the log.
 inline std::string log_step(Logger& log, const StepReport& r) {
-    // Smooth over about ten steps: the ETA must not jump with each slow step.
+    // Smooth over about ten steps, so that the ETA does not jump with each slow step.
     bool first = log.seconds_a_step == 0;
     double& smooth = log.seconds_a_step;
     smooth = first ? r.seconds : 0.9 * smooth + 0.1 * r.seconds;
     double left = smooth * double(r.steps - r.step); // seconds
 
-    // Print to people; the log has the same numbers unrounded, of every step.
+    // Print for people; the log gets every step's numbers unrounded.
     show_step(log, step_text(r, left), first, r.step, r.steps);
     nlohmann::json j = {{"step", r.step},
                         {"loss", r.loss},
@@ -215,7 +217,8 @@ inline std::string log_step(Logger& log, const StepReport& r) {
                         {"tokens_per_second", double(r.step_tokens) / r.seconds},
                         {"mfu", r.mfu}};
 
-    // A step that fp16 skips may have no loss and has no norm: JSON knows no infinity.
+    // Leave out what is not finite, since JSON has no infinity: a step that fp16 skips has no norm,
+    // and perhaps no loss.
     if (!std::isfinite(r.loss)) j.erase("loss");
     if (!std::isfinite(r.norm)) j.erase("grad_norm");
     if (r.loss_scale > 0) j["loss_scale"] = r.loss_scale;

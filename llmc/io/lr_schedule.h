@@ -13,21 +13,21 @@
 
 namespace llmc {
 
-// The learning rate of step 0 .. total - 1. schedule: one of --schedule's names.
+// The learning rate of step 0 .. total - 1. schedule: one of the names of --schedule.
 inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, double min_lr,
                     const std::string& schedule) {
-    // Step 0 already learns: it has lr / warmup, not 0.
+    // Warm up. Step 0 already learns: it has lr / warmup, not 0.
     if (step < warmup)
         return lr * double(step + 1) / double(warmup);
 
-    // Fall from here on. A run of warm-up alone has no length behind it; t stays 0.
+    // Fall from here on. In a run that is all warm-up nothing follows, and t stays 0.
     double after = double(step - warmup), length = double(total - warmup);
     double t = total > warmup ? std::clamp(after / length, 0.0, 1.0) : 0;
     if (schedule == "cosine")
         return min_lr + (lr - min_lr) * 0.5 * (1 + std::cos(M_PI * t));
     if (schedule == "linear") return lr + (min_lr - lr) * t;
 
-    // The fall begins at a share of the whole run, warm-up included.
+    // wsd falls after a fixed share of the whole run, warm-up included.
     if (schedule == "wsd") {
         double decay_from = 0.8 * double(total);
         double decayed = double(step) - decay_from;

@@ -1,7 +1,7 @@
 // manifest.h - a checkpoint's manifest.json: read, and believed only field by field
-//   Its checksum tells damage, not malice: anyone can compute one. So every number has a range, a
-//   file has the name of a rank's file and lies in the checkpoint's own folder, and a cut of the
-//   model is one that the model has.
+//   Its checksum detects damage, not malice: anyone can compute one. So every number is checked
+//   against a range, a file must have the name of a rank's file and lie in the checkpoint's own
+//   folder, and a cut of the model must be one that the model allows.
 //   Every function that returns a text returns "" or what is wrong.
 #pragma once
 #include <climits>
@@ -11,13 +11,13 @@
 
 namespace llmc {
 
-// Raise it when an old program would misread a new folder, or the other way round.
+// Raise this when an old program would misread a new folder, or a new program an old folder.
 constexpr int CHECKPOINT_FORMAT = 2;
 
-// Whether a name is that of a rank's file, rank_00003.safetensors. No other file is opened: a path
-// could lead out of the folder.
+// Whether a name has the form of a rank's file, rank_00003.safetensors. No other file is opened,
+// because a path could lead out of the folder.
 inline bool is_rank_file(const std::string& name) {
-    // Write it back and compare: rank_3.safetensors is somebody else's.
+    // Write the name back and compare: rank_3.safetensors is not one of our files.
     int rank = -1;
     char again[64];
     if (sscanf(name.c_str(), "rank_%9d", &rank) != 1 || rank < 0)
@@ -26,7 +26,7 @@ inline bool is_rank_file(const std::string& name) {
     return name == again;
 }
 
-// Check a file's entry: its name, its size and sum, how the model was cut, and its tensors' ranges.
+// Check a file's entry: its name, its size and checksum, the cut of the model, and its ranges.
 inline std::string check_file_entry(const nlohmann::json& f) {
     typedef nlohmann::json::value_t Type;
     if (!f.is_object())
@@ -38,7 +38,7 @@ inline std::string check_file_entry(const nlohmann::json& f) {
     if (!is_rank_file(f["file"].get<std::string>()))
         return "file is " + json_word(f["file"]) + ", which is no name of a rank's file";
 
-    // A million ranks are more than there are; config.h allows no more either.
+    // A million ranks is beyond any machine; config.h allows no more either.
     wrong = check_integer(f, "bytes", 0, UINT64_MAX);
     if (wrong.empty())
         wrong = check_integer(f, "crc32", 0, UINT32_MAX);
@@ -47,7 +47,7 @@ inline std::string check_file_entry(const nlohmann::json& f) {
     if (wrong.empty())
         wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
 
-    // Files of ranks that share out no experts do not speak of it.
+    // Entries have ep and ep_rank only if the ranks shared experts out.
     if (wrong.empty() && f.contains("ep"))
         wrong = check_integer(f, "ep", 1, 1000000);
     if (wrong.empty() && f.contains("ep"))
@@ -55,7 +55,7 @@ inline std::string check_file_entry(const nlohmann::json& f) {
     if (wrong.empty() && f.contains("ep_rank") && !f.contains("ep"))
         wrong = "ep is missing";
 
-    // Whether a range fits its parameter is seen when it is read.
+    // Check only the form of each range here; the load checks that it fits its parameter.
     for (const auto& [name, range] : f["tensors"].items()) {
         bool pair = range.is_array() && range.size() == 2 && range[0].is_number_unsigned() &&
                     range[1].is_number_unsigned();
@@ -65,10 +65,11 @@ inline std::string check_file_entry(const nlohmann::json& f) {
     return wrong;
 }
 
-// fp16's loss scale, and how far its rule is.
+// fp16's loss scale, and how far its rule has counted, as JSON.
 inline nlohmann::json loss_scale_json(const LossScale& s) {
     return {{"scale", s.now}, {"clean", s.clean}, {"spent", s.spent}, {"skipped", s.skipped}};
 }
+// The way back. check_loss_scale() has checked the fields.
 inline LossScale loss_scale_of(const nlohmann::json& j) {
     return {j["scale"].get<float>(), j["clean"].get<int>(), j["spent"].get<int>(),
             j["skipped"].get<int>()};
@@ -84,8 +85,8 @@ inline std::string check_loss_scale(const nlohmann::json& j) {
     return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
 }
 
-// Delayed scaling's state, of every slot: its scale, and its maxima from the newest to the oldest,
-// as the bits of floats, for some may be no number. h lies on the host.
+// The state of delayed scaling, slot by slot: the scale, and the maxima from newest to oldest. All
+// are stored as the bits of floats, since some may be inf or NaN. `h` points to host memory.
 inline nlohmann::json fp8_history_json(const Fp8History& h, const Fp8Rule& rule) {
     nlohmann::json scales = nlohmann::json::array();
     nlohmann::json maxima = scales;
@@ -105,7 +106,7 @@ inline nlohmann::json fp8_history_json(const Fp8History& h, const Fp8Rule& rule)
     return {{"scales", scales}, {"maxima", maxima}};
 }
 
-// Take it back: of a longer history the newest maxima.
+// Take the state back. If the saved history is longer than this run's, keep the newest maxima.
 inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const nlohmann::json& j) {
     uint32_t past = uint32_t(rule.length - 1);
     for (size_t slot = 0; slot < h.slots; slot++) {
@@ -118,16 +119,17 @@ inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const nlo
         h.scale[slot] = bits_as<float>(scale);
         h.rolled[slot] = n;
 
-        // The ring begins with the oldest, and goes on behind the newest.
+        // Fill the ring from its start, oldest first; the next maximum goes behind the newest.
         float* ring = h.past + slot * past; // (past)
         for (uint32_t i = 0; i < n; i++)
             ring[n - 1 - i] = bits_as<float>(newest[i]);
     }
 }
 
-// Words may be the bits of any float; how many slots there are is seen when they are taken.
+// Check the form only. Words may be the bits of any float; the number of slots is
+// checked by has_fp8_history() (checkpoint.h).
 inline std::string check_fp8_history(const nlohmann::json& j) {
-    // Bits of floats are whole numbers below 2^32.
+    // Bits of a float are a whole number below 2^32.
     auto words = [](const nlohmann::json& list) {
         if (!list.is_array())
             return false;
@@ -139,7 +141,7 @@ inline std::string check_fp8_history(const nlohmann::json& j) {
         return true;
     };
 
-    // Each slot has one scale, and as many maxima as there were.
+    // Each slot has one scale, and a list of maxima of any length.
     bool good = j.is_object() && j.contains("scales") && j.contains("maxima");
     good = good && words(j["scales"]) && j["maxima"].is_array();
     good = good && j["maxima"].size() == j["scales"].size();
@@ -149,8 +151,8 @@ inline std::string check_fp8_history(const nlohmann::json& j) {
     return good ? "" : "fp8 is no list of scales with a list of maxima for each";
 }
 
-// Check the fields that not every manifest has: older programs wrote no tokens, and a best step is
-// there where one is kept.
+// Check the fields that not every manifest has: older programs wrote no tokens, and best_step is
+// there only if a best checkpoint is kept.
 inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) {
     std::string wrong;
     if (m.contains("tokens"))
@@ -160,13 +162,14 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
     bool loss = m.contains("best_loss") && m["best_loss"].is_number();
     if (wrong.empty() && m.contains("best_step") && !loss)
         wrong = "best_loss is missing, or no number";
+
     if (wrong.empty() && m.contains("loss_scale"))
         wrong = check_loss_scale(m["loss_scale"]);
     if (wrong.empty() && m.contains("fp8"))
         wrong = check_fp8_history(m["fp8"]);
 
-    // The base of adapters, by its size and sum. Whether it is this run's is seen by a load; a
-    // manifest without one is of a run without adapters, or of an older program.
+    // The base of adapters, by size and checksum. The load checks whether it is this run's base. A
+    // manifest without one comes from a run without adapters, or from an older program.
     const nlohmann::json base = m.value("base", nlohmann::json());
     bool named = base.is_null() || (base.is_object() && base.contains("name"));
     if (wrong.empty() && !named)
@@ -175,14 +178,14 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
         if (wrong.empty() && !base.is_null())
             wrong = check_integer(base, key, 0, UINT64_MAX);
 
-    // Sums of weights are compared as they stand.
+    // Check the form of the weights' sums; check_sums() (checkpoint_load.h) compares the values.
     bool sums = !m.contains("weight_sums") || m["weight_sums"].is_object();
     if (wrong.empty() && !sums)
         wrong = "weight_sums is " + json_word(m["weight_sums"]);
     if (wrong.empty() && m.contains("rounding"))
         wrong = check_type(m, "rounding", nlohmann::json::value_t::string);
 
-    // Flags are read one by one, each as the command line's.
+    // Check only that flags are an object; each is read later, like one of the command line.
     bool flags = !m.contains("config") || m["config"].is_object() || m["config"].is_null();
     return wrong.empty() && !flags ? "config is " + json_word(m["config"]) : wrong;
 }
@@ -191,6 +194,8 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
 inline std::string check_manifest(const nlohmann::json& m) {
     typedef nlohmann::json::value_t Type;
     const uint64_t most_steps = 1000000000000; // as --steps allows
+
+    // Check the counters.
     std::string wrong = check_integer(m, "step", 0, most_steps);
     if (wrong.empty())
         wrong = check_integer(m, "optimizer_step", 0, most_steps);
@@ -200,6 +205,8 @@ inline std::string check_manifest(const nlohmann::json& m) {
         wrong = check_integer(m, "seed", 0, UINT64_MAX);
     if (wrong.empty())
         wrong = check_integer(m, "threads", 1, 1000000);
+
+    // Check the texts and lists.
     for (const char* key : {"optimizer", "precision", "cpu"})
         if (wrong.empty())
             wrong = check_type(m, key, Type::string);
@@ -219,15 +226,15 @@ inline std::string check_manifest(const nlohmann::json& m) {
     return wrong;
 }
 
-// Read a manifest, and check that it is whole. One of another format comes back unchecked: the
-// caller says which format it is.
+// Read a manifest, and check that it is whole. A manifest of another format comes back unchecked,
+// because the caller reports the format.
 inline std::string read_manifest(const std::string& folder, nlohmann::json* manifest) {
     std::string path = folder + "/manifest.json", text;
     if (::access(path.c_str(), F_OK) != 0)
         return folder + ": has no manifest.json";
     const std::string broken = folder + ": manifest.json is broken";
 
-    // Check the sum before any field is believed.
+    // Check the checksum before believing any field.
     std::string wrong = read_json(path, manifest);
     if (!wrong.empty())
         return broken + " (" + wrong + ")";

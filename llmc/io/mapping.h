@@ -1,9 +1,9 @@
 // mapping.h - files in memory, and one line where the kernel cannot read on
-//   A mapped file is read page by page when its bytes are first used. If the file was
-//   truncated meanwhile, or the disk fails, the kernel sends SIGBUS, which would end the program
-//   without a word. The handler here looks up whose address it was and says so.
-//   The table of mappings is global, for a signal handler sees nothing else. A mapping that finds
-//   no room in it works as well; only a fault in it ends without that line.
+//   A mapped file is read page by page when its bytes are first used. If the file was truncated
+//   meanwhile, or the disk fails, the kernel sends SIGBUS, which would end the program without a
+//   message. The handler here finds the file of the address and reports it.
+//   The table of mappings is global, because a signal handler sees nothing else. A mapping without
+//   a row in the table works as well; only a fault in it ends without that message.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <signal.h>
@@ -16,19 +16,19 @@
 
 namespace llmc {
 
-// A row of the table. The handler may run at any moment: `begin` is set last and cleared first.
+// A row of the table. The handler may run at any moment, so `begin` is set last and cleared first.
 struct MappedFile {
     std::atomic<const char*> begin = nullptr;
     std::atomic<size_t> bytes = 0;
     char name[512] = ""; // printable
 };
 inline MappedFile mapped_files[2048];
-inline std::mutex mapped_files_mutex; // of those that change it
+inline std::mutex mapped_files_mutex; // held by those who change the table
 
-// Say which file could not be read on, and end the program. A handler may call little more than
-// write() and _exit().
+// Say which file could not be read any further, and end the program. A signal handler may call
+// little more than write() and _exit().
 inline void on_bus_error(int, siginfo_t* info, void*) {
-    // Find the file.
+    // Find the file that is mapped at the address.
     const char* address = static_cast<const char*>(info->si_addr);
     const char* name = nullptr;
     for (const MappedFile& m : mapped_files) {
@@ -37,13 +37,13 @@ inline void on_bus_error(int, siginfo_t* info, void*) {
             name = m.name;
     }
 
-    // An address of nobody's is a mistake of the program: end as without this handler, with a core.
+    // An address in no mapping is a bug of the program: end as without this handler, with a core.
     if (!name) {
         signal(SIGBUS, SIG_DFL);
         return;
     }
 
-    // Write one line at once, so that lines of several processes do not mix.
+    // Write the line in one call, so that lines of several processes do not mix.
     char line[1024] = "train_gpt: error: ";
     strncat(line, name, 512);
     strcat(line, ": was cut while it was read, or its disk fails: make it whole again; what was "
@@ -54,7 +54,7 @@ inline void on_bus_error(int, siginfo_t* info, void*) {
 
 // Enter a mapping in the table.
 inline void remember_mapping(const std::string& path, void* begin, size_t bytes) {
-    // The first mapping brings the handler with it.
+    // Install the handler with the first mapping.
     std::lock_guard<std::mutex> lock(mapped_files_mutex);
     static const bool installed = [] {
         struct sigaction action = {};
@@ -74,7 +74,7 @@ inline void remember_mapping(const std::string& path, void* begin, size_t bytes)
     }
 }
 
-// Map a file, whole and for reading. A file without bytes cannot be mapped.
+// Map a whole file for reading. An empty file cannot be mapped.
 inline std::string map_whole_file(const std::string& path, void** begin, size_t* bytes,
                                   struct stat* s) {
     int fd = -1;
@@ -82,7 +82,7 @@ inline std::string map_whole_file(const std::string& path, void** begin, size_t*
     if (!wrong.empty()) return wrong;
     if (s->st_size == 0) wrong = path + ": is empty";
 
-    // The mapping outlives the descriptor.
+    // Map it. The mapping outlives the file descriptor.
     void* p = wrong.empty() ? mmap(nullptr, s->st_size, PROT_READ, MAP_PRIVATE, fd, 0) : nullptr;
     if (p == MAP_FAILED)
         wrong = path + ": cannot be mapped: " + strerror(errno);
@@ -96,7 +96,7 @@ inline std::string map_whole_file(const std::string& path, void** begin, size_t*
 
 // End a mapping.
 inline void unmap_file(void* begin, size_t bytes) {
-    // Its addresses may be another file's at once, so the row goes first.
+    // Clear the row first: the addresses may belong to another file at once.
     std::lock_guard<std::mutex> lock(mapped_files_mutex);
     for (MappedFile& m : mapped_files)
         if (m.begin.load() == begin)

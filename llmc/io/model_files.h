@@ -1,49 +1,50 @@
 // model_files.h - models in one file: llm.c's and llama2.c's .bin - github.com/karpathy
 //   The file's first word says which kind it is. Numbers are little-endian:
-//     llm.c, GPT-2     256 int32: 20240326, version, positions, V, L, NH, C, Vp; the tensors:
+//     llm.c, GPT-2     256 int32: 20240326, version, positions, V, L, NH, C, Vp; then the tensors:
 //                      version 3 float, 5 bf16; the token table has Vp rows, V of them in use
-//     llm.c, Llama 3   256 int32: 20240803, version 3 or 5, positions, V, L, NH, NKV, C, what F is
-//                      a multiple of, whether RoPE is scaled, Llama's version (3, then 0 or 1); 256
-//                      floats: a factor of F, eps, theta
-//     llama2.c         "24ka", version 1, then what the older form begins with, whether the head is
+//     llm.c, Llama 3   256 int32: 20240803, version 3 or 5, positions, V, L, NH, NKV, C, the number
+//                      that divides F, whether RoPE is scaled, Llama's version (3, then 0 or 1);
+//                      256 floats: a factor of F, eps, theta
+//     llama2.c         "24ka", version 1, then the numbers of the older form, whether the head is
 //                      tied; zeros up to 256 bytes; float tensors
 //     llama2.c, older  7 int32: C, F, L, NH, NKV, V (below zero: the head is not tied), positions;
-//                      float tensors, with two tables of RoPE. It has no mark of its own: a file is
-//                      one when its size is exactly what these numbers ask for
-//   Reading  a header becomes what Hugging Face's config.json would say, and is checked as that.
-//            Tensors of one name lie together, layer after layer. All are [out, in], so nothing is
-//            transposed. Both projects' RoPE turns neighbours (2i, 2i+1), Hugging Face's turns
-//            (i, i + HS/2): the rows of q and k are put in its order.
-//   Writing  llm.c's GPT-2, whole or not at all.
-//   Every function returns "" or one line that says what is wrong.
+//                      float tensors, with two tables of RoPE. It has no mark of its own: a file
+//                      has this form if its size is exactly what these numbers need
+//   Reading  A header is translated to Hugging Face's config.json, and checked like one. Tensors of
+//            one name lie together, layer after layer. All are [out, in], so nothing is transposed.
+//            Both projects' RoPE turns neighbours (2i, 2i+1), Hugging Face's turns (i, i + HS/2):
+//            the rows of q and k are reordered.
+//   Writing  llm.c's GPT-2, completely or not at all.
+//   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <sstream>
 #include "huggingface.h"
 
 namespace llmc {
 
-// The first words of files.
+// The first words of the files, which tell their formats.
 constexpr int32_t LLMC_GPT2_MARK = 20240326, LLMC_LLAMA_MARK = 20240803, LLAMA2C_MARK = 0x616b3432;
 
-// A mapped file that looks like safetensors from here on.
+// A mapped file. Once opened, it looks like a safetensors file.
 struct ModelFile {
     SafeTensors file; // tensors by their Hugging Face names
     Shape shape;
     bool neighbours = false; // RoPE turns (2i, 2i+1)
 };
 
-// A header in the words of config.json.
-// Every format goes through hf_shape(), so a broken number is refused in one place.
+// A header, translated to the keys of config.json. All formats go through hf_shape(), so a broken
+// number is refused in one place.
 struct ModelHeader {
     HfConfig config;
     std::string dtype = "F32";
-    const char* order = nullptr; // of the tensors, see below
-    size_t bytes = 0;            // of the header
-    size_t skipped = 0;          // elements that are no parameter's
+    const char* order = nullptr; // order of the tensors, see below
+    size_t bytes = 0;            // size of the header
+    size_t skipped = 0;          // elements that belong to no parameter
 };
 
-// Tensors in a file's order. A name that the model has in layers stands for all of them, one after
-// another. Names with commas lie together in each layer. - is what is no parameter.
+// The tensors in the order of a file. A name that the model has in every layer stands for all of
+// them, layer by layer. Names joined by commas lie together in each layer. A - stands for bytes
+// that are no parameter.
 
 // clang-format off
 constexpr const char* LLMC_GPT2_ORDER =
@@ -82,25 +83,25 @@ constexpr const char* LLAMA2C_ORDER =
 // ----------------------------------------------------------------------------
 // headers
 
-// Word i of a file; 0 beyond the end.
+// Word i of a file, or 0 beyond its end.
 template <typename A>
 A word_at(const SafeTensors& f, size_t i) {
     A word = 0;
-    // A file may be shorter than its header; the size is checked once the shape is known.
+    // A file may be shorter than its header; its size is checked once the shape is known.
     if ((i + 1) * sizeof(A) <= f.bytes)
         memcpy(&word, static_cast<const char*>(f.map) + i * sizeof(A), sizeof(A));
     return word;
 }
 
-// A number as a JSON file would have it: hf_size asks whether it is unsigned.
+// A number as JSON would have it: unsigned if it is not negative, which hf_size() asks for.
 inline nlohmann::json number_at(const SafeTensors& f, size_t i) {
     int32_t word = word_at<int32_t>(f, i);
     return word < 0 ? nlohmann::json(word) : nlohmann::json(uint64_t(word));
 }
 
-// Read the type of an llm.c file's tensors, which its version says.
+// Read the element type of an llm.c file, which its version determines.
 inline std::string read_llmc_version(ModelHeader* h, const SafeTensors& f) {
-    // The version names the element type; headers of other versions have other words.
+    // Refuse other versions: their headers have other words.
     int version = word_at<int32_t>(f, 1);
     h->dtype = version == 5 ? "BF16" : "F32";
     if (version == 3 || version == 5) return "";
@@ -109,7 +110,7 @@ inline std::string read_llmc_version(ModelHeader* h, const SafeTensors& f) {
                   "with a newer llm.c");
 }
 
-// llm.c's GPT-2: 256 words.
+// Read the header of llm.c's GPT-2: 256 words.
 inline std::string read_llmc_gpt2(ModelHeader* h, const SafeTensors& f) {
     h->order = LLMC_GPT2_ORDER;
     h->bytes = 256 * 4;
@@ -124,7 +125,7 @@ inline std::string read_llmc_gpt2(ModelHeader* h, const SafeTensors& f) {
     };
     // clang-format on
 
-    // The token table ends in Vp - V rows of padding.
+    // The token table ends with Vp - V rows of padding.
     int64_t V = word_at<int32_t>(f, 3);
     int64_t C = word_at<int32_t>(f, 6);
     int64_t Vp = word_at<int32_t>(f, 7);
@@ -135,9 +136,9 @@ inline std::string read_llmc_gpt2(ModelHeader* h, const SafeTensors& f) {
                   ": write it again with a newer llm.c");
 }
 
-// llm.c's Llama 3: 256 words, then 256 floats.
+// Read the header of llm.c's Llama 3: 256 words, then 256 floats.
 inline std::string read_llmc_llama(ModelHeader* h, const SafeTensors& f) {
-    // The ffn is 2/3 of 4 C, times a factor, each cut to a whole number, up to the next multiple.
+    // Compute the ffn: 2/3 of 4 C, times a factor, both rounded down, then up to the next multiple.
     double C = word_at<int32_t>(f, 7);
     double multiple = word_at<int32_t>(f, 8);
     double factor = decimal(word_at<float>(f, 256));
@@ -159,15 +160,17 @@ inline std::string read_llmc_llama(ModelHeader* h, const SafeTensors& f) {
         {"rope_theta",              decimal(word_at<float>(f, 258))},
     };
     // clang-format on
+
+    // Llama 3.1 scales RoPE.
     if (word_at<int32_t>(f, 9))
         h->config.j["rope_scaling"] = {{"rope_type", "llama3"},
                                        {"original_max_position_embeddings", 8192}};
     return read_llmc_version(h, f);
 }
 
-// Read the seven numbers that both of llama2.c's forms have, from word `at` on.
+// Read the seven numbers that both forms of llama2.c have, from word `at` on.
 inline void read_llama2c_numbers(ModelHeader* h, const SafeTensors& f, size_t at) {
-    // A negative vocabulary says that the head has a table of its own.
+    // A negative vocabulary means that the head has a table of its own.
     int64_t V = word_at<int32_t>(f, at + 5);
     // clang-format off
     h->config.j = {
@@ -185,7 +188,7 @@ inline void read_llama2c_numbers(ModelHeader* h, const SafeTensors& f, size_t at
     // clang-format on
 }
 
-// llama2.c's version 1; RoPE's tables are not in it.
+// Read the header of llama2.c's version 1. Its files have no tables of RoPE.
 inline std::string read_llama2c(ModelHeader* h, const SafeTensors& f) {
     int version = word_at<int32_t>(f, 1);
     read_llama2c_numbers(h, f, 2);
@@ -199,7 +202,7 @@ inline std::string read_llama2c(ModelHeader* h, const SafeTensors& f) {
                   "--version 1");
 }
 
-// llama2.c's older form; the two tables of RoPE stand before the head.
+// Read the header of llama2.c's older form. Its two tables of RoPE stand before the head.
 inline std::string read_llama2c_old(ModelHeader* h, const SafeTensors& f) {
     read_llama2c_numbers(h, f, 0);
     h->order = LLAMA2C_OLD_ORDER;
@@ -214,7 +217,7 @@ inline std::string read_llama2c_old(ModelHeader* h, const SafeTensors& f) {
 // ----------------------------------------------------------------------------
 // tensors
 
-// f(parameter) for each in a file's order; f(null) for what is no parameter.
+// Call f(parameter) for each parameter in a file's order, and f(null) for bytes of no parameter.
 template <typename F>
 void for_each_in_order(const Model& model, const char* order, F f) {
     std::map<std::string, const Parameter*> table; // [name]
@@ -223,13 +226,14 @@ void for_each_in_order(const Model& model, const char* order, F f) {
     std::string block; // "h."
     with_family(model.shape.family, [&](auto family) { block = family.block_prefix; });
 
+    // Walk over the names; a name in layers stands for one parameter in each.
     std::string names, name;
     for (std::istringstream words(order); words >> names;) {
         if (names == "-" || table.count(names)) {
             f(names == "-" ? nullptr : table[names]);
             continue;
         }
-        // A name that no layer has is a head that is the token table.
+        // A name that no layer has is lm_head of a tied model: skip it.
         for (size_t l = 0; l < model.shape.L; l++)
             for (std::istringstream together(names); std::getline(together, name, ',');) {
                 auto found = table.find(concat(block, l, ".", name));
@@ -239,8 +243,8 @@ void for_each_in_order(const Model& model, const char* order, F f) {
     }
 }
 
-// Place each of the model's tensors in the file. Returns the size that the file must have: a
-// tensor's data is null where it begins beyond the end.
+// Place each of the model's tensors in the file. Returns the size that the file must have. A tensor
+// that begins beyond the file's end has null data.
 inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
     const unsigned char* begin = static_cast<const unsigned char*>(m->file.map);
     // Lay the tensors one behind the other: the file has no table of them.
@@ -251,6 +255,8 @@ inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
             at += h.skipped * width;
             return;
         }
+
+        // Place a parameter, without the layout's padding of the vocabulary.
         SafeTensor t;
         t.name = p->name;
         t.dtype = h.dtype;
@@ -263,7 +269,7 @@ inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
         at += t.bytes;
     });
 
-    // safetensors_find() searches by halves.
+    // Sort by name: safetensors_find() searches by halves.
     std::sort(m->file.tensors.begin(), m->file.tensors.end(),
               [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
     return at;
@@ -271,7 +277,7 @@ inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
 
 // Read a mapped file's header, and place its tensors.
 inline std::string read_model_file(ModelFile* m) {
-    // Choose the format by the first word. RoPE's pairs are neighbours in all but GPT-2.
+    // Choose the format by the first word. In all but GPT-2, RoPE's pairs are neighbours.
     const SafeTensors& f = m->file;
     ModelHeader h;
     h.config.path = f.path;
@@ -284,7 +290,7 @@ inline std::string read_model_file(ModelFile* m) {
                                                   : read_llama2c_old(&h, f);
     if (!wrong.empty()) return wrong;
 
-    // Without a mark, the size alone tells whether it is a model file.
+    // Without a mark, only the exact size tells that it is a model file.
     wrong = hf_shape(&m->shape, h.config);
     size_t size = wrong.empty() ? place_tensors(m, h) : 0;
     if (!marked && size != f.bytes) {
@@ -301,6 +307,7 @@ inline std::string read_model_file(ModelFile* m) {
     return wrong;
 }
 
+// Unmap the file.
 inline void model_file_close(ModelFile* m) { safetensors_close(&m->file); }
 
 // Map a file and place its tensors. After an error nothing is open.
@@ -313,8 +320,8 @@ inline std::string model_file_open(ModelFile* m, const std::string& path) {
     return wrong;
 }
 
-// The shape alone, which decides what is allocated.
-// Opening maps the file and reads its header only, so it costs next to nothing.
+// Read only the shape, which decides what is allocated. Opening maps the file and reads its header,
+// so this costs next to nothing.
 inline std::string model_file_shape(Shape* shape, const std::string& path) {
     ModelFile m;
     std::string wrong = model_file_open(&m, path);
@@ -323,19 +330,19 @@ inline std::string model_file_shape(Shape* shape, const std::string& path) {
     return wrong;
 }
 
-// Rows (2i, 2i+1) of each head of x (NH*HS,C) become rows (i, i + HS/2).
+// Reorder x (NH*HS,C): rows (2i, 2i+1) of each head become rows (i, i + HS/2).
 inline std::vector<float> in_halves(const std::vector<float>& x, size_t HS, size_t C) {
-    // The model's RoPE turns element i of a head with i + HS/2, as Hugging Face's does.
+    // Like Hugging Face's, the model's RoPE turns element i of a head with element i + HS/2.
     std::vector<float> y(x.size());
     for (size_t row = 0; row < x.size() / C; row++) {
-        size_t e = row % HS; // in its head
+        size_t e = row % HS; // row in its head
         size_t to = row - e + e / 2 + e % 2 * (HS / 2);
         std::copy_n(&x[row * C], C, &y[to * C]);
     }
     return y;
 }
 
-// Load all weights of a file. Every rank reads each tensor, and keeps its part.
+// Load all weights of a file. Every rank reads each tensor and keeps its part.
 template <typename T, typename S>
 std::string model_file_load(Trainer<T, S>& t, const std::string& path) {
     ModelFile m;
@@ -345,7 +352,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path) {
         if (is_adapter(t.model, p)) continue;
         const SafeTensor* tensor = safetensors_find(m.file, p.name);
         LLMC_CHECK(tensor, "%s has no %s", path.c_str(), p.name.c_str());
-        // Only queries and keys turn; values keep their order.
+        // Reorder queries and keys, which RoPE turns; values keep their order.
         bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
         std::vector<float> values = tensor_floats(*tensor);
         if (m.neighbours && turns)
@@ -359,7 +366,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path) {
 // ----------------------------------------------------------------------------
 // writing
 
-// Check when the run starts: the path, and that llm.c's GPT-2 has this shape.
+// Check at the start of a run that the path can be written, and that llm.c's GPT-2 has this shape.
 inline std::string model_file_check(const Shape& s, const std::string& path, Type dtype) {
     if (::access(folder_of(path).c_str(), W_OK | X_OK) != 0)
         return "--export " + path + ": cannot be written: " + folder_of(path) + ": " +
@@ -368,6 +375,7 @@ inline std::string model_file_check(const Shape& s, const std::string& path, Typ
     if (stat(path.c_str(), &st) == 0 && !S_ISREG(st.st_mode))
         return "--export " + path + ": is no file: choose another name";
 
+    // Refuse shapes that the header cannot describe.
     bool like_gpt2 = s.family == Family::GPT2 && s.position == Position::LEARNED && s.tied &&
                      s.NKV == s.NH && s.NH * s.HS == s.C && s.F == 4 * s.C && s.norm_eps == 1e-5f;
     if (!like_gpt2)
@@ -379,15 +387,16 @@ inline std::string model_file_check(const Shape& s, const std::string& path, Typ
     return "";
 }
 
-// Export an llm.c file, whole or not at all. All ranks call; the first one writes, the others take
-// part in gathering each parameter.
+// Export an llm.c file, completely or not at all. All ranks call: the first one writes, the others
+// help to gather each parameter.
 template <typename T, typename S>
 std::string model_file_export(const Trainer<T, S>& t, const std::string& path, Type dtype) {
     const Shape& s = t.model.shape;
     bool writes = t.comms.world.rank <= 0;
-    size_t Vp = round_up(s.V, 128); // the file's own padding, whatever the layout has
+    size_t Vp = round_up(s.V, 128); // the file's own padding, whatever the layout's is
     size_t skipped = (Vp - s.V) * s.C;
 
+    // Write the header.
     FileWriter w;
     if (writes) {
         size_t version = dtype == Type::BF16 ? 5 : 3;
@@ -400,6 +409,7 @@ std::string model_file_export(const Trainer<T, S>& t, const std::string& path, T
         writer_put(w, header.data(), header.size() * 4);
     }
 
+    // Gather the tensors in the order of the file; zeros stand for the padding.
     for_each_in_order(t.model, LLMC_GPT2_ORDER, [&](const Parameter* p) {
         std::vector<float> values = p ? get_weight(t, *p) : std::vector<float>();
         if (!writes) return;

@@ -1,17 +1,18 @@
 // new_tokens.h - texts become tokens of a model that has its weights: rows behind its tables' own
-//   1. The tokenizer finds them in text as it stands, and gives them the numbers behind its own.
-//   2. The tables grow as far as these numbers reach. A model's rows in reserve serve first.
+//   1. The tokenizer finds these texts verbatim, and numbers them behind its own tokens.
+//   2. The tables grow as far as these numbers need. Rows that a model has in reserve come first.
 //   3. A new row is the mean of the folder's rows, so that a new token is neither likelier than the
-//      others nor far from where they lie, and noise of a thousandth of their deviation, by --seed,
-//      the table's name and the global element: no two tokens are the same, no layout differs.
-//   An export has the tokens in its config.json and tokenizer.json, and needs no flag any more.
+//      others nor far from them. Noise is added, a thousandth of the rows' deviation, drawn by
+//      --seed, the table's name and the global element: no two tokens have the same row, and all
+//      layouts draw the same.
+//   An export has the tokens in its config.json and tokenizer.json, and needs the flag no more.
 #pragma once
 #include "huggingface.h"
 #include "tokenizer_export.h"
 
 namespace llmc {
 
-// Texts between commas.
+// Split a list at its commas.
 inline std::vector<std::string> texts_between_commas(const std::string& list) {
     std::vector<std::string> texts;
     for (size_t at = 0, end; at <= list.size(); at = end + 1) {
@@ -21,35 +22,36 @@ inline std::vector<std::string> texts_between_commas(const std::string& list) {
     return texts;
 }
 
-// Give the tokenizer its new tokens. They are special: they hide what else they might be made of.
+// Add new tokens to the tokenizer. They are special: their text is always found first, whatever
+// other tokens it could be made of.
 inline std::string add_tokens(Tokenizer* t, const std::string& list) {
     const std::string flag = "--add-tokens ";
     // Bytes have no list of pieces that could grow.
     if (t->kind == TokenizerKind::BYTE)
         return flag + list + ": --tokenizer byte has bytes alone: give a tokenizer's file";
     for (const std::string& text : texts_between_commas(list)) {
-        // A text that is a token keeps its number: its row has learned.
+        // Refuse a text that is a token already: that token's row has been trained.
         int token = std::max(find_token(t->special, text), find_token(t->raw.ids, text));
         if (text.empty())
             return flag + list + ": a text between two commas is empty";
         if (token >= 0)
             return concat(flag, text, ": is token ", token, " already: leave it out");
 
-        // Number it behind all others.
+        // Number the new token behind all others.
         t->pieces.push_back(text);
         add_special(t, text, t->vocab_size++);
     }
     return "";
 }
 
-// A parameter with a row for each token.
+// Whether a parameter has a row for each token: the embedding, or the head.
 inline bool is_token_table(const Model& model, const Parameter& p) {
     Role role = model.buckets[p.bucket].role;
     bool matrix = p.shape.size() == 2;
     return matrix && (role == Role::TOKENS || role == Role::HEAD);
 }
 
-// Draw the rows from `first` on by the mean and the deviation of those before, in whole (rows,C).
+// Draw the rows of `whole` (rows,C) from `first` on, by the mean and the deviation of those before.
 inline void draw_new_rows(std::vector<float>& whole, size_t first, size_t rows, size_t C,
                           uint64_t seed, const std::string& name) {
     std::vector<double> mean(C), square(C);
@@ -60,7 +62,7 @@ inline void draw_new_rows(std::vector<float>& whole, size_t first, size_t rows, 
             square[c] += x * x / double(first);
         }
 
-    // One deviation for all columns: their mean variance.
+    // Take one deviation for all columns: the root of their mean variance.
     double variance = 0;
     for (size_t c = 0; c < C; c++)
         variance += (square[c] - mean[c] * mean[c]) / double(C);
@@ -69,21 +71,21 @@ inline void draw_new_rows(std::vector<float>& whole, size_t first, size_t rows, 
         whole[i] = float(mean[i % C] + noise * normal(seed, fnv1a(name), i));
 }
 
-// Load a folder whose tables have fewer rows than the model's, and draw the rest.
+// Load a folder whose tables have fewer rows than the model's, and draw the remaining rows.
 template <typename T, typename S>
 std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t seed) {
     Shape before;
     std::string wrong = hf_read_config(&before, folder);
     if (!wrong.empty()) return wrong;
 
-    // Load tables as the folder has them.
+    // Load the tables with the folder's number of rows.
     std::vector<Parameter> parameters = t.model.parameters;
     for (Parameter& p : parameters)
         if (is_token_table(t.model, p)) p.file_rows = before.V;
     wrong = hf_load_parameters(t, folder, parameters);
     if (!wrong.empty()) return wrong;
 
-    // All ranks see the whole table once, and keep their part of what is added.
+    // Let all ranks see a whole table at a time; each keeps its part of the new rows.
     for (const Parameter& p : t.model.parameters) {
         if (!is_token_table(t.model, p)) continue;
         std::vector<float> whole = get_weight(t, p);
@@ -93,8 +95,8 @@ std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t 
     return "";
 }
 
-// Write the new tokens into a tokenizer.json that is another's. A SentencePiece model cannot hold
-// them, and stays out.
+// Add the new tokens to an export's tokenizer.json that came with the model's folder. A
+// SentencePiece model cannot hold them, so it is left out.
 inline std::string add_tokens_to_files(std::map<std::string, std::string>* files,
                                        const Tokenizer& t, const std::string& list) {
     files->erase("tokenizer.model");
@@ -104,7 +106,7 @@ inline std::string add_tokens_to_files(std::map<std::string, std::string>* files
     if (!json.is_object())
         return t.name + ": is no JSON object";
 
-    // Files that were made from the tokenizer have them.
+    // Skip tokens that are there: a file made from our tokenizer has them already.
     std::set<std::string> there;
     for (const auto& each : json["added_tokens"]) there.insert(each.value("content", ""));
     for (const std::string& text : texts_between_commas(list))

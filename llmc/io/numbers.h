@@ -6,8 +6,8 @@
 
 namespace llmc {
 
-// A number by the largest unit that leaves at least 1, with so many digits behind the point; the
-// first unit's has none.
+// Write a number in the largest unit in which it is at least 1, with `digits` digits behind the
+// point. The first unit has none.
 inline std::string in_units(double x, double step, const char* const* units, int count,
                             int digits) {
     int unit = 0;
@@ -18,19 +18,19 @@ inline std::string in_units(double x, double step, const char* const* units, int
     return text;
 }
 
-// 405.9B, 124.4M, 83.2k, 512
+// A count: 405.9B, 124.4M, 83.2k, 512
 inline std::string count_text(double n) {
     static const char* const units[] = {"", "k", "M", "B", "T"};
     return in_units(n, 1000, units, 5, 1);
 }
 
-// 6.7 TiB, 20.3 GiB, 512 bytes
+// A size: 6.7 TiB, 20.3 GiB, 512 bytes
 inline std::string bytes_text(double bytes) {
     static const char* const units[] = {" bytes", " KiB", " MiB", " GiB", " TiB", " PiB"};
     return in_units(bytes, 1024, units, 6, 1);
 }
 
-// 7.945e18: numbers beyond all units
+// A number beyond all units: 7.945e18
 inline std::string power_text(double x) {
     char text[32];
     snprintf(text, sizeof(text), "%.3e", x);
@@ -39,10 +39,10 @@ inline std::string power_text(double x) {
     return plus == std::string::npos ? all : all.erase(plus + 1, 1);
 }
 
-// 2h03m, 1m20s, 7s
+// A time: 2h03m, 1m20s, 7s
 inline std::string duration_text(double seconds) {
     char text[32];
-    // Two units at most: an estimate has no more digits to give.
+    // Two units are enough: an estimate is no more precise.
     long s = long(seconds + 0.5);
     if (s >= 3600)
         snprintf(text, sizeof(text), "%ldh%02ldm", s / 3600, s / 60 % 60);
@@ -53,7 +53,7 @@ inline std::string duration_text(double seconds) {
     return text;
 }
 
-// 1.20M, 83.2k, 512
+// A rate: 1.20M, 83.2k, 512
 inline std::string rate_text(double per_second) {
     char text[32];
     if (per_second >= 1e6)

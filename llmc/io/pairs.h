@@ -1,12 +1,12 @@
 // pairs.h - JSON lines of a question and two answers, of which the first is the better one
-//   Lines    by the keys that they have:
+//   Lines    by their keys:
 //              {"prompt": "...", "chosen": "...", "rejected": "..."}, texts or lists of messages
 //              {"chosen": [...], "rejected": [...]}, whole conversations that begin alike
 //              {"input": {"messages": [...]}, "preferred_output": [...],
 //               "non_preferred_output": [...]}, OpenAI's
-//   Marks    Answers that both have are the question's part: they are not trained.
-//   Windows  A pair lies whole in one window, the chosen conversation and behind it the rejected
-//            one, each a document. So no micro-batch, rank or stage has half a pair. One that is
+//   Marks    Answers that both conversations share belong to the question: they are not trained.
+//   Windows  A pair lies whole in one window: first the chosen conversation, then the rejected one,
+//            each a document. So no micro-batch, rank or stage has half a pair. A pair that is
 //            longer than a window is left out: an answer without its end says nothing about it.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
@@ -14,22 +14,22 @@
 
 namespace llmc {
 
-// Two conversations that begin alike.
+// Two conversations that begin alike, of which the first ends better.
 struct AnswerPair {
     Conversation chosen, rejected;
 };
 
-// Where a line has the question and its answers.
+// The keys of a line's two answers.
 struct PairKeys {
     const char *chosen, *rejected;
 };
 
-// Weights and inputs of messages are not compared: only what is read.
+// Whether two messages are the same text of the same role. Weights and inputs do not matter.
 inline bool same_message(const ChatMessage& a, const ChatMessage& b) {
     return a.role == b.role && a.text == b.text;
 }
 
-// Messages that both begin with are the question: leave them untrained.
+// Leave the messages untrained with which both conversations begin: they are the question.
 inline void leave_common_start(AnswerPair* pair) {
     Conversation &w = pair->chosen, &l = pair->rejected;
     size_t shortest = std::min(w.size(), l.size());
@@ -39,9 +39,9 @@ inline void leave_common_start(AnswerPair* pair) {
     }
 }
 
-// The pair of a line's object.
+// Read the pair of a line's object.
 inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
-    // Find the answers: both must be there.
+    // Find the two answers: both must be there.
     *pair = {};
     bool openai = line.contains("preferred_output");
     PairKeys keys = openai ? PairKeys{"preferred_output", "non_preferred_output"}
@@ -51,7 +51,7 @@ inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
             return concat("has no ", in_quotes(key), ": a pair has \"prompt\", \"chosen\" and "
                           "\"rejected\"");
 
-    // Read the question, where it stands apart.
+    // Read the question, if it stands apart.
     std::string wrong;
     Conversation asked;
     bool apart = openai ? line.contains("input") : line.contains("prompt");
@@ -64,7 +64,7 @@ inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
     else if (!line["chosen"].is_array())
         return "has no \"prompt\": answers that are texts need it";
 
-    // Set each answer behind it.
+    // Append each answer to the question.
     pair->chosen = pair->rejected = asked;
     if (wrong.empty()) wrong = read_part(line, keys.chosen, "assistant", &pair->chosen);
     if (wrong.empty()) wrong = read_part(line, keys.rejected, "assistant", &pair->rejected);
@@ -72,11 +72,11 @@ inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
     return wrong;
 }
 
-// A line's pair as marked tokens, one conversation behind the other; none where a window has no
-// room for it.
+// Turn a line's pair into marked tokens, one conversation behind the other. *tokens stays empty if
+// a window has no room for both.
 inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, size_t T,
                                std::vector<int>* tokens, ConversationCounts* counts) {
-    // Write both. What is read as the same cannot be told apart.
+    // Write both. Texts with the same tokens cannot be told apart.
     AnswerPair pair;
     ChatTokens chosen, rejected;
     std::string wrong = read_pair(line, &pair);
@@ -88,8 +88,8 @@ inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, siz
     if (chosen.tokens == rejected.tokens)
         return "has the same text as chosen and as rejected: leave it out";
 
-    // Leave out what does not fit, and answers of which one is the other's start.
-    // None is trained where both answers end alike.
+    // Refuse an answer that has nothing of its own: if both end alike, nothing is left to train.
+    // Leave out a pair that does not fit.
     tokens->clear();
     for (const ChatTokens* c : {&chosen, &rejected})
         if (std::count(c->trained.begin(), c->trained.end(), true) == 0)
@@ -100,8 +100,8 @@ inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, siz
         return "";
     }
 
-    // Set one behind the other.
-    ConversationCounts half; // nothing is cut
+    // Put one behind the other, and mark the worse one.
+    ConversationCounts half; // for counts that are not reported; nothing is cut
     *tokens = marked_tokens(chosen, T, &half);
     std::vector<int> worse = marked_tokens(rejected, T, &half);
     worse[0] |= REJECTED;

@@ -1,7 +1,7 @@
 // predict.h - what --machine adds to --explain: a step's time there, its parts, tokens/s, mfu
-//   The time is the simulator's, of the plans that would run; test_simulator says how far it was
-//   from step times that others have published: 5 to 8 percent on A100 in the mean, 21 on H100,
-//   whose shares are no fit. Ratios of layouts are closer than their times.
+//   The simulator computes the time, for the plans that would run. test_simulator says how far it
+//   is from published step times: 5 to 8 percent on A100 in the mean, 21 on H100, whose shares were
+//   not fitted. Ratios between layouts are closer than the times themselves.
 //   A part is the mean over pipeline ranks, so the parts add up to the step.
 #pragma once
 #include "../simulator.h"
@@ -10,15 +10,16 @@
 
 namespace llmc {
 
+// A predicted step: the printed text, and a trace to draw.
 struct Prediction {
     std::string text;
-    Trace trace; // a row a pipeline rank
+    Trace trace; // [pipeline rank]
 };
 
-// The times of layers and updates; what lies between is messages and waiting.
+// The times of layers and updates as a trace. The gaps are messages and waiting.
 inline Trace trace_of(const StepTime& step, const std::vector<Plan>& plans, const Model& model) {
     Trace trace(plans.size());
-    // Collectives run beside layers, so a box for them would hide these.
+    // Leave collectives out: they run beside layers, and their boxes would hide the layers'.
     for (size_t r = 0; r < plans.size(); r++)
         for (size_t i = 0; i < plans[r].actions.size(); i++) {
             const Action& a = plans[r].actions[i];
@@ -29,12 +30,12 @@ inline Trace trace_of(const StepTime& step, const std::vector<Plan>& plans, cons
     return trace;
 }
 
-// A line for each part that takes time, with its share as a bar.
+// Write a line for each part that takes time, with its share as a bar.
 inline std::string parts_text(const StepTime& step) {
     std::string text;
     for (const TimePart& p : time_parts()) {
         double seconds = step.parts.*p.part, share = seconds / step.seconds;
-        // A part that this layout has not is left out.
+        // Leave out a part that this layout does not have.
         if (seconds <= 0) continue;
         char line[96];
         snprintf(line, sizeof(line), "  %-24s %10.2f ms %5.1f%%", p.name,
@@ -45,14 +46,14 @@ inline std::string parts_text(const StepTime& step) {
     return text;
 }
 
-// tokens: of a step, over all ranks.
+// Predict a step. tokens: of a step, over all ranks.
 inline Prediction predict_step(const Layout& layout, const Model& model,
                                const PlanOptions& options, const CostModel& cost, double tokens) {
     // Time the plans that a run with these flags would execute.
     std::vector<Plan> plans = make_plans(layout, model, options);
     StepTime step = simulate_step(plans, model, action_cost(cost, model));
 
-    // mfu as a run would print it, against the data sheet.
+    // Compute mfu as a run prints it, against the data sheet.
     double cards = layout.world(), rate = tokens / step.seconds;
     double flops = flops_per_token(model, options.T) * rate;
     double mfu = flops / (cost.machine.peak(cost.element) * cards);

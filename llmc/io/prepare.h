@@ -1,32 +1,31 @@
 // prepare.h - text, JSON lines and parquet files to token shards, by many threads, resumable
 //   Inputs     FILE.txt, FILE.jsonl, each also .gz or .zst; FILE.parquet; - ; FILE.bin, nanoGPT's
-//              tokens of 16 bits without a header (text_stream.h)
-//   Documents  A JSON line is one: the string of its --field; the texts of special tokens in it are
-//              text. A .txt file is one, cut where it holds the tokenizer's end of text
-//              (<|endoftext|>); between cuts its tokens are those of training on the file itself.
+//              16-bit tokens without a header (text_stream.h)
+//   Documents  A JSON line is a document: the string of its --field, in which the texts of special
+//              tokens stay text. A .txt file is one, cut wherever it holds the tokenizer's end of
+//              text (<|endoftext|>); between cuts its tokens are those of training on the file.
 //              Before each document stands the token that begins a text (Llama) or else ends one
 //              (GPT-2), as in llm.c's shards, or --document-end. Empty documents leave nothing.
-//   --loss sft A JSON line is a conversation. Each batch of lines is packed into windows of --seq
-//              tokens by itself (conversations.h), and shards hold whole windows.
+//   --loss sft A JSON line is a conversation. Each batch of lines is packed separately into windows
+//              of --seq tokens (conversations.h), and shards hold whole windows.
 //   Outputs    OUT.val.bin, the first --val-tokens; then OUT.bin, or OUT_000000.bin and so on of
-//              --shard-tokens each, the last one shorter: a document may cross the border.
-//              Shards are llm.c's (dataloader.h): 16 bits a token where the vocabulary fits,
-//              else 32.
-//              OUT.json, written last: tokenizer, inputs, and each shard's tokens, documents that
-//              begin in it, bytes and CRC-32.
+//              --shard-tokens each, the last one shorter. A document may cross into the next.
+//              Shards are llm.c's (dataloader.h): 16 bits a token if the vocabulary fits, else 32.
+//              OUT.json, written last: tokenizer, inputs, and of each shard its tokens, the number
+//              of documents that begin in it, its bytes and its CRC-32.
 //   Algorithm  1. the main thread reads the inputs in batches of a mebibyte: whole lines, or a
 //                 block of a text that ends where its tokens do (text_cut)
-//              2. threads make tokens of batches; a few for each thread are in memory
+//              2. threads tokenize batches; memory holds a few batches for each thread
 //              3. the main thread writes them in order: the number of threads changes no byte
-//   Lock       OUT.lock, while it runs: a second call with this OUT.bin is told so at once.
-//   Resume     OUT.progress tells after each shard in which batch it ended. The same call goes on
-//              there, so that a kill loses one shard's work and changes no byte. A compressed input
-//              and standard input are read again up to there.
+//   Lock       OUT.lock, while it runs: a second call with the same OUT.bin is refused at once.
+//   Resume     OUT.progress, rewritten after each shard, says in which batch the shard ended. The
+//              same call continues there, so a kill loses one shard's work and changes no byte. A
+//              compressed input and standard input are read again up to that batch.
 //   Bad lines  (no JSON, no such field) are counted, and the first one is shown. The run ends when
-//              they are more than 10 and a hundredth of all lines so far. Bytes that are no UTF-8
-//              are kept, in lines too.
+//              they exceed 10 plus a hundredth of all lines so far. Bytes that are not UTF-8 are
+//              kept, in lines too.
 //   Memory     does not grow with the inputs: (2 threads + 2) batches. A line has at most 64 MiB.
-//   Cost       the tokenizer's, and JSON's (dev/LOG.md has the figures)
+//   Cost       that of the tokenizer and of JSON (dev/LOG.md has the figures)
 //   Errors     "" or one line that says what is wrong
 #pragma once
 #include <sys/stat.h>
@@ -52,43 +51,43 @@ namespace llmc {
 constexpr size_t SHARD_HEADER_BYTES = 1024;
 constexpr size_t MAX_SHARD_TOKENS = 2147483647; // the header's count is an int32
 
-// The output: its plan, how far it is, the batch and the shard in work.
+// The output: its plan, its progress, and the batch and the shard that are being written.
 struct ShardOutput {
     std::string stem; // OUT without .bin
     size_t shard_tokens = 0;
     size_t val_tokens = 0;
     int document_token = 0; // stands before each document
-    size_t width = 2;       // bytes a token
-    size_t packed = 0;      // tokens of a window of whole conversations; 0: documents
+    size_t width = 2;       // bytes of a token
+    size_t packed = 0;      // tokens of a window of conversations; 0: documents
     Chat chat;
-    nlohmann::json identity; // what the output is made from
-    // so far
-    nlohmann::json shards = nlohmann::json::array(); // the whole ones
+    nlohmann::json identity; // everything that decides the output's bytes
+    // Progress so far.
+    nlohmann::json shards = nlohmann::json::array(); // complete shards
     size_t lines = 0;
     size_t malformed = 0;
     size_t cut = 0, dropped = 0; // conversations that lost their end, or all answers
-    std::string first_malformed; // as this run has met it
+    std::string first_malformed; // the first bad line of this run
     size_t tokens = 0;
     bool begins = false; // a document begins with the next token
-    // the batch in work
-    nlohmann::json batch_at; // where it begins, and the counts at that moment
-    size_t from_batch = 0;   // its tokens that are written
-    size_t skip = 0;         // its tokens that earlier shards have
-    // the shard in work
+    // The batch that is being written.
+    nlohmann::json batch_at; // where it begins, and the counts at its beginning
+    size_t from_batch = 0;   // tokens of it that have been written
+    size_t skip = 0;         // tokens of it that earlier shards have
+    // The shard that is being written.
     FileWriter file;
     std::vector<unsigned char> buffer;
     size_t in_shard = 0; // tokens
     size_t documents_in_shard = 0;
 };
 
-// The manifest is written at the end, the progress file after each shard.
-// The pattern OUT_*.bin matches neither.
+// The manifest is written at the end, the progress file after each shard. The pattern OUT_*.bin
+// matches neither of them.
 inline std::string manifest_path(const ShardOutput& o) { return o.stem + ".json"; }
 inline std::string progress_path(const ShardOutput& o) { return o.stem + ".progress"; }
 inline bool next_is_val(const ShardOutput& o) { return o.val_tokens > 0 && o.shards.empty(); }
 
-// The name of the shard that comes next.
-// The validation shard is not counted: training shards begin at 0.
+// The name of the next shard. Training shards are numbered from 0; the validation
+// shard does not count.
 inline std::string next_shard(const ShardOutput& o) {
     if (next_is_val(o))
         return o.stem + ".val.bin";
@@ -106,13 +105,13 @@ inline size_t next_shard_tokens(const ShardOutput& o) {
 
 // Write a JSON text with its own checksum, safe from a power cut.
 inline std::string write_json(const std::string& path, nlohmann::json j) {
-    // Sync the folder too: a file's name is not safe when its bytes are.
+    // Sync the folder too: syncing a file does not make its name durable.
     j["crc32"] = manifest_crc(j);
     std::string wrong = write_text_file(path, manifest_text(j));
     return wrong.empty() ? sync_folder(folder_of(path)) : wrong;
 }
 
-// Note how far the output is: the whole shards, and how much of the batch in work they hold.
+// Write the progress file: the complete shards, and how much of the current batch they hold.
 inline std::string write_progress(const ShardOutput& o) {
     nlohmann::json j = o.identity;
     j["shards"] = o.shards;
@@ -121,7 +120,7 @@ inline std::string write_progress(const ShardOutput& o) {
     return write_json(progress_path(o), j);
 }
 
-// Start a shard. The header's place stays empty until the shard is whole.
+// Start a shard. The header's place stays empty until the shard is complete.
 inline bool open_shard(ShardOutput& o) {
     if (writer_create(&o.file, next_shard(o)).empty() &&
         lseek(o.file.fd, SHARD_HEADER_BYTES, SEEK_SET) < 0)
@@ -129,14 +128,14 @@ inline bool open_shard(ShardOutput& o) {
     return o.file.wrong.empty();
 }
 
-// Give the buffered tokens to the file.
+// Write the buffered tokens to the file.
 inline void flush(ShardOutput& o) {
     writer_put(o.file, o.buffer.data(), o.buffer.size());
     o.buffer.clear();
 }
 
-// Finish a shard. Its header is written last, when the tokens are counted; in the file and in the
-// checksum it comes first.
+// Finish a shard. Its header is written last, when the tokens are counted, but comes first in the
+// file and in the checksum.
 inline std::string close_shard(ShardOutput& o) {
     FileWriter& w = o.file;
     flush(o);
@@ -161,7 +160,7 @@ inline std::string close_shard(ShardOutput& o) {
         wrong = sync_folder(folder_of(w.path));
     if (!wrong.empty()) return wrong;
 
-    // Note it: from now on a run that is killed goes on behind this shard.
+    // Note it: from now on a run that was killed continues behind this shard.
     o.shards.push_back({{"file", w.path.substr(w.path.rfind('/') + 1)},
                         {"tokens", o.in_shard},
                         {"documents", o.documents_in_shard},
@@ -172,9 +171,9 @@ inline std::string close_shard(ShardOutput& o) {
     return write_progress(o);
 }
 
-// Append n tokens to the shard in work.
+// Append n tokens to the current shard.
 inline void buffer_tokens(ShardOutput& o, const int* tokens, size_t n) {
-    // A MiB at a time goes to the file: a call for each document would be slow.
+    // Write to the file a MiB at a time: one call for each document would be slow.
     size_t at = o.buffer.size();
     o.buffer.resize(at + n * o.width);
     for (size_t i = 0; i < n; i++)
@@ -188,10 +187,10 @@ inline void buffer_tokens(ShardOutput& o, const int* tokens, size_t n) {
         flush(o);
 }
 
-// Write tokens of the batch in work, to as many shards as they take. begins: they are the one that
+// Write tokens of the current batch, to as many shards as they need. begins: this is the token that
 // stands before a document.
 inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, bool begins) {
-    // Leave out those that earlier shards have.
+    // Skip tokens that earlier shards have.
     size_t known = o.skip - std::min(o.skip, o.from_batch);
     size_t skipped = std::min(count, known);
     o.from_batch += skipped;
@@ -199,7 +198,7 @@ inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, b
     count -= skipped;
 
     while (count > 0) {
-        // Start a shard where none is open. Without --shard-tokens there is only one.
+        // Start a shard if none is open. Without --shard-tokens there is only one.
         bool fresh = o.file.fd < 0;
         if (fresh && o.shard_tokens == 0 && o.shards.size() > (o.val_tokens > 0))
             return concat(o.stem, ".bin: is full with ", MAX_SHARD_TOKENS,
@@ -222,13 +221,15 @@ inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, b
 
 // Write a batch's documents, each behind the token that begins one.
 inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
-    // Tokens up to the next DOCUMENT are one document's. An empty one leaves nothing.
+    // The tokens up to the next DOCUMENT are one document. An empty one leaves nothing.
     for (auto from = b.tokens.begin(), to = from; from != b.tokens.end(); from = to) {
         if (*from == DOCUMENT) {
             o.begins = true;
             to = from + 1;
             continue;
         }
+
+        // Write the document's tokens, up to the next mark.
         to = std::find(from, b.tokens.end(), DOCUMENT);
         std::string wrong = o.begins ? put_tokens(o, &o.document_token, 1, true) : "";
         if (wrong.empty())
@@ -239,7 +240,7 @@ inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
     return "";
 }
 
-// Write a batch, and judge its lines.
+// Write a batch, and count its lines.
 inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     if (!b.wrong.empty()) return b.wrong;
     o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
@@ -249,13 +250,13 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     o.cut += b.cut;
     o.dropped += b.dropped;
 
-    // Windows of conversations hold their own marks.
+    // Windows of conversations carry their own marks.
     std::string wrong = o.packed ? put_tokens(o, b.tokens.data(), b.tokens.size(), false)
                                  : write_documents(o, b);
     if (!wrong.empty()) return wrong;
     o.skip = 0;
 
-    // Some bad lines are forgiven, many are an error.
+    // Tolerate a few bad lines; many are an error.
     if (o.first_malformed.empty())
         o.first_malformed = b.first_malformed;
     if (o.malformed == 0 && b.malformed > 0)
@@ -266,11 +267,11 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
 }
 
 // ----------------------------------------------------------------------------
-// what is there already
+// what earlier runs have left
 
-// A checksum of all that decides a tokenizer's tokens; its files' names do not.
+// A checksum of everything in a tokenizer that decides its tokens; the names of files do not.
 inline uint32_t tokenizer_crc(const Tokenizer& t) {
-    // Add a zero behind each text, so that "ab" "c" and "a" "bc" differ.
+    // Include the zero behind each text, so that "ab" "c" and "a" "bc" differ.
     uint32_t crc = 0;
     auto add = [&](const void* data, size_t bytes) {
         crc = uint32_t(crc32(crc, static_cast<const unsigned char*>(data), uInt(bytes)));
@@ -286,8 +287,8 @@ inline uint32_t tokenizer_crc(const Tokenizer& t) {
     return crc;
 }
 
-// All that decides the shards' bytes. A run goes on only where all of it is the same.
-// The count of threads is not among it: batches are written in order.
+// Everything that decides the bytes of the shards. A run continues another only if all of it is
+// equal. The number of threads is not part of it: batches are written in order.
 inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, const ShardOutput& o,
                                        const std::vector<TextInput>& inputs, size_t batch_bytes) {
     nlohmann::json files = nlohmann::json::array();
@@ -307,9 +308,10 @@ inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, cons
             {"batch_bytes", batch_bytes}};
 }
 
-// The first thing in which a manifest or progress file differs from this call, in words.
+// The first difference between a manifest or progress file and this call, in words; ""
+// if there is none.
 inline std::string state_differs(const nlohmann::json& found, const nlohmann::json& identity) {
-    // The likeliest change comes first: a message names one cause.
+    // List the likeliest changes first: a message names one cause.
     const std::pair<const char*, const char*> parts[] = {
         {"inputs", "other --data, or files that have changed since"},
         {"tokenizer", "another --tokenizer"},
@@ -326,9 +328,9 @@ inline std::string state_differs(const nlohmann::json& found, const nlohmann::js
     return "";
 }
 
-// Check that the shards that a manifest or progress file names are there, of the size it says.
+// Check that the shards in a manifest or progress file exist, and have the size that it says.
 inline std::string check_shards(const nlohmann::json& shards, const std::string& path) {
-    // Sizes suffice: a full checksum would read everything again at each start.
+    // Compare only sizes: checksums would read everything again at each start.
     struct stat s;
     for (const nlohmann::json& shard : shards) {
         std::string file = folder_of(path) + "/" + shard["file"].get<std::string>();
@@ -339,12 +341,12 @@ inline std::string check_shards(const nlohmann::json& shards, const std::string&
     return "";
 }
 
-// Check the fields of a manifest or progress file that a run uses.
+// Check those fields of a manifest or progress file that a run uses.
 inline std::string check_state(const nlohmann::json& found) {
     typedef nlohmann::json::value_t Type;
     std::string wrong = check_type(found, "shards", Type::array);
     for (size_t i = 0; wrong.empty() && i < found["shards"].size(); i++) {
-        // Files lie beside this one: a path could lead elsewhere.
+        // Refuse a path as the file: it could lead out of the folder.
         const nlohmann::json& shard = found["shards"][i];
         if (!shard.is_object())
             return "a shard is no object";
@@ -370,8 +372,8 @@ inline std::string check_state(const nlohmann::json& found) {
     return wrong.empty() ? check_type(at, "begins", Type::boolean) : wrong;
 }
 
-// Read a manifest or progress file. `found` stays null where there is none, and where another
-// call's progress has no shard yet, so that nothing is lost.
+// Read a manifest or progress file. *found stays null if there is none, or if another call's
+// progress has no complete shard, so that nothing can be lost.
 inline std::string read_state(const ShardOutput& o, const std::string& path,
                               nlohmann::json* found) {
     std::string bytes;
@@ -381,14 +383,14 @@ inline std::string read_state(const ShardOutput& o, const std::string& path,
     std::string wrong = read_whole_file(path, &bytes);
     if (!wrong.empty()) return wrong;
 
-    // Check that it is whole, by its own checksum.
+    // Check that the file is whole, by its own checksum.
     const std::string fix = ": remove it, or choose another name";
     bool whole = parse_json(bytes, path, found).empty() && found->contains("crc32") &&
                  (*found)["crc32"] == manifest_crc(*found) && check_state(*found).empty();
     if (!whole)
         return path + ": is there, and is none of --prepare's files or is damaged" + fix;
 
-    // Check that it is this call's.
+    // Check that it belongs to this call.
     std::string other = state_differs(*found, o.identity);
     if (!other.empty() && (*found)["shards"].empty()) {
         *found = nullptr;
@@ -399,7 +401,7 @@ inline std::string read_state(const ShardOutput& o, const std::string& path,
     return check_shards((*found)["shards"], path);
 }
 
-// Refuse to write beside another preparation's shards: the pattern OUT_*.bin would train on both.
+// Refuse to write beside another preparation's shards: the pattern OUT_*.bin would mix both.
 inline std::string check_no_shards(const ShardOutput& o) {
     for (const char* ending : {".bin", ".val.bin", "_[0-9]*.bin"}) {
         std::vector<std::string> found;
@@ -410,9 +412,9 @@ inline std::string check_no_shards(const ShardOutput& o) {
     return "";
 }
 
-// Take up what the last run has left. done: it has left nothing to do.
+// Take over the state of the last run. *done: nothing is left to do.
 inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
-    // With a manifest nothing is left to do.
+    // With a manifest, everything is done.
     nlohmann::json manifest;
     std::string wrong = read_state(o, manifest_path(o), &manifest);
     if (!wrong.empty()) return wrong;
@@ -423,7 +425,7 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
         return "";
     }
 
-    // Without a progress file this is the first run: begin one.
+    // Without a progress file this is the first run: write one.
     nlohmann::json progress;
     wrong = read_state(o, progress_path(o), &progress);
     if (!wrong.empty()) return wrong;
@@ -432,12 +434,14 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
         return wrong.empty() ? write_progress(o) : wrong;
     }
 
-    // Else go on behind the whole shards, in the batch in which the last one ended.
+    // Otherwise continue behind the complete shards, in the batch in which the last one ended.
     o.shards = progress["shards"];
     for (const nlohmann::json& shard : o.shards)
         o.tokens += shard["tokens"].get<size_t>();
     const nlohmann::json& at = progress["batch"];
     if (at.is_null()) return "";
+
+    // Take over the batch's place and the counts at its beginning.
     o.skip = progress["written"];
     o.lines = at["lines"];
     o.malformed = at["malformed"];
@@ -454,17 +458,17 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
 // ----------------------------------------------------------------------------
 // the life of a preparation
 
-// One line that is rewritten on a terminal, and a line now and then in a file.
+// The progress line. A terminal shows one line that is rewritten, a file gets a line now and then.
 struct PrepareProgress {
     size_t bytes_all;        // of the inputs, on disk
     size_t tokens_before;    // written by earlier runs
-    size_t bytes_before = 0; // read when this run had its first tokens
+    size_t bytes_before = 0; // already read when this run had its first tokens
     double start = clock_seconds();
     double shown = start;
     bool live = isatty(2);
 };
 
-// Show how far it is, if the last time is long enough ago.
+// Show the progress, if the last time is long enough ago.
 inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
     double now = clock_seconds();
     if (p.bytes_before == 0)
@@ -473,7 +477,7 @@ inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
         return;
     p.shown = now;
 
-    // The rest takes as long, byte for byte, as what this run has read.
+    // Estimate the remaining time: the rest takes as long a byte as what this run has read.
     double rate = double(tokens - p.tokens_before) / (now - p.start);
     double done = double(bytes) - double(p.bytes_before);
     double left = double(p.bytes_all) - double(bytes);
@@ -485,7 +489,7 @@ inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
             p.live ? "\033[K" : "\n");
 }
 
-// Threads that take batches off a queue, the oldest first.
+// Threads that take batches from a queue, the oldest first.
 struct Workers {
     std::mutex mutex;
     std::condition_variable changed;
@@ -494,11 +498,11 @@ struct Workers {
     std::vector<std::thread> threads;
 };
 
-// Start `count` threads, each of which does work(batch) for one batch after the other.
+// Start `count` threads. Each calls work(batch) for one batch after the other.
 template <typename F>
 void workers_start(Workers& w, int count, F work) {
     for (int i = 0; i < count; i++)
-        // The lock is held except during the work itself.
+        // The thread holds the lock except during the work itself.
         w.threads.emplace_back([&w, work] {
             for (std::unique_lock<std::mutex> lock(w.mutex);;) {
                 w.changed.wait(lock, [&] { return w.over || !w.waiting.empty(); });
@@ -529,8 +533,8 @@ inline void workers_wait(Workers& w, const TextBatch& b) {
     w.changed.wait(lock, [&] { return b.done; });
 }
 
-// Let the threads finish what they have begun, and drop what is still waiting.
-// Nobody may touch a batch afterwards, so the threads are joined.
+// Let the threads finish the batches that they have begun, and drop the waiting ones. The threads
+// are joined, because nobody may touch a batch afterwards.
 inline void workers_end(Workers& w) {
     {
         std::lock_guard<std::mutex> lock(w.mutex);
@@ -550,9 +554,10 @@ inline std::string no_document(const ShardOutput& o, const BatchReader& r) {
     return concat("all ", o.malformed, " lines are bad: ", o.first_malformed);
 }
 
-// Finish the last shard; or remove it where `wrong` tells of a failure, or tokens are too few.
+// Finish the last shard. Remove it instead if `wrong` reports a failure, or if it
+// has too few tokens.
 inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::string wrong) {
-    // Validation that is shorter than asked for would leave nothing to train on.
+    // Refuse a validation shard that is too short: nothing would be left to train on.
     if (wrong.empty() && next_is_val(o))
         wrong = concat("--val-tokens ", o.val_tokens, ": the inputs have only ", o.in_shard,
                        " tokens: give fewer, or more --data");
@@ -560,10 +565,10 @@ inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::s
         wrong = close_shard(o);
     if (o.file.fd >= 0) {
         o.file.wrong = wrong;
-        writer_close(&o.file); // removes what is not whole
+        writer_close(&o.file); // removes the incomplete file
     }
 
-    // Validation alone is no data to train on.
+    // Refuse validation alone: it is no data to train on.
     if (wrong.empty() && o.shards.size() == size_t(o.val_tokens > 0))
         wrong = o.val_tokens ? concat("--val-tokens ", o.val_tokens,
                                       " takes all tokens: none is left to train on")
@@ -571,13 +576,13 @@ inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::s
     return wrong;
 }
 
-// Make a batch's tokens: documents, or windows of conversations.
+// Tokenize a batch: documents, or windows of conversations.
 inline void tokens_of_batch(const ShardOutput& o, TextBatch& b, const Tokenizer& t,
                             const BatchReader& r) {
     const std::string& path = r.inputs[b.file].path;
     if (!o.packed)
         return tokenize_batch(b, t, r.field, path);
-    // A batch is packed by itself: which windows there are does not depend on threads.
+    // Pack each batch separately, so that the windows do not depend on the threads.
     ConversationCounts counts;
     b.tokens = pack_lines(b.text, b.line, path, o.chat, o.packed, &counts);
     b.lines_read = counts.lines;
@@ -587,9 +592,9 @@ inline void tokens_of_batch(const ShardOutput& o, TextBatch& b, const Tokenizer&
     b.dropped = counts.dropped;
 }
 
-// Read, tokenize and write all that is left of the inputs: the algorithm above.
+// Read, tokenize and write the rest of the inputs, by the algorithm above.
 inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t, int threads) {
-    // Start the threads. Each has a batch to itself, and the tokenizer is only read.
+    // Start the threads. Each works on its own batch, and only reads the tokenizer.
     std::vector<size_t> before = {0}; // bytes of the inputs before each one
     for (const TextInput& i : r.inputs)
         before.push_back(before.back() + i.bytes);
@@ -601,7 +606,7 @@ inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t,
     std::deque<std::unique_ptr<TextBatch>> batches; // in order
     std::string wrong;
     for (bool more = true; wrong.empty();) {
-        // 1, 2. Keep the threads busy: read ahead, as many batches as memory is planned for.
+        // 1, 2. Keep the threads busy: read ahead as many batches as memory is planned for.
         while (more && batches.size() < size_t(2 * threads + 2)) {
             auto b = std::make_unique<TextBatch>();
             more = read_batch(r, b.get());
@@ -611,7 +616,7 @@ inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t,
         }
         if (batches.empty()) break;
 
-        // 3. Write the oldest one.
+        // 3. Write the oldest batch.
         std::unique_ptr<TextBatch> b = std::move(batches.front());
         batches.pop_front();
         workers_wait(workers, *b);
@@ -636,9 +641,9 @@ inline size_t sum_of(const nlohmann::json& shards, const char* key) {
     return sum;
 }
 
-// Check the flags, and make the plan of the output.
+// Check the flags, and plan the output.
 inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutput* o) {
-    // Refuse what makes no sense together.
+    // Refuse flags that contradict each other.
     if (!c.prepare.ends_with(".bin") || c.prepare.size() == 4)
         return "--prepare " + c.prepare + ": OUT.bin, the name of what is written";
     if (c.data.empty())
@@ -646,20 +651,22 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
     if (!c.val.empty())
         return "--prepare: validation is the first --val-tokens of --data: leave --val out";
 
-    // The folder must be there.
+    // Refuse a folder that does not exist.
     o->stem = c.prepare.substr(0, c.prepare.size() - 4);
     struct stat s;
     std::string folder = folder_of(o->stem);
     if (stat(folder.c_str(), &s) != 0 || !S_ISDIR(s.st_mode))
         return "--prepare " + c.prepare + ": there is no folder " + folder + ": make it first";
 
-    // Before a document stands the token that begins a text, or else the one that ends it.
+    // Choose the token before a document: the one that begins a text, or else the one that ends
+    // it. Conversations need none.
     if (c.loss != "lm") {
         o->shard_tokens = c.shard_tokens;
         o->val_tokens = c.val_tokens;
         return "";
     }
     o->document_token = c.document_end >= 0 ? c.document_end : t.bos >= 0 ? t.bos : t.eot;
+
     if (o->document_token < 0)
         return "--prepare: --tokenizer " + t.name +
                " has no token that begins or ends a text: say which one goes before each document, "
@@ -668,15 +675,15 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
         return concat("--document-end ", o->document_token, ": --tokenizer ", t.name,
                       " has the tokens 0 to ", t.vocab_size - 1);
 
-    // Plan the output. Two bytes hold a token of a vocabulary up to 65536.
+    // Plan the output. Two bytes hold a token if the vocabulary is at most 65536.
     o->shard_tokens = c.shard_tokens;
     o->val_tokens = c.val_tokens;
     o->width = t.vocab_size <= 65536 ? 2 : 4;
     return "";
 }
 
-// Windows of conversations: of which size, and in which format. Unlike documents they are packed
-// now, since a window is whole or of no use.
+// Plan windows of conversations: their size and format. They are packed now, unlike documents,
+// because a part of a window is of no use.
 inline std::string prepare_chat(const Config& c, const Tokenizer& t,
                                 const std::vector<TextInput>& inputs, ShardOutput* o) {
     if (c.loss == "lm") return "";
@@ -689,8 +696,8 @@ inline std::string prepare_chat(const Config& c, const Tokenizer& t,
         if (!i.lines)
             return i.path + ": --loss sft reads conversations, a JSON object a line: give .jsonl";
 
-    // A shard of whole windows: a conversation that crosses a border would be two halves, and the
-    // loader would cut the next shard's windows in their middle.
+    // Fill shards with whole windows. Otherwise a conversation would be cut at a border, and the
+    // loader would cut the next shard's windows in the wrong places.
     for (auto [flag, tokens] : {std::pair("shard-tokens", c.shard_tokens),
                                 std::pair("val-tokens", c.val_tokens)})
         if (tokens % c.seq)
@@ -699,7 +706,7 @@ inline std::string prepare_chat(const Config& c, const Tokenizer& t,
     o->packed = size_t(c.seq);
     o->width = 4;
 
-    // Write them as the model's folder does, where there is one.
+    // Write conversations in the format of the model's folder, if there is one.
     struct stat s;
     bool folder = stat(c.model.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
     return choose_chat(&o->chat, c.chat_format, folder ? c.model : "", t);
@@ -716,7 +723,8 @@ inline std::string describe_inputs(std::vector<TextInput>* inputs, const std::st
     return wrong;
 }
 
-// The program that prints parquet: dev/data is in the program's folder, or beside it.
+// The program that prints parquet files. Its folder dev/data is in the program's
+// folder or beside it.
 inline std::string parquet_script(const std::string& program_folder) {
     std::string script = "dev/data/parquet_text.py";
     struct stat s;
@@ -724,7 +732,7 @@ inline std::string parquet_script(const std::string& program_folder) {
     return program_folder + (inside ? "" : "../") + script;
 }
 
-// Write the manifest: with it the preparation is whole.
+// Write the manifest, which completes the preparation.
 inline std::string write_manifest(const ShardOutput& o, const Tokenizer& t) {
     nlohmann::json manifest = o.identity;
     manifest["shards"] = o.shards;
@@ -736,7 +744,7 @@ inline std::string write_manifest(const ShardOutput& o, const Tokenizer& t) {
     return write_json(manifest_path(o), manifest);
 }
 
-// Say what there is now, and how to train on it.
+// Print what there is now, and how to train on it.
 inline void print_prepared(const ShardOutput& o, const Config& c, bool already) {
     printf("%s%zu documents, %zu tokens in %zu shards: %s\n", already ? "already prepared: " : "",
            sum_of(o.shards, "documents"), sum_of(o.shards, "tokens"), o.shards.size(),
@@ -751,7 +759,7 @@ inline void print_prepared(const ShardOutput& o, const Config& c, bool already) 
                data.c_str(), val.c_str(), o.document_token);
 }
 
-// Say what of the inputs is not in the shards.
+// Say which parts of the inputs are not in the shards.
 inline void print_left_out(const ShardOutput& o) {
     if (o.malformed > 0)
         fprintf(stderr, "note: %zu of %zu lines are left out\n", o.malformed, o.lines);
@@ -762,7 +770,7 @@ inline void print_left_out(const ShardOutput& o) {
                 o.cut, o.dropped);
 }
 
-// Do what the last run has left to do.
+// Do what the last run has left to do. The caller holds the lock.
 inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutput& o,
                                   BatchReader& r) {
     bool done = false;
@@ -781,10 +789,10 @@ inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutp
     return "";
 }
 
-// --prepare, from the flags to the manifest. program_folder: where the program lies.
+// Run --prepare, from the flags to the manifest. program_folder: where the program lies.
 inline std::string prepare(const Config& c, const Tokenizer& t, const std::string& program_folder,
                            const BatchLimits& limits = {}) {
-    // Look at the flags and the inputs.
+    // Check the flags and the inputs.
     ShardOutput o;
     BatchReader r;
     std::string wrong = prepare_check(c, t, &o);
@@ -800,7 +808,7 @@ inline std::string prepare(const Config& c, const Tokenizer& t, const std::strin
     for (const auto& [text, token] : t.special)
         if (token == t.eot) r.end_text = text;
 
-    // Two at once would write the same files.
+    // Take the lock: two processes would write the same files.
     int lock = -1;
     const std::string lock_path = o.stem + ".lock";
     wrong = lock_file(lock_path, &lock,

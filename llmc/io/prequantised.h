@@ -1,13 +1,14 @@
 // prequantised.h - matrices of 4 or 8 bits in files, as bitsandbytes has them - arXiv:2305.14314
-//   NAME                      U8 (n/2,1), codes of NF4          I8 (rows,cols), int8's
-//   NAME.absmax               U8 (n/64), codes of absmaxes; F32 where these are not quantised
+//   NAME                      U8 (n/2,1): codes of NF4         I8 (rows,cols): codes of int8
+//   NAME.absmax               U8 (n/64): codes of the absmaxes, or F32 if these are not quantised
 //   NAME.nested_quant_map     F32 (256)     NAME.nested_absmax   F32 (n/16384)
 //   NAME.quant_map            F32 (16)      NAME.quant_state.bitsandbytes__nf4   U8, a JSON text:
 //                             shape, blocksize, nested_blocksize, nested_offset
 //   SCB in place of `weight`  F32 (rows), the absmax of each row of int8; weight_format is 0
-//   The two are nf4.cuh's formats to the byte: with --weights of the same format codes and absmaxes
-//   go where products read them, and nothing is rounded again. Else the matrix becomes the values
-//   that it stands for. Rows are outputs, of GPT-2's files too, which hold others transposed.
+//   Both formats equal nf4.cuh's to the byte. With --weights of the same format, codes and absmaxes
+//   are kept as matrix products read them, and nothing is rounded again. Otherwise the matrix is
+//   expanded to the values that its codes stand for. Rows are outputs, also in GPT-2's files, which
+//   hold plain matrices transposed.
 #pragma once
 #include <functional>
 #include "../frozen.h"
@@ -16,42 +17,44 @@
 
 namespace llmc {
 
-// Finds a tensor of a folder by its name, and notes that it is used; null: there is none.
+// Finds a tensor of a folder by name, and marks it as used; returns null if there is none.
 typedef std::function<const SafeTensor*(const std::string&)> FindTensor;
 
 // Whether a tensor holds codes.
 inline bool is_prequantised(const SafeTensor& t) { return t.dtype == "U8" || t.dtype == "I8"; }
 
-// Find a part that lies beside codes, and check its type and length.
+// Find a tensor that belongs to a matrix's codes, and check its type and length.
+// elements 0: any length.
 inline std::string find_part(const FindTensor& find, const std::string& name, const char* dtype,
                              size_t elements, const SafeTensor** part) {
     *part = find(name);
     if (!*part) return "tensor " + name + " is missing";
-    // No element may be read behind the end of a file.
+    // The length must fit, so that nothing is read beyond the end of the file.
     if ((*part)->dtype != dtype || (elements && (*part)->elements() != elements))
         return concat("tensor ", name, " is ", (*part)->dtype, " ", shape_text((*part)->shape),
                       ", and ", dtype, " of ", elements, " is wanted");
     return "";
 }
 
-// Read NF4's absmaxes: codes with their table, or floats.
+// Read NF4's absmaxes: codes with their table into *m, or floats into *absmax.
 inline std::string read_nf4_scales(const FindTensor& find, const std::string& name,
                                    const nlohmann::json& state, size_t n, StoredMatrix* m,
                                    std::vector<float>* absmax) {
     const SafeTensor *scales = nullptr, *map = nullptr, *absmax2 = nullptr;
     size_t blocks = nf4_blocks(n);
-    // Double quantisation shows in the names: only then there is a table.
+    // Double quantisation shows in the tensors' names: only then there is a table.
     bool nested = find(name + ".nested_absmax") != nullptr;
     std::string wrong = find_part(find, name + ".absmax", nested ? "U8" : "F32", blocks, &scales);
     if (!wrong.empty()) return wrong;
-    // Floats need no table.
+
+    // Absmaxes in float need no table.
     if (!nested) {
         absmax->resize(blocks);
         tensor_to_float(absmax->data(), *scales, 0, blocks);
         return "";
     }
 
-    // Take the table: offset, map, absmax2.
+    // Read the table: offset, map, absmaxes of the absmaxes.
     size_t groups = nf4_table_floats(n) - NF4_TABLE;
     wrong = find_part(find, name + ".nested_quant_map", "F32", NF4_MAP, &map);
     if (wrong.empty())
@@ -68,10 +71,11 @@ inline std::string read_nf4_scales(const FindTensor& find, const std::string& na
     return "";
 }
 
-// Read a matrix in NF4. absmax: of one without codes for its absmaxes, else empty.
+// Read a matrix in NF4. *absmax receives its absmaxes if they are floats, and stays empty if they
+// are codes in *m.
 inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const Parameter& p,
                             StoredMatrix* m, std::vector<float>* absmax) {
-    // The state is JSON in a tensor of bytes.
+    // Read the quantisation state: JSON in a tensor of bytes.
     const SafeTensor *text = nullptr, *map = nullptr;
     std::string name = t.name;
     std::string wrong =
@@ -83,18 +87,18 @@ inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const P
     if (!state.is_object() || state.value("blocksize", nlohmann::json()) != int(NF4_BLOCK))
         return "tensor " + name + " has blocks of other than 64 elements";
 
-    // A matrix of another size may have as many bytes.
+    // Compare the shapes: a matrix of another shape may have as many bytes.
     std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
     if (state.value("shape", nlohmann::json()) != nlohmann::json(rows_cols))
         return concat("tensor ", name, " has the shape ",
                       state.value("shape", nlohmann::json()).dump(), ", config.json asks for ",
                       shape_text(rows_cols));
 
-    // Codes count in the values of the paper.
+    // Check the number of codes, two in a byte.
     size_t n = p.file_elements();
     if (t.bytes != ceil_div(n, size_t(2)))
         return concat("tensor ", name, " has ", t.bytes, " bytes for ", n, " elements");
-    // The map is part of the format: FP4 and others have codes of as many bits.
+    // Check the map, which belongs to the format: FP4 and others have codes of 4 bits too.
     wrong = find_part(find, name + ".quant_map", "F32", 16, &map);
     if (!wrong.empty()) return wrong;
     std::vector<float> values(16);
@@ -107,10 +111,10 @@ inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const P
     return read_nf4_scales(find, name, state, n, m, absmax);
 }
 
-// Read a matrix in int8 with an absmax for each row.
+// Read a matrix in int8, with an absmax for each row.
 inline std::string read_int8(const FindTensor& find, const SafeTensor& t, const Parameter& p,
                              StoredMatrix* m) {
-    // Each row is an output, and has one absmax.
+    // Check the shape, and find the rows' absmaxes. A row is an output.
     const SafeTensor* scales = nullptr;
     std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
     if (t.shape != rows_cols)
@@ -119,12 +123,12 @@ inline std::string read_int8(const FindTensor& find, const SafeTensor& t, const 
     std::string stem = t.name.substr(0, t.name.rfind('.') + 1);
     std::string wrong = find_part(find, stem + "SCB", "F32", p.file_rows, &scales);
     if (!wrong.empty()) return wrong;
-    // Other formats are tiles of a GPU's cache.
+    // Refuse other memory layouts, which are tiled for a GPU's cache.
     const SafeTensor* format = find(stem + "weight_format");
     if (format && (format->bytes != 1 || format->data[0] != 0))
         return "tensor " + t.name + " does not lie in rows: save it with a newer bitsandbytes";
 
-    // Codes lie as products read them, and so do the absmaxes of their rows.
+    // Keep codes and absmaxes: they are laid out as matrix products read them.
     m->stored = Stored::INT8;
     m->codes.assign(t.data, t.data + t.bytes);
     m->table.resize(p.file_rows);
@@ -132,24 +136,26 @@ inline std::string read_int8(const FindTensor& find, const SafeTensor& t, const 
     return "";
 }
 
-// Read a matrix whose codes are in t. values: those that it stands for, where a run that holds
-// `wanted` cannot take it as it is; else empty.
+// Read a matrix whose codes are in t. If the run stores matrices as `wanted` and the file's format
+// is another one, *values receives the expanded values; otherwise it stays empty.
 inline std::string read_prequantised(const FindTensor& find, const SafeTensor& t,
                                      const Parameter& p, Stored wanted, StoredMatrix* m,
                                      std::vector<float>* values) {
-    // Each format has its own names beside the codes.
+    // Read by the format of the codes: int8 or NF4.
     std::vector<float> absmax;
     bool bytes = t.dtype == "I8";
     std::string wrong = bytes ? read_int8(find, t, p, m) : read_nf4(find, t, p, m, &absmax);
     if (!wrong.empty()) return wrong;
-    // A bad absmax spoils its whole block: the check of weights must find it.
+
+    // Note whether all absmaxes are finite: a bad one spoils its block, and the weights'
+    // check must find it.
     m->finite = all_finite(m->table) && all_finite(absmax);
     if (wanted == Stored::NF4 && !bytes && !absmax.empty())
         return "tensor " + t.name + " has absmaxes in float, and --weights nf4 has codes for them: "
                "give --weights float, or quantise with bnb_4bit_use_double_quant";
     if (wanted == m->stored) return "";
 
-    // Undo the format.
+    // Expand the codes to values.
     size_t n = p.file_elements();
     values->resize(n);
     if (bytes) {
@@ -159,7 +165,7 @@ inline std::string read_prequantised(const FindTensor& find, const SafeTensor& t
         nf4_dequantize(values->data(), {m->codes.data(), m->scales.data(), m->table.data()}, n,
                        Cpu{});
     } else {
-        // Plain absmaxes are no operator's format: undo it here.
+        // Float absmaxes are no format of our operators, so expand them here.
         for (size_t i = 0; i < n; i++)
             (*values)[i] = nf4_value(nf4_nibble(m->codes[i / 2], i)) * absmax[i / NF4_BLOCK];
     }

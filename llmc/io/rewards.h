@@ -1,10 +1,10 @@
 // rewards.h - what a sampled answer is worth, and by how much it beats its group - arXiv:2402.03300
-//   exact     1 where the answer is the line's, white space around both aside; else 0
-//   number    1 where the last number of both is the same: "so 1,234." is "#### 1234"
-//   regex     1 where the line's answer, a pattern of PCRE2's grammar, is found in it
-//   advantage of answer i of a group with the rewards r:
+//   exact     1 if the answer equals the line's, apart from white space around both; else 0
+//   number    1 if the last numbers of both are equal: "so 1,234." and "#### 1234"
+//   regex     1 if the line's answer, a pattern of PCRE2, is found in the answer
+//   advantage of answer i in a group with rewards r:
 //     mean    r[i] - mean(r)                                (2503.20783)
-//     std     (r[i] - mean(r)) / (deviation(r) + 1e-4)      over n - 1, as TRL has it
+//     std     (r[i] - mean(r)) / (deviation(r) + 1e-4)      over n - 1, as in TRL
 //   A group of equal rewards teaches nothing: its advantages are 0.
 //   To copy: this file, text.h and PCRE2.
 #pragma once
@@ -32,7 +32,7 @@ inline std::string_view stripped(std::string_view text) {
     return text.substr(begin, text.find_last_not_of(white) + 1 - begin);
 }
 
-// The last number of a text, whose thousands may have commas; NaN: there is none.
+// The last number of a text, or NaN if it has none. Thousands may be separated by commas.
 inline double last_number(std::string_view text) {
     auto digit = [](char c) {
         return c >= '0' && c <= '9';
@@ -41,7 +41,7 @@ inline double last_number(std::string_view text) {
         return digit(c) || c == ',' || c == '.';
     };
 
-    // Walk back from the end: to a digit, and over the number that it ends.
+    // Walk back from the end: to the last digit, then over the number that it ends.
     size_t end = text.size();
     while (end > 0 && !digit(text[end - 1]))
         end--;
@@ -56,10 +56,10 @@ inline double last_number(std::string_view text) {
     bool fraction = first == begin + 1 && text[begin] == '.';
     if (!fraction) begin = first;
 
-    // A minus behind a digit subtracts.
+    // Read a minus as a sign, unless it stands behind a digit and subtracts.
     bool minus = begin > 0 && begin < end && text[begin - 1] == '-' &&
                  (begin < 2 || !digit(text[begin - 2]));
-    // Leave the commas out, and read all of the rest or nothing.
+    // Drop the commas, and parse all of the rest or nothing.
     std::string number;
     for (char c : text.substr(begin, end - begin))
         if (c != ',') number += c;
@@ -99,10 +99,10 @@ inline bool has_pattern(const std::string& text, const std::string& pattern) {
                        limits.get()) >= 0;
 }
 
-// The reward of an answer by a verifier's name, which the table of flags has checked.
+// The reward of an answer by the verifier's name, which the table of flags has checked.
 inline double reward_of(const std::string& verifier, const std::string& answer,
                         const std::string& wanted) {
-    // NaN is no number's equal: an answer without one is wrong.
+    // NaN equals no number: an answer without a number is wrong.
     if (verifier == "number")
         return last_number(answer) == last_number(wanted);
     if (verifier == "regex")
@@ -110,7 +110,7 @@ inline double reward_of(const std::string& verifier, const std::string& answer,
     return stripped(answer) == stripped(wanted);
 }
 
-// Whether a verifier can tell a right answer from a wrong one: "" or what is wrong with it.
+// Check that a verifier can use a line's answer. Returns "" or what is wrong with it.
 inline std::string check_wanted(const std::string& verifier, const std::string& wanted) {
     if (verifier == "number" && std::isnan(last_number(wanted)))
         return "has an \"answer\" without a number";
@@ -120,13 +120,13 @@ inline std::string check_wanted(const std::string& verifier, const std::string& 
 }
 
 // ----------------------------------------------------------------------------
-// a group
+// one group
 
-// How many groups have equal rewards throughout.
+// Count the groups in which all rewards are equal.
 inline size_t equal_groups(const std::vector<double>& rewards, size_t group) {
     size_t equal = 0;
     for (size_t first = 0; first < rewards.size(); first += group) {
-        // Count those at the group's beginning that are as the first.
+        // Count the rewards at the group's beginning that equal the first.
         size_t same = 1;
         while (same < group && rewards[first + same] == rewards[first])
             same++;
@@ -135,7 +135,7 @@ inline size_t equal_groups(const std::vector<double>& rewards, size_t group) {
     return equal;
 }
 
-// Advantages of groups, one behind the other.
+// The advantages of all groups, one group behind the other.
 inline std::vector<float> advantages(const std::vector<double>& rewards, size_t group,
                                      bool over_deviation) {
     std::vector<float> out;
@@ -150,7 +150,8 @@ inline std::vector<float> advantages(const std::vector<double>& rewards, size_t 
         for (size_t i = 0; i < group; i++)
             squares += (r[i] - mean) * (r[i] - mean);
 
-        // Equal rewards may have a mean that is rounded: they are no better than each other.
+        // Equal rewards get 0 exactly: their mean may be rounded, and none is
+        // better than the others.
         double scale = over_deviation ? std::sqrt(squares / double(group - 1)) + 1e-4 : 1;
         bool equal = std::all_of(r, r + group, [&](double x) { return x == r[0]; });
         for (size_t i = 0; i < group; i++)

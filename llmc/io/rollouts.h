@@ -1,9 +1,10 @@
 // rollouts.h - prompts with a verifiable answer, and the windows of answers that a step samples
-//   Lines    {"prompt": "...", "answer": "..."}: a text is the user's, written as the chat format
-//            has it, or a list of messages that ends with the user's; answer: a text or a number
-//   Order    Exercise i of a run is one of a permutation keyed by seed and epoch, as windows are.
-//   Window   T tokens: a prompt, what the model said, and padding. Targets are the answer's tokens,
-//            with the one that ends it, which is as much a choice as the others.
+//   Lines    {"prompt": "...", "answer": "..."}. The prompt is the user's text, written by the chat
+//            format, or a list of messages that ends with the user's. The answer is a text or a
+//            number.
+//   Order    Exercise i of a run follows a permutation keyed by seed and epoch, as windows do.
+//   Window   T tokens: a prompt, the model's answer, and padding. Targets are the answer's tokens
+//            with the token that ends it, which the model chose like all others.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "dataloader.h"
@@ -11,36 +12,37 @@
 
 namespace llmc {
 
+// A prompt with an answer that can be verified.
 struct Exercise {
     std::vector<int> prompt; // its tokens
-    std::string answer;      // the right one, or what tells it
+    std::string answer;      // the right answer, or a pattern of it
 };
 
-// A step's answers with their prompts, and what they were worth: the same on all ranks.
+// The answers sampled for a step, with their prompts and advantages; the same on all ranks.
 struct Rollouts {
-    uint64_t first = 0;                        // the number of the first one
-    std::vector<std::vector<int>> tokens = {}; // of each window, of which it takes T + 1 at most
-    std::vector<size_t> prompts = {};          // their prompts' lengths
+    uint64_t first = 0;                        // number of the first sample
+    std::vector<std::vector<int>> tokens = {}; // of each window; only its first T + 1 are used
+    std::vector<size_t> prompts = {};          // length of each prompt
     std::vector<float> advantages = {};
-    // for the log
+    // Statistics for the log.
     double reward = 0, length = 0; // means
-    double cut = 0, equal = 0;     // shares: of answers that did not end, of equal groups
+    double cut = 0, equal = 0;     // shares: answers that did not end, groups of equal rewards
 };
 
 // ----------------------------------------------------------------------------
 // exercises
 
-// A line's exercise.
+// Read a line's exercise.
 inline std::string read_exercise(const nlohmann::json& line, const Chat& chat, size_t T,
                                  const std::string& verifier, Exercise* q) {
-    // The answer is a text; numbers are written as JSON has them.
+    // Read the answer, a text; a number is taken as JSON writes it.
     if (!line.contains("prompt")) return "has no \"prompt\"";
     bool text = line.contains("answer") && line["answer"].is_string();
     if (!text && !(line.contains("answer") && line["answer"].is_number()))
         return "has no \"answer\" that is a text or a number";
     q->answer = text ? line["answer"].get<std::string>() : line["answer"].dump();
 
-    // The prompt has at least a row of the window.
+    // Read the prompt, which must leave at least one row of the window to the answer.
     Conversation asked;
     std::string wrong = read_part(line, "prompt", "user", &asked);
     if (wrong.empty()) wrong = chat_prompt(chat, asked, &q->prompt);
@@ -50,7 +52,7 @@ inline std::string read_exercise(const nlohmann::json& line, const Chat& chat, s
     return wrong.empty() ? check_wanted(verifier, q->answer) : wrong;
 }
 
-// Append a file's exercises. A bad line ends the run: what it asks would never be learned.
+// Append a file's exercises. A bad line ends the run, since a skipped one would never be learned.
 inline std::string read_exercise_file(const std::string& path, const Chat& chat, size_t T,
                                       const std::string& verifier,
                                       std::vector<Exercise>* exercises) {
@@ -59,7 +61,8 @@ inline std::string read_exercise_file(const std::string& path, const Chat& chat,
     std::string bytes, line, wrong = read_whole_file(path, &bytes);
     if (!wrong.empty()) return wrong;
 
-    // Blank lines are none. The library recurses as deep as brackets are nested.
+    // Skip blank lines. Check the depth before parsing: the library recurses as
+    // deep as brackets nest.
     std::istringstream lines(bytes);
     for (size_t number = 1; std::getline(lines, line); number++) {
         if (stripped(line).empty()) continue;
@@ -80,12 +83,12 @@ inline std::string read_exercises(const std::string& files, const Chat& chat, si
     std::vector<std::string> paths;
     std::string wrong = data_paths(files, &paths);
     for (const std::string& path : paths)
-        // The first bad line of the first bad file is told.
+        // Report the first bad line of the first bad file.
         if (wrong.empty()) wrong = read_exercise_file(path, chat, T, verifier, exercises);
     return wrong.empty() && exercises->empty() ? paths[0] + ": holds no prompt" : wrong;
 }
 
-// Which exercise number i of a run is.
+// The exercise that is number i of a run.
 inline size_t exercise_of(uint64_t i, uint64_t seed, size_t exercises) {
     return size_t(permutation(seed, i / exercises, i % exercises, exercises));
 }
@@ -99,7 +102,7 @@ inline void rollout_window(const Rollouts& r, uint64_t sample, size_t T, int* to
     const std::vector<int>& all = r.tokens.at(sample - r.first);
     size_t prompt = r.prompts[sample - r.first];
     for (size_t i = 0; i < T; i++) {
-        // Padding stands behind the answer, which does not look there.
+        // Pad behind the answer, whose rows do not see the padding.
         tokens[i] = i < all.size() ? all[i] : 0;
         bool answer = i + 1 >= prompt && i + 1 < all.size();
         targets[i] = answer ? all[i + 1] : -1;

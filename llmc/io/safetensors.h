@@ -1,10 +1,10 @@
 // safetensors.h - reading and writing safetensors files - github.com/huggingface/safetensors
-//   A file: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
-//   tensors' bytes.
-//   Reading maps the file and believes nothing: lengths, JSON, duplicates, shapes, offsets,
-//   overlaps and holes are checked before a tensor is handed out.
-//   Writing streams into a temporary file, syncs it, and renames it: a file of the final name is
-//   whole.
+//   A file: 8 bytes with the header's length, a JSON header {name: {dtype, shape, data_offsets}},
+//   then the tensors' bytes.
+//   Reading maps the file and trusts nothing: lengths, JSON, duplicates, shapes, offsets, overlaps
+//   and holes are checked before a tensor is handed out.
+//   Writing streams into a temporary file, syncs it, and renames it: a file with the final name is
+//   always whole.
 //   Errors: a function that returns a text returns "" or one line that says what is wrong. Nothing
 //   exits or throws.
 #pragma once
@@ -20,8 +20,7 @@
 
 namespace llmc {
 
-// A tensor of an open file.
-// The data point into the map, at any alignment: read them with memcpy.
+// A tensor of an open file. `data` points into the map, at any alignment: read it with memcpy.
 struct SafeTensor {
     std::string name, dtype;
     std::vector<size_t> shape;
@@ -34,7 +33,7 @@ struct SafeTensor {
     }
 };
 
-// An open file: its bytes are mapped as long as it is open.
+// An open file. Its bytes are mapped until safetensors_close().
 struct SafeTensors {
     std::string path;
     void* map = nullptr;
@@ -43,7 +42,7 @@ struct SafeTensors {
     std::map<std::string, std::string> metadata;
 };
 
-// "(2, 3)"
+// A shape as text: "(2, 3)"
 inline std::string shape_text(const std::vector<size_t>& shape) {
     std::string text = "(";
     for (size_t i = 0; i < shape.size(); i++)
@@ -51,17 +50,16 @@ inline std::string shape_text(const std::vector<size_t>& shape) {
     return text + ")";
 }
 
-// End the mapping. Its tensors' data is gone.
-// Closing twice does nothing.
+// End the mapping, and with it the data of all tensors. Closing twice does nothing.
 inline void safetensors_close(SafeTensors* s) {
     if (s->map)
         unmap_file(s->map, s->bytes);
     *s = {};
 }
 
-// A tensor by its name; null where there is none.
+// Find a tensor by name, or return null.
 inline const SafeTensor* safetensors_find(const SafeTensors& s, const std::string& name) {
-    // The tensors are sorted by name, so halves are searched.
+    // The tensors are sorted by name, so search by halves.
     auto before = [](const SafeTensor& t, const std::string& n) { return t.name < n; };
     auto it = std::lower_bound(s.tensors.begin(), s.tensors.end(), name, before);
     return it != s.tensors.end() && it->name == name ? &*it : nullptr;
@@ -70,8 +68,8 @@ inline const SafeTensor* safetensors_find(const SafeTensors& s, const std::strin
 // ----------------------------------------------------------------------------
 // element types
 
-// Bytes of an element; 0 for a type that the format does not have.
-// Integers are listed to be checked; only floats can be loaded.
+// Bytes of an element, or 0 for a type that the format does not have. Integer types are listed so
+// that files with them can be checked; only floats can be loaded.
 inline size_t dtype_bytes(const std::string& dtype) {
     // clang-format off
     static const std::map<std::string, size_t> known = {
@@ -83,27 +81,31 @@ inline size_t dtype_bytes(const std::string& dtype) {
     return it == known.end() ? 0 : it->second;
 }
 
-// A half has 1 bit of sign, 5 of exponent, 10 of mantissa.
+// Convert a half to a float. A half has 1 bit of sign, 5 of exponent, 10 of mantissa.
 inline float half_to_float(uint16_t h) {
     uint32_t sign = uint32_t(h & 0x8000) << 16;
     uint32_t exponent = h >> 10 & 31;
     uint32_t mantissa = h & 1023;
     if (exponent == 0) // zero, or subnormal
         return (sign ? -1.0f : 1.0f) * float(mantissa) * 0x1p-24f;
+
+    // Move the bias of the exponent from 15 to 127, and widen the mantissa.
     uint32_t u = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
     float f;
     memcpy(&f, &u, 4);
     return f;
 }
 
-// Round to nearest, ties to even. What is too large becomes infinity, a NaN stays a NaN.
+// Round to the nearest half, ties to even. Numbers that are too large become infinity, and a
+// NaN stays a NaN.
 inline uint16_t float_to_half(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
     uint32_t sign = u >> 16 & 0x8000;
     uint32_t absolute = u & 0x7fffffff;
 
-    // NaN, then from 65520 on infinity, then the subnormals: whole numbers of 2^-24.
+    // Treat the special cases: NaN; infinity from 65520 on; subnormals, which
+    // are multiples of 2^-24.
     if (absolute > 0x7f800000)
         return uint16_t(sign | 0x7e00);
     if (absolute >= 0x477ff000)
@@ -113,19 +115,19 @@ inline uint16_t float_to_half(float f) {
         return uint16_t(sign | uint32_t(std::nearbyintf(scaled)));
     }
 
-    // Drop 13 bits of the mantissa, and move the exponent's bias from 127 to 15.
+    // Round away 13 bits of the mantissa, and move the exponent's bias from 127 to 15.
     uint32_t rounded = absolute + 0xfff + (absolute >> 13 & 1);
     return uint16_t(sign | (rounded - 0x38000000) >> 13);
 }
 
-// Whether tensor_to_float can read a type.
+// Whether tensor_to_float() can read a type.
 inline bool is_float_dtype(const std::string& d) {
     return d == "F32" || d == "F16" || d == "BF16" || d == "F64";
 }
 
-// Read `count` elements, from `first` on, as floats.
+// Read `count` elements as floats, from `first` on.
 inline void tensor_to_float(float* out, const SafeTensor& t, size_t first, size_t count) {
-    // A double rounds once, to float; bf16 and fp16 are exact.
+    // A double rounds once, to float; bf16 and fp16 convert exactly.
     const unsigned char* p = t.data + first * dtype_bytes(t.dtype);
     #pragma omp parallel for
     for (size_t i = 0; i < count; i++) {
@@ -157,9 +159,8 @@ inline void float_to_type(void* out, const float* in, size_t count, Type type) {
 // ----------------------------------------------------------------------------
 // reading
 
-// Notices a name that stands twice in an object, while parsing: afterwards the object has only the
-// last of the two.
-// Two programs could read such a file as two different models.
+// A parser callback that notices a name which occurs twice in one object. After parsing, the object
+// has only the last of the two, and another program could read such a file as another model.
 struct DuplicateKeys {
     std::vector<std::set<std::string>> open; // the names in each object that is not closed yet
     std::string twice;
@@ -175,13 +176,14 @@ struct DuplicateKeys {
     }
 };
 
-// Check a shape, and count its elements.
+// Read and check a shape, and count its elements.
 inline std::string read_shape(SafeTensor* t, const nlohmann::json& shape, size_t* elements) {
     *elements = 1;
     if (!shape.is_array())
         return "has a shape that is no list";
     for (const nlohmann::json& d : shape) {
-        // A list is not printed: printing recurses, and a header of brackets would end the stack.
+        // Do not print a list: printing recurses, and a header full of brackets
+        // would exhaust the stack.
         if (!d.is_number_unsigned())
             return "has a shape with " + (d.is_structured() ? d.type_name() : d.dump()) +
                    ", which is no size";
@@ -192,14 +194,15 @@ inline std::string read_shape(SafeTensor* t, const nlohmann::json& shape, size_t
     return "";
 }
 
-// Check one entry of the header. body: bytes of all tensors; begin: where this one's bytes begin.
+// Check one entry of the header. `body` is the size of all tensors' bytes; *begin receives where
+// this tensor's bytes begin among them.
 inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry, size_t body,
                                      size_t* begin) {
     if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") ||
         !entry.contains("data_offsets"))
         return "has no dtype, shape and data_offsets";
 
-    // Its type and shape say how many bytes it needs.
+    // Find the element type.
     const nlohmann::json& dtype = entry["dtype"];
     if (!dtype.is_string())
         return "has a dtype that is no text";
@@ -207,11 +210,13 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
     size_t width = dtype_bytes(t->dtype);
     if (!width)
         return "has the unknown dtype " + printable(t->dtype);
+
+    // Find how many elements there are.
     size_t elements;
     std::string wrong = read_shape(t, entry["shape"], &elements);
     if (!wrong.empty()) return wrong;
 
-    // Its offsets must lie in the file, as many bytes apart.
+    // Check the offsets: they must lie in the file, and be exactly as far apart as the bytes need.
     const nlohmann::json& offsets = entry["data_offsets"];
     bool numbers = offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
                    offsets[1].is_number_unsigned();
@@ -229,9 +234,9 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
     return "";
 }
 
-// Check that the tensors' bytes cover the data, each byte once.
+// Check that the tensors' bytes cover the data, each byte exactly once.
 inline std::string check_spans(std::vector<std::pair<size_t, size_t>> spans, size_t body) {
-    // A gap or an overlap could hide bytes that no reader checks.
+    // Refuse gaps and overlaps, which could hide bytes that no reader checks.
     std::sort(spans.begin(), spans.end());
     size_t reached = 0;
     for (auto [begin, end] : spans) {
@@ -258,7 +263,7 @@ inline std::string read_safetensors_header(SafeTensors* s) {
         return concat("its header is said to take ", length, " bytes, the file has ", s->bytes,
                       ": truncated, or no safetensors file");
 
-    // Parse it.
+    // Parse the header, and watch for duplicate names.
     DuplicateKeys keys;
     const unsigned char* data = file + 8 + length;
     nlohmann::json header = nlohmann::json::parse(file + 8, data, std::ref(keys), false);
@@ -267,7 +272,7 @@ inline std::string read_safetensors_header(SafeTensors* s) {
     if (!keys.twice.empty())
         return "names " + printable(keys.twice) + " twice";
 
-    // Take its tensors, and the texts of its metadata.
+    // Read its tensors, and the texts of its metadata.
     size_t body = s->bytes - 8 - length;
     std::vector<std::pair<size_t, size_t>> spans; // {begin, end} of each tensor's bytes
     for (auto& [name, entry] : header.items()) {
@@ -277,12 +282,16 @@ inline std::string read_safetensors_header(SafeTensors* s) {
                     s->metadata[key] = value.get<std::string>();
             continue;
         }
+
+        // Check a tensor's entry.
         SafeTensor t;
         t.name = name;
         size_t begin = 0;
         std::string wrong = read_tensor_entry(&t, entry, body, &begin);
         if (!wrong.empty())
             return "tensor " + printable(name) + " " + wrong;
+
+        // The entry is good: note its bytes.
         t.data = data + begin;
         spans.push_back({begin, begin + t.bytes});
         s->tensors.push_back(t);
@@ -290,7 +299,7 @@ inline std::string read_safetensors_header(SafeTensors* s) {
     return check_spans(spans, body);
 }
 
-// Map a file. safetensors_close ends the mapping.
+// Map a file. safetensors_close() ends the mapping.
 inline std::string map_file(SafeTensors* s, const std::string& path) {
     *s = {};
     s->path = path;
@@ -315,6 +324,7 @@ inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
 // ----------------------------------------------------------------------------
 // writing: names, types and shapes first, then the data in the same order
 
+// A tensor to be written: its entry in the header.
 struct TensorSpec {
     std::string name;
     Type type;
@@ -326,11 +336,11 @@ struct TensorSpec {
     }
 };
 
-// Create a file, and write its header.
+// Start a file, and write its header. The caller then puts the tensors' data, in the same order.
 inline std::string writer_open(FileWriter* w, const std::string& path,
                                const std::vector<TensorSpec>& specs,
                                const std::map<std::string, std::string>& metadata) {
-    // Give each tensor its place: they lie one behind the other.
+    // Assign each tensor its place, one behind the other.
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
     if (!metadata.empty())
         header["__metadata__"] = metadata;
@@ -342,12 +352,12 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
         offset += t.bytes();
     }
 
-    // Print the header; spaces at its end align the data. Bytes that are no UTF-8 (a path in the
-    // metadata, say) are replaced, where plain dump() would throw.
+    // Print the header, and pad it with spaces to align the data. Bytes that are not UTF-8 (in a
+    // path of the metadata, say) are replaced; plain dump() would throw.
     std::string text = header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     text.resize(round_up(text.size(), 8), ' ');
 
-    // Write it. The data follows, tensor by tensor.
+    // Write the header. The tensors' data follows later.
     if (!writer_create(w, path).empty())
         return w->wrong;
     uint64_t length = text.size();
@@ -357,7 +367,7 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
     return w->wrong;
 }
 
-// Append a tensor's values, in the type of the file.
+// Append a tensor's values in the file's type.
 inline void writer_put(FileWriter& w, const std::vector<float>& values, Type type) {
     if (values.empty()) return;
     std::vector<unsigned char> bytes(values.size() * type_bytes(type));

@@ -1,11 +1,11 @@
 // sampler.h - the next token from a row of logits: temperature, top-k, top-p - arXiv:1904.09751
-//   1. p = softmax(logits / temperature); temperature 0 is greedy, the lowest index among equals
-//   2. keep the top_k likeliest; 0 keeps all
-//   3. of those keep the fewest whose share reaches top_p; 1 keeps all
-//   4. draw one of what is kept
+//   1. p = softmax(logits / temperature); temperature 0 is greedy: the lowest index among equals
+//   2. keep the top_k likeliest tokens; 0 keeps all
+//   3. among them keep the fewest whose share reaches top_p; 1 keeps all
+//   4. draw one of the tokens that are kept
 //   logits (V)   `uniform` in [0,1) decides the draw: equal numbers give equal tokens
-//   token_shares() is 1 to 3 alone: the distribution from which 4 draws.
-//   Cost: a few passes over V, and a sort of what top_k keeps, or of what top_p might.
+//   token_shares() does 1 to 3 alone: it returns the distribution from which 4 draws.
+//   Cost: a few passes over V, and a sort of what top_k keeps, or of what top_p might keep.
 //   To copy: this file.
 #pragma once
 #include <algorithm>
@@ -16,11 +16,11 @@
 
 namespace llmc {
 
-// Leave in `order` the tokens that may be drawn, with probabilities that are not yet divided by
-// their sum, which is returned.
+// Leave in `order` the tokens that may be drawn, with their probabilities times a common factor.
+// Returns the sum of these.
 inline double keep_tokens(const float* logits, size_t V, float temperature, int top_k, float top_p,
                           std::vector<std::pair<float, int>>& order) {
-    // 1. Compute the probabilities of all.
+    // 1. Compute the probabilities of all tokens.
     if (temperature <= 0 || top_k == 1) {
         order = {{1.0f, int(std::max_element(logits, logits + V) - logits)}};
         return 1;
@@ -30,7 +30,7 @@ inline double keep_tokens(const float* logits, size_t V, float temperature, int 
     for (size_t v = 0; v < V; v++)
         order[v] = {std::exp((logits[v] - most) / temperature), int(v)};
 
-    // 2. Keep top_k: the likeliest, and lower tokens among equals.
+    // 2. Keep the top_k likeliest tokens, the lower ones among equals.
     auto likelier = [](auto a, auto b) {
         return a.first != b.first ? a.first > b.first : a.second < b.second;
     };
@@ -41,8 +41,8 @@ inline double keep_tokens(const float* logits, size_t V, float temperature, int 
     double sum = 0;
     for (auto& [p, token] : order) sum += p;
 
-    // 3. Keep the first tokens whose share of the sum reaches top_p, at least one. Those below
-    // `least` hold less than the rest, all together: few are left to sort.
+    // 3. Keep the first tokens whose share of the sum reaches top_p, at least one. All tokens below
+    // `least` together hold less than the share that may go: remove them before the sort.
     double least = (1 - double(top_p)) * sum / double(order.size());
     if (top_p < 1)
         std::erase_if(order, [&](const auto& x) { return x.first < least; });
@@ -59,12 +59,12 @@ inline double keep_tokens(const float* logits, size_t V, float temperature, int 
     return sum;
 }
 
-// order: room for (probability, token) pairs, kept from call to call.
+// Draw a token. `order` is room for (probability, token) pairs, kept from call to call.
 inline int sample_token(const float* logits, size_t V, float temperature, int top_k, float top_p,
                         double uniform, std::vector<std::pair<float, int>>& order) {
     double sum = keep_tokens(logits, V, temperature, top_k, top_p, order);
 
-    // 4. Walk the kept tokens until their probabilities reach the drawn share.
+    // 4. Walk over the kept tokens until their probabilities reach the drawn share.
     double left = uniform * sum;
     for (auto& [p, token] : order) {
         left -= p;

@@ -1,7 +1,7 @@
 // text_batch.h - texts in batches, and their tokens: what --prepare's threads work on
-//   A batch is whole JSON lines, or a block of a text that ends where its tokens do (text_cut).
-//   Where a batch ends follows from the inputs and from where it begins, and from nothing else: a
-//   run that goes on in the middle has the same batches. A file of tokens passes through.
+//   A batch is whole JSON lines, or a block of a text that ends where its tokens do (text_cut). The
+//   end of a batch depends only on the inputs and on where the batch begins, so a run that resumes
+//   in the middle has the same batches. A file that holds tokens passes through.
 #pragma once
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -16,40 +16,41 @@ struct BatchLimits { // bytes of text
     size_t line = size_t(64) << 20;
 };
 
-constexpr int DOCUMENT = -1; // among a batch's tokens: a document begins here
+constexpr int DOCUMENT = -1; // in a batch's tokens: a document begins here
 
-// One piece of work: text, and what a thread makes of it.
+// One unit of work: text, and the tokens that a thread makes of it.
 struct TextBatch {
-    // where it begins: input, byte (decompressed), line
+    // Where the batch begins: the input, its byte (decompressed), its line.
     size_t file = 0;
     size_t offset = 0;
     size_t line = 1;
-    bool lines = false;         // JSON lines; else a block of a text
-    bool holds_tokens = false;  // of 16 bits, instead of text
+    bool lines = false;         // JSON lines; otherwise a block of a text
+    bool holds_tokens = false;  // 16-bit tokens instead of text
     std::string text = "";
-    size_t position = 0; // how many of the input's bytes on disk are read at its end
-    // what a thread makes of it
+    size_t position = 0; // bytes of the input on disk that are read at its end
+    // Results of the thread.
     std::vector<int> tokens = {};
     size_t lines_read = 0;
-    size_t malformed = 0; // lines
+    size_t malformed = 0; // bad lines
     std::string first_malformed = "";
     size_t cut = 0;       // conversations that lost their end
-    size_t dropped = 0;   // and those of which no answer was left
-    std::string wrong = ""; // that ends the run
+    size_t dropped = 0;   // conversations of which no answer was left
+    std::string wrong = ""; // an error that ends the run
     bool done = false;
 };
 
-// Where to end a block of a text, so that its tokens and the next block's are those of the whole:
+// Choose where to end a block of a text, so that its tokens and those of the next block are the
+// tokens of the whole text:
 //   1. before the text of the end-of-text token, which no word crosses
 //   2. before a space between two letters. Every pattern in use cuts there (GPT-2's, tiktoken's,
 //      Llama 3's, Qwen's). So do tokenizers without patterns, unless a piece has a letter and then
 //      a space; no tokenizer that splits at spaces has such a piece.
-//   3. after a line, or else a character, in a block with neither (a megabyte without "a b"): the
-//      text is whole then too, but a word may be cut in two
+//   3. in a block with neither (a megabyte without "a b"): after a line, or else after a character.
+//      The text stays whole, but a word may be cut in two.
 inline size_t text_cut(std::string_view block, const std::string& end_text) {
     auto letter = [](char c) { return (c | 32) >= 'a' && (c | 32) <= 'z'; };
 
-    // 1, 2. Where nothing crosses the border.
+    // 1 and 2. Look for a place that no token crosses.
     size_t end = end_text.empty() ? std::string::npos : block.rfind(end_text);
     if (end != std::string::npos && end > 0)
         return end;
@@ -57,7 +58,7 @@ inline size_t text_cut(std::string_view block, const std::string& end_text) {
         if (block[at] == ' ' && letter(block[at - 1]) && letter(block[at + 1]))
             return at;
 
-    // 3. After a line, or else before the first byte of a character; and far enough from the end
+    // 3. Cut after a line, or else before the first byte of a character, far enough from the end
     // that no end-of-text is cut in two.
     size_t line = block.rfind('\n');
     if (line != std::string::npos)
@@ -71,25 +72,25 @@ inline size_t text_cut(std::string_view block, const std::string& end_text) {
 // ----------------------------------------------------------------------------
 // reading
 
-// The inputs, read one after the other.
+// The inputs, which are read one after the other.
 struct BatchReader {
     std::vector<TextInput> inputs;
-    std::string script;   // reads parquet
-    std::string field;    // of a JSON line: its text
+    std::string script;   // the program that reads parquet
+    std::string field;    // key of a JSON line's text
     std::string end_text; // text of the end-of-text token
     BatchLimits limits;
-    // where the first byte of `rest` lies: input, byte, line
+    // Where the first byte of `rest` lies: the input, its byte, its line.
     size_t file = 0;
     size_t offset = 0;
     size_t line = 1;
     bool open = false;
     bool ended = false;
     InputStream stream;
-    std::string rest;  // read, and not in a batch yet
+    std::string rest;  // bytes that are read, but in no batch yet
     std::string wrong; // the first thing that failed
 };
 
-// Open the current input, at its current offset.
+// Open the current input at its current offset.
 inline void reader_open(BatchReader& r) {
     r.open = true;
     r.ended = false;
@@ -102,7 +103,7 @@ inline void reader_open(BatchReader& r) {
         return;
     }
 
-    // A packed input cannot seek: read it again up to the offset.
+    // A compressed input cannot seek: read it again up to the offset.
     std::vector<char> skipped(size_t(1) << 20);
     for (size_t left = r.offset, n; left > 0; left -= n) {
         n = stream_read(r.stream, skipped.data(), std::min(left, skipped.size()));
@@ -113,7 +114,7 @@ inline void reader_open(BatchReader& r) {
     }
 }
 
-// Let `rest` grow to `bytes`, or to the end of the input.
+// Read until `rest` has `bytes` bytes, or to the end of the input.
 inline void reader_fill(BatchReader& r, size_t bytes) {
     while (r.rest.size() < bytes && !r.ended && r.wrong.empty()) {
         size_t have = r.rest.size();
@@ -125,7 +126,7 @@ inline void reader_fill(BatchReader& r, size_t bytes) {
     }
 }
 
-// Close an input that is read to its end, and turn to the next one.
+// Close an input that is read to its end, and go to the next one.
 inline void reader_next_file(BatchReader& r) {
     stream_close(r.stream);
     if (r.wrong.empty())
@@ -153,11 +154,11 @@ inline void take_batch(BatchReader& r, TextBatch* b, size_t cut) {
     r.line += std::count(b->text.begin(), b->text.end(), '\n');
 }
 
-// The next batch; false after the last one, or where r.wrong says what is wrong.
+// Read the next batch. Returns false after the last one, or with an error in r.wrong.
 inline bool read_batch(BatchReader& r, TextBatch* b) {
     size_t want = r.limits.batch;
     while (r.wrong.empty() && r.file < r.inputs.size()) {
-        // Have `want` bytes of the input, or all that is left of it.
+        // Get `want` bytes of the input, or all that it has left.
         const TextInput& input = r.inputs[r.file];
         if (!r.open) reader_open(r);
         reader_fill(r, want);
@@ -167,7 +168,7 @@ inline bool read_batch(BatchReader& r, TextBatch* b) {
             continue;
         }
 
-        // Find the end of the batch: of the input, of a line, or of a block of text.
+        // Find the end of the batch: that of the input, of a line, or of a block of text.
         std::string_view block = std::string_view(r.rest).substr(0, want);
         size_t cut = block.size() < want ? block.size()
                      : input.lines       ? block.rfind('\n') + 1
@@ -178,7 +179,7 @@ inline bool read_batch(BatchReader& r, TextBatch* b) {
             return true;
         }
 
-        // A line that is longer than the block: look at twice as much.
+        // The line is longer than the block: read twice as much.
         if (want >= r.limits.line)
             r.wrong = concat(input.path, ":", r.line, ": a line of more than ", r.limits.line,
                              " bytes: are these JSON lines?");
@@ -188,11 +189,11 @@ inline bool read_batch(BatchReader& r, TextBatch* b) {
 }
 
 // ----------------------------------------------------------------------------
-// a batch's tokens
+// the tokens of a batch
 
-// JSON is UTF-8. A byte of a line that is none becomes two characters that no text has: Unicode's
-// noncharacters U+FDD0 to U+FDDF for its upper four bits, U+FDE0 to U+FDEF for its lower four.
-// In the string that the parser returns they become that byte again.
+// Replace bytes that are not UTF-8, so that a JSON parser accepts the line. Such a byte becomes two
+// characters that no text has, Unicode's noncharacters: U+FDD0 to U+FDDF for its upper four bits,
+// U+FDE0 to U+FDEF for its lower four. noncharacters_to_bytes() undoes this in the parsed string.
 inline std::string bytes_to_noncharacters(std::string_view line) {
     std::string out;
     for (size_t at = 0, n; at < line.size(); at += std::max<size_t>(n, 1)) {
@@ -206,7 +207,7 @@ inline std::string bytes_to_noncharacters(std::string_view line) {
     return out;
 }
 
-// The way back: pairs of these characters become bytes again.
+// Undo bytes_to_noncharacters(): each pair of these characters becomes one byte again.
 inline std::string noncharacters_to_bytes(const std::string& text) {
     std::string out;
     for (size_t at = 0; at < text.size(); at++) {
@@ -218,10 +219,10 @@ inline std::string noncharacters_to_bytes(const std::string& text) {
     return out;
 }
 
-// The text in a JSON line: the string of its field.
+// Read the text of a JSON line: the string under `field`.
 inline std::string read_json_line(std::string_view line, const std::string& field,
                                   std::string* text) {
-    // Only a line that does not parse may hold bytes that are no UTF-8.
+    // Most lines parse as they are. Only one that does not may hold bytes that are not UTF-8.
     nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
     bool other_bytes = j.is_discarded();
     if (other_bytes)
@@ -236,21 +237,21 @@ inline std::string read_json_line(std::string_view line, const std::string& fiel
     return "";
 }
 
-// A document a line. Bad lines are counted; the first one is told.
+// Tokenize JSON lines, each a document. Bad lines are counted, and the first one is reported.
 inline void tokenize_lines(TextBatch& b, const Tokenizer& t, const std::string& field,
                            const std::string& path) {
     size_t line = b.line;
     Encoding e = encoding_open(t, b.text.size());
-    std::deque<std::string> texts; // stay where they are: words that come again point into them
+    std::deque<std::string> texts; // a deque never moves its texts: repeated words point into them
     for (size_t at = 0, end; at < b.text.size(); at = end + 1, line++) {
-        // Take a line. Blank ones are no lines.
+        // Take a line. Blank lines do not count.
         end = std::min(b.text.find('\n', at), b.text.size());
         std::string_view bytes = std::string_view(b.text).substr(at, end - at);
         if (bytes.find_first_not_of(" \t\r") == std::string::npos)
             continue;
         b.lines_read++;
 
-        // Read its text.
+        // Read the line's text.
         std::string& text = texts.emplace_back();
         std::string wrong = read_json_line(bytes, field, &text);
         if (!wrong.empty()) {
@@ -260,14 +261,14 @@ inline void tokenize_lines(TextBatch& b, const Tokenizer& t, const std::string& 
             continue;
         }
 
-        // Encode it.
+        // Encode the text.
         e.out.push_back(DOCUMENT);
         encode_more(e, text);
     }
     b.tokens = std::move(e.out);
 }
 
-// Take the tokens of a file that has them already. Each document ends with the tokenizer's end.
+// Take the tokens of a file that holds tokens. Each document ends with the tokenizer's end token.
 inline void take_tokens(TextBatch& b, const Tokenizer& t, const std::string& path) {
     if (b.offset == 0)
         b.tokens.push_back(DOCUMENT);
@@ -291,11 +292,14 @@ inline void tokenize_batch(TextBatch& b, const Tokenizer& t, const std::string& 
         return tokenize_lines(b, t, field, path);
     if (b.holds_tokens)
         return take_tokens(b, t, path);
+
+    // Encode a block of text.
     b.tokens = encode(t, b.text, true, b.offset > 0);
     if (b.offset == 0)
         b.tokens.insert(b.tokens.begin(), DOCUMENT);
 
-    // Only the text of a special token gives one of these two, and it stands between documents.
+    // Turn the tokens between documents into DOCUMENT. Only the text of a special token gives
+    // one of these two.
     for (int& token : b.tokens)
         if (token >= 0 && (token == t.eot || token == t.bos))
             token = DOCUMENT;

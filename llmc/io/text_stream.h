@@ -1,12 +1,13 @@
 // text_stream.h - the bytes of a text file: plain, gzip, zstd, standard input, or parquet
-//   Kinds, by name:
+//   Kinds, by the file's name:
 //     .txt       text                     .jsonl  JSON lines
 //     .gz .zst   behind one of these: compressed; a file that is cut short is an error, not an end
-//     .bin       tokens of 16 bits without a header, as nanoGPT writes them
+//     .bin       16-bit tokens without a header, as nanoGPT writes them
 //     .parquet   a child process (dev/data/parquet_text.py, with Python and pyarrow) prints it as
 //                JSON lines
 //     -          standard input, JSON lines
-//   Errors: "" or one line that says what is wrong; while reading in InputStream::wrong.
+//   Errors: "" or one line that says what is wrong. While reading, that line is in
+//   InputStream::wrong, which the caller checks.
 #pragma once
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -25,20 +26,19 @@
 
 namespace llmc {
 
-// A file that --data names.
-// The endings say two things apart: how the bytes are packed, and what they hold.
+// A file that --data names. Its endings say how the bytes are packed, and what they hold.
 struct TextInput {
     std::string path;
     std::string packed;   // "", ".gz", ".zst", ".parquet" or "-"
-    bool lines = false;   // JSON lines; else a text
+    bool lines = false;   // JSON lines; otherwise plain text
     size_t bytes = 0;     // on disk
     int64_t modified = 0; // seconds since 1970
-    bool tokens = false;  // of 16 bits; else text
+    bool tokens = false;  // 16-bit tokens; otherwise text
 };
 
-// Check that a file which is read as it is holds what its name says.
+// Check that a file that is read as it is holds what its name says.
 inline std::string check_plain(const TextInput& input) {
-    // Its first bytes tell other kinds of files.
+    // The first bytes reveal other kinds of files.
     char head[16] = "";
     size_t n = 0;
     if (FILE* f = fopen(input.path.c_str(), "rb")) {
@@ -50,7 +50,7 @@ inline std::string check_plain(const TextInput& input) {
         return input.path + ": is " + kind + ", which its name does not say: " +
                "give it its own ending, or give the text itself, in UTF-8";
 
-    // A shard needs no preparation.
+    // Refuse a shard, which needs no preparation, and a file with half a token.
     int32_t word = 0;
     memcpy(&word, head, 4);
     if (input.tokens && (word == 20240520 || word == 20240801))
@@ -61,9 +61,9 @@ inline std::string check_plain(const TextInput& input) {
     return "";
 }
 
-// Tell what an input is from its name, and from what is on disk.
+// Find what an input is from its name, and from what is on disk.
 inline std::string input_describe(TextInput* input, const std::string& path) {
-    // Standard input is JSON lines; nobody knows its size or time.
+    // Standard input is JSON lines, of unknown size and time.
     *input = {path, "", false, 0, 0};
     if (path == "-") {
         input->packed = "-";
@@ -71,13 +71,15 @@ inline std::string input_describe(TextInput* input, const std::string& path) {
         return "";
     }
 
-    // "x.jsonl.gz": first how it is packed, then what is in it.
+    // "x.jsonl.gz": first how it is packed, then what it holds.
     std::string name = path;
     for (const char* packed : {".gz", ".zst", ".parquet"}) {
         if (!name.ends_with(packed)) continue;
         input->packed = packed;
         name.resize(name.size() - strlen(packed));
     }
+
+    // The ending decides what it holds.
     input->lines = name.ends_with(".jsonl") || input->packed == ".parquet";
     input->tokens = input->packed.empty() && name.ends_with(".bin");
     if (!input->lines && !input->tokens && !name.ends_with(".txt"))
@@ -89,7 +91,8 @@ inline std::string input_describe(TextInput* input, const std::string& path) {
         return path + ": this program is built without zstd: install libzstd-dev and make again";
 #endif
 
-    // Size and time identify it: a preparation that goes on must find the same input.
+    // Note size and time, which identify an input: a preparation that resumes must
+    // find the same one.
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
         return path + ": " + strerror(errno);
@@ -100,23 +103,22 @@ inline std::string input_describe(TextInput* input, const std::string& path) {
     return input->packed.empty() ? check_plain(*input) : "";
 }
 
-// An input that is open for reading.
-// One of the handles is open, by the way the input is packed.
+// An input that is open for reading, through one of these handles.
 struct InputStream {
     const TextInput* input = nullptr;
-    FILE* file = nullptr; // plain bytes, or those that zstd reads, or a pipe
+    FILE* file = nullptr; // plain or compressed bytes, or a pipe
     std::vector<char> buffer = {};
     bool packed_gz = false;
     z_stream gz = {};
-    bool between = false; // members of a gzip file
-    size_t members = 0;   // that are read to their end
+    bool between = false; // between two members of a gzip file
+    size_t members = 0;   // gzip members that are read to their ends
 #ifdef WITH_ZSTD
     ZSTD_DStream* zst = nullptr;
     ZSTD_inBuffer in = {nullptr, 0, 0};
-    size_t open_frame = 0; // what zstd returns: 0 between frames
+    size_t open_frame = 0; // as zstd returns it: 0 between frames
 #endif
     std::string wrong = ""; // the first thing that failed
-    std::string note = "";  // what a user should know at the end
+    std::string note = "";  // a remark for the user at the end
 };
 
 // Start the child process that prints a parquet file as JSON lines.
@@ -128,9 +130,9 @@ inline std::string parquet_open(InputStream* s, const std::string& script,
     if (stat(script.c_str(), &found) != 0)
         return path + ": parquet files are read by " + script + ", which is not there";
 
-    // Look for Python and pyarrow first: Python itself would say it in ten lines. -I: it imports
-    // nothing from the folder that the program was started in, and reads no PYTHONPATH: a folder of
-    // data may hold a pyarrow.py of somebody else's.
+    // Look for Python and pyarrow first: Python's own message would take ten lines. With -I
+    // Python imports nothing from the current folder and ignores PYTHONPATH: a folder of data may
+    // hold somebody else's pyarrow.py.
     int status = system("python3 -I -c 'import pyarrow.parquet' >/dev/null 2>&1");
     if (WEXITSTATUS(status) == 127)
         return path + ": parquet files need Python: install python3, and pip install pyarrow";
@@ -138,14 +140,14 @@ inline std::string parquet_open(InputStream* s, const std::string& script,
         return path + ": parquet files need pyarrow: pip install pyarrow, for all users or into "
                       "the environment whose python3 comes first (--user is not looked at)";
 
-    // exec: so that pclose waits for Python itself and not for a shell.
+    // Start with exec, so that pclose() waits for Python itself and not for a shell.
     std::string command = "exec python3 -I " + shell_quoted(script) + " --out - --column " +
                           shell_quoted(field) + " -- " + shell_quoted(path);
     s->file = popen(command.c_str(), "re");
     return s->file ? "" : path + ": python3 cannot be started: " + strerror(errno);
 }
 
-// Open an input. script: the program that reads parquet; field: the text in its rows.
+// Open an input. script: the program that reads parquet; field: the column with the text.
 inline std::string stream_open(InputStream* s, const TextInput& input, const std::string& script,
                                const std::string& field) {
     *s = {};
@@ -153,12 +155,13 @@ inline std::string stream_open(InputStream* s, const TextInput& input, const std
     if (input.packed == ".parquet")
         return parquet_open(s, script, field);
 
-    // Everything else begins as a plain file.
+    // Open everything else as a file.
     s->file = input.packed == "-" ? stdin : fopen(input.path.c_str(), "rb");
     if (!s->file)
         return input.path + ": " + strerror(errno);
 
-    // gzip: members one behind the other; 16 more than zlib's largest window asks for its header.
+    // gzip: members one behind the other. Adding 16 to zlib's largest window makes it
+    // expect a gzip header.
     if (input.packed == ".gz") {
         s->packed_gz = true;
         s->buffer.resize(1 << 17);
@@ -173,27 +176,28 @@ inline std::string stream_open(InputStream* s, const TextInput& input, const std
     s->zst = ZSTD_createDStream();
     ZSTD_DCtx_setParameter(s->zst, ZSTD_d_windowLogMax, 31);
     s->buffer.resize(ZSTD_DStreamInSize());
-    s->open_frame = 1; // so that an empty file is refused: it holds no frame
+    s->open_frame = 1; // refuse an empty file, which holds no frame
 #endif
     return "";
 }
 
-// Say that a packed file is damaged, and about where.
+// Say that a compressed file is damaged, and roughly where.
 inline std::string damaged_text(const InputStream& s, const char* what) {
     return concat(s.input->path, ": is damaged in or before byte ", ftello(s.file), " of ",
                   s.input->bytes, " (", what, "): get it again");
 }
 
 #ifdef WITH_ZSTD
-// Read some of the next bytes of a zstd file; 0 at the end, or where s.wrong says what is wrong.
+// Read some of the next bytes of a zstd file. Returns 0 at the end, or with an error in s.wrong.
 inline size_t zst_read(InputStream& s, char* to, size_t bytes) {
     ZSTD_outBuffer out = {to, bytes, 0};
-    // A call may eat input without giving output, so go on until there is some.
+    // A call may consume input without giving output, so repeat until there is some.
     while (out.pos == 0) {
         if (s.in.pos == s.in.size)
             s.in = {s.buffer.data(), fread(s.buffer.data(), 1, s.buffer.size(), s.file), 0};
 
-        // At the end of the file zstd may still hold bytes; only between frames is it an end.
+        // At the end of the file zstd may still hold bytes. The end is good
+        // only between two frames.
         bool end = s.in.size == 0;
         if (end && s.open_frame == 0) return 0;
         s.open_frame = ZSTD_decompressStream(s.zst, &out, &s.in);
@@ -209,7 +213,7 @@ inline size_t zst_read(InputStream& s, char* to, size_t bytes) {
 }
 #endif
 
-// Have compressed bytes to look at; false: the file is at its end.
+// Make sure that there are compressed bytes to read. Returns false at the end of the file.
 inline bool gz_fill(InputStream& s) {
     if (s.gz.avail_in > 0) return true;
     s.gz.next_in = reinterpret_cast<Bytef*>(s.buffer.data());
@@ -217,8 +221,8 @@ inline bool gz_fill(InputStream& s) {
     return s.gz.avail_in > 0;
 }
 
-// Leave out what follows the last member. A block of a tape is filled up with zeros, which say
-// nothing; other bytes may be lost text.
+// Skip what follows the last member. Zeros fill a tape's block and mean nothing; other bytes may be
+// lost text, so note them.
 inline void gz_leave_rest(InputStream& s) {
     s.between = true;
     if (s.gz.avail_in > 0 && *s.gz.next_in != 0)
@@ -227,7 +231,7 @@ inline void gz_leave_rest(InputStream& s) {
         s.gz.avail_in = 0;
 }
 
-// Unpack what there is room for, and look how it went.
+// Unpack as much as there is room for, and check the result.
 inline void gz_step(InputStream& s) {
     int status = inflate(&s.gz, Z_NO_FLUSH);
     s.between = status == Z_STREAM_END;
@@ -235,7 +239,7 @@ inline void gz_step(InputStream& s) {
     if (status == Z_OK || status == Z_STREAM_END || status == Z_BUF_ERROR)
         return;
 
-    // Without gzip's first two bytes it is another kind of file, and no damaged member.
+    // Without gzip's first two bytes this is another kind of data, not a damaged member.
     bool header = s.gz.total_out == 0 && s.gz.total_in <= 2;
     if (header && s.members > 0)
         gz_leave_rest(s);
@@ -245,13 +249,13 @@ inline void gz_step(InputStream& s) {
         s.wrong = damaged_text(s, s.gz.msg ? s.gz.msg : "bad data");
 }
 
-// Read some of the next bytes of a gzip file; 0 at the end, or where s.wrong says what is wrong.
+// Read some of the next bytes of a gzip file. Returns 0 at the end, or with an error in s.wrong.
 inline size_t gz_read(InputStream& s, char* to, size_t bytes) {
     size_t most = std::min(bytes, size_t(1) << 30); // zlib counts in ints
     s.gz.next_out = reinterpret_cast<Bytef*>(to);
     s.gz.avail_out = uInt(most);
 
-    // A call may eat input without giving output, so go on until there is some.
+    // A call may consume input without giving output, so repeat until there is some.
     while (s.gz.avail_out == most && s.wrong.empty()) {
         if (gz_fill(s)) {
             bool begins = s.between && *s.gz.next_in == 0x1f;
@@ -264,7 +268,8 @@ inline size_t gz_read(InputStream& s, char* to, size_t bytes) {
             continue;
         }
 
-        // The file's end: of a member, of none, or in the middle of one.
+        // At the file's end: accept it behind a member, refuse it before the first
+        // or inside of one.
         if (s.between) return 0;
         bool empty = s.members == 0 && s.gz.total_in == 0;
         s.wrong = s.input->path +
@@ -273,7 +278,7 @@ inline size_t gz_read(InputStream& s, char* to, size_t bytes) {
     return s.wrong.empty() ? most - s.gz.avail_out : 0;
 }
 
-// Read some of the next bytes; 0 at the end, or where s.wrong says what is wrong.
+// Read some of the next bytes. Returns 0 at the end, or with an error in s.wrong.
 inline size_t stream_read(InputStream& s, char* to, size_t bytes) {
     if (s.packed_gz)
         return gz_read(s, to, bytes);
@@ -286,14 +291,14 @@ inline size_t stream_read(InputStream& s, char* to, size_t bytes) {
     return n;
 }
 
-// How many of the file's bytes on disk are read; 0 where nobody knows.
+// How many bytes of the file on disk have been read, or 0 if that is unknown. Progress is measured
+// against the file's size, so these are not bytes of text.
 inline size_t stream_position(const InputStream& s) {
-    // Bytes on disk and not of text: progress is measured against the file's size.
     bool pipe = s.input->packed == ".parquet" || s.input->packed == "-";
     return pipe ? 0 : size_t(ftello(s.file));
 }
 
-// Close it. This is where a child process tells that it failed.
+// Close the input. A child process reports here that it failed.
 inline void stream_close(InputStream& s) {
     if (s.packed_gz) inflateEnd(&s.gz);
 #ifdef WITH_ZSTD

@@ -1,7 +1,7 @@
 // timeline.h - a step as a picture: a row a rank, a box an action; svg, or a trace for Chrome
-//   The actions come from the last step of a run. With --explain they come from the pipeline's
-//   simulation, where a stage's forward pass takes one second.
-//   FILE.svg opens in a browser, which names the box under the pointer. FILE.json is the trace
+//   The actions are those of a run's last step. With --explain they come from the pipeline's
+//   simulation, in which a stage's forward pass takes one second.
+//   FILE.svg opens in a browser, which names the box under the pointer. FILE.json is in the trace
 //   event format of chrome://tracing and ui.perfetto.dev.
 #pragma once
 #include <fstream>
@@ -10,10 +10,11 @@
 
 namespace llmc {
 
-// Times are seconds from the start of the step, or a simulation's units.
+// The timed actions of each rank. Times are seconds from the start of the step,
+// or a simulation's units.
 typedef PerRank<TimedAction> Trace; // [rank]
 
-// The simulation of a pipeline's schedules; one box a slot.
+// The trace of simulated schedules: one box a slot.
 inline Trace simulated_trace(const std::vector<Schedule>& all, const Simulation& s) {
     Trace trace(all.size());
     for (size_t r = 0; r < all.size(); r++)
@@ -22,17 +23,17 @@ inline Trace simulated_trace(const std::vector<Schedule>& all, const Simulation&
     return trace;
 }
 
-// The colour of a box, and what the legend calls it.
+// The colour of a box, and its meaning in the legend.
 struct BoxKind {
-    const char* start; // of the action's name
+    const char* start; // beginning of the action's name
     const char* colour;
     const char* meaning;
 };
 
-// The first row whose letters begin the name.
+// The row of an action: the first one with which its name begins.
 inline const BoxKind& box_kind(const std::string& name) {
     // clang-format off
-    // Longer names stand before the letters that they begin with: RELEASE before R.
+    // Longer names stand before letters with which they begin: RELEASE before R.
     static const BoxKind kinds[] = {
         {"SENDRECV", "#9e9e9e", "message, reduction"},
         {"GATHER",   "#bdbdbd", "gathered weights"},
@@ -56,7 +57,8 @@ inline const BoxKind& box_kind(const std::string& name) {
     return kinds[0];
 }
 
-// The distance of an axis's marks: 1, 2 or 5 times a power of ten, eight marks or fewer.
+// The distance between the marks of an axis: 1, 2 or 5 times a power of ten, for
+// at most eight marks.
 inline double tick_of(double end) {
     double tick = std::pow(10, std::floor(std::log10(end / 8)));
     for (double step : {1, 2, 5})
@@ -65,20 +67,20 @@ inline double tick_of(double end) {
     return tick * 10;
 }
 
-// How a picture shows time: pixels a second, and the numbers that people read.
+// The scale of time in a picture: pixels a second, and the unit that people read.
 struct TimeScale {
-    double end = 0; // seconds; in a simulation forward passes
+    double end = 0; // seconds; in a simulation, forward passes
     double pixels = 0;
-    double factor = 1; // numbers a second
+    double factor = 1; // units a second
     std::string unit;
 };
 
-// Where a picture's parts lie, in pixels; ROW: the height of a rank's.
+// The layout of a picture in pixels. ROW is the height of a rank's row.
 constexpr double TIMELINE_WIDTH = 1600, TIMELINE_LEFT = 70, TIMELINE_TOP = 56, TIMELINE_ROW = 28;
 
-// A square of each colour that the picture has, with its meaning, in a line.
+// The legend, on one line: a square of each colour in the picture, with its meaning.
 inline std::string timeline_legend(const Trace& trace) {
-    // Two kinds of one meaning share a square.
+    // Kinds with the same meaning share a square.
     std::map<std::string, const char*> colours; // [meaning]
     for (const auto& row : trace)
         for (const TimedAction& a : row)
@@ -94,7 +96,7 @@ inline std::string timeline_legend(const Trace& trace) {
     return text + "\n";
 }
 
-// Marks of time below the rows.
+// Draw the marks of time below the rows.
 inline std::string timeline_axis(const TimeScale& time, double y) {
     if (time.end <= 0) return "";
     double tick = tick_of(time.end * time.factor);
@@ -108,7 +110,7 @@ inline std::string timeline_axis(const TimeScale& time, double y) {
     return text + "\n";
 }
 
-// A row of the picture: its name, and a box an action with its name where there is room.
+// Draw a row: its name, and a box for each action, with the action's name if there is room.
 inline std::string timeline_row(const std::vector<TimedAction>& row, const std::string& name,
                                 double y, const TimeScale& time) {
     std::string text = concat("<text x=\"4\" y=\"", y + 17, "\">", name, "</text>\n");
@@ -127,7 +129,7 @@ inline std::string timeline_row(const std::vector<TimedAction>& row, const std::
     return text;
 }
 
-// All rows to one scale of time, between a legend and marks of time. rows: what a row is, as in
+// Draw all rows to one scale of time, between a legend and the marks. rows: what a row is, as in
 // "rank 1" or "stage 1"; unit: "ms", or a simulation's.
 inline std::string timeline_svg(const Trace& trace, const std::string& title,
                                 const std::string& rows, const std::string& unit) {
@@ -154,7 +156,7 @@ inline std::string timeline_svg(const Trace& trace, const std::string& title,
     return text + timeline_axis(time, below) + "</svg>\n";
 }
 
-// A complete event ("ph": "X") an action; a thread stands for a rank.
+// Write a trace for Chrome: one complete event ("ph": "X") an action, one thread a rank.
 inline std::string timeline_trace(const Trace& trace) {
     std::string text, comma;
     for (size_t r = 0; r < trace.size(); r++)
@@ -168,11 +170,11 @@ inline std::string timeline_trace(const Trace& trace) {
     return "{\"traceEvents\": [\n" + text + "\n]}\n";
 }
 
-// Write either; "" or what is wrong.
+// Write either format. Returns "" or what is wrong.
 inline std::string write_timeline(const std::string& path, const Trace& trace,
                                   const std::string& title, const std::string& rows,
                                   const std::string& unit) {
-    // The name's ending chooses the format; config_check() allows these two.
+    // The file's ending chooses the format; config_check() has allowed only these two.
     bool chrome = path.ends_with(".json");
     std::ofstream out(path);
     out << (chrome ? timeline_trace(trace) : timeline_svg(trace, title, rows, unit));

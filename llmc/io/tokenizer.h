@@ -1,19 +1,19 @@
 // tokenizer.h - text to tokens and back: bytes, BPE, unigram - arXiv:1508.07909, arXiv:1804.10959
-//   encode   1. cut out the tokens that are found in text as it is; special ones where asked for
+//   encode   1. cut out the tokens that are found verbatim in the text; special ones on request
 //            2. normalise what is left (SentencePiece: a space in front)
 //            3. cut at tokens of the normalised text, then by the tokenizer's patterns, into words
-//            4. make each word tokens:
-//     BPE      Symbols are bytes, or characters. The neighbours whose merge has the lowest rank
-//              merge, the leftmost first, until no two neighbours can.
-//     unigram  The pieces with the highest sum of scores (Viterbi).
-//   Merges of all kinds of files are one table: (left, right) -> rank, token. Where a file has
-//   pieces with scores or ranks and no merges, each way to cut a piece in two is a merge of its
-//   rank.
+//            4. turn each word into tokens:
+//     BPE      Symbols are bytes or characters. Repeatedly merge the two neighbours whose merge has
+//              the lowest rank, the leftmost first, until no neighbours can merge.
+//     unigram  Choose the pieces with the highest sum of scores (Viterbi).
+//   Merges from files of all kinds become one table: (left, right) -> rank, token. If a file has
+//   pieces with scores or ranks but no merges, each way to cut a piece in two becomes a merge with
+//   the piece's rank.
 //   Any bytes come back: decode(encode(text)) == text, invalid UTF-8 too, unless the tokenizer
 //   itself normalises (NFC and its kin, remove_extra_whitespaces, U+2581 for a space) or has an
 //   unknown token.
-//   Contract: a Tokenizer is not written after it was opened; any number of threads may encode.
-//   Cost: O(n log n) for the longest word, O(n) else; words that come again are copied.
+//   Contract: nothing writes to a Tokenizer after it was opened; any number of threads may encode.
+//   Cost: O(n log n) for the longest word, O(n) otherwise; tokens of repeated words are copied.
 //   Files: tokenizer_files.h
 #pragma once
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -32,76 +32,81 @@
 
 namespace llmc {
 
-// A map from text to token, looked up by string_view without a copy of the text.
+// A map from text to token that is looked up by string_view, without copying the text.
 struct TextHash {
     using is_transparent = void;
     size_t operator()(std::string_view s) const { return std::hash<std::string_view>()(s); }
 };
 typedef std::unordered_map<std::string, int, TextHash, std::equal_to<>> TokenOf;
 
-// The token of a text; -1: there is none.
+// The token of a text, or -1 if there is none.
 inline int find_token(const TokenOf& ids, std::string_view text) {
     auto found = ids.find(text);
     return found == ids.end() ? -1 : found->second;
 }
 
-// How an added token of Hugging Face's is found. White space that it takes in is gone.
+// How an added token of Hugging Face's is found. White space that it takes in is lost.
 struct FixedRule {
-    bool special = false;     // found where special tokens are asked for
-    bool single_word = false; // found between characters that are of no word
-    bool lstrip = false;      // takes in white space before it
-    bool rstrip = false;      // and behind it
+    bool special = false;     // found only if special tokens are asked for
+    bool single_word = false; // found only between characters that belong to no word
+    bool lstrip = false;      // takes in the white space before it
+    bool rstrip = false;      // takes in the white space behind it
 };
 
-// Texts that are one token wherever they stand. Where several match, the longest counts.
+// Texts that are one token wherever they occur. If several match at a place, the longest wins.
 struct Fixed {
     TokenOf ids = {};
-    std::unordered_map<int, FixedRule> rules = {}; // of tokens
-    std::vector<size_t> lengths = {}; // of the texts, descending, each once
-    bool first_byte[256] = {};        // whether a text begins with it
+    std::unordered_map<int, FixedRule> rules = {}; // by token
+    std::vector<size_t> lengths = {}; // lengths of the texts, descending, each once
+    bool first_byte[256] = {};        // whether a text begins with this byte
 };
 
-// Two neighbours that become one token. The lowest rank merges first.
+// Two neighbours that can become one token. The lowest rank merges first.
 struct Merge {
     uint64_t pair; // left << 32 | right
     uint32_t rank, token;
 };
 constexpr uint32_t NO_RANK = ~0u;
 
-constexpr std::string_view META_SPACE = "\xe2\x96\x81"; // U+2581, SentencePiece's space
+// U+2581, which SentencePiece writes for a space
+constexpr std::string_view META_SPACE = "\xe2\x96\x81";
 
 enum class TokenizerKind { BYTE, BPE, UNIGRAM };
-enum class Prefix { NONE, SPACE, SPACE_UNLESS_THERE }; // what goes in front of a text
+enum class Prefix { NONE, SPACE, SPACE_UNLESS_THERE }; // what is put in front of a text
 
-// A tokenizer: all that its files say, whatever their kind.
+// A tokenizer: everything that its files say, whatever their format.
 struct Tokenizer {
-    std::string name = "byte"; // what --tokenizer gave
+    std::string name = "byte"; // the value of --tokenizer
     int vocab_size = 256;
     TokenizerKind kind = TokenizerKind::BYTE;
-    int bos = -1; // begins a sequence; -1: there is none
-    int eot = -1; // ends a text
+    int bos = -1; // token that begins a sequence; -1: none
+    int eot = -1; // token that ends a text
     int unknown = -1;
     // the vocabulary
-    std::vector<std::string> pieces = {}; // token -> bytes; none for control tokens
+    std::vector<std::string> pieces = {}; // token -> bytes; empty for control tokens
     TokenOf ids = {};                     // piece -> token, without control tokens
-    TokenOf special = {};                 // by their texts
-    Fixed raw = {};                       // found in text as it is
-    Fixed added = {};                     // found in normalised text
+    TokenOf special = {};                 // special tokens, by their texts
+    Fixed raw = {};                       // tokens found verbatim in the text
+    Fixed added = {};                     // tokens found in normalised text
     // from text to words
-    std::vector<std::shared_ptr<pcre2_code>> patterns = {}; // each cuts what the one before left
-    std::vector<std::string> pattern_texts = {};            // as files have them
+    // each cuts what the pattern before left
+    std::vector<std::shared_ptr<pcre2_code>> patterns = {};
+    // the patterns as their files write them
+    std::vector<std::string> pattern_texts = {};
     int unicode_form = 0; // utf8proc's options for NFC, NFD, NFKC or NFKD; 0: as the text is
-    Prefix prefix = Prefix::NONE; // of a text, and after special tokens
-    bool prefix_once = false;     // of a text only
-    bool late_spaces = false;     // spaces are written behind the cut at added tokens, not before
-    bool extra_spaces = true;     // false: runs of spaces become one, and those at the ends go
+    Prefix prefix = Prefix::NONE; // in front of a text, and after special tokens
+    bool prefix_once = false;     // only in front of a text
+    bool late_spaces = false;     // spaces are written after the cut at added tokens, not before it
+    bool extra_spaces = true;     // false: runs of spaces become one, and those at both ends go
     // from words to tokens
-    bool sentencepiece = false; // symbols are characters, U+2581 a space; else symbols are bytes
-    bool whole_words = false;   // a word that is a piece is its token, whatever the merges
+    // symbols are characters, and U+2581 is a space; otherwise symbols are bytes
+    bool sentencepiece = false;
+    bool whole_words = false;   // a word that is a piece becomes its token, whatever the merges say
     std::vector<int> byte_token = std::vector<int>(256, -1);
-    std::vector<Merge> merges = {}; // open addressing, a power of two, at most half full
-    std::vector<float> scores = {}; // unigram
-    size_t longest = 0;             // piece, in bytes
+    // hash table, open addressing; a power of two, at most half full
+    std::vector<Merge> merges = {};
+    std::vector<float> scores = {}; // unigram: the score of each piece
+    size_t longest = 0;             // length of the longest piece in bytes
 };
 
 // ----------------------------------------------------------------------------
@@ -118,7 +123,7 @@ inline void fixed_add(Fixed* f, const std::string& text, int token, FixedRule ru
         f->lengths.insert(at, text.size());
 }
 
-// Whether a character is white space, or of a word: as \s and \w of Unicode's UTS 18 say.
+// Whether a character is white space, or belongs to a word: \s and \w of Unicode's UTS 18.
 inline bool is_space(int32_t c) {
     int category = utf8proc_category(c);
     bool separator = category == UTF8PROC_CATEGORY_ZS || category == UTF8PROC_CATEGORY_ZL ||
@@ -126,7 +131,7 @@ inline bool is_space(int32_t c) {
     return separator || (c >= '\t' && c <= '\r') || c == 0x85;
 }
 inline bool is_of_word(int32_t c) {
-    // Letters, marks, decimal digits, letter-like numbers, connectors, joiners, letters in circles.
+    // Letters, marks, decimal digits, letter-like numbers, connectors, joiners, circled letters.
     int category = utf8proc_category(c);
     bool letter = category >= UTF8PROC_CATEGORY_LU && category <= UTF8PROC_CATEGORY_ME;
     bool number = category == UTF8PROC_CATEGORY_ND || category == UTF8PROC_CATEGORY_NL;
@@ -136,7 +141,8 @@ inline bool is_of_word(int32_t c) {
     return letter || number || joins || circled;
 }
 
-// The first and the last character of a text, and its bytes; of none, or of no UTF-8: {-1, 0}.
+// The first or last character of a text, with its length in bytes. An empty text, or invalid
+// UTF-8, gives {-1, 0}.
 struct Character {
     int32_t code;
     size_t bytes;
@@ -149,7 +155,7 @@ inline Character first_character(std::string_view text) {
     return {code, n};
 }
 inline Character last_character(std::string_view text) {
-    // Step back over bytes that begin no character.
+    // Step back over bytes that do not begin a character.
     size_t n = std::min(text.size(), size_t(1));
     while (n < std::min(text.size(), size_t(4)) && (text[text.size() - n] & 0xc0) == 0x80)
         n++;
@@ -157,7 +163,7 @@ inline Character last_character(std::string_view text) {
     return c.bytes == n ? c : Character{-1, 0};
 }
 
-// Bytes of white space at the end of a text, and at its beginning.
+// The number of bytes of white space at the end of a text, and at its beginning.
 inline size_t space_at_end(std::string_view text) {
     size_t left = text.size();
     for (Character c; is_space((c = last_character(text.substr(0, left))).code);)
@@ -171,7 +177,7 @@ inline size_t space_at_start(std::string_view text) {
     return at;
 }
 
-// The longest fixed text that stands at a place; {-1, 0}: none does.
+// The longest fixed text that stands at a place, or {-1, 0} if none does.
 struct FixedMatch {
     int token;
     size_t length;
@@ -186,18 +192,18 @@ inline FixedMatch match_fixed(const Fixed& f, std::string_view text, size_t at) 
     return {-1, 0};
 }
 
-// Cut a text at its fixed texts: calls plain(what lies between) and token(id), in the text's order.
-// A text that its rule leaves out is plain, and hides shorter ones that it holds.
+// Cut a text at its fixed texts: calls plain(text between them) and token(id) in the text's order.
+// A fixed text that its rule excludes is plain, and hides shorter fixed texts inside it.
 template <typename Plain, typename Token>
 void split_at_fixed(const Fixed& f, std::string_view text, bool special, Plain plain, Token token) {
-    size_t from = 0; // what lies before is given out
+    size_t from = 0; // everything before this is given out
     for (size_t at = 0, next; at < text.size(); at = next) {
-        // Find the longest text that begins here.
+        // Find the longest fixed text that begins here.
         FixedMatch match = match_fixed(f, text, at);
         next = at + std::max(match.length, size_t(1));
         if (match.token < 0) continue;
 
-        // Ask its rule.
+        // Apply its rule.
         FixedRule rule = f.rules.at(match.token);
         bool inside = rule.single_word &&
                       (is_of_word(last_character(text.substr(0, at)).code) ||
@@ -205,12 +211,14 @@ void split_at_fixed(const Fixed& f, std::string_view text, bool special, Plain p
         if (inside || (rule.special && !special))
             continue;
 
-        // Take in white space, but none that is given out already.
+        // Take in white space, but none that has been given out already.
         size_t begin = at, end = next;
         if (rule.lstrip)
             begin = std::max(at - space_at_end(text.substr(0, at)), from);
         if (rule.rstrip)
             end += space_at_start(text.substr(next));
+
+        // Give out the text before, then the token.
         if (begin > from)
             plain(text.substr(from, begin - from));
         token(match.token);
@@ -220,7 +228,7 @@ void split_at_fixed(const Fixed& f, std::string_view text, bool special, Plain p
         plain(text.substr(from));
 }
 
-// The place of a pair in the table: where it stands, or where it would.
+// The slot of a pair in the table: its own, or the free one where it belongs.
 inline size_t merge_slot(const std::vector<Merge>& table, uint64_t pair) {
     uint64_t mixed = pair * 0x9e3779b97f4a7c15u; // 2^64 over the golden ratio
     size_t mask = table.size() - 1;
@@ -230,14 +238,14 @@ inline size_t merge_slot(const std::vector<Merge>& table, uint64_t pair) {
     return i;
 }
 
-// The merge of two tokens; of NO_RANK where they do not merge.
+// The merge of two tokens; its rank is NO_RANK if they do not merge.
 inline Merge find_merge(const Tokenizer& t, int left, int right) {
     if (t.merges.empty() || left < 0 || right < 0)
         return {0, NO_RANK, 0};
     return t.merges[merge_slot(t.merges, uint64_t(left) << 32 | uint32_t(right))];
 }
 
-// Put merges into a table that is at most half full.
+// Put merges into a hash table that is at most half full.
 inline void set_merges(Tokenizer* t, const std::vector<Merge>& merges) {
     size_t slots = 2;
     while (slots < 2 * merges.size()) slots *= 2;
@@ -246,19 +254,21 @@ inline void set_merges(Tokenizer* t, const std::vector<Merge>& merges) {
         t->merges[merge_slot(t->merges, m.pair)] = m;
 }
 
-// Write \s and \w as Oniguruma has them, which Hugging Face's tokenizers use. PCRE2's \s has U+180E
-// too, which is no white space since Unicode 6.3; its \w lacks marks in some versions.
+// Rewrite \s, \w and \b as Oniguruma defines them, which Hugging Face's tokenizers use. PCRE2's \s
+// includes U+180E, which is no white space since Unicode 6.3; its \w lacks marks in some versions.
 inline std::string unicode_classes(const std::string& pattern) {
     const std::string spaces = R"(\p{Z}\t-\r\x{85})";
     const std::string word = R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{b2}\x{b3}\x{b9}\x{bc}-\x{be})"
                              R"(\x{24b6}-\x{24e9}\x{1f130}-\x{1f149}\x{1f150}-\x{1f169})"
                              R"(\x{1f170}-\x{1f189})";
 
-    // An escape's members, to stand in brackets; outside of any they get brackets of their own.
+    // The members of an escape, as they stand in brackets; outside of brackets, add a pair.
     auto members = [&](const std::string& item) {
         return item == "\\s" ? spaces : item == "\\w" ? word : "";
     };
     const std::string in = "[" + word + "]";
+
+    // Copy the pattern item by item, and replace the escapes.
     std::string out;
     bool in_class = false;
     for (size_t i = 0; i < pattern.size(); i++) {
@@ -267,6 +277,7 @@ inline std::string unicode_classes(const std::string& pattern) {
             item += pattern[++i];
         if (item == "[" || item == "]")
             in_class = item == "[";
+
         if (!members(item).empty())
             item = in_class ? members(item) : "[" + members(item) + "]";
         else if (item == "\\S" && !in_class)
@@ -280,7 +291,8 @@ inline std::string unicode_classes(const std::string& pattern) {
     return out;
 }
 
-// Compile a pattern; returns "" or what is wrong. Words are its matches and what lies between them.
+// Compile a pattern. Words will be its matches and the text between them. Returns ""
+// or what is wrong.
 inline std::string add_pattern(Tokenizer* t, const std::string& pattern, bool literal = false) {
     int error = 0;
     size_t at = 0;
@@ -294,48 +306,49 @@ inline std::string add_pattern(Tokenizer* t, const std::string& pattern, bool li
         return "pattern " + pattern + ": " + message;
     }
 
-    pcre2_jit_compile(code, PCRE2_JIT_COMPLETE); // without a JIT it is interpreted
+    pcre2_jit_compile(code, PCRE2_JIT_COMPLETE); // without a JIT, PCRE2 interprets the pattern
     t->patterns.emplace_back(code, pcre2_code_free);
     t->pattern_texts.push_back(pattern);
     return "";
 }
 
 // ----------------------------------------------------------------------------
-// a word to tokens
+// from a word to tokens
 
 // One thread's encoding of texts: the output, scratch, and the words seen so far.
 struct Encoding {
     const Tokenizer& t;
     std::vector<int> out = {};
 
-    // Words that come again are copied from `out`.
+    // A word seen before: its tokens are copied from `out`.
     struct Word {
         const char* text;
         size_t length;
-        size_t from; // its tokens: out[from, from + count)
+        size_t from; // its tokens are out[from, from + count)
         size_t count;
     };
-    std::vector<Word> words = {}; // by hash, a power of two; the latest stays
-    std::vector<std::shared_ptr<pcre2_match_data>> matches = {}; // one a pattern
+    std::vector<Word> words = {}; // by hash, a power of two; a newer word replaces the older
+    std::vector<std::shared_ptr<pcre2_match_data>> matches = {}; // one for each pattern
     std::shared_ptr<pcre2_match_context> limits = nullptr;
 
-    // BPE: a word's symbols, a list in order, and the merges that neighbours can do.
+    // BPE: a word's symbols as a linked list, and the merges that its neighbours can do.
     struct Symbol {
         int token;
         int previous;
         int next;
-        uint32_t rank; // of the merge with the next one
-        size_t at;     // in the word, before merges
+        uint32_t rank; // of the merge with the next symbol
+        size_t at;     // first byte in the word
         size_t length;
     };
     std::vector<Symbol> symbols = {};
     std::vector<uint64_t> heap = {}; // rank << 32 | symbol
 
-    std::deque<std::string> normalised = {}; // texts stay where they are: words point into them
+    // a deque never moves its texts, so words can point into them
+    std::deque<std::string> normalised = {};
 };
 
-// Write text that is no piece: a token a byte, where bytes have tokens, or the unknown token, which
-// neighbours share. word_from: where the word's tokens begin.
+// Append text that is no piece: a token for each byte if bytes have tokens, else the unknown token,
+// once for a run of such text. word_from: where the word's tokens begin in `out`.
 inline void push_unknown(Encoding& e, std::string_view text, size_t word_from) {
     if (e.t.byte_token[(unsigned char)text[0]] >= 0)
         for (char c : text)
@@ -344,7 +357,7 @@ inline void push_unknown(Encoding& e, std::string_view text, size_t word_from) {
         e.out.push_back(e.t.unknown);
 }
 
-// Make a word a list of symbols: characters, or bytes.
+// Make a list of a word's symbols: characters, or bytes.
 inline void split_symbols(Encoding& e, std::string_view word) {
     e.symbols.clear();
     for (size_t at = 0, n; at < word.size(); at += n) {
@@ -357,7 +370,7 @@ inline void split_symbols(Encoding& e, std::string_view word) {
     e.symbols.back().next = -1;
 }
 
-// Queue the merge of symbol i with the next one, if there is one.
+// Queue the merge of symbol i with the next one, if they can merge.
 inline void queue_merge(Encoding& e, int i) {
     Encoding::Symbol& s = e.symbols[i];
     s.rank = s.next < 0 ? NO_RANK : find_merge(e.t, s.token, e.symbols[s.next].token).rank;
@@ -375,15 +388,15 @@ inline void bpe_word(Encoding& e, std::string_view word) {
         queue_merge(e, int(i));
 
     while (!e.heap.empty()) {
-        // Take the merge of the lowest rank, the leftmost first.
+        // Take the merge with the lowest rank, the leftmost first.
         std::pop_heap(e.heap.begin(), e.heap.end(), std::greater<>());
         int i = int(uint32_t(e.heap.back()));
         uint32_t rank = uint32_t(e.heap.back() >> 32);
         e.heap.pop_back();
         Encoding::Symbol& left = e.symbols[i];
-        if (left.rank != rank) continue; // a neighbour has merged since
+        if (left.rank != rank) continue; // a neighbour has merged meanwhile
 
-        // The left symbol becomes the pair, the right one leaves the list.
+        // Merge: the left symbol becomes the pair, the right one leaves the list.
         Encoding::Symbol& right = e.symbols[left.next];
         left.token = int(find_merge(e.t, left.token, right.token).token);
         left.next = right.next;
@@ -391,13 +404,13 @@ inline void bpe_word(Encoding& e, std::string_view word) {
         if (left.next >= 0)
             e.symbols[left.next].previous = i;
 
-        // The new symbol may merge with both its neighbours.
+        // Queue the new symbol's merges with both of its neighbours.
         queue_merge(e, i);
         if (left.previous >= 0)
             queue_merge(e, left.previous);
     }
 
-    // Write what is left in the list.
+    // Append the tokens that are left in the list.
     size_t from = e.out.size();
     for (int i = 0; i >= 0; i = e.symbols[i].next) {
         const Encoding::Symbol& s = e.symbols[i];
@@ -408,15 +421,15 @@ inline void bpe_word(Encoding& e, std::string_view word) {
     }
 }
 
-// The best way to write the word up to one place.
+// The best path from the word's beginning to one place.
 struct BestPath {
     float score = -INFINITY;
-    int token = -1;  // the last piece on the way; -1: a character that is no piece
-    size_t from = 0; // where it begins
+    int token = -1;  // the last piece of the path; -1: a character that is no piece
+    size_t from = 0; // where that piece begins
 };
 
-// Find the best way to each place of the word. A character that is no piece costs 10 more than the
-// worst piece, as SentencePiece has it.
+// Find the best path to each place of the word. A character that is no piece costs 10 more than the
+// worst piece, as in SentencePiece.
 inline std::vector<BestPath> best_paths(const Tokenizer& t, std::string_view word) {
     std::vector<BestPath> best(word.size() + 1);
     best[0].score = 0;
@@ -426,7 +439,7 @@ inline std::vector<BestPath> best_paths(const Tokenizer& t, std::string_view wor
             best[to] = {best[from].score + score, token, from};
     };
 
-    // From each place go one piece further, in all ways.
+    // Extend the best path of each place by every piece that begins there.
     for (size_t at = 0, n; at < word.size(); at += n) {
         n = std::max<size_t>(utf8_length(word.substr(at)), 1);
         for (size_t length = 1; length <= std::min(t.longest, word.size() - at); length++) {
@@ -439,15 +452,15 @@ inline std::vector<BestPath> best_paths(const Tokenizer& t, std::string_view wor
     return best;
 }
 
-// Append a word's tokens by the best sum of scores.
+// Append a word's tokens: the pieces with the best sum of scores.
 inline void unigram_word(Encoding& e, std::string_view word) {
-    // Walk the best way back from the word's end.
+    // Walk back along the best path from the word's end.
     std::vector<BestPath> best = best_paths(e.t, word);
     std::vector<size_t> ends;
     for (size_t at = word.size(); at > 0; at = best[at].from)
         ends.push_back(at);
 
-    // Write it forward.
+    // Append its tokens forward.
     size_t from = e.out.size();
     for (size_t i = ends.size(); i-- > 0;) {
         const BestPath& p = best[ends[i]];
@@ -460,7 +473,7 @@ inline void unigram_word(Encoding& e, std::string_view word) {
 
 // Append a word's tokens.
 inline void encode_word(Encoding& e, std::string_view word) {
-    // Copy the tokens of a word that comes again.
+    // Copy the tokens of a word seen before.
     Encoding::Word& known = e.words[TextHash()(word) & (e.words.size() - 1)];
     size_t from = e.out.size();
     if (std::string_view(known.text, known.length) == word) {
@@ -469,7 +482,7 @@ inline void encode_word(Encoding& e, std::string_view word) {
         return;
     }
 
-    // Make those of a new one, and remember where they stand.
+    // Tokenize a new word, and remember where its tokens are.
     int whole = e.t.whole_words ? find_token(e.t.ids, word) : -1;
     if (whole >= 0)
         e.out.push_back(whole);
@@ -481,16 +494,18 @@ inline void encode_word(Encoding& e, std::string_view word) {
 }
 
 // ----------------------------------------------------------------------------
-// a text to words
+// from a text to words
 
-// Cut text into words by the patterns from number `pattern` on. The text is valid UTF-8, so that
-// PCRE2 need not look again at each match.
+// Cut text into words by the patterns from number `pattern` on. The text must be valid UTF-8, so
+// that PCRE2 need not check it at each match.
 inline void split_by_patterns(Encoding& e, std::string_view text, size_t pattern) {
     if (text.empty()) return;
     if (pattern == e.t.patterns.size())
         return encode_word(e, text);
     pcre2_match_data* match = e.matches[pattern].get();
     const size_t* place = pcre2_get_ovector_pointer(match); // {begin, end} of the match
+
+    // Find the pattern's matches one after the other.
     for (size_t at = 0; at < text.size(); at = place[1]) {
         int found = pcre2_match(e.t.patterns[pattern].get(), PCRE2_SPTR(text.data()), text.size(),
                                 at, PCRE2_NO_UTF_CHECK | PCRE2_NOTEMPTY, match, e.limits.get());
@@ -500,15 +515,15 @@ inline void split_by_patterns(Encoding& e, std::string_view text, size_t pattern
                    "--tokenizer %s: its pattern fails on this text (PCRE2 error %d at byte %zu)",
                    e.t.name.c_str(), found, at);
 
-        // Text before the match, then the match: the next pattern may cut both.
+        // The next pattern may cut both the text before the match and the match itself.
         size_t begin = place[0];
         split_by_patterns(e, text.substr(at, begin - at), pattern + 1);
         split_by_patterns(e, text.substr(begin, place[1] - begin), pattern + 1);
     }
 }
 
-// Cut text into runs of valid and of invalid UTF-8. Patterns speak of characters, so an invalid run
-// is a word of its own.
+// Cut text into runs of valid and of invalid UTF-8. Patterns work on characters, so each invalid
+// run becomes a word of its own.
 inline void encode_words(Encoding& e, std::string_view text) {
     for (size_t from = 0, to; from < text.size(); from = to) {
         bool valid = utf8_length(text.substr(from)) > 0;
@@ -522,9 +537,9 @@ inline void encode_words(Encoding& e, std::string_view text) {
     }
 }
 
-// Bring text into a Unicode normal form. ASCII has it already: only runs of other characters are
-// normalised, each with the ASCII character before it, which an accent may join. Invalid UTF-8
-// stays as it is.
+// Bring text into a Unicode normal form. ASCII is already in it: only runs of other characters are
+// normalised, each with the ASCII character before it, which an accent may join. Invalid UTF-8 is
+// left as it is.
 inline std::string unicode_normalise(std::string_view text, int form) {
     std::string out;
     for (size_t from = 0, to; from < text.size(); from = to) {
@@ -538,14 +553,14 @@ inline std::string unicode_normalise(std::string_view text, int form) {
             to += n;
         }
 
-        // None: the text ends here, or this byte begins no character.
+        // Without such a run, the text ends here, or this byte begins no character.
         if (to == run) {
             to = std::min(run + 1, text.size());
             out += text.substr(from, to - from);
             continue;
         }
 
-        // Normalise it with the ASCII character before it.
+        // Normalise the run, with the ASCII character before it.
         if (run > from) run--;
         utf8proc_uint8_t* normal = nullptr;
         utf8proc_ssize_t length = utf8proc_map((const utf8proc_uint8_t*)text.data() + run, to - run,
@@ -558,7 +573,7 @@ inline std::string unicode_normalise(std::string_view text, int form) {
 }
 
 // Put a space in front and drop extra ones, as SentencePiece does. after_space: a space stands
-// before this text, so that one at its beginning is extra.
+// before this text, so a space at its beginning is extra.
 inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, bool may_prefix,
                                     bool after_space) {
     bool there = text[0] == ' ' || text.starts_with(META_SPACE);
@@ -577,10 +592,10 @@ inline std::string normalise_spaces(const Tokenizer& t, std::string_view text, b
 }
 
 // ----------------------------------------------------------------------------
-// what others call
+// what other files call
 
-// Begin to encode texts of so many bytes together. All their tokens go to `out`. The texts must
-// stay where they are: words that come again are looked up there.
+// Begin to encode texts of `bytes` bytes in total. All their tokens go to `out`. The texts must not
+// move: repeated words are looked up in them.
 inline Encoding encoding_open(const Tokenizer& t, size_t bytes) {
     Encoding e = {t};
     if (t.kind == TokenizerKind::BYTE) return e;
@@ -596,8 +611,8 @@ inline Encoding encoding_open(const Tokenizer& t, size_t bytes) {
 }
 
 // Append the tokens of a text.
-//   special   the texts of special tokens, such as <|endoftext|>, are these tokens and not text
-//   goes_on   the text is not a beginning, another one stands before it: no space goes in front
+//   special   the texts of special tokens, such as <|endoftext|>, become these tokens
+//   goes_on   the text continues another one: no space goes in front
 inline void encode_more(Encoding& e, std::string_view text, bool special = false,
                         bool goes_on = false) {
     const Tokenizer& t = e.t;
@@ -608,12 +623,13 @@ inline void encode_more(Encoding& e, std::string_view text, bool special = false
     }
     if (text.empty()) return;
 
-    // Bound the steps of one match: looking back over a run of spaces takes some for each of them.
+    // Bound the steps of one match: looking back over a run of spaces takes a few for each space.
     size_t steps = 10'000'000 + 16 * text.size();
     pcre2_set_match_limit(e.limits.get(), uint32_t(std::min<size_t>(steps, ~0u)));
 
-    // Normalise what lies between tokens of the text as it is, and cut it at those of normalised
-    // text. A pre-tokenizer writes its spaces behind the cut, a normalizer before it.
+    // Cut at the tokens that stand verbatim in the text, and normalise what lies between them. Then
+    // cut at the tokens of normalised text. Spaces are written after that cut if a pre-tokenizer
+    // writes them, and before it if a normalizer does.
     auto token = [&](int id) { e.out.push_back(id); };
     auto plain = [&](std::string_view between) {
         bool first = between.data() == text.data();
@@ -644,7 +660,7 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
     return std::move(e.out);
 }
 
-// Encode a text from its beginning: behind the token that begins sequences, where there is one.
+// Encode a text from its beginning, behind the token that begins sequences, if there is one.
 inline std::vector<int> encode_from_start(const Tokenizer& t, std::string_view text) {
     std::vector<int> tokens = encode(t, text, true);
     if (t.bos >= 0 && (tokens.empty() || tokens[0] != t.bos))
@@ -652,14 +668,14 @@ inline std::vector<int> encode_from_start(const Tokenizer& t, std::string_view t
     return tokens;
 }
 
-// The bytes of a token; control tokens have none.
+// The bytes of a token. Control tokens have none.
 inline std::string decode(const Tokenizer& t, int token) {
     if (t.kind == TokenizerKind::BYTE)
         return std::string(1, char(token));
     return token >= 0 && size_t(token) < t.pieces.size() ? t.pieces[token] : "";
 }
 
-// The text of all its tokens, without the space that encode put in front.
+// The text of all tokens, without the space that encode() put in front.
 inline std::string decode(const Tokenizer& t, const std::vector<int>& tokens) {
     std::string text;
     for (int token : tokens)

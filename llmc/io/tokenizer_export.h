@@ -1,8 +1,8 @@
 // tokenizer_export.h - the files from which transformers makes the tokens that a Tokenizer makes
 //   copied      a tokenizer.json, a SentencePiece model
-//   converted   GPT-2's pair, tiktoken, llama2.c's, bytes and SentencePiece's BPE, to a
-//               tokenizer.json that gives the same tokens
-//   A tokenizer that a tokenizer.json cannot describe exactly is not written; not_json says why.
+//   converted   GPT-2's pair of files, tiktoken's, llama2.c's, bytes, and SentencePiece's BPE: each
+//               to a tokenizer.json that gives the same tokens
+//   A tokenizer that tokenizer.json cannot describe exactly is not written; not_json() says why.
 #pragma once
 #include <map>
 #include <set>
@@ -10,12 +10,12 @@
 
 namespace llmc {
 
-// How a file writes a piece: with U+2581 for spaces, or its bytes in GPT-2's letters.
+// The text of a piece in a file: with U+2581 for spaces, or with its bytes as GPT-2's letters.
 inline std::string piece_text(const Tokenizer& t, std::string_view bytes) {
     if (t.sentencepiece)
         return replace_all(std::string(bytes), " ", META_SPACE);
 
-    // The letter of each byte: UTF-8 of at most two bytes.
+    // Make the letter of each byte once, in UTF-8 of at most two bytes.
     static const std::vector<std::string> letter_of = [] {
         std::vector<std::string> of(256);
         const std::vector<int>& byte_of = byte_letters();
@@ -33,15 +33,15 @@ inline std::string piece_text(const Tokenizer& t, std::string_view bytes) {
     return text;
 }
 
-// The texts by which a file calls the tokens; "" for one that has no text.
+// The text of each token in a file, or "" for a token without text.
 inline std::vector<std::string> token_texts(const Tokenizer& t) {
-    // Pieces, as a file writes them.
+    // Write the pieces as a file does.
     bool bytes = t.kind == TokenizerKind::BYTE;
     std::vector<std::string> texts(t.vocab_size);
     for (size_t i = 0; i < texts.size(); i++)
         texts[i] = piece_text(t, bytes ? std::string(1, char(i)) : t.pieces[i]);
 
-    // Byte fallback, unknown and special tokens: their pieces hold what decoding shows.
+    // Replace the texts of byte, unknown and special tokens: their pieces hold what decoding shows.
     for (int b = 0; t.sentencepiece && b < 256; b++) {
         char name[8];
         snprintf(name, sizeof(name), "<0x%02hhX>", (unsigned char)b);
@@ -55,11 +55,11 @@ inline std::vector<std::string> token_texts(const Tokenizer& t) {
     return texts;
 }
 
-// "left right" of each merge, by rank. Merges of equal rank, which make the same piece, are in the
-// order of their pairs.
+// The merges by rank, each as "left right". Merges of equal rank make the same piece, and are in
+// the order of their pairs.
 inline std::vector<std::string> merge_texts(const Tokenizer& t,
                                             const std::vector<std::string>& texts) {
-    // Take the merges out of the table, which has empty places.
+    // Take the merges out of the hash table, which has empty slots.
     std::vector<Merge> merges;
     for (const Merge& m : t.merges)
         if (m.rank != NO_RANK) merges.push_back(m);
@@ -67,14 +67,15 @@ inline std::vector<std::string> merge_texts(const Tokenizer& t,
         return std::pair(a.rank, a.pair) < std::pair(b.rank, b.pair);
     });
 
-    // Write them in order: a line's place is its rank.
+    // Write them in order: a line's number is its rank.
     std::vector<std::string> lines;
     for (const Merge& m : merges)
         lines.push_back(texts[m.pair >> 32] + " " + texts[uint32_t(m.pair)]);
     return lines;
 }
 
-// Add the steps around a model of bytes: GPT-2's letters, and words as the patterns cut them.
+// Add the steps around a model of bytes: cut words by the patterns, and write
+// bytes as GPT-2's letters.
 inline void add_byte_level(nlohmann::ordered_json* j, const Tokenizer& t) {
     // A pattern only cuts: "Isolated" keeps the text of each match.
     nlohmann::ordered_json steps = nlohmann::json::array();
@@ -93,6 +94,7 @@ inline void add_byte_level(nlohmann::ordered_json* j, const Tokenizer& t) {
 
 // Add the steps around a model of characters: U+2581 for spaces, one of them before the text.
 inline void add_meta_spaces(nlohmann::ordered_json* j, const Tokenizer& t) {
+    // Prepend puts the space before the text, Strip takes it away again.
     auto normalizer = nlohmann::ordered_json::parse(R"({"type": "Sequence", "normalizers": [
         {"type": "Prepend", "prepend": "\u2581"},
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]})");
@@ -101,7 +103,7 @@ inline void add_meta_spaces(nlohmann::ordered_json* j, const Tokenizer& t) {
         {"type": "ByteFallback"}, {"type": "Fuse"},
         {"type": "Strip", "content": " ", "start": 1, "stop": 0}]})");
 
-    // Without the space in front: neither Prepend nor Strip.
+    // A tokenizer without that space needs neither.
     if (t.prefix == Prefix::NONE) {
         normalizer["normalizers"].erase(0);
         decoder["decoders"].erase(3);
@@ -112,7 +114,7 @@ inline void add_meta_spaces(nlohmann::ordered_json* j, const Tokenizer& t) {
 
 // Add the step that puts a token before each text.
 inline void add_template(nlohmann::ordered_json* j, int token, const std::string& text) {
-    // A pair of texts has the token before each, though this program never writes pairs.
+    // In a pair, each of the two texts has the token, though this program never writes pairs.
     nlohmann::ordered_json first = {{"SpecialToken", {{"id", text}, {"type_id", 0}}}};
     nlohmann::ordered_json a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
     nlohmann::ordered_json b = {{"Sequence", {{"id", "B"}, {"type_id", 0}}}};
@@ -123,14 +125,14 @@ inline void add_template(nlohmann::ordered_json* j, int token, const std::string
         {"special_tokens", {{text, {{"id", text}, {"ids", {token}}, {"tokens", {text}}}}}}};
 }
 
-// A tokenizer.json of bytes, or of a BPE that came in another file.
+// Make a tokenizer.json of bytes, or of a BPE that came in another format.
 inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
     auto j = nlohmann::ordered_json::parse(R"({"version": "1.0", "truncation": null,
         "padding": null, "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
         "post_processor": null, "decoder": null, "model": {"type": "BPE", "dropout": null,
         "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null}})");
 
-    // The vocabulary, in the order of its tokens. ordered_json's [] would search it for each one.
+    // List the vocabulary in the order of its tokens. ordered_json's [] would search it each time.
     std::vector<std::string> texts = token_texts(t);
     nlohmann::ordered_json::object_t vocabulary;
     for (size_t i = 0; i < texts.size(); i++) {
@@ -146,7 +148,7 @@ inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
                                          {"special", true}});
     }
 
-    // The model, then the steps around it.
+    // Describe the model, then the steps around it.
     nlohmann::ordered_json& model = j["model"];
     if (t.unknown >= 0)
         model["unk_token"] = texts[t.unknown];
@@ -161,14 +163,14 @@ inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
     return j;
 }
 
-// Why a tokenizer.json cannot describe a tokenizer; "": it can.
+// Why a tokenizer.json cannot describe a tokenizer, or "" if it can.
 inline std::string not_json(const Tokenizer& t) {
     if (t.kind == TokenizerKind::UNIGRAM)
         return "it is unigram";
     if (!t.extra_spaces || !t.added.ids.empty())
         return "it drops extra spaces or adds pieces";
 
-    // Tokens are called by their texts: valid ones, each once.
+    // The file names tokens by their texts, which must be valid UTF-8 and all different.
     std::set<std::string> seen;
     for (const std::string& text : token_texts(t)) {
         for (size_t at = 0, n; at < text.size(); at += n) {
@@ -182,7 +184,7 @@ inline std::string not_json(const Tokenizer& t) {
     return "";
 }
 
-// tokenizer_config.json. positions: the longest sequence of the model.
+// Make a tokenizer_config.json. positions: the longest sequence of the model.
 inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
     std::vector<std::string> texts = token_texts(t);
     nlohmann::ordered_json j = {{"tokenizer_class", "PreTrainedTokenizerFast"},
@@ -190,7 +192,7 @@ inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
                                 {"model_max_length", positions},
                                 {"clean_up_tokenization_spaces", false}};
 
-    // A tokenizer without a token that begins texts uses the one that ends them.
+    // Use the token that ends texts also as the one that begins them, unless there is one.
     if (t.eot >= 0)
         j["bos_token"] = j["eos_token"] = texts[t.eot];
     if (t.bos >= 0)
@@ -201,11 +203,11 @@ inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
 }
 
 // Collect an export's tokenizer files, name -> bytes.
-//   tokenizer.json        copied as it is, with the tokenizer_config.json beside it
-//   a SentencePiece model copied, for its own library, and converted where that can be exact:
+//   tokenizer.json        copied, with the tokenizer_config.json beside it
+//   a SentencePiece model copied for its own library, and converted if that can be exact:
 //                         transformers' own conversion gives other tokens where scores are equal
 //   any other             converted
-// The tokenizer_config.json beside any of them is copied.
+// The tokenizer_config.json beside any of them is copied too.
 inline std::string tokenizer_files(std::map<std::string, std::string>* files, const Tokenizer& t,
                                    size_t positions) {
     struct stat s;
@@ -213,7 +215,7 @@ inline std::string tokenizer_files(std::map<std::string, std::string>* files, co
     std::string path = folder ? tokenizer_in(t.name) : t.name;
     std::string beside = path.substr(0, path.rfind('/') + 1) + "tokenizer_config.json";
 
-    // Copy, and leave what says how to use it as it is: it may hold a chat's template.
+    // Copy. The tokenizer_config.json stays as it is: it may hold a chat template.
     bool json = path.ends_with(".json");
     bool model = t.sentencepiece && path.ends_with(".model");
     std::string wrong;

@@ -1,12 +1,12 @@
 // tokenizer_files.h - the files that tokenizers come in
-//   byte             no file: a token is a byte, the vocabulary 256
+//   byte             no file: each byte is a token, the vocabulary is 256
 //   FOLDER           the first of these that it has: tokenizer.json; vocab.bpe or merges.txt with
 //                    encoder.json or vocab.json (GPT-2); tokenizer.model; tokenizer.bin
 //   tokenizer.json   Hugging Face's, model BPE, byte-level (GPT-2, Llama 3, Qwen2, SmolLM) or with
 //                    byte fallback (Llama 2, Mistral)
-//   *.tiktoken       a line a token, "base64 rank"; Llama 3's tokenizer.model too. The file has no
-//                    pattern and no special tokens: they follow from its name, or from how many
-//                    ranks it has (r50k_base, cl100k_base, o200k_base, llama3)
+//   *.tiktoken       one token a line, "base64 rank"; Llama 3's tokenizer.model too. The file has
+//                    no pattern and no special tokens: they follow from its name, or from its
+//                    number of ranks (r50k_base, cl100k_base, o200k_base, llama3)
 //   tokenizer.model  SentencePiece, BPE or unigram
 //   tokenizer.bin    llama2.c's
 //   All become one Tokenizer (tokenizer.h). Every function that returns a text returns "" or one
@@ -24,12 +24,12 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// what all kinds share
+// what all formats share
 
 constexpr size_t MAX_TOKENS = size_t(1) << 22; // larger ids come from broken files
 
-// Give a token its bytes; false: it is no token.
-// Ids may come in any order and leave gaps; a gap has no text.
+// Set the bytes of a token. Returns false if the id is no token. Ids may come in any order and
+// leave gaps, which have no text.
 inline bool set_piece(Tokenizer* t, int64_t token, const std::string& bytes) {
     if (token < 0 || size_t(token) >= MAX_TOKENS)
         return false;
@@ -39,7 +39,7 @@ inline bool set_piece(Tokenizer* t, int64_t token, const std::string& bytes) {
     return true;
 }
 
-// Let words be made of a token's piece. Among equal pieces the first counts.
+// Let words be made of a token's piece. Of equal pieces the first one counts.
 inline void set_word_piece(Tokenizer* t, int token) {
     const std::string& piece = t->pieces[token];
     if (piece.empty()) return;
@@ -47,7 +47,7 @@ inline void set_word_piece(Tokenizer* t, int token) {
     t->longest = std::max(t->longest, piece.size());
 }
 
-// A special token: it is found where it is asked for, and hides what it holds elsewhere.
+// Add a special token. Its text is found if special tokens are asked for, before any other token.
 inline void add_special(Tokenizer* t, const std::string& text, int token) {
     t->special[text] = token;
     fixed_add(&t->raw, text, token, {true});
@@ -58,11 +58,11 @@ inline Merge merge_of(int left, int right, uint32_t rank, int token) {
     return {uint64_t(left) << 32 | uint32_t(right), rank, uint32_t(token)};
 }
 
-// Make merges where a file has scores alone: each way to cut a piece into two pieces is one. The
-// higher a piece's score the lower its rank. Equal scores have equal ranks, so that the leftmost
-// pair merges first.
+// Make merges for a file that has only scores: each way to cut a piece into two pieces is a
+// merge. A higher score gives a lower rank. Equal scores give equal ranks, so that the
+// leftmost pair merges first.
 inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& scores) {
-    // Sort the pieces, best score first.
+    // Sort the pieces, the best score first.
     std::vector<int> order;
     for (const auto& [piece, token] : t->ids)
         order.push_back(token);
@@ -70,7 +70,7 @@ inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& score
         return std::pair(-scores[a], a) < std::pair(-scores[b], b);
     });
 
-    // Cut each of them everywhere.
+    // Cut each piece everywhere.
     std::vector<Merge> merges;
     uint32_t rank = 0;
     for (size_t i = 0; i < order.size(); i++) {
@@ -87,7 +87,7 @@ inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& score
     set_merges(t, merges);
 }
 
-// Find the tokens of single bytes, which byte-level BPE starts from.
+// Find the tokens of single bytes, from which byte-level BPE starts.
 inline std::string set_bytes(Tokenizer* t) {
     for (int b = 0; b < 256; b++) {
         t->byte_token[b] = find_token(t->ids, std::string(1, char(b)));
@@ -98,7 +98,7 @@ inline std::string set_bytes(Tokenizer* t) {
     return "";
 }
 
-// "<0x0A>" -> 10; -1: it is no such piece.
+// The byte of a fallback piece, "<0x0A>" -> 10, or -1 for any other piece.
 inline int fallback_byte(const std::string& piece) {
     unsigned b = 0;
     char end = 0;
@@ -106,13 +106,14 @@ inline int fallback_byte(const std::string& piece) {
     return is ? int(b) : -1;
 }
 
-// Whether all bytes have a token; or none has one, and there is one for what is unknown.
+// Whether the tokenizer can write any text: either every byte has a token, or no byte has one and
+// there is an unknown token.
 inline bool writes_any_text(const Tokenizer& t) {
     auto missing = std::count(t.byte_token.begin(), t.byte_token.end(), -1);
     return missing == 0 || (missing == 256 && t.unknown >= 0);
 }
 
-// Put `to` wherever `from` (not empty) stands. What is put in is not looked at again.
+// Replace each `from` (not empty) by `to`. What is inserted is not searched again.
 inline std::string replace_all(const std::string& text, std::string_view from,
                                std::string_view to) {
     std::string replaced;
@@ -124,8 +125,8 @@ inline std::string replace_all(const std::string& text, std::string_view from,
     return replaced.append(text, at);
 }
 
-// Cut text into words that begin at spaces, so that a word that comes again is looked up. This is
-// exact where no piece has a space after another character: no merge spans two such words.
+// Cut text into words that begin at spaces, so that repeated words are found. This is exact if no
+// piece has a space after another character: then no merge spans two such words.
 inline std::string split_at_spaces(Tokenizer* t) {
     for (const auto& [piece, token] : t->ids)
         if (piece.find(' ', piece.find_first_not_of(' ')) != std::string::npos)
@@ -134,16 +135,17 @@ inline std::string split_at_spaces(Tokenizer* t) {
 }
 
 // ----------------------------------------------------------------------------
-// patterns that files do not carry
+// patterns that the files do not contain
 
-// A word is English's short endings, letters, digits or other signs, a space before it included.
+// Words are English's short endings, letters, digits or other signs, with a space before them.
 constexpr const char* GPT2_PATTERN =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
-// The same, and: any sign may begin letters, numbers have at most three digits, lines end words.
+// The same, but any sign may precede letters, numbers have at most three digits,
+// and newlines end words.
 constexpr const char* CL100K_PATTERN =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3})"
     R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
-// The same, and: a word goes from capital to small letters once.
+// The same, but a word changes from capital to small letters only once.
 constexpr const char* O200K_PATTERN =
     R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+)"
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)?)"
@@ -154,10 +156,10 @@ constexpr const char* O200K_PATTERN =
 // ----------------------------------------------------------------------------
 // GPT-2: vocab.bpe and encoder.json
 
-// The byte that a character stands for; -1: for none. GPT-2 writes bytes that are no printable
-// Latin-1 character as the characters from U+0100 on.
+// The byte for which a character stands, or -1 if for none. GPT-2 writes a byte that is no
+// printable Latin-1 character as one of the characters from U+0100 on.
 inline const std::vector<int>& byte_letters() {
-    // Blanks, control characters and the soft hyphen (173) count as unprintable.
+    // Spaces, control characters and the soft hyphen (173) count as unprintable.
     auto printable = [](int b) { return (b > 32 && b < 127) || (b > 160 && b != 173); };
     static const std::vector<int> byte_of = [&] {
         std::vector<int> of(256, -1);
@@ -172,7 +174,7 @@ inline const std::vector<int>& byte_letters() {
     return byte_of;
 }
 
-// Read the bytes that a text stands for; false: it has other characters.
+// Read the bytes for which a text stands. Returns false if it has other characters.
 inline bool byte_level(std::string_view text, std::string* bytes) {
     const std::vector<int>& byte_of = byte_letters();
     bytes->clear();
@@ -188,7 +190,8 @@ inline bool byte_level(std::string_view text, std::string* bytes) {
     return true;
 }
 
-// The bytes of a piece. A file writes it in GPT-2's letters, or in characters, U+2581 for a space.
+// The bytes of a piece, which a file writes in GPT-2's letters, or in characters with
+// U+2581 for a space.
 inline std::string piece_bytes(const Tokenizer& t, const std::string& text) {
     std::string bytes;
     if (t.sentencepiece) {
@@ -198,9 +201,9 @@ inline std::string piece_bytes(const Tokenizer& t, const std::string& text) {
     return byte_level(text, &bytes) ? bytes : text;
 }
 
-// {"piece": token, ...}
+// Read a vocabulary: {"piece": token, ...}
 inline std::string read_vocabulary(Tokenizer* t, const nlohmann::json& vocabulary) {
-    // Byte fallback writes only what no piece covers, so words are never made of those tokens.
+    // Do not make words of byte-fallback tokens, which only write what no piece covers.
     for (const auto& [text, id] : vocabulary.items()) {
         int64_t token = id.is_number_integer() ? id.get<int64_t>() : -1;
         if (!set_piece(t, token, piece_bytes(*t, text)))
@@ -215,7 +218,7 @@ inline std::string read_vocabulary(Tokenizer* t, const nlohmann::json& vocabular
     return t->sentencepiece ? "" : set_bytes(t);
 }
 
-// Add the next merge. The order of merges is their rank.
+// Add the next merge. Its place in the list is its rank.
 inline std::string add_merge(const Tokenizer& t, std::vector<Merge>* merges, const std::string& l,
                              const std::string& r) {
     std::string left = piece_bytes(t, l);
@@ -231,10 +234,10 @@ inline std::string add_merge(const Tokenizer& t, std::vector<Merge>* merges, con
     return "";
 }
 
-// "left right"
+// Add a merge from a line "left right".
 inline std::string add_merge_line(const Tokenizer& t, std::vector<Merge>* merges,
                                   const std::string& line) {
-    // Exactly one space, with a piece on either side.
+    // Require exactly one space, with a piece on either side.
     size_t space = line.find(' ');
     if (space == std::string::npos || space == 0 || space + 1 == line.size() ||
         line.find(' ', space + 1) != std::string::npos)
@@ -260,7 +263,7 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
     if (!wrong.empty())
         return vocabulary_path + ": " + wrong;
 
-    // Take the merges: a line each, behind a line that says the version.
+    // Take the merges, one a line, behind a line with the version.
     std::vector<Merge> merges;
     std::istringstream in(text);
     std::string line;
@@ -273,7 +276,7 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
         return merges_path + ": " + wrong;
     set_merges(t, merges);
 
-    // The files do not say which token is special, and how text is cut.
+    // Add what the files do not say: the special token, and the pattern that cuts text.
     int end = find_token(t->ids, "<|endoftext|>");
     if (end >= 0)
         add_special(t, "<|endoftext|>", end);
@@ -283,22 +286,22 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
 // ----------------------------------------------------------------------------
 // Hugging Face's tokenizer.json
 
-// The refusal of a part that this program does not have.
+// Refuse a part that this program does not have.
 inline std::string not_built(const std::string& what, const nlohmann::json& j) {
     return what + " " + (j.is_string() ? j.get<std::string>() : std::string(j.type_name())) +
            " is not built; make token shards (.bin) with its own library";
 }
 
-// The steps of a part of the file, as a list: none, one, or a sequence.
+// The steps of a part of the file as a list: none, one, or a sequence.
 inline nlohmann::json json_steps(const nlohmann::json& j, const char* part, const char* sequence) {
     if (!j.contains(part) || j[part].is_null())
         return nlohmann::json::array();
-    // at() throws where the key is missing; read_tokenizer_json() turns that into a message.
+    // at() throws if the key is missing; read_tokenizer_json() turns that into a message.
     bool many = j[part].at("type") == "Sequence";
     return many ? j[part].at(sequence) : nlohmann::json::array({j[part]});
 }
 
-// Take one step of what happens to text before it is cut.
+// Take one step of the normaliser, which changes text before it is cut.
 inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
     // Unicode's normal forms.
     const std::string type = j.at("type");
@@ -314,7 +317,8 @@ inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
             return "";
         }
 
-    // SentencePiece's: a space in front. U+2581 for a space is what every such tokenizer has.
+    // SentencePiece's steps: a space in front, and U+2581 for spaces, which
+    // all its tokenizers have.
     bool spaces = type == "Replace" && j.at("pattern").value("String", "") == " ";
     if (t->sentencepiece && (type == "Prepend" || spaces)) {
         if (type == "Prepend")
@@ -325,18 +329,18 @@ inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
     return not_built("normalizer", j["type"]);
 }
 
-// Take one step of how text is cut into words.
+// Take one step of the pre-tokenizer, which cuts text into words.
 inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
     const std::string type = j.at("type");
 
-    // GPT-2's pattern, or none: then another step has cut the text already.
+    // GPT-2's pattern; or no pattern, if another step has cut the text already.
     if (type == "ByteLevel") {
         if (j.value("add_prefix_space", false))
             return not_built("add_prefix_space of", j["type"]);
         return j.value("use_regex", true) ? add_pattern(t, GPT2_PATTERN) : "";
     }
 
-    // A digit, or a run of digits, is a word.
+    // Digits: each digit, or each run of digits, is a word.
     if (type == "Digits")
         return add_pattern(t, j.value("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)");
 
@@ -350,7 +354,7 @@ inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
         return j.value("split", true) ? add_pattern(t, " [^ ]*") : "";
     }
 
-    // A pattern. Text between its matches is a word in any case, so that no text is lost.
+    // A pattern. Text between its matches becomes words too, so no text is lost.
     if (type != "Split")
         return not_built("pre_tokenizer", j["type"]);
     const std::string behavior = j.at("behavior");
@@ -360,9 +364,9 @@ inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
     return add_pattern(t, j["pattern"].at(literal ? "String" : "Regex"), literal);
 }
 
-// Take the token that a template puts before a text, if it does.
+// Take the token that the template puts before a text, if it has one.
 inline void read_post_processor(Tokenizer* t, const nlohmann::json& j) {
-    // Only the template for single texts counts: pairs are never written.
+    // Read only the template for single texts: this program never writes pairs.
     if (j.at("type") != "TemplateProcessing" || j.at("single").empty())
         return;
     const auto& first = j["single"].at(0);
@@ -370,7 +374,7 @@ inline void read_post_processor(Tokenizer* t, const nlohmann::json& j) {
         t->bos = find_token(t->special, std::string(first["SpecialToken"].at("id")));
 }
 
-// The text of an added token as normalised text has it.
+// The text of an added token after normalisation.
 inline std::string normalised_token(const Tokenizer& t, std::string text) {
     if (t.unicode_form)
         text = unicode_normalise(text, t.unicode_form);
@@ -378,8 +382,8 @@ inline std::string normalised_token(const Tokenizer& t, std::string text) {
     return early ? normalise_spaces(t, text, true, true) : text;
 }
 
-// Take the tokens that stand beside the vocabulary: special ones, and others found in any text.
-// The normalizers and pre-tokenizers have been read.
+// Take the added tokens: special ones, and others that are found in any text. The normalizers and
+// pre-tokenizers must have been read.
 inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
     for (const auto& each : j) {
         const std::string text = each.at("content");
@@ -387,7 +391,7 @@ inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
         if (!set_piece(t, token, text))
             return concat("the token of ", in_quotes(text), " is ", token, ", which is no token");
 
-        // Words are never made of a special token's text.
+        // Never make words of a special token's text.
         FixedRule rule;
         rule.special = each.value("special", false);
         rule.single_word = each.value("single_word", false);
@@ -398,7 +402,7 @@ inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
             t->special[text] = int(token);
         }
 
-        // Unless the file says otherwise, special tokens are found in text as it is.
+        // Without "normalized", special tokens are found verbatim, others in normalised text.
         bool normalised = each.value("normalized", !rule.special);
         std::string found = normalised ? normalised_token(*t, text) : text;
         fixed_add(normalised ? &t->added : &t->raw, found, int(token), rule);
@@ -406,7 +410,7 @@ inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
     return "";
 }
 
-// The model: vocabulary and merges.
+// Take the model: its vocabulary and merges.
 inline std::string read_bpe(Tokenizer* t, const nlohmann::json& model) {
     // Refuse other models, and marks inside words.
     if (model.value("type", "BPE") != "BPE")
@@ -423,7 +427,7 @@ inline std::string read_bpe(Tokenizer* t, const nlohmann::json& model) {
     if (model.contains("unk_token") && model["unk_token"].is_string())
         t->unknown = find_token(t->ids, std::string(model["unk_token"]));
 
-    // Take the merges: ["left", "right"] each, or "left right" in older files.
+    // Take the merges: each is ["left", "right"], or "left right" in older files.
     std::vector<Merge> merges;
     for (const auto& each : model.at("merges"))
         if (wrong.empty())
@@ -439,7 +443,8 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
     std::string wrong = read_bpe(t, j.at("model"));
     if (!wrong.empty()) return wrong;
 
-    // Take the steps that text goes through. Spaces are a normalizer's, or else a pre-tokenizer's.
+    // Take the steps that text goes through. A normalizer or else a
+    // pre-tokenizer writes the spaces.
     t->late_spaces = true;
     for (const auto& each : json_steps(j, "normalizer", "normalizers"))
         if (wrong.empty())
@@ -447,6 +452,8 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
     for (const auto& each : json_steps(j, "pre_tokenizer", "pretokenizers"))
         if (wrong.empty())
             wrong = read_pre_tokenizer(t, each);
+
+    // Take the other tokens, and the template.
     if (wrong.empty() && j.contains("added_tokens"))
         wrong = read_added_tokens(t, j["added_tokens"]);
     if (wrong.empty() && t->sentencepiece && t->patterns.empty())
@@ -465,8 +472,8 @@ inline std::string read_tokenizer_json(Tokenizer* t, const std::string& path) {
         return path + ": has no \"model\", so it is no tokenizer.json; of GPT-2's pair of files "
                       "give vocab.bpe or merges.txt, or their folder";
 
-    // The JSON library throws where a key is missing or of another type. Its words come behind its
-    // own name and a number, "[json.exception.type_error.302] type must be ...".
+    // The JSON library throws if a key is missing or has another type. Its message comes behind its
+    // own name and a number: "[json.exception.type_error.302] type must be ...".
     try {
         wrong = read_tokenizer_json_object(t, j);
     } catch (const nlohmann::json::exception& e) {
@@ -478,19 +485,19 @@ inline std::string read_tokenizer_json(Tokenizer* t, const std::string& path) {
 }
 
 // ----------------------------------------------------------------------------
-// tiktoken: "base64 rank" lines
+// tiktoken: lines of "base64 rank"
 
-// An encoding that is known by its name or by how many ranks it has: what its file does not say.
+// An encoding that is known by its name or its number of ranks, with what the file does not say.
 struct KnownRanks {
     const char* name;
     size_t ranks;
     const char* pattern;
-    std::vector<std::pair<std::string, int>> special; // text, and its place behind the last rank
+    std::vector<std::pair<std::string, int>> special; // text, and its number behind the last rank
 };
 
-// The encodings of tiktoken, and Llama 3's.
+// The encodings of tiktoken and of Llama 3.
 inline std::vector<KnownRanks> known_ranks() {
-    // Special tokens are numbered from the count of ranks, with gaps.
+    // Special tokens are numbered from the count of ranks on, with gaps.
     const char* end = "<|endoftext|>";
     const char* prompt = "<|endofprompt|>";
     std::vector<KnownRanks> known = {
@@ -500,7 +507,7 @@ inline std::vector<KnownRanks> known_ranks() {
         {"llama3", 128000, CL100K_PATTERN, {}},
     };
 
-    // Llama 3 has 256 special tokens; those without a use are numbered.
+    // Llama 3 has 256 special tokens; unused ones have numbered names.
     std::vector<std::string> llama(256);
     llama[0] = "<|begin_of_text|>";
     llama[1] = "<|end_of_text|>";
@@ -517,7 +524,7 @@ inline std::vector<KnownRanks> known_ranks() {
     return known;
 }
 
-// Decode base64; false: the text is none.
+// Decode base64. Returns false if the text is not base64.
 inline bool base64_decode(std::string_view text, std::string* bytes) {
     static const std::string_view DIGITS =
         "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -527,7 +534,7 @@ inline bool base64_decode(std::string_view text, std::string* bytes) {
     while (text.ends_with('='))
         text.remove_suffix(1);
 
-    // A digit has six bits; each but the first of four completes a byte.
+    // A digit has six bits, so each digit but the first of four completes a byte.
     uint32_t bits = 0;
     for (size_t i = 0; i < text.size(); i++) {
         size_t digit = DIGITS.find(text[i]);
@@ -540,10 +547,10 @@ inline bool base64_decode(std::string_view text, std::string* bytes) {
     return true;
 }
 
-// Read the "base64 rank" lines. lines: how many there are.
+// Read lines of "base64 rank". *lines receives their number.
 inline std::string read_ranks(Tokenizer* t, const std::string& path, const std::string& text,
                               size_t* lines) {
-    // Any other line is an error, a blank one too.
+    // Refuse any other line, even a blank one.
     std::istringstream in(text);
     std::string line, bytes;
     for (*lines = 0; std::getline(in, line);) {
@@ -553,7 +560,7 @@ inline std::string read_ranks(Tokenizer* t, const std::string& path, const std::
         bool good = rank >= 0 && end != line.c_str() + space && (*end == 0 || *end == '\r') &&
                     base64_decode(std::string_view(line).substr(0, space), &bytes);
 
-        // Give the rank its bytes.
+        // Set the bytes of the rank.
         ++*lines;
         if (!good || !set_piece(t, rank, bytes))
             return concat(path, ": line ", *lines, ", ", in_quotes(line),
@@ -570,7 +577,7 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
     std::string wrong = read_ranks(t, path, text, &lines);
     if (!wrong.empty()) return wrong;
 
-    // Find the encoding: by the file's name, or else by how many ranks it has.
+    // Find the encoding by the file's name, or else by its number of ranks.
     std::vector<KnownRanks> known = known_ranks();
     auto row = std::find_if(known.begin(), known.end(), [&](const KnownRanks& k) {
         return path.find(k.name, path.rfind('/') + 1) != std::string::npos;
@@ -584,7 +591,7 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
                       "be cut short; a name with r50k_base, cl100k_base, o200k_base or llama3 says "
                       "which, or give a tokenizer.json");
 
-    // A rank is a token, and the lower it is the earlier its pieces merge.
+    // A rank is a token. The lower it is, the earlier its pieces merge.
     t->kind = TokenizerKind::BPE;
     t->whole_words = true;
     std::vector<float> scores(t->pieces.size());
@@ -595,7 +602,7 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
         return path + ": " + wrong;
     set_merges_from_scores(t, scores);
 
-    // Special tokens follow the last rank.
+    // Number the special tokens behind the last rank.
     int after = int(t->pieces.size());
     for (const auto& [name, place] : row->special) {
         set_piece(t, after + place, name);
@@ -608,17 +615,17 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
 // ----------------------------------------------------------------------------
 // SentencePiece's tokenizer.model: a protobuf message, of which a few fields matter
 
-// A message that is read field by field.
+// A protobuf message that is read field by field.
 struct ProtoReader {
     const char* at;
     const char* end;
     bool good = true;
     int field = 0;
-    uint64_t number = 0;         // of a varint or a fixed field
+    uint64_t number = 0;         // of a varint or fixed field
     std::string_view bytes = {}; // of a field with a length
 };
 
-// Seven bits a byte, the lowest first; the highest bit says that more follow.
+// Read a varint: seven bits a byte, the lowest first; a set highest bit means that more follow.
 inline uint64_t read_varint(ProtoReader* p) {
     uint64_t x = 0;
     for (int shift = 0; shift < 64 && p->at < p->end; shift += 7) {
@@ -630,7 +637,7 @@ inline uint64_t read_varint(ProtoReader* p) {
     return 0;
 }
 
-// Take `size` bytes, if there are so many.
+// Take `size` bytes, if there are that many.
 inline bool take_bytes(ProtoReader* p, size_t size) {
     p->good = p->good && size <= size_t(p->end - p->at);
     if (p->good) {
@@ -640,7 +647,7 @@ inline bool take_bytes(ProtoReader* p, size_t size) {
     return p->good;
 }
 
-// Read the next field; false at the end, and at what is no field.
+// Read the next field. Returns false at the end, or on broken data.
 inline bool next_field(ProtoReader* p) {
     if (!p->good || p->at == p->end)
         return false;
@@ -649,7 +656,7 @@ inline bool next_field(ProtoReader* p) {
     p->number = 0;
     p->bytes = {};
 
-    // The key's lower three bits say how long the field is.
+    // The lowest three bits of the key say how long the field is.
     switch (key & 7) {
     case 0: p->number = read_varint(p); break;
     case 1: take_bytes(p, 8); break;
@@ -665,21 +672,24 @@ inline bool next_field(ProtoReader* p) {
     return p->good;
 }
 
+// Begin to read a message, or a field that holds one.
 inline ProtoReader proto_reader(std::string_view bytes) {
     return {bytes.data(), bytes.data() + bytes.size()};
 }
 
-// The types of pieces, numbered as in the file.
+// The types of pieces, with the numbers of the file.
 enum PieceType { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE_PIECE };
 
-// Add the next piece of a SentencePiece model, or of llama2.c's form of one: its text as it is
-// shown, its score and type.
+// Add the next piece of a SentencePiece model, or of llama2.c's form of one. `text` is the piece
+// as it is shown.
 inline void add_sentencepiece(Tokenizer* t, const std::string& text, float score, int type) {
     int token = int(t->pieces.size());
     int b = type == BYTE_PIECE ? fallback_byte(text) : -1;
     bool hidden = type == CONTROL || type == UNUSED;
     t->scores.push_back(score);
     t->pieces.push_back(b >= 0 ? std::string(1, char(b)) : hidden ? "" : text);
+
+    // Enter it by its type.
     if (type == NORMAL) set_word_piece(t, token);
     if (type == USER_DEFINED)
         fixed_add(&t->added, text, token);
@@ -687,12 +697,12 @@ inline void add_sentencepiece(Tokenizer* t, const std::string& text, float score
         add_special(t, text, token);
     if (type == UNKNOWN) {
         t->unknown = token;
-        t->pieces.back() = " \xe2\x81\x87 "; // U+2047, two question marks
+        t->pieces.back() = " \xe2\x81\x87 "; // U+2047, a double question mark
     }
     if (b >= 0) t->byte_token[b] = token;
 }
 
-// Read a piece; false: it is broken.
+// Read a piece. Returns false if it is broken.
 inline bool read_sentencepiece_piece(Tokenizer* t, std::string_view bytes) {
     std::string text;
     float score = 0;
@@ -708,19 +718,19 @@ inline bool read_sentencepiece_piece(Tokenizer* t, std::string_view bytes) {
     return p.good && std::isfinite(score) && t->pieces.size() <= MAX_TOKENS;
 }
 
-// The fields that matter: how a model was trained, how it normalises text. A field that the file
-// leaves out has the value that stands here.
+// The fields that matter: how a model was trained, and how it normalises text. A missing field has
+// the value given here.
 struct SentencePieceFields {
     uint64_t model = 1;       // 1: unigram, 2: BPE
     uint64_t suffix = 0;      // spaces are written after words, not before
     uint64_t bos = 1;         // the token that begins a sequence
     size_t character_map = 0; // bytes of a table that maps characters (NFKC)
-    uint64_t prefix = 1;      // a space goes before the text
-    uint64_t extra = 0;       // extra spaces are dropped; 1 where the normaliser is described
-    uint64_t escaped = 1;     // spaces are U+2581
+    uint64_t prefix = 1;      // a space is put before the text
+    uint64_t extra = 0;       // extra spaces are dropped; 1 if the normaliser is described
+    uint64_t escaped = 1;     // spaces are written as U+2581
 };
 
-// Read the whole message; false: it is cut short, or none.
+// Read the whole message. Returns false if it is cut short, or no such message.
 inline bool read_sentencepiece_fields(Tokenizer* t, SentencePieceFields* f,
                                       const std::string& file) {
     bool good = true;
@@ -781,8 +791,8 @@ inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
 }
 
 // ----------------------------------------------------------------------------
-// llama2.c's tokenizer.bin: the longest piece, then score, length and bytes of each; the first
-// three are unknown, begin and end
+// llama2.c's tokenizer.bin: the length of the longest piece; then score, length and bytes of each
+// piece. The first three pieces are: unknown, begin, end.
 
 // Open llama2.c's tokenizer.bin.
 inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std::string& file) {
@@ -791,7 +801,7 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
     if (file.size() >= 4)
         memcpy(&promised, file.data(), 4);
 
-    // Read piece after piece. A broken one ends the loop before the file does.
+    // Read piece after piece. A broken one ends the loop before the file's end.
     int32_t longest = 0;
     int32_t length = 0;
     size_t at = 4;
@@ -801,6 +811,8 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
         memcpy(&length, &file[at + 4], 4);
         if (!std::isfinite(score) || length < 0 || file.size() - at - 8 < size_t(length))
             break;
+
+        // Name the first three pieces as SentencePiece does, whatever the file calls them.
         size_t token = t->pieces.size();
         std::string text = token < 3 ? FIRST[token] : file.substr(at + 8, length);
         int type = token == 0 ? UNKNOWN : token < 3 ? CONTROL : NORMAL;
@@ -819,9 +831,9 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
 }
 
 // ----------------------------------------------------------------------------
-// which kind a path is
+// which format a path has
 
-// The vocabulary beside a file of merges: encoder.json or vocab.json; "": there is neither.
+// The vocabulary beside a file of merges, encoder.json or vocab.json; "" if there is neither.
 inline std::string vocabulary_of(const std::string& merges) {
     std::string folder = merges.substr(0, merges.rfind('/') + 1);
     for (const char* name : {"encoder.json", "vocab.json"})
@@ -830,7 +842,7 @@ inline std::string vocabulary_of(const std::string& merges) {
     return "";
 }
 
-// The first of these files that a folder has; "": it has none.
+// The first of these files that a folder has, or "".
 inline std::string tokenizer_in(const std::string& folder) {
     for (const char* name :
          {"tokenizer.json", "vocab.bpe", "merges.txt", "tokenizer.model", "tokenizer.bin"}) {
@@ -842,7 +854,7 @@ inline std::string tokenizer_in(const std::string& folder) {
     return "";
 }
 
-// How to get a tokenizer that was called by its name alone; "": it has no such name.
+// How to get a tokenizer that was named without a file; "" if it is not one of these.
 inline std::string published_tokenizer(const std::string& path) {
     for (const char* name : {"gpt2", "llama2"})
         if (path == name || path == std::string("data/") + name)
@@ -851,13 +863,15 @@ inline std::string published_tokenizer(const std::string& path) {
     return "";
 }
 
-// Open a file or a folder, by its name.
+// Open a file, by its name, or the tokenizer's file in a folder.
 inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
         return path + ": " + strerror(errno) + published_tokenizer(path) +
                "; give a tokenizer.json, tokenizer.model, tokenizer.bin, a .tiktoken file or the "
                "folder of one, or --tokenizer byte";
+
+    // Look into a folder.
     if (S_ISDIR(s.st_mode)) {
         std::string one = tokenizer_in(path);
         if (!one.empty())
@@ -867,7 +881,7 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
                "and no tokenizer.bin: give the tokenizer's file itself";
     }
 
-    // GPT-2's pair, and Hugging Face's file.
+    // Open GPT-2's pair, or Hugging Face's file.
     std::string name = path.substr(path.rfind('/') + 1);
     if (name == "vocab.bpe" || name == "merges.txt") {
         std::string vocabulary = vocabulary_of(path);
@@ -877,8 +891,8 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
     if (name.ends_with(".json"))
         return read_tokenizer_json(t, path);
 
-    // The others are read whole. Two kinds are called .model: SentencePiece's begins with the key
-    // of its first field, as no text does.
+    // Read the other formats whole. Two of them are called .model; SentencePiece's begins with its
+    // first field's key, with which no text begins.
     std::string file;
     std::string wrong = read_whole_file(path, &file);
     if (!wrong.empty()) return wrong;
@@ -893,7 +907,7 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
            "and GPT-2's vocab.bpe with encoder.json beside it";
 }
 
-// Open what --tokenizer names.
+// Open the tokenizer that --tokenizer names.
 inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     *t = {};
     if (name.empty() || name == "byte")
@@ -906,7 +920,7 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
         return "--tokenizer " + wrong;
     t->vocab_size = int(t->pieces.size());
 
-    // The token that ends a text, by its usual names.
+    // Find the token that ends a text, by its usual names.
     for (const char* end : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"})
         if (t->eot < 0)
             t->eot = find_token(t->special, end);

@@ -1,23 +1,23 @@
 // upcycle.h - a dense model's ffn becomes experts, all copies of it at first - arXiv:2212.05055
-//   1. Every expert of a block is the folder's ffn, and all else is as the folder has it.
-//   2. Routers are new: a dense folder has none. They are drawn as any new weight is, by --seed,
+//   1. Every expert of a block is a copy of the folder's ffn. All other weights are the folder's.
+//   2. Routers are new, for a dense folder has none. They are drawn like any new weight: by --seed,
 //      the parameter's name and the global element.
 //   A token's gates sum to 1 and the experts are equal, so the first loss is the dense model's; a
-//   choice that weighs its gates otherwise is refused. Only gates tell the experts apart, and what
-//   these learn follows from them.
+//   router whose gates do not sum to 1 is refused. At first only the gates differ between experts;
+//   training then makes the experts differ too.
 //   Cost: every expert reads the ffn again, from the page cache.
 #pragma once
 #include "huggingface.h"
 
 namespace llmc {
 
-// The name under which a dense folder has a parameter; "": it has none.
+// The name of a parameter in a dense folder, or "" if it has none there.
 inline std::string dense_name(const Parameter& p) {
-    // Files of experts have two sets of names; a block's place in them ends before both.
-    // Attention, norms and tables are called the same in all.
+    // Attention, norms and tables have the same names everywhere. Files with experts use two sets
+    // of names; cut both where the block's own part of the name ends.
     size_t block = std::min(p.name.find("block_sparse_moe."), p.name.find("mlp."));
     if (block == std::string::npos) return p.name;
-    if (p.stack == 1) return ""; // a router
+    if (p.stack == 1) return ""; // a router: it is new
     const char* names[][2] = {{"gate_proj", "w1."}, {"up_proj", "w3."}, {"down_proj", "w2."}};
     for (auto [dense, mixtral] : names)
         for (const char* name : {dense, mixtral})
@@ -26,10 +26,10 @@ inline std::string dense_name(const Parameter& p) {
     return "";
 }
 
-// The model's parameters as a dense folder has them. New ones are left out, and drawn.
+// Load the model's parameters from a dense folder, and draw the new ones.
 template <typename T, typename S>
 std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_t seed) {
-    // Sort out what the folder has.
+    // Separate the parameters that the folder has from the new ones.
     std::vector<Parameter> dense;
     for (Parameter p : t.model.parameters) {
         std::string name = dense_name(p);
@@ -38,7 +38,8 @@ std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_
             continue;
         }
 
-        // A stack without a number in its name reads the same tensor for each of its matrices.
+        // Rename an expert's stack to the ffn. Without a {} in the name, every matrix of the stack
+        // reads the same tensor.
         p.name = name;
         dense.push_back(p);
     }

@@ -2,12 +2,13 @@
 //   start     from the program's start to its weights: planning, room, algorithms measured
 //   load      weights and moments, from a checkpoint, a folder or a seed
 //   steps     optimizer steps, with the wait for their data
-//   wait      what of them the first rank has waited for others: communication that no computing
-//             covers, and ranks that come late. On GPUs streams wait, not the host: it is in steps
+//   wait      the part of the steps in which the first rank waited for others: communication that
+//             no computing hides, and ranks that come late. On GPUs streams wait, not the host, so
+//             there this time counts as steps
 //   evaluate, sample, save, export
-//   rest      what is none of these: signals asked for, lines printed
-//   A kind that begins ends the one before, so the seconds add up to the time since the start. A
-//   run that was killed has done steps that the next one does again: those are counted too.
+//   rest      everything else: agreeing on signals, printing lines
+//   A kind that begins ends the one before, so the seconds add up to the time since the start. The
+//   account also counts the steps that a killed run had done and that this one does again.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -22,11 +23,11 @@ enum class Work : uint8_t { START, LOAD, STEPS, EVALUATE, SAMPLE, SAVE, EXPORT, 
 constexpr std::array<const char*, 9> WORK_NAMES = {
     "start", "load", "steps", "evaluate", "sample", "save", "export", "rest", "wait"};
 
-// The seconds of each kind so far, and the kind that is on.
+// The seconds of each kind so far, and the kind that is running now.
 struct Account {
     std::array<double, WORK_NAMES.size()> seconds = {};
     Work now = Work::START;
-    double since = clock_seconds(); // when it began
+    double since = clock_seconds(); // when `now` began
 
     // Turn to another kind, and return the one before.
     Work turn_to(Work next) {
@@ -35,12 +36,12 @@ struct Account {
         since = time;
         return std::exchange(now, next);
     }
-    // Count some of a kind's seconds as another's.
+    // Move some seconds from one kind to another.
     void recount(Work from, Work to, double some) {
         seconds[size_t(from)] -= some;
         seconds[size_t(to)] += some;
     }
-    // Seconds of a kind up to now.
+    // The seconds of a kind up to this moment, also while it is running.
     double spent_on(Work work) const {
         return seconds[size_t(work)] + (work == now ? clock_seconds() - since : 0);
     }
@@ -51,7 +52,7 @@ struct Account {
     }
 };
 
-// Work of one kind, as long as this lives.
+// Counts time as one kind of work while it lives, then returns to the kind before.
 struct Spend {
     Account& account;
     Work before;
@@ -60,7 +61,8 @@ struct Spend {
     Spend(const Spend&) = delete;
 };
 
-// "12 s: 91.0% steps, 6.2% start, 2.8% save", the largest first, without kinds below a thousandth.
+// "12 s: 91.0% steps, 6.2% start, 2.8% save": the largest share first, shares below a
+// thousandth left out.
 inline std::string account_text(Account account) {
     account.turn_to(account.now);
     std::vector<std::pair<double, const char*>> shares;
@@ -69,7 +71,7 @@ inline std::string account_text(Account account) {
     std::stable_sort(shares.begin(), shares.end(),
                      [](const auto& a, const auto& b) { return a.first > b.first; });
 
-    // Write them.
+    // Write the total, then the shares.
     std::string text = duration_text(account.total());
     const char* between = ": ";
     for (auto& [share, name] : shares) {
@@ -82,7 +84,8 @@ inline std::string account_text(Account account) {
     return text;
 }
 
-// The log's line: wall and the kinds in seconds, and the steps that an attempt before had done.
+// The log's line: the total and each kind in seconds, and how many steps were done again because an
+// earlier process lost them.
 inline nlohmann::json account_json(Account account, int64_t step, int64_t repeated) {
     account.turn_to(account.now);
     nlohmann::json kinds = nlohmann::json::object();

@@ -1,5 +1,6 @@
 // auto_plan.h - --plan auto: the question of a command line, its answer as flags, and why
-//   Without an answer the error says what is missing: ranks that make a layout, or bytes.
+//   If there is no answer, the error says what is missing: a number of ranks that has a layout, or
+//   bytes of memory.
 #pragma once
 #include "plan_search.h"
 
@@ -8,7 +9,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // what is printed
 
-// Flags that a proposal sets, and those that ask for one.
+// Whether a flag is set by a proposal, or only asks for one: command_text() leaves both kinds out.
 inline bool is_planned(const std::string& flag) {
     static const std::set<std::string> names = {
         "dp", "tp", "pp", "cp", "ep", "chunks", "zero", "sequence-parallel", "pipeline",
@@ -16,9 +17,9 @@ inline bool is_planned(const std::string& flag) {
     return names.count(flag) > 0;
 }
 
-// The command that runs a proposal: what the user gave, and its flags.
+// The command that runs a proposal: the user's own flags, then the proposal's.
 inline std::string command_text(const Config& user, const PlanQuestion& q, const Proposal& p) {
-    // Ranks are processes, unless the user has them as threads.
+    // Start ranks as processes, unless the user has them as threads.
     bool processes = q.gpus > 1 && user.local_ranks != q.gpus;
     std::string text = processes ? concat("mpirun -np ", q.gpus, " ") : "";
     text += "build/train_gpt";
@@ -29,11 +30,11 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ", proposal_text(p));
 }
 
-// One line a trial: its time, what that is more than the best's, tokens a second of all ranks, what
-// a rank takes, its flags.
+// A trial as one line: its time, how much longer it takes than the best, tokens a second, bytes of
+// the fullest rank, flags.
 inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestion& q,
                               const std::string& name) {
-    // Tokens a second are of all ranks together.
+    // The rate counts the tokens of all ranks together.
     char line[96];
     double rate = double(q.config.batch_tokens) / t.seconds;
     double more = 100 * (t.seconds / a.best[a.chosen].seconds - 1);
@@ -43,9 +44,10 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
     return line + proposal_text(t.proposal) + (tie ? "  (a tie)" : "") + "\n";
 }
 
-// A row of the table of differences: the best's number, and what the others have more of it.
+// A row of the table of differences: the best trial's number, then for each other trial its number
+// minus the best's.
 inline std::string difference_line(const char* name, const std::vector<double>& numbers) {
-    // A row that nobody has is left out.
+    // Leave out a row in which all numbers are 0.
     if (std::all_of(numbers.begin(), numbers.end(), [](double x) { return x == 0; })) return "";
     char cell[64];
     snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, numbers[0]);
@@ -57,10 +59,11 @@ inline std::string difference_line(const char* name, const std::vector<double>& 
     return line + "\n";
 }
 
-// Why the others lose: the parts of their steps add up to their times, rows of memory to a rank's.
+// The table that shows why the others lose. The rows of time add up to a step, those of memory to
+// the bytes of the fullest rank.
 inline std::string differences_text(const std::vector<const Trial*>& trials,
                                     const std::vector<std::string>& names) {
-    // The first column has numbers, the others what is added to them.
+    // Write the heading: a column for each trial, the best one first.
     std::string text = "what the others have more than the best\n  ms of a step            ";
     char cell[32];
     for (const std::string& name : names) {
@@ -68,7 +71,8 @@ inline std::string differences_text(const std::vector<const Trial*>& trials,
         text += cell;
     }
     text += "\n";
-    // A row asks each trial for its number.
+
+    // A row takes number(trial) of each trial.
     auto row = [&](const char* name, auto number) {
         std::vector<double> numbers;
         for (const Trial* t : trials)
@@ -76,7 +80,7 @@ inline std::string differences_text(const std::vector<const Trial*>& trials,
         text += difference_line(name, numbers);
     };
 
-    // Time by part, then memory by row.
+    // Write the rows: time by part, then memory by kind of data.
     for (const TimePart& part : time_parts())
         row(part.name, [&](const Trial& t) { return 1e3 * t.parts.*part.part; });
     row("together", [](const Trial& t) { return 1e3 * t.seconds; });
@@ -91,7 +95,8 @@ inline std::string differences_text(const std::vector<const Trial*>& trials,
     return text;
 }
 
-// The answer: the command, those that come next, and `yours`, which the user's flags name.
+// The answer as text: a line for each of the best trials and for `yours`, the layout that the
+// user's own flags name; then the command that runs the best.
 inline std::string answer_text(const Config& user, const PlanQuestion& q, const Answer& a,
                                const Trial* yours = nullptr) {
     std::string text = concat(
@@ -100,7 +105,7 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
         " a sequence\nof ", a.search.listed, " layouts ", a.search.proposals.size(),
         " may fit, ", a.simulated, " were simulated\n");
 
-    // Put the best first, then the others as fast as they are, then the user's.
+    // List the chosen one first, then the others from fast to slow, then the user's.
     std::vector<const Trial*> trials = {&a.best[a.chosen]};
     std::vector<std::string> names = {"best"};
     for (size_t i = 0; i < a.best.size(); i++)
@@ -112,6 +117,8 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
         trials.push_back(yours);
         names.push_back("yours");
     }
+
+    // Print them. With --explain the table of differences follows.
     for (size_t i = 0; i < trials.size(); i++)
         text += trial_line(*trials[i], a, q, names[i]);
     if (yours && yours->bytes > q.room)
@@ -124,9 +131,9 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
 // ----------------------------------------------------------------------------
 // questions that have no answer
 
-// The most ranks up to so many that have a layout; 0: none has.
+// The largest number of ranks, at most q.gpus, that has an allowed layout; 0: none has one.
 inline int nearest_gpus(PlanQuestion q) {
-    // List what the grids can make, the largest first, and ask.
+    // List the grids of tp, pp and dp, most ranks first. dp must divide the step's sequences.
     std::set<std::array<int, 4>, std::greater<>> worlds; // ranks, tp, pp, dp
     int64_t samples = std::max<int64_t>(1, q.config.batch_tokens / q.config.seq);
     for (int tp = 1; tp <= q.machine.cards; tp++)
@@ -137,7 +144,7 @@ inline int nearest_gpus(PlanQuestion q) {
             if (dp > 0) worlds.insert({dp * tp * pp, tp, pp, dp});
         }
 
-    // Take the first that is allowed.
+    // Return the first that config_check() allows.
     for (auto [ranks, tp, pp, dp] : worlds) {
         Proposal p;
         p.tp = tp;
@@ -148,22 +155,24 @@ inline int nearest_gpus(PlanQuestion q) {
     return 0;
 }
 
-// No grid is allowed: say why the plainest is refused, and which number of ranks has one. A batch
-// that another number divides helps as well.
+// The error when no layout of these ranks is allowed: why the first one tried was refused, and the
+// nearest number of ranks that has one. Another batch, which more numbers divide, helps as well.
 inline std::string refuse_ranks(const PlanQuestion& q, const std::string& why) {
-    // Where not even one rank has a layout the reason says all.
+    // If not even a single rank has a layout, the reason alone must do.
     int near = nearest_gpus(q);
     return concat("--plan auto: no layout of ", q.gpus, " ranks is allowed (", why, ")",
                   near ? concat(": try ", near, " ranks, or another --batch-tokens") : "");
 }
 
-// No layout fits: what lacks, and which other flag frees most of the leanest one.
+// The error when no layout fits: how many bytes the leanest one lacks, and which other flag frees
+// most of them.
 template <typename T, typename S>
 std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
+    // Place the leanest layout with one more flag, and return its bytes; infinity: not allowed.
     auto bytes_with = [&](const char* flag, const char* value) {
         PlanQuestion other = q;
         Trial t = {a.search.leanest};
-        other.config.machine = ""; // moves between tiers have bytes, and no time
+        other.config.machine = ""; // ask for bytes only: the simulator has no times for offloading
         if (*flag) set_flag(other.config, flag, value);
         Config c = other.config;
         set_proposal(c, t.proposal);
@@ -172,20 +181,20 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         return t.bytes;
     };
 
-    // Ask each flag that takes bytes from the device, and changes neither model nor batch.
+    // Try each flag that takes bytes off the device, and changes neither the model nor the batch.
     double least = bytes_with("", ""), best = least;
     std::string fix = "more ranks, a smaller --model or a shorter --seq";
     const char* flags[][2] = {{"masters", "none"}, {"masters", "remainder"},
                               {"states", "8bit"}, {"states", "bf16"},
                               {"offload", "optimizer"}, {"offload", "optimizer,gradients"}};
     for (auto& [flag, value] : flags) {
-        // On a CPU what is offloaded stays in the same memory.
+        // On the CPU, offloading frees nothing, as bytes_with() shows: it is the same memory.
         double bytes = bytes_with(flag, value);
         if (bytes >= best) continue;
         best = bytes;
         fix = concat("--", flag, " ", value, ", which frees most, ", bytes_text(least - bytes),
                      bytes <= q.room ? ", and fits" : "; more ranks or a smaller --model too");
-        // Its time is not simulated.
+        // The planner cannot choose it: the time of offloading is not simulated.
         if (!strcmp(flag, "offload")) fix += ", beside these flags and without --plan";
     }
     return concat("--plan auto: no layout of ", q.gpus, q.gpus > 1 ? " ranks" : " rank", " fits ",
@@ -197,9 +206,9 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
 // ----------------------------------------------------------------------------
 // the command line
 
-// The machine that is asked about: --machine, the GPU that is here, or the CPU.
+// The machine to plan for: --machine, or the GPU that is here, or the CPU.
 template <typename S> Machine machine_asked(const Config& c, S where) {
-    // A card that the table does not know needs a FILE.
+    // Find its name. A GPU that the table does not know must be described by --machine FILE.
     Machine machine;
     std::string name = c.machine;
     if (name.empty()) {
@@ -215,7 +224,7 @@ template <typename S> Machine machine_asked(const Config& c, S where) {
     }
     or_die(machine_named(&machine, name));
 
-    // Ranks that are threads share one card, and are neighbours.
+    // Divide the card's speed among threads as ranks, which share one card and lie in one node.
     int sharers = c.explain && c.gpus ? 1 : c.local_ranks;
     machine.cards = std::max(machine.cards, double(sharers));
     for (double Machine::*rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
@@ -223,25 +232,27 @@ template <typename S> Machine machine_asked(const Config& c, S where) {
     return machine;
 }
 
-// Bytes that each rank may take: --memory, what this machine has left, or most of a card.
+// Bytes that each rank may take: --memory, or what this machine has left, or most of a card.
 template <typename S> double room_asked(const Run& run, const Machine& machine, S where) {
+    // A card's memory is shared by the threads of a process; CUDA's context and libraries take a
+    // twentieth of it.
     const Config& c = run.config;
-    // Threads of a process share one card.
-    double card = 0.95 * machine.memory_gb * GIB; // CUDA's context and libraries have the rest
+    double card = 0.95 * machine.memory_gb * GIB;
     if (c.memory > 0) return c.memory * GIB;
     if (c.explain) return card / (c.gpus ? 1 : c.local_ranks);
     if (!std::is_same_v<S, Cpu>) return card / c.local_ranks;
 
-    // All ranks choose by the least that one of them finds.
+    // On the CPU take the least room that any rank finds, so that all ranks choose the same.
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_share(run, where)) / c.local_ranks;
     all_gather(run.world, all.data(), &mine, 1, Cpu{});
     return double(*std::min_element(all.begin(), all.end()));
 }
 
-// The question of a command line. A batch that it leaves out is a micro-batch of each rank.
+// The question that a command line asks, the same on all ranks. Without --batch-tokens the global
+// batch is one micro-batch for each rank.
 template <typename S> PlanQuestion question_of(const Run& run, S where) {
-    // The same on all ranks.
+    // Take the model, the machine, the ranks and the room.
     PlanQuestion q;
     const Config& c = run.config;
     q.shape = run.shape;
@@ -249,13 +260,15 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     q.gpus = c.gpus ? c.gpus : std::max(run.world.size, c.local_ranks);
     q.room = room_asked(run, q.machine, where);
 
-    // A trial is checked as --explain is: its ranks need not be there.
+    // Check trials as --explain would: the ranks of a layout need not be there.
     q.config = c;
     q.config.plan = "none";
     q.config.gpus = 0;
     q.config.local_ranks = 1;
     q.config.explain = true;
     q.config.memory = 0;
+
+    // Fill in what the command line leaves out.
     if (c.machine.empty()) q.config.machine = q.machine.name;
     if (c.seq == 0) q.config.seq = int(std::min(run.shape.P, size_t(256)));
     if (c.batch_tokens == 0)
@@ -263,10 +276,11 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     return q;
 }
 
-// The layout that the user's own flags name, where they name one; a refusal is said.
+// Simulate and place the layout that the user's own flags name, to compare it with the best.
+// Returns false if they name none, or one that is refused, which is printed.
 template <typename T, typename S>
 bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
-    // Flags that only say a batch name no layout.
+    // Look for a flag that a proposal would set.
     Config c = q.config;
     bool any = false;
     for (const char* name : planned_flags())
@@ -274,7 +288,7 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
     if (!any) return false;
     if (c.dp == 0) c.dp = std::max(1, q.gpus / (c.tp * c.pp * c.cp));
 
-    // Its ranks must be as many, or its time would be another question's.
+    // Refuse another number of ranks: its time could not be compared with the others'.
     std::string wrong = config_check(c, q.shape);
     if (wrong.empty() && rank_count(c) != q.gpus)
         wrong = concat("its axes are ", rank_count(c), " ranks, and there are ", q.gpus);
@@ -282,37 +296,42 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
         printf("the layout that the flags name: %s\n", wrong.c_str());
         return false;
     }
+
+    // Simulate its step, and place each rank of the pipeline to find the fullest.
     *yours = simulate_proposal<T>(q, proposal_of(c), where);
     for (int rank = 0; rank < c.pp; rank++)
         place_proposal<T>(q, *yours, rank, where);
     return true;
 }
 
-// Choose for a run, or print. Returns whether there is something to run. Layouts that are refused,
-// and those that nowhere fit, end the program with what would help.
+// Answer --plan auto: print the answer, and set the run's flags by it. Returns whether there is
+// something to run; with --explain there is not. If no layout is allowed, or none fits, the program
+// ends with an error that says what would help.
 template <typename T, typename S> bool plan_run(Run& run, S where) {
+    // Find the best layouts.
     Config& c = run.config;
     PlanQuestion q = question_of(run, where);
     Answer a = answer_question<T>(q, where);
     if (a.search.listed == 0) or_die(refuse_ranks(q, a.search.why));
     if (a.best.empty()) or_die(refuse_room<T>(q, a, where));
+
+    // Print the answer. A run prints it too, so that it can be repeated without the planner.
     Trial yours;
     bool named = c.explain && named_layout<T>(q, &yours, where);
-    // A run names its flags, too: it can be had again without the planner.
     if (is_first(run))
         printf("%s", answer_text(c, q, a, named ? &yours : nullptr).c_str());
     if (c.explain) return false;
 
-    // Take the flags: from here on the run is as if they had been given.
+    // Set the flags: from here on the run is as if the user had given them.
     set_proposal(c, a.best[a.chosen].proposal);
     c.batch_tokens = q.config.batch_tokens;
     check_same(run.world, "what --plan auto chose", proposal_text(a.best[a.chosen].proposal));
     return true;
 }
 
-// The same by the type of --precision.
+// Answer --plan auto in the element type of --precision, on which bytes and times depend.
 template <typename S> bool plan_run_as(Run& run, S where) {
-    // Bytes depend on it.
+    // The names are those that run_rank() turns into types (train_gpt.cu).
     const std::string& precision = run.config.precision;
     if (precision == "bf16") return plan_run<bf16>(run, where);
     if (precision == "fp16") return plan_run<fp16>(run, where);

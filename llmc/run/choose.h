@@ -1,5 +1,5 @@
 // choose.h - before the run: what the flags name becomes a shape, text, data, a layout and plans
-//   Nothing is allocated here, and every mistake of a user is found here where it can be.
+//   Nothing is allocated here. Mistakes on the command line are found here, as far as they can be.
 #pragma once
 #include "../io/adapter_files.h"
 #include "../io/checkpoint_load.h"
@@ -15,8 +15,8 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // shape, tokenizer, prompt, data
 
-// The shape that --model names: a Hugging Face folder's, a file's or a preset's, then the flags.
-// flag: what has named it.
+// The shape that --model names, by a Hugging Face folder, a file or a preset; then other flags
+// change it. flag: the flag that named the model, for messages.
 inline Shape choose_shape(const Config& c, const char* flag = "--model") {
     Shape s;
     LLMC_USER_CHECK(!c.upcycle || file_type(c.model) == S_IFDIR,
@@ -24,7 +24,7 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
                     "one: give a Hugging Face folder, or --experts for new weights",
                     c.upcycle, c.model.c_str());
 
-    // A model on disk has its shape; its weights fit no other.
+    // A model on disk has its own shape, and its weights fit no other.
     if (mode_t type = file_type(c.model)) {
         or_die(type == S_IFDIR ? hf_read_config(&s, c.model) : model_file_shape(&s, c.model));
         bool reshaped = c.layers || c.heads || c.kv_heads || c.channels || c.ffn || c.vocab ||
@@ -35,7 +35,7 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
                         "weights with --scratch",
                         c.model.c_str());
     } else {
-        // A preset. Where none has the name, suggest the nearest.
+        // Look for a preset. If none has the name, suggest the nearest one.
         std::vector<std::string> names;
         for (const Preset& p : model_presets()) {
             names.push_back(p.name);
@@ -48,6 +48,8 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
                         close.c_str(), close.empty() ? "" : "?", preset_names().c_str());
     }
     or_die(override_shape(c, s));
+
+    // Choose how products use fp8: it is a property of the model's shape here.
     if (c.fp8 == "block")
         s.fp8 = Fp8::BLOCK;
     if (c.fp8 == "tensor")
@@ -59,8 +61,8 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
     return s;
 }
 
-// Give the shape its adapters, new ones or a folder's, once config_check() has filled in what the
-// flags leave out.
+// Add LoRA adapters to the shape: new ones, or those of a folder. Call it after config_check(),
+// which fills in what the flags leave out.
 inline void add_adapters(const Config& c, Shape& s) {
     if (!has_adapters(c)) return;
     LoraOptions options = {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets};
@@ -74,7 +76,7 @@ inline void add_adapters(const Config& c, Shape& s) {
     s.adapters = std::make_shared<const Adapters>(adapters);
 }
 
-// --ds-config: another trainer's file becomes flags, a line a key.
+// With --ds-config, turn another trainer's file into flags, and print a line for each key.
 inline void take_ds_config(Run& run) {
     const std::string& path = run.config.ds_config;
     if (path.empty()) return;
@@ -86,7 +88,7 @@ inline void take_ds_config(Run& run) {
     or_die(wrong);
 }
 
-// Without --vocab, new weights have as many tokens as the tokenizer that the user names.
+// Without --vocab, give new weights as many tokens as the tokenizer that the user names.
 inline void follow_tokenizer(Run& run) {
     Config& c = run.config;
     bool new_weights = c.scratch || !file_type(c.model);
@@ -94,7 +96,8 @@ inline void follow_tokenizer(Run& run) {
         c.vocab = run.tokenizer.vocab_size;
 }
 
-// Left out, the tokenizer is the model folder's own, where it has one.
+// Open the tokenizer that the flags name. Without --tokenizer it is the model folder's own if it
+// has one, else bytes.
 inline void open_tokenizer(Run& run) {
     Config& c = run.config;
     bool left_out = c.tokenizer.empty();
@@ -110,7 +113,8 @@ inline void open_tokenizer(Run& run) {
         or_die(add_tokens(&run.tokenizer, c.add_tokens));
 }
 
-// Make room for new tokens behind a folder's own, where its tables have no rows in reserve.
+// With --add-tokens, make the vocabulary large enough for the new tokens. The tables grow only if
+// they have too few padding rows for them.
 inline void grow_vocabulary(Run& run) {
     const Config& c = run.config;
     if (c.add_tokens.empty()) return;
@@ -125,20 +129,21 @@ inline void grow_vocabulary(Run& run) {
                printable(c.add_tokens).c_str(), run.tokenizer.vocab_size - 1, before, run.shape.V);
 }
 
-// Whether there is a validation loss. --eval that asks for tasks alone has none: without data it
-// would be the loss of the project's own sources.
+// Whether the run computes a validation loss. --eval with --evaluate, but without data, does not:
+// the loss would be that of the project's own sources, which nobody asked for.
 inline bool wants_validation(const Config& c) {
     if (c.loss == "grpo") return false;
     bool tasks_alone = !c.evaluate.empty() && !given(c, "data") && !given(c, "val");
     return c.eval ? !tasks_alone : c.steps > 0;
 }
 
-// Note files that look like no text, and look for tokens that the model does not have.
-// A gibibyte of shards takes less than a second from memory, and some seconds from a disk.
+// Note files that do not look like text, and end the run if a shard holds tokens that the model
+// does not have. Reading the first gibibyte of shards takes less than a second from memory, and
+// some seconds from a disk.
 inline void look_at_data(Run& run) {
     const size_t most = size_t(1) << 30;
     for (const DataLoader* d : {&run.train, &run.val}) {
-        // Without --val both splits are of the same files.
+        // Without --val both splits come from the same files: note each file once.
         bool again = d == &run.val && run.config.val.empty() && !run.train.files.empty();
         for (const std::string& text : data_notes(*d))
             if (!again) note(run, printable(text));
@@ -146,7 +151,7 @@ inline void look_at_data(Run& run) {
     }
 }
 
-// How conversations are written, where --loss, --chat or --chat-format speaks of them.
+// Choose the format of conversations, if --loss, --chat or --chat-format needs one.
 inline void open_chat(Run& run) {
     const Config& c = run.config;
     if (c.loss == "lm" && !c.chat && !given(c, "chat-format")) return;
@@ -156,7 +161,7 @@ inline void open_chat(Run& run) {
         printf("chat format: %s\n", run.chat.format.name.c_str());
 }
 
-// Open training and validation data, and see that they have no text in common.
+// Open training and validation data, and check that they have no text in common.
 inline void open_data(Run& run) {
     Config& c = run.config;
 
@@ -170,7 +175,7 @@ inline void open_data(Run& run) {
                         "--data FILE");
     }
 
-    // Validation is --val, or the end of the data.
+    // Open both splits. Validation reads --val, or without it the end of the data.
     bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
     const Chat* chat = c.loss == "lm" ? nullptr : &run.chat;
     run.chat.pairs = has_pairs(c);
@@ -181,25 +186,27 @@ inline void open_data(Run& run) {
     or_die(data_open(&run.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
                      run.shape.V, c.seed, chat));
 
-    // Weights that were trained on another tokenizer's tokens make nonsense of a text.
+    // Refuse a tokenizer that is not the model's: its tokens would mean nothing to the weights.
     bool trained = file_type(c.model) && !c.scratch;
     LLMC_USER_CHECK(!trained || vocab_matches(run) || !(has_text(run.train) || has_text(run.val)),
                     "--data: %s", foreign_tokenizer(run).c_str());
 
-    // One rank looks at the files for all.
+    // Look at the files on one rank, for all.
     if (is_first(run)) look_at_data(run);
 
     // Evaluate at least one sample, and at most all that there are.
     run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));
     if (vocab_matches(run) && !has_pairs(c))
         run.val_bytes = target_bytes(run.val, run.tokenizer, run.val_samples);
+
+    // Check that no text is in both splits, and find the token that ends a document.
     if (train && apart)
         or_die(data_disjoint(run.train, run.val));
     if (train && c.document_mask)
         or_die(data_document_end(run.train, run.tokenizer, c.document_end, &run.document_end));
 }
 
-// The questions of --evaluate, the same on all ranks.
+// Read the questions of --evaluate, and check that all ranks have the same.
 inline void open_tasks(Run& run) {
     const Config& c = run.config;
     if (c.evaluate.empty()) return;
@@ -207,7 +214,7 @@ inline void open_tasks(Run& run) {
     or_die(read_tasks(&run.tasks, c.evaluate, run.tokenizer, run.shape.P));
     if (run.world.size == 1) return;
 
-    // Ranks read the file each for itself; compare what they read.
+    // Each rank has read the file itself: compare the tokens.
     std::string all;
     for (const Candidate& x : run.tasks.candidates)
         for (int token : x.tokens)
@@ -215,7 +222,8 @@ inline void open_tasks(Run& run) {
     check_same(run.world, "the questions of --evaluate", all);
 }
 
-// Keep what the model's folder says beside its shape. Another shape is another model's.
+// Keep the model folder's other settings for the export: keys of config.json that the shape does
+// not hold. If this run's shape differs from the folder's it is another model, and keeps nothing.
 inline void keep_for_export(Run& run) {
     const Config& c = run.config;
     Shape s;
@@ -234,14 +242,14 @@ inline void keep_for_export(Run& run) {
     or_die(keep_of_folder(&run.exported, c.model, own_tokenizer));
 }
 
-// Check a file for llama.cpp, and say what of the tokenizer it lacks.
+// Check that a file for llama.cpp can hold this model, and print why it holds no tokenizer, if so.
 inline void prepare_gguf(Run& run) {
     const Config& c = run.config;
     or_die(gguf_check(run.shape, c.export_dir));
     bool known = vocab_matches(run);
     std::string why = known ? gguf_no_tokenizer(run.tokenizer)
                             : "--tokenizer " + c.tokenizer + " is not the model's";
-    // A chat's template may stand in a file beside the tokenizer.
+    // Read the tokenizer's files too: one of them may hold the chat template.
     if (known)
         tokenizer_files(&run.exported.files, run.tokenizer, run.shape.P);
     if (!why.empty() && is_first(run))
@@ -249,8 +257,8 @@ inline void prepare_gguf(Run& run) {
     keep_for_export(run);
 }
 
-// Check the export before the run, for nothing may fail after it. A tokenizer that is not the
-// model's stays out.
+// Check the export before the run, because a failure after it would lose the run's work. A
+// tokenizer that is not the model's is not exported.
 inline void prepare_export(Run& run) {
     const Config& c = run.config;
     const Tokenizer& t = run.tokenizer;
@@ -260,9 +268,13 @@ inline void prepare_export(Run& run) {
     LLMC_USER_CHECK(!std::filesystem::equivalent(c.model, c.export_dir, none),
                     "--export %s: is what --model reads: choose another name",
                     c.export_dir.c_str());
+
+    // Choose the tokens that begin and end a text; without the tokenizer only GPT-2's are known.
     bool known = vocab_matches(run);
-    run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1; // GPT-2's
+    run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
     run.exported.bos = known && t.bos >= 0 ? t.bos : run.exported.eos;
+
+    // Check what the format requires: a file of llm.c's, of llama.cpp's, or a folder.
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
     if (is_gguf(c.export_dir))
@@ -271,7 +283,7 @@ inline void prepare_export(Run& run) {
     if (is_first(run))
         or_die(try_folder("export", c.export_dir));
 
-    // A model without its tokenizer is still an export; say what is left out.
+    // Export the model even if its tokenizer cannot be exported, but print why.
     std::string why = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
                             : "--tokenizer " + c.tokenizer + " is not the model's";
     if (!why.empty() && is_first(run))
@@ -280,7 +292,7 @@ inline void prepare_export(Run& run) {
     if (!c.add_tokens.empty())
         or_die(add_tokens_to_files(&run.exported.files, t, c.add_tokens));
 
-    // Say what will be gone.
+    // Announce that an older export will be replaced.
     if (is_first(run) && !names_in(export_folder(c.export_dir)).empty())
         note(run, "--export " + c.export_dir + " holds an export, which the new one replaces");
 }
@@ -288,7 +300,8 @@ inline void prepare_export(Run& run) {
 // ----------------------------------------------------------------------------
 // layout and plans
 
-// --pipeline names a schedule, or a file that has one.
+// The schedule that --pipeline names. A name that is no schedule's is the path of a file with one,
+// which is read into `given`.
 inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<Schedule>* given) {
     const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     for (int i = 0; i < 4; i++)
@@ -306,7 +319,9 @@ inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<
     return Pipeline::GIVEN;
 }
 
-// Share out the layers over stages by their products: the head's is the vocabulary's.
+// Divide the layers into stages of about equal cost. Returns the first layer of each stage, then
+// the number of layers. A layer's cost is the number of weights in its matrices; the head's product
+// counts also if its table is tied.
 inline std::vector<int> choose_stages(const Shape& shape, int stages) {
     Model model = make_model(shape);
     std::vector<double> cost(model.layers(), 0);
@@ -318,18 +333,21 @@ inline std::vector<int> choose_stages(const Shape& shape, int stages) {
     return split_layers(cost, stages);
 }
 
-// Micro-batches of a step on one data-parallel rank: config_check() has seen that they are whole.
+// Micro-batches of a step on one data-parallel rank. config_check() has checked that the division
+// leaves no remainder.
 inline int micro_batches(const Config& c) {
     return int(c.batch_tokens / (int64_t(c.micro_batch) * c.seq * c.dp));
 }
 
-// The table of flags has refused every other name.
+// The order of tokens over context-parallel ranks that --cp-order names. The table of flags allows
+// no other name than these three.
 inline ContextOrder context_order_named(const std::string& name) {
     if (name == "contiguous") return ContextOrder::CONTIGUOUS;
     return name == "striped" ? ContextOrder::STRIPED : ContextOrder::ZIGZAG;
 }
 
-// The layout that the flags describe, the same for every rank: the only place that reads them.
+// The layout that the flags describe, the same for every rank. No other place turns flags
+// into a layout.
 inline Layout choose_layout(const Config& c, const Shape& shape) {
     Layout layout;
 
@@ -342,21 +360,25 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     layout.ep_exchange = c.ep > 1 && c.ep_method == "exchange";
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;
+
+    // Context parallelism: how attention reaches the other ranks' tokens, and which
+    // tokens are whose.
     ContextChoice context;
     read_context_method(c.cp_method, &context);
     layout.cp_method = context.method;
     layout.cp_heads = context.heads;
     layout.cp_order = context_order_named(c.cp_order);
 
-    // ZeRO: what is sharded, over how many ranks, how far ahead weights are gathered, and what the
-    // cuts must leave whole.
+    // ZeRO: its stage, the ranks of a sharding group, how many layers ahead weights are
+    // gathered, and which units no shard boundary may cut: matrices for some optimizers, blocks
+    // of 8-bit state.
     layout.zero = c.zero;
     layout.zero_group = c.zero_group;
     layout.prefetch = c.prefetch;
     layout.whole_matrices = optimizer_row(optimizer_named(c.optimizer)).whole_matrices;
 
     if (states_named(c.states) == States::EIGHT_BIT)
-        layout.tensor_align = STATE_BLOCK; // no block spans two tensors, or two shards
+        layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
 
     // The pipeline: its schedule, and the first layer of each stage.
     layout.chunks = c.chunks;
@@ -366,8 +388,8 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     return layout;
 }
 
-// config_check() has refused every other name. "auto" is FULL until choose_recompute() (limits.h)
-// has seen how much room there is.
+// The level that --recompute names; config_check() has refused every other name. "auto" counts as
+// FULL until choose_recompute() (limits.h) has found out how much room there is.
 inline Recompute recompute_named(const std::string& name) {
     for (int level = 0; level < RECOMPUTE_LEVELS; level++)
         if (name == recompute_name(Recompute(level)))
@@ -375,19 +397,22 @@ inline Recompute recompute_named(const std::string& name) {
     return Recompute::FULL;
 }
 
+// The format of frozen weights that --weights names.
 inline Stored stored_named(const std::string& name) {
     if (name == "nf4") return Stored::NF4;
     if (name == "int4") return Stored::INT4;
     return name == "int8" ? Stored::INT8 : Stored::WIDE;
 }
 
-// Sequences that are generated at once: samples are printed as they come, one after the other.
+// Sequences that are generated at once. Samples are printed token by token, so one at a time;
+// the completions of --prompts go to a file, --slots at a time.
 inline size_t generation_slots(const Config& c, size_t texts) {
     if (c.prompts.empty()) return 1;
     return std::min(size_t(c.slots), texts);
 }
 
-// Choose what this run does as plans: train, evaluate, score candidates, generate.
+// Choose the plans of this run: to train, evaluate, score candidates, generate, sample rollouts.
+// Returns their options, and stores each plan's index in `run`.
 inline std::vector<PlanOptions> choose_plans(Run& run) {
     const Config& c = run.config;
     std::vector<PlanOptions> plans;
@@ -396,7 +421,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         return int(plans.size()) - 1;
     };
 
-    // Train. The other plans are the same but for what they change below.
+    // Train. The other plans copy these options, and change what differs.
     PlanOptions train;
     train.B = size_t(c.micro_batch);
     train.T = size_t(c.seq);
@@ -409,7 +434,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.objective = objective_of(c);
     train.recompute = recompute_named(c.recompute);
 
-    // A folder's name may not be "cpu": "./cpu" is one.
+    // Offload to the host's memory or to a folder. (A folder named cpu is written "./cpu".)
     Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
     if (offloads(c, "optimizer"))
         train.offload.optimizer = tier;
@@ -432,17 +457,18 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     bool only_exports = c.steps == 0 && !c.eval && c.sample_tokens == 0;
     if (wants_validation(c))
         run.evaluate_plan = add(evaluate);
-    if (only_exports) add(evaluate); // nothing runs, but a plan places the exported weights
+    if (only_exports) add(evaluate); // it never runs: it gives the exported weights their place
 
-    // Score the candidates of --evaluate, those of about one length in a plan of their own.
-    evaluate.objective = {}; // of what follows
+    // Score the candidates of --evaluate: one plan for each group of about equal length. From here
+    // on plans have the ordinary loss.
+    evaluate.objective = {};
     size_t rows = evaluate.B * evaluate.T;
     run.score_groups = group_by_length(run.tasks.candidates, rows, run.shape.P);
     for (ScoreGroup& group : run.score_groups)
         group.plan = add(score_plan(evaluate, group.T, run.layout));
 
-    // Generate, as many texts at once as have a slot; each slot of the cache holds the longest
-    // prompt and all tokens that follow.
+    // Generate, one text in each slot. A slot of the cache holds the longest prompt and all tokens
+    // that follow it.
     PlanOptions generate = evaluate;
     generate.mode = Mode::GENERATE;
     generate.B = generation_slots(c, run.prompts.size() * size_t(c.samples));
@@ -452,11 +478,11 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     if (c.chat) generate.T = run.context_length;
     generate.cache = std::min(run.context_length, generate.T + size_t(c.sample_tokens));
     if (!c.draft.empty())
-        generate.scored = size_t(c.draft_tokens) + 1; // to judge each guess
+        generate.scored = size_t(c.draft_tokens) + 1; // logits to judge each guess, and one beyond
     if (c.sample_tokens > 0 && !c.eval)
         run.generate_plan = add(generate);
 
-    // Sample answers to train on: a window has each with its prompt.
+    // Sample answers to train on. A slot holds a whole training window: the prompt and its answer.
     generate.B = std::min(size_t(c.slots), size_t(c.batch_tokens / c.seq));
     generate.T = generate.cache = size_t(c.seq);
     if (has_rollouts(c))
@@ -464,7 +490,8 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     return plans;
 }
 
-// Check that the plans of all ranks of the pipeline fit together, before anything runs.
+// Check that the plans of all pipeline ranks fit together: each message that one sends, another one
+// receives. This comes before anything runs.
 inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptions>& options,
                                      const Model& model) {
     if (run.layout.pp.size == 1) return;
@@ -474,7 +501,7 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
     }
 }
 
-// The layout in words, for the first line and the timeline's title.
+// The axes of the layout in words, and below the whole layout, for the title of a timeline.
 inline std::string axes_text(const Config& c) {
     return concat("dp ", c.dp, " x tp ", c.tp,
                   c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp,

@@ -1,23 +1,23 @@
 // draft.h - --draft: a small model beside the run's own, which guesses what texts go on with
-//   A draft has its own shape, weights and memory, and a cache as long as the model's. Its tokens
-//   must be the model's. How guesses are judged: ../io/speculate.h.
+//   A draft has its own shape, weights and memory, and a key/value cache as long as the model's. It
+//   must have the model's vocabulary. ../io/speculate.h says how guesses are judged.
 #pragma once
 #include "choose.h"
 #include "folder.h"
 
 namespace llmc {
 
-// The flags of a run that would have the draft as its model. --draft names what --model can, or the
-// folder of a run, whose newest checkpoint it is.
+// The configuration of a run whose model is the draft. --draft takes whatever --model takes, and
+// also the folder of a run, whose newest checkpoint is then the draft.
 inline Config draft_config(const Run& run) {
     Config d;
     d.model = run.config.draft;
     if (!file_type(d.model))
-        d.vocab = int(run.shape.V); // new weights
+        d.vocab = int(run.shape.V); // a preset's new weights take the model's vocabulary
     if (checkpoint_steps(d.model).empty())
         return d;
 
-    // Its checkpoint says which model that run has.
+    // Take the model's flags from the checkpoint of that run.
     d.out = d.model;
     d.model = Config().model;
     nlohmann::json manifest = newest_manifest(d);
@@ -28,8 +28,9 @@ inline Config draft_config(const Run& run) {
     return d;
 }
 
-// Whether the draft's tokens are the model's; "" or what differs. Tables may have rows beyond the
-// tokens, so where both have a tokenizer their texts are compared, and else the tables.
+// Check that the draft has the model's vocabulary: "" or what differs. If both have a tokenizer,
+// compare the text of each token; else compare the sizes of the tables, which may differ by padding
+// rows although the tokens are the same.
 inline std::string check_draft_tokens(const Run& run, const Config& d) {
     const Config& c = run.config;
     std::string file = file_type(d.model) == S_IFDIR ? tokenizer_in(d.model) : d.tokenizer;
@@ -40,7 +41,7 @@ inline std::string check_draft_tokens(const Run& run, const Config& d) {
     if (!compares)
         return "";
 
-    // The same text must be the same token, also of those that only control.
+    // Each token must stand for the same text, special tokens included.
     Tokenizer own;
     std::string wrong = tokenizer_open(&own, file);
     const Tokenizer& t = run.tokenizer;
@@ -54,7 +55,7 @@ inline std::string check_draft_tokens(const Run& run, const Config& d) {
     return wrong;
 }
 
-// Choose the draft's shape, and see that it speaks of the same tokens.
+// Choose the draft's shape, and check that its vocabulary is the model's.
 inline void choose_draft(Run& run) {
     if (run.config.draft.empty())
         return;
@@ -69,7 +70,8 @@ inline void choose_draft(Run& run) {
     or_die(check_draft_tokens(run, d));
 }
 
-// Place the draft's one plan: the slots, prompts and cache of the model's.
+// Place the draft's only plan in memory. It has the slots, prompt length and cache length of
+// the model's generation.
 template <typename T, typename S>
 void place_draft(const Run& run, const std::vector<PlanOptions>& plans, Trainer<T, S>& t) {
     PlanOptions o = plans[size_t(run.generate_plan)];
@@ -78,14 +80,15 @@ void place_draft(const Run& run, const std::vector<PlanOptions>& plans, Trainer<
                     "--draft %s has %zu positions, and texts with their prompts may take %zu: give "
                     "a smaller --sample-tokens, shorter prompts, or another draft",
                     run.config.draft.c_str(), P, o.cache);
-    // It begins a step with two tokens, the last of which it guesses from.
+    // A draft begins a step by reading two tokens: its last guess of the step before, which it has
+    // not read yet, and the model's token behind it.
     o.scored = 2;
     o.stored = Stored::WIDE;
     o.offload = {};
     trainer_place(t, run.draft_shape, {o});
 }
 
-// Bytes of the draft where the model's are; 0 without one.
+// Bytes that the draft takes of the memory that holds the model; 0 without a draft.
 template <typename T, typename S>
 size_t draft_bytes(const Run& run, const std::vector<PlanOptions>& plans, S where) {
     if (run.config.draft.empty())
@@ -96,13 +99,15 @@ size_t draft_bytes(const Run& run, const std::vector<PlanOptions>& plans, S wher
     return bytes_here(t.arena, where);
 }
 
-// Load the draft; null without one. It lives as long as what is returned.
+// Load the draft; null without --draft. Its trainer lives as long as the returned pointer.
 template <typename T, typename S>
 std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plans, S where) {
     const Config &c = run.config, d = draft_config(run);
     if (c.draft.empty())
         return nullptr;
     Spend spend(run.account, Work::LOAD);
+
+    // Place and allocate it.
     auto drop = [](Trainer<T, S>* t) {
         trainer_free(*t);
         delete t;
@@ -111,11 +116,13 @@ std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plan
     t->ctx.where = where;
     place_draft(run, plans, *t);
     trainer_allocate(*t);
-    // The cache must hold numbers, also where no text has written: they count 0 times.
+
+    // Clear the cache. Attention multiplies positions that no text has written by 0, which must not
+    // be 0 times NaN.
     device_zero(t->arena.device().base, t->arena.device().bytes, where);
     init_constants(*t);
 
-    // Read its weights, or draw those of a preset.
+    // Read its weights from a checkpoint or from model files, or draw those of a preset.
     mode_t type = file_type(d.model);
     CheckpointInfo info;
     std::vector<std::string> notes;
@@ -133,7 +140,7 @@ std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plan
     return make_draft(t, size_t(c.draft_tokens), run.shape.V);
 }
 
-// Say what the guesses were worth.
+// Print how many tokens a step of the model gave, and how many guesses were right.
 inline void report_draft(const Run& run) {
     if (!run.draft || !run.draft->steps)
         return;

@@ -1,10 +1,10 @@
 // folder.h - the folder of --out: one run's, its checkpoints and its log, and how a run goes on
-//   OUT/lock           held while a run writes there: a second one is told, and leaves
+//   OUT/lock           held while a run writes there: a second run prints who holds it, and ends
 //   OUT/log.jsonl      a line a step; see logger.h
 //   OUT/step_00000100  a checkpoint; see checkpoint.h
 //   1. take_folder     before anything else: make it, lock it, refuse one that holds another run
-//   2. adopt_flags     --resume: what is trained is the checkpoint's where flags say nothing else
-//   3. resume          weights, moments and counters; a new run where there is no checkpoint
+//   2. adopt_flags     --resume: flags that are not given take the checkpoint's values
+//   3. resume          load weights, moments and counters; without a checkpoint begin a new run
 //   4. save            when it is time, and at the end. A save that fails never ends the run
 #pragma once
 #include <sys/file.h>
@@ -18,14 +18,14 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // the folder is this run's
 
-// Whether a log has more than its first line, which is the configuration's.
+// Whether a log has more than its first line, which holds the configuration.
 inline bool log_has_steps(const std::string& out) {
     std::ifstream in(out + "/log.jsonl");
     std::string line;
     return std::getline(in, line) && std::getline(in, line);
 }
 
-// Say in words which run a folder holds; "": none that a new run would destroy.
+// Describe the run that a folder holds; "": there is none that a new run could destroy.
 inline std::string run_in(const std::string& out) {
     std::vector<int64_t> steps = checkpoint_steps(out);
     if (!steps.empty())
@@ -33,7 +33,8 @@ inline std::string run_in(const std::string& out) {
     return log_has_steps(out) ? "a run's log" : "";
 }
 
-// Take the lock, which the system gives back when the process ends, however it ends.
+// Lock the folder: "" or why not. The system releases the lock when the process ends,
+// however it ends.
 inline std::string lock_folder(const std::string& out) {
     std::string path = out + "/lock";
     int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
@@ -42,11 +43,12 @@ inline std::string lock_folder(const std::string& out) {
     if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
         std::string pid = concat(getpid(), "\n");
         bool told = ftruncate(fd, 0) == 0 && write(fd, pid.data(), pid.size()) > 0;
-        (void)told; // a full disk: the lock holds without the number
+        (void)told; // on a full disk the lock holds without the process number
         return "";
     }
 
-    // Only a lock that somebody holds is a reason to leave: some network file systems have none.
+    // Refuse only if somebody holds the lock. Some network file systems have no locks: there the
+    // run goes on without one.
     bool held = errno == EWOULDBLOCK;
     char pid[16] = {};
     bool known = read(fd, pid, sizeof(pid) - 1) > 0;
@@ -57,7 +59,7 @@ inline std::string lock_folder(const std::string& out) {
                   ": wait for its end, or choose another --out");
 }
 
-// Make the folder and those above it, and take it for this run.
+// Make the folder and its parents, and lock it for this run: "" or why not.
 inline std::string make_folder(const Config& c) {
     std::error_code error;
     std::filesystem::create_directories(c.out, error);
@@ -66,26 +68,27 @@ inline std::string make_folder(const Config& c) {
     std::string wrong = lock_folder(c.out);
     if (!wrong.empty()) return wrong;
 
-    // Another run's checkpoints and log are not this one's to remove.
+    // Without --resume this run would replace the checkpoints and the log of the run before.
     std::string holds = run_in(c.out);
     if (c.resume || holds.empty()) return "";
     return concat("--out ", c.out, " holds ", holds,
                   ": --resume goes on with it, or choose another --out");
 }
 
-// Whether this run writes to --out: it trains. Everything else only reads there.
+// Whether this run writes to --out. Only a run that trains does; every other run only reads there.
 inline bool writes_folder(const Config& c) {
     return !c.out.empty() && c.steps > 0 && !c.eval && !c.explain;
 }
 
-// Take the folder, before anything takes time. The first process does so for all.
+// Take the folder, before anything takes time. The first rank does this for all.
 inline void take_folder(const Run& run) {
     const Config& c = run.config;
     std::string wrong;
     if (is_first(run) && writes_folder(c))
         wrong = make_folder(c);
 
-    // Who only looks at a run's weights has to say so.
+    // A run that only reads must ask for the checkpoint's weights by --resume. Without it the
+    // weights would be new ones, although --out names a trained model.
     bool looks = is_first(run) && !c.out.empty() && !writes_folder(c) && !c.explain && !c.resume;
     if (looks && !checkpoint_steps(c.out).empty())
         wrong = concat("--out ", c.out, " holds ", run_in(c.out),
@@ -96,19 +99,19 @@ inline void take_folder(const Run& run) {
 // ----------------------------------------------------------------------------
 // flags of the checkpoint
 
-// The groups of flags that describe what is trained, and not where or for how long.
+// Whether the flags of a group describe what is trained, and not where or for how long.
 inline bool describes_training(const std::string& group) {
     const char* groups[] = {"Model", "Data", "Optimizer", "Adapters", "Numbers"};
     return std::ranges::find(groups, group) != std::end(groups);
 }
 
-// A value of a manifest's configuration as text that set_field() reads.
+// A value of the manifest's configuration, as text that set_field() reads.
 inline std::string json_value_text(const nlohmann::json& value) {
     return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
-// Whether a flag that was left out says something else once another one is given: the default
-// --min-lr is a tenth of the peak, so of the new one.
+// Whether a flag that is not given follows another flag that is given, and so must not take the
+// saved value. Only one does: --min-lr defaults to a tenth of --lr, so to a tenth of the new one.
 inline bool follows_given(const Config& c, const nlohmann::json& saved, const std::string& name) {
     if (name != "min-lr" || !given(c, "lr") || !saved.contains("lr"))
         return false;
@@ -116,8 +119,9 @@ inline bool follows_given(const Config& c, const nlohmann::json& saved, const st
     return numbers && saved[name].get<double>() == saved["lr"].get<double>() / 10;
 }
 
-// Whether a flag is about numbers that this run does not have: it only reads weights, or has
-// another precision or optimizer.
+// Whether a saved flag does not apply to this run, because it describes numbers that this run does
+// not keep. A run that only reads weights has no masters or moments; with another precision,
+// optimizer or loss, the settings of the old one mean nothing.
 inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
                                 const std::string& name) {
     bool reads = c.eval || c.steps == 0;
@@ -136,8 +140,9 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     return name == "fp8" && (other || given(c, "weights"));
 }
 
-// Take the flags that the command line leaves out from the checkpoint, and name those that differ.
-// A flag that this program does not know, or a value it refuses, is left alone.
+// Set each flag that the command line leaves out to the checkpoint's value. Returns a list of the
+// given flags whose values differ from the checkpoint's. A flag that this program does not know,
+// or a value that it refuses, is ignored.
 inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
     std::string group, differences;
     for (const Flag& f : config_table()) {
@@ -152,12 +157,14 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
         std::string was = json_value_text(saved[f.name]);
         std::string now = field_text(c, f.field);
 
-        // Adopt it, or say that it differs. Numbers are compared as numbers: 1e-3 is 0.001.
+        // Compare the values, numbers as numbers: 1e-3 is 0.001.
         Config as_saved = c;
         if (!set_field(as_saved, f, was).empty())
             continue;
         was = field_text(as_saved, f.field);
         if (was == now) continue;
+
+        // Adopt the saved value, or report that the given one differs.
         if (!given(c, f.name) && !follows_given(c, saved, f.name)) {
             c = as_saved;
         } else if (given(c, f.name)) {
@@ -168,8 +175,8 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
     return differences;
 }
 
-// The newest checkpoint's manifest, or the chosen one's; null where none can be read. What is
-// broken is looked at again when it is loaded.
+// The manifest of the newest checkpoint, or of the one that --resume-step chooses; null if none can
+// be read. A broken checkpoint is skipped here, and reported when the weights are loaded.
 inline nlohmann::json newest_manifest(const Config& c) {
     for (int64_t step : checkpoint_steps(c.out)) {
         if (c.resume_step >= 0 && step != c.resume_step)
@@ -181,7 +188,7 @@ inline nlohmann::json newest_manifest(const Config& c) {
     return {};
 }
 
-// --resume: the command line says what changes, the checkpoint the rest.
+// With --resume, take the flags that the command line leaves out from the checkpoint.
 inline void adopt_checkpoint(Run& run) {
     Config& c = run.config;
     if (!c.resume || c.out.empty()) return;
@@ -196,8 +203,8 @@ inline void adopt_checkpoint(Run& run) {
 // ----------------------------------------------------------------------------
 // going on
 
-// Checkpoints that the run has gone back behind are put aside, and kept: the next resume must not
-// take them, and --keep must not count them.
+// Rename the checkpoints that are newer than the one this run resumed from. The next resume must
+// not load them, and --keep must not count them; nothing is deleted.
 inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
     const std::string& out = run.config.out;
     std::string wrong;
@@ -214,41 +221,44 @@ inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
     or_die_on_all_ranks(run, first_error(run.world, wrong));
 }
 
-// Find the machines of --buddy. What another run has left there is not this one's.
+// Find the machines of --buddy, and delete what another run has left in their memory. Only a run
+// that trains saves there.
 inline void open_buddies(Run& run) {
     const Config& c = run.config;
     if (c.buddy.empty() || !writes_folder(c)) return;
-    // Only a run that writes has something to lose.
     run.buddies = std::make_shared<Buddies>();
     or_die_on_all_ranks(run, make_buddies(run.world, c.buddy, run.buddies.get()));
 
-    // One machine that is left can load what lies there, and has nobody to send to.
+    // A run that is left with one machine can still load from its memory, but has no other machine
+    // to save to.
     bool alone = run.buddies->buddy_of.empty();
     std::string one = "--buddy " + c.buddy + ": all ranks are on one machine";
     if (alone && !c.resume)
         or_die_on_all_ranks(run, one + ": start the run on two or more");
     if (alone) note(run, one + ": nothing is saved in memory");
 
-    // A run that has saved has a log in --out. Without it the memory is another's.
+    // If --out holds no run to resume, whatever lies in memory belongs to another run.
     int64_t ours = c.resume && is_first(run) && !run_in(c.out).empty();
     all_reduce_max(run.world, &ours, 1, Cpu{});
     if (!ours) remove_buddies(run.world, *run.buddies);
 }
 
-// Load what is newer in memory than in --out; false: nothing is.
+// Load the save in memory if --out has no newer one. Returns false if there is none to load.
 template <typename T, typename S>
 bool resume_from_memory(Run& run, Trainer<T, S>& t, CheckpointInfo* info,
                         std::vector<std::string>* notes, std::string* wrong) {
     const Config& c = run.config;
     if (!run.buddies || c.resume_step >= 0) return false;
-    // Where both are of one step memory is read sooner, and nobody has looked at the disk's yet.
+    // If both hold the same step, take memory's: it is read faster, and the files on disk have not
+    // been checked yet.
     std::vector<int64_t> saved = first_ranks_steps(run.world, c.out);
     int64_t newest = saved.empty() ? -1 : saved[0];
     return buddy_load(t, *run.buddies, info, c.out, newest - 1, notes, wrong);
 }
 
-// Continue from a checkpoint of --out, whatever layout it was written with; false: there is none,
-// and a new run begins. What it leaves behind moves only once its weights have been looked at.
+// Continue from a checkpoint of --out, whatever layout it was written with. Returns false if
+// there is none and a new run begins. Newer checkpoints are renamed only after these weights
+// have been checked.
 template <typename T, typename S>
 bool resume(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -260,7 +270,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
         return false;
     }
 
-    // Load it, from memory where that is newer.
+    // Load the checkpoint, from memory where that is at least as new.
     CheckpointInfo info;
     info.base = run.base;
     std::vector<std::string> notes;
@@ -274,13 +284,16 @@ bool resume(Run& run, Trainer<T, S>& t) {
     run.step = info.step;
     if (run.train_plan < 0) return true;
 
-    // The order of samples depends on the seed, so another one would repeat some and miss others.
+    // Continue the data. The order of samples depends on the seed, so with another seed the run
+    // would repeat some samples and miss others.
     LLMC_USER_CHECK(
         info.seed == uint64_t(c.seed),
         "the checkpoint was made with --seed %llu, not %lld: the data order would change",
         (unsigned long long)info.seed, (long long)c.seed);
     t.cursor = info.cursor;
     run.tokens = info.tokens;
+
+    // Restore the best checkpoint's record, then check the weights before any file moves.
     run.kept_step = info.best_step;
     run.kept_loss = info.best_loss;
     if (run.kept_step >= 0) {
@@ -291,7 +304,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
     set_newer_aside(run, info.broken);
     if (run.buddies && !in_memory) remove_buddies(run.world, *run.buddies);
 
-    // Say where it goes on, or that it has been there.
+    // Print where the run goes on, or that its last step is already done.
     if (is_first(run) && run.step < c.steps)
         printf("resumed at step %lld%s\n", (long long)run.step,
                in_memory ? ", from memory" : "");
@@ -301,8 +314,8 @@ bool resume(Run& run, Trainer<T, S>& t) {
     return true;
 }
 
-// The log begins with the configuration, so that a plot can say what it shows. Only a run that
-// trains writes it: another one may be training there.
+// Open the log. It begins with the configuration, so that a plot can say what it shows. Only a run
+// that trains opens it: another process may be writing the same log.
 template <typename T, typename S>
 void open_log(Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -316,10 +329,11 @@ void open_log(Run& run, const Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // saving
 
-// Seconds from a failed save to the next try, and between the tries at a run's end.
+// Seconds from a failed save to the next try: during the run, and at its end.
 constexpr double RETRY_SECONDS = 60, RETRY_AT_THE_END = 5;
 
-// Whether this rank's clock wants a checkpoint now. Only the first rank is asked.
+// Whether it is time for a checkpoint by the clock. Only the first rank's clock counts; the
+// others return false.
 inline bool clock_wants_save(const Run& run) {
     const Config& c = run.config;
     if (c.out.empty() || !is_first(run) || is_on_its_way(run.saves.async.get()))
@@ -327,13 +341,14 @@ inline bool clock_wants_save(const Run& run) {
     double now = clock_seconds();
     if (run.saves.retry)
         return now >= run.saves.retry;
-    // The first save of `auto` comes behind the first step: then its cost is known.
+    // With --save-minutes auto the interval starts at 0: the first save comes after the first step,
+    // and its cost sets the interval.
     if (c.save_minutes == "auto")
         return now - run.saves.last >= run.saves.interval;
     return save_seconds(c) > 0 && now - run.saves.last >= save_seconds(c);
 }
 
-// Describe what a save of this step is.
+// The facts about this step that a checkpoint's manifest records.
 template <typename T, typename S>
 CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
     CheckpointInfo info;
@@ -348,14 +363,15 @@ CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
     return info;
 }
 
-// Save in the memory of two machines. A save that fails is said once, and the run goes on.
+// Save to the memory of two machines (--buddy). If the save fails the run goes on; a row of
+// failures is noted once.
 template <typename T, typename S>
 void save_in_memory(Run& run, Trainer<T, S>& t) {
     if (run.buddies->buddy_of.empty()) return; // one machine is left
     double before = run.account.spent_on(Work::SAVE);
     Spend spend(run.account, Work::SAVE);
 
-    // A resume takes this save first, so it must be as sound as one on disk.
+    // Check the weights as before a save to disk, because a resume prefers this one.
     check_replicas(run, t);
     std::string wrong = first_error(run.world, first_bad_weight(t));
     if (wrong.empty())
@@ -366,27 +382,30 @@ void save_in_memory(Run& run, Trainer<T, S>& t) {
         note(run, concat("step ", run.step, " is not saved in memory: ", wrong));
 }
 
-// Save a checkpoint of this step: "" or why there is none. The cursor goes along, so that a
-// resumed run reads on where this one stopped.
+// Try to save a checkpoint of this step: "" or why there is none. It holds the data's cursor too,
+// so that a resumed run reads on where this one stopped.
 template <typename T, typename S>
 std::string try_to_save(Run& run, Trainer<T, S>& t) {
-    // Weights that were ruined by the last update would push good ones out of --keep.
+    // Refuse ruined weights: each new checkpoint removes the oldest of --keep, so these would push
+    // out good ones.
     check_replicas(run, t);
     std::string ruined = ruined_weights(run, t);
     if (!ruined.empty()) return ruined;
 
-    // Steps wait for the whole save, or for a copy of what it writes.
+    // Save. The next step waits until the save is done, or with --save-async until the state
+    // has been copied.
     CheckpointInfo info = checkpoint_info(run, t);
     Save save = {info, run.config.out, run.config.keep};
     return run.saves.async ? async_begin(t, *run.saves.async, save)
                            : checkpoint_save(t, info, save.out, save.keep);
 }
 
-// With --save-minutes auto: what saves have cost so far says when the next one is due. Say it once.
+// With --save-minutes auto, set the interval from the mean cost of the saves so far. The first time
+// it is printed.
 inline void set_save_interval(Run& run) {
     const Config& c = run.config;
     if (c.save_minutes != "auto" || !is_first(run)) return;
-    // Saves that have failed have cost time too.
+    // Count the time of failed saves too; leave out saves to memory.
     double all = run.account.spent_on(Work::SAVE) - run.saves.in_memory;
     double cost = all / double(run.saves.count);
     double failure = job_failure_seconds(c.failure_hours, run.world.size);
@@ -395,10 +414,10 @@ inline void set_save_interval(Run& run) {
         note(run, interval_text(c.failure_hours, run.world.size, cost));
 }
 
-// Note how the save of a step has ended. Say when saves begin to fail, and when they work again.
+// Record how the save of a step ended, and note when saves begin to fail and when they work again.
 inline void note_save(Run& run, int64_t step, const std::string& wrong) {
     Saves& saves = run.saves;
-    // A step that is not saved is nobody's: the end of the run tries it again.
+    // After a failure no step counts as saved, so that the end of the run tries again.
     bool fails = !wrong.empty(), failed_before = saves.retry > 0;
     saves.retry = fails ? clock_seconds() + RETRY_SECONDS : 0;
     saves.step = fails ? -1 : step;
@@ -410,7 +429,7 @@ inline void note_save(Run& run, int64_t step, const std::string& wrong) {
                     : concat("step ", step, " is saved"));
 }
 
-// End the save that is on its way beside the steps, where one is. All ranks call.
+// Finish the asynchronous save, if one is in flight. All ranks call.
 inline void end_save(Run& run) {
     AsyncSave* async = run.saves.async.get();
     if (!is_on_its_way(async)) return;
@@ -419,7 +438,8 @@ inline void end_save(Run& run) {
     note_save(run, async->save.info.step, wrong);
 }
 
-// Save when it is time. What fails is said, and tried again: a disk may have room in a minute.
+// Save this step, unless it is saved. A failure is noted, and the save tried again later: a full
+// disk may have room in a minute.
 template <typename T, typename S>
 void save(Run& run, Trainer<T, S>& t) {
     Saves& saves = run.saves;
@@ -430,15 +450,15 @@ void save(Run& run, Trainer<T, S>& t) {
     std::string wrong = try_to_save(run, t);
     if (wrong.empty()) saves.last = clock_seconds();
 
-    // How a save beside the steps ends is heard later.
+    // An asynchronous save counts as saved for now; end_save() learns how it ended.
     if (is_on_its_way(saves.async.get()))
         saves.step = run.step;
     else
         note_save(run, run.step, wrong);
 }
 
-// Save at the end of the run. Nothing comes after it, so it waits for room as long as
-// --save-minutes says; a signal ends the wait.
+// Save at the end of the run. Since no later save will follow, keep trying for as long as
+// --save-minutes says, until the disk has room; a signal ends the wait.
 template <typename T, typename S>
 void save_at_the_end(Run& run, Trainer<T, S>& t) {
     end_save(run);
@@ -448,6 +468,8 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::SAVE);
     double end = clock_seconds() + save_seconds(run.config);
     std::string wrong = try_to_save(run, t);
+
+    // Try again while the first rank's clock permits it. Waiting does not mend ruined weights.
     bool said = false;
     while (!wrong.empty() && !run.ruined) {
         Wishes all = agree(run.world, {stop_signal, is_first(run) && clock_seconds() < end});
@@ -464,8 +486,8 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
         report_failure(run, concat("step ", run.step, " is not saved: ", wrong));
 }
 
-// With --keep-best, after an evaluation: save a checkpoint that stays where its loss is the lowest
-// one so far.
+// With --keep-best, after an evaluation: if its loss is the lowest so far, save a checkpoint that
+// --keep does not remove.
 template <typename T, typename S>
 void keep_best(Run& run, Trainer<T, S>& t) {
     bool better = run.kept_step < 0 || run.val_loss < run.kept_loss;
@@ -476,7 +498,7 @@ void keep_best(Run& run, Trainer<T, S>& t) {
     end_save(run);
     if (run.saves.step == run.step) return;
 
-    // It could not be saved: the best one that there is stays.
+    // The save failed: the best checkpoint is still the one before.
     run.kept_step = step_before;
     run.kept_loss = loss_before;
 }

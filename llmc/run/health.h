@@ -1,13 +1,15 @@
 // health.h - values that are not finite: in weights, in a step; and weights that are ruined
-//   first_bad_weight    after a load and before a save: every weight of this rank is looked at
-//   ruined_weights      before a save: the weights are tried on the text of the last step. A model
-//                       that has learned its text by heart is no good on other text, and not ruined
+//   first_bad_weight    after a load and before a save: look at every weight of this rank
+//   ruined_weights      before a save: try the weights on the text of the last step. Its loss must
+//                       be low; on other text even a sound model may fail, one that has learned
+//                       its text by heart
 //   check_replicas      before a save, and every --verify-every steps: ranks that keep the same
-//                       compare it (replicas.h). A silent fault of a machine ends the run
-//   check_ranks         every --verify-every steps: and a step done again must be the same on all
-//   trace_bad_value     after a step that diverged: the step is done again, and each action's
-//                       results are looked at as they are made. A norm that is not finite updates
-//                       nothing, so the step makes the same values but for the order of sums.
+//                       data compare it (replicas.h). A silent fault of a machine ends the run
+//   check_ranks         every --verify-every steps: the same, and all ranks repeat a step, which
+//                       must give the same on all of them
+//   trace_bad_value     after a step that diverged: repeat the step, and look at each action's
+//                       results as they are made. A step whose norm is not finite updates nothing,
+//                       so the repeated step makes the same values, but for the order of sums.
 #pragma once
 #include "../io/checkpoint.h"
 #include "choose.h"
@@ -19,13 +21,14 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // values
 
-// The values of an array that are not finite: how many, the first one's index, the others' range.
+// The values of an array that are not finite: their count, the index of the first, and the range of
+// the finite values.
 struct BadValues {
     size_t count = 0, first = 0;
-    double low = INFINITY, high = -INFINITY; // of those that are finite
+    double low = INFINITY, high = -INFINITY; // the range of the finite values
 };
 
-// Look at n elements of P that read(to, at, count) gives; the host holds a part at a time.
+// Look for bad values among n elements, which read(to, at, count) copies to the host part by part.
 template <typename P, typename F>
 BadValues find_bad_values(size_t n, F read) {
     constexpr size_t PART = size_t(1) << 20; // elements
@@ -47,7 +50,7 @@ BadValues find_bad_values(size_t n, F read) {
     return bad;
 }
 
-// Look at `x` (n), where it runs.
+// Look for bad values in an array x (n), in the memory of `where`.
 template <typename P, typename S>
 BadValues find_bad_values(const P* x, size_t n, S where) {
     return find_bad_values<P>(n, [=](P* to, size_t at, size_t count) {
@@ -63,8 +66,9 @@ inline std::string bad_values_text(const std::string& name, const BadValues& bad
                   bad.first, others);
 }
 
-// Whether the mark that a frozen weight has of values that were not finite is there (frozen.h).
-// Vectors have their values. One float says it for a matrix: codes have no word for infinity.
+// Look for bad values in a frozen weight (frozen.h). A vector is kept as values. A matrix is kept
+// as integer codes, which cannot express infinity: one float beside them is not finite if a value
+// of the matrix was not.
 template <typename T, typename S>
 BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
     const Narrow& narrow = t.narrow[size_t(&p - t.model.parameters.data())];
@@ -74,7 +78,7 @@ BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
     return find_bad_values(static_cast<const T*>(narrow.values), p.local_elements(), t.ctx.where);
 }
 
-// Name the first weight of this rank that is not finite; "": all are.
+// Describe the first weight of this rank that is not finite; "": all are finite.
 template <typename T, typename S>
 std::string first_bad_weight(const Trainer<T, S>& t) {
     for (const Parameter& p : t.model.parameters) {
@@ -82,14 +86,13 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
         KeptRange range = kept_range(t, weight, p);
         if (!range.count) continue;
 
-        // Look at it where it lies, or at what stands for it.
+        // Look at the frozen weight's mark, or at the values themselves.
         BadValues bad;
         bool frozen = is_narrow(t.plans[0].stored, t.model, p.bucket);
         if (frozen) {
-            // One float says it for all codes.
             bad = find_bad_frozen(t, p);
         } else {
-            // They may lie in another tier.
+            // Read through read_kept(): the values may be offloaded.
             bad = find_bad_values<T>(range.count, [&](T* to, size_t at, size_t count) {
                 read_kept(t, to, weight, range.at + at, count);
             });
@@ -100,7 +103,8 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
     return "";
 }
 
-// Refuse weights that no step can use, before a step says so in other words.
+// End the run if a weight is not finite: no step can use it, and the step's own error would name
+// the divergence and not its cause.
 template <typename T, typename S>
 void check_weights(const Run& run, const Trainer<T, S>& t) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
@@ -109,21 +113,24 @@ void check_weights(const Run& run, const Trainer<T, S>& t) {
     or_die_on_all_ranks(run, wrong);
 }
 
-// The end of a message that ends a run whose folder has a checkpoint.
+// The end of an error message: the hint that --resume goes on, if there is a checkpoint.
 inline std::string resume_hint(const Run& run) {
     bool saved = !run.config.out.empty() && !checkpoint_steps(run.config.out).empty();
     return saved ? "; --resume goes on from the last checkpoint" : "";
 }
 
-// End the run where ranks that should keep the same do not: no step mends that, and a checkpoint
-// would keep it. A replay of the step says whether a rank still computes wrong.
+// End the run if ranks that should keep the same data differ: no later step mends that, and a
+// checkpoint would preserve it. A replay of the step then shows whether a rank still computes wrong
+// values, or only its memory was changed.
 template <typename T, typename S>
 void check_replicas(const Run& run, Trainer<T, S>& t) {
     std::string wrong = replicas_differ(t);
     if (wrong.empty()) return;
+
+    // Replay the step from equal weights. One data-parallel rank has no twin to compare with, and
+    // with expert parallelism none has.
     even_weights(t);
     std::string who = replay_step(t, run.train_plan);
-    // Alone, or with experts that others have, there is no twin to compare with.
     bool twins = run.layout.dp.size > 1 && run.layout.ep == 1;
     bool alike = twins && who.empty();
     if (alike) who = "a replay of the step is the same on all ranks, as if memory had failed";
@@ -131,11 +138,11 @@ void check_replicas(const Run& run, Trainer<T, S>& t) {
                                     ": suspect that machine, and leave it out", resume_hint(run)));
 }
 
-// The same, and whether all ranks make the same of one batch: where gradients are summed, a rank
-// that computes wrong is wrong on all of them.
+// Run check_replicas(), and check that all ranks compute the same from one batch. Equal weights do
+// not show that: a wrong gradient is summed over the ranks, and makes all weights wrong alike.
 template <typename T, typename S>
 void check_ranks(const Run& run, Trainer<T, S>& t) {
-    // Weights that have changed meanwhile explain a replay's difference.
+    // Replay first, but report differing weights first: they would explain a replay's difference.
     std::string who = replay_step(t, run.train_plan);
     check_replicas(run, t);
     if (who.empty()) return;
@@ -147,7 +154,8 @@ void check_ranks(const Run& run, Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // before a save
 
-// The loss of a micro-batch of the last step's text on each data-parallel rank.
+// The loss of these weights on some text of the last step: one micro-batch on
+// each data-parallel rank.
 template <typename T, typename S>
 double try_weights(Run& run, Trainer<T, S>& t) {
     uint64_t samples = t.plans[run.evaluate_plan].B * uint64_t(t.layout.dp.size);
@@ -158,17 +166,18 @@ double try_weights(Run& run, Trainer<T, S>& t) {
     double loss = 0;
     run_samples(t, run.evaluate_plan, samples, window, [&] { loss = plan_loss(t).mean(); });
 
-    // Ranks decide by it, so it must be the same to the last bit.
+    // Broadcast the loss: ranks decide by it, so it must have the same bits on all of them.
     broadcast(run.world, &loss, 1, 0, Cpu{});
     return loss;
 }
 
-// Say why weights must not be saved over good ones; "": they may. No step has measured the loss
-// after the last update, so it is measured here, on the text that it learned from.
+// Why these weights must not be saved over good ones; "": they may be saved. No step has measured
+// the loss since the last update, so measure it here, on the text that the update learned from.
 template <typename T, typename S>
 std::string ruined_weights(Run& run, Trainer<T, S>& t) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
-    // A preference may cost both answers much, and a reward any: their loss says nothing.
+    // Try the weights only with an ordinary loss. Preference learning may make both answers
+    // unlikely, and a reward may favour any text, so there a high loss proves nothing.
     if (wrong.empty() && !objective_of(run.config).rows()) {
         double loss = try_weights(run, t);
         if (blown_up(loss, run.shape.V, run.first_loss))
@@ -182,7 +191,7 @@ std::string ruined_weights(Run& run, Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // the first value that is not finite
 
-// A visitor of activation rows that looks at each after an action.
+// A visitor of the table of activations that looks for bad values in each row.
 template <typename T, typename S> struct FindBadActs : BindActs<T, S> {
     S where;
     std::string* found;
@@ -193,7 +202,7 @@ template <typename T, typename S> struct FindBadActs : BindActs<T, S> {
     void operator()(P*& pointer, const char* name, size_t n, Keep keep, Last last) {
         BindActs<T, S>::operator()(pointer, name, n, keep, last);
         if constexpr (std::is_same_v<P, T> || std::is_same_v<P, acc_t<T>>) {
-            // Gradients lie here before a backward pass makes them.
+            // Skip gradients: a forward pass does not make them, so they hold old values.
             if (!pointer || !found->empty() || keep == Keep::GRADIENT)
                 return;
             BadValues bad = find_bad_values(pointer, n, where);
@@ -203,7 +212,8 @@ template <typename T, typename S> struct FindBadActs : BindActs<T, S> {
     }
 };
 
-// Look at a stream or its gradient; null where the action has none.
+// Describe the bad values of a residual stream or of its gradient; "": none. x (rows, C) is null if
+// the action has none.
 template <typename T, typename S>
 std::string bad_stream(const Trainer<T, S>& t, const T* x, const char* name) {
     if (!x) return "";
@@ -212,7 +222,7 @@ std::string bad_stream(const Trainer<T, S>& t, const T* x, const char* name) {
     return bad.count ? bad_values_text(name, bad, n) : "";
 }
 
-// Look at the gradients of a layer's parameters.
+// Describe the first bad gradient among a layer's parameters; "": none is bad.
 template <typename T, typename S>
 std::string bad_gradient(const Trainer<T, S>& t, const Action& a) {
     for (int b : buckets_of(t.model, a.layer)) {
@@ -229,7 +239,8 @@ std::string bad_gradient(const Trainer<T, S>& t, const Action& a) {
     return "";
 }
 
-// Name what an action has just made that is not finite; "": nothing.
+// Describe the first value that is not finite among the results of the action that has just run;
+// "": all are finite.
 template <typename T, typename S>
 std::string bad_results(const Trainer<T, S>& t, const Action& a) {
     std::string found;
@@ -238,7 +249,7 @@ std::string bad_results(const Trainer<T, S>& t, const Action& a) {
     if (!forward && a.op != Op::B && a.op != Op::I && a.op != Op::W)
         return "";
 
-    // Forward: look at results in the order in which they are made.
+    // Forward: look at the activations in the order in which they are made.
     if (forward && block)
         with_family(t.model.shape.family, [&](auto family) {
             typename decltype(family)::template Acts<T> acts = {};
@@ -248,7 +259,7 @@ std::string bad_results(const Trainer<T, S>& t, const Action& a) {
     if (a.op == Op::F && a.layer < t.model.head() && found.empty())
         found = bad_stream(t, output_of(t, a), "output");
 
-    // Backward: the embedding has no input to give a gradient to.
+    // Backward: look at the input's gradient, then at the parameters'. The embedding has no input.
     bool gives_input = a.op == Op::B || a.op == Op::I;
     if (gives_input && a.layer > 0)
         found = bad_stream(t, input_gradient(t, a), "gradient of the input");
@@ -257,10 +268,11 @@ std::string bad_results(const Trainer<T, S>& t, const Action& a) {
     return found;
 }
 
-// Do the step again and name the first value that is not finite; "": there was none this time.
-// All ranks call, and have the same answer.
+// Repeat the step and describe the first value that is not finite; "": there was none this time.
+// All ranks call, and get the same answer.
 template <typename T, typename S>
 std::string trace_bad_value(Run& run, Trainer<T, S>& t) {
+    // Look at the results after each action, until the first bad one.
     int64_t when = INT64_MAX;
     std::string what;
     t.after = [&](const Action& a) {
@@ -274,7 +286,7 @@ std::string trace_bad_value(Run& run, Trainer<T, S>& t) {
     run_plan(t, run.train_plan);
     t.after = nullptr;
 
-    // Take the earliest of all ranks.
+    // Take the finding of the rank whose bad action comes first in a step.
     std::vector<int64_t> all(run.world.size);
     all_gather(run.world, all.data(), &when, 1, Cpu{});
     std::vector<std::string> texts = gather_texts(run.world, what);

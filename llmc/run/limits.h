@@ -1,7 +1,7 @@
 // limits.h - memory and disk that this machine has left, asked before the run
-//   CPU memory is given out page by page as it is touched, so a run that is too large is not
-//   refused by the system: it is killed minutes later, without a line. The plan knows every byte,
-//   so the program refuses first, and names flags that fit.
+//   Linux gives out memory page by page as it is touched. So it does not refuse a run that is too
+//   large: it kills it minutes later, without a message. The plan knows every byte, so the program
+//   refuses first, and names flags that fit.
 #pragma once
 #include <sys/statvfs.h>
 #include "../budget.h"
@@ -14,14 +14,14 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // memory
 
-// A number at the start of a file; `otherwise` where there is no such file or it says "max".
+// The number at the start of a file; `otherwise` if there is no such file, or it holds "max".
 inline size_t number_in_file(const std::string& path, size_t otherwise) {
     std::ifstream in(path);
     size_t n = 0;
     return in >> n ? n : otherwise;
 }
 
-// Bytes of a control group that hold files: the system frees them when somebody needs room.
+// Bytes of a control group that only cache files: the system frees them when memory is needed.
 inline size_t cgroup_cache(const std::string& group, const char* prefix) {
     std::ifstream in(group + "/memory.stat");
     size_t bytes = 0, n = 0;
@@ -31,7 +31,8 @@ inline size_t cgroup_cache(const std::string& group, const char* prefix) {
     return bytes;
 }
 
-// Bytes that a control group may still take; SIZE_MAX: it has no limit.
+// Bytes that a control group may still take; SIZE_MAX: it has no limit. second: the group is of
+// version 2 of Linux's control groups.
 inline size_t cgroup_room(const std::string& group, bool second) {
     size_t most = number_in_file(
         group + (second ? "/memory.max" : "/memory.limit_in_bytes"), SIZE_MAX);
@@ -42,13 +43,13 @@ inline size_t cgroup_room(const std::string& group, bool second) {
     return most > used ? most - used : 0;
 }
 
-// The least room of this process's control group and those above it. Containers and batch systems
-// set such limits.
+// The least room in this process's control group and the groups above it. Containers and batch
+// systems set such limits.
 inline size_t cgroup_left() {
     size_t least = SIZE_MAX;
     std::ifstream groups("/proc/self/cgroup");
     for (std::string line; std::getline(groups, line);) {
-        // "0::/a/b" is of version 2, "7:memory:/a/b" of version 1.
+        // Read a line: "0::/a/b" is a group of version 2, "7:memory:/a/b" one of version 1.
         bool second = line.rfind("0::", 0) == 0;
         size_t at = line.find(":memory:");
         if (!second && at == std::string::npos)
@@ -56,7 +57,7 @@ inline size_t cgroup_left() {
         std::string root = second ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
         std::string group = line.substr(second ? 3 : at + 8);
 
-        // Walk up to the root: inside a container that is the container's own group.
+        // Walk up to the root. Inside a container the root is the container's own group.
         for (;; group.resize(group.rfind('/'))) {
             least = std::min(least, cgroup_room(root + group, second));
             if (group.find('/') == std::string::npos)
@@ -66,7 +67,7 @@ inline size_t cgroup_left() {
     return least;
 }
 
-// Bytes that this machine can still give: what is free, and what the system can free.
+// Bytes that are left on this machine: free memory, and memory that the system can free.
 inline size_t memory_left(Cpu) {
     size_t left = SIZE_MAX;
     std::ifstream in("/proc/meminfo");
@@ -83,15 +84,15 @@ inline size_t memory_left(cudaStream_t) {
 }
 #endif
 
-// The name of this machine since it was started.
+// A name of this machine that no other machine has: Linux draws one at each start.
 inline std::string boot_name() {
     std::string boot;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
     return boot;
 }
 
-// Ranks that take their memory from the same place: on the CPU those of this machine, which has one
-// boot; on GPUs threads of a process share one, and processes have their own.
+// The number of ranks that share one memory with this rank. On the CPU these are the ranks of this
+// machine. On GPUs each process has a GPU of its own, and threads as ranks share one.
 template <typename S> int ranks_here(const Run& run, S) {
     if (run.world.local) return run.world.size;
     if (!std::is_same_v<S, Cpu>) return 1;
@@ -100,20 +101,24 @@ template <typename S> int ranks_here(const Run& run, S) {
     return int(std::count(all.begin(), all.end(), boot));
 }
 
-// Bytes that a save beside the steps takes of the memory in which a rank's step runs.
+// Bytes that an asynchronous save's copy takes of the memory in which a rank's step runs. On a GPU
+// it takes none: the copy is in the host's memory.
 template <typename T, typename S>
 size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
     bool saves = c.save_async && c.steps > 0 && !c.eval;
     return saves && std::is_same_v<S, Cpu> ? snapshot_bytes(t) : 0;
 }
 
-// Bytes that a rank of a configuration takes; 0: the configuration is refused.
+// Bytes that a rank takes under a configuration; 0: config_check() refuses the configuration. The
+// global batch stays the same: a smaller micro-batch is accumulated more often.
 template <typename T, typename S>
 size_t arena_bytes(const Run& like, Config c, int rank, S where) {
-    // A smaller micro-batch is accumulated more often: the global batch stays.
+    // Check the flags as the run itself would. Threads as ranks count as one process.
     int processes = like.world.local ? 1 : like.world.size;
     if (!config_check(c, like.shape, processes).empty())
         return 0;
+
+    // Place the plans of the rank without allocating anything.
     Run run = like;
     run.config = c;
     Trainer<T, S> t;
@@ -124,8 +129,8 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     return bytes_here(t.arena, where) + beside;
 }
 
-// The most slots that fit, where a run answers prompts or samples what it trains on; "" where one
-// slot does not.
+// " --slots N", with the most slots that fit, halved from the run's number; "" if not even one slot
+// fits, or the run neither answers prompts nor samples what it trains on.
 template <typename T, typename S>
 std::string slots_that_fit(const Run& run, int rank, size_t room, S where) {
     bool has_slots = !run.config.prompts.empty() || has_rollouts(run.config);
@@ -138,13 +143,14 @@ std::string slots_that_fit(const Run& run, int rank, size_t room, S where) {
     return "";
 }
 
-// Flags that make a rank fit `room` bytes, the least change first; "" where none does.
+// Flags that make a rank fit into `room` bytes, the smallest change first; "" if none does.
 template <typename T, typename S>
 std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     std::string slots = slots_that_fit<T>(run, rank, room, where);
     if (!slots.empty()) return slots;
 
-    // Ask first whether anything helps. A schedule from a file is for one number of micro-batches.
+    // Try the leanest flags first, to see whether anything helps. A schedule from a file fixes the
+    // number of micro-batches, and so their size.
     Config least = run.config;
     bool any_batch = run.layout.pipeline != Pipeline::GIVEN;
     least.micro_batch = any_batch ? 1 : least.micro_batch;
@@ -152,7 +158,9 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     if (arena_bytes<T>(run, least, rank, where) > room)
         return "";
 
-    // The search for levels does not know activations that leave.
+    // Try smaller micro-batches with the run's own level of recomputation, then with
+    // another one. The search behind "auto" does not know offloaded activations, so with
+    // them recompute everything.
     const char* more = offloads(run.config, "activations") ? "full" : "auto";
     for (const char* recompute : {"", more}) {
         for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
@@ -172,18 +180,19 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     return "";
 }
 
-// Bytes of this machine that a rank may take. A part stays free for what is no plan's: the program,
-// its data and tokenizer, a save's copy.
+// Bytes of this machine that a rank may take: an equal share of what is left. A part stays free for
+// memory that no plan counts: the program, its data and tokenizer, what a save copies.
 template <typename S> size_t memory_share(const Run& run, S where) {
     size_t left = memory_left(where);
     return (left - left / 32) / size_t(ranks_here(run, where));
 }
 
-// Refuse a plan that needs more than its room: the numbers, and flags that fit. `rank` has it.
+// End the run because `rank` needs more bytes than it has room for. The message gives both numbers,
+// and flags that fit.
 template <typename T, typename S>
 void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const std::string& there,
                    S where) {
-    // The first rank says so for all, so it alone looks for flags: each try is a placing.
+    // Look for flags on the first rank, which prints the message: each try places a whole plan.
     std::string fit;
     if (is_first(run))
         fit = flags_that_fit<T>(run, rank, room, where);
@@ -191,10 +200,12 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
     if (fit.empty())
         advice = "no --micro-batch or --recompute makes it fit: try --offload, --masters or "
                  "--states, a smaller --model, or more ranks (--explain shows where the bytes go)";
+
+    // On the CPU, data offloaded to "cpu" lies in the same memory: say that it is included.
     bool same = std::is_same_v<S, Cpu> && run.config.offload != "none";
     std::string shared = same && run.config.offload_to == "cpu" ? " with what it offloads" : "";
 
-    // Name the rank where there are several.
+    // Name the rank if there are several.
     std::string of_rank = "this run";
     if (rank_count(run.config) > 1)
         of_rank = concat("rank ", rank);
@@ -202,9 +213,10 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
     or_die_on_all_ranks(run, concat(of_rank, " needs ", needs, shared, ", and ", there, advice));
 }
 
-// Refuse a run that this machine has no memory for.
+// End the run if any rank needs more memory than its machine has left for it. All ranks call.
 template <typename T, typename S>
 void check_memory(const Run& run, const Trainer<T, S>& t) {
+    // Gather what each rank takes, and what it may take.
     size_t share = memory_share(run, t.ctx.where);
     size_t beside = snapshot_here(run.config, t) + run.draft_bytes;
     size_t takes = bytes_here(t.arena, t.ctx.where) + beside;
@@ -212,7 +224,7 @@ void check_memory(const Run& run, const Trainer<T, S>& t) {
     std::vector<int64_t> all(2 * size_t(run.world.size));
     all_gather(run.world, all.data(), mine, 2, Cpu{});
 
-    // Stages and machines differ: speak of the rank that lacks most.
+    // Name the rank that lacks most: stages and machines differ.
     int worst = 0;
     auto lacks = [&](int rank) { return all[2 * rank] - all[2 * rank + 1]; };
     for (int rank = 1; rank < run.world.size; rank++)
@@ -227,10 +239,10 @@ void check_memory(const Run& run, const Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // --memory and --recompute auto: every rank asks for all stages, so all hear the same
 
-// The unit of --memory, and of what --explain prints.
+// The unit of --memory and of the output of --explain, in bytes.
 constexpr double GIB = 1073741824;
 
-// The first rank of a stage: others of the stage take the same bytes.
+// The first rank of a pipeline stage. It stands for the others, which take the same bytes.
 inline int first_rank_of(const Layout& layout, int pp_rank) {
     int rank = 0;
     while (layout_at(layout, rank).pp.rank != pp_rank)
@@ -238,13 +250,14 @@ inline int first_rank_of(const Layout& layout, int pp_rank) {
     return rank;
 }
 
-// Refuse a plan that needs more than --memory, on any rank of the pipeline.
+// End the run if any stage of the pipeline needs more than --memory.
 template <typename T, typename S> void check_bound(const Run& run, S where) {
     size_t room = size_t(run.config.memory * GIB);
     if (run.config.memory == 0)
         return;
 
-    // Find the fullest stage. "auto" counts as FULL here: where that fits, the choice does.
+    // Find the fullest stage. "--recompute auto" counts as FULL here: if that fits, so does the
+    // level that it chooses.
     size_t most = 0;
     int worst = 0;
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
@@ -254,7 +267,7 @@ template <typename T, typename S> void check_bound(const Run& run, S where) {
         most = std::max(most, bytes);
     }
 
-    // Say so on all ranks, for all have found the same.
+    // Refuse on all ranks: all have found the same stage.
     std::string there = concat("--memory ", run.config.memory, " is less: ");
     if (most > room)
         refuse_memory<T>(run, worst, most, room, there, where);
@@ -263,7 +276,7 @@ template <typename T, typename S> void check_bound(const Run& run, S where) {
 // "layers 1..9 full, 10..32 selective": the levels of this rank's blocks.
 inline std::string levels_text(const Layout& layout, const Model& model,
                                const std::vector<Recompute>& levels) {
-    // A run of blocks goes on while the level and the rank stay.
+    // Extend a range of layers while the next layer is on this rank and has the same level.
     std::string text;
     for (int l = 1, first = 1; l < model.head(); l++) {
         bool mine = is_mine(layout, model, l);
@@ -272,7 +285,7 @@ inline std::string levels_text(const Layout& layout, const Model& model,
         if (mine && next_too && levels[l + 1] == levels[l])
             continue;
 
-        // Write the run that ends here.
+        // Write the range that ends here.
         std::string to = l > first ? concat("..", l) : "";
         std::string comma = text.empty() ? "layers " : ", ";
         if (mine)
@@ -282,25 +295,28 @@ inline std::string levels_text(const Layout& layout, const Model& model,
     return text.empty() ? "no layers" : text;
 }
 
-// A choice's bytes, and what it redoes as a share of this rank's part of a step.
+// A choice in words: its bytes, and the FLOPs that it recomputes as a share of this rank's part
+// of a step.
 inline std::string choice_text(const Choice& choice, const Layout& layout, const Model& model,
                                size_t T) {
     char gib[32], percent[32];
     double bytes = double(choice.bytes);
     double share = choice.flops * layout.pp.size / flops_per_token(model, T);
-    snprintf(gib, sizeof(gib), "%.2f GiB", bytes / GIB); // neighbours are close
+    snprintf(gib, sizeof(gib), "%.2f GiB", bytes / GIB); // two digits: neighbours are close
     snprintf(percent, sizeof(percent), "%.1f%%", 100 * share);
     return concat(bytes < GIB ? bytes_text(bytes) : gib, " with ", percent, " more FLOPs");
 }
 
-// Give each block its level, and say so. Where nothing fits all stay FULL, which is then refused.
+// With --recompute auto, choose each block's level, write it into the training plan, and return the
+// lines to print. If nothing fits all blocks stay FULL, and the checks above refuse the run.
 template <typename T, typename S>
 std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S where) {
     const Config& c = run.config;
     if (c.recompute != "auto" || run.train_plan < 0)
         return "";
 
-    // Without --memory take the least that any rank finds. It may shrink before the run takes it.
+    // Find the room. Without --memory it is the least that any rank has left, less a margin: it may
+    // shrink before the run takes it.
     size_t room = size_t(c.memory * GIB);
     if (c.memory == 0) {
         std::vector<int64_t> all(size_t(run.world.size));
@@ -310,26 +326,27 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
         room -= room / 32;
     }
 
-    // Choose for one rank of each stage: the others of a stage hold the same bytes. Each rank does
-    // this for all stages, so all have one plan without a message.
+    // Choose for one rank of each stage: the other ranks of the stage hold the same bytes. Every
+    // rank does this for all stages, so all agree without a message.
     std::string text;
     Model model = make_model(with_logits(run.shape, where), run.layout);
     std::vector<Recompute> levels(model.layers(), Recompute::FULL);
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
         Layout layout = layout_at(run.layout, first_rank_of(run.layout, pp));
-        // A save's copy is no part of any level.
+
+        // Search with the room that an asynchronous save's copy leaves.
         Trainer<T, S> placed;
         if (c.save_async) trainer_place(placed, run.shape, plans, layout);
         size_t copy = snapshot_here(c, placed);
         Choices found = choose_levels<T>(layout, model, plans, room - std::min(room, copy), where);
         if (!found.best.bytes) continue;
 
-        // Take the levels of the stage's own layers.
+        // Take over the levels of this stage's layers.
         for (int l = 0; l < model.layers(); l++)
             if (is_mine(layout, model, l))
                 levels[l] = found.best.levels[l];
 
-        // Name the stage where there are several.
+        // Print the choice, with its stage if there are several.
         auto say = [&](const Choice& x) {
             return choice_text(x, layout, model, size_t(c.seq));
         };
@@ -337,8 +354,8 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
         std::string of_blocks = levels_text(layout, model, found.best.levels);
         text += concat("recompute", stage, ": ", of_blocks, "; ", say(found.best), "\n");
 
-        // Say what the neighbours would save and cost: the user may have a little more room, or
-        // want some for something else.
+        // Print the next cheaper and the next dearer choice too: the user may be able to find a
+        // little more room, or want some of it for something else.
         std::string next;
         if (found.cheaper.bytes)
             next += "  next cheaper: " + say(found.cheaper);
@@ -349,7 +366,8 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     }
     plans[size_t(run.train_plan)].recompute = levels;
 
-    // Workspaces depend on the number of threads, so machines may differ.
+    // Check that all ranks chose the same. Workspaces depend on the number of threads, so ranks on
+    // different machines may not.
     check_same(run.world, "what --recompute auto chose", text);
     return text;
 }
@@ -357,7 +375,7 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
 // ----------------------------------------------------------------------------
 // disk
 
-// Bytes of a checkpoint: the state of all ranks together.
+// Bytes of a checkpoint, with the state of all ranks.
 template <typename T, typename S>
 size_t checkpoint_bytes(const Trainer<T, S>& t) {
     size_t elements = 0;
@@ -366,7 +384,7 @@ size_t checkpoint_bytes(const Trainer<T, S>& t) {
     return elements * sizeof(acc_t<T>);
 }
 
-// Bytes that a user may still write where a path is; SIZE_MAX: not known.
+// Bytes that the user may still write on the disk of a path; SIZE_MAX: unknown.
 inline size_t disk_left(const std::string& path) {
     struct statvfs fs;
     if (statvfs(path.c_str(), &fs) != 0)
@@ -374,7 +392,7 @@ inline size_t disk_left(const std::string& path) {
     return size_t(fs.f_bavail) * fs.f_frsize;
 }
 
-// Bytes of a tier that the ranks of this machine take together. All ranks call.
+// Bytes that the ranks of this machine take together in a tier of memory. All ranks call.
 template <typename T, typename S>
 size_t bytes_of_machine(const Run& run, const Trainer<T, S>& t, Tier tier) {
     std::string boot = boot_name();
@@ -386,8 +404,8 @@ size_t bytes_of_machine(const Run& run, const Trainer<T, S>& t, Tier tier) {
     return sum;
 }
 
-// Refuse an offload that its place has no room for: the host's memory beside a GPU, or a disk.
-// Returns the bytes that this machine's ranks take of the disk.
+// End the run if --offload-to has no room for what is offloaded: the host's memory beside a GPU, or
+// a disk. Returns the bytes that this machine's ranks take of the disk.
 template <typename T, typename S>
 size_t check_offload(const Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -398,7 +416,8 @@ size_t check_offload(const Run& run, const Trainer<T, S>& t) {
                       fix);
     };
 
-    // A folder that is not there has no room either, and a GPU's host is not its memory.
+    // Refuse a folder that is not there, a disk that is too full, or a host without the memory. On
+    // the CPU check_memory() has counted the host's bytes: they share the run's memory.
     std::string wrong;
     struct stat info;
     bool folder = stat(c.offload_to.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
@@ -423,8 +442,9 @@ inline bool same_disk(const std::string& a, const std::string& b) {
     return both && of_a.st_dev == of_b.st_dev;
 }
 
-// A save makes the new checkpoint before it removes the oldest, so there is one more than --keep.
-// offloaded: bytes that go to --offload-to, maybe on the same disk.
+// End the run if the disk of --out has no room for its checkpoints. A save writes the new one
+// before it removes the oldest, so one more than --keep must fit.
+// offloaded: bytes that go to --offload-to, which may be on the same disk.
 template <typename T, typename S>
 void check_disk(const Run& run, const Trainer<T, S>& t, size_t offloaded) {
     const Config& c = run.config;

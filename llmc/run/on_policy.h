@@ -1,13 +1,14 @@
 // on_policy.h - answers that a step samples from the weights it trains - arXiv:2402.03300
-//   1. the step's prompts, --group answers to each, by the generation that samples use (generate.h)
-//   2. a reward for each answer, and its advantage over the group's mean (rewards.h)
-//   3. LOAD hands out the windows, advantages beside them; the objective makes of them
+//   1. SAMPLE  --group answers to each prompt of the step, by the generation that prints samples
+//              (generate.h)
+//   2. JUDGE   a reward for each answer, and its advantage over the group's mean (rewards.h)
+//   3. TRAIN   LOAD hands out the answers as windows, with their advantages; the objective has
 //        dL/dlogits = (softmax - onehot) * advantage / tokens of all answers of the global batch
 //   One step a rollout: the policy that is trained is the one that was sampled, so there is no
-//   ratio to clip. Answer k to prompt p of step s draws by (seed, s, p, k, position): neither slots
-//   nor the layout, and a resumed run samples the step again, to the same bits.
+//   ratio to clip. Answer k to prompt p of step s draws by (seed, s, p, k, position), and by
+//   neither slots nor layout: a resumed run samples the step again, to the same bits.
 //   All ranks of all axes sample all answers, as generation does.
-//   Cost: a run of the weights for each token of the longest answers, --slots of them at once.
+//   Cost: one reading of the weights for each token of the longest answers, --slots texts at once.
 #pragma once
 #include "../io/rollouts.h"
 #include "choose.h"
@@ -15,27 +16,28 @@
 
 namespace llmc {
 
-// Read the exercises in the place of text.
+// Read the prompts of --data, each with its answer, instead of text. Rewards compare texts, so the
+// tokenizer must be the model's.
 inline void open_exercises(Run& run) {
     const Config& c = run.config;
-    // Rewards look at texts.
     LLMC_USER_CHECK(vocab_matches(run), "--data: %s", foreign_tokenizer(run).c_str());
     or_die(read_exercises(c.data, run.chat, size_t(c.seq), c.reward, &run.exercises));
 
-    // Ranks read the file each for itself; compare what they read.
+    // Each rank has read the file itself: compare what they read.
     std::string all;
     for (const Exercise& q : run.exercises)
         all += concat(q.prompt.size(), " ", q.answer, "\n");
     check_same(run.world, "the prompts of --data", all);
 }
 
-// Sequences of the global batch: an answer each, with its prompt.
+// The number of answers that a step trains on: the sequences of the global batch, each of which
+// holds one prompt and answer.
 inline size_t answers_of_step(const Run& run) {
     const Config& c = run.config;
     return size_t(c.batch_tokens / c.seq);
 }
 
-// Hand the trainer windows of what was sampled last.
+// Let the trainer read the answers that were sampled last, and their advantages.
 template <typename T, typename S>
 void set_rollouts(Run& run, Trainer<T, S>& t) {
     size_t length = size_t(run.config.seq);
@@ -44,7 +46,8 @@ void set_rollouts(Run& run, Trainer<T, S>& t) {
         rollout_window(r, sample, length, tokens, targets);
         return std::string();
     };
-    // Before the first step, products are rehearsed on rows that are no answers.
+
+    // Autotuning runs the plan before any answer is sampled: leave its advantages as they are.
     t.references = [&r, length](uint64_t sample, float* advantages, float*) {
         if (r.advantages.empty()) return;
         float advantage = r.advantages.at(sample - r.first);
@@ -55,12 +58,12 @@ void set_rollouts(Run& run, Trainer<T, S>& t) {
                run.exercises.size(), answers_of_step(run), run.config.group);
 }
 
-// Which exercises a step asks.
+// The exercises of the step whose first answer is number `first` of the run.
 inline std::vector<size_t> exercises_of_step(const Run& run, uint64_t first) {
     size_t group = size_t(run.config.group);
     size_t exercises = run.exercises.size();
     uint64_t seed = uint64_t(run.config.seed);
-    // The cursor counts answers.
+    // Turn numbers of answers into numbers of groups: each group asks one exercise.
     uint64_t begin = first / group;
     uint64_t end = begin + answers_of_step(run) / group;
     std::vector<size_t> asked;
@@ -69,13 +72,15 @@ inline std::vector<size_t> exercises_of_step(const Run& run, uint64_t first) {
     return asked;
 }
 
-// Sample the answers to a step's exercises, behind their prompts; `cut` counts those without end.
+// Sample --group answers to each of a step's exercises. r->tokens receives each prompt with its
+// answer, r->cut how many answers reached the limit of length.
 template <typename T, typename S>
 void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked, Rollouts* r) {
+    // List the texts to generate, each with a random stream of its own.
     const Config& c = run.config;
     std::vector<Text> texts;
     for (size_t p = 0; p < asked.size(); p++) {
-        // A group's answers follow each other, so that its prompt is read once.
+        // Keep a group's answers together, so that the model reads their prompt once.
         const std::vector<int>& prompt = run.exercises[asked[p]].prompt;
         for (int k = 0; k < c.group; k++) {
             std::string stream = concat("rollout.", run.step, ".", p, ".", k);
@@ -85,9 +90,9 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
         }
     }
 
-    // The token that ends an answer is a choice too, and is trained.
+    // Sample from the whole distribution, at temperature 1: the policy gradient is of the model's
+    // own probabilities. Keep the token that ends an answer: to end is a choice, and is trained.
     Sampling how;
-    // Nothing is left out of the distribution: temperature 1, all tokens.
     how.seed = uint64_t(c.seed);
     how.ends = run.stop_tokens;
     how.emits_end = true;
@@ -97,7 +102,8 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     auto end = [&](int64_t, Ended why) {
         r->cut += why != Ended::BY_TOKEN;
     };
-    // The window ends an answer at last.
+
+    // Generate. An answer ends where its window does, if not before.
     int most = c.answer_tokens ? c.answer_tokens : c.seq;
     generate(t, run.rollout_plan, texts, size_t(most), how, emit, end);
 }
@@ -106,15 +112,15 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
 inline std::string answer_text(const Run& run, const Rollouts& r, size_t i) {
     const std::vector<int>& all = r.tokens[i];
     std::vector<int> tokens(all.begin() + long(r.prompts[i]), all.end());
-    // An answer that was cut ends with a token of its own.
+    // Drop the last token only if it ends the answer: an answer that was cut has no such token.
     bool ended = !tokens.empty() && run.stop_tokens.count(tokens.back());
     if (ended) tokens.pop_back();
     return decode(run.tokenizer, tokens);
 }
 
-// Fill in the numbers of the log: means and shares.
+// Fill in the numbers for the log: mean reward and length, shares of cut answers and equal groups.
 inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t group) {
-    // An answer's length counts the token that ends it.
+    // Average over answers. A length includes the token that ends the answer.
     size_t answers = rewards.size();
     for (size_t i = 0; i < answers; i++) {
         r->reward += rewards[i];
@@ -123,12 +129,12 @@ inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t g
     for (double* sum : {&r->reward, &r->length, &r->cut})
         *sum /= double(answers);
 
-    // Groups without a difference teach nothing.
+    // Count the groups whose rewards are all equal: their advantages are 0, so they teach nothing.
     size_t groups = answers / group;
     r->equal = double(equal_groups(rewards, group)) / double(groups);
 }
 
-// Sample what the next step learns from. All ranks have the same.
+// Sample the answers that the next step trains on. All ranks call, and get the same answers.
 template <typename T, typename S>
 void sample_rollouts(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -139,7 +145,7 @@ void sample_rollouts(Run& run, Trainer<T, S>& t) {
     std::vector<size_t> asked = exercises_of_step(run, t.cursor);
     sample_answers(run, t, asked, &r);
 
-    // Judge them. Each rank comes to the same rewards.
+    // Reward each answer. Every rank computes the same rewards.
     std::vector<double> rewards;
     for (size_t i = 0; i < r.tokens.size(); i++) {
         const Exercise& asked_for = run.exercises[asked[i / group]];
@@ -147,17 +153,18 @@ void sample_rollouts(Run& run, Trainer<T, S>& t) {
         rewards.push_back(reward_of(c.reward, answer, asked_for.answer));
     }
 
-    // Compare each with its group. LOAD finds the advantages beside the windows.
+    // Compare each reward with its group's. LOAD hands out the advantages with the windows.
     r.advantages = advantages(rewards, group, c.advantage == "std");
     take_means(&r, rewards, group);
     run.rollouts = std::move(r);
 }
 
-// The numbers of a step line. -log p of sampled tokens has the policy's entropy as its mean.
+// The numbers that a step's line prints. The mean of -log p over sampled tokens estimates
+// the policy's entropy.
 inline std::vector<NamedNumber> rollout_numbers(const Run& run, const Loss& loss) {
     if (!has_rollouts(run.config)) return {};
     const Rollouts& r = run.rollouts;
-    // The objective has added up -log p (objective.cuh).
+    // Loss::correct holds the sum of -log p here (objective.cuh).
     double tokens = double(std::max<int64_t>(loss.valid, 1));
     return {
         {"reward", r.reward},

@@ -1,16 +1,17 @@
 // overflow.h - fp16: the loss scale that the command line wants, and steps that overflow
-//   A step whose gradients overflow is skipped: no weight changes, Adam does not count it, and the
-//   next has a smaller scale (loss_scale.cuh). The schedule of the learning rate and the data go
-//   on: the step counts as one of --steps.
+//   A step whose gradients overflow is skipped: no weight changes, Adam does not count the step,
+//   and the next one has a smaller scale (loss_scale.cuh). The data and the schedule of the
+//   learning rate go on: a skipped step counts as one of --steps.
 #pragma once
 #include "run.h"
 
 namespace llmc {
 
-// Skipped steps in a row that end a run: the forward pass itself overflows, and no scale helps.
+// The number of skipped steps in a row that ends a run: by then the forward pass itself overflows,
+// and no scale of the loss helps.
 constexpr int MOST_SKIPPED = 64;
 
-// The rules of three trainers, with their own defaults.
+// The rules by which three trainers move the scale, each with its own defaults.
 struct LossScalingRow {
     const char* name;
     LossScaling numbers;
@@ -21,7 +22,8 @@ inline const LossScalingRow LOSS_SCALINGS[] = {
     {"deepspeed", {.on = true, .late = true, .least = 1, .window = 1000, .hysteresis = 2}},
 };
 
-// Return "" or why a scale cannot be `value`: only a power of two changes no bit.
+// Check that a scale is a power of two: "" or what to try. Multiplying by a power of two changes
+// exponents only, so it rounds nothing.
 inline std::string check_power_of_two(const char* flag, double value) {
     int exponent = std::ilogb(value);
     if (value == std::ldexp(1, exponent))
@@ -30,7 +32,7 @@ inline std::string check_power_of_two(const char* flag, double value) {
                   std::ldexp(2, exponent));
 }
 
-// Take a fixed --loss-scale: "" or what is wrong with it.
+// Set a fixed scale from the text of --loss-scale: "" or what is wrong with it.
 inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling) {
     double value = 0;
     std::string wrong = parse_number(text, 1, 1 << 30, true, &value);
@@ -41,7 +43,8 @@ inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling)
     return check_power_of_two("--loss-scale", value);
 }
 
-// Take the least scale, which the scale may fall to and never rises to.
+// Set the lowest scale: "" or what is wrong. The scale may fall to it, so it must not be above the
+// first scale; 0 sets no bound.
 inline std::string choose_least(double least, LossScaling* scaling) {
     if (least < 0) return "";
     if (least > scaling->start)
@@ -50,8 +53,9 @@ inline std::string choose_least(double least, LossScaling* scaling) {
     return least == 0 ? "" : check_power_of_two("--loss-scale-min", least);
 }
 
-// Choose the run's loss scaling: "" or what is wrong.
+// Choose the run's loss scaling: "" or what is wrong. Only fp16 has one.
 inline std::string choose_loss_scaling(Run& run) {
+    // Refuse flags that would have no effect.
     const Config& c = run.config;
     const char* numbers[] = {"loss-scale-rule", "loss-scale-start", "loss-scale-window",
                              "loss-scale-hysteresis", "loss-scale-min"};
@@ -64,7 +68,7 @@ inline std::string choose_loss_scaling(Run& run) {
                           "--loss-scale dynamic");
     if (!fp16) return "";
 
-    // A rule brings its numbers; flags change them.
+    // Take the rule's numbers, then those of other flags.
     for (const LossScalingRow& row : LOSS_SCALINGS)
         if (c.loss_scale_rule == row.name)
             run.loss_scaling = row.numbers;
@@ -81,8 +85,8 @@ inline std::string choose_loss_scaling(Run& run) {
     return wrong.empty() ? choose_least(c.loss_scale_min, &s) : wrong;
 }
 
-// Whether a step overflowed and the run goes on. It says so, and ends a run that never gets out of
-// overflow. All ranks have the same scale, so all of them do the same.
+// Whether a step was skipped because it overflowed; the user gets a note. Too many skipped steps in
+// a row end the run. All ranks have the same scale, so all of them decide the same.
 inline bool is_skipped(Run& run, const StepScale& scale) {
     if (!run.loss_scaling.on || scale.finite)
         return false;

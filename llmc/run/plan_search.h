@@ -1,13 +1,13 @@
 // plan_search.h - every layout that is allowed, and the best few of them simulated and placed
 //   1. LIST      every grid of the ranks, its schedules, micro-batches, ZeRO stages and levels of
-//                recomputation. config_check() says what is allowed: no rule is written twice, but
-//                for one that cuts: tensor parallelism stays inside a node. The global batch and
-//                the sequence are the user's, and stay
+//                recomputation. config_check() decides what is allowed, so no rule is written
+//                twice. One rule is added to shorten the list: tensor parallelism stays inside a
+//                node. The global batch and the sequence length stay as the user gave them
 //   2. ESTIMATE  time and memory of each, in closed form (planner.h)
-//   3. SIMULATE  the best few, as the plans that would run (simulator.h); place them, too
-//   4. CHOOSE    what lies within 2% of the fastest is a tie: fewest techniques win, then least
-//                memory
-//   All ranks choose by the same numbers, and so the same.
+//   3. SIMULATE  the best few, as the plans that would run (simulator.h), and place them in memory
+//   4. CHOOSE    times within 2% of the fastest are a tie: the fewest techniques win, then the
+//                least memory
+//   All ranks compute the same numbers, and so choose the same layout.
 #pragma once
 #include "../io/predict.h"
 #include "../planner.h"
@@ -15,19 +15,19 @@
 
 namespace llmc {
 
-// A layout that might run, as the flags that --plan chooses.
+// A layout that might run: the flags that --plan chooses.
 struct Proposal {
-    // The axes.
-    int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1;
-    // Stages of a rank, ZeRO's stage, sequences of a micro-batch.
+    int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1; // ranks along each axis
+    // Pipeline stages of a rank, ZeRO's stage, sequences of a micro-batch.
     int chunks = 1, zero = 0, B = 1;
     bool sequence_parallel = false;
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     Recompute recompute = Recompute::NONE;
     Estimate estimate = {};
 
-    // Techniques count less than axes, for an axis brings messages of its own. A higher ZeRO stage
-    // and a higher level of recomputation are more to know, too.
+    // How much a user has to know to run this layout. An axis counts ten, because it
+    // brings messages of its own; any other technique counts one, a higher level of ZeRO
+    // or of recomputation more.
     int techniques() const {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
         return 10 * axes + zero + sequence_parallel + (chunks > 1) +
@@ -35,14 +35,15 @@ struct Proposal {
     }
 };
 
-// The flags that a proposal sets, with those of its values that are no default; a shell takes them
-// as they are.
+// The name of a schedule, as --pipeline has it.
 inline const char* pipeline_name(Pipeline p) {
     static const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     return names[int(p)];
 }
+
+// The flags of a proposal, as a shell takes them.
 inline std::string proposal_text(const Proposal& p) {
-    // Defaults are left out, but for the data-parallel ranks and the micro-batch.
+    // Leave out defaults, except --dp and --micro-batch.
     std::string text = concat("--dp ", p.dp);
     auto add = [&](const char* flag, auto value, bool set) {
         if (set) text += concat(" --", flag, " ", value);
@@ -59,16 +60,16 @@ inline std::string proposal_text(const Proposal& p) {
     return text + concat(" --micro-batch ", p.B);
 }
 
-// The configuration with a proposal's flags.
+// Set a proposal's flags in a configuration.
 inline void set_proposal(Config& c, const Proposal& p) {
-    // The axes.
+    // Set the axes.
     c.dp = p.dp;
     c.tp = p.tp;
     c.pp = p.pp;
     c.cp = p.cp;
     c.ep = p.ep;
 
-    // Schedule, shards, micro-batch, levels.
+    // Set the schedule, the ZeRO stage, the micro-batch and the recomputation.
     c.chunks = p.chunks;
     c.zero = p.zero;
     c.micro_batch = p.B;
@@ -76,8 +77,10 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.pipeline = pipeline_name(p.pipeline);
     c.recompute = recompute_name(p.recompute);
 }
+
+// The proposal that a configuration's flags make: the reverse of set_proposal().
 inline Proposal proposal_of(const Config& c) {
-    // The same fields the other way.
+    // Read the axes.
     Proposal p;
     p.dp = c.dp;
     p.tp = c.tp;
@@ -85,7 +88,7 @@ inline Proposal proposal_of(const Config& c) {
     p.cp = c.cp;
     p.ep = c.ep;
 
-    // A level of "auto" counts as full.
+    // Read the rest. --recompute auto counts as full.
     p.chunks = c.chunks;
     p.zero = c.zero;
     p.B = c.micro_batch;
@@ -95,37 +98,37 @@ inline Proposal proposal_of(const Config& c) {
     return p;
 }
 
-// The question: flags, how many GPUs, and the bytes that each has for a rank.
+// The question: the flags, the model, the machine, how many ranks, and how much room each has.
 struct PlanQuestion {
-    // With a batch and a sequence, as a trial that nothing runs.
-    Config config;
+    Config config; // with a batch and a sequence length, and checked as by --explain
     Shape shape;
     Machine machine;
-    int gpus = 1;
-    // Bytes.
-    double room = 0;
+    int gpus = 1;    // ranks
+    double room = 0; // bytes that each rank may take
 };
 
 // ----------------------------------------------------------------------------
 // 1. list
 
+// The divisors of n, in ascending order.
 inline std::vector<int> divisors_of(int n) {
-    // In ascending order.
+    // Include 1 and n itself.
     std::vector<int> all;
     for (int d = 1; d <= n; d++)
         if (n % d == 0) all.push_back(d);
     return all;
 }
 
-// "" or why the ordinary check refuses a proposal.
+// Check a proposal by the ordinary check of the command line: "" or why it is refused.
 inline std::string refuse_proposal(const PlanQuestion& q, const Proposal& p) {
-    // The check fills in what flags leave out, so it has a copy.
+    // Give the check a copy, because it fills in what flags leave out.
     Config c = q.config;
     set_proposal(c, p);
     return config_check(c, q.shape);
 }
 
-// Grids of so many ranks that are allowed, each as its plainest proposal. `why`: the first refusal.
+// The allowed grids of q.gpus ranks, each as a proposal without other techniques.
+// why: receives the first refusal.
 inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why) {
     std::vector<Proposal> grids;
     std::vector<int> divisors = divisors_of(q.gpus), one = {1};
@@ -135,7 +138,7 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
         if (!wrong.empty() && why->empty()) *why = wrong;
     };
 
-    // Tensor parallelism's messages are on the critical path: no further than a node.
+    // Keep tensor parallelism inside a node: its messages are on the critical path.
     for (int tp : divisors)
         for (int pp : divisors)
             for (int cp : divisors) {
@@ -147,7 +150,7 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
                 p.cp = cp;
                 p.dp = q.gpus / tp / pp / cp; // what is left
 
-                // Experts are shared out over ranks that see other tokens.
+                // Distribute experts over ranks that see different tokens: those of dp and cp.
                 for (int ep : q.shape.E ? divisors : one) {
                     p.ep = ep;
                     if (p.dp * p.cp % ep == 0) ask(p);
@@ -156,13 +159,14 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
     return grids;
 }
 
-// Rows of a micro-batch beyond which products are no faster, and activations take more.
+// Rows (tokens) of a micro-batch beyond which products get no faster, while activations take
+// ever more memory.
 constexpr int64_t FULL_ROWS = 65536;
 
-// A grid's schedules and micro-batches that are allowed.
+// The allowed schedules and micro-batches of a grid.
 inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposal& grid) {
+    // List micro-batches that divide a rank's part of the global batch, and numbers of chunks.
     std::vector<Proposal> all;
-    // Micro-batches divide a rank's part of the step, for the global batch stays as it is.
     int64_t samples = q.config.batch_tokens / q.config.seq / grid.dp;
     std::vector<int> sizes, chunks = {1};
     for (int B = 1; B <= 64 && (B == 1 || B * int64_t(q.config.seq) <= FULL_ROWS); B++)
@@ -170,7 +174,8 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
     for (int v : {2, 3, 4, 6, 7, 8})
         if (grid.pp > 1) chunks.push_back(v);
 
-    // GPipe waits as long as 1F1B and keeps more, and so does zero-bubble in chunks.
+    // Try three schedules. GPipe is left out: it has 1F1B's bubble, and keeps more activations.
+    // Zero-bubble with chunks is left out for the same reason.
     for (int B : sizes)
         for (int v : chunks)
             for (bool sequence_parallel : {false, true})
@@ -192,9 +197,10 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
 // ----------------------------------------------------------------------------
 // 2. estimate
 
-// The options of the plan that trains, and those of all plans of a run with these flags.
+// The options of all plans of a run with these flags. train: receives the index of the
+// plan that trains.
 inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape, int* train) {
-    // Nothing of the run but its flags says which plans there are.
+    // Make a run that has only flags and a shape: the plans depend on nothing else.
     Run run;
     run.config = c;
     run.shape = shape;
@@ -204,30 +210,33 @@ inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape, in
     return plans;
 }
 
+// The layouts that a search has found.
 struct Search {
-    std::vector<Proposal> proposals; // that may fit, the fastest first
-    size_t listed = 0;               // all that are allowed
-    Proposal leanest;                // that takes least
-    std::string why;                 // the first refusal
+    std::vector<Proposal> proposals; // those that may fit, the fastest first
+    size_t listed = 0;               // how many are allowed
+    Proposal leanest;                // the one that takes the fewest bytes
+    std::string why;                 // why the first refused one was refused
 };
 
-// Every allowed layout with its estimate. Those that surely need too much are counted and dropped;
-// the closed form of memory may be a tenth off, so those near the room stay until they are placed.
+// Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
+// estimate of memory may be a tenth off, so those near the limit stay until they are placed.
 template <typename T, typename S>
 Search search_layouts(const PlanQuestion& q, S where) {
-    // The planner remembers what layouts share, stages are remembered here.
+    // Begin with the plainest layout, which the others change field by field. The planner caches
+    // what layouts share.
     Search s;
     Planner<T, S> planner = {with_logits(q.shape, where), {q.machine, sizeof(T)}, where,
                              {}, {}, {}};
-    std::map<int, std::vector<int>> stages; // by their number: first layers
+    std::map<int, std::vector<int>> stages; // [number of stages]: the first layer of each
     s.leanest.estimate.bytes = INFINITY;
     int train = 0;
-    Config one = q.config; // of one rank, from which the others differ in sizes alone
+    Config one = q.config; // the plainest: one rank
     set_proposal(one, {});
     PlanOptions options = plans_of(one, q.shape, &train)[0];
     Layout layout = choose_layout(one, q.shape);
 
-    // A layout's stages are asked once: they depend on their number alone.
+    // Change `layout` and `options` to a proposal's. The split into stages depends on their number
+    // alone, so each number is split once.
     auto place = [&](const Proposal& p) {
         layout.dp.size = p.dp;
         layout.tp.size = p.tp;
@@ -246,7 +255,8 @@ Search search_layouts(const PlanQuestion& q, S where) {
         options.micro_batches = int(q.config.batch_tokens / (int64_t(p.B) * q.config.seq * p.dp));
     };
 
-    // ZeRO and recomputation are allowed wherever the rest is; the best few are asked again.
+    // Estimate each with all ZeRO stages and levels of recomputation. These are not checked here:
+    // simulate_proposal() checks the best few again.
     for (const Proposal& grid : list_grids(q, &s.why))
         for (Proposal p : list_schedules(q, grid)) {
             place(p);
@@ -259,10 +269,12 @@ Search search_layouts(const PlanQuestion& q, S where) {
                     s.listed++;
                     if (p.estimate.bytes < s.leanest.estimate.bytes) s.leanest = p;
                     if (p.estimate.bytes < 1.1 * q.room) s.proposals.push_back(p);
-                    // Nothing is made again where all of it fits.
+                    // If a layout surely fits without recomputation, skip the other levels.
                     if (level == 0 && p.estimate.bytes < 0.9 * q.room) break;
                 }
         }
+
+    // Sort by time. The sort is stable, so that all ranks have the same order.
     std::stable_sort(s.proposals.begin(), s.proposals.end(),
                      [](const Proposal& x, const Proposal& y) {
                          return x.estimate.seconds < y.estimate.seconds;
@@ -273,30 +285,27 @@ Search search_layouts(const PlanQuestion& q, S where) {
 // ----------------------------------------------------------------------------
 // 3. simulate and place
 
-// A proposal as it would run: its time is the simulator's, its bytes are the arena's. Neither is
-// asked before it matters: most proposals lose by their estimates.
+// A proposal with the simulator's time and the arena's bytes. Either is infinite until it has been
+// computed: most proposals lose by their estimates, and need neither.
 struct Trial {
     Proposal proposal;
     double seconds = INFINITY, bytes = INFINITY; // of a step; of the fullest rank
-    // The seconds by part, as the mean over ranks.
-    Times parts = {};
-    // The bytes by row, of the fullest rank.
-    std::map<std::string, double> memory = {};
-    // Why it is refused; "": it is not.
-    std::string wrong = "";
+    Times parts = {};                            // `seconds` by part, the mean over ranks
+    std::map<std::string, double> memory = {};   // `bytes` by memory_row()
+    std::string wrong = "";                      // why it is refused; "": it is allowed
 };
 
-// Simulate a proposal's step.
+// Simulate a step of a proposal.
 template <typename T, typename S>
 Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
-    // The list has asked for one ZeRO stage and one level alone: ask for these.
+    // Check it with its ZeRO stage and level of recomputation, which the list has not checked.
     Trial t = {p};
     Config c = q.config;
     set_proposal(c, p);
     t.wrong = config_check(c, q.shape);
     if (!t.wrong.empty()) return t;
 
-    // The plans are those of a run.
+    // Make the plans as a run would, and simulate the one that trains.
     int train = 0;
     Layout layout = choose_layout(c, q.shape);
     Model model = make_model(with_logits(q.shape, where), layout);
@@ -308,7 +317,7 @@ Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     return t;
 }
 
-// The rows of the memory table.
+// The row of the memory table that a kind of data belongs to.
 inline const char* memory_row(Kind kind) {
     switch (kind) {
     case Kind::WEIGHT: return "weights";
@@ -320,8 +329,9 @@ inline const char* memory_row(Kind kind) {
     }
 }
 
-// Place the plans of a rank of the pipeline. A pipeline that is full repeats itself, so of a long
-// accumulation some rounds are placed; of the others each micro-batch adds its tokens and its loss.
+// Place the plans of one pipeline rank, and keep its bytes if they are the most so far. A pipeline
+// that is full repeats itself, so of many micro-batches only a few are placed; each of the others
+// adds the bytes of its tokens and its loss.
 template <typename T, typename S>
 void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     Config c = q.config;
@@ -331,7 +341,7 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     layout = layout_at(layout, first_rank_of(layout, pp_rank));
     Model model = make_model(with_logits(q.shape, where), layout);
 
-    // Leave out what repeats.
+    // Place as many micro-batches as the pipeline needs to settle.
     int train = 0;
     std::vector<PlanOptions> options = plans_of(c, q.shape, &train);
     int m = options[0].micro_batches, few = settled(layout, m).few + layout.pp.size;
@@ -344,11 +354,13 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     // Count the micro-batches that were left out.
     size_t each = round_up(plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
     double bytes = double(bytes_here(arena, where)) + double(std::max(0, m - few)) * double(each);
-    // First fit finds other holes in a longer plan of several chunks: a hundredth, as tests see it.
+
+    // Add a hundredth for several chunks: in the longer plan first fit finds other holes, and tests
+    // see differences of this size.
     if (layout.chunks > 1 && m > few) bytes *= 1.01;
     if (t.bytes < INFINITY && bytes <= t.bytes) return;
 
-    // Keep the rows of the fullest rank.
+    // Keep the bytes by row: this rank is the fullest so far.
     t.bytes = bytes;
     t.memory.clear();
     double lasting = 0;
@@ -359,7 +371,7 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     t.memory["activations"] = bytes - lasting;
 }
 
-// Whether a trial fits, by the rank that the estimate has as the fullest.
+// Whether a trial fits. Only the rank that the estimate calls the fullest is placed.
 template <typename T, typename S>
 bool fits(const PlanQuestion& q, Trial& t, S where) {
     if (t.bytes == INFINITY)
@@ -370,23 +382,25 @@ bool fits(const PlanQuestion& q, Trial& t, S where) {
 // ----------------------------------------------------------------------------
 // 4. choose
 
+// The answer: the best trials, and which one is chosen.
 struct Answer {
     Search search;
-    std::vector<Trial> best; // that fit, the fastest first
-    size_t chosen = 0, simulated = 0;
+    std::vector<Trial> best;          // those that fit, the fastest first
+    size_t chosen = 0, simulated = 0; // the index in `best`; how many were simulated
 };
 
-// How many are simulated of all, and of each grid; how many are placed and printed.
-// Actions: a trial of many stages takes longest, and three are the least.
+// Limits of the search: trials in all, trials of one grid, placings, and trials printed. Trials of
+// many stages take longest, so simulated actions have a limit too, once there are three trials.
 constexpr size_t MOST_TRIALS = 64, MOST_OF_GRID = 8, MOST_PLACED = 100, SHOWN = 6;
 constexpr double MOST_ACTIONS = 3e5, TIE = 1.02;
-// An estimate that is so much more than the time of the last trial shown is of no use: the closed
-// form is less too slow, as test_planner sees it.
+// A proposal whose estimate exceeds the time of the last trial shown by this factor is not tried:
+// the closed form overestimates by less, as test_planner checks.
 constexpr double SURELY_SLOWER = 1.15;
 
-// Choose among those that fit: of ties the one with the fewest techniques, then the least memory.
+// Choose among trials that fit, the fastest first: of those that tie with it, the one with the
+// fewest techniques, then the least memory. Returns its index.
 inline size_t choose_trial(const std::vector<Trial>& best) {
-    // The first is the fastest.
+    // Begin with the fastest.
     size_t chosen = 0;
     for (size_t i = 1; i < best.size() && best[i].seconds <= TIE * best[0].seconds; i++) {
         auto rank = [](const Trial& t) { return std::pair(t.proposal.techniques(), t.bytes); };
@@ -395,10 +409,12 @@ inline size_t choose_trial(const std::vector<Trial>& best) {
     return chosen;
 }
 
-// Simulate the best few. A grid has many variants of about one time, so each grid has some places;
-// what may not fit is placed first, for its place is another's then.
+// Simulate the best few proposals, and choose. A grid has many variants of about the same time, so
+// each grid gets a limited number of trials. A proposal that may not fit is placed before it is
+// simulated, so that it takes no trial from another.
 template <typename T, typename S>
 Answer answer_question(const PlanQuestion& q, S where) {
+    // Estimate all layouts, and count what the limits bound.
     Answer a;
     a.search = search_layouts<T>(q, where);
     std::map<std::array<int, 4>, size_t> of_grid;
@@ -406,21 +422,25 @@ Answer answer_question(const PlanQuestion& q, S where) {
     size_t placed = 0;
     double actions = 0;
     std::set<double> times; // of the trials
+
+    // A proposal is too slow if its estimate is surely beyond the last trial that would be shown.
     auto too_slow = [&](const Proposal& p) {
         return times.size() >= SHOWN &&
                p.estimate.seconds > SURELY_SLOWER * *std::next(times.begin(), SHOWN - 1);
     };
+
+    // Make a proposal a trial; false: it does not fit, or is refused. If its estimate is below nine
+    // tenths of the room it surely fits: the closed form is never off by so much.
     auto try_proposal = [&](const Proposal& p) {
-        // Nine tenths of the room are more than the closed form is ever wrong by.
         Trial t = {p};
         bool sure = p.estimate.bytes < 0.9 * q.room;
         placed += !sure;
         if (!sure && !fits<T>(q, t, where)) return false;
 
-        // The time is the simulator's from here on.
+        // Take the simulator's time from here on.
         Trial simulated = simulate_proposal<T>(q, p, where);
         a.simulated++;
-        actions += 15.0 * p.pp * double(q.shape.L); // of two short runs
+        actions += 15.0 * p.pp * double(q.shape.L); // about: two short runs
         if (!simulated.wrong.empty()) return false;
         simulated.bytes = t.bytes;
         simulated.memory = t.memory;
@@ -429,19 +449,21 @@ Answer answer_question(const PlanQuestion& q, S where) {
         return true;
     };
 
-    // Take the fastest by estimate, then the simplest of those that are about as fast.
+    // Try the fastest by estimate.
     const std::vector<Proposal>& all = a.search.proposals;
     std::vector<Proposal> simple;
     for (const Proposal& p : all) {
         if (too_slow(p)) break;
         if (p.estimate.seconds < 1.05 * all[0].estimate.seconds) simple.push_back(p);
         size_t& count = of_grid[{p.tp, p.pp, p.cp, p.ep}];
-        bool sure = p.estimate.bytes < 0.9 * q.room; // it needs no place
+        bool sure = p.estimate.bytes < 0.9 * q.room; // it need not be placed
         bool enough = trials.size() == MOST_TRIALS || (placed >= MOST_PLACED && !sure) ||
                       (trials.size() >= 3 && actions > MOST_ACTIONS);
         if (enough || count == MOST_OF_GRID) continue;
         count += try_proposal(p);
     }
+
+    // Try also the four simplest of those that are about as fast: one of them may win a tie.
     std::stable_sort(simple.begin(), simple.end(), [](const Proposal& x, const Proposal& y) {
         return x.techniques() < y.techniques();
     });
@@ -452,7 +474,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
         if (std::none_of(trials.begin(), trials.end(), known)) try_proposal(simple[i]);
     }
 
-    // Place those that are shown.
+    // Show the fastest that fit.
     std::stable_sort(trials.begin(), trials.end(),
                      [](const Trial& x, const Trial& y) { return x.seconds < y.seconds; });
     for (Trial& t : trials)

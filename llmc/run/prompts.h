@@ -1,12 +1,12 @@
 // prompts.h - prompts from a file, and what the model continues them with, as JSON lines
-//   --prompts FILE   lines of JSON objects, each with its "prompt"; of a .txt, lines of text
-//   out              an object a completion, in the order of prompts and their samples: the line's
-//                    own fields, then "sample", "completion", "tokens" and "end": "token" where a
-//                    token ended the text, "length" at --sample-tokens, "context" where the
-//                    positions ended, "stopped" by a signal
-//   Without --completions the lines go to standard output, and all else to standard error.
-//   Sample k of prompt p has uniform numbers of its own: neither --slots, --samples nor the layout
-//   changes it, but for what rounding of logits does where two tokens are about as likely.
+//   --prompts FILE   JSON objects, one a line, each with a "prompt"; or lines of text in a .txt
+//   output           an object a completion, in the order of prompts and their samples: the fields
+//                    of the prompt's line, then "sample", "completion", "tokens" and "end", which
+//                    is "token" if a token ended the text, "length" at --sample-tokens, "context"
+//                    where the model's positions ended, "stopped" after a signal
+//   Without --completions the lines go to standard output, and everything else to standard error.
+//   Sample k of prompt p has uniform numbers of its own, so --slots, --samples and the layout do
+//   not change it; only rounding of the logits may, where two tokens are about equally likely.
 #pragma once
 #include <nlohmann/json.hpp>
 #include "sample.h"
@@ -17,15 +17,16 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // reading
 
-// Read a line's prompt, and its other fields: "" or what is wrong with it.
+// Parse a line into a prompt and its other fields: "" or what is wrong with the line. text: the
+// whole line is the prompt.
 inline std::string parse_prompt(const std::string& line, bool text, Prompt* p) {
     p->fields = nlohmann::ordered_json::object();
-    // A line of text is all prompt.
     if (text) {
         p->fields["prompt"] = p->text = line;
         return "";
     }
-    // Parse an object: the library recurses as deep as brackets are nested.
+
+    // Parse a JSON object. The library recurses as deep as brackets are nested, so limit the depth.
     bool deep = json_depth(line) > MOST_JSON_DEPTH;
     if (!deep)
         p->fields = nlohmann::ordered_json::parse(line, nullptr, false);
@@ -37,7 +38,8 @@ inline std::string parse_prompt(const std::string& line, bool text, Prompt* p) {
     return p->text.empty() ? "its prompt is empty" : "";
 }
 
-// Read a file's prompts, and refuse what cannot be continued by its line. Empty lines are none.
+// Read the prompts of --prompts: "" or an error that names the line that cannot be continued.
+// Empty lines are skipped.
 inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts) {
     const std::string& path = run.config.prompts;
     std::string bytes, line, wrong = read_whole_file(path, &bytes);
@@ -49,7 +51,8 @@ inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts
         Prompt p;
         wrong = parse_prompt(line, path.ends_with(".txt"), &p);
 
-        // Nothing of a prompt is cut: who asks for many does not look at each.
+        // Refuse a prompt that is too long instead of cutting it: with many prompts nobody would
+        // notice the cut.
         size_t n = 0;
         if (wrong.empty()) {
             p.tokens = prompt_tokens(run, p.text);
@@ -65,7 +68,7 @@ inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts
     return prompts->empty() ? path + ": holds no prompt" : "";
 }
 
-// Take --prompts in the place of --prompt, and see where the completions go.
+// Read --prompts instead of --prompt, and check that the completions can be written.
 inline void choose_prompt_file(Run& run) {
     const Config& c = run.config;
     LLMC_USER_CHECK(vocab_matches(run), "--prompts: %s", foreign_tokenizer(run).c_str());
@@ -74,7 +77,7 @@ inline void choose_prompt_file(Run& run) {
     or_die(read_prompt_file(run, &run.prompts));
     if (!is_first(run) || c.explain) return;
 
-    // Refuse to lose completions that may have taken hours.
+    // Refuse to overwrite completions that may have taken hours.
     struct stat there;
     bool full = stat(c.completions.c_str(), &there) == 0 && there.st_size > 0;
     LLMC_USER_CHECK(!full, "--completions %s is there, and would be lost: remove it, or name "
@@ -82,7 +85,7 @@ inline void choose_prompt_file(Run& run) {
     if (!c.completions.empty())
         return or_die(try_file("completions", c.completions));
 
-    // Standard output is the completions' alone.
+    // Reserve standard output for completions: other lines go to standard error from here on.
     run.completions = fdopen(dup(STDOUT_FILENO), "w");
     LLMC_USER_CHECK(run.completions && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0,
                     "standard output cannot be written: %s", strerror(errno));
@@ -91,33 +94,36 @@ inline void choose_prompt_file(Run& run) {
 // ----------------------------------------------------------------------------
 // writing
 
+// A completion while it is generated; `over` once it has ended.
 struct Completion {
     std::vector<int> tokens = {};
     Ended why = Ended::BY_STOP;
     bool over = false;
 };
 
+// The line that is written for a completion.
 inline std::string completion_line(const Run& run, const Prompt& prompt, int sample,
                                    const Completion& made) {
-    // The fields of the prompt come first, in their own order.
+    // Write the prompt's fields first, in their own order.
     const char* ends[] = {"token", "length", "context", "stopped"};
     nlohmann::ordered_json j = prompt.fields;
     j["sample"] = sample;
     j["completion"] = decode(run.tokenizer, made.tokens);
     j["tokens"] = made.tokens.size();
     j["end"] = ends[int(made.why)];
-    // Bytes that are no UTF-8, such as half a character at the end, become U+FFFD.
+
+    // Replace bytes that are not UTF-8, such as half a character at the end, by U+FFFD.
     return j.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
-// Writes completions in their order, as soon as all before them are there.
+// Writes completions in the order of their prompts: each as soon as all before it have ended.
 struct CompletionWriter {
     Run& run;
     FILE* file;
     std::vector<Completion> all;
     size_t written = 0;
 
-    // Take the end of one; what can be written is.
+    // Record that completion i has ended, and write all that can be written in order.
     void take_end(size_t i, Ended why) {
         all[i].why = why;
         all[i].over = true;
@@ -140,7 +146,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
         for (int k = 0; k < c.samples; k++)
             texts.push_back({&run.prompts[p].tokens, fnv1a(concat("completion.", p, ".", k))});
 
-    // Open the file on the first rank, which writes. That it can be made was seen at the start.
+    // Open the file on the first rank, which writes it. choose_prompt_file() has tried this before.
     FILE* file = run.completions;
     if (is_first(run) && !file)
         file = fopen(c.completions.c_str(), "w");
@@ -149,7 +155,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
                     c.completions.c_str(), why.c_str());
     CompletionWriter writer = {run, file, std::vector<Completion>(texts.size())};
 
-    // A signal ends it with what is there.
+    // Generate. After a signal the completions so far are written as they are.
     Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
     how.ends = run.stop_tokens;
     how.draft = run.draft;
@@ -167,9 +173,8 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
     if (!is_first(run)) return;
 
-    // Say what there is, and what could not be written.
+    // Close the file, which is when a full disk may show, and report errors.
     double seconds = clock_seconds() - start;
-    // A full disk may show only when the file is closed.
     bool good = !ferror(file);
     if (fclose(file) != 0 || !good)
         report_failure(run, concat("completions could not all be written: ", strerror(errno)));

@@ -1,10 +1,11 @@
 // references.h - what the weights that a run starts from say of each answer: the reference of DPO
 //   1. before the first step, the starting weights (a folder's, with its adapters) evaluate the
-//      windows that the run will read, in the micro-batches in which it trains them
-//   2. every rank keeps -loss of each target: 4 bytes a token, and no second model
-//   3. LOAD hands them out with the windows
-//   New adapters change nothing before the first step, so these are the weights without them. A
-//   resumed run reads the starting weights again, does the same, and then loads its checkpoint.
+//      windows that the run will read, in the same micro-batches as training
+//   2. every rank keeps log p = -loss of each target: 4 bytes a token, instead of a second model
+//   3. LOAD hands the log p out with the windows
+//   New adapters change no output before the first step, so the reference is the model without
+//   them. A resumed run reads the starting weights again, evaluates them again, and then loads its
+//   checkpoint.
 //   Cost: a forward pass over the windows, at most one epoch, once.
 #pragma once
 #include "health.h"
@@ -16,7 +17,7 @@ inline bool has_reference(const Config& c) {
     return c.loss == "dpo" || c.loss == "ipo" || c.loss == "kto";
 }
 
-// Hand out the rows of a sample's window.
+// A function that copies the log p (T) of a sample's window, for LOAD.
 inline References references_of(const DataLoader& d,
                                 const std::vector<float>& rows) { // (windows,T)
     return [&d, &rows](uint64_t sample, float*, float* reference) {
@@ -24,11 +25,12 @@ inline References references_of(const DataLoader& d,
     };
 }
 
-// Evaluate samples [0, count) and keep the log p of each target, by window. The same on all ranks.
+// Evaluate samples [0, count), and return the log p of each target by window. All ranks call, and
+// get the same.
 template <typename T, typename S>
 std::vector<float> evaluate_references(Run& run, Trainer<T, S>& t, const DataLoader& d,
                                        uint64_t count) { // (windows,T)
-    // Rows that no rank fills in stay 0: their windows are not read.
+    // Evaluate. Windows that the run does not read keep 0.
     const Plan& p = t.plans[run.evaluate_plan];
     std::vector<float> rows(d.windows * d.T);
     std::vector<acc_t<T>> losses(p.rows());
@@ -36,7 +38,8 @@ std::vector<float> evaluate_references(Run& run, Trainer<T, S>& t, const DataLoa
         return load_window(d, sample, tokens, targets);
     };
     run_samples(t, run.evaluate_plan, count, window, [&] {
-        // One of the ranks that have a sample's losses gives them.
+        // Take the losses from the owner: among the ranks that hold a sample's losses, the one of
+        // tp rank 0.
         RowLosses<T> kept = row_losses(t, 0);
         if (!kept.losses || t.layout.tp.rank > 0) return;
         copy_out(losses.data(), kept.losses, losses.size() * sizeof(losses[0]), t.ctx.where);
@@ -48,20 +51,21 @@ std::vector<float> evaluate_references(Run& run, Trainer<T, S>& t, const DataLoa
         }
     });
 
-    // The others add 0, so nothing is rounded.
+    // Share the rows. All ranks but the owner add 0, so nothing is rounded.
     all_reduce_sum(t.comms.world, rows.data(), rows.size(), Cpu{});
     return rows;
 }
 
-// The first samples whose windows the run reads. A resumed one may have gone further, with larger
-// batches; one that ends before its first epoch does reads some only.
+// How many samples from the first on cover all windows that the run reads. A run that ends within
+// its first epoch reads only some. A resumed run counts all: with larger batches before, it may
+// have come further than its steps say.
 inline uint64_t samples_of_run(const Run& run) {
     const Config& c = run.config;
     uint64_t samples = uint64_t(c.steps) * uint64_t(c.batch_tokens / c.seq);
     return c.resume ? run.train.windows : std::min<uint64_t>(samples, run.train.windows);
 }
 
-// Compute the references of training and validation.
+// Compute the references of training and validation, and let the trainer use those of training.
 template <typename T, typename S>
 void compute_references(Run& run, Trainer<T, S>& t) {
     if (run.val.windows)

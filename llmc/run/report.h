@@ -10,13 +10,15 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // validation, tasks, samples, exports
 
-// The loss over the validation samples: all ranks take part, and all have the sum.
+// The loss over the validation samples. All ranks call, and get the sum.
 template <typename T, typename S>
 Loss evaluate(Run& run, Trainer<T, S>& t) {
     Loss total;
     auto window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(run.val, sample, tokens, targets);
     };
+
+    // Use validation's references until the end of this function.
     References of_training = t.references;
     double point_of_training = run.reference_point;
     take_validation_references(run, t);
@@ -32,16 +34,16 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
     return total;
 }
 
-// Bits per byte can be compared between tokenizers, the loss cannot. A loss of weights that no step
-// of this run has changed has no step in front.
+// Compute, print and log the validation loss, and its bits per byte: only these can be compared
+// between tokenizers. The line has no step number before the first step.
 template <typename T, typename S>
 void report_validation(Run& run, Trainer<T, S>& t) {
     if (run.val.windows == 0) return;
     Loss loss = evaluate(run, t);
-    if (run.stopped) return; // in the middle: the loss is of some samples only
-    broadcast(run.world, &loss.sum, 1, 0, Cpu{}); // ranks decide by it
+    if (run.stopped) return; // a signal has left samples out
+    broadcast(run.world, &loss.sum, 1, 0, Cpu{}); // ranks decide by it: give all the same bits
 
-    // Remember the best: its step's weights are kept.
+    // Remember the best loss and its step: --keep-best keeps its weights.
     run.val_loss = loss.mean();
     if (loss.mean() < run.best_loss) {
         run.best_loss = loss.mean();
@@ -49,7 +51,7 @@ void report_validation(Run& run, Trainer<T, S>& t) {
     }
     if (!is_first(run)) return;
 
-    // Print and log the same numbers.
+    // Print and log the loss, with bits per byte if the text's length is known.
     finish_line(run.log);
     nlohmann::json line = {{"step", run.step}, {"val_loss", loss.mean()}};
     line["val_tokens"] = loss.valid;
@@ -61,13 +63,16 @@ void report_validation(Run& run, Trainer<T, S>& t) {
         line["bits_per_byte"] = bits;
         printf(" | %.4f bits per byte", bits);
     }
-    // Say how often the better answer wins, and by how much.
+
+    // Preference pairs: add by how much, and how often, the better answer wins.
     if (has_pairs(run.config)) {
         double n = double(std::max<int64_t>(loss.valid, 1));
         line["margin"] = loss.margin / n;
         line["accuracy"] = loss.correct / n;
         printf(" | margin %.4f | accuracy %.3f", loss.margin / n, loss.correct / n);
     }
+
+    // End with what was counted.
     const char* what = has_pairs(run.config) ? "pairs" : "tokens";
     if (run.config.loss == "kto") what = "answers";
     printf(" | %lld %s\n", (long long)loss.valid, what);
@@ -75,11 +80,11 @@ void report_validation(Run& run, Trainer<T, S>& t) {
     note(run, log_append(run.log, line));
 }
 
-// All ranks score; the first prints and logs.
+// Score the tasks of --evaluate: all ranks compute, the first one prints and logs.
 template <typename T, typename S>
 void report_tasks(Run& run, Trainer<T, S>& t) {
     if (run.score_groups.empty()) return;
-    // Candidates of about one length share a plan.
+    // Score the candidates group by group: those of about one length share a plan.
     for (const ScoreGroup& group : run.score_groups)
         score_group(t, group, run.tasks.candidates);
     if (!is_first(run) || run.stopped) return;
@@ -96,7 +101,7 @@ void report_tasks(Run& run, Trainer<T, S>& t) {
     note(run, log_append(run.log, line));
 }
 
-// Everything that --eval and --eval-every ask for.
+// Report all that --eval and --eval-every ask for: the validation loss, and the tasks.
 template <typename T, typename S>
 void report_evaluation(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::EVALUATE);
@@ -104,7 +109,8 @@ void report_evaluation(Run& run, Trainer<T, S>& t) {
     report_tasks(run, t);
 }
 
-// Write one file for llama.cpp. It is named as the model is: the last word of --model.
+// Write one file for llama.cpp: "" or what is wrong. The model's name in it is the last
+// part of --model.
 template <typename T, typename S>
 std::string export_gguf(Run& run, Trainer<T, S>& t, MergeSums* merged) {
     const Config& c = run.config;
@@ -114,8 +120,9 @@ std::string export_gguf(Run& run, Trainer<T, S>& t, MergeSums* merged) {
                        known ? &run.tokenizer : nullptr, run.exported, name, merged);
 }
 
-// Weights in the layout of other programs; Hugging Face folders in files of 5 GiB. Weights that
-// the run has ruined do not replace an export that is there. Returns whether it is written.
+// Write the export: weights in the format of other programs, Hugging Face folders in files of
+// up to 5 GiB. Weights that the run has ruined do not replace an older export. Returns whether
+// it was written.
 template <typename T, typename S>
 bool write_export(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -123,9 +130,9 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::EXPORT);
     constexpr size_t FILE_BYTES = size_t(5) << 30;
     std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
-    bool adapters = run.shape.adapters && !c.merge; // alone
+    bool adapters = run.shape.adapters && !c.merge; // write the adapters alone
 
-    // Write, and say what a merge has kept.
+    // Write it. A merge rounds the sum of weights and adapters: print how much of them is kept.
     MergeSums merged;
     if (wrong.empty())
         wrong = adapters ? export_adapters(t, c.export_dir, export_type(c), c.model)
@@ -137,14 +144,14 @@ bool write_export(Run& run, Trainer<T, S>& t) {
         printf("merged: the file keeps %.3f of what the adapters change%s\n", merged.coefficient(),
                merged.coefficient() < 0.98 ? ": --export-dtype fp32 keeps all" : "");
 
-    // One rank's failure is everyone's: a model in parts is none.
+    // A failure on any rank fails the export: a model that lacks a part is useless.
     wrong = first_error(run.world, wrong);
     if (is_first(run) && !wrong.empty())
         report_failure(run, "--export " + c.export_dir + ": " + wrong);
     return wrong.empty();
 }
 
-// Close the run: what it did, its best validation loss, and where its files are.
+// Print the end of a run: what it did, its best validation loss, and where its files are.
 inline void report_end(Run& run, bool exported) {
     const Config& c = run.config;
     if (!is_first(run)) return;
@@ -161,19 +168,20 @@ inline void report_end(Run& run, bool exported) {
         printf("\n");
     }
 
-    // One rank's queries may see more keys than another's, as documents lie.
+    // Context parallelism: with documents apart, one rank's queries may attend to more keys than
+    // another's, and the others wait.
     double imbalance = steps > 0 ? run.cp_imbalance / double(steps) : 0;
     if (imbalance > 1.005)
         printf("cp: attention waits for a rank with %.2f times the mean's pairs of tokens\n",
                imbalance);
 
-    // A busy expert is slow, and experts that nobody chooses learn nothing.
+    // Experts: a busy one slows the step, and one that no token chooses learns nothing.
     double max_vio = steps > 0 ? run.max_vio / double(steps) : 0;
     if (max_vio > 0)
         printf("experts: the busiest of a block got %.2f times an even share of the tokens\n",
                1 + max_vio);
 
-    // Name what is there: a run without --out has left nothing but an export.
+    // Name the files that exist: without --out there is at most an export.
     std::string saved = c.out + "/" + step_folder(run.step);
     if (steps > 0 && !c.out.empty()) {
         if (file_type(saved))
@@ -189,10 +197,10 @@ inline void report_end(Run& run, bool exported) {
 // ----------------------------------------------------------------------------
 // pictures and plans
 
-// One rank's timed actions, on every rank.
+// Send one rank's timed actions to all ranks, and return them.
 inline std::vector<TimedAction> broadcast_trace(const Comm& world, std::vector<TimedAction> trace,
                                                 int from) {
-    // Names have a fixed length on the way; longer ones are cut.
+    // Send names in a fixed length; longer ones are cut.
     int64_t count = int64_t(trace.size());
     broadcast(world, &count, 1, from, Cpu{});
     trace.resize(size_t(count));
@@ -207,13 +215,13 @@ inline std::vector<TimedAction> broadcast_trace(const Comm& world, std::vector<T
     return trace;
 }
 
-// The timed actions of all ranks, from the first one's start on. All ranks call it.
+// The timed actions of all ranks, with times relative to the earliest start. All ranks call.
 inline Trace gather_trace(const Run& run) {
     Trace all;
     for (int r = 0; r < run.world.size; r++)
         all.push_back(broadcast_trace(run.world, run.trace, r));
 
-    // Count time from the earliest start of any rank.
+    // Subtract the earliest start of any rank.
     double first = INFINITY;
     for (auto& rank : all)
         for (TimedAction& a : rank)
@@ -226,7 +234,7 @@ inline Trace gather_trace(const Run& run) {
     return all;
 }
 
-// All ranks give their times; the first writes the file.
+// Write --timeline: all ranks send their times, and the first one writes the file.
 inline void draw_timeline(Run& run) {
     Trace trace = gather_trace(run);
     if (!is_first(run)) return;
@@ -234,18 +242,19 @@ inline void draw_timeline(Run& run) {
     report_failure(run, write_timeline(run.config.timeline, trace, title, "rank", "ms"));
 }
 
-// Whether the step that comes is timed action by action: all are, or the last.
+// Whether to time the next step action by action: --profile times every step, --timeline the last.
 inline bool wants_times(const Run& run) {
     const Config& c = run.config;
     return !c.profile.empty() || (!c.timeline.empty() && run.step + 1 == c.steps);
 }
 
-// After a step of so many seconds: read its actions' times, draw the last step's, add up all. The
-// first step also makes what later ones find ready: the profile has it only where it is alone.
+// Read the times of the step's actions, after a step of so many seconds: draw the last step, and
+// add every step to the profile. The first step does some work once for all, so the profile drops
+// it as soon as there is a second one.
 template <typename T, typename S>
 void take_times(Run& run, Trainer<T, S>& t, double seconds) {
     const Config& c = run.config;
-    // On a GPU the laps are events, which are over: the step has waited for its loss.
+    // Read the laps. On a GPU they are events, all of them past: the step has waited for its loss.
     run.trace = read_laps(t.watch, t.model);
     t.watch.on = false;
     if (!c.timeline.empty() && run.step + 1 == c.steps)
@@ -256,7 +265,7 @@ void take_times(Run& run, Trainer<T, S>& t, double seconds) {
         profile_add(run.profile, run.trace, seconds);
 }
 
-// Write --profile's table, of the first rank.
+// Write the table of --profile, with the first rank's times.
 inline void report_profile(Run& run) {
     const Config& c = run.config;
     if (c.profile.empty() || run.profile.steps == 0)
@@ -266,12 +275,12 @@ inline void report_profile(Run& run) {
     report_failure(run, wrong.empty() ? "" : "--profile: " + wrong);
 }
 
-// --timeline with --explain: the pipeline's simulation.
+// Draw --timeline with --explain: the pipeline as its schedule alone would run.
 inline void draw_simulation(const Run& run, const Plan& p) {
     std::vector<Schedule> all = schedules_of(p.layout, p.micro_batches);
     Simulation s = simulate(all, p.layout.pp.size);
 
-    // Title it with the bubble; a row is a stage, or a rank that has several.
+    // Put the bubble into the title. A row is a stage, or a rank with several stages.
     char idle[64];
     snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
     const char* row = p.layout.chunks > 1 ? "pp rank" : "stage";
@@ -279,7 +288,8 @@ inline void draw_simulation(const Run& run, const Plan& p) {
                           layout_text(run.config) + idle, row, "forward passes"));
 }
 
-// --machine with --explain: the step as the simulator times it, and its timeline.
+// Predict a step for --machine with --explain: returns the simulator's times as text,
+// and draws --timeline.
 template <typename T>
 std::string predict(const Run& run, const Model& model, const PlanOptions& options) {
     const Config& c = run.config;
@@ -293,10 +303,10 @@ std::string predict(const Run& run, const Model& model, const PlanOptions& optio
     return p.text;
 }
 
-// Print what --explain tells: the run, its ranks, memory, and the actions of a step.
+// Print the output of --explain: the run, its ranks, their memory, and the actions of a step.
 template <typename T, typename S>
 void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOptions>& options) {
-    if (!is_first(run)) return; // it speaks of all ranks
+    if (!is_first(run)) return; // one rank's text covers all ranks
     const Config& c = run.config;
     const Model& model = t.model;
     bool trains = run.train_plan >= 0;
@@ -308,7 +318,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (!c.timeline.empty() && trains && c.machine.empty())
         draw_simulation(run, t.plans[plan]);
 
-    // The run, and its ranks where there are several.
+    // Describe the run, and its ranks if there are several.
     std::string text;
     size_t most = t.arena.device().bytes; // of any rank
     if (trains)
@@ -316,7 +326,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (rank_count(c) > 1) {
         std::string ranks;
         or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most));
-        // CUDA's pool holds it, not the arena.
+
+        // Add the scratch of sums in rank order: CUDA's pool holds it, not the arena.
         size_t scratch = fixed_order_scratch<T>(run.layout, options[0], model);
         if (c.fixed_order)
             ranks += concat("  and sums in rank order up to ", bytes_text(double(scratch)),
@@ -326,22 +337,26 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (!c.machine.empty())
         text += predict<T>(run, model, options[size_t(plan)]);
 
-    // Memory, then a single layer's actions or all of them.
+    // Describe memory: the arena, then what the run takes beside it.
     text += memory_text(t.arena, t.plans, model);
-    // No plan has it: the run takes it beside its arena.
     if (c.save_async && trains)
         text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
     if (run.draft_bytes)
         text += memory_line("draft", run.draft_bytes, 0,
                             "its weights, and a cache beside the model's");
-    // Two files in their place and two that are written.
+
+    // --buddy holds two files of this size, and two more while a save replaces them.
     if (!c.buddy.empty() && trains)
         text += memory_line("files of --buddy", 4 * snapshot_bytes(t), 0,
                             "in --buddy: its own and a neighbour's, twice in a save");
+
+    // Describe the logits, attention over several ranks, and which GPUs the run would fit.
     text += logits_text<T>(t.plans[plan], model);
     text += context_text<T>(t.plans[plan], model);
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
     text += fits_text(double(most + run.draft_bytes), state * double(parameter_count(model)));
+
+    // List the actions: those of one layer, or all.
     if (c.layer >= 0) {
         text += concat("actions of layer ", c.layer, ", first micro-batch\n",
                        layer_text(t.arena, t.plans[plan], model, plan, c.layer));
@@ -352,11 +367,11 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     fputs(text.c_str(), stdout);
 }
 
-// Measure what mfu is a share of. Threads as ranks run side by side only while each has cores of
-// its own; on one GPU they take turns.
+// Measure the peak that MFU is a share of, for all ranks together. Threads as ranks add up only as
+// far as each has cores of its own; on one GPU they take turns.
 template <typename T, typename S>
 void measure_peak(Run& run, S where) {
-    // Only the first rank measures: the others wait at the first collective.
+    // Measure on the first rank, while the others wait at the first collective.
     if (run.train_plan < 0 || !is_first(run))
         return;
     Spend spend(run.account, Work::START);

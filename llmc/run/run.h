@@ -19,15 +19,16 @@
 
 namespace llmc {
 
-// When a run has saved: by a steady clock, so that setting the time changes nothing.
+// The saves of a run so far. Times are those of a steady clock, which setting the machine's clock
+// does not move.
 struct Saves {
-    int64_t step = -1;             // of the last one
-    double last = clock_seconds(); // when it was, or the run began
-    double retry = 0;              // when to try again after one that failed; 0: none has
-    int64_t count = 0;             // that have ended well
-    double interval = 0;           // seconds, by --save-minutes auto; 0: none has been measured
-    bool memory_fails = false;     // the last save in --buddy has failed
-    double in_memory = 0;          // seconds of those saves
+    int64_t step = -1;             // the step of the last save; -1: none, or the last one failed
+    double last = clock_seconds(); // when the last save ended, or the run began
+    double retry = 0;              // when to try a failed save again; 0: the last one succeeded
+    int64_t count = 0;             // saves that have succeeded
+    double interval = 0;           // seconds from save to save, --save-minutes auto; 0: unmeasured
+    bool memory_fails = false;     // the last save to --buddy failed
+    double in_memory = 0;          // seconds spent in saves to --buddy
     std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
 };
 
@@ -35,94 +36,103 @@ struct Saves {
 struct Prompt {
     std::string text;
     std::vector<int> tokens;
-    nlohmann::ordered_json fields; // of its line in --prompts
+    nlohmann::ordered_json fields; // the other fields of its line in --prompts
 };
 
-// All that a run has beside its trainer. Number -1 stands for a plan that this run does not have.
+// The state of a run that is not the trainer's: flags, text and data, progress, how it ended.
+// One per rank.
 struct Run {
     Config config;
     Shape shape;
-    Layout layout; // as this rank stands in it
-    Comm world;
+    Layout layout; // with this rank's place in the grid
+    Comm world;    // all ranks
 
-    // Text.
+    // Text that the model reads and writes.
     Tokenizer tokenizer;
-    Chat chat; // how conversations are written, where they are
-    ExportTokenizer exported; // with --export
-    nlohmann::json base;      // of adapters that are saved (base_identity.h)
+    Chat chat;                // the format of conversations, where --loss or --chat needs one
+    ExportTokenizer exported; // the tokenizer that --export writes
+    nlohmann::json base;      // which base weights the saved adapters belong to (base_identity.h)
     std::vector<Prompt> prompts;
-    size_t context_length = 0; // of a sample, with its prompt
+    size_t context_length = 0; // positions that a sample may use, its prompt included
     std::set<int> stop_tokens; // tokens that end a sample
-    Shape draft_shape;           // with --draft
-    Draft* draft = nullptr;      // null: nobody guesses
-    size_t draft_bytes = 0;      // beside the plans
-    FILE* completions = nullptr; // what standard output was, where they go to it
-    DataLoader train, val;
-    size_t val_samples = 0;
-    size_t val_bytes = 0;  // bytes that validation predicts; 0: not known
-    Evaluation tasks;      // the questions of --evaluate
-    std::vector<ScoreGroup> score_groups;
-    int document_end = -1; // the token, with --document-mask
-    std::vector<Exercise> exercises; // of answers that are sampled
-    Rollouts rollouts = {};          // the last step's
 
-    // Progress.
+    // A draft model, with --draft.
+    Shape draft_shape;
+    Draft* draft = nullptr;      // null: no speculative decoding
+    size_t draft_bytes = 0;      // memory that the draft takes beside the plans
+    FILE* completions = nullptr; // the real standard output, where completions go to it
+
+    // Data.
+    DataLoader train, val;
+    size_t val_samples = 0; // windows that an evaluation reads
+    size_t val_bytes = 0;   // bytes of text that validation predicts; 0: not known
+    Evaluation tasks;       // the questions of --evaluate
+    std::vector<ScoreGroup> score_groups;
+    int document_end = -1;           // the token that ends a document, with --document-mask
+    std::vector<Exercise> exercises; // prompts whose answers are sampled, with --loss grpo
+    Rollouts rollouts = {};          // the answers that the current step trains on
+
+    // Progress. A plan is an index into Trainer::plans; -1: this run does not have that plan.
     int train_plan = -1, evaluate_plan = -1, generate_plan = -1;
     int rollout_plan = -1;
-    int64_t step = 0;            // optimizer steps done
-    int64_t first_step = 0;      // what this process started from
-    int64_t tokens = 0;          // trained on so far
-    double started = 0;          // seconds, by clock_seconds()
-    double first_loss = 0;       // of this process's first step; 0: it has done none
-    double cp_imbalance = 0;     // added up over this process's steps; 0: sequences are whole
-    std::vector<float> references = {}, val_references = {}; // (windows,T) of preferences
-    std::vector<double> mismatched = {}, val_mismatched = {}; // (windows) of KTO's reference point
-    double reference_point = 0;                               // of the batch that runs
-    ChoiceBiases choice_biases = {}; // with --router-bias-rate
-    double max_vio = 0;          // likewise: of experts' loads
-    double best_loss = INFINITY; // of validation
+    int64_t step = 0;       // optimizer steps done
+    int64_t first_step = 0; // the step that this process started from
+    int64_t tokens = 0;     // tokens trained on so far
+    double started = 0;     // when the first step began, by clock_seconds()
+    double first_loss = 0;  // the loss of this process's first step; 0: it has done none
+    double cp_imbalance = 0; // pairs_imbalance(), summed over this process's steps; 0 without cp
+    std::vector<float> references = {}, val_references = {};  // (windows,T): references.h
+    std::vector<double> mismatched = {}, val_mismatched = {}; // (windows): reference_point.h
+    double reference_point = 0;      // KTO's, for the batch that is running
+    ChoiceBiases choice_biases = {}; // of routers, with --router-bias-rate
+    double max_vio = 0;              // of experts' loads, summed over this process's steps
+    double best_loss = INFINITY;     // the lowest validation loss, and its step
     int64_t best_step = 0;
-    double val_loss = INFINITY; // of the last evaluation
-    int64_t kept_step = -1;     // the checkpoint of --keep-best; -1: none
-    double kept_loss = 0;
-    double peak = 0;        // FLOP/s of one product, on all ranks
+    double val_loss = INFINITY; // the last validation loss
+    int64_t kept_step = -1;     // the step of --keep-best's checkpoint; -1: none
+    double kept_loss = 0;       // the validation loss of that step
+    double peak = 0;            // FLOP/s of one matrix product, all ranks together
+
+    // Services beside the steps: log, loss scaling, saves, accounting of time.
     Logger log;
     Spikes spikes;
     LossScaling loss_scaling; // fp16
     Saves saves;
     std::shared_ptr<Buddies> buddies; // --buddy; null: all saves go to --out
-    Account account; // of time
+    Account account;                  // where the time goes
 
-    // The end: the signal that stopped it, and whether something was left undone.
+    // The end: the signal that stopped the run, and whether something could not be done.
     int stopped = 0;
     bool failed = false;
     bool ruined = false;            // the weights diverged: never save or export them
-    std::string weights;            // where they are from, in words
-    std::vector<TimedAction> trace; // of the last step, for --timeline
-    Profile profile;                // of the steps behind the first
+    std::string weights;            // where the weights come from, in words
+    std::vector<TimedAction> trace; // the timed actions of the last step, if it was timed
+    Profile profile;                // sums over all timed steps but the first
 };
 
-// The first rank prints, and writes files.
+// Whether this is the first rank, which alone prints and writes files.
 inline bool is_first(const Run& run) { return run.world.rank == 0; }
 
-// Seconds that this rank has waited for others.
+// Seconds that this rank has waited for others so far; 0 for a rank that is alone.
 inline double waited_for_others(const Run& run) {
     return run.world.info ? seconds_waited(run.world.info->notes) : 0;
 }
 
-// Functions that may fail return "" or a sentence for the user; this one ends the program with it.
+// End the program with an error message, unless the message is empty. Functions that may fail
+// return "" or a sentence for the user, and or_die() wraps their calls.
 inline void or_die(const std::string& wrong) {
     LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
 }
 
-// An error that all ranks know, the same on each: the first one says so, and ends the others' wait.
+// The same for an error that all ranks know. Only the first rank prints it, and ends the program;
+// the others wait in a barrier, so that the message appears once.
 inline void or_die_on_all_ranks(const Run& run, const std::string& wrong) {
     if (!wrong.empty() && !is_first(run))
         barrier(run.world, Cpu{});
     or_die(wrong);
 }
 
-// Say something that the user should know; the run goes on.
+// Print a note for the user to standard error, on the first rank; the run goes on.
 inline void note(Run& run, const std::string& text) {
     if (!is_first(run) || text.empty()) return;
     finish_line(run.log);
@@ -130,7 +140,7 @@ inline void note(Run& run, const std::string& text) {
     fprintf(stderr, "note: %s\n", text.c_str());
 }
 
-// Say what could not be done. The run goes on, and the program's status says so at its end.
+// Print what could not be done. The run goes on, and the program ends with exit status 1.
 inline void report_failure(Run& run, const std::string& wrong) {
     if (wrong.empty()) return;
     run.failed = true;
@@ -139,16 +149,16 @@ inline void report_failure(Run& run, const std::string& wrong) {
     fprintf(stderr, "train_gpt: error: %s\n", wrong.c_str());
 }
 
-// The type of what a path leads to: S_IFDIR, S_IFREG, ...; 0: nothing is there.
+// The type of the file at a path: S_IFDIR, S_IFREG, ...; 0: there is none.
 inline mode_t file_type(const std::string& path) {
     struct stat s;
     return stat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
 }
 
-// The program itself: its path to start it again, its folder to find sources beside it, and its
-// bytes to see that all ranks run the same one.
+// The program itself: its path, to start it again; its folder, to find the sources beside it; and
+// its bytes, to check that all ranks run the same program.
 inline std::string program_path() {
-    // Linux says where a program lies; an empty text means that it does not.
+    // Ask Linux for the path; "" where it does not tell.
     char path[4096];
     ssize_t n = readlink("/proc/self/exe", path, sizeof(path) - 1);
     return std::string(path, n > 0 ? size_t(n) : 0);
@@ -162,22 +172,22 @@ inline std::string program_bytes() {
     return {std::istreambuf_iterator<char>(program), {}};
 }
 
-// Whether the tokenizer is the model's, as far as their sizes tell. A model may have more tokens
-// than its tokenizer, as padding.
+// Whether the tokenizer can be the model's, judged by their sizes. A model may have more tokens
+// than its tokenizer, as padding; only a byte tokenizer must match exactly.
 inline bool vocab_matches(const Run& run) {
     size_t tokens = size_t(run.tokenizer.vocab_size);
     bool bytes = run.tokenizer.kind == TokenizerKind::BYTE;
     return bytes ? tokens == run.shape.V : tokens <= run.shape.V;
 }
 
-// One text for all places where a foreign tokenizer would make nonsense.
+// The error for a tokenizer that is not the model's: text made with it would be nonsense.
 inline std::string foreign_tokenizer(const Run& run) {
     return concat("the model has ", run.shape.V, " tokens, --tokenizer ", run.config.tokenizer,
                   " writes ", run.tokenizer.vocab_size, ": give the model's tokenizer");
 }
 
-// Whether a file that is written at the end of a run can be made where it is to be; "" or why not.
-// Nothing that was there is changed.
+// Try whether a file that will be written at the end of the run can be made: "" or why not. A file
+// that is there is not changed.
 inline std::string try_file(const char* flag, const std::string& path) {
     bool there = file_type(path) != 0;
     int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
@@ -189,7 +199,7 @@ inline std::string try_file(const char* flag, const std::string& path) {
     return "";
 }
 
-// The same of a folder: one beside it is made, and removed.
+// The same for a folder: make one beside it, and remove that.
 inline std::string try_folder(const char* flag, std::string path) {
     while (path.size() > 1 && path.ends_with("/"))
         path.pop_back();
@@ -200,8 +210,8 @@ inline std::string try_folder(const char* flag, std::string path) {
     return good ? "" : concat("--", flag, " ", path, ": cannot be made: ", why);
 }
 
-// A path that ends in .bin is one file of llm.c's format, in .gguf one of llama.cpp's; any other is
-// a Hugging Face folder.
+// The format of an export, by the end of its path: .bin is a file of llm.c's, .gguf one of
+// llama.cpp's, and any other a Hugging Face folder.
 inline bool is_model_file(const std::string& path) { return path.ends_with(".bin"); }
 inline bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
 inline Type export_type(const Config& c) {

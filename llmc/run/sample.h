@@ -1,11 +1,11 @@
 // sample.h - samples: the texts they start from, the tokens that end them, how they are printed
-//   starts     --prompt; with --prompt - each line of standard input; without one, the token that
-//              begins texts
+//   starts     --prompt; with --prompt - each line of standard input; without either, the token
+//              that begins a text
 //   ends       the tokens that end a text: the tokenizer's, those that the model's config.json
-//              and generation_config.json name, and the one that ends the data's documents;
-//              --ignore-eos goes on behind them
-//   positions  the model's. A table of positions that starts from new weights is trained up to
-//              --seq only, and what the model says behind that is noise.
+//              and generation_config.json name, and the one that ends the data's documents.
+//              --ignore-eos continues behind them
+//   positions  the model's. A table of learned positions that starts from new weights is trained
+//              up to --seq only; beyond that the model's output is noise.
 #pragma once
 #include <iostream>
 #include "../io/generate.h"
@@ -16,13 +16,13 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // tokens that begin and end texts
 
-// The tokens that a model's own files name; -1 and none: they name none.
+// The tokens that begin and end a text by the model's own files; -1 and {}: the files name none.
 struct TextTokens {
     int bos = -1;
     std::vector<int> eos = {};
 };
 
-// Add the tokens of a JSON file, where a key may be missing, null, a number or a list.
+// Read the tokens that a JSON file names. A key may be missing, null, a number or a list.
 inline void read_text_tokens(TextTokens* t, const std::string& path) {
     nlohmann::json j;
     if (!read_json(path, &j).empty()) return;
@@ -36,7 +36,8 @@ inline void read_text_tokens(TextTokens* t, const std::string& path) {
             t->eos.push_back(token);
 }
 
-// The tokens that the files of --model name. llama2.c's models all begin with 1 and end with 2.
+// The tokens that begin and end a text of --model. A folder's files name them; llama2.c's models
+// all begin with 1 and end with 2.
 inline TextTokens model_text_tokens(const Run& run) {
     const std::string& model = run.config.model;
     TextTokens t;
@@ -46,13 +47,13 @@ inline TextTokens model_text_tokens(const Run& run) {
         read_text_tokens(&t, model + "/generation_config.json");
     } else if (type && run.shape.family == Family::LLAMA) {
         t = {1, {2}};
-    } else if (run.shape.V == 50257) { // GPT-2's end of text also begins
+    } else if (run.shape.V == 50257) { // GPT-2: one token both ends and begins a text
         t = {50256, {50256}};
     }
     return t;
 }
 
-// The token that ends the documents of the data; -1: none is known.
+// The token that ends documents in the data; -1: unknown.
 inline int data_end(const Run& run) {
     if (run.document_end >= 0)
         return run.document_end;
@@ -61,7 +62,7 @@ inline int data_end(const Run& run) {
     return none ? -1 : usual_document_end(files.front(), run.tokenizer);
 }
 
-// All tokens that end a sample. One that begins a text ends the one before it.
+// All tokens that end a sample. A token that begins a text is one of them: it ends the text before.
 inline std::set<int> choose_stop_tokens(const Run& run) {
     std::set<int> tokens;
     if (run.config.ignore_eos) return tokens;
@@ -75,7 +76,7 @@ inline std::set<int> choose_stop_tokens(const Run& run) {
         found.push_back(run.tokenizer.bos);
     }
 
-    // A file may name a token that the model does not have.
+    // Drop tokens that the model does not have: a file may name some.
     for (int token : found)
         if (token >= 0 && size_t(token) < run.shape.V)
             tokens.insert(token);
@@ -85,7 +86,7 @@ inline std::set<int> choose_stop_tokens(const Run& run) {
 // ----------------------------------------------------------------------------
 // prompts
 
-// Give the first rank's text to the others: it alone can read standard input.
+// Send the first rank's text to the others, because only the first can read standard input.
 inline void share_text(const Comm& world, std::string* text) {
     int64_t bytes = int64_t(text->size());
     broadcast(world, &bytes, 1, 0, Cpu{});
@@ -93,7 +94,7 @@ inline void share_text(const Comm& world, std::string* text) {
     broadcast(world, reinterpret_cast<unsigned char*>(text->data()), text->size(), 0, Cpu{});
 }
 
-// The lines of standard input that hold something.
+// The lines of standard input that are not empty, on all ranks.
 inline std::vector<std::string> read_prompts(const Run& run) {
     std::string text;
     if (is_first(run))
@@ -109,10 +110,11 @@ inline std::vector<std::string> read_prompts(const Run& run) {
     return prompts;
 }
 
-// Where the tokenizer is foreign, start from the token that the model's files name, or its last.
-// Else encode the prompt, behind the token that begins texts.
-// Without both, start from the named token, the end of text, or a new line.
-// In a chat the prompt is the user's, and the sample its answer.
+// The tokens that a sample continues.
+//   foreign tokenizer   the token that begins texts by the model's files, or the model's last token
+//   a chat              the prompt as the user's message, so that the sample is its answer
+//   a prompt            its tokens, behind the token that begins texts, if there is one
+//   no prompt           the token that begins texts, or the end of text, or a new line
 inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt) {
     const Tokenizer& t = run.tokenizer;
     int V = int(run.shape.V);
@@ -131,7 +133,7 @@ inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt)
     return t.eot >= 0 ? std::vector<int>{t.eot} : encode(t, "\n");
 }
 
-// Positions that a sample may use.
+// The number of positions that a sample may use.
 inline size_t choose_context_length(const Run& run) {
     const Config& c = run.config;
     bool new_weights = c.scratch || !file_type(c.model);
@@ -139,7 +141,8 @@ inline size_t choose_context_length(const Run& run) {
     return new_weights && table ? std::min(run.shape.P, size_t(c.seq)) : run.shape.P;
 }
 
-// Keep the end of a prompt that is longer than the positions, with room for a sample behind it.
+// Shorten a prompt that does not fit into the positions: keep its end, with room for the wanted
+// tokens behind it, but for at most half of the positions. bos: a first token to restore; -1: none.
 inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, size_t wanted) {
     if (tokens->size() < std::max(positions, size_t(2)))
         return;
@@ -148,7 +151,7 @@ inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, 
     if (bos >= 0) tokens->front() = bos;
 }
 
-// Choose what samples start from, where they end, and say what is cut.
+// Choose what samples start from and which tokens end them, and note what is cut.
 inline void choose_prompts(Run& run) {
     const Config& c = run.config;
     LLMC_USER_CHECK(c.prompt.empty() || vocab_matches(run), "--prompt: %s",
@@ -174,7 +177,7 @@ inline void choose_prompts(Run& run) {
         run.prompts.push_back(p);
     }
 
-    // Say before the run that samples will be shorter than asked for.
+    // Note before the run if samples will be shorter than asked for.
     if (longest + wanted <= positions + 1 || !speaks)
         return;
     bool trained = positions < run.shape.P;
@@ -186,8 +189,8 @@ inline void choose_prompts(Run& run) {
 // ----------------------------------------------------------------------------
 // printing
 
-// "step 200 | sample 2 of 3": which one follows. A single one of a model that no step has changed
-// needs no title.
+// The line above a sample: "step 200 | sample 2 of 3". Before the first step a single sample
+// has no title.
 inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
     std::string title;
     if (step > 0) title = concat("step ", step);
@@ -198,8 +201,8 @@ inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
     return title.empty() ? "" : title + "\n";
 }
 
-// Print a prompt and what the model continues it with: text, or numbers where the tokenizer is not
-// the one of the model.
+// Print a prompt and the model's continuation: as text, or as numbers of tokens if the tokenizer is
+// not the model's.
 template <typename T, typename S>
 void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t number) {
     const Config& c = run.config;
@@ -218,7 +221,7 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
     for (size_t i = 0; !text && i < prompt.tokens.size(); i++)
         emit(prompt.tokens[i]);
 
-    // Draws are keyed by seed, step and number, so a resumed run samples what the first would have.
+    // Draw by seed, step and the sample's number, so that a resumed run prints the same samples.
     Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
     how.number = number;
     how.draft = run.draft;

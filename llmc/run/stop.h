@@ -1,11 +1,11 @@
 // stop.h - signals end a run between two steps, and all ranks end it after the same one
-//   SIGINT, SIGTERM, SIGHUP, SIGUSR1   the step under way ends, a checkpoint is saved, and the
-//                                      program leaves with 128 + the signal's number
-//   a second one, a second later       leaves at once, by the signal's default action
-//   Shells and timeout(1) send one signal twice at once: that counts as one.
+//   SIGINT, SIGTERM, SIGHUP, SIGUSR1   the current step ends, a checkpoint is saved, and the
+//                                      program exits with status 128 + the signal's number
+//   a second signal, a second later    ends the program at once, by the signal's default action
+//   Shells and timeout(1) may send a signal twice at once: within a second, two count as one.
 //   A signal that was ignored at the start (nohup, a shell's &) stays ignored.
-//   Ranks are told at different moments, or only one of them is. agree() adds up what each has
-//   heard, once a step, so that no rank stops while its peers wait for it.
+//   Signals reach ranks at different moments, or reach only one of them. Once a step, agree() adds
+//   up what each rank has received, so that no rank stops while its peers wait for it.
 #pragma once
 #include <ctime>
 #include <csignal>
@@ -17,12 +17,13 @@ namespace llmc {
 
 constexpr std::array<int, 4> STOP_SIGNALS = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
 
-// The signal that this process has got, 0 for none, and when. Threads as ranks share them.
+// The signal that this process received, 0 for none, and when. Threads as ranks share both.
 inline std::atomic<int> stop_signal = 0;
 inline std::atomic<int64_t> stop_time = 0; // milliseconds
 
-// The second signal of any kind ends the process: whoever sends two does not want to wait. A
-// handler may call nothing but what is safe in one, as clock_gettime is.
+// Handle a signal: remember the first one; let the second, of any kind, end the process, since
+// whoever sends two does not want to wait. A signal handler may call only async-signal-safe
+// functions, such as clock_gettime.
 inline void note_signal(int number) {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -37,21 +38,22 @@ inline void note_signal(int number) {
     stop_signal = number;
 }
 
-// Take a signal's action over, or give its default back; one that is ignored stays so.
+// Set a signal's handler, or its default action; a signal that is ignored stays ignored.
 inline void handle_signal(int number, void (*handler)(int)) {
     struct sigaction was;
     sigaction(number, nullptr, &was);
     if (was.sa_handler == SIG_IGN) return;
 
-    // A system call goes on where it was: nobody looks at the signal before the step's end.
+    // Restart system calls that a signal interrupts: the signal is not looked at before the step
+    // ends, so no call needs to fail.
     struct sigaction action = {};
     action.sa_handler = handler;
     action.sa_flags = SA_RESTART;
     sigaction(number, &action, nullptr);
 }
 
-// Signals wait for the end of a step while one of these lives. Threads as ranks have one each, and
-// the last that goes gives the signals their defaults back.
+// Lets signals wait for the end of a step while it lives. Each thread as a rank has one; the first
+// sets the handlers, and the last restores the default actions.
 struct CatchSignals {
     static inline std::atomic<int> alive = 0;
     CatchSignals() {
@@ -72,15 +74,15 @@ inline std::string signal_name(int number) {
     return name ? concat("SIG", name) : concat("signal ", number);
 }
 
-// The wishes of a rank at the end of a step; after agree(), those of all ranks.
+// The wishes of one rank at the end of a step; after agree(), those of any rank.
 struct Wishes {
-    int stop = 0;      // the signal that ends the run; 0: it goes on
-    bool save = false; // it is time for a checkpoint
-    bool writing = false; // the thread of a save beside the steps is at work (async_save.h)
+    int stop = 0;         // the signal that ends the run; 0: none
+    bool save = false;    // it is time for a checkpoint
+    bool writing = false; // an asynchronous save is still writing (async_save.h)
 };
 
-// Add up the wishes of all ranks: one wish is enough. Ranks that got different signals name the
-// first of STOP_SIGNALS that any has got.
+// Combine the wishes of all ranks: one rank's wish is enough. If ranks received different signals,
+// all return the first one in the order of STOP_SIGNALS.
 inline Wishes agree(const Comm& world, Wishes mine) {
     std::array<int64_t, STOP_SIGNALS.size() + 2> votes = {};
     for (size_t i = 0; i < STOP_SIGNALS.size(); i++)

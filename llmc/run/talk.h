@@ -1,12 +1,12 @@
 // talk.h - a talk with the model in a terminal, or through a pipe
-//   1. read a line: a question, /reset (forget all), /quit; the end of the input ends too
-//   2. write the conversation so far as the chat format has it (llmc/io/chat.h); where the context
-//      has no room for it and an answer, forget its first questions, and say so
-//   3. read what is new of it: the cache keeps the tokens that are the same as before
-//   4. print the answer's characters as they come, whole ones only
-//   Ctrl-C stops an answer, and ends the program where it waits for a question; a second one
-//   before the answer has stopped ends it at once.
-//   The first rank reads and prints; all ranks hear the line, and generate the same.
+//   1. read a line: a question, /reset (forget all), or /quit; the end of the input quits too
+//   2. encode the conversation so far in the chat format (llmc/io/chat.h); if the context has no
+//      room for it and an answer, forget its first questions, and say so
+//   3. run the model on the new tokens only: the cache keeps those that are the same as before
+//   4. print the answer as it is generated, whole characters only
+//   Ctrl-C stops an answer; while the program waits for a question, it ends the program. A second
+//   Ctrl-C before the answer has stopped ends the program at once.
+//   The first rank reads and prints; all ranks receive the line, and generate the same answer.
 #pragma once
 #include <poll.h>
 #include "draft.h"
@@ -17,8 +17,9 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // characters
 
-// Take the whole characters off the bytes that have come. What is no UTF-8, and what a terminal
-// would obey, becomes U+FFFD; the beginning of a character waits for its end, unless this is all.
+// Remove the whole characters from the front of `bytes`, and return them. Bytes that are not UTF-8,
+// and control characters that a terminal would obey, become U+FFFD. The beginning of a character
+// stays in `bytes` until its end has come; all: no more bytes will come.
 inline std::string take_characters(std::string* bytes, bool all) {
     std::string text;
     while (!bytes->empty()) {
@@ -26,14 +27,15 @@ inline std::string take_characters(std::string* bytes, bool all) {
         size_t n = utf8_length(*bytes);
         size_t wants = c < 0xc2 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 1;
 
-        // A character that is cut would be one with the lowest bytes, or the highest, behind it.
+        // Decide whether these bytes may begin a character: they do if the lowest or the highest
+        // bytes behind them would make them one.
         std::string low = *bytes, high = *bytes;
         low.resize(std::max(wants, low.size()), '\x80');
         high.resize(std::max(wants, high.size()), '\xbf');
         bool begins = utf8_length(low) || utf8_length(high);
         if (n == 0 && bytes->size() < wants && begins && !all) break;
 
-        // Escape sequences could do anything to a terminal.
+        // Replace control characters: an escape sequence could do anything to a terminal.
         bool obeyed = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7f;
         text += n == 0 || obeyed ? "\xef\xbf\xbd" : bytes->substr(0, n);
         bytes->erase(0, std::max(n, size_t(1)));
@@ -44,7 +46,7 @@ inline std::string take_characters(std::string* bytes, bool all) {
 // ----------------------------------------------------------------------------
 // questions
 
-// How often Ctrl-C was pressed since the last question.
+// How often Ctrl-C was pressed since the last answer ended. The second time ends the program.
 inline std::atomic<int> interrupts = 0;
 inline void note_interrupt(int number) {
     if (interrupts++ == 0) return;
@@ -52,36 +54,39 @@ inline void note_interrupt(int number) {
     raise(number);
 }
 
-// Read a line of standard input; false: it has ended, or Ctrl-C ends the wait.
+// Read a line of standard input. Returns false at its end, or after Ctrl-C.
 inline bool read_question(std::string* line) {
     line->clear();
     for (char c = 0; c != '\n';) {
-        // Threads as ranks get the signal too: look for it a few times a second.
+        // Wait in short turns: the signal may arrive in another thread, which would not
+        // interrupt this wait.
         pollfd input = {STDIN_FILENO, POLLIN, 0};
         int ready = poll(&input, 1, 200);
         if (interrupts) return false;
         if (ready <= 0) continue;
         if (read(STDIN_FILENO, &c, 1) != 1)
             return !line->empty();
-        // The end of a line is no part of it.
+        // Append the character, unless it ends the line.
         if (c != '\n') *line += c;
     }
     if (line->ends_with('\r')) line->pop_back();
     return true;
 }
 
-// The first rank's line, for all ranks; false: the talk is over.
+// Ask for a line on the first rank, and send it to all ranks. Returns false if the talk is over.
 inline bool ask_question(const Run& run, std::string* line) {
     bool terminal = isatty(STDIN_FILENO);
     if (is_first(run) && terminal) {
         printf("> ");
         fflush(stdout);
     }
-    // All ranks hear whether there is a line, and then the line.
+
+    // Tell all ranks whether there is a line, and then the line.
     int64_t there = is_first(run) && read_question(line);
     broadcast(run.world, &there, 1, 0, Cpu{});
     share_text(run.world, line);
-    // Begin the shell's prompt on a line of its own.
+
+    // At the end begin a new line for the shell's prompt.
     if (!there && is_first(run) && terminal) printf("\n");
     return there && *line != "/quit";
 }
@@ -89,16 +94,18 @@ inline bool ask_question(const Run& run, std::string* line) {
 // ----------------------------------------------------------------------------
 // the talk
 
+// A talk so far.
 struct Talk {
     Conversation messages = {};
     std::vector<int> prompt = {}; // the conversation's tokens, with the question
-    std::vector<int> known = {};  // tokens whose keys and values the cache has
-    int64_t turn = 0;
+    std::vector<int> known = {};  // the tokens whose keys and values are in the cache
+    int64_t turn = 0;             // how many answers have begun
 };
 
-// Write the conversation as tokens, with room for an answer behind it; "" or why there is none.
+// Encode the conversation into talk.prompt, with room for an answer behind it: "" or why it does
+// not fit. The first questions are forgotten until it does.
 inline std::string fit_conversation(Run& run, Talk& talk) {
-    // An answer may take half of the positions.
+    // Reserve room for an answer: at most half of the positions.
     size_t positions = run.context_length, forgotten = 0;
     size_t room = std::min(size_t(run.config.sample_tokens), positions / 2);
     for (;;) {
@@ -111,7 +118,7 @@ inline std::string fit_conversation(Run& run, Talk& talk) {
                           " more than the model's ", positions, " positions have room for, with ",
                           room, " for an answer: ask a shorter one");
 
-        // Forget the first question and its answer.
+        // Forget the first question and its answer, and try again.
         talk.messages.erase(talk.messages.begin(), talk.messages.begin() + 2);
         forgotten++;
     }
@@ -122,10 +129,10 @@ inline std::string fit_conversation(Run& run, Talk& talk) {
     return "";
 }
 
-// Generate the answer to the last question, and print it as it comes.
+// Generate the answer to the last question, and print it as it is generated.
 template <typename T, typename S>
 void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
-    // Draw as samples do; Ctrl-C on any rank stops all.
+    // Sample with the flags of samples. Ctrl-C on any rank stops all ranks.
     const Config& c = run.config;
     Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
     how.ends = run.stop_tokens;
@@ -136,14 +143,15 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
         return stop > 0;
     };
 
-    // Find what the cache has of the prompt. Its last token is read again: its logits are needed.
+    // Count the tokens of the prompt that the cache holds. The last token is read again in any
+    // case, because its logits give the answer's first token.
     const std::vector<int>&prompt = talk.prompt, &known = talk.known;
     size_t most = std::min(prompt.size() - 1, known.size()), cached = 0;
     while (cached < most && prompt[cached] == known[cached])
         cached++;
     std::vector<Text> texts = {{&prompt, fnv1a(concat("chat.", talk.turn++)), cached}};
 
-    // Print characters, not tokens; the space between the format and an answer is the format's.
+    // Print characters, not tokens. Spaces before the answer belong to the chat format: skip them.
     std::vector<int> tokens;
     std::string bytes, answer;
     auto print = [&](bool all) {
@@ -155,19 +163,20 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
         fflush(stdout);
     };
     auto emit = [&](int64_t, int token) {
-        // Several tokens may make one character.
+        // Collect bytes: a character may take several tokens.
         tokens.push_back(token);
         bytes += decode(run.tokenizer, token);
         print(false);
     };
-    // Remember why it ends: only a token means that nothing is missing.
+
+    // Generate, and remember why the answer ended: only a token means that nothing is missing.
     Ended why = Ended::BY_STOP;
     auto end = [&](int64_t, Ended ended) { why = ended; };
     generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
     print(true);
     if (is_first(run)) printf("\n");
 
-    // Say why an answer stops in the middle, and remember it as far as it came.
+    // Note why an answer stops in the middle, and keep it in the talk as far as it came.
     const char* whys[] = {"", "at --sample-tokens", "where the model's positions end",
                           "here: what was said stays in the talk"};
     if (why != Ended::BY_TOKEN)
@@ -176,10 +185,10 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     talk.messages.push_back({"assistant", answer});
     talk.known = prompt;
     talk.known.insert(talk.known.end(), tokens.begin(), tokens.end());
-    if (!tokens.empty()) talk.known.pop_back(); // picked last, and not read
+    if (!tokens.empty()) talk.known.pop_back(); // the last token was picked, but not read
 }
 
-// Talk until the input ends.
+// Hold the talk, until the input ends.
 template <typename T, typename S>
 void hold_talk(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::SAMPLE);
@@ -187,7 +196,7 @@ void hold_talk(Run& run, Trainer<T, S>& t) {
     if (is_first(run))
         printf("chat: /reset forgets, /quit ends, Ctrl-C stops an answer\n");
 
-    // Wait as long as a person thinks.
+    // Turn the watchdog off: a person may think for long.
     if (run.world.info) run.world.info->timeout_s = 0;
     handle_signal(SIGINT, note_interrupt);
     for (std::string line; ask_question(run, &line);) {
@@ -196,10 +205,9 @@ void hold_talk(Run& run, Trainer<T, S>& t) {
             if (is_first(run)) printf("(forgotten)\n");
             continue;
         }
-        // An empty line asks nothing.
         if (line.empty()) continue;
 
-        // A question that does not fit is none.
+        // Answer the question, or drop it from the talk if it does not fit.
         talk.messages.push_back({"user", line});
         std::string wrong = fit_conversation(run, talk);
         if (wrong.empty()) {
@@ -212,7 +220,7 @@ void hold_talk(Run& run, Trainer<T, S>& t) {
     handle_signal(SIGINT, SIG_DFL);
 }
 
-// Choose what a talk needs of the plan.
+// Choose what a talk needs before plans are made: the tokens that end answers, and the positions.
 inline void choose_talk(Run& run) {
     LLMC_USER_CHECK(vocab_matches(run), "--chat: %s", foreign_tokenizer(run).c_str());
     run.stop_tokens = choose_stop_tokens(run);
@@ -222,17 +230,17 @@ inline void choose_talk(Run& run) {
 // ----------------------------------------------------------------------------
 // what a run does with texts
 
-// Choose what is continued: a talk, a file's prompts, or samples' beginnings.
+// Choose the texts to continue: a talk, the prompts of a file, or the starts of samples.
 inline void choose_texts(Run& run) {
     choose_draft(run);
     if (run.config.chat) return choose_talk(run);
     run.config.prompts.empty() ? choose_prompts(run) : choose_prompt_file(run);
 }
 
-// Write the texts that a run leaves at its end.
+// Generate what the run is to leave at its end: a talk, samples, or completions. config_check() has
+// refused two of them at once.
 template <typename T, typename S>
 void leave_texts(Run& run, Trainer<T, S>& t) {
-    // The configuration has refused two of them at once.
     if (run.config.chat)
         hold_talk(run, t);
     else if (run.config.prompts.empty())
